@@ -1,0 +1,56 @@
+# The verbs of seqserve. `make serve` and `make test` need nothing before them.
+#   TORCH_INDEX   another package index for torch, for a CPU wheel on a machine that would get a CUDA one
+#   ARGS          more flags for `seqserve serve`, such as ARGS="--port 9000 --fronts 2"
+
+PYTHON      ?= python3
+TORCH_INDEX ?=
+ARGS        ?=
+BIN         := .venv/bin
+PIP         := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PROJECT     := pyproject.toml constraints.txt Makefile
+.DEFAULT_GOAL := help
+
+.PHONY: help install serve test lint test-gpu check-python
+
+help:
+	@echo "make serve     install, then serve the embedded models on 127.0.0.1:8000"
+	@echo "make test      install, then lint and test everything that needs no GPU"
+	@echo "make install   set up .venv"
+	@echo "make lint      ruff and mypy"
+	@echo "make test-gpu  the tests that need a GPU"
+
+check-python:
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is missing: install Python 3.11 or newer (Debian: apt-get install python3 python3-venv)"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than 3.11: name a newer one with PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "the venv module is missing: install it (Debian: apt-get install python3-venv)"; exit 1; }
+
+install: .venv/installed
+
+.venv/installed: $(PROJECT) | check-python
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "installing into .venv"
+	@if [ -n "$(TORCH_INDEX)" ]; then $(PIP) --index-url "$(TORCH_INDEX)" torch; fi
+	@$(PIP) --editable .
+	@driver=$$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1 | cut -d. -f1); \
+	if [ -z "$$driver" ]; then echo "no NVIDIA driver found: serving on the CPU"; \
+	elif [ "$$driver" -lt 580 ]; then echo "the NVIDIA driver is $$driver and CUDA 13 needs 580 or newer: serving on the CPU"; \
+	else echo "NVIDIA driver $$driver: installing the GPU packages"; $(PIP) --editable '.[gpu]'; fi
+	@touch $@
+
+.venv/tools: .venv/installed
+	@$(PIP) --editable '.[dev]'
+	@touch $@
+
+serve: .venv/installed
+	@exec $(BIN)/seqserve serve $(ARGS)
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: .venv/tools
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test-gpu: .venv/tools
+	$(BIN)/python -m pytest tests/gpu

@@ -1,0 +1,1 @@
+"""Sequence encoders: arrays in, arrays out. Nothing here has heard of a request."""

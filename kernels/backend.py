@@ -1,0 +1,73 @@
+"""Which implementation of a kernel family runs, and why.
+
+A family lists its backends from the fastest to the last resort; the first that does not refuse is taken. The choice and the
+refusals before it are data, so that they can be shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from kernels.contract import ContractError
+
+AUTO = "auto"
+FAMILIES = ("lstm",)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What a backend is asked to take on: sizes that are known before any data."""
+
+    device: torch.device
+    storage: torch.dtype
+    hidden: int
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """One implementation. `refuses` gives the reason why it cannot or should not take a problem, or None."""
+
+    name: str
+    run: Callable[..., Any]
+    refuses: Callable[[Problem], str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The backend that runs, and one line for each that was considered."""
+
+    backend: Backend
+    why: tuple[str, ...]
+
+
+def choose(backends: Sequence[Backend], problem: Problem, wanted: str = AUTO) -> Choice:
+    """The first backend that takes the problem, or the one named `wanted`; raises ContractError if there is none."""
+    if wanted != AUTO:
+        return _named(backends, wanted)
+    why = []
+    for backend in backends:
+        reason = backend.refuses(problem)
+        why.append(f"{backend.name}: {reason or 'chosen'}")
+        if reason is None:
+            return Choice(backend, tuple(why))
+    raise ContractError(f"no backend takes {problem}: {'; '.join(why)}")
+
+
+def explain(family: str, *, device: str, dtype: str, hidden: int) -> str:
+    """One line for each backend considered for this problem, the chosen one last."""
+    if family not in FAMILIES:
+        raise ContractError(f"unknown kernel family {family!r}; known are {', '.join(FAMILIES)}")
+    problem = Problem(torch.device(device), getattr(torch, dtype), hidden)
+    return "\n".join(choose(import_module(f"kernels.{family}").BACKENDS, problem).why)
+
+
+def _named(backends: Sequence[Backend], wanted: str) -> Choice:
+    for backend in backends:
+        if backend.name == wanted:
+            return Choice(backend, (f"{wanted}: asked for by name",))
+    raise ContractError(f"unknown backend {wanted!r}; known are {', '.join(one.name for one in backends)}")

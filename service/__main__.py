@@ -1,0 +1,5 @@
+"""`python -m service` is `seqserve`."""
+
+from service.cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,163 @@
+"""The only place that builds things. Each process builds its own and closes it in reverse order.
+
+`python -m service.app front|engine` is how the supervisor starts a child, which reads what it needs to know from its standard
+input.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from service.errors import ModelError, ServiceError, SettingsError, StartError
+from service.lifeline import Birth, Pulse, tell
+from service.logs import Log
+from service.metrics import Metrics
+from service.sequence import ModelKey
+from service.settings import Settings
+from service.zoo import spec
+
+if TYPE_CHECKING:
+    import torch
+
+    from service.batching.batcher import Batcher
+    from service.engine.engine import Engine
+    from service.faces.wire import Catalog
+
+# A front never loads torch and an engine never loads a web framework, so that each starts fast and stays small:
+# this is the one module whose functions import what they build.
+
+
+def catalog(root: Path) -> dict[str, dict[str, tuple[Path, spec.ModelSpec]]]:
+    """Every model under `root`, read and checked; raises ModelError."""
+    found = spec.find(root)
+    if not found:
+        raise ModelError(f"models folder {root} has no model: put one there, or name another folder with --models")
+    return {
+        name: {version: (folder, spec.read(folder)) for version, folder in versions.items()} for name, versions in found.items()
+    }
+
+
+def run_front() -> None:
+    """A front process, from birth to drain."""
+    import socket
+
+    from service.faces import http
+    from service.faces.engines import Engines
+    from service.front import Control, serve
+
+    birth = Birth.read()
+    settings, metrics = birth.read_settings(), Metrics()
+    control = Control(birth.open_control())
+    try:
+        served = _served(settings.models)
+    except StartError as fault:
+        control.failed(str(fault))
+        return
+    engines = Engines(metrics, settings.channel_bytes, control.ready)
+    front = http.Front(settings, served, engines, metrics, Log("front"), control.scrape)
+    serve(http.build(front), front, control, socket.socket(fileno=birth.listening))
+
+
+def run_engine() -> None:
+    """An engine process, from birth to the supervisor's end of file."""
+    from service.channel import Kind
+    from service.sequence import Hello
+    from service.worker import Worker
+
+    birth = Birth.read()
+    settings, metrics = birth.read_settings(), Metrics()
+    control, pulse = birth.open_control(), Pulse(birth.pulse)
+    try:
+        engine = build_engine(settings, metrics)
+    except StartError as fault:
+        tell(control, Kind.FAILED, str(fault))
+        return
+    Worker(control, pulse, _batcher(settings, engine, metrics), engine, Hello(engine.loaded()), metrics).run()
+
+
+def build_engine(settings: Settings, metrics: Metrics, only: str | None = None) -> Engine:
+    """An engine with every model, or only the named one, loaded and warm; raises StartError."""
+    import torch
+
+    from service.engine.engine import Engine
+    from service.zoo import store
+    from service.zoo.encoder import Encoder
+
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - settings.fronts))
+    device = _device(settings.device)
+    encoders = {
+        ModelKey(name, version): Encoder(model, store.read_arrays(folder, model), device, settings.fold_limit_bytes)
+        for name, versions in catalog(settings.models).items()
+        for version, (folder, model) in versions.items()
+        if only in (None, name)
+    }
+    return Engine(encoders, metrics, max_turn_rows=settings.max_turn_rows, max_turn_tokens=settings.max_turn_tokens)
+
+
+def answer(settings: Settings, name: str, texts: list[str]) -> list[dict[str, Any]]:
+    """Answer texts in this process, without a server; raises what the HTTP door would have said."""
+    from service.faces import wire
+    from service.sequence import Answer
+
+    model = wire.served(_served(settings.models), name, None)
+    metrics = Metrics()
+    batcher = _batcher(settings, build_engine(settings, metrics, only=name), metrics)
+    request, data = wire.sequences(wire.InferBody(model=name, inputs=texts), model, settings, time.monotonic())
+    answers: list[tuple[Answer, list[bytes]]] = []
+    errors: list[ServiceError] = []
+    batcher.submit(request, data, lambda *answer: answers.append(answer), errors.append)
+    while batcher.step():
+        pass
+    if errors:
+        raise errors[0]
+    shapes, arrays = answers[0]
+    return wire.outputs(model, request, shapes, b"".join(arrays))
+
+
+def _batcher(settings: Settings, engine: Engine, metrics: Metrics) -> Batcher:
+    from service.batching.batcher import Batcher
+    from service.batching.scheduler import Scheduler
+
+    scheduler = Scheduler(
+        max_waiting=settings.max_waiting, max_turn_rows=settings.max_turn_rows, max_turn_tokens=settings.max_turn_tokens
+    )
+    return Batcher(scheduler, engine, metrics, time.monotonic)
+
+
+def _served(root: Path) -> Catalog:
+    """Every model as a face sees it, tokenizers loaded."""
+    from service.faces.wire import Served
+    from service.zoo.text import Tokenizer
+
+    return {
+        name: {
+            version: Served(model, version, Tokenizer.read(folder, model) if model.input.kind == "text" else None)
+            for version, (folder, model) in versions.items()
+        }
+        for name, versions in catalog(root).items()
+    }
+
+
+def _device(wanted: str) -> torch.device:
+    """The device that `wanted` names; raises SettingsError when torch cannot use it."""
+    import torch
+
+    if wanted == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    device = torch.device(wanted)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise SettingsError(f"device is {wanted} and torch sees {torch.cuda.device_count()} GPUs: name another with --device")
+    return device
+
+
+def main() -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    {"front": run_front, "engine": run_engine}[sys.argv[1]]()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Single requests in, batches out."""

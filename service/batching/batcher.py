@@ -1,0 +1,159 @@
+"""Single requests in, batches out: every ticket is answered once, whatever fails. Nothing here knows HTTP, gRPC or CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from service.batching.scheduler import Scheduler
+from service.engine.engine import Encoded
+from service.engine.turn import Chunk, Turn
+from service.errors import DeadlineExceeded, InferenceFailed, InvalidInput, ServiceError, UnknownModel
+from service.metrics import Metrics
+from service.sequence import Answer, ModelKey, Request
+
+Reply = Callable[[Answer, list[bytes]], None]
+Refuse = Callable[[ServiceError], None]
+
+
+class Runs(Protocol):
+    """What the batcher asks of an engine."""
+
+    def serves(self, key: ModelKey) -> bool: ...
+
+    def launch(self, turn: Turn) -> None: ...
+
+    def finished(self) -> list[tuple[Chunk, Encoded]]: ...
+
+
+class Ticket:
+    """One request's promise of one answer. It has ended once it was answered, refused or given up."""
+
+    def __init__(self, request: Request, reply: Reply, refuse: Refuse) -> None:
+        self.request = request
+        self._reply = reply
+        self._refuse = refuse
+        self._encoded: dict[int, Encoded] = {}
+        self.chunks: list[Chunk] = []
+        self.ended = False
+
+    def take(self, chunk: Chunk, encoded: Encoded) -> bool:
+        """One sequence's result; true when it was the last one and the answer has left."""
+        if self.ended:
+            return False
+        self._encoded[id(chunk)] = encoded
+        if len(self._encoded) < len(self.chunks):
+            return False
+        self.ended = True
+        self._reply(*_answer([self._encoded[id(chunk)] for chunk in self.chunks]))
+        return True
+
+    def refuse(self, error: ServiceError) -> None:
+        if not self.ended:
+            self.ended = True
+            self._refuse(error)
+
+    def give_up(self) -> None:
+        """Its caller has gone; its batch-mates have not."""
+        self.ended = True
+
+
+class Batcher:
+    """The queue in front of one engine."""
+
+    def __init__(self, scheduler: Scheduler, engine: Runs, metrics: Metrics, clock: Callable[[], float]) -> None:
+        self._scheduler = scheduler
+        self._engine = engine
+        self._metrics = metrics
+        self._clock = clock
+
+    @property
+    def waiting(self) -> int:
+        return self._scheduler.waiting
+
+    def submit(self, request: Request, data: bytes, reply: Reply, refuse: Refuse) -> Ticket:
+        """Queue a request; what cannot be queued is refused at once, through `refuse`."""
+        ticket = Ticket(request, reply, refuse)
+        try:
+            self._check(request)
+            ticket.chunks = list(_chunks(request, data, ticket))
+            self._scheduler.add(
+                request.key, ticket.chunks, now=self._clock(), deadline=request.deadline, priority=request.priority
+            )
+        except ServiceError as error:
+            self._metrics.refused.add(error.code)
+            ticket.refuse(error)
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """The caller went away: what waits leaves the queue now, what runs is thrown away at the end of its turn."""
+        if ticket.ended:
+            return
+        self._metrics.cancelled.add("waiting" if self._scheduler.drop(ticket) else "running")
+        ticket.give_up()
+
+    def step(self, before_launch: Callable[[Turn], object] = id) -> bool:
+        """One turn: who is too late, who runs, who has his answer. `before_launch` hears of it. False when nothing waits."""
+        self._refuse_late()
+        taken = self._scheduler.next_turn()
+        if taken is None:
+            return False
+        turn, arrivals = taken
+        now = self._clock()
+        for arrived in arrivals:
+            self._metrics.stage_seconds.observe(now - arrived, *turn.model, "queue")
+        self._run(turn, before_launch)
+        for chunk, encoded in self._engine.finished():
+            self._metrics.sequences.add(*turn.model)
+            chunk.owner.take(chunk, encoded)
+        return True
+
+    def _check(self, request: Request) -> None:
+        if not self._engine.serves(request.key):
+            raise UnknownModel(f"the engine does not serve {request.model} version {request.version}", field="model")
+        if not request.lengths or min(request.lengths) < 1:
+            raise InvalidInput("a request has at least one sequence, and a sequence at least one step", field="inputs")
+        if request.deadline <= self._clock():
+            raise DeadlineExceeded("the deadline had passed when the request reached the engine: allow it more time")
+
+    def _refuse_late(self) -> None:
+        for chunk in self._scheduler.drop_late(self._clock()):
+            ticket: Ticket = chunk.owner
+            if not ticket.ended:
+                self._metrics.refused.add(DeadlineExceeded.code)
+                ticket.refuse(DeadlineExceeded("the deadline passed in the queue: allow it more time, or send fewer requests"))
+                self._scheduler.drop(ticket)
+
+    def _run(self, turn: Turn, before_launch: Callable[[Turn], object]) -> None:
+        """A turn that fails is run again row by row, so that only the row at fault pays."""
+        before_launch(turn)
+        try:
+            self._engine.launch(turn)
+        except Exception as fault:
+            if turn.rows > 1:
+                for chunk in turn.chunks:
+                    self._run(Turn(turn.model, [chunk]), before_launch)
+                return
+            ticket: Ticket = turn.chunks[0].owner
+            ticket.refuse(InferenceFailed(f"the model raised {type(fault).__name__}: {fault}"))
+            self._scheduler.drop(ticket)
+
+
+def _chunks(request: Request, data: bytes, ticket: Ticket) -> Iterator[Chunk]:
+    view, at = memoryview(data), 0
+    step_bytes = len(data) // sum(request.lengths)
+    for steps in request.lengths:
+        yield Chunk(view[at : at + steps * step_bytes], steps, request.returns, ticket)
+        at += steps * step_bytes
+
+
+def _answer(encoded: list[Encoded]) -> tuple[Answer, list[bytes]]:
+    """The arrays of one answer, sequence after sequence, and their shapes."""
+    embeddings = [one.embedding for one in encoded if one.embedding is not None]
+    sequences = [one.sequence for one in encoded if one.sequence is not None]
+    answer = Answer(
+        scores=(len(encoded), *encoded[0].scores.shape),
+        embedding=(len(embeddings), *embeddings[0].shape) if embeddings else (),
+        sequence=(sum(len(one) for one in sequences), sequences[0].shape[1]) if sequences else (),
+    )
+    return answer, [array.tobytes() for array in (*(one.scores for one in encoded), *embeddings, *sequences)]

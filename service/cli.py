@@ -1,0 +1,92 @@
+"""`seqserve serve | infer | models`: reads the settings, then hands over."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from service import __version__, app
+from service.errors import ServiceError, SettingsError, StartError
+from service.logs import Log
+from service.settings import Settings, load
+from service.supervisor import Supervisor
+
+EXAMPLE = "How far is it from Denver to Aspen ?"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command's exit status: 0 done, 1 the service cannot start, 2 the command line or a setting is wrong."""
+    said = vars(_parser().parse_args(arguments))
+    run, words = said.pop("run"), {key: said.pop(key) for key in ("model", "texts") if key in said}
+    try:
+        settings = load(said, os.environ)
+        status: int = run(settings, **words)
+    except (StartError, ServiceError) as fault:
+        print(f"seqserve: {fault}", file=sys.stderr)
+        return 2 if isinstance(fault, SettingsError) else 1
+    return status
+
+
+def serve(settings: Settings) -> int:
+    """Serve until SIGTERM or an interrupt."""
+    first = next(iter(app.catalog(settings.models)))
+    started = time.monotonic()
+
+    def announce(host: str, port: int) -> None:
+        body = json.dumps({"model": first, "inputs": [EXAMPLE]})
+        address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        print(f"seqserve is ready on {address} after {time.monotonic() - started:.1f} s. Ask it:\n")
+        print(f"curl -s {address}/infer -H 'Content-Type: application/json' -d '{body}'\n", flush=True)
+
+    return Supervisor(settings, Log("supervisor"), announce).serve()
+
+
+def infer(settings: Settings, model: str, texts: list[str]) -> int:
+    """Answer texts without a server, one JSON object a line."""
+    for output in app.answer(settings, model, texts):
+        print(json.dumps(output))
+    return 0
+
+
+def models(settings: Settings) -> int:
+    """List what the models folder holds."""
+    for name, versions in app.catalog(settings.models).items():
+        for version, (_, spec) in versions.items():
+            layers = " > ".join(layer.kind for layer in spec.layers)
+            print(f"{name}  version {version}  {spec.input.kind} > {layers} > {spec.head.kind}  {spec.precision}")
+            if spec.description:
+                print(f"    {spec.description}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="seqserve", description="A server for sequence models.")
+    parser.add_argument("--version", action="version", version=f"seqserve {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="serve | infer | models")
+    shared = argparse.ArgumentParser(add_help=False)
+    _setting(shared, "--models", metavar="DIR", help="folder of models")
+    _setting(shared, "--config", metavar="FILE", help="TOML file of settings")
+    one = commands.add_parser("serve", parents=[shared], help="answer requests until SIGTERM")
+    _setting(one, "--host", help="address to listen on")
+    _setting(one, "--port", help="HTTP port; 0 takes a free one")
+    _setting(one, "--device", metavar="auto|cpu|cuda:N", help="where models run")
+    _setting(one, "--fronts", metavar="N", help="processes that parse requests")
+    one.set_defaults(run=serve)
+    one = commands.add_parser("infer", parents=[shared], help="answer texts without a server")
+    _setting(one, "--device", metavar="auto|cpu|cuda:N", help="where the model runs")
+    one.add_argument("--model", required=True, metavar="NAME")
+    one.add_argument("texts", nargs="+", metavar="TEXT")
+    one.set_defaults(run=infer)
+    one = commands.add_parser("models", parents=[shared], help="list the models folder")
+    one.set_defaults(run=models)
+    return parser
+
+
+def _setting(parser: argparse.ArgumentParser, flag: str, **words: Any) -> None:
+    """A flag that overrides a setting; its default and its checks are the setting's."""
+    parser.add_argument(flag, default=None, **words)

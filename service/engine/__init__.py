@@ -1,0 +1,1 @@
+"""One device: turns in, encodings out."""

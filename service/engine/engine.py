@@ -1,0 +1,118 @@
+"""One device: turns in, encodings out. Nothing here knows a queue, a caller or a socket."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from service.engine.staging import Staging
+from service.engine.turn import Chunk, Turn
+from service.metrics import Metrics
+from service.sequence import Loaded, ModelKey
+from service.zoo.encoder import Encoder, Encoding
+
+Array = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """One chunk's answer: scores (labels,), embedding (width,) or None, sequence (steps, width) or None."""
+
+    scores: Array
+    embedding: Array | None
+    sequence: Array | None
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds that a turn is expected to take, measured at warm-up."""
+
+    per_step: float
+    per_token: float
+
+    @classmethod
+    def measured(cls, encoder: Encoder, rows: int, steps: int) -> Cost:
+        """One row tells the cost of a step, many rows what each further token adds."""
+        encoder.trial(1, steps), encoder.trial(rows, steps)
+        alone, together = encoder.trial(1, steps), encoder.trial(rows, steps)
+        return cls(alone / steps, max(0.0, together - alone) / (rows * steps))
+
+    def of(self, turn: Turn) -> float:
+        return self.per_step * turn.longest + self.per_token * turn.tokens
+
+
+class Engine:
+    """Runs turns on `device`. A turn is launched, then collected from `finished`."""
+
+    def __init__(
+        self, encoders: Mapping[ModelKey, Encoder], metrics: Metrics, *, max_turn_rows: int, max_turn_tokens: int
+    ) -> None:
+        self._encoders = dict(encoders)
+        self._metrics = metrics
+        self._done: list[tuple[Chunk, Encoded]] = []
+        self._staging: dict[ModelKey, Staging] = {}
+        self._costs: dict[ModelKey, Cost] = {}
+        for key, encoder in self._encoders.items():
+            shape = encoder.spec.input
+            tokens = max(max_turn_tokens, shape.max_steps)
+            self._staging[key] = Staging(max_turn_rows, tokens, shape.features, encoder.device)
+            self._costs[key] = Cost.measured(encoder, rows=max_turn_rows, steps=min(16, shape.max_steps))
+
+    def loaded(self) -> list[Loaded]:
+        """What is served, and what runs it."""
+        return [
+            Loaded(
+                name=key.name,
+                version=key.version,
+                device=str(encoder.device),
+                backends=[f"{layer}: {backend}" for layer, backend in encoder.backends().items()],
+                weight_bytes=encoder.weight_bytes(),
+            )
+            for key, encoder in self._encoders.items()
+        ]
+
+    def serves(self, key: ModelKey) -> bool:
+        return key in self._encoders
+
+    def predicted_seconds(self, turn: Turn) -> float:
+        return self._costs[turn.model].of(turn)
+
+    def launch(self, turn: Turn) -> None:
+        """Run a turn. Whatever the model raises passes through, and nothing of the turn is then finished."""
+        start = time.perf_counter()
+        batch = self._staging[turn.model].lay(turn)
+        staged = time.perf_counter()
+        encoding = self._encoders[turn.model](batch, sequence=any(chunk.returns.sequence for chunk in turn.chunks))
+        computed = time.perf_counter()
+        self._done += _split(turn, encoding)
+        self._count(turn, staged - start, computed - staged, time.perf_counter() - computed)
+
+    def finished(self) -> list[tuple[Chunk, Encoded]]:
+        """The chunks that ended since the last call, each with its answer."""
+        done, self._done = self._done, []
+        return done
+
+    def _count(self, turn: Turn, stage_in: float, compute: float, stage_out: float) -> None:
+        metrics = self._metrics
+        for stage, seconds in (("stage_in", stage_in), ("compute", compute), ("stage_out", stage_out)):
+            metrics.stage_seconds.observe(seconds, *turn.model, stage)
+        metrics.turn_rows.observe(turn.rows, *turn.model)
+        metrics.turn_tokens.observe(turn.tokens, *turn.model)
+        metrics.tokens.add(*turn.model, by=turn.tokens)
+        metrics.padding_avoided.add(*turn.model, by=turn.rows * turn.longest - turn.tokens)
+
+
+def _split(turn: Turn, encoding: Encoding) -> list[tuple[Chunk, Encoded]]:
+    """A batch's arrays row by row; what a caller did not ask for stays behind."""
+    scores, embedding = encoding.scores.cpu().numpy(), encoding.embedding.cpu().numpy()
+    sequence = None if encoding.sequence is None else encoding.sequence.cpu().numpy()
+    parts, token = [], 0
+    for row, chunk in enumerate(turn.chunks):
+        steps = sequence[token : token + chunk.steps] if sequence is not None and chunk.returns.sequence else None
+        parts.append((chunk, Encoded(scores[row], embedding[row] if chunk.returns.embedding else None, steps)))
+        token += chunk.steps
+    return parts

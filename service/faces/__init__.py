@@ -1,0 +1,1 @@
+"""The doors. They translate; the core decides."""

@@ -1,0 +1,277 @@
+"""Bytes to values and back, for the JSON doors. All validation of what a caller sends is here; nothing here awaits."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, StrictStr, ValidationError
+
+from service.errors import InvalidInput, InvalidRequest, ServiceError, TooLarge, UnknownModel
+from service.sequence import FEATURES, IDS, Answer, Request, Returns
+from service.settings import Settings
+from service.zoo.spec import ModelSpec
+from service.zoo.text import Tokenizer
+
+SHOWN_CHARACTERS = 100
+"""At most this much of what a caller sent is repeated in a message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One version of a model as a face sees it."""
+
+    spec: ModelSpec
+    version: str
+    tokenizer: Tokenizer | None
+
+
+Catalog = Mapping[str, Mapping[str, Served]]
+"""By name, then by version, versions rising."""
+
+
+class InferBody(BaseModel):
+    """Body of POST /infer."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    model: StrictStr
+    """Name of a served model."""
+    inputs: Annotated[list[Any], Field(min_length=1)]
+    """One sequence each: a string, a list of token ids, or a list of rows of floats, as the model takes them."""
+    version: StrictStr | Annotated[int, Field(strict=True)] | None = None
+    """The newest when left out."""
+    returns: Annotated[list[Literal["embedding", "sequence"]], Field(alias="return")] = []
+    """Adds to each output the pooled vector (embedding) or the vectors of every step (sequence)."""
+    deadline_ms: Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)] | None = None
+    """Milliseconds from arrival after which the answer is of no use."""
+    priority: Annotated[int, Field(ge=-10, le=10, strict=True)] = 0
+    """Higher runs sooner."""
+
+    @classmethod
+    def parse(cls, body: bytes) -> InferBody:
+        """Raises InvalidRequest for what is not JSON, InvalidInput naming the first field that is wrong."""
+        try:
+            return cls.model_validate_json(body)
+        except ValidationError as fault:
+            raise _invalid(fault.errors(include_url=False)[0]) from None
+
+
+class Output(BaseModel):
+    """One output of a classify head."""
+
+    label: str
+    score: float
+    scores: dict[str, float]
+    embedding: list[float] | None = None
+    sequence: list[list[float]] | None = None
+
+
+class InferAnswer(BaseModel):
+    """Answer of POST /infer: one output per input, in their order."""
+
+    model: str
+    version: str
+    outputs: list[Output]
+
+
+class ErrorBody(BaseModel):
+    """Body of every error."""
+
+    error: str
+    code: str
+    field: str | None = None
+
+
+def served(catalog: Catalog, name: str, version: str | int | None) -> Served:
+    """The model that a caller names; raises UnknownModel naming what there is."""
+    versions = catalog.get(name)
+    if versions is None:
+        raise UnknownModel(f"unknown model {_shown(name)}: served are {', '.join(sorted(catalog))}", field="model")
+    wanted = list(versions)[-1] if version is None else str(version)
+    if wanted not in versions:
+        raise UnknownModel(
+            f"{name} has no version {_shown(wanted)}: served are {', '.join(versions)}; leave version out for the newest",
+            field="version",
+        )
+    return versions[wanted]
+
+
+def sequences(body: InferBody, model: Served, settings: Settings, arrived: float) -> tuple[Request, bytes]:
+    """The request for the engine and its tensor bytes; raises InvalidInput or TooLarge naming the input at fault."""
+    if len(body.inputs) > settings.max_inputs:
+        raise TooLarge(
+            f"{len(body.inputs)} inputs in one request and SEQSERVE_MAX_INPUTS is {settings.max_inputs}: "
+            "send several requests, or raise SEQSERVE_MAX_INPUTS",
+            field="inputs",
+        )
+    arrays = [_array(value, f"inputs[{index}]", model) for index, value in enumerate(body.inputs)]
+    request = Request(
+        model=model.spec.name,
+        version=model.version,
+        lengths=[len(array) for array in arrays],
+        deadline=arrived + _deadline_ms(body, settings) / 1000,
+        sent=time.monotonic(),
+        priority=body.priority,
+        returns=Returns(embedding="embedding" in body.returns, sequence="sequence" in body.returns),
+    )
+    return request, b"".join(array.tobytes() for array in arrays)
+
+
+def outputs(model: Served, request: Request, answer: Answer, data: bytes) -> list[dict[str, Any]]:
+    """The answer's arrays as plain values, one output per sequence."""
+    scores, embeddings, steps = _arrays(answer, data)
+    labels = model.spec.head.labels
+    given, token = [], 0
+    for row, length in enumerate(request.lengths):
+        best = int(scores[row].argmax())
+        # The shortest decimals that stand for the float32: half the bytes of a float64's, and nothing is lost.
+        values = [float(value) for value in scores[row].astype(str)]
+        output = {"label": labels[best], "score": values[best], "scores": dict(zip(labels, values, strict=True))}
+        if embeddings is not None:
+            output["embedding"] = embeddings[row].tolist()
+        if steps is not None:
+            output["sequence"] = steps[token : token + length].tolist()
+        token += length
+        given.append(output)
+    return given
+
+
+def error_body(error: ServiceError) -> dict[str, str]:
+    """{"error", "code"} and, where one field is at fault, "field"."""
+    body = {"error": error.message, "code": error.code}
+    return body | ({"field": error.field} if error.field else {})
+
+
+def _deadline_ms(body: InferBody, settings: Settings) -> float:
+    wanted = settings.default_deadline_ms if body.deadline_ms is None else body.deadline_ms
+    if wanted > settings.max_deadline_ms:
+        raise InvalidInput(
+            f"deadline_ms is {wanted:g} and SEQSERVE_MAX_DEADLINE_MS is {settings.max_deadline_ms}: ask for less",
+            field="deadline_ms",
+        )
+    return wanted
+
+
+def _array(value: Any, field: str, model: Served) -> NDArray[Any]:
+    """One input as (steps,) ids or (steps, features) rows, within every limit of the model."""
+    shape = model.spec.input
+    if isinstance(value, str) and model.tokenizer is not None:
+        array = np.array(_text_ids(value, field, model), IDS)
+    elif isinstance(value, list) and shape.features is None:
+        array = _ids(value, field, model)
+    elif isinstance(value, list) and shape.features is not None:
+        array = _features(value, field, model, shape.features)
+    else:
+        raise InvalidInput(f"{field} is {_kind(value)} and {model.spec.name} takes {_taken(model)}", field=field)
+    if len(array) == 0:
+        raise InvalidInput(f"{field} is empty: a sequence has at least one step", field=field)
+    _check_steps(len(array), field, model)
+    return array
+
+
+def _text_ids(text: str, field: str, model: Served) -> list[int]:
+    limit = model.spec.input.max_characters
+    if len(text) > limit:
+        raise TooLarge(
+            f"{field} has {len(text)} characters and {model.spec.name} takes at most {limit}: shorten it", field=field
+        )
+    assert model.tokenizer is not None
+    ids = model.tokenizer.ids(text, field)
+    if not ids:
+        raise InvalidInput(f"{field} has no words: send a text with at least one", field=field)
+    return ids
+
+
+def _ids(values: list[Any], field: str, model: Served) -> NDArray[Any]:
+    _check_steps(len(values), field, model)
+    vocabulary = model.spec.input.vocabulary or 0
+    for step, id in enumerate(values):
+        if type(id) is not int:
+            raise InvalidInput(f"{field}[{step}] is {_kind(id)} and a token id is a whole number", field=f"{field}[{step}]")
+        if not 0 <= id < vocabulary:
+            raise InvalidInput(
+                f"{field}[{step}] is {_shown(str(id))} and the token ids of {model.spec.name} go from 0 to {vocabulary - 1}",
+                field=f"{field}[{step}]",
+            )
+    return np.array(values, IDS)
+
+
+def _features(rows: list[Any], field: str, model: Served, features: int) -> NDArray[Any]:
+    _check_steps(len(rows), field, model)
+    for step, row in enumerate(rows):
+        if not isinstance(row, list) or len(row) != features:
+            said = f"{len(row)} values" if isinstance(row, list) else _kind(row)
+            raise InvalidInput(
+                f"{field}[{step}] is {said} and a step of {model.spec.name} is a list of {features} numbers",
+                field=f"{field}[{step}]",
+            )
+        for index, value in enumerate(row):
+            if type(value) not in (int, float) or not abs(value) <= np.finfo(np.float32).max:
+                raise InvalidInput(
+                    f"{field}[{step}][{index}] is {_kind(value)} and a feature is a finite float32 number",
+                    field=f"{field}[{step}][{index}]",
+                )
+    return np.array(rows, FEATURES).reshape(len(rows), features)
+
+
+def _check_steps(steps: int, field: str, model: Served) -> None:
+    limit = model.spec.input.max_steps
+    if steps > limit:
+        raise TooLarge(
+            f"{field} has {steps} steps and {model.spec.name} takes at most {limit}: "
+            "shorten it, or raise input.max_steps in its model.toml",
+            field=field,
+        )
+
+
+def _arrays(answer: Answer, data: bytes) -> tuple[NDArray[Any], NDArray[Any] | None, NDArray[Any] | None]:
+    at, arrays = 0, []
+    for shape in (answer.scores, answer.embedding, answer.sequence):
+        count = int(np.prod(shape)) if shape else 0
+        arrays.append(np.frombuffer(data, FEATURES, count, at).reshape(shape) if shape else None)
+        at += count * np.dtype(FEATURES).itemsize
+    assert arrays[0] is not None, "an answer always has scores"
+    return arrays[0], arrays[1], arrays[2]
+
+
+def _taken(model: Served) -> str:
+    shape = model.spec.input
+    if shape.features is not None:
+        return f"a list of steps, each a list of {shape.features} numbers"
+    return "a string or a list of token ids" if model.tokenizer is not None else "a list of token ids"
+
+
+def _kind(value: Any) -> str:
+    """What a caller sent, in JSON's words."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, int | float):
+        return _shown(str(value))
+    return {str: "a string", list: "a list", dict: "an object"}.get(type(value), "something else")
+
+
+def _shown(text: str) -> str:
+    """A piece of what a caller sent, short and on one line."""
+    clean = re.sub(r"[^\x20-\x7e]", "?", text[: SHOWN_CHARACTERS + 1])
+    return clean if len(clean) <= SHOWN_CHARACTERS else clean[:SHOWN_CHARACTERS] + "..."
+
+
+def _invalid(error: Mapping[str, Any]) -> ServiceError:
+    if error["type"] == "json_invalid":
+        return InvalidRequest(f"the body is not JSON: {_shown(str(error['msg']))}")
+    if not error["loc"]:
+        return InvalidRequest('the body is not an object: send {"model": "...", "inputs": [...]}')
+    name, *rest = error["loc"]
+    field = _shown(str(name)) + "".join(f"[{part}]" for part in rest if isinstance(part, int))
+    if error["type"] == "extra_forbidden":
+        known = ", ".join(info.alias or key for key, info in InferBody.model_fields.items())
+        return InvalidInput(f"{field} is no option of /infer: known are {known}", field=field)
+    if error["type"] == "missing":
+        return InvalidInput(f"{field} is missing: the body needs model and inputs", field=field)
+    return InvalidInput(f"{field}: {error['msg'][0].lower()}{error['msg'][1:]}", field=field)

@@ -1,0 +1,87 @@
+"""What ties a child process to its supervisor: how it is born, how it shows that it lives, and that it does not outlive it."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import signal
+import socket
+import struct
+import sys
+import time
+from typing import Any
+
+import msgspec
+
+from service.channel import Channel, Kind, encode
+from service.settings import Settings
+
+PR_SET_PDEATHSIG = 1
+IDLE_SECONDS = 0.5
+"""An idle process shows a sign of life this often."""
+PATIENCE_SECONDS = 2.0
+"""How long the next sign of life may take when nothing longer was announced."""
+
+
+class Birth(msgspec.Struct, frozen=True):
+    """What a child reads from its standard input: settings as JSON, its supervisor, and the descriptors that it inherited."""
+
+    supervisor: int
+    settings: str
+    control: int
+    listening: int = -1
+    pulse: int = -1
+
+    @classmethod
+    def read(cls) -> Birth:
+        """This process's own, once it is tied to its supervisor."""
+        birth = msgspec.json.decode(sys.stdin.buffer.read(), type=cls)
+        _die_with(birth.supervisor)
+        return birth
+
+    def read_settings(self) -> Settings:
+        return Settings.model_validate_json(self.settings)
+
+    def open_control(self) -> Channel:
+        return Channel(socket.socket(fileno=self.control))
+
+
+class Pulse:
+    """One page of shared memory: the moment, on the machine's monotonic clock, by which the next sign of life is due.
+
+    A page costs the engine nothing per turn, where a frame would cost a write and wake the supervisor.
+    """
+
+    def __init__(self, descriptor: int | None = None) -> None:
+        self.descriptor = os.memfd_create("seqserve-pulse") if descriptor is None else descriptor
+        if descriptor is None:
+            os.ftruncate(self.descriptor, mmap.PAGESIZE)
+        self._page = mmap.mmap(self.descriptor, mmap.PAGESIZE)
+
+    def beat(self, next_seconds: float = PATIENCE_SECONDS) -> None:
+        """Alive now; the next beat comes within `next_seconds`."""
+        struct.pack_into("d", self._page, 0, time.monotonic() + next_seconds)
+
+    def late_seconds(self) -> float:
+        """How long the next sign of life is overdue; negative while it is not."""
+        due: float = struct.unpack_from("d", self._page, 0)[0]
+        return time.monotonic() - due
+
+    def close(self) -> None:
+        self._page.close()
+        os.close(self.descriptor)
+
+
+def tell(control: Channel, kind: Kind, body: Any = None, id: int = 0) -> None:
+    """One control frame, written now."""
+    control.send(encode(kind, id, body))
+    control.flush()
+
+
+def _die_with(supervisor: int) -> None:
+    """Have the kernel end this process when the supervisor ends, however that happens."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != supervisor:
+        raise SystemExit("the supervisor has gone")

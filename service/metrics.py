@@ -1,0 +1,160 @@
+"""Every time series of the service. Names, labels and buckets appear nowhere else.
+
+Each process keeps its counts as plain lists in a Metrics of its own. A snapshot is plain data that crosses a channel; the
+supervisor merges the snapshots of all processes, dead ones included, and a front renders the sum. Labels come from closed
+sets: nothing a caller sends becomes one.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+SECONDS = (50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 50e-3, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
+
+Rows = list[tuple[tuple[str, ...], list[float]]]
+Snapshot = dict[str, Rows]
+
+
+class Series:
+    """One metric: a list of numbers for each combination of label values."""
+
+    def __init__(self, name: str, help: str, labels: tuple[str, ...] = ()) -> None:
+        self.name = name
+        self.help = help
+        self.labels = labels
+        self.values: dict[tuple[str, ...], list[float]] = {}
+
+    def _at(self, labels: tuple[str, ...], width: int) -> list[float]:
+        values = self.values.get(labels)
+        if values is None:
+            assert len(labels) == len(self.labels), f"{self.name} has the labels {self.labels}"
+            values = self.values[labels] = [0.0] * width
+        return values
+
+
+class Counter(Series):
+    """Only rises; the totals of ended processes are kept."""
+
+    def add(self, *labels: str, by: float = 1.0) -> None:
+        self._at(labels, 1)[0] += by
+
+
+class Gauge(Series):
+    """A level of now; summed over the living processes."""
+
+    def set(self, value: float, *labels: str) -> None:
+        self._at(labels, 1)[0] = value
+
+    def add(self, *labels: str, by: float = 1.0) -> None:
+        self._at(labels, 1)[0] += by
+
+
+class Histogram(Series):
+    """Counts per bucket, then the sum of what was observed."""
+
+    def __init__(self, name: str, help: str, labels: tuple[str, ...], buckets: tuple[float, ...]) -> None:
+        super().__init__(name, help, labels)
+        self.buckets = buckets
+
+    def observe(self, value: float, *labels: str) -> None:
+        values = self._at(labels, len(self.buckets) + 2)
+        values[bisect_left(self.buckets, value)] += 1
+        values[-1] += value
+
+
+class Metrics:
+    """The series, as attributes. Seconds and base units; `stage` is parse, queue, stage_in, compute, stage_out, encode or total."""
+
+    def __init__(self) -> None:
+        model = ("model", "version")
+        self.requests = Counter("seqserve_requests", "Requests to /infer by outcome.", (*model, "outcome"))
+        self.in_flight = Gauge("seqserve_requests_in_flight", "Requests accepted by a front and not yet answered.")
+        self.sequences = Counter("seqserve_sequences", "Sequences answered.", model)
+        self.tokens = Counter("seqserve_tokens", "Steps computed.", model)
+        self.padding_avoided = Counter(
+            "seqserve_padding_avoided_tokens", "Steps that padding each turn to its longest row would have added.", model
+        )
+        self.stage_seconds = Histogram("seqserve_stage_seconds", "Time in each stage.", (*model, "stage"), SECONDS)
+        self.turn_rows = Histogram("seqserve_turn_rows", "Sequences in a turn.", model, ROWS)
+        self.turn_tokens = Histogram("seqserve_turn_tokens", "Steps in a turn.", model, TOKENS)
+        self.queue_depth = Gauge("seqserve_queue_depth", "Sequences waiting for a turn.")
+        self.refused = Counter("seqserve_refused", "Requests the engine refused before they ran.", ("reason",))
+        self.cancelled = Counter("seqserve_cancelled", "Requests whose caller went away.", ("while",))
+        self.rerun = Counter("seqserve_rerun", "Requests run again because their engine process ended.")
+        self.channel_seconds = Histogram(
+            "seqserve_channel_seconds", "From a front's send to the engine's receipt.", (), SECONDS
+        )
+        self.channel_bytes = Counter("seqserve_channel_bytes", "Bytes written to channels.", ("writer",))
+        self.channel_writes = Counter("seqserve_channel_writes", "Write calls on channels.", ("writer",))
+        self.restarts = Counter("seqserve_process_restarts", "Processes replaced.", ("process", "reason"))
+        self.ready = Gauge("seqserve_ready", "1 when requests are answered.")
+        self.weight_bytes = Gauge("seqserve_model_weight_bytes", "Bytes of weights and tables on the device.", model)
+        self.backend = Gauge("seqserve_kernel_backend_info", "1 for each kernel backend in use.", (*model, "layer", "backend"))
+
+    def series(self) -> Iterator[Series]:
+        return (value for value in vars(self).values() if isinstance(value, Series))
+
+    def snapshot(self) -> Snapshot:
+        """The counts of this process as plain data."""
+        return {one.name: [(labels, list(values)) for labels, values in one.values.items()] for one in self.series()}
+
+
+def merged(snapshots: Iterable[Mapping[str, Rows]]) -> Snapshot:
+    """The sum of snapshots, label by label."""
+    totals: dict[str, dict[tuple[str, ...], list[float]]] = {}
+    for snapshot in snapshots:
+        for name, rows in snapshot.items():
+            total = totals.setdefault(name, {})
+            for labels, values in rows:
+                key = tuple(labels)
+                total[key] = [a + b for a, b in zip(total[key], values, strict=True)] if key in total else list(values)
+    return {name: list(total.items()) for name, total in totals.items()}
+
+
+def remains(snapshot: Mapping[str, Rows]) -> Snapshot:
+    """What a process leaves behind when it ends: its totals, not its levels."""
+    levels = {one.name for one in Metrics().series() if isinstance(one, Gauge)}
+    return {name: list(rows) for name, rows in snapshot.items() if name not in levels}
+
+
+def render(snapshot: Mapping[str, Rows]) -> bytes:
+    """The snapshot in Prometheus' text format."""
+    registry = CollectorRegistry()
+    registry.register(_Exposition(snapshot))
+    return generate_latest(registry)
+
+
+class _Exposition(Collector):
+    """Hands a merged snapshot to prometheus-client."""
+
+    def __init__(self, snapshot: Mapping[str, Rows]) -> None:
+        self._snapshot = snapshot
+
+    def collect(self) -> Iterable[Metric]:
+        return (self._family(one) for one in Metrics().series())
+
+    def _family(self, one: Series) -> Metric:
+        rows = self._snapshot.get(one.name, [])
+        if isinstance(one, Histogram):
+            histogram = HistogramMetricFamily(one.name, one.help, labels=one.labels)
+            for labels, values in rows:
+                histogram.add_metric(labels, list(_cumulative(one.buckets, values)), sum_value=values[-1])
+            return histogram
+        family = (CounterMetricFamily if isinstance(one, Counter) else GaugeMetricFamily)(one.name, one.help, labels=one.labels)
+        for labels, values in rows:
+            family.add_metric(labels, values[0])
+        return family
+
+
+def _cumulative(buckets: tuple[float, ...], values: list[float]) -> Iterator[tuple[str, float]]:
+    total = 0.0
+    for bound, count in zip((*buckets, float("inf")), values[:-1], strict=True):
+        total += count
+        yield ("+Inf" if bound == float("inf") else repr(float(bound)), total)

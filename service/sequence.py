@@ -1,0 +1,84 @@
+"""The values that travel: one request on its way in, one answer on its way out.
+
+They cross the process border as a msgspec body and trailing bytes. Nothing here knows HTTP, sockets or torch.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+IDS = "int32"
+"""Token ids travel as int32, feature rows as float32; answers as float32."""
+FEATURES = "float32"
+
+
+class ModelKey(NamedTuple):
+    """What a turn runs: one version of one model."""
+
+    name: str
+    version: str
+
+
+class Returns(msgspec.Struct, array_like=True, frozen=True):
+    """What a caller wants besides the head's answer."""
+
+    embedding: bool = False
+    sequence: bool = False
+
+
+class Request(msgspec.Struct, array_like=True, frozen=True):
+    """The sequences of one call, laid end to end in the bytes that follow.
+
+    `lengths` are steps per sequence, `deadline` and `sent` are seconds on this machine's monotonic clock, higher `priority`
+    runs sooner. The trailing bytes are (tokens,) int32 ids or (tokens, features) float32 rows, as the model's input says.
+    """
+
+    model: str
+    version: str
+    lengths: list[int]
+    deadline: float
+    sent: float
+    priority: int = 0
+    returns: Returns = Returns()
+
+    @property
+    def key(self) -> ModelKey:
+        return ModelKey(self.model, self.version)
+
+
+class Answer(msgspec.Struct, array_like=True, frozen=True):
+    """Shapes of the float32 arrays that follow, in this order; a shape that was not wanted is empty.
+
+    `scores` is (sequences, labels); `embedding` (sequences, width); `sequence` (tokens, width), rows laid end to end.
+    """
+
+    scores: tuple[int, ...]
+    embedding: tuple[int, ...] = ()
+    sequence: tuple[int, ...] = ()
+
+
+class Refusal(msgspec.Struct, array_like=True, frozen=True):
+    """A ServiceError on its way to the front that asked."""
+
+    code: str
+    message: str
+    field: str | None = None
+    retry_after: int | None = None
+
+
+class Loaded(msgspec.Struct, array_like=True, frozen=True):
+    """What the engine says of a model that it serves: which kernels run it and what it holds."""
+
+    name: str
+    version: str
+    device: str
+    backends: list[str]
+    weight_bytes: int
+
+
+class Hello(msgspec.Struct, array_like=True, frozen=True):
+    """An engine's first word on a channel: it is ready, and for these models."""
+
+    models: list[Loaded]

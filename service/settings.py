@@ -1,0 +1,124 @@
+"""Every knob of the service, said once. Read at the start from flags, `SEQSERVE_*` variables and a TOML file, in that order
+of precedence, and passed down as plain values; an unknown name or an impossible value stops the start."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from service.errors import SettingsError
+
+PREFIX = "SEQSERVE_"
+CONFIG = "SEQSERVE_CONFIG"
+"""The one variable that is no setting: it names the TOML file."""
+
+Positive = Annotated[int, Field(gt=0)]
+PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class Settings(BaseModel):
+    """All settings with their defaults."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    host: str = "127.0.0.1"
+    """Address on which HTTP listens."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    """HTTP port; 0 takes a free one, which the ready line names."""
+    models: Path = Path(__file__).resolve().parent.parent / "models"
+    """Folder of model folders: <name>/<version>/model.toml."""
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda:\d+)$")] = "auto"
+    """auto, cpu or cuda:N; auto takes the first GPU that works, else the CPU."""
+    fronts: Positive = 1
+    """Processes that parse and tokenise requests."""
+    fold_limit_bytes: Annotated[int, Field(ge=0)] = 256 << 20
+    """Largest table, per model, that an embedding is folded into at load."""
+
+    max_body_bytes: Positive = 16 << 20
+    """Largest request body."""
+    max_inputs: Positive = 64
+    """Most sequences in one request."""
+    max_waiting: Positive = 1024
+    """Most sequences waiting for a turn; one more is refused."""
+    max_turn_rows: Positive = 64
+    """Most sequences in one turn of the engine."""
+    max_turn_tokens: Positive = 4096
+    """Most steps, over all sequences, in one turn; a longer sequence runs alone."""
+    channel_bytes: Positive = 64 << 20
+    """Most bytes of unanswered requests between one front and the engine; one more is refused."""
+
+    default_deadline_ms: Positive = 5_000
+    """Deadline of a request that names none."""
+    max_deadline_ms: Positive = 60_000
+    """Longest deadline that a request may name."""
+    lame_duck_seconds: Seconds = 5.0
+    """After SIGTERM: how long the service still accepts requests while it already says that it is not ready."""
+    drain_seconds: PositiveSeconds = 30.0
+    """After that: how long requests in flight may take."""
+    start_seconds: PositiveSeconds = 120.0
+    """Longest an engine may take to load and warm up before it is replaced."""
+
+    @model_validator(mode="after")
+    def _limits_fit_together(self) -> Settings:
+        if self.max_inputs > self.max_waiting:
+            raise ValueError(f"max_inputs is {self.max_inputs} and max_waiting is {self.max_waiting}: raise max_waiting")
+        if self.default_deadline_ms > self.max_deadline_ms:
+            raise ValueError(
+                f"default_deadline_ms is {self.default_deadline_ms} and max_deadline_ms is {self.max_deadline_ms}: "
+                "lower the default or raise the maximum"
+            )
+        if self.max_body_bytes * 2 > self.channel_bytes:
+            # The densest JSON, one digit and a comma per token, doubles on its way to int32.
+            raise ValueError(
+                f"channel_bytes is {self.channel_bytes} and max_body_bytes is {self.max_body_bytes}: "
+                "channel_bytes must be at least twice max_body_bytes"
+            )
+        return self
+
+
+def load(flags: Mapping[str, Any], environment: Mapping[str, str]) -> Settings:
+    """The settings of this start; raises SettingsError naming the knob, its source and the nearest known name."""
+    file = flags.get("config") or environment.get(CONFIG)
+    said: dict[str, tuple[str, Any]] = {}
+    for name, value in (_from_file(Path(file)) if file else {}).items():
+        said[name] = (f"{name} in {file}", value)
+    for variable, value in environment.items():
+        if variable.startswith(PREFIX) and variable != CONFIG:
+            said[variable.removeprefix(PREFIX).lower()] = (variable, value)
+    for name, value in flags.items():
+        if name != "config" and value is not None:
+            said[name] = (f"--{name}", value)
+    return _validated(said)
+
+
+def _from_file(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text())
+    except (OSError, tomllib.TOMLDecodeError) as fault:
+        raise SettingsError(f"settings file {file}: {fault}") from fault
+
+
+def _validated(said: Mapping[str, tuple[str, Any]]) -> Settings:
+    for name, (source, _) in said.items():
+        if name not in Settings.model_fields:
+            near = difflib.get_close_matches(name, Settings.model_fields, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(Settings.model_fields)}"
+            raise SettingsError(f"unknown setting {source}: {hint}")
+    try:
+        return Settings.model_validate({name: value for name, (_, value) in said.items()})
+    except ValidationError as fault:
+        raise SettingsError("; ".join(_complaint(dict(error), said) for error in fault.errors())) from fault
+
+
+def _complaint(error: Mapping[str, Any], said: Mapping[str, tuple[str, Any]]) -> str:
+    name = str(error["loc"][0]) if error["loc"] else ""
+    if name not in said:
+        return str(error["msg"]).removeprefix("Value error, ")
+    source, value = said[name]
+    return f"{source} is {value!r}: {error['msg'].lower()}"

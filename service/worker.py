@@ -1,0 +1,118 @@
+"""The engine process's loop: drain the channels, run a turn, send the answers. One thread does it all."""
+
+from __future__ import annotations
+
+import selectors
+import time
+from functools import partial
+from typing import Protocol
+
+from service.batching.batcher import Batcher, Ticket
+from service.channel import Channel, Frame, Kind, encode
+from service.engine.turn import Turn
+from service.errors import ServiceError
+from service.lifeline import IDLE_SECONDS, PATIENCE_SECONDS, Pulse, tell
+from service.metrics import Metrics
+from service.sequence import Answer, Hello, Refusal, Request
+
+HANG_FACTOR = 10.0
+"""A turn that takes longer than this many times its prediction, and PATIENCE_SECONDS, is taken for a hang."""
+
+
+class Predicts(Protocol):
+    def predicted_seconds(self, turn: Turn) -> float: ...
+
+
+class Worker:
+    """Serves the fronts that the supervisor attaches, until the supervisor closes `control`."""
+
+    def __init__(
+        self, control: Channel, pulse: Pulse, batcher: Batcher, engine: Predicts, hello: Hello, metrics: Metrics
+    ) -> None:
+        self._control = control
+        self._pulse = pulse
+        self._batcher = batcher
+        self._engine = engine
+        self._hello = hello
+        self._metrics = metrics
+        self._tickets: dict[Channel, dict[int, Ticket]] = {}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(control, selectors.EVENT_READ)
+
+    def run(self) -> None:
+        """Loop until the supervisor's end of file."""
+        tell(self._control, Kind.READY)
+        while self._control.open:
+            self._pulse.beat()
+            self._drain(0.0 if self._batcher.waiting else IDLE_SECONDS)
+            self._batcher.step(self._before_launch)
+            self._metrics.queue_depth.set(self._batcher.waiting)
+            for channel in list(self._tickets):
+                self._flush(channel)
+
+    def _before_launch(self, turn: Turn) -> None:
+        self._pulse.beat(max(PATIENCE_SECONDS, HANG_FACTOR * self._engine.predicted_seconds(turn)))
+
+    def _drain(self, timeout: float) -> None:
+        for key, events in self._selector.select(timeout):
+            channel = key.fileobj
+            assert isinstance(channel, Channel)
+            if not events & selectors.EVENT_READ:
+                continue
+            for frame in channel.receive():
+                self._obey(frame) if channel is self._control else self._serve(channel, frame)
+            if not channel.open:
+                self._forget(channel)
+
+    def _obey(self, frame: Frame) -> None:
+        """A word of the supervisor."""
+        if frame.kind == Kind.ATTACH and frame.attached is not None:
+            channel = Channel(frame.attached)
+            self._tickets[channel] = {}
+            self._selector.register(channel, selectors.EVENT_READ)
+            channel.send(encode(Kind.HELLO, 0, self._hello))
+        elif frame.kind == Kind.GATHER:
+            tell(self._control, Kind.COUNTS, self._metrics.snapshot(), frame.id)
+
+    def _serve(self, channel: Channel, frame: Frame) -> None:
+        """A word of a front."""
+        if frame.kind == Kind.SUBMIT:
+            request = frame.read(Request)
+            self._metrics.channel_seconds.observe(max(0.0, time.monotonic() - request.sent))
+            reply, refuse = partial(self._reply, channel, frame.id), partial(self._refuse, channel, frame.id)
+            ticket = self._batcher.submit(request, frame.tail, reply, refuse)
+            if not ticket.ended:
+                self._tickets[channel][frame.id] = ticket
+        elif frame.kind == Kind.CANCEL:
+            ticket_or_none = self._tickets[channel].pop(frame.id, None)
+            if ticket_or_none is not None:
+                self._batcher.cancel(ticket_or_none)
+
+    def _reply(self, channel: Channel, id: int, answer: Answer, arrays: list[bytes]) -> None:
+        self._send(channel, id, encode(Kind.ANSWER, id, answer, arrays))
+
+    def _refuse(self, channel: Channel, id: int, error: ServiceError) -> None:
+        refusal = Refusal(error.code, error.message, error.field, error.retry_after)
+        self._send(channel, id, encode(Kind.REFUSAL, id, refusal))
+
+    def _send(self, channel: Channel, id: int, frame: bytes) -> None:
+        channel.send(frame)
+        self._tickets[channel].pop(id, None)
+
+    def _flush(self, channel: Channel) -> None:
+        """Write what the front takes now; the rest leaves when the selector says that there is room."""
+        bytes_before, writes_before = channel.bytes_sent, channel.writes
+        done = channel.flush()
+        self._metrics.channel_bytes.add("engine", by=channel.bytes_sent - bytes_before)
+        self._metrics.channel_writes.add("engine", by=channel.writes - writes_before)
+        if not channel.open:
+            self._forget(channel)
+            return
+        self._selector.modify(channel, selectors.EVENT_READ | (0 if done else selectors.EVENT_WRITE))
+
+    def _forget(self, channel: Channel) -> None:
+        """The front has ended: nobody waits for its requests any more."""
+        self._selector.unregister(channel)
+        for ticket in self._tickets.pop(channel, {}).values():
+            self._batcher.cancel(ticket)
+        channel.close()

@@ -1,0 +1,1 @@
+"""What a model is: its folder, its layers, its head, its tokenizer."""
