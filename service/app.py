@@ -25,13 +25,17 @@ if TYPE_CHECKING:
 
     from service.batching.batcher import Batcher
     from service.engine.engine import Engine
-    from service.faces.wire import Catalog
+    from service.faces.wire import Served
 
 # A front never loads torch and an engine never loads a web framework, so that each starts fast and stays small:
 # this is the one module whose functions import what they build.
 
 
-def catalog(root: Path) -> dict[str, dict[str, tuple[Path, spec.ModelSpec]]]:
+Catalog = dict[str, dict[str, tuple[Path, spec.ModelSpec]]]
+"""Folder and spec of every model, by name and version, versions rising."""
+
+
+def catalog(root: Path) -> Catalog:
     """Every model under `root`, read and checked; raises ModelError."""
     found = spec.find(root)
     if not found:
@@ -128,7 +132,7 @@ def _batcher(settings: Settings, engine: Engine, metrics: Metrics) -> Batcher:
     return Batcher(scheduler, engine, metrics, time.monotonic)
 
 
-def _served(root: Path) -> Catalog:
+def _served(root: Path) -> dict[str, dict[str, Served]]:
     """Every model as a face sees it, tokenizers loaded."""
     from service.faces.wire import Served
     from service.zoo.text import Tokenizer

@@ -34,11 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def serve(settings: Settings) -> int:
     """Serve until SIGTERM or an interrupt."""
-    first = next(iter(app.catalog(settings.models)))
+    body = json.dumps(_example(app.catalog(settings.models)))
     started = time.monotonic()
 
     def announce(host: str, port: int) -> None:
-        body = json.dumps({"model": first, "inputs": [EXAMPLE]})
         address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         print(f"seqserve is ready on {address} after {time.monotonic() - started:.1f} s. Ask it:\n")
         print(f"curl -s {address}/infer -H 'Content-Type: application/json' -d '{body}'\n", flush=True)
@@ -62,6 +61,14 @@ def models(settings: Settings) -> int:
             if spec.description:
                 print(f"    {spec.description}")
     return 0
+
+
+def _example(catalog: app.Catalog) -> dict[str, Any]:
+    """A request that the first model answers, one over text if there is any."""
+    newest = [list(versions.values())[-1][1] for versions in catalog.values()]
+    spec = min(newest, key=lambda spec: spec.input.kind != "text")
+    inputs = {"text": EXAMPLE, "ids": [0], "features": [[0.0] * (spec.input.features or 0)]}
+    return {"model": spec.name, "inputs": [inputs[spec.input.kind]]}
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,4 +1,4 @@
-"""The front process's loop: one uvicorn server over a socket that the supervisor opened, and the supervisor's words beside it."""
+"""The front process: one uvicorn server on the port that the supervisor opened, and the supervisor's words beside it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ class Control:
         tell(self._channel, Kind.SCRAPE, id=self._last_id)
         try:
             async with asyncio.timeout(SCRAPE_SECONDS):
-                return await future
+                snapshot: Snapshot = await future
+                return snapshot
         except TimeoutError:
             raise Unavailable("the supervisor did not gather the metrics in time: retry", retry_after=1) from None
         finally:
@@ -74,7 +75,7 @@ class Control:
 
 
 class Server(uvicorn.Server):
-    """uvicorn, telling the supervisor when it takes connections. SIGTERM drains it; an interrupt is the supervisor's to handle."""
+    """uvicorn, listening to the supervisor once it takes connections. SIGTERM drains it; an interrupt is not its business."""
 
     def __init__(self, config: uvicorn.Config, control: Control, front: Front) -> None:
         super().__init__(config)

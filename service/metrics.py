@@ -70,7 +70,10 @@ class Histogram(Series):
 
 
 class Metrics:
-    """The series, as attributes. Seconds and base units; `stage` is parse, queue, stage_in, compute, stage_out, encode or total."""
+    """The series, as attributes. Seconds and base units.
+
+    `stage` is parse, encode or total (once a request), queue (once a sequence), stage_in, compute or stage_out (once a turn).
+    """
 
     def __init__(self) -> None:
         model = ("model", "version")

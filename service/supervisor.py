@@ -67,7 +67,7 @@ class Gathering:
 
 
 class Supervisor:
-    """`serve` returns the exit status once everything has ended. `announce` is called once, with the address, when all is ready."""
+    """`serve` runs it all. `announce` is called once, with host and port, when requests are answered."""
 
     def __init__(self, settings: Settings, log: Log, announce: Callable[[str, int], None]) -> None:
         self._settings = settings

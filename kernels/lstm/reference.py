@@ -13,7 +13,7 @@ def lstm(x: Ragged, weights: LSTMWeights, state: LSTMState | None, *, want: Outp
     """Shapes as in `kernels.contract`; every output has the dtype of `weights.recurrent`."""
     hidden = weights.recurrent.new_zeros(x.rows, weights.hidden) if state is None else state.hidden.clone()
     cell = torch.zeros_like(hidden) if state is None else state.cell.clone()
-    gates = x.data if weights.input is None else x.data @ weights.input + weights.bias
+    gates = x.data if weights.input is None or weights.bias is None else x.data @ weights.input + weights.bias
     steps = gates.new_zeros(gates.shape[0], weights.hidden)
     mean, maximum = torch.zeros_like(hidden), torch.zeros_like(hidden)
     for row, (begin, end) in enumerate(pairwise(x.offsets.tolist())):

@@ -26,6 +26,10 @@ class Runs(Protocol):
     def finished(self) -> list[tuple[Chunk, Encoded]]: ...
 
 
+def _unwatched(turn: Turn) -> None:
+    """Nobody waits for a sign of life."""
+
+
 class Ticket:
     """One request's promise of one answer. It has ended once it was answered, refused or given up."""
 
@@ -92,7 +96,7 @@ class Batcher:
         self._metrics.cancelled.add("waiting" if self._scheduler.drop(ticket) else "running")
         ticket.give_up()
 
-    def step(self, before_launch: Callable[[Turn], object] = id) -> bool:
+    def step(self, before_launch: Callable[[Turn], None] = _unwatched) -> bool:
         """One turn: who is too late, who runs, who has his answer. `before_launch` hears of it. False when nothing waits."""
         self._refuse_late()
         taken = self._scheduler.next_turn()
@@ -124,7 +128,7 @@ class Batcher:
                 ticket.refuse(DeadlineExceeded("the deadline passed in the queue: allow it more time, or send fewer requests"))
                 self._scheduler.drop(ticket)
 
-    def _run(self, turn: Turn, before_launch: Callable[[Turn], object]) -> None:
+    def _run(self, turn: Turn, before_launch: Callable[[Turn], None]) -> None:
         """A turn that fails is run again row by row, so that only the row at fault pays."""
         before_launch(turn)
         try:

@@ -61,6 +61,9 @@ class Engine:
             tokens = max(max_turn_tokens, shape.max_steps)
             self._staging[key] = Staging(max_turn_rows, tokens, shape.features, encoder.device)
             self._costs[key] = Cost.measured(encoder, rows=max_turn_rows, steps=min(16, shape.max_steps))
+            metrics.weight_bytes.set(encoder.weight_bytes(), *key)
+            for layer, backend in encoder.backends().items():
+                metrics.backend.set(1, *key, layer, backend)
 
     def loaded(self) -> list[Loaded]:
         """What is served, and what runs it."""

@@ -16,7 +16,7 @@ class Staging:
     def __init__(self, rows: int, tokens: int, features: int | None, device: torch.device) -> None:
         shape, dtype = ((tokens,), IDS) if features is None else ((tokens, features), FEATURES)
         self._data = np.zeros(shape, dtype)
-        self._bytes = memoryview(self._data).cast("B")
+        self._bytes = self._data.data.cast("B")
         self._offsets = np.zeros(rows + 1, np.int32)
         self._step_bytes = self._data[0].nbytes
         self._device = device

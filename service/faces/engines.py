@@ -76,6 +76,10 @@ class Engines:
             self._open.pop(id, None)
             self._open_bytes -= len(waiting.frame)
 
+    def close(self) -> None:
+        """Give the channel back; what is open is lost."""
+        self._lose()
+
     def _enter(self, request: Request, tail: bytes) -> tuple[int, _Open]:
         self._last_id += 1
         frame = encode(Kind.SUBMIT, self._last_id, request, (tail,))

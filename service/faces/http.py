@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from service import __version__
 from service.errors import (
@@ -136,7 +137,7 @@ async def _counted(front: Front, call: _Call, work: Coroutine[Any, Any, Response
     except ServiceError as error:
         call.outcome = error.code
         raise
-    except ClientGone:
+    except (ClientGone, ClientDisconnect):
         call.outcome = "client_gone"
         return Response(status_code=CLIENT_CLOSED)
     except asyncio.CancelledError:

@@ -250,10 +250,11 @@ def _taken(model: Served) -> str:
 def _kind(value: Any) -> str:
     """What a caller sent, in JSON's words."""
     if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
+        return str(value).lower().replace("none", "null")
     if isinstance(value, int | float):
         return _shown(str(value))
-    return {str: "a string", list: "a list", dict: "an object"}.get(type(value), "something else")
+    kinds: dict[type, str] = {str: "a string", list: "a list", dict: "an object"}
+    return kinds[type(value)]
 
 
 def _shown(text: str) -> str:

@@ -19,7 +19,7 @@ TRIAL_ROWS, TRIAL_STEPS, TRIAL_RUNS = 4, 16, 5
 
 
 class Encoding(NamedTuple):
-    """What a model gives for a batch, float32: scores (rows, labels), embedding (rows, width), sequence (tokens, width) or None."""
+    """What a model gives for a batch, float32: scores (rows, labels), embedding (rows, width), sequence (tokens, width)."""
 
     scores: Tensor
     embedding: Tensor

@@ -24,9 +24,9 @@ class LSTMStack:
     def __call__(
         self, x: Ragged, want: Outputs, first: FirstInput | None = None, states: Sequence[LSTMState] | None = None
     ) -> tuple[Encoded, list[LSTMState]]:
-        """Encode `x`. `first` turns what comes in (token ids) into inputs of the lowest level; `states` go level by level, forward first.
+        """Encode `x`. `first` makes the lowest level's inputs of token ids; `states` go level by level, forward first.
 
-        The Encoded's own state is that of the top level, forward. Returns the states in the order in which they are taken.
+        Returns what is wanted of the top level, and every state in the order in which `states` are taken.
         """
         left = iter(states) if states is not None else None
         after: list[LSTMState] = []

@@ -1,0 +1,439 @@
+"""The HTTP door over a real socket: good questions, every kind of bad one, and callers who leave."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.models import LABELS, WORDS
+from tests.serving import Server, eventually, serving
+
+QUESTION = "how far is the sea ?"
+GOOD = {"model": "words", "inputs": [QUESTION]}
+DENSE = [[0.1, 0.2, 0.3]] * 30_000
+"""A sequence that keeps the engine busy for about a second."""
+
+
+@pytest.fixture(autouse=True)
+def unharmed(server: Server) -> Iterator[None]:
+    """Whatever a test sent, a good request is answered afterwards and nothing ended in a 500."""
+    yield
+    assert server.infer(**GOOD).status_code == 200
+    assert server.metric("seqserve_requests_total", outcome="inference_failed") == 0
+    assert server.metric("seqserve_process_restarts_total") == 0
+
+
+def refused(answer: httpx.Response, status: int, code: str, *parts: str, field: str | None = None) -> None:
+    """One error body, with everything in it that a caller needs."""
+    body = answer.json()
+    assert (answer.status_code, body["code"], body.get("field")) == (status, code, field), body
+    assert set(body) <= {"error", "code", "field"}
+    for part in parts:
+        assert part in body["error"], body["error"]
+
+
+# Good questions.
+
+
+def test_a_question_comes_back_with_its_label(server: Server) -> None:
+    answer = server.infer("words", [QUESTION]).json()
+    assert answer["model"] == "words"
+    assert answer["version"] == "2", "the newest version when none is named"
+    (output,) = answer["outputs"]
+    assert set(output["scores"]) == set(LABELS)
+    assert output["score"] == max(output["scores"].values()) == output["scores"][output["label"]]
+    assert sum(output["scores"].values()) == pytest.approx(1, abs=1e-6)
+
+
+def test_a_text_and_its_token_ids_have_the_same_answer(server: Server) -> None:
+    ids = [WORDS.index(word) for word in QUESTION.split()]
+    text, tokens = server.infer("words", [QUESTION, ids]).json()["outputs"]
+    assert text == tokens
+
+
+def test_outputs_come_in_the_order_of_the_inputs_and_alone_they_are_the_same(server: Server) -> None:
+    questions = ["how far", "who was the first ?", "sea", "is the sea far ?", "nothing known here"]
+    together = server.infer("words", questions).json()["outputs"]
+    alone = [server.infer("words", [question]).json()["outputs"][0] for question in questions]
+    for one, other in zip(together, alone, strict=True):
+        assert one["label"] == other["label"]
+        assert one["scores"] == pytest.approx(other["scores"], rel=1e-5)
+
+
+def test_versions_are_served_side_by_side(server: Server) -> None:
+    first, second = (server.infer("words", [QUESTION], version=version).json() for version in ("1", 2))
+    assert (first["version"], second["version"]) == ("1", "2")
+    assert first["outputs"] != second["outputs"]
+
+
+def test_return_adds_the_embedding_and_the_sequence(server: Server) -> None:
+    plain, rich = server.infer("words", ["who", QUESTION]), server.infer("words", ["who", QUESTION], **{"return": ["embedding", "sequence"]})
+    for without, output, steps in zip(plain.json()["outputs"], rich.json()["outputs"], (1, 6), strict=True):
+        assert set(without) == {"label", "score", "scores"}
+        assert len(output["embedding"]) == 10
+        assert [len(step) for step in output["sequence"]] == [10] * steps
+        pooled = [max(column) for column in zip(*output["sequence"], strict=True)]
+        assert pooled == output["embedding"], "the model pools by the maximum over time"
+
+
+def test_rows_of_floats_are_answered(server: Server) -> None:
+    outputs = server.infer("sensors", [[[0.1, -2, 3e3]], [[0, 0, 0]] * 7]).json()["outputs"]
+    assert [output["label"] in LABELS for output in outputs] == [True, True]
+
+
+def test_no_content_type_is_needed(server: Server) -> None:
+    assert server.client.post("/infer", content=json.dumps(GOOD)).status_code == 200
+
+
+@pytest.mark.parametrize("media", ["application/json", "application/json; charset=utf-8", "application/vnd.api+json"])
+def test_every_json_content_type_is_read(server: Server, media: str) -> None:
+    assert server.client.post("/infer", content=json.dumps(GOOD), headers={"content-type": media}).status_code == 200
+
+
+def test_the_models_and_what_runs_them_are_listed(server: Server) -> None:
+    listed = server.client.get("/models").json()["models"]
+    assert [(one["name"], one["version"], one["ready"]) for one in listed] == [
+        ("sensors", "1", True),
+        ("words", "1", True),
+        ("words", "2", True),
+    ]
+    assert listed[0]["device"] == "cpu"
+    assert listed[0]["backends"] == ["layers.0: framework"]
+    assert listed[1]["head"]["labels"] == list(LABELS)
+
+
+def test_health_says_live_and_ready(server: Server) -> None:
+    assert server.client.get("/healthz").json() == {"live": True}
+    assert server.client.get("/readyz").json() == {"ready": True}
+
+
+def test_the_api_describes_itself(server: Server) -> None:
+    assert "swagger" in server.client.get("/docs").text
+    schema = server.client.get("/openapi.json").json()
+    body = schema["paths"]["/infer"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert set(body["properties"]) == {"model", "inputs", "version", "return", "deadline_ms", "priority"}
+    assert set(schema["paths"]) == {"/infer", "/models", "/healthz", "/readyz", "/metrics"}
+
+
+def test_metrics_say_where_the_time_went(server: Server) -> None:
+    before = {stage: server.metric("seqserve_stage_seconds_count", model="words", stage=stage) for stage in STAGES}
+    answered = server.metric("seqserve_requests_total", model="words", outcome="ok")
+    assert server.infer("words", [QUESTION, "who"]).status_code == 200
+    assert server.metric("seqserve_requests_total", model="words", outcome="ok") == answered + 1
+    for stage, added in STAGES.items():
+        assert server.metric("seqserve_stage_seconds_count", model="words", stage=stage) == before[stage] + added, stage
+    assert server.metric("seqserve_ready") == 1
+    assert server.metric("seqserve_requests_in_flight") == 0
+    assert server.metric("seqserve_kernel_backend_info", model="words", version="1", backend="framework") == 1
+
+
+STAGES = {"parse": 1, "queue": 2, "stage_in": 1, "compute": 1, "stage_out": 1, "encode": 1, "total": 1}
+
+
+# Bad ones.
+
+NOT_JSON = ["", "{", "hello", '{"model": "words", "inputs": [', "\x00", '{"model": "words" "inputs": []}', "[" * 100_000]
+
+
+@pytest.mark.parametrize("body", NOT_JSON, ids=range(len(NOT_JSON)))
+def test_what_is_not_json_gets_400(server: Server, body: str) -> None:
+    refused(server.client.post("/infer", content=body), 400, "invalid_request", "not JSON")
+
+
+@pytest.mark.parametrize("body", [b"\xff\xfe", b'{"model": "\xff", "inputs": ["a"]}', b'{"model": "\\ud800", "inputs": ["a"]}'])
+def test_what_is_not_unicode_gets_400(server: Server, body: bytes) -> None:
+    refused(server.client.post("/infer", content=body), 400, "invalid_request", "not JSON")
+
+
+@pytest.mark.parametrize("body", ["null", "3", "[]", '"words"'])
+def test_json_that_is_no_object_gets_400(server: Server, body: str) -> None:
+    refused(server.client.post("/infer", content=body), 400, "invalid_request", '"inputs"')
+
+
+WRONG: list[tuple[dict[str, Any], str, str]] = [
+    ({"inputs": ["a"]}, "model", "missing"),
+    ({"model": "words"}, "inputs", "missing"),
+    ({"model": 3, "inputs": ["a"]}, "model", "string"),
+    ({"model": None, "inputs": ["a"]}, "model", "string"),
+    ({**GOOD, "inputs": "how far"}, "inputs", "array"),
+    ({**GOOD, "inputs": []}, "inputs", "at least 1"),
+    ({**GOOD, "inputs": ["who", 3]}, "inputs[1]", "a string or a list of token ids"),
+    ({**GOOD, "inputs": [None]}, "inputs[0]", "null"),
+    ({**GOOD, "inputs": [{"text": "who"}]}, "inputs[0]", "an object"),
+    ({**GOOD, "inputs": [""]}, "inputs[0]", "at least one"),
+    ({**GOOD, "inputs": ["  \t "]}, "inputs[0]", "at least one"),
+    ({**GOOD, "inputs": [[]]}, "inputs[0]", "at least one"),
+    ({**GOOD, "inputs": [[1, 2.5]]}, "inputs[0][1]", "whole number"),
+    ({**GOOD, "inputs": [[True]]}, "inputs[0][0]", "whole number"),
+    ({**GOOD, "inputs": [["who"]]}, "inputs[0][0]", "whole number"),
+    ({**GOOD, "inputs": [[1], [1, -1]]}, "inputs[1][1]", "from 0 to 9"),
+    ({**GOOD, "inputs": [[len(WORDS)]]}, "inputs[0][0]", "from 0 to 9"),
+    ({**GOOD, "inputs": [[2**31]]}, "inputs[0][0]", "from 0 to 9"),
+    ({**GOOD, "inputs": [[2**63]]}, "inputs[0][0]", "from 0 to 9"),
+    ({**GOOD, "inputs": [[10**400]]}, "inputs[0][0]", "from 0 to 9"),
+    ({**GOOD, "inputs": [[[0.1, 0.2, 0.3]]]}, "inputs[0][0]", "whole number"),
+    ({"model": "sensors", "inputs": ["who"]}, "inputs[0]", "list of 3 numbers"),
+    ({"model": "sensors", "inputs": [[1, 2, 3]]}, "inputs[0][0]", "list of 3 numbers"),
+    ({"model": "sensors", "inputs": [[[1, 2]]]}, "inputs[0][0]", "list of 3 numbers"),
+    ({"model": "sensors", "inputs": [[[1, 2, "3"]]]}, "inputs[0][0][2]", "finite"),
+    ({"model": "sensors", "inputs": [[[1, 2, 3], [1, None, 3]]]}, "inputs[0][1][1]", "finite"),
+    ({"model": "sensors", "inputs": [[[1, 2, 1e39]]]}, "inputs[0][0][2]", "finite"),
+    ({**GOOD, "colour": "red"}, "colour", "known are model, inputs, version, return, deadline_ms, priority"),
+    ({**GOOD, "session": "s"}, "session", "no option"),
+    ({**GOOD, "return": ["everything"]}, "return[0]", "embedding"),
+    ({**GOOD, "return": "embedding"}, "return", "array"),
+    ({**GOOD, "deadline_ms": 0}, "deadline_ms", "greater than 0"),
+    ({**GOOD, "deadline_ms": -1}, "deadline_ms", "greater than 0"),
+    ({**GOOD, "deadline_ms": "5"}, "deadline_ms", "number"),
+    ({**GOOD, "deadline_ms": 10**9}, "deadline_ms", "SEQSERVE_MAX_DEADLINE_MS is 60000"),
+    ({**GOOD, "priority": 11}, "priority", "less than or equal to 10"),
+    ({**GOOD, "priority": 0.5}, "priority", "integer"),
+    ({**GOOD, "version": [1]}, "version", "string"),
+]
+
+
+@pytest.mark.parametrize(("body", "field", "part"), WRONG, ids=[f"{field}-{index}" for index, (_, field, _) in enumerate(WRONG)])
+def test_a_wrong_field_gets_400_and_is_named(server: Server, body: dict[str, Any], field: str, part: str) -> None:
+    refused(server.client.post("/infer", content=json.dumps(body)), 400, "invalid_input", part, field=field)
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e400"])
+def test_not_a_number_and_infinity_get_400(server: Server, value: str) -> None:
+    body = '{"model": "sensors", "inputs": [[[1, %s, 3]]]}' % value
+    refused(server.client.post("/infer", content=body), 400, "invalid_input", "finite", field="inputs[0][0][1]")
+
+
+@pytest.mark.parametrize("name", ["nobody", "", "../words", "words/1", "x" * 100_000, "wörds", "a\nb"])
+def test_an_unknown_model_gets_404_and_the_known_ones_are_named(server: Server, name: str) -> None:
+    refused(server.infer(name, ["a"]), 404, "unknown_model", "sensors, words", field="model")
+
+
+@pytest.mark.parametrize("version", ["3", 0, "latest", "01", -1])
+def test_an_unknown_version_gets_404_and_the_known_ones_are_named(server: Server, version: str | int) -> None:
+    refused(server.infer("words", ["a"], version=version), 404, "unknown_model", "served are 1, 2", field="version")
+
+
+def test_a_million_steps_get_413_and_the_limit_is_named(server: Server) -> None:
+    refused(server.infer("words", [[1] * 1_000_000]), 413, "too_large", "1000000 steps", "at most 64", field="inputs[0]")
+    refused(server.infer("words", ["who " * 65]), 413, "too_large", "65 steps", "max_steps", field="inputs[0]")
+    assert server.infer("words", ["who " * 64]).status_code == 200
+
+
+def test_a_long_text_gets_413_before_it_is_tokenised(server: Server) -> None:
+    refused(server.infer("words", ["x" * 1_000_000]), 413, "too_large", "1000000 characters", "at most 2048", field="inputs[0]")
+
+
+def test_ten_thousand_inputs_get_413_and_the_knob_is_named(server: Server) -> None:
+    refused(server.infer("words", ["who"] * 10_000), 413, "too_large", "10000 inputs", "SEQSERVE_MAX_INPUTS is 64", field="inputs")
+    assert len(server.infer("words", ["who"] * 64).json()["outputs"]) == 64
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_of_64_mebibytes_gets_413_and_the_knob_is_named(server: Server, chunked: bool) -> None:
+    piece = b" " * (1 << 20)
+    content: Any = (piece for _ in range(64)) if chunked else piece * 64
+    refused(server.client.post("/infer", content=content), 413, "too_large", "SEQSERVE_MAX_BODY_BYTES", str(16 << 20))
+
+
+def test_a_body_at_the_limit_is_read(server: Server) -> None:
+    body = json.dumps(GOOD).encode()
+    assert server.client.post("/infer", content=body.ljust(16 << 20)).status_code == 200
+    assert server.client.post("/infer", content=body.ljust((16 << 20) + 1)).status_code == 413
+
+
+def test_a_body_that_is_declared_far_too_large_is_refused_unread(server: Server) -> None:
+    answer = raw(server, b"POST /infer HTTP/1.1\r\nHost: a\r\nContent-Length: 9999999999999999\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 413 ")
+
+
+@pytest.mark.parametrize("media", ["text/plain", "application/x-www-form-urlencoded", "application/octet-stream"])
+def test_another_content_type_gets_415(server: Server, media: str) -> None:
+    answer = server.client.post("/infer", content=json.dumps(GOOD), headers={"content-type": media})
+    refused(answer, 415, "unsupported_media", "application/json")
+
+
+def test_a_compressed_body_gets_415(server: Server) -> None:
+    answer = server.client.post("/infer", content=b"\x1f\x8b", headers={"content-encoding": "gzip"})
+    refused(answer, 415, "unsupported_media", "Content-Encoding")
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "PATCH"])
+def test_another_method_gets_405_and_the_right_one_is_named(server: Server, method: str) -> None:
+    answer = server.client.request(method, "/infer")
+    refused(answer, 405, "method_not_allowed", "POST")
+    assert answer.headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize("path", ["/", "/infer/x", "/v3", "/models/words", "/../etc/passwd", "/%00"])
+def test_an_unknown_path_gets_404(server: Server, path: str) -> None:
+    refused(server.client.get(path), 404, "unknown_route", "/docs")
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    body=st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20) | st.sampled_from(WORDS),
+        lambda inner: st.lists(inner, max_size=4)
+        | st.dictionaries(st.sampled_from(["model", "inputs", "version", "return", "deadline_ms", "priority", "x"]), inner, max_size=4),
+        max_leaves=12,
+    ),
+    model=st.sampled_from(["words", "sensors", None]),
+)
+def test_whatever_is_sent_gets_an_answer_or_a_named_error(server: Server, body: Any, model: str | None) -> None:
+    if isinstance(body, dict) and model is not None:
+        body["model"] = model
+    answer = server.client.post("/infer", content=json.dumps(body))
+    assert answer.status_code in (200, 400, 404, 413, 504), answer.text
+    assert answer.status_code == 200 or {"error", "code"} <= set(answer.json())
+
+
+# Deadlines, priorities, full queues, callers who leave.
+
+
+def busy(server: Server, pool: ThreadPoolExecutor, times: int = 4) -> Future[httpx.Response]:
+    """Occupy the engine with one long turn; returns its future answer."""
+    future = pool.submit(server.infer, "sensors", [DENSE * times], deadline_ms=60_000)
+    eventually(lambda: server.metric("seqserve_requests_in_flight") == 1, 5)
+    time.sleep(0.1)  # from the front's hands into the turn
+    return future
+
+
+def test_a_deadline_that_passes_gets_504_in_time(server: Server) -> None:
+    with ThreadPoolExecutor() as pool:
+        long = busy(server, pool)
+        start = time.monotonic()
+        answer = server.infer("words", [QUESTION], deadline_ms=100)
+        waited = time.monotonic() - start
+        assert long.result().status_code == 200
+    refused(answer, 504, "deadline_exceeded", "deadline")
+    assert 0.1 <= waited < 0.4
+
+
+def test_nothing_is_computed_after_its_deadline(server: Server) -> None:
+    with ThreadPoolExecutor() as pool:
+        long = busy(server, pool)
+        computed = server.metric("seqserve_sequences_total", model="words")
+        assert server.infer("words", [QUESTION] * 20, deadline_ms=50).status_code == 504
+        assert long.result().status_code == 200
+    assert server.infer("words", [QUESTION]).status_code == 200
+    assert server.metric("seqserve_sequences_total", model="words") == computed + 1
+
+
+def test_batches_form_because_the_engine_is_busy(server: Server) -> None:
+    with ThreadPoolExecutor(20) as pool:
+        long = busy(server, pool)
+        turns = server.metric("seqserve_turn_rows_count", model="words")
+        answers = [pool.submit(server.infer, "words", [QUESTION]) for _ in range(15)]
+        assert [answer.result().status_code for answer in answers] == [200] * 15
+        assert long.result().status_code == 200
+    assert server.metric("seqserve_turn_rows_count", model="words") <= turns + 3
+
+
+def test_a_caller_who_goes_away_leaves_at_once_and_its_batch_mates_are_unharmed(server: Server) -> None:
+    gone = server.metric("seqserve_requests_total", outcome="client_gone")
+    with ThreadPoolExecutor(20) as pool:
+        long = busy(server, pool)
+        computed = server.metric("seqserve_sequences_total", model="words")
+        body = json.dumps(GOOD).encode()
+        leaving = connect(server)
+        leaving.sendall(b"POST /infer HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+        mates = [pool.submit(server.infer, "words", [QUESTION]) for _ in range(5)]
+        eventually(lambda: server.metric("seqserve_requests_in_flight") == 7, 5)
+        leaving.close()
+        eventually(lambda: server.metric("seqserve_requests_total", outcome="client_gone") == gone + 1, 1)
+        assert not long.done(), "the caller's leaving was seen while the engine was busy"
+        assert [mate.result().status_code for mate in mates] == [200] * 5
+        assert long.result().status_code == 200
+    assert server.metric("seqserve_sequences_total", model="words") == computed + 5
+
+
+def test_a_full_queue_gets_503_with_retry_after(models_folder: Path, tmp_path: Path) -> None:
+    with serving(models_folder, tmp_path, max_waiting="4", max_inputs="4") as small, ThreadPoolExecutor(20) as pool:
+        long = busy(small, pool)
+        asked = [pool.submit(small.infer, "words", [QUESTION] * 2, deadline_ms=20_000) for _ in range(5)]
+        answers = [one.result() for one in asked]
+        assert long.result().status_code == 200
+        assert sorted(answer.status_code for answer in answers) == [200, 200, 503, 503, 503]
+        turned_away = next(answer for answer in answers if answer.status_code == 503)
+        refused(turned_away, 503, "overloaded", "4 sequences wait", "SEQSERVE_MAX_WAITING is 4")
+        assert turned_away.headers["retry-after"] == "1"
+        assert small.metric("seqserve_refused_total", reason="overloaded") == 3
+
+
+def test_a_higher_priority_runs_first(server: Server) -> None:
+    order: list[int] = []
+    with ThreadPoolExecutor(20) as pool:
+        long = busy(server, pool)
+
+        def ask(priority: int) -> None:
+            assert server.infer("sensors", [DENSE[:6_000]], priority=priority).status_code == 200
+            order.append(priority)
+
+        waiting = [pool.submit(ask, priority) for priority in (0, 5, -5)]
+        eventually(lambda: server.metric("seqserve_requests_in_flight") == 4, 5)
+        for one in (*waiting, long):
+            one.result()
+    assert order == [5, 0, -5]
+
+
+# Connections.
+
+
+def connect(server: Server) -> socket.socket:
+    host, port = server.address.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=10)
+
+
+def raw(server: Server, data: bytes) -> bytes:
+    """What comes back until the server closes the connection or one second passes."""
+    with connect(server) as connection:
+        connection.sendall(data)
+        connection.settimeout(1)
+        answer = b""
+        try:
+            while part := connection.recv(65536):
+                answer += part
+        except TimeoutError:
+            pass
+        return answer
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\r\n\r\n",
+        b"GARBAGE\r\n\r\n",
+        b"POST /infer HTTP/1.1\r\nHost: a\r\nContent-Length: -5\r\n\r\n",
+        b"POST /infer HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"POST /infer HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00",
+    ],
+    ids=["empty", "garbage", "negative", "smuggled", "bad chunk", "TLS"],
+)
+def test_what_is_not_http_harms_nobody(server: Server, data: bytes) -> None:
+    answer = raw(server, data)
+    assert answer == b"" or answer.startswith(b"HTTP/1.1 4")
+
+
+def test_a_caller_who_leaves_in_the_middle_of_its_body_harms_nobody(server: Server) -> None:
+    with connect(server) as connection:
+        connection.sendall(b"POST /infer HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{")
+    eventually(lambda: server.metric("seqserve_requests_in_flight") == 0, 5)
+
+
+def test_requests_in_one_packet_are_answered_in_order(server: Server) -> None:
+    body = json.dumps(GOOD).encode()
+    one = b"POST /infer HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+    answer = raw(server, one + b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n" + one)
+    assert [answer.count(part) for part in (b"HTTP/1.1 200", b'"outputs"', b'"live"')] == [3, 2, 1]
+    assert answer.index(b'"outputs"') < answer.index(b'"live"')

@@ -1,0 +1,113 @@
+"""The real server as a user starts it, for tests that speak to it over a real socket."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+START_SECONDS = 60.0
+Check = Callable[[], Any]
+
+
+class Server:
+    """One running `seqserve serve`; its log lines go to a file."""
+
+    def __init__(self, models: Path, scratch: Path, *flags: str, **variables: str) -> None:
+        self.log_file = scratch / f"log-{time.monotonic_ns()}"
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("SEQSERVE_")}
+        with self.log_file.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "service", "serve", "--models", str(models), "--port", "0", *flags],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=environment | {f"SEQSERVE_{name.upper()}": value for name, value in variables.items()},
+            )
+        self.address = self._await_address()
+        self.client = httpx.Client(base_url=self.address, timeout=30, trust_env=False)
+
+    def infer(self, model: str, inputs: list[Any], **options: Any) -> httpx.Response:
+        return self.client.post("/infer", json={"model": model, "inputs": inputs, **options})
+
+    def ready(self) -> bool:
+        try:
+            return self.client.get("/readyz").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of one series over all label values that are not given."""
+        families = text_string_to_metric_families(self.client.get("/metrics").text)
+        samples = (sample for family in families for sample in family.samples if sample.name == name)
+        return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
+
+    def pid(self, child: str) -> int:
+        """Process id of the newest child in this place of the house."""
+        return [event["pid"] for event in self.events("started") if event["child"] == child][-1]
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return [event for line in self.log_file.read_text().splitlines() if (event := json.loads(line))["event"] == name]
+
+    def stop(self, number: int = signal.SIGINT) -> int:
+        """Exit status after the signal."""
+        self.client.close()
+        self.process.send_signal(number)
+        try:
+            return self.process.wait(60)
+        finally:
+            self.process.kill()
+            if self.process.stdout is not None:
+                self.process.stdout.close()
+
+    def _await_address(self) -> str:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if found := re.search(r"ready on (http://\S+)", line):
+                return found[1]
+        self.process.stdout.close()
+        raise AssertionError(f"the server ended with {self.process.wait()}:\n{self.log_file.read_text()}")
+
+
+@contextmanager
+def serving(models: Path, scratch: Path, *flags: str, **variables: str) -> Iterator[Server]:
+    """A server that ends with the block."""
+    server = Server(models, scratch, *flags, **variables)
+    try:
+        yield server
+    finally:
+        if server.process.poll() is None:
+            server.stop()
+        server.client.close()
+        if server.process.stdout is not None:
+            server.process.stdout.close()
+
+
+def eventually(check: Check, within_seconds: float) -> Any:
+    """The first true result of `check`; fails when none came in time."""
+    until = time.monotonic() + within_seconds
+    while time.monotonic() < until:
+        if result := check():
+            return result
+        time.sleep(0.02)
+    raise AssertionError(f"not within {within_seconds} s")
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that ended and waits to be reaped does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"

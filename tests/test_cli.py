@@ -1,0 +1,46 @@
+"""The commands, as a user types them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from service.cli import main
+from tests.serving import Server
+
+QUESTIONS = ["how far is the sea ?", "who was first"]
+
+
+def test_infer_answers_as_the_server_does(models_folder: Path, server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["infer", "--models", str(models_folder), "--device", "cpu", "--model", "words", *QUESTIONS]) == 0
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    served = server.infer("words", QUESTIONS).json()["outputs"]
+    for one, other in zip(printed, served, strict=True):
+        assert one["label"] == other["label"]
+        assert one["scores"] == pytest.approx(other["scores"], rel=1e-5)
+
+
+def test_infer_says_which_models_there_are(models_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["infer", "--models", str(models_folder), "--model", "nobody", "hello"]) == 1
+    assert "served are sensors, words" in capsys.readouterr().err
+
+
+def test_models_lists_the_folder(models_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", "--models", str(models_folder)]) == 0
+    printed = capsys.readouterr().out
+    assert "words  version 2  text > embedding > lstm > classify  float32" in printed
+    assert "sensors  version 1  features > lstm > classify  float32" in printed
+
+
+def test_a_folder_without_models_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", "--models", str(tmp_path)]) == 1
+    assert str(tmp_path) in capsys.readouterr().err
+    assert main(["serve", "--models", str(tmp_path / "nowhere")]) == 1
+    assert "does not exist" in capsys.readouterr().err
+
+
+def test_a_setting_that_cannot_be_stops_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--port", "70000"]) == 2
+    assert "--port is '70000'" in capsys.readouterr().err

@@ -1,0 +1,237 @@
+"""What happens to requests when a process ends, hangs or is told to stop. Each test has a server of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests import models
+from tests.serving import Server, alive, eventually, serving
+
+QUICK = [[[0.1, 0.2, 0.3]] * 5]
+SLOW = [[[0.1, 0.2, 0.3]] * 30_000]
+
+
+@pytest.fixture
+def own(models_folder: Path, tmp_path: Path) -> Iterator[Server]:
+    with serving(models_folder, tmp_path, lame_duck_seconds="0.5") as running:
+        yield running
+
+
+def ask(server: Server, inputs: list[Any], **options: Any) -> httpx.Response:
+    """A request on a connection of its own."""
+    body = {"model": "sensors", "inputs": inputs, "deadline_ms": 60_000, **options}
+    return httpx.post(f"{server.address}/infer", json=body, timeout=60, trust_env=False)
+
+
+def in_flight(server: Server, inputs: list[Any], pool: ThreadPoolExecutor) -> Future[httpx.Response]:
+    """A request that the engine is busy with by now."""
+    future = pool.submit(ask, server, inputs)
+    eventually(lambda: server.metric("seqserve_requests_in_flight") >= 1, 10)
+    time.sleep(0.1)  # from the front's hands into the turn
+    return future
+
+
+def test_a_request_in_flight_survives_the_death_of_the_engine(own: Server) -> None:
+    undisturbed = ask(own, SLOW).json()
+    with ThreadPoolExecutor() as pool:
+        running = in_flight(own, SLOW, pool)
+        os.kill(own.pid("engine"), signal.SIGKILL)
+        assert running.result(60).json() == undisturbed
+    assert own.metric("seqserve_rerun_total") == 1
+    assert own.metric("seqserve_process_restarts_total", process="engine") == 1
+
+
+def test_while_the_engine_is_replaced_requests_get_503_and_it_is_ready_again_within_10_seconds(own: Server) -> None:
+    os.kill(own.pid("engine"), signal.SIGKILL)
+    eventually(lambda: not own.ready(), 1)
+    refused = ask(own, QUICK)
+    assert refused.status_code == 503
+    assert refused.json()["code"] == "engine_lost"
+    assert int(refused.headers["retry-after"]) >= 1
+    assert own.client.get("/healthz").status_code == 200
+    eventually(own.ready, 10)
+    assert ask(own, QUICK).status_code == 200
+
+
+def test_a_request_whose_deadline_passes_while_the_engine_is_replaced_gets_503(own: Server) -> None:
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(ask, own, SLOW, deadline_ms=1_000)
+        eventually(lambda: own.metric("seqserve_requests_in_flight") == 1, 10)
+        os.kill(own.pid("engine"), signal.SIGKILL)
+        answer = running.result(10)
+    assert (answer.status_code, answer.json()["code"]) == (503, "engine_lost")
+
+
+def test_a_request_that_two_engines_died_with_is_not_run_a_third_time(own: Server) -> None:
+    with ThreadPoolExecutor() as pool:
+        running = in_flight(own, [SLOW[0] * 4], pool)
+        first = own.pid("engine")
+        os.kill(first, signal.SIGKILL)
+        eventually(lambda: own.metric("seqserve_rerun_total") == 1, 20)
+        os.kill(own.pid("engine"), signal.SIGKILL)
+        answer = running.result(10)
+    assert (answer.status_code, answer.json()["code"]) == (503, "engine_lost")
+    eventually(own.ready, 15)
+
+
+def test_a_stopped_engine_is_noticed_and_replaced(own: Server) -> None:
+    stopped = own.pid("engine")
+    os.kill(stopped, signal.SIGSTOP)
+    answer = ask(own, QUICK, deadline_ms=20_000)
+    assert answer.status_code == 200
+    assert not alive(stopped)
+    assert own.metric("seqserve_process_restarts_total", process="engine", reason="hung") == 1
+
+
+def test_a_long_turn_is_not_taken_for_a_hang(own: Server) -> None:
+    before = own.pid("engine")
+    start = time.monotonic()
+    assert ask(own, [SLOW[0] * 4]).status_code == 200
+    assert time.monotonic() - start > 2.5, "too quick to tell a hang from a long turn"
+    assert own.pid("engine") == before
+
+
+def test_a_killed_front_is_replaced(own: Server) -> None:
+    answered = own.metric("seqserve_requests_total")
+    assert ask(own, QUICK).status_code == 200
+    killed = own.pid("front-0")
+    assert own.metric("seqserve_requests_total") == answered + 1
+    os.kill(killed, signal.SIGKILL)
+    eventually(lambda: own.pid("front-0") != killed, 5)
+    eventually(own.ready, 10)
+    assert ask(own, QUICK).status_code == 200
+    assert own.metric("seqserve_requests_total") == answered + 2, "what a dead process counted is kept"
+
+
+def test_what_a_killed_front_had_asked_for_is_not_computed_in_vain(own: Server) -> None:
+    with ThreadPoolExecutor() as pool:
+        first = in_flight(own, [SLOW[0] * 4], pool)
+        others = [pool.submit(ask, own, QUICK) for _ in range(3)]
+        eventually(lambda: own.metric("seqserve_requests_in_flight") == 4, 10)
+        os.kill(own.pid("front-0"), signal.SIGKILL)
+        for future in (first, *others):
+            with pytest.raises(httpx.TransportError):
+                future.result(10)
+    eventually(own.ready, 10)
+    assert ask(own, QUICK).status_code == 200
+    assert own.metric("seqserve_sequences_total", model="sensors") == 2, "the one that was already running, and the last"
+
+
+def test_the_other_processes_end_with_the_supervisor(own: Server) -> None:
+    children = [own.pid("engine"), own.pid("front-0")]
+    os.kill(own.process.pid, signal.SIGKILL)
+    own.process.wait()
+    eventually(lambda: not any(alive(pid) for pid in children), 2)
+
+
+def test_a_stopped_engine_too_ends_with_the_supervisor(own: Server) -> None:
+    engine = own.pid("engine")
+    os.kill(engine, signal.SIGSTOP)
+    os.kill(own.process.pid, signal.SIGKILL)
+    own.process.wait()
+    eventually(lambda: not alive(engine), 2)
+
+
+def test_sigterm_drains_and_nothing_is_lost(own: Server) -> None:
+    """Callers keep asking until the port is closed: whatever was accepted is answered with 200."""
+    lost: list[str] = []
+    answered = []
+    stopping = threading.Event()
+
+    def keep_asking() -> None:
+        with httpx.Client(base_url=own.address, timeout=30, trust_env=False) as client:
+            while True:
+                try:
+                    answer = client.post("/infer", json={"model": "sensors", "inputs": QUICK})
+                except (httpx.ConnectError, httpx.RemoteProtocolError, httpx.ReadError) as fault:
+                    # The port closes half a second after the signal; a connection in its backlog is reset, never answered wrongly.
+                    if not stopping.is_set():
+                        lost.append(repr(fault))
+                    return
+                answered.append(answer.status_code)
+
+    with ThreadPoolExecutor() as pool:
+        slow = in_flight(own, SLOW, pool)
+        askers = [pool.submit(keep_asking) for _ in range(4)]
+        eventually(lambda: len(answered) > 20, 10)
+        own.process.terminate()
+        eventually(lambda: own.client.get("/readyz").status_code == 503, 1)
+        assert ask(own, QUICK).status_code == 200, "a lame duck still serves"
+        stopping.set()
+        assert slow.result(30).status_code == 200
+        for asker in askers:
+            asker.result(30)
+    assert own.process.wait(30) == 0
+    assert lost == []
+    assert set(answered) == {200}
+    assert not any(alive(event["pid"]) for event in own.events("started"))
+
+
+def test_an_interrupt_ends_the_service_at_once(own: Server) -> None:
+    start = time.monotonic()
+    assert own.stop(signal.SIGINT) == 0
+    assert time.monotonic() - start < 5
+
+
+def test_several_fronts_feed_one_engine(models_folder: Path, tmp_path: Path) -> None:
+    with serving(models_folder, tmp_path, "--fronts", "2") as own:
+        with ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(lambda _: ask(own, QUICK).status_code, range(40)))
+        assert set(answers) == {200}
+        assert own.metric("seqserve_requests_total", outcome="ok") == 40
+        os.kill(own.pid("front-1"), signal.SIGKILL)
+        assert ask(own, QUICK).status_code == 200
+
+
+def test_two_servers_run_side_by_side(own: Server, models_folder: Path, tmp_path: Path) -> None:
+    with serving(models_folder, tmp_path) as other:
+        assert own.address != other.address
+        assert ask(own, QUICK).json() == ask(other, QUICK).json()
+
+
+def test_a_port_that_is_taken_stops_the_start_and_names_the_way_out(own: Server, models_folder: Path) -> None:
+    port = own.address.rpartition(":")[2]
+    ended = start(models_folder, "--port", port)
+    assert ended.returncode == 1
+    assert f"port {port}" in ended.stderr
+    assert "--port" in ended.stderr
+
+
+def test_a_broken_model_stops_the_start_and_is_named(tmp_path: Path) -> None:
+    models.words(tmp_path)
+    weights = tmp_path / "words" / "1" / "weights.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    ended = start(tmp_path, "--port", "0")
+    assert ended.returncode == 1
+    assert "weights.safetensors" in ended.stderr.splitlines()[-1]
+
+
+def test_a_setting_with_a_typo_stops_the_start(models_folder: Path) -> None:
+    ended = start(models_folder, "--port", "0", SEQSERVE_FRONT="2")
+    assert ended.returncode == 2
+    assert "SEQSERVE_FRONT" in ended.stderr
+    assert "did you mean fronts" in ended.stderr
+
+
+def test_a_device_that_is_not_there_stops_the_start(models_folder: Path) -> None:
+    ended = start(models_folder, "--port", "0", "--device", "cuda:99")
+    assert ended.returncode == 1
+    assert "cuda:99" in ended.stderr.splitlines()[-1]
+
+
+def start(folder: Path, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A start that is expected to fail."""
+    command = [sys.executable, "-m", "service", "serve", "--models", str(folder), *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | variables, check=False)
