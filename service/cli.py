@@ -42,7 +42,8 @@ def serve(settings: Settings) -> int:
         print(f"seqserve is ready on {address} after {time.monotonic() - started:.1f} s. Ask it:\n")
         print(f"curl -s {address}/infer -H 'Content-Type: application/json' -d '{body}'\n", flush=True)
 
-    return Supervisor(settings, Log("supervisor"), announce).serve()
+    Supervisor(settings, Log("supervisor"), announce).serve()
+    return 0
 
 
 def infer(settings: Settings, model: str, texts: list[str]) -> int:

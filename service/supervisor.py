@@ -5,65 +5,30 @@ Down is up reversed: say not ready, serve on for the lame-duck time, close the p
 
 from __future__ import annotations
 
-import os
 import random
 import selectors
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from types import FrameType
 
-import msgspec
-
-from service.channel import Channel, Frame, Kind, encode, pair
+from service.channel import Frame, Kind, encode, pair
+from service.child import ENGINE, Child, start
 from service.errors import StartError
-from service.lifeline import PATIENCE_SECONDS, Birth, Pulse
+from service.gathering import Gatherer
+from service.lifeline import PATIENCE_SECONDS
 from service.logs import Log
-from service.metrics import Metrics, Snapshot, merged, remains
+from service.metrics import Metrics
 from service.settings import Settings
 
 TICK_SECONDS = 0.05
-GATHER_SECONDS = 0.2
 BACKLOG = 2048
-ENGINE = "engine"
-QUIET = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0", "TOKENIZERS_PARALLELISM": "false"}
-"""Compute threads that wait must sleep: the fronts share the cores."""
-
 LONGEST_DELAY_SECONDS = 5.0
 FORGIVEN_SECONDS = 60.0
+"""A death is forgiven, and the next successor starts at once, after this long."""
 STARTS_ALLOWED = 3
 """A process that ends this often before the service was ever ready stops the start."""
-
-
-@dataclass(slots=True, eq=False)
-class Child:
-    """One living process. `name` is its place in the house (engine, front-0), which its successor takes over."""
-
-    name: str
-    process: subprocess.Popen[bytes]
-    control: Channel
-    pulse: Pulse | None
-    ready: bool = False
-    counts: Snapshot = field(default_factory=dict)
-    verdict: str = "ended"
-
-    @property
-    def role(self) -> str:
-        return self.name.partition("-")[0]
-
-
-@dataclass(slots=True, eq=False)
-class Gathering:
-    """One scrape under way: who asked, under which id, who has not answered yet, and until when that is waited for."""
-
-    front: Child
-    id: int
-    missing: set[Child]
-    until: float
 
 
 class Supervisor:
@@ -73,63 +38,67 @@ class Supervisor:
         self._settings = settings
         self._log = log
         self._announce = announce
-        self._metrics = Metrics()
-        self._past: Snapshot = {}
-        self._children: dict[str, Child] = {}
-        self._due: dict[str, float] = {}
-        self._deaths: dict[str, list[float]] = {}
-        self._gatherings: dict[int, Gathering] = {}
-        self._last_gathering = 0
-        self._selector = selectors.DefaultSelector()
         self._announced = False
+        self._listening = _open_port(settings)
+        self._metrics = Metrics()
+        self._gatherer = Gatherer(self._metrics)
+        self._selector = selectors.DefaultSelector()
+        self._names = [ENGINE, *(f"front-{index}" for index in range(settings.fronts))]
+        self._children: dict[str, Child] = {}
+        self._due = dict.fromkeys(self._names, 0.0)
+        self._deaths: dict[str, list[float]] = {name: [] for name in self._names}
         self._fault: str | None = None
-        self._drain_at: float | None = None
-        self._kill_at: float | None = None
         self._last_tick = time.monotonic()
         self._patient_until = 0.0
+        self._signal: int | None = None
+        self._close_at: float | None = None
+        self._kill_at: float | None = None
 
-    def serve(self) -> int:
-        """Run until a signal and the drain after it; raises StartError when the service cannot start."""
-        self._listening = _open_port(self._settings)
+    def serve(self) -> None:
+        """Run until a signal and through the drain after it; raises StartError when the service cannot start."""
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
-        self._due = dict.fromkeys(self._names(), 0.0)
         try:
             while not self._over():
                 self._tick()
-            if self._fault is not None:
-                raise StartError(self._fault)
         finally:
-            self._end_all()
+            self._listening.close()
+            for child in self._children.values():
+                child.end()
+        if self._fault is not None:
+            raise StartError(self._fault)
         self._log.info("ended")
-        return 0
 
-    # One tick: who spoke, who died, who hangs, who is due, how far the drain is.
+    @property
+    def _fronts(self) -> list[Child]:
+        return [child for child in self._children.values() if child.role != ENGINE]
 
     def _tick(self) -> None:
+        """Who spoke, who hangs, who has ended, who is due, how far the drain is."""
         for key, _ in self._selector.select(TICK_SECONDS):
-            self._hear(key.data)
+            for frame in key.data.control.receive():
+                self._hear(key.data, frame)
         self._note_own_lateness()
         for child in list(self._children.values()):
             child.control.flush()
-            self._watch(child)
-            if not child.control.open or child.process.poll() is not None:
+            if time.monotonic() > self._patient_until:
+                child.kill_if_hung()
+            if child.ended:
                 self._bury(child)
         self._start_due()
-        self._end_gatherings()
+        self._gatherer.answer(self._children.values())
         self._drain()
 
-    def _hear(self, child: Child) -> None:
-        for frame in child.control.receive():
-            if frame.kind == Kind.READY:
-                child.ready = True
-                self._announce_once()
-            elif frame.kind == Kind.FAILED:
-                self._failed(child, frame.read(str))
-            elif frame.kind == Kind.SCRAPE:
-                self._gather(child, frame.id)
-            elif frame.kind == Kind.COUNTS:
-                self._count(child, frame)
+    def _hear(self, child: Child, frame: Frame) -> None:
+        if frame.kind == Kind.READY:
+            child.ready = True
+            self._look_ready()
+        elif frame.kind == Kind.FAILED:
+            self._failed(child, frame.read(str))
+        elif frame.kind == Kind.SCRAPE:
+            self._gatherer.ask(child, frame.id, self._children.values())
+        elif frame.kind == Kind.COUNTS:
+            self._gatherer.count(child, frame)
 
     def _note_own_lateness(self) -> None:
         """When this process itself was not run for a while, nor was the engine: its lateness proves nothing."""
@@ -138,76 +107,53 @@ class Supervisor:
             self._patient_until = now + PATIENCE_SECONDS
         self._last_tick = now
 
-    def _watch(self, child: Child) -> None:
-        if child.pulse is None or time.monotonic() < self._patient_until or child.pulse.late_seconds() < 0:
-            return
-        child.verdict = "hung"
-        child.process.kill()
-        child.process.wait()
+    def _look_ready(self) -> None:
+        """The engine is loaded, and the fronts have met it."""
+        engine = self._children.get(ENGINE)
+        self._metrics.ready.set(float(engine is not None and engine.ready and self._signal is None))
+        ready = [child for child in self._children.values() if child.ready]
+        if not self._announced and len(ready) == len(self._names):
+            self._announced = True
+            self._announce(*self._listening.getsockname()[:2])
 
     # Birth and death.
 
-    def _names(self) -> list[str]:
-        return [ENGINE, *(f"front-{index}" for index in range(self._settings.fronts))]
-
     def _start_due(self) -> None:
         for name, due in list(self._due.items()):
-            if due <= time.monotonic() and (self._kill_at is None or name == ENGINE):
+            if due <= time.monotonic() and (name == ENGINE or self._kill_at is None):
                 del self._due[name]
                 self._start(name)
 
     def _start(self, name: str) -> None:
-        mine, theirs = pair()
-        pulse = Pulse() if name == ENGINE else None
-        if pulse is not None:
-            pulse.beat(self._settings.start_seconds)
-        birth = Birth(
-            supervisor=os.getpid(),
-            settings=self._settings.model_dump_json(),
-            control=theirs.fileno(),
-            listening=-1 if pulse else self._listening.fileno(),
-            pulse=pulse.descriptor if pulse else -1,
-        )
-        child = Child(name, _spawn(name.partition("-")[0], birth), Channel(mine), pulse)
-        theirs.close()
-        self._children[name] = child
+        child = start(name, self._settings, self._listening.fileno())
+        self._log.info("started", child=name, pid=child.process.pid)
         self._selector.register(child.control, selectors.EVENT_READ, child)
         for other in self._children.values():
             if (other.role == ENGINE) != (child.role == ENGINE):
-                self._join(child, other)
-        self._log.info("started", child=name, pid=child.process.pid)
-
-    def _join(self, one: Child, other: Child) -> None:
-        """A channel between a front and an engine."""
-        for child, end in zip((one, other), pair(), strict=True):
-            child.control.send(encode(Kind.ATTACH, 0), attached=end)
-            child.control.flush()
-            end.close()
+                _join(child, other)
+        if self._signal is not None:
+            child.tell(encode(Kind.DRAIN, 0))
+        self._children[name] = child
 
     def _bury(self, child: Child) -> None:
-        """Take a child that has ended out of the house, keep its totals, and have its place filled unless the house closes."""
-        child.process.kill()
-        status = child.process.wait()
-        del self._children[child.name]
+        """Take a child that has ended out of the house; its place is filled, unless the house closes."""
         self._selector.unregister(child.control)
-        child.control.close()
-        if child.pulse is not None:
-            child.pulse.close()
-        self._past = merged([self._past, remains(child.counts)])
-        for gathering in self._gatherings.values():
-            gathering.missing.discard(child)
+        status = child.bury()
+        del self._children[child.name]
+        self._gatherer.forget(child)
         if self._kill_at is not None and child.role != ENGINE:
             return
-        self._metrics.restarts.add(child.role, child.verdict)
         self._log.warning("child ended", child=child.name, status=status, verdict=child.verdict)
+        self._metrics.restarts.add(child.role, child.verdict)
+        self._look_ready()
         self._due[child.name] = time.monotonic() + self._delay(child.name)
 
     def _delay(self, name: str) -> float:
-        """None after a first death, then doubling with jitter, while deaths are not long past."""
+        """Seconds until the successor starts: none after a first death, then doubling with jitter."""
         now = time.monotonic()
-        deaths = self._deaths[name] = [then for then in self._deaths.get(name, []) if now - then < FORGIVEN_SECONDS] + [now]
+        deaths = self._deaths[name] = [then for then in self._deaths[name] if now - then < FORGIVEN_SECONDS] + [now]
         if not self._announced and len(deaths) >= STARTS_ALLOWED:
-            self._fault = f"the {name} process ended {len(deaths)} times before it was ready: its log lines say why"
+            self._fault = self._fault or f"the {name} process ended {len(deaths)} times before it was ready: its log says why"
         if len(deaths) == 1:
             return 0.0
         return min(LONGEST_DELAY_SECONDS, 0.1 * 2.0 ** len(deaths)) * random.uniform(0.5, 1.0)
@@ -218,82 +164,42 @@ class Supervisor:
         if not self._announced:
             self._fault = reason
 
-    def _announce_once(self) -> None:
-        fronts = [self._children.get(name) for name in self._names() if name != ENGINE]
-        if not self._announced and all(front is not None and front.ready for front in fronts):
-            self._announced = True
-            host, port = self._listening.getsockname()[:2]
-            self._announce(host, port)
-
-    # Metrics.
-
-    def _gather(self, front: Child, id: int) -> None:
-        """A front was scraped: ask everyone; who does not answer in time is counted with what it last said."""
-        self._last_gathering += 1
-        missing = set(self._children.values())
-        self._gatherings[self._last_gathering] = Gathering(front, id, missing, time.monotonic() + GATHER_SECONDS)
-        for child in missing:
-            child.control.send(encode(Kind.GATHER, self._last_gathering))
-            child.control.flush()
-
-    def _count(self, child: Child, frame: Frame) -> None:
-        child.counts = frame.read(Snapshot)
-        if frame.id in self._gatherings:
-            self._gatherings[frame.id].missing.discard(child)
-            self._end_gatherings()
-
-    def _end_gatherings(self) -> None:
-        for id, gathering in list(self._gatherings.items()):
-            if not gathering.missing or time.monotonic() > gathering.until:
-                del self._gatherings[id]
-                engine = self._children.get(ENGINE)
-                self._metrics.ready.set(float(engine is not None and engine.ready and self._drain_at is None))
-                counts = [self._metrics.snapshot(), self._past, *(child.counts for child in self._children.values())]
-                gathering.front.control.send(encode(Kind.SCRAPED, gathering.id, merged(counts)))
-                gathering.front.control.flush()
-
     # The end.
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """The first signal starts the drain; an interrupt, from a keyboard, skips the lame-duck time."""
-        if self._drain_at is None:
-            lame_duck = self._settings.lame_duck_seconds if number == signal.SIGTERM and self._announced else 0.0
-            self._drain_at = time.monotonic() + lame_duck
-        elif number == signal.SIGINT:
-            self._drain_at = min(self._drain_at, time.monotonic())
+        """A second SIGTERM does not restart the drain; an interrupt, from a keyboard, cuts the lame-duck time short."""
+        if self._signal is None or number == signal.SIGINT:
+            self._signal = number
 
     def _drain(self) -> None:
-        if self._drain_at is None:
+        if self._signal is None:
             return
-        fronts = [child for child in self._children.values() if child.role != ENGINE]
-        for front in fronts:
-            front.control.send(encode(Kind.DRAIN, 0))
-            front.control.flush()
-        if self._kill_at is None and time.monotonic() >= self._drain_at:
-            self._log.info("draining", seconds=self._settings.drain_seconds)
-            self._kill_at = time.monotonic() + self._settings.drain_seconds + 1.0
+        now = time.monotonic()
+        if self._close_at is None:
+            self._log.info("draining", lame_duck_seconds=self._settings.lame_duck_seconds, seconds=self._settings.drain_seconds)
+            self._close_at = now + self._settings.lame_duck_seconds
+            self._look_ready()
+            for front in self._fronts:
+                front.tell(encode(Kind.DRAIN, 0))
+        if self._kill_at is None and (now >= self._close_at or self._signal == signal.SIGINT or not self._announced):
+            self._kill_at = now + self._settings.drain_seconds + 1.0
             self._listening.close()
-            for front in fronts:
+            for front in self._fronts:
                 front.process.terminate()
-        if self._kill_at is not None and time.monotonic() > self._kill_at:
-            for front in fronts:
+        if self._kill_at is not None and now > self._kill_at:
+            for front in self._fronts:
                 front.process.kill()
 
     def _over(self) -> bool:
-        drained = self._kill_at is not None and all(child.role == ENGINE for child in self._children.values())
-        return drained or self._fault is not None
+        return self._fault is not None or (self._kill_at is not None and not self._fronts)
 
-    def _end_all(self) -> None:
-        """The engine ends at the end-of-file of its control channel; who does not, is ended."""
-        self._listening.close()
-        for child in self._children.values():
-            child.control.close()
-        for child in self._children.values():
-            try:
-                child.process.wait(PATIENCE_SECONDS)
-            except subprocess.TimeoutExpired:
-                child.process.kill()
-                child.process.wait()
+
+def _join(one: Child, other: Child) -> None:
+    """A channel between a front and an engine."""
+    for child, end in zip((one, other), pair(), strict=True):
+        child.control.send(encode(Kind.ATTACH, 0), attached=end)
+        child.control.flush()
+        end.close()
 
 
 def _open_port(settings: Settings) -> socket.socket:
@@ -308,18 +214,3 @@ def _open_port(settings: Settings) -> socket.socket:
         raise StartError(f"cannot listen on {where}: {fault.strerror}; choose another with --host or --port") from fault
     listening.listen(BACKLOG)
     return listening
-
-
-def _spawn(role: str, birth: Birth) -> subprocess.Popen[bytes]:
-    """A child in a process group of its own, so that an interrupt at the keyboard reaches only the supervisor."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "service.app", role],
-        stdin=subprocess.PIPE,
-        pass_fds=[descriptor for descriptor in (birth.control, birth.listening, birth.pulse) if descriptor >= 0],
-        env={**os.environ, **QUIET},
-        process_group=0,
-    )
-    assert process.stdin is not None
-    process.stdin.write(msgspec.json.encode(birth))
-    process.stdin.close()
-    return process

@@ -37,8 +37,9 @@ def ask(server: Server, inputs: list[Any], **options: Any) -> httpx.Response:
 
 def in_flight(server: Server, inputs: list[Any], pool: ThreadPoolExecutor) -> Future[httpx.Response]:
     """A request that the engine is busy with by now."""
+    parsed = server.metric("seqserve_stage_seconds_count", model="sensors", stage="parse")
     future = pool.submit(ask, server, inputs)
-    eventually(lambda: server.metric("seqserve_requests_in_flight") >= 1, 10)
+    eventually(lambda: server.metric("seqserve_stage_seconds_count", model="sensors", stage="parse") > parsed, 10)
     time.sleep(0.1)  # from the front's hands into the turn
     return future
 

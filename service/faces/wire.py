@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, StrictStr, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, Field, StrictStr, TypeAdapter, ValidationError
 
 from service.errors import InvalidInput, InvalidRequest, ServiceError, TooLarge, UnknownModel
 from service.sequence import FEATURES, IDS, Answer, Request, Returns
@@ -20,6 +20,12 @@ from service.zoo.text import Tokenizer
 
 SHOWN_CHARACTERS = 100
 """At most this much of what a caller sent is repeated in a message."""
+
+
+# The first fault is the one that is named: a million of them cost no more.
+_IDS = TypeAdapter(Annotated[list[Annotated[int, Field(strict=True)]], FailFast()])
+_ROW = Annotated[list[Annotated[float, Field(strict=True, allow_inf_nan=False)]], FailFast()]
+_FEATURES = TypeAdapter(Annotated[list[_ROW], FailFast()])
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,34 +196,47 @@ def _text_ids(text: str, field: str, model: Served) -> list[int]:
 
 def _ids(values: list[Any], field: str, model: Served) -> NDArray[Any]:
     _check_steps(len(values), field, model)
-    vocabulary = model.spec.input.vocabulary or 0
-    for step, id in enumerate(values):
-        if type(id) is not int:
-            raise InvalidInput(f"{field}[{step}] is {_kind(id)} and a token id is a whole number", field=f"{field}[{step}]")
-        if not 0 <= id < vocabulary:
-            raise InvalidInput(
-                f"{field}[{step}] is {_shown(str(id))} and the token ids of {model.spec.name} go from 0 to {vocabulary - 1}",
-                field=f"{field}[{step}]",
-            )
-    return np.array(values, IDS)
+    try:
+        ids = _IDS.validate_python(values)
+    except ValidationError as fault:
+        at, value = _first(fault, field)
+        raise InvalidInput(f"{at} is {_kind(value)} and a token id is a whole number", field=at) from None
+    highest = (model.spec.input.vocabulary or 0) - 1
+    if ids and not 0 <= min(ids) <= max(ids) <= highest:
+        step = next(step for step, id in enumerate(ids) if not 0 <= id <= highest)
+        said = f"{_shown(str(ids[step]))} and the token ids of {model.spec.name} go from 0 to {highest}"
+        raise InvalidInput(f"{field}[{step}] is {said}", field=f"{field}[{step}]")
+    return np.array(ids, IDS)
 
 
-def _features(rows: list[Any], field: str, model: Served, features: int) -> NDArray[Any]:
-    _check_steps(len(rows), field, model)
+def _features(values: list[Any], field: str, model: Served, features: int) -> NDArray[Any]:
+    _check_steps(len(values), field, model)
+    try:
+        rows = _FEATURES.validate_python(values)
+    except ValidationError as fault:
+        at, value = _first(fault, field)
+        raise InvalidInput(f"{at} is {_kind(value)}: {_a_step(model)}", field=at) from None
     for step, row in enumerate(rows):
-        if not isinstance(row, list) or len(row) != features:
-            said = f"{len(row)} values" if isinstance(row, list) else _kind(row)
-            raise InvalidInput(
-                f"{field}[{step}] is {said} and a step of {model.spec.name} is a list of {features} numbers",
-                field=f"{field}[{step}]",
-            )
-        for index, value in enumerate(row):
-            if type(value) not in (int, float) or not abs(value) <= np.finfo(np.float32).max:
-                raise InvalidInput(
-                    f"{field}[{step}][{index}] is {_kind(value)} and a feature is a finite float32 number",
-                    field=f"{field}[{step}][{index}]",
-                )
-    return np.array(rows, FEATURES).reshape(len(rows), features)
+        if len(row) != features:
+            at = f"{field}[{step}]"
+            raise InvalidInput(f"{at} has {len(row)} numbers: {_a_step(model)}", field=at)
+    array = np.array(rows, np.float64).reshape(len(rows), features)
+    too_large = np.argwhere(np.abs(array) > np.finfo(FEATURES).max)
+    if len(too_large):
+        step, index = too_large[0]
+        at = f"{field}[{step}][{index}]"
+        raise InvalidInput(f"{at} is {array[step, index]:g}: {_a_step(model)}", field=at)
+    return array.astype(FEATURES)
+
+
+def _a_step(model: Served) -> str:
+    return f"a step of {model.spec.name} is a list of {model.spec.input.features} finite float32 numbers"
+
+
+def _first(fault: ValidationError, field: str) -> tuple[str, Any]:
+    """Where in `field` the first fault is, and the value found there."""
+    error = fault.errors(include_url=False)[0]
+    return field + "".join(f"[{index}]" for index in error["loc"]), error["input"]
 
 
 def _check_steps(steps: int, field: str, model: Served) -> None:
@@ -243,7 +262,7 @@ def _arrays(answer: Answer, data: bytes) -> tuple[NDArray[Any], NDArray[Any] | N
 def _taken(model: Served) -> str:
     shape = model.spec.input
     if shape.features is not None:
-        return f"a list of steps, each a list of {shape.features} numbers"
+        return f"a list of steps, each a list of {shape.features} finite float32 numbers"
     return "a string or a list of token ids" if model.tokenizer is not None else "a list of token ids"
 
 

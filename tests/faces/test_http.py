@@ -77,7 +77,10 @@ def test_versions_are_served_side_by_side(server: Server) -> None:
 
 
 def test_return_adds_the_embedding_and_the_sequence(server: Server) -> None:
-    plain, rich = server.infer("words", ["who", QUESTION]), server.infer("words", ["who", QUESTION], **{"return": ["embedding", "sequence"]})
+    plain, rich = (
+        server.infer("words", ["who", QUESTION]),
+        server.infer("words", ["who", QUESTION], **{"return": ["embedding", "sequence"]}),
+    )
     for without, output, steps in zip(plain.json()["outputs"], rich.json()["outputs"], (1, 6), strict=True):
         assert set(without) == {"label", "score", "scores"}
         assert len(output["embedding"]) == 10
@@ -182,9 +185,9 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({**GOOD, "inputs": [[2**63]]}, "inputs[0][0]", "from 0 to 9"),
     ({**GOOD, "inputs": [[10**400]]}, "inputs[0][0]", "from 0 to 9"),
     ({**GOOD, "inputs": [[[0.1, 0.2, 0.3]]]}, "inputs[0][0]", "whole number"),
-    ({"model": "sensors", "inputs": ["who"]}, "inputs[0]", "list of 3 numbers"),
-    ({"model": "sensors", "inputs": [[1, 2, 3]]}, "inputs[0][0]", "list of 3 numbers"),
-    ({"model": "sensors", "inputs": [[[1, 2]]]}, "inputs[0][0]", "list of 3 numbers"),
+    ({"model": "sensors", "inputs": ["who"]}, "inputs[0]", "list of 3 finite float32 numbers"),
+    ({"model": "sensors", "inputs": [[1, 2, 3]]}, "inputs[0][0]", "list of 3 finite float32 numbers"),
+    ({"model": "sensors", "inputs": [[[1, 2]]]}, "inputs[0][0]", "list of 3 finite float32 numbers"),
     ({"model": "sensors", "inputs": [[[1, 2, "3"]]]}, "inputs[0][0][2]", "finite"),
     ({"model": "sensors", "inputs": [[[1, 2, 3], [1, None, 3]]]}, "inputs[0][1][1]", "finite"),
     ({"model": "sensors", "inputs": [[[1, 2, 1e39]]]}, "inputs[0][0][2]", "finite"),
@@ -202,7 +205,9 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("body", "field", "part"), WRONG, ids=[f"{field}-{index}" for index, (_, field, _) in enumerate(WRONG)])
+@pytest.mark.parametrize(
+    ("body", "field", "part"), WRONG, ids=[f"{field}-{index}" for index, (_, field, _) in enumerate(WRONG)]
+)
 def test_a_wrong_field_gets_400_and_is_named(server: Server, body: dict[str, Any], field: str, part: str) -> None:
     refused(server.client.post("/infer", content=json.dumps(body)), 400, "invalid_input", part, field=field)
 
@@ -234,7 +239,9 @@ def test_a_long_text_gets_413_before_it_is_tokenised(server: Server) -> None:
 
 
 def test_ten_thousand_inputs_get_413_and_the_knob_is_named(server: Server) -> None:
-    refused(server.infer("words", ["who"] * 10_000), 413, "too_large", "10000 inputs", "SEQSERVE_MAX_INPUTS is 64", field="inputs")
+    refused(
+        server.infer("words", ["who"] * 10_000), 413, "too_large", "10000 inputs", "SEQSERVE_MAX_INPUTS is 64", field="inputs"
+    )
     assert len(server.infer("words", ["who"] * 64).json()["outputs"]) == 64
 
 
@@ -283,8 +290,12 @@ def test_an_unknown_path_gets_404(server: Server, path: str) -> None:
 @given(
     body=st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20) | st.sampled_from(WORDS),
-        lambda inner: st.lists(inner, max_size=4)
-        | st.dictionaries(st.sampled_from(["model", "inputs", "version", "return", "deadline_ms", "priority", "x"]), inner, max_size=4),
+        lambda inner: (
+            st.lists(inner, max_size=4)
+            | st.dictionaries(
+                st.sampled_from(["model", "inputs", "version", "return", "deadline_ms", "priority", "x"]), inner, max_size=4
+            )
+        ),
         max_leaves=12,
     ),
     model=st.sampled_from(["words", "sensors", None]),
@@ -300,10 +311,11 @@ def test_whatever_is_sent_gets_an_answer_or_a_named_error(server: Server, body: 
 # Deadlines, priorities, full queues, callers who leave.
 
 
-def busy(server: Server, pool: ThreadPoolExecutor, times: int = 4) -> Future[httpx.Response]:
+def busy(server: Server, pool: ThreadPoolExecutor, times: int = 3) -> Future[httpx.Response]:
     """Occupy the engine with one long turn; returns its future answer."""
+    parsed = server.metric("seqserve_stage_seconds_count", model="sensors", stage="parse")
     future = pool.submit(server.infer, "sensors", [DENSE * times], deadline_ms=60_000)
-    eventually(lambda: server.metric("seqserve_requests_in_flight") == 1, 5)
+    eventually(lambda: server.metric("seqserve_stage_seconds_count", model="sensors", stage="parse") > parsed, 10)
     time.sleep(0.1)  # from the front's hands into the turn
     return future
 

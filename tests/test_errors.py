@@ -1,0 +1,62 @@
+"""One tree of errors, one table of its codes."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from service import errors
+from service.errors import BY_CODE, STATUS, InvalidInput, ServiceError, StartError
+
+
+def below(kind: type[Exception]) -> list[type[Exception]]:
+    """Every class under `kind`, at any depth."""
+    return [one for child in kind.__subclasses__() if child.__module__ == errors.__name__ for one in (child, *below(child))]
+
+
+SERVICE_ERRORS = below(ServiceError)
+
+
+def test_every_service_error_has_its_codes_and_nothing_else_has() -> None:
+    assert set(STATUS) == set(SERVICE_ERRORS)
+
+
+def test_the_tree_in_the_docstring_names_every_service_error() -> None:
+    assert errors.__doc__ is not None
+    drawn = re.findall(r"[├└]── (\w+) ", errors.__doc__)
+    assert sorted(drawn) == sorted(kind.__name__ for kind in SERVICE_ERRORS)
+
+
+def test_every_class_has_a_code_of_its_own() -> None:
+    codes = [kind.code for kind in STATUS]
+    assert len(set(codes)) == len(codes)
+    assert all("code" in vars(kind) for kind in STATUS)
+    assert all(re.fullmatch(r"[a-z]+(_[a-z]+)*", code) for code in codes)
+
+
+def test_a_code_leads_back_to_its_class() -> None:
+    assert all(BY_CODE[kind.code] is kind for kind in STATUS)
+
+
+def test_transport_codes_are_ones_that_exist() -> None:
+    assert {status.http for status in STATUS.values()} <= {400, 404, 405, 413, 415, 429, 500, 503, 504}
+    assert {status.grpc for status in STATUS.values()} <= {
+        "INVALID_ARGUMENT",
+        "NOT_FOUND",
+        "UNIMPLEMENTED",
+        "RESOURCE_EXHAUSTED",
+        "UNAVAILABLE",
+        "DEADLINE_EXCEEDED",
+        "INTERNAL",
+    }
+
+
+@pytest.mark.parametrize("kind", below(StartError))
+def test_what_stops_the_start_is_never_told_to_a_caller(kind: type[Exception]) -> None:
+    assert not issubclass(kind, ServiceError)
+
+
+def test_an_error_carries_message_field_and_when_to_retry() -> None:
+    error = InvalidInput("inputs[3] is empty", field="inputs[3]", retry_after=2)
+    assert (str(error), error.message, error.field, error.retry_after) == (error.message, "inputs[3] is empty", "inputs[3]", 2)

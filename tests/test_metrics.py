@@ -1,0 +1,164 @@
+"""Counts of many processes become one exposition that Prometheus reads."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import msgspec
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from service.metrics import SECONDS, Counter, Gauge, Histogram, Metrics, Snapshot, merged, remains, render
+
+MODEL = ("words", "1")
+STAGE = "seqserve_stage_seconds"
+
+
+def busy(scale: float = 1.0) -> Metrics:
+    """Every series with something in it."""
+    metrics = Metrics()
+    for one in metrics.series():
+        labels = tuple(f"a {label}" for label in one.labels)
+        if isinstance(one, Counter):
+            one.add(*labels, by=2.0 * scale)
+        elif isinstance(one, Gauge):
+            one.set(3.0 * scale, *labels)
+        elif isinstance(one, Histogram):
+            for value in (0.0, one.buckets[0], one.buckets[-1], 1e9):
+                one.observe(value, *labels)
+    return metrics
+
+
+def samples(snapshot: Snapshot) -> list[Sample]:
+    return [sample for family in text_string_to_metric_families(render(snapshot).decode()) for sample in family.samples]
+
+
+def value(snapshot: Snapshot, name: str, **labels: str) -> float:
+    [found] = [one.value for one in samples(snapshot) if one.name == name and labels.items() <= one.labels.items()]
+    return found
+
+
+def test_a_counter_rises_label_by_label() -> None:
+    metrics = Metrics()
+    metrics.sequences.add(*MODEL)
+    metrics.sequences.add(*MODEL, by=2.5)
+    metrics.sequences.add("words", "2")
+    assert value(metrics.snapshot(), "seqserve_sequences_total", version="1") == 3.5
+    assert value(metrics.snapshot(), "seqserve_sequences_total", version="2") == 1.0
+
+
+def test_a_gauge_is_a_level() -> None:
+    metrics = Metrics()
+    metrics.queue_depth.set(7)
+    metrics.queue_depth.set(2)
+    metrics.in_flight.add(by=3)
+    metrics.in_flight.add(by=-1)
+    assert value(metrics.snapshot(), "seqserve_queue_depth") == 2
+    assert value(metrics.snapshot(), "seqserve_requests_in_flight") == 2
+
+
+@pytest.mark.parametrize("labels", [(), ("words",), ("words", "1", "more")], ids=str)
+def test_a_series_has_all_its_labels_and_no_other(labels: tuple[str, ...]) -> None:
+    with pytest.raises(AssertionError, match="seqserve_sequences has the labels"):
+        Metrics().sequences.add(*labels)
+
+
+def test_a_value_on_a_bucket_s_border_is_in_it_and_one_just_above_is_in_the_next() -> None:
+    metrics = Metrics()
+    metrics.channel_seconds.observe(0.5)
+    metrics.channel_seconds.observe(0.5000001)
+    assert value(metrics.snapshot(), "seqserve_channel_seconds_bucket", le="0.25") == 0
+    assert value(metrics.snapshot(), "seqserve_channel_seconds_bucket", le="0.5") == 1
+    assert value(metrics.snapshot(), "seqserve_channel_seconds_bucket", le="1.0") == 2
+
+
+def test_buckets_are_cumulative_and_the_last_one_is_the_count() -> None:
+    metrics = Metrics()
+    observed = [0.0, 40e-6, 60e-6, 0.3, 0.3, 9.0, 11.0, 1e6]
+    for seconds in observed:
+        metrics.stage_seconds.observe(seconds, *MODEL, "compute")
+    found = [one for one in samples(metrics.snapshot()) if one.name == f"{STAGE}_bucket"]
+    assert [float(one.labels["le"]) for one in found] == [*SECONDS, float("inf")]
+    assert all(one.value <= other.value for one, other in pairwise(found))
+    assert [one.value for one in found] == [sum(x <= float(one.labels["le"]) for x in observed) for one in found]
+    assert found[-1].value == value(metrics.snapshot(), f"{STAGE}_count") == len(observed)
+    assert value(metrics.snapshot(), f"{STAGE}_sum") == pytest.approx(sum(observed))
+
+
+def test_merging_adds_label_by_label() -> None:
+    one, other = Metrics(), Metrics()
+    one.requests.add(*MODEL, "ok", by=2)
+    other.requests.add(*MODEL, "ok", by=3)
+    other.requests.add(*MODEL, "overloaded")
+    one.stage_seconds.observe(0.2, *MODEL, "total")
+    other.stage_seconds.observe(0.3, *MODEL, "total")
+    both = merged([one.snapshot(), other.snapshot(), {}])
+    assert value(both, "seqserve_requests_total", outcome="ok") == 5
+    assert value(both, "seqserve_requests_total", outcome="overloaded") == 1
+    assert value(both, f"{STAGE}_count") == 2
+    assert value(both, f"{STAGE}_sum") == pytest.approx(0.5)
+
+
+def test_merging_does_not_change_what_is_merged() -> None:
+    metrics = busy()
+    first = metrics.snapshot()
+    merged([first, first])
+    assert first == metrics.snapshot()
+    assert merged([first]) == first
+    assert merged([]) == {}
+
+
+def test_a_snapshot_does_not_change_when_counting_goes_on() -> None:
+    metrics = busy()
+    snapshot, copy = metrics.snapshot(), metrics.snapshot()
+    metrics.rerun.add()
+    metrics.channel_seconds.observe(1.0)
+    assert snapshot == copy != metrics.snapshot()
+
+
+def test_a_process_leaves_its_totals_behind_and_not_its_levels() -> None:
+    metrics = busy()
+    left = remains(metrics.snapshot())
+    assert set(left) == {one.name for one in metrics.series() if not isinstance(one, Gauge)}
+    assert left.items() <= metrics.snapshot().items()
+
+
+def test_nothing_goes_backwards_when_a_process_is_replaced() -> None:
+    before = merged([busy().snapshot()])
+    after = merged([remains(busy().snapshot()), Metrics().snapshot()])
+    counters = [one.name for one in Metrics().series() if not isinstance(one, Gauge)]
+    assert all(before[name] == after[name] for name in counters)
+
+
+def test_every_series_is_exposed_under_its_name_help_and_type() -> None:
+    metrics = busy()
+    families = {family.name: family for family in text_string_to_metric_families(render(metrics.snapshot()).decode())}
+    assert set(families) == {one.name for one in metrics.series()}
+    for one in metrics.series():
+        assert families[one.name].documentation == one.help
+        assert families[one.name].type == type(one).__name__.lower()
+        assert all(sample.labels.keys() - {"le"} == set(one.labels) for sample in families[one.name].samples)
+
+
+def test_what_was_never_counted_is_exposed_without_samples() -> None:
+    assert samples({}) == []
+    assert samples(Metrics().snapshot()) == []
+
+
+@pytest.mark.parametrize("odd", ['quoted "name"', "back\\slash", "two\nlines", "é 🙂", ""])
+def test_odd_label_values_are_read_back(odd: str) -> None:
+    metrics = Metrics()
+    metrics.sequences.add(odd, "1")
+    assert value(metrics.snapshot(), "seqserve_sequences_total", model=odd) == 1
+
+
+def test_a_snapshot_crosses_a_channel_unchanged() -> None:
+    snapshot = busy().snapshot()
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(snapshot), type=Snapshot) == snapshot
+
+
+def test_names_have_the_prefix_and_are_unique() -> None:
+    names = [one.name for one in Metrics().series()]
+    assert len(set(names)) == len(names)
+    assert all(name.startswith("seqserve_") for name in names)

@@ -1,0 +1,154 @@
+"""Where settings come from, which wins, and what stops the start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.errors import SettingsError
+from service.settings import Settings, load
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A settings file that says three things."""
+    made = tmp_path / "seqserve.toml"
+    made.write_text('host = "from.file"\nport = 1001\nfronts = 3\n')
+    return made
+
+
+def refusal(flags: dict[str, Any], environment: dict[str, str]) -> str:
+    with pytest.raises(SettingsError) as caught:
+        load(flags, environment)
+    return str(caught.value)
+
+
+def test_nothing_said_gives_the_defaults() -> None:
+    assert load({}, {}) == Settings()
+
+
+def test_flags_win_over_variables_and_variables_over_the_file(file: Path) -> None:
+    environment = {"SEQSERVE_HOST": "from.environment", "SEQSERVE_PORT": "1002", "PATH": "/bin", "OTHER_PORT": "1"}
+    settings = load({"config": str(file), "host": "from.flag", "fronts": None}, environment)
+    assert (settings.host, settings.port, settings.fronts) == ("from.flag", 1002, 3)
+
+
+def test_a_variable_may_name_the_file_and_a_flag_another(file: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.toml"
+    other.write_text("port = 1003")
+    named = {"SEQSERVE_CONFIG": str(file)}
+    assert load({}, named).port == 1001
+    assert load({"config": str(other)}, named).port == 1003
+
+
+@pytest.mark.parametrize("name", sorted(Settings.model_fields))
+def test_every_setting_can_be_a_variable(name: str) -> None:
+    default = getattr(Settings(), name)
+    settings = load({}, {f"SEQSERVE_{name.upper()}": str(default)})
+    assert getattr(settings, name) == default
+
+
+@pytest.mark.parametrize(
+    "variable, hint",
+    [
+        ("SEQSERVE_PROT", "did you mean port?"),
+        ("SEQSERVE_MAX_WAITNG", "did you mean max_waiting?"),
+        ("SEQSERVE_FRONT", "did you mean fronts?"),
+        ("SEQSERVE_ZZZ", f"known are {', '.join(Settings.model_fields)}"),
+        ("SEQSERVE_", f"known are {', '.join(Settings.model_fields)}"),
+    ],
+)
+def test_an_unknown_variable_stops_the_start_with_the_nearest_name(variable: str, hint: str) -> None:
+    assert refusal({}, {variable: "1"}) == f"unknown setting {variable}: {hint}"
+
+
+def test_an_unknown_key_of_the_file_stops_the_start_naming_the_file(file: Path) -> None:
+    file.write_text("prot = 1")
+    assert refusal({"config": str(file)}, {}) == f"unknown setting prot in {file}: did you mean port?"
+
+
+@pytest.mark.parametrize(
+    "variable, value, why",
+    [
+        ("SEQSERVE_PORT", "eighty", "valid integer"),
+        ("SEQSERVE_PORT", "65536", "less than or equal to 65535"),
+        ("SEQSERVE_PORT", "-1", "greater than or equal to 0"),
+        ("SEQSERVE_PORT", "", "valid integer"),
+        ("SEQSERVE_FRONTS", "0", "greater than 0"),
+        ("SEQSERVE_FRONTS", "1.5", "valid integer"),
+        ("SEQSERVE_DEVICE", "gpu", "pattern"),
+        ("SEQSERVE_DEVICE", "cuda", "pattern"),
+        ("SEQSERVE_DEVICE", "cpu\n", "pattern"),
+        ("SEQSERVE_DRAIN_SECONDS", "0", "greater than 0"),
+        ("SEQSERVE_DRAIN_SECONDS", "nan", "finite number"),
+        ("SEQSERVE_LAME_DUCK_SECONDS", "inf", "finite number"),
+        ("SEQSERVE_LAME_DUCK_SECONDS", "-0.1", "greater than or equal to 0"),
+        ("SEQSERVE_FOLD_LIMIT_BYTES", "-1", "greater than or equal to 0"),
+    ],
+)
+def test_an_impossible_value_stops_the_start_naming_variable_and_value(variable: str, value: str, why: str) -> None:
+    said = refusal({}, {variable: value})
+    assert said.startswith(f"{variable} is {value!r}: ")
+    assert why in said
+
+
+def test_an_impossible_value_is_named_by_where_it_was_said(file: Path) -> None:
+    assert refusal({"port": "x"}, {}).startswith("--port is 'x': ")
+    file.write_text("port = 70000")
+    assert refusal({"config": str(file)}, {}).startswith(f"port in {file} is 70000: ")
+
+
+def test_all_impossible_values_are_named_at_once() -> None:
+    said = refusal({}, {"SEQSERVE_PORT": "x", "SEQSERVE_FRONTS": "0"})
+    assert "SEQSERVE_PORT is 'x'" in said and "SEQSERVE_FRONTS is '0'" in said
+
+
+@pytest.mark.parametrize(
+    "said, names",
+    [
+        ({"max_inputs": 9, "max_waiting": 8}, ("max_inputs is 9", "max_waiting is 8", "raise max_waiting")),
+        (
+            {"default_deadline_ms": 2, "max_deadline_ms": 1},
+            ("default_deadline_ms is 2", "max_deadline_ms is 1", "lower the default or raise the maximum"),
+        ),
+        (
+            {"max_body_bytes": 51, "channel_bytes": 101},
+            ("max_body_bytes is 51", "channel_bytes is 101", "at least twice max_body_bytes"),
+        ),
+    ],
+)
+def test_limits_that_do_not_fit_together_are_named_with_both_values(said: dict[str, int], names: tuple[str, ...]) -> None:
+    message = refusal({}, {f"SEQSERVE_{name.upper()}": str(value) for name, value in said.items()})
+    assert all(name in message for name in names)
+    assert "Value error" not in message
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"max_inputs": 8, "max_waiting": 8},
+        {"default_deadline_ms": 1, "max_deadline_ms": 1},
+        {"max_body_bytes": 50, "channel_bytes": 100},
+    ],
+)
+def test_limits_that_just_fit_are_taken(said: dict[str, int]) -> None:
+    assert load(said, {}).model_dump().items() >= said.items()
+
+
+def test_a_missing_file_stops_the_start_naming_it(tmp_path: Path) -> None:
+    file = tmp_path / "nowhere.toml"
+    assert str(file) in refusal({"config": str(file)}, {})
+    assert str(file) in refusal({}, {"SEQSERVE_CONFIG": str(file)})
+
+
+@pytest.mark.parametrize("content", [b"port = ", b"port 8000", b"port = 1\nport = 2", b'host = "\xff"'])
+def test_what_is_not_toml_stops_the_start_naming_the_file(file: Path, content: bytes) -> None:
+    file.write_bytes(content)
+    assert refusal({"config": str(file)}, {}).startswith(f"settings file {file}: ")
+
+
+def test_settings_do_not_change() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        Settings().port = 1
