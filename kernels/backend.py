@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from kernels.contract import ContractError
+from kernels.contract import STORAGE, ContractError
 
 AUTO = "auto"
 FAMILIES = ("lstm",)
@@ -62,7 +62,12 @@ def explain(family: str, *, device: str, dtype: str, hidden: int) -> str:
     """One line for each backend considered for this problem, the chosen one last."""
     if family not in FAMILIES:
         raise ContractError(f"unknown kernel family {family!r}; known are {', '.join(FAMILIES)}")
-    problem = Problem(torch.device(device), getattr(torch, dtype), hidden)
+    if dtype not in STORAGE:
+        raise ContractError(f"unknown dtype {dtype!r}; known are {', '.join(STORAGE)}")
+    try:
+        problem = Problem(torch.device(device), STORAGE[dtype], hidden)
+    except RuntimeError:
+        raise ContractError(f"unknown device {device!r}; known are cpu and cuda:N") from None
     return "\n".join(choose(import_module(f"kernels.{family}").BACKENDS, problem).why)
 
 

@@ -7,6 +7,7 @@ computes; the checks raise ContractError before a kernel reads out of bounds.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -107,22 +108,37 @@ def reversal(offsets: Tensor) -> Tensor:
 
 def check_lstm(x: Ragged, weights: LSTMWeights, state: LSTMState | None) -> None:
     """Raises ContractError unless the shapes above hold together."""
+    expect("weights.recurrent", weights.recurrent, (None, None))
     hidden = weights.hidden
     expect("weights.recurrent", weights.recurrent, (hidden, 4 * hidden))
-    if (weights.input is None) != (weights.bias is None):
-        raise ContractError("weights.input and weights.bias are given together or not at all")
+    inputs: int | None = 4 * hidden
     if weights.input is not None and weights.bias is not None:
-        expect("weights.input", weights.input, (weights.input.shape[0], 4 * hidden))
+        expect("weights.input", weights.input, (None, 4 * hidden))
         expect("weights.bias", weights.bias, (4 * hidden,))
-    inputs = 4 * hidden if weights.input is None else weights.input.shape[0]
-    expect("x.data", x.data, (x.data.shape[0], inputs))
-    expect("x.offsets", x.offsets, (x.rows + 1,))
+        inputs = weights.input.shape[0]
+    elif weights.input is not None or weights.bias is not None:
+        raise ContractError("weights.input and weights.bias are given together or not at all")
+    expect("x.data", x.data, (None, inputs))
+    check_ragged(x)
     if state is not None:
         expect("state.hidden", state.hidden, (x.rows, hidden))
         expect("state.cell", state.cell, (x.rows, hidden))
 
 
-def expect(name: str, array: Tensor, shape: tuple[int, ...]) -> None:
-    """Raises ContractError unless `array` has exactly this shape."""
-    if tuple(array.shape) != shape:
-        raise ContractError(f"{name} has the shape {tuple(array.shape)}, expected {shape}")
+def check_ragged(x: Ragged) -> None:
+    """Raises ContractError unless x is a batch. On a GPU the offsets' values are the caller's word: reading them would wait."""
+    expect("x.offsets", x.offsets, (None,))
+    if x.offsets.device.type != "cpu":
+        return
+    offsets = x.offsets.tolist()
+    if not offsets or offsets[0] != 0 or offsets[-1] != len(x.data) or any(end < begin for begin, end in pairwise(offsets)):
+        raise ContractError(f"x.offsets goes from 0 to the {len(x.data)} tokens without falling, got {offsets[:8]}")
+
+
+def expect(name: str, array: Tensor, shape: tuple[int | None, ...]) -> None:
+    """Raises ContractError unless `array` has this shape; None stands for any size."""
+    fits = array.dim() == len(shape) and all(want in (None, have) for want, have in zip(shape, array.shape, strict=True))
+    if not fits:
+        sizes = [*array.shape, *("any" for _ in shape)]
+        wanted = tuple(size if want is None else want for want, size in zip(shape, sizes, strict=False))
+        raise ContractError(f"{name} has the shape {tuple(array.shape)}, expected {wanted}")
