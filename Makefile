@@ -10,7 +10,7 @@ PIP         := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 PROJECT     := pyproject.toml constraints.txt Makefile
 .DEFAULT_GOAL := help
 
-.PHONY: help install serve test lint test-gpu check-python
+.PHONY: help install gpu serve test lint test-gpu check-python
 
 help:
 	@echo "make serve     install, then serve the embedded models on 127.0.0.1:8000"
@@ -24,24 +24,27 @@ check-python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than 3.11: name a newer one with PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "the venv module is missing: install it (Debian: apt-get install python3-venv)"; exit 1; }
 
-install: .venv/installed
+install: .venv/installed gpu
 
 .venv/installed: $(PROJECT) | check-python
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "installing into .venv"
 	@if [ -n "$(TORCH_INDEX)" ]; then $(PIP) --index-url "$(TORCH_INDEX)" torch; fi
 	@$(PIP) --editable .
-	@driver=$$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1 | cut -d. -f1); \
-	if [ -z "$$driver" ]; then echo "no NVIDIA driver found: serving on the CPU"; \
-	elif [ "$$driver" -lt 580 ]; then echo "the NVIDIA driver is $$driver and CUDA 13 needs 580 or newer: serving on the CPU"; \
-	else echo "NVIDIA driver $$driver: installing the GPU packages"; $(PIP) --editable '.[gpu]'; fi
 	@touch $@
+
+# At every start, as drivers come and go.
+gpu: .venv/installed
+	@driver=$$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1 | cut -d. -f1); \
+	if [ -z "$$driver" ]; then echo "no NVIDIA driver found: the CPU serves"; \
+	elif [ "$$driver" -lt 580 ]; then echo "the NVIDIA driver is $$driver and CUDA 13 needs 580 or newer: the CPU serves"; \
+	elif [ ! -e .venv/gpu ]; then echo "NVIDIA driver $$driver: installing the GPU packages"; $(PIP) --editable '.[gpu]' && touch .venv/gpu; fi
 
 .venv/tools: .venv/installed
 	@$(PIP) --editable '.[dev]'
 	@touch $@
 
-serve: .venv/installed
+serve: .venv/installed gpu
 	@exec $(BIN)/seqserve serve $(ARGS)
 
 test: lint
@@ -52,5 +55,5 @@ lint: .venv/tools
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test-gpu: .venv/tools
+test-gpu: .venv/tools gpu
 	$(BIN)/python -m pytest tests/gpu

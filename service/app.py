@@ -80,7 +80,10 @@ def run_engine() -> None:
     except StartError as fault:
         tell(control, Kind.FAILED, str(fault))
         return
-    Worker(control, pulse, _batcher(settings, engine, metrics), engine, Hello(engine.loaded()), metrics).run()
+    hello = Hello(engine.loaded())
+    for one in hello.models:
+        Log("engine").info("loaded", model=one.name, version=one.version, device=one.device, backends=one.backends)
+    Worker(control, pulse, _batcher(settings, engine, metrics), engine, hello, metrics).run()
 
 
 def build_engine(settings: Settings, metrics: Metrics, only: str | None = None) -> Engine:
