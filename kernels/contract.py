@@ -19,7 +19,7 @@ STORAGE = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 
 
 class ContractError(ValueError):
-    """An argument does not have the shape, dtype or device that the kernel asks for."""
+    """An argument is not what a kernel asks for; the message names it, what it is and what it should be."""
 
 
 def arithmetic(storage: torch.dtype, device: torch.device) -> torch.dtype:

@@ -43,8 +43,9 @@ class Control:
     async def scrape(self) -> Snapshot:
         """The counts of all processes, gathered by the supervisor."""
         self._last_id += 1
-        future = self._scrapes[self._last_id] = asyncio.get_running_loop().create_future()
-        tell(self._channel, Kind.SCRAPE, id=self._last_id)
+        id, future = self._last_id, asyncio.get_running_loop().create_future()
+        self._scrapes[id] = future
+        tell(self._channel, Kind.SCRAPE, id=id)
         try:
             async with asyncio.timeout(SCRAPE_SECONDS):
                 snapshot: Snapshot = await future
@@ -52,7 +53,7 @@ class Control:
         except TimeoutError:
             raise Unavailable("the supervisor did not gather the metrics in time: retry", retry_after=1) from None
         finally:
-            self._scrapes.pop(self._last_id, None)
+            self._scrapes.pop(id, None)
 
     def _receive(self, front: Front) -> None:
         for frame in self._channel.receive():

@@ -89,6 +89,7 @@ class Metrics:
         self.turn_tokens = Histogram("seqserve_turn_tokens", "Steps in a turn.", model, TOKENS)
         self.queue_depth = Gauge("seqserve_queue_depth", "Sequences waiting for a turn.")
         self.refused = Counter("seqserve_refused", "Requests the engine refused before they ran.", ("reason",))
+        self.failed = Counter("seqserve_failed", "Requests on which the model raised.", model)
         self.cancelled = Counter("seqserve_cancelled", "Requests whose caller went away.", ("while",))
         self.rerun = Counter("seqserve_rerun", "Requests run again because their engine process ended.")
         self.channel_seconds = Histogram(

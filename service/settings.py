@@ -100,7 +100,7 @@ def load(flags: Mapping[str, Any], environment: Mapping[str, str]) -> Settings:
 def _from_file(file: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text())
-    except (OSError, tomllib.TOMLDecodeError) as fault:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as fault:
         raise SettingsError(f"settings file {file}: {fault}") from fault
 
 

@@ -6,9 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests import models
 from tests.serving import Server, serving
+
+# The arrays are small, and threads that wait for each other cost more than they give.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -35,7 +35,9 @@ class Server:
                 text=True,
                 env=environment | {f"SEQSERVE_{name.upper()}": value for name, value in variables.items()},
             )
+        started = time.monotonic()
         self.address = self._await_address()
+        self.start_seconds = time.monotonic() - started
         self.client = httpx.Client(base_url=self.address, timeout=30, trust_env=False)
 
     def infer(self, model: str, inputs: list[Any], **options: Any) -> httpx.Response:
@@ -55,7 +57,7 @@ class Server:
 
     def pid(self, child: str) -> int:
         """Process id of the newest child in this place of the house."""
-        return [event["pid"] for event in self.events("started") if event["child"] == child][-1]
+        return int([event["pid"] for event in self.events("started") if event["child"] == child][-1])
 
     def events(self, name: str) -> list[dict[str, Any]]:
         return [event for line in self.log_file.read_text().splitlines() if (event := json.loads(line))["event"] == name]

@@ -25,6 +25,13 @@ def ends() -> Iterator[tuple[Channel, Channel]]:
     other.close()
 
 
+def to_hand_over() -> tuple[socket.socket, socket.socket]:
+    """A pair of which one end is kept; a read that waits for an end-of-file which never comes fails."""
+    mine, theirs = pair()
+    mine.settimeout(5.0)
+    return mine, theirs
+
+
 def receive_all(sender: Channel, receiver: Channel, *, count: int) -> list[Frame]:
     """Both ends by turns, as two event loops would, until `count` frames have come."""
     frames: list[Frame] = []
@@ -115,7 +122,7 @@ def test_attached_sockets_arrive_with_their_frames_in_order(ends: tuple[Channel,
     kept: list[socket.socket] = []
     one.send(encode(Kind.READY, 0, None, (bytes(big),)))
     for id in range(1, 13):
-        mine, theirs = pair()
+        mine, theirs = to_hand_over()
         kept.append(mine)
         one.send(encode(Kind.ATTACH, id), attached=theirs)
         theirs.close()
@@ -176,7 +183,7 @@ def test_what_is_sent_after_the_end_is_dropped_quietly(ends: tuple[Channel, Chan
 
 def test_closing_gives_back_the_sockets_that_were_not_handed_over() -> None:
     one, end = (Channel(end) for end in pair())
-    mine, theirs = pair()
+    mine, theirs = to_hand_over()
     one.send(encode(Kind.ATTACH, 1), attached=theirs)
     theirs.close()
     one.close()
@@ -187,7 +194,7 @@ def test_closing_gives_back_the_sockets_that_were_not_handed_over() -> None:
 
 def test_closing_gives_back_the_sockets_that_came_with_half_a_frame() -> None:
     raw, end = pair()
-    mine, theirs = pair()
+    mine, theirs = to_hand_over()
     socket.send_fds(raw, [encode(Kind.ATTACH, 1)[:5]], [theirs.fileno()])
     theirs.close()
     receiver = Channel(end)

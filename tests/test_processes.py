@@ -157,7 +157,7 @@ def test_sigterm_drains_and_nothing_is_lost(own: Server) -> None:
                 try:
                     answer = client.post("/infer", json={"model": "sensors", "inputs": QUICK})
                 except (httpx.ConnectError, httpx.RemoteProtocolError, httpx.ReadError) as fault:
-                    # The port closes half a second after the signal; a connection in its backlog is reset, never answered wrongly.
+                    # Half a second after the signal the port closes; what the kernel had not handed over is reset.
                     if not stopping.is_set():
                         lost.append(repr(fault))
                     return

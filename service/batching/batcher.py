@@ -100,17 +100,17 @@ class Batcher:
         """One turn: who is too late, who runs, who has his answer. `before_launch` hears of it. False when nothing waits."""
         self._refuse_late()
         taken = self._scheduler.next_turn()
-        if taken is None:
-            return False
-        turn, arrivals = taken
-        now = self._clock()
-        for arrived in arrivals:
-            self._metrics.stage_seconds.observe(now - arrived, *turn.model, "queue")
-        self._run(turn, before_launch)
+        if taken is not None:
+            turn, arrivals = taken
+            now = self._clock()
+            for arrived in arrivals:
+                self._metrics.stage_seconds.observe(now - arrived, *turn.model, "queue")
+            self._run(turn, before_launch)
         for chunk, encoded in self._engine.finished():
-            self._metrics.sequences.add(*turn.model)
-            chunk.owner.take(chunk, encoded)
-        return True
+            ticket: Ticket = chunk.owner
+            if ticket.take(chunk, encoded):
+                self._metrics.sequences.add(*ticket.request.key, by=len(ticket.chunks))
+        return taken is not None
 
     def _check(self, request: Request) -> None:
         if not self._engine.serves(request.key):
@@ -126,7 +126,6 @@ class Batcher:
             if not ticket.ended:
                 self._metrics.refused.add(DeadlineExceeded.code)
                 ticket.refuse(DeadlineExceeded("the deadline passed in the queue: allow it more time, or send fewer requests"))
-                self._scheduler.drop(ticket)
 
     def _run(self, turn: Turn, before_launch: Callable[[Turn], None]) -> None:
         """A turn that fails is run again row by row, so that only the row at fault pays."""
@@ -136,9 +135,11 @@ class Batcher:
         except Exception as fault:
             if turn.rows > 1:
                 for chunk in turn.chunks:
-                    self._run(Turn(turn.model, [chunk]), before_launch)
+                    if not chunk.owner.ended:
+                        self._run(Turn(turn.model, [chunk]), before_launch)
                 return
             ticket: Ticket = turn.chunks[0].owner
+            self._metrics.failed.add(*turn.model)
             ticket.refuse(InferenceFailed(f"the model raised {type(fault).__name__}: {fault}"))
             self._scheduler.drop(ticket)
 

@@ -44,8 +44,8 @@ class Scheduler:
                 f"SEQSERVE_MAX_WAITING is {self._max_waiting}: retry later, or raise SEQSERVE_MAX_WAITING",
                 retry_after=1,
             )
-        queue = self._queues.setdefault(model, [])
         for chunk in chunks:
+            queue = self._queues.setdefault(model, [])
             insort(queue, Waiting(now - priority * HEAD_START_SECONDS, now, deadline, chunk), key=_due)
         self.waiting += len(chunks)
 

@@ -6,13 +6,14 @@ A model folder is models/<name>/<version>/ with `model.toml`, `weights.safetenso
 
 from __future__ import annotations
 
+import hashlib
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, model_validator
 
 from service.errors import ModelError
 
@@ -22,7 +23,7 @@ VERSION = re.compile(r"[1-9][0-9]{0,8}")
 CHARACTERS_PER_STEP = 32
 DIRECTIONS = ("forward", "backward")
 
-Size = Annotated[int, Field(gt=0)]
+Size = Annotated[int, Field(gt=0, strict=True)]
 
 
 class Table(BaseModel):
@@ -74,7 +75,7 @@ class LSTMLayer(Table):
     kind: Literal["lstm"]
     hidden: Size
     depth: Size = 1
-    bidirectional: bool = False
+    bidirectional: StrictBool = False
 
     @property
     def directions(self) -> tuple[str, ...]:
@@ -168,6 +169,25 @@ def read(folder: Path) -> ModelSpec:
     return spec
 
 
+def verified(file: Path, spec: ModelSpec) -> bytes:
+    """The content of one file of a version folder; raises ModelError unless its digest is the one in `spec`."""
+    try:
+        data = file.read_bytes()
+    except OSError as fault:
+        raise ModelError(f"{file} cannot be read: {fault.strerror}") from fault
+    wanted = spec.sha256.get(file.name)
+    if wanted is None:
+        raise ModelError(f"{file.parent / MODEL}: sha256 has no entry for {file.name}: add the digest that sha256sum prints")
+    if digest(data) != wanted:
+        raise ModelError(f"{file} does not have the digest in {MODEL}: the copy is broken, or the digest was not updated")
+    return data
+
+
+def digest(data: bytes) -> str:
+    """SHA-256 as `sha256sum` prints it."""
+    return hashlib.sha256(data).hexdigest()
+
+
 def find(root: Path) -> dict[str, dict[str, Path]]:
     """Version folders by model name, versions rising; raises ModelError for names that cannot be served."""
     if not root.is_dir():
@@ -195,5 +215,6 @@ def _folders(root: Path) -> Iterator[Path]:
 def _complaint(error: Mapping[str, Any]) -> str:
     # A discriminated union adds its tag to the location; the reader of a TOML file knows only keys and indices.
     key = ".".join(str(part) for part in error["loc"] if part not in ("embedding", "lstm"))
-    message = "unknown key: remove it or correct its name" if error["type"] == "extra_forbidden" else error["msg"]
+    unknown = error["type"] == "extra_forbidden"
+    message = "unknown key: remove it or correct its name" if unknown else str(error["msg"]).removeprefix("Value error, ")
     return f"{key or 'the whole file'}: {message}"

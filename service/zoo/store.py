@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,12 +14,12 @@ from torch import Tensor
 
 from kernels.contract import STORAGE
 from service.errors import ModelError
-from service.zoo.spec import CARD, MODEL, TOKENIZER, WEIGHTS, ModelSpec, read
+from service.zoo.spec import CARD, MODEL, TOKENIZER, WEIGHTS, ModelSpec, digest, read, verified
 
 
 def read_arrays(folder: Path, spec: ModelSpec) -> dict[str, Tensor]:
     """The tensors that `spec` names, on the CPU, in the model's precision; raises ModelError naming file and tensor."""
-    data = _verified(folder / WEIGHTS, spec)
+    data = verified(folder / WEIGHTS, spec)
     try:
         arrays = load(data)
     except SafetensorError as fault:
@@ -31,10 +30,12 @@ def read_arrays(folder: Path, spec: ModelSpec) -> dict[str, Tensor]:
 
 def write(folder: Path, spec: ModelSpec, arrays: Mapping[str, Tensor], *, card: str, tokenizer: str | None = None) -> ModelSpec:
     """Write one version; returns the spec with the digests of its files. Raises ModelError if the arrays are not the spec's."""
+    if folder.parent.name != spec.name:
+        raise ModelError(f"the model is {spec.name!r} and its folder would be {folder.parent.name!r}: make them the same")
     stored = {name: array.to(STORAGE[spec.precision]).contiguous() for name, array in arrays.items()}
     _check(folder / WEIGHTS, stored, spec)
     files = {WEIGHTS: save(stored)} | ({TOKENIZER: tokenizer.encode()} if tokenizer is not None else {})
-    signed = spec.model_copy(update={"sha256": {name: _digest(data) for name, data in files.items()}})
+    signed = spec.model_copy(update={"sha256": {name: digest(data) for name, data in files.items()}})
     folder.mkdir(parents=True, exist_ok=True)
     for name, data in files.items():
         (folder / name).write_bytes(data)
@@ -42,19 +43,6 @@ def write(folder: Path, spec: ModelSpec, arrays: Mapping[str, Tensor], *, card: 
     (folder / MODEL).write_text(_toml(signed.model_dump(exclude_none=True)))
     read(folder)
     return signed
-
-
-def _verified(file: Path, spec: ModelSpec) -> bytes:
-    try:
-        data = file.read_bytes()
-    except OSError as fault:
-        raise ModelError(f"{file} cannot be read: {fault.strerror}") from fault
-    wanted = spec.sha256.get(file.name)
-    if wanted is None:
-        raise ModelError(f"{file.parent / MODEL}: sha256 has no entry for {file.name}: add the digest that sha256sum prints")
-    if _digest(data) != wanted:
-        raise ModelError(f"{file} does not have the digest in {MODEL}: the copy is broken, or the digest was not updated")
-    return data
 
 
 def _check(file: Path, arrays: Mapping[str, Tensor], spec: ModelSpec) -> None:
@@ -73,19 +61,20 @@ def _check(file: Path, arrays: Mapping[str, Tensor], spec: ModelSpec) -> None:
             raise ModelError(f"{file}: {name} has values that are not finite")
 
 
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
-
-
 def _toml(values: Mapping[str, Any], path: str = "") -> str:
     """TOML of nested tables; plain values come before the tables, as TOML asks."""
-    lines = [f"{_key(key)} = {json.dumps(value, ensure_ascii=False)}" for key, value in values.items() if not _nested(value)]
+    lines = [f"{_key(key)} = {_value(value)}" for key, value in values.items() if not _nested(value)]
     for key, value in values.items():
         if isinstance(value, Mapping):
             lines += ["", f"[{path}{_key(key)}]", _toml(value, f"{path}{_key(key)}.").strip()]
         elif _nested(value):
             lines += [line for table in value for line in ("", f"[[{path}{_key(key)}]]", _toml(table).strip())]
     return "\n".join(lines) + "\n"
+
+
+def _value(value: Any) -> str:
+    """A string, number, boolean or list as TOML, which is written as in JSON but for one character that has to be escaped."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _nested(value: Any) -> bool:

@@ -1,0 +1,169 @@
+"""One device: turns in, encodings out."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from numpy.testing import assert_allclose
+from numpy.typing import NDArray
+
+from service.engine.engine import Encoded, Engine
+from service.engine.turn import Chunk, Turn
+from service.metrics import Counter, Metrics
+from service.sequence import FEATURES, IDS, ModelKey, Returns
+from service.zoo import store
+from service.zoo.encoder import Encoder
+from tests import models
+from tests.kernels import inputs
+
+WORDS, SENSORS = ModelKey("words", "1"), ModelKey("sensors", "1")
+LENGTHS = [7, 1, 13, 4]
+ROUNDING = 1e-5
+ALL = Returns(embedding=True, sequence=True)
+
+
+@pytest.fixture(scope="module")
+def encoders(tmp_path_factory: pytest.TempPathFactory) -> dict[ModelKey, Encoder]:
+    root = tmp_path_factory.mktemp("models")
+    specs = {WORDS: models.words(root), SENSORS: models.sensors(root, max_steps=50)}
+    return {
+        key: Encoder(spec, store.read_arrays(root / key.name / key.version, spec), torch.device("cpu"), 1 << 20)
+        for key, spec in specs.items()
+    }
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    return Metrics()
+
+
+@pytest.fixture
+def engine(encoders: dict[ModelKey, Encoder], metrics: Metrics) -> Engine:
+    return Engine(encoders, metrics, max_turn_rows=8, max_turn_tokens=40)
+
+
+def made_up(key: ModelKey, steps: int, seed: int) -> NDArray[np.generic]:
+    chance = np.random.default_rng(seed)
+    if key == WORDS:
+        return chance.integers(len(models.WORDS), size=steps).astype(IDS)
+    return chance.normal(size=(steps, 3)).astype(FEATURES)
+
+
+def chunk(key: ModelKey, steps: int, seed: int = 0, returns: Returns = ALL) -> Chunk:
+    return Chunk(made_up(key, steps, seed).tobytes(), steps, returns, None)
+
+
+def run(engine: Engine, key: ModelKey, chunks: list[Chunk]) -> list[Encoded]:
+    engine.launch(Turn(key, chunks))
+    done = engine.finished()
+    assert [finished for finished, _ in done] == chunks
+    return [encoded for _, encoded in done]
+
+
+@pytest.mark.parametrize("key", [WORDS, SENSORS])
+def test_a_row_is_answered_the_same_alone_and_in_a_batch(engine: Engine, key: ModelKey) -> None:
+    chunks = [chunk(key, steps, seed) for seed, steps in enumerate(LENGTHS)]
+    together = run(engine, key, chunks)
+    for one, mine in zip(chunks, together, strict=True):
+        [alone] = run(engine, key, [one])
+        assert alone.embedding is not None and alone.sequence is not None
+        assert mine.embedding is not None and mine.sequence is not None
+        assert_allclose(mine.scores, alone.scores, atol=ROUNDING)
+        assert_allclose(mine.embedding, alone.embedding, atol=ROUNDING)
+        assert_allclose(mine.sequence, alone.sequence, atol=ROUNDING)
+
+
+@pytest.mark.parametrize("key", [WORDS, SENSORS])
+def test_an_answer_is_what_the_encoder_gives(engine: Engine, encoders: dict[ModelKey, Encoder], key: ModelKey) -> None:
+    answers = run(engine, key, [chunk(key, steps, seed) for seed, steps in enumerate(LENGTHS)])
+    for seed, (steps, mine) in enumerate(zip(LENGTHS, answers, strict=True)):
+        data = torch.from_numpy(made_up(key, steps, seed))
+        expected = encoders[key](inputs.ragged(data, [steps]), sequence=True)
+        assert mine.embedding is not None and mine.sequence is not None and expected.sequence is not None
+        assert_allclose(mine.scores, expected.scores[0], atol=ROUNDING)
+        assert_allclose(mine.embedding, expected.embedding[0], atol=ROUNDING)
+        assert_allclose(mine.sequence, expected.sequence, atol=ROUNDING)
+
+
+def test_what_one_chunk_asks_for_no_other_gets(engine: Engine) -> None:
+    wishes = [Returns(), Returns(embedding=True), Returns(sequence=True), Returns(embedding=True, sequence=True)]
+    chunks = [chunk(WORDS, steps, returns=returns) for steps, returns in zip(LENGTHS, wishes, strict=True)]
+    for steps, wish, mine in zip(LENGTHS, wishes, run(engine, WORDS, chunks), strict=True):
+        assert mine.scores.shape == (len(models.LABELS),)
+        assert (mine.embedding is not None) == wish.embedding
+        assert (mine.sequence is not None) == wish.sequence
+        assert mine.embedding is None or mine.embedding.shape == (10,)
+        assert mine.sequence is None or mine.sequence.shape == (steps, 10)
+
+
+def test_answers_are_float32_and_stay_as_they_are_when_the_next_turn_runs(engine: Engine) -> None:
+    [first] = run(engine, WORDS, [chunk(WORDS, 7, seed=1)])
+    assert first.embedding is not None and first.sequence is not None
+    held = (first.scores, first.embedding, first.sequence)
+    copies = [array.copy() for array in held]
+    run(engine, WORDS, [chunk(WORDS, 9, seed=2), chunk(WORDS, 3, seed=3)])
+    assert all(array.dtype == np.float32 for array in held)
+    assert all(np.array_equal(array, copy) for array, copy in zip(held, copies, strict=True))
+
+
+def test_finished_says_each_chunk_once(engine: Engine) -> None:
+    first, second = chunk(WORDS, 2), chunk(SENSORS, 3)
+    engine.launch(Turn(WORDS, [first]))
+    engine.launch(Turn(SENSORS, [second]))
+    assert [done for done, _ in engine.finished()] == [first, second]
+    assert engine.finished() == []
+
+
+def test_of_a_turn_that_raises_nothing_is_finished_and_the_next_one_runs(engine: Engine) -> None:
+    good, broken = chunk(WORDS, 2), Chunk(b"\0", 3, Returns(), None)
+    with pytest.raises(ValueError, match="different"):
+        engine.launch(Turn(WORDS, [good, broken]))
+    assert engine.finished() == []
+    assert len(run(engine, WORDS, [good])) == 1
+
+
+def test_an_id_out_of_the_vocabulary_raises_and_the_next_turn_runs(engine: Engine) -> None:
+    beyond = Chunk(np.array([1, len(models.WORDS)], IDS).tobytes(), 2, Returns(), None)
+    with pytest.raises(IndexError):
+        engine.launch(Turn(WORDS, [beyond]))
+    assert engine.finished() == []
+    assert len(run(engine, WORDS, [chunk(WORDS, 2)])) == 1
+
+
+def test_a_sequence_longer_than_a_turn_runs_alone(engine: Engine, encoders: dict[ModelKey, Encoder]) -> None:
+    steps = encoders[SENSORS].spec.input.max_steps
+    assert steps > 40
+    [mine] = run(engine, SENSORS, [chunk(SENSORS, steps)])
+    assert mine.sequence is not None and len(mine.sequence) == steps
+
+
+def test_only_what_is_loaded_is_served(engine: Engine) -> None:
+    assert engine.serves(WORDS) and engine.serves(SENSORS)
+    assert not engine.serves(ModelKey("words", "2"))
+
+
+def test_what_is_loaded_says_device_backends_and_bytes(engine: Engine, encoders: dict[ModelKey, Encoder]) -> None:
+    words, sensors = engine.loaded()
+    assert (words.name, words.version, words.device) == ("words", "1", "cpu")
+    assert words.weight_bytes == encoders[WORDS].weight_bytes() > 0
+    assert [line.partition(": ")[0] for line in words.backends] == ["layers.0", "layers.1"]
+    assert sensors.backends == ["layers.0: framework"]
+
+
+def test_a_longer_turn_is_predicted_to_take_longer(engine: Engine) -> None:
+    short, long = Turn(WORDS, [chunk(WORDS, 1)]), Turn(WORDS, [chunk(WORDS, 20)] * 8)
+    assert 0 < engine.predicted_seconds(short) < engine.predicted_seconds(long)
+
+
+def test_a_turn_is_counted(engine: Engine, metrics: Metrics) -> None:
+    run(engine, WORDS, [chunk(WORDS, steps) for steps in LENGTHS])
+    assert count(metrics.tokens) == sum(LENGTHS)
+    assert count(metrics.padding_avoided) == max(LENGTHS) * len(LENGTHS) - sum(LENGTHS)
+    assert metrics.turn_rows.values[WORDS][-1] == len(LENGTHS)
+    assert metrics.turn_tokens.values[WORDS][-1] == sum(LENGTHS)
+    assert {stage for *_, stage in metrics.stage_seconds.values} == {"stage_in", "compute", "stage_out"}
+
+
+def count(counter: Counter) -> float:
+    return counter.values[WORDS][0]

@@ -1,0 +1,65 @@
+"""An embedding, and the embedding and its projection as one table."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.embedding import embed, fold, folded_bytes
+from tests.kernels.inputs import assert_close
+
+STORAGES = [torch.float32, torch.float16, torch.bfloat16]
+VOCABULARY, WIDTH, GATES = 13, 7, 20
+
+every_storage = pytest.mark.parametrize("storage", STORAGES, ids=str)
+
+
+def made_up(storage: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """An embedding, a projection and its bias."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((VOCABULARY, WIDTH), (WIDTH, GATES), (GATES,))
+    embedding, weight, bias = (torch.randn(shape, generator=generator).to(storage) for shape in shapes)
+    return embedding, weight, bias
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@every_storage
+def test_an_id_is_its_row_of_the_table_in_the_dtype_asked_for(storage: torch.dtype, dtype: torch.dtype) -> None:
+    table = made_up(storage)[0]
+    vectors = embed(torch.tensor([12, 0, 3, 3], dtype=dtype), table, torch.float32)
+    assert vectors.dtype == torch.float32
+    assert torch.equal(vectors, torch.stack([table[id].float() for id in (12, 0, 3, 3)]))
+
+
+def test_no_ids_give_no_vectors() -> None:
+    assert embed(torch.tensor([], dtype=torch.int32), made_up(torch.float32)[0], torch.float32).shape == (0, WIDTH)
+
+
+def test_a_folded_table_gives_what_embedding_and_projection_give() -> None:
+    embedding, weight, bias = made_up(torch.float32)
+    ids = torch.tensor([12, 0, 3, 3, 7])
+    expected = embedding[ids].double() @ weight.double() + bias.double()
+    assert_close(fold(embedding, weight, bias)[ids], expected, steps=0)
+
+
+@every_storage
+def test_a_folded_table_is_stored_as_the_embedding_is(storage: torch.dtype) -> None:
+    embedding, weight, bias = made_up(storage)
+    assert fold(embedding, weight.float(), bias.float()).dtype == storage
+
+
+@every_storage
+def test_folding_rounds_to_the_storage_only_once(storage: torch.dtype) -> None:
+    embedding, weight, bias = made_up(storage)
+    exact = embedding.double() @ weight.double() + bias.double()
+    halfway = float(torch.finfo(storage).eps) / 2 * exact.abs()
+    float32 = float(torch.finfo(torch.float32).eps) * 2 * WIDTH
+    assert bool(((fold(embedding, weight, bias).double() - exact).abs() <= halfway + float32).all())
+
+
+@every_storage
+def test_the_bytes_of_a_folded_table_are_known_before_it_is_made(storage: torch.dtype) -> None:
+    embedding, weight, bias = made_up(storage)
+    table = fold(embedding, weight, bias)
+    assert folded_bytes(embedding, GATES) == table.numel() * table.element_size()
