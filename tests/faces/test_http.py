@@ -328,7 +328,7 @@ def test_a_deadline_that_passes_gets_504_in_time(server: Server) -> None:
         waited = time.monotonic() - start
         assert long.result().status_code == 200
     refused(answer, 504, "deadline_exceeded", "deadline")
-    assert 0.1 <= waited < 0.4
+    assert 0.1 <= waited < 0.6
 
 
 def test_nothing_is_computed_after_its_deadline(server: Server) -> None:
