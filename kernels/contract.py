@@ -6,8 +6,10 @@ computes; the checks raise ContractError before a kernel reads out of bounds.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,6 +78,137 @@ class LSTMState:
 
 
 @dataclass(frozen=True, slots=True)
+class GRUWeights:
+    """One layer in one direction; gate blocks reset, update, new.
+
+    input: (inputs, 3 x hidden), or None when the data already are gate inputs; recurrent: (hidden, 3 x hidden);
+    bias: (3 x hidden,), or None with input; recurrent_bias: (hidden,) of the new gate, inside the reset ("reset after", as in
+    cuDNN and PyTorch), or None for a reset before the product (Cho et al. 2014).
+    """
+
+    input: Tensor | None
+    recurrent: Tensor
+    bias: Tensor | None
+    recurrent_bias: Tensor | None
+
+    @property
+    def hidden(self) -> int:
+        return self.recurrent.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class GRUState:
+    """hidden: (rows, hidden) float32."""
+
+    hidden: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SRUWeights:
+    """One layer in one direction; blocks candidate, forget, reset and, where there is one, skip.
+
+    input: (inputs, 3 x hidden or 4 x hidden), or None when the data already are ``x @ input``; bias: (2 x hidden,) forget and reset;
+    cell: (2 x hidden,) by which the old cell enters both gates, or None (version 1). Without a skip block, the skip is the input's
+    own columns from `skip_from` on times `scale`, or nothing when `skip_from` is None.
+    """
+
+    input: Tensor | None
+    bias: Tensor
+    cell: Tensor | None
+    skip_from: int | None = None
+    scale: float = 1.0
+    tanh: bool = False
+
+    @property
+    def hidden(self) -> int:
+        return self.bias.shape[0] // 2
+
+
+@dataclass(frozen=True, slots=True)
+class SRUState:
+    """cell: (rows, hidden) float32."""
+
+    cell: Tensor
+
+
+POOLINGS = {"f": 2, "fo": 3, "ifo": 4}
+"""Blocks of a QRNN by its pooling: candidate, forget, then output, then input gate."""
+
+
+@dataclass(frozen=True, slots=True)
+class QRNNWeights:
+    """One layer in one direction; blocks candidate, forget, output, input, as many as `pooling` asks for.
+
+    input: (window, inputs, blocks x hidden) with the present step first, then the one before it and so on, or None when the data
+    already are the masked convolution without its bias; bias: (blocks x hidden,).
+    """
+
+    input: Tensor | None
+    bias: Tensor
+    pooling: str = "fo"
+
+    @property
+    def hidden(self) -> int:
+        return self.bias.shape[0] // POOLINGS[self.pooling]
+
+    @property
+    def window(self) -> int:
+        return 1 if self.input is None else self.input.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class QRNNState:
+    """cell: (rows, hidden) float32; left: (rows, window - 1, inputs) the steps before the next one, oldest first."""
+
+    cell: Tensor
+    left: Tensor
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda values: values,
+    "relu": torch.relu,
+    "tanh": torch.tanh,
+    "gelu": torch.nn.functional.gelu,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ConvWeights:
+    """One 1-D convolution over time: y[t] = activation(sum over k of x[t x stride - left + k x dilation] @ filters[k] + bias).
+
+    filters: (width, inputs, outputs), the earliest step first; bias: (outputs,); left, right: zero steps before and after each row.
+    A row of n steps gives (n + left + right - reach) // stride + 1 steps, where reach = (width - 1) x dilation + 1, or none.
+    """
+
+    filters: Tensor
+    bias: Tensor
+    left: int = 0
+    right: int = 0
+    dilation: int = 1
+    stride: int = 1
+    activation: str = "none"
+
+    @property
+    def outputs(self) -> int:
+        return self.filters.shape[2]
+
+    @property
+    def reach(self) -> int:
+        return (self.filters.shape[0] - 1) * self.dilation + 1
+
+    def steps(self, steps: Tensor) -> Tensor:
+        """Steps that come out of rows of so many steps."""
+        return ((steps + self.left + self.right - self.reach).div(self.stride, rounding_mode="floor") + 1).clamp(min=0)
+
+
+@dataclass(frozen=True, slots=True)
+class ConvState:
+    """left: (rows, left, inputs) the steps before the next one, oldest first; they take the place of the zeros."""
+
+    left: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Outputs:
     """What leaves the device; what is not wanted is not written."""
 
@@ -89,14 +222,16 @@ class Outputs:
 class Encoded:
     """What was wanted, float32: steps (tokens, hidden); last, mean, max (rows, hidden); and the state after the last step.
 
-    Of a row without steps, last is the hidden state it came with, mean and max are zero.
+    `offsets` are those of `steps`, where they are not the input's. Of a row without steps, mean and max are zero, and last is the
+    hidden state it came with, or zero where the family keeps none.
     """
 
-    state: LSTMState
+    state: Any
     steps: Tensor | None = None
     last: Tensor | None = None
     mean: Tensor | None = None
     max: Tensor | None = None
+    offsets: Tensor | None = None
 
 
 def reversal(offsets: Tensor) -> Tensor:
@@ -108,21 +243,91 @@ def reversal(offsets: Tensor) -> Tensor:
 
 def check_lstm(x: Ragged, weights: LSTMWeights, state: LSTMState | None) -> None:
     """Raises ContractError unless the shapes above hold together."""
+    _check_recurrent(x, weights, 4)
+    if state is not None:
+        expect("state.hidden", state.hidden, (x.rows, weights.hidden))
+        expect("state.cell", state.cell, (x.rows, weights.hidden))
+
+
+def check_gru(x: Ragged, weights: GRUWeights, state: GRUState | None) -> None:
+    """Raises ContractError unless the shapes above hold together."""
+    _check_recurrent(x, weights, 3)
+    if weights.recurrent_bias is not None:
+        expect("weights.recurrent_bias", weights.recurrent_bias, (weights.hidden,))
+    if state is not None:
+        expect("state.hidden", state.hidden, (x.rows, weights.hidden))
+
+
+def check_sru(x: Ragged, weights: SRUWeights, state: SRUState | None) -> None:
+    """Raises ContractError unless the shapes above hold together."""
+    expect("weights.bias", weights.bias, (None,))
+    hidden = weights.hidden
+    expect("weights.bias", weights.bias, (2 * hidden,))
+    if weights.cell is not None:
+        expect("weights.cell", weights.cell, (2 * hidden,))
+    blocks = x.data if weights.input is None else weights.input
+    name = "x.data" if weights.input is None else "weights.input"
+    expect(name, blocks, (None, None))
+    if blocks.shape[1] not in (3 * hidden, 4 * hidden):
+        raise ContractError(f"{name} has the shape {tuple(blocks.shape)}, expected 3 or 4 blocks of {hidden}")
+    if weights.input is not None:
+        expect("x.data", x.data, (None, weights.input.shape[0]))
+    if weights.skip_from is not None:
+        if weights.input is None or blocks.shape[1] == 4 * hidden:
+            raise ContractError("weights.skip_from is given although the skip is a block of its own")
+        if not 0 <= weights.skip_from <= x.data.shape[1] - hidden:
+            raise ContractError(f"weights.skip_from is {weights.skip_from} of {x.data.shape[1]} columns, {hidden} are needed")
+    check_ragged(x)
+    if state is not None:
+        expect("state.cell", state.cell, (x.rows, hidden))
+
+
+def check_qrnn(x: Ragged, weights: QRNNWeights, state: QRNNState | None) -> None:
+    """Raises ContractError unless the shapes above hold together."""
+    if weights.pooling not in POOLINGS:
+        raise ContractError(f"weights.pooling is {weights.pooling!r}; known are {', '.join(POOLINGS)}")
+    expect("weights.bias", weights.bias, (None,))
+    blocks = POOLINGS[weights.pooling] * weights.hidden
+    expect("weights.bias", weights.bias, (blocks,))
+    inputs: int | None = blocks
+    if weights.input is not None:
+        expect("weights.input", weights.input, (None, None, blocks))
+        inputs = weights.input.shape[1]
+    expect("x.data", x.data, (None, inputs))
+    check_ragged(x)
+    if state is not None:
+        expect("state.cell", state.cell, (x.rows, weights.hidden))
+        expect("state.left", state.left, (x.rows, weights.window - 1, inputs))
+
+
+def check_conv(x: Ragged, weights: ConvWeights, state: ConvState | None) -> None:
+    """Raises ContractError unless the shapes above hold together."""
+    expect("weights.filters", weights.filters, (None, None, None))
+    width, inputs, outputs = weights.filters.shape
+    expect("weights.bias", weights.bias, (outputs,))
+    expect("x.data", x.data, (None, inputs))
+    check_ragged(x)
+    if width < 1 or weights.dilation < 1 or weights.stride < 1 or weights.left < 0 or weights.right < 0:
+        raise ContractError("width, dilation and stride are at least 1, left and right at least 0")
+    if weights.activation not in ACTIVATIONS:
+        raise ContractError(f"weights.activation is {weights.activation!r}; known are {', '.join(ACTIVATIONS)}")
+    if state is not None:
+        expect("state.left", state.left, (x.rows, weights.left, inputs))
+
+
+def _check_recurrent(x: Ragged, weights: LSTMWeights | GRUWeights, gates: int) -> None:
     expect("weights.recurrent", weights.recurrent, (None, None))
     hidden = weights.hidden
-    expect("weights.recurrent", weights.recurrent, (hidden, 4 * hidden))
-    inputs: int | None = 4 * hidden
+    expect("weights.recurrent", weights.recurrent, (hidden, gates * hidden))
+    inputs: int | None = gates * hidden
     if weights.input is not None and weights.bias is not None:
-        expect("weights.input", weights.input, (None, 4 * hidden))
-        expect("weights.bias", weights.bias, (4 * hidden,))
+        expect("weights.input", weights.input, (None, gates * hidden))
+        expect("weights.bias", weights.bias, (gates * hidden,))
         inputs = weights.input.shape[0]
     elif weights.input is not None or weights.bias is not None:
         raise ContractError("weights.input and weights.bias are given together or not at all")
     expect("x.data", x.data, (None, inputs))
     check_ragged(x)
-    if state is not None:
-        expect("state.hidden", state.hidden, (x.rows, hidden))
-        expect("state.cell", state.cell, (x.rows, hidden))
 
 
 def check_ragged(x: Ragged) -> None:

@@ -1,0 +1,44 @@
+"""The QRNN with the framework's own operations: one library product for all windows, then two pointwise operations per step.
+Runs wherever torch runs; nothing is padded."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kernels.backend import Problem
+from kernels.contract import Encoded, Outputs, QRNNState, QRNNWeights, Ragged
+from kernels.walk import Harvest, longest_first, product
+from kernels.windows import left_context, windows
+
+
+def refuses(problem: Problem) -> str | None:
+    return None
+
+
+def qrnn(x: Ragged, weights: QRNNWeights, state: QRNNState | None, *, want: Outputs) -> Encoded:
+    """Shapes as in `kernels.contract`."""
+    order, size = longest_first(x), weights.hidden
+    left = None if state is None else state.left
+    gates = _gates(x, weights, left).index_select(0, order.tokens)
+    f = gates[:, size : 2 * size].sigmoid()
+    i = gates[:, 3 * size :].sigmoid() if weights.pooling == "ifo" else 1 - f
+    added = gates[:, :size].tanh().mul_(i)
+    o = gates[:, 2 * size : 3 * size].sigmoid() if weights.pooling != "f" else None
+    cell, last = order.sorted(state.cell if state else None, size), order.sorted(None, size)
+    harvest = Harvest(order, size, want)
+    for begin, end in order.steps:
+        running = cell[: end - begin].mul_(f[begin:end]).add_(added[begin:end])
+        hidden = running if o is None else running * o[begin:end]
+        last[: end - begin] = hidden
+        harvest.take(begin, end, hidden)
+    after = left_context(x, weights.window - 1, left)
+    return harvest.encoded(last, lambda order: QRNNState(order.rows_back(cell), after))
+
+
+def _gates(x: Ragged, weights: QRNNWeights, left: Tensor | None) -> Tensor:
+    """(tokens, blocks x hidden): the masked convolution, as one product over each step and the ones before it."""
+    if weights.input is None:
+        return x.data.float() + weights.bias
+    window, inputs, blocks = weights.input.shape
+    seen = windows(x, weights.window, left=window - 1, context=left).flip(1).reshape(-1, window * inputs)
+    return product(seen, weights.input.reshape(window * inputs, blocks), weights.bias)

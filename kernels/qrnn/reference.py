@@ -1,0 +1,41 @@
+"""The QRNN one row and one step at a time, in the precision of its arguments: the oracle of every test, for the eye."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from kernels.contract import POOLINGS, Encoded, Outputs, QRNNState, QRNNWeights, Ragged
+from kernels.reference import pooled
+
+
+def qrnn(x: Ragged, weights: QRNNWeights, state: QRNNState | None, *, want: Outputs) -> Encoded:
+    """Shapes as in `kernels.contract`; every output has the dtype of `x.data`."""
+    size, window = weights.hidden, weights.window
+    cell = x.data.new_zeros(x.rows, size) if state is None else state.cell.clone()
+    left = x.data.new_zeros(x.rows, window - 1, x.data.shape[1]) if state is None else state.left.clone()
+    hidden = torch.zeros_like(cell)
+    steps = x.data.new_zeros(x.data.shape[0], size)
+    for row, (begin, end) in enumerate(pairwise(x.offsets.tolist())):
+        seen = torch.cat((left[row], x.data[begin:end]))
+        for t in range(begin, end):
+            z, f, *others = _gates(seen[t - begin : t - begin + window], weights).chunk(POOLINGS[weights.pooling])
+            f = f.sigmoid()
+            i = others[1].sigmoid() if weights.pooling == "ifo" else 1 - f
+            cell[row] = f * cell[row] + i * z.tanh()
+            hidden[row] = others[0].sigmoid() * cell[row] if others else cell[row]
+            steps[t] = hidden[row]
+        left[row] = seen[len(seen) - window + 1 :]
+    return pooled(steps, x.offsets, want, last=hidden, state=QRNNState(cell, left))
+
+
+def _gates(steps: Tensor, weights: QRNNWeights) -> Tensor:
+    """steps: (window, inputs), oldest first."""
+    if weights.input is None:
+        return steps[-1] + weights.bias
+    gates = weights.bias
+    for back in range(weights.window):
+        gates = gates + steps[-1 - back] @ weights.input[back]
+    return gates

@@ -1,0 +1,31 @@
+"""What the references have in common: from every step to what was wanted."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.contract import Encoded, Outputs
+
+
+def pooled(
+    steps: Tensor, offsets: Tensor, want: Outputs, *, state: Any, last: Tensor | None = None, new_offsets: bool = False
+) -> Encoded:
+    """steps: (tokens, width). `last` is the hidden state after each row where the family keeps one, else the last step or zero."""
+    rows = [steps[begin:end] for begin, end in pairwise(offsets.tolist())]
+    zero = steps.new_zeros(steps.shape[1])
+
+    def by_row(pool: Any) -> Tensor:
+        return torch.stack([pool(row) if len(row) else zero for row in rows]) if rows else steps.new_zeros(0, steps.shape[1])
+
+    return Encoded(
+        state=state,
+        steps=steps if want.steps else None,
+        last=(by_row(lambda row: row[-1]) if last is None else last) if want.last else None,
+        mean=by_row(lambda row: row.mean(0)) if want.mean else None,
+        max=by_row(lambda row: row.amax(0)) if want.max else None,
+        offsets=offsets if new_offsets else None,
+    )

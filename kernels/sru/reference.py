@@ -1,0 +1,33 @@
+"""The SRU one row and one step at a time, in the precision of its arguments: the oracle of every test, for the eye."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+
+from kernels.contract import Encoded, Outputs, Ragged, SRUState, SRUWeights
+from kernels.reference import pooled
+
+
+def sru(x: Ragged, weights: SRUWeights, state: SRUState | None, *, want: Outputs) -> Encoded:
+    """Shapes as in `kernels.contract`; every output has the dtype of `weights.bias`."""
+    size = weights.hidden
+    cell = weights.bias.new_zeros(x.rows, size) if state is None else state.cell.clone()
+    blocks = x.data if weights.input is None else x.data @ weights.input
+    bias_forget, bias_reset = weights.bias.chunk(2)
+    cell_forget, cell_reset = torch.zeros_like(weights.bias).chunk(2) if weights.cell is None else weights.cell.chunk(2)
+    hidden = blocks.new_zeros(x.rows, size)
+    steps = blocks.new_zeros(blocks.shape[0], size)
+    for row, (begin, end) in enumerate(pairwise(x.offsets.tolist())):
+        for t in range(begin, end):
+            candidate, forget, reset, *skip = blocks[t].chunk(blocks.shape[1] // size)
+            f = (forget + cell_forget * cell[row] + bias_forget).sigmoid()
+            r = (reset + cell_reset * cell[row] + bias_reset).sigmoid()
+            cell[row] = f * cell[row] + (1 - f) * candidate
+            inner = cell[row].tanh() if weights.tanh else cell[row]
+            if weights.skip_from is not None:
+                skip = [x.data[t, weights.skip_from : weights.skip_from + size] * weights.scale]
+            hidden[row] = r * inner + (1 - r) * skip[0] if skip else r * inner
+            steps[t] = hidden[row]
+    return pooled(steps, x.offsets, want, last=hidden, state=SRUState(cell))
