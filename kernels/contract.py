@@ -107,14 +107,16 @@ class GRUState:
 class SRUWeights:
     """One layer in one direction; blocks candidate, forget, reset and, where there is one, skip.
 
-    input: (inputs, 3 x hidden or 4 x hidden), or None when the data already are ``x @ input``; bias: (2 x hidden,) forget and reset;
-    cell: (2 x hidden,) by which the old cell enters both gates, or None (version 1). Without a skip block, the skip is the input's
-    own columns from `skip_from` on times `scale`, or nothing when `skip_from` is None.
+    input: (inputs, 3 x hidden or 4 x hidden), or None when the data already are the product with it; projection: (columns, inputs)
+    that stands before it, or None; bias: (2 x hidden,) forget and reset; cell: (2 x hidden,) by which the old cell enters both
+    gates, or None (version 1). Without a skip block, the skip is the data's own columns from `skip_from` on times `scale`, or
+    nothing when `skip_from` is None.
     """
 
     input: Tensor | None
     bias: Tensor
     cell: Tensor | None
+    projection: Tensor | None = None
     skip_from: int | None = None
     scale: float = 1.0
     tanh: bool = False
@@ -270,7 +272,10 @@ def check_sru(x: Ragged, weights: SRUWeights, state: SRUState | None) -> None:
     expect(name, blocks, (None, None))
     if blocks.shape[1] not in (3 * hidden, 4 * hidden):
         raise ContractError(f"{name} has the shape {tuple(blocks.shape)}, expected 3 or 4 blocks of {hidden}")
-    if weights.input is not None:
+    if weights.input is not None and weights.projection is not None:
+        expect("weights.projection", weights.projection, (None, weights.input.shape[0]))
+        expect("x.data", x.data, (None, weights.projection.shape[0]))
+    elif weights.input is not None:
         expect("x.data", x.data, (None, weights.input.shape[0]))
     if weights.skip_from is not None:
         if weights.input is None or blocks.shape[1] == 4 * hidden:

@@ -107,22 +107,22 @@ def build_engine(settings: Settings, metrics: Metrics, only: str | None = None) 
 
 def answer(settings: Settings, name: str, texts: list[str]) -> list[dict[str, Any]]:
     """Answer texts in this process, without a server; raises what the HTTP door would have said."""
-    from service.faces import wire
+    from service.faces import answers, wire
     from service.sequence import Answer
 
     model = wire.served(_served(settings.models), name, None)
     metrics = Metrics()
     batcher = _batcher(settings, build_engine(settings, metrics, only=name), metrics)
     request, data = wire.sequences(wire.InferBody(model=name, inputs=texts), model, settings, time.monotonic())
-    answers: list[tuple[Answer, list[bytes]]] = []
+    replies: list[tuple[Answer, list[bytes]]] = []
     errors: list[ServiceError] = []
-    batcher.submit(request, data, lambda *answer: answers.append(answer), errors.append)
+    batcher.submit(request, data, lambda *reply: replies.append(reply), errors.append)
     while batcher.step():
         pass
     if errors:
         raise errors[0]
-    shapes, arrays = answers[0]
-    return wire.outputs(model, request, shapes, b"".join(arrays))
+    shapes, arrays = replies[0]
+    return answers.outputs(model.spec, shapes, b"".join(arrays))
 
 
 def _batcher(settings: Settings, engine: Engine, metrics: Metrics) -> Batcher:

@@ -49,14 +49,17 @@ class Request(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Answer(msgspec.Struct, array_like=True, frozen=True):
-    """Shapes of the float32 arrays that follow, in this order; a shape that was not wanted is empty.
+    """Shapes of the arrays that follow, in this order, sequences laid end to end; the shape of what there is not is empty.
 
-    `scores` is (sequences, labels); `embedding` (sequences, width); `sequence` (tokens, width), rows laid end to end.
+    `scores` float32 and `picks` int32 have a line for each sequence, or for each step, as the head does; `embedding` is (sequences,
+    width) and `sequence` (steps, width) float32. `steps` counts each sequence's steps in what is given per step.
     """
 
-    scores: tuple[int, ...]
+    scores: tuple[int, ...] = ()
+    picks: tuple[int, ...] = ()
     embedding: tuple[int, ...] = ()
     sequence: tuple[int, ...] = ()
+    steps: list[int] = []
 
 
 class Refusal(msgspec.Struct, array_like=True, frozen=True):

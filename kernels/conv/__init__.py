@@ -3,9 +3,12 @@
 y[t] = activation(sum over k of x[t * stride - left + k * dilation] @ filters[k] + bias)
 """
 
+from torch import Tensor
+
 from kernels.backend import AUTO, Backend, Choice, Problem, choose, only_by_name
 from kernels.contract import ConvState, ConvWeights, Encoded, Outputs, Ragged, check_conv
 from kernels.conv import framework, reference
+from kernels.embedding import embed_taps
 
 BACKENDS = (
     Backend("framework", framework.conv, framework.refuses),
@@ -27,3 +30,13 @@ def conv(x: Ragged, weights: ConvWeights, state: ConvState | None = None, *, wan
     check_conv(x, weights, state)
     encoded: Encoded = choice(weights, backend).backend.run(x, weights, state, want=want)
     return encoded
+
+
+def conv_of_ids(ids: Ragged, tables: Tensor, weights: ConvWeights, *, want: Outputs) -> Encoded:
+    """The convolution of an embedding that was folded into the filters: gathers and additions, no product.
+
+    ids: rows of token ids; tables: (width, 1 + vocabulary, outputs) of `kernels.embedding.fold_taps`; `weights` says the rest.
+    """
+    shape = {"left": weights.left, "right": weights.right, "dilation": weights.dilation, "stride": weights.stride}
+    steps = framework.activated(embed_taps(ids, tables, **shape) + weights.bias, weights)
+    return framework.harvested(steps, ids, weights, want, None)

@@ -22,29 +22,33 @@ def conv(x: Ragged, weights: ConvWeights, state: ConvState | None, *, want: Outp
     left = None if state is None else state.left
     shape = {"left": weights.left, "right": weights.right, "dilation": weights.dilation, "stride": weights.stride}
     seen = windows(x, width, **shape, context=left).reshape(-1, width * inputs)
-    steps = product(seen, weights.filters.reshape(width * inputs, outputs), weights.bias)
-    steps = ACTIVATIONS[weights.activation](steps)
+    steps = activated(product(seen, weights.filters.reshape(width * inputs, outputs), weights.bias), weights)
+    return harvested(steps, x, weights, want, ConvState(left_context(x, weights.left, left)))
+
+
+def activated(steps: Tensor, weights: ConvWeights) -> Tensor:
+    return ACTIVATIONS[weights.activation](steps)
+
+
+def harvested(steps: Tensor, x: Ragged, weights: ConvWeights, want: Outputs, state: ConvState | None) -> Encoded:
+    """steps: (windows, outputs), the windows of x's rows in their order."""
     counts = weights.steps(torch.diff(x.offsets).long())
     offsets = torch.cat((counts.new_zeros(1), counts.cumsum(0)))
-    return harvested(steps, offsets, want, ConvState(left_context(x, weights.left, left)))
-
-
-def harvested(steps: Tensor, offsets: Tensor, want: Outputs, state: ConvState) -> Encoded:
-    """steps: (windows, outputs), row after row as `offsets` say."""
-    counts = torch.diff(offsets)
     rows = torch.arange(len(counts), device=steps.device).repeat_interleave(counts)[:, None].expand_as(steps)
 
     def reduced(how: str) -> Tensor:
         zeros = steps.new_zeros(len(counts), steps.shape[1])
         return zeros.scatter_reduce_(0, rows, steps, how, include_self=False)
 
-    last = steps.new_zeros(len(counts), steps.shape[1])
-    if want.last and len(steps):
-        last = steps[(offsets[1:] - 1).clamp(min=0)].where(counts[:, None] > 0, 0.0)
+    def last() -> Tensor:
+        if not len(steps):
+            return steps.new_zeros(len(counts), steps.shape[1])
+        return steps[(offsets[1:] - 1).clamp(min=0)].where(counts[:, None] > 0, 0.0)
+
     return Encoded(
         state=state,
         steps=steps if want.steps else None,
-        last=last if want.last else None,
+        last=last() if want.last else None,
         mean=reduced("mean") if want.mean else None,
         max=reduced("amax") if want.max else None,
         offsets=offsets,

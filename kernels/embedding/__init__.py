@@ -1,6 +1,7 @@
-"""Token ids to vectors, and what can be computed once instead: an embedding followed by a projection is one table.
+"""Token ids to vectors, and what can be computed once instead: an embedding followed by a product or a convolution is a table.
 
 (E[id]) @ W + b  =  (E @ W + b)[id]
+sum over k of E[id[t + k]] @ F[k]  =  sum over k of (E @ F[k])[id[t + k]]
 """
 
 from __future__ import annotations
@@ -8,20 +9,46 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.contract import Ragged
+from kernels.windows import windows
+
 
 def embed(ids: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
     """ids: (tokens,) int32 or int64, all below vocabulary; table: (vocabulary, width). Returns (tokens, width) in `dtype`."""
     return table.index_select(0, ids).to(dtype)
 
 
-def fold(embedding: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def fold(embedding: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """embedding: (vocabulary, width); weight: (width, gates); bias: (gates,). Returns (vocabulary, gates).
 
     Computed in float32 and stored as the embedding is.
     """
-    return torch.addmm(bias.float(), embedding.float(), weight.float()).to(embedding.dtype)
+    table = embedding.float() @ weight.float()
+    return (table if bias is None else table + bias.float()).to(embedding.dtype)
 
 
-def folded_bytes(embedding: Tensor, gates: int) -> int:
-    """Bytes of the table that `fold` makes."""
-    return embedding.shape[0] * gates * embedding.element_size()
+def fold_taps(embedding: Tensor, filters: Tensor) -> Tensor:
+    """embedding: (vocabulary, inputs); filters: (taps, inputs, outputs). Returns (taps, 1 + vocabulary, outputs).
+
+    Row 0 of each tap is zero, for steps that are padding; id n is row n + 1.
+    """
+    tables = [fold(embedding, tap) for tap in filters]
+    return torch.stack([torch.cat((table.new_zeros(1, table.shape[1]), table)) for table in tables])
+
+
+def embed_taps(ids: Ragged, tables: Tensor, *, left: int = 0, right: int = 0, dilation: int = 1, stride: int = 1) -> Tensor:
+    """ids: rows of token ids; tables: (taps, 1 + vocabulary, outputs), the earliest step first. Returns (windows, outputs) float32.
+
+    The windows are those of `kernels.windows.windows`, row after row.
+    """
+    rows = Ragged(ids.data.long() + 1, ids.offsets)
+    seen = windows(rows, len(tables), left=left, right=right, dilation=dilation, stride=stride)
+    total = tables.new_zeros(len(seen), tables.shape[2], dtype=torch.float32)
+    for tap, table in enumerate(tables):
+        total += table.index_select(0, seen[:, tap])
+    return total
+
+
+def folded_bytes(embedding: Tensor, columns: int) -> int:
+    """Bytes of a table of so many columns for every token of the embedding."""
+    return embedding.shape[0] * columns * embedding.element_size()

@@ -19,7 +19,8 @@ def sru(x: Ragged, weights: SRUWeights, state: SRUState | None, *, want: Outputs
     """Shapes as in `kernels.contract`."""
     order, size = longest_first(x), weights.hidden
     data = x.data.index_select(0, order.tokens)
-    blocks = data.float() if weights.input is None else product(data, weights.input, None)
+    projected = data if weights.projection is None else product(data, weights.projection, None)
+    blocks = data.float() if weights.input is None else product(projected, weights.input, None)
     candidate, gates, skip = blocks[:, :size], blocks[:, size : 3 * size] + weights.bias.float(), _skip(data, blocks, weights)
     cell, last = order.sorted(state.cell if state else None, size), order.sorted(None, size)
     by_cell = None if weights.cell is None else weights.cell.float()

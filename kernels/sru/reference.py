@@ -14,7 +14,8 @@ def sru(x: Ragged, weights: SRUWeights, state: SRUState | None, *, want: Outputs
     """Shapes as in `kernels.contract`; every output has the dtype of `weights.bias`."""
     size = weights.hidden
     cell = weights.bias.new_zeros(x.rows, size) if state is None else state.cell.clone()
-    blocks = x.data if weights.input is None else x.data @ weights.input
+    projected = x.data if weights.projection is None else x.data @ weights.projection
+    blocks = x.data if weights.input is None else projected @ weights.input
     bias_forget, bias_reset = weights.bias.chunk(2)
     cell_forget, cell_reset = torch.zeros_like(weights.bias).chunk(2) if weights.cell is None else weights.cell.chunk(2)
     hidden = blocks.new_zeros(x.rows, size)

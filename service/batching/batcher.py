@@ -154,11 +154,10 @@ def _chunks(request: Request, data: bytes, ticket: Ticket) -> Iterator[Chunk]:
 
 def _answer(encoded: list[Encoded]) -> tuple[Answer, list[bytes]]:
     """The arrays of one answer, sequence after sequence, and their shapes."""
-    embeddings = [one.embedding for one in encoded if one.embedding is not None]
-    sequences = [one.sequence for one in encoded if one.sequence is not None]
-    answer = Answer(
-        scores=(len(encoded), *encoded[0].scores.shape),
-        embedding=(len(embeddings), *embeddings[0].shape) if embeddings else (),
-        sequence=(sum(len(one) for one in sequences), sequences[0].shape[1]) if sequences else (),
-    )
-    return answer, [array.tobytes() for array in (*(one.scores for one in encoded), *embeddings, *sequences)]
+    shapes, data = {}, []
+    for name in ("scores", "picks", "embedding", "sequence"):
+        parts = [array for one in encoded if (array := getattr(one, name)) is not None]
+        if parts:
+            shapes[name] = (sum(len(part) for part in parts), *parts[0].shape[1:])
+            data += [part.tobytes() for part in parts]
+    return Answer(**shapes, steps=[one.steps for one in encoded]), data

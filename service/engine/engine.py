@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from service.engine.staging import Staging
 from service.engine.turn import Chunk, Turn
@@ -15,16 +16,22 @@ from service.metrics import Metrics
 from service.sequence import Loaded, ModelKey
 from service.zoo.encoder import Encoder, Encoding
 
-Array = NDArray[np.float32]
+Array = NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """One chunk's answer: scores (labels,), embedding (width,) or None, sequence (steps, width) or None."""
+    """One chunk's answer; None is what the head has not, or the caller did not ask for.
 
-    scores: Array
+    scores: (lines, n) float32 and picks: (lines, m) int32, where a line is the whole chunk or one step; embedding: (1, width);
+    sequence: (steps, width); steps: how many came out of the encoder.
+    """
+
+    scores: Array | None
+    picks: Array | None
     embedding: Array | None
     sequence: Array | None
+    steps: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +117,23 @@ class Engine:
 
 
 def _split(turn: Turn, encoding: Encoding) -> list[tuple[Chunk, Encoded]]:
-    """A batch's arrays row by row; what a caller did not ask for stays behind."""
-    scores, embedding = encoding.scores.cpu().numpy(), encoding.embedding.cpu().numpy()
-    sequence = None if encoding.sequence is None else encoding.sequence.cpu().numpy()
-    parts, token = [], 0
+    """A batch's arrays chunk by chunk; what a caller did not ask for stays behind."""
+    verdict, offsets = encoding.verdict, encoding.offsets.tolist()
+    scores, picks, embedding, sequence = map(_host, (verdict.scores, verdict.picks, verdict.embedding, encoding.sequence))
+    parts = []
     for row, chunk in enumerate(turn.chunks):
-        steps = sequence[token : token + chunk.steps] if sequence is not None and chunk.returns.sequence else None
-        parts.append((chunk, Encoded(scores[row], embedding[row] if chunk.returns.embedding else None, steps)))
-        token += chunk.steps
+        steps = slice(offsets[row], offsets[row + 1])
+        lines = steps if verdict.per_step else slice(row, row + 1)
+        encoded = Encoded(
+            scores=None if scores is None else scores[lines],
+            picks=None if picks is None else picks[lines],
+            embedding=embedding[row : row + 1] if embedding is not None and chunk.returns.embedding else None,
+            sequence=sequence[steps] if sequence is not None and chunk.returns.sequence else None,
+            steps=steps.stop - steps.start,
+        )
+        parts.append((chunk, encoded))
     return parts
+
+
+def _host(array: Tensor | None) -> Array | None:
+    return None if array is None else array.cpu().numpy()

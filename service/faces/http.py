@@ -25,7 +25,7 @@ from service.errors import (
     UnknownRoute,
     UnsupportedMedia,
 )
-from service.faces import wire
+from service.faces import answers, wire
 from service.faces.engines import Engines
 from service.logs import Log
 from service.metrics import Metrics, Snapshot, render
@@ -121,7 +121,7 @@ async def _infer(front: Front, request: Request, call: _Call) -> Response:
     front.metrics.stage_seconds.observe(parsed - call.arrived, *call.labels, "parse")
     answered = await _unless_gone(request, front.engines.submit(asked, tail))
     start = time.monotonic()
-    outputs = wire.outputs(model, asked, *answered)
+    outputs = answers.outputs(model.spec, *answered)
     response = _json(200, {"model": model.spec.name, "version": model.version, "outputs": outputs})
     front.metrics.stage_seconds.observe(time.monotonic() - start, *call.labels, "encode")
     if front.draining:

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, FailFast, Field, StrictStr, TypeAdapter, ValidationError
 
 from service.errors import InvalidInput, InvalidRequest, ServiceError, TooLarge, UnknownModel
-from service.sequence import FEATURES, IDS, Answer, Request, Returns
+from service.faces.answers import Output
+from service.sequence import FEATURES, IDS, Request, Returns
 from service.settings import Settings
 from service.zoo.spec import ModelSpec
 from service.zoo.text import Tokenizer
@@ -68,16 +69,6 @@ class InferBody(BaseModel):
             raise _invalid(fault.errors(include_url=False)[0]) from None
 
 
-class Output(BaseModel):
-    """One output of a classify head."""
-
-    label: str
-    score: float
-    scores: dict[str, float]
-    embedding: list[float] | None = None
-    sequence: list[list[float]] | None = None
-
-
 class InferAnswer(BaseModel):
     """Answer of POST /infer: one output per input, in their order."""
 
@@ -124,34 +115,24 @@ def sequences(body: InferBody, model: Served, settings: Settings, arrived: float
         deadline=arrived + _deadline_ms(body, settings) / 1000,
         sent=time.monotonic(),
         priority=body.priority,
-        returns=Returns(embedding="embedding" in body.returns, sequence="sequence" in body.returns),
+        returns=_returns(body, model.spec),
     )
     return request, b"".join(array.tobytes() for array in arrays)
-
-
-def outputs(model: Served, request: Request, answer: Answer, data: bytes) -> list[dict[str, Any]]:
-    """The answer's arrays as plain values, one output per sequence."""
-    scores, embeddings, steps = _arrays(answer, data)
-    labels = model.spec.head.labels
-    given, token = [], 0
-    for row, length in enumerate(request.lengths):
-        best = int(scores[row].argmax())
-        # The shortest decimals that stand for the float32: half the bytes of a float64's, and nothing is lost.
-        values = [float(value) for value in scores[row].astype(str)]
-        output = {"label": labels[best], "score": values[best], "scores": dict(zip(labels, values, strict=True))}
-        if embeddings is not None:
-            output["embedding"] = embeddings[row].tolist()
-        if steps is not None:
-            output["sequence"] = steps[token : token + length].tolist()
-        token += length
-        given.append(output)
-    return given
 
 
 def error_body(error: ServiceError) -> dict[str, str]:
     """{"error", "code"} and, where one field is at fault, "field"."""
     body = {"error": error.message, "code": error.code}
     return body | ({"field": error.field} if error.field else {})
+
+
+def _returns(body: InferBody, spec: ModelSpec) -> Returns:
+    """What the caller wants besides the head's answer, or what the head's answer is."""
+    for name, has in (("embedding", spec.has_embedding), ("sequence", spec.has_steps)):
+        if name in body.returns and not has:
+            raise InvalidInput(f"{spec.name} has no {name} to return: leave it out of return", field="return")
+    wanted = {*body.returns, spec.head.kind.replace("embed", "embedding")}
+    return Returns(embedding="embedding" in wanted, sequence="sequence" in wanted)
 
 
 def _deadline_ms(body: InferBody, settings: Settings) -> float:
@@ -178,6 +159,9 @@ def _array(value: Any, field: str, model: Served) -> NDArray[Any]:
     if len(array) == 0:
         raise InvalidInput(f"{field} is empty: a sequence has at least one step", field=field)
     _check_steps(len(array), field, model)
+    if len(array) < model.spec.min_steps:
+        said = f"{field} has {len(array)} steps and {model.spec.name} needs at least {model.spec.min_steps}: lengthen it"
+        raise InvalidInput(said, field=field)
     return array
 
 
@@ -240,6 +224,7 @@ def _first(fault: ValidationError, field: str) -> tuple[str, Any]:
 
 
 def _check_steps(steps: int, field: str, model: Served) -> None:
+    """A list is checked before it is read: what is far too long costs nothing."""
     limit = model.spec.input.max_steps
     if steps > limit:
         raise TooLarge(
@@ -247,16 +232,6 @@ def _check_steps(steps: int, field: str, model: Served) -> None:
             "shorten it, or raise input.max_steps in its model.toml",
             field=field,
         )
-
-
-def _arrays(answer: Answer, data: bytes) -> tuple[NDArray[Any], NDArray[Any] | None, NDArray[Any] | None]:
-    at, arrays = 0, []
-    for shape in (answer.scores, answer.embedding, answer.sequence):
-        count = int(np.prod(shape)) if shape else 0
-        arrays.append(np.frombuffer(data, FEATURES, count, at).reshape(shape) if shape else None)
-        at += count * np.dtype(FEATURES).itemsize
-    assert arrays[0] is not None, "an answer always has scores"
-    return arrays[0], arrays[1], arrays[2]
 
 
 def _taken(model: Served) -> str:

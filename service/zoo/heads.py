@@ -2,37 +2,184 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from kernels.contract import Encoded, Outputs, arithmetic
-from service.zoo.spec import ClassifyHead
+from service.zoo.spec import (
+    ClassifyHead,
+    EmbedHead,
+    Head,
+    NextHead,
+    RegressHead,
+    SequenceHead,
+    SpanHead,
+    TagHead,
+)
 
 
-class Classify:
-    """softmax(pool(encoder) @ weight + bias): one probability per label."""
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a head says of a batch, one line a row, or one a step when `per_step`.
 
-    def __init__(self, head: ClassifyHead, arrays: Mapping[str, Tensor], device: torch.device) -> None:
-        self._pool = head.pool
-        self._weight, self._bias = (
-            arrays[name].to(device, arithmetic(arrays[name].dtype, device)) for name in ("head.weight", "head.bias")
-        )
+    scores: (lines, n) float32; picks: (lines, m) int32, the labels, positions or tokens that were chosen; embedding: (rows, width) the
+    vector under the head. None is what a head has not.
+    """
 
-    def wants(self, *, steps: bool) -> Outputs:
-        """What the encoder has to give; `steps` when a caller also wants every step."""
-        return Outputs(steps=steps, **{self._pool: True})
+    scores: Tensor | None = None
+    picks: Tensor | None = None
+    embedding: Tensor | None = None
+    per_step: bool = False
 
-    def pooled(self, encoded: Encoded) -> Tensor:
-        """(rows, width): the vector under the linear layer, which is also the sequence's embedding."""
-        pooled: Tensor = getattr(encoded, self._pool)
-        return pooled
 
-    def scores(self, pooled: Tensor) -> Tensor:
-        """pooled: (rows, width). Returns (rows, labels) float32, each row adding up to 1."""
-        logits = torch.addmm(self._bias, pooled.to(self._weight.dtype), self._weight)
-        return torch.softmax(logits.float(), dim=1)
+class Judge(ABC):
+    """One head on a device."""
+
+    wants: Outputs
+    """What the encoder has to give."""
+
+    @abstractmethod
+    def __call__(self, encoded: Encoded, offsets: Tensor) -> Verdict:
+        """offsets: (rows + 1,) where each row's steps begin."""
 
     def tensors(self) -> list[Tensor]:
-        return [self._weight, self._bias]
+        """What it holds on the device."""
+        return []
+
+
+class Linear:
+    """``x @ weight + bias`` in the arithmetic of the device, out in float32."""
+
+    def __init__(self, arrays: Mapping[str, Tensor], device: torch.device) -> None:
+        self.tensors = [
+            arrays[name].to(device, arithmetic(arrays[name].dtype, device)) for name in ("head.weight", "head.bias")
+        ]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight, bias = self.tensors
+        return torch.addmm(bias, x.to(weight.dtype), weight).float()
+
+
+class Pooled(Judge):
+    """A linear layer over one vector a row: classify by softmax, regress as it is."""
+
+    def __init__(self, head: ClassifyHead | RegressHead, linear: Linear) -> None:
+        self.wants = Outputs(**{head.pool: True})
+        self._pool = head.pool
+        self._softmax = isinstance(head, ClassifyHead)
+        self._linear = linear
+
+    def __call__(self, encoded: Encoded, offsets: Tensor) -> Verdict:
+        pooled: Tensor = getattr(encoded, self._pool)
+        scores = self._linear(pooled)
+        return Verdict(scores.softmax(dim=1) if self._softmax else scores, embedding=pooled)
+
+    def tensors(self) -> list[Tensor]:
+        return self._linear.tensors
+
+
+class Tag(Judge):
+    """The likeliest label of every step and its probability."""
+
+    wants = Outputs(steps=True)
+
+    def __init__(self, linear: Linear) -> None:
+        self._linear = linear
+
+    def __call__(self, encoded: Encoded, offsets: Tensor) -> Verdict:
+        assert encoded.steps is not None
+        scores, picks = self._linear(encoded.steps).softmax(dim=1).max(dim=1, keepdim=True)
+        return Verdict(scores, picks.int(), per_step=True)
+
+    def tensors(self) -> list[Tensor]:
+        return self._linear.tensors
+
+
+class Span(Judge):
+    """The likeliest start and end, the end not before the start, and the product of their probabilities."""
+
+    wants = Outputs(steps=True)
+
+    def __init__(self, linear: Linear) -> None:
+        self._linear = linear
+
+    def __call__(self, encoded: Encoded, offsets: Tensor) -> Verdict:
+        assert encoded.steps is not None
+        logits = self._linear(encoded.steps)
+        best = [_best_span(logits[begin:end]) for begin, end in pairwise(offsets.tolist())]
+        scores, picks = zip(*best, strict=True)
+        return Verdict(torch.stack(scores)[:, None], torch.stack(picks))
+
+    def tensors(self) -> list[Tensor]:
+        return self._linear.tensors
+
+
+class Next(Judge):
+    """The likeliest next tokens and their probabilities, the likeliest first."""
+
+    wants = Outputs(last=True)
+
+    def __init__(self, head: NextHead, linear: Linear) -> None:
+        self._top = head.top
+        self._linear = linear
+
+    def __call__(self, encoded: Encoded, offsets: Tensor) -> Verdict:
+        assert encoded.last is not None
+        scores, picks = self._linear(encoded.last).softmax(dim=1).topk(self._top, dim=1)
+        return Verdict(scores, picks.int(), encoded.last)
+
+    def tensors(self) -> list[Tensor]:
+        return self._linear.tensors
+
+
+class Embed(Judge):
+    """The pooled vector."""
+
+    def __init__(self, head: EmbedHead) -> None:
+        self.wants = Outputs(**{head.pool: True})
+        self._head = head
+
+    def __call__(self, encoded: Encoded, offsets: Tensor) -> Verdict:
+        pooled: Tensor = getattr(encoded, self._head.pool)
+        return Verdict(embedding=torch.nn.functional.normalize(pooled, dim=1) if self._head.normalize else pooled)
+
+
+class EveryStep(Judge):
+    """Nothing of its own: the steps are the answer."""
+
+    wants = Outputs(steps=True)
+
+    def __call__(self, encoded: Encoded, offsets: Tensor) -> Verdict:
+        return Verdict()
+
+
+def build(head: Head, arrays: Mapping[str, Tensor], device: torch.device) -> Judge:
+    """The head with its weights on `device`."""
+    if isinstance(head, EmbedHead):
+        return Embed(head)
+    if isinstance(head, SequenceHead):
+        return EveryStep()
+    linear = Linear(arrays, device)
+    if isinstance(head, TagHead):
+        return Tag(linear)
+    if isinstance(head, SpanHead):
+        return Span(linear)
+    if isinstance(head, NextHead):
+        return Next(head, linear)
+    assert isinstance(head, ClassifyHead | RegressHead)
+    return Pooled(head, linear)
+
+
+def _best_span(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """logits: (steps, 2). The probability of the best span and (2,) its start and end."""
+    start, end = logits.log_softmax(dim=0).unbind(dim=1)
+    best_end, at = end.flip(0).cummax(dim=0)  # for each step, the best end that is not before it
+    total = start + best_end.flip(0)
+    first = total.argmax()
+    last = len(end) - 1 - at.flip(0)[first]
+    return total[first].exp(), torch.stack((first, last)).int()

@@ -13,23 +13,64 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from service.errors import ModelError
+from service.zoo.spec.heads import (
+    HEAD_KINDS,
+    ClassifyHead,
+    EmbedHead,
+    Head,
+    NextHead,
+    RegressHead,
+    SequenceHead,
+    SpanHead,
+    TagHead,
+)
+from service.zoo.spec.layers import (
+    LAYER_KINDS,
+    ConvLayer,
+    EmbeddingLayer,
+    GRULayer,
+    Layer,
+    LSTMLayer,
+    QRNNLayer,
+    RecurrentLayer,
+    SRULayer,
+    TextCNNLayer,
+)
+from service.zoo.spec.table import Shapes, Size, Table
+
+__all__ = [
+    "ClassifyHead",
+    "ConvLayer",
+    "EmbedHead",
+    "EmbeddingLayer",
+    "GRULayer",
+    "Head",
+    "LSTMLayer",
+    "Layer",
+    "ModelSpec",
+    "NextHead",
+    "QRNNLayer",
+    "RecurrentLayer",
+    "RegressHead",
+    "SRULayer",
+    "SequenceHead",
+    "SequenceInput",
+    "SpanHead",
+    "TagHead",
+    "TextCNNLayer",
+    "digest",
+    "find",
+    "read",
+    "verified",
+]
 
 MODEL, WEIGHTS, TOKENIZER, CARD = "model.toml", "weights.safetensors", "tokenizer.json", "card.md"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 VERSION = re.compile(r"[1-9][0-9]{0,8}")
 CHARACTERS_PER_STEP = 32
-DIRECTIONS = ("forward", "backward")
-
-Size = Annotated[int, Field(gt=0, strict=True)]
-
-
-class Table(BaseModel):
-    """A table of model.toml: no key is unknown, none changes."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class SequenceInput(Table):
@@ -55,67 +96,6 @@ class SequenceInput(Table):
         return CHARACTERS_PER_STEP * self.max_steps
 
 
-class EmbeddingLayer(Table):
-    """Token ids to vectors of `width`."""
-
-    kind: Literal["embedding"]
-    width: Size
-
-    def tensors(self, inputs: int) -> dict[str, tuple[int, ...]]:
-        return {"weight": (inputs, self.width)}
-
-    @property
-    def outputs(self) -> int:
-        return self.width
-
-
-class LSTMLayer(Table):
-    """`depth` LSTM layers of `hidden` units; a bidirectional one gives [forward | backward]."""
-
-    kind: Literal["lstm"]
-    hidden: Size
-    depth: Size = 1
-    bidirectional: StrictBool = False
-
-    @property
-    def directions(self) -> tuple[str, ...]:
-        return DIRECTIONS if self.bidirectional else DIRECTIONS[:1]
-
-    @property
-    def outputs(self) -> int:
-        return self.hidden * len(self.directions)
-
-    def tensors(self, inputs: int) -> dict[str, tuple[int, ...]]:
-        shapes: dict[str, tuple[int, ...]] = {}
-        for level in range(self.depth):
-            for direction in self.directions:
-                shapes[f"{level}.{direction}.input"] = (inputs, 4 * self.hidden)
-                shapes[f"{level}.{direction}.recurrent"] = (self.hidden, 4 * self.hidden)
-                shapes[f"{level}.{direction}.bias"] = (4 * self.hidden,)
-            inputs = self.outputs
-        return shapes
-
-
-Layer = Annotated[EmbeddingLayer | LSTMLayer, Field(discriminator="kind")]
-
-
-class ClassifyHead(Table):
-    """One label for a whole sequence: pool over time, then a linear layer and softmax."""
-
-    kind: Literal["classify"]
-    pool: Literal["last", "mean", "max"]
-    labels: Annotated[tuple[str, ...], Field(min_length=2)]
-
-    @model_validator(mode="after")
-    def _labels_differ(self) -> ClassifyHead:
-        if len(set(self.labels)) != len(self.labels):
-            raise ValueError("labels must differ from each other")
-        return self
-
-    def tensors(self, inputs: int) -> dict[str, tuple[int, ...]]:
-        return {"weight": (inputs, len(self.labels)), "bias": (len(self.labels),)}
-
-
 class ModelSpec(Table):
     """A whole model.toml. `sha256` has the digest of every other file that is read to serve the model."""
 
@@ -124,7 +104,7 @@ class ModelSpec(Table):
     precision: Literal["float32", "float16", "bfloat16"]
     input: SequenceInput
     layers: Annotated[tuple[Layer, ...], Field(min_length=1)]
-    head: ClassifyHead
+    head: Head
     sha256: dict[str, Annotated[str, Field(pattern="^[0-9a-f]{64}$")]] = Field(default_factory=dict)
 
     @model_validator(mode="after")
@@ -136,21 +116,53 @@ class ModelSpec(Table):
             raise ValueError(f"an input of kind {self.input.kind!r} and a first layer of kind {kinds[0]!r} do not fit together")
         if kinds[-1] == "embedding":
             raise ValueError("an encoder needs a layer after its embedding")
+        if "text_cnn" in kinds[:-1]:
+            raise ValueError("a text_cnn gives one vector a row: it can only be the last layer")
         return self
 
-    def tensors(self) -> dict[str, tuple[int, ...]]:
+    @model_validator(mode="after")
+    def _a_sequence_is_long_enough(self) -> ModelSpec:
+        if self.min_steps > self.input.max_steps:
+            raise ValueError(f"the layers need {self.min_steps} steps and input.max_steps is {self.input.max_steps}: raise it")
+        return self
+
+    @model_validator(mode="after")
+    def _head_fits_the_encoder(self) -> ModelSpec:
+        if not self.has_steps and getattr(self.head, "pool", None) != "max":
+            raise ValueError('after a text_cnn, the head is classify, regress or embed and its pool is "max"')
+        if self.head.kind == "next" and self.input.vocabulary is None:
+            raise ValueError('a head of kind "next" needs an input of text or ids')
+        if self.head.kind == "next" and self.input.vocabulary is not None and self.head.top > self.input.vocabulary:
+            raise ValueError(f"head.top is {self.head.top} and input.vocabulary is {self.input.vocabulary}: lower head.top")
+        return self
+
+    def tensors(self) -> Shapes:
         """Name and shape of every tensor in weights.safetensors."""
-        shapes: dict[str, tuple[int, ...]] = {}
+        shapes: Shapes = {}
         inputs = self.input.vocabulary or self.input.features or 0
         for index, layer in enumerate(self.layers):
             shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.tensors(inputs).items()}
             inputs = layer.outputs
-        return shapes | {f"head.{name}": shape for name, shape in self.head.tensors(inputs).items()}
+        head = self.head.tensors(inputs, self.input.vocabulary)
+        return shapes | {f"head.{name}": shape for name, shape in head.items()}
 
     @property
-    def width(self) -> int:
-        """Width of the encoder's output."""
-        return self.layers[-1].outputs
+    def min_steps(self) -> int:
+        """Fewest steps of a sequence of which every layer has an output."""
+        steps = 1
+        for layer in reversed(self.layers):
+            steps = layer.steps_for(steps)
+        return steps
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether the last layer gives a vector for every step, which `return` may ask for."""
+        return self.layers[-1].kind != "text_cnn"
+
+    @property
+    def has_embedding(self) -> bool:
+        """Whether the head works on one vector a sequence, which `return` may ask for."""
+        return self.head.kind in ("classify", "regress", "next", "embed")
 
 
 def read(folder: Path) -> ModelSpec:
@@ -214,7 +226,7 @@ def _folders(root: Path) -> Iterator[Path]:
 
 def _complaint(error: Mapping[str, Any]) -> str:
     # A discriminated union adds its tag to the location; the reader of a TOML file knows only keys and indices.
-    key = ".".join(str(part) for part in error["loc"] if part not in ("embedding", "lstm"))
+    key = ".".join(str(part) for part in error["loc"] if part not in (*LAYER_KINDS, *HEAD_KINDS))
     unknown = error["type"] == "extra_forbidden"
     message = "unknown key: remove it or correct its name" if unknown else str(error["msg"]).removeprefix("Value error, ")
     return f"{key or 'the whole file'}: {message}"

@@ -1,0 +1,129 @@
+"""The arrays of an answer as plain values, in the words of the model's head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict
+
+from service.sequence import FEATURES, IDS, Answer
+from service.zoo.spec import ClassifyHead, EmbedHead, ModelSpec, NextHead, RegressHead, SequenceHead, SpanHead, TagHead
+
+Array = NDArray[Any]
+
+
+class Output(BaseModel):
+    """One output of POST /infer; which fields it has, the model's head says.
+
+    classify: label, score, scores by label. regress: value. tag: labels and scores by step. span: start, end (the last step of the
+    span), score. next: ids and scores, the likeliest first. embed: embedding. sequence: sequence.
+    """
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    label: str | None = None
+    score: float | None = None
+    scores: dict[str, float] | list[float] | None = None
+    value: float | list[float] | None = None
+    labels: list[str] | None = None
+    start: int | None = None
+    end: int | None = None
+    ids: list[int] | None = None
+    embedding: list[float] | None = None
+    """The vector under the head."""
+    sequence: list[list[float]] | None = None
+    """The encoder's vector of every step."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """What belongs to one sequence: scores and picks (lines, n), embedding (width,), sequence (steps, width)."""
+
+    scores: Array
+    picks: Array
+    embedding: Array | None
+    sequence: Array | None
+
+
+def outputs(spec: ModelSpec, answer: Answer, data: bytes) -> list[dict[str, Any]]:
+    """One output per sequence, in their order."""
+    say = _SAYINGS[type(spec.head)]
+    return [say(spec.head, line) | _extras(line) for line in _lines(answer, data, per_step=isinstance(spec.head, TagHead))]
+
+
+def _classify(head: ClassifyHead, line: _Line) -> dict[str, Any]:
+    scores = _shortest(line.scores[0])
+    best = int(line.scores[0].argmax())
+    return {"label": head.labels[best], "score": scores[best], "scores": dict(zip(head.labels, scores, strict=True))}
+
+
+def _regress(head: RegressHead, line: _Line) -> dict[str, Any]:
+    values = _shortest(line.scores[0])
+    return {"value": values[0] if head.outputs == 1 else values}
+
+
+def _tag(head: TagHead, line: _Line) -> dict[str, Any]:
+    return {"labels": [head.labels[pick] for pick in line.picks[:, 0]], "scores": _shortest(line.scores[:, 0])}
+
+
+def _span(head: SpanHead, line: _Line) -> dict[str, Any]:
+    start, end = line.picks[0].tolist()
+    return {"start": start, "end": end, "score": _shortest(line.scores[0])[0]}
+
+
+def _next(head: NextHead, line: _Line) -> dict[str, Any]:
+    return {"ids": line.picks[0].tolist(), "scores": _shortest(line.scores[0])}
+
+
+def _nothing(head: EmbedHead | SequenceHead, line: _Line) -> dict[str, Any]:
+    """The vectors are the answer."""
+    return {}
+
+
+_SAYINGS: dict[type, Callable[[Any, _Line], dict[str, Any]]] = {
+    ClassifyHead: _classify,
+    RegressHead: _regress,
+    TagHead: _tag,
+    SpanHead: _span,
+    NextHead: _next,
+    EmbedHead: _nothing,
+    SequenceHead: _nothing,
+}
+
+
+def _extras(line: _Line) -> dict[str, Any]:
+    embedding = {} if line.embedding is None else {"embedding": line.embedding.tolist()}
+    return embedding | ({} if line.sequence is None else {"sequence": line.sequence.tolist()})
+
+
+def _shortest(values: Array) -> list[float]:
+    """The shortest decimals that stand for each float32: half the bytes of a float64's, and nothing is lost."""
+    return [float(value) for value in values.astype(str)]
+
+
+def _lines(answer: Answer, data: bytes, per_step: bool) -> Iterator[_Line]:
+    """The arrays sequence by sequence."""
+    at, arrays = 0, []
+    for shape, dtype in (
+        (answer.scores, FEATURES),
+        (answer.picks, IDS),
+        (answer.embedding, FEATURES),
+        (answer.sequence, FEATURES),
+    ):
+        count = int(np.prod(shape)) if shape else 0
+        arrays.append(np.frombuffer(data, dtype, count, at).reshape(shape or (0,)))
+        at += arrays[-1].nbytes
+    scores, picks, embedding, sequence = arrays
+    for row, (begin, end) in enumerate(pairwise(accumulate(answer.steps, initial=0))):
+        lines = slice(begin, end) if per_step else slice(row, row + 1)
+        yield _Line(
+            scores[lines],
+            picks[lines],
+            embedding[row] if answer.embedding else None,
+            sequence[begin:end] if answer.sequence else None,
+        )
