@@ -10,13 +10,14 @@ PIP         := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 PROJECT     := pyproject.toml constraints.txt Makefile
 .DEFAULT_GOAL := help
 
-.PHONY: help install gpu serve test lint test-gpu check-python
+.PHONY: help install gpu serve test lint eval test-gpu check-python
 
 help:
 	@echo "make serve     install, then serve the embedded models on 127.0.0.1:8000"
 	@echo "make test      install, then lint and test everything that needs no GPU"
 	@echo "make install   set up .venv"
 	@echo "make lint      ruff and mypy"
+	@echo "make eval      ask the running service the test questions in DATA=folder"
 	@echo "make test-gpu  the tests that need a GPU"
 
 check-python:
@@ -54,6 +55,10 @@ lint: .venv/tools
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Asks the service that runs on $(URL) the test questions in the folder that DATA names.
+eval: .venv/installed
+	@$(BIN)/python examples/evaluate.py $(if $(URL),--url $(URL))
 
 test-gpu: .venv/tools gpu
 	$(BIN)/python -m pytest tests/gpu

@@ -112,7 +112,7 @@ def answer(settings: Settings, name: str, texts: list[str]) -> list[dict[str, An
 
     model = wire.served(_served(settings.models), name, None)
     metrics = Metrics()
-    batcher = _batcher(settings, build_engine(settings, metrics, only=name), metrics)
+    batcher = _batcher(settings, build_engine(settings, metrics, only=model.spec.name), metrics)
     request, data = wire.sequences(wire.InferBody(model=name, inputs=texts), model, settings, time.monotonic())
     replies: list[tuple[Answer, list[bytes]]] = []
     errors: list[ServiceError] = []
@@ -136,17 +136,18 @@ def _batcher(settings: Settings, engine: Engine, metrics: Metrics) -> Batcher:
 
 
 def _served(root: Path) -> dict[str, dict[str, Served]]:
-    """Every model as a face sees it, tokenizers loaded."""
+    """Every model as a face sees it, tokenizers loaded, under its name and its aliases."""
     from service.faces.wire import Served
     from service.zoo.text import Tokenizer
 
-    return {
+    models = {
         name: {
             version: Served(model, version, Tokenizer.read(folder, model) if model.input.kind == "text" else None)
             for version, (folder, model) in versions.items()
         }
         for name, versions in catalog(root).items()
     }
+    return models | {alias: models[name] for alias, name in spec.aliases(root, models).items()}
 
 
 def _device(wanted: str) -> torch.device:

@@ -15,6 +15,7 @@ from service.errors import ServiceError, SettingsError, StartError
 from service.logs import Log
 from service.settings import Settings, load
 from service.supervisor import Supervisor
+from service.zoo import spec
 
 EXAMPLE = "How far is it from Denver to Aspen ?"
 
@@ -55,21 +56,25 @@ def infer(settings: Settings, model: str, texts: list[str]) -> int:
 
 def models(settings: Settings) -> int:
     """List what the models folder holds."""
-    for name, versions in app.catalog(settings.models).items():
-        for version, (_, spec) in versions.items():
-            layers = " > ".join(layer.kind for layer in spec.layers)
-            print(f"{name}  version {version}  {spec.input.kind} > {layers} > {spec.head.kind}  {spec.precision}")
-            if spec.description:
-                print(f"    {spec.description}")
+    catalog = app.catalog(settings.models)
+    for alias, name in spec.aliases(settings.models, catalog).items():
+        print(f"{alias}  alias of {name}")
+    for name, versions in catalog.items():
+        for version, (_, model) in versions.items():
+            layers = " > ".join(layer.kind for layer in model.layers)
+            print(f"{name}  version {version}  {model.input.kind} > {layers} > {model.head.kind}  {model.precision}")
+            if model.description:
+                print(f"    {model.description}")
     return 0
 
 
 def _example(catalog: app.Catalog) -> dict[str, Any]:
     """A request that the first model answers, one over text if there is any."""
     newest = [list(versions.values())[-1][1] for versions in catalog.values()]
-    spec = min(newest, key=lambda spec: spec.input.kind != "text")
-    inputs = {"text": EXAMPLE, "ids": [0], "features": [[0.0] * (spec.input.features or 0)]}
-    return {"model": spec.name, "inputs": [inputs[spec.input.kind]]}
+    model = min(newest, key=lambda model: model.input.kind != "text")
+    step: list[float] = [0.0] * (model.input.features or 0)
+    inputs = {"text": EXAMPLE, "ids": [0] * model.min_steps, "features": [step] * model.min_steps}
+    return {"model": model.name, "inputs": [inputs[model.input.kind]]}
 
 
 def _parser() -> argparse.ArgumentParser:

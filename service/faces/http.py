@@ -212,12 +212,16 @@ def _models(front: Front) -> list[dict[str, Any]]:
     loaded = {(one.name, one.version): one for one in front.engines.models}
     listed = []
     for name, versions in front.catalog.items():
+        if name != next(iter(versions.values())).spec.name:
+            continue
+        aliases = [alias for alias, other in front.catalog.items() if other is versions and alias != name]
         for version, model in versions.items():
             running = loaded.get((name, version))
             listed.append(
                 {
                     "name": name,
                     "version": version,
+                    "aliases": aliases,
                     "description": model.spec.description,
                     "ready": running is not None,
                     "input": model.spec.input.model_dump(exclude_none=True),

@@ -1,7 +1,8 @@
 """What a model is, as its `model.toml` says it. Reads no weights and loads no tensor library, so that fronts may use it.
 
 A model folder is models/<name>/<version>/ with `model.toml`, `weights.safetensors`, `card.md` and, for text,
-`tokenizer.json`. Names are letters, digits, dot, dash and underscore; versions are whole numbers from 1.
+`tokenizer.json`. Names are letters, digits, dot, dash and underscore; versions are whole numbers from 1. models/aliases.toml may
+give a model other names.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -61,6 +62,7 @@ __all__ = [
     "SpanHead",
     "TagHead",
     "TextCNNLayer",
+    "aliases",
     "digest",
     "find",
     "read",
@@ -68,6 +70,7 @@ __all__ = [
 ]
 
 MODEL, WEIGHTS, TOKENIZER, CARD = "model.toml", "weights.safetensors", "tokenizer.json", "card.md"
+ALIASES = "aliases.toml"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 VERSION = re.compile(r"[1-9][0-9]{0,8}")
 CHARACTERS_PER_STEP = 32
@@ -210,6 +213,21 @@ def find(root: Path) -> dict[str, dict[str, Path]]:
             raise ModelError(f"{root / name}: a model name has letters, digits, '.', '_' and '-' only: rename the folder")
         if not found[name]:
             raise ModelError(f"{root / name} has no version folder: put the model's files into {root / name / '1'}")
+    return found
+
+
+def aliases(root: Path, models: Collection[str]) -> dict[str, str]:
+    """Other names of served models, by alias, from aliases.toml; raises ModelError for one that leads nowhere."""
+    file = root / ALIASES
+    try:
+        found = tomllib.loads(file.read_text()) if file.exists() else {}
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as fault:
+        raise ModelError(f"{file}: {fault}") from fault
+    for alias, name in found.items():
+        if alias in models or not NAME.fullmatch(alias):
+            raise ModelError(f"{file}: {alias!r} is a model's own name, or cannot be a name: choose another")
+        if name not in models:
+            raise ModelError(f"{file}: {alias} stands for {name!r}, which is no model here: known are {', '.join(models)}")
     return found
 
 
