@@ -277,6 +277,8 @@ def check_sru(x: Ragged, weights: SRUWeights, state: SRUState | None) -> None:
         expect("x.data", x.data, (None, weights.projection.shape[0]))
     elif weights.input is not None:
         expect("x.data", x.data, (None, weights.input.shape[0]))
+    elif weights.projection is not None:
+        raise ContractError("weights.projection is given although the data already are the product with weights.input")
     if weights.skip_from is not None:
         if weights.input is None or blocks.shape[1] == 4 * hidden:
             raise ContractError("weights.skip_from is given although the skip is a block of its own")
@@ -297,6 +299,8 @@ def check_qrnn(x: Ragged, weights: QRNNWeights, state: QRNNState | None) -> None
     inputs: int | None = blocks
     if weights.input is not None:
         expect("weights.input", weights.input, (None, None, blocks))
+        if weights.window < 1:
+            raise ContractError("weights.input has a window of 0 steps, expected at least the present one")
         inputs = weights.input.shape[1]
     expect("x.data", x.data, (None, inputs))
     check_ragged(x)

@@ -34,11 +34,16 @@ def harvested(steps: Tensor, x: Ragged, weights: ConvWeights, want: Outputs, sta
     """steps: (windows, outputs), the windows of x's rows in their order."""
     counts = weights.steps(torch.diff(x.offsets).long())
     offsets = torch.cat((counts.new_zeros(1), counts.cumsum(0)))
-    rows = torch.arange(len(counts), device=steps.device).repeat_interleave(counts)[:, None].expand_as(steps)
 
-    def reduced(how: str) -> Tensor:
+    def mean() -> Tensor:
+        # Scattered additions would give other bits each time; here one thread walks each row.
+        total = torch.segment_reduce(steps, "sum", offsets=offsets, axis=0, initial=0.0)
+        return total / counts.clamp(min=1)[:, None]
+
+    def maximum() -> Tensor:
+        rows = torch.arange(len(counts), device=steps.device).repeat_interleave(counts)[:, None].expand_as(steps)
         zeros = steps.new_zeros(len(counts), steps.shape[1])
-        return zeros.scatter_reduce_(0, rows, steps, how, include_self=False)
+        return zeros.scatter_reduce_(0, rows, steps, "amax", include_self=False)
 
     def last() -> Tensor:
         if not len(steps):
@@ -49,7 +54,7 @@ def harvested(steps: Tensor, x: Ragged, weights: ConvWeights, want: Outputs, sta
         state=state,
         steps=steps if want.steps else None,
         last=last() if want.last else None,
-        mean=reduced("mean") if want.mean else None,
-        max=reduced("amax") if want.max else None,
+        mean=mean() if want.mean else None,
+        max=maximum() if want.max else None,
         offsets=offsets,
     )

@@ -1,15 +1,16 @@
-"""Made-up arguments for the kernels, the same arguments widened for the reference, and the tolerance between the two."""
+"""Arguments of the kernels and what they give: cut into rows, changed array by array, and compared within a tolerance."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kernels.contract import Encoded, LSTMState, LSTMWeights, Outputs, Ragged
+from kernels.contract import Encoded, Outputs, Ragged
 
 EVERYTHING = Outputs(steps=True, last=True, mean=True, max=True)
 OUTPUTS = ("steps", "last", "mean", "max")
@@ -19,51 +20,66 @@ class Given(NamedTuple):
     """The arguments of one call, in the order in which every backend takes them."""
 
     x: Ragged
-    weights: LSTMWeights
-    state: LSTMState
+    weights: Any
+    state: Any
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Given:
+        return Given(*(mapped(part, change) for part in self))
 
 
 def ragged(data: Tensor, lengths: Sequence[int], offsets: torch.dtype = torch.int32) -> Ragged:
     return Ragged(data, torch.tensor([0, *accumulate(lengths)], dtype=offsets))
 
 
-def lstm(lengths: Sequence[int], hidden: int, inputs: int, *, storage: torch.dtype = torch.float32, seed: int = 0) -> Given:
-    """Normal values, weights scaled so that gates neither vanish nor saturate; the weights in `storage`, the rest float32."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
-
-    weights = LSTMWeights(
-        input=(normal(inputs, 4 * hidden) * inputs**-0.5).to(storage),
-        recurrent=(normal(hidden, 4 * hidden) * hidden**-0.5).to(storage),
-        bias=normal(4 * hidden).to(storage),
-    )
-    state = LSTMState(normal(len(lengths), hidden).tanh(), normal(len(lengths), hidden))
-    return Given(ragged(normal(sum(lengths), inputs), lengths), weights, state)
-
-
-def widened(given: Given) -> Given:
-    """The same values in float64."""
-    x, weights, state = given
-    return Given(
-        Ragged(x.data.double(), x.offsets),
-        LSTMWeights(_wide(weights.input), weights.recurrent.double(), _wide(weights.bias)),
-        LSTMState(state.hidden.double(), state.cell.double()),
-    )
-
-
-def gated(given: Given) -> Given:
-    """The same problem with its gate inputs computed beforehand."""
-    x, weights, state = given
-    assert weights.input is not None and weights.bias is not None
-    gates = torch.addmm(weights.bias, x.data, weights.input)
-    return Given(Ragged(gates, x.offsets), LSTMWeights(None, weights.recurrent, None), state)
+def joined(rows: Sequence[Tensor]) -> Ragged:
+    """Rows laid end to end."""
+    return ragged(torch.cat(list(rows)), [len(row) for row in rows])
 
 
 def rows(x: Ragged) -> list[Tensor]:
     """Each row's tokens."""
     return list(torch.split(x.data, x.lengths()))
+
+
+def longest(x: Ragged) -> int:
+    return max(x.lengths(), default=0)
+
+
+def arrays(values: Any) -> dict[str, Tensor]:
+    """The arrays that a dataclass holds, by name."""
+    held = {field.name: getattr(values, field.name) for field in fields(values)}
+    return {name: value for name, value in held.items() if isinstance(value, Tensor)}
+
+
+def mapped(values: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same dataclass with every array in it changed."""
+    return replace(values, **{name: change(array) for name, array in arrays(values).items()})
+
+
+def widened(given: Given) -> Given:
+    """The same values in float64."""
+    return given.mapped(lambda array: array.double() if array.is_floating_point() else array)
+
+
+def steps_by_row(encoded: Encoded, x: Ragged) -> list[Tensor]:
+    """The steps that came out of each row of `x`."""
+    assert encoded.steps is not None
+    return rows(Ragged(encoded.steps, x.offsets if encoded.offsets is None else encoded.offsets))
+
+
+def encoding(steps: Sequence[Tensor], state: Any) -> Encoded:
+    """The encoding whose rows have these steps, pooled by hand."""
+
+    def by_row(pool: Callable[[Tensor], Tensor]) -> Tensor:
+        return torch.stack([pool(row) if len(row) else row.new_zeros(row.shape[1]) for row in steps])
+
+    return Encoded(
+        state,
+        steps=torch.cat(list(steps)),
+        last=by_row(lambda row: row[-1]),
+        mean=by_row(lambda row: row.mean(0)),
+        max=by_row(lambda row: row.amax(0)),
+    )
 
 
 def rounding(dtype: torch.dtype, steps: int) -> float:
@@ -77,16 +93,20 @@ def assert_close(actual: Tensor, expected: Tensor, *, steps: int, dtype: torch.d
     torch.testing.assert_close(actual.double(), expected.double(), rtol=tolerance, atol=tolerance)
 
 
-def assert_encodes_alike(actual: Encoded, expected: Encoded, *, steps: int) -> None:
+def assert_states_alike(actual: Any, expected: Any, *, steps: int, dtype: torch.dtype = torch.float32) -> None:
+    """Every array of the state."""
+    assert type(actual) is type(expected)
+    for name, array in arrays(expected).items():
+        assert_close(getattr(actual, name), array, steps=steps, dtype=dtype)
+
+
+def assert_encodes_alike(actual: Encoded, expected: Encoded, *, steps: int, dtype: torch.dtype = torch.float32) -> None:
     """Every output that was expected, and the state."""
     for name in OUTPUTS:
         one, other = getattr(actual, name), getattr(expected, name)
         assert (one is None) == (other is None), name
         if one is not None:
-            assert_close(one, other, steps=steps)
-    assert_close(actual.state.hidden, expected.state.hidden, steps=steps)
-    assert_close(actual.state.cell, expected.state.cell, steps=steps)
-
-
-def _wide(array: Tensor | None) -> Tensor | None:
-    return None if array is None else array.double()
+            assert_close(one, other, steps=steps, dtype=dtype)
+    if expected.offsets is not None:
+        assert actual.offsets is not None and actual.offsets.tolist() == expected.offsets.tolist()
+    assert_states_alike(actual.state, expected.state, steps=steps, dtype=dtype)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from kernels.embedding import embed, fold, folded_bytes
-from tests.kernels.inputs import assert_close
+from kernels.embedding import embed, embed_taps, fold, fold_taps, folded_bytes
+from kernels.windows import windows
+from tests.kernels.inputs import assert_close, ragged
 
 STORAGES = [torch.float32, torch.float16, torch.bfloat16]
 VOCABULARY, WIDTH, GATES = 13, 7, 20
@@ -41,6 +44,33 @@ def test_a_folded_table_gives_what_embedding_and_projection_give() -> None:
     ids = torch.tensor([12, 0, 3, 3, 7])
     expected = embedding[ids].double() @ weight.double() + bias.double()
     assert_close(fold(embedding, weight, bias)[ids], expected, steps=0)
+
+
+def test_folding_without_a_bias_folds_a_bias_of_zeros() -> None:
+    embedding, weight, bias = made_up(torch.float32)
+    assert_close(fold(embedding, weight), fold(embedding, weight, torch.zeros_like(bias)), steps=0)
+
+
+@every_storage
+def test_of_folded_taps_each_is_a_table_after_a_row_of_zeros(storage: torch.dtype) -> None:
+    embedding, weight, _ = made_up(storage)
+    tables = fold_taps(embedding, torch.stack((weight, -weight)))
+    assert tables.shape == (2, 1 + VOCABULARY, GATES) and tables.dtype == storage
+    assert not tables[:, 0].any()
+    assert torch.equal(tables[0, 1:], fold(embedding, weight)) and torch.equal(tables[1, 1:], -tables[0, 1:])
+
+
+@every_storage
+def test_embedded_taps_are_the_sums_over_each_window_in_float32(storage: torch.dtype) -> None:
+    embedding, weight, _ = made_up(storage)
+    tables = fold_taps(embedding, torch.stack((weight, weight.flip(0), -weight)))
+    ids = torch.tensor([12, 0, 3, 3, 7, 1], dtype=torch.int32)
+    shape: dict[str, Any] = {"left": 2, "right": 1, "dilation": 2, "stride": 2}
+    seen = windows(ragged(ids.long() + 1, [4, 0, 2]), 3, **shape)
+    expected = torch.stack([sum((tables[k, row[k]].float() for k in range(3)), torch.zeros(GATES)) for row in seen])
+    total = embed_taps(ragged(ids, [4, 0, 2]), tables, **shape)
+    assert total.dtype == torch.float32
+    assert_close(total, expected, steps=0)
 
 
 @every_storage

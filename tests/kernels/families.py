@@ -1,0 +1,192 @@
+"""The kernel families in the forms in which they are tested, with made-up arguments for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.backend import AUTO, Backend
+from kernels.contract import (
+    POOLINGS,
+    ConvState,
+    ConvWeights,
+    Encoded,
+    GRUState,
+    GRUWeights,
+    LSTMState,
+    LSTMWeights,
+    Outputs,
+    QRNNState,
+    QRNNWeights,
+    Ragged,
+    SRUState,
+    SRUWeights,
+)
+from tests.kernels.inputs import EVERYTHING, Given, mapped, ragged, rows, widened
+
+Normal = Callable[..., Tensor]
+
+
+class Form:
+    """One family with the options of its weights, such as ``Form("gru", reset="before")``."""
+
+    def __init__(self, family: str, **options: Any) -> None:
+        self.family = family
+        self.options = options
+        self.module = import_module(f"kernels.{family}")
+        self.backends: tuple[Backend, ...] = self.module.BACKENDS
+
+    def __str__(self) -> str:
+        return "-".join([self.family, *(f"{name}={value}" for name, value in self.options.items())])
+
+    def given(
+        self, lengths: Sequence[int], hidden: int, inputs: int, *, storage: torch.dtype = torch.float32, seed: int = 0
+    ) -> Given:
+        """Normal values, weights scaled so that gates neither vanish nor saturate; the weights in `storage`, the rest float32."""
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator)
+
+        weights, state = MADE_UP[self.family](normal, len(lengths), hidden, inputs, **self.options)
+        first = weights.filters if self.family == "conv" else getattr(weights, "projection", None)
+        columns = (weights.input if first is None else first).shape[-2]
+        weights = mapped(weights, lambda array: array.to(storage))
+        return Given(ragged(normal(sum(lengths), columns), lengths), weights, state)
+
+    def run(self, x: Ragged, weights: Any, state: Any = None, *, want: Outputs = EVERYTHING, backend: str = AUTO) -> Encoded:
+        encoded: Encoded = getattr(self.module, self.family)(x, weights, state, want=want, backend=backend)
+        return encoded
+
+    def exact(self, given: Given) -> Encoded:
+        """What the reference makes of these values in float64."""
+        return self.run(*widened(given), backend="reference")
+
+    @property
+    def takes_gates(self) -> bool:
+        return self.family in GATED
+
+    def gated(self, given: Given) -> Given:
+        """The same problem with its gate inputs computed beforehand."""
+        return GATED[self.family](*given)
+
+
+def _lstm(normal: Normal, rows: int, hidden: int, inputs: int) -> tuple[LSTMWeights, LSTMState]:
+    weights = LSTMWeights(
+        input=normal(inputs, 4 * hidden) * inputs**-0.5,
+        recurrent=normal(hidden, 4 * hidden) * hidden**-0.5,
+        bias=normal(4 * hidden),
+    )
+    return weights, LSTMState(normal(rows, hidden).tanh(), normal(rows, hidden))
+
+
+def _gru(normal: Normal, rows: int, hidden: int, inputs: int, *, reset: str = "after") -> tuple[GRUWeights, GRUState]:
+    weights = GRUWeights(
+        input=normal(inputs, 3 * hidden) * inputs**-0.5,
+        recurrent=normal(hidden, 3 * hidden) * hidden**-0.5,
+        bias=normal(3 * hidden),
+        recurrent_bias=normal(hidden) if reset == "after" else None,
+    )
+    return weights, GRUState(normal(rows, hidden).tanh())
+
+
+def _sru(
+    normal: Normal,
+    rows: int,
+    hidden: int,
+    inputs: int,
+    *,
+    version: int = 2,
+    skip: str = "block",
+    tanh: bool = False,
+    projection: bool = False,
+) -> tuple[SRUWeights, SRUState]:
+    """skip: a block of its own; hidden columns from the middle of an input that is wider by as much; or none."""
+    columns = inputs + hidden if skip == "columns" else inputs
+    projected = (columns + 1) // 2 if projection else columns
+    weights = SRUWeights(
+        input=normal(projected, (4 if skip == "block" else 3) * hidden) * projected**-0.5,
+        projection=normal(columns, projected) * columns**-0.5 if projection else None,
+        bias=normal(2 * hidden),
+        cell=normal(2 * hidden) * 0.25 if version == 2 else None,  # with larger ones the cell runs away from its rounding
+        skip_from=inputs // 2 if skip == "columns" else None,
+        scale=1.7 if skip == "columns" else 1.0,
+        tanh=tanh,
+    )
+    return weights, SRUState(normal(rows, hidden))
+
+
+def _qrnn(
+    normal: Normal, rows: int, hidden: int, inputs: int, *, pooling: str = "fo", window: int = 2
+) -> tuple[QRNNWeights, QRNNState]:
+    blocks = POOLINGS[pooling] * hidden
+    weights = QRNNWeights(normal(window, inputs, blocks) * (window * inputs) ** -0.5, normal(blocks), pooling)
+    return weights, QRNNState(normal(rows, hidden), normal(rows, window - 1, inputs))
+
+
+def _conv(
+    normal: Normal, rows: int, hidden: int, inputs: int, *, width: int = 3, left: int = 0, **others: Any
+) -> tuple[ConvWeights, ConvState]:
+    weights = ConvWeights(normal(width, inputs, hidden) * (width * inputs) ** -0.5, normal(hidden), left, **others)
+    return weights, ConvState(normal(rows, left, inputs))
+
+
+MADE_UP: dict[str, Callable[..., tuple[Any, Any]]] = {"lstm": _lstm, "gru": _gru, "sru": _sru, "qrnn": _qrnn, "conv": _conv}
+
+FORMS = (
+    Form("lstm"),
+    Form("gru", reset="after"),
+    Form("gru", reset="before"),
+    Form("sru", version=2, skip="block"),
+    Form("sru", version=2, skip="columns", tanh=True),
+    Form("sru", version=2, skip="none"),
+    Form("sru", version=2, skip="columns", projection=True),
+    Form("sru", version=1, skip="block", tanh=True),
+    Form("sru", version=1, skip="columns"),
+    Form("qrnn", pooling="f", window=3),
+    Form("qrnn", pooling="fo", window=1),
+    Form("qrnn", pooling="fo", window=2),
+    Form("qrnn", pooling="ifo", window=4),
+    Form("conv", width=1, activation="gelu"),
+    Form("conv", width=3, left=2, activation="tanh"),
+    Form("conv", width=3, left=8, dilation=4, activation="relu"),
+    Form("conv", width=3, left=2, stride=2),
+    Form("conv", width=4, left=1, right=2),
+    Form("conv", width=5, activation="relu"),
+    Form("conv", width=5, left=4, right=3, dilation=2, stride=3),
+)
+
+
+def _gates(x: Ragged, weights: Any, state: Any) -> Given:
+    """Of an LSTM or a GRU."""
+    gates = x.data @ weights.input + weights.bias
+    return Given(Ragged(gates, x.offsets), replace(weights, input=None, bias=None), state)
+
+
+def _blocks(x: Ragged, weights: Any, state: Any) -> Given:
+    """Of an SRU: with the skip as a block, wherever it comes from."""
+    projected = x.data if weights.projection is None else x.data @ weights.projection
+    blocks = [projected @ weights.input]
+    if weights.skip_from is not None:
+        blocks.append(x.data[:, weights.skip_from :][:, : weights.hidden] * weights.scale)
+    return Given(Ragged(torch.cat(blocks, 1), x.offsets), replace(weights, input=None, projection=None, skip_from=None), state)
+
+
+def _convolved(x: Ragged, weights: Any, state: Any) -> Given:
+    """Of a QRNN: the masked convolution, whose taps are newest first. What it leaves sees no step but its own."""
+    window, _, blocks = weights.input.shape
+    gates = x.data.new_zeros(len(x.data), blocks)
+    for row, (left, data) in enumerate(zip(state.left, rows(x), strict=True)):
+        begin, seen = int(x.offsets[row]), torch.cat((left, data))
+        for back, tap in enumerate(weights.input):
+            gates[begin : begin + len(data)] += seen[window - 1 - back : len(seen) - back] @ tap
+    alone = replace(state, left=state.left.new_zeros(x.rows, 0, blocks))
+    return Given(Ragged(gates, x.offsets), replace(weights, input=None), alone)
+
+
+GATED: dict[str, Callable[..., Given]] = {"lstm": _gates, "gru": _gates, "sru": _blocks, "qrnn": _convolved}

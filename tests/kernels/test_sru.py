@@ -1,0 +1,104 @@
+"""The reference of the SRU is the published package's arithmetic, in the package's own layout of weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.contract import SRUState, SRUWeights
+from tests.kernels.families import Form
+from tests.kernels.inputs import Given, assert_encodes_alike, encoding, ragged
+
+STEPS, ROWS, HIDDEN = 11, 4, 5
+
+every_activation = pytest.mark.parametrize("tanh", [False, True])
+every_version = pytest.mark.parametrize("version", [1, 2])
+
+
+class Package:
+    """One direction of a layer of the published package: time major, the columns of one unit side by side, v and b as (2 x hidden)."""
+
+    def __init__(self, *, inputs: int, blocks: int, version: int, tanh: bool, projected: int | None = None) -> None:
+        generator = torch.Generator().manual_seed(0)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+        self.x = normal(STEPS, ROWS, inputs)
+        self.weight_proj = None if projected is None else normal(inputs, projected) * inputs**-0.5
+        self.weight = normal(projected or inputs, HIDDEN * blocks) * (projected or inputs) ** -0.5
+        self.weight_c = normal(2 * HIDDEN) * (version == 2)
+        self.bias = normal(2 * HIDDEN)
+        self.initial = normal(ROWS, HIDDEN)
+        self.blocks, self.tanh = blocks, tanh
+
+    def forward(self, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(steps, rows, hidden) and the last cell; with four blocks the residual is the last of them."""
+        x = self.x if self.weight_proj is None else self.x @ self.weight_proj
+        u = (x @ self.weight).view(STEPS, ROWS, HIDDEN, self.blocks)
+        v_forget, v_reset = self.weight_c.view(2, HIDDEN)
+        b_forget, b_reset = self.bias.view(2, HIDDEN)
+        residual = u[..., 3] if self.blocks == 4 else residual
+        cell, steps = self.initial, []
+        for t in range(STEPS):
+            before = cell
+            forget = torch.sigmoid(u[t, ..., 1] + v_forget * before + b_forget)
+            cell = (before - u[t, ..., 0]) * forget + u[t, ..., 0]
+            reset = torch.sigmoid(u[t, ..., 2] + v_reset * before + b_reset)
+            inner = torch.tanh(cell) if self.tanh else cell
+            steps.append(inner * reset if residual is None else (inner - residual[t]) * reset + residual[t])
+        return torch.stack(steps), cell
+
+    def ours(self, *, skip_from: int | None = None, scale: float = 1.0) -> Given:
+        """The same problem as the kernels take it: blocks side by side, rows end to end."""
+        weight = self.weight.view(-1, HIDDEN, self.blocks).transpose(1, 2).reshape(len(self.weight), -1)
+        cell = self.weight_c if self.weight_c.any() else None
+        weights = SRUWeights(weight, self.bias, cell, self.weight_proj, skip_from=skip_from, scale=scale, tanh=self.tanh)
+        return Given(ragged(self.x.transpose(0, 1).flatten(0, 1), [STEPS] * ROWS), weights, SRUState(self.initial))
+
+    def assert_is(self, given: Given, residual: Tensor | None) -> None:
+        """That the reference encodes `given` as the package does."""
+        steps, cell = self.forward(residual)
+        encoded = Form("sru").run(*given, backend="reference")
+        assert_encodes_alike(encoded, encoding(list(steps.unbind(1)), SRUState(cell)), steps=STEPS, dtype=torch.float64)
+
+
+@every_version
+@every_activation
+def test_with_four_blocks_the_skip_is_the_last_of_them(version: int, tanh: bool) -> None:
+    package = Package(inputs=3, blocks=4, version=version, tanh=tanh)
+    package.assert_is(package.ours(), None)
+
+
+@every_version
+@every_activation
+@pytest.mark.parametrize("direction", [0, 1])
+def test_with_three_blocks_the_skip_is_the_scaled_input_of_the_direction(version: int, tanh: bool, direction: int) -> None:
+    package = Package(inputs=2 * HIDDEN, blocks=3, version=version, tanh=tanh)
+    residual = package.x.view(STEPS, ROWS, 2, HIDDEN)[:, :, direction] * 3**0.5
+    package.assert_is(package.ours(skip_from=direction * HIDDEN, scale=3**0.5), residual)
+
+
+@every_version
+@every_activation
+def test_without_a_skip_the_reset_scales_the_cell(version: int, tanh: bool) -> None:
+    package = Package(inputs=7, blocks=3, version=version, tanh=tanh)
+    package.assert_is(package.ours(), None)
+
+
+@every_version
+def test_a_projection_stands_before_the_product_and_not_before_the_skip(version: int) -> None:
+    package = Package(inputs=HIDDEN, blocks=3, version=version, tanh=False, projected=2)
+    package.assert_is(package.ours(skip_from=0), package.x)
+
+
+@pytest.mark.parametrize("backend", [backend.name for backend in Form("sru").backends])
+def test_version_1_is_version_2_with_a_zero_v(backend: str) -> None:
+    form = Form("sru", version=1)
+    x, weights, state = form.given([7, 1, 0, 13], 5, 3)
+    with_zeros = replace(weights, cell=torch.zeros(10))
+    one, other = (form.run(x, each, state, backend=backend) for each in (weights, with_zeros))
+    assert_encodes_alike(one, other, steps=0)
