@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -14,12 +16,23 @@ from service.zoo.spec import ClassifyHead, EmbeddingLayer, Layer, LSTMLayer, Mod
 
 WORDS = ["[UNK]", "how", "far", "is", "the", "sea", "who", "was", "first", "?"]
 LABELS = ("near", "far", "unknown")
+TEXT = {"kind": "text", "vocabulary": len(WORDS), "max_steps": 64}
+IDS = {"kind": "ids", "vocabulary": 12, "max_steps": 64}
+EMBEDDING = {"kind": "embedding", "width": 6}
 
 
 def weights(spec: ModelSpec, seed: int = 0) -> dict[str, torch.Tensor]:
     """Normal values, scaled so that gates neither vanish nor saturate."""
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in spec.tensors().items()}
+
+
+def tokenizer() -> str:
+    """Splits at spaces and punctuation; the ids are places in WORDS."""
+    made = Tokenizer(WordLevel({word: id for id, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    made.pre_tokenizer = Whitespace()
+    text: str = made.to_str()
+    return text
 
 
 def words(
@@ -33,9 +46,7 @@ def words(
         layers=(EmbeddingLayer(kind="embedding", width=6), LSTMLayer(kind="lstm", hidden=5, bidirectional=bidirectional)),
         head=ClassifyHead(kind="classify", pool="max", labels=LABELS),
     )
-    tokenizer = Tokenizer(WordLevel({word: id for id, word in enumerate(WORDS)}, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = Whitespace()
-    return store.write(root / name / str(version), spec, weights(spec, seed), card="made up", tokenizer=tokenizer.to_str())
+    return store.write(root / name / str(version), spec, weights(spec, seed), card="made up", tokenizer=tokenizer())
 
 
 def sensors(root: Path, name: str = "sensors", *, features: int = 3, hidden: int = 8, max_steps: int = 200_000) -> ModelSpec:
@@ -49,3 +60,61 @@ def sensors(root: Path, name: str = "sensors", *, features: int = 3, hidden: int
         head=ClassifyHead(kind="classify", pool="last", labels=LABELS),
     )
     return store.write(root / name / "1", spec, weights(spec), card="made up")
+
+
+def made_up(root: Path, name: str, input: Mapping[str, Any], *layers: Mapping[str, Any], head: Mapping[str, Any]) -> ModelSpec:
+    """Version 1 of a model of these tables, as model.toml has them."""
+    tables = {"name": name, "precision": "float32", "input": input, "layers": layers, "head": head}
+    spec = ModelSpec.model_validate(tables)
+    words = tokenizer() if spec.input.kind == "text" else None
+    return store.write(root / name / "1", spec, weights(spec, seed=len(name)), card="made up", tokenizer=words)
+
+
+def tagger(root: Path) -> ModelSpec:
+    """A label for every word."""
+    gru = {"kind": "gru", "hidden": 5, "bidirectional": True}
+    return made_up(root, "tagger", TEXT, EMBEDDING, gru, head={"kind": "tag", "labels": LABELS})
+
+
+def reader(root: Path) -> ModelSpec:
+    """The likeliest stretch of token ids."""
+    sru = {"kind": "sru", "hidden": 3, "depth": 2, "bidirectional": True}
+    return made_up(root, "reader", IDS, EMBEDDING, sru, head={"kind": "span"})
+
+
+def speller(root: Path) -> ModelSpec:
+    """The likeliest next token ids."""
+    lstm = {"kind": "lstm", "hidden": 5, "depth": 2}
+    return made_up(root, "speller", IDS, EMBEDDING, lstm, head={"kind": "next", "top": 4})
+
+
+def forecaster(root: Path) -> ModelSpec:
+    """Two numbers that follow on rows of three: a small model of a time series."""
+    qrnn = {"kind": "qrnn", "hidden": 7, "window": 2}
+    conv = {"kind": "conv", "filters": 5, "width": 3, "padding": "causal", "dilation": 2}
+    series = {"kind": "features", "features": 3, "max_steps": 500}
+    return made_up(root, "forecaster", series, qrnn, conv, head={"kind": "regress", "pool": "last", "outputs": 2})
+
+
+def embedder(root: Path) -> ModelSpec:
+    """One vector of length 1 for a text of at least three words."""
+    cnn = {"kind": "text_cnn", "filters": 4, "widths": [2, 3]}
+    return made_up(root, "embedder", TEXT, EMBEDDING, cnn, head={"kind": "embed", "pool": "max", "normalize": True})
+
+
+def halver(root: Path) -> ModelSpec:
+    """A vector for every other row of two numbers; it needs three rows."""
+    conv = {"kind": "conv", "filters": 5, "width": 3, "padding": "none", "stride": 2, "activation": "tanh"}
+    return made_up(root, "halver", {"kind": "features", "features": 2, "max_steps": 64}, conv, head={"kind": "sequence"})
+
+
+OF_EVERY_HEAD: dict[str, Callable[[Path], ModelSpec]] = {
+    "words": words,
+    "forecaster": forecaster,
+    "tagger": tagger,
+    "reader": reader,
+    "speller": speller,
+    "embedder": embedder,
+    "halver": halver,
+}
+"""classify, regress, tag, span, next, embed and sequence, by the name of the model."""

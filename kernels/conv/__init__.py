@@ -37,6 +37,6 @@ def conv_of_ids(ids: Ragged, tables: Tensor, weights: ConvWeights, *, want: Outp
 
     ids: rows of token ids; tables: (width, 1 + vocabulary, outputs) of `kernels.embedding.fold_taps`; `weights` says the rest.
     """
-    shape = {"left": weights.left, "right": weights.right, "dilation": weights.dilation, "stride": weights.stride}
-    steps = framework.activated(embed_taps(ids, tables, **shape) + weights.bias, weights)
+    gathered = embed_taps(ids, tables, left=weights.left, right=weights.right, dilation=weights.dilation, stride=weights.stride)
+    steps = framework.activated(gathered + weights.bias, weights)
     return framework.harvested(steps, ids, weights, want, None)

@@ -36,19 +36,35 @@ def fold_taps(embedding: Tensor, filters: Tensor) -> Tensor:
     return torch.stack([torch.cat((table.new_zeros(1, table.shape[1]), table)) for table in tables])
 
 
-def embed_taps(ids: Ragged, tables: Tensor, *, left: int = 0, right: int = 0, dilation: int = 1, stride: int = 1) -> Tensor:
+def tap_rows(ids: Ragged) -> Ragged:
+    """Rows of token ids as rows of a tap's table; what is padded with zeros afterwards is padding there too."""
+    return Ragged(ids.data.long() + 1, ids.offsets)
+
+
+def embed_taps(
+    ids: Ragged,
+    tables: Tensor,
+    *,
+    left: int = 0,
+    right: int = 0,
+    dilation: int = 1,
+    stride: int = 1,
+    context: Tensor | None = None,
+) -> Tensor:
     """ids: rows of token ids; tables: (taps, 1 + vocabulary, outputs), the earliest step first. Returns (windows, outputs) float32.
 
-    The windows are those of `kernels.windows.windows`, row after row.
+    The windows are those of `kernels.windows.windows`, row after row. context: (rows, left) what stands before each row, as `tap_rows`
+    has it, in place of padding.
     """
-    rows = Ragged(ids.data.long() + 1, ids.offsets)
-    seen = windows(rows, len(tables), left=left, right=right, dilation=dilation, stride=stride)
+    rows = tap_rows(ids)
+    seen = windows(rows, len(tables), left=left, right=right, dilation=dilation, stride=stride, context=context)
     total = tables.new_zeros(len(seen), tables.shape[2], dtype=torch.float32)
     for tap, table in enumerate(tables):
         total += table.index_select(0, seen[:, tap])
     return total
 
 
-def folded_bytes(embedding: Tensor, columns: int) -> int:
-    """Bytes of a table of so many columns for every token of the embedding."""
-    return embedding.shape[0] * columns * embedding.element_size()
+def folded_bytes(embedding: Tensor, columns: int, taps: int | None = None) -> int:
+    """Bytes of what `fold` makes of so many columns, or `fold_taps` of so many taps of them."""
+    rows = embedding.shape[0] if taps is None else taps * (1 + embedding.shape[0])
+    return rows * columns * embedding.element_size()

@@ -139,9 +139,10 @@ class Batcher:
                         self._run(Turn(turn.model, [chunk]), before_launch)
                 return
             ticket: Ticket = turn.chunks[0].owner
-            self._metrics.failed.add(*turn.model)
-            ticket.refuse(InferenceFailed(f"the model raised {type(fault).__name__}: {fault}"))
-            self._scheduler.drop(ticket)
+            if not ticket.ended:
+                self._metrics.failed.add(*turn.model)
+                ticket.refuse(InferenceFailed(f"the model raised {type(fault).__name__}: {fault}"))
+                self._scheduler.drop(ticket)
 
 
 def _chunks(request: Request, data: bytes, ticket: Ticket) -> Iterator[Chunk]:

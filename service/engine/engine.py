@@ -67,7 +67,9 @@ class Engine:
             shape = encoder.spec.input
             tokens = max(max_turn_tokens, shape.max_steps)
             self._staging[key] = Staging(max_turn_rows, tokens, shape.features, encoder.device)
-            self._costs[key] = Cost.measured(encoder, rows=max_turn_rows, steps=min(16, shape.max_steps))
+            self._costs[key] = Cost.measured(
+                encoder, rows=max_turn_rows, steps=max(min(16, shape.max_steps), encoder.spec.min_steps)
+            )
             metrics.weight_bytes.set(encoder.weight_bytes(), *key)
             for layer, backend in encoder.backends().items():
                 metrics.backend.set(1, *key, layer, backend)

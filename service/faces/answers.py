@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
+from service.errors import InvalidInput
 from service.sequence import FEATURES, IDS, Answer
 from service.zoo.spec import ClassifyHead, EmbedHead, ModelSpec, NextHead, RegressHead, SequenceHead, SpanHead, TagHead
 
@@ -49,11 +50,23 @@ class _Line:
     embedding: Array | None
     sequence: Array | None
 
+    @property
+    def finite(self) -> bool:
+        return all(
+            bool(np.isfinite(array).all()) for array in (self.scores, self.embedding, self.sequence) if array is not None
+        )
+
 
 def outputs(spec: ModelSpec, answer: Answer, data: bytes) -> list[dict[str, Any]]:
-    """One output per sequence, in their order."""
+    """One output per sequence, in their order; raises InvalidInput for a sequence that drove the model beyond float32."""
     say = _SAYINGS[type(spec.head)]
-    return [say(spec.head, line) | _extras(line) for line in _lines(answer, data, per_step=isinstance(spec.head, TagHead))]
+    given = []
+    for index, line in enumerate(_lines(answer, data, per_step=isinstance(spec.head, TagHead))):
+        if not line.finite:
+            field = f"inputs[{index}]"
+            raise InvalidInput(f"{field} drives {spec.name} to values that are not finite: send smaller numbers", field=field)
+        given.append(say(spec.head, line) | _extras(line))
+    return given
 
 
 def _classify(head: ClassifyHead, line: _Line) -> dict[str, Any]:

@@ -31,12 +31,27 @@ from kernels.contract import (
     arithmetic,
     reversal,
 )
-from kernels.embedding import embed, embed_taps, fold, fold_taps, folded_bytes
+from kernels.embedding import embed, embed_taps, fold, fold_taps, folded_bytes, tap_rows
+from kernels.windows import left_context
 from service.zoo.spec import ConvLayer, GRULayer, Layer, LSTMLayer, QRNNLayer, RecurrentLayer, SRULayer, TextCNNLayer
 
 Arrays = Mapping[str, Tensor]
-Gather = Callable[[Ragged], Ragged]
-"""From rows of ids to what a kernel takes."""
+
+
+class Gather:
+    """From rows of ids to what a kernel takes, in one direction; `tensors` are what it gathers from."""
+
+    def __init__(self, table: Tensor, dtype: torch.dtype) -> None:
+        self.tensors = [table]
+        self._dtype = dtype
+
+    def __call__(self, ids: Ragged, state: Any) -> tuple[Ragged, Any]:
+        """What the kernel takes for these ids, and the state that it takes."""
+        return Ragged(embed(ids.data, self.tensors[0], self._dtype), ids.offsets), state
+
+    def after(self, ids: Ragged, before: Any, after: Any) -> Any:
+        """The state to go on from, of the one that the kernel left."""
+        return after
 
 
 class Runs(ABC):
@@ -69,15 +84,37 @@ class Runs(ABC):
         """What it holds on the device."""
 
 
+class TapGather(Gather):
+    """Through the tables of a window over time. The steps before a chunk are kept as ids, not as vectors."""
+
+    def __init__(self, tables: Tensor) -> None:
+        super().__init__(tables, torch.float32)
+        self._left = len(tables) - 1
+
+    def __call__(self, ids: Ragged, state: Any) -> tuple[Ragged, Any]:
+        (tables,) = self.tensors
+        gates = embed_taps(ids, tables, left=self._left, context=None if state is None else state.left)
+        nothing = gates.new_zeros(ids.rows, 0, gates.shape[1])
+        return Ragged(gates, ids.offsets), None if state is None else replace(state, left=nothing)
+
+    def after(self, ids: Ragged, before: Any, after: Any) -> Any:
+        context = None if before is None else before.left
+        return replace(after, left=left_context(tap_rows(ids), self._left, context))
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What a stack has to know of a recurrent kernel. `fold` gives the gather of one direction, `rest` the weights that remain."""
+    """What a stack has to know of a recurrent kernel.
+
+    `fold` gives the gather of one direction from its weights and the embedding, `rest` the weights that remain, `bytes` what the
+    gather will hold.
+    """
 
     run: Callable[..., Encoded]
     choice: Callable[..., Any]
-    fold: Callable[[Any, Tensor], tuple[Gather, list[Tensor]]]
+    fold: Callable[[Any, Tensor], Gather]
     rest: Callable[[Any], Any]
-    columns: Callable[[Any], int]
+    bytes: Callable[[Any, Tensor], int]
 
 
 class Stack(Runs):
@@ -87,7 +124,6 @@ class Stack(Runs):
         self._family = family
         self._levels = levels
         self._gathers: list[Gather] = []
-        self._tables: list[Tensor] = []
 
     def __call__(self, x: Ragged, want: Outputs) -> Encoded:
         return self.chunk(x, want, None)[0]
@@ -110,36 +146,41 @@ class Stack(Runs):
         return joined, after
 
     def embed(self, table: Tensor) -> None:
-        dtype = arithmetic(table.dtype, table.device)
-        self._gathers = [lambda ids: Ragged(embed(ids.data, table, dtype), ids.offsets)] * len(self._levels[0])
-        self._tables, self.takes_ids = [table], "embedding and product"
+        gather = Gather(table, arithmetic(table.dtype, table.device))
+        self._gathers, self.takes_ids = [gather] * len(self._levels[0]), "embedding and product"
 
     def fold(self, table: Tensor) -> None:
-        folded = [self._family.fold(weights, table) for weights in self._levels[0]]
-        self._gathers = [gather for gather, _ in folded]
-        self._tables, self.takes_ids = [table for _, tables in folded for table in tables], "folded table"
+        self._gathers = [self._family.fold(weights, table) for weights in self._levels[0]]
+        self.takes_ids = "folded table"
 
     def folded_bytes(self, table: Tensor) -> int:
-        return sum(folded_bytes(table, self._family.columns(weights)) for weights in self._levels[0])
+        return sum(self._family.bytes(weights, table) for weights in self._levels[0])
 
     def backend(self) -> str:
         name: str = self._family.choice(self._levels[0][0]).backend.name
         return name
 
     def tensors(self) -> list[Tensor]:
-        return [tensor for level in self._levels for weights in level for tensor in _tensors(weights)] + self._tables
+        held = [tensor for level in self._levels for weights in level for tensor in _tensors(weights)]
+        return _once(held + [tensor for gather in self._gathers for tensor in gather.tensors])
 
     def _directed(
         self, x: Ragged, weights: Any, want: Outputs, backward: int, gathers: Sequence[Gather], state: Any
     ) -> Encoded:
         rows = x.reversed() if backward else x
         if gathers:
-            rows = gathers[backward](rows)
-            weights = self._family.rest(weights) if self.takes_ids == "folded table" else weights
-        encoded = self._family.run(rows, weights, state, want=want)
+            encoded = self._from_ids(rows, weights, want, gathers[backward], state)
+        else:
+            encoded = self._family.run(rows, weights, state, want=want)
         if not backward or encoded.steps is None:
             return encoded
         return replace(encoded, steps=encoded.steps.index_select(0, reversal(x.offsets)))
+
+    def _from_ids(self, ids: Ragged, weights: Any, want: Outputs, gather: Gather, state: Any) -> Encoded:
+        rest = self._family.rest(weights) if self.takes_ids == "folded table" else weights
+        x, taken = gather(ids, state)
+        encoded = self._family.run(x, rest, taken, want=want)
+        return replace(encoded, state=gather.after(ids, state, encoded.state))
 
 
 class Conv(Runs):
@@ -164,7 +205,7 @@ class Conv(Runs):
         self._table, self.takes_ids = fold_taps(table, self._weights.filters), "folded table"
 
     def folded_bytes(self, table: Tensor) -> int:
-        return folded_bytes(table, self._weights.filters.shape[0] * self._weights.outputs)
+        return folded_bytes(table, self._weights.outputs, taps=self._weights.filters.shape[0])
 
     def backend(self) -> str:
         return conv_kernel.choice(self._weights).backend.name
@@ -180,7 +221,8 @@ class TextCNN(Runs):
         self._convolutions = convolutions
 
     def __call__(self, x: Ragged, want: Outputs) -> Encoded:
-        return _side_by_side([convolution(x, Outputs(max=True)) for convolution in self._convolutions])
+        pooled = _side_by_side([convolution(x, Outputs(max=True)) for convolution in self._convolutions])
+        return replace(pooled, offsets=None)
 
     def embed(self, table: Tensor) -> None:
         self._each(lambda convolution: convolution.embed(table))
@@ -195,9 +237,7 @@ class TextCNN(Runs):
         return self._convolutions[0].backend()
 
     def tensors(self) -> list[Tensor]:
-        # Convolutions that embed share the embedding, which is held once.
-        held = {id(tensor): tensor for convolution in self._convolutions for tensor in convolution.tensors()}
-        return list(held.values())
+        return _once([tensor for convolution in self._convolutions for tensor in convolution.tensors()])
 
     def _each(self, do: Callable[[Conv], None]) -> None:
         for convolution in self._convolutions:
@@ -257,12 +297,17 @@ def _weights(layer: RecurrentLayer, inputs: int, backward: int, arrays: Arrays) 
     )
 
 
-def _fold_gates(weights: LSTMWeights | GRUWeights, table: Tensor) -> tuple[Gather, list[Tensor]]:
+def _fold_gates(weights: LSTMWeights | GRUWeights, table: Tensor) -> Gather:
     assert weights.input is not None
-    return _gather(fold(table, weights.input, weights.bias))
+    return Gather(fold(table, weights.input, weights.bias), torch.float32)
 
 
-def _fold_sru(weights: SRUWeights, table: Tensor) -> tuple[Gather, list[Tensor]]:
+def _gate_bytes(weights: LSTMWeights | GRUWeights, table: Tensor) -> int:
+    assert weights.input is not None
+    return folded_bytes(table, weights.input.shape[1])
+
+
+def _fold_sru(weights: SRUWeights, table: Tensor) -> Gather:
     """A skip that is the input itself becomes a block of the table."""
     assert weights.input is not None
     product = weights.input if weights.projection is None else weights.projection.float() @ weights.input.float()
@@ -270,53 +315,42 @@ def _fold_sru(weights: SRUWeights, table: Tensor) -> tuple[Gather, list[Tensor]]
     if weights.skip_from is not None:
         own = table[:, weights.skip_from : weights.skip_from + weights.hidden].float() * weights.scale
         blocks = torch.cat((blocks, own.to(blocks.dtype)), dim=1)
-    return _gather(blocks)
+    return Gather(blocks, torch.float32)
 
 
-def _fold_qrnn(weights: QRNNWeights, table: Tensor) -> tuple[Gather, list[Tensor]]:
+def _sru_bytes(weights: SRUWeights, table: Tensor) -> int:
     assert weights.input is not None
-    tables = fold_taps(table, weights.input.flip(0))  # tap 0 of the window is the present step, tap 0 of a filter the earliest
-    left = weights.window - 1
-    return lambda ids: Ragged(embed_taps(ids, tables, left=left), ids.offsets), [tables]
+    return folded_bytes(table, weights.input.shape[1] + (0 if weights.skip_from is None else weights.hidden))
 
 
-def _gather(table: Tensor) -> tuple[Gather, list[Tensor]]:
-    return lambda ids: Ragged(embed(ids.data, table, torch.float32), ids.offsets), [table]
-
-
-def _sru_columns(weights: SRUWeights) -> int:
+def _fold_qrnn(weights: QRNNWeights, table: Tensor) -> Gather:
     assert weights.input is not None
-    return weights.input.shape[1] + (0 if weights.skip_from is None else weights.hidden)
+    return TapGather(
+        fold_taps(table, weights.input.flip(0))
+    )  # tap 0 of the window is the present step, of a filter the earliest
+
+
+def _qrnn_bytes(weights: QRNNWeights, table: Tensor) -> int:
+    assert weights.input is not None
+    return folded_bytes(table, weights.input.shape[2], taps=weights.window)
+
+
+def _without_product(weights: LSTMWeights | GRUWeights) -> LSTMWeights | GRUWeights:
+    return replace(weights, input=None, bias=None)
 
 
 FAMILIES: dict[type[RecurrentLayer], Family] = {
-    LSTMLayer: Family(
-        lstm_kernel.lstm,
-        lstm_kernel.choice,
-        _fold_gates,
-        lambda weights: replace(weights, input=None, bias=None),
-        lambda weights: int(weights.input.shape[1]),
-    ),
-    GRULayer: Family(
-        gru_kernel.gru,
-        gru_kernel.choice,
-        _fold_gates,
-        lambda weights: replace(weights, input=None, bias=None),
-        lambda weights: int(weights.input.shape[1]),
-    ),
+    LSTMLayer: Family(lstm_kernel.lstm, lstm_kernel.choice, _fold_gates, _without_product, _gate_bytes),
+    GRULayer: Family(gru_kernel.gru, gru_kernel.choice, _fold_gates, _without_product, _gate_bytes),
     SRULayer: Family(
         sru_kernel.sru,
         sru_kernel.choice,
         _fold_sru,
         lambda weights: replace(weights, input=None, projection=None, skip_from=None),
-        _sru_columns,
+        _sru_bytes,
     ),
     QRNNLayer: Family(
-        qrnn_kernel.qrnn,
-        qrnn_kernel.choice,
-        _fold_qrnn,
-        lambda weights: replace(weights, input=None),
-        lambda weights: int(weights.input.shape[0] * weights.input.shape[2]),
+        qrnn_kernel.qrnn, qrnn_kernel.choice, _fold_qrnn, lambda weights: replace(weights, input=None), _qrnn_bytes
     ),
 }
 
@@ -331,6 +365,11 @@ def _side_by_side(parts: Sequence[Encoded]) -> Encoded:
         return None if given[0] is None else torch.cat(given, dim=1)
 
     return Encoded(parts[0].state, *(joined(name) for name in ("steps", "last", "mean", "max")))
+
+
+def _once(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Without those that are held by several."""
+    return list({id(tensor): tensor for tensor in tensors}.values())
 
 
 def _tensors(weights: Any) -> list[Tensor]:

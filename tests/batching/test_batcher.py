@@ -47,8 +47,22 @@ class FakeEngine:
 
 def encoded(row: np.ndarray[tuple[int], np.dtype[np.int32]], returns: Returns) -> Encoded:
     steps = row.astype(FEATURES)[:, None]
-    scores = np.array([row.sum(), len(row)], FEATURES)
-    return Encoded(scores, steps.max(0) if returns.embedding else None, steps if returns.sequence else None)
+    return Encoded(
+        scores=np.array([[row.sum(), len(row)]], FEATURES),
+        picks=None,
+        embedding=steps.max(0, keepdims=True) if returns.embedding else None,
+        sequence=steps if returns.sequence else None,
+        steps=len(row),
+    )
+
+
+class EngineOfSteps(FakeEngine):
+    """Gives half of each sequence's steps, a pick for each of them and no scores."""
+
+    def launch(self, turn: Turn) -> None:
+        for chunk in turn.chunks:
+            picks = np.frombuffer(chunk.data, IDS)[::2, None]
+            self._done.append((chunk, Encoded(None, picks, None, None, steps=len(picks))))
 
 
 @dataclass
@@ -80,9 +94,16 @@ class Caller:
 class House:
     """A batcher over a fake engine and a clock that stands still."""
 
-    def __init__(self, *, max_waiting: int = 100, max_turn_rows: int = 8, max_turn_tokens: int = 100) -> None:
+    def __init__(
+        self,
+        *,
+        max_waiting: int = 100,
+        max_turn_rows: int = 8,
+        max_turn_tokens: int = 100,
+        engine: FakeEngine | None = None,
+    ) -> None:
         self.now = 0.0
-        self.engine = FakeEngine()
+        self.engine = engine or FakeEngine()
         self.metrics = Metrics()
         limits = Scheduler(max_waiting=max_waiting, max_turn_rows=max_turn_rows, max_turn_tokens=max_turn_tokens)
         self.batcher = Batcher(limits, self.engine, self.metrics, lambda: self.now)
@@ -169,9 +190,18 @@ def test_an_answer_has_the_arrays_that_were_asked_for_laid_end_to_end() -> None:
     plain = house.call([9])
     house.run()
     [(answer, data)] = caller.answers
-    assert answer == Answer(scores=(3, 2), embedding=(3, 1), sequence=(6, 1))
+    assert answer == Answer(scores=(3, 2), embedding=(3, 1), sequence=(6, 1), steps=[2, 1, 3])
     assert np.frombuffer(data, FEATURES).tolist() == [3, 2, 3, 1, 15, 3, 2, 3, 6, 1, 2, 3, 4, 5, 6]
-    assert plain.answers[0][0] == Answer(scores=(1, 2))
+    assert plain.answers[0][0] == Answer(scores=(1, 2), steps=[1])
+
+
+def test_an_answer_with_a_line_a_step_says_how_many_steps_each_sequence_has_and_has_no_shape_for_what_there_is_not() -> None:
+    house = House(max_turn_rows=2, engine=EngineOfSteps())
+    caller = house.call([1, 2, 3, 4, 5], [6], [7, 8])
+    house.run()
+    [(answer, data)] = caller.answers
+    assert answer == Answer(picks=(5, 1), steps=[3, 1, 1])
+    assert np.frombuffer(data, IDS).tolist() == [1, 3, 5, 6, 7]
 
 
 def test_a_cancelled_caller_does_not_take_its_batch_mates_along() -> None:
@@ -220,6 +250,15 @@ def test_a_row_that_makes_the_model_raise_fails_alone() -> None:
     [error] = bad.errors
     assert isinstance(error, InferenceFailed)
     assert error.message == "the model raised ValueError: poisoned"
+
+
+def test_a_caller_that_goes_while_its_row_fails_is_counted_once() -> None:
+    house = House()
+    goes = house.call([POISON])
+    house.during_the_turn(lambda: house.hang_up(goes))
+    assert goes.told == 0
+    assert counted(house.metrics.cancelled) == {"running": 1}
+    assert total(house.metrics.failed) == 0
 
 
 def test_a_request_with_one_row_that_fails_fails_once_and_its_waiting_rows_are_not_computed() -> None:

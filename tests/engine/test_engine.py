@@ -18,7 +18,11 @@ from tests import models
 from tests.kernels import inputs
 
 WORDS, SENSORS = ModelKey("words", "1"), ModelKey("sensors", "1")
+HEADS = [ModelKey(name, "1") for name in models.OF_EVERY_HEAD]
+TAGGER, HALVER, EMBEDDER = ModelKey("tagger", "1"), ModelKey("halver", "1"), ModelKey("embedder", "1")
 LENGTHS = [7, 1, 13, 4]
+LONGER = [7, 3, 13, 4]
+"""As long as every model needs."""
 ROUNDING = 1e-5
 ALL = Returns(embedding=True, sequence=True)
 
@@ -26,7 +30,7 @@ ALL = Returns(embedding=True, sequence=True)
 @pytest.fixture(scope="module")
 def encoders(tmp_path_factory: pytest.TempPathFactory) -> dict[ModelKey, Encoder]:
     root = tmp_path_factory.mktemp("models")
-    specs = {WORDS: models.words(root), SENSORS: models.sensors(root, max_steps=50)}
+    specs = {key: models.OF_EVERY_HEAD[key.name](root) for key in HEADS} | {SENSORS: models.sensors(root, max_steps=50)}
     return {
         key: Encoder(spec, store.read_arrays(root / key.name / key.version, spec), torch.device("cpu"), 1 << 20)
         for key, spec in specs.items()
@@ -45,9 +49,10 @@ def engine(encoders: dict[ModelKey, Encoder], metrics: Metrics) -> Engine:
 
 def made_up(key: ModelKey, steps: int, seed: int) -> NDArray[np.generic]:
     chance = np.random.default_rng(seed)
-    if key == WORDS:
-        return chance.integers(len(models.WORDS), size=steps).astype(IDS)
-    return chance.normal(size=(steps, 3)).astype(FEATURES)
+    features = {"sensors": 3, "forecaster": 3, "halver": 2}
+    if key.name in features:
+        return chance.normal(size=(steps, features[key.name])).astype(FEATURES)
+    return chance.integers(len(models.WORDS), size=steps).astype(IDS)
 
 
 def chunk(key: ModelKey, steps: int, seed: int = 0, returns: Returns = ALL) -> Chunk:
@@ -61,45 +66,81 @@ def run(engine: Engine, key: ModelKey, chunks: list[Chunk]) -> list[Encoded]:
     return [encoded for _, encoded in done]
 
 
-@pytest.mark.parametrize("key", [WORDS, SENSORS])
+def assert_alike(mine: Encoded, other: Encoded) -> None:
+    """What one has the other has too, with the same values."""
+    assert mine.steps == other.steps
+    for name in ("scores", "picks", "embedding", "sequence"):
+        one, two = getattr(mine, name), getattr(other, name)
+        assert (one is None) == (two is None), name
+        if one is not None:
+            assert_allclose(one, two, atol=ROUNDING)
+
+
+@pytest.mark.parametrize("key", [*HEADS, SENSORS])
 def test_a_row_is_answered_the_same_alone_and_in_a_batch(engine: Engine, key: ModelKey) -> None:
-    chunks = [chunk(key, steps, seed) for seed, steps in enumerate(LENGTHS)]
-    together = run(engine, key, chunks)
-    for one, mine in zip(chunks, together, strict=True):
+    chunks = [chunk(key, steps, seed) for seed, steps in enumerate(LONGER)]
+    for one, mine in zip(chunks, run(engine, key, chunks), strict=True):
         [alone] = run(engine, key, [one])
-        assert alone.embedding is not None and alone.sequence is not None
-        assert mine.embedding is not None and mine.sequence is not None
-        assert_allclose(mine.scores, alone.scores, atol=ROUNDING)
-        assert_allclose(mine.embedding, alone.embedding, atol=ROUNDING)
-        assert_allclose(mine.sequence, alone.sequence, atol=ROUNDING)
+        assert_alike(mine, alone)
 
 
-@pytest.mark.parametrize("key", [WORDS, SENSORS])
+@pytest.mark.parametrize("key", [*HEADS, SENSORS])
 def test_an_answer_is_what_the_encoder_gives(engine: Engine, encoders: dict[ModelKey, Encoder], key: ModelKey) -> None:
-    answers = run(engine, key, [chunk(key, steps, seed) for seed, steps in enumerate(LENGTHS)])
-    for seed, (steps, mine) in enumerate(zip(LENGTHS, answers, strict=True)):
+    answers = run(engine, key, [chunk(key, steps, seed) for seed, steps in enumerate(LONGER)])
+    for seed, (steps, mine) in enumerate(zip(LONGER, answers, strict=True)):
         data = torch.from_numpy(made_up(key, steps, seed))
-        expected = encoders[key](inputs.ragged(data, [steps]), sequence=True)
-        assert mine.embedding is not None and mine.sequence is not None and expected.sequence is not None
-        assert_allclose(mine.scores, expected.scores[0], atol=ROUNDING)
-        assert_allclose(mine.embedding, expected.embedding[0], atol=ROUNDING)
-        assert_allclose(mine.sequence, expected.sequence, atol=ROUNDING)
+        given = encoders[key](inputs.ragged(data, [steps]), sequence=True)
+        verdict = given.verdict
+        scores, picks, embedding, sequence = (
+            None if array is None else array.numpy()
+            for array in (verdict.scores, verdict.picks, verdict.embedding, given.sequence)
+        )
+        assert_alike(mine, Encoded(scores, picks, embedding, sequence, steps=int(given.offsets[-1])))
+
+
+def test_words_and_sensors_have_scores_embedding_and_sequence_and_pick_nothing(engine: Engine) -> None:
+    for key, width in ((WORDS, 10), (SENSORS, 8)):
+        [mine] = run(engine, key, [chunk(key, 7)])
+        assert mine.picks is None and mine.steps == 7
+        assert mine.scores is not None and mine.scores.shape == (1, len(models.LABELS))
+        assert mine.embedding is not None and mine.embedding.shape == (1, width)
+        assert mine.sequence is not None and mine.sequence.shape == (7, width)
+
+
+def test_a_head_of_steps_gives_each_chunk_the_lines_of_its_own_steps(engine: Engine) -> None:
+    for steps, mine in zip(LENGTHS, run(engine, TAGGER, [chunk(TAGGER, steps) for steps in LENGTHS]), strict=True):
+        assert mine.scores is not None and mine.picks is not None and mine.embedding is None
+        assert mine.scores.shape == mine.picks.shape == (steps, 1)
+        assert mine.scores.dtype == np.dtype(FEATURES) and mine.picks.dtype == np.dtype(IDS)
+
+
+def test_a_strided_model_gives_each_chunk_the_steps_that_came_out_of_it(engine: Engine) -> None:
+    for steps, mine in zip(LONGER, run(engine, HALVER, [chunk(HALVER, steps) for steps in LONGER]), strict=True):
+        assert mine.steps == (steps - 1) // 2
+        assert mine.sequence is not None and mine.sequence.shape == (mine.steps, 5)
+        assert mine.scores is None and mine.picks is None and mine.embedding is None
+
+
+def test_a_model_without_steps_gives_none_whoever_asks(engine: Engine) -> None:
+    for mine in run(engine, EMBEDDER, [chunk(EMBEDDER, steps) for steps in LONGER]):
+        assert mine.sequence is None
+        assert mine.embedding is not None and mine.embedding.shape == (1, 8)
 
 
 def test_what_one_chunk_asks_for_no_other_gets(engine: Engine) -> None:
     wishes = [Returns(), Returns(embedding=True), Returns(sequence=True), Returns(embedding=True, sequence=True)]
     chunks = [chunk(WORDS, steps, returns=returns) for steps, returns in zip(LENGTHS, wishes, strict=True)]
     for steps, wish, mine in zip(LENGTHS, wishes, run(engine, WORDS, chunks), strict=True):
-        assert mine.scores.shape == (len(models.LABELS),)
+        assert mine.scores is not None and mine.scores.shape == (1, len(models.LABELS))
         assert (mine.embedding is not None) == wish.embedding
         assert (mine.sequence is not None) == wish.sequence
-        assert mine.embedding is None or mine.embedding.shape == (10,)
+        assert mine.embedding is None or mine.embedding.shape == (1, 10)
         assert mine.sequence is None or mine.sequence.shape == (steps, 10)
 
 
 def test_answers_are_float32_and_stay_as_they_are_when_the_next_turn_runs(engine: Engine) -> None:
     [first] = run(engine, WORDS, [chunk(WORDS, 7, seed=1)])
-    assert first.embedding is not None and first.sequence is not None
+    assert first.scores is not None and first.embedding is not None and first.sequence is not None
     held = (first.scores, first.embedding, first.sequence)
     copies = [array.copy() for array in held]
     run(engine, WORDS, [chunk(WORDS, 9, seed=2), chunk(WORDS, 3, seed=3)])
@@ -144,7 +185,9 @@ def test_only_what_is_loaded_is_served(engine: Engine) -> None:
 
 
 def test_what_is_loaded_says_device_backends_and_bytes(engine: Engine, encoders: dict[ModelKey, Encoder]) -> None:
-    words, sensors = engine.loaded()
+    loaded = {one.name: one for one in engine.loaded()}
+    assert list(loaded) == [key.name for key in encoders]
+    words, sensors = loaded["words"], loaded["sensors"]
     assert (words.name, words.version, words.device) == ("words", "1", "cpu")
     assert words.weight_bytes == encoders[WORDS].weight_bytes() > 0
     assert [line.partition(": ")[0] for line in words.backends] == ["layers.0", "layers.1"]

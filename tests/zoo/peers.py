@@ -1,77 +1,225 @@
-"""The same models in plain PyTorch, and their weights in our layout."""
+"""The same layers in plain PyTorch, in float64 and one row at a time, and their weights in our layout."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor, nn
+from torch.nn import functional
 
-from service.zoo.spec import ClassifyHead, EmbeddingLayer, LSTMLayer, ModelSpec, SequenceInput
+from service.zoo.spec import (
+    ConvLayer,
+    GRULayer,
+    Layer,
+    LSTMLayer,
+    RecurrentLayer,
+    TextCNNLayer,
+)
+from tests.zoo.cells import CELLS, Cell
 
-LABELS = ("near", "far", "unknown")
 VOCABULARY, WIDTH, HIDDEN, FEATURES = 13, 7, 5, 3
+SIZES: dict[str, dict[str, Any]] = {
+    "conv": {"filters": HIDDEN, "width": 3},
+    "text_cnn": {"filters": HIDDEN, "widths": (3, 1, 4)},
+}
+ACTIVATIONS = {"none": nn.Identity(), "relu": nn.ReLU(), "tanh": nn.Tanh(), "gelu": nn.GELU()}
+_LAYERS: TypeAdapter[Layer] = TypeAdapter(Layer)
 
 
-class Peer(nn.Module):
-    """Embedding (when there is a vocabulary), LSTM and linear layer for one sequence at a time."""
+class Form:
+    """A layer as model.toml says it, such as ``Form("gru", depth=2)``; sizes that are left out are odd ones."""
 
-    def __init__(self, *, embedded: bool, depth: int, bidirectional: bool, pool: str) -> None:
-        super().__init__()
-        self.pool = pool
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH) if embedded else None
-        self.lstm = nn.LSTM(WIDTH if embedded else FEATURES, HIDDEN, depth, bidirectional=bidirectional)
-        self.linear = nn.Linear(HIDDEN * (1 + bidirectional), len(LABELS))
+    def __init__(self, kind: str, **options: Any) -> None:
+        self.kind = kind
+        self.options = options
+        self.spec = _LAYERS.validate_python({"kind": kind, **SIZES.get(kind, {"hidden": HIDDEN}), **options})
 
-    def forward(self, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Scores, pooled vector and steps of (steps,) ids or (steps, features) rows."""
-        steps, (hidden, _) = self.lstm(row if self.embedding is None else self.embedding(row.long()))
-        last = hidden[-2:].flatten() if self.lstm.bidirectional else hidden[-1]
-        pooled = {"last": last, "mean": steps.mean(0), "max": steps.amax(0)}[self.pool]
-        return self.linear(pooled).softmax(0), pooled, steps
+    def __str__(self) -> str:
+        return "-".join([self.kind, *(f"{name}={value}" for name, value in self.options.items())])
 
-    def spec(self) -> ModelSpec:
-        lstm = LSTMLayer(kind="lstm", hidden=HIDDEN, depth=self.lstm.num_layers, bidirectional=bool(self.lstm.bidirectional))
-        embedding = EmbeddingLayer(kind="embedding", width=WIDTH)
-        inputs = (
-            {"kind": "features", "features": FEATURES} if self.embedding is None else {"kind": "ids", "vocabulary": VOCABULARY}
-        )
-        return ModelSpec(
-            name="peer",
-            precision="float32",
-            input=SequenceInput.model_validate({**inputs, "max_steps": 64}),
-            layers=(lstm,) if self.embedding is None else (embedding, lstm),
-            head=ClassifyHead.model_validate({"kind": "classify", "pool": self.pool, "labels": LABELS}),
-        )
+    def also(self, **options: Any) -> Form:
+        return Form(self.kind, **{**self.options, **options})
+
+    def peer(self, inputs: int, seed: int = 0) -> LayerPeer:
+        """The layer over `inputs` columns."""
+        torch.manual_seed(seed)
+        made = _peer_of(self.spec, inputs)
+        made.requires_grad_(False).double()
+        return made
+
+
+class LayerPeer(nn.Module):
+    """One layer, on one row: (steps, inputs) to (steps, outputs)."""
+
+    def forward(self, row: Tensor) -> Tensor:
+        raise NotImplementedError
 
     def arrays(self) -> dict[str, Tensor]:
-        """The weights under the names and in the layout of a model folder."""
-        head = {"head.weight": self.linear.weight.detach().T, "head.bias": self.linear.bias.detach()}
-        if self.embedding is None:
-            return head | stack_arrays(self.lstm, "layers.0.")
-        return head | stack_arrays(self.lstm, "layers.1.") | {"layers.0.weight": self.embedding.weight.detach()}
+        """The weights under the names and in the layout of a model folder, float32."""
+        return {name: array.float() for name, array in self.named().items()}
+
+    def named(self) -> dict[str, Tensor]:
+        raise NotImplementedError
 
 
-def peer(*, embedded: bool = True, depth: int = 1, bidirectional: bool = False, pool: str = "max", seed: int = 0) -> Peer:
-    torch.manual_seed(seed)
-    return Peer(embedded=embedded, depth=depth, bidirectional=bidirectional, pool=pool)
+class TorchPeer(LayerPeer):
+    """torch.nn.LSTM or torch.nn.GRU, whose gate orders are ours; two biases that are always added are one with us."""
+
+    def __init__(self, spec: LSTMLayer | GRULayer, inputs: int) -> None:
+        super().__init__()
+        kind = nn.LSTM if spec.kind == "lstm" else nn.GRU
+        self.rnn = kind(inputs, spec.hidden, spec.depth, bidirectional=spec.bidirectional)
+
+    def forward(self, row: Tensor) -> Tensor:
+        steps: Tensor = self.rnn(row)[0]
+        return steps
+
+    def named(self) -> dict[str, Tensor]:
+        rnn, held, named = self.rnn, self.rnn.state_dict(), {}
+        for level in range(rnn.num_layers):
+            for direction, suffix in (("forward", ""), ("backward", "_reverse"))[: 1 + rnn.bidirectional]:
+                at, ours = f"l{level}{suffix}", f"{level}.{direction}"
+                named[f"{ours}.input"] = held[f"weight_ih_{at}"].T
+                named[f"{ours}.recurrent"] = held[f"weight_hh_{at}"].T
+                named[f"{ours}.bias"] = held[f"bias_ih_{at}"] + held[f"bias_hh_{at}"]
+                if isinstance(rnn, nn.GRU):
+                    inner = held[f"bias_hh_{at}"][2 * rnn.hidden_size :]
+                    named[f"{ours}.bias"][2 * rnn.hidden_size :] -= inner
+                    named[f"{ours}.recurrent_bias"] = inner
+        return named
 
 
-def stack_arrays(lstm: nn.LSTM, prefix: str = "") -> dict[str, Tensor]:
-    """torch.nn.LSTM's weights transposed and its two biases added; the gate order is ours."""
-    held, arrays = lstm.state_dict(), {}
-    for level in range(lstm.num_layers):
-        for direction, suffix in (("forward", ""), ("backward", "_reverse"))[: 1 + lstm.bidirectional]:
-            at = f"l{level}{suffix}"
-            arrays[f"{prefix}{level}.{direction}.input"] = held[f"weight_ih_{at}"].T
-            arrays[f"{prefix}{level}.{direction}.recurrent"] = held[f"weight_hh_{at}"].T
-            arrays[f"{prefix}{level}.{direction}.bias"] = held[f"bias_ih_{at}"] + held[f"bias_hh_{at}"]
-    return arrays
+class LevelsPeer(LayerPeer):
+    """Levels of cells. The backward one reads the reversed row, and what it gives is reversed again."""
+
+    def __init__(self, spec: RecurrentLayer, inputs: int) -> None:
+        super().__init__()
+        ways = 1 + spec.bidirectional
+        widths = [inputs, *[ways * spec.hidden] * spec.depth]
+        cell = CELLS[_LAYERS.validate_python(spec).kind]
+        self.levels = nn.ModuleList(
+            nn.ModuleList(cell(spec, width, way * spec.hidden) for way in range(ways)) for width, _ in pairwise(widths)
+        )
+
+    def forward(self, row: Tensor) -> Tensor:
+        for level in self.levels:
+            assert isinstance(level, nn.ModuleList)
+            onward, *backward = level
+            row = torch.cat([onward(row), *(one(row.flip(0)).flip(0) for one in backward)], dim=1)
+        return row
+
+    def named(self) -> dict[str, Tensor]:
+        named: dict[str, Tensor] = {}
+        for index, level in enumerate(self.levels):
+            assert isinstance(level, nn.ModuleList)
+            for direction, cell in zip(("forward", "backward"), level, strict=False):
+                assert isinstance(cell, Cell)
+                named |= {f"{index}.{direction}.{name}": array for name, array in cell.named().items()}
+        return named
 
 
-def made_up_rows(lengths: Sequence[int], *, embedded: bool, seed: int = 0) -> Tensor:
-    """Tokens for rows of these lengths: ids, or rows of features."""
+class ConvPeer(LayerPeer):
+    """torch.nn.Conv1d without a stride, of which every `stride`-th step is kept."""
+
+    def __init__(self, spec: ConvLayer, inputs: int) -> None:
+        super().__init__()
+        padding = "same" if spec.padding == "same" else 0
+        self.spec = spec
+        self.conv = nn.Conv1d(inputs, spec.filters, spec.width, dilation=spec.dilation, padding=padding)
+
+    def forward(self, row: Tensor) -> Tensor:
+        before = (self.spec.width - 1) * self.spec.dilation
+        columns = functional.pad(row.T, (before, 0)) if self.spec.padding == "causal" else row.T
+        if columns.shape[1] <= before and self.spec.padding == "none":
+            return row.new_zeros(0, self.spec.filters)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Using padding='same' with even kernel")  # one copy more does not matter here
+            steps: Tensor = ACTIVATIONS[self.spec.activation](self.conv(columns)).T
+        return steps[:: self.spec.stride]
+
+    def named(self) -> dict[str, Tensor]:
+        assert self.conv.bias is not None
+        return {"filters": self.conv.weight.permute(2, 1, 0), "bias": self.conv.bias}
+
+
+class TextCNNPeer(LayerPeer):
+    """Kim 2014: (1, outputs). A filter that is wider than its row saw nothing and gives zeros."""
+
+    def __init__(self, spec: TextCNNLayer, inputs: int) -> None:
+        super().__init__()
+        self.spec = spec
+        self.convs = nn.ModuleList(nn.Conv1d(inputs, spec.filters, width) for width in spec.widths)
+
+    def forward(self, row: Tensor) -> Tensor:
+        columns = functional.pad(row.T, (self.spec.padding, self.spec.padding))
+        seen = zip(self.spec.widths, self.convs, strict=True)
+        none = row.new_zeros(self.spec.filters)
+        pooled = [conv(columns).relu().amax(1) if width <= columns.shape[1] else none for width, conv in seen]
+        return torch.cat(pooled)[None]
+
+    def named(self) -> dict[str, Tensor]:
+        named: dict[str, Tensor] = {}
+        for width, conv in zip(self.spec.widths, self.convs, strict=True):
+            assert isinstance(conv, nn.Conv1d) and conv.bias is not None
+            named |= {f"{width}.filters": conv.weight.permute(2, 1, 0), f"{width}.bias": conv.bias}
+        return named
+
+
+def _peer_of(spec: Layer, inputs: int) -> LayerPeer:
+    if isinstance(spec, LSTMLayer) or (isinstance(spec, GRULayer) and spec.reset_after):
+        return TorchPeer(spec, inputs)
+    if isinstance(spec, ConvLayer):
+        return ConvPeer(spec, inputs)
+    if isinstance(spec, TextCNNLayer):
+        return TextCNNPeer(spec, inputs)
+    assert isinstance(spec, RecurrentLayer)
+    return LevelsPeer(spec, inputs)
+
+
+def last(steps: Tensor, spec: Layer) -> Tensor:
+    """What each direction gives after it has read the whole row."""
+    if not isinstance(spec, RecurrentLayer) or not spec.bidirectional:
+        return steps[-1]
+    return torch.cat((steps[-1, : spec.hidden], steps[0, spec.hidden :]))
+
+
+def made_up_rows(lengths: Sequence[int], *, embedded: bool = False, width: int = FEATURES, seed: int = 0) -> Tensor:
+    """Tokens for rows of these lengths: ids, or rows of floats."""
     generator = torch.Generator().manual_seed(seed)
     if embedded:
         return torch.randint(VOCABULARY, (sum(lengths),), generator=generator, dtype=torch.int32)
-    return torch.randn(sum(lengths), FEATURES, generator=generator)
+    return torch.randn(sum(lengths), width, generator=generator)
+
+
+RECURRENT = (
+    Form("lstm"),
+    Form("gru"),
+    Form("gru", reset_after=False),
+    Form("sru"),
+    Form("sru", skip=False),
+    Form("sru", cell_gates=False, activation="tanh", scale=1.7),
+    Form("sru", projection=2, scale=-0.3),
+    Form("qrnn", pooling="f", window=3),
+    Form("qrnn", pooling="fo"),
+    Form("qrnn", pooling="fo", window=3),
+    Form("qrnn", pooling="ifo", window=1),
+    Form("qrnn", pooling="ifo", window=3),
+)
+CONVOLUTIONS = (
+    Form("conv"),
+    Form("conv", width=1, padding="none", activation="gelu"),
+    Form("conv", width=4, padding="same", activation="none"),
+    Form("conv", width=3, padding="causal", dilation=3, activation="tanh"),
+    Form("conv", width=3, padding="same", dilation=2, stride=2),
+    Form("conv", width=2, padding="causal", stride=3),
+    Form("conv", width=3, padding="none", stride=2, activation="none"),
+    Form("conv", width=2, padding="none", dilation=4),
+)
+TEXT_CNNS = (Form("text_cnn"), Form("text_cnn", padding=2), Form("text_cnn", widths=(2,), padding=1))
+BOTH_WAYS = tuple(form.also(depth=2, bidirectional=True) for form in RECURRENT)
+EVERY_LAYER = (*RECURRENT, *BOTH_WAYS, *CONVOLUTIONS, *TEXT_CNNS)

@@ -1,115 +1,173 @@
-"""Depth, directions and the embedding in front, composed around one kernel, beside torch.nn.LSTM."""
+"""Depth, directions and states, composed around the kernels of each family, beside the same stacks in plain PyTorch."""
 
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from kernels.contract import LSTMState, Ragged
-from service.zoo.layers import Embedded, Folded, LSTMStack
-from service.zoo.spec import LSTMLayer
+from kernels.contract import Encoded, GRUState, LSTMState, Ragged
+from service.zoo import layers
+from service.zoo.layers import Stack
 from tests.kernels import inputs
-from tests.kernels.inputs import EVERYTHING, assert_close, assert_encodes_alike
+from tests.kernels.inputs import EVERYTHING, assert_close, assert_states_alike
 from tests.zoo import peers
+from tests.zoo.peers import Form, LayerPeer, TorchPeer, last
 
 CPU = torch.device("cpu")
 LENGTHS = [9, 1, 14, 3]
-every_stack = pytest.mark.parametrize("depth, bidirectional", [(1, False), (1, True), (2, False), (2, True), (3, True)])
+every_family = pytest.mark.parametrize("form", peers.RECURRENT, ids=str)
+every_depth = pytest.mark.parametrize("depth, bidirectional", [(1, False), (1, True), (2, False), (2, True), (3, True)])
+torch_has_it = pytest.mark.parametrize("kind", ["lstm", "gru"])
 
 
 class Stacked(NamedTuple):
     """One of ours and the peer that has its weights."""
 
-    stack: LSTMStack
-    peer: nn.LSTM
+    stack: Stack
+    peer: LayerPeer
 
 
-def stacked(depth: int, bidirectional: bool, width: int = peers.FEATURES) -> Stacked:
-    torch.manual_seed(0)
-    peer = nn.LSTM(width, peers.HIDDEN, depth, bidirectional=bidirectional).requires_grad_(False)
-    layer = LSTMLayer(kind="lstm", hidden=peers.HIDDEN, depth=depth, bidirectional=bidirectional)
-    return Stacked(LSTMStack(layer, peers.stack_arrays(peer), CPU), peer)
+def stacked(form: Form, width: int = peers.FEATURES) -> Stacked:
+    peer = form.peer(width)
+    stack = layers.build(form.spec, width, peer.arrays(), CPU)
+    assert isinstance(stack, Stack)
+    return Stacked(stack, peer)
 
 
-def features(lengths: list[int], seed: int = 0) -> Ragged:
-    return inputs.ragged(peers.made_up_rows(lengths, embedded=False, seed=seed), lengths)
+def features(lengths: list[int], width: int = peers.FEATURES) -> Ragged:
+    return inputs.ragged(peers.made_up_rows(lengths, width=width), lengths)
 
 
-@every_stack
-def test_a_stack_is_torch_nn_lstm_on_each_row(depth: int, bidirectional: bool) -> None:
-    stack, peer = stacked(depth, bidirectional)
-    x = features(LENGTHS)
-    encoded, states = stack(x, EVERYTHING)
-    assert encoded.steps is not None and encoded.last is not None and encoded.mean is not None and encoded.max is not None
-    ours = inputs.rows(Ragged(encoded.steps, x.offsets))
-    for row, data in enumerate(inputs.rows(x)):
-        steps, (hidden, cell) = peer(data)
-        assert_close(ours[row], steps, steps=len(data))
-        assert_close(encoded.last[row], torch.cat(list(hidden[-1 - bidirectional :])), steps=len(data))
+def assert_is(encoded: Encoded, x: Ragged, peer: LayerPeer, form: Form) -> None:
+    """Every output of every row is the plain computation's."""
+    assert encoded.last is not None and encoded.mean is not None and encoded.max is not None
+    for row, (data, ours) in enumerate(zip(inputs.rows(x), inputs.steps_by_row(encoded, x), strict=True)):
+        steps = peer(data.double())
+        assert_close(ours, steps, steps=len(data))
+        assert_close(encoded.last[row], last(steps, form.spec), steps=len(data))
         assert_close(encoded.mean[row], steps.mean(0), steps=len(data))
         assert_close(encoded.max[row], steps.amax(0), steps=len(data))
-        assert_close(torch.stack([state.hidden[row] for state in states]), hidden, steps=len(data))
-        assert_close(torch.stack([state.cell[row] for state in states]), cell, steps=len(data))
 
 
-@every_stack
-def test_a_stack_starts_from_the_states_it_is_given_level_by_level_forward_first(depth: int, bidirectional: bool) -> None:
-    stack, peer = stacked(depth, bidirectional)
+@every_depth
+@every_family
+def test_a_stack_is_its_plain_peer_on_each_row(form: Form, depth: int, bidirectional: bool) -> None:
+    form = form.also(depth=depth, bidirectional=bidirectional)
+    stack, peer = stacked(form)
+    x = features(LENGTHS)
+    assert_is(stack(x, EVERYTHING), x, peer, form)
+
+
+@every_depth
+@pytest.mark.parametrize("form", [form for form in peers.RECURRENT if form.kind == "sru"], ids=str)
+def test_an_sru_whose_input_is_as_wide_as_its_output_skips_by_each_direction_s_own_columns(
+    form: Form, depth: int, bidirectional: bool
+) -> None:
+    form = form.also(depth=depth, bidirectional=bidirectional)
+    width = form.spec.outputs
+    stack, peer = stacked(form, width)
+    x = features(LENGTHS, width)
+    assert_is(stack(x, EVERYTHING), x, peer, form)
+
+
+@every_family
+def test_the_backward_direction_is_the_forward_one_on_the_reversed_row(form: Form) -> None:
+    form = form.also(bidirectional=True)
+    arrays = form.peer(peers.FEATURES).arrays()
+    other = {"forward": "backward", "backward": "forward"}
+    swapped = {".".join(other.get(part, part) for part in name.split(".")): array for name, array in arrays.items()}
+    ours, theirs = (layers.build(form.spec, peers.FEATURES, one, CPU) for one in (arrays, swapped))
+    x = features(LENGTHS)
+    there, back = ours(x, EVERYTHING), theirs(x.reversed(), EVERYTHING)
+    assert there.steps is not None and back.steps is not None and there.last is not None and back.last is not None
+    assert_close(Ragged(back.steps, x.offsets).reversed().data.roll(peers.HIDDEN, 1), there.steps, steps=max(LENGTHS))
+    assert_close(back.last.roll(peers.HIDDEN, 1), there.last, steps=max(LENGTHS))
+
+
+@every_depth
+@every_family
+def test_a_row_without_steps_harms_no_other(form: Form, depth: int, bidirectional: bool) -> None:
+    form = form.also(depth=depth, bidirectional=bidirectional)
+    stack, _ = stacked(form)
+    with_gaps = features([0, 9, 0, 4, 0])
+    ours, alone = stack(with_gaps, EVERYTHING), stack(inputs.ragged(with_gaps.data, [9, 4]), EVERYTHING)
+    for name in ("last", "mean", "max"):
+        assert_close(getattr(ours, name)[[1, 3]], getattr(alone, name), steps=9)
+        assert not getattr(ours, name)[[0, 2, 4]].any()
+
+
+@every_depth
+@torch_has_it
+def test_the_states_after_a_row_are_torch_s_level_by_level_forward_first(kind: str, depth: int, bidirectional: bool) -> None:
+    stack, peer = stacked(Form(kind, depth=depth, bidirectional=bidirectional))
+    assert isinstance(peer, TorchPeer)
+    x = features(LENGTHS)
+    _, states = stack.chunk(x, EVERYTHING, None)
+    for row, data in enumerate(inputs.rows(x)):
+        _, after = peer.rnn(data.double())
+        for name, expected in zip(("hidden", "cell"), after if kind == "lstm" else [after], strict=False):
+            ours = torch.stack([getattr(state, name)[row] for state in states])
+            assert_close(ours, expected, steps=len(data))
+
+
+@every_depth
+@torch_has_it
+def test_a_stack_starts_from_the_states_it_is_given_level_by_level_forward_first(
+    kind: str, depth: int, bidirectional: bool
+) -> None:
+    stack, peer = stacked(Form(kind, depth=depth, bidirectional=bidirectional))
+    assert isinstance(peer, TorchPeer)
     x = features([6])
-    initial = torch.randn(2, depth * (1 + bidirectional), 1, peers.HIDDEN)
-    encoded, _ = stack(x, EVERYTHING, states=[LSTMState(*one) for one in zip(*initial, strict=True)])
-    steps, _ = peer(x.data, (initial[0, :, 0], initial[1, :, 0]))
+    hidden, cell = torch.randn(2, depth * (1 + bidirectional), 1, peers.HIDDEN)
+    given = [LSTMState(*one) if kind == "lstm" else GRUState(one[0]) for one in zip(hidden, cell, strict=True)]
+    encoded, _ = stack.chunk(x, EVERYTHING, given)
+    initial = (hidden[:, 0].double(), cell[:, 0].double())
+    steps, _ = peer.rnn(x.data.double(), initial if kind == "lstm" else initial[0])
     assert encoded.steps is not None
     assert_close(encoded.steps, steps, steps=6)
 
 
 @pytest.mark.parametrize("cuts", [[0, 7, 14], [0, 1, 2, 3, 14], [0, 0, 13, 14]], ids=str)
-def test_a_unidirectional_stack_over_chunks_that_carry_the_states_gives_the_whole(cuts: list[int]) -> None:
-    stack, _ = stacked(2, bidirectional=False)
+@every_family
+def test_a_unidirectional_stack_over_chunks_that_carry_the_states_gives_the_whole(form: Form, cuts: list[int]) -> None:
+    stack, _ = stacked(form.also(depth=2))
     x = features(LENGTHS)
-    whole, after_whole = stack(x, EVERYTHING)
-    states: list[LSTMState] | None = None
+    whole, after_whole = stack.chunk(x, EVERYTHING, None)
+    states: list[Any] | None = None
     written: list[list[Tensor]] = [[] for _ in LENGTHS]
     for begin, end in pairwise(cuts):
-        pieces = [row[begin:end] for row in inputs.rows(x)]
-        chunk = inputs.ragged(torch.cat(pieces), [len(piece) for piece in pieces])
-        encoded, states = stack(chunk, EVERYTHING, states=states)
-        assert encoded.steps is not None
-        for row, steps in zip(written, inputs.rows(Ragged(encoded.steps, chunk.offsets)), strict=True):
+        chunk = inputs.joined([row[begin:end] for row in inputs.rows(x)])
+        encoded, states = stack.chunk(chunk, EVERYTHING, states)
+        for row, steps in zip(written, inputs.steps_by_row(encoded, chunk), strict=True):
             row.append(steps)
     assert whole.steps is not None and whole.last is not None and encoded.last is not None and states is not None
     assert_close(torch.cat([steps for row in written for steps in row]), whole.steps, steps=max(LENGTHS))
-    assert_close(encoded.last, whole.last, steps=max(LENGTHS))
+    # Of a row without steps in the last chunk, only a family that keeps a hidden state can say what was last.
+    goes_on = torch.tensor([form.kind in ("lstm", "gru") or length > begin for length in LENGTHS])
+    assert_close(encoded.last, whole.last.where(goes_on[:, None], 0.0), steps=max(LENGTHS))
     for carried, expected in zip(states, after_whole, strict=True):
-        assert_close(carried.hidden, expected.hidden, steps=max(LENGTHS))
-        assert_close(carried.cell, expected.cell, steps=max(LENGTHS))
+        assert_states_alike(carried, expected, steps=max(LENGTHS))
 
 
-@every_stack
-def test_a_folded_and_a_plain_embedding_encode_alike(depth: int, bidirectional: bool) -> None:
-    stack, _ = stacked(depth, bidirectional, peers.WIDTH)
-    table = torch.randn(peers.VOCABULARY, peers.WIDTH)
-    x = inputs.ragged(peers.made_up_rows(LENGTHS, embedded=True), LENGTHS)
-    folded, _ = stack(x, EVERYTHING, Folded(table, stack.levels[0]))
-    embedded, _ = stack(x, EVERYTHING, Embedded(table))
-    assert_encodes_alike(folded, embedded, steps=max(LENGTHS))
-
-
-@pytest.mark.parametrize("bidirectional", [False, True])
-def test_the_bytes_of_folded_tables_are_known_before_they_are_made(bidirectional: bool) -> None:
-    stack, _ = stacked(2, bidirectional, peers.WIDTH)
-    table = torch.randn(peers.VOCABULARY, peers.WIDTH).half()
-    made = Folded(table, stack.levels[0]).tensors()
-    assert Folded.bytes(table, stack.levels[0]) == sum(one.numel() * one.element_size() for one in made)
-
-
-@every_stack
-def test_a_stack_says_which_backend_runs_it_and_what_it_holds(depth: int, bidirectional: bool) -> None:
-    stack, peer = stacked(depth, bidirectional)
+@every_depth
+@torch_has_it
+def test_a_stack_says_which_backend_runs_it_and_what_it_holds(kind: str, depth: int, bidirectional: bool) -> None:
+    stack, peer = stacked(Form(kind, depth=depth, bidirectional=bidirectional))
     assert stack.backend() == "framework"
-    biases = 4 * peers.HIDDEN * depth * (1 + bidirectional)
+    added = {"lstm": 4, "gru": 2}[kind]  # the gates whose two biases are one with us
+    biases = added * peers.HIDDEN * depth * (1 + bidirectional)
     assert sum(one.numel() for one in stack.tensors()) == sum(one.numel() for one in peer.parameters()) - biases
+
+
+@pytest.mark.parametrize("form", peers.EVERY_LAYER, ids=str)
+def test_a_layer_holds_the_tensors_that_its_spec_names(form: Form) -> None:
+    arrays = form.peer(peers.WIDTH).arrays()
+    assert {name: tuple(array.shape) for name, array in arrays.items()} == form.spec.tensors(peers.WIDTH)
+    runs = layers.build(form.spec, peers.WIDTH, arrays, CPU)
+    assert sum(one.numel() for one in runs.tensors()) == sum(array.numel() for array in arrays.values())
+    assert runs.backend() == "framework"
+    assert runs.takes_ids is None

@@ -55,8 +55,10 @@ def test_a_good_file_is_read_whole(tmp_path: Path) -> None:
     model = spec.read(version_folder(tmp_path, GOOD))
     assert model.input.vocabulary == 10 and model.input.features is None
     assert [layer.kind for layer in model.layers] == ["embedding", "lstm"]
+    assert isinstance(model.head, spec.ClassifyHead)
     assert model.head.labels == ("near", "far", "unknown")
-    assert model.width == 10
+    assert model.layers[-1].outputs == 10
+    assert model.min_steps == 1 and model.has_steps and model.has_embedding
     assert model.description == "" and model.sha256 == {}
 
 
@@ -90,8 +92,10 @@ def test_every_tensor_has_the_shape_that_follows_from_the_layers(tmp_path: Path)
         ('kind = "ids"', FEATURES, "input", "an input of kind 'features' has no vocabulary: remove it"),
         ('kind = "ids"', 'kind = "features"', "input", "an input of kind 'features' needs features"),
         ('kind = "ids"', 'kind = "audio"', "input.kind", "'text', 'ids' or 'features'"),
-        ('kind = "lstm"', 'kind = "gnu"', "layers.1", "'embedding', 'lstm'"),
-        ('kind = "classify"', 'kind = "guess"', "head.kind", "'classify'"),
+        ('kind = "lstm"', 'kind = "gnu"', "layers.1", "'embedding', 'lstm', 'gru', 'sru', 'qrnn', 'conv', 'text_cnn'"),
+        ('kind = "classify"', 'kind = "guess"', "head", "'classify', 'regress', 'tag', 'span', 'next', 'embed', 'sequence'"),
+        ('kind = "lstm"', 'kind = "sru"\nscale = "a"', "layers.1.scale", "valid number"),
+        ('kind = "classify"', 'kind = "tag"', "head.pool", "unknown key: remove it or correct its name"),
         ('pool = "max"', 'pool = "min"', "head.pool", "'last', 'mean' or 'max'"),
         ('"far"', '"near"', "head", "labels must differ from each other"),
         ('["near", "far", "unknown"]', '["near"]', "head.labels", "at least 2 items"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import tomllib
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from kernels.contract import STORAGE
 from service.errors import ModelError
 from service.zoo import store
-from service.zoo.spec import ClassifyHead, ModelSpec, read
+from service.zoo.spec import ClassifyHead, ModelSpec, SRULayer, read
 from tests import models
 
 BIAS = "layers.1.0.backward.bias"
@@ -51,6 +52,24 @@ def test_a_model_reads_back_as_it_was_written(tmp_path: Path, model: ModelSpec, 
     arrays = store.read_arrays(folder, written)
     assert arrays.keys() == given.keys()
     assert all(torch.equal(arrays[name], given[name].to(STORAGE[precision])) for name in given)
+
+
+@pytest.mark.parametrize("name", models.OF_EVERY_HEAD)
+def test_a_model_of_any_layers_and_head_reads_back_as_it_was_written(tmp_path: Path, name: str) -> None:
+    written = models.OF_EVERY_HEAD[name](tmp_path)
+    folder = tmp_path / name / "1"
+    assert read(folder) == written
+    arrays = store.read_arrays(folder, written)
+    assert {name: tuple(array.shape) for name, array in arrays.items()} == written.tensors()
+
+
+@pytest.mark.parametrize("scale", [1.0, -0.0, 1e-7, 1e22, 1.7976931348623157e308])
+def test_a_number_with_a_point_reads_back_as_it_was_written(tmp_path: Path, scale: float) -> None:
+    sru = {"kind": "sru", "hidden": 4, "scale": scale}
+    written = models.made_up(tmp_path, "scaled", models.IDS, models.EMBEDDING, sru, head={"kind": "span"})
+    again = read(tmp_path / "scaled" / "1").layers[1]
+    assert again == written.layers[1]
+    assert isinstance(again, SRULayer) and math.copysign(1, again.scale) == math.copysign(1, scale)
 
 
 def test_weights_that_are_no_contiguous_arrays_are_written_as_their_values(tmp_path: Path, model: ModelSpec) -> None:
