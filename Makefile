@@ -4,13 +4,14 @@
 
 PYTHON      ?= python3
 TORCH_INDEX ?=
+DEVICE      ?= cpu
 ARGS        ?=
 BIN         := .venv/bin
 PIP         := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 PROJECT     := pyproject.toml constraints.txt Makefile
 .DEFAULT_GOAL := help
 
-.PHONY: help install gpu serve test lint eval test-gpu check-python
+.PHONY: help install gpu serve test lint eval bench test-gpu check-python
 
 help:
 	@echo "make serve     install, then serve the embedded models on 127.0.0.1:8000"
@@ -18,6 +19,7 @@ help:
 	@echo "make install   set up .venv"
 	@echo "make lint      ruff and mypy"
 	@echo "make eval      ask the running service the test questions in DATA=folder"
+	@echo "make bench     time every kernel beside its peers, on DEVICE=cpu or cuda:0"
 	@echo "make test-gpu  the tests that need a GPU"
 
 check-python:
@@ -55,6 +57,14 @@ lint: .venv/tools
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+.venv/peers: .venv/installed
+	@$(PIP) --editable '.[bench]'
+	@touch $@
+
+# Every kernel family beside every peer that installs, on DEVICE (cpu); results go to kernels/bench/results.
+bench: .venv/peers gpu
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m kernels.bench all --device $(DEVICE)
 
 # Asks the service that runs on $(URL) the test questions in the folder that DATA names.
 eval: .venv/installed

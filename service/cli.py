@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def serve(settings: Settings) -> int:
     """Serve until SIGTERM or an interrupt."""
-    body = json.dumps(_example(app.catalog(settings.models)))
+    body = json.dumps(_example(settings))
     started = time.monotonic()
 
     def announce(host: str, port: int) -> None:
@@ -68,13 +68,15 @@ def models(settings: Settings) -> int:
     return 0
 
 
-def _example(catalog: app.Catalog) -> dict[str, Any]:
-    """A request that the first model answers, one over text if there is any."""
-    newest = [list(versions.values())[-1][1] for versions in catalog.values()]
-    model = min(newest, key=lambda model: model.input.kind != "text")
+def _example(settings: Settings) -> dict[str, Any]:
+    """A request that the first alias or model answers, one over text if there is any."""
+    catalog = app.catalog(settings.models)
+    names = {alias: catalog[name] for alias, name in spec.aliases(settings.models, catalog).items()} | catalog
+    newest = {name: list(versions.values())[-1][1] for name, versions in names.items()}
+    name, model = min(newest.items(), key=lambda one: one[1].input.kind != "text")
     step: list[float] = [0.0] * (model.input.features or 0)
     inputs = {"text": EXAMPLE, "ids": [0] * model.min_steps, "features": [step] * model.min_steps}
-    return {"model": model.name, "inputs": [inputs[model.input.kind]]}
+    return {"model": name, "inputs": [inputs[model.input.kind]]}
 
 
 def _parser() -> argparse.ArgumentParser:

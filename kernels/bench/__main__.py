@@ -1,0 +1,84 @@
+"""`python -m kernels.bench FAMILY [--device cpu|cuda:0] [--quick] [--threads N] [--out DIR]`: times a kernel family, or all."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+
+import torch
+
+from kernels.backend import FAMILIES
+from kernels.bench import report
+from kernels.bench.measure import Bench
+from kernels.bench.peers import PEERS
+from kernels.bench.workloads import workloads
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status: 0, or 1 if anyone disagreed with the reference or broke."""
+    asked = _parser().parse_args(arguments)
+    device: torch.device = asked.device
+    out: Path | None = asked.out or (None if asked.quick else RESULTS)
+    setting = _prepared(device, asked.threads)
+    families = FAMILIES if asked.family == "all" else (asked.family,)
+    return max([_family(family, device, asked.quick, setting, out) for family in families])
+
+
+def _family(family: str, device: torch.device, quick: bool, setting: report.Setting, out: Path | None) -> int:
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    bench = Bench(device, PEERS[family], _budget_s(device, quick), say)
+    findings = bench.measured(workloads(family, device.type, quick))
+    print(f"\n{family} on {setting}; microseconds: median (p10-p90), * the fastest\n")
+    print(report.table(findings.rows))
+    for line in (*findings.left_out, *(f"WRONG: {one}" for one in findings.wrong)):
+        print(line)
+    if out is not None:
+        path = out / f"{family}-{report.slug(setting.device)}.jsonl"
+        report.write(findings.rows, setting, path)
+        print(f"written to {path}")
+    return 1 if findings.wrong else 0
+
+
+def _budget_s(device: torch.device, quick: bool) -> float:
+    """Seconds for each figure: all families together stay under six minutes, and under one when it is to be quick."""
+    return (0.04 if quick else 0.3) if device.type == "cpu" else (0.05 if quick else 0.15)
+
+
+def _prepared(device: torch.device, threads: int) -> report.Setting:
+    """float32 means float32: TF32 would be another arithmetic. cuDNN may search for its fastest convolution."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cudnn.benchmark = True
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    torch.set_num_threads(threads)
+    on_cpu = threads if device.type == "cpu" else None
+    return report.Setting(report.device_name(device), date.today().isoformat(), report.versions(device), on_cpu)
+
+
+def _device(name: str) -> torch.device:
+    try:
+        return torch.zeros(0, device=name).device
+    except (RuntimeError, AssertionError) as error:  # torch asserts that it was compiled for CUDA
+        raise argparse.ArgumentTypeError(f"{name}: {str(error).splitlines()[0]}") from None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m kernels.bench", description="Agree first, then time.")
+    parser.add_argument("family", choices=(*FAMILIES, "all"))
+    parser.add_argument("--device", type=_device, default="cpu", help="cpu or cuda:N")
+    parser.add_argument("--quick", action="store_true", help="fewer sizes, less time; writes nothing unless --out is given")
+    parser.add_argument("--threads", type=int, default=1, help="on a CPU")
+    parser.add_argument("--out", type=Path, help="folder of the JSON lines; results/ beside the code unless --quick")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

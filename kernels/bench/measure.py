@@ -1,0 +1,97 @@
+"""One workload after the other: its backends and peers agree with the reference, or are named and not timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from kernels.backend import Backend, Problem
+from kernels.bench import timing
+from kernels.bench.agreement import DisagreesError, Expected, expected
+from kernels.bench.given import Given, made_up
+from kernels.bench.peers.peer import Call, MissingError, Peer
+from kernels.bench.report import Row
+from kernels.bench.workloads import Workload
+from kernels.contract import STORAGE
+
+
+@dataclass(slots=True)
+class Findings:
+    """rows: what was timed; left_out: why something was not, each reason once; wrong: who disagreed or broke."""
+
+    rows: list[Row] = field(default_factory=list)
+    left_out: dict[str, None] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """budget_s: seconds for each figure, as far as 20 repetitions fit into them; say: hears of the progress."""
+
+    device: torch.device
+    peers: Sequence[Peer]
+    budget_s: float
+    say: Callable[[str], None]
+
+    def measured(self, workloads: Sequence[Workload]) -> Findings:
+        findings = Findings()
+        for done, workload in enumerate(workloads):
+            self.say(f"{done + 1}/{len(workloads)} {workload}")
+            # Weights are copied into layers outside of inference mode, as a layer made within it is not like those of users.
+            with torch.no_grad():
+                given = made_up(workload, self.device)
+                right = expected(given)
+                for peer in self._contenders(workload, findings):
+                    self._one(peer, workload, given, right, findings)
+        return findings
+
+    def _contenders(self, workload: Workload, findings: Findings) -> Iterator[Peer]:
+        """Our own backends first, each as a peer whose layout is ours."""
+        problem = Problem(self.device, STORAGE[workload.dtype], workload.hidden)
+        backends: tuple[Backend, ...] = import_module(f"kernels.{workload.family}").BACKENDS
+        for backend in backends:
+            reason = backend.refuses(problem)
+            if reason is None:
+                yield Peer(backend.name, partial(_ours, backend.name))
+            elif backend.name != "reference":
+                findings.left_out[f"{backend.name} refuses {workload}: {reason}"] = None
+        yield from (peer for peer in self.peers if self.device.type in peer.devices)
+
+    def _one(self, peer: Peer, workload: Workload, given: Given, right: Expected, findings: Findings) -> None:
+        try:
+            call = peer.build(given)
+            with torch.inference_mode():
+                off = right.error(call.read(call.run()))
+                for how, spread in self._timings(peer, call, right, findings):
+                    findings.rows.append(Row(workload, peer.name, how, spread, off))
+        except MissingError as error:
+            findings.left_out[f"{peer.name} is left out: {error}"] = None
+        except DisagreesError as error:
+            findings.wrong.append(f"{peer.name} on {workload}: {error}")
+        except Exception as error:  # one that breaks must not take the figures of the others along
+            findings.wrong.append(f"{peer.name} on {workload}: {type(error).__name__}: {error}")
+
+    def _timings(self, peer: Peer, call: Call, right: Expected, findings: Findings) -> Iterator[tuple[str, timing.Spread]]:
+        yield "eager", timing.eager(call.run, self.device, self.budget_s)
+        if self.device.type != "cuda":
+            return
+
+        def check(answer: Any) -> object:
+            return right.error(call.read(answer))
+
+        try:
+            if peer.eager_only is not None:
+                raise timing.NotCapturableError(peer.eager_only)
+            yield "kernel", timing.kernel(call.run, check, self.budget_s)
+            yield "replay", timing.replay(call.run, check, self.budget_s)
+        except timing.NotCapturableError as error:
+            findings.left_out[f"{peer.name} is timed eagerly only: {error}"] = None
+
+
+def _ours(backend: str, given: Given) -> Call:
+    return Call(given.encoder(backend))

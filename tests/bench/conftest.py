@@ -1,0 +1,44 @@
+"""A bench that takes no time, and workloads that are small enough for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from kernels.bench.measure import Bench, Findings
+from kernels.bench.peers.peer import Peer
+from kernels.bench.workloads import Workload
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _threads_as_before() -> Iterator[None]:
+    """The bench sets torch's threads and switches for the whole process."""
+    threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
+    tf32 = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    yield
+    torch.set_num_threads(threads)
+    torch.backends.cudnn.benchmark = benchmark
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = tf32
+
+
+def tiny(family: str, kind: str = "layer", lengths: str = "questions", rows: int = 3) -> Workload:
+    """Hidden sizes that three filter widths divide."""
+    return Workload(family, rows, 7, 6, 6, lengths=lengths, kind=kind)
+
+
+TINY = [
+    *(tiny(family, lengths=lengths) for family in ("lstm", "gru", "sru", "qrnn") for lengths in ("equal", "questions")),
+    *(tiny("conv", kind, lengths) for kind in ("text-cnn", "dense-conv") for lengths in ("equal", "questions")),
+]
+
+
+def measured(workload: Workload, *peers: Peer) -> Findings:
+    return Bench(CPU, peers, budget_s=0.0, say=_nothing).measured([workload])
+
+
+def _nothing(line: str) -> None:
+    """Nobody waits for a test's progress."""
