@@ -5,13 +5,13 @@ y[t] = activation(sum over k of x[t * stride - left + k * dilation] @ filters[k]
 
 from torch import Tensor
 
-from kernels.backend import AUTO, Backend, Choice, Problem, choose, only_by_name
+from kernels.backend import AUTO, Backend, Choice, Problem, choose, only_by_name, takes_everything
 from kernels.contract import ConvState, ConvWeights, Encoded, Outputs, Ragged, check_conv
 from kernels.conv import framework, reference
 from kernels.embedding import embed_taps
 
 BACKENDS = (
-    Backend("framework", framework.conv, framework.refuses),
+    Backend("framework", framework.conv, takes_everything),
     Backend("reference", reference.conv, only_by_name),
 )
 

@@ -6,14 +6,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.backend import Problem
 from kernels.contract import ACTIVATIONS, ConvState, ConvWeights, Encoded, Outputs, Ragged
 from kernels.walk import product
 from kernels.windows import left_context, windows
-
-
-def refuses(problem: Problem) -> str | None:
-    return None
 
 
 def conv(x: Ragged, weights: ConvWeights, state: ConvState | None, *, want: Outputs) -> Encoded:

@@ -6,12 +6,12 @@
 Cho et al. 2014; the reset after the product as cuDNN and torch.nn.GRU compute it.
 """
 
-from kernels.backend import AUTO, Backend, Choice, Problem, choose, only_by_name
+from kernels.backend import AUTO, Backend, Choice, Problem, choose, only_by_name, takes_everything
 from kernels.contract import Encoded, GRUState, GRUWeights, Outputs, Ragged, check_gru
 from kernels.gru import framework, reference
 
 BACKENDS = (
-    Backend("framework", framework.gru, framework.refuses),
+    Backend("framework", framework.gru, takes_everything),
     Backend("reference", reference.gru, only_by_name),
 )
 

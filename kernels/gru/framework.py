@@ -5,13 +5,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kernels.backend import Problem
 from kernels.contract import Encoded, GRUState, GRUWeights, Outputs, Ragged
 from kernels.walk import Harvest, longest_first, product
-
-
-def refuses(problem: Problem) -> str | None:
-    return None
 
 
 def gru(x: Ragged, weights: GRUWeights, state: GRUState | None, *, want: Outputs) -> Encoded:

@@ -6,12 +6,12 @@
 Hochreiter and Schmidhuber 1997, with the forget gate of Gers et al. 2000, as torch.nn.LSTM computes it.
 """
 
-from kernels.backend import AUTO, Backend, Choice, Problem, choose, only_by_name
+from kernels.backend import AUTO, Backend, Choice, Problem, choose, only_by_name, takes_everything
 from kernels.contract import Encoded, LSTMState, LSTMWeights, Outputs, Ragged, check_lstm
 from kernels.lstm import framework, reference
 
 BACKENDS = (
-    Backend("framework", framework.lstm, framework.refuses),
+    Backend("framework", framework.lstm, takes_everything),
     Backend("reference", reference.lstm, only_by_name),
 )
 

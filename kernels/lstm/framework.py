@@ -6,13 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.backend import Problem
 from kernels.contract import Encoded, LSTMState, LSTMWeights, Outputs, Ragged
 from kernels.walk import Harvest, longest_first, product
-
-
-def refuses(problem: Problem) -> str | None:
-    return None
 
 
 def lstm(x: Ragged, weights: LSTMWeights, state: LSTMState | None, *, want: Outputs) -> Encoded:

@@ -7,12 +7,12 @@
 Bradbury et al. 2017; f keeps, as in the paper.
 """
 
-from kernels.backend import AUTO, Backend, Choice, Problem, choose, only_by_name
+from kernels.backend import AUTO, Backend, Choice, Problem, choose, only_by_name, takes_everything
 from kernels.contract import Encoded, Outputs, QRNNState, QRNNWeights, Ragged, check_qrnn
 from kernels.qrnn import framework, reference
 
 BACKENDS = (
-    Backend("framework", framework.qrnn, framework.refuses),
+    Backend("framework", framework.qrnn, takes_everything),
     Backend("reference", reference.qrnn, only_by_name),
 )
 

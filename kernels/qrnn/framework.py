@@ -5,14 +5,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kernels.backend import Problem
 from kernels.contract import Encoded, Outputs, QRNNState, QRNNWeights, Ragged
 from kernels.walk import Harvest, longest_first, product
 from kernels.windows import left_context, windows
-
-
-def refuses(problem: Problem) -> str | None:
-    return None
 
 
 def qrnn(x: Ragged, weights: QRNNWeights, state: QRNNState | None, *, want: Outputs) -> Encoded:

@@ -6,13 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.backend import Problem
 from kernels.contract import Encoded, Outputs, Ragged, SRUState, SRUWeights
 from kernels.walk import Harvest, longest_first, product
-
-
-def refuses(problem: Problem) -> str | None:
-    return None
 
 
 def sru(x: Ragged, weights: SRUWeights, state: SRUState | None, *, want: Outputs) -> Encoded:
