@@ -282,7 +282,7 @@ def _bug(front: Front) -> Handler:
 def _body_schema() -> dict[str, Any]:
     """The body is read and validated by `wire`; the API's description shows the same model."""
     schema = wire.InferBody.model_json_schema(by_alias=True)
-    example = {"model": "question-type-lstm", "inputs": ["How far is it from Denver to Aspen ?"]}
+    example = {"model": "question-type", "inputs": ["How far is it from Denver to Aspen ?"]}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema, "example": example}}}}
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="session")
 def _gpu() -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU, and torch sees none")

@@ -2,13 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.serving import Server, serving
 
+ROOT = Path(__file__).resolve().parent.parent.parent
+EMBEDDED = [
+    "How far is it from Denver to Aspen ?",
+    "Who wrote Hamlet ?",
+    "What is an atom ?",
+    "Where is Ayers Rock ?",
+    "What does NASA mean ?",
+]
 QUESTIONS = ["how far is the sea ?", "who", "who was the first ?", "is the sea far"]
+
+
+@pytest.fixture(scope="module")
+def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
+    """The embedded models on a GPU and on the CPU."""
+    scratch = tmp_path_factory.mktemp("log")
+    with (
+        serving(ROOT / "models", scratch, "--device", "cuda:0") as on_gpu,
+        serving(ROOT / "models", scratch, "--device", "cpu") as on_cpu,
+    ):
+        yield on_gpu, on_cpu
+
+
+@pytest.mark.parametrize("model", ["question-type-cnn", "question-type-lstm", "question-type-sru"])
+def test_the_embedded_models_have_the_same_labels_on_a_gpu(model: str, embedded: tuple[Server, Server]) -> None:
+    on_gpu, on_cpu = (server.infer(model, EMBEDDED).json()["outputs"] for server in embedded)
+    assert [one["label"] for one in on_gpu] == [one["label"] for one in on_cpu]
+    for one, other in zip(on_gpu, on_cpu, strict=True):
+        assert one["scores"] == pytest.approx(other["scores"], abs=5e-3), "float16 products"
 
 
 def test_a_gpu_answers_as_the_cpu_does(server: Server, models_folder: Path, tmp_path: Path) -> None:
