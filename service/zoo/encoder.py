@@ -13,6 +13,7 @@ from torch import Tensor
 from kernels.contract import Outputs, Ragged
 from service.zoo import heads, layers
 from service.zoo.heads import Verdict
+from service.zoo.layer import Runs
 from service.zoo.spec import EmbeddingLayer, ModelSpec
 
 TRIAL_ROWS, TRIAL_STEPS, TRIAL_RUNS = 4, 16, 5
@@ -36,7 +37,7 @@ class Encoder:
     def __init__(self, spec: ModelSpec, arrays: Mapping[str, Tensor], device: torch.device, fold_limit_bytes: int) -> None:
         self.spec = spec
         self.device = device
-        self._layers: dict[str, layers.Runs] = {}
+        self._layers: dict[str, Runs] = {}
         inputs = spec.input.vocabulary or spec.input.features or 0
         for index, layer in enumerate(spec.layers):
             name = f"layers.{index}"

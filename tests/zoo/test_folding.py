@@ -8,7 +8,8 @@ from torch import Tensor
 
 from kernels.contract import Encoded, Ragged
 from service.zoo import layers
-from service.zoo.layers import Runs, Stack
+from service.zoo.layer import Runs
+from service.zoo.recurrent import Stack
 from tests.kernels import inputs
 from tests.kernels.inputs import EVERYTHING, assert_close, rounding
 from tests.zoo import peers

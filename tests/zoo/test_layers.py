@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels.contract import Encoded, GRUState, LSTMState, Ragged
 from service.zoo import layers
-from service.zoo.layers import Stack
+from service.zoo.recurrent import Stack
 from tests.kernels import inputs
 from tests.kernels.inputs import EVERYTHING, assert_close, assert_states_alike
 from tests.zoo import peers
