@@ -200,7 +200,7 @@ class ConvWeights:
 
     def steps(self, steps: Tensor) -> Tensor:
         """Steps that come out of rows of so many steps."""
-        return ((steps + self.left + self.right - self.reach).div(self.stride, rounding_mode="floor") + 1).clamp(min=0)
+        return whole_windows(steps + self.left + self.right, self.reach, self.stride)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +234,11 @@ class Encoded:
     mean: Tensor | None = None
     max: Tensor | None = None
     offsets: Tensor | None = None
+
+
+def whole_windows(steps: Tensor, reach: int, stride: int) -> Tensor:
+    """How many windows of `reach` steps, `stride` apart, lie within so many steps."""
+    return ((steps - reach).div(stride, rounding_mode="floor") + 1).clamp(min=0)
 
 
 def reversal(offsets: Tensor) -> Tensor:

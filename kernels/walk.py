@@ -5,7 +5,6 @@ Rows are taken longest first, so that the running rows are always the first ones
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,11 +83,11 @@ class Harvest:
             running = self._max[: end - begin]
             torch.maximum(running, hidden, out=running)
 
-    def encoded(self, last: Tensor, state: Callable[[Order], Any]) -> Encoded:
-        """last: (rows, width) in the order of the walk; `state` puts what goes on into the order in which the rows came."""
+    def encoded(self, last: Tensor, state: Any) -> Encoded:
+        """last: (rows, width) in the order of the walk; state: what goes on, in the order in which the rows came."""
         order, lengths = self._order, self._order.lengths[:, None]
         return Encoded(
-            state=state(order),
+            state=state,
             steps=None if self._steps is None else order.tokens_back(self._steps),
             last=order.rows_back(last) if self._want.last else None,
             mean=None if self._sum is None else order.rows_back(self._sum / lengths.clamp(min=1)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.contract import Ragged
+from kernels.contract import Ragged, whole_windows
 
 
 def windows(
@@ -16,7 +16,7 @@ def windows(
     left, right: zero steps around each row; context: (rows, left, inputs) what stands in place of the zeros on the left.
     """
     padded, begins, lengths = _padded(x, left, right, context)
-    counts = ((lengths - (width - 1) * dilation - 1).div(stride, rounding_mode="floor") + 1).clamp(min=0)
+    counts = whole_windows(lengths, (width - 1) * dilation + 1, stride)
     row = torch.arange(x.rows, device=x.data.device).repeat_interleave(counts)
     position = torch.arange(int(counts.sum()), device=x.data.device) - (counts.cumsum(0) - counts)[row]
     first = begins[row] + position * stride
@@ -26,9 +26,16 @@ def windows(
 
 def left_context(x: Ragged, left: int, context: Tensor | None) -> Tensor:
     """(rows, left, inputs): the last steps of each row and of what stood before it, for the row's next chunk."""
-    padded, begins, lengths = _padded(x, left, 0, context)
-    last = (begins + lengths)[:, None] - left + torch.arange(left, device=x.data.device)
-    return padded[last]
+    # Only what is kept is read: a layer that goes on to nobody pays next to nothing for it.
+    before = x.data.new_zeros(x.rows, left, *x.data.shape[1:]) if context is None else context.to(x.data.dtype)
+    if not len(x.data):
+        return before.clone()
+    steps = torch.diff(x.offsets).long()[:, None]
+    position = steps - left + torch.arange(left, device=x.data.device)  # negative where it lies before the chunk
+    own = x.data[(x.offsets[:-1].long()[:, None] + position).clamp(0, len(x.data) - 1)]
+    earlier = before[torch.arange(x.rows, device=x.data.device)[:, None], (position + left).clamp(max=left - 1)]
+    ours = (position >= 0).reshape(*position.shape, *[1] * (own.dim() - 2))
+    return torch.where(ours, own, earlier)
 
 
 def _padded(x: Ragged, left: int, right: int, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

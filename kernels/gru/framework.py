@@ -21,7 +21,7 @@ def gru(x: Ragged, weights: GRUWeights, state: GRUState | None, *, want: Outputs
         running = hidden[: end - begin]
         step(gates[begin:end], running, weights)
         harvest.take(begin, end, running)
-    return harvest.encoded(hidden, lambda order: GRUState(order.rows_back(hidden)))
+    return harvest.encoded(hidden, GRUState(order.rows_back(hidden)))
 
 
 def _reset_after(gates: Tensor, hidden: Tensor, weights: GRUWeights) -> None:

@@ -22,7 +22,7 @@ def lstm(x: Ragged, weights: LSTMWeights, state: LSTMState | None, *, want: Outp
         running = end - begin
         _step(gates[begin:end], hidden[:running], cell[:running], weights.recurrent)
         harvest.take(begin, end, hidden[:running])
-    return harvest.encoded(hidden, lambda order: LSTMState(order.rows_back(hidden), order.rows_back(cell)))
+    return harvest.encoded(hidden, LSTMState(order.rows_back(hidden), order.rows_back(cell)))
 
 
 def _step(gates: Tensor, hidden: Tensor, cell: Tensor, recurrent: Tensor) -> None:

@@ -26,8 +26,7 @@ def qrnn(x: Ragged, weights: QRNNWeights, state: QRNNState | None, *, want: Outp
         hidden = running if o is None else running * o[begin:end]
         last[: end - begin] = hidden
         harvest.take(begin, end, hidden)
-    after = left_context(x, weights.window - 1, left)
-    return harvest.encoded(last, lambda order: QRNNState(order.rows_back(cell), after))
+    return harvest.encoded(last, QRNNState(order.rows_back(cell), left_context(x, weights.window - 1, left)))
 
 
 def _gates(x: Ragged, weights: QRNNWeights, left: Tensor | None) -> Tensor:

@@ -30,7 +30,7 @@ def sru(x: Ragged, weights: SRUWeights, state: SRUState | None, *, want: Outputs
         hidden = r * hidden if skip is None else torch.lerp(skip[begin:end], hidden, r)
         last[: end - begin] = hidden
         harvest.take(begin, end, hidden)
-    return harvest.encoded(last, lambda order: SRUState(order.rows_back(cell)))
+    return harvest.encoded(last, SRUState(order.rows_back(cell)))
 
 
 def _skip(data: Tensor, blocks: Tensor, weights: SRUWeights) -> Tensor | None:

@@ -59,14 +59,12 @@ class _Line:
 
 def outputs(spec: ModelSpec, answer: Answer, data: bytes) -> list[dict[str, Any]]:
     """One output per sequence, in their order; raises InvalidInput for a sequence that drove the model beyond float32."""
-    say = _SAYINGS[type(spec.head)]
-    given = []
-    for index, line in enumerate(_lines(answer, data, per_step=isinstance(spec.head, TagHead))):
-        if not line.finite:
-            field = f"inputs[{index}]"
-            raise InvalidInput(f"{field} drives {spec.name} to values that are not finite: send smaller numbers", field=field)
-        given.append(say(spec.head, line) | _extras(line))
-    return given
+    say, arrays = _SAYINGS[type(spec.head)], _arrays(answer, data)
+    lines = list(_lines(answer, arrays, per_step=isinstance(spec.head, TagHead)))
+    if not all(np.isfinite(array).all() for array in arrays):
+        field = f"inputs[{next(index for index, line in enumerate(lines) if not line.finite)}]"
+        raise InvalidInput(f"{field} drives {spec.name} to values that are not finite: send smaller numbers", field=field)
+    return [say(spec.head, line) | _extras(line) for line in lines]
 
 
 def _classify(head: ClassifyHead, line: _Line) -> dict[str, Any]:
@@ -119,8 +117,8 @@ def _shortest(values: Array) -> list[float]:
     return [float(value) for value in values.astype(str)]
 
 
-def _lines(answer: Answer, data: bytes, per_step: bool) -> Iterator[_Line]:
-    """The arrays sequence by sequence."""
+def _arrays(answer: Answer, data: bytes) -> list[Array]:
+    """Scores, picks, embedding and sequence; what there is not is empty."""
     at, arrays = 0, []
     for shape, dtype in (
         (answer.scores, FEATURES),
@@ -131,6 +129,11 @@ def _lines(answer: Answer, data: bytes, per_step: bool) -> Iterator[_Line]:
         count = int(np.prod(shape)) if shape else 0
         arrays.append(np.frombuffer(data, dtype, count, at).reshape(shape or (0,)))
         at += arrays[-1].nbytes
+    return arrays
+
+
+def _lines(answer: Answer, arrays: list[Array], per_step: bool) -> Iterator[_Line]:
+    """The arrays sequence by sequence."""
     scores, picks, embedding, sequence = arrays
     for row, (begin, end) in enumerate(pairwise(accumulate(answer.steps, initial=0))):
         lines = slice(begin, end) if per_step else slice(row, row + 1)

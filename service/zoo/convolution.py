@@ -10,7 +10,7 @@ from torch import Tensor
 from kernels import conv as conv_kernel
 from kernels.contract import ConvWeights, Encoded, Outputs, Ragged, arithmetic
 from kernels.embedding import embed, fold_taps, folded_bytes
-from service.zoo.layer import Runs, once, side_by_side, tensors_of
+from service.zoo.layer import EMBEDDED, FOLDED, Runs, once, side_by_side, tensors_of
 from service.zoo.spec import ConvLayer, TextCNNLayer
 
 
@@ -24,16 +24,16 @@ class Conv(Runs):
     def __call__(self, x: Ragged, want: Outputs) -> Encoded:
         if self._table is None:
             return conv_kernel.conv(x, self._weights, want=want)
-        if self.takes_ids == "folded table":
+        if self.takes_ids == FOLDED:
             return conv_kernel.conv_of_ids(x, self._table, self._weights, want=want)
         dtype = arithmetic(self._table.dtype, self._table.device)
         return conv_kernel.conv(Ragged(embed(x.data, self._table, dtype), x.offsets), self._weights, want=want)
 
     def embed(self, table: Tensor) -> None:
-        self._table, self.takes_ids = table, "embedding and product"
+        self._table, self.takes_ids = table, EMBEDDED
 
     def fold(self, table: Tensor) -> None:
-        self._table, self.takes_ids = fold_taps(table, self._weights.filters), "folded table"
+        self._table, self.takes_ids = fold_taps(table, self._weights.filters), FOLDED
 
     def folded_bytes(self, table: Tensor) -> int:
         return folded_bytes(table, self._weights.outputs, taps=self._weights.filters.shape[0])

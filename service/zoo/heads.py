@@ -65,48 +65,46 @@ class Linear:
         return torch.addmm(bias, x.to(weight.dtype), weight).float()
 
 
-class Pooled(Judge):
+class OverLinear(Judge):
+    """A head with a linear layer."""
+
+    def __init__(self, linear: Linear) -> None:
+        self._linear = linear
+
+    def tensors(self) -> list[Tensor]:
+        return self._linear.tensors
+
+
+class Pooled(OverLinear):
     """A linear layer over one vector a row: classify by softmax, regress as it is."""
 
     def __init__(self, head: ClassifyHead | RegressHead, linear: Linear) -> None:
+        super().__init__(linear)
         self.wants = Outputs(**{head.pool: True})
         self._pool = head.pool
         self._softmax = isinstance(head, ClassifyHead)
-        self._linear = linear
 
     def __call__(self, encoded: Encoded, offsets: Tensor) -> Verdict:
         pooled: Tensor = getattr(encoded, self._pool)
         scores = self._linear(pooled)
         return Verdict(scores.softmax(dim=1) if self._softmax else scores, embedding=pooled)
 
-    def tensors(self) -> list[Tensor]:
-        return self._linear.tensors
 
-
-class Tag(Judge):
+class Tag(OverLinear):
     """The likeliest label of every step and its probability."""
 
     wants = Outputs(steps=True)
-
-    def __init__(self, linear: Linear) -> None:
-        self._linear = linear
 
     def __call__(self, encoded: Encoded, offsets: Tensor) -> Verdict:
         assert encoded.steps is not None
         scores, picks = self._linear(encoded.steps).softmax(dim=1).max(dim=1, keepdim=True)
         return Verdict(scores, picks.int(), per_step=True)
 
-    def tensors(self) -> list[Tensor]:
-        return self._linear.tensors
 
-
-class Span(Judge):
+class Span(OverLinear):
     """The likeliest start and end, the end not before the start, and the product of their probabilities."""
 
     wants = Outputs(steps=True)
-
-    def __init__(self, linear: Linear) -> None:
-        self._linear = linear
 
     def __call__(self, encoded: Encoded, offsets: Tensor) -> Verdict:
         assert encoded.steps is not None
@@ -115,26 +113,20 @@ class Span(Judge):
         scores, picks = zip(*best, strict=True)
         return Verdict(torch.stack(scores)[:, None], torch.stack(picks))
 
-    def tensors(self) -> list[Tensor]:
-        return self._linear.tensors
 
-
-class Next(Judge):
+class Next(OverLinear):
     """The likeliest next tokens and their probabilities, the likeliest first."""
 
     wants = Outputs(last=True)
 
     def __init__(self, head: NextHead, linear: Linear) -> None:
+        super().__init__(linear)
         self._top = head.top
-        self._linear = linear
 
     def __call__(self, encoded: Encoded, offsets: Tensor) -> Verdict:
         assert encoded.last is not None
         scores, picks = self._linear(encoded.last).softmax(dim=1).topk(self._top, dim=1)
         return Verdict(scores, picks.int(), encoded.last)
-
-    def tensors(self) -> list[Tensor]:
-        return self._linear.tensors
 
 
 class Embed(Judge):

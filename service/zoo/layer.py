@@ -16,6 +16,9 @@ from torch import Tensor
 
 from kernels.contract import Encoded, Outputs, Ragged
 
+EMBEDDED, FOLDED = "embedding and product", "folded table"
+"""The two ways in which a first layer takes ids."""
+
 
 class Runs(ABC):
     """One layer of a model. `takes_ids` says how the first layer of a model over tokens makes use of the embedding."""

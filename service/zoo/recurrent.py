@@ -26,7 +26,7 @@ from kernels.contract import (
 )
 from kernels.embedding import embed, embed_taps, fold, fold_taps, folded_bytes, tap_rows
 from kernels.windows import left_context
-from service.zoo.layer import Runs, once, side_by_side, tensors_of
+from service.zoo.layer import EMBEDDED, FOLDED, Runs, once, side_by_side, tensors_of
 from service.zoo.spec import GRULayer, LSTMLayer, QRNNLayer, RecurrentLayer, SRULayer
 
 
@@ -109,11 +109,11 @@ class Stack(Runs):
 
     def embed(self, table: Tensor) -> None:
         gather = Gather(table, arithmetic(table.dtype, table.device))
-        self._gathers, self.takes_ids = [gather] * len(self._levels[0]), "embedding and product"
+        self._gathers, self.takes_ids = [gather] * len(self._levels[0]), EMBEDDED
 
     def fold(self, table: Tensor) -> None:
         self._gathers = [self._family.fold(weights, table) for weights in self._levels[0]]
-        self.takes_ids = "folded table"
+        self.takes_ids = FOLDED
 
     def folded_bytes(self, table: Tensor) -> int:
         return sum(self._family.bytes(weights, table) for weights in self._levels[0])
@@ -139,7 +139,7 @@ class Stack(Runs):
         return replace(encoded, steps=encoded.steps.index_select(0, reversal(x.offsets)))
 
     def _from_ids(self, ids: Ragged, weights: Any, want: Outputs, gather: Gather, state: Any) -> Encoded:
-        rest = self._family.rest(weights) if self.takes_ids == "folded table" else weights
+        rest = self._family.rest(weights) if self.takes_ids == FOLDED else weights
         x, taken = gather(ids, state)
         encoded = self._family.run(x, rest, taken, want=want)
         return replace(encoded, state=gather.after(ids, state, encoded.state))

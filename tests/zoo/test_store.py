@@ -23,16 +23,6 @@ from tests import models
 BIAS = "layers.1.0.backward.bias"
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> ModelSpec:
-    return models.words(tmp_path)
-
-
-@pytest.fixture
-def folder(tmp_path: Path, model: ModelSpec) -> Path:
-    return tmp_path / model.name / "1"
-
-
 def refusal(folder: Path, model: ModelSpec, content: bytes) -> str:
     """What is said of a weights file whose digest is right and whose content is not."""
     (folder / "weights.safetensors").write_bytes(content)

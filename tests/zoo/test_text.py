@@ -17,16 +17,6 @@ from service.zoo.text import Tokenizer
 from tests import models
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> ModelSpec:
-    return models.words(tmp_path)
-
-
-@pytest.fixture
-def folder(tmp_path: Path, model: ModelSpec) -> Path:
-    return tmp_path / model.name / "1"
-
-
 def with_file(folder: Path, model: ModelSpec, content: str) -> ModelSpec:
     """The spec of the folder once it has this tokenizer."""
     (folder / "tokenizer.json").write_text(content)
