@@ -16,22 +16,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-TEST_FILE = "trec.test.txt"
-LABELS = ("DESC", "ENTY", "ABBR", "HUM", "LOC", "NUM")
+from trec import LABELS, TEST_FILE, Question, is_missing, read_questions, what_to_fetch
+
 AT_ONCE = 50
-WHAT_TO_FETCH = f"""\
-The TREC question classification set (Li and Roth, 2002) is needed; the project does not ship it. Make a folder with
-  {TEST_FILE}  500 questions, one a line, "LABEL text", latin-1, with the labels {", ".join(map(str, enumerate(LABELS)))}
-and name it with DATA=folder or --data."""
 
 
 def main(arguments: list[str] | None = None) -> int:
     """0 when the table was printed, 1 when the service does not answer, 2 when the questions are missing."""
     said = parse(arguments)
-    if said.data is None or not (said.data / TEST_FILE).is_file():
-        print(WHAT_TO_FETCH, file=sys.stderr)
+    if is_missing(said.data, TEST_FILE):
+        print(what_to_fetch(TEST_FILE), file=sys.stderr)
         return 2
-    questions = read(said.data / TEST_FILE)
+    questions = read_questions(said.data / TEST_FILE)
     try:
         rows = [evaluate(said.url, model, questions) for model in models(said.url)]
     except urllib.error.URLError as fault:
@@ -53,12 +49,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return said
 
 
-def read(file: Path) -> list[tuple[str, str]]:
-    """Label and text of every question."""
-    lines = (line.split(maxsplit=1) for line in file.read_text("latin-1").split("\n") if line)
-    return [(LABELS[int(label)], text) for label, text in lines]
-
-
 def models(url: str) -> Iterator[str]:
     """The served models that answer with these labels."""
     for model in ask(f"{url}/models")["models"]:
@@ -66,14 +56,14 @@ def models(url: str) -> Iterator[str]:
             yield model["name"]
 
 
-def evaluate(url: str, model: str, questions: list[tuple[str, str]]) -> dict[str, Any]:
+def evaluate(url: str, model: str, questions: list[Question]) -> dict[str, Any]:
     """One model's row: how many questions of each label it labels right, and the seconds that it took."""
     right, start = dict.fromkeys(LABELS, 0), time.monotonic()
     for first in range(0, len(questions), AT_ONCE):
         some = questions[first : first + AT_ONCE]
-        answer = ask(f"{url}/infer", {"model": model, "inputs": [text for _, text in some]})
-        for (label, _), output in zip(some, answer["outputs"], strict=True):
-            right[label] += output["label"] == label
+        answer = ask(f"{url}/infer", {"model": model, "inputs": [question.text for question in some]})
+        for question, output in zip(some, answer["outputs"], strict=True):
+            right[LABELS[question.label]] += output["label"] == LABELS[question.label]
     return {"model": f"{answer['model']} {answer['version']}", "right": right, "seconds": time.monotonic() - start}
 
 

@@ -1,34 +1,19 @@
-"""The TREC question classification set: reading, holding out a tenth, words to numbers, batches."""
+"""Questions to train on: holding out a tenth, words to numbers, batches."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from trec import Question
 
-TRAIN_FILE, TEST_FILE = "trec.train.txt", "trec.test.txt"
-LABELS = ("DESC", "ENTY", "ABBR", "HUM", "LOC", "NUM")
 UNKNOWN_WORD, UNKNOWN = "[UNK]", 0
 SPLIT_SEED, TENTHS = 0, 10
-WHAT_TO_FETCH = f"""\
-The TREC question classification set (Li and Roth, 2002) is needed; the project does not ship it. Make a folder with
-  {TRAIN_FILE}  5,452 questions
-  {TEST_FILE}     500 questions
-one question a line, "LABEL text", tokens separated by spaces, latin-1, with the labels
-  {", ".join(f"{index} {label}" for index, label in enumerate(LABELS))}
-and name the folder with --data or in the environment variable DATA."""
-
-
-@dataclass(frozen=True)
-class Question:
-    label: int
-    text: str
 
 
 @dataclass(frozen=True)
@@ -46,11 +31,6 @@ class Batch:
     tokens: Tensor
     lengths: Tensor
     labels: Tensor
-
-
-def read_questions(file: Path) -> list[Question]:
-    lines = (line.split(maxsplit=1) for line in file.read_text("latin-1").split("\n") if line)
-    return [Question(int(label), text) for label, text in lines]
 
 
 def hold_out(questions: list[Question], fold: int) -> tuple[list[Question], list[Question]]:

@@ -19,25 +19,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from questions import (
-    LABELS,
-    TENTHS,
-    TEST_FILE,
-    TRAIN_FILE,
-    UNKNOWN,
-    WHAT_TO_FETCH,
-    Batch,
-    Question,
-    Row,
-    batches,
-    hold_out,
-    make_tokenizer,
-    numbered,
-    read_questions,
-    shuffled_batches,
-)
+from questions import TENTHS, UNKNOWN, Batch, Row, batches, hold_out, make_tokenizer, numbered, shuffled_batches
 from text_encoders import ENCODERS
 from torch import Tensor, nn
+from trec import LABELS, TEST_FILE, TRAIN_FILE, Question, is_missing, read_questions, what_to_fetch
 
 from service.zoo import spec, store
 from service.zoo.spec import ClassifyHead, EmbeddingLayer, ModelSpec, SequenceInput
@@ -205,8 +190,8 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     flags = arguments()
-    if flags.data is None or not all((flags.data / name).is_file() for name in (TRAIN_FILE, TEST_FILE)):
-        print(WHAT_TO_FETCH, file=sys.stderr)
+    if is_missing(flags.data, TRAIN_FILE, TEST_FILE):
+        print(what_to_fetch(TRAIN_FILE, TEST_FILE), file=sys.stderr)
         return 2
     torch.set_num_threads(1)  # the model is small, and one thread adds up in one order
     given = {name: value for name, value in vars(flags).items() if name in asdict(DEFAULTS["lstm"])}

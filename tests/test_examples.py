@@ -19,8 +19,9 @@ QUESTIONS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def evaluate() -> Any:
+@pytest.fixture
+def evaluate(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
     return runpy.run_path(str(ROOT / "examples" / "evaluate.py"))["main"]
 
 
