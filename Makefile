@@ -44,7 +44,7 @@ gpu: .venv/installed
 	elif [ ! -e .venv/gpu ]; then echo "NVIDIA driver $$driver: installing the GPU packages"; $(PIP) --editable '.[gpu]' && touch .venv/gpu; fi
 
 .venv/tools: .venv/installed
-	@$(PIP) --editable '.[dev]'
+	@$(PIP) --editable '.[dev,load,bench]'
 	@touch $@
 
 serve: .venv/installed gpu

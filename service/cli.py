@@ -1,4 +1,4 @@
-"""`seqserve serve | infer | models`: reads the settings, then hands over."""
+"""`seqserve serve | infer | models | bench`: reads the settings, then hands over."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
 from service import __version__, app
 from service.errors import ServiceError, SettingsError, StartError
@@ -18,12 +19,14 @@ from service.supervisor import Supervisor
 from service.zoo import spec
 
 EXAMPLE = "How far is it from Denver to Aspen ?"
+T = TypeVar("T", int, float)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command's exit status: 0 done, 1 the service cannot start, 2 the command line or a setting is wrong."""
     said = vars(_parser().parse_args(arguments))
-    run, words = said.pop("run"), {key: said.pop(key) for key in ("model", "texts") if key in said}
+    run = said.pop("run")
+    words = {name: said.pop(name) for name in list(said) if name not in Settings.model_fields and name != "config"}
     try:
         settings = load(said, os.environ)
         status: int = run(settings, **words)
@@ -68,6 +71,27 @@ def models(settings: Settings) -> int:
     return 0
 
 
+def bench(
+    settings: Settings,
+    url: str,
+    model: str | None,
+    callers: list[int],
+    rates: list[float],
+    arrivals: str,
+    seconds: float,
+    inputs: int,
+    seed: int,
+    json: Path | None,
+) -> int:
+    """Load a running server and say what came of it."""
+    from loadtest.bench import NoServer, Plan, run
+
+    try:
+        return run(Plan(url.rstrip("/"), model, callers, rates, arrivals, seconds, inputs, seed), settings.models, json)
+    except (NoServer, ValueError, OSError) as fault:
+        raise StartError(str(fault)) from fault
+
+
 def _example(settings: Settings) -> dict[str, Any]:
     """A request that the first alias or model answers, one over text if there is any."""
     catalog = app.catalog(settings.models)
@@ -82,7 +106,7 @@ def _example(settings: Settings) -> dict[str, Any]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="seqserve", description="A server for sequence models.")
     parser.add_argument("--version", action="version", version=f"seqserve {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="serve | infer | models")
+    commands = parser.add_subparsers(required=True, metavar="serve | infer | models | bench")
     shared = argparse.ArgumentParser(add_help=False)
     _setting(shared, "--models", metavar="DIR", help="folder of models")
     _setting(shared, "--config", metavar="FILE", help="TOML file of settings")
@@ -99,7 +123,48 @@ def _parser() -> argparse.ArgumentParser:
     one.set_defaults(run=infer)
     one = commands.add_parser("models", parents=[shared], help="list the models folder")
     one.set_defaults(run=models)
+    one = commands.add_parser("bench", parents=[shared], help="load a running server and say what came of it")
+    one.add_argument("--url", default="http://127.0.0.1:8000", help="the server, %(default)s unless given")
+    one.add_argument("--model", metavar="NAME", help="the first one served unless given")
+    levels = one.add_mutually_exclusive_group()
+    levels.add_argument(
+        "--callers",
+        type=_listed(int),
+        default=[1, 8, 32, 128],
+        metavar="N,N",
+        help="levels of callers who wait for each answer before they ask again; 1,8,32,128 unless given",
+    )
+    levels.add_argument(
+        "--rates", type=_listed(float), default=[], metavar="R,R", help="levels of requests a second that wait for nothing"
+    )
+    one.add_argument("--arrivals", choices=("poisson", "bursty"), default="poisson", help="how such requests come")
+    one.add_argument("--seconds", type=_above_zero(float), default=5.0, help="of each level, %(default)s unless given")
+    one.add_argument("--inputs", type=_above_zero(int), default=1, help="sequences in a request, %(default)s unless given")
+    one.add_argument("--seed", type=int, default=0, help="of the traffic, %(default)s unless given")
+    one.add_argument("--json", type=Path, metavar="FILE", help="where to write the figures, one JSON object a level")
+    one.set_defaults(run=bench)
     return parser
+
+
+def _above_zero(kind: type[T]) -> Callable[[str], T]:
+    """Reads a number above zero."""
+
+    def read(word: str) -> T:
+        number = kind(word)
+        if not 0 < number < float("inf"):
+            raise argparse.ArgumentTypeError(f"{word} is not above zero")
+        return number
+
+    return read
+
+
+def _listed(kind: type[T]) -> Callable[[str], list[T]]:
+    """Reads numbers above zero with commas between them."""
+
+    def read(word: str) -> list[T]:
+        return [_above_zero(kind)(part) for part in word.split(",")]
+
+    return read
 
 
 def _setting(parser: argparse.ArgumentParser, flag: str, **words: Any) -> None:

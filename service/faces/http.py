@@ -225,6 +225,7 @@ def _models(front: Front) -> list[dict[str, Any]]:
                     "description": model.spec.description,
                     "ready": running is not None,
                     "input": model.spec.input.model_dump(exclude_none=True),
+                    "min_steps": model.spec.min_steps,
                     "head": model.spec.head.model_dump(),
                     "precision": model.spec.precision,
                     "device": running.device if running else None,

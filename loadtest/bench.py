@@ -1,0 +1,151 @@
+"""`seqserve bench`: load on a running server, level after level, with what each level gave and where the time went."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from prometheus_client.parser import text_string_to_metric_families
+
+from loadtest import load, report, traffic
+from loadtest.callers import Target
+from loadtest.load import Figures
+
+REQUESTS = 1000
+"""So many different requests are made before the clock starts, and sent in turn."""
+WARM_UP_SECONDS = 1.0
+STAGES = ("parse", "queue", "stage_in", "compute", "stage_out", "encode", "total")
+
+
+class NoServer(Exception):
+    """Nobody answers at this address as seqserve does; the message says what was tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to ask of whom: `callers` are levels of a closed loop, `rates` (requests a second) levels of an open one."""
+
+    url: str
+    model: str | None
+    callers: Sequence[int]
+    rates: Sequence[float]
+    arrivals: str
+    seconds: float
+    inputs: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """What one level gave; `stages` are mean milliseconds by stage, `rows` the mean of sequences in a turn."""
+
+    name: str
+    figures: Figures
+    stages: dict[str, float]
+    rows: float
+
+
+def run(plan: Plan, models: Path, out: Path | None) -> int:
+    """The exit status: 0 when every request was answered, 1 when some were not."""
+    model = described(plan.url, plan.model)
+    source = traffic.Traffic(model, _words(models, model), plan.seed)
+    target = Target.of(plan.url, "/infer")
+    requests = prepared(target, source, plan.inputs)
+    print(f"{model['name']} version {model['version']} on {plan.url}, {plan.inputs} of {source} a request, seed {plan.seed}")
+    loop = f"open loop, {plan.arrivals} arrivals" if plan.rates else "closed loop"
+    print(f"{loop}, {plan.seconds:g} s a level after {WARM_UP_SECONDS:g} s of warming up\n", flush=True)
+    uvloop.run(load.closed(target, requests, 1, WARM_UP_SECONDS, lambda _: None))
+    levels = [_level(plan, target, requests, model, name) for name in _names(plan)]
+    print("\n".join(report.levels(levels, "rate" if plan.rates else "callers")))
+    if out is not None:
+        out.write_text("".join(f"{json.dumps(report.record(one, model))}\n" for one in levels))
+    return 1 if any(level.figures.failed for level in levels) else 0
+
+
+def described(url: str, name: str | None) -> dict[str, Any]:
+    """The named model, or the first, in its newest version, as the server describes it; raises NoServer."""
+    try:
+        served: list[dict[str, Any]] = json.loads(_get(f"{url}/models"))["models"]
+    except (OSError, ValueError, KeyError, TypeError) as fault:
+        raise NoServer(
+            f"{url}/models is not answered as seqserve answers it ({fault}): start one, or name it with --url"
+        ) from fault
+    fitting = [one for one in served if name is None or name in (one["name"], *one["aliases"])]
+    if not fitting:
+        raise NoServer(f"{url} serves no model {name}: it serves {', '.join(one['name'] for one in served)}")
+    return [one for one in fitting if one["name"] == fitting[0]["name"]][-1]
+
+
+def prepared(target: Target, source: traffic.Traffic, inputs: int) -> Iterator[bytes]:
+    """Requests, over and over."""
+    return itertools.cycle([target.request(json.dumps(source.body(inputs)).encode()) for _ in range(REQUESTS)])
+
+
+def _level(plan: Plan, target: Target, requests: Iterator[bytes], model: dict[str, Any], name: str) -> Level:
+    def watch(figures: Figures) -> None:
+        print(report.progress(name, figures, plan.seconds), file=sys.stderr, flush=True)
+
+    before = _Counts.read(plan.url, model)
+    if plan.rates:
+        gaps = traffic.ARRIVALS[plan.arrivals](float(name.removesuffix("/s")), plan.seed)
+        figures = uvloop.run(load.opened(target, requests, gaps, plan.seconds, watch))
+    else:
+        figures = uvloop.run(load.closed(target, requests, int(name), plan.seconds, watch))
+    after = _Counts.read(plan.url, model)
+    return Level(name, figures, after.stages(before), after.rows(before))
+
+
+def _names(plan: Plan) -> Iterable[str]:
+    return [f"{rate:g}/s" for rate in plan.rates] or [str(callers) for callers in plan.callers]
+
+
+def _words(models: Path, model: dict[str, Any]) -> list[str]:
+    """A text model's words, when its folder is at hand."""
+    file = models / model["name"] / model["version"] / "tokenizer.json"
+    return traffic.words(file.read_text()) if model["input"]["kind"] == "text" and file.is_file() else []
+
+
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    """A model's sums and counts, as /metrics has them, by stage and of the rows in turns."""
+
+    sums: dict[str, float]
+    counts: dict[str, float]
+
+    @classmethod
+    def read(cls, url: str, model: dict[str, Any]) -> _Counts:
+        found = cls({}, {})
+        labels = {"model": model["name"], "version": model["version"]}
+        for family in text_string_to_metric_families(_get(f"{url}/metrics").decode()):
+            for sample in family.samples:
+                if family.name in ("seqserve_stage_seconds", "seqserve_turn_rows") and labels.items() <= sample.labels.items():
+                    key = sample.labels.get("stage", "rows")
+                    if sample.name.endswith("_sum"):
+                        found.sums[key] = sample.value
+                    elif sample.name.endswith("_count"):
+                        found.counts[key] = sample.value
+        return found
+
+    def stages(self, before: _Counts) -> dict[str, float]:
+        return {stage: 1000 * self._mean(before, stage) for stage in STAGES}
+
+    def rows(self, before: _Counts) -> float:
+        return self._mean(before, "rows")
+
+    def _mean(self, before: _Counts, key: str) -> float:
+        count = self.counts.get(key, 0.0) - before.counts.get(key, 0.0)
+        return (self.sums[key] - before.sums.get(key, 0.0)) / count if count else 0.0
+
+
+def _get(url: str) -> bytes:
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        body: bytes = answer.read()
+        return body

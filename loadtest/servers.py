@@ -1,0 +1,80 @@
+"""Servers on this machine, started for a comparison and ended after it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parent.parent
+START_SECONDS = 60.0
+STOP_SECONDS = 60.0
+
+
+class Server:
+    """One running server and the processes under it."""
+
+    def __init__(self, url: str, process: subprocess.Popen[bytes]) -> None:
+        self.url = url
+        self._process = process
+
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    def cpu_seconds(self) -> float:
+        """What all its processes have used so far, those that ended excepted."""
+        first = psutil.Process(self._process.pid)
+        times = [one.cpu_times() for one in (first, *first.children(recursive=True))]
+        return float(sum(one.user + one.system for one in times))
+
+
+@contextmanager
+def running(*command: str) -> Iterator[Server]:
+    """A server that is ready, by `python COMMAND --port PORT`, until the end of the block."""
+    port = _free_port()
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SEQSERVE_")}
+    environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(ROOT / "examples")))
+    process = subprocess.Popen([sys.executable, *command, "--port", str(port)], env=environment, stdout=subprocess.DEVNULL)
+    server = Server(f"http://127.0.0.1:{port}", process)
+    try:
+        _await_ready(server)
+        yield server
+    finally:
+        process.terminate()
+        process.wait(STOP_SECONDS)
+
+
+def seqserve(*flags: str) -> tuple[str, ...]:
+    """This service as a command, with the embedded models unless a flag names others."""
+    return ("-m", "service", "serve", *flags)
+
+
+def plain(folder: Path) -> tuple[str, ...]:
+    """The plain handler as a command."""
+    return ("-m", "loadtest.plain_fastapi", str(folder))
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port: int = taken.getsockname()[1]
+        return port
+
+
+def _await_ready(server: Server) -> None:
+    until = time.monotonic() + START_SECONDS
+    while time.monotonic() < until and server.running:
+        try:
+            with urllib.request.urlopen(f"{server.url}/readyz", timeout=1):
+                return
+        except OSError:
+            time.sleep(0.05)
+    raise RuntimeError(f"the server on {server.url} was not ready within {START_SECONDS} s")
