@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from loadtest import load, report, traffic
 from loadtest.callers import Target
 from loadtest.load import Figures
+from loadtest.report import Level
 
 REQUESTS = 1000
 """So many different requests are made before the clock starts, and sent in turn."""
@@ -41,16 +42,6 @@ class Plan:
     seconds: float
     inputs: int
     seed: int
-
-
-@dataclass(frozen=True, slots=True)
-class Level:
-    """What one level gave; `stages` are mean milliseconds by stage, `rows` the mean of sequences in a turn."""
-
-    name: str
-    figures: Figures
-    stages: dict[str, float]
-    rows: float
 
 
 def run(plan: Plan, models: Path, out: Path | None) -> int:

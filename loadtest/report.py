@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 from loadtest.load import Figures
 
-if TYPE_CHECKING:
-    from loadtest.bench import Level
-
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """What one level gave; `stages` are mean milliseconds by stage, `rows` the mean of sequences in a turn."""
+
+    name: str
+    figures: Figures
+    stages: dict[str, float]
+    rows: float
 
 
 def milliseconds(figures: Figures) -> dict[str, float]:
