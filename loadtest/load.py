@@ -50,7 +50,7 @@ class Figures:
         if reply.status == 200:
             self.answers.append(seconds)
         else:
-            self.failures[_reason(reply)] += 1
+            self.failures[reason(reply)] += 1
 
 
 Watch = Callable[[Figures], None]
@@ -140,7 +140,7 @@ def _due(gaps: Iterator[float], start: float, seconds: float) -> Iterator[float]
         yield math.ceil(at * 1000) / 1000
 
 
-def _reason(reply: Reply) -> str:
+def reason(reply: Reply) -> str:
     """The status and, where the body has one, the error's code."""
     try:
         return f"{reply.status} {json.loads(reply.body)['code']}"
