@@ -11,8 +11,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+Sizes = NDArray[np.int64]
+"""Steps, lengths and places on the host, where small arrays are cheap."""
 
 GATES = ("input", "forget", "cell", "output")
 """Order of the LSTM's gate blocks along every axis of 4 x hidden."""
@@ -43,13 +48,13 @@ class Ragged:
     def rows(self) -> int:
         return self.offsets.shape[0] - 1
 
-    def lengths(self) -> list[int]:
-        """Steps of each row, on the host; on a GPU this waits for the device."""
-        return torch.diff(self.offsets).tolist()
+    def lengths(self) -> Sizes:
+        """(rows,) steps of each row, on the host; on a GPU this waits for the device."""
+        return np.diff(self.offsets.cpu().numpy()).astype(np.int64)
 
     def reversed(self) -> Ragged:
         """Every row back to front."""
-        return Ragged(self.data.index_select(0, reversal(self.offsets)), self.offsets)
+        return Ragged(self.data.index_select(0, reversal(self.offsets, len(self.data))), self.offsets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,8 +203,8 @@ class ConvWeights:
     def reach(self) -> int:
         return (self.filters.shape[0] - 1) * self.dilation + 1
 
-    def steps(self, steps: Tensor) -> Tensor:
-        """Steps that come out of rows of so many steps."""
+    def steps(self, steps: Sizes) -> Sizes:
+        """Steps that come out of rows of so many steps, on the host."""
         return whole_windows(steps + self.left + self.right, self.reach, self.stride)
 
 
@@ -236,16 +241,23 @@ class Encoded:
     offsets: Tensor | None = None
 
 
-def whole_windows(steps: Tensor, reach: int, stride: int) -> Tensor:
+def begins(sizes: Sizes) -> Sizes:
+    """The sum of those before each: where it begins when they are laid end to end."""
+    before: Sizes = sizes.cumsum() - sizes
+    return before
+
+
+def whole_windows(steps: Sizes, reach: int, stride: int) -> Sizes:
     """How many windows of `reach` steps, `stride` apart, lie within so many steps."""
-    return ((steps - reach).div(stride, rounding_mode="floor") + 1).clamp(min=0)
+    windows: Sizes = np.maximum((steps - reach) // stride + 1, 0)
+    return windows
 
 
-def reversal(offsets: Tensor) -> Tensor:
-    """(tokens,) int64: where each token of the rows, read back to front, comes from."""
-    lengths = torch.diff(offsets).long()
-    ends = (offsets[:-1].long() + offsets[1:].long() - 1).repeat_interleave(lengths)
-    return ends - torch.arange(ends.shape[0], device=offsets.device)
+def reversal(offsets: Tensor, tokens: int) -> Tensor:
+    """(tokens,) int64: where each token of the rows, read back to front, comes from. Waits for no device."""
+    token = torch.arange(tokens, device=offsets.device)
+    after = torch.searchsorted(offsets.long(), token, right=True)
+    return offsets[after - 1] + offsets[after] - 1 - token
 
 
 def check_lstm(x: Ragged, weights: LSTMWeights, state: LSTMState | None) -> None:

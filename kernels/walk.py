@@ -5,24 +5,38 @@ Rows are taken longest first, so that the running rows are always the first ones
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.contract import Encoded, Outputs, Ragged, arithmetic
+from kernels.contract import Encoded, Outputs, Ragged, arithmetic, begins
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """rows: (rows,) the rows, longest first; tokens: (tokens,) where the k-th token of the walk comes from; lengths: (rows,)
-    in the order of the walk; steps: the walk's slices, `(begin, end)` being one step of the first end - begin rows."""
+    """rows: (rows,) the rows, longest first; tokens: (tokens,) where the k-th token of the walk comes from; lengths: (rows,) in the
+    order of the walk; running: how many rows run in each step, which are the first ones."""
 
     rows: Tensor
     tokens: Tensor
     lengths: Tensor
-    steps: list[tuple[int, int]]
+    running: list[int]
+
+    def by_step(self, *values: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Step by step the part of each array of values by token, in the order of the walk."""
+        return zip(*(torch.split(value, self.running) for value in values), strict=True)
+
+    def by_row(self, *values: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Step by step the part of each array of values by row, in the order of the walk, that belongs to the running rows."""
+        rows = self.rows.shape[0]
+        for running in self.running:
+            if running < rows:
+                rows, values = running, tuple(value[:running] for value in values)
+            yield values
 
     def sorted(self, state: Tensor | None, width: int) -> Tensor:
         """(rows, width) float32 in the order of the walk; zeros when there is no state. The caller's array is not touched."""
@@ -41,15 +55,13 @@ class Order:
 
 def longest_first(x: Ragged) -> Order:
     """Sorted on the host, as the steps of the walk are launched from there."""
-    offsets = x.offsets.cpu().long()
-    lengths = torch.diff(offsets)
-    rows = torch.argsort(lengths, descending=True, stable=True)
-    longest = int(lengths.max()) if x.rows else 0
-    running = (lengths[rows][None, :] > torch.arange(longest)[:, None]).nonzero()
-    tokens = offsets[rows[running[:, 1]]] + running[:, 0]
-    ends = torch.bincount(running[:, 0], minlength=longest).cumsum(0).tolist()
-    device = x.data.device
-    return Order(rows.to(device), tokens.to(device), lengths[rows].to(device), list(zip([0, *ends], ends, strict=False)))
+    lengths = x.lengths()
+    rows = np.argsort(-lengths, kind="stable")
+    step, row = (lengths[rows] > np.arange(lengths.max(initial=0))[:, None]).nonzero()
+    by_row, by_token, sorted_lengths = (
+        torch.from_numpy(one).to(x.data.device) for one in (rows, begins(lengths)[rows[row]] + step, lengths[rows])
+    )
+    return Order(by_row, by_token, sorted_lengths, np.bincount(step).tolist())
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -72,16 +84,19 @@ class Harvest:
         self._steps = zeros.new_empty(len(order.tokens), width) if want.steps else None
         self._sum = zeros.clone() if want.mean else None
         self._max = torch.full_like(zeros, -torch.inf) if want.max else None
+        self._step_places = None if self._steps is None else order.by_step(self._steps)
+        self._sum_places = None if self._sum is None else order.by_row(self._sum)
+        self._max_places = None if self._max is None else order.by_row(self._max)
 
-    def take(self, begin: int, end: int, hidden: Tensor) -> None:
-        """hidden: (end - begin, width), one step of the running rows."""
-        if self._steps is not None:
-            self._steps[begin:end] = hidden
-        if self._sum is not None:
-            self._sum[: end - begin] += hidden
-        if self._max is not None:
-            running = self._max[: end - begin]
-            torch.maximum(running, hidden, out=running)
+    def take(self, hidden: Tensor) -> None:
+        """hidden: (running rows, width), those of the next step."""
+        if self._step_places is not None:
+            next(self._step_places)[0].copy_(hidden)
+        if self._sum_places is not None:
+            next(self._sum_places)[0].add_(hidden)
+        if self._max_places is not None:
+            (highest,) = next(self._max_places)
+            torch.maximum(highest, hidden, out=highest)
 
     def encoded(self, last: Tensor, state: Any) -> Encoded:
         """last: (rows, width) in the order of the walk; state: what goes on, in the order in which the rows came."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.contract import Ragged, whole_windows
+from kernels.contract import Ragged, Sizes, begins, whole_windows
 
 
 def windows(
@@ -15,13 +16,38 @@ def windows(
 
     left, right: zero steps around each row; context: (rows, left, inputs) what stands in place of the zeros on the left.
     """
-    padded, begins, lengths = _padded(x, left, right, context)
-    counts = whole_windows(lengths, (width - 1) * dilation + 1, stride)
-    row = torch.arange(x.rows, device=x.data.device).repeat_interleave(counts)
-    position = torch.arange(int(counts.sum()), device=x.data.device) - (counts.cumsum(0) - counts)[row]
-    first = begins[row] + position * stride
-    taps = torch.arange(width, device=x.data.device) * dilation
-    return padded[first[:, None] + taps]
+    place = _Places(x, left, right)
+    padded = x.data.new_zeros(place.padded, *x.data.shape[1:])
+    padded[_there(place.own, x)] = x.data
+    if context is not None:
+        padded[_there(place.left, x)] = context.to(x.data.dtype)
+    seen: Sizes = place.first((width - 1) * dilation + 1, stride)[:, None] + np.arange(width) * dilation
+    return padded[_there(seen, x)]
+
+
+class _Places:
+    """Where the steps of a batch stand once each row has its padding; worked out on the host, where small arrays are cheap."""
+
+    def __init__(self, x: Ragged, left: int, right: int) -> None:
+        steps = x.lengths()
+        self._lengths = steps + left + right
+        self._begins = begins(self._lengths)
+        self.padded = int(self._lengths.sum())
+        self.own: Sizes = np.repeat(self._begins + left - begins(steps), steps) + np.arange(len(x.data))
+        """(tokens,) where each token stands."""
+        self.left: Sizes = self._begins[:, None] + np.arange(left)
+        """(rows, left) where the padding before each row stands."""
+
+    def first(self, reach: int, stride: int) -> Sizes:
+        """(windows,) where each window of `reach` steps begins, `stride` apart in its row."""
+        counts = whole_windows(self._lengths, reach, stride)
+        within = np.arange(counts.sum()) - np.repeat(begins(counts), counts)
+        first: Sizes = np.repeat(self._begins, counts) + within * stride
+        return first
+
+
+def _there(places: Sizes, x: Ragged) -> Tensor:
+    return torch.from_numpy(places).to(x.data.device)
 
 
 def left_context(x: Ragged, left: int, context: Tensor | None) -> Tensor:
@@ -36,17 +62,3 @@ def left_context(x: Ragged, left: int, context: Tensor | None) -> Tensor:
     earlier = before[torch.arange(x.rows, device=x.data.device)[:, None], (position + left).clamp(max=left - 1)]
     ours = (position >= 0).reshape(*position.shape, *[1] * (own.dim() - 2))
     return torch.where(ours, own, earlier)
-
-
-def _padded(x: Ragged, left: int, right: int, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The batch with each row's padding in place, where each row begins in it, and its steps, padding included."""
-    steps = torch.diff(x.offsets).long()
-    lengths = steps + left + right
-    begins = lengths.cumsum(0) - lengths
-    padded = x.data.new_zeros(int(lengths.sum()), *x.data.shape[1:])
-    row = torch.arange(x.rows, device=x.data.device).repeat_interleave(steps)
-    within = torch.arange(len(row), device=x.data.device) - x.offsets[:-1].long()[row]
-    padded[begins[row] + left + within] = x.data
-    if context is not None:
-        padded[begins[:, None] + torch.arange(left, device=x.data.device)] = context.to(x.data.dtype)
-    return padded, begins, lengths

@@ -3,6 +3,7 @@ Runs wherever torch runs; the windows take width times the memory of the input."
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,8 +28,11 @@ def activated(steps: Tensor, weights: ConvWeights) -> Tensor:
 
 def harvested(steps: Tensor, x: Ragged, weights: ConvWeights, want: Outputs, state: ConvState | None) -> Encoded:
     """steps: (windows, outputs), the windows of x's rows in their order."""
-    counts = weights.steps(torch.diff(x.offsets).long())
-    offsets = torch.cat((counts.new_zeros(1), counts.cumsum(0)))
+    sizes = weights.steps(x.lengths())
+    counts, offsets, rows = (
+        torch.from_numpy(one).to(steps.device)
+        for one in (sizes, np.append(0, sizes.cumsum()), np.repeat(np.arange(len(sizes)), sizes))
+    )
 
     def mean() -> Tensor:
         # Scattered additions would give other bits each time; here one thread walks each row.
@@ -36,9 +40,8 @@ def harvested(steps: Tensor, x: Ragged, weights: ConvWeights, want: Outputs, sta
         return total / counts.clamp(min=1)[:, None]
 
     def maximum() -> Tensor:
-        rows = torch.arange(len(counts), device=steps.device).repeat_interleave(counts)[:, None].expand_as(steps)
         zeros = steps.new_zeros(len(counts), steps.shape[1])
-        return zeros.scatter_reduce_(0, rows, steps, "amax", include_self=False)
+        return zeros.scatter_reduce_(0, rows[:, None].expand_as(steps), steps, "amax", include_self=False)
 
     def last() -> Tensor:
         if not len(steps):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding_bag
 
 from kernels.contract import Ragged
 from kernels.windows import windows
@@ -58,13 +59,14 @@ def embed_taps(
     """
     rows = tap_rows(ids)
     seen = windows(rows, len(tables), left=left, right=right, dilation=dilation, stride=stride, context=context)
-    total = tables.new_zeros(len(seen), tables.shape[2], dtype=torch.float32)
-    for tap, table in enumerate(tables):
-        total += table.index_select(0, seen[:, tap])
-    return total
+    at = seen + torch.arange(len(tables), device=seen.device) * tables.shape[1]
+    flat = tables.flatten(0, 1)
+    if flat.dtype == torch.float32:
+        return embedding_bag(at, flat, mode="sum")
+    return flat[at].float().sum(dim=1)  # a bag would round its sums to what the rows are stored in
 
 
-def folded_bytes(embedding: Tensor, columns: int, taps: int | None = None) -> int:
-    """Bytes of what `fold` makes of so many columns, or `fold_taps` of so many taps of them."""
+def folded_bytes(embedding: Tensor, columns: int, taps: int | None = None, dtype: torch.dtype | None = None) -> int:
+    """Bytes of what `fold` makes of so many columns, or `fold_taps` of so many taps of them, held as `dtype` or as the embedding."""
     rows = embedding.shape[0] if taps is None else taps * (1 + embedding.shape[0])
-    return rows * columns * embedding.element_size()
+    return rows * columns * (dtype or embedding.dtype).itemsize

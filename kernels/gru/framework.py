@@ -16,11 +16,10 @@ def gru(x: Ragged, weights: GRUWeights, state: GRUState | None, *, want: Outputs
     gates = data.float() if weights.input is None else product(data, weights.input, weights.bias)
     hidden = order.sorted(state.hidden if state else None, weights.hidden)
     harvest = Harvest(order, weights.hidden, want)
-    step = _reset_before if weights.recurrent_bias is None else _reset_after
-    for begin, end in order.steps:
-        running = hidden[: end - begin]
-        step(gates[begin:end], running, weights)
-        harvest.take(begin, end, running)
+    advance = _reset_before if weights.recurrent_bias is None else _reset_after
+    for (step,), (running,) in zip(order.by_step(gates), order.by_row(hidden), strict=True):
+        advance(step, running, weights)
+        harvest.take(running)
     return harvest.encoded(hidden, GRUState(order.rows_back(hidden)))
 
 

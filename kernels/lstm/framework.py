@@ -18,10 +18,9 @@ def lstm(x: Ragged, weights: LSTMWeights, state: LSTMState | None, *, want: Outp
     hidden = order.sorted(state.hidden if state else None, weights.hidden)
     cell = order.sorted(state.cell if state else None, weights.hidden)
     harvest = Harvest(order, weights.hidden, want)
-    for begin, end in order.steps:
-        running = end - begin
-        _step(gates[begin:end], hidden[:running], cell[:running], weights.recurrent)
-        harvest.take(begin, end, hidden[:running])
+    for (step,), (running, cells) in zip(order.by_step(gates), order.by_row(hidden, cell), strict=True):
+        _step(step, running, cells, weights.recurrent)
+        harvest.take(running)
     return harvest.encoded(hidden, LSTMState(order.rows_back(hidden), order.rows_back(cell)))
 
 

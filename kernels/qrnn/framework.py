@@ -3,6 +3,7 @@ Runs wherever torch runs; nothing is padded."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from kernels.contract import Encoded, Outputs, QRNNState, QRNNWeights, Ragged
@@ -18,14 +19,12 @@ def qrnn(x: Ragged, weights: QRNNWeights, state: QRNNState | None, *, want: Outp
     f = gates[:, size : 2 * size].sigmoid()
     i = gates[:, 3 * size :].sigmoid() if weights.pooling == "ifo" else 1 - f
     added = gates[:, :size].tanh().mul_(i)
-    o = gates[:, 2 * size : 3 * size].sigmoid() if weights.pooling != "f" else None
+    o = gates[:, 2 * size : 3 * size].sigmoid() if weights.pooling != "f" else torch.ones_like(f)
     cell, last = order.sorted(state.cell if state else None, size), order.sorted(None, size)
     harvest = Harvest(order, size, want)
-    for begin, end in order.steps:
-        running = cell[: end - begin].mul_(f[begin:end]).add_(added[begin:end])
-        hidden = running if o is None else running * o[begin:end]
-        last[: end - begin] = hidden
-        harvest.take(begin, end, hidden)
+    for (kept, more, opened), (cells, hidden) in zip(order.by_step(f, added, o), order.by_row(cell, last), strict=True):
+        torch.mul(cells.mul_(kept).add_(more), opened, out=hidden)
+        harvest.take(hidden)
     return harvest.encoded(last, QRNNState(order.rows_back(cell), left_context(x, weights.window - 1, left)))
 
 

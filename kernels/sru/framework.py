@@ -20,22 +20,19 @@ def sru(x: Ragged, weights: SRUWeights, state: SRUState | None, *, want: Outputs
     cell, last = order.sorted(state.cell if state else None, size), order.sorted(None, size)
     by_cell = None if weights.cell is None else weights.cell.float()
     harvest = Harvest(order, size, want)
-    for begin, end in order.steps:
-        running = cell[: end - begin]
+    for (new, gate, kept), (cells, hidden) in zip(order.by_step(candidate, gates, skip), order.by_row(cell, last), strict=True):
         if by_cell is not None:
-            gates[begin:end] += torch.cat((running, running), dim=1) * by_cell
-        f, r = gates[begin:end].sigmoid().chunk(2, dim=1)
-        running.sub_(candidate[begin:end]).mul_(f).add_(candidate[begin:end])
-        hidden = running.tanh() if weights.tanh else running
-        hidden = r * hidden if skip is None else torch.lerp(skip[begin:end], hidden, r)
-        last[: end - begin] = hidden
-        harvest.take(begin, end, hidden)
+            gate += torch.cat((cells, cells), dim=1) * by_cell
+        f, r = gate.sigmoid().chunk(2, dim=1)
+        cells.sub_(new).mul_(f).add_(new)
+        torch.lerp(kept, cells.tanh() if weights.tanh else cells, r, out=hidden)
+        harvest.take(hidden)
     return harvest.encoded(last, SRUState(order.rows_back(cell)))
 
 
-def _skip(data: Tensor, blocks: Tensor, weights: SRUWeights) -> Tensor | None:
-    """(tokens, hidden): what the reset gate mixes with the cell; None without a skip."""
+def _skip(data: Tensor, blocks: Tensor, weights: SRUWeights) -> Tensor:
+    """(tokens, hidden): what the reset gate mixes with the cell; zeros without a skip."""
     size = weights.hidden
     if weights.skip_from is not None:
         return data[:, weights.skip_from : weights.skip_from + size].float() * weights.scale
-    return blocks[:, 3 * size :] if blocks.shape[1] == 4 * size else None
+    return blocks[:, 3 * size :] if blocks.shape[1] == 4 * size else torch.zeros_like(blocks[:, :size])

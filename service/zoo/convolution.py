@@ -33,10 +33,13 @@ class Conv(Runs):
         self._table, self.takes_ids = table, EMBEDDED
 
     def fold(self, table: Tensor) -> None:
-        self._table, self.takes_ids = fold_taps(table, self._weights.filters), FOLDED
+        # Held as it is added up: widening every row that is gathered would cost more than the memory is worth.
+        tables = fold_taps(table, self._weights.filters).to(arithmetic(table.dtype, table.device))
+        self._table, self.takes_ids = tables, FOLDED
 
     def folded_bytes(self, table: Tensor) -> int:
-        return folded_bytes(table, self._weights.outputs, taps=self._weights.filters.shape[0])
+        held_as = arithmetic(table.dtype, table.device)
+        return folded_bytes(table, self._weights.outputs, taps=self._weights.filters.shape[0], dtype=held_as)
 
     def backend(self) -> str:
         return conv_kernel.choice(self._weights).backend.name

@@ -136,7 +136,7 @@ class Stack(Runs):
             encoded = self._family.run(rows, weights, state, want=want)
         if not backward or encoded.steps is None:
             return encoded
-        return replace(encoded, steps=encoded.steps.index_select(0, reversal(x.offsets)))
+        return replace(encoded, steps=encoded.steps.index_select(0, reversal(x.offsets, len(encoded.steps))))
 
     def _from_ids(self, ids: Ragged, weights: Any, want: Outputs, gather: Gather, state: Any) -> Encoded:
         rest = self._family.rest(weights) if self.takes_ids == FOLDED else weights
