@@ -61,7 +61,7 @@ def outputs(spec: ModelSpec, answer: Answer, data: bytes) -> list[dict[str, Any]
     """One output per sequence, in their order; raises InvalidInput for a sequence that drove the model beyond float32."""
     say, arrays = _SAYINGS[type(spec.head)], _arrays(answer, data)
     lines = list(_lines(answer, arrays, per_step=isinstance(spec.head, TagHead)))
-    if not all(np.isfinite(array).all() for array in arrays):
+    if not all(np.isfinite(array).all() for array in arrays if array.size):
         field = f"inputs[{next(index for index, line in enumerate(lines) if not line.finite)}]"
         raise InvalidInput(f"{field} drives {spec.name} to values that are not finite: send smaller numbers", field=field)
     return [say(spec.head, line) | _extras(line) for line in lines]

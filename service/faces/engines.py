@@ -63,16 +63,15 @@ class Engines:
         if not self.ready:
             raise self._not_ready()
         id, waiting = self._enter(request, tail)
+        # A timer of the loop, as asyncio.timeout takes as long as all the rest of this function.
+        timer = asyncio.get_running_loop().call_later(request.deadline - time.monotonic(), self._expire, id)
         try:
-            async with asyncio.timeout(request.deadline - time.monotonic()):
-                return await waiting.future
-        except TimeoutError:
-            self._send(encode(Kind.CANCEL, id))
-            raise self._too_late(waiting) from None
+            return await waiting.future
         except asyncio.CancelledError:
             self._send(encode(Kind.CANCEL, id))
             raise
         finally:
+            timer.cancel()
             self._open.pop(id, None)
             self._open_bytes -= len(waiting.frame)
 
@@ -93,6 +92,13 @@ class Engines:
         self._open_bytes += len(frame)
         self._send(frame)
         return self._last_id, waiting
+
+    def _expire(self, id: int) -> None:
+        """The deadline has passed."""
+        waiting = self._open[id]
+        if not waiting.future.done():
+            self._send(encode(Kind.CANCEL, id))
+            waiting.future.set_exception(self._too_late(waiting))
 
     def _not_ready(self) -> ServiceError:
         if self.met:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -69,6 +70,14 @@ class _Call:
     outcome: str = "ok"
 
 
+class _Direct(APIRoute):
+    """A route whose endpoint takes the request and gives the response, with nothing between them and the server."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler: Callable[[Request], Coroutine[Any, Any, Response]] = self.endpoint
+        return handler
+
+
 def build(front: Front) -> FastAPI:
     """The ASGI application. No middleware: one that wraps the receive channel would hide that a caller has gone."""
     app = FastAPI(title="seqserve", version=__version__, description="Sequences in, answers out.", redoc_url=None)
@@ -76,11 +85,15 @@ def build(front: Front) -> FastAPI:
         code: {"model": wire.ErrorBody} for code in sorted({status.http for status in STATUS.values()})
     }
 
-    @app.post("/infer", response_model=wire.InferAnswer, responses=responses, openapi_extra=_body_schema())
+    hot = APIRouter(route_class=_Direct)
+
+    @hot.post("/infer", response_model=wire.InferAnswer, responses=responses, openapi_extra=_body_schema())
     async def infer(request: Request) -> Response:
         """Answer each input with the model's head."""
         call = _Call(arrived=time.monotonic())
         return await _counted(front, call, _infer(front, request, call))
+
+    app.include_router(hot)
 
     @app.get("/models")
     async def models() -> Response:
@@ -191,16 +204,27 @@ def _too_large(limit: int) -> TooLarge:
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`; raises ClientGone, with `work` cancelled, when the caller closes the connection first."""
-    answering = asyncio.ensure_future(work)
-    listening = asyncio.ensure_future(_gone(request))
+    working, gone = asyncio.current_task(), False
+    assert working is not None
+
+    def stop(listening: asyncio.Future[None]) -> None:
+        nonlocal gone
+        if not listening.cancelled() and not ended:
+            gone = True
+            working.cancel()
+
+    ended, listening = False, asyncio.ensure_future(_gone(request))
+    listening.add_done_callback(stop)
     try:
-        await asyncio.wait((answering, listening), return_when=asyncio.FIRST_COMPLETED)
-        if answering.done():
-            return answering.result()
-        raise ClientGone
+        return await work
+    except asyncio.CancelledError:
+        if gone:
+            working.uncancel()
+            raise ClientGone from None
+        raise
     finally:
+        ended = True
         listening.cancel()
-        answering.cancel()
 
 
 async def _gone(request: Request) -> None:
