@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -34,7 +35,7 @@ def arithmetic(storage: torch.dtype, device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "cpu" else storage
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Ragged:
     """Sequences laid end to end.
 
@@ -48,8 +49,9 @@ class Ragged:
     def rows(self) -> int:
         return self.offsets.shape[0] - 1
 
+    @cached_property
     def lengths(self) -> Sizes:
-        """(rows,) steps of each row, on the host; on a GPU this waits for the device."""
+        """(rows,) steps of each row, on the host; on a GPU the first look waits for the device."""
         return np.diff(self.offsets.cpu().numpy()).astype(np.int64)
 
     def reversed(self) -> Ragged:

@@ -55,7 +55,7 @@ class Order:
 
 def longest_first(x: Ragged) -> Order:
     """Sorted on the host, as the steps of the walk are launched from there."""
-    lengths = x.lengths()
+    lengths = x.lengths
     rows = np.argsort(-lengths, kind="stable")
     step, row = (lengths[rows] > np.arange(lengths.max(initial=0))[:, None]).nonzero()
     by_row, by_token, sorted_lengths = (

@@ -29,7 +29,7 @@ class _Places:
     """Where the steps of a batch stand once each row has its padding; worked out on the host, where small arrays are cheap."""
 
     def __init__(self, x: Ragged, left: int, right: int) -> None:
-        steps = x.lengths()
+        steps = x.lengths
         self._lengths = steps + left + right
         self._begins = begins(self._lengths)
         self.padded = int(self._lengths.sum())

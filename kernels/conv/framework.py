@@ -28,7 +28,7 @@ def activated(steps: Tensor, weights: ConvWeights) -> Tensor:
 
 def harvested(steps: Tensor, x: Ragged, weights: ConvWeights, want: Outputs, state: ConvState | None) -> Encoded:
     """steps: (windows, outputs), the windows of x's rows in their order."""
-    sizes = weights.steps(x.lengths())
+    sizes = weights.steps(x.lengths)
     counts, offsets, rows = (
         torch.from_numpy(one).to(steps.device)
         for one in (sizes, np.append(0, sizes.cumsum()), np.repeat(np.arange(len(sizes)), sizes))

@@ -40,7 +40,7 @@ def test_ids_lie_end_to_end(lengths: list[int]) -> None:
     assert x.data.dtype == torch.int32
     assert x.data.tolist() == list(range(sum(lengths)))
     assert x.offsets.dtype == torch.int32
-    assert x.lengths().tolist() == lengths
+    assert x.lengths.tolist() == lengths
 
 
 @given(st.integers(1, 7), st.lists(st.integers(1, TOKENS // ROWS), min_size=1, max_size=ROWS))
@@ -49,12 +49,12 @@ def test_rows_of_features_lie_end_to_end(width: int, lengths: list[int]) -> None
     x = Staging(ROWS, TOKENS, width, CPU).lay(turn(features(width, *lengths)))
     assert x.data.dtype == torch.float32
     assert x.data.tolist() == np.concatenate(features(width, *lengths)).tolist()
-    assert x.lengths().tolist() == lengths
+    assert x.lengths.tolist() == lengths
 
 
 def test_a_full_turn_fits() -> None:
     x = Staging(ROWS, TOKENS, None, CPU).lay(turn(ids(*[TOKENS // ROWS] * ROWS)))
-    assert x.lengths().tolist() == [TOKENS // ROWS] * ROWS
+    assert x.lengths.tolist() == [TOKENS // ROWS] * ROWS
 
 
 def test_nothing_of_a_longer_turn_before_is_left() -> None:

@@ -38,11 +38,11 @@ def joined(rows: Sequence[Tensor]) -> Ragged:
 
 def rows(x: Ragged) -> list[Tensor]:
     """Each row's tokens."""
-    return list(torch.split(x.data, x.lengths().tolist()))
+    return list(torch.split(x.data, x.lengths.tolist()))
 
 
 def longest(x: Ragged) -> int:
-    return int(x.lengths().max(initial=0))
+    return int(x.lengths.max(initial=0))
 
 
 def arrays(values: Any) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ def numbered(lengths: list[int], offsets: torch.dtype = torch.int32) -> Ragged:
 def test_lengths_are_the_steps_of_each_row(lengths: list[int], offsets: torch.dtype) -> None:
     x = numbered(lengths, offsets)
     assert x.rows == len(lengths)
-    assert x.lengths().tolist() == lengths
+    assert x.lengths.tolist() == lengths
 
 
 @pytest.mark.parametrize("offsets", [torch.int32, torch.int64], ids=str)
