@@ -6,12 +6,15 @@ PYTHON      ?= python3
 TORCH_INDEX ?=
 DEVICE      ?= cpu
 ARGS        ?=
+USERS       ?= 32
+SECONDS     ?= 30
+OUT         ?= build/loadtest
 BIN         := .venv/bin
 PIP         := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 PROJECT     := pyproject.toml constraints.txt Makefile
 .DEFAULT_GOAL := help
 
-.PHONY: help install gpu serve test lint eval bench test-gpu check-python
+.PHONY: help install gpu serve test lint eval bench loadtest bench-serve test-gpu docker-test check-python
 
 help:
 	@echo "make serve     install, then serve the embedded models on 127.0.0.1:8000"
@@ -20,7 +23,10 @@ help:
 	@echo "make lint      ruff and mypy"
 	@echo "make eval      ask the running service the test questions in DATA=folder"
 	@echo "make bench     time every kernel beside its peers, on DEVICE=cpu or cuda:0"
+	@echo "make loadtest  USERS=32 callers for SECONDS=30 on a server of its own, or on URL; report and chart go to OUT=build/loadtest"
+	@echo "make bench-serve  time this service beside a plain FastAPI handler with the same weights"
 	@echo "make test-gpu  the tests that need a GPU"
+	@echo "make docker-test  build the image, start the compose files on a container engine, test and remove them"
 
 check-python:
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is missing: install Python 3.11 or newer (Debian: apt-get install python3 python3-venv)"; exit 1; }
@@ -32,7 +38,7 @@ install: .venv/installed gpu
 .venv/installed: $(PROJECT) | check-python
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "installing into .venv"
-	@if [ -n "$(TORCH_INDEX)" ]; then $(PIP) --index-url "$(TORCH_INDEX)" torch; fi
+	@if [ -n "$(TORCH_INDEX)" ]; then $(PIP) --no-deps --index-url "$(TORCH_INDEX)" torch; fi
 	@$(PIP) --editable .
 	@touch $@
 
@@ -66,9 +72,25 @@ lint: .venv/tools
 bench: .venv/peers gpu
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m kernels.bench all --device $(DEVICE)
 
+.venv/load: .venv/installed
+	@$(PIP) --editable '.[load]'
+	@touch $@
+
+# Callers of several kinds; on a server that it starts, with the flags in $(ARGS), or on the one that runs on $(URL).
+loadtest: .venv/load gpu
+	@$(BIN)/python -m loadtest --users $(USERS) --seconds $(SECONDS) --out $(OUT) $(if $(URL),--url $(URL)) $(if $(ARGS),-- $(ARGS))
+
+# Both servers run at once and are loaded in turn; results go to loadtest/results.
+bench-serve: .venv/load gpu
+	@$(BIN)/python -m loadtest.bench_serve
+
 # Asks the service that runs on $(URL) the test questions in the folder that DATA names.
 eval: .venv/installed
 	@$(BIN)/python examples/evaluate.py $(if $(URL),--url $(URL))
 
 test-gpu: .venv/tools gpu
 	$(BIN)/python -m pytest tests/gpu
+
+# On the engine that DOCKER_HOST or docker's context names; COMPOSE_FILE may name files that change the shipped one for it.
+docker-test: .venv/tools
+	$(BIN)/python -m pytest -rs tests/docker

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
 
+from service import __main__
 from service.cli import main
 from tests.serving import Server
 
@@ -44,3 +46,14 @@ def test_a_folder_without_models_is_named(tmp_path: Path, capsys: pytest.Capture
 def test_a_setting_that_cannot_be_stops_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--port", "70000"]) == 2
     assert "--port is '70000'" in capsys.readouterr().err
+
+
+def test_a_stop_is_obeyed_while_the_command_is_still_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first process of a container would not even notice a signal that it does not handle."""
+    monkeypatch.setattr("service.cli.main", lambda: signal.raise_signal(signal.SIGTERM))
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit, match="143"):
+            __main__.main()
+    finally:
+        signal.signal(signal.SIGTERM, before)

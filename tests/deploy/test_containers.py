@@ -1,0 +1,160 @@
+"""What can be said of the container files without an engine. `make docker-test` builds and runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from service.settings import Settings, load
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+COMPOSE = "docker-compose.yml"
+GPU = "docker-compose.gpu.yml"
+
+
+def instructions(name: str) -> list[str]:
+    """What follows this word in the Dockerfile, time after time; long lines joined."""
+    lines = [line for line in (ROOT / "Dockerfile").read_text().splitlines() if not line.startswith("#")]
+    whole = re.sub(r"\\\n\s*", "", "\n".join(lines))
+    return re.findall(rf"^{name} (.+)$", whole, re.MULTILINE)
+
+
+def copied() -> set[str]:
+    """What the image build takes from the checkout."""
+    taken = [line.split() for line in instructions("COPY") if not line.startswith("--from")]
+    return {source for *sources, _ in taken for source in sources}
+
+
+def services(file: str) -> dict[str, dict[str, Any]]:
+    read: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / file).read_text())["services"]
+    return read
+
+
+@contextmanager
+def answering(status: int) -> Iterator[str]:
+    """The port of a server that gives every path but /readyz a 404."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status if self.path == "/readyz" else 404)
+            self.end_headers()
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield str(server.server_port)
+        server.shutdown()
+
+
+def health(port: str) -> int:
+    """Exit status of the image's health check."""
+    _, *command = json.loads(instructions("HEALTHCHECK")[0].partition("CMD ")[2])
+    environment = {**os.environ, "SEQSERVE_PORT": port}
+    return subprocess.run([sys.executable, *command], env=environment, capture_output=True, timeout=30).returncode
+
+
+def test_hadolint_has_nothing_to_say() -> None:
+    hadolint = shutil.which("hadolint", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    if hadolint is None:
+        pytest.skip("hadolint is not installed")
+    done = subprocess.run([hadolint, "Dockerfile"], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_the_build_sees_what_it_copies_and_nothing_else() -> None:
+    everything, *patterns = [line for line in (ROOT / ".dockerignore").read_text().split("\n") if line and line[0] != "#"]
+    assert everything == "*"
+    assert {pattern[1:] for pattern in patterns if pattern.startswith("!")} == copied()
+    assert all((ROOT / source).exists() for source in copied())
+
+
+def test_every_package_of_the_project_is_in_the_image() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert {pattern.rstrip("*") for pattern in project["tool"]["setuptools"]["packages"]["find"]["include"]} <= copied()
+
+
+def test_the_image_runs_as_a_user_by_number_and_is_told_to_stop_by_a_signal_that_drains() -> None:
+    assert re.fullmatch(r"[1-9]\d+:[1-9]\d+", instructions("USER")[-1])
+    assert instructions("STOPSIGNAL") == ["SIGTERM"]
+    assert [json.loads(line) for line in instructions("ENTRYPOINT") + instructions("CMD")] == [["seqserve"], ["serve"]]
+
+
+def test_the_variables_of_the_image_are_settings() -> None:
+    said = dict(word.split("=", 1) for word in instructions("ENV")[-1].split()) | services(GPU)["service"]["environment"]
+    assert load({}, said).host == "0.0.0.0"  # in a container, 127.0.0.1 is nobody's
+    assert instructions("EXPOSE") == [str(Settings().port)]
+
+
+@pytest.mark.parametrize("status, healthy", [(200, True), (503, False), (404, False)])
+def test_the_health_check_passes_only_when_the_service_is_ready(status: int, healthy: bool) -> None:
+    with answering(status) as port:
+        assert (health(port) == 0) is healthy
+
+
+def test_the_health_check_fails_when_nobody_listens() -> None:
+    with answering(200) as port:
+        pass
+    assert health(port) != 0
+
+
+@pytest.mark.parametrize("file", [COMPOSE, GPU])
+def test_every_build_argument_is_one_that_the_image_takes(file: str) -> None:
+    taken = {line.partition("=")[0] for line in instructions("ARG")}
+    assert set(services(file)["service"]["build"]["args"]) <= taken
+
+
+def test_every_file_that_a_container_gets_is_there_and_is_read_only() -> None:
+    mounts = [mount.split(":") for one in services(COMPOSE).values() for mount in one.get("volumes", ())]
+    files = [mount for mount in mounts if mount[0].startswith(".")]
+    assert files
+    for source, _, mode in files:
+        assert (ROOT / source).exists(), source
+        assert mode == "ro", source
+
+
+def test_prometheus_finds_the_rules_that_its_file_names() -> None:
+    names = yaml.safe_load((ROOT / "deploy" / "prometheus.yml").read_text())["rule_files"]
+    targets = {mount.split(":")[1] for mount in services(COMPOSE)["prometheus"]["volumes"]}
+    assert {f"/etc/prometheus/{name}" for name in ["prometheus.yml", *names]} <= targets
+
+
+def test_every_image_that_is_not_built_is_pinned_to_a_version() -> None:
+    images = [one["image"] for one in services(COMPOSE).values() if "build" not in one]
+    assert images
+    assert all(re.fullmatch(r".+:v?\d+\.\d+\.\d+", image) for image in images), images
+
+
+def test_nothing_is_published_beyond_this_machine_unless_asked() -> None:
+    for name, one in services(COMPOSE).items():
+        assert all(re.match(r"127\.0\.0\.1:|\$\{SEQSERVE_HOST:-127\.0\.0\.1\}:", port) for port in one["ports"]), name
+
+
+def test_the_service_is_given_longer_to_stop_than_it_takes() -> None:
+    limits = Settings()
+    grace = re.fullmatch(r"(\d+)s", services(COMPOSE)["service"]["stop_grace_period"])
+    assert grace
+    assert int(grace[1]) > limits.lame_duck_seconds + limits.drain_seconds
+
+
+def test_only_the_override_asks_for_a_gpu() -> None:
+    assert "deploy" not in services(COMPOSE)["service"]
+    assert "CUDA" not in services(COMPOSE)["service"]["build"]["args"]
+    [device] = services(GPU)["service"]["deploy"]["resources"]["reservations"]["devices"]
+    assert "gpu" in device["capabilities"]
+    assert services(GPU)["service"]["image"] != services(COMPOSE)["service"]["image"]

@@ -1,0 +1,112 @@
+"""The shipped compose files on a real engine, driven as a user drives them: by `docker compose` and its variables.
+
+Files that COMPOSE_FILE names are added or put in place as compose does it. The project has a name and ports of its own, so that
+a stack that already runs is not touched.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PORTS = {"service": ("SEQSERVE_PORT", "8000"), "prometheus": ("PROMETHEUS_PORT", "9090"), "grafana": ("GRAFANA_PORT", "3000")}
+
+
+@dataclass
+class Stack:
+    """One compose project; `variables` is the environment of its commands."""
+
+    variables: dict[str, str] = field(repr=False)
+    clients: dict[str, httpx.Client] = field(default_factory=dict)
+
+    @classmethod
+    def made_up(cls) -> Stack:
+        """A project that nobody else has."""
+        stack = cls({**os.environ, "COMPOSE_PROJECT_NAME": f"seqserve-test-{os.getpid()}", "SEQSERVE_HOST": "127.0.0.1"})
+        services = stack.config()["services"]
+        for name, (variable, default) in PORTS.items():
+            # Without published ports, as in the host's network, the port is the container's own: the variable's, if somebody set it.
+            port = _free_port() if services[name].get("ports") else os.environ.get(variable, default)
+            stack.variables[variable] = port
+            stack.clients[name] = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=10, trust_env=False)
+        return stack
+
+    def docker(self, *arguments: str) -> str:
+        """What the command printed; fails with its complaint."""
+        done = subprocess.run(["docker", *arguments], cwd=ROOT, env=self.variables, capture_output=True, text=True)
+        assert done.returncode == 0, f"docker {' '.join(arguments)} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
+        return done.stdout
+
+    def compose(self, *arguments: str) -> str:
+        return self.docker("compose", *arguments)
+
+    def start(self, *services: str) -> None:
+        """Build and start, and wait for health; on a failure the service's log says why."""
+        try:
+            self.compose("up", "--build", "--detach", "--wait", "--wait-timeout", "180", *services)
+        except AssertionError as fault:
+            raise AssertionError(f"{fault}\n{self.compose('logs', '--tail', '50')}") from None
+
+    def inside(self, *command: str, user: str = "") -> str:
+        """What a command printed that ran in the service's container."""
+        return self.compose("exec", "--no-TTY", *(["--user", user] if user else []), "service", *command)
+
+    def config(self) -> dict[str, Any]:
+        """The files as compose understands them together."""
+        read: dict[str, Any] = json.loads(self.compose("config", "--format", "json"))
+        return read
+
+    def engine(self) -> str:
+        """Process id of the engine in the container; nothing while there is none."""
+        found = self.inside("sh", "-c", "grep -lz '^engine$' /proc/[0-9]*/cmdline || true")
+        return "".join(re.findall(r"\d+", found))
+
+    def reaches(self, service: str, path: str) -> bool:
+        """Whether it answers with 200."""
+        try:
+            return self.clients[service].get(path).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def leftovers(self) -> str:
+        """Containers, volumes and networks of this project."""
+        mine = ("--quiet", "--filter", f"label=com.docker.compose.project={self.variables['COMPOSE_PROJECT_NAME']}")
+        return "".join(self.docker(*kind, *mine) for kind in (("ps", "--all"), ("volume", "ls"), ("network", "ls")))
+
+    def remove(self) -> None:
+        self.compose("down", "--volumes")
+
+    def close(self) -> None:
+        self.remove()
+        for client in self.clients.values():
+            client.close()
+
+
+def missing() -> str | None:
+    """What is not there to run a stack on, with the way out."""
+    try:
+        compose = subprocess.run(["docker", "compose", "version"], capture_output=True)
+        engine = subprocess.run(["docker", "info"], capture_output=True, text=True)
+    except FileNotFoundError:
+        return "the docker command is missing: install Docker with its compose plugin"
+    if compose.returncode != 0:
+        return "`docker compose` is missing: install Docker's compose plugin"
+    if engine.returncode != 0:
+        where = os.environ.get("DOCKER_HOST") or "the address of docker's context"
+        return f"no container engine answers on {where}: start one, or name another with DOCKER_HOST\n{engine.stderr.strip()}"
+    return None
+
+
+def _free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])

@@ -1,0 +1,110 @@
+"""What the container and the compose files promise. One stack for all: the tests run in this order, and the last two end it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import time
+from typing import Any
+
+import pytest
+import yaml
+
+from service.settings import Settings
+from tests.docker.stack import ROOT, Stack
+from tests.serving import eventually
+
+README = (ROOT / "README.md").read_text()
+SCRAPED_SECONDS = 30.0
+
+
+def ask(stack: Stack) -> list[str]:
+    """The labels that answer the README's question."""
+    asked = re.search(r"-d '(.+?)'", README)
+    assert asked
+    answer = stack.clients["service"].post("/infer", content=asked[1], headers={"Content-Type": "application/json"})
+    assert answer.status_code == 200, answer.text
+    return [output["label"] for output in answer.json()["outputs"]]
+
+
+def query(stack: Stack, expression: str) -> list[float]:
+    """The values of a Prometheus expression now."""
+    answer = stack.clients["prometheus"].get("/api/v1/query", params={"query": expression})
+    return [float(series["value"][1]) for series in answer.json()["data"]["result"]]
+
+
+def rules(stack: Stack) -> dict[str, str]:
+    """The alerts that Prometheus loaded, and whether each could be evaluated."""
+    groups: list[dict[str, Any]] = stack.clients["prometheus"].get("/api/v1/rules").json()["data"]["groups"]
+    return {rule["name"]: rule["health"] for group in groups for rule in group["rules"]}
+
+
+def test_every_process_runs_as_an_ordinary_user_without_privileges(stack: Stack) -> None:
+    states = stack.inside("sh", "-c", "cat /proc/[0-9]*/status")
+    assert {uid for uids in re.findall(r"^Uid:(.+)$", states, re.MULTILINE) for uid in uids.split()} == {"10001"}
+    assert {int(capabilities, 16) for capabilities in re.findall(r"^Cap(?:Eff|Prm|Bnd):\s*(\w+)$", states, re.MULTILINE)} == {0}
+    assert set(re.findall(r"^NoNewPrivs:\s*(\d)$", states, re.MULTILINE)) == {"1"}
+
+
+def test_not_even_root_can_write_to_its_root_filesystem(stack: Stack) -> None:
+    with pytest.raises(AssertionError, match="Read-only file system"):
+        stack.inside("touch", "/probe", user="0")
+    stack.inside("touch", "/tmp/probe", user="0")
+
+
+def test_it_answers_the_question_of_the_readme(stack: Stack) -> None:
+    shown = re.search(r"```json\n(.+?)```", README, re.DOTALL)
+    assert shown
+    assert ask(stack) == [output["label"] for output in json.loads(shown[1])["outputs"]]
+
+
+def test_prometheus_reaches_it_and_counts_the_request(stack: Stack) -> None:
+    ask(stack)
+    eventually(lambda: query(stack, 'up{job="seqserve"}') == [1], SCRAPED_SECONDS)
+    eventually(lambda: query(stack, "sum(seqserve_requests_total) > 0"), SCRAPED_SECONDS)
+
+
+def test_prometheus_evaluates_every_rule_that_ships(stack: Stack) -> None:
+    groups = yaml.safe_load((ROOT / "deploy" / "rules.yml").read_text())["groups"]
+    shipped = {rule.get("alert") or rule["record"]: "ok" for group in groups for rule in group["rules"]}
+    eventually(lambda: rules(stack) == shipped, SCRAPED_SECONDS)
+
+
+def test_grafana_shows_the_dashboard_to_anybody(stack: Stack) -> None:
+    image = stack.config()["services"]["grafana"]["image"]
+    if subprocess.run(["docker", "image", "inspect", image], env=stack.variables, capture_output=True).returncode:
+        pulled = subprocess.run(["docker", "pull", image], env=stack.variables, capture_output=True, text=True)
+        if pulled.returncode:
+            pytest.skip(f"{image} is not on this engine and cannot be pulled, so Grafana is untested: {pulled.stderr.strip()}")
+    stack.start("grafana")
+    grafana = stack.clients["grafana"]
+    eventually(lambda: stack.reaches("grafana", "/api/health"), 60)
+    home = grafana.get("/api/dashboards/home").json()
+    shipped = json.loads((ROOT / "deploy" / "grafana" / "dashboards" / "seqserve.json").read_text())
+    assert home["dashboard"]["title"] == shipped["title"]
+    assert grafana.get(f"/api/dashboards/uid/{shipped['uid']}").status_code == 200
+
+
+def test_a_killed_engine_process_is_replaced_inside_the_container(stack: Stack) -> None:
+    pid, before = stack.engine(), ask(stack)
+    stack.inside("sh", "-c", f"kill -KILL {pid}")
+    eventually(lambda: stack.engine() not in ("", pid), 10)
+    eventually(lambda: stack.reaches("service", "/readyz"), 30)
+    assert ask(stack) == before
+    assert "zombie" not in stack.inside("sh", "-c", "cat /proc/[0-9]*/status")
+
+
+def test_it_stops_with_status_0_within_its_grace_period(stack: Stack) -> None:
+    container = stack.compose("ps", "--quiet", "service").strip()
+    limits, started = Settings(), time.monotonic()
+    stack.compose("stop", "service")
+    took = time.monotonic() - started
+    assert stack.docker("inspect", "--format", "{{.State.ExitCode}}", container).strip() == "0"
+    assert limits.lame_duck_seconds <= took < limits.lame_duck_seconds + limits.drain_seconds
+
+
+def test_nothing_is_left_of_it(stack: Stack) -> None:
+    assert stack.leftovers()
+    stack.remove()
+    assert not stack.leftovers()
