@@ -16,34 +16,32 @@ def windows(
 
     left, right: zero steps around each row; context: (rows, left, inputs) what stands in place of the zeros on the left.
     """
-    place = _Places(x, left, right)
-    padded = x.data.new_zeros(place.padded, *x.data.shape[1:])
-    padded[_there(place.own, x)] = x.data
+    places = Places(x, left, right)
+    padded = x.data.new_zeros(places.steps, *x.data.shape[1:])
+    padded[_there(places.own, x)] = x.data
     if context is not None:
-        padded[_there(place.left, x)] = context.to(x.data.dtype)
-    seen: Sizes = place.first((width - 1) * dilation + 1, stride)[:, None] + np.arange(width) * dilation
-    return padded[_there(seen, x)]
+        padded[_there(places.left, x)] = context.to(x.data.dtype)
+    return padded[_there(places.seen(width, dilation, stride), x)]
 
 
-class _Places:
+class Places:
     """Where the steps of a batch stand once each row has its padding; worked out on the host, where small arrays are cheap."""
 
     def __init__(self, x: Ragged, left: int, right: int) -> None:
-        steps = x.lengths
-        self._lengths = steps + left + right
+        self._lengths = x.lengths + left + right
         self._begins = begins(self._lengths)
-        self.padded = int(self._lengths.sum())
-        self.own: Sizes = np.repeat(self._begins + left - begins(steps), steps) + np.arange(len(x.data))
+        self.steps = int(self._lengths.sum())
+        self.own: Sizes = np.repeat(self._begins + left - begins(x.lengths), x.lengths) + np.arange(x.data.shape[0])
         """(tokens,) where each token stands."""
         self.left: Sizes = self._begins[:, None] + np.arange(left)
         """(rows, left) where the padding before each row stands."""
 
-    def first(self, reach: int, stride: int) -> Sizes:
-        """(windows,) where each window of `reach` steps begins, `stride` apart in its row."""
-        counts = whole_windows(self._lengths, reach, stride)
+    def seen(self, width: int, dilation: int, stride: int) -> Sizes:
+        """(windows, width) what a filter sees at each of its positions, row after row."""
+        counts = whole_windows(self._lengths, (width - 1) * dilation + 1, stride)
         within = np.arange(counts.sum()) - np.repeat(begins(counts), counts)
         first: Sizes = np.repeat(self._begins, counts) + within * stride
-        return first
+        return first[:, None] + np.arange(width) * dilation
 
 
 def _there(places: Sizes, x: Ragged) -> Tensor:

@@ -6,12 +6,13 @@ sum over k of E[id[t + k]] @ F[k]  =  sum over k of (E @ F[k])[id[t + k]]
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from kernels.contract import Ragged
-from kernels.windows import windows
+from kernels.contract import Ragged, Sizes
+from kernels.windows import Places
 
 
 def embed(ids: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
@@ -57,13 +58,22 @@ def embed_taps(
     The windows are those of `kernels.windows.windows`, row after row. context: (rows, left) what stands before each row, as `tap_rows`
     has it, in place of padding.
     """
-    rows = tap_rows(ids)
-    seen = windows(rows, len(tables), left=left, right=right, dilation=dilation, stride=stride, context=context)
-    at = seen + torch.arange(len(tables), device=seen.device) * tables.shape[1]
+    places = Places(ids, left, right)
+    rows = np.zeros(places.steps, np.int64)
+    rows[places.own] = _host(ids.data) + 1
+    if context is not None:
+        rows[places.left] = _host(context)
+    taps, height, _ = tables.shape
+    at = torch.from_numpy(rows[places.seen(taps, dilation, stride)] + np.arange(taps) * height).to(tables.device)
     flat = tables.flatten(0, 1)
     if flat.dtype == torch.float32:
         return embedding_bag(at, flat, mode="sum")
     return flat[at].float().sum(dim=1)  # a bag would round its sums to what the rows are stored in
+
+
+def _host(ids: Tensor) -> Sizes:
+    numbers: Sizes = ids.cpu().numpy()
+    return numbers
 
 
 def folded_bytes(embedding: Tensor, columns: int, taps: int | None = None, dtype: torch.dtype | None = None) -> int:
