@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,8 +14,9 @@ from typing import Any
 import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 
-from loadtest import load, report, traffic
+from loadtest import discovery, load, report, traffic
 from loadtest.callers import Target
+from loadtest.discovery import NoServer
 from loadtest.load import Figures
 from loadtest.report import Level
 
@@ -24,10 +24,6 @@ REQUESTS = 1000
 """So many different requests are made before the clock starts, and sent in turn."""
 WARM_UP_SECONDS = 1.0
 STAGES = ("parse", "queue", "stage_in", "compute", "stage_out", "encode", "total")
-
-
-class NoServer(Exception):
-    """Nobody answers at this address as seqserve does; the message says what was tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +43,7 @@ class Plan:
 def run(plan: Plan, models: Path, out: Path | None) -> int:
     """The exit status: 0 when every request was answered, 1 when some were not."""
     model = described(plan.url, plan.model)
-    source = traffic.Traffic(model, _words(models, model), plan.seed)
+    source = traffic.Traffic(model, discovery.words(models, model), plan.seed)
     target = Target.of(plan.url, "/infer")
     requests = prepared(target, source, plan.inputs)
     print(f"{model['name']} version {model['version']} on {plan.url}, {plan.inputs} of {source} a request, seed {plan.seed}")
@@ -63,16 +59,11 @@ def run(plan: Plan, models: Path, out: Path | None) -> int:
 
 def described(url: str, name: str | None) -> dict[str, Any]:
     """The named model, or the first, in its newest version, as the server describes it; raises NoServer."""
-    try:
-        served: list[dict[str, Any]] = json.loads(_get(f"{url}/models"))["models"]
-    except (OSError, ValueError, KeyError, TypeError) as fault:
-        raise NoServer(
-            f"{url}/models is not answered as seqserve answers it ({fault}): start one, or name it with --url"
-        ) from fault
-    fitting = [one for one in served if name is None or name in (one["name"], *one["aliases"])]
-    if not fitting:
-        raise NoServer(f"{url} serves no model {name}: it serves {', '.join(one['name'] for one in served)}")
-    return [one for one in fitting if one["name"] == fitting[0]["name"]][-1]
+    served = discovery.served(url)
+    for model in served.values():
+        if name is None or name in (model["name"], *model["aliases"]):
+            return model
+    raise NoServer(f"{url} serves no model {name}: it serves {', '.join(served)}")
 
 
 def prepared(target: Target, source: traffic.Traffic, inputs: int) -> Iterator[bytes]:
@@ -96,12 +87,6 @@ def _level(plan: Plan, target: Target, requests: Iterator[bytes], model: dict[st
 
 def _names(plan: Plan) -> Iterable[str]:
     return [f"{rate:g}/s" for rate in plan.rates] or [str(callers) for callers in plan.callers]
-
-
-def _words(models: Path, model: dict[str, Any]) -> list[str]:
-    """A text model's words, when its folder is at hand."""
-    file = models / model["name"] / model["version"] / "tokenizer.json"
-    return traffic.words(file.read_text()) if model["input"]["kind"] == "text" and file.is_file() else []
 
 
 @dataclass(frozen=True, slots=True)

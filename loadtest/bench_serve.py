@@ -22,7 +22,7 @@ import torch
 import uvloop
 
 from kernels.bench.report import device_name, slug
-from loadtest import load, report, servers, traffic
+from loadtest import discovery, load, report, servers, traffic
 from loadtest.bench import described, prepared
 from loadtest.callers import Target
 from loadtest.load import Figures
@@ -72,7 +72,7 @@ def _measured(name: str, seconds: float, rounds: int) -> Iterator[Cell]:
     folder = servers.ROOT / "models" / name / "1"
     with servers.running(*servers.seqserve()) as ours, servers.running(*servers.plain(folder)) as plain:
         model = described(ours.url, name)
-        source = traffic.Traffic(model, traffic.words((folder / "tokenizer.json").read_text()))
+        source = traffic.Traffic(model, discovery.words(servers.ROOT / "models", model))
         _agree(ours, plain, source)
         for callers, round in product(CALLERS, range(rounds)):
             for server, running in ((OURS, ours), (PLAIN, plain)):

@@ -74,7 +74,8 @@ class Caller(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
         if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(error or ConnectionResetError("the server closed the connection"))
+            broken = error if isinstance(error, OSError) else ConnectionResetError("the server closed the connection")
+            self._answer.set_exception(broken)
 
     def data_received(self, data: bytes) -> None:
         self._parser.feed_data(data)

@@ -102,14 +102,17 @@ class _Load:
     async def ask(self, start: float) -> None:
         """One request, whose time began at `start`."""
         self.open += 1
+        caller = None
         try:
-            caller = self._free.pop() if self._free else await Caller.connect(self._target)
+            caller = self._take() or await Caller.connect(self._target)
             reply = await caller.ask(next(self._requests))
         except OSError as fault:
             self.figures.failures[type(fault).__name__] += 1
             await asyncio.sleep(RETRY_SECONDS)
         except asyncio.CancelledError:
             self.figures.failures["unanswered"] += 1
+            if caller is not None:
+                caller.hang_up()
             raise
         else:
             self.figures.count(reply, time.monotonic() - start)
@@ -117,6 +120,13 @@ class _Load:
                 self._free.append(caller)
         finally:
             self.open -= 1
+
+    def _take(self) -> Caller | None:
+        """A connection that is free; those that the server has closed for their idleness are forgotten."""
+        while self._free:
+            if (caller := self._free.pop()).connected:
+                return caller
+        return None
 
     async def run(self, work: asyncio.Future[Any], seconds: float, watch: Watch) -> Figures:
         """Wait for the work, and at most PATIENCE_SECONDS longer than `seconds`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +28,7 @@ def milliseconds(figures: Figures) -> dict[str, float]:
 
 
 def progress(name: str, figures: Figures, seconds: float) -> str:
-    times = "  ".join(f"{quantile} {value:.2f} ms" for quantile, value in milliseconds(figures).items())
+    times = "  ".join(f"{quantile} {value:.2f} ms" for quantile, value in milliseconds(figures).items() if figures.answers)
     return (
         f"  {name:>8}  {figures.seconds:.0f} of {seconds:g} s  {len(figures.answers)} answers  "
         f"{figures.rate:.0f}/s  {times}  {figures.failed} failed"
@@ -66,7 +67,7 @@ def record(level: Level, model: dict[str, Any]) -> dict[str, Any]:
         "seconds": round(figures.seconds, 3),
         "answers": len(figures.answers),
         "answers_per_second": round(figures.rate, 1),
-        **{f"{name}_ms": round(value, 3) for name, value in milliseconds(figures).items()},
+        **{f"{name}_ms": None if math.isnan(value) else round(value, 3) for name, value in milliseconds(figures).items()},
         "failures": dict(figures.failures),
         "rows_per_turn": round(level.rows, 2),
         "stages_ms": {name: round(value, 4) for name, value in level.stages.items()},

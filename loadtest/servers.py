@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import psutil
@@ -38,18 +39,26 @@ class Server:
 
 
 @contextmanager
-def running(*command: str) -> Iterator[Server]:
-    """A server that is ready, by `python COMMAND --port PORT`, until the end of the block."""
+def running(*command: str, log: Path | None = None) -> Iterator[Server]:
+    """A server that is ready, by `python COMMAND --port PORT`, until the end of the block; what it says goes to `log`."""
     port = _free_port()
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SEQSERVE_")}
     environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(ROOT / "examples")))
-    process = subprocess.Popen([sys.executable, *command, "--port", str(port)], env=environment, stdout=subprocess.DEVNULL)
+    with log.open("wb") if log else nullcontext() as said:
+        # In a process group of its own: an interrupt at the keyboard ends the load first.
+        process = subprocess.Popen(
+            [sys.executable, *command, "--port", str(port)],
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=said,
+            process_group=0,
+        )
     server = Server(f"http://127.0.0.1:{port}", process)
     try:
         _await_ready(server)
         yield server
     finally:
-        process.terminate()
+        process.send_signal(signal.SIGINT)  # SIGTERM would be followed by a lame-duck time
         process.wait(STOP_SECONDS)
 
 
@@ -71,7 +80,9 @@ def _free_port() -> int:
 
 def _await_ready(server: Server) -> None:
     until = time.monotonic() + START_SECONDS
-    while time.monotonic() < until and server.running:
+    while time.monotonic() < until:
+        if not server.running:
+            raise RuntimeError("the server ended before it was ready: its log says why")
         try:
             with urllib.request.urlopen(f"{server.url}/readyz", timeout=1):
                 return

@@ -84,7 +84,8 @@ def bench(
     json: Path | None,
 ) -> int:
     """Load a running server and say what came of it."""
-    from loadtest.bench import NoServer, Plan, run
+    from loadtest.bench import Plan, run
+    from loadtest.discovery import NoServer
 
     try:
         return run(Plan(url.rstrip("/"), model, callers, rates, arrivals, seconds, inputs, seed), settings.models, json)
@@ -150,9 +151,12 @@ def _above_zero(kind: type[T]) -> Callable[[str], T]:
     """Reads a number above zero."""
 
     def read(word: str) -> T:
-        number = kind(word)
+        try:
+            number = kind(word)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{word!r} is no number above zero") from None
         if not 0 < number < float("inf"):
-            raise argparse.ArgumentTypeError(f"{word} is not above zero")
+            raise argparse.ArgumentTypeError(f"{word!r} is no number above zero")
         return number
 
     return read

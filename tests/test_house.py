@@ -23,6 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": set(),
     # a caller of a server that may run elsewhere: it knows how long questions are, and how a machine is named
     "loadtest": {"kernels.bench"},
+    "loadtest.sensors": {"service.zoo"},
     "service.sequence": LEAVES,
     "service.errors": LEAVES,
     "service.metrics": LEAVES,

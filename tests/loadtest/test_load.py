@@ -1,0 +1,248 @@
+"""Load counts what a caller would see: answers and their times, refusals by their code, connections that broke."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from loadtest import load
+from loadtest.callers import Caller, Reply, Target
+from loadtest.load import Figures
+from tests.loadtest.conftest import Handler, answered, answering, reply
+
+SECONDS = 0.3
+GAP = 0.021
+"""14 requests are due within SECONDS."""
+
+
+def requests(target: Target) -> Iterator[bytes]:
+    return itertools.repeat(target.request(b'{"inputs": ["how far"]}'))
+
+
+def closed(handler: Handler, callers: int = 2, seconds: float = SECONDS) -> Figures:
+    async def run() -> Figures:
+        async with answering(handler) as target:
+            return await load.closed(target, requests(target), callers, seconds, _unwatched)
+
+    return asyncio.run(run())
+
+
+def opened(handler: Handler, gap: float, seconds: float = SECONDS, idle_seconds: float = 60.0) -> Figures:
+    async def run() -> Figures:
+        async with answering(handler, idle_seconds) as target:
+            return await load.opened(target, requests(target), itertools.repeat(gap), seconds, _unwatched)
+
+    return asyncio.run(run())
+
+
+def _unwatched(figures: Figures) -> None:
+    """Nobody waits for a test's progress."""
+
+
+def test_a_closed_loop_keeps_each_caller_asking_until_the_time_is_over() -> None:
+    open_at_once, most = 0, 0
+
+    async def handler(number: int) -> bytes:
+        nonlocal open_at_once, most
+        open_at_once += 1
+        most = max(most, open_at_once)
+        await asyncio.sleep(0.01)
+        open_at_once -= 1
+        return await answered(number)
+
+    figures = closed(handler, callers=3)
+    assert most == 3
+    assert figures.failed == 0
+    assert 3 < len(figures.answers) <= 3 * (SECONDS / 0.01 + 1)
+    assert min(figures.answers) >= 0.009
+    assert figures.seconds >= SECONDS
+    assert figures.rate == pytest.approx(len(figures.answers) / figures.seconds)
+
+
+def test_a_refusal_is_counted_by_its_status_and_code_and_is_no_answer() -> None:
+    async def handler(number: int) -> bytes:
+        if number % 2:
+            return reply(b'{"error": "5 wait", "code": "overloaded"}', 503)
+        return reply(b"no JSON", 502)
+
+    figures = closed(handler)
+    assert not figures.answers
+    assert set(figures.failures) == {"503 overloaded", "502"}
+    assert math.isnan(figures.quantile(0.5))
+
+
+@pytest.mark.parametrize("loop", ["closed", "opened"])
+def test_a_connection_that_the_server_closes_is_a_failure_and_a_new_one_takes_its_place(loop: str) -> None:
+    async def handler(number: int) -> bytes | None:
+        return None if number < 2 else await answered(number)
+
+    figures = closed(handler) if loop == "closed" else opened(handler, gap=GAP)
+    assert figures.failures == {"ConnectionResetError": 2}
+    assert figures.answers
+
+
+def test_an_answer_that_ends_its_connection_is_an_answer() -> None:
+    async def handler(number: int) -> bytes:
+        return reply(b"{}", 200, "Connection: close")
+
+    figures = closed(handler)
+    assert not figures.failures
+    assert len(figures.answers) > 2
+
+
+def test_what_is_no_http_is_a_failure() -> None:
+    async def handler(number: int) -> bytes:
+        return b"SSH-2.0-Nobody\r\n\r\n"
+
+    figures = closed(handler, callers=1)
+    assert set(figures.failures) == {"ConnectionResetError"}
+
+
+def test_an_answer_may_come_in_pieces() -> None:
+    whole = reply(b'{"outputs": [1]}', 503)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n{}")
+        for byte in whole:
+            writer.write(bytes([byte]))
+            await writer.drain()
+            await asyncio.sleep(0)
+        writer.close()
+        await writer.wait_closed()
+        done.set()
+
+    async def run() -> Reply:
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            host, port = server.sockets[0].getsockname()
+            target = Target(host, port, "/infer")
+            caller = await Caller.connect(target)
+            said = await caller.ask(target.request(b"{}"))
+            await done.wait()
+            caller.hang_up()
+        return said
+
+    done = asyncio.Event()
+    assert asyncio.run(run()) == Reply(503, b'{"outputs": [1]}')
+
+
+def test_an_open_loop_sends_what_is_due_whatever_became_of_what_came_before() -> None:
+    """Half the requests wait for the end, and the others are sent and answered nevertheless."""
+
+    async def handler(number: int) -> bytes:
+        await asyncio.sleep(2 * SECONDS if number % 2 else 0)
+        return await answered(number)
+
+    figures = opened(handler, gap=GAP)
+    assert figures.failed == 0
+    assert len(figures.answers) == 14
+    assert sum(seconds > SECONDS for seconds in figures.answers) == 7
+
+
+def test_in_an_open_loop_a_time_runs_from_the_moment_when_the_request_was_due() -> None:
+    """A server that handles one request at a time, slower than they come: each waits for all before it."""
+    one_at_a_time = asyncio.Lock()
+
+    async def handler(number: int) -> bytes:
+        async with one_at_a_time:
+            await asyncio.sleep(0.04)
+        return await answered(number)
+
+    figures = opened(handler, gap=GAP)
+    assert len(figures.answers) == 14
+    assert max(figures.answers) >= 14 * 0.04 - 14 * GAP
+
+
+def test_a_time_includes_what_the_loader_itself_was_late() -> None:
+    def slowly(target: Target) -> Iterator[bytes]:
+        time.sleep(0.1)
+        yield from requests(target)
+
+    async def run() -> Figures:
+        async with answering(answered) as target:
+            return await load.opened(target, slowly(target), itertools.repeat(GAP), 2.5 * GAP, _unwatched)
+
+    first, second = asyncio.run(run()).answers
+    assert first >= 0.1
+    assert second >= 0.1 - GAP
+
+
+def test_requests_that_nobody_answers_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(load, "PROGRESS_SECONDS", 0.05)
+
+    async def handler(number: int) -> bytes:
+        await asyncio.sleep(60 if number < 3 else 0)
+        return await answered(number)
+
+    assert closed(handler, callers=3).failures == {"unanswered": 3}
+    figures = opened(handler, gap=0.055)
+    assert figures.failures == {"unanswered": 3}
+    assert len(figures.answers) == 2
+
+
+def test_an_open_loop_has_only_so_many_requests_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "MOST_OPEN", 2)
+    monkeypatch.setattr(load, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(load, "PROGRESS_SECONDS", 0.05)
+
+    async def handler(number: int) -> bytes:
+        await asyncio.sleep(60)
+        return await answered(number)
+
+    assert opened(handler, gap=0.055).failures == {"unanswered": 2, "not sent, 2 are open": 3}
+
+
+def test_a_connection_that_the_server_closed_for_its_idleness_is_no_failure() -> None:
+    """Two requests are open at once in the beginning, and one at a time long after the server has closed both connections."""
+
+    async def run() -> Figures:
+        async with answering(answered, idle_seconds=0.1) as target:
+            gaps = itertools.chain([0.0, 0.0, 0.4], itertools.repeat(1.0))
+            return await load.opened(target, requests(target), gaps, 0.6, _unwatched)
+
+    figures = asyncio.run(run())
+    assert not figures.failures
+    assert len(figures.answers) == 3
+
+
+def test_a_closed_loop_on_nobody_says_so_at_once() -> None:
+    target = Target("127.0.0.1", 9, "/infer")
+    with pytest.raises(OSError, match=r"refused|failed"):
+        asyncio.run(load.closed(target, requests(target), 1, SECONDS, _unwatched))
+
+
+def test_the_watcher_hears_how_far_the_load_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "PROGRESS_SECONDS", 0.05)
+    heard: list[int] = []
+
+    async def run() -> Figures:
+        async with answering(answered) as target:
+            return await load.closed(target, requests(target), 1, SECONDS, lambda figures: heard.append(len(figures.answers)))
+
+    figures = asyncio.run(run())
+    assert len(heard) >= 3
+    assert heard == sorted(heard)
+    assert heard[-1] == len(figures.answers)
+
+
+@pytest.mark.parametrize(("share", "seconds"), [(0.5, 5), (0.9, 9), (0.99, 10), (1.0, 10), (0.0, 1)])
+def test_a_quantile_is_a_time_that_was_measured(share: float, seconds: float) -> None:
+    assert Figures(answers=[float(one) for one in range(10, 0, -1)]).quantile(share) == seconds
+
+
+@pytest.mark.parametrize("url", ["https://127.0.0.1:8000", "127.0.0.1:8000", "http://"])
+def test_what_is_no_address_is_named(url: str) -> None:
+    with pytest.raises(ValueError, match="is no address of the form"):
+        Target.of(url, "/infer")
+
+
+def test_a_request_says_how_long_its_body_is() -> None:
+    asked: Any = Target.of("http://somewhere:81/", "/infer").request(b'{"a": 1}')
+    assert asked.startswith(b"POST /infer HTTP/1.1\r\nHost: somewhere\r\n")
+    assert asked.endswith(b"Content-Length: 8\r\n\r\n" + b'{"a": 1}')

@@ -1,0 +1,109 @@
+"""Traffic is that of real callers, and the same every time."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kernels.bench.questions import COUNTS, SHORTEST
+from loadtest.traffic import ARRIVALS, BURST, Traffic, words
+from service.zoo import spec
+from service.zoo.text import Tokenizer
+from tests import models
+
+MODELS = Path(__file__).resolve().parent.parent.parent / "models"
+TEXT = {"kind": "text", "vocabulary": 50, "max_steps": 512}
+FEATURES = {"kind": "features", "features": 3, "max_steps": 512}
+
+
+def model(input: dict[str, Any], min_steps: int = 1) -> dict[str, Any]:
+    return {"name": "made-up", "version": "2", "input": input, "min_steps": min_steps}
+
+
+@pytest.mark.parametrize("input", [TEXT, FEATURES, {**TEXT, "kind": "ids"}])
+def test_a_seed_gives_the_same_requests_and_another_one_others(input: dict[str, Any]) -> None:
+    bodies = [[Traffic(model(input), ["far", "sea"], seed).body(3) for _ in range(5)] for seed in (1, 1, 2)]
+    assert bodies[0] == bodies[1] != bodies[2]
+    assert json.loads(json.dumps(bodies[0])) == bodies[0]
+
+
+def test_a_body_names_the_model_and_its_version_and_has_as_many_inputs_as_asked() -> None:
+    body = Traffic(model(TEXT), ["far"]).body(10)
+    assert (body["model"], body["version"], len(body["inputs"])) == ("made-up", "2", 10)
+
+
+def test_lengths_are_those_of_real_questions() -> None:
+    source, draws = Traffic(model(TEXT)), 10_000
+    found = Counter(source.steps() for _ in range(draws))
+    common = {steps: draws * count / sum(COUNTS) for steps, count in enumerate(COUNTS, SHORTEST) if count > 5}
+    assert sum(found[steps] for steps in common) > 0.99 * draws
+    chi_square = sum((found[steps] - expected) ** 2 / expected for steps, expected in common.items())
+    assert chi_square < 2 * len(common)
+
+
+def test_lengths_keep_within_what_the_model_takes() -> None:
+    source = Traffic(model({**TEXT, "max_steps": 9}, min_steps=6))
+    assert {source.steps() for _ in range(1000)} == {6, 7, 8, 9}
+
+
+def test_features_are_rows_of_as_many_numbers_as_the_model_takes() -> None:
+    source = Traffic(model(FEATURES, min_steps=4))
+    assert str(source) == "rows of 3 numbers"
+    rows = source.input()
+    assert isinstance(rows, list)
+    assert len(rows) >= 4
+    assert all(isinstance(row, list) and len(row) == 3 for row in rows)
+
+
+def test_without_words_a_text_model_gets_token_ids_of_its_vocabulary() -> None:
+    source = Traffic(model(TEXT))
+    assert str(source) == "token ids"
+    ids = list(itertools.chain.from_iterable(source.body(200)["inputs"]))
+    assert set(ids) == set(range(50))
+
+
+@pytest.mark.parametrize("name", ["question-type-cnn", "question-type-lstm", "question-type-sru"])
+def test_a_text_has_as_many_tokens_as_were_drawn(name: str) -> None:
+    folder = MODELS / name / "1"
+    tokenizer = Tokenizer.read(folder, spec.read(folder))
+    source = Traffic(model(TEXT), words((folder / "tokenizer.json").read_text()))
+    assert str(source) == "texts"
+    for _ in range(50):
+        text = source.input()
+        assert isinstance(text, str)
+        assert len(tokenizer.ids(text, "inputs[0]")) == len(text.split())
+
+
+def test_words_are_the_known_ones_of_one_token_each_in_a_fixed_order() -> None:
+    assert words(models.tokenizer()) == sorted(set(models.WORDS) - {"[UNK]"})
+
+
+def counts(arrivals: str, rate: float, seconds: int) -> list[int]:
+    """How many came in each second."""
+    times = itertools.takewhile(lambda at: at < seconds, itertools.accumulate(ARRIVALS[arrivals](rate, 3)))
+    by_second = Counter(int(at) for at in times)
+    return [by_second[second] for second in range(seconds)]
+
+
+@pytest.mark.parametrize("arrivals", ARRIVALS)
+def test_arrivals_have_the_asked_mean_rate(arrivals: str) -> None:
+    assert statistics.mean(counts(arrivals, rate=100.0, seconds=400)) == pytest.approx(100, rel=0.1)
+
+
+@pytest.mark.parametrize("arrivals", ARRIVALS)
+def test_arrivals_are_the_same_for_a_seed_and_others_for_another(arrivals: str) -> None:
+    gaps = [list(itertools.islice(ARRIVALS[arrivals](5.0, seed), 100)) for seed in (7, 7, 8)]
+    assert gaps[0] == gaps[1] != gaps[2]
+
+
+def test_bursts_crowd_where_independent_callers_do_not() -> None:
+    found = {name: counts(name, rate=100.0, seconds=400) for name in ARRIVALS}
+    spread = {name: statistics.variance(one) / statistics.mean(one) for name, one in found.items()}
+    assert spread["poisson"] == pytest.approx(1, rel=0.2)
+    assert spread["bursty"] > BURST
