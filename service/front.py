@@ -91,6 +91,7 @@ class Server(uvicorn.Server):
 
 def serve(app: FastAPI, front: Front, control: Control, listening: socket.socket) -> None:
     """Serve until SIGTERM; requests in flight then have `drain_seconds` to end."""
+    front.metrics.start({(one.spec.name, one.version) for versions in front.catalog.values() for one in versions.values()})
     config = uvicorn.Config(
         app,
         http="httptools",

@@ -14,9 +14,18 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from service.errors import STATUS, DeadlineExceeded, InvalidInput, Overloaded, UnknownModel
+
 SECONDS = (50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 50e-3, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
+
+FAULTS = (*(kind.code for kind, status in STATUS.items() if status.http >= 500), "cut_off")
+"""Outcomes that are the server's fault, whatever the caller did; cut_off is a request that a drain did not wait for."""
+REFUSALS = tuple(kind.code for kind in (Overloaded, DeadlineExceeded, UnknownModel, InvalidInput))
+CANCELLED_WHILE = ("waiting", "running")
+RESTARTS = (("engine", "ended"), ("engine", "hung"), ("engine", "failed"), ("front", "ended"), ("front", "failed"))
+"""Only an engine has a pulse by which it is seen to hang."""
 
 Rows = list[tuple[tuple[str, ...], list[float]]]
 Snapshot = dict[str, Rows]
@@ -41,6 +50,10 @@ class Series:
 
 class Counter(Series):
     """Only rises; the totals of ended processes are kept."""
+
+    def start(self, *labels: str) -> None:
+        """Be there from the beginning, at 0: in a series that is first seen at 1 Prometheus sees no rise."""
+        self._at(labels, 1)
 
     def add(self, *labels: str, by: float = 1.0) -> None:
         self._at(labels, 1)[0] += by
@@ -87,10 +100,13 @@ class Metrics:
         self.stage_seconds = Histogram("seqserve_stage_seconds", "Time in each stage.", (*model, "stage"), SECONDS)
         self.turn_rows = Histogram("seqserve_turn_rows", "Sequences in a turn.", model, ROWS)
         self.turn_tokens = Histogram("seqserve_turn_tokens", "Steps in a turn.", model, TOKENS)
+        self.slots = Gauge("seqserve_slots", "Places for sequences in a turn.")
         self.queue_depth = Gauge("seqserve_queue_depth", "Sequences waiting for a turn.")
         self.refused = Counter("seqserve_refused", "Requests the engine refused before they ran.", ("reason",))
         self.failed = Counter("seqserve_failed", "Requests on which the model raised.", model)
-        self.cancelled = Counter("seqserve_cancelled", "Requests whose caller went away.", ("while",))
+        self.cancelled = Counter(
+            "seqserve_cancelled", "Requests given up: their caller left or their deadline passed.", ("while",)
+        )
         self.rerun = Counter("seqserve_rerun", "Requests run again because their engine process ended.")
         self.channel_seconds = Histogram(
             "seqserve_channel_seconds", "From a front's send to the engine's receipt.", (), SECONDS
@@ -101,6 +117,23 @@ class Metrics:
         self.ready = Gauge("seqserve_ready", "1 when requests are answered.")
         self.weight_bytes = Gauge("seqserve_model_weight_bytes", "Bytes of weights and tables on the device.", model)
         self.backend = Gauge("seqserve_kernel_backend_info", "1 for each kernel backend in use.", (*model, "layer", "backend"))
+
+    def start(self, models: Iterable[tuple[str, str]]) -> None:
+        """Show from the beginning, at 0, every count whose first rise must not be missed, for these models and versions.
+
+        One process does it for all, as only sums are shown: a front, which knows the models.
+        """
+        for model in models:
+            self.failed.start(*model)
+            for outcome in ("ok", *FAULTS):
+                self.requests.start(*model, outcome)
+        for reason in REFUSALS:
+            self.refused.start(reason)
+        for where in CANCELLED_WHILE:
+            self.cancelled.start(where)
+        for process, reason in RESTARTS:
+            self.restarts.start(process, reason)
+        self.rerun.start()
 
     def series(self) -> Iterator[Series]:
         return (value for value in vars(self).values() if isinstance(value, Series))

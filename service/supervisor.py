@@ -41,6 +41,7 @@ class Supervisor:
         self._announced = False
         self._listening = _open_port(settings)
         self._metrics = Metrics()
+        self._metrics.ready.set(0.0)
         self._gatherer = Gatherer(self._metrics)
         self._selector = selectors.DefaultSelector()
         self._names = [ENGINE, *(f"front-{index}" for index in range(settings.fronts))]

@@ -9,7 +9,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from service.metrics import SECONDS, Counter, Gauge, Histogram, Metrics, Snapshot, merged, remains, render
+from service.errors import STATUS
+from service.metrics import FAULTS, SECONDS, Counter, Gauge, Histogram, Metrics, Snapshot, merged, remains, render
+from tests.serving import Server
 
 MODEL = ("words", "1")
 STAGE = "seqserve_stage_seconds"
@@ -35,7 +37,11 @@ def samples(snapshot: Snapshot) -> list[Sample]:
 
 
 def value(snapshot: Snapshot, name: str, **labels: str) -> float:
-    [found] = [one.value for one in samples(snapshot) if one.name == name and labels.items() <= one.labels.items()]
+    return the_one(samples(snapshot), name, **labels)
+
+
+def the_one(shown: list[Sample], name: str, **labels: str) -> float:
+    [found] = [one.value for one in shown if one.name == name and labels.items() <= one.labels.items()]
     return found
 
 
@@ -46,6 +52,55 @@ def test_a_counter_rises_label_by_label() -> None:
     metrics.sequences.add("words", "2")
     assert value(metrics.snapshot(), "seqserve_sequences_total", version="1") == 3.5
     assert value(metrics.snapshot(), "seqserve_sequences_total", version="2") == 1.0
+
+
+def test_a_counter_that_was_started_is_there_at_0_and_keeps_what_it_counted_before() -> None:
+    metrics = Metrics()
+    metrics.sequences.start(*MODEL)
+    assert value(metrics.snapshot(), "seqserve_sequences_total") == 0.0
+    metrics.sequences.add(*MODEL)
+    metrics.sequences.start(*MODEL)
+    assert value(metrics.snapshot(), "seqserve_sequences_total") == 1.0
+
+
+def test_what_goes_wrong_is_there_at_0_before_it_does() -> None:
+    metrics = Metrics()
+    metrics.start([MODEL, ("sensors", "3")])
+    shown = metrics.snapshot()
+    assert {one.name for one in samples(shown)} == {
+        f"seqserve_{name}_total" for name in ("requests", "refused", "failed", "cancelled", "rerun", "process_restarts")
+    }
+    assert {one.value for one in samples(shown)} == {0.0}
+    for outcome in ("ok", *FAULTS):
+        assert value(shown, "seqserve_requests_total", model="sensors", version="3", outcome=outcome) == 0
+    assert value(shown, "seqserve_process_restarts_total", process="engine", reason="hung") == 0
+    assert value(shown, "seqserve_refused_total", reason="overloaded") == 0
+    assert value(shown, "seqserve_cancelled_total", **{"while": "running"}) == 0
+
+
+def test_a_process_that_starts_the_counts_of_others_adds_nothing_to_them() -> None:
+    supervisor, front = busy(), Metrics()
+    supervisor.restarts.add("engine", "ended")
+    front.start([MODEL])
+    both = merged([supervisor.snapshot(), front.snapshot(), remains(front.snapshot())])
+    assert value(both, "seqserve_process_restarts_total", process="engine", reason="ended") == 1
+
+
+def test_the_server_is_at_fault_where_http_says_so_and_where_a_drain_cuts_a_request_off() -> None:
+    assert set(FAULTS) == {kind.code for kind, status in STATUS.items() if status.http >= 500} | {"cut_off"}
+    assert {"invalid_input", "unknown_model", "too_large", "client_gone"}.isdisjoint(FAULTS)
+
+
+def test_a_server_shows_what_can_go_wrong_with_each_model_and_how_many_places_a_turn_has(server: Server) -> None:
+    families = text_string_to_metric_families(server.client.get("/metrics").text)
+    shown = [sample for family in families for sample in family.samples]
+    for model, version in (("sensors", "1"), ("words", "1"), ("words", "2")):
+        for outcome in ("ok", *FAULTS):
+            assert the_one(shown, "seqserve_requests_total", model=model, version=version, outcome=outcome) >= 0
+        assert the_one(shown, "seqserve_failed_total", model=model, version=version) == 0
+    assert the_one(shown, "seqserve_process_restarts_total", process="engine", reason="ended") == 0
+    assert the_one(shown, "seqserve_slots") == 64
+    assert the_one(shown, "seqserve_ready") == 1
 
 
 def test_a_gauge_is_a_level() -> None:

@@ -63,6 +63,7 @@ class Engine:
         self._done: list[tuple[Chunk, Encoded]] = []
         self._staging: dict[ModelKey, Staging] = {}
         self._costs: dict[ModelKey, Cost] = {}
+        metrics.slots.set(max_turn_rows)
         for key, encoder in self._encoders.items():
             shape = encoder.spec.input
             tokens = max(max_turn_tokens, shape.max_steps)

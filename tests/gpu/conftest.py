@@ -1,12 +1,16 @@
-"""Everything in this folder needs a GPU and says so when it is skipped."""
+"""Everything in this folder needs a GPU, and is skipped where there is none."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-import torch
+
+HERE = Path(__file__).parent
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _gpu() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a GPU, and torch sees none")
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(HERE):
+            item.add_marker("gpu")

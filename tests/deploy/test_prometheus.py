@@ -1,0 +1,161 @@
+"""Prometheus' own programs read what is shipped, and a Prometheus beside a busy server has an answer for every panel."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from service.metrics import FAULTS
+from tests.deploy.shipped import DEPLOY, alerts, dashboard, exposed, expressions, named, program, read, recorded, rules
+from tests.deploy.watching import Prometheus, callers, finite, watching
+from tests.serving import Server, eventually, serving
+
+FIRST_SCRAPE_SECONDS = 20.0
+CALM_SECONDS = 4.0
+"""How long it is watched before its engine is killed, and again after the successor is ready."""
+VARIABLES = {"$model": ".*", "$__rate_interval": "5s", "$__range": "30s"}
+
+
+class Watched(NamedTuple):
+    """A Prometheus that has watched a server from `start` to `end`, on its own clock."""
+
+    prometheus: Prometheus
+    server: Server
+    start: float
+    end: float
+
+    def values(self, expression: str) -> list[float]:
+        return self.prometheus.values(expression, self.start, self.end)
+
+
+@pytest.fixture(scope="module")
+def watched(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    """Under load; its engine is killed once."""
+    folder = tmp_path_factory.mktemp("prometheus")
+    program("prometheus")
+    with serving(models_folder, folder) as server, watching(folder, server) as prometheus:
+        with callers(server):
+            eventually(lambda: prometheus.get("query", query="up == 1")["result"], FIRST_SCRAPE_SECONDS)
+            start = prometheus.now()
+            time.sleep(CALM_SECONDS)
+            os.kill(server.pid("engine"), signal.SIGKILL)
+            eventually(lambda: not server.ready(), 5)
+            eventually(server.ready, 20)
+            time.sleep(CALM_SECONDS)
+        yield Watched(prometheus, server, start, prometheus.now())
+
+
+def promtool(*arguments: str, input: str | None = None) -> subprocess.CompletedProcess[str]:
+    command = [program("promtool"), *arguments]
+    return subprocess.run(command, cwd=DEPLOY, input=input, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("check", "config", "--lint=all", "--lint-fatal", "prometheus.yml"),
+        ("check", "rules", "--lint=all", "--lint-fatal", "rules.yml"),
+        ("test", "rules", "rules_test.yml"),
+    ],
+    ids=" ".join,
+)
+def test_promtool_finds_nothing_wrong(arguments: tuple[str, ...]) -> None:
+    done = promtool(*arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_promtool_finds_nothing_wrong_with_what_the_server_exposes(server: Server) -> None:
+    server.infer("words", ["how far is the sea ?"])
+    done = promtool("check", "metrics", input=server.client.get("/metrics").text)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("name", alerts())
+def test_every_alert_is_seen_to_fire_and_to_stay_silent(name: str) -> None:
+    expected = [
+        one["exp_alerts"]
+        for test in read("rules_test.yml")["tests"]
+        for one in test["alert_rule_test"]
+        if one["alertname"] == name
+    ]
+    assert any(expected)
+    assert not all(expected)
+
+
+@pytest.mark.parametrize("name", alerts())
+def test_every_alert_says_how_bad_it_is_what_happened_and_what_to_do(name: str) -> None:
+    assert alerts()[name]["labels"]["severity"] in ("warning", "critical")
+    assert set(alerts()[name]["annotations"]) == {"summary", "description", "runbook"}
+
+
+@pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule.get("alert") or rule["record"])
+def test_every_series_that_a_rule_names_is_the_service_s_or_another_rule_s(rule: dict[str, str]) -> None:
+    assert named(rule["expr"])
+    assert named(rule["expr"]) <= exposed() | recorded()
+
+
+def test_errors_are_the_outcomes_that_are_the_server_s_fault() -> None:
+    counted = re.findall(r'outcome=~"(.+?)"', alerts()["SeqserveErrors"]["expr"])
+    assert counted == ["|".join(FAULTS)]
+
+
+def test_the_job_of_the_rules_is_the_one_that_is_scraped() -> None:
+    [job] = [one["job_name"] for one in read("prometheus.yml")["scrape_configs"]]
+    assert {found for rule in rules() for found in re.findall(r'job="(.+?)"', rule["expr"])} == {job}
+
+
+@pytest.mark.parametrize("expression", expressions().values(), ids=list(expressions()))
+def test_every_panel_has_something_to_show(expression: str, watched: Watched) -> None:
+    for variable, value in VARIABLES.items():
+        expression = expression.replace(variable, value)
+    assert "$" not in expression
+    assert finite(watched.values(expression))
+
+
+def test_every_model_can_be_chosen(watched: Watched) -> None:
+    [variable] = dashboard()["templating"]["list"]
+    found = re.fullmatch(r"label_values\((\w+), (\w+)\)", variable["query"]["query"])
+    assert found
+    values = watched.prometheus.get(f"label/{found[2]}/values", **{"match[]": found[1]})
+    assert {"words", "sensors"} <= set(values)
+
+
+def test_every_rule_is_evaluated_without_an_error(watched: Watched) -> None:
+    evaluated = [rule for group in watched.prometheus.get("rules")["groups"] for rule in group["rules"]]
+    assert [rule["name"] for rule in evaluated] == [rule.get("alert") or rule["record"] for rule in rules()]
+    assert {rule["health"] for rule in evaluated} == {"ok"}
+
+
+def test_the_first_restart_of_an_engine_is_seen_as_a_rise(watched: Watched) -> None:
+    restarts = 'increase(seqserve_process_restarts_total{process="engine", reason="ended"}[30s])'
+    assert max(finite(watched.values(restarts))) >= 1
+
+
+def test_no_scrape_fails_while_an_engine_is_replaced(watched: Watched) -> None:
+    assert set(watched.values('up{job="seqserve"}')) == {1}
+
+
+def test_callers_who_are_wrong_or_hang_up_are_seen_and_are_no_failures(watched: Watched) -> None:
+    for outcome in ("unknown_model", "invalid_input", "client_gone", "deadline_exceeded"):
+        assert max(finite(watched.values(f'sum(rate(seqserve_requests_total{{outcome="{outcome}"}}[5s]))'))) > 0, outcome
+
+
+def test_it_is_seen_that_the_service_is_not_ready_while_its_engine_is_replaced(watched: Watched) -> None:
+    ready = watched.values("seqserve_ready")
+    assert ready[0] == ready[-1] == 1
+    assert 0 in ready
+
+
+def test_the_stages_of_a_request_are_part_of_the_whole(watched: Watched) -> None:
+    seconds = "sum(increase(seqserve_stage_seconds_sum{%s}[10s]))"
+    parts, whole = (watched.values(seconds % match)[-1] for match in ('stage=~"parse|encode"', 'stage="total"'))
+    assert 0 < parts < whole

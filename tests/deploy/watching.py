@@ -1,0 +1,149 @@
+"""A real Prometheus beside a real server, and callers of every kind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+from tests.deploy.shipped import DEPLOY, program, read
+from tests.serving import Server, eventually
+
+START_SECONDS = 20.0
+TEXTS = ["how far is the sea ?", "who", "who was the first ?", "is the sea far"]
+STEP = [0.1, 0.2, 0.3]
+
+
+class Prometheus:
+    """A running Prometheus with the shipped rules, which asks one server every second."""
+
+    def __init__(self, folder: Path, server: Server) -> None:
+        log = folder / "prometheus.log"
+        storage, listen = f"--storage.tsdb.path={folder / 'data'}", "--web.listen-address=127.0.0.1:0"
+        with log.open("w") as output:
+            self.process = subprocess.Popen(
+                [program("prometheus"), f"--config.file={configured(folder, server)}", storage, listen],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        try:
+            found = eventually(lambda: re.search(r"msg=\"Listening on\".* address=(\S+)", log.read_text()), START_SECONDS)
+        except AssertionError:
+            self.process.kill()
+            self.process.wait()
+            raise AssertionError(log.read_text()) from None
+        self._client = httpx.Client(base_url=f"http://{found[1]}/api/v1", timeout=10, trust_env=False)
+
+    def get(self, path: str, **parameters: Any) -> Any:
+        """The data of an answer; fails with what Prometheus says is wrong."""
+        answer = self._client.get(path, params=parameters).json()
+        assert answer["status"] == "success", answer
+        return answer["data"]
+
+    def values(self, expression: str, start: float, end: float) -> list[float]:
+        """Every value that an expression had, over all its series, second by second."""
+        series = self.get("query_range", query=expression, start=start, end=end, step=1)["result"]
+        return [float(value) for one in series for _, value in one["values"]]
+
+    def now(self) -> float:
+        """The moment on its clock, by which it answers."""
+        return float(self.get("query", query="time()")["result"][1])
+
+    def stop(self) -> None:
+        self._client.close()
+        self.process.terminate()
+        self.process.wait(20)
+
+
+def configured(folder: Path, server: Server) -> Path:
+    """The shipped configuration with this server as its target, asked every second."""
+    configuration = read("prometheus.yml")
+    configuration["global"] |= dict.fromkeys(("scrape_interval", "scrape_timeout", "evaluation_interval"), "1s")
+    configuration["scrape_configs"][0]["static_configs"][0]["targets"] = [server.address.removeprefix("http://")]
+    for name in configuration["rule_files"]:
+        shutil.copy(DEPLOY / name, folder / name)
+    file = folder / "prometheus.yml"
+    file.write_text(yaml.safe_dump(configuration))
+    return file
+
+
+@contextmanager
+def watching(folder: Path, server: Server) -> Iterator[Prometheus]:
+    """A Prometheus that ends with the block."""
+    prometheus = Prometheus(folder, server)
+    try:
+        yield prometheus
+    finally:
+        prometheus.stop()
+
+
+@contextmanager
+def callers(server: Server) -> Iterator[None]:
+    """Callers who ask for the right things, for the wrong ones, with too little time, and who hang up, until the block ends."""
+    over = threading.Event()
+    ways = (_asks_texts, _asks_texts, _asks_rows, _asks_for_what_is_wrong, _has_no_time, _hangs_up)
+    threads = [threading.Thread(target=_until, args=(over, way, server)) for way in ways]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+
+
+def _until(over: threading.Event, way: Callable[[httpx.Client, int], None], server: Server) -> None:
+    """While an engine is replaced callers get 503 or nothing: they go on."""
+    with httpx.Client(base_url=server.address, timeout=10, trust_env=False) as client:
+        for turn in count():
+            if over.wait(0.02):
+                return
+            with contextlib.suppress(httpx.TransportError, OSError):
+                way(client, turn)
+
+
+def _asks_texts(client: httpx.Client, turn: int) -> None:
+    client.post("/infer", json={"model": "words", "inputs": TEXTS[: 1 + turn % len(TEXTS)]})
+
+
+def _asks_rows(client: httpx.Client, turn: int) -> None:
+    client.post("/infer", json={"model": "sensors", "inputs": [[STEP] * 20, [STEP] * (5 + turn % 50)]})
+
+
+def _asks_for_what_is_wrong(client: httpx.Client, turn: int) -> None:
+    wrong = [
+        {"model": "nobody", "inputs": ["?"]},
+        {"model": "words", "inputs": [1.5]},
+        {"model": "sensors", "inputs": [[[1.0]]]},
+    ]
+    client.post("/infer", json=wrong[turn % len(wrong)])
+
+
+def _has_no_time(client: httpx.Client, turn: int) -> None:
+    client.post("/infer", json={"model": "words", "inputs": TEXTS, "deadline_ms": 0.5})
+
+
+def _hangs_up(client: httpx.Client, turn: int) -> None:
+    body = json.dumps({"model": "sensors", "inputs": [[STEP] * 3_000]}).encode()
+    with socket.create_connection((client.base_url.host, client.base_url.port or 80)) as connection:
+        connection.sendall(b"POST /infer HTTP/1.1\r\nHost: here\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+        time.sleep(0.02)
+
+
+def finite(values: list[float]) -> list[float]:
+    return [value for value in values if math.isfinite(value)]
