@@ -17,15 +17,15 @@ PROJECT     := pyproject.toml constraints.txt Makefile
 .PHONY: help install gpu serve test lint eval bench loadtest bench-serve test-gpu docker-test check-python
 
 help:
-	@echo "make serve     install, then serve the embedded models on 127.0.0.1:8000"
-	@echo "make test      install, then lint and test everything that needs no GPU"
-	@echo "make install   set up .venv"
-	@echo "make lint      ruff and mypy"
-	@echo "make eval      ask the running service the test questions in DATA=folder"
-	@echo "make bench     time every kernel beside its peers, on DEVICE=cpu or cuda:0"
-	@echo "make loadtest  USERS=32 callers for SECONDS=30 on a server of its own, or on URL; report and chart go to OUT=build/loadtest"
+	@echo "make serve        install, then serve the embedded models on 127.0.0.1:8000"
+	@echo "make test         install, then lint and test everything that needs no GPU"
+	@echo "make install      set up .venv"
+	@echo "make lint         ruff and mypy"
+	@echo "make eval         ask the running service the test questions in DATA=folder"
+	@echo "make bench        time every kernel beside its peers, on DEVICE=cpu or cuda:0"
+	@echo "make loadtest     USERS=32 callers for SECONDS=30 on a server of its own, or on URL; report and chart go to OUT=build/loadtest"
 	@echo "make bench-serve  time this service beside a plain FastAPI handler with the same weights"
-	@echo "make test-gpu  the tests that need a GPU"
+	@echo "make test-gpu     the tests that need a GPU"
 	@echo "make docker-test  build the image, start the compose files on a container engine, test and remove them"
 
 check-python:
