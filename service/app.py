@@ -143,7 +143,7 @@ def _batcher(settings: Settings, engine: Engine, metrics: Metrics) -> Batcher:
     scheduler = Scheduler(
         max_waiting=settings.max_waiting, max_turn_rows=settings.max_turn_rows, max_turn_tokens=settings.max_turn_tokens
     )
-    return Batcher(scheduler, engine, metrics, time.monotonic)
+    return Batcher(scheduler, engine, metrics, time.monotonic, Log("engine"))
 
 
 def _served(root: Path) -> dict[str, dict[str, Served]]:

@@ -9,6 +9,7 @@ from service.batching.scheduler import Scheduler
 from service.engine.engine import Encoded
 from service.engine.turn import Chunk, Turn
 from service.errors import DeadlineExceeded, InferenceFailed, InvalidInput, ServiceError, UnknownModel
+from service.logs import Log
 from service.metrics import Metrics
 from service.sequence import Answer, ModelKey, Request
 
@@ -65,11 +66,12 @@ class Ticket:
 class Batcher:
     """The queue in front of one engine."""
 
-    def __init__(self, scheduler: Scheduler, engine: Runs, metrics: Metrics, clock: Callable[[], float]) -> None:
+    def __init__(self, scheduler: Scheduler, engine: Runs, metrics: Metrics, clock: Callable[[], float], log: Log) -> None:
         self._scheduler = scheduler
         self._engine = engine
         self._metrics = metrics
         self._clock = clock
+        self._log = log
 
     @property
     def waiting(self) -> int:
@@ -140,8 +142,10 @@ class Batcher:
                 return
             ticket: Ticket = turn.chunks[0].owner
             if not ticket.ended:
+                said = f"{type(fault).__name__}: {fault}"
                 self._metrics.failed.add(*turn.model)
-                ticket.refuse(InferenceFailed(f"the model raised {type(fault).__name__}: {fault}"))
+                self._log.error("model raised", model=turn.model.name, version=turn.model.version, error=said)
+                ticket.refuse(InferenceFailed(f"the model raised {said}"))
                 self._scheduler.drop(ticket)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -16,6 +17,7 @@ from service.batching.scheduler import Scheduler
 from service.engine.engine import Encoded
 from service.engine.turn import Chunk, Turn
 from service.errors import DeadlineExceeded, InferenceFailed, InvalidInput, Overloaded, ServiceError, UnknownModel
+from service.logs import Log
 from service.metrics import Counter, Metrics
 from service.sequence import FEATURES, IDS, Answer, ModelKey, Returns
 from tests.batching.made_up import MODEL, OTHER, PLAIN, ids, request
@@ -106,7 +108,7 @@ class House:
         self.engine = engine or FakeEngine()
         self.metrics = Metrics()
         limits = Scheduler(max_waiting=max_waiting, max_turn_rows=max_turn_rows, max_turn_tokens=max_turn_tokens)
-        self.batcher = Batcher(limits, self.engine, self.metrics, lambda: self.now)
+        self.batcher = Batcher(limits, self.engine, self.metrics, lambda: self.now, Log("engine"))
         self.callers: list[Caller] = []
 
     def call(
@@ -250,6 +252,15 @@ def test_a_row_that_makes_the_model_raise_fails_alone() -> None:
     [error] = bad.errors
     assert isinstance(error, InferenceFailed)
     assert error.message == "the model raised ValueError: poisoned"
+
+
+def test_the_log_says_which_model_raised_what(capsys: pytest.CaptureFixture[str]) -> None:
+    house = House()
+    house.call([POISON])
+    house.run()
+    [line] = [json.loads(one) for one in capsys.readouterr().err.splitlines()]
+    assert (line["event"], line["level"]) == ("model raised", "error")
+    assert (line["model"], line["version"], line["error"]) == (*MODEL, "ValueError: poisoned")
 
 
 def test_a_caller_that_goes_while_its_row_fails_is_counted_once() -> None:
