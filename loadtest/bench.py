@@ -6,8 +6,9 @@ import itertools
 import json
 import sys
 import urllib.request
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from loadtest.report import Level
 REQUESTS = 1000
 """So many different requests are made before the clock starts, and sent in turn."""
 WARM_UP_SECONDS = 1.0
+Load = Callable[[load.Watch], Coroutine[Any, Any, Figures]]
+"""One level, to be begun with somebody who hears of it."""
 STAGES = ("parse", "queue", "stage_in", "compute", "stage_out", "encode", "total")
 
 
@@ -50,7 +53,7 @@ def run(plan: Plan, models: Path, out: Path | None) -> int:
     loop = f"open loop, {plan.arrivals} arrivals" if plan.rates else "closed loop"
     print(f"{loop}, {plan.seconds:g} s a level after {WARM_UP_SECONDS:g} s of warming up\n", flush=True)
     uvloop.run(load.closed(target, requests, 1, WARM_UP_SECONDS, lambda _: None))
-    levels = [_level(plan, target, requests, model, name) for name in _names(plan)]
+    levels = [_level(plan, model, name, begin) for name, begin in _loads(plan, target, requests)]
     print("\n".join(report.levels(levels, "rate" if plan.rates else "callers")))
     if out is not None:
         out.write_text("".join(f"{json.dumps(report.record(one, model))}\n" for one in levels))
@@ -71,22 +74,23 @@ def prepared(target: Target, source: traffic.Traffic, inputs: int) -> Iterator[b
     return itertools.cycle([target.request(json.dumps(source.body(inputs)).encode()) for _ in range(REQUESTS)])
 
 
-def _level(plan: Plan, target: Target, requests: Iterator[bytes], model: dict[str, Any], name: str) -> Level:
+def _loads(plan: Plan, target: Target, requests: Iterator[bytes]) -> Iterator[tuple[str, Load]]:
+    """Every level by its name: rates, if there are any, else callers."""
+    for rate in plan.rates:
+        gaps = traffic.ARRIVALS[plan.arrivals](rate, plan.seed)
+        yield f"{rate:g}/s", partial(load.opened, target, requests, gaps, plan.seconds)
+    for callers in [] if plan.rates else plan.callers:
+        yield str(callers), partial(load.closed, target, requests, callers, plan.seconds)
+
+
+def _level(plan: Plan, model: dict[str, Any], name: str, begin: Load) -> Level:
     def watch(figures: Figures) -> None:
         print(report.progress(name, figures, plan.seconds), file=sys.stderr, flush=True)
 
     before = _Counts.read(plan.url, model)
-    if plan.rates:
-        gaps = traffic.ARRIVALS[plan.arrivals](float(name.removesuffix("/s")), plan.seed)
-        figures = uvloop.run(load.opened(target, requests, gaps, plan.seconds, watch))
-    else:
-        figures = uvloop.run(load.closed(target, requests, int(name), plan.seconds, watch))
+    figures = uvloop.run(begin(watch))
     after = _Counts.read(plan.url, model)
     return Level(name, figures, after.stages(before), after.rows(before))
-
-
-def _names(plan: Plan) -> Iterable[str]:
-    return [f"{rate:g}/s" for rate in plan.rates] or [str(callers) for callers in plan.callers]
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ class Server:
 @contextmanager
 def running(*command: str, log: Path | None = None) -> Iterator[Server]:
     """A server that is ready, by `python COMMAND --port PORT`, until the end of the block; what it says goes to `log`."""
-    port = _free_port()
+    port = free_port()
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SEQSERVE_")}
     environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(ROOT / "examples")))
     with log.open("wb") if log else nullcontext() as said:
@@ -72,7 +72,7 @@ def plain(folder: Path) -> tuple[str, ...]:
     return ("-m", "loadtest.plain_fastapi", str(folder))
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port: int = taken.getsockname()[1]
         return port

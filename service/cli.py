@@ -71,24 +71,13 @@ def models(settings: Settings) -> int:
     return 0
 
 
-def bench(
-    settings: Settings,
-    url: str,
-    model: str | None,
-    callers: list[int],
-    rates: list[float],
-    arrivals: str,
-    seconds: float,
-    inputs: int,
-    seed: int,
-    json: Path | None,
-) -> int:
-    """Load a running server and say what came of it."""
+def bench(settings: Settings, url: str, json: Path | None, **load: Any) -> int:
+    """Load a running server, with what the flags say of the load, and say what came of it."""
     from loadtest.bench import Plan, run
     from loadtest.discovery import NoServer
 
     try:
-        return run(Plan(url.rstrip("/"), model, callers, rates, arrivals, seconds, inputs, seed), settings.models, json)
+        return run(Plan(url=url.rstrip("/"), **load), settings.models, json)
     except (NoServer, ValueError, OSError) as fault:
         raise StartError(str(fault)) from fault
 

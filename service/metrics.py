@@ -20,8 +20,10 @@ SECONDS = (50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 50e-
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
 
-FAULTS = (*(kind.code for kind, status in STATUS.items() if status.http >= 500), "cut_off")
-"""Outcomes that are the server's fault, whatever the caller did; cut_off is a request that a drain did not wait for."""
+CUT_OFF = "cut_off"
+"""Outcome of a request that a drain did not wait for."""
+FAULTS = (*(kind.code for kind, status in STATUS.items() if status.http >= 500), CUT_OFF)
+"""Outcomes that are the server's fault, whatever the caller did."""
 REFUSALS = tuple(kind.code for kind in (Overloaded, DeadlineExceeded, UnknownModel, InvalidInput))
 CANCELLED_WHILE = ("waiting", "running")
 RESTARTS = (("engine", "ended"), ("engine", "hung"), ("engine", "failed"), ("front", "ended"), ("front", "failed"))

@@ -26,14 +26,13 @@ class Server:
 
     def __init__(self, models: Path, scratch: Path, *flags: str, **variables: str) -> None:
         self.log_file = scratch / f"log-{time.monotonic_ns()}"
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("SEQSERVE_")}
         with self.log_file.open("w") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "service", "serve", "--models", str(models), "--port", "0", *flags],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env=environment | {f"SEQSERVE_{name.upper()}": value for name, value in variables.items()},
+                env=os.environ | {f"SEQSERVE_{name.upper()}": value for name, value in variables.items()},
             )
         started = time.monotonic()
         self.address = self._await_address()

@@ -14,6 +14,9 @@ from torch.nn.functional import embedding_bag
 from kernels.contract import Ragged, Sizes
 from kernels.windows import Places
 
+FIRST = 1
+"""The row of id 0 in a tap's table: the row before it is zero, for steps that are padding."""
+
 
 def embed(ids: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
     """ids: (tokens,) int32 or int64, all below vocabulary; table: (vocabulary, width). Returns (tokens, width) in `dtype`."""
@@ -32,7 +35,7 @@ def fold(embedding: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 def fold_taps(embedding: Tensor, filters: Tensor) -> Tensor:
     """embedding: (vocabulary, inputs); filters: (taps, inputs, outputs). Returns (taps, 1 + vocabulary, outputs).
 
-    Row 0 of each tap is zero, for steps that are padding; id n is row n + 1.
+    Id n is row FIRST + n of each tap.
     """
     tables = [fold(embedding, tap) for tap in filters]
     return torch.stack([torch.cat((table.new_zeros(1, table.shape[1]), table)) for table in tables])
@@ -40,7 +43,7 @@ def fold_taps(embedding: Tensor, filters: Tensor) -> Tensor:
 
 def tap_rows(ids: Ragged) -> Ragged:
     """Rows of token ids as rows of a tap's table; what is padded with zeros afterwards is padding there too."""
-    return Ragged(ids.data.long() + 1, ids.offsets)
+    return Ragged(ids.data.long() + FIRST, ids.offsets)
 
 
 def embed_taps(
@@ -60,7 +63,7 @@ def embed_taps(
     """
     places = Places(ids, left, right)
     rows = np.zeros(places.steps, np.int64)
-    rows[places.own] = _host(ids.data) + 1
+    rows[places.own] = _host(ids.data) + FIRST
     if context is not None:
         rows[places.left] = _host(context)
     taps, height, _ = tables.shape

@@ -29,7 +29,7 @@ from service.errors import (
 from service.faces import answers, wire
 from service.faces.engines import Engines
 from service.logs import Log
-from service.metrics import Metrics, Snapshot, render
+from service.metrics import CUT_OFF, Metrics, Snapshot, render
 from service.settings import Settings
 
 T = TypeVar("T")
@@ -154,7 +154,7 @@ async def _counted(front: Front, call: _Call, work: Coroutine[Any, Any, Response
         call.outcome = "client_gone"
         return Response(status_code=CLIENT_CLOSED)
     except asyncio.CancelledError:
-        call.outcome = "cut_off"
+        call.outcome = CUT_OFF
         raise
     except Exception:
         call.outcome = InferenceFailed.code

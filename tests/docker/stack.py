@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
+
+from loadtest.servers import free_port
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PORTS = {"service": ("SEQSERVE_PORT", "8000"), "prometheus": ("PROMETHEUS_PORT", "9090"), "grafana": ("GRAFANA_PORT", "3000")}
@@ -35,7 +36,7 @@ class Stack:
         services = stack.config()["services"]
         for name, (variable, default) in PORTS.items():
             # Without published ports, as in the host's network, the port is the container's own: the variable's, if somebody set it.
-            port = _free_port() if services[name].get("ports") else os.environ.get(variable, default)
+            port = str(free_port()) if services[name].get("ports") else os.environ.get(variable, default)
             stack.variables[variable] = port
             stack.clients[name] = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=10, trust_env=False)
         return stack
@@ -104,9 +105,3 @@ def missing() -> str | None:
         where = os.environ.get("DOCKER_HOST") or "the address of docker's context"
         return f"no container engine answers on {where}: start one, or name another with DOCKER_HOST\n{engine.stderr.strip()}"
     return None
-
-
-def _free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
