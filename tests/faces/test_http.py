@@ -30,7 +30,7 @@ def unharmed(server: Server) -> Iterator[None]:
     yield
     assert server.infer("words", [QUESTION]).status_code == 200
     assert server.metric("seqserve_requests_total", outcome="inference_failed") == 0
-    assert server.metric("seqserve_process_restarts_total") == 0
+    assert server.metric("seqserve_process_restarts_total") == 0, server.log_file.read_text()
 
 
 def refused(answer: httpx.Response, status: int, code: str, *parts: str, field: str | None = None) -> None:
