@@ -25,7 +25,7 @@ help:
 	@echo "make bench        time every kernel beside its peers, on DEVICE=cpu or cuda:0"
 	@echo "make loadtest     USERS=32 callers for SECONDS=30 on a server of its own, or on URL; report and chart go to OUT=build/loadtest"
 	@echo "make bench-serve  time this service beside a plain FastAPI handler with the same weights"
-	@echo "make test-gpu     the tests that need a GPU"
+	@echo "make test-gpu     the tests that need a GPU; what passed is written to tests/gpu/passed.json"
 	@echo "make docker-test  build the image, start the compose files on a container engine, test and remove them"
 
 check-python:
@@ -58,6 +58,7 @@ serve: .venv/installed gpu
 
 test: lint
 	$(BIN)/python -m pytest
+	@$(BIN)/python -m tests.gpu --stale
 
 lint: .venv/tools
 	$(BIN)/ruff check .
@@ -88,8 +89,9 @@ bench-serve: .venv/load gpu
 eval: .venv/installed
 	@$(BIN)/python examples/evaluate.py $(if $(URL),--url $(URL))
 
+# Writes to tests/gpu/passed.json which kernels passed and where; `make test` warns when they are no longer those.
 test-gpu: .venv/tools gpu
-	$(BIN)/python -m pytest tests/gpu
+	$(BIN)/python -m tests.gpu
 
 # On the engine that DOCKER_HOST or docker's context names; COMPOSE_FILE may name files that change the shipped one for it.
 docker-test: .venv/tools

@@ -59,9 +59,9 @@ class Ragged:
         return Ragged(self.data.index_select(0, reversal(self.offsets, len(self.data))), self.offsets)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LSTMWeights:
-    """One layer in one direction; gate blocks in the order of GATES.
+    """One layer in one direction; gate blocks in the order of GATES. Values do not change once a kernel has seen them.
 
     input: (inputs, 4 x hidden), or None when the data already are gate inputs, that is ``x @ input + bias``;
     recurrent: (hidden, 4 x hidden); bias: (4 x hidden,), or None with input.
@@ -75,13 +75,23 @@ class LSTMWeights:
     def hidden(self) -> int:
         return self.recurrent.shape[0]
 
+    @cached_property
+    def packed(self) -> dict[Any, Tensor]:
+        """The recurrent weights as kernels want them, by whatever tells one layout from another; made once and kept."""
+        return {}
+
 
 @dataclass(frozen=True, slots=True)
 class LSTMState:
-    """hidden, cell: (rows, hidden) float32, what the next chunk of each row goes on from."""
+    """hidden, cell: (rows, hidden) float32, what the next chunk of each row goes on from.
+
+    With slots, (rows,) int32 or int64, they are slabs, (places, hidden): row r goes on from place slots[r], which no other row has,
+    and its new state is written there. Without, the new state is another array.
+    """
 
     hidden: Tensor
     cell: Tensor
+    slots: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,9 +275,14 @@ def reversal(offsets: Tensor, tokens: int) -> Tensor:
 def check_lstm(x: Ragged, weights: LSTMWeights, state: LSTMState | None) -> None:
     """Raises ContractError unless the shapes above hold together."""
     _check_recurrent(x, weights, 4)
-    if state is not None:
-        expect("state.hidden", state.hidden, (x.rows, weights.hidden))
-        expect("state.cell", state.cell, (x.rows, weights.hidden))
+    if state is None:
+        return
+    places: int | None = x.rows
+    if state.slots is not None:
+        expect("state.slots", state.slots, (x.rows,))
+        places = None
+    expect("state.hidden", state.hidden, (places, weights.hidden))
+    expect("state.cell", state.cell, (places, weights.hidden))
 
 
 def check_gru(x: Ragged, weights: GRUWeights, state: GRUState | None) -> None:
@@ -370,6 +385,8 @@ def check_ragged(x: Ragged) -> None:
 
 def expect(name: str, array: Tensor, shape: tuple[int | None, ...]) -> None:
     """Raises ContractError unless `array` has this shape; None stands for any size."""
+    if array.shape == shape:
+        return
     fits = array.dim() == len(shape) and all(want in (None, have) for want, have in zip(shape, array.shape, strict=True))
     if not fits:
         sizes = [*array.shape, *("any" for _ in shape)]

@@ -6,12 +6,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 from datetime import date
+from importlib import import_module
 from pathlib import Path
 
 import torch
 
 from kernels.backend import FAMILIES
-from kernels.bench import report
+from kernels.bench import goals, report
 from kernels.bench.measure import Bench
 from kernels.bench.peers import PEERS
 from kernels.bench.workloads import workloads
@@ -37,13 +38,23 @@ def _family(family: str, device: torch.device, quick: bool, setting: report.Sett
     findings = bench.measured(workloads(family, device.type, quick))
     print(f"\n{family} on {setting}; microseconds: median (p10-p90), * the fastest\n")
     print(report.table(findings.rows))
-    for line in (*findings.left_out, *(f"WRONG: {one}" for one in findings.wrong)):
+    for line in (*findings.refused, *findings.left_out, *(f"WRONG: {one}" for one in findings.wrong)):
         print(line)
+    reached = goals.table(findings.rows, [backend.name for backend in import_module(f"kernels.{family}").BACKENDS])
+    if reached:
+        print(f"\n{reached}\n")
     if out is not None:
-        path = out / f"{family}-{report.slug(setting.device)}.jsonl"
-        report.write(findings.rows, setting, path)
-        print(f"written to {path}")
+        _write(out / f"{family}-{report.slug(setting.device)}", findings.rows, reached, setting)
     return 1 if findings.wrong else 0
+
+
+def _write(path: Path, rows: Sequence[report.Row], reached: str, setting: report.Setting) -> None:
+    """`path` is that of the files without their endings."""
+    report.write(rows, setting, path.with_name(f"{path.name}.jsonl"))
+    print(f"written to {path}.jsonl")
+    if reached:
+        path.with_name(f"{path.name}-goals.txt").write_text(f"{setting}\n\n{reached}\n")
+        print(f"written to {path}-goals.txt")
 
 
 def _budget_s(device: torch.device, quick: bool) -> float:
@@ -76,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", type=_device, default="cpu", help="cpu or cuda:N")
     parser.add_argument("--quick", action="store_true", help="fewer sizes, less time; writes nothing unless --out is given")
     parser.add_argument("--threads", type=int, default=1, help="on a CPU")
-    parser.add_argument("--out", type=Path, help="folder of the JSON lines; results/ beside the code unless --quick")
+    parser.add_argument("--out", type=Path, help="folder of what is written; results/ beside the code unless --quick")
     return parser
 
 

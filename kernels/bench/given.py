@@ -58,7 +58,10 @@ Normal = Callable[..., Tensor]
 
 
 def _lstm(workload: Workload, normal: Normal) -> tuple[LSTMWeights, ...]:
+    """Of a recurrence, the data are the gate inputs."""
     inputs, hidden = workload.inputs, workload.hidden
+    if workload.kind == "recurrence":
+        return (LSTMWeights(input=None, recurrent=normal(hidden, 4 * hidden, scale=hidden**-0.5), bias=None),)
     matrices = normal(inputs, 4 * hidden, scale=inputs**-0.5), normal(hidden, 4 * hidden, scale=hidden**-0.5)
     return (LSTMWeights(*matrices, bias=normal(4 * hidden)),)
 

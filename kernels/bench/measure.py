@@ -22,9 +22,11 @@ from kernels.contract import STORAGE
 
 @dataclass(slots=True)
 class Findings:
-    """rows: what was timed; left_out: why something was not, each reason once; wrong: who disagreed or broke."""
+    """rows: what was timed; refused: why a backend of ours was not; left_out: why something else was not, each reason once;
+    wrong: who disagreed or broke."""
 
     rows: list[Row] = field(default_factory=list)
+    refused: dict[str, None] = field(default_factory=dict)
     left_out: dict[str, None] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
 
@@ -52,15 +54,15 @@ class Bench:
 
     def _contenders(self, workload: Workload, findings: Findings) -> Iterator[Peer]:
         """Our own backends first, each as a peer whose layout is ours."""
-        problem = Problem(self.device, STORAGE[workload.dtype], workload.hidden)
+        problem = Problem(self.device, STORAGE[workload.dtype], workload.hidden, workload.rows)
         backends: tuple[Backend, ...] = import_module(f"kernels.{workload.family}").BACKENDS
         for backend in backends:
             reason = backend.refuses(problem)
             if reason is None:
                 yield Peer(backend.name, partial(_ours, backend.name))
             elif backend.name != "reference":
-                findings.left_out[f"{backend.name} refuses {workload}: {reason}"] = None
-        yield from (peer for peer in self.peers if self.device.type in peer.devices)
+                findings.refused[f"{backend.name} refuses: {reason}"] = None
+        yield from (peer for peer in self.peers if peer.is_asked(workload, self.device.type))
 
     def _one(self, peer: Peer, workload: Workload, given: Given, right: Expected, findings: Findings) -> None:
         try:

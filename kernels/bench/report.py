@@ -84,6 +84,11 @@ def table(rows: Sequence[Row]) -> str:
     for (workload, timing), spreads in found.items():
         fastest = min(one.median_us for one in spreads.values())
         lines.append([str(workload), timing, *(_cell(spreads.get(name), fastest) for name in names)])
+    return aligned(lines)
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Each column as wide as its widest cell."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
 

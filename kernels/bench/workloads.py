@@ -10,6 +10,9 @@ from kernels.bench import questions
 
 STEPS = 64
 
+RECURRENCE_STEPS = (STEPS, 320)
+"""Two lengths, so that the time of a step and the time of a call without any can be told apart."""
+
 
 @dataclass(frozen=True, slots=True)
 class Workload:
@@ -32,8 +35,11 @@ class Workload:
         return f"{self.family} {self.kind} {size}, {self.inputs} -> {self.hidden}, {self.dtype}"
 
 
-WANT = {"layer": "last", "text-cnn": "max", "dense-conv": "steps"}
+WANT = {"layer": "last", "recurrence": "last", "text-cnn": "max", "dense-conv": "steps"}
 """What leaves the encoder: a vector for each row, or one for each step."""
+
+OURS_ALONE = ("recurrence",)
+"""Kinds for which peers are not asked: the data are gate inputs already, and layers of others always compute these."""
 
 WIDTHS = {"text-cnn": (3, 4, 5), "dense-conv": (5,)}
 """Filter widths; a text CNN has as many maps of each width, concatenated."""
@@ -77,6 +83,13 @@ _GRID_ON_CUDA = {
     "sru": ((256, 512), (1, 32), (32, 128)),
     "qrnn": ((256, 512), (1, 32), (STEPS,)),
 }
+_QUESTIONS_ON_CUDA = {
+    # Hidden sizes and rows.
+    "lstm": ((128, 256, 512), (8, 32, 64)),
+    "gru": ((256, 512), (32,)),
+    "sru": ((256, 512), (32,)),
+    "qrnn": ((256, 512), (32,)),
+}
 
 
 def _recurrent_on_cuda(family: str, quick: bool) -> Iterator[Workload]:
@@ -85,8 +98,12 @@ def _recurrent_on_cuda(family: str, quick: bool) -> Iterator[Workload]:
         return
     for hidden, rows, steps in product(*_GRID_ON_CUDA[family]):
         yield Workload(family, rows, steps, hidden, hidden, dtype="float16")
-    yield from (_square(family, 32, hidden, dtype="float16", lengths="questions") for hidden in (256, 512))
+    for hidden, rows in product(*_QUESTIONS_ON_CUDA[family]):
+        yield _square(family, rows, hidden, dtype="float16", lengths="questions")
     yield from (_square(family, rows, 512) for rows in (1, 32))
+    if family == "lstm":
+        for hidden, rows, steps in product((128, 256, 512), (1, 8), RECURRENCE_STEPS):
+            yield Workload(family, rows, steps, 4 * hidden, hidden, dtype="float16", kind="recurrence")
 
 
 def _conv_on_cuda(quick: bool) -> Iterator[Workload]:

@@ -6,19 +6,43 @@
 Hochreiter and Schmidhuber 1997, with the forget gate of Gers et al. 2000, as torch.nn.LSTM computes it.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
 from kernels.backend import AUTO, Backend, Choice, Problem, choose, only_by_name, takes_everything
 from kernels.contract import Encoded, LSTMState, LSTMWeights, Outputs, Ragged, check_lstm
-from kernels.lstm import framework, reference
+from kernels.lstm import framework, launch, reference
+
+Run = Callable[..., Encoded]
+
+
+def _by_slot(run: Run) -> Run:
+    """A backend that knows no slots, with the state of each row taken from its slot before and put there after."""
+
+    def by_slot(x: Ragged, weights: LSTMWeights, state: LSTMState | None, *, want: Outputs) -> Encoded:
+        if state is None or state.slots is None:
+            return run(x, weights, state, want=want)
+        slots = state.slots.long()
+        encoded = run(x, weights, LSTMState(state.hidden[slots], state.cell[slots]), want=want)
+        state.hidden.index_copy_(0, slots, encoded.state.hidden)
+        state.cell.index_copy_(0, slots, encoded.state.cell)
+        return replace(encoded, state=state)
+
+    return by_slot
+
 
 BACKENDS = (
-    Backend("framework", framework.lstm, takes_everything),
-    Backend("reference", reference.lstm, only_by_name),
+    Backend("cluster", launch.cluster, launch.refuses_cluster),
+    Backend("grid", launch.grid, launch.refuses_grid),
+    Backend("framework", _by_slot(framework.lstm), takes_everything),
+    Backend("reference", _by_slot(reference.lstm), only_by_name),
 )
 
 
-def choice(weights: LSTMWeights, backend: str = AUTO) -> Choice:
-    """The backend that `lstm` takes for these weights."""
-    return choose(BACKENDS, Problem(weights.recurrent.device, weights.recurrent.dtype, weights.hidden), backend)
+def choice(weights: LSTMWeights, backend: str = AUTO, rows: int | None = None) -> Choice:
+    """The backend that `lstm` takes for these weights, and so many rows."""
+    return _chosen(Problem(weights.recurrent.device, weights.recurrent.dtype, weights.hidden, rows), backend)
 
 
 def lstm(x: Ragged, weights: LSTMWeights, state: LSTMState | None = None, *, want: Outputs, backend: str = AUTO) -> Encoded:
@@ -28,5 +52,10 @@ def lstm(x: Ragged, weights: LSTMWeights, state: LSTMState | None = None, *, wan
     those of `kernels.contract`; raises ContractError when they do not fit.
     """
     check_lstm(x, weights, state)
-    encoded: Encoded = choice(weights, backend).backend.run(x, weights, state, want=want)
+    encoded: Encoded = choice(weights, backend, x.rows).backend.run(x, weights, state, want=want)
     return encoded
+
+
+@cache
+def _chosen(problem: Problem, backend: str) -> Choice:
+    return choose(BACKENDS, problem, backend)

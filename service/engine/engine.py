@@ -68,9 +68,12 @@ class Engine:
             shape = encoder.spec.input
             tokens = max(max_turn_tokens, shape.max_steps)
             self._staging[key] = Staging(max_turn_rows, tokens, shape.features, encoder.device)
-            self._costs[key] = Cost.measured(
-                encoder, rows=max_turn_rows, steps=max(min(16, shape.max_steps), encoder.spec.min_steps)
-            )
+            steps = max(min(16, shape.max_steps), encoder.spec.min_steps)
+            for rows in _doubling(
+                max_turn_rows
+            ):  # whatever a first batch of a size compiles or makes is there before any caller
+                encoder.trial(rows, steps)
+            self._costs[key] = Cost.measured(encoder, rows=max_turn_rows, steps=steps)
             metrics.weight_bytes.set(encoder.weight_bytes(), *key)
             for layer, backend in encoder.backends().items():
                 metrics.backend.set(1, *key, layer, backend)
@@ -117,6 +120,11 @@ class Engine:
         metrics.turn_tokens.observe(turn.tokens, *turn.model)
         metrics.tokens.add(*turn.model, by=turn.tokens)
         metrics.padding_avoided.add(*turn.model, by=turn.rows * turn.longest - turn.tokens)
+
+
+def _doubling(most: int) -> list[int]:
+    """1, 2, 4 and so on, and `most`."""
+    return [1 << power for power in range(most.bit_length()) if 1 << power < most] + [most]
 
 
 def _split(turn: Turn, encoding: Encoding) -> list[tuple[Chunk, Encoded]]:

@@ -68,6 +68,6 @@ def once(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def tensors_of(weights: Any) -> list[Tensor]:
-    """The arrays of a dataclass of weights."""
-    values = (getattr(weights, field.name) for field in fields(weights))
-    return [value for value in values if isinstance(value, Tensor)]
+    """The arrays of a dataclass of weights, and what a kernel made of them and keeps."""
+    values = [getattr(weights, field.name) for field in fields(weights)]
+    return [value for value in values if isinstance(value, Tensor)] + [*getattr(weights, "packed", {}).values()]

@@ -86,6 +86,8 @@ class Stack(Runs):
         self._family = family
         self._levels = levels
         self._gathers: list[Gather] = []
+        self._after_gathers: list[Any] = []
+        """The first level's weights as its kernel takes them after the gathers: without what was folded."""
 
     def __call__(self, x: Ragged, want: Outputs) -> Encoded:
         return self.chunk(x, want, None)[0]
@@ -109,10 +111,12 @@ class Stack(Runs):
 
     def embed(self, table: Tensor) -> None:
         gather = Gather(table, arithmetic(table.dtype, table.device))
-        self._gathers, self.takes_ids = [gather] * len(self._levels[0]), EMBEDDED
+        self._gathers, self._after_gathers = [gather] * len(self._levels[0]), self._levels[0]
+        self.takes_ids = EMBEDDED
 
     def fold(self, table: Tensor) -> None:
         self._gathers = [self._family.fold(weights, table) for weights in self._levels[0]]
+        self._after_gathers = [self._family.rest(weights) for weights in self._levels[0]]
         self.takes_ids = FOLDED
 
     def folded_bytes(self, table: Tensor) -> int:
@@ -123,7 +127,7 @@ class Stack(Runs):
         return name
 
     def tensors(self) -> list[Tensor]:
-        held = [tensor for level in self._levels for weights in level for tensor in tensors_of(weights)]
+        held = [tensor for level in (*self._levels, self._after_gathers) for weights in level for tensor in tensors_of(weights)]
         return once(held + [tensor for gather in self._gathers for tensor in gather.tensors])
 
     def _directed(
@@ -131,7 +135,7 @@ class Stack(Runs):
     ) -> Encoded:
         rows = x.reversed() if backward else x
         if gathers:
-            encoded = self._from_ids(rows, weights, want, gathers[backward], state)
+            encoded = self._from_ids(rows, self._after_gathers[backward], want, gathers[backward], state)
         else:
             encoded = self._family.run(rows, weights, state, want=want)
         if not backward or encoded.steps is None:
@@ -139,9 +143,8 @@ class Stack(Runs):
         return replace(encoded, steps=encoded.steps.index_select(0, reversal(x.offsets, len(encoded.steps))))
 
     def _from_ids(self, ids: Ragged, weights: Any, want: Outputs, gather: Gather, state: Any) -> Encoded:
-        rest = self._family.rest(weights) if self.takes_ids == FOLDED else weights
         x, taken = gather(ids, state)
-        encoded = self._family.run(x, rest, taken, want=want)
+        encoded = self._family.run(x, weights, taken, want=want)
         return replace(encoded, state=gather.after(ids, state, encoded.state))
 
 
@@ -182,7 +185,7 @@ def _weights(layer: RecurrentLayer, inputs: int, backward: int, arrays: Mapping[
 
 def _fold_gates(weights: LSTMWeights | GRUWeights, table: Tensor) -> Gather:
     assert weights.input is not None
-    return Gather(fold(table, weights.input, weights.bias), torch.float32)
+    return Gather(fold(table, weights.input, weights.bias), arithmetic(table.dtype, table.device))
 
 
 def _gate_bytes(weights: LSTMWeights | GRUWeights, table: Tensor) -> int:

@@ -35,6 +35,9 @@ TINY = [
     *(tiny("conv", kind, lengths) for kind in ("text-cnn", "dense-conv") for lengths in ("equal", "questions")),
 ]
 
+RECURRENCE = Workload("lstm", 3, 7, 24, 6, lengths="questions", kind="recurrence")
+"""Its data are gate inputs: four blocks of the hidden size."""
+
 
 def measured(workload: Workload, *peers: Peer) -> Findings:
     return Bench(CPU, peers, budget_s=0.0, say=_nothing).measured([workload])

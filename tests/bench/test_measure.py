@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from kernels.bench.agreement import tolerance
-from kernels.bench.given import Given
+from kernels.bench.given import Given, made_up
 from kernels.bench.peers import PEERS
+from kernels.bench.peers.discrete import lstm_gates
 from kernels.bench.peers.onnx_runtime import onnx_runtime
 from kernels.bench.peers.peer import Call, MissingError, Peer, wanted
 from kernels.bench.peers.sru_package import sru_package
 from kernels.bench.workloads import Workload
-from tests.bench.conftest import TINY, measured, tiny
+from tests.bench.conftest import CPU, RECURRENCE, TINY, measured, tiny
 
 OPTIONAL = {"onnxruntime", "sru package"}
 
@@ -35,7 +36,7 @@ def absent(given: Given) -> Call:
 
 @pytest.mark.parametrize("workload", TINY, ids=str)
 def test_every_backend_and_torch_peer_agrees_and_is_timed(workload: Workload) -> None:
-    peers = [peer for peer in PEERS[workload.family] if peer.name not in OPTIONAL]
+    peers = [peer for peer in PEERS[workload.family] if peer.name not in OPTIONAL and peer.is_asked(workload, "cpu")]
     findings = measured(workload, *peers)
     assert not findings.wrong and not findings.left_out
     assert [row.backend for row in findings.rows] == ["framework", *(peer.name for peer in peers)]
@@ -93,9 +94,51 @@ def test_a_missing_peer_is_left_out_with_what_to_install() -> None:
     ]
 
 
-def test_a_peer_for_another_device_is_not_asked() -> None:
-    findings = measured(tiny("qrnn"), Peer("elsewhere", breaking, devices=("cuda",)))
+@pytest.mark.parametrize("lengths", ["equal", "questions"])
+def test_a_product_for_each_gate_agrees(lengths: str) -> None:
+    findings = measured(tiny("lstm", lengths=lengths), Peer("torch by gate", lstm_gates))
+    assert not findings.wrong
+    assert findings.rows[-1].backend == "torch by gate" and findings.rows[-1].agrees < 1e-5
+
+
+@pytest.mark.parametrize(
+    "workload, peer",
+    [
+        (tiny("qrnn"), Peer("elsewhere", breaking, devices=("cuda",))),
+        (tiny("qrnn"), Peer("for large ones", breaking, takes=lambda workload: workload.hidden > 6)),
+        (RECURRENCE, Peer("a whole layer", breaking)),
+    ],
+    ids=["for another device", "for other workloads", "gate inputs"],
+)
+def test_a_peer_that_is_not_meant_is_not_asked(workload: Workload, peer: Peer) -> None:
+    findings = measured(workload, peer)
+    assert [row.backend for row in findings.rows] == ["framework"]
     assert not findings.wrong and not findings.left_out
+
+
+@pytest.mark.parametrize(
+    "rows, hidden, device, asked",
+    [
+        (1, 512, "cuda", ["torch padded", "torch packed", "torch by step", "torch by gate"]),
+        (8, 512, "cuda", ["torch padded", "torch packed", "torch by step"]),
+        (1, 256, "cuda", ["torch padded", "torch packed"]),
+        (1, 256, "cpu", ["torch padded", "torch packed", "torch by step", "onnxruntime"]),
+    ],
+)
+def test_the_slow_loops_of_the_lstm_are_asked_where_they_tell_something(
+    rows: int, hidden: int, device: str, asked: list[str]
+) -> None:
+    workload = Workload("lstm", rows, 64, hidden, hidden)
+    assert [peer.name for peer in PEERS["lstm"] if peer.is_asked(workload, device)] == asked
+
+
+def test_a_recurrence_is_given_gate_inputs_and_agrees() -> None:
+    given = made_up(RECURRENCE, CPU)
+    (weights,) = given.weights
+    assert weights.input is None and weights.bias is None and weights.recurrent.shape == (6, 24)
+    assert given.x.data.shape == (sum(given.lengths), 24)
+    (row,) = measured(RECURRENCE).rows
+    assert row.agrees < 1e-5
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from kernels.bench.peers.peer import Call, Peer
 from kernels.bench.report import Row, Setting
 from kernels.bench.timing import Spread
 from kernels.bench.workloads import Workload, workloads
-from tests.bench.conftest import CPU, TINY, measured, tiny
+from tests.bench.conftest import CPU, RECURRENCE, TINY, measured, tiny
 
 TEXTS = {"family", "workload", "want", "backend", "device", "dtype", "lengths", "timing", "date"}
 COUNTS = {"rows", "steps", "tokens", "input", "hidden", "layers", "directions", "threads", "repetitions"}
@@ -30,7 +30,7 @@ def timed(backend: str, timing: str, median_us: float) -> Row:
     return Row(tiny("lstm"), backend, timing, Spread(median_us, median_us - 1, median_us + 1, 20), 1e-7)
 
 
-@pytest.mark.parametrize("workload", TINY, ids=str)
+@pytest.mark.parametrize("workload", [*TINY, RECURRENCE], ids=str)
 def test_every_record_has_all_fields_with_sane_values(workload: Workload, tmp_path: Path) -> None:
     report.write(measured(workload).rows, SETTING, tmp_path / "new" / "file.jsonl")
     (record,) = map(json.loads, (tmp_path / "new" / "file.jsonl").read_text().splitlines())
@@ -123,6 +123,20 @@ def test_a_wrong_peer_makes_the_exit_status_one(
     assert command.main(["lstm", "--quick", "--out", str(tmp_path)]) == 1
     assert "WRONG: broken on lstm" in capsys.readouterr().out
     assert "broken" not in next(tmp_path.iterdir()).read_text()
+
+
+def test_the_goals_are_shown_and_written_beside_the_figures(
+    few_workloads: Callable[[Peer], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    few_workloads(RIGHT)
+    monkeypatch.setattr("kernels.bench.goals.table", lambda rows, backends: f"{len(rows)} rows, {backends[-2:]}")
+    assert command.main(["lstm", "--quick", "--out", str(tmp_path)]) == 0
+    setting, _, line = (tmp_path / f"lstm-{report.slug(report.device_name(CPU))}-goals.txt").read_text().splitlines()
+    assert line == "2 rows, ['framework', 'reference']" and line in capsys.readouterr().out
+    assert report.device_name(CPU) in setting
 
 
 def test_a_quick_run_writes_nothing_unless_asked(

@@ -31,6 +31,12 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server,
         yield on_gpu, on_cpu
 
 
+def test_the_embedded_lstm_runs_through_its_own_kernel(embedded: tuple[Server, Server]) -> None:
+    on_gpu, on_cpu = ({one["name"]: one for one in server.client.get("/models").json()["models"]} for server in embedded)
+    assert "cluster" in " ".join(on_gpu["question-type-lstm"]["backends"])
+    assert "framework" in " ".join(on_cpu["question-type-lstm"]["backends"])
+
+
 @pytest.mark.parametrize("model", ["question-type-cnn", "question-type-lstm", "question-type-sru"])
 def test_the_embedded_models_have_the_same_labels_on_a_gpu(model: str, embedded: tuple[Server, Server]) -> None:
     on_gpu, on_cpu = (server.infer(model, EMBEDDED).json()["outputs"] for server in embedded)

@@ -13,7 +13,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.backend import FAMILIES
+from kernels.backend import FAMILIES, Backend, Problem
 from kernels.contract import Encoded, Outputs, Ragged
 from tests.kernels import inputs
 from tests.kernels.families import FORMS, Form
@@ -46,8 +46,12 @@ def is_causal(form: Form) -> bool:
     return form.family != "conv" or (weights.left == weights.reach - 1 and weights.right == 0)
 
 
+def runs_on_a_cpu(backend: Backend) -> bool:
+    return backend.name == "reference" or backend.refuses(Problem(torch.device("cpu"), torch.float32, 1)) is None
+
+
 def on_every_backend(forms: list[Form]) -> pytest.MarkDecorator:
-    pairs = [(form, backend.name) for form in forms for backend in form.backends]
+    pairs = [(form, backend.name) for form in forms for backend in form.backends if runs_on_a_cpu(backend)]
     return pytest.mark.parametrize("form, backend", pairs, ids=str)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -11,7 +12,8 @@ from kernels.bench.given import Given
 from kernels.bench.peers.peer import Call, last, pad
 from kernels.contract import GRUWeights, LSTMWeights, QRNNWeights, SRUWeights
 
-Step = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+State = TypeVar("State")
+Step = Callable[[Tensor, State], tuple[Tensor, State]]
 
 
 def lstm_steps(given: Given) -> Call:
@@ -28,6 +30,30 @@ def lstm_steps(given: Given) -> Call:
 
     data = pad(given)
     return _loop(given, lambda: data, step, data.new_zeros(2, data.shape[1], weights.hidden))
+
+
+def lstm_gates(given: Given) -> Call:
+    """As the formulas stand in a book: every gate has its own two products, a step has eight, and nothing is fused."""
+    weights: LSTMWeights = given.weights[0]
+    assert weights.input is not None and weights.bias is not None
+    matrices, recurrents = (each.chunk(4, dim=1) for each in (weights.input, weights.recurrent))
+    input_i, input_f, input_g, input_o = (matrix.contiguous() for matrix in matrices)
+    hidden_i, hidden_f, hidden_g, hidden_o = (matrix.contiguous() for matrix in recurrents)
+    bias_i, bias_f, bias_g, bias_o = weights.bias.chunk(4)
+
+    def step(x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        hidden, cell = state
+        i = torch.sigmoid(x @ input_i + hidden @ hidden_i + bias_i)
+        f = torch.sigmoid(x @ input_f + hidden @ hidden_f + bias_f)
+        g = torch.tanh(x @ input_g + hidden @ hidden_g + bias_g)
+        o = torch.sigmoid(x @ input_o + hidden @ hidden_o + bias_o)
+        cell = f * cell + i * g
+        hidden = o * torch.tanh(cell)
+        return hidden, (hidden, cell)
+
+    data = pad(given)
+    start = data.new_zeros(data.shape[1], weights.hidden)
+    return _loop(given, lambda: data, step, (start, start))
 
 
 def gru_steps(given: Given) -> Call:
@@ -86,7 +112,7 @@ def qrnn_steps(given: Given) -> Call:
     return _loop(given, blocks, step, data.new_zeros(data.shape[1], weights.hidden))
 
 
-def _loop(given: Given, data: Callable[[], Tensor], step: Step, start: Tensor) -> Call:
+def _loop(given: Given, data: Callable[[], Tensor], step: Step[State], start: State) -> Call:
     take = last(given)
 
     def run() -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from kernels.bench.given import Given
+from kernels.bench.workloads import OURS_ALONE, Workload
 
 
 class MissingError(Exception):
@@ -31,14 +32,26 @@ class Call:
     read: Callable[[Any], Tensor] = as_it_is
 
 
+def everything(workload: Workload) -> bool:
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """`build` raises MissingError when the peer is not installed; `eager_only` says why it cannot be captured in a CUDA graph."""
+    """`build` raises MissingError when the peer is not installed; `eager_only` says why it is not captured in a CUDA graph.
+
+    `takes` keeps a peer that is slow, or made for one comparison, to the workloads where it tells something.
+    """
 
     name: str
     build: Callable[[Given], Call]
     devices: tuple[str, ...] = ("cpu", "cuda")
     eager_only: str | None = None
+    takes: Callable[[Workload], bool] = everything
+
+    def is_asked(self, workload: Workload, device: str) -> bool:
+        """device: cpu or cuda."""
+        return device in self.devices and workload.kind not in OURS_ALONE and self.takes(workload)
 
 
 def wanted(package: str, install: str) -> Any:

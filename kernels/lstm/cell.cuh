@@ -1,0 +1,202 @@
+// What both LSTM kernels share: the types, the matrix product of one octet of rows, the gates, and what leaves the device.
+//
+//   i, f, o = sigmoid(x + h R)    g = tanh(x + h R)    c = f c + i g    h = o tanh(c)        (Hochreiter and Schmidhuber 1997)
+//
+// Rows of a batch are taken eight at a time: an octet is the eight columns of the tensor cores' m16n8k16 product, whose left operand
+// is the recurrent weights and whose right operand is the hidden vectors. Everything that is per row has the same value in whatever
+// octet, tile or launch the row stands: the products of a row are summed in an order that depends on the hidden size alone.
+//
+// A piece is what moves between blocks: 16 bytes, the eight units of one group of one row. Buffers of hidden vectors hold the pieces
+// of a group side by side, and the weights are packed so that a lane's piece is its operand of two products (see `pack` in launch.py).
+
+typedef unsigned short Half;            // the bits of a float16 or bfloat16
+
+struct alignas(16) Quad {
+    unsigned x, y, z, w;
+};
+struct alignas(16) Gates {
+    float i, f, g, o;
+};
+struct alignas(16) Row {
+    int row, steps;                     // which row of the batch, -1 for none; how many steps it has
+    long long begin;                    // its first token
+};
+
+#if BFLOAT16
+#define PRODUCT "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+__device__ __forceinline__ Half narrow(float value) {
+    Half bits;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+}
+__device__ __forceinline__ float widen(Half bits) { return __uint_as_float((unsigned)bits << 16); }
+#else
+#define PRODUCT "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+__device__ __forceinline__ Half narrow(float value) {
+    Half bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+}
+__device__ __forceinline__ float widen(Half bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+}
+#endif
+
+#if GATES_FLOAT32
+typedef float Gate;
+__device__ __forceinline__ float value_of(Gate gate) { return gate; }
+#else
+typedef Half Gate;
+__device__ __forceinline__ float value_of(Gate gate) { return widen(gate); }
+#endif
+
+// sums += weights (16 gate rows x 16) @ hidden (16 x 8 rows); sums: rows g and g + 8 of columns 2q and 2q + 1, for lane 4 g + q.
+__device__ __forceinline__ void multiply(float (&sums)[4], const Quad& weights, unsigned low, unsigned high) {
+    asm(PRODUCT "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(weights.x), "r"(weights.y), "r"(weights.z), "r"(weights.w), "r"(low), "r"(high));
+}
+
+__device__ __forceinline__ float tanh_of(float value) {
+    float result;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(result) : "f"(value));
+    return result;
+}
+__device__ __forceinline__ float sigmoid_of(float value) { return fmaf(0.5f, tanh_of(0.5f * value), 0.5f); }
+
+// Not a number when either is not.
+__device__ __forceinline__ float larger(float one, float other) {
+    float result;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(one), "f"(other));
+    return result;
+}
+
+// What a launch is given. Arrays that nobody wants are null. Eight bytes each, so that the launcher is a list of integers.
+struct Call {
+    const Gate* gates;                  // (tokens, 4 hidden)
+    const Quad* packed;                 // the recurrent weights, by group, chunk, product, lane
+    const void* offsets;                // (rows + 1,) int32, or int64 when `wide`
+    const int* slots_before;            // (rows,) the line of the state that a row goes on from; null: its own
+    const int* slots_after;             // (rows,) the line of its new state
+    const float* hidden_before;         // (lines, hidden), or null for zeros
+    const float* cell_before;
+    float* hidden_after;                // (lines, hidden)
+    float* cell_after;
+    float* steps;                       // (tokens, hidden)
+    float* last;                        // (rows, hidden)
+    float* mean;
+    float* max;
+    unsigned* exchange;                 // of the grid kernel: (octets, 4, pieces, 16 bytes), all bits set
+    long long wide, first, until;       // the rows of this launch
+    long long hidden, octets, width;    // octets of a tile, rows of an octet
+
+    __device__ long long offset(long long row) const {
+        return wide ? ((const long long*)offsets)[row] : (long long)((const int*)offsets)[row];
+    }
+    __device__ long long line_before(int row) const { return (slots_before ? (long long)slots_before[row] : row) * hidden; }
+    __device__ long long line_after(int row) const { return (slots_after ? (long long)slots_after[row] : row) * hidden; }
+};
+
+// The rows of this tile, longest first. Rows are sorted within blocks of `SORTED` rows, each row's rank counted by one thread.
+// lengths: room for SORTED; rows: room for 8 octets. Ends with a barrier of the thread block.
+__device__ void choose_rows(const Call& call, int octets, long long tile, int* lengths, Row* rows) {
+    const int width = (int)call.width, tile_rows = width * octets, tiles = SORTED / tile_rows;
+    const long long block = call.first + tile / tiles * tiles * tile_rows;
+    const int first = (int)(tile % tiles) * tile_rows;
+    const int count = (int)min((long long)(tiles * tile_rows), call.until - block);
+    for (int row = threadIdx.x; row < count; row += THREADS)
+        lengths[row] = (int)(call.offset(block + row + 1) - call.offset(block + row));
+    for (int row = threadIdx.x; row < 8 * octets; row += THREADS) rows[row] = Row{-1, 0, 0};
+    __syncthreads();
+    for (int row = threadIdx.x; row < count; row += THREADS) {
+        const int mine = lengths[row];
+        int rank = -first;
+        for (int other = 0; other < count; ++other)
+            rank += lengths[other] > mine || (lengths[other] == mine && other < row);
+        if (rank >= 0 && rank < tile_rows) rows[rank / width * 8 + rank % width] = Row{(int)block + row, mine, call.offset(block + row)};
+    }
+    __syncthreads();
+}
+
+// Which products a warp holds in registers: HELD of them, spread evenly over the others, which come from shared memory meanwhile.
+__device__ constexpr int held_before(int product) { return product * HELD / PRODUCTS; }
+__device__ constexpr bool is_held(int product) { return held_before(product + 1) > held_before(product); }
+
+// The gate inputs of one unit at one step, still as they are in memory, so that nothing waits for them before they are needed;
+// zeros when the row has no such step.
+struct Input {
+    Gate i, f, g, o;
+};
+__device__ __forceinline__ Input input_at(const Gate* at, int hidden, bool live) {
+    return Input{live ? at[0] : Gate(0), live ? at[hidden] : Gate(0), live ? at[2 * hidden] : Gate(0), live ? at[3 * hidden] : Gate(0)};
+}
+
+__device__ __forceinline__ Gates operator+(const Gates& one, const Gates& other) {
+    return Gates{one.i + other.i, one.f + other.f, one.g + other.g, one.o + other.o};
+}
+__device__ __forceinline__ Gates operator+(const Gates& gates, const Input& x) {
+    return gates + Gates{value_of(x.i), value_of(x.f), value_of(x.g), value_of(x.o)};
+}
+
+// By value, as a choice between two arrays' elements would put them into memory.
+__device__ __forceinline__ Gates pick(bool first, const Gates& one, const Gates& other) {
+    return Gates{first ? one.i : other.i, first ? one.f : other.f, first ? one.g : other.g, first ? one.o : other.o};
+}
+
+// One step of a cell. Returns the new hidden value's bits, for which others wait.
+__device__ __forceinline__ Half advance(float& cell, const Gates& gates) {
+    cell = sigmoid_of(gates.f) * cell + sigmoid_of(gates.i) * tanh_of(gates.g);
+    return narrow(sigmoid_of(gates.o) * tanh_of(cell));
+}
+
+// What becomes of one unit of one row.
+struct Cell {
+    float* state;                       // [cell, sum, largest], each `stride` apart: in shared memory, its thread's own
+    int stride;
+
+    // Returns the cell that it goes on from.
+    __device__ __forceinline__ float begin(const Call& call, const Row& row, int unit) const {
+        const bool real = row.row >= 0 && unit < call.hidden;
+        const long long at = real ? call.line_before(row.row) + unit : 0;
+        const float cell = real && call.cell_before ? call.cell_before[at] : 0.0f;
+        if (call.mean) state[stride] = 0.0f;
+        if (call.max) state[2 * stride] = __int_as_float(0xff800000);
+        if (real && row.steps == 0)
+            end(call, row, unit, call.hidden_before ? call.hidden_before[at] : 0.0f, cell);
+        return cell;
+    }
+
+    // What leaves the device after step `t` of a row that has it, and what is kept for the pools.
+    __device__ __forceinline__ void record(const Call& call, const Row& row, int unit, int t, Half bits, float cell) const {
+        const float hidden = widen(bits);
+        if (call.steps) call.steps[(row.begin + t) * call.hidden + unit] = hidden;
+        if (call.mean) state[stride] += hidden;
+        if (call.max) state[2 * stride] = larger(state[2 * stride], hidden);
+        if (t + 1 == row.steps) end(call, row, unit, hidden, cell);
+    }
+
+    __device__ __forceinline__ void end(const Call& call, const Row& row, int unit, float hidden, float cell) const {
+        const long long line = call.line_after(row.row) + unit, own = (long long)row.row * call.hidden + unit;
+        call.hidden_after[line] = hidden;
+        call.cell_after[line] = cell;
+        if (call.last) call.last[own] = hidden;
+        if (call.mean) call.mean[own] = row.steps ? state[stride] / row.steps : 0.0f;
+        if (call.max) call.max[own] = row.steps ? state[2 * stride] : 0.0f;
+    }
+};
+
+// Where a buffer has a piece: by chunk of 32 units, then by row, so that the rows that there are lie together.
+__device__ __forceinline__ int place_of(int group, int column) { return group / 4 * 32 + column * 4 + group % 4; }
+
+// The piece of one group of a row in the state that it goes on from.
+__device__ __forceinline__ Quad piece_before(const Call& call, const Row& row, int group) {
+    Half bits[8];
+    for (int unit = 0; unit < 8; ++unit) {
+        const bool real = call.hidden_before && row.row >= 0 && group * 8 + unit < call.hidden;
+        bits[unit] = real ? narrow(call.hidden_before[call.line_before(row.row) + group * 8 + unit]) : 0;
+    }
+    return Quad{bits[0] | (unsigned)bits[1] << 16, bits[2] | (unsigned)bits[3] << 16, bits[4] | (unsigned)bits[5] << 16,
+                bits[6] | (unsigned)bits[7] << 16};
+}

@@ -1,0 +1,171 @@
+// The LSTM of a layer that fits a thread-block cluster: one launch for all steps, the recurrent weights never move.
+//
+// A cluster of CTAS blocks takes a tile of OCTETS octets of rows; block `rank` owns UNITS of the hidden units. Two warps share a group
+// of eight units and multiply one half of the hidden vector each, with their weights in registers (HELD products) and shared memory
+// (the rest). Lane 4 g + q then has, of unit g, all four gates of rows 2q and 2q + 1, half summed; the two warps exchange halves, so
+// that a lane of half s owns one cell of each octet: unit g of row 2q + s. The block gathers its new hidden values in its own shared
+// memory and stores them, whole lines at a time, into that of every block of the cluster (st.async), each counted by the barrier on
+// which the next step of that octet waits. No other barrier spans the cluster: a block writes step t + 1 of an octet when it has all
+// of step t, which every peer sent after it had read step t - 1.
+constexpr int HIDDEN = CTAS * UNITS, GROUPS = UNITS / 8, WARPS = 2 * GROUPS;
+constexpr int CHUNKS = HIDDEN / 64;                             // of 32 units, in each half
+constexpr int PRODUCTS = 4 * CHUNKS, SPILLED = PRODUCTS - HELD; // of a warp, for one octet
+#include "cell.cuh"
+
+constexpr int STRIDE = UNITS + 8;                               // of a row's outgoing values, clear of bank conflicts
+constexpr int PARCELS = (HIDDEN + THREADS - 1) / THREADS;       // pieces that a thread sends, at most
+static_assert(THREADS == 32 * WARPS && HIDDEN % 64 == 0 && UNITS % 8 == 0 && HELD <= PRODUCTS, "launch shape");
+
+struct Memory {
+    Quad spilled[WARPS][SPILLED ? SPILLED : 1][32];
+    Quad buffers[OCTETS][2][HIDDEN];
+    Gates halves[OCTETS][WARPS][32];
+    alignas(16) Half outgoing[OCTETS][8][STRIDE];
+    float cells[OCTETS][3][THREADS];
+    Row rows[OCTETS * 8];
+    unsigned long long barriers[OCTETS][2];
+    int lengths[SORTED];
+};
+static_assert(sizeof(Memory) == SHARED, "as in launch.py");
+
+__device__ __forceinline__ unsigned shared_address(const void* at) { return (unsigned)__cvta_generic_to_shared(at); }
+__device__ __forceinline__ unsigned in_block(unsigned address, unsigned rank) {
+    unsigned theirs;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(theirs) : "r"(address), "r"(rank));
+    return theirs;
+}
+__device__ __forceinline__ void expect(unsigned barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void await(unsigned barrier, unsigned parity) {
+    unsigned done;
+    do {
+        asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+                     : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+    } while (!done);
+}
+__device__ __forceinline__ void send(unsigned address, unsigned barrier, const Quad& piece) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];"
+                 ::"r"(address), "r"(piece.x), "r"(piece.y), "r"(piece.z), "r"(piece.w), "r"(barrier) : "memory");
+}
+
+extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREADS, 1) lstm(const __grid_constant__ Call call) {
+    extern __shared__ __align__(128) unsigned char dynamic[];
+    Memory& own = *(Memory*)dynamic;
+    const int width = (int)call.width, hidden = (int)call.hidden;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, q = lane % 4;
+    const int half = warp / GROUPS, pair = warp % GROUPS, column = 2 * q + half;
+    unsigned rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    const int unit = ((int)rank * GROUPS + pair) * 8 + g;
+
+    const Quad* packed = call.packed + (((long long)rank * GROUPS + pair) * 2 + half) * PRODUCTS * 32 + lane;
+    Quad weights[HELD];
+#pragma unroll
+    for (int product = 0; product < PRODUCTS; ++product) {
+        if (is_held(product)) weights[held_before(product)] = packed[product * 32];
+        else own.spilled[warp][product - held_before(product)][lane] = packed[product * 32];
+    }
+
+    choose_rows(call, OCTETS, blockIdx.x / CTAS, own.lengths, own.rows);
+    for (int piece = threadIdx.x; piece < OCTETS * HIDDEN; piece += THREADS) {
+        const int octet = piece / HIDDEN, group = piece % HIDDEN / 8, row = piece % 8;
+        own.buffers[octet][0][place_of(group, row)] = piece_before(call, own.rows[octet * 8 + row], group);
+    }
+    if (threadIdx.x < 2 * OCTETS) {
+        const unsigned barrier = shared_address(&own.barriers[0][threadIdx.x]);
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier));
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        expect(barrier, width * HIDDEN * 2);
+    }
+
+    // What this lane knows of its cell in each octet. A row's last step is its octet's last at the latest.
+    int steps[OCTETS], longest[OCTETS];
+    const Gate* next[OCTETS];
+    float cell[OCTETS];
+    Input x[OCTETS];
+#pragma unroll
+    for (int octet = 0; octet < OCTETS; ++octet) {
+        const Row row = own.rows[octet * 8 + column];
+        steps[octet] = unit < hidden ? row.steps : 0;
+        longest[octet] = own.rows[octet * 8].steps;
+        next[octet] = call.gates + row.begin * 4 * hidden + unit;
+        x[octet] = input_at(next[octet], hidden, 0 < steps[octet]);
+        cell[octet] = Cell{&own.cells[octet][0][threadIdx.x], THREADS}.begin(call, row, unit);
+    }
+    __syncthreads();
+    asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+
+    // What this thread sends: the pieces of a peer by row, then by group, one peer after the other. Addresses are those of the first
+    // octet and of its second buffer and barrier, to which even steps write.
+    unsigned to[PARCELS], arrived[PARCELS];
+    const Quad* from[PARCELS];
+    const int pieces = width * GROUPS;
+#pragma unroll
+    for (int parcel = 0; parcel < PARCELS; ++parcel) {
+        const int index = parcel * THREADS + threadIdx.x, row = index % pieces / GROUPS, group = index % pieces % GROUPS;
+        const int peer = index / pieces;
+        from[parcel] = peer < CTAS ? (const Quad*)&own.outgoing[0][row][group * 8] : nullptr;
+        to[parcel] = in_block(shared_address(&own.buffers[0][1][place_of((int)rank * GROUPS + group, row)]), min(peer, CTAS - 1));
+        arrived[parcel] = in_block(shared_address(&own.barriers[0][1]), min(peer, CTAS - 1));
+    }
+    // A column without a row reads the first row's values.
+    const Quad* const read_at = &own.buffers[0][0][half * CHUNKS * 32 + (g < width ? g : 0) * 4 + q];
+    const unsigned barrier = shared_address(&own.barriers[0][0]);
+    const bool watched = call.steps || call.mean || call.max;
+
+    int odd = 0, parity = 1;                // of the step; of the barriers, which change it every second step
+    for (int t = 0; t < longest[0]; ++t, odd ^= 1, parity ^= odd) {
+        Gates kept[OCTETS];
+#pragma unroll
+        for (int octet = 0; octet < OCTETS; ++octet) {
+            if (OCTETS > 1 && t >= longest[octet]) break;
+            if (t > 0) await(barrier + octet * 16 + odd * 8, parity);
+            float sums[2][2][4] = {};
+#pragma unroll
+            for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+                const Quad h = read_at[(octet * 2 + odd) * HIDDEN + chunk * 32];
+#pragma unroll
+                for (int part = 0; part < 4; ++part) {
+                    const int product = 4 * chunk + part, held = held_before(product);
+                    const Quad w = is_held(product) ? weights[held] : own.spilled[warp][product - held][lane];
+                    multiply(sums[part / 2][part % 2], w, part / 2 ? h.z : h.x, part / 2 ? h.w : h.y);
+                }
+            }
+            Gates mine[2];
+#pragma unroll
+            for (int s = 0; s < 2; ++s)
+                mine[s] = Gates{sums[0][0][s] + sums[1][0][s], sums[0][0][2 + s] + sums[1][0][2 + s],
+                                sums[0][1][s] + sums[1][1][s], sums[0][1][2 + s] + sums[1][1][2 + s]};
+            own.halves[octet][half ? pair : pair + GROUPS][lane] = pick(half, mine[0], mine[1]);
+            kept[octet] = pick(half, mine[1], mine[0]);
+        }
+        __syncthreads();
+        Half bits[OCTETS];
+#pragma unroll
+        for (int octet = 0; octet < OCTETS; ++octet) {
+            if (OCTETS > 1 && t >= longest[octet]) break;
+            bits[octet] = advance(cell[octet], kept[octet] + own.halves[octet][warp][lane] + x[octet]);
+            own.outgoing[octet][column][pair * 8 + g] = bits[octet];
+        }
+        __syncthreads();
+#pragma unroll
+        for (int octet = 0; octet < OCTETS; ++octet) {
+            if (t + 1 >= longest[octet]) break;
+#pragma unroll
+            for (int parcel = 0; parcel < PARCELS; ++parcel)
+                if (from[parcel])
+                    send(to[parcel] + (octet * 2 - odd) * HIDDEN * 16, arrived[parcel] + octet * 16 - odd * 8,
+                         from[parcel][octet * STRIDE]);
+        }
+        // While that is under way: what the barriers await after that, the input of the next step, and what leaves the device.
+#pragma unroll
+        for (int octet = 0; octet < OCTETS; ++octet) {
+            if (t > 0 && t < longest[octet] && threadIdx.x == 0) expect(barrier + octet * 16 + odd * 8, width * HIDDEN * 2);
+            next[octet] += 4 * hidden;
+            x[octet] = input_at(next[octet], hidden, t + 1 < steps[octet]);
+            if (t < steps[octet] && (watched || t + 1 == steps[octet]))
+                Cell{&own.cells[octet][0][threadIdx.x], THREADS}.record(call, own.rows[octet * 8 + column], unit, t, bits[octet], cell[octet]);
+        }
+    }
+}

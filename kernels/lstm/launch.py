@@ -1,0 +1,404 @@
+"""The LSTM's CUDA kernels: the shape in which each takes a problem, the weights as it wants them, and its launch.
+
+`cluster` runs a layer that fits a cluster of thread blocks (cluster.cu), `grid` one that fits the whole device (grid.cu). Both store
+their recurrent weights in registers and shared memory for all steps, in float16 or bfloat16; sums and cells are float32. Nothing
+waits for the device, and a call may be captured in a CUDA graph: offsets, slots and values are read when the graph runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from kernels.backend import Problem
+from kernels.compile import Kernel, compiled, installed, registers, resident_clusters, shared_limit
+from kernels.contract import ContractError, Encoded, LSTMState, LSTMWeights, Outputs, Ragged
+from kernels.tuning import first_that_covers, tuned
+
+HERE = Path(__file__).parent
+OCTET = 8
+"""Rows that the tensor cores multiply at once."""
+SORTED = 512
+"""Rows among which a tile takes those of like length."""
+OCTETS = (1, 2, 3, 5)
+"""Octets of a cluster's tile, each a kernel of its own."""
+WARPS = 8
+"""Of a block of the grid kernel."""
+ROW_BYTES, PIECE_BYTES, PRODUCT_BYTES = 16, 16, 512
+LEAST_CAPABILITY = {"cluster": (9, 0), "grid": (8, 0)}
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A kernel and the grid for so many rows. A tile is what a cluster or team takes: `octets` octets of `width` rows each."""
+
+    kernel: Kernel
+    blocks: int
+    shared: int
+    octets: int
+    width: int
+    exchange_words: int = 0
+
+
+@dataclass(frozen=True)
+class ClusterShape:
+    """cluster.cu on `device`: `blocks` blocks in a cluster."""
+
+    copies_state: ClassVar[bool] = False
+    """A state in slots is overwritten by no block before every other has read it."""
+    device: int
+    bfloat16: bool
+    gates_float32: bool
+    hidden: int
+    blocks: int
+
+    @property
+    def padded(self) -> int:
+        """Hidden units of all blocks: whole groups in each, whole chunks in both halves. The same for any number of blocks, so that
+        a row's sums are."""
+        return _up(self.hidden, 64 if self.hidden <= 128 else 128)
+
+    @property
+    def units(self) -> int:
+        return self.padded // self.blocks
+
+    @property
+    def groups(self) -> int:
+        """Of eight hidden units, as `pack` lays them out."""
+        return self.padded // 8
+
+    @property
+    def chunks(self) -> int:
+        """Of 32 hidden units, as `pack` lays them out."""
+        return self.padded // 32
+
+    @property
+    def threads(self) -> int:
+        return 8 * self.units
+
+    @property
+    def most_rows(self) -> int:
+        """Of one launch: as many as can be, since clusters wait for their turn."""
+        return 1 << 30
+
+    def fits(self, octets: int) -> bool:
+        if self.units % 8 or self.threads > 1024 or self._held(octets) < 1:
+            return False
+        return self.shared(octets) <= shared_limit(self.device)
+
+    def shared(self, octets: int) -> int:
+        """sizeof(Memory)."""
+        warps = self.threads // 32
+        spilled = max(1, self.padded // 16 - self._held(octets)) * warps * PRODUCT_BYTES
+        buffers, halves = 2 * self.padded * PIECE_BYTES, warps * PRODUCT_BYTES
+        outgoing, cells, rows, barriers = 8 * (self.units + 8) * 2, 12 * self.threads, 8 * ROW_BYTES, 16
+        return _up(spilled + octets * (buffers + halves + outgoing + cells + rows + barriers) + 4 * SORTED, 16)
+
+    def kernel(self, octets: int) -> Kernel:
+        return compiled(
+            HERE / "cluster.cu",
+            self.device,
+            threads=self.threads,
+            cluster=self.blocks,
+            CTAS=self.blocks,
+            UNITS=self.units,
+            OCTETS=octets,
+            HELD=self._held(octets),
+            SORTED=SORTED,
+            BFLOAT16=int(self.bfloat16),
+            GATES_FLOAT32=int(self.gates_float32),
+            SHARED=self.shared(octets),
+        )
+
+    def resident(self) -> int:
+        """Clusters that run at once, one block on a multiprocessor."""
+        return resident_clusters(self.kernel(1), max(self.shared(1), shared_limit(self.device) // 2 + 1))
+
+    def launch(self, rows: int) -> Launch:
+        """Rows are spread over the clusters that can run at once; the fewer a cluster has, the less it must exchange."""
+        rows_each = _parts(rows, self.resident())
+        ladder = [octets for octets in OCTETS if self.fits(octets)]
+        octets = next((one for one in ladder if one * OCTET >= rows_each), ladder[-1])
+        width = min(OCTET, _parts(rows_each, octets))
+        blocks = _parts(rows, octets * width) * self.blocks
+        return Launch(self.kernel(octets), blocks, self.shared(octets), octets, width)
+
+    def _held(self, octets: int) -> int:
+        """Products in a warp's registers: all, or as many as leave room for everything else."""
+        return min(self.padded // 16, (registers(self.threads) - 60 - 8 * octets) // 4)
+
+
+@dataclass(frozen=True)
+class GridShape:
+    """grid.cu on `device`: `units` hidden units in a block."""
+
+    copies_state: ClassVar[bool] = True
+    """A block may have ended, and overwritten the state in its slots, when another begins."""
+    device: int
+    bfloat16: bool
+    gates_float32: bool
+    hidden: int
+    units: int
+
+    @property
+    def members(self) -> int:
+        """Blocks of a team, which has the whole layer."""
+        return _parts(self.hidden, self.units)
+
+    @property
+    def groups(self) -> int:
+        return self.members * self.units // 8
+
+    @property
+    def chunks(self) -> int:
+        return _parts(self.hidden, 32 * WARPS) * WARPS
+
+    @property
+    def teams(self) -> int:
+        """That run at once, one block on a multiprocessor."""
+        return int(torch.cuda.get_device_properties(self.device).multi_processor_count) // self.members
+
+    @property
+    def most_rows(self) -> int:
+        """Of one launch: what all teams together have room for."""
+        most_octets = (shared_limit(self.device) - self.shared(0)) // self._octet_bytes
+        return self.teams * OCTET * min(most_octets, SORTED // OCTET)
+
+    def fits(self) -> bool:
+        return self.teams > 0 and self.shared(1) <= shared_limit(self.device)
+
+    def shared(self, octets: int) -> int:
+        """sizeof(Memory), and what stands after it."""
+        spilled = max(1, self._products - self._held) * WARPS * PRODUCT_BYTES
+        first, parts = self.chunks * PRODUCT_BYTES, 2 * 2 * WARPS * (self.units // 4) * 32 * 8
+        return _up(spilled + first + parts + WARPS * 64 + 4 * SORTED, 16) + octets * self._octet_bytes
+
+    def launch(self, rows: int) -> Launch:
+        rows_each = _parts(rows, self.teams)
+        octets = _parts(rows_each, OCTET)
+        width = _parts(rows_each, octets)
+        teams = _parts(rows, octets * width)
+        words = teams * octets * 2 * _up(self.hidden, 32) * PIECE_BYTES // 4
+        return Launch(self._kernel(), teams * self.members, self.shared(octets), octets, width, words)
+
+    def _kernel(self) -> Kernel:
+        return compiled(
+            HERE / "grid.cu",
+            self.device,
+            threads=32 * WARPS,
+            cooperative=True,
+            UNITS=self.units,
+            CHUNKS=self.chunks // WARPS,
+            HELD=self._held,
+            SORTED=SORTED,
+            BFLOAT16=int(self.bfloat16),
+            GATES_FLOAT32=int(self.gates_float32),
+            SHARED=self.shared(0),
+        )
+
+    @property
+    def _products(self) -> int:
+        return self.units // 4 * self.chunks // WARPS * 2
+
+    @property
+    def _held(self) -> int:
+        return min(self._products, 36)
+
+    @property
+    def _octet_bytes(self) -> int:
+        return 8 * ROW_BYTES + 12 * 8 * self.units
+
+
+Shape = ClusterShape | GridShape
+Shaped = Callable[[int, torch.dtype, bool, int, int], Shape | None]
+"""The shape for a device, a dtype of weights, whether gate inputs are float32, a hidden size and a number of rows."""
+
+
+def refuses_cluster(problem: Problem) -> str | None:
+    """What `explain` shows of the cluster kernel."""
+    reason = _refused_everywhere(problem, LEAST_CAPABILITY["cluster"])
+    if (
+        reason is None
+        and _cluster_shape(_index(problem.device), problem.storage, False, problem.hidden, problem.rows or 1) is None
+    ):
+        return f"no cluster that this device can hold has room for {problem.hidden} hidden units"
+    return reason
+
+
+def refuses_grid(problem: Problem) -> str | None:
+    """What `explain` shows of the grid kernel."""
+    reason = _refused_everywhere(problem, LEAST_CAPABILITY["grid"])
+    if (
+        reason is None
+        and _grid_shape(_index(problem.device), problem.storage, False, problem.hidden, problem.rows or 1) is None
+    ):
+        return f"this device has no room for {problem.hidden} hidden units"
+    return reason
+
+
+def cluster(x: Ragged, weights: LSTMWeights, state: LSTMState | None, *, want: Outputs) -> Encoded:
+    """Shapes as in `kernels.contract`."""
+    return _encode(x, weights, state, want, _cluster_shape)
+
+
+def grid(x: Ragged, weights: LSTMWeights, state: LSTMState | None, *, want: Outputs) -> Encoded:
+    """Shapes as in `kernels.contract`."""
+    return _encode(x, weights, state, want, _grid_shape)
+
+
+def pack(recurrent: Tensor, groups: int, chunks: int) -> Tensor:
+    """The recurrent weights, (hidden, 4 x hidden), as the left operands of the tensor cores' products, padded with zeros.
+
+    (groups of 8 units, chunks of 32 of the vector, 2 products by 2 tiles, lane, 8 values): lane 4 g + q multiplies the units
+    8 q + 4 product + (0, 1, 2, 3) of the chunk; its gates are input and forget of unit g of the group, or cell and output in the
+    other tile.
+    """
+    hidden = recurrent.shape[0]
+    padded = recurrent.new_zeros(32 * chunks, 4, 8 * groups)
+    padded[:hidden, :, :hidden] = recurrent.view(hidden, 4, hidden)
+    chunk, q, product, upper, value, tile, lower, group, g = range(9)
+    split = padded.view(chunks, 4, 2, 2, 2, 2, 2, groups, 8)
+    return split.permute(group, chunk, product, tile, g, q, upper, lower, value).contiguous()
+
+
+def _encode(x: Ragged, weights: LSTMWeights, state: LSTMState | None, want: Outputs, shaped: Shaped) -> Encoded:
+    """One launch after the product of the inputs. `last` shares its memory with a state that has no slots."""
+    gates = _gate_inputs(x, weights)
+    rows, hidden = x.rows, weights.hidden
+    slots = None if state is None or state.slots is None else state.slots.int().contiguous()
+    after = LSTMState(*_new(gates, 2, rows, hidden).unbind()) if state is None or slots is None else _slabs(state)
+    encoded = Encoded(
+        state=after,
+        steps=_new(gates, len(gates), hidden) if want.steps else None,
+        last=(after.hidden if slots is None else _new(gates, rows, hidden)) if want.last else None,
+        mean=_new(gates, rows, hidden) if want.mean else None,
+        max=_new(gates, rows, hidden) if want.max else None,
+    )
+    if not rows:
+        return encoded
+    shape = shaped(_index(gates.device), weights.recurrent.dtype, gates.dtype == torch.float32, hidden, rows)
+    if shape is None:
+        raise ContractError(f"this device has no room for an LSTM of {hidden} hidden units in one launch")
+    packing = shape.groups, shape.chunks
+    if packing not in weights.packed:
+        weights.packed[packing] = pack(weights.recurrent, *packing)
+    before, slots_before = _before(state, slots, shape)
+    offsets = x.offsets.contiguous()
+    fixed = (
+        *map(_address, (gates, weights.packed[packing], offsets, slots_before, slots, *before, after.hidden, after.cell)),
+        *map(_address, (encoded.steps, None if slots is None else encoded.last, encoded.mean, encoded.max)),
+    )
+    with _current(gates.device):
+        for first in range(0, rows, shape.most_rows):
+            until = min(rows, first + shape.most_rows)
+            launch = _planned(shape, until - first)
+            exchange = gates.new_zeros(launch.exchange_words, dtype=torch.int32) if launch.exchange_words else None
+            sizes = (offsets.dtype == torch.int64, first, until, hidden, launch.octets, launch.width)
+            launch.kernel.launch(launch.blocks, launch.shared, (*fixed, _address(exchange), *sizes))
+    return encoded
+
+
+def _address(array: Tensor | None) -> int:
+    return 0 if array is None else array.data_ptr()
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    """Makes it the current device, if it is not, which takes longer to do than to see."""
+    return nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)
+
+
+def _gate_inputs(x: Ragged, weights: LSTMWeights) -> Tensor:
+    """(tokens, 4 x hidden) in the dtype of the weights, or float32 where they are given so."""
+    storage = weights.recurrent.dtype
+    if weights.input is None or weights.bias is None:
+        return (x.data if x.data.dtype in (storage, torch.float32) else x.data.float()).contiguous()
+    return torch.addmm(weights.bias, x.data.to(storage), weights.input)
+
+
+def _before(state: LSTMState | None, slots: Tensor | None, shape: Shape) -> tuple[tuple[Tensor | None, ...], Tensor | None]:
+    """The hidden vectors and cells that rows go on from, and the slots in which they are, if they are."""
+    if state is None:
+        return (None, None), None
+    if slots is None or shape.copies_state:
+        chosen = slice(None) if slots is None else slots.long()
+        return tuple(array[chosen].float().contiguous() for array in (state.hidden, state.cell)), None
+    return (state.hidden, state.cell), slots
+
+
+def _slabs(state: LSTMState) -> LSTMState:
+    """The state as it is, since it is written in place; raises ContractError when a kernel could not."""
+    for name, slab in (("hidden", state.hidden), ("cell", state.cell)):
+        if slab.dtype != torch.float32 or not slab.is_contiguous():
+            raise ContractError(
+                f"state.{name} with slots is a contiguous float32 array, got {slab.dtype} with strides {slab.stride()}"
+            )
+    return state
+
+
+def _new(like: Tensor, *sizes: int) -> Tensor:
+    return like.new_empty(sizes, dtype=torch.float32)
+
+
+def _refused_everywhere(problem: Problem, least: tuple[int, int]) -> str | None:
+    """Why no problem like this runs here, whatever its size."""
+    if problem.device.type != "cuda":
+        return "runs on an NVIDIA GPU"
+    if problem.storage not in (torch.float16, torch.bfloat16):
+        return "its weights are float16 or bfloat16"
+    if _index(problem.device) >= torch.cuda.device_count():
+        return f"there is no {problem.device} here"
+    if not installed():
+        return "CuPy is not installed"
+    capability = torch.cuda.get_device_capability(problem.device)
+    if capability < least:
+        return "needs compute capability {}.{}, this device has {}.{}".format(*least, *capability)
+    return None
+
+
+def _index(device: torch.device) -> int:
+    return device.index or 0
+
+
+@cache
+def _cluster_shape(device: int, storage: torch.dtype, gates_float32: bool, hidden: int, rows: int) -> Shape | None:
+    """The fastest of the shapes that fit and can run."""
+    for blocks in first_that_covers(_tuned(device)["cluster"], "blocks", hidden=hidden, rows=rows):
+        shape = ClusterShape(device, storage == torch.bfloat16, gates_float32, hidden, blocks)
+        if shape.fits(1) and shape.resident():
+            return shape
+    return None
+
+
+@cache
+def _grid_shape(device: int, storage: torch.dtype, gates_float32: bool, hidden: int, rows: int) -> Shape | None:
+    """The fastest of the shapes that fit."""
+    for units in first_that_covers(_tuned(device)["grid"], "units", hidden=hidden, rows=rows):
+        shape = GridShape(device, storage == torch.bfloat16, gates_float32, hidden, units)
+        if shape.fits():
+            return shape
+    return None
+
+
+@cache
+def _planned(shape: Shape, rows: int) -> Launch:
+    return shape.launch(rows)
+
+
+def _tuned(device: int) -> Mapping[str, Any]:
+    return tuned(HERE / "tuned", torch.cuda.get_device_name(device))
+
+
+def _parts(whole: int, part: int) -> int:
+    """How many parts of this size the whole takes."""
+    return -(-whole // part)
+
+
+def _up(size: int, multiple: int) -> int:
+    return _parts(size, multiple) * multiple

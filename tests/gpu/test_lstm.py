@@ -1,0 +1,251 @@
+"""The LSTM's CUDA kernels against the float64 reference: odd sizes, ragged rows, chunks, slots, graphs and what they refuse."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.backend import Problem, explain
+from kernels.compile import resident_clusters
+from kernels.contract import Encoded, LSTMState, LSTMWeights, Outputs, Ragged
+from kernels.lstm import BACKENDS, choice, launch, lstm
+from tests.kernels import inputs
+from tests.kernels.families import Form
+from tests.kernels.inputs import EVERYTHING, OUTPUTS, Given
+
+LSTM = Form("lstm")
+TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 6e-2}
+RAGGED = [9, 0, 3, 17, 1, 5, 12, 12, 2, 30, 0]
+CLUSTER = [1, 33, 64, 100, 128, 151, 256, 300, 512, 640, 768]
+GRID = [1, 100, 257, 800, 1024, 1500, 2048]
+SIZES = [*product(["cluster"], CLUSTER), *product(["grid"], GRID)]
+
+both = pytest.mark.parametrize("backend", ["cluster", "grid"])
+every_size = pytest.mark.parametrize("backend, hidden", SIZES)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _poisoned_memory() -> Iterator[None]:
+    """In its deterministic mode torch fills what `empty` gives with NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def given(
+    lengths: Sequence[int], hidden: int, inputs: int = 24, *, storage: torch.dtype = torch.float16, seed: int = 0
+) -> Given:
+    """On the GPU, the data in the dtype of the weights."""
+    made = LSTM.given(lengths, hidden, inputs, storage=storage, seed=seed)
+    return Given(Ragged(made.x.data.to(storage), made.x.offsets), made.weights, made.state).mapped(torch.Tensor.cuda)
+
+
+def gated(lengths: Sequence[int], hidden: int, *, storage: torch.dtype = torch.float16, seed: int = 0) -> Given:
+    """With gate inputs, so that no library's product stands before the recurrence."""
+    x, weights, state = given(lengths, hidden, storage=storage, seed=seed)
+    gates = torch.addmm(weights.bias, x.data, weights.input)
+    return Given(Ragged(gates, x.offsets), replace(weights, input=None, bias=None), state)
+
+
+def joined(rows: Sequence[Tensor]) -> Ragged:
+    x = inputs.joined(rows)
+    return Ragged(x.data, x.offsets.cuda())
+
+
+def outputs(encoded: Encoded) -> dict[str, Tensor]:
+    arrays = {name: getattr(encoded, name) for name in OUTPUTS} | {"hidden": encoded.state.hidden, "cell": encoded.state.cell}
+    return {name: array for name, array in arrays.items() if array is not None}
+
+
+def agree(actual: Encoded, expected: Encoded, tolerance: float) -> None:
+    for name, array in outputs(actual).items():
+        close(array, outputs(expected)[name], tolerance, name)
+
+
+def close(actual: Tensor, expected: Tensor, tolerance: float, name: str) -> None:
+    torch.testing.assert_close(
+        actual.double(), expected, rtol=tolerance, atol=2 * tolerance, msg=lambda text: f"{name}: {text}"
+    )
+
+
+def same(actual: Encoded, expected: Encoded) -> None:
+    differing = [name for name, array in outputs(actual).items() if not torch.equal(array, outputs(expected)[name])]
+    assert not differing
+
+
+@every_size
+@pytest.mark.parametrize("storage", TOLERANCE, ids=str)
+def test_all_outputs_and_the_state_agree_with_the_reference(backend: str, hidden: int, storage: torch.dtype) -> None:
+    problem = given(RAGGED, hidden, storage=storage)
+    agree(LSTM.run(*problem, backend=backend), LSTM.exact(problem), TOLERANCE[storage])
+
+
+@both
+@pytest.mark.parametrize("data", [torch.float16, torch.float32, torch.bfloat16], ids=str)
+def test_gate_inputs_come_in_any_dtype(backend: str, data: torch.dtype) -> None:
+    x, weights, state = gated(RAGGED, 200)
+    problem = Given(Ragged(x.data.to(data), x.offsets), weights, state)
+    agree(LSTM.run(*problem, backend=backend), LSTM.exact(problem), TOLERANCE[torch.float16])
+
+
+@both
+@pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 31, 64, 65, 256, 700, 4096])
+def test_any_number_of_rows(backend: str, rows: int) -> None:
+    chance = random.Random(rows)
+    x, weights, state = given([chance.randint(0, 4) for _ in range(rows)], 72)
+    encoded = outputs(LSTM.run(x, weights, state, backend=backend))
+    some = sorted(chance.sample(range(rows), min(rows, 40)))
+    mine = LSTMState(state.hidden[some], state.cell[some])
+    each = inputs.rows(x)
+    expected = outputs(LSTM.exact(Given(joined([each[row] for row in some]), weights, mine)))
+    for name in ("last", "mean", "max", "hidden", "cell"):
+        close(encoded[name][some], expected[name], TOLERANCE[torch.float16], name)
+
+
+@both
+@pytest.mark.parametrize("hidden", [40, 130, 520])
+def test_a_row_is_the_same_to_the_bit_alone_in_any_batch_and_in_any_chunks(backend: str, hidden: int) -> None:
+    x, weights, state = gated([3, 41, 0, 8, 19, *[5] * 90], hidden)
+    whole = outputs(LSTM.run(x, weights, state, backend=backend))
+    for row in (0, 1, 2, 4, 60):
+        mine = LSTMState(state.hidden[row : row + 1], state.cell[row : row + 1])
+        alone = outputs(LSTM.run(joined([inputs.rows(x)[row]]), weights, mine, backend=backend))
+        assert all(torch.equal(alone[name][0], whole[name][row]) for name in ("hidden", "cell", "last", "mean", "max"))
+    cuts = [1, 7, 0, 4, 2, *[2] * 90]
+    pieces = [(data[:cut], data[cut : 2 * cut], data[2 * cut :]) for data, cut in zip(inputs.rows(x), cuts, strict=True)]
+    steps: list[list[Tensor]] = [[] for _ in pieces]
+    for chunk in map(joined, zip(*pieces, strict=True)):
+        encoded = LSTM.run(chunk, weights, state, backend=backend)
+        state = encoded.state
+        for so_far, part in zip(steps, inputs.rows(Ragged(outputs(encoded)["steps"], chunk.offsets)), strict=True):
+            so_far.append(part)
+    assert torch.equal(torch.cat([part for row in steps for part in row]), whole["steps"])
+    assert torch.equal(state.hidden, whole["hidden"])
+    assert torch.equal(state.cell, whole["cell"])
+
+
+@both
+def test_poison_in_other_rows_does_not_reach_a_row(backend: str) -> None:
+    x, weights, state = gated([4, 2, 0, 7, 7, 1, 3, 5, 6], 96)
+    clean = outputs(LSTM.run(x, weights, state, backend=backend))
+    data, hidden, cell = x.data.clone(), state.hidden.clone(), state.cell.clone()
+    data[4:6], hidden[1], cell[3], data[-3:] = torch.nan, torch.inf, torch.nan, torch.nan
+    encoded = outputs(LSTM.run(Ragged(data, x.offsets), weights, LSTMState(hidden, cell), backend=backend))
+    for row in (0, 2, 4, 5, 6, 7):
+        assert all(torch.equal(encoded[name][row], clean[name][row]) for name in ("hidden", "cell", "mean"))
+    assert encoded["cell"][[3, 8]].isnan().all()
+
+
+@both
+@pytest.mark.parametrize("wanted", [(), ("steps",), ("last",), ("mean",), ("max",), ("steps", "max")], ids=str)
+def test_what_is_not_wanted_is_none_and_changes_nothing(backend: str, wanted: tuple[str, ...]) -> None:
+    problem = gated(RAGGED, 48)
+    everything = LSTM.run(*problem, backend=backend)
+    encoded = LSTM.run(*problem, want=Outputs(**dict.fromkeys(wanted, True)), backend=backend)
+    assert {name for name in OUTPUTS if getattr(encoded, name) is not None} == set(wanted)
+    same(encoded, everything)
+
+
+@both
+@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
+def test_a_state_in_slots_is_read_and_written_in_place(backend: str, index: torch.dtype) -> None:
+    x, weights, state = gated(RAGGED, 112)
+    slots = torch.randperm(40, generator=torch.Generator().manual_seed(1))[: len(RAGGED)].to("cuda", index)
+    others = torch.ones(40, dtype=torch.bool).index_fill(0, slots.long().cpu(), False).cuda()
+    slabs = LSTMState(torch.randn(40, 112, device="cuda"), torch.randn(40, 112, device="cuda"), slots)
+    slabs.hidden[slots.long()], slabs.cell[slots.long()] = state.hidden, state.cell
+    before = slabs.hidden.clone(), slabs.cell.clone()
+    expected = outputs(LSTM.run(x, weights, state, backend=backend))
+    encoded = LSTM.run(x, weights, slabs, backend=backend)
+    assert encoded.state is slabs
+    assert torch.equal(outputs(encoded)["last"], expected["last"])
+    for slab, name, old in zip((slabs.hidden, slabs.cell), ("hidden", "cell"), before, strict=True):
+        assert torch.equal(slab[slots.long()], expected[name])
+        assert torch.equal(slab[others], old[others])
+
+
+@both
+def test_a_graph_runs_with_other_lengths_slots_and_values(backend: str) -> None:
+    first, second = gated([5, 9, 0, 30], 160), gated([20, 1, 17, 6], 160, seed=1)
+    x = Ragged(torch.zeros(44, 640, dtype=torch.float16, device="cuda"), first.x.offsets.clone())
+    slots = torch.tensor([3, 1, 0, 2], dtype=torch.int32, device="cuda")
+    slabs = LSTMState(torch.zeros(4, 160, device="cuda"), torch.zeros(4, 160, device="cuda"), slots)
+    weights: LSTMWeights = first.weights
+    LSTM.run(x, weights, slabs, backend=backend)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        encoded = outputs(LSTM.run(x, weights, slabs, backend=backend))
+    for problem, order in ((first, [0, 1, 2, 3]), (second, [2, 0, 3, 1])):
+        tokens = len(problem.x.data)
+        x.data[:tokens], slots[:] = problem.x.data, torch.tensor(order, dtype=torch.int32)
+        x.offsets.copy_(problem.x.offsets)
+        slabs.hidden[order], slabs.cell[order] = problem.state.hidden, problem.state.cell
+        graph.replay()
+        expected = outputs(LSTM.run(problem.x, weights, problem.state, backend=backend))
+        assert torch.equal(encoded["steps"][:tokens], expected["steps"])
+        assert all(torch.equal(encoded[name], expected[name]) for name in ("last", "mean", "max"))
+        assert torch.equal(slabs.cell[order], expected["cell"])
+
+
+def test_what_runs_and_why() -> None:
+    assert explain("lstm", device="cuda:0", dtype="float16", hidden=512) == "cluster: chosen"
+    beyond = explain("lstm", device="cuda:0", dtype="bfloat16", hidden=1024).splitlines()
+    assert beyond == ["cluster: no cluster that this device can hold has room for 1024 hidden units", "grid: chosen"]
+    assert explain("lstm", device="cuda:0", dtype="float32", hidden=512).splitlines()[-1] == "framework: chosen"
+    assert explain("lstm", device="cuda:0", dtype="float16", hidden=5000).splitlines()[-1] == "framework: chosen"
+    assert explain("lstm", device="cuda:9", dtype="float16", hidden=512).splitlines()[0] == "cluster: there is no cuda:9 here"
+
+
+@pytest.mark.parametrize("largest, hidden, chosen", [(8, 512, "cluster"), (8, 768, "grid"), (0, 128, "grid")])
+def test_a_device_that_holds_only_smaller_clusters(
+    largest: int, hidden: int, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resident = resident_clusters
+    monkeypatch.setattr(
+        launch, "resident_clusters", lambda kernel, shared: resident(kernel, shared) if kernel.cluster <= largest else 0
+    )
+    launch._cluster_shape.cache_clear()
+    try:
+        problem = Problem(torch.device("cuda:0"), torch.float16, hidden, 4)
+        assert next(backend.name for backend in BACKENDS if backend.refuses(problem) is None) == chosen
+        made = given([3, 0, 11, 5], hidden)
+        agree(LSTM.run(*made, backend=chosen), LSTM.exact(made), TOLERANCE[torch.float16])
+    finally:
+        launch._cluster_shape.cache_clear()
+
+
+@pytest.mark.parametrize("capability, chosen", [((8, 6), "grid"), ((7, 5), "framework")])
+def test_a_device_without_clusters(capability: tuple[int, int], chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    problem = Problem(torch.device("cuda:0"), torch.float16, 256)
+    assert next(backend.name for backend in BACKENDS if backend.refuses(problem) is None) == chosen
+
+
+def test_without_cupy_the_framework_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "installed", lambda: False)
+    assert explain("lstm", device="cuda:0", dtype="float16", hidden=96).splitlines()[-1] == "framework: chosen"
+
+
+def test_the_choice_is_what_runs() -> None:
+    x, weights, state = given([3, 4], 192)
+    assert choice(weights, rows=2).backend.name == "cluster"
+    same(lstm(x, weights, state, want=EVERYTHING), LSTM.run(x, weights, state, backend="cluster"))
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_the_sanitizer_finds_nothing(tool: str) -> None:
+    sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    command = [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, "-m", "tests.gpu.small_lstm"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
+    assert "ERROR SUMMARY: 0 errors" in run.stdout or "0 hazards displayed" in run.stdout, run.stdout[-2000:]
