@@ -53,12 +53,14 @@ LABEL org.opencontainers.image.title="seqserve" \
 # may come without those of the standard library.
 RUN python -c 'import compileall, sysconfig; compileall.compile_dir(sysconfig.get_path("stdlib"), quiet=2)' \
     && groupadd --system --gid 10001 seqserve \
-    && useradd --system --uid 10001 --gid seqserve --no-create-home --home-dir /nonexistent --shell /usr/sbin/nologin seqserve
+    && useradd --system --uid 10001 --gid seqserve --no-create-home --home-dir /nonexistent --shell /usr/sbin/nologin seqserve \
+    && install --directory --owner seqserve --group seqserve /var/cache/seqserve
 COPY --from=dependencies /opt/seqserve /opt/seqserve
 COPY --from=project /project /opt/seqserve
 COPY --from=project /models /models
 ENV PATH=/opt/seqserve/bin:$PATH \
     PYTHONDONTWRITEBYTECODE=1 \
+    SEQSERVE_CACHE=/var/cache/seqserve \
     SEQSERVE_HOST=0.0.0.0 \
     SEQSERVE_MODELS=/models
 # By number, so that an orchestrator can see that it is not root.

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
-CACHE = "SEQSERVE_CACHE"
-"""The variable that names the folder in which compiled kernels are kept."""
+CACHE, DEFAULT_CACHE = "SEQSERVE_CACHE", "~/.cache/seqserve"
+"""The variable that names the folder in which compiled kernels are kept, and the folder when it is not set."""
 
 NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14
 CLUSTER_DIMENSION = 4
@@ -126,14 +126,18 @@ def _text(source: Path) -> str:
     return re.sub(r'#include "(\w+\.cuh)"', lambda found: (source.parent / found[1]).read_text(), source.read_text())
 
 
+def keep_in(folder: Path) -> None:
+    """Keep what is compiled from now on in this folder."""
+    os.environ[CACHE] = str(folder)
+
+
 def folder() -> Path:
-    """Where compiled kernels are kept: SEQSERVE_CACHE, or a folder of this user's, or, where that cannot be written, a passing one."""
-    named = os.environ.get(CACHE)
-    wanted = Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "seqserve"
+    """Where compiled kernels are kept: what SEQSERVE_CACHE names, or a passing folder where that cannot be written."""
     passing = Path(gettempdir()) / f"seqserve-{os.getuid()}"
     try:
+        wanted = Path(os.environ.get(CACHE, DEFAULT_CACHE)).expanduser()
         wanted.mkdir(parents=True, exist_ok=True)
-    except OSError:
+    except (OSError, RuntimeError):  # the latter where this user has no home
         return passing
     return wanted if os.access(wanted, os.W_OK) else passing
 

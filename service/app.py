@@ -95,11 +95,13 @@ def build_engine(settings: Settings, metrics: Metrics, only: str | None = None) 
     """An engine with every model, or only the named one, loaded and warm; raises StartError."""
     import torch
 
+    from kernels import compile as compiler
     from service.engine.engine import Engine
     from service.zoo import store
     from service.zoo.encoder import Encoder
 
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - settings.fronts))
+    compiler.keep_in(settings.cache)
     device = _device(settings.device)
     encoders = {
         ModelKey(name, version): Encoder(model, store.read_arrays(folder, model), device, settings.fold_limit_bytes)

@@ -37,6 +37,8 @@ class Settings(BaseModel):
     """auto, cpu or cuda:N; auto takes the first GPU that works, else the CPU."""
     fronts: Positive = 1
     """Processes that parse and tokenise requests."""
+    cache: Path = Path("~/.cache/seqserve")
+    """Folder that keeps compiled kernels for the next start; a passing one is used when it cannot be written."""
     fold_limit_bytes: Annotated[int, Field(ge=0)] = 256 << 20
     """Largest table, per model, that an embedding is folded into at load."""
 

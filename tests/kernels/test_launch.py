@@ -1,0 +1,115 @@
+"""What the launcher of the LSTM's CUDA kernels works out without a GPU: the layout of the weights, shapes and tables."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.lstm import launch
+from kernels.lstm.launch import OCTETS, SORTED, ClusterShape, GridShape, pack
+from kernels.tuning import first_that_covers, tuned
+
+H200_SHARED_BYTES = 232_448
+
+
+@pytest.fixture(autouse=True)
+def _as_on_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "shared_limit", lambda _: H200_SHARED_BYTES)
+
+
+def through_fragments(packed: Tensor, hidden: Tensor) -> Tensor:
+    """The gates of 8 rows as the tensor cores make them of m16n8k16 operands. hidden: (8, 32 x chunks); returns (8, 4, units)."""
+    groups, chunks = packed.shape[:2]
+    gates = torch.zeros(8, 4, groups, 8)
+    for group in range(groups):
+        for chunk in range(chunks):
+            pieces = hidden[:, 32 * chunk : 32 * chunk + 32].view(8, 4, 8)  # row, q, unit of the piece
+            for product in range(2):
+                for tile in range(2):
+                    lanes = packed[group, chunk, product, tile].view(8, 4, 2, 2, 2)  # g, q, upper, lower, value
+                    # Rows g and g + 8 of the left operand; columns 2q, 2q + 1 and then 2q + 8, 2q + 9.
+                    left = lanes.permute(3, 0, 2, 1, 4).reshape(16, 16)
+                    right = pieces[:, :, 4 * product : 4 * product + 4].view(8, 4, 2, 2).permute(0, 2, 1, 3).reshape(8, 16)
+                    both = (right @ left.T).view(8, 2, 8)
+                    gates[:, 2 * tile : 2 * tile + 2, group] += both
+    return gates.view(8, 4, groups * 8)
+
+
+def test_packed_weights_are_the_operands_of_the_tensor_cores() -> None:
+    generator = torch.Generator().manual_seed(0)
+    recurrent = torch.randn(40, 160, generator=generator)
+    hidden = torch.zeros(8, 64)
+    hidden[:, :40] = torch.randn(8, 40, generator=generator)
+    gates = through_fragments(pack(recurrent, groups=6, chunks=2), hidden)
+    torch.testing.assert_close(gates[:, :, :40].reshape(8, 160), hidden[:, :40] @ recurrent, rtol=1e-5, atol=1e-5)
+    assert not gates[:, :, 40:].any(), "units that are padding have no weights"
+
+
+@pytest.mark.parametrize("hidden", [1, 64, 65, 128, 200, 512, 700, 768])
+def test_a_cluster_covers_the_layer_in_the_same_way_with_any_number_of_blocks(hidden: int) -> None:
+    shapes = [ClusterShape(0, False, False, hidden, blocks) for blocks in (4, 8, 16)]
+    fitting = [shape for shape in shapes if shape.fits(1)]
+    assert fitting
+    assert len({(shape.groups, shape.chunks) for shape in fitting}) == 1
+    for shape in fitting:
+        assert shape.units * shape.blocks >= hidden
+        assert shape.threads <= 1024
+        assert shape.chunks % 2 == 0, "each half has whole chunks"
+
+
+def test_a_layer_that_no_cluster_holds_does_not_fit() -> None:
+    assert not any(ClusterShape(0, False, False, 1024, blocks).fits(1) for blocks in (4, 8, 16))
+    assert ClusterShape(0, False, False, 768, 16).fits(1)
+    assert not ClusterShape(0, False, False, 768, 8).fits(1)
+
+
+@pytest.mark.parametrize(
+    "rows, octets, width, tiles",
+    [(1, 1, 1, 1), (7, 1, 1, 7), (8, 1, 2, 4), (56, 1, 8, 7), (57, 2, 5, 6), (100, 2, 8, 7), (256, 5, 8, 7), (4096, 5, 8, 103)],
+)
+def test_rows_are_spread_over_the_clusters_that_run_at_once(
+    rows: int, octets: int, width: int, tiles: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ClusterShape, "resident", lambda _: 7)
+    monkeypatch.setattr(ClusterShape, "kernel", lambda _self, octets: octets)
+    found = ClusterShape(0, False, False, 512, 16).launch(rows)
+    assert (found.octets, found.width, found.blocks) == (octets, width, 16 * tiles)
+    assert found.octets in OCTETS
+    assert found.shared <= H200_SHARED_BYTES
+
+
+@pytest.mark.parametrize("rows", [1, 8, 100, 500])
+@pytest.mark.parametrize("hidden, units", [(1024, 8), (1024, 16), (1500, 16), (2048, 16)])
+def test_the_teams_of_a_grid_are_resident_at_once(hidden: int, units: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Properties:
+        multi_processor_count = 132
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
+    monkeypatch.setattr(GridShape, "_kernel", lambda _: None)
+    shape = GridShape(0, False, False, hidden, units)
+    rows = min(rows, shape.most_rows)
+    found = shape.launch(rows)
+    assert shape.fits()
+    assert found.blocks <= 132
+    assert found.blocks // shape.members * found.octets * found.width >= rows
+    assert found.shared <= H200_SHARED_BYTES
+    assert found.octets * found.width <= SORTED
+
+
+def test_a_measured_shape_covers_what_is_within_its_bounds() -> None:
+    shapes = [{"hidden": 128, "rows": 8, "blocks": 4}, {"hidden": 128, "blocks": 2}, {"rows": 9, "blocks": 1}]
+    assert first_that_covers(shapes, "blocks", hidden=128, rows=8) == [4, 2, 1]
+    assert first_that_covers(shapes, "blocks", hidden=1, rows=9) == [2, 1]
+    assert first_that_covers(shapes, "blocks", hidden=129, rows=10) == []
+
+
+def test_a_device_takes_the_shapes_that_bear_its_name(tmp_path: Path) -> None:
+    for name in ("h200", "h100"):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"device": name}))
+    assert tuned(tmp_path, "NVIDIA H100 80GB HBM3")["device"] == "h100"
+    assert tuned(tmp_path, "NVIDIA H200")["device"] == "h200"
+    assert tuned(tmp_path, "NVIDIA B200")["device"] == "h200", "what was not measured is taken to be like what was"
