@@ -38,7 +38,7 @@ class Settings(BaseModel):
     fronts: Positive = 1
     """Processes that parse and tokenise requests."""
     cache: Path = Path("~/.cache/seqserve")
-    """Folder that keeps compiled kernels for the next start; a passing one is used when it cannot be written."""
+    """Folder that keeps compiled kernels for the next start; where it cannot be written, every start compiles them."""
     fold_limit_bytes: Annotated[int, Field(ge=0)] = 256 << 20
     """Largest table, per model, that an embedding is folded into at load."""
 

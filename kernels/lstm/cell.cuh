@@ -88,7 +88,7 @@ struct Call {
     float* last;                        // (rows, hidden)
     float* mean;
     float* max;
-    unsigned* exchange;                 // of the grid kernel: (octets, 4, pieces, 16 bytes), all bits set
+    unsigned* exchange;                 // of the grid kernel: (octets, 2, pieces of 16 bytes), zeros
     long long wide, first, until;       // the rows of this launch
     long long hidden, octets, width;    // octets of a tile, rows of an octet
 

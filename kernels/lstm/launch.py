@@ -32,7 +32,6 @@ OCTETS = (1, 2, 3, 5)
 WARPS = 8
 """Of a block of the grid kernel."""
 ROW_BYTES, PIECE_BYTES, PRODUCT_BYTES = 16, 16, 512
-LEAST_CAPABILITY = {"cluster": (9, 0), "grid": (8, 0)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,24 +222,14 @@ Shaped = Callable[[int, torch.dtype, bool, int, int], Shape | None]
 
 def refuses_cluster(problem: Problem) -> str | None:
     """What `explain` shows of the cluster kernel."""
-    reason = _refused_everywhere(problem, LEAST_CAPABILITY["cluster"])
-    if (
-        reason is None
-        and _cluster_shape(_index(problem.device), problem.storage, False, problem.hidden, problem.rows or 1) is None
-    ):
-        return f"no cluster that this device can hold has room for {problem.hidden} hidden units"
-    return reason
+    no_room = f"no cluster that this device can hold has room for {problem.hidden} hidden units"
+    return _refused_everywhere(problem, (9, 0)) or _refused_for_room(problem, _cluster_shape, no_room)
 
 
 def refuses_grid(problem: Problem) -> str | None:
     """What `explain` shows of the grid kernel."""
-    reason = _refused_everywhere(problem, LEAST_CAPABILITY["grid"])
-    if (
-        reason is None
-        and _grid_shape(_index(problem.device), problem.storage, False, problem.hidden, problem.rows or 1) is None
-    ):
-        return f"this device has no room for {problem.hidden} hidden units"
-    return reason
+    no_room = f"this device has no room for {problem.hidden} hidden units"
+    return _refused_everywhere(problem, (8, 0)) or _refused_for_room(problem, _grid_shape, no_room)
 
 
 def cluster(x: Ragged, weights: LSTMWeights, state: LSTMState | None, *, want: Outputs) -> Encoded:
@@ -262,7 +251,7 @@ def pack(recurrent: Tensor, groups: int, chunks: int) -> Tensor:
     """
     hidden = recurrent.shape[0]
     padded = recurrent.new_zeros(32 * chunks, 4, 8 * groups)
-    padded[:hidden, :, :hidden] = recurrent.view(hidden, 4, hidden)
+    padded[:hidden, :, :hidden] = recurrent.reshape(hidden, 4, hidden)
     chunk, q, product, upper, value, tile, lower, group, g = range(9)
     split = padded.view(chunks, 4, 2, 2, 2, 2, 2, groups, 8)
     return split.permute(group, chunk, product, tile, g, q, upper, lower, value).contiguous()
@@ -347,7 +336,7 @@ def _new(like: Tensor, *sizes: int) -> Tensor:
 
 
 def _refused_everywhere(problem: Problem, least: tuple[int, int]) -> str | None:
-    """Why no problem like this runs here, whatever its size."""
+    """Why no problem like this runs here, whatever its size; least: the compute capability that the kernel needs."""
     if problem.device.type != "cuda":
         return "runs on an NVIDIA GPU"
     if problem.storage not in (torch.float16, torch.bfloat16):
@@ -360,6 +349,11 @@ def _refused_everywhere(problem: Problem, least: tuple[int, int]) -> str | None:
     if capability < least:
         return "needs compute capability {}.{}, this device has {}.{}".format(*least, *capability)
     return None
+
+
+def _refused_for_room(problem: Problem, shaped: Shaped, reason: str) -> str | None:
+    fits = shaped(_index(problem.device), problem.storage, False, problem.hidden, problem.rows or 1) is not None
+    return None if fits else reason
 
 
 def _index(device: torch.device) -> int:

@@ -15,8 +15,11 @@ SOURCES = sorted(Path(lstm.__file__).parent.glob("*.cu"))
 
 def test_the_variable_names_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SEQSERVE_CACHE", str(tmp_path / "new" / "kernels"))
+    monkeypatch.delenv("CUPY_CACHE_DIR", raising=False)
     assert compiler.folder() == tmp_path / "new" / "kernels"
-    assert compiler.folder().is_dir()
+    assert (tmp_path / "new" / "kernels").is_dir()
+    compiler._tell_cupy()
+    assert os.environ["CUPY_CACHE_DIR"] == str(tmp_path / "new" / "kernels")
 
 
 def test_without_it_the_folder_is_this_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,16 +28,19 @@ def test_without_it_the_folder_is_this_users(tmp_path: Path, monkeypatch: pytest
     assert compiler.folder() == tmp_path / ".cache" / "seqserve"
 
 
-def test_a_folder_that_cannot_be_made_is_replaced_by_a_passing_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_kept_in_memory_where_no_folder_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SEQSERVE_CACHE", str(tmp_path / "file" / "kernels"))
-    assert compiler.folder().name == f"seqserve-{os.getuid()}"
+    monkeypatch.delenv("CUPY_CACHE_IN_MEMORY", raising=False)
+    assert compiler.folder() is None
+    compiler._tell_cupy()
+    assert os.environ["CUPY_CACHE_IN_MEMORY"] == "1"
 
 
-def test_a_folder_that_cannot_be_written_is_replaced_by_a_passing_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_kept_in_memory_where_the_folder_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SEQSERVE_CACHE", str(tmp_path))
     monkeypatch.setattr(os, "access", lambda *_: False)
-    assert compiler.folder().name == f"seqserve-{os.getuid()}"
+    assert compiler.folder() is None
 
 
 def test_the_service_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
