@@ -35,9 +35,10 @@ class CompileError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A compiled kernel on one device, launched in blocks of `threads` threads."""
+    """A compiled kernel on one device, which is the current one when it is launched, in blocks of `threads` threads."""
 
     function: Any
+    device: int
     threads: int
     cluster: int
     cooperative: bool
@@ -46,7 +47,7 @@ class Kernel:
         """On torch's stream. shared: bytes for each block; members: those of its one argument, a structure, eight bytes each."""
         layout = _layout(len(members))
         call = np.frombuffer(layout.pack(*members), dtype=f"V{layout.size}")  # CuPy passes an array of one element by value
-        stream = _stream(torch._C._cuda_getCurrentRawStream(torch.cuda.current_device()))  # the public way takes 5 us longer
+        stream = _stream(torch._C._cuda_getCurrentRawStream(self.device))  # the public way takes 5 us longer
         self.function((blocks,), (self.threads,), (call,), shared, stream, self.cooperative)
 
 
@@ -75,7 +76,7 @@ def compiled(
                 driver.funcSetAttribute(kernel.kernel.ptr, NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
         except (cupy.cuda.compiler.CompileException, driver.CUDADriverError) as error:
             raise CompileError(f"{source.name} with {constants}: {error}") from error
-    return Kernel(kernel.kernel, threads, cluster, cooperative)
+    return Kernel(kernel.kernel, device, threads, cluster, cooperative)
 
 
 def shared_limit(device: int) -> int:

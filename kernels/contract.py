@@ -6,7 +6,7 @@ computes; the checks raise ContractError before a kernel reads out of bounds.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -385,10 +385,18 @@ def check_ragged(x: Ragged) -> None:
 
 def expect(name: str, array: Tensor, shape: tuple[int | None, ...]) -> None:
     """Raises ContractError unless `array` has this shape; None stands for any size."""
-    if array.shape == shape:
-        return
-    fits = array.dim() == len(shape) and all(want in (None, have) for want, have in zip(shape, array.shape, strict=True))
-    if not fits:
-        sizes = [*array.shape, *("any" for _ in shape)]
+    found = array.shape
+    if found != shape and not _fits(found, shape):
+        sizes = [*found, *("any" for _ in shape)]
         wanted = tuple(size if want is None else want for want, size in zip(shape, sizes, strict=False))
-        raise ContractError(f"{name} has the shape {tuple(array.shape)}, expected {wanted}")
+        raise ContractError(f"{name} has the shape {tuple(found)}, expected {wanted}")
+
+
+def _fits(found: Sequence[int], wanted: Sequence[int | None]) -> bool:
+    """In a plain loop, since it is done several times for every call of a kernel."""
+    if len(found) != len(wanted):
+        return False
+    for have, want in zip(found, wanted, strict=True):  # noqa: SIM110
+        if want is not None and want != have:
+            return False
+    return True

@@ -215,6 +215,15 @@ class GridShape:
         return 8 * ROW_BYTES + 12 * 8 * self.units
 
 
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a call runs. packing: the groups and chunks of `pack`; launches: each with its first row and the one after its last."""
+
+    packing: tuple[int, int]
+    copies_state: bool
+    launches: tuple[tuple[int, int, Launch], ...]
+
+
 Shape = ClusterShape | GridShape
 Shaped = Callable[[int, torch.dtype, bool, int, int], Shape | None]
 """The shape for a device, a dtype of weights, whether gate inputs are float32, a hidden size and a number of rows."""
@@ -272,30 +281,23 @@ def _encode(x: Ragged, weights: LSTMWeights, state: LSTMState | None, want: Outp
     )
     if not rows:
         return encoded
-    shape = shaped(_index(gates.device), weights.recurrent.dtype, gates.dtype == torch.float32, hidden, rows)
-    if shape is None:
-        raise ContractError(f"this device has no room for an LSTM of {hidden} hidden units in one launch")
-    packing = shape.groups, shape.chunks
-    if packing not in weights.packed:
-        weights.packed[packing] = pack(weights.recurrent, *packing)
-    before, slots_before = _before(state, slots, shape)
+    plan = _plan(shaped, _index(gates.device), weights.recurrent.dtype, gates.dtype == torch.float32, hidden, rows)
+    packed = weights.packed.get(plan.packing)
+    if packed is None:
+        packed = weights.packed[plan.packing] = pack(weights.recurrent, *plan.packing)
+    before, slots_before = _before(state, slots, plan.copies_state)
     offsets = x.offsets.contiguous()
-    fixed = (
-        *map(_address, (gates, weights.packed[packing], offsets, slots_before, slots, *before, after.hidden, after.cell)),
-        *map(_address, (encoded.steps, None if slots is None else encoded.last, encoded.mean, encoded.max)),
-    )
+    read = (gates, packed, offsets, slots_before, slots, *before)
+    written = (after.hidden, after.cell, encoded.steps, None if slots is None else encoded.last, encoded.mean, encoded.max)
+    members = [0 if array is None else array.data_ptr() for array in (*read, *written)]
     with _current(gates.device):
-        for first in range(0, rows, shape.most_rows):
-            until = min(rows, first + shape.most_rows)
-            launch = _planned(shape, until - first)
+        for first, until, launch in plan.launches:
             exchange = gates.new_zeros(launch.exchange_words, dtype=torch.int32) if launch.exchange_words else None
             sizes = (offsets.dtype == torch.int64, first, until, hidden, launch.octets, launch.width)
-            launch.kernel.launch(launch.blocks, launch.shared, (*fixed, _address(exchange), *sizes))
+            launch.kernel.launch(
+                launch.blocks, launch.shared, (*members, 0 if exchange is None else exchange.data_ptr(), *sizes)
+            )
     return encoded
-
-
-def _address(array: Tensor | None) -> int:
-    return 0 if array is None else array.data_ptr()
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:
@@ -311,11 +313,11 @@ def _gate_inputs(x: Ragged, weights: LSTMWeights) -> Tensor:
     return torch.addmm(weights.bias, x.data.to(storage), weights.input)
 
 
-def _before(state: LSTMState | None, slots: Tensor | None, shape: Shape) -> tuple[tuple[Tensor | None, ...], Tensor | None]:
-    """The hidden vectors and cells that rows go on from, and the slots in which they are, if they are."""
+def _before(state: LSTMState | None, slots: Tensor | None, copied: bool) -> tuple[tuple[Tensor | None, ...], Tensor | None]:
+    """The hidden vectors and cells that rows go on from, and the slots in which they are; copied: out of their slots."""
     if state is None:
         return (None, None), None
-    if slots is None or shape.copies_state:
+    if slots is None or copied:
         chosen = slice(None) if slots is None else slots.long()
         return tuple(array[chosen].float().contiguous() for array in (state.hidden, state.cell)), None
     return (state.hidden, state.cell), slots
@@ -381,8 +383,14 @@ def _grid_shape(device: int, storage: torch.dtype, gates_float32: bool, hidden: 
 
 
 @cache
-def _planned(shape: Shape, rows: int) -> Launch:
-    return shape.launch(rows)
+def _plan(shaped: Shaped, device: int, storage: torch.dtype, gates_float32: bool, hidden: int, rows: int) -> Plan:
+    """As many launches as the rows need, which is one unless they are thousands."""
+    shape = shaped(device, storage, gates_float32, hidden, rows)
+    if shape is None:
+        raise ContractError(f"this device has no room for an LSTM of {hidden} hidden units in one launch")
+    bounds = [(first, min(rows, first + shape.most_rows)) for first in range(0, rows, shape.most_rows)]
+    launches = tuple((first, until, shape.launch(until - first)) for first, until in bounds)
+    return Plan((shape.groups, shape.chunks), shape.copies_state, launches)
 
 
 def _tuned(device: int) -> Mapping[str, Any]:

@@ -206,6 +206,11 @@ def test_what_runs_and_why() -> None:
     assert explain("lstm", device="cuda:9", dtype="float16", hidden=512).splitlines()[0] == "cluster: there is no cuda:9 here"
 
 
+def forget_shapes() -> None:
+    launch._cluster_shape.cache_clear()
+    launch._plan.cache_clear()
+
+
 @pytest.mark.parametrize("largest, hidden, chosen", [(8, 512, "cluster"), (8, 768, "grid"), (0, 128, "grid")])
 def test_a_device_that_holds_only_smaller_clusters(
     largest: int, hidden: int, chosen: str, monkeypatch: pytest.MonkeyPatch
@@ -214,14 +219,14 @@ def test_a_device_that_holds_only_smaller_clusters(
     monkeypatch.setattr(
         launch, "resident_clusters", lambda kernel, shared: resident(kernel, shared) if kernel.cluster <= largest else 0
     )
-    launch._cluster_shape.cache_clear()
+    forget_shapes()
     try:
         problem = Problem(torch.device("cuda:0"), torch.float16, hidden, 4)
         assert next(backend.name for backend in BACKENDS if backend.refuses(problem) is None) == chosen
         made = given([3, 0, 11, 5], hidden)
         agree(LSTM.run(*made, backend=chosen), LSTM.exact(made), TOLERANCE[torch.float16])
     finally:
-        launch._cluster_shape.cache_clear()
+        forget_shapes()
 
 
 @pytest.mark.parametrize("capability, chosen", [((8, 6), "grid"), ((7, 5), "framework")])

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from kernels.contract import ContractError, LSTMState, Outputs, Ragged
 from kernels.lstm import launch
 from kernels.lstm.launch import OCTETS, SORTED, ClusterShape, GridShape, pack
 from kernels.tuning import first_that_covers, tuned
+from tests.kernels.families import Form
 
 H200_SHARED_BYTES = 232_448
+CELL = (launch.HERE / "cell.cuh").read_text()
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +81,7 @@ def test_rows_are_spread_over_the_clusters_that_run_at_once(
     rows: int, octets: int, width: int, tiles: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ClusterShape, "resident", lambda _: 7)
-    monkeypatch.setattr(ClusterShape, "kernel", lambda _self, octets: octets)
+    monkeypatch.setattr(ClusterShape, "kernel", lambda *_: None)
     found = ClusterShape(0, False, False, 512, 16).launch(rows)
     assert (found.octets, found.width, found.blocks) == (octets, width, 16 * tiles)
     assert found.octets in OCTETS
@@ -98,6 +104,98 @@ def test_the_teams_of_a_grid_are_resident_at_once(hidden: int, units: int, rows:
     assert found.blocks // shape.members * found.octets * found.width >= rows
     assert found.shared <= H200_SHARED_BYTES
     assert found.octets * found.width <= SORTED
+
+
+class Recorder:
+    """Stands for a compiled kernel: what it was launched with, by the name of the member of a Call."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, int]] = []
+
+    def launch(self, blocks: int, shared: int, members: Sequence[int]) -> None:
+        self.calls.append(dict(zip(CALL, members, strict=True)) | {"blocks": blocks, "shared": shared})
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
+    made = Recorder()
+    monkeypatch.setattr(ClusterShape, "resident", lambda _: 7)
+    monkeypatch.setattr(ClusterShape, "kernel", lambda *_: made)
+    monkeypatch.setattr(launch, "_current", lambda _: nullcontext())
+    monkeypatch.setattr(launch, "_tuned", lambda _: tuned(launch.HERE / "tuned", "NVIDIA H200"))
+    launch._plan.cache_clear()
+    yield made
+    launch._plan.cache_clear()
+    launch._cluster_shape.cache_clear()
+
+
+CALL = [
+    name
+    for declared in re.findall(
+        r"^    (?:const )?(?:\w+\*|long long) ([\w, ]+);", CELL[CELL.index("struct Call") :], re.MULTILINE
+    )
+    for name in declared.split(", ")
+][:20]
+
+
+def test_the_launcher_lists_the_members_of_a_call_in_their_order(recorder: Recorder) -> None:
+    assert CALL[0] == "gates"
+    assert CALL[-1] == "width"
+    x, weights, state = Form("lstm").given([3, 0, 4], 40, 8, storage=torch.float16)
+    x = Ragged(x.data.half(), x.offsets.long())
+    encoded = launch.cluster(x, weights, state, want=Outputs(steps=True, mean=True))
+    (call,) = recorder.calls
+    assert {name: call[name] for name in ("wide", "first", "until", "hidden", "octets", "width")} == {
+        "wide": 1,
+        "first": 0,
+        "until": 3,
+        "hidden": 40,
+        "octets": 1,
+        "width": 1,
+    }
+    addresses = {
+        "packed": weights.packed[8, 2],
+        "offsets": x.offsets,
+        "hidden_before": state.hidden,
+        "cell_before": state.cell,
+        "hidden_after": encoded.state.hidden,
+        "cell_after": encoded.state.cell,
+        "steps": encoded.steps,
+        "mean": encoded.mean,
+    }
+    assert {name: call[name] for name in addresses} == {name: array.data_ptr() for name, array in addresses.items()}
+    assert [name for name in CALL[:14] if call[name] == 0] == ["slots_before", "slots_after", "last", "max", "exchange"]
+
+
+def test_a_state_in_slots_stays_where_it_is(recorder: Recorder) -> None:
+    x, weights, _ = Form("lstm").given([3, 0, 4], 40, 8, storage=torch.float16)
+    slabs = LSTMState(torch.zeros(9, 40), torch.zeros(9, 40), torch.tensor([8, 1, 2], dtype=torch.int32))
+    encoded = launch.cluster(x, weights, slabs, want=Outputs(last=True))
+    (call,) = recorder.calls
+    assert encoded.state is slabs
+    assert call["slots_before"] == call["slots_after"] == slabs.slots.data_ptr()
+    assert call["hidden_before"] == call["hidden_after"] == slabs.hidden.data_ptr()
+    assert encoded.last is not None
+    assert call["last"] == encoded.last.data_ptr()
+    with pytest.raises(ContractError, match=r"state.cell with slots is a contiguous float32 array"):
+        launch.cluster(x, weights, LSTMState(slabs.hidden, slabs.cell.half(), slabs.slots), want=Outputs())
+
+
+def test_weights_are_packed_once(recorder: Recorder) -> None:
+    x, weights, state = Form("lstm").given([3, 0, 4], 40, 8, storage=torch.bfloat16)
+    for _ in range(2):
+        launch.cluster(x, weights, state, want=Outputs())
+    first, second = recorder.calls
+    assert first["packed"] == second["packed"]
+    assert len(weights.packed) == 1
+
+
+def test_without_rows_nothing_is_launched(recorder: Recorder) -> None:
+    x, weights, state = Form("lstm").given([], 40, 8, storage=torch.float16)
+    encoded = launch.cluster(x, weights, state, want=Outputs(steps=True, last=True, mean=True, max=True))
+    assert not recorder.calls
+    assert encoded.steps is not None
+    assert encoded.steps.shape == (0, 40)
 
 
 def test_a_measured_shape_covers_what_is_within_its_bounds() -> None:
