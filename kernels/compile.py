@@ -91,14 +91,15 @@ def registers(threads: int) -> int:
 
 
 def resident_clusters(kernel: Kernel, shared: int) -> int:
-    """How many clusters of this kernel the current device holds at once; 0 when it can hold none, or knows no clusters."""
+    """How many clusters of this kernel its device holds at once; 0 when it can hold none, or knows no clusters."""
     attribute = _Attribute(CLUSTER_DIMENSION, value=(ctypes.c_uint * 16)(kernel.cluster, 1, 1))
     config = _Config((kernel.cluster, 1, 1), (kernel.threads, 1, 1), shared, None, ctypes.pointer(attribute), 1)
     found = ctypes.c_int()
     driver = ctypes.CDLL("libcuda.so.1")
-    status = driver.cuOccupancyMaxActiveClusters(
-        ctypes.byref(found), ctypes.c_void_p(kernel.function.ptr), ctypes.byref(config)
-    )
+    with torch.cuda.device(kernel.device):
+        status = driver.cuOccupancyMaxActiveClusters(
+            ctypes.byref(found), ctypes.c_void_p(kernel.function.ptr), ctypes.byref(config)
+        )
     return 0 if status else found.value
 
 
