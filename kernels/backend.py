@@ -21,12 +21,11 @@ FAMILIES = ("lstm", "gru", "sru", "qrnn", "conv")
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What a backend is asked to take on; rows: of one call, or None for calls of any size."""
+    """What a backend is asked to take on: sizes that are known before any data."""
 
     device: torch.device
     storage: torch.dtype
     hidden: int
-    rows: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +67,14 @@ def choose(backends: Sequence[Backend], problem: Problem, wanted: str = AUTO) ->
     raise ContractError(f"no backend takes {problem}: {'; '.join(why)}")
 
 
-def explain(family: str, *, device: str, dtype: str, hidden: int, rows: int | None = None) -> str:
+def explain(family: str, *, device: str, dtype: str, hidden: int) -> str:
     """One line for each backend considered for this problem, the chosen one last."""
     if family not in FAMILIES:
         raise ContractError(f"unknown kernel family {family!r}; known are {', '.join(FAMILIES)}")
     if dtype not in STORAGE:
         raise ContractError(f"unknown dtype {dtype!r}; known are {', '.join(STORAGE)}")
     try:
-        problem = Problem(torch.device(device), STORAGE[dtype], hidden, rows)
+        problem = Problem(torch.device(device), STORAGE[dtype], hidden)
     except RuntimeError:
         raise ContractError(f"unknown device {device!r}; known are cpu and cuda:N") from None
     return "\n".join(choose(import_module(f"kernels.{family}").BACKENDS, problem).why)

@@ -6,7 +6,7 @@ computes; the checks raise ContractError before a kernel reads out of bounds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -92,6 +92,13 @@ class LSTMState:
     hidden: Tensor
     cell: Tensor
     slots: Tensor | None = None
+
+    def by_row(self) -> LSTMState:
+        """Without slots: copied out of them, or itself where it has none."""
+        if self.slots is None:
+            return self
+        slots = self.slots.long()
+        return LSTMState(self.hidden[slots], self.cell[slots])
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,17 +393,10 @@ def check_ragged(x: Ragged) -> None:
 def expect(name: str, array: Tensor, shape: tuple[int | None, ...]) -> None:
     """Raises ContractError unless `array` has this shape; None stands for any size."""
     found = array.shape
-    if found != shape and not _fits(found, shape):
+    fits = found == shape or (
+        len(found) == len(shape) and all(want in (None, have) for want, have in zip(shape, found, strict=True))
+    )
+    if not fits:
         sizes = [*found, *("any" for _ in shape)]
         wanted = tuple(size if want is None else want for want, size in zip(shape, sizes, strict=False))
         raise ContractError(f"{name} has the shape {tuple(found)}, expected {wanted}")
-
-
-def _fits(found: Sequence[int], wanted: Sequence[int | None]) -> bool:
-    """In a plain loop, since it is done several times for every call of a kernel."""
-    if len(found) != len(wanted):
-        return False
-    for have, want in zip(found, wanted, strict=True):  # noqa: SIM110
-        if want is not None and want != have:
-            return False
-    return True

@@ -54,7 +54,7 @@ class Bench:
 
     def _contenders(self, workload: Workload, findings: Findings) -> Iterator[Peer]:
         """Our own backends first, each as a peer whose layout is ours."""
-        problem = Problem(self.device, STORAGE[workload.dtype], workload.hidden, workload.rows)
+        problem = Problem(self.device, STORAGE[workload.dtype], workload.hidden)
         backends: tuple[Backend, ...] = import_module(f"kernels.{workload.family}").BACKENDS
         for backend in backends:
             reason = backend.refuses(problem)

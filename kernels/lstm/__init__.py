@@ -23,8 +23,8 @@ def _by_slot(run: Run) -> Run:
     def by_slot(x: Ragged, weights: LSTMWeights, state: LSTMState | None, *, want: Outputs) -> Encoded:
         if state is None or state.slots is None:
             return run(x, weights, state, want=want)
+        encoded = run(x, weights, state.by_row(), want=want)
         slots = state.slots.long()
-        encoded = run(x, weights, LSTMState(state.hidden[slots], state.cell[slots]), want=want)
         state.hidden.index_copy_(0, slots, encoded.state.hidden)
         state.cell.index_copy_(0, slots, encoded.state.cell)
         return replace(encoded, state=state)
@@ -40,9 +40,9 @@ BACKENDS = (
 )
 
 
-def choice(weights: LSTMWeights, backend: str = AUTO, rows: int | None = None) -> Choice:
-    """The backend that `lstm` takes for these weights, and so many rows."""
-    return _chosen(Problem(weights.recurrent.device, weights.recurrent.dtype, weights.hidden, rows), backend)
+def choice(weights: LSTMWeights, backend: str = AUTO) -> Choice:
+    """The backend that `lstm` takes for these weights."""
+    return _chosen(Problem(weights.recurrent.device, weights.recurrent.dtype, weights.hidden), backend)
 
 
 def lstm(x: Ragged, weights: LSTMWeights, state: LSTMState | None = None, *, want: Outputs, backend: str = AUTO) -> Encoded:
@@ -52,7 +52,7 @@ def lstm(x: Ragged, weights: LSTMWeights, state: LSTMState | None = None, *, wan
     those of `kernels.contract`; raises ContractError when they do not fit.
     """
     check_lstm(x, weights, state)
-    encoded: Encoded = choice(weights, backend, x.rows).backend.run(x, weights, state, want=want)
+    encoded: Encoded = choice(weights, backend).backend.run(x, weights, state, want=want)
     return encoded
 
 

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,23 +46,42 @@ class Launch:
     exchange_words: int = 0
 
 
-@dataclass(frozen=True)
-class ClusterShape:
-    """cluster.cu on `device`: `blocks` blocks in a cluster."""
+class Layer(NamedTuple):
+    """What a kernel is specialised by, whatever its shape; gates_float32: gate inputs are float32, and not as the weights are."""
 
-    copies_state: ClassVar[bool] = False
-    """A state in slots is overwritten by no block before every other has read it."""
     device: int
     bfloat16: bool
     gates_float32: bool
     hidden: int
+
+    def compiled(self, source: str, *, threads: int, cluster: int = 1, cooperative: bool = False, **constants: int) -> Kernel:
+        return compiled(
+            HERE / source,
+            self.device,
+            threads=threads,
+            cluster=cluster,
+            cooperative=cooperative,
+            SORTED=SORTED,
+            BFLOAT16=int(self.bfloat16),
+            GATES_FLOAT32=int(self.gates_float32),
+            **constants,
+        )
+
+
+@dataclass(frozen=True)
+class ClusterShape:
+    """cluster.cu: `blocks` blocks in a cluster."""
+
+    copies_state: ClassVar[bool] = False
+    """A state in slots is overwritten by no block before every other has read it."""
+    layer: Layer
     blocks: int
 
     @property
     def padded(self) -> int:
         """Hidden units of all blocks: whole groups in each, whole chunks in both halves. The same for any number of blocks, so that
         a row's sums are."""
-        return _up(self.hidden, 64 if self.hidden <= 128 else 128)
+        return _up(self.layer.hidden, 64 if self.layer.hidden <= 128 else 128)
 
     @property
     def units(self) -> int:
@@ -90,7 +109,7 @@ class ClusterShape:
     def fits(self, octets: int) -> bool:
         if self.units % 8 or self.threads > 1024 or self._held(octets) < 1:
             return False
-        return self.shared(octets) <= shared_limit(self.device)
+        return self.shared(octets) <= shared_limit(self.layer.device)
 
     def shared(self, octets: int) -> int:
         """sizeof(Memory)."""
@@ -101,24 +120,20 @@ class ClusterShape:
         return _up(spilled + octets * (buffers + halves + outgoing + cells + rows + barriers) + 4 * SORTED, 16)
 
     def kernel(self, octets: int) -> Kernel:
-        return compiled(
-            HERE / "cluster.cu",
-            self.device,
+        return self.layer.compiled(
+            "cluster.cu",
             threads=self.threads,
             cluster=self.blocks,
             CTAS=self.blocks,
             UNITS=self.units,
             OCTETS=octets,
             HELD=self._held(octets),
-            SORTED=SORTED,
-            BFLOAT16=int(self.bfloat16),
-            GATES_FLOAT32=int(self.gates_float32),
             SHARED=self.shared(octets),
         )
 
     def resident(self) -> int:
         """Clusters that run at once, one block on a multiprocessor."""
-        return resident_clusters(self.kernel(1), max(self.shared(1), shared_limit(self.device) // 2 + 1))
+        return resident_clusters(self.kernel(1), max(self.shared(1), shared_limit(self.layer.device) // 2 + 1))
 
     def launch(self, rows: int) -> Launch:
         """Rows are spread over the clusters that can run at once; the fewer a cluster has, the less it must exchange."""
@@ -136,20 +151,17 @@ class ClusterShape:
 
 @dataclass(frozen=True)
 class GridShape:
-    """grid.cu on `device`: `units` hidden units in a block."""
+    """grid.cu: `units` hidden units in a block."""
 
     copies_state: ClassVar[bool] = True
     """A block may have ended, and overwritten the state in its slots, when another begins."""
-    device: int
-    bfloat16: bool
-    gates_float32: bool
-    hidden: int
+    layer: Layer
     units: int
 
     @property
     def members(self) -> int:
         """Blocks of a team, which has the whole layer."""
-        return _parts(self.hidden, self.units)
+        return _parts(self.layer.hidden, self.units)
 
     @property
     def groups(self) -> int:
@@ -157,21 +169,21 @@ class GridShape:
 
     @property
     def chunks(self) -> int:
-        return _parts(self.hidden, 32 * WARPS) * WARPS
+        return _parts(self.layer.hidden, 32 * WARPS) * WARPS
 
     @property
     def teams(self) -> int:
         """That run at once, one block on a multiprocessor."""
-        return int(torch.cuda.get_device_properties(self.device).multi_processor_count) // self.members
+        return int(torch.cuda.get_device_properties(self.layer.device).multi_processor_count) // self.members
 
     @property
     def most_rows(self) -> int:
         """Of one launch: what all teams together have room for."""
-        most_octets = (shared_limit(self.device) - self.shared(0)) // self._octet_bytes
+        most_octets = (shared_limit(self.layer.device) - self.shared(0)) // self._octet_bytes
         return self.teams * OCTET * min(most_octets, SORTED // OCTET)
 
     def fits(self) -> bool:
-        return self.teams > 0 and self.shared(1) <= shared_limit(self.device)
+        return self.teams > 0 and self.shared(1) <= shared_limit(self.layer.device)
 
     def shared(self, octets: int) -> int:
         """sizeof(Memory), and what stands after it."""
@@ -184,21 +196,17 @@ class GridShape:
         octets = _parts(rows_each, OCTET)
         width = _parts(rows_each, octets)
         teams = _parts(rows, octets * width)
-        words = teams * octets * 2 * _up(self.hidden, 32) * PIECE_BYTES // 4
+        words = teams * octets * 2 * _up(self.layer.hidden, 32) * PIECE_BYTES // 4
         return Launch(self._kernel(), teams * self.members, self.shared(octets), octets, width, words)
 
     def _kernel(self) -> Kernel:
-        return compiled(
-            HERE / "grid.cu",
-            self.device,
+        return self.layer.compiled(
+            "grid.cu",
             threads=32 * WARPS,
             cooperative=True,
             UNITS=self.units,
             CHUNKS=self.chunks // WARPS,
             HELD=self._held,
-            SORTED=SORTED,
-            BFLOAT16=int(self.bfloat16),
-            GATES_FLOAT32=int(self.gates_float32),
             SHARED=self.shared(0),
         )
 
@@ -225,8 +233,8 @@ class Plan:
 
 
 Shape = ClusterShape | GridShape
-Shaped = Callable[[int, torch.dtype, bool, int, int], Shape | None]
-"""The shape for a device, a dtype of weights, whether gate inputs are float32, a hidden size and a number of rows."""
+Shaped = Callable[[Layer, int], Shape | None]
+"""The shape for a layer and a number of rows; that there is one depends on the layer alone."""
 
 
 def refuses_cluster(problem: Problem) -> str | None:
@@ -281,13 +289,16 @@ def _encode(x: Ragged, weights: LSTMWeights, state: LSTMState | None, want: Outp
     )
     if not rows:
         return encoded
-    plan = _plan(shaped, _index(gates.device), weights.recurrent.dtype, gates.dtype == torch.float32, hidden, rows)
+    layer = _layer(gates.device, weights.recurrent.dtype, hidden, gates_float32=gates.dtype == torch.float32)
+    plan = _plan(shaped, layer, rows)
     packed = weights.packed.get(plan.packing)
     if packed is None:
         packed = weights.packed[plan.packing] = pack(weights.recurrent, *plan.packing)
-    before, slots_before = _before(state, slots, plan.copies_state)
+    before = state.by_row() if state is not None and plan.copies_state else state
+    hidden_before, cell_before = (None, None) if before is None else map(_as_read, (before.hidden, before.cell))
+    slots_before = None if before is None or before.slots is None else slots
     offsets = x.offsets.contiguous()
-    read = (gates, packed, offsets, slots_before, slots, *before)
+    read = (gates, packed, offsets, slots_before, slots, hidden_before, cell_before)
     written = (after.hidden, after.cell, encoded.steps, None if slots is None else encoded.last, encoded.mean, encoded.max)
     members = [0 if array is None else array.data_ptr() for array in (*read, *written)]
     with _current(gates.device):
@@ -313,14 +324,9 @@ def _gate_inputs(x: Ragged, weights: LSTMWeights) -> Tensor:
     return torch.addmm(weights.bias, x.data.to(storage), weights.input)
 
 
-def _before(state: LSTMState | None, slots: Tensor | None, copied: bool) -> tuple[tuple[Tensor | None, ...], Tensor | None]:
-    """The hidden vectors and cells that rows go on from, and the slots in which they are; copied: out of their slots."""
-    if state is None:
-        return (None, None), None
-    if slots is None or copied:
-        chosen = slice(None) if slots is None else slots.long()
-        return tuple(array[chosen].float().contiguous() for array in (state.hidden, state.cell)), None
-    return (state.hidden, state.cell), slots
+def _as_read(values: Tensor) -> Tensor:
+    """Itself, of a state in slots."""
+    return values.float().contiguous()
 
 
 def _slabs(state: LSTMState) -> LSTMState:
@@ -354,8 +360,12 @@ def _refused_everywhere(problem: Problem, least: tuple[int, int]) -> str | None:
 
 
 def _refused_for_room(problem: Problem, shaped: Shaped, reason: str) -> str | None:
-    fits = shaped(_index(problem.device), problem.storage, False, problem.hidden, problem.rows or 1) is not None
-    return None if fits else reason
+    layer = _layer(problem.device, problem.storage, problem.hidden)
+    return reason if shaped(layer, 1) is None else None
+
+
+def _layer(device: torch.device, storage: torch.dtype, hidden: int, *, gates_float32: bool = False) -> Layer:
+    return Layer(_index(device), storage == torch.bfloat16, gates_float32, hidden)
 
 
 def _index(device: torch.device) -> int:
@@ -363,31 +373,31 @@ def _index(device: torch.device) -> int:
 
 
 @cache
-def _cluster_shape(device: int, storage: torch.dtype, gates_float32: bool, hidden: int, rows: int) -> Shape | None:
+def _cluster_shape(layer: Layer, rows: int) -> Shape | None:
     """The fastest of the shapes that fit and can run."""
-    for blocks in first_that_covers(_tuned(device)["cluster"], "blocks", hidden=hidden, rows=rows):
-        shape = ClusterShape(device, storage == torch.bfloat16, gates_float32, hidden, blocks)
+    for blocks in first_that_covers(_tuned(layer.device)["cluster"], "blocks", hidden=layer.hidden, rows=rows):
+        shape = ClusterShape(layer, blocks)
         if shape.fits(1) and shape.resident():
             return shape
     return None
 
 
 @cache
-def _grid_shape(device: int, storage: torch.dtype, gates_float32: bool, hidden: int, rows: int) -> Shape | None:
+def _grid_shape(layer: Layer, rows: int) -> Shape | None:
     """The fastest of the shapes that fit."""
-    for units in first_that_covers(_tuned(device)["grid"], "units", hidden=hidden, rows=rows):
-        shape = GridShape(device, storage == torch.bfloat16, gates_float32, hidden, units)
+    for units in first_that_covers(_tuned(layer.device)["grid"], "units", hidden=layer.hidden, rows=rows):
+        shape = GridShape(layer, units)
         if shape.fits():
             return shape
     return None
 
 
 @cache
-def _plan(shaped: Shaped, device: int, storage: torch.dtype, gates_float32: bool, hidden: int, rows: int) -> Plan:
+def _plan(shaped: Shaped, layer: Layer, rows: int) -> Plan:
     """As many launches as the rows need, which is one unless they are thousands."""
-    shape = shaped(device, storage, gates_float32, hidden, rows)
+    shape = shaped(layer, rows)
     if shape is None:
-        raise ContractError(f"this device has no room for an LSTM of {hidden} hidden units in one launch")
+        raise ContractError(f"this device has no room for an LSTM of {layer.hidden} hidden units in one launch")
     bounds = [(first, min(rows, first + shape.most_rows)) for first in range(0, rows, shape.most_rows)]
     launches = tuple((first, until, shape.launch(until - first)) for first, until in bounds)
     return Plan((shape.groups, shape.chunks), shape.copies_state, launches)

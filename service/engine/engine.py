@@ -43,8 +43,12 @@ class Cost:
 
     @classmethod
     def measured(cls, encoder: Encoder, rows: int, steps: int) -> Cost:
-        """One row tells the cost of a step, many rows what each further token adds."""
-        encoder.trial(1, steps), encoder.trial(rows, steps)
+        """One row tells the cost of a step, many rows what each further token adds.
+
+        Before that every size is tried: whatever a first batch of a size compiles or makes is then there before any caller.
+        """
+        for size in _doubling(rows):
+            encoder.trial(size, steps)
         alone, together = encoder.trial(1, steps), encoder.trial(rows, steps)
         return cls(alone / steps, max(0.0, together - alone) / (rows * steps))
 
@@ -69,10 +73,6 @@ class Engine:
             tokens = max(max_turn_tokens, shape.max_steps)
             self._staging[key] = Staging(max_turn_rows, tokens, shape.features, encoder.device)
             steps = max(min(16, shape.max_steps), encoder.spec.min_steps)
-            for rows in _doubling(
-                max_turn_rows
-            ):  # whatever a first batch of a size compiles or makes is there before any caller
-                encoder.trial(rows, steps)
             self._costs[key] = Cost.measured(encoder, rows=max_turn_rows, steps=steps)
             metrics.weight_bytes.set(encoder.weight_bytes(), *key)
             for layer, backend in encoder.backends().items():

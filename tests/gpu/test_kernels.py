@@ -5,17 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.contract import Ragged
+from tests.gpu.inputs import TOLERANCE, agree, on_gpu, outputs, stored
 from tests.kernels.families import FORMS, Form
-from tests.kernels.inputs import OUTPUTS, Given, arrays
-
-TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+from tests.kernels.inputs import OUTPUTS
 
 every_form = pytest.mark.parametrize("form", FORMS, ids=str)
-
-
-def on_gpu(given: Given) -> Given:
-    return given.mapped(torch.Tensor.cuda)
 
 
 @every_form
@@ -25,13 +19,10 @@ def test_every_output_and_the_state_agree_with_the_reference(
     form: Form, storage: torch.dtype, data: torch.dtype | None
 ) -> None:
     for lengths, hidden, width in (([1], 1, 1), ([7, 0, 3, 12], 33, 67), ([0, 0], 3, 5), ([], 3, 5), ([65, 129], 151, 303)):
-        x, weights, state = form.given(lengths, hidden, width, storage=storage)
-        given = Given(Ragged(x.data.to(data or storage), x.offsets), weights, state)
+        given = stored(form.given(lengths, hidden, width, storage=storage), data or storage)
         actual, expected = form.run(*on_gpu(given)), form.exact(given)
-        pairs = [(getattr(actual, name), getattr(expected, name)) for name in OUTPUTS]
-        pairs += [(getattr(actual.state, name), array) for name, array in arrays(expected.state).items()]
-        for one, other in pairs:
-            torch.testing.assert_close(one.cpu().double(), other, rtol=TOLERANCE[storage], atol=2 * TOLERANCE[storage])
+        assert outputs(actual).keys() == outputs(expected).keys()
+        agree(actual, expected, TOLERANCE[storage])
 
 
 @every_form

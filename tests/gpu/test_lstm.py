@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -16,14 +15,13 @@ from torch import Tensor
 
 from kernels.backend import Problem, explain
 from kernels.compile import resident_clusters
-from kernels.contract import Encoded, LSTMState, LSTMWeights, Outputs, Ragged
+from kernels.contract import LSTMState, LSTMWeights, Outputs, Ragged
 from kernels.lstm import BACKENDS, choice, launch, lstm
+from tests.gpu.inputs import LSTM, TOLERANCE, agree, close, gated, outputs, same, stored
+from tests.gpu.inputs import lstm as given
 from tests.kernels import inputs
-from tests.kernels.families import Form
-from tests.kernels.inputs import EVERYTHING, OUTPUTS, Given
+from tests.kernels.inputs import EVERYTHING, OUTPUTS, Given, poisoned_memory
 
-LSTM = Form("lstm")
-TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 6e-2}
 RAGGED = [9, 0, 3, 17, 1, 5, 12, 12, 2, 30, 0]
 CLUSTER = [1, 33, 64, 100, 128, 151, 256, 300, 512, 640, 768]
 GRID = [1, 100, 257, 800, 1024, 1500, 2048]
@@ -35,25 +33,8 @@ every_size = pytest.mark.parametrize("backend, hidden", SIZES)
 
 @pytest.fixture(autouse=True, scope="module")
 def _poisoned_memory() -> Iterator[None]:
-    """In its deterministic mode torch fills what `empty` gives with NaN."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-def given(
-    lengths: Sequence[int], hidden: int, inputs: int = 24, *, storage: torch.dtype = torch.float16, seed: int = 0
-) -> Given:
-    """On the GPU, the data in the dtype of the weights."""
-    made = LSTM.given(lengths, hidden, inputs, storage=storage, seed=seed)
-    return Given(Ragged(made.x.data.to(storage), made.x.offsets), made.weights, made.state).mapped(torch.Tensor.cuda)
-
-
-def gated(lengths: Sequence[int], hidden: int, *, storage: torch.dtype = torch.float16, seed: int = 0) -> Given:
-    """With gate inputs, so that no library's product stands before the recurrence."""
-    x, weights, state = given(lengths, hidden, storage=storage, seed=seed)
-    gates = torch.addmm(weights.bias, x.data, weights.input)
-    return Given(Ragged(gates, x.offsets), replace(weights, input=None, bias=None), state)
+    with poisoned_memory():
+        yield
 
 
 def joined(rows: Sequence[Tensor]) -> Ragged:
@@ -61,29 +42,8 @@ def joined(rows: Sequence[Tensor]) -> Ragged:
     return Ragged(x.data, x.offsets.cuda())
 
 
-def outputs(encoded: Encoded) -> dict[str, Tensor]:
-    arrays = {name: getattr(encoded, name) for name in OUTPUTS} | {"hidden": encoded.state.hidden, "cell": encoded.state.cell}
-    return {name: array for name, array in arrays.items() if array is not None}
-
-
-def agree(actual: Encoded, expected: Encoded, tolerance: float) -> None:
-    for name, array in outputs(actual).items():
-        close(array, outputs(expected)[name], tolerance, name)
-
-
-def close(actual: Tensor, expected: Tensor, tolerance: float, name: str) -> None:
-    torch.testing.assert_close(
-        actual.double(), expected, rtol=tolerance, atol=2 * tolerance, msg=lambda text: f"{name}: {text}"
-    )
-
-
-def same(actual: Encoded, expected: Encoded) -> None:
-    differing = [name for name, array in outputs(actual).items() if not torch.equal(array, outputs(expected)[name])]
-    assert not differing
-
-
 @every_size
-@pytest.mark.parametrize("storage", TOLERANCE, ids=str)
+@pytest.mark.parametrize("storage", [torch.float16, torch.bfloat16], ids=str)
 def test_all_outputs_and_the_state_agree_with_the_reference(backend: str, hidden: int, storage: torch.dtype) -> None:
     problem = given(RAGGED, hidden, storage=storage)
     agree(LSTM.run(*problem, backend=backend), LSTM.exact(problem), TOLERANCE[storage])
@@ -92,8 +52,7 @@ def test_all_outputs_and_the_state_agree_with_the_reference(backend: str, hidden
 @both
 @pytest.mark.parametrize("data", [torch.float16, torch.float32, torch.bfloat16], ids=str)
 def test_gate_inputs_come_in_any_dtype(backend: str, data: torch.dtype) -> None:
-    x, weights, state = gated(RAGGED, 200)
-    problem = Given(Ragged(x.data.to(data), x.offsets), weights, state)
+    problem = stored(gated(RAGGED, 200), data)
     agree(LSTM.run(*problem, backend=backend), LSTM.exact(problem), TOLERANCE[torch.float16])
 
 
@@ -221,7 +180,7 @@ def test_a_device_that_holds_only_smaller_clusters(
     )
     forget_shapes()
     try:
-        problem = Problem(torch.device("cuda:0"), torch.float16, hidden, 4)
+        problem = Problem(torch.device("cuda:0"), torch.float16, hidden)
         assert next(backend.name for backend in BACKENDS if backend.refuses(problem) is None) == chosen
         made = given([3, 0, 11, 5], hidden)
         agree(LSTM.run(*made, backend=chosen), LSTM.exact(made), TOLERANCE[torch.float16])
@@ -243,7 +202,7 @@ def test_without_cupy_the_framework_runs(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_choice_is_what_runs() -> None:
     x, weights, state = given([3, 4], 192)
-    assert choice(weights, rows=2).backend.name == "cluster"
+    assert choice(weights).backend.name == "cluster"
     same(lstm(x, weights, state, want=EVERYTHING), LSTM.run(x, weights, state, backend="cluster"))
 
 

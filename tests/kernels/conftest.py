@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
+
+from tests.kernels.inputs import poisoned_memory
 
 
 @pytest.fixture(autouse=True, scope="package")
 def _poisoned_memory() -> Iterator[None]:
-    """In its deterministic mode torch fills what `empty` gives with NaN."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+    with poisoned_memory():
+        yield

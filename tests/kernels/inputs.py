@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -14,6 +15,16 @@ from kernels.contract import Encoded, Outputs, Ragged
 
 EVERYTHING = Outputs(steps=True, last=True, mean=True, max=True)
 OUTPUTS = ("steps", "last", "mean", "max")
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Memory that a kernel did not write is NaN: in its deterministic mode torch fills what `empty` gives with it."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 class Given(NamedTuple):

@@ -9,6 +9,7 @@ import pytest
 
 from kernels import compile as compiler
 from kernels import lstm
+from service.settings import Settings
 
 SOURCES = sorted(Path(lstm.__file__).parent.glob("*.cu"))
 
@@ -41,6 +42,10 @@ def test_kernels_are_kept_in_memory_where_the_folder_cannot_be_written(tmp_path:
     monkeypatch.setenv("SEQSERVE_CACHE", str(tmp_path))
     monkeypatch.setattr(os, "access", lambda *_: False)
     assert compiler.folder() is None
+
+
+def test_the_service_and_the_kernels_mean_the_same_folder_when_none_is_named() -> None:
+    assert Settings().cache == Path(compiler.DEFAULT_CACHE)
 
 
 def test_the_service_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

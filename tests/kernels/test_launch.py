@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.contract import ContractError, LSTMState, Outputs, Ragged
 from kernels.lstm import launch
-from kernels.lstm.launch import OCTETS, SORTED, ClusterShape, GridShape, pack
+from kernels.lstm.launch import OCTETS, SORTED, ClusterShape, GridShape, Layer, pack
 from kernels.tuning import first_that_covers, tuned
 from tests.kernels.families import Form
 
@@ -57,7 +57,7 @@ def test_packed_weights_are_the_operands_of_the_tensor_cores() -> None:
 
 @pytest.mark.parametrize("hidden", [1, 64, 65, 128, 200, 512, 700, 768])
 def test_a_cluster_covers_the_layer_in_the_same_way_with_any_number_of_blocks(hidden: int) -> None:
-    shapes = [ClusterShape(0, False, False, hidden, blocks) for blocks in (4, 8, 16)]
+    shapes = [ClusterShape(Layer(0, False, False, hidden), blocks) for blocks in (4, 8, 16)]
     fitting = [shape for shape in shapes if shape.fits(1)]
     assert fitting
     assert len({(shape.groups, shape.chunks) for shape in fitting}) == 1
@@ -68,9 +68,9 @@ def test_a_cluster_covers_the_layer_in_the_same_way_with_any_number_of_blocks(hi
 
 
 def test_a_layer_that_no_cluster_holds_does_not_fit() -> None:
-    assert not any(ClusterShape(0, False, False, 1024, blocks).fits(1) for blocks in (4, 8, 16))
-    assert ClusterShape(0, False, False, 768, 16).fits(1)
-    assert not ClusterShape(0, False, False, 768, 8).fits(1)
+    assert not any(ClusterShape(Layer(0, False, False, 1024), blocks).fits(1) for blocks in (4, 8, 16))
+    assert ClusterShape(Layer(0, False, False, 768), 16).fits(1)
+    assert not ClusterShape(Layer(0, False, False, 768), 8).fits(1)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_rows_are_spread_over_the_clusters_that_run_at_once(
 ) -> None:
     monkeypatch.setattr(ClusterShape, "resident", lambda _: 7)
     monkeypatch.setattr(ClusterShape, "kernel", lambda *_: None)
-    found = ClusterShape(0, False, False, 512, 16).launch(rows)
+    found = ClusterShape(Layer(0, False, False, 512), 16).launch(rows)
     assert (found.octets, found.width, found.blocks) == (octets, width, 16 * tiles)
     assert found.octets in OCTETS
     assert found.shared <= H200_SHARED_BYTES
@@ -96,7 +96,7 @@ def test_the_teams_of_a_grid_are_resident_at_once(hidden: int, units: int, rows:
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
     monkeypatch.setattr(GridShape, "_kernel", lambda _: None)
-    shape = GridShape(0, False, False, hidden, units)
+    shape = GridShape(Layer(0, False, False, hidden), units)
     rows = min(rows, shape.most_rows)
     found = shape.launch(rows)
     assert shape.fits()
