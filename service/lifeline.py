@@ -7,7 +7,6 @@ import mmap
 import os
 import signal
 import socket
-import struct
 import sys
 import time
 from typing import Any
@@ -58,17 +57,19 @@ class Pulse:
         if descriptor is None:
             os.ftruncate(self.descriptor, mmap.PAGESIZE)
         self._page = mmap.mmap(self.descriptor, mmap.PAGESIZE)
+        # One store and one load: struct.pack_into writes zeros first, which the other side may read as long overdue.
+        self._due = memoryview(self._page).cast("d")
 
     def beat(self, next_seconds: float = PATIENCE_SECONDS) -> None:
         """Alive now; the next beat comes within `next_seconds`."""
-        struct.pack_into("d", self._page, 0, time.monotonic() + next_seconds)
+        self._due[0] = time.monotonic() + next_seconds
 
     def late_seconds(self) -> float:
         """How long the next sign of life is overdue; negative while it is not."""
-        due: float = struct.unpack_from("d", self._page, 0)[0]
-        return time.monotonic() - due
+        return time.monotonic() - self._due[0]
 
     def close(self) -> None:
+        self._due.release()
         self._page.close()
         os.close(self.descriptor)
 

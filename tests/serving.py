@@ -85,13 +85,14 @@ class Server:
 
 @contextmanager
 def serving(models: Path, scratch: Path, *flags: str, **variables: str) -> Iterator[Server]:
-    """A server that ends with the block."""
+    """A server that ends with the block. Its log is printed at the end, and pytest shows it beside a test that failed."""
     server = Server(models, scratch, *flags, **variables)
     try:
         yield server
     finally:
         if server.process.poll() is None:
             server.stop()
+        print(server.log_file.read_text())
         server.client.close()
         if server.process.stdout is not None:
             server.process.stdout.close()
