@@ -19,8 +19,8 @@ from service.settings import Settings
 PR_SET_PDEATHSIG = 1
 IDLE_SECONDS = 0.5
 """An idle process shows a sign of life this often."""
-PATIENCE_SECONDS = 3.0
-"""How long the next sign of life may take when nothing longer was announced: a crowded host can keep one core away for seconds."""
+PATIENCE_SECONDS = 2.0
+"""How long the next sign of life may take when nothing longer was announced."""
 
 
 class Birth(msgspec.Struct, frozen=True):
