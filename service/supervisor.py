@@ -23,8 +23,6 @@ from service.metrics import Metrics
 from service.settings import Settings
 
 TICK_SECONDS = 0.05
-LATE_SECONDS = 0.5
-"""When the supervisor itself was kept from running for this long, so may the engine have been."""
 BACKLOG = 2048
 LONGEST_DELAY_SECONDS = 5.0
 FORGIVEN_SECONDS = 60.0
@@ -106,7 +104,7 @@ class Supervisor:
     def _note_own_lateness(self) -> None:
         """When this process itself was not run for a while, nor was the engine: its lateness proves nothing."""
         now = time.monotonic()
-        if now - self._last_tick > LATE_SECONDS:
+        if now - self._last_tick > PATIENCE_SECONDS / 2:
             self._patient_until = now + PATIENCE_SECONDS
         self._last_tick = now
 
