@@ -30,11 +30,13 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """One implementation. `refuses` gives the reason why it cannot or should not take a problem, or None."""
+    """One implementation. `refuses` gives the reason why it cannot or should not take a problem, or None; `how`, what is to be said
+    of one that it takes."""
 
     name: str
     run: Callable[..., Any]
     refuses: Callable[[Problem], str | None]
+    how: Callable[[Problem], str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +60,12 @@ def choose(backends: Sequence[Backend], problem: Problem, wanted: str = AUTO) ->
     """The first backend that takes the problem, or the one named `wanted`; raises ContractError if there is none."""
     if wanted != AUTO:
         return _named(backends, wanted)
-    why = []
+    why: list[str] = []
     for backend in backends:
         reason = backend.refuses(problem)
-        why.append(f"{backend.name}: {reason or 'chosen'}")
         if reason is None:
-            return Choice(backend, tuple(why))
+            return Choice(backend, (*why, f"{backend.name}: chosen" + (f" ({backend.how(problem)})" if backend.how else "")))
+        why.append(f"{backend.name}: {reason}")
     raise ContractError(f"no backend takes {problem}: {'; '.join(why)}")
 
 

@@ -1,4 +1,4 @@
-"""CUDA source to a kernel that can be launched: NVRTC through CuPy, and what it compiles kept on disk and in memory.
+"""CUDA source to a kernel that can be launched: NVRTC and the driver through CuPy, and what is compiled kept on disk and in memory.
 
 CuPy is an optional package, imported when the first kernel is compiled. Memory is torch's: kernels are given addresses only.
 """
@@ -6,9 +6,10 @@ CuPy is an optional package, imported when the first kernel is compiled. Memory 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -22,11 +23,14 @@ import torch
 CACHE, DEFAULT_CACHE = "SEQSERVE_CACHE", "~/.cache/seqserve"
 """The variable that names the folder in which compiled kernels are kept, and the folder when it is not set."""
 
+MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14
 CLUSTER_DIMENSION = 4
 """Attributes of a function and of a launch, as CUDA's driver numbers them."""
 PORTABLE_CLUSTER = 8
 """Blocks that a cluster may have everywhere."""
+DIGEST_BYTES = 32
+"""Of SHA-256, before the code in a file of the folder."""
 
 
 class CompileError(RuntimeError):
@@ -45,8 +49,8 @@ class Kernel:
 
     def launch(self, blocks: int, shared: int, members: Sequence[int]) -> None:
         """On torch's stream. shared: bytes for each block; members: those of its one argument, a structure, eight bytes each."""
-        layout = _layout(len(members))
-        call = np.frombuffer(layout.pack(*members), dtype=f"V{layout.size}")  # CuPy passes an array of one element by value
+        pack, structure = _layout(len(members))
+        call = np.frombuffer(pack(*members), structure)  # CuPy passes an array of one element by value
         stream = _stream(torch._C._cuda_getCurrentRawStream(self.device))  # the public way takes 5 us longer
         self.function((blocks,), (self.threads,), (call,), shared, stream, self.cooperative)
 
@@ -63,20 +67,23 @@ def compiled(
 
     The first call on a machine takes half a second or so; later ones find the result in the folder of compiled kernels.
     """
-    _tell_cupy()
     import cupy
     from cupy.cuda import driver
+    from cupy.cuda.function import Module
 
-    options = ("--std=c++17", *(f"-D{name}={value}" for name, value in {"THREADS": threads, **constants}.items()))
+    defined = [f"--define-macro={name}={value}" for name, value in {"THREADS": threads, **constants}.items()]
+    options = ("--std=c++17", "--ftz=true", f"--gpu-architecture={_architecture(device)}", *defined)
     with cupy.cuda.Device(device):
+        module = Module()
         try:
-            kernel = cupy.RawKernel(_text(source), source.parent.name, options, enable_cooperative_groups=cooperative)
-            kernel.max_dynamic_shared_size_bytes = shared_limit(device)
+            module.load(_kept(_text(source), options))
+            function = module.get_function(source.parent.name)
+            driver.funcSetAttribute(function.ptr, MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_limit(device))
             if cluster > PORTABLE_CLUSTER:
-                driver.funcSetAttribute(kernel.kernel.ptr, NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
-        except (cupy.cuda.compiler.CompileException, driver.CUDADriverError) as error:
+                driver.funcSetAttribute(function.ptr, NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
+        except (CompileError, driver.CUDADriverError) as error:
             raise CompileError(f"{source.name} with {constants}: {error}") from error
-    return Kernel(kernel.kernel, device, threads, cluster, cooperative)
+    return Kernel(function, device, threads, cluster, cooperative)
 
 
 def shared_limit(device: int) -> int:
@@ -88,6 +95,11 @@ def shared_limit(device: int) -> int:
 def registers(threads: int) -> int:
     """How many registers a thread has in a block that is alone on its multiprocessor."""
     return min(255, 65536 // threads // 8 * 8)
+
+
+def lends_registers(device: int) -> bool:
+    """Whether warps can give registers up that others of their block take."""
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def resident_clusters(kernel: Kernel, shared: int) -> int:
@@ -142,13 +154,49 @@ def folder() -> Path | None:
     return wanted if os.access(wanted, os.W_OK) else None
 
 
-def _tell_cupy() -> None:
-    """Where it keeps what it compiles: in our folder, or, when there is none, in memory alone."""
+def _architecture(device: int) -> str:
+    """With all that this very architecture has, such as registers that move from one warp to another."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
+
+
+def _kept(text: str, options: Sequence[str]) -> bytes:
+    """The machine code of a source, from the folder if it is there and whole, and put there if not."""
+    from cupy.cuda import nvrtc
+
     found = folder()
     if found is None:
-        os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
-    else:
-        os.environ.setdefault("CUPY_CACHE_DIR", str(found))
+        return _machine_code(text, options)
+    of = "\0".join((str(nvrtc.getVersion()), *options, text))
+    path = found / f"{hashlib.sha256(of.encode()).hexdigest()}.cubin"
+    digest, code = (kept[:DIGEST_BYTES], kept[DIGEST_BYTES:]) if (kept := _read(path)) else (b"", b"")
+    if not code or digest != hashlib.sha256(code).digest():
+        code = _machine_code(text, options)
+        written = path.with_suffix(f".{os.getpid()}")
+        written.write_bytes(hashlib.sha256(code).digest() + code)
+        written.replace(path)
+    return code
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def _machine_code(text: str, options: Sequence[str]) -> bytes:
+    """What NVRTC makes of it; raises CompileError with what it says."""
+    from cupy.cuda import nvrtc
+
+    program = nvrtc.createProgram(text, "kernel.cu", (), ())
+    try:
+        nvrtc.compileProgram(program, options)
+        return bytes(nvrtc.getCUBIN(program))
+    except nvrtc.NVRTCError as error:
+        raise CompileError(nvrtc.getProgramLog(program) or str(error)) from error
+    finally:
+        nvrtc.destroyProgram(program)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,5 +210,6 @@ _stream = cache(_Stream)
 
 
 @cache
-def _layout(members: int) -> Struct:
-    return Struct(f"{members}q")
+def _layout(members: int) -> tuple[Callable[..., bytes], np.dtype[np.void]]:
+    layout = Struct(f"{members}q")
+    return layout.pack, np.dtype((np.void, layout.size))

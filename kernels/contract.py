@@ -76,6 +76,11 @@ class LSTMWeights:
         return self.recurrent.shape[0]
 
     @cached_property
+    def columns(self) -> int:
+        """Of the data; looks at the shapes above once, and raises ContractError unless they hold together."""
+        return _columns(self, 4)
+
+    @cached_property
     def packed(self) -> dict[Any, Tensor]:
         """The recurrent weights as kernels want them, by whatever tells one layout from another; made once and kept."""
         return {}
@@ -281,7 +286,8 @@ def reversal(offsets: Tensor, tokens: int) -> Tensor:
 
 def check_lstm(x: Ragged, weights: LSTMWeights, state: LSTMState | None) -> None:
     """Raises ContractError unless the shapes above hold together."""
-    _check_recurrent(x, weights, 4)
+    expect("x.data", x.data, (None, weights.columns))
+    check_ragged(x)
     if state is None:
         return
     places: int | None = x.rows
@@ -294,7 +300,8 @@ def check_lstm(x: Ragged, weights: LSTMWeights, state: LSTMState | None) -> None
 
 def check_gru(x: Ragged, weights: GRUWeights, state: GRUState | None) -> None:
     """Raises ContractError unless the shapes above hold together."""
-    _check_recurrent(x, weights, 3)
+    expect("x.data", x.data, (None, _columns(weights, 3)))
+    check_ragged(x)
     if weights.recurrent_bias is not None:
         expect("weights.recurrent_bias", weights.recurrent_bias, (weights.hidden,))
     if state is not None:
@@ -365,19 +372,18 @@ def check_conv(x: Ragged, weights: ConvWeights, state: ConvState | None) -> None
         expect("state.left", state.left, (x.rows, weights.left, inputs))
 
 
-def _check_recurrent(x: Ragged, weights: LSTMWeights | GRUWeights, gates: int) -> None:
+def _columns(weights: LSTMWeights | GRUWeights, gates: int) -> int:
+    """How many columns the data have; raises ContractError unless the weights' shapes hold together."""
     expect("weights.recurrent", weights.recurrent, (None, None))
     hidden = weights.hidden
     expect("weights.recurrent", weights.recurrent, (hidden, gates * hidden))
-    inputs: int | None = gates * hidden
     if weights.input is not None and weights.bias is not None:
         expect("weights.input", weights.input, (None, gates * hidden))
         expect("weights.bias", weights.bias, (gates * hidden,))
-        inputs = weights.input.shape[0]
-    elif weights.input is not None or weights.bias is not None:
+        return weights.input.shape[0]
+    if weights.input is not None or weights.bias is not None:
         raise ContractError("weights.input and weights.bias are given together or not at all")
-    expect("x.data", x.data, (None, inputs))
-    check_ragged(x)
+    return gates * hidden
 
 
 def check_ragged(x: Ragged) -> None:
@@ -393,10 +399,13 @@ def check_ragged(x: Ragged) -> None:
 def expect(name: str, array: Tensor, shape: tuple[int | None, ...]) -> None:
     """Raises ContractError unless `array` has this shape; None stands for any size."""
     found = array.shape
-    fits = found == shape or (
-        len(found) == len(shape) and all(want in (None, have) for want, have in zip(shape, found, strict=True))
+    if found == shape:
+        return
+    alike = len(found) == len(shape) and (
+        (found[1:] == shape[1:] and shape[0] is None)
+        or all(want in (None, have) for want, have in zip(shape, found, strict=True))
     )
-    if not fits:
+    if not alike:
         sizes = [*found, *("any" for _ in shape)]
         wanted = tuple(size if want is None else want for want, size in zip(shape, sizes, strict=False))
         raise ContractError(f"{name} has the shape {tuple(found)}, expected {wanted}")

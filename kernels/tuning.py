@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,9 @@ def tuned(folder: Path, device_name: str) -> Mapping[str, Any]:
     return found
 
 
-def first_that_covers(shapes: Sequence[Mapping[str, int]], value: str, **sizes: int) -> list[int]:
-    """`value` of every shape whose bounds are all at least `sizes`, in order; a bound that a shape does not name covers everything."""
-    covering = [shape for shape in shapes if all(size <= shape.get(name, size) for name, size in sizes.items())]
-    return [shape[value] for shape in covering]
+def covering(shapes: Sequence[Mapping[str, int]], kinds: Sequence[str], **sizes: int) -> Iterator[tuple[str, int]]:
+    """Kind and value of every shape of one of these kinds whose bounds are all at least `sizes`, in order; a bound that a shape does
+    not name covers everything."""
+    for shape in shapes:
+        if all(size <= shape.get(name, size) for name, size in sizes.items()):
+            yield from ((kind, shape[kind]) for kind in kinds if kind in shape)

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
+import torch
+
 from kernels.backend import AUTO, Backend, Choice, Problem, choose, only_by_name, takes_everything
 from kernels.contract import Encoded, LSTMState, LSTMWeights, Outputs, Ragged, check_lstm
 from kernels.lstm import framework, launch, reference
@@ -33,6 +35,7 @@ def _by_slot(run: Run) -> Run:
 
 
 BACKENDS = (
+    Backend("persistent", launch.persistent, launch.refuses_persistent, launch.how_persistent),
     Backend("cluster", launch.cluster, launch.refuses_cluster),
     Backend("grid", launch.grid, launch.refuses_grid),
     Backend("framework", _by_slot(framework.lstm), takes_everything),
@@ -42,7 +45,8 @@ BACKENDS = (
 
 def choice(weights: LSTMWeights, backend: str = AUTO) -> Choice:
     """The backend that `lstm` takes for these weights."""
-    return _chosen(Problem(weights.recurrent.device, weights.recurrent.dtype, weights.hidden), backend)
+    recurrent = weights.recurrent
+    return _chosen(recurrent.device, recurrent.dtype, recurrent.shape[0], backend)
 
 
 def lstm(x: Ragged, weights: LSTMWeights, state: LSTMState | None = None, *, want: Outputs, backend: str = AUTO) -> Encoded:
@@ -57,5 +61,5 @@ def lstm(x: Ragged, weights: LSTMWeights, state: LSTMState | None = None, *, wan
 
 
 @cache
-def _chosen(problem: Problem, backend: str) -> Choice:
-    return choose(BACKENDS, problem, backend)
+def _chosen(device: torch.device, storage: torch.dtype, hidden: int, backend: str) -> Choice:
+    return choose(BACKENDS, Problem(device, storage, hidden), backend)

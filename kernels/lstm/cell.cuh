@@ -124,27 +124,9 @@ __device__ void choose_rows(const Call& call, int octets, long long tile, int* l
 __device__ constexpr int held_before(int product) { return product * HELD / PRODUCTS; }
 __device__ constexpr bool is_held(int product) { return held_before(product + 1) > held_before(product); }
 
-// The gate inputs of one unit at one step, still as they are in memory, so that nothing waits for them before they are needed;
-// zeros when the row has no such step.
-struct Input {
-    Gate i, f, g, o;
-};
-__device__ __forceinline__ Input input_at(const Gate* at, int hidden, bool live) {
-    return Input{live ? at[0] : Gate(0), live ? at[hidden] : Gate(0), live ? at[2 * hidden] : Gate(0), live ? at[3 * hidden] : Gate(0)};
-}
-
 __device__ __forceinline__ Gates operator+(const Gates& one, const Gates& other) {
     return Gates{one.i + other.i, one.f + other.f, one.g + other.g, one.o + other.o};
 }
-__device__ __forceinline__ Gates operator+(const Gates& gates, const Input& x) {
-    return gates + Gates{value_of(x.i), value_of(x.f), value_of(x.g), value_of(x.o)};
-}
-
-// By value, as a choice between two arrays' elements would put them into memory.
-__device__ __forceinline__ Gates pick(bool first, const Gates& one, const Gates& other) {
-    return Gates{first ? one.i : other.i, first ? one.f : other.f, first ? one.g : other.g, first ? one.o : other.o};
-}
-
 // One step of a cell. Returns the new hidden value's bits, for which others wait.
 __device__ __forceinline__ Half advance(float& cell, const Gates& gates) {
     cell = sigmoid_of(gates.f) * cell + sigmoid_of(gates.i) * tanh_of(gates.g);

@@ -49,6 +49,23 @@ __device__ __forceinline__ void send(unsigned address, unsigned barrier, const Q
                  ::"r"(address), "r"(piece.x), "r"(piece.y), "r"(piece.z), "r"(piece.w), "r"(barrier) : "memory");
 }
 
+// The gate inputs of one unit at one step, still as they are in memory, so that nothing waits for them before they are needed;
+// zeros when the row has no such step.
+struct Input {
+    Gate i, f, g, o;
+};
+__device__ __forceinline__ Input input_at(const Gate* at, int hidden, bool live) {
+    return Input{live ? at[0] : Gate(0), live ? at[hidden] : Gate(0), live ? at[2 * hidden] : Gate(0), live ? at[3 * hidden] : Gate(0)};
+}
+__device__ __forceinline__ Gates operator+(const Gates& gates, const Input& x) {
+    return gates + Gates{value_of(x.i), value_of(x.f), value_of(x.g), value_of(x.o)};
+}
+
+// By value, as a choice between two arrays' elements would put them into memory.
+__device__ __forceinline__ Gates pick(bool first, const Gates& one, const Gates& other) {
+    return Gates{first ? one.i : other.i, first ? one.f : other.f, first ? one.g : other.g, first ? one.o : other.o};
+}
+
 extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREADS, 1) lstm(const __grid_constant__ Call call) {
     extern __shared__ __align__(128) unsigned char dynamic[];
     Memory& own = *(Memory*)dynamic;
@@ -72,11 +89,11 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREAD
         const int octet = piece / HIDDEN, group = piece % HIDDEN / 8, row = piece % 8;
         own.buffers[octet][0][place_of(group, row)] = piece_before(call, own.rows[octet * 8 + row], group);
     }
-    if (threadIdx.x < 2 * OCTETS) {
-        const unsigned barrier = shared_address(&own.barriers[0][threadIdx.x]);
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier));
+    const unsigned barrier = shared_address(&own.barriers[0][0]);
+    if (threadIdx.x == 0) {
+        for (int n = 0; n < 2 * OCTETS; ++n) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier + n * 8));
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-        expect(barrier, width * HIDDEN * 2);
+        for (int n = 0; n < 2 * OCTETS; ++n) expect(barrier + n * 8, width * HIDDEN * 2);
     }
 
     // What this lane knows of its cell in each octet. A row's last step is its octet's last at the latest.
@@ -111,7 +128,6 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREAD
     }
     // A column without a row reads the first row's values.
     const Quad* const read_at = &own.buffers[0][0][half * CHUNKS * 32 + (g < width ? g : 0) * 4 + q];
-    const unsigned barrier = shared_address(&own.barriers[0][0]);
     const bool watched = call.steps || call.mean || call.max;
 
     int odd = 0, parity = 1;                // of the step; of the barriers, which change it every second step
@@ -121,15 +137,17 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREAD
         for (int octet = 0; octet < OCTETS; ++octet) {
             if (OCTETS > 1 && t >= longest[octet]) break;
             if (t > 0) await(barrier + octet * 16 + odd * 8, parity);
+            // The two quarters of this half in turn, each with sums of its own, so that they are the parts of the grid kernel.
             float sums[2][2][4] = {};
 #pragma unroll
-            for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+            for (int turn = 0; turn < CHUNKS; ++turn) {
+                const int quarter = turn % 2, chunk = quarter * ((CHUNKS + 1) / 2) + turn / 2;
                 const Quad h = read_at[(octet * 2 + odd) * HIDDEN + chunk * 32];
 #pragma unroll
                 for (int part = 0; part < 4; ++part) {
                     const int product = 4 * chunk + part, held = held_before(product);
                     const Quad w = is_held(product) ? weights[held] : own.spilled[warp][product - held][lane];
-                    multiply(sums[part / 2][part % 2], w, part / 2 ? h.z : h.x, part / 2 ? h.w : h.y);
+                    multiply(sums[quarter][part % 2], w, part / 2 ? h.z : h.x, part / 2 ? h.w : h.y);
                 }
             }
             Gates mine[2];

@@ -1,174 +1,302 @@
-// The LSTM of a layer that no cluster holds: the same idea over many blocks, hidden values exchanged through the L2 cache.
+// The LSTM over many thread blocks, for layers that no cluster holds and for many rows: hidden values go through the L2 cache.
 //
 // A team of blocks takes a tile of octets of rows; every member owns UNITS hidden units and holds their recurrent weights, HELD
-// products of a warp in registers, the rest in shared memory. Each of the eight warps multiplies its eighth of the hidden vector, so
-// that it fetches only that; the eighths are added in shared memory, in order. Two warps for each group of units then own its cells,
-// as in cluster.cu. The pieces of the next octet are under way meanwhile.
+// products of a warp in registers, the rest in shared memory. A turn is one step of one octet. PARTS warps of a block multiply, each
+// its part of the hidden vector, so that it fetches only that, and leave their sums in shared memory. The other warps own the cells,
+// two for each group of units as in cluster.cu: they add the parts, advance the cells and send the new hidden values. All meet once
+// a turn, so that the cells of one turn advance while the products of the next are made. Pieces are fetched a turn before that.
 //
-// Data are their own signal: no hidden value is larger than one, so that the top bit of its exponent is free, and tells whether a
-// piece is this step's or the one of two steps before. Whoever needs a piece reads it until it is this step's; nothing else is
-// waited for. (A NaN loses that bit on the way and is no NaN to the other units; in its own unit it stays one.) There are two
-// buffers for each octet, all zeros at first. A member writes step t + 1 over step t - 1 when it has all of step t, which everybody
-// sent after reading step t - 1. All blocks must be resident, so that the launch is a cooperative one.
-constexpr int WARPS = 8, GROUPS = UNITS / 8, CELLS = UNITS * 8;
-constexpr int PRODUCTS = GROUPS * CHUNKS * 4, SPILLED = PRODUCTS - HELD; // of a warp, for one octet; CHUNKS of 32 units in its eighth
+// Data are their own signal: no hidden value is larger than one, so that the top bit of its exponent is free, and the two of a word
+// tell whether a piece is this step's, or the one of two or four steps before, or none yet. Whoever needs a piece reads it until it
+// is this step's; nothing else is waited for. (A NaN loses that bit on the way and is no NaN to the other units; in its own unit it
+// stays one.) There are two buffers for each octet, all zeros at first. A member writes step t + 1 over step t - 1 when it has all of
+// step t, which everybody sent after reading step t - 1. All blocks must be resident, so that the launch is a cooperative one.
+//
+// Sums: of a part, along its chunks, in PARTS / 4 chains that take the products of a chunk in turn; then of the parts, two by two.
+constexpr int GROUPS = UNITS / 8, CELLS = UNITS * 8;
+constexpr int PRODUCTS = GROUPS * CHUNKS * 4, SPILLED = PRODUCTS - HELD; // of a warp, for one octet; CHUNKS of 32 units in its part
+constexpr int CHAINS = PARTS / 4;
 #include "cell.cuh"
 
-constexpr unsigned TAG = 0x40004000u;                                    // of the two values in a word
-static_assert(THREADS == 32 * WARPS && UNITS % 8 == 0 && CELLS <= THREADS && HELD <= PRODUCTS, "launch shape");
+constexpr unsigned TAG = 0x40004000u;                                    // the bits that are free in a word
+static_assert(THREADS >= 32 * PARTS + CELLS && UNITS % 8 == 0 && HELD <= PRODUCTS, "launch shape");
 
 struct alignas(8) Pair {
     float low, high;
 };
 struct Memory {
-    Quad spilled[WARPS][SPILLED ? SPILLED : 1][32];
-    Quad first[WARPS][CHUNKS][32];
-    Pair parts[2][2][WARPS][2 * GROUPS][32];
-    alignas(16) Half outgoing[WARPS][4][8];
+    Quad spilled[PARTS][SPILLED ? SPILLED : 1][32];
+    Quad arrived[ALONE ? 1 : 2][CHUNKS][PARTS * 32];
+    Pair parts[2][2][PARTS][2 * GROUPS][32];
     int lengths[SORTED];
 };
 static_assert(sizeof(Memory) == SHARED, "as in launch.py");
 
-// Step t's tag; that of steps 1 and 2 is set.
-__device__ __forceinline__ unsigned tag_of(int t) { return (t - 1) / 2 % 2 ? 0 : TAG; }
-__device__ __forceinline__ bool missing(const Quad& piece, unsigned tag) {
-    return ((piece.x ^ tag) | (piece.y ^ tag) | (piece.z ^ tag) | (piece.w ^ tag)) & TAG;
+// Step t's tag, never that of the zeros before all steps nor of the two steps that had the same buffer before.
+__device__ __forceinline__ unsigned tag_of(int t) {
+    const int turn = t / 2 % 3;
+    return turn == 0 ? 0x00004000u : turn == 1 ? 0x40000000u : TAG;
 }
-__device__ __forceinline__ Quad tagged(const Quad& piece, unsigned tag) {
-    return Quad{piece.x & ~TAG | tag, piece.y & ~TAG | tag, piece.z & ~TAG | tag, piece.w & ~TAG | tag};
+// The bits of a piece that are not as this tag has them, among others.
+__device__ __forceinline__ unsigned differing(const Quad& piece, unsigned tag) {
+    return (piece.x ^ tag) | (piece.y ^ tag) | (piece.z ^ tag) | (piece.w ^ tag);
 }
-// A piece as it is at this moment, or, where none is wanted, one that is never missing.
-__device__ __forceinline__ Quad fetch(const Quad* at, bool wanted, unsigned tag) {
-    Quad piece{tag, tag, tag, tag};
-    if (wanted)
-        asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(piece.x), "=r"(piece.y), "=r"(piece.z), "=r"(piece.w) : "l"(at) : "memory");
+__device__ __forceinline__ Quad masked(const Quad& piece, unsigned mask) {
+    return Quad{piece.x & mask, piece.y & mask, piece.z & mask, piece.w & mask};
+}
+// A piece as it is at this moment.
+__device__ __forceinline__ Quad fetch(const Quad* at) {
+    Quad piece;
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(piece.x), "=r"(piece.y), "=r"(piece.z), "=r"(piece.w) : "l"(at) : "memory");
     return piece;
 }
-__device__ __forceinline__ void store(Quad* at, const Quad& piece) {
-    asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};"
-                 ::"l"(at), "r"(piece.x), "r"(piece.y), "r"(piece.z), "r"(piece.w) : "memory");
+__device__ __forceinline__ void store(unsigned* at, unsigned word, bool wanted) {
+    asm volatile("{.reg .pred p; setp.ne.s32 p, %2, 0; @p st.relaxed.gpu.global.b32 [%0], %1;}" ::"l"(at), "r"(word), "r"((int)wanted) : "memory");
+}
+// The same on its way to shared memory, past all other caches than L2.
+__device__ __forceinline__ void copy(Quad* to, const Quad* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((unsigned)__cvta_generic_to_shared(to)), "l"(from) : "memory");
+}
+// The word that has this gate input in it, where one is wanted.
+__device__ __forceinline__ void copy(unsigned* to, const Gate* from, bool wanted) {
+    asm volatile("{.reg .pred p; setp.ne.s32 p, %2, 0; @p cp.async.ca.shared.global [%0], [%1], 4;}"
+                 ::"r"((unsigned)__cvta_generic_to_shared(to)), "l"((unsigned long long)from & ~3ull), "r"((int)wanted) : "memory");
+}
+// What it is, then; shift: the bits before it.
+__device__ __forceinline__ float picked(unsigned word, int shift) {
+#if GATES_FLOAT32
+    return __uint_as_float(word);
+#else
+    return widen((Half)(word >> shift));
+#endif
 }
 
-// The shared memory after `Memory`, for each octet: eight rows, and each cell.
-extern "C" __global__ void __launch_bounds__(THREADS, 1) lstm(const __grid_constant__ Call call) {
-    extern __shared__ __align__(128) unsigned char dynamic[];
-    Memory& own = *(Memory*)dynamic;
-    const int octets = (int)call.octets, groups = ((int)call.hidden + 7) / 8, room = (groups + 3) / 4 * 32;
-    const int members = (groups + GROUPS - 1) / GROUPS, team = blockIdx.x / members, member = blockIdx.x % members;
-    Row* const rows = (Row*)(dynamic + sizeof(Memory));
-    float* const cells = (float*)(rows + octets * 8);
+// A word of a piece: to lane 4 g + q, for even g, the values that lanes g' = 2q and 2q + 1 with q' = g / 2 have.
+__device__ __forceinline__ unsigned transposed(Half bits) {
+    unsigned word;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(word) : "r"((unsigned)bits));
+    return word;
+}
 
+struct Turn {
+    int t, octet;
+};
+
+__device__ __forceinline__ void meet() { asm volatile("bar.sync 0;" ::: "memory"); }
+
+// What all warps of a block know.
+struct Tile {
+    const Call& call;
+    Memory& own;
+    Row* rows;                          // of its octets, and one more without steps
+    float* cells;                       // of its octets
+    unsigned* inputs;                   // of its octets' next steps
+    Quad* buffers;
+    int hidden, octets, groups, room, member;
+
+    // The next octet that has this step, or the first one's next step.
+    __device__ __forceinline__ Turn after(const Turn& turn) const {
+        const bool wraps = turn.t >= rows[turn.octet * 8 + 8].steps;
+        return Turn{turn.t + wraps, wraps ? 0 : turn.octet + 1};
+    }
+    __device__ __forceinline__ int buffer_of(int octet, int t) const { return (octet * 2 + t % 2) * room; }
+};
+
+// What the first warps do.
+__device__ __forceinline__ void multiply_parts(const Tile& tile) {
+#if REGISTERS // that the others lend
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+#endif
+    Memory& own = tile.own;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, q = lane % 4;
     Quad weights[HELD];
 #pragma unroll
     for (int product = 0; product < PRODUCTS; ++product) {
-        const long long group = member * GROUPS + product / (4 * CHUNKS);
-        const Quad w = call.packed[((group * WARPS + warp) * 4 * CHUNKS + product % (4 * CHUNKS)) * 32 + lane];
+        const long long group = tile.member * GROUPS + product / (4 * CHUNKS);
+        const Quad w = tile.call.packed[((group * PARTS + warp) * 4 * CHUNKS + product % (4 * CHUNKS)) * 32 + lane];
         if (is_held(product)) weights[held_before(product)] = w;
         else own.spilled[warp][product - held_before(product)][lane] = w;
     }
 
-    // As the owner of a cell: warps 0 and 1 have the even and odd rows of the first group, and so on.
-    const bool owner = threadIdx.x < CELLS;
-    const int odd = warp % 2, column = 2 * q + odd, group = member * GROUPS + warp / 2, unit = group * 8 + g;
-    choose_rows(call, octets, team, own.lengths, rows);
-    auto cell_of = [&](int octet) { return Cell{cells + octet * 3 * CELLS + threadIdx.x, CELLS}; };
-    for (int octet = 0; owner && octet < octets; ++octet)
-        cell_of(octet).state[0] = cell_of(octet).begin(call, rows[octet * 8 + column], unit);
-
-    // This lane's pieces are those of row g and of every fourth group from `first` on, as many as there are.
-    Quad* const buffers = (Quad*)call.exchange + (long long)team * octets * 2 * room;
-    auto buffer = [&](int octet, int t) { return buffers + (long long)(octet * 2 + t % 2) * room; };
-    const int first = warp * CHUNKS * 4 + q, there = (groups - first + 3) / 4;
-    const int place = place_of(first, g);
-
-    auto input_of = [&](const Row& row, int t) {
-        const bool live = owner && t < row.steps && unit < call.hidden;
-        return input_at(call.gates + (row.begin + t) * 4 * call.hidden + unit, (int)call.hidden, live);
+    // This lane's pieces are those of row g and of every fourth group from `first` on. Where the layer has no such group it takes
+    // another one, since all that is finite does for weights that are zero.
+    const int first = warp * CHUNKS * 4 + q, furthest = max((tile.groups - 1 - first) / 4, 0) * 32;
+    const Quad* const pieces_of = tile.buffers + place_of(min(first, tile.groups - 1), g);
+    auto from = [&](const Turn& turn) { return pieces_of + tile.buffer_of(turn.octet, turn.t); };
+    auto chunk_of = [&](int chunk) { return WHOLE ? chunk * 32 : min(chunk * 32, furthest); };
+    auto ask = [&](const Turn& turn, int slot) {
+        const Quad* const at = from(turn);
+#pragma unroll
+        for (int chunk = 0; chunk < CHUNKS; ++chunk) copy(&own.arrived[slot][chunk][threadIdx.x], at + chunk_of(chunk));
     };
-
-    const int longest = rows[0].steps;
-    Row row = rows[column];
-    Input x = input_of(row, 0);
-    Quad hidden[CHUNKS];
-    for (int t = 0, octet = 0, turn = 0; t < longest; turn ^= 1) {
-        // The next turn is the next octet that has this step, or the first one's next step. Its input is under way a turn before.
-        const bool wraps = octet + 1 == octets || t >= rows[octet * 8 + 8].steps;
-        const int next_t = wraps ? t + 1 : t, next_octet = wraps ? 0 : octet + 1;
-        const Row next_row = rows[next_octet * 8 + column];
-        const Input next_x = input_of(next_row, next_t);
-        const int wanted = t < rows[octet * 8 + g].steps ? there : 0, next_wanted = next_t < rows[next_octet * 8 + g].steps ? there : 0;
-
-        if (t == 0) {
+    // The pieces of a turn that were not there when they were asked for.
+    auto await = [&](Quad (&pieces)[CHUNKS], const Turn& turn, int slot) {
+        if (turn.t == 0) {
 #pragma unroll 1
             for (int chunk = 0; chunk < CHUNKS; ++chunk)
-                own.first[warp][chunk][lane] = piece_before(call, rows[octet * 8 + g], first + chunk * 4);
+                own.arrived[slot][chunk][threadIdx.x] = piece_before(tile.call, tile.rows[turn.octet * 8 + g], first + chunk * 4);
 #pragma unroll
-            for (int chunk = 0; chunk < CHUNKS; ++chunk) hidden[chunk] = own.first[warp][chunk][lane];
-        } else {
-            const Quad* const from = buffer(octet, t) + place;
-            const unsigned tag = tag_of(t);
-            if (octets == 1) {
-                // Until the first piece is there nobody asks for the others: spinning on all of them would slow down their senders.
-                do hidden[0] = fetch(from, 0 < wanted, tag);
-                while (__any_sync(~0u, missing(hidden[0], tag)));
-#pragma unroll
-                for (int chunk = 1; chunk < CHUNKS; ++chunk) hidden[chunk] = fetch(from + chunk * 32, chunk < wanted, tag);
-            }
-#pragma unroll
-            for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-                while (missing(hidden[chunk], tag)) hidden[chunk] = fetch(from + chunk * 32, true, tag);
-                hidden[chunk] = tagged(hidden[chunk], 0);
-            }
+            for (int chunk = 0; chunk < CHUNKS; ++chunk) pieces[chunk] = own.arrived[slot][chunk][threadIdx.x];
+            return;
         }
-        __syncwarp();
+        const unsigned tag = tag_of(turn.t);
+        const bool live = turn.t < tile.rows[turn.octet * 8 + g].steps;
+        const Quad* const at = from(turn);
+        // Until the first piece is there nobody asks for the others: spinning on all of them would slow down their senders.
+        do pieces[0] = fetch(at);
+        while (__any_sync(~0u, live && differing(pieces[0], tag) & TAG));
+#pragma unroll
+        for (int chunk = 1; chunk < CHUNKS; ++chunk) pieces[chunk] = fetch(at + chunk_of(chunk));
+        unsigned differs = 0;
+#pragma unroll
+        for (int chunk = 1; chunk < CHUNKS; ++chunk) differs |= differing(pieces[chunk], tag);
+        if (live && differs & TAG) {
+#pragma unroll
+            for (int chunk = 1; chunk < CHUNKS; ++chunk)
+                while (differing(pieces[chunk], tag) & TAG) pieces[chunk] = fetch(at + chunk_of(chunk));
+        }
+#pragma unroll
+        for (int chunk = 0; chunk < CHUNKS; ++chunk) pieces[chunk] = masked(pieces[chunk], ~TAG);
+    };
 
+    const int longest = tile.rows[0].steps;
+    Turn turn{0, 0}, next = tile.after(turn);
+    Quad pieces[CHUNKS];
+    if (longest) await(pieces, turn, 0);
+    if (!ALONE) ask(next, 1);
+    for (int parity = 0; turn.t < longest; parity ^= 1) {
+        const Turn later = tile.after(next);
+        const bool live = next.t < tile.rows[next.octet * 8 + g].steps;
+        const unsigned tag = tag_of(next.t);
+        Quad following[CHUNKS];
+        unsigned differs[2] = {0, 0}; // in turn, as two chains are done sooner than one
+        __syncwarp();
 #pragma unroll
         for (int of = 0; of < GROUPS; ++of) {
-            float sums[2][2][4] = {};
+            if (!ALONE && of == GROUPS / 2) {
+                // The next turn's pieces, which most often are there, while this one's are multiplied.
+                asm volatile("cp.async.wait_all;" ::: "memory");
+#pragma unroll
+                for (int chunk = 0; chunk < CHUNKS; ++chunk) following[chunk] = own.arrived[parity ^ 1][chunk][threadIdx.x];
+                ask(later, parity);
+            }
+            float sums[CHAINS][2][4] = {};
 #pragma unroll
             for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-                const Quad h = hidden[chunk];
+                const Quad h = pieces[chunk];
 #pragma unroll
                 for (int part = 0; part < 4; ++part) {
                     const int product = (of * CHUNKS + chunk) * 4 + part, held = held_before(product);
                     const Quad w = is_held(product) ? weights[held] : own.spilled[warp][product - held][lane];
-                    multiply(sums[part / 2][part % 2], w, part / 2 ? h.z : h.x, part / 2 ? h.w : h.y);
+                    multiply(sums[part / 2 % CHAINS][part % 2], w, part / 2 ? h.z : h.x, part / 2 ? h.w : h.y);
                 }
             }
 #pragma unroll
-            for (int m = 0; m < 2; ++m)
+            for (int m = 0; m < 2; ++m) {
+                if (CHAINS == 2)
+                    for (int value = 0; value < 4; ++value) sums[0][m][value] += sums[CHAINS - 1][m][value];
 #pragma unroll
-                for (int s = 0; s < 2; ++s)
-                    own.parts[turn][s][warp][of * 2 + m][lane] =
-                        Pair{sums[0][m][s] + sums[1][m][s], sums[0][m][2 + s] + sums[1][m][2 + s]};
-        }
-        if (octets > 1 && next_t > 0) {
-            const Quad* const from = buffer(next_octet, next_t) + place;
-#pragma unroll
-            for (int chunk = 0; chunk < CHUNKS; ++chunk) hidden[chunk] = fetch(from + chunk * 32, chunk < next_wanted, tag_of(next_t));
-        }
-        __syncthreads();
-
-        if (owner) {
-            Gates gates{0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll
-            for (int part = 0; part < WARPS; ++part) {
-                const Pair one = own.parts[turn][odd][part][warp / 2 * 2][lane], two = own.parts[turn][odd][part][warp / 2 * 2 + 1][lane];
-                gates = gates + Gates{one.low, one.high, two.low, two.high};
+                for (int s = 0; s < 2; ++s) own.parts[parity][s][warp][of * 2 + m][lane] = Pair{sums[0][m][s], sums[0][m][2 + s]};
             }
-            const Cell owned = cell_of(octet);
-            float cell = owned.state[0];
-            const Half bits = advance(cell, gates + x);
-            owned.state[0] = cell;
-            own.outgoing[warp][q][g] = bits;
-            __syncwarp();
-            if (g == 0 && t + 1 < row.steps && group < groups)
-                store(buffer(octet, t + 1) + place_of(group, column), tagged(*(const Quad*)own.outgoing[warp][q], tag_of(t + 1)));
-            if (t < row.steps && unit < call.hidden) owned.record(call, row, unit, t, bits, cell);
-            __syncwarp();
         }
-        row = next_row, x = next_x, t = next_t, octet = next_octet;
+        if (!ALONE) {
+#pragma unroll
+            for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+                differs[chunk % 2] |= differing(following[chunk], tag);
+                pieces[chunk] = masked(following[chunk], ~TAG);
+            }
+        }
+        const bool absent = ALONE || next.t == 0 || live && (differs[0] | differs[1]) & TAG;
+        meet();
+        if (next.t < longest && __any_sync(~0u, absent)) await(pieces, next, ALONE ? 0 : parity ^ 1);
+        turn = next, next = later;
     }
+}
+
+// What the other warps do: of two for each group of units, one has the cells of its even rows, one those of its odd rows, one a lane.
+__device__ __forceinline__ void advance_cells(const Tile& tile) {
+#if REGISTERS
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(OWNERS_REGISTERS));
+#endif
+    const Call& call = tile.call;
+    const int index = threadIdx.x - PARTS * 32, lane = index % 32, g = lane / 4, q = lane % 4;
+    const int odd = index / 32 % 2, pair = index / 64, column = 2 * q + odd;
+    const int group = tile.member * GROUPS + pair, unit = group * 8 + g, hidden = tile.hidden;
+    const Gate* const gates = call.gates + unit;
+    const int shifts[2] = {(int)((unsigned long long)gates & 2) * 8, (int)((unsigned long long)(gates + hidden) & 2) * 8};
+    const bool watched = call.steps || call.mean || call.max, real = unit < hidden;
+
+    auto cell_of = [&](int octet) { return Cell{tile.cells + octet * 3 * CELLS + index, CELLS}; };
+    auto ask = [&](int octet, const Row& row, int t) {
+        const Gate* const from = gates + (row.begin + t) * 4 * hidden;
+#pragma unroll
+        for (int gate = 0; gate < 4; ++gate)
+            copy(tile.inputs + (octet * 4 + gate) * CELLS + index, from + gate * hidden, real && t < row.steps);
+        asm volatile("cp.async.commit_group;" ::: "memory");
+    };
+    for (int octet = 0; index < CELLS && octet < tile.octets; ++octet) {
+        const Row row = tile.rows[octet * 8 + column];
+        cell_of(octet).state[0] = cell_of(octet).begin(call, row, unit);
+        ask(octet, row, 0);
+    }
+
+    const int longest = tile.rows[0].steps;
+    Turn turn{0, 0};
+    if (index >= CELLS) { // warps that only fill up the last four
+        for (; turn.t < longest; turn = tile.after(turn)) meet();
+        return;
+    }
+
+    // Its share of a piece in the form that `transposed` gives.
+    unsigned* const to = (unsigned*)(tile.buffers + place_of(group, g + odd)) + q;
+    const bool sends = g % 2 == 0 && group < tile.groups;
+    int before = 0;
+    for (int parity = 0; turn.t < longest; parity ^= 1) {
+        const int t = turn.t;
+        const Turn next = tile.after(turn);
+        const Row row = tile.rows[turn.octet * 8 + column];
+        const Cell owned = cell_of(turn.octet);
+        float cell = owned.state[0];
+        const unsigned tag = tag_of(t + 1);
+        const unsigned* const x = tile.inputs + turn.octet * 4 * CELLS + index;
+        // What was asked for in the turn before may wait until it is needed, unless that is now.
+        if (before == turn.octet) asm volatile("cp.async.wait_group 0;" ::: "memory");
+        else asm volatile("cp.async.wait_group 1;" ::: "memory");
+        const Gates input{picked(x[0], shifts[0]), picked(x[CELLS], shifts[1]), picked(x[2 * CELLS], shifts[0]), picked(x[3 * CELLS], shifts[1])};
+        meet();
+
+        Gates sums[PARTS];
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part) {
+            const Pair one = tile.own.parts[parity][odd][part][pair * 2][lane], two = tile.own.parts[parity][odd][part][pair * 2 + 1][lane];
+            sums[part] = Gates{one.low, one.high, two.low, two.high};
+        }
+#pragma unroll
+        for (int apart = 1; apart < PARTS; apart *= 2)
+#pragma unroll
+            for (int part = 0; part < PARTS; part += 2 * apart) sums[part] = sums[part] + sums[part + apart];
+        const Half bits = advance(cell, sums[0] + input);
+        store(to + tile.buffer_of(turn.octet, t + 1) * 4, transposed(bits) & ~TAG | tag, sends);
+        ask(turn.octet, row, t + 1);
+        owned.state[0] = cell;
+        if (real && t < row.steps && (watched || t + 1 == row.steps)) owned.record(call, row, unit, t, bits, cell);
+        before = turn.octet, turn = next;
+    }
+}
+
+// The shared memory after `Memory`: the rows, and of each octet the cells and the gate inputs of their next step.
+extern "C" __global__ void __launch_bounds__(THREADS, 8 / PARTS) lstm(const __grid_constant__ Call call) {
+    extern __shared__ __align__(128) unsigned char dynamic[];
+    Memory& own = *(Memory*)dynamic;
+    const int hidden = (int)call.hidden, octets = (int)call.octets, groups = (hidden + 7) / 8, room = (groups + 3) / 4 * 32;
+    const int members = (groups + GROUPS - 1) / GROUPS, team = blockIdx.x / members;
+    Row* const rows = (Row*)(dynamic + sizeof(Memory));
+    float* const cells = (float*)(rows + octets * 8 + 1);
+    const Tile tile{call, own, rows, cells, (unsigned*)(cells + octets * 3 * CELLS),
+                    (Quad*)call.exchange + (long long)team * octets * 2 * room, hidden, octets, groups, room, (int)blockIdx.x % members};
+    if (threadIdx.x == 0) rows[octets * 8].steps = 0;
+    choose_rows(call, octets, team, own.lengths, rows);
+    if (threadIdx.x < PARTS * 32) multiply_parts(tile);
+    else advance_cells(tile);
 }

@@ -1,13 +1,14 @@
 """The LSTM's CUDA kernels: the shape in which each takes a problem, the weights as it wants them, and its launch.
 
-`cluster` runs a layer that fits a cluster of thread blocks (cluster.cu), `grid` one that fits the whole device (grid.cu). Both store
-their recurrent weights in registers and shared memory for all steps, in float16 or bfloat16; sums and cells are float32. Nothing
-waits for the device, and a call may be captured in a CUDA graph: offsets, slots and values are read when the graph runs.
+`cluster` runs a layer that fits a cluster of thread blocks (cluster.cu), `grid` one that fits the whole device (grid.cu), and
+`persistent` the faster of the two. Both hold their recurrent weights in registers and shared memory for all steps, in float16 or
+bfloat16; sums and cells are float32. Nothing waits for the device, and a call may be captured in a CUDA graph: offsets, slots and
+values are read when the graph runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -18,9 +19,9 @@ import torch
 from torch import Tensor
 
 from kernels.backend import Problem
-from kernels.compile import Kernel, compiled, installed, registers, resident_clusters, shared_limit
+from kernels.compile import Kernel, compiled, installed, lends_registers, registers, resident_clusters, shared_limit
 from kernels.contract import ContractError, Encoded, LSTMState, LSTMWeights, Outputs, Ragged
-from kernels.tuning import first_that_covers, tuned
+from kernels.tuning import covering, tuned
 
 HERE = Path(__file__).parent
 OCTET = 8
@@ -29,8 +30,10 @@ SORTED = 512
 """Rows among which a tile takes those of like length."""
 OCTETS = (1, 2, 3, 5)
 """Octets of a cluster's tile, each a kernel of its own."""
-WARPS = 8
-"""Of a block of the grid kernel."""
+LIKE_A_CLUSTER = 512
+"""Hidden units up to which both kernels sum in the same order, so that the number of rows may decide between them."""
+OWNERS_REGISTERS = 72
+"""Of a thread of the grid kernel that owns a cell, where registers are lent."""
 ROW_BYTES, PIECE_BYTES, PRODUCT_BYTES = 16, 16, 512
 
 
@@ -71,6 +74,9 @@ class Layer(NamedTuple):
 @dataclass(frozen=True)
 class ClusterShape:
     """cluster.cu: `blocks` blocks in a cluster."""
+
+    def __str__(self) -> str:
+        return f"clusters of {self.blocks} blocks"
 
     copies_state: ClassVar[bool] = False
     """A state in slots is overwritten by no block before every other has read it."""
@@ -153,10 +159,23 @@ class ClusterShape:
 class GridShape:
     """grid.cu: `units` hidden units in a block."""
 
+    def __str__(self) -> str:
+        return f"the grid by {self.units} units"
+
     copies_state: ClassVar[bool] = True
     """A block may have ended, and overwritten the state in its slots, when another begins."""
     layer: Layer
     units: int
+
+    @property
+    def parts(self) -> int:
+        """Warps that multiply, each its part of the hidden vector: the quarters that a cluster sums, or eighths."""
+        return 4 if self.layer.hidden <= LIKE_A_CLUSTER else 8
+
+    @property
+    def together(self) -> int:
+        """Blocks that a multiprocessor runs at once."""
+        return 8 // self.parts
 
     @property
     def members(self) -> int:
@@ -169,27 +188,49 @@ class GridShape:
 
     @property
     def chunks(self) -> int:
-        return _parts(self.layer.hidden, 32 * WARPS) * WARPS
+        return _parts(self.layer.hidden, 32 * self.parts) * self.parts
 
     @property
     def teams(self) -> int:
-        """That run at once, one block on a multiprocessor."""
-        return int(torch.cuda.get_device_properties(self.layer.device).multi_processor_count) // self.members
+        """That run at once."""
+        processors = int(torch.cuda.get_device_properties(self.layer.device).multi_processor_count)
+        return processors * self.together // self.members
+
+    @property
+    def lends(self) -> bool:
+        """Whether the warps that own cells leave most of their registers to those that multiply."""
+        return self.units > OCTET and lends_registers(self.layer.device)
+
+    @property
+    def threads(self) -> int:
+        """A warp for each part, and two for each eight units; in fours where registers are lent."""
+        threads = 32 * self.parts + 8 * self.units
+        return _up(threads, 128) if self.lends else threads
+
+    @property
+    def registers(self) -> int:
+        """Of a thread that multiplies."""
+        if not self.lends:
+            return registers(self.threads * self.together)
+        multiply = 32 * self.parts
+        return (65536 // self.together - (self.threads - multiply) * OWNERS_REGISTERS) // multiply // 8 * 8
 
     @property
     def most_rows(self) -> int:
         """Of one launch: what all teams together have room for."""
-        most_octets = (shared_limit(self.layer.device) - self.shared(0)) // self._octet_bytes
-        return self.teams * OCTET * min(most_octets, SORTED // OCTET)
+        return self.teams * OCTET * next(octets for octets in range(SORTED // OCTET, 0, -1) if self.has_room(octets))
 
     def fits(self) -> bool:
-        return self.teams > 0 and self.shared(1) <= shared_limit(self.layer.device)
+        return self.teams > 0 and self.has_room(1)
+
+    def has_room(self, octets: int) -> bool:
+        """In shared memory, when registers take a few values more than there is room for."""
+        return self.shared(octets) <= self._limit and self._held(octets) <= self._by_registers(octets) + 12
 
     def shared(self, octets: int) -> int:
         """sizeof(Memory), and what stands after it."""
-        spilled = max(1, self._products - self._held) * WARPS * PRODUCT_BYTES
-        first, parts = self.chunks * PRODUCT_BYTES, 2 * 2 * WARPS * (self.units // 4) * 32 * 8
-        return _up(spilled + first + parts + WARPS * 64 + 4 * SORTED, 16) + octets * self._octet_bytes
+        spilled = max(1, self._products - self._held(octets)) * self.parts * PRODUCT_BYTES
+        return spilled + self._besides(octets)
 
     def launch(self, rows: int) -> Launch:
         rows_each = _parts(rows, self.teams)
@@ -197,30 +238,54 @@ class GridShape:
         width = _parts(rows_each, octets)
         teams = _parts(rows, octets * width)
         words = teams * octets * 2 * _up(self.layer.hidden, 32) * PIECE_BYTES // 4
-        return Launch(self._kernel(), teams * self.members, self.shared(octets), octets, width, words)
+        return Launch(self._kernel(min(octets, 2)), teams * self.members, self.shared(octets), octets, width, words)
 
-    def _kernel(self) -> Kernel:
+    def _kernel(self, octets: int) -> Kernel:
+        """For one octet, or for any number of them."""
         return self.layer.compiled(
             "grid.cu",
-            threads=32 * WARPS,
+            threads=self.threads,
             cooperative=True,
             UNITS=self.units,
-            CHUNKS=self.chunks // WARPS,
-            HELD=self._held,
-            SHARED=self.shared(0),
+            PARTS=self.parts,
+            CHUNKS=self.chunks // self.parts,
+            WHOLE=int(self.layer.hidden == 32 * self.chunks),
+            HELD=self._held(octets),
+            ALONE=int(octets == 1),
+            REGISTERS=self.registers if self.lends else 0,
+            OWNERS_REGISTERS=OWNERS_REGISTERS,
+            SHARED=self.shared(octets) - self._octet_bytes(octets),
         )
 
     @property
     def _products(self) -> int:
-        return self.units // 4 * self.chunks // WARPS * 2
+        return self.units // 2 * self.chunks // self.parts
+
+    def _held(self, octets: int) -> int:
+        """Products in a warp's registers: as many as there is room for, or more if shared memory has none for the others."""
+        spilled = (self._limit - self._besides(1 if octets == 1 else 4)) // (self.parts * PRODUCT_BYTES)
+        return min(self._products, max(self._by_registers(octets), self._products - spilled))
+
+    def _by_registers(self, octets: int) -> int:
+        """What is left beside a lane's pieces, of this turn and of the next if there are others, and what compilers need besides."""
+        pieces = 4 * self.chunks // self.parts
+        needed = pieces + 5 * self.parts if octets == 1 else 2 * pieces + 8 * self.parts - 8
+        return (self.registers - needed) // 4
 
     @property
-    def _held(self) -> int:
-        return min(self._products, 36)
+    def _limit(self) -> int:
+        """Of shared memory: each block of a multiprocessor takes 1 KiB more than it asks for."""
+        return (shared_limit(self.layer.device) + 1024) // self.together - 1024
 
-    @property
-    def _octet_bytes(self) -> int:
-        return 8 * ROW_BYTES + 12 * 8 * self.units
+    def _besides(self, octets: int) -> int:
+        """Beside weights: pieces on their way, parts of sums, lengths, and what octets need."""
+        arrived = (1 if octets == 1 else 2) * self.chunks * PRODUCT_BYTES
+        parts = 2 * 2 * self.parts * (self.units // 4) * 32 * 8
+        return arrived + parts + 4 * SORTED + self._octet_bytes(octets)
+
+    def _octet_bytes(self, octets: int) -> int:
+        """Rows and one more, cells with what is kept for the pools, and their inputs."""
+        return (8 * octets + 1) * ROW_BYTES + octets * 28 * 8 * self.units
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +302,12 @@ Shaped = Callable[[Layer, int], Shape | None]
 """The shape for a layer and a number of rows; that there is one depends on the layer alone."""
 
 
+def refuses_persistent(problem: Problem) -> str | None:
+    """What `explain` shows of both kernels, where the number of rows decides."""
+    no_room = f"this device has no room for {problem.hidden} hidden units"
+    return _refused_everywhere(problem, (8, 0)) or _refused_for_room(problem, _either_shape, no_room)
+
+
 def refuses_cluster(problem: Problem) -> str | None:
     """What `explain` shows of the cluster kernel."""
     no_room = f"no cluster that this device can hold has room for {problem.hidden} hidden units"
@@ -247,6 +318,20 @@ def refuses_grid(problem: Problem) -> str | None:
     """What `explain` shows of the grid kernel."""
     no_room = f"this device has no room for {problem.hidden} hidden units"
     return _refused_everywhere(problem, (8, 0)) or _refused_for_room(problem, _grid_shape, no_room)
+
+
+def how_persistent(problem: Problem) -> str:
+    """Which kernel runs for how many rows."""
+    layer = _layer(problem)
+    bounds = sorted({shape["rows"] for shape in _tuned(layer.device) if "rows" in shape})
+    shapes = [(_either_shape(layer, rows), f" up to {rows} rows") for rows in bounds] + [(_either_shape(layer, 1 << 30), "")]
+    kept = [(shape, to) for n, (shape, to) in enumerate(shapes) if n + 1 == len(shapes) or shape != shapes[n + 1][0]]
+    return ", ".join(f"{shape}{to}" for shape, to in kept)
+
+
+def persistent(x: Ragged, weights: LSTMWeights, state: LSTMState | None, *, want: Outputs) -> Encoded:
+    """The faster of both kernels. Shapes as in `kernels.contract`."""
+    return _encode(x, weights, state, want, _either_shape)
 
 
 def cluster(x: Ragged, weights: LSTMWeights, state: LSTMState | None, *, want: Outputs) -> Encoded:
@@ -289,8 +374,7 @@ def _encode(x: Ragged, weights: LSTMWeights, state: LSTMState | None, want: Outp
     )
     if not rows:
         return encoded
-    layer = _layer(gates.device, weights.recurrent.dtype, hidden, gates_float32=gates.dtype == torch.float32)
-    plan = _plan(shaped, layer, rows)
+    plan = _plan(shaped, gates.device, weights.recurrent.dtype, gates.dtype == torch.float32, hidden, rows)
     packed = weights.packed.get(plan.packing)
     if packed is None:
         packed = weights.packed[plan.packing] = pack(weights.recurrent, *plan.packing)
@@ -320,8 +404,9 @@ def _gate_inputs(x: Ragged, weights: LSTMWeights) -> Tensor:
     """(tokens, 4 x hidden) in the dtype of the weights, or float32 where they are given so."""
     storage = weights.recurrent.dtype
     if weights.input is None or weights.bias is None:
-        return (x.data if x.data.dtype in (storage, torch.float32) else x.data.float()).contiguous()
-    return torch.addmm(weights.bias, x.data.to(storage), weights.input)
+        given = (x.data if x.data.dtype in (storage, torch.float32) else x.data.float()).contiguous()
+        return given if given.data_ptr() % 4 == 0 else given.clone()  # the grid kernel reads whole words
+    return torch.addmm(weights.bias, x.data if x.data.dtype == storage else x.data.to(storage), weights.input)
 
 
 def _as_read(values: Tensor) -> Tensor:
@@ -360,12 +445,12 @@ def _refused_everywhere(problem: Problem, least: tuple[int, int]) -> str | None:
 
 
 def _refused_for_room(problem: Problem, shaped: Shaped, reason: str) -> str | None:
-    layer = _layer(problem.device, problem.storage, problem.hidden)
+    layer = _layer(problem)
     return reason if shaped(layer, 1) is None else None
 
 
-def _layer(device: torch.device, storage: torch.dtype, hidden: int, *, gates_float32: bool = False) -> Layer:
-    return Layer(_index(device), storage == torch.bfloat16, gates_float32, hidden)
+def _layer(problem: Problem) -> Layer:
+    return Layer(_index(problem.device), problem.storage == torch.bfloat16, gates_float32=False, hidden=problem.hidden)
 
 
 def _index(device: torch.device) -> int:
@@ -373,38 +458,50 @@ def _index(device: torch.device) -> int:
 
 
 @cache
-def _cluster_shape(layer: Layer, rows: int) -> Shape | None:
+def _either_shape(layer: Layer, rows: int) -> Shape | None:
     """The fastest of the shapes that fit and can run."""
-    for blocks in first_that_covers(_tuned(layer.device)["cluster"], "blocks", hidden=layer.hidden, rows=rows):
-        shape = ClusterShape(layer, blocks)
-        if shape.fits(1) and shape.resident():
-            return shape
-    return None
+    return next(_shapes(layer, rows, ("blocks", "units")), None)
+
+
+@cache
+def _cluster_shape(layer: Layer, rows: int) -> Shape | None:
+    return next(_shapes(layer, rows, ("blocks",)), None)
 
 
 @cache
 def _grid_shape(layer: Layer, rows: int) -> Shape | None:
-    """The fastest of the shapes that fit."""
-    for units in first_that_covers(_tuned(layer.device)["grid"], "units", hidden=layer.hidden, rows=rows):
-        shape = GridShape(layer, units)
-        if shape.fits():
-            return shape
-    return None
+    return next(_shapes(layer, rows, ("units",)), None)
+
+
+def _shapes(layer: Layer, rows: int, kinds: Sequence[str]) -> Iterator[Shape]:
+    """Those of the table that fit and can run: of a cluster so many blocks, of the grid so many units."""
+    for kind, size in covering(_tuned(layer.device), kinds, hidden=layer.hidden, rows=rows):
+        if kind == "blocks":
+            clusters = ClusterShape(layer, size)
+            if _has_clusters(layer.device) and clusters.fits(1) and clusters.resident():
+                yield clusters
+        elif (teams := GridShape(layer, size)).fits():
+            yield teams
+
+
+def _has_clusters(device: int) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @cache
-def _plan(shaped: Shaped, layer: Layer, rows: int) -> Plan:
-    """As many launches as the rows need, which is one unless they are thousands."""
-    shape = shaped(layer, rows)
+def _plan(shaped: Shaped, device: torch.device, storage: torch.dtype, gates_float32: bool, hidden: int, rows: int) -> Plan:
+    """As many launches as the rows need, which is one unless they are many."""
+    shape = shaped(Layer(_index(device), storage == torch.bfloat16, gates_float32, hidden), rows)
     if shape is None:
-        raise ContractError(f"this device has no room for an LSTM of {layer.hidden} hidden units in one launch")
+        raise ContractError(f"this device has no room for an LSTM of {hidden} hidden units in one launch")
     bounds = [(first, min(rows, first + shape.most_rows)) for first in range(0, rows, shape.most_rows)]
     launches = tuple((first, until, shape.launch(until - first)) for first, until in bounds)
     return Plan((shape.groups, shape.chunks), shape.copies_state, launches)
 
 
-def _tuned(device: int) -> Mapping[str, Any]:
-    return tuned(HERE / "tuned", torch.cuda.get_device_name(device))
+def _tuned(device: int) -> Sequence[Mapping[str, int]]:
+    shapes: Sequence[Mapping[str, int]] = tuned(HERE / "tuned", torch.cuda.get_device_name(device))["shapes"]
+    return shapes
 
 
 def _parts(whole: int, part: int) -> int:

@@ -8,7 +8,7 @@ os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # each array an allocation o
 
 from tests.gpu.inputs import LSTM, gated, outputs
 
-SHAPES = [("cluster", 40), ("cluster", 200), ("grid", 40), ("grid", 272)]
+SHAPES = [("cluster", 40), ("cluster", 200), ("grid", 40), ("grid", 272), ("grid", 528)]
 
 
 def main() -> None:

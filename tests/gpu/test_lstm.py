@@ -24,10 +24,11 @@ from tests.kernels.inputs import EVERYTHING, OUTPUTS, Given, poisoned_memory
 
 RAGGED = [9, 0, 3, 17, 1, 5, 12, 12, 2, 30, 0]
 CLUSTER = [1, 33, 64, 100, 128, 151, 256, 300, 512, 640, 768]
-GRID = [1, 100, 257, 800, 1024, 1500, 2048]
+GRID = [1, 100, 257, 512, 600, 768, 800, 1024, 1500, 2048]
 SIZES = [*product(["cluster"], CLUSTER), *product(["grid"], GRID)]
 
 both = pytest.mark.parametrize("backend", ["cluster", "grid"])
+all_three = pytest.mark.parametrize("backend", ["persistent", "cluster", "grid"])
 every_size = pytest.mark.parametrize("backend, hidden", SIZES)
 
 
@@ -56,7 +57,7 @@ def test_gate_inputs_come_in_any_dtype(backend: str, data: torch.dtype) -> None:
     agree(LSTM.run(*problem, backend=backend), LSTM.exact(problem), TOLERANCE[torch.float16])
 
 
-@both
+@all_three
 @pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 31, 64, 65, 256, 700, 4096])
 def test_any_number_of_rows(backend: str, rows: int) -> None:
     chance = random.Random(rows)
@@ -70,7 +71,30 @@ def test_any_number_of_rows(backend: str, rows: int) -> None:
         close(encoded[name][some], expected[name], TOLERANCE[torch.float16], name)
 
 
+@pytest.mark.parametrize("hidden", [600, 1024, 1100, 2048])
+def test_many_rows_of_a_large_layer(hidden: int) -> None:
+    chance = random.Random(hidden)
+    x, weights, state = gated([chance.randint(0, 9) for _ in range(150)], hidden)
+    encoded = LSTM.run(x, weights, state, backend="grid")
+    agree(encoded, LSTM.exact(Given(x, weights, state)), TOLERANCE[torch.float16])
+    same(LSTM.run(x, weights, state), encoded)
+
+
+@pytest.mark.parametrize("hidden", [1, 64, 130, 256, 400, 512])
+def test_both_kernels_give_the_same_bits_where_the_number_of_rows_decides_between_them(hidden: int) -> None:
+    problem = gated([7, 0, 3, 20, 1, 8, 8, 2, 5, *[4] * 40], hidden)
+    same(LSTM.run(*problem, backend="grid"), LSTM.run(*problem, backend="cluster"))
+
+
 @both
+def test_gate_inputs_begin_anywhere(backend: str) -> None:
+    x, weights, state = gated(RAGGED, 51)
+    shifted = torch.cat([x.data.new_zeros(1), x.data.flatten()])[1:].view_as(x.data)
+    assert shifted.data_ptr() % 4
+    same(LSTM.run(Ragged(shifted, x.offsets), weights, state, backend=backend), LSTM.run(x, weights, state, backend=backend))
+
+
+@all_three
 @pytest.mark.parametrize("hidden", [40, 130, 520])
 def test_a_row_is_the_same_to_the_bit_alone_in_any_batch_and_in_any_chunks(backend: str, hidden: int) -> None:
     x, weights, state = gated([3, 41, 0, 8, 19, *[5] * 90], hidden)
@@ -157,22 +181,41 @@ def test_a_graph_runs_with_other_lengths_slots_and_values(backend: str) -> None:
 
 
 def test_what_runs_and_why() -> None:
-    assert explain("lstm", device="cuda:0", dtype="float16", hidden=512) == "cluster: chosen"
-    beyond = explain("lstm", device="cuda:0", dtype="bfloat16", hidden=1024).splitlines()
-    assert beyond == ["cluster: no cluster that this device can hold has room for 1024 hidden units", "grid: chosen"]
+    within = "persistent: chosen (clusters of 16 blocks up to 128 rows, the grid by 16 units)"
+    assert explain("lstm", device="cuda:0", dtype="float16", hidden=512) == within
+    beyond = "persistent: chosen (the grid by 8 units up to 8 rows, the grid by 16 units)"
+    assert explain("lstm", device="cuda:0", dtype="bfloat16", hidden=1024) == beyond
     assert explain("lstm", device="cuda:0", dtype="float32", hidden=512).splitlines()[-1] == "framework: chosen"
-    assert explain("lstm", device="cuda:0", dtype="float16", hidden=5000).splitlines()[-1] == "framework: chosen"
-    assert explain("lstm", device="cuda:9", dtype="float16", hidden=512).splitlines()[0] == "cluster: there is no cuda:9 here"
+    assert explain("lstm", device="cuda:0", dtype="float16", hidden=5000).splitlines() == [
+        "persistent: this device has no room for 5000 hidden units",
+        "cluster: no cluster that this device can hold has room for 5000 hidden units",
+        "grid: this device has no room for 5000 hidden units",
+        "framework: chosen",
+    ]
+    assert (
+        explain("lstm", device="cuda:9", dtype="float16", hidden=512).splitlines()[0] == "persistent: there is no cuda:9 here"
+    )
 
 
 def forget_shapes() -> None:
-    launch._cluster_shape.cache_clear()
-    launch._plan.cache_clear()
+    for found in (launch._either_shape, launch._cluster_shape, launch._grid_shape, launch._plan):
+        found.cache_clear()
 
 
-@pytest.mark.parametrize("largest, hidden, chosen", [(8, 512, "cluster"), (8, 768, "grid"), (0, 128, "grid")])
+def chosen(hidden: int) -> str:
+    problem = Problem(torch.device("cuda:0"), torch.float16, hidden)
+    return next(backend.name for backend in BACKENDS if backend.refuses(problem) is None)
+
+
+def shape_of(hidden: int, rows: int) -> launch.Shape | None:
+    return launch._either_shape(launch.Layer(0, False, False, hidden), rows)
+
+
+@pytest.mark.parametrize(
+    "largest, hidden, shape", [(8, 256, "clusters of 8 blocks"), (8, 512, "the grid by 16 units"), (0, 128, "the grid")]
+)
 def test_a_device_that_holds_only_smaller_clusters(
-    largest: int, hidden: int, chosen: str, monkeypatch: pytest.MonkeyPatch
+    largest: int, hidden: int, shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     resident = resident_clusters
     monkeypatch.setattr(
@@ -180,19 +223,34 @@ def test_a_device_that_holds_only_smaller_clusters(
     )
     forget_shapes()
     try:
-        problem = Problem(torch.device("cuda:0"), torch.float16, hidden)
-        assert next(backend.name for backend in BACKENDS if backend.refuses(problem) is None) == chosen
+        assert chosen(hidden) == "persistent"
+        assert str(shape_of(hidden, 4)).startswith(shape)
         made = given([3, 0, 11, 5], hidden)
-        agree(LSTM.run(*made, backend=chosen), LSTM.exact(made), TOLERANCE[torch.float16])
+        agree(LSTM.run(*made, backend="persistent"), LSTM.exact(made), TOLERANCE[torch.float16])
     finally:
         forget_shapes()
 
 
-@pytest.mark.parametrize("capability, chosen", [((8, 6), "grid"), ((7, 5), "framework")])
-def test_a_device_without_clusters(capability: tuple[int, int], chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("capability, expected", [((8, 6), "persistent"), ((7, 5), "framework")])
+def test_a_device_without_clusters(capability: tuple[int, int], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    problem = Problem(torch.device("cuda:0"), torch.float16, 256)
-    assert next(backend.name for backend in BACKENDS if backend.refuses(problem) is None) == chosen
+    forget_shapes()
+    try:
+        assert chosen(256) == expected
+        assert str(shape_of(256, 4)).startswith("the grid")
+    finally:
+        forget_shapes()
+
+
+@pytest.mark.parametrize("hidden", [256, 768, 1024])
+def test_without_lent_registers(hidden: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "lends_registers", lambda _: False)
+    forget_shapes()
+    try:
+        made = given([3, 0, 11, *[5] * 60], hidden)
+        agree(LSTM.run(*made, backend="grid"), LSTM.exact(made), TOLERANCE[torch.float16])
+    finally:
+        forget_shapes()
 
 
 def test_without_cupy_the_framework_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,8 +260,8 @@ def test_without_cupy_the_framework_runs(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_choice_is_what_runs() -> None:
     x, weights, state = given([3, 4], 192)
-    assert choice(weights).backend.name == "cluster"
-    same(lstm(x, weights, state, want=EVERYTHING), LSTM.run(x, weights, state, backend="cluster"))
+    assert choice(weights).backend.name == "persistent"
+    same(lstm(x, weights, state, want=EVERYTHING), LSTM.run(x, weights, state, backend="persistent"))
 
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])

@@ -33,7 +33,7 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server,
 
 def test_the_embedded_lstm_runs_through_its_own_kernel(embedded: tuple[Server, Server]) -> None:
     on_gpu, on_cpu = ({one["name"]: one for one in server.client.get("/models").json()["models"]} for server in embedded)
-    assert "cluster" in " ".join(on_gpu["question-type-lstm"]["backends"])
+    assert "persistent" in " ".join(on_gpu["question-type-lstm"]["backends"])
     assert "framework" in " ".join(on_cpu["question-type-lstm"]["backends"])
 
 

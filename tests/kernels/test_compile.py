@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import torch
 
 from kernels import compile as compiler
 from kernels import lstm
@@ -16,11 +21,8 @@ SOURCES = sorted(Path(lstm.__file__).parent.glob("*.cu"))
 
 def test_the_variable_names_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SEQSERVE_CACHE", str(tmp_path / "new" / "kernels"))
-    monkeypatch.delenv("CUPY_CACHE_DIR", raising=False)
     assert compiler.folder() == tmp_path / "new" / "kernels"
     assert (tmp_path / "new" / "kernels").is_dir()
-    compiler._tell_cupy()
-    assert os.environ["CUPY_CACHE_DIR"] == str(tmp_path / "new" / "kernels")
 
 
 def test_without_it_the_folder_is_this_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,13 +31,62 @@ def test_without_it_the_folder_is_this_users(tmp_path: Path, monkeypatch: pytest
     assert compiler.folder() == tmp_path / ".cache" / "seqserve"
 
 
+@pytest.fixture
+def nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers what it compiles."""
+    numbers = count(1)
+    cupy, cuda, nvrtc = ModuleType("cupy"), ModuleType("cupy.cuda"), ModuleType("cupy.cuda.nvrtc")
+    vars(nvrtc)["getVersion"] = lambda: (13, 0)
+    vars(cuda)["nvrtc"] = nvrtc
+    for module in (cupy, cuda, nvrtc):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(compiler, "_machine_code", lambda text, _: f"code {next(numbers)} of {text}".encode())
+
+
+@pytest.mark.usefixtures("nvrtc")
+def test_a_kernel_is_compiled_once_for_each_text_and_each_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SEQSERVE_CACHE", str(tmp_path))
+    assert [compiler._kept("text", options) for options in (("one",), ("one",), ("two",), ("one",))] == [
+        b"code 1 of text",
+        b"code 1 of text",
+        b"code 2 of text",
+        b"code 1 of text",
+    ]
+    assert compiler._kept("other", ("one",)) == b"code 3 of other"
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("harm", [lambda kept: kept[:0], lambda kept: kept[:40], lambda kept: kept[:-1] + b"!"])
+def test_what_is_kept_is_compiled_again_when_it_is_not_whole(
+    harm: Callable[[bytes], bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SEQSERVE_CACHE", str(tmp_path))
+    compiler._kept("text", ())
+    (kept,) = tmp_path.iterdir()
+    kept.write_bytes(harm(kept.read_bytes()))
+    assert compiler._kept("text", ()) == b"code 2 of text"
+    assert compiler._kept("text", ()) == b"code 2 of text"
+
+
+@pytest.mark.parametrize(
+    "capability, architecture", [((8, 0), "sm_80"), ((8, 9), "sm_89"), ((9, 0), "sm_90a"), ((10, 0), "sm_100a")]
+)
+def test_the_architecture_is_the_device_s_own(
+    capability: tuple[int, int], architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert compiler._architecture(0) == architecture
+    assert compiler.lends_registers(0) == (capability >= (9, 0))
+
+
+@pytest.mark.usefixtures("nvrtc")
 def test_kernels_are_kept_in_memory_where_no_folder_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SEQSERVE_CACHE", str(tmp_path / "file" / "kernels"))
-    monkeypatch.delenv("CUPY_CACHE_IN_MEMORY", raising=False)
     assert compiler.folder() is None
-    compiler._tell_cupy()
-    assert os.environ["CUPY_CACHE_IN_MEMORY"] == "1"
+    assert compiler._kept("text", ()) == b"code 1 of text"
+    assert compiler._kept("text", ()) == b"code 2 of text"
 
 
 def test_kernels_are_kept_in_memory_where_the_folder_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

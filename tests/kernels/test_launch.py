@@ -12,19 +12,27 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.backend import Problem
 from kernels.contract import ContractError, LSTMState, Outputs, Ragged
 from kernels.lstm import launch
 from kernels.lstm.launch import OCTETS, SORTED, ClusterShape, GridShape, Layer, pack
-from kernels.tuning import first_that_covers, tuned
+from kernels.tuning import covering, tuned
 from tests.kernels.families import Form
 
 H200_SHARED_BYTES = 232_448
 CELL = (launch.HERE / "cell.cuh").read_text()
 
 
+class Properties:
+    multi_processor_count = 132
+
+
 @pytest.fixture(autouse=True)
 def _as_on_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "shared_limit", lambda _: H200_SHARED_BYTES)
+    monkeypatch.setattr(launch, "lends_registers", lambda _: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
 
 
 def through_fragments(packed: Tensor, hidden: Tensor) -> Tensor:
@@ -89,21 +97,43 @@ def test_rows_are_spread_over_the_clusters_that_run_at_once(
 
 
 @pytest.mark.parametrize("rows", [1, 8, 100, 500])
-@pytest.mark.parametrize("hidden, units", [(1024, 8), (1024, 16), (1500, 16), (2048, 16)])
-def test_the_teams_of_a_grid_are_resident_at_once(hidden: int, units: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Properties:
-        multi_processor_count = 132
-
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
-    monkeypatch.setattr(GridShape, "_kernel", lambda _: None)
+@pytest.mark.parametrize("lends", [True, False])
+@pytest.mark.parametrize(
+    "hidden, units", [(100, 16), (256, 16), (512, 16), (768, 8), (768, 24), (1024, 8), (1024, 16), (1500, 16), (2048, 16)]
+)
+def test_the_teams_of_a_grid_are_resident_at_once(
+    hidden: int, units: int, lends: bool, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "lends_registers", lambda _: lends)
+    monkeypatch.setattr(GridShape, "_kernel", lambda *_: None)
     shape = GridShape(Layer(0, False, False, hidden), units)
+    assert shape.fits()
     rows = min(rows, shape.most_rows)
     found = shape.launch(rows)
-    assert shape.fits()
-    assert found.blocks <= 132
+    assert found.blocks <= 132 * shape.together
     assert found.blocks // shape.members * found.octets * found.width >= rows
-    assert found.shared <= H200_SHARED_BYTES
+    assert (found.shared + 1024) * shape.together <= H200_SHARED_BYTES + 1024
     assert found.octets * found.width <= SORTED
+    multiply = 32 * shape.parts
+    lent = multiply * shape.registers + (shape.threads - multiply) * launch.OWNERS_REGISTERS
+    assert shape.together * (lent if shape.lends else shape.threads * shape.registers) <= 65536
+    assert not shape.lends or shape.threads % 128 == 0, "registers are lent by four warps to four warps"
+
+
+@pytest.mark.parametrize("hidden", [130, 256, 300, 512])
+def test_both_kernels_lay_out_weights_alike_where_the_number_of_rows_decides(hidden: int) -> None:
+    layer = Layer(0, False, False, hidden)
+    clusters, teams = ClusterShape(layer, 16), GridShape(layer, 16)
+    assert clusters.chunks == teams.chunks
+    assert teams.chunks % teams.parts == 0
+    assert clusters.groups >= teams.groups
+
+
+def test_only_where_both_kernels_sum_alike_does_the_number_of_rows_decide() -> None:
+    shapes = tuned(launch.HERE / "tuned", "NVIDIA H200")["shapes"]
+    for hidden in range(1, 2113):
+        kinds = {next(covering(shapes, ("blocks", "units"), hidden=hidden, rows=rows))[0] for rows in (1, 8, 32, 64, 256, 4096)}
+        assert hidden <= launch.LIKE_A_CLUSTER or kinds == {"units"}
 
 
 class Recorder:
@@ -122,11 +152,12 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     monkeypatch.setattr(ClusterShape, "resident", lambda _: 7)
     monkeypatch.setattr(ClusterShape, "kernel", lambda *_: made)
     monkeypatch.setattr(launch, "_current", lambda _: nullcontext())
-    monkeypatch.setattr(launch, "_tuned", lambda _: tuned(launch.HERE / "tuned", "NVIDIA H200"))
+    monkeypatch.setattr(launch, "_tuned", lambda _: tuned(launch.HERE / "tuned", "NVIDIA H200")["shapes"])
     launch._plan.cache_clear()
     yield made
     launch._plan.cache_clear()
     launch._cluster_shape.cache_clear()
+    launch._either_shape.cache_clear()
 
 
 CALL = [
@@ -199,10 +230,20 @@ def test_without_rows_nothing_is_launched(recorder: Recorder) -> None:
 
 
 def test_a_measured_shape_covers_what_is_within_its_bounds() -> None:
-    shapes = [{"hidden": 128, "rows": 8, "blocks": 4}, {"hidden": 128, "blocks": 2}, {"rows": 9, "blocks": 1}]
-    assert first_that_covers(shapes, "blocks", hidden=128, rows=8) == [4, 2, 1]
-    assert first_that_covers(shapes, "blocks", hidden=1, rows=9) == [2, 1]
-    assert first_that_covers(shapes, "blocks", hidden=129, rows=10) == []
+    shapes = [{"hidden": 128, "rows": 8, "blocks": 4}, {"hidden": 128, "units": 2}, {"rows": 9, "blocks": 1}]
+    assert list(covering(shapes, ("blocks", "units"), hidden=128, rows=8)) == [("blocks", 4), ("units", 2), ("blocks", 1)]
+    assert list(covering(shapes, ("blocks",), hidden=128, rows=8)) == [("blocks", 4), ("blocks", 1)]
+    assert list(covering(shapes, ("blocks", "units"), hidden=1, rows=9)) == [("units", 2), ("blocks", 1)]
+    assert list(covering(shapes, ("blocks", "units"), hidden=129, rows=10)) == []
+
+
+def test_which_kernel_runs_for_how_many_rows_is_told(recorder: Recorder) -> None:
+    for hidden, told in (
+        (128, "clusters of 8 blocks up to 64 rows, clusters of 2 blocks"),
+        (512, "clusters of 16 blocks up to 128 rows, the grid by 16 units"),
+        (1024, "the grid by 8 units up to 8 rows, the grid by 16 units"),
+    ):
+        assert launch.how_persistent(Problem(torch.device("cuda:0"), torch.float16, hidden)) == told
 
 
 def test_a_device_takes_the_shapes_that_bear_its_name(tmp_path: Path) -> None:
