@@ -21,6 +21,7 @@ from tests.gpu.inputs import LSTM, TOLERANCE, agree, close, gated, outputs, same
 from tests.gpu.inputs import lstm as given
 from tests.kernels import inputs
 from tests.kernels.inputs import EVERYTHING, OUTPUTS, Given, poisoned_memory
+from tests.kernels.shapes import found_anew
 
 RAGGED = [9, 0, 3, 17, 1, 5, 12, 12, 2, 30, 0]
 CLUSTER = [1, 33, 64, 100, 128, 151, 256, 300, 512, 640, 768]
@@ -197,9 +198,11 @@ def test_what_runs_and_why() -> None:
     )
 
 
-def forget_shapes() -> None:
-    for found in (launch._either_shape, launch._cluster_shape, launch._grid_shape, launch._plan):
-        found.cache_clear()
+@pytest.fixture
+def _another_device() -> Iterator[None]:
+    """The shapes are found anew once the test has made the device another one."""
+    with found_anew():
+        yield
 
 
 def chosen(hidden: int) -> str:
@@ -211,6 +214,7 @@ def shape_of(hidden: int, rows: int) -> launch.Shape | None:
     return launch._either_shape(launch.Layer(0, False, False, hidden), rows)
 
 
+@pytest.mark.usefixtures("_another_device")
 @pytest.mark.parametrize(
     "largest, hidden, shape", [(8, 256, "clusters of 8 blocks"), (8, 512, "the grid by 16 units"), (0, 128, "the grid")]
 )
@@ -221,36 +225,26 @@ def test_a_device_that_holds_only_smaller_clusters(
     monkeypatch.setattr(
         launch, "resident_clusters", lambda kernel, shared: resident(kernel, shared) if kernel.cluster <= largest else 0
     )
-    forget_shapes()
-    try:
-        assert chosen(hidden) == "persistent"
-        assert str(shape_of(hidden, 4)).startswith(shape)
-        made = given([3, 0, 11, 5], hidden)
-        agree(LSTM.run(*made, backend="persistent"), LSTM.exact(made), TOLERANCE[torch.float16])
-    finally:
-        forget_shapes()
+    assert chosen(hidden) == "persistent"
+    assert str(shape_of(hidden, 4)).startswith(shape)
+    made = given([3, 0, 11, 5], hidden)
+    agree(LSTM.run(*made, backend="persistent"), LSTM.exact(made), TOLERANCE[torch.float16])
 
 
+@pytest.mark.usefixtures("_another_device")
 @pytest.mark.parametrize("capability, expected", [((8, 6), "persistent"), ((7, 5), "framework")])
 def test_a_device_without_clusters(capability: tuple[int, int], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    forget_shapes()
-    try:
-        assert chosen(256) == expected
-        assert str(shape_of(256, 4)).startswith("the grid")
-    finally:
-        forget_shapes()
+    assert chosen(256) == expected
+    assert str(shape_of(256, 4)).startswith("the grid")
 
 
+@pytest.mark.usefixtures("_another_device")
 @pytest.mark.parametrize("hidden", [256, 768, 1024])
 def test_without_lent_registers(hidden: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "lends_registers", lambda _: False)
-    forget_shapes()
-    try:
-        made = given([3, 0, 11, *[5] * 60], hidden)
-        agree(LSTM.run(*made, backend="grid"), LSTM.exact(made), TOLERANCE[torch.float16])
-    finally:
-        forget_shapes()
+    made = given([3, 0, 11, *[5] * 60], hidden)
+    agree(LSTM.run(*made, backend="grid"), LSTM.exact(made), TOLERANCE[torch.float16])
 
 
 def test_without_cupy_the_framework_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from kernels.lstm import launch
 from kernels.lstm.launch import OCTETS, SORTED, ClusterShape, GridShape, Layer, pack
 from kernels.tuning import covering, tuned
 from tests.kernels.families import Form
+from tests.kernels.shapes import found_anew
 
 H200_SHARED_BYTES = 232_448
 CELL = (launch.HERE / "cell.cuh").read_text()
@@ -153,11 +154,8 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     monkeypatch.setattr(ClusterShape, "kernel", lambda *_: made)
     monkeypatch.setattr(launch, "_current", lambda _: nullcontext())
     monkeypatch.setattr(launch, "_tuned", lambda _: tuned(launch.HERE / "tuned", "NVIDIA H200")["shapes"])
-    launch._plan.cache_clear()
-    yield made
-    launch._plan.cache_clear()
-    launch._cluster_shape.cache_clear()
-    launch._either_shape.cache_clear()
+    with found_anew():
+        yield made
 
 
 CALL = [
