@@ -31,12 +31,13 @@ class Problem:
 @dataclass(frozen=True, slots=True)
 class Backend:
     """One implementation. `refuses` gives the reason why it cannot or should not take a problem, or None; `how`, what is to be said
-    of one that it takes."""
+    of one that it takes; `both` runs two directions at once, where it can do better than `kernels.directions.composed`."""
 
     name: str
     run: Callable[..., Any]
     refuses: Callable[[Problem], str | None]
     how: Callable[[Problem], str] | None = None
+    both: Callable[..., Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,12 +47,13 @@ class Kernel:
     cluster: int
     cooperative: bool
 
-    def launch(self, blocks: int, shared: int, members: Sequence[int]) -> None:
-        """On torch's stream. shared: bytes for each block; members: those of its one argument, a structure, eight bytes each."""
+    def launch(self, blocks: tuple[int, ...], shared: int, members: Sequence[int]) -> None:
+        """On torch's stream. blocks: along each axis of the grid; shared: bytes for each block; members: those of its one argument, a
+        structure, eight bytes each."""
         pack, structure = _layout(len(members))
         call = np.frombuffer(pack(*members), structure)  # CuPy passes an array of one element by value
         stream = _stream(torch._C._cuda_getCurrentRawStream(self.device))  # the public way takes 5 us longer
-        self.function((blocks,), (self.threads,), (call,), shared, stream, self.cooperative)
+        self.function(blocks, (self.threads,), (call,), shared, stream, self.cooperative)
 
 
 def installed() -> bool:

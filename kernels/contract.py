@@ -7,7 +7,7 @@ computes; the checks raise ContractError before a kernel reads out of bounds.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -132,14 +132,19 @@ class GRUState:
     hidden: Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SRUWeights:
-    """One layer in one direction; blocks candidate, forget, reset and, where there is one, skip.
+    """One layer in one direction; blocks candidate, forget, reset and, where there is one, skip. Values do not change once a kernel
+    has seen them.
 
     input: (inputs, 3 x hidden or 4 x hidden), or None when the data already are the product with it; projection: (columns, inputs)
     that stands before it, or None; bias: (2 x hidden,) forget and reset; cell: (2 x hidden,) by which the old cell enters both
     gates, or None (version 1). Without a skip block, the skip is the data's own columns from `skip_from` on times `scale`, or
     nothing when `skip_from` is None.
+
+    table: (vocabulary, 3 x hidden or 4 x hidden), or None: the data are ids, (tokens,) int32 or int64, whose rows of it are the
+    blocks, and input, projection, skip_from and norm are None. norm: (2, columns) gain and offset of a layer norm of the data, as
+    torch.nn.LayerNorm computes it, before projection and product but not before the data's own columns, or None.
     """
 
     input: Tensor | None
@@ -149,34 +154,63 @@ class SRUWeights:
     skip_from: int | None = None
     scale: float = 1.0
     tanh: bool = False
+    table: Tensor | None = None
+    norm: Tensor | None = None
 
     @property
     def hidden(self) -> int:
         return self.bias.shape[0] // 2
 
+    @cached_property
+    def columns(self) -> int | None:
+        """Of the data; None where they are ids or blocks. Looks at the shapes above once, and raises ContractError unless they hold
+        together."""
+        return _sru_columns(self)
+
+    @cached_property
+    def form(self) -> dict[str, Any]:
+        """What both directions of a layer have in common; their own columns begin in different places."""
+        return _form(self) | {"skip_from": self.skip_from is not None}
+
+    @cached_property
+    def packed(self) -> dict[Any, Tensor]:
+        """The weights as kernels want them, by whatever tells one layout from another; made once and kept."""
+        return {}
+
 
 @dataclass(frozen=True, slots=True)
 class SRUState:
-    """cell: (rows, hidden) float32."""
+    """cell: (rows, hidden) float32; slots as in LSTMState: with them, cell is a slab, (places, hidden)."""
 
     cell: Tensor
+    slots: Tensor | None = None
+
+    def by_row(self) -> SRUState:
+        """Without slots: copied out of them, or itself where it has none."""
+        return self if self.slots is None else SRUState(self.cell[self.slots.long()])
 
 
 POOLINGS = {"f": 2, "fo": 3, "ifo": 4}
 """Blocks of a QRNN by its pooling: candidate, forget, then output, then input gate."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class QRNNWeights:
-    """One layer in one direction; blocks candidate, forget, output, input, as many as `pooling` asks for.
+    """One layer in one direction; blocks candidate, forget, output, input, as many as `pooling` asks for. Values do not change once
+    a kernel has seen them.
 
     input: (window, inputs, blocks x hidden) with the present step first, then the one before it and so on, or None when the data
     already are the masked convolution without its bias; bias: (blocks x hidden,).
+
+    tables: (window, 1 + vocabulary, blocks x hidden), the present step first, or None: the data are ids, (tokens,) int32 or int64,
+    the convolution is the sum over the window of the rows of the ids at and before the step, and input is None. Id n is row
+    `kernels.embedding.FIRST` + n; the row before the first is zeros, for steps that are padding.
     """
 
     input: Tensor | None
     bias: Tensor
     pooling: str = "fo"
+    tables: Tensor | None = None
 
     @property
     def hidden(self) -> int:
@@ -184,15 +218,44 @@ class QRNNWeights:
 
     @property
     def window(self) -> int:
-        return 1 if self.input is None else self.input.shape[0]
+        taps = self.input if self.tables is None else self.tables
+        return 1 if taps is None else taps.shape[0]
+
+    @cached_property
+    def columns(self) -> int | None:
+        """Of the data; None where they are ids. Looks at the shapes above once, and raises ContractError unless they hold
+        together."""
+        return _qrnn_columns(self)
+
+    @cached_property
+    def form(self) -> dict[str, Any]:
+        """What both directions of a layer have in common."""
+        return _form(self)
+
+    @cached_property
+    def packed(self) -> dict[Any, Tensor]:
+        """The weights as kernels want them, by whatever tells one layout from another; made once and kept."""
+        return {}
 
 
 @dataclass(frozen=True, slots=True)
 class QRNNState:
-    """cell: (rows, hidden) float32; left: (rows, window - 1, inputs) the steps before the next one, oldest first."""
+    """cell: (rows, hidden) float32; left: (rows, window - 1, inputs) the steps before the next one, oldest first.
+
+    With tables, left is (rows, window - 1) int64, rows of the tables as `kernels.embedding.tap_rows` has them, 0 for padding. Slots
+    as in LSTMState: with them, cell and left are slabs, (places, ...).
+    """
 
     cell: Tensor
     left: Tensor
+    slots: Tensor | None = None
+
+    def by_row(self) -> QRNNState:
+        """Without slots: copied out of them, or itself where it has none."""
+        if self.slots is None:
+            return self
+        slots = self.slots.long()
+        return QRNNState(self.cell[slots], self.left[slots])
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -290,10 +353,7 @@ def check_lstm(x: Ragged, weights: LSTMWeights, state: LSTMState | None) -> None
     check_ragged(x)
     if state is None:
         return
-    places: int | None = x.rows
-    if state.slots is not None:
-        expect("state.slots", state.slots, (x.rows,))
-        places = None
+    places = _places(x, state)
     expect("state.hidden", state.hidden, (places, weights.hidden))
     expect("state.cell", state.cell, (places, weights.hidden))
 
@@ -310,51 +370,45 @@ def check_gru(x: Ragged, weights: GRUWeights, state: GRUState | None) -> None:
 
 def check_sru(x: Ragged, weights: SRUWeights, state: SRUState | None) -> None:
     """Raises ContractError unless the shapes above hold together."""
-    expect("weights.bias", weights.bias, (None,))
-    hidden = weights.hidden
-    expect("weights.bias", weights.bias, (2 * hidden,))
-    if weights.cell is not None:
-        expect("weights.cell", weights.cell, (2 * hidden,))
-    blocks = x.data if weights.input is None else weights.input
-    name = "x.data" if weights.input is None else "weights.input"
-    expect(name, blocks, (None, None))
-    if blocks.shape[1] not in (3 * hidden, 4 * hidden):
-        raise ContractError(f"{name} has the shape {tuple(blocks.shape)}, expected 3 or 4 blocks of {hidden}")
-    if weights.input is not None and weights.projection is not None:
-        expect("weights.projection", weights.projection, (None, weights.input.shape[0]))
-        expect("x.data", x.data, (None, weights.projection.shape[0]))
-    elif weights.input is not None:
-        expect("x.data", x.data, (None, weights.input.shape[0]))
-    elif weights.projection is not None:
-        raise ContractError("weights.projection is given although the data already are the product with weights.input")
-    if weights.skip_from is not None:
-        if weights.input is None or blocks.shape[1] == 4 * hidden:
-            raise ContractError("weights.skip_from is given although the skip is a block of its own")
-        if not 0 <= weights.skip_from <= x.data.shape[1] - hidden:
-            raise ContractError(f"weights.skip_from is {weights.skip_from} of {x.data.shape[1]} columns, {hidden} are needed")
+    columns = weights.columns
+    if weights.table is not None:
+        _expect_ids(x)
+    elif columns is None:
+        _expect_blocks("x.data", x.data, weights.hidden)
+    else:
+        expect("x.data", x.data, (None, columns))
     check_ragged(x)
     if state is not None:
-        expect("state.cell", state.cell, (x.rows, hidden))
+        expect("state.cell", state.cell, (_places(x, state), weights.hidden))
 
 
 def check_qrnn(x: Ragged, weights: QRNNWeights, state: QRNNState | None) -> None:
     """Raises ContractError unless the shapes above hold together."""
-    if weights.pooling not in POOLINGS:
-        raise ContractError(f"weights.pooling is {weights.pooling!r}; known are {', '.join(POOLINGS)}")
-    expect("weights.bias", weights.bias, (None,))
-    blocks = POOLINGS[weights.pooling] * weights.hidden
-    expect("weights.bias", weights.bias, (blocks,))
-    inputs: int | None = blocks
-    if weights.input is not None:
-        expect("weights.input", weights.input, (None, None, blocks))
-        if weights.window < 1:
-            raise ContractError("weights.input has a window of 0 steps, expected at least the present one")
-        inputs = weights.input.shape[1]
-    expect("x.data", x.data, (None, inputs))
+    columns = weights.columns
+    if columns is None:
+        _expect_ids(x)
+    else:
+        expect("x.data", x.data, (None, columns))
     check_ragged(x)
-    if state is not None:
-        expect("state.cell", state.cell, (x.rows, weights.hidden))
-        expect("state.left", state.left, (x.rows, weights.window - 1, inputs))
+    if state is None:
+        return
+    expect("state.cell", state.cell, (_places(x, state), weights.hidden))
+    places, before = len(state.cell), weights.window - 1
+    expect("state.left", state.left, (places, before) if columns is None else (places, before, columns))
+    if columns is None and state.left.dtype != torch.int64:
+        raise ContractError(f"state.left is {state.left.dtype}, expected rows of weights.tables, torch.int64")
+
+
+def check_both(
+    check: Callable[[Ragged, Any, Any], None], x: Ragged, weights: tuple[Any, Any], states: tuple[Any, Any] | None
+) -> None:
+    """Raises ContractError unless `check` passes each direction, forward first, and both have the same form."""
+    for one, state in zip(weights, states or (None, None), strict=True):
+        check(x, one, state)
+    forward, backward = (one.form for one in weights)
+    if forward != backward:
+        name = next(name for name in forward if forward[name] != backward[name])
+        raise ContractError(f"weights.{name} is {forward[name]} forward and {backward[name]} backward, expected the same")
 
 
 def check_conv(x: Ragged, weights: ConvWeights, state: ConvState | None) -> None:
@@ -384,6 +438,89 @@ def _columns(weights: LSTMWeights | GRUWeights, gates: int) -> int:
     if weights.input is not None or weights.bias is not None:
         raise ContractError("weights.input and weights.bias are given together or not at all")
     return gates * hidden
+
+
+def _sru_columns(weights: SRUWeights) -> int | None:
+    """How many columns the data have, None of ids and blocks; raises ContractError unless the weights' shapes hold together."""
+    expect("weights.bias", weights.bias, (None,))
+    hidden = weights.hidden
+    expect("weights.bias", weights.bias, (2 * hidden,))
+    if weights.cell is not None:
+        expect("weights.cell", weights.cell, (2 * hidden,))
+    if weights.table is not None:
+        _expect_blocks("weights.table", weights.table, hidden)
+        _expect_none(weights, ("input", "projection", "skip_from", "norm"), "the data are ids")
+        return None
+    if weights.input is None:
+        _expect_none(weights, ("projection", "skip_from", "norm"), "the data already are the product with weights.input")
+        return None
+    _expect_blocks("weights.input", weights.input, hidden)
+    columns = weights.input.shape[0]
+    if weights.projection is not None:
+        expect("weights.projection", weights.projection, (None, columns))
+        columns = weights.projection.shape[0]
+    if weights.norm is not None:
+        expect("weights.norm", weights.norm, (2, columns))
+    if weights.skip_from is not None:
+        if weights.input.shape[1] == 4 * hidden:
+            raise ContractError("weights.skip_from is given although the skip is a block of its own")
+        if not 0 <= weights.skip_from <= columns - hidden:
+            raise ContractError(f"weights.skip_from is {weights.skip_from} of {columns} columns, {hidden} are needed")
+    return columns
+
+
+def _qrnn_columns(weights: QRNNWeights) -> int | None:
+    """How many columns the data have, None of ids; raises ContractError unless the weights' shapes hold together."""
+    if weights.pooling not in POOLINGS:
+        raise ContractError(f"weights.pooling is {weights.pooling!r}; known are {', '.join(POOLINGS)}")
+    expect("weights.bias", weights.bias, (None,))
+    blocks = POOLINGS[weights.pooling] * weights.hidden
+    expect("weights.bias", weights.bias, (blocks,))
+    if weights.tables is not None:
+        _expect_none(weights, ("input",), "the data are ids")
+    name, taps = ("input", weights.input) if weights.tables is None else ("tables", weights.tables)
+    if taps is None:
+        return blocks
+    expect(f"weights.{name}", taps, (None, None, blocks))
+    if weights.window < 1:
+        raise ContractError(f"weights.{name} has a window of 0 steps, expected at least the present one")
+    if weights.tables is None:
+        return taps.shape[1]
+    if not taps.shape[1]:
+        raise ContractError("weights.tables has no rows, expected at least the one of padding")
+    return None
+
+
+def _form(weights: SRUWeights | QRNNWeights) -> dict[str, Any]:
+    """Shape and dtype of every array, and everything else as it is."""
+    values = {field.name: getattr(weights, field.name) for field in fields(weights)}
+    return {name: (*value.shape, value.dtype) if isinstance(value, Tensor) else value for name, value in values.items()}
+
+
+def _places(x: Ragged, state: LSTMState | SRUState | QRNNState) -> int | None:
+    """How many a state has: one for each row, or, with slots, any number."""
+    if state.slots is None:
+        return x.rows
+    expect("state.slots", state.slots, (x.rows,))
+    return None
+
+
+def _expect_ids(x: Ragged) -> None:
+    expect("x.data", x.data, (None,))
+    if x.data.dtype not in (torch.int32, torch.int64):
+        raise ContractError(f"x.data is {x.data.dtype}, expected ids, torch.int32 or torch.int64")
+
+
+def _expect_blocks(name: str, array: Tensor, hidden: int) -> None:
+    expect(name, array, (None, None))
+    if array.shape[1] not in (3 * hidden, 4 * hidden):
+        raise ContractError(f"{name} has the shape {tuple(array.shape)}, expected 3 or 4 blocks of {hidden}")
+
+
+def _expect_none(weights: SRUWeights | QRNNWeights, names: tuple[str, ...], why: str) -> None:
+    for name in names:
+        if getattr(weights, name) is not None:
+            raise ContractError(f"weights.{name} is given although {why}")
 
 
 def check_ragged(x: Ragged) -> None:

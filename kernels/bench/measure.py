@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from kernels.backend import Backend, Problem
+from kernels.backend import Backend, Problem, takes_everything
 from kernels.bench import timing
 from kernels.bench.agreement import DisagreesError, Expected, expected
 from kernels.bench.given import Given, made_up
 from kernels.bench.peers.peer import Call, MissingError, Peer
 from kernels.bench.report import Row
-from kernels.bench.workloads import Workload
+from kernels.bench.workloads import PEERS_ALONE, Workload
 from kernels.contract import STORAGE
 
 
@@ -33,7 +33,7 @@ class Findings:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """budget_s: seconds for each figure, as far as 20 repetitions fit into them; say: hears of the progress."""
+    """budget_s: seconds for each figure, as far as 10 repetitions fit into them; say: hears of the progress."""
 
     device: torch.device
     peers: Sequence[Peer]
@@ -44,32 +44,42 @@ class Bench:
         findings = Findings()
         for done, workload in enumerate(workloads):
             self.say(f"{done + 1}/{len(workloads)} {workload}")
-            # Weights are copied into layers outside of inference mode, as a layer made within it is not like those of users.
-            with torch.no_grad():
-                given = made_up(workload, self.device)
-                right = expected(given)
-                for peer in self._contenders(workload, findings):
-                    self._one(peer, workload, given, right, findings)
+            self._measure(workload, findings)
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()  # the next one's arrays have other sizes, and some take gigabytes
         return findings
+
+    def _measure(self, workload: Workload, findings: Findings) -> None:
+        # Weights are copied into layers outside of inference mode, as a layer made within it is not like those of users.
+        with torch.no_grad():
+            given = made_up(workload, self.device)
+            right = expected(given) if given.weights else None
+            for peer in self._contenders(workload, findings):
+                self._one(peer, workload, given, right, findings)
 
     def _contenders(self, workload: Workload, findings: Findings) -> Iterator[Peer]:
         """Our own backends first, each as a peer whose layout is ours."""
         problem = Problem(self.device, STORAGE[workload.dtype], workload.hidden)
         backends: tuple[Backend, ...] = import_module(f"kernels.{workload.family}").BACKENDS
-        for backend in backends:
+        for backend in () if workload.kind in PEERS_ALONE else backends:
             reason = backend.refuses(problem)
-            if reason is None:
+            if reason is None and _too_slow(backend, workload):
+                line = f"{backend.name} is a last resort, timed up to 128 steps of 32 rows where there are many sizes"
+                findings.left_out[line] = None
+            elif reason is None:
                 yield Peer(backend.name, partial(_ours, backend.name))
             elif backend.name != "reference":
                 findings.refused[f"{backend.name} refuses: {reason}"] = None
         yield from (peer for peer in self.peers if peer.is_asked(workload, self.device.type))
 
-    def _one(self, peer: Peer, workload: Workload, given: Given, right: Expected, findings: Findings) -> None:
+    def _one(self, peer: Peer, workload: Workload, given: Given, ours: Expected | None, findings: Findings) -> None:
         try:
             call = peer.build(given)
+            right = call.right or ours
+            assert right is not None, "whoever is asked without a layer of ours brings a right answer"
             with torch.inference_mode():
                 off = right.error(call.read(call.run()))
-                for how, spread in self._timings(peer, call, right, findings):
+                for how, spread in self._timings(peer, workload, call, right, findings):
                     findings.rows.append(Row(workload, peer.name, how, spread, off))
         except MissingError as error:
             findings.left_out[f"{peer.name} is left out: {error}"] = None
@@ -78,8 +88,13 @@ class Bench:
         except Exception as error:  # one that breaks must not take the figures of the others along
             findings.wrong.append(f"{peer.name} on {workload}: {type(error).__name__}: {error}")
 
-    def _timings(self, peer: Peer, call: Call, right: Expected, findings: Findings) -> Iterator[tuple[str, timing.Spread]]:
-        yield "eager", timing.eager(call.run, self.device, self.budget_s)
+    def _timings(
+        self, peer: Peer, workload: Workload, call: Call, right: Expected, findings: Findings
+    ) -> Iterator[tuple[str, timing.Spread]]:
+        """In a grid, a kernel's time is enough of whoever has one."""
+        graph_alone = workload.in_grid and peer.eager_only is None and self.device.type == "cuda"
+        if not graph_alone:
+            yield "eager", timing.eager(call.run, self.device, self.budget_s)
         if self.device.type != "cuda":
             return
 
@@ -90,9 +105,18 @@ class Bench:
             if peer.eager_only is not None:
                 raise timing.NotCapturableError(peer.eager_only)
             yield "kernel", timing.kernel(call.run, check, self.budget_s)
-            yield "replay", timing.replay(call.run, check, self.budget_s)
+            if not workload.in_grid:
+                yield "replay", timing.replay(call.run, check, self.budget_s)
         except timing.NotCapturableError as error:
             findings.left_out[f"{peer.name} is timed eagerly only: {error}"] = None
+            if graph_alone:
+                yield "eager", timing.eager(call.run, self.device, self.budget_s)
+
+
+def _too_slow(backend: Backend, workload: Workload) -> bool:
+    """A grid has sizes for which a last resort takes seconds, nearly all of them the host's, and where nobody should meet it."""
+    small = workload.steps <= 128 and workload.rows <= 32
+    return workload.in_grid and not small and backend.refuses is takes_everything
 
 
 def _ours(backend: str, given: Given) -> Call:

@@ -51,6 +51,7 @@ class Row:
         return {
             "family": work.family,
             "workload": work.kind,
+            "form": work.form,
             "want": WANT[work.kind],
             "backend": self.backend,
             "dtype": work.dtype,

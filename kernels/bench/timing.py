@@ -1,7 +1,8 @@
 """How long a call takes: repeated after a warm-up until a budget of seconds is used up, then the median and the spread.
 
 eager   a call as users make it; on a GPU the device has nothing to do before it and is waited for after it
-kernel  20 copies of the call one after the other in one CUDA graph, divided by 20: the device alone
+kernel  copies of the call one after the other in one CUDA graph, divided by their number: the device alone. There are as many as
+        take 2 ms, judged by calls before the capture, but at least one and at most 20
 replay  one replay of a CUDA graph of one call, between two device events
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import ceil
 from time import perf_counter
 from typing import Any
 
@@ -16,7 +18,9 @@ import numpy as np
 import torch
 
 COPIES = 20
-AT_LEAST, AT_MOST = 20, 1000
+GRAPH_S = 2e-3
+"""A graph that takes so long is hardly timed better with more copies."""
+AT_LEAST, AT_MOST = 10, 1000
 WARM_UP = 3
 
 
@@ -76,30 +80,31 @@ def replay(call: Callable[[], Any], check: Callable[[Any], object], budget_s: fl
     return _replayed(call, check, 1, budget_s)
 
 
-def _replayed(call: Callable[[], Any], check: Callable[[Any], object], copies: int, budget_s: float) -> Spread:
-    graph, answer = _captured(call, copies)
+def _replayed(call: Callable[[], Any], check: Callable[[Any], object], at_most: int, budget_s: float) -> Spread:
+    graph, answer, copies = _captured(call, at_most)
     # What the capture left in memory must not pass for the answer: a kernel launched beside the graph would not be in it.
     answer.fill_(float("nan"))
     graph.replay()
     check(answer)
+    return repeated(lambda: _on_device(graph.replay) / copies, budget_s)
+
+
+def _on_device(run: Callable[[], Any]) -> float:
+    """Seconds between two events of the device, one before and one after."""
     begin, end = _event(), _event()
-
-    def once() -> float:
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3 / copies
-
-    return repeated(once, budget_s)
+    begin.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3
 
 
 def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call] # torch's own code has no types there
 
 
-def _captured(call: Callable[[], Any], copies: int) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """A graph of `copies` calls, and where the last one leaves its answer."""
+def _captured(call: Callable[[], Any], at_most: int) -> tuple[torch.cuda.CUDAGraph, Any, int]:
+    """A graph of some copies of the call, where the last one leaves its answer, and how many they are."""
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call] # as above
     side.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
@@ -107,8 +112,7 @@ def _captured(call: Callable[[], Any], copies: int) -> tuple[torch.cuda.CUDAGrap
         # A capture that fails can leave the allocator in disorder, so that what waits for the device is found before.
         torch.cuda.set_sync_debug_mode("error")
         with torch.cuda.stream(side):
-            for _ in range(WARM_UP):
-                call()
+            copies = min(at_most, ceil(GRAPH_S / min(_on_device(call) for _ in range(WARM_UP))))
         torch.cuda.set_sync_debug_mode("default")
         torch.cuda.current_stream().wait_stream(side)
         with torch.cuda.graph(graph):
@@ -118,4 +122,4 @@ def _captured(call: Callable[[], Any], copies: int) -> tuple[torch.cuda.CUDAGrap
         raise NotCapturableError(str(error).splitlines()[0]) from error
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    return graph, answer
+    return graph, answer, copies

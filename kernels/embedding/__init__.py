@@ -55,8 +55,10 @@ def embed_taps(
     dilation: int = 1,
     stride: int = 1,
     context: Tensor | None = None,
+    latest_first: bool = False,
 ) -> Tensor:
-    """ids: rows of token ids; tables: (taps, 1 + vocabulary, outputs), the earliest step first. Returns (windows, outputs) float32.
+    """ids: rows of token ids; tables: (taps, 1 + vocabulary, outputs), the earliest step first, or the latest if it is said. Returns
+    (windows, outputs) float32.
 
     The windows are those of `kernels.windows.windows`, row after row. context: (rows, left) what stands before each row, as `tap_rows`
     has it, in place of padding.
@@ -67,7 +69,8 @@ def embed_taps(
     if context is not None:
         rows[places.left] = _host(context)
     taps, height, _ = tables.shape
-    at = torch.from_numpy(rows[places.seen(taps, dilation, stride)] + np.arange(taps) * height).to(tables.device)
+    tap = np.arange(taps)[::-1] if latest_first else np.arange(taps)
+    at = torch.from_numpy(rows[places.seen(taps, dilation, stride)] + tap * height).to(tables.device)
     flat = tables.flatten(0, 1)
     if flat.dtype == torch.float32:
         return embedding_bag(at, flat, mode="sum")

@@ -6,8 +6,6 @@
 Hochreiter and Schmidhuber 1997, with the forget gate of Gers et al. 2000, as torch.nn.LSTM computes it.
 """
 
-from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 
 import torch
@@ -15,31 +13,14 @@ import torch
 from kernels.backend import AUTO, Backend, Choice, Problem, choose, only_by_name, takes_everything
 from kernels.contract import Encoded, LSTMState, LSTMWeights, Outputs, Ragged, check_lstm
 from kernels.lstm import framework, launch, reference
-
-Run = Callable[..., Encoded]
-
-
-def _by_slot(run: Run) -> Run:
-    """A backend that knows no slots, with the state of each row taken from its slot before and put there after."""
-
-    def by_slot(x: Ragged, weights: LSTMWeights, state: LSTMState | None, *, want: Outputs) -> Encoded:
-        if state is None or state.slots is None:
-            return run(x, weights, state, want=want)
-        encoded = run(x, weights, state.by_row(), want=want)
-        slots = state.slots.long()
-        state.hidden.index_copy_(0, slots, encoded.state.hidden)
-        state.cell.index_copy_(0, slots, encoded.state.cell)
-        return replace(encoded, state=state)
-
-    return by_slot
-
+from kernels.slots import by_slot
 
 BACKENDS = (
     Backend("persistent", launch.persistent, launch.refuses_persistent, launch.how_persistent),
     Backend("cluster", launch.cluster, launch.refuses_cluster),
     Backend("grid", launch.grid, launch.refuses_grid),
-    Backend("framework", _by_slot(framework.lstm), takes_everything),
-    Backend("reference", _by_slot(reference.lstm), only_by_name),
+    Backend("framework", by_slot(framework.lstm), takes_everything),
+    Backend("reference", by_slot(reference.lstm), only_by_name),
 )
 
 

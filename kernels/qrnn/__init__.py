@@ -1,4 +1,4 @@
-"""The quasi-recurrent network over ragged batches, one layer in one direction.
+"""The quasi-recurrent network over ragged batches, one layer in one direction or in both.
 
     z = tanh(W_z * X), f, o, i = sigmoid(W * X), masked convolutions over the present step and the ones before it
     f:   h[t] = f * h[t-1] + (1 - f) * z         fo:  c[t] = f * c[t-1] + (1 - f) * z,  h[t] = o * c[t]
@@ -7,27 +7,58 @@
 Bradbury et al. 2017; f keeps, as in the paper.
 """
 
+from functools import cache
+
+import torch
+
 from kernels.backend import AUTO, Backend, Choice, Problem, choose, only_by_name, takes_everything
-from kernels.contract import Encoded, Outputs, QRNNState, QRNNWeights, Ragged, check_qrnn
-from kernels.qrnn import framework, reference
+from kernels.contract import Encoded, Outputs, QRNNState, QRNNWeights, Ragged, check_both, check_qrnn
+from kernels.directions import composed
+from kernels.qrnn import framework, launch, reference
+from kernels.scan.launch import refused
+from kernels.slots import by_slot
 
 BACKENDS = (
-    Backend("framework", framework.qrnn, takes_everything),
-    Backend("reference", reference.qrnn, only_by_name),
+    Backend("fused", launch.qrnn, refused, both=launch.both),
+    Backend("framework", by_slot(framework.qrnn), takes_everything),
+    Backend("reference", by_slot(reference.qrnn), only_by_name),
 )
 
 
 def choice(weights: QRNNWeights, backend: str = AUTO) -> Choice:
-    """The backend that `qrnn` takes for these weights."""
-    return choose(BACKENDS, Problem(weights.bias.device, weights.bias.dtype, weights.hidden), backend)
+    """The backend that `qrnn` and `both` take for these weights."""
+    return _chosen(weights.bias.device, weights.bias.dtype, weights.hidden, backend)
 
 
 def qrnn(x: Ragged, weights: QRNNWeights, state: QRNNState | None = None, *, want: Outputs, backend: str = AUTO) -> Encoded:
     """Encode every row of `x`, going on from `state` (zeros when None).
 
-    x.data: (tokens, inputs), or (tokens, blocks x hidden) gates without bias when weights.input is None. Shapes, blocks and outputs
-    are those of `kernels.contract`; raises ContractError when they do not fit.
+    x.data: (tokens, inputs), or (tokens, blocks x hidden) gates without bias when weights.input is None, or (tokens,) ids for tables.
+    Shapes, blocks and outputs are those of `kernels.contract`; raises ContractError when they do not fit.
     """
     check_qrnn(x, weights, state)
     encoded: Encoded = choice(weights, backend).backend.run(x, weights, state, want=want)
     return encoded
+
+
+def both(
+    x: Ragged,
+    weights: tuple[QRNNWeights, QRNNWeights],
+    states: tuple[QRNNState, QRNNState] | None = None,
+    *,
+    want: Outputs,
+    backend: str = AUTO,
+) -> Encoded:
+    """Encode every row of `x` forward and backward, by a pair of weights of the same form, going on from a pair of states.
+
+    Outputs are joined as [forward | backward], the steps in the order of the tokens; the state is the pair of states.
+    """
+    check_both(check_qrnn, x, weights, states)
+    chosen = choice(weights[0], backend).backend
+    encoded: Encoded = (chosen.both or composed(chosen.run))(x, weights, states, want=want)
+    return encoded
+
+
+@cache
+def _chosen(device: torch.device, storage: torch.dtype, hidden: int, backend: str) -> Choice:
+    return choose(BACKENDS, Problem(device, storage, hidden), backend)

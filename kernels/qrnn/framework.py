@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.contract import Encoded, Outputs, QRNNState, QRNNWeights, Ragged
+from kernels.embedding import embed_taps, tap_rows
 from kernels.walk import Harvest, longest_first, product
 from kernels.windows import left_context, windows
 
@@ -25,11 +26,14 @@ def qrnn(x: Ragged, weights: QRNNWeights, state: QRNNState | None, *, want: Outp
     for (kept, more, opened), (cells, hidden) in zip(order.by_step(f, added, o), order.by_row(cell, last), strict=True):
         torch.mul(cells.mul_(kept).add_(more), opened, out=hidden)
         harvest.take(hidden)
-    return harvest.encoded(last, QRNNState(order.rows_back(cell), left_context(x, weights.window - 1, left)))
+    seen = x if weights.tables is None else tap_rows(x)
+    return harvest.encoded(last, QRNNState(order.rows_back(cell), left_context(seen, weights.window - 1, left)))
 
 
 def _gates(x: Ragged, weights: QRNNWeights, left: Tensor | None) -> Tensor:
-    """(tokens, blocks x hidden): the masked convolution, as one product over each step and the ones before it."""
+    """(tokens, blocks x hidden): the masked convolution, as one product over each step and the ones before it, or from tables."""
+    if weights.tables is not None:
+        return embed_taps(x, weights.tables, left=weights.window - 1, context=left, latest_first=True) + weights.bias
     if weights.input is None:
         return x.data.float() + weights.bias
     window, inputs, blocks = weights.input.shape

@@ -8,18 +8,20 @@ import torch
 from torch import Tensor
 
 from kernels.contract import POOLINGS, Encoded, Outputs, QRNNState, QRNNWeights, Ragged
+from kernels.embedding import tap_rows
 from kernels.reference import pooled
 
 
 def qrnn(x: Ragged, weights: QRNNWeights, state: QRNNState | None, *, want: Outputs) -> Encoded:
-    """Shapes as in `kernels.contract`; every output has the dtype of `x.data`."""
+    """Shapes as in `kernels.contract`; every output has the dtype of `weights.bias`."""
     size, window = weights.hidden, weights.window
-    cell = x.data.new_zeros(x.rows, size) if state is None else state.cell.clone()
-    left = x.data.new_zeros(x.rows, window - 1, x.data.shape[1]) if state is None else state.left.clone()
+    data = x.data if weights.tables is None else tap_rows(x).data
+    cell = weights.bias.new_zeros(x.rows, size) if state is None else state.cell.clone()
+    left = data.new_zeros(x.rows, window - 1, *data.shape[1:]) if state is None else state.left.clone()
     hidden = torch.zeros_like(cell)
-    steps = x.data.new_zeros(x.data.shape[0], size)
+    steps = cell.new_zeros(len(data), size)
     for row, (begin, end) in enumerate(pairwise(x.offsets.tolist())):
-        seen = torch.cat((left[row], x.data[begin:end]))
+        seen = torch.cat((left[row], data[begin:end]))
         for t in range(begin, end):
             z, f, *others = _gates(seen[t - begin : t - begin + window], weights).chunk(POOLINGS[weights.pooling])
             f = f.sigmoid()
@@ -32,10 +34,13 @@ def qrnn(x: Ragged, weights: QRNNWeights, state: QRNNState | None, *, want: Outp
 
 
 def _gates(steps: Tensor, weights: QRNNWeights) -> Tensor:
-    """steps: (window, inputs), oldest first."""
-    if weights.input is None:
-        return steps[-1] + weights.bias
+    """steps: (window, inputs) or, as rows of the tables, (window,), oldest first."""
     gates = weights.bias
     for back in range(weights.window):
-        gates = gates + steps[-1 - back] @ weights.input[back]
+        step = steps[-1 - back]
+        if weights.tables is not None:
+            step = weights.tables[back, step]
+        elif weights.input is not None:
+            step = step @ weights.input[back]
+        gates = gates + step
     return gates

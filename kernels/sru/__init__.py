@@ -1,4 +1,4 @@
-"""The simple recurrent unit over ragged batches, one layer in one direction.
+"""The simple recurrent unit over ragged batches, one layer in one direction or in both.
 
     f = sigmoid(u1 + v_f * c[t-1] + b_f)         c[t] = f * c[t-1] + (1 - f) * u0
     r = sigmoid(u2 + v_r * c[t-1] + b_r)         h[t] = r * g(c[t]) + (1 - r) * skip
@@ -7,27 +7,58 @@ Lei et al., EMNLP 2018; without v it is the first version of that paper. g is th
 the scaled input, or nothing.
 """
 
+from functools import cache
+
+import torch
+
 from kernels.backend import AUTO, Backend, Choice, Problem, choose, only_by_name, takes_everything
-from kernels.contract import Encoded, Outputs, Ragged, SRUState, SRUWeights, check_sru
-from kernels.sru import framework, reference
+from kernels.contract import Encoded, Outputs, Ragged, SRUState, SRUWeights, check_both, check_sru
+from kernels.directions import composed
+from kernels.scan.launch import refused
+from kernels.slots import by_slot
+from kernels.sru import framework, launch, reference
 
 BACKENDS = (
-    Backend("framework", framework.sru, takes_everything),
-    Backend("reference", reference.sru, only_by_name),
+    Backend("fused", launch.sru, refused, both=launch.both),
+    Backend("framework", by_slot(framework.sru), takes_everything),
+    Backend("reference", by_slot(reference.sru), only_by_name),
 )
 
 
 def choice(weights: SRUWeights, backend: str = AUTO) -> Choice:
-    """The backend that `sru` takes for these weights."""
-    return choose(BACKENDS, Problem(weights.bias.device, weights.bias.dtype, weights.hidden), backend)
+    """The backend that `sru` and `both` take for these weights."""
+    return _chosen(weights.bias.device, weights.bias.dtype, weights.hidden, backend)
 
 
 def sru(x: Ragged, weights: SRUWeights, state: SRUState | None = None, *, want: Outputs, backend: str = AUTO) -> Encoded:
     """Encode every row of `x`, going on from `state` (zeros when None).
 
-    x.data: (tokens, inputs), or (tokens, 3 or 4 x hidden) blocks when weights.input is None. Shapes, blocks and outputs
-    are those of `kernels.contract`; raises ContractError when they do not fit.
+    x.data: (tokens, inputs), or (tokens, 3 or 4 x hidden) blocks when weights.input is None, or (tokens,) ids for a table. Shapes,
+    blocks and outputs are those of `kernels.contract`; raises ContractError when they do not fit.
     """
     check_sru(x, weights, state)
     encoded: Encoded = choice(weights, backend).backend.run(x, weights, state, want=want)
     return encoded
+
+
+def both(
+    x: Ragged,
+    weights: tuple[SRUWeights, SRUWeights],
+    states: tuple[SRUState, SRUState] | None = None,
+    *,
+    want: Outputs,
+    backend: str = AUTO,
+) -> Encoded:
+    """Encode every row of `x` forward and backward, by a pair of weights of the same form, going on from a pair of states.
+
+    Outputs are joined as [forward | backward], the steps in the order of the tokens; the state is the pair of states.
+    """
+    check_both(check_sru, x, weights, states)
+    chosen = choice(weights[0], backend).backend
+    encoded: Encoded = (chosen.both or composed(chosen.run))(x, weights, states, want=want)
+    return encoded
+
+
+@cache
+def _chosen(device: torch.device, storage: torch.dtype, hidden: int, backend: str) -> Choice:
+    return choose(BACKENDS, Problem(device, storage, hidden), backend)

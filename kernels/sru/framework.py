@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from kernels.contract import Encoded, Outputs, Ragged, SRUState, SRUWeights
+from kernels.embedding import embed
+from kernels.norm import layer_norm
 from kernels.walk import Harvest, longest_first, product
 
 
@@ -14,8 +16,7 @@ def sru(x: Ragged, weights: SRUWeights, state: SRUState | None, *, want: Outputs
     """Shapes as in `kernels.contract`."""
     order, size = longest_first(x), weights.hidden
     data = x.data.index_select(0, order.tokens)
-    projected = data if weights.projection is None else product(data, weights.projection, None)
-    blocks = data.float() if weights.input is None else product(projected, weights.input, None)
+    blocks = _blocks(data, weights)
     candidate, gates, skip = blocks[:, :size], blocks[:, size : 3 * size] + weights.bias.float(), _skip(data, blocks, weights)
     cell, last = order.sorted(state.cell if state else None, size), order.sorted(None, size)
     by_cell = None if weights.cell is None else weights.cell.float()
@@ -28,6 +29,18 @@ def sru(x: Ragged, weights: SRUWeights, state: SRUState | None, *, want: Outputs
         torch.lerp(kept, cells.tanh() if weights.tanh else cells, r, out=hidden)
         harvest.take(hidden)
     return harvest.encoded(last, SRUState(order.rows_back(cell)))
+
+
+def _blocks(data: Tensor, weights: SRUWeights) -> Tensor:
+    """(tokens, blocks x hidden): rows of the table, the data themselves, or their product."""
+    if weights.table is not None:
+        return embed(data, weights.table, torch.float32)
+    if weights.input is None:
+        return data.float()
+    if weights.norm is not None:
+        data = layer_norm(data, weights.norm)
+    projected = data if weights.projection is None else product(data, weights.projection, None)
+    return product(projected, weights.input, None)
 
 
 def _skip(data: Tensor, blocks: Tensor, weights: SRUWeights) -> Tensor:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from itertools import pairwise
 
 import torch
+from torch import Tensor
 
 from kernels.contract import Encoded, Outputs, Ragged, SRUState, SRUWeights
+from kernels.norm import EPSILON
 from kernels.reference import pooled
 
 
@@ -14,8 +16,7 @@ def sru(x: Ragged, weights: SRUWeights, state: SRUState | None, *, want: Outputs
     """Shapes as in `kernels.contract`; every output has the dtype of `weights.bias`."""
     size = weights.hidden
     cell = weights.bias.new_zeros(x.rows, size) if state is None else state.cell.clone()
-    projected = x.data if weights.projection is None else x.data @ weights.projection
-    blocks = x.data if weights.input is None else projected @ weights.input
+    blocks = _blocks(x.data, weights)
     bias_forget, bias_reset = weights.bias.chunk(2)
     cell_forget, cell_reset = torch.zeros_like(weights.bias).chunk(2) if weights.cell is None else weights.cell.chunk(2)
     hidden = blocks.new_zeros(x.rows, size)
@@ -32,3 +33,17 @@ def sru(x: Ragged, weights: SRUWeights, state: SRUState | None, *, want: Outputs
             hidden[row] = r * inner + (1 - r) * skip[0] if skip else r * inner
             steps[t] = hidden[row]
     return pooled(steps, x.offsets, want, last=hidden, state=SRUState(cell))
+
+
+def _blocks(data: Tensor, weights: SRUWeights) -> Tensor:
+    """(tokens, blocks x hidden)."""
+    if weights.table is not None:
+        return weights.table[data.long()]
+    if weights.input is None:
+        return data
+    if weights.norm is not None:
+        gain, offset = weights.norm
+        centred = data - data.mean(1, keepdim=True)
+        data = centred / (centred.square().mean(1, keepdim=True) + EPSILON).sqrt() * gain + offset
+    projected = data if weights.projection is None else data @ weights.projection
+    return projected @ weights.input

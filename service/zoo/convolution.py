@@ -9,8 +9,9 @@ from torch import Tensor
 
 from kernels import conv as conv_kernel
 from kernels.contract import ConvWeights, Encoded, Outputs, Ragged, arithmetic
+from kernels.directions import side_by_side
 from kernels.embedding import embed, fold_taps, folded_bytes
-from service.zoo.layer import EMBEDDED, FOLDED, Runs, once, side_by_side, tensors_of
+from service.zoo.layer import EMBEDDED, FOLDED, Runs, once, tensors_of
 from service.zoo.spec import ConvLayer, TextCNNLayer
 
 

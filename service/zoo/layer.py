@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kernels.contract import Encoded, Outputs, Ragged
@@ -50,24 +49,13 @@ class Runs(ABC):
         """What it holds on the device."""
 
 
-def side_by_side(parts: Sequence[Encoded]) -> Encoded:
-    """Outputs of the same rows, joined along their width; the state is the first part's."""
-    if len(parts) == 1:
-        return parts[0]
-
-    def joined(name: str) -> Tensor | None:
-        given = [getattr(part, name) for part in parts]
-        return None if given[0] is None else torch.cat(given, dim=1)
-
-    return Encoded(parts[0].state, *(joined(name) for name in ("steps", "last", "mean", "max")))
-
-
 def once(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Without those that are held by several."""
     return list({id(tensor): tensor for tensor in tensors}.values())
 
 
 def tensors_of(weights: Any) -> list[Tensor]:
-    """The arrays of a dataclass of weights, and what a kernel made of them and keeps."""
+    """The arrays of a dataclass of weights and of those within it, and what a kernel made of them and keeps."""
     values = [getattr(weights, field.name) for field in fields(weights)]
-    return [value for value in values if isinstance(value, Tensor)] + [*getattr(weights, "packed", {}).values()]
+    within = [tensor for value in values if is_dataclass(value) for tensor in tensors_of(value)]
+    return [value for value in values if isinstance(value, Tensor)] + within + [*getattr(weights, "packed", {}).values()]

@@ -1,9 +1,10 @@
-"""Recurrent layers on a device: depth and directions composed around the kernels, and the ways in from token ids."""
+"""Recurrent layers on a device: depth composed around the kernels, and the ways in from token ids."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice, repeat
 from typing import Any
 
 import torch
@@ -22,142 +23,114 @@ from kernels.contract import (
     Ragged,
     SRUWeights,
     arithmetic,
-    reversal,
 )
-from kernels.embedding import embed, embed_taps, fold, fold_taps, folded_bytes, tap_rows
-from kernels.windows import left_context
-from service.zoo.layer import EMBEDDED, FOLDED, Runs, once, side_by_side, tensors_of
+from kernels.directions import composed
+from kernels.embedding import embed, fold, fold_taps, folded_bytes
+from kernels.norm import layer_norm
+from kernels.pooling import pooled
+from service.zoo.layer import EMBEDDED, FOLDED, Runs, once, tensors_of
 from service.zoo.spec import GRULayer, LSTMLayer, QRNNLayer, RecurrentLayer, SRULayer
-
-
-class Gather:
-    """From rows of ids to what a kernel takes, in one direction; `tensors` are what it gathers from."""
-
-    def __init__(self, table: Tensor, dtype: torch.dtype) -> None:
-        self.tensors = [table]
-        self._dtype = dtype
-
-    def __call__(self, ids: Ragged, state: Any) -> tuple[Ragged, Any]:
-        """What the kernel takes for these ids, and the state that it takes."""
-        return Ragged(embed(ids.data, self.tensors[0], self._dtype), ids.offsets), state
-
-    def after(self, ids: Ragged, before: Any, after: Any) -> Any:
-        """The state to go on from, of the one that the kernel left."""
-        return after
-
-
-class TapGather(Gather):
-    """Through the tables of a window over time. The steps before a chunk are kept as ids, not as vectors."""
-
-    def __init__(self, tables: Tensor) -> None:
-        super().__init__(tables, torch.float32)
-        self._left = len(tables) - 1
-
-    def __call__(self, ids: Ragged, state: Any) -> tuple[Ragged, Any]:
-        (tables,) = self.tensors
-        gates = embed_taps(ids, tables, left=self._left, context=None if state is None else state.left)
-        nothing = gates.new_zeros(ids.rows, 0, gates.shape[1])
-        return Ragged(gates, ids.offsets), None if state is None else replace(state, left=nothing)
-
-    def after(self, ids: Ragged, before: Any, after: Any) -> Any:
-        context = None if before is None else before.left
-        return replace(after, left=left_context(tap_rows(ids), self._left, context))
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What a stack has to know of a recurrent kernel.
+    """What a stack has to know of a recurrent kernel: how it runs one direction, and both, and which backend it takes.
 
-    `fold` gives the gather of one direction from its weights and the embedding, `rest` the weights that remain, `bytes` what the
-    gather will hold.
+    `fold` gives the weights of one direction as they take ids, from those that take vectors and the embedding; `bytes` what the tables
+    in them will hold.
     """
 
     run: Callable[..., Encoded]
+    both: Callable[..., Encoded]
     choice: Callable[..., Any]
-    fold: Callable[[Any, Tensor], Gather]
-    rest: Callable[[Any], Any]
+    fold: Callable[[Any, Tensor], Any]
     bytes: Callable[[Any, Tensor], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """The weights of each direction, forward first. norm: (2, outputs) of a layer norm of all that comes out, or None."""
+
+    directions: tuple[Any, ...]
+    norm: Tensor | None = None
+
+    def tensors(self) -> list[Tensor]:
+        held = [tensor for weights in self.directions for tensor in tensors_of(weights)]
+        return held if self.norm is None else [*held, self.norm]
 
 
 class Stack(Runs):
     """`depth` levels of a recurrent layer, each in one or two directions; a level's directions are joined as [forward | backward]."""
 
-    def __init__(self, family: Family, levels: list[list[Any]]) -> None:
+    def __init__(self, family: Family, levels: list[Level]) -> None:
         self._family = family
         self._levels = levels
-        self._gathers: list[Gather] = []
-        self._after_gathers: list[Any] = []
-        """The first level's weights as its kernel takes them after the gathers: without what was folded."""
+        self._embedding: Tensor | None = None
+        self._folded: Level | None = None
+        """The first level as it takes ids, if it does."""
 
     def __call__(self, x: Ragged, want: Outputs) -> Encoded:
         return self.chunk(x, want, None)[0]
 
     def chunk(self, x: Ragged, want: Outputs, states: Sequence[Any] | None) -> tuple[Encoded, list[Any]]:
         """Goes on from `states`, which go level by level, forward first; returns what comes out and the states after it."""
-        left = iter(states) if states is not None else None
+        left = repeat(None) if states is None else iter(states)
         after: list[Any] = []
-        for level in self._levels:
-            wanted = want if level is self._levels[-1] else Outputs(steps=True)
-            gathers = self._gathers if level is self._levels[0] else []
-            parts = [
-                self._directed(x, weights, wanted, backward, gathers, next(left) if left else None)
-                for backward, weights in enumerate(level)
-            ]
-            after += [part.state for part in parts]
-            joined = side_by_side(parts)
-            if joined.steps is not None:
-                x = Ragged(joined.steps, x.offsets)
-        return joined, after
+        if self._embedding is not None:
+            x = _embedded(x, self._embedding)
+        levels = [self._folded or self._levels[0], *self._levels[1:]]
+        for level in levels:
+            wanted = want if level is levels[-1] else Outputs(steps=True)
+            encoded = self._level(level, x, wanted, tuple(islice(left, len(level.directions))))
+            after += encoded.state
+            if encoded.steps is not None:
+                x = Ragged(encoded.steps, x.offsets)
+        return encoded, after
 
     def embed(self, table: Tensor) -> None:
-        gather = Gather(table, arithmetic(table.dtype, table.device))
-        self._gathers, self._after_gathers = [gather] * len(self._levels[0]), self._levels[0]
-        self.takes_ids = EMBEDDED
+        self._embedding, self._folded, self.takes_ids = table, None, EMBEDDED
 
     def fold(self, table: Tensor) -> None:
-        self._gathers = [self._family.fold(weights, table) for weights in self._levels[0]]
-        self._after_gathers = [self._family.rest(weights) for weights in self._levels[0]]
-        self.takes_ids = FOLDED
+        first = self._levels[0]
+        folded = tuple(self._family.fold(weights, table) for weights in first.directions)
+        self._embedding, self._folded, self.takes_ids = None, replace(first, directions=folded), FOLDED
 
     def folded_bytes(self, table: Tensor) -> int:
-        return sum(self._family.bytes(weights, table) for weights in self._levels[0])
+        return sum(self._family.bytes(weights, table) for weights in self._levels[0].directions)
 
     def backend(self) -> str:
-        name: str = self._family.choice(self._levels[0][0]).backend.name
+        name: str = self._family.choice(self._levels[0].directions[0]).backend.name
         return name
 
     def tensors(self) -> list[Tensor]:
-        held = [tensor for level in (*self._levels, self._after_gathers) for weights in level for tensor in tensors_of(weights)]
-        return once(held + [tensor for gather in self._gathers for tensor in gather.tensors])
+        levels = self._levels if self._folded is None else [*self._levels, self._folded]
+        held = [tensor for level in levels for tensor in level.tensors()]
+        return once(held if self._embedding is None else [*held, self._embedding])
 
-    def _directed(
-        self, x: Ragged, weights: Any, want: Outputs, backward: int, gathers: Sequence[Gather], state: Any
-    ) -> Encoded:
-        rows = x.reversed() if backward else x
-        if gathers:
-            encoded = self._from_ids(rows, self._after_gathers[backward], want, gathers[backward], state)
+    def _level(self, level: Level, x: Ragged, want: Outputs, states: tuple[Any, ...]) -> Encoded:
+        """What one level gives, with the states of its directions."""
+        wanted = want if level.norm is None else Outputs(steps=True)
+        if len(level.directions) == 1:
+            encoded = self._family.run(x, level.directions[0], states[0], want=wanted)
+            encoded = replace(encoded, state=(encoded.state,))
         else:
-            encoded = self._family.run(rows, weights, state, want=want)
-        if not backward or encoded.steps is None:
-            return encoded
-        return replace(encoded, steps=encoded.steps.index_select(0, reversal(x.offsets, len(encoded.steps))))
-
-    def _from_ids(self, ids: Ragged, weights: Any, want: Outputs, gather: Gather, state: Any) -> Encoded:
-        x, taken = gather(ids, state)
-        encoded = self._family.run(x, weights, taken, want=want)
-        return replace(encoded, state=gather.after(ids, state, encoded.state))
+            encoded = self._family.both(x, level.directions, None if states[0] is None else states, want=wanted)
+        return encoded if level.norm is None else _normalised(encoded, x, want, level)
 
 
 def build(layer: RecurrentLayer, inputs: int, held: Mapping[str, Tensor]) -> Stack:
     """The layer of its weights, which are on their device; `inputs` is the width of what comes in."""
     levels = []
     for level in range(layer.depth):
-        levels.append(
-            [
-                _weights(layer, inputs, backward, {name: held[f"{level}.{direction}.{name}"] for name in layer.weights(inputs)})
-                for backward, direction in enumerate(layer.directions)
-            ]
+        shared = {name: held[f"{level}.{name}"] for name in layer.shared(inputs)}
+        directions = tuple(
+            _weights(
+                layer, inputs, backward, {name: held[f"{level}.{direction}.{name}"] for name in layer.weights(inputs)} | shared
+            )
+            for backward, direction in enumerate(layer.directions)
         )
+        after = isinstance(layer, SRULayer) and layer.layer_norm == "after"
+        levels.append(Level(directions, shared["norm"] if after else None))
         inputs = layer.outputs
     return Stack(FAMILIES[type(layer)], levels)
 
@@ -180,12 +153,43 @@ def _weights(layer: RecurrentLayer, inputs: int, backward: int, arrays: Mapping[
         skip_from=own_columns,
         scale=layer.scale,
         tanh=layer.activation == "tanh",
+        norm=arrays["norm"] if layer.layer_norm == "before" else None,
     )
 
 
-def _fold_gates(weights: LSTMWeights | GRUWeights, table: Tensor) -> Gather:
+def _normalised(encoded: Encoded, x: Ragged, want: Outputs, level: Level) -> Encoded:
+    """Every output of the level's normalised steps."""
+    assert encoded.steps is not None and level.norm is not None
+    steps = layer_norm(encoded.steps, level.norm)
+    return replace(pooled(steps, x.offsets, want, directions=len(level.directions)), state=encoded.state)
+
+
+def _embedded(ids: Ragged, table: Tensor) -> Ragged:
+    return Ragged(embed(ids.data, table, arithmetic(table.dtype, table.device)), ids.offsets)
+
+
+@dataclass(frozen=True, slots=True)
+class GatesOfIds:
+    """An LSTM's or a GRU's weights without its product, and the table of its gate inputs."""
+
+    table: Tensor
+    rest: LSTMWeights | GRUWeights
+
+
+def _of_ids_too(run: Callable[..., Encoded]) -> Callable[..., Encoded]:
+    """A kernel that takes no ids, whose gate inputs are gathered for it where its weights are GatesOfIds."""
+
+    def run_of_ids_too(x: Ragged, weights: Any, state: Any, *, want: Outputs) -> Encoded:
+        if isinstance(weights, GatesOfIds):
+            return run(_embedded(x, weights.table), weights.rest, state, want=want)
+        return run(x, weights, state, want=want)
+
+    return run_of_ids_too
+
+
+def _fold_gates(weights: LSTMWeights | GRUWeights, table: Tensor) -> GatesOfIds:
     assert weights.input is not None
-    return Gather(fold(table, weights.input, weights.bias), arithmetic(table.dtype, table.device))
+    return GatesOfIds(fold(table, weights.input, weights.bias), replace(weights, input=None, bias=None))
 
 
 def _gate_bytes(weights: LSTMWeights | GRUWeights, table: Tensor) -> int:
@@ -193,15 +197,16 @@ def _gate_bytes(weights: LSTMWeights | GRUWeights, table: Tensor) -> int:
     return folded_bytes(table, weights.input.shape[1])
 
 
-def _fold_sru(weights: SRUWeights, table: Tensor) -> Gather:
+def _fold_sru(weights: SRUWeights, table: Tensor) -> SRUWeights:
     """A skip that is the input itself becomes a block of the table."""
     assert weights.input is not None
     product = weights.input if weights.projection is None else weights.projection.float() @ weights.input.float()
-    blocks = fold(table, product)
+    seen = table if weights.norm is None else layer_norm(table, weights.norm)
+    blocks = fold(seen, product)
     if weights.skip_from is not None:
         own = table[:, weights.skip_from : weights.skip_from + weights.hidden].float() * weights.scale
         blocks = torch.cat((blocks, own.to(blocks.dtype)), dim=1)
-    return Gather(blocks, torch.float32)
+    return replace(weights, input=None, projection=None, skip_from=None, norm=None, table=blocks.to(table.dtype))
 
 
 def _sru_bytes(weights: SRUWeights, table: Tensor) -> int:
@@ -209,11 +214,9 @@ def _sru_bytes(weights: SRUWeights, table: Tensor) -> int:
     return folded_bytes(table, weights.input.shape[1] + (0 if weights.skip_from is None else weights.hidden))
 
 
-def _fold_qrnn(weights: QRNNWeights, table: Tensor) -> Gather:
+def _fold_qrnn(weights: QRNNWeights, table: Tensor) -> QRNNWeights:
     assert weights.input is not None
-    return TapGather(
-        fold_taps(table, weights.input.flip(0))
-    )  # tap 0 of the window is the present step, of a filter the earliest
+    return replace(weights, input=None, tables=fold_taps(table, weights.input))
 
 
 def _qrnn_bytes(weights: QRNNWeights, table: Tensor) -> int:
@@ -221,21 +224,10 @@ def _qrnn_bytes(weights: QRNNWeights, table: Tensor) -> int:
     return folded_bytes(table, weights.input.shape[2], taps=weights.window)
 
 
-def _without_product(weights: LSTMWeights | GRUWeights) -> LSTMWeights | GRUWeights:
-    return replace(weights, input=None, bias=None)
-
-
+_lstm, _gru = _of_ids_too(lstm_kernel.lstm), _of_ids_too(gru_kernel.gru)
 FAMILIES: dict[type[RecurrentLayer], Family] = {
-    LSTMLayer: Family(lstm_kernel.lstm, lstm_kernel.choice, _fold_gates, _without_product, _gate_bytes),
-    GRULayer: Family(gru_kernel.gru, gru_kernel.choice, _fold_gates, _without_product, _gate_bytes),
-    SRULayer: Family(
-        sru_kernel.sru,
-        sru_kernel.choice,
-        _fold_sru,
-        lambda weights: replace(weights, input=None, projection=None, skip_from=None),
-        _sru_bytes,
-    ),
-    QRNNLayer: Family(
-        qrnn_kernel.qrnn, qrnn_kernel.choice, _fold_qrnn, lambda weights: replace(weights, input=None), _qrnn_bytes
-    ),
+    LSTMLayer: Family(_lstm, composed(_lstm), lstm_kernel.choice, _fold_gates, _gate_bytes),
+    GRULayer: Family(_gru, composed(_gru), gru_kernel.choice, _fold_gates, _gate_bytes),
+    SRULayer: Family(sru_kernel.sru, sru_kernel.both, sru_kernel.choice, _fold_sru, _sru_bytes),
+    QRNNLayer: Family(qrnn_kernel.qrnn, qrnn_kernel.both, qrnn_kernel.choice, _fold_qrnn, _qrnn_bytes),
 }

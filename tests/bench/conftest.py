@@ -9,7 +9,7 @@ import torch
 
 from kernels.bench.measure import Bench, Findings
 from kernels.bench.peers.peer import Peer
-from kernels.bench.workloads import Workload
+from kernels.bench.workloads import FORMS, LONG_MEMORY, Workload
 
 CPU = torch.device("cpu")
 
@@ -25,9 +25,10 @@ def _threads_as_before() -> Iterator[None]:
     torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = tf32
 
 
-def tiny(family: str, kind: str = "layer", lengths: str = "questions", rows: int = 3) -> Workload:
-    """Hidden sizes that three filter widths divide."""
-    return Workload(family, rows, 7, 6, 6, lengths=lengths, kind=kind)
+def tiny(family: str, kind: str = "layer", lengths: str = "questions", rows: int = 3, form: str | None = None) -> Workload:
+    """Hidden sizes that three filter widths divide; of forms, the one that is timed where one is enough."""
+    usual = FORMS[family][-1] if family in FORMS else ""
+    return Workload(family, rows, 7, 6, 6, lengths=lengths, kind=kind, form=usual if form is None else form)
 
 
 TINY = [
@@ -37,6 +38,13 @@ TINY = [
 
 RECURRENCE = Workload("lstm", 3, 7, 24, 6, lengths="questions", kind="recurrence")
 """Its data are gate inputs: four blocks of the hidden size."""
+
+FORMED = [
+    *(tiny(family, form=form) for family, form in (("sru", "v1"), ("sru", LONG_MEMORY), ("qrnn", "window 1"))),
+    *(tiny(family, "folded", form=form) for family in FORMS for form in FORMS[family]),
+    *(tiny("sru", "every-step", lengths="equal", form=form) for form in FORMS["sru"]),
+]
+"""What only a GPU's runs hold, for our own backends."""
 
 
 def measured(workload: Workload, *peers: Peer) -> Findings:

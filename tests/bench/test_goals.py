@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from kernels.bench import goals
-from kernels.bench.goals import EQUAL, QUESTIONS, RECURRENCES
+from kernels.bench.goals.lstm import EQUAL, QUESTIONS, RECURRENCES
 from kernels.bench.report import Row
 from kernels.bench.timing import Spread
 from kernels.bench.workloads import Workload, workloads

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.bench.agreement import tolerance
+from kernels.bench import timing
+from kernels.bench.agreement import Expected, tolerance
 from kernels.bench.given import Given, made_up
 from kernels.bench.peers import PEERS
 from kernels.bench.peers.discrete import lstm_gates
@@ -16,7 +17,7 @@ from kernels.bench.peers.onnx_runtime import onnx_runtime
 from kernels.bench.peers.peer import Call, MissingError, Peer, wanted
 from kernels.bench.peers.sru_package import sru_package
 from kernels.bench.workloads import Workload
-from tests.bench.conftest import CPU, RECURRENCE, TINY, measured, tiny
+from tests.bench.conftest import CPU, FORMED, RECURRENCE, TINY, measured, tiny
 
 OPTIONAL = {"onnxruntime", "sru package"}
 
@@ -44,7 +45,15 @@ def test_every_backend_and_torch_peer_agrees_and_is_timed(workload: Workload) ->
         assert row.timing == "eager"
         assert 0 <= row.agrees < 1e-5
         assert 0 < row.spread.p10_us <= row.spread.median_us <= row.spread.p90_us < 1e6
-        assert row.spread.repetitions >= 20
+        assert row.spread.repetitions >= timing.AT_LEAST
+
+
+@pytest.mark.parametrize("workload", FORMED, ids=str)
+def test_every_form_agrees_over_data_and_token_ids(workload: Workload) -> None:
+    findings = measured(workload)
+    assert not findings.wrong
+    (row,) = findings.rows
+    assert row.backend == "framework" and row.agrees < 1e-5
 
 
 @pytest.mark.parametrize("workload", [one for one in TINY if one.family in ("lstm", "gru")], ids=str)
@@ -86,6 +95,19 @@ def test_a_peer_that_breaks_does_not_take_the_others_along() -> None:
     assert findings.wrong == [f"brittle on {tiny('sru')}: RuntimeError: no such instruction"]
 
 
+def test_a_peer_that_computes_something_else_is_held_to_its_own_right_answer() -> None:
+    ours = measured(tiny("sru"), Peer("twin", lambda given: Call(given.encoder("framework"))))
+    elsewhere = Expected(torch.tensor([0]), torch.full((1, 6), 9.0), shape=(3, 6), tolerance=1e-3)
+    findings = measured(
+        tiny("sru"),
+        Peer("of its own", lambda _: Call(lambda: torch.full((3, 6), 9.0), right=elsewhere)),
+        Peer("of ours", lambda given: Call(given.encoder("framework"), right=elsewhere)),
+    )
+    assert [row.backend for row in ours.rows] == ["framework", "twin"]
+    assert [row.backend for row in findings.rows] == ["framework", "of its own"]
+    assert findings.wrong[0].startswith("of ours on sru layer v2 3 questions, 6 -> 6, float32: the answer is off by")
+
+
 def test_a_missing_peer_is_left_out_with_what_to_install() -> None:
     findings = measured(tiny("qrnn"), Peer("somebody", absent))
     assert not findings.wrong
@@ -107,8 +129,9 @@ def test_a_product_for_each_gate_agrees(lengths: str) -> None:
         (tiny("qrnn"), Peer("elsewhere", breaking, devices=("cuda",))),
         (tiny("qrnn"), Peer("for large ones", breaking, takes=lambda workload: workload.hidden > 6)),
         (RECURRENCE, Peer("a whole layer", breaking)),
+        (tiny("sru", "folded"), Peer("a whole layer", breaking)),
     ],
-    ids=["for another device", "for other workloads", "gate inputs"],
+    ids=["for another device", "for other workloads", "gate inputs", "token ids"],
 )
 def test_a_peer_that_is_not_meant_is_not_asked(workload: Workload, peer: Peer) -> None:
     findings = measured(workload, peer)

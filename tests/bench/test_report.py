@@ -17,7 +17,7 @@ from kernels.bench.peers.peer import Call, Peer
 from kernels.bench.report import Row, Setting
 from kernels.bench.timing import Spread
 from kernels.bench.workloads import Workload, workloads
-from tests.bench.conftest import CPU, RECURRENCE, TINY, measured, tiny
+from tests.bench.conftest import CPU, FORMED, RECURRENCE, TINY, measured, tiny
 
 TEXTS = {"family", "workload", "want", "backend", "device", "dtype", "lengths", "timing", "date"}
 COUNTS = {"rows", "steps", "tokens", "input", "hidden", "layers", "directions", "threads", "repetitions"}
@@ -30,11 +30,12 @@ def timed(backend: str, timing: str, median_us: float) -> Row:
     return Row(tiny("lstm"), backend, timing, Spread(median_us, median_us - 1, median_us + 1, 20), 1e-7)
 
 
-@pytest.mark.parametrize("workload", [*TINY, RECURRENCE], ids=str)
+@pytest.mark.parametrize("workload", [*TINY, *FORMED, RECURRENCE], ids=str)
 def test_every_record_has_all_fields_with_sane_values(workload: Workload, tmp_path: Path) -> None:
     report.write(measured(workload).rows, SETTING, tmp_path / "new" / "file.jsonl")
     (record,) = map(json.loads, (tmp_path / "new" / "file.jsonl").read_text().splitlines())
-    assert record.keys() == TEXTS | COUNTS | FIGURES | {"versions"}
+    assert record.keys() == TEXTS | COUNTS | FIGURES | {"form", "versions"}
+    assert record["form"] == workload.form
     assert all(isinstance(record[name], str) and record[name] for name in TEXTS)
     assert all(isinstance(record[name], int) and record[name] > 0 for name in COUNTS)
     assert all(isinstance(record[name], float) and math.isfinite(record[name]) for name in FIGURES)
@@ -85,6 +86,11 @@ def test_a_quick_run_is_a_smaller_one(family: str, device: str) -> None:
     quick, whole = (workloads(family, device, quick) for quick in (True, False))
     assert 0 < len(quick) < len(whole) == len(set(whole))
     assert {one.family for one in whole} == {family}
+
+
+def test_a_form_stands_in_the_name_where_there_is_one() -> None:
+    assert str(tiny("sru", form="v1")) == "sru layer v1 3 questions, 6 -> 6, float32"
+    assert str(tiny("lstm", lengths="equal")) == "lstm layer 3 x 7, 6 -> 6, float32"
 
 
 @pytest.fixture

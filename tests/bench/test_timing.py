@@ -47,9 +47,11 @@ def test_the_warm_up_is_not_counted() -> None:
 
 
 class MadeUpDevice:
-    """Stands in for torch.cuda: a graph does again what `work` does, and two events are always 40 ms apart."""
+    """Stands in for torch.cuda: a graph does again what `work` does, and two events are always `apart_ms` apart."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, work: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, work: Callable[[], object] = lambda: None, apart_ms: float = 0.04
+    ) -> None:
         self.modes: list[str] = []
         self.captures = 0
         stream = SimpleNamespace(wait_stream=lambda _: None)
@@ -60,7 +62,7 @@ class MadeUpDevice:
             "stream": lambda _: nullcontext(),
             "CUDAGraph": lambda: SimpleNamespace(replay=work),
             "graph": self._graph,
-            "Event": lambda **_: SimpleNamespace(elapsed_time=lambda _: 40.0, **nothing),
+            "Event": lambda **_: SimpleNamespace(elapsed_time=lambda _: apart_ms, **nothing),
             "set_sync_debug_mode": self.modes.append,
         }.items():
             monkeypatch.setattr(torch.cuda, name, made_up)
@@ -82,10 +84,26 @@ def test_a_kernel_is_one_copy_out_of_a_graph_of_many_and_a_replay_is_a_graph_of_
         calls += 1
         return answer
 
-    assert kernel(call, seen.append, 0.0).median_us == 40e3 / COPIES
-    assert replay(call, seen.append, 0.0).median_us == 40e3
+    assert kernel(call, seen.append, 0.0).median_us == 40 / COPIES
+    assert replay(call, seen.append, 0.0).median_us == 40
     assert device.captures == 2 and calls == 2 * WARM_UP + COPIES + 1
     assert [one.tolist() for one in seen] == [[7, 7, 7]] * 2
+
+
+@pytest.mark.parametrize("takes_ms, copies", [(0.001, COPIES), (0.4, 5), (0.41, 5), (1.9, 2), (2.0, 1), (300.0, 1)])
+def test_a_graph_has_as_many_copies_as_fill_two_milliseconds(
+    takes_ms: float, copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    MadeUpDevice(monkeypatch, apart_ms=takes_ms)
+    calls = 0
+
+    def call() -> Tensor:
+        nonlocal calls
+        calls += 1
+        return torch.zeros(3)
+
+    assert kernel(call, id, 0.0).median_us == pytest.approx(takes_ms * 1e3 / copies)
+    assert calls == WARM_UP + copies
 
 
 def test_an_answer_that_the_graph_does_not_write_is_seen_by_the_check(monkeypatch: pytest.MonkeyPatch) -> None:

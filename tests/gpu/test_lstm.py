@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import random
-import shutil
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import product
 
 import pytest
@@ -17,8 +14,9 @@ from kernels.backend import Problem, explain
 from kernels.compile import resident_clusters
 from kernels.contract import LSTMState, LSTMWeights, Outputs, Ragged
 from kernels.lstm import BACKENDS, choice, launch, lstm
-from tests.gpu.inputs import LSTM, TOLERANCE, agree, close, gated, outputs, same, stored
+from tests.gpu.inputs import LSTM, TOLERANCE, agree, close, gated, joined, outputs, same, stored
 from tests.gpu.inputs import lstm as given
+from tests.gpu.sanitizer import TOOLS, finds_nothing
 from tests.kernels import inputs
 from tests.kernels.inputs import EVERYTHING, OUTPUTS, Given, poisoned_memory
 from tests.kernels.shapes import found_anew
@@ -37,11 +35,6 @@ every_size = pytest.mark.parametrize("backend, hidden", SIZES)
 def _poisoned_memory() -> Iterator[None]:
     with poisoned_memory():
         yield
-
-
-def joined(rows: Sequence[Tensor]) -> Ragged:
-    x = inputs.joined(rows)
-    return Ragged(x.data, x.offsets.cuda())
 
 
 @every_size
@@ -258,10 +251,6 @@ def test_the_choice_is_what_runs() -> None:
     same(lstm(x, weights, state, want=EVERYTHING), LSTM.run(x, weights, state, backend="persistent"))
 
 
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+@pytest.mark.parametrize("tool", TOOLS)
 def test_the_sanitizer_finds_nothing(tool: str) -> None:
-    sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-    command = [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, "-m", "tests.gpu.small_lstm"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
-    assert "ERROR SUMMARY: 0 errors" in run.stdout or "0 hazards displayed" in run.stdout, run.stdout[-2000:]
+    finds_nothing(tool, "tests.gpu.small_lstm")

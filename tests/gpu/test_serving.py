@@ -31,10 +31,11 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server,
         yield on_gpu, on_cpu
 
 
-def test_the_embedded_lstm_runs_through_its_own_kernel(embedded: tuple[Server, Server]) -> None:
+@pytest.mark.parametrize("model, backend", [("question-type-lstm", "persistent"), ("question-type-sru", "fused")])
+def test_embedded_models_run_through_kernels_of_their_own(model: str, backend: str, embedded: tuple[Server, Server]) -> None:
     on_gpu, on_cpu = ({one["name"]: one for one in server.client.get("/models").json()["models"]} for server in embedded)
-    assert "persistent" in " ".join(on_gpu["question-type-lstm"]["backends"])
-    assert "framework" in " ".join(on_cpu["question-type-lstm"]["backends"])
+    assert backend in " ".join(on_gpu[model]["backends"])
+    assert "framework" in " ".join(on_cpu[model]["backends"])
 
 
 @pytest.mark.parametrize("model", ["question-type-cnn", "question-type-lstm", "question-type-sru"])

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from kernels.backend import AUTO, Backend
+from kernels.backend import AUTO, Backend, Problem
 from kernels.contract import (
     POOLINGS,
     ConvState,
@@ -27,9 +28,11 @@ from kernels.contract import (
     SRUState,
     SRUWeights,
 )
+from kernels.embedding import tap_rows
 from tests.kernels.inputs import EVERYTHING, Given, mapped, ragged, rows, widened
 
 Normal = Callable[..., Tensor]
+VOCABULARY = 11
 
 
 class Form:
@@ -54,18 +57,30 @@ class Form:
             return torch.randn(shape, generator=generator)
 
         weights, state = MADE_UP[self.family](normal, len(lengths), hidden, inputs, **self.options)
+        weights = mapped(weights, lambda array: array.to(storage))
+        if self.takes_ids:
+            return Given(ragged(whole(normal, sum(lengths), below=VOCABULARY).int(), lengths), weights, state)
         first = weights.filters if self.family == "conv" else getattr(weights, "projection", None)
         columns = (weights.input if first is None else first).shape[-2]
-        weights = mapped(weights, lambda array: array.to(storage))
         return Given(ragged(normal(sum(lengths), columns), lengths), weights, state)
 
     def run(self, x: Ragged, weights: Any, state: Any = None, *, want: Outputs = EVERYTHING, backend: str = AUTO) -> Encoded:
         encoded: Encoded = getattr(self.module, self.family)(x, weights, state, want=want, backend=backend)
         return encoded
 
+    def both(
+        self, x: Ragged, weights: tuple[Any, Any], states: Any = None, *, want: Outputs = EVERYTHING, backend: str = AUTO
+    ) -> Encoded:
+        encoded: Encoded = self.module.both(x, weights, states, want=want, backend=backend)
+        return encoded
+
     def exact(self, given: Given) -> Encoded:
         """What the reference makes of these values in float64."""
         return self.run(*widened(given), backend="reference")
+
+    @property
+    def takes_ids(self) -> bool:
+        return bool(self.options.get("ids"))
 
     @property
     def takes_gates(self) -> bool:
@@ -74,6 +89,11 @@ class Form:
     def gated(self, given: Given) -> Given:
         """The same problem with its gate inputs computed beforehand."""
         return GATED[self.family](*given)
+
+
+def whole(normal: Normal, *shape: int, below: int) -> Tensor:
+    """Whole numbers from 0 on."""
+    return (normal(*shape) * 1000).long() % below
 
 
 def _lstm(normal: Normal, rows: int, hidden: int, inputs: int) -> tuple[LSTMWeights, LSTMState]:
@@ -105,26 +125,37 @@ def _sru(
     skip: str = "block",
     tanh: bool = False,
     projection: bool = False,
+    norm: bool = False,
+    ids: bool = False,
 ) -> tuple[SRUWeights, SRUState]:
-    """skip: a block of its own; hidden columns from the middle of an input that is wider by as much; or none."""
+    """skip: a block of its own; hidden columns from the middle of an input that is wider by as much; or none. ids: of a table."""
     columns = inputs + hidden if skip == "columns" else inputs
     projected = (columns + 1) // 2 if projection else columns
+    blocks = (4 if skip == "block" else 3) * hidden
     weights = SRUWeights(
-        input=normal(projected, (4 if skip == "block" else 3) * hidden) * projected**-0.5,
+        input=None if ids else normal(projected, blocks) * projected**-0.5,
         projection=normal(columns, projected) * columns**-0.5 if projection else None,
         bias=normal(2 * hidden),
         cell=normal(2 * hidden) * 0.25 if version == 2 else None,  # with larger ones the cell runs away from its rounding
         skip_from=inputs // 2 if skip == "columns" else None,
         scale=1.7 if skip == "columns" else 1.0,
         tanh=tanh,
+        norm=normal(2, columns) if norm else None,
+        table=normal(VOCABULARY, blocks) if ids else None,
     )
     return weights, SRUState(normal(rows, hidden))
 
 
 def _qrnn(
-    normal: Normal, rows: int, hidden: int, inputs: int, *, pooling: str = "fo", window: int = 2
+    normal: Normal, rows: int, hidden: int, inputs: int, *, pooling: str = "fo", window: int = 2, ids: bool = False
 ) -> tuple[QRNNWeights, QRNNState]:
+    """ids: of tables."""
     blocks = POOLINGS[pooling] * hidden
+    if ids:
+        tables = normal(window, 1 + VOCABULARY, blocks) * window**-0.5
+        tables[:, 0] = 0.0
+        left = whole(normal, rows, window - 1, below=1 + VOCABULARY)
+        return QRNNWeights(None, normal(blocks), pooling, tables), QRNNState(normal(rows, hidden), left)
     weights = QRNNWeights(normal(window, inputs, blocks) * (window * inputs) ** -0.5, normal(blocks), pooling)
     return weights, QRNNState(normal(rows, hidden), normal(rows, window - 1, inputs))
 
@@ -148,10 +179,17 @@ FORMS = (
     Form("sru", version=2, skip="columns", projection=True),
     Form("sru", version=1, skip="block", tanh=True),
     Form("sru", version=1, skip="columns"),
+    Form("sru", version=2, skip="block", norm=True),
+    Form("sru", version=1, skip="columns", projection=True, norm=True),
+    Form("sru", version=2, skip="block", ids=True),
+    Form("sru", version=1, skip="none", tanh=True, ids=True),
     Form("qrnn", pooling="f", window=3),
     Form("qrnn", pooling="fo", window=1),
     Form("qrnn", pooling="fo", window=2),
     Form("qrnn", pooling="ifo", window=4),
+    Form("qrnn", pooling="f", window=1, ids=True),
+    Form("qrnn", pooling="fo", window=3, ids=True),
+    Form("qrnn", pooling="ifo", window=2, ids=True),
     Form("conv", width=1, activation="gelu"),
     Form("conv", width=3, left=2, activation="tanh"),
     Form("conv", width=3, left=8, dilation=4, activation="relu"),
@@ -170,23 +208,32 @@ def _gates(x: Ragged, weights: Any, state: Any) -> Given:
 
 def _blocks(x: Ragged, weights: Any, state: Any) -> Given:
     """Of an SRU: with the skip as a block, wherever it comes from."""
-    projected = x.data if weights.projection is None else x.data @ weights.projection
-    blocks = [projected @ weights.input]
+    rest = replace(weights, input=None, projection=None, skip_from=None, norm=None, table=None)
+    if weights.table is not None:
+        return Given(Ragged(weights.table[x.data.long()], x.offsets), rest, state)
+    seen = x.data if weights.norm is None else functional.layer_norm(x.data, x.data.shape[1:], *weights.norm)
+    blocks = [(seen if weights.projection is None else seen @ weights.projection) @ weights.input]
     if weights.skip_from is not None:
         blocks.append(x.data[:, weights.skip_from :][:, : weights.hidden] * weights.scale)
-    return Given(Ragged(torch.cat(blocks, 1), x.offsets), replace(weights, input=None, projection=None, skip_from=None), state)
+    return Given(Ragged(torch.cat(blocks, 1), x.offsets), rest, state)
 
 
 def _convolved(x: Ragged, weights: Any, state: Any) -> Given:
     """Of a QRNN: the masked convolution, whose taps are newest first. What it leaves sees no step but its own."""
-    window, _, blocks = weights.input.shape
-    gates = x.data.new_zeros(len(x.data), blocks)
-    for row, (left, data) in enumerate(zip(state.left, rows(x), strict=True)):
+    taps, seen_by = (weights.input, x) if weights.tables is None else (weights.tables, tap_rows(x))
+    window, _, blocks = taps.shape
+    gates = taps.new_zeros(len(x.data), blocks)
+    for row, (left, data) in enumerate(zip(state.left, rows(seen_by), strict=True)):
         begin, seen = int(x.offsets[row]), torch.cat((left, data))
-        for back, tap in enumerate(weights.input):
-            gates[begin : begin + len(data)] += seen[window - 1 - back : len(seen) - back] @ tap
-    alone = replace(state, left=state.left.new_zeros(x.rows, 0, blocks))
-    return Given(Ragged(gates, x.offsets), replace(weights, input=None), alone)
+        for back, tap in enumerate(taps):
+            steps = seen[window - 1 - back : len(seen) - back]
+            gates[begin : begin + len(data)] += steps @ tap if weights.tables is None else tap[steps]
+    alone = replace(state, left=taps.new_zeros(x.rows, 0, blocks))
+    return Given(Ragged(gates, x.offsets), replace(weights, input=None, tables=None), alone)
 
 
 GATED: dict[str, Callable[..., Given]] = {"lstm": _gates, "gru": _gates, "sru": _blocks, "qrnn": _convolved}
+
+
+def runs_on_a_cpu(backend: Backend) -> bool:
+    return backend.name == "reference" or backend.refuses(Problem(torch.device("cpu"), torch.float32, 1)) is None

@@ -74,6 +74,14 @@ def test_embedded_taps_are_the_sums_over_each_window_in_float32(storage: torch.d
 
 
 @every_storage
+def test_taps_may_come_with_the_latest_step_first(storage: torch.dtype) -> None:
+    embedding, weight, _ = made_up(storage)
+    tables = fold_taps(embedding, torch.stack((weight, weight.flip(0), -weight)))
+    ids = ragged(torch.tensor([12, 0, 3, 3, 7, 1], dtype=torch.int32), [4, 0, 2])
+    assert torch.equal(embed_taps(ids, tables.flip(0), left=2, latest_first=True), embed_taps(ids, tables, left=2))
+
+
+@every_storage
 def test_a_folded_table_is_stored_as_the_embedding_is(storage: torch.dtype) -> None:
     embedding, weight, bias = made_up(storage)
     assert fold(embedding, weight.float(), bias.float()).dtype == storage

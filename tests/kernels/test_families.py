@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
+from typing import Any
 
 import hypothesis
 import pytest
@@ -13,10 +14,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.backend import FAMILIES, Backend, Problem
+from kernels.backend import FAMILIES
 from kernels.contract import Encoded, Outputs, Ragged
 from tests.kernels import inputs
-from tests.kernels.families import FORMS, Form
+from tests.kernels.families import FORMS, Form, runs_on_a_cpu
 from tests.kernels.inputs import (
     OUTPUTS,
     Given,
@@ -38,16 +39,13 @@ SIZES = [
     ([0, 5, 5, 0, 2], 151, 37),
 ]
 WITH_GATES = [form for form in FORMS if form.takes_gates]
+WITH_BOTH = [form for form in FORMS if hasattr(form.module, "both")]
 
 
 def is_causal(form: Form) -> bool:
     """Whether no step waits for a later one, so that rows can be cut."""
     weights = form.given([1], 1, 1).weights
     return form.family != "conv" or (weights.left == weights.reach - 1 and weights.right == 0)
-
-
-def runs_on_a_cpu(backend: Backend) -> bool:
-    return backend.name == "reference" or backend.refuses(Problem(torch.device("cpu"), torch.float32, 1)) is None
 
 
 def on_every_backend(forms: list[Form]) -> pytest.MarkDecorator:
@@ -91,7 +89,8 @@ def test_any_size_agrees_with_the_reference(
 def test_all_that_comes_out_is_float32(form: Form, backend: str) -> None:
     encoded = form.run(*form.given([7, 1, 3], 5, 3), backend=backend)
     outputs = [getattr(encoded, name).dtype for name in OUTPUTS]
-    assert {*outputs, *(array.dtype for array in arrays(encoded.state).values())} == {torch.float32}
+    states = [array.dtype for array in arrays(encoded.state).values() if array.is_floating_point()]
+    assert {*outputs, *states} == {torch.float32}
 
 
 @every_backend
@@ -180,8 +179,8 @@ def test_what_stands_in_other_rows_does_not_reach_a_row(form: Form, backend: str
 
 
 def spoiled(array: Tensor, *, where: Tensor, by: float) -> Tensor:
-    """where: (len(array),) which of the first axis."""
-    return array.index_fill(0, where.nonzero()[:, 0], by)
+    """where: (len(array),) which of the first axis. An id becomes another one."""
+    return array.index_fill(0, where.nonzero()[:, 0], by if array.is_floating_point() else 0)
 
 
 def one_row(encoded: Encoded, x: Ragged, row: int) -> Encoded:
@@ -233,3 +232,79 @@ def test_no_argument_is_modified(form: Form, backend: str) -> None:
 
 def tensors(given: Given) -> list[Tensor]:
     return [array for part in given for array in arrays(part).values()]
+
+
+@on_every_backend([form for form in FORMS if form.takes_ids])
+def test_int32_and_int64_ids_mean_the_same(form: Form, backend: str) -> None:
+    x, weights, state = form.given([7, 1, 0, 3], 5, 3)
+    wide = Ragged(x.data.long(), x.offsets)
+    expected = form.run(x, weights, state, backend=backend)
+    assert_encodes_alike(form.run(wide, weights, state, backend=backend), expected, steps=0)
+
+
+@on_every_backend(WITH_BOTH)
+@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
+def test_a_state_in_slots_is_read_and_written_in_place(form: Form, backend: str, index: torch.dtype) -> None:
+    x, weights, state = form.given([4, 0, 2], 5, 3)
+    expected = form.run(x, weights, state, backend=backend)
+    slabs = in_slots(state, torch.tensor([3, 0, 4], dtype=index))
+    encoded = form.run(x, weights, slabs, backend=backend)
+    assert encoded.state is slabs
+    assert_encodes_alike(replace(encoded, state=slabs.by_row()), expected, steps=0)
+    assert all(bool((slab[[1, 2, 5]] == 9).all()) for name, slab in arrays(slabs).items() if name != "slots")
+
+
+def in_slots(state: Any, slots: Tensor) -> Any:
+    """The same state in these of six places; the others hold nines."""
+    slabs = {name: array.new_full((6, *array.shape[1:]), 9) for name, array in arrays(state).items()}
+    return replace(
+        state, **{name: slab.index_copy(0, slots.long(), getattr(state, name)) for name, slab in slabs.items()}, slots=slots
+    )
+
+
+@on_every_backend(WITH_BOTH)
+@pytest.mark.parametrize("lengths", [[7, 1, 0, 13], [0, 0], []], ids=str)
+@pytest.mark.parametrize("with_states", [False, True])
+def test_both_directions_in_one_call_are_two_calls(form: Form, backend: str, lengths: list[int], with_states: bool) -> None:
+    x, weights, states = both_ways(form, lengths)
+    before = states if with_states else (None, None)
+    forward = form.run(x, weights[0], before[0], backend=backend)
+    backward = form.run(x.reversed(), weights[1], before[1], backend=backend)
+    assert backward.steps is not None
+    backward = replace(backward, steps=Ragged(backward.steps, x.offsets).reversed().data)
+    encoded = form.both(x, weights, states if with_states else None, backend=backend)
+    for name in OUTPUTS:
+        expected = torch.cat((getattr(forward, name), getattr(backward, name)), dim=1)
+        assert_close(getattr(encoded, name), expected, steps=longest(x))
+    for after, alone in zip(encoded.state, (forward.state, backward.state), strict=True):
+        assert_states_alike(after, alone, steps=longest(x))
+
+
+@on_every_backend(WITH_BOTH)
+def test_of_both_directions_what_is_not_wanted_is_none_and_changes_nothing(form: Form, backend: str) -> None:
+    x, weights, states = both_ways(form, [7, 1, 3])
+    everything = form.both(x, weights, states, backend=backend)
+    for wanted in OUTPUTS:
+        encoded = form.both(x, weights, states, want=Outputs(**{wanted: True}), backend=backend)
+        assert torch.equal(getattr(encoded, wanted), getattr(everything, wanted))
+        assert all(getattr(encoded, name) is None for name in OUTPUTS if name != wanted)
+
+
+@on_every_backend(WITH_BOTH)
+def test_both_directions_go_on_in_slots_of_their_own(form: Form, backend: str) -> None:
+    x, weights, states = both_ways(form, [4, 0, 2])
+    expected = form.both(x, weights, states, backend=backend)
+    slots = torch.tensor([3, 0, 4]), torch.tensor([5, 1, 2])
+    slabs = (in_slots(states[0], slots[0]), in_slots(states[1], slots[1]))
+    encoded = form.both(x, weights, slabs, backend=backend)
+    for name in OUTPUTS:
+        assert_close(getattr(encoded, name), getattr(expected, name), steps=0)
+    for after, slab, state in zip(encoded.state, slabs, expected.state, strict=True):
+        assert after is slab
+        assert_states_alike(slab.by_row(), state, steps=0)
+
+
+def both_ways(form: Form, lengths: list[int]) -> tuple[Ragged, tuple[Any, Any], tuple[Any, Any]]:
+    """Rows, and for each direction the weights and the state."""
+    forward, backward = (form.given(lengths, 5, 3, seed=seed) for seed in (0, 1))
+    return forward.x, (forward.weights, backward.weights), (forward.state, backward.state)

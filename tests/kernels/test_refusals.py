@@ -18,6 +18,7 @@ Break = Callable[[Given], Given]
 
 LSTM, GRU, SRU, QRNN = (Form(family) for family in ("lstm", "gru", "sru", "qrnn"))
 COLUMNS = Form("sru", skip="columns")
+SRU_OF_IDS, QRNN_OF_IDS = Form("sru", ids=True), Form("qrnn", ids=True)
 CONV = Form("conv", width=3, left=2)
 
 every_family = pytest.mark.parametrize("form", [Form(family) for family in FAMILIES], ids=str)
@@ -36,7 +37,12 @@ def with_state(**changes: Any) -> Break:
 
 
 TOGETHER = "weights.input and weights.bias are given together or not at all"
+OF_IDS = "is given although the data are ids"
+BLOCKS = "is given although the data already are the product with weights.input"
 TWICE = "weights.skip_from is given although the skip is a block of its own"
+NO_STEPS = "weights.tables has a window of 0 steps, expected at least the present one"
+NO_PADDING = "weights.tables has no rows, expected at least the one of padding"
+PLACES = torch.tensor([3, 0])
 LEAST = "width, dilation and stride are at least 1, left and right at least 0"
 
 
@@ -73,7 +79,23 @@ LEAST = "width, dilation and stride are at least 1, left and right at least 0"
         (SRU, with_weights(projection=torch.zeros(2, 3)), "x.data has the shape (4, 3), expected (4, 2)"),
         (COLUMNS, with_weights(skip_from=4), "weights.skip_from is 4 of 8 columns, 5 are needed"),
         (COLUMNS, with_weights(skip_from=-1), "weights.skip_from is -1 of 8 columns, 5 are needed"),
+        (SRU, with_weights(norm=torch.zeros(2, 4)), "weights.norm has the shape (2, 4), expected (2, 3)"),
+        (SRU, with_weights(input=None, norm=torch.zeros(2, 20)), f"weights.norm {BLOCKS}"),
+        (COLUMNS, with_weights(input=None), f"weights.skip_from {BLOCKS}"),
+        (SRU, with_weights(table=torch.zeros(9, 20)), f"weights.input {OF_IDS}"),
+        (
+            SRU_OF_IDS,
+            with_weights(table=torch.zeros(9, 12)),
+            "weights.table has the shape (9, 12), expected 3 or 4 blocks of 5",
+        ),
+        (SRU_OF_IDS, with_weights(projection=torch.zeros(3, 2)), f"weights.projection {OF_IDS}"),
+        (SRU_OF_IDS, with_weights(skip_from=0), f"weights.skip_from {OF_IDS}"),
+        (SRU_OF_IDS, with_weights(norm=torch.zeros(2, 3)), f"weights.norm {OF_IDS}"),
+        (SRU_OF_IDS, with_x(data=torch.zeros(4, 1).int()), "x.data has the shape (4, 1), expected (4,)"),
+        (SRU_OF_IDS, with_x(data=torch.zeros(4)), "x.data is torch.float32, expected ids, torch.int32 or torch.int64"),
         (SRU, with_state(cell=torch.zeros(2, 6)), "state.cell has the shape (2, 6), expected (2, 5)"),
+        (SRU, with_state(slots=torch.tensor([0])), "state.slots has the shape (1,), expected (2,)"),
+        (SRU, with_state(cell=torch.zeros(9, 6), slots=PLACES), "state.cell has the shape (9, 6), expected (9, 5)"),
         (QRNN, with_x(data=torch.zeros(4, 2)), "x.data has the shape (4, 2), expected (4, 3)"),
         (QRNN, with_weights(input=torch.zeros(2, 3, 10)), "weights.input has the shape (2, 3, 10), expected (2, 3, 15)"),
         (QRNN, with_weights(input=None), "x.data has the shape (4, 3), expected (4, 15)"),
@@ -81,6 +103,24 @@ LEAST = "width, dilation and stride are at least 1, left and right at least 0"
         (QRNN, with_weights(pooling="of"), "weights.pooling is 'of'; known are f, fo, ifo"),
         (QRNN, with_state(cell=torch.zeros(2, 6)), "state.cell has the shape (2, 6), expected (2, 5)"),
         (QRNN, with_state(left=torch.zeros(2, 2, 3)), "state.left has the shape (2, 2, 3), expected (2, 1, 3)"),
+        (QRNN, with_state(slots=torch.tensor([0])), "state.slots has the shape (1,), expected (2,)"),
+        (QRNN, with_state(left=torch.zeros(9, 1, 3), slots=PLACES), "state.left has the shape (9, 1, 3), expected (2, 1, 3)"),
+        (QRNN, with_weights(tables=torch.zeros(2, 9, 15)), f"weights.input {OF_IDS}"),
+        (QRNN_OF_IDS, with_x(data=torch.zeros(4)), "x.data is torch.float32, expected ids, torch.int32 or torch.int64"),
+        (QRNN_OF_IDS, with_x(data=torch.zeros(4, 1).int()), "x.data has the shape (4, 1), expected (4,)"),
+        (
+            QRNN_OF_IDS,
+            with_weights(tables=torch.zeros(2, 9, 10)),
+            "weights.tables has the shape (2, 9, 10), expected (2, 9, 15)",
+        ),
+        (QRNN_OF_IDS, with_weights(tables=torch.zeros(2, 0, 15)), NO_PADDING),
+        (QRNN_OF_IDS, with_weights(tables=torch.zeros(0, 9, 15)), NO_STEPS),
+        (QRNN_OF_IDS, with_state(left=torch.zeros(2, 2).long()), "state.left has the shape (2, 2), expected (2, 1)"),
+        (
+            QRNN_OF_IDS,
+            with_state(left=torch.zeros(2, 1)),
+            "state.left is torch.float32, expected rows of weights.tables, torch.int64",
+        ),
         (CONV, with_x(data=torch.zeros(4, 2)), "x.data has the shape (4, 2), expected (4, 3)"),
         (CONV, with_weights(bias=torch.zeros(6)), "weights.bias has the shape (6,), expected (5,)"),
         (CONV, with_weights(activation="step"), "weights.activation is 'step'; known are none, relu, tanh, gelu"),
@@ -98,6 +138,41 @@ def test_what_does_not_fit_is_named_with_what_it_is_and_what_it_should_be(form: 
     with pytest.raises(ContractError) as caught:
         form.run(*given)
     assert str(caught.value) == says
+
+
+@pytest.mark.parametrize(
+    "form, broken, says",
+    [
+        (SRU, with_weights(cell=None), "weights.cell is (10, torch.float32) forward and None backward, expected the same"),
+        (SRU, with_weights(tanh=True), "weights.tanh is False forward and True backward, expected the same"),
+        (COLUMNS, with_weights(skip_from=None), "weights.skip_from is True forward and False backward, expected the same"),
+        (
+            SRU_OF_IDS,
+            with_weights(table=torch.zeros(9, 20)),
+            "weights.table is (11, 20, torch.float32) forward and (9, 20, torch",
+        ),
+        (
+            QRNN,
+            with_weights(input=torch.zeros(1, 3, 15)),
+            "weights.input is (2, 3, 15, torch.float32) forward and (1, 3, 15, torch",
+        ),
+        (QRNN, with_weights(input=torch.zeros(2, 4, 15)), "x.data has the shape (4, 3), expected (4, 4)"),
+        (SRU, with_state(cell=torch.zeros(2, 6)), "state.cell has the shape (2, 6), expected (2, 5)"),
+    ],
+    ids=str,
+)
+def test_two_directions_that_do_not_fit_the_data_or_each_other_are_named(form: Form, broken: Break, says: str) -> None:
+    given = form.given([3, 1], 5, 3)
+    backward = broken(given)
+    states = None if backward.weights is not given.weights else (given.state, backward.state)
+    with pytest.raises(ContractError) as caught:
+        form.both(given.x, (given.weights, backward.weights), states)
+    assert str(caught.value).startswith(says)
+
+
+def test_of_two_directions_the_own_columns_may_begin_in_different_places() -> None:
+    x, weights, _ = COLUMNS.given([3, 1], 5, 3)
+    assert COLUMNS.both(x, (weights, replace(weights, skip_from=0))).steps is not None
 
 
 @pytest.mark.parametrize("with_a_state", [False, True])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.contract import SRUState, SRUWeights
-from tests.kernels.families import Form
+from tests.kernels.families import Form, runs_on_a_cpu
 from tests.kernels.inputs import Given, assert_encodes_alike, encoding, ragged
 
 STEPS, ROWS, HIDDEN = 11, 4, 5
@@ -95,7 +95,17 @@ def test_a_projection_stands_before_the_product_and_not_before_the_skip(version:
     package.assert_is(package.ours(skip_from=0), package.x)
 
 
-@pytest.mark.parametrize("backend", [backend.name for backend in Form("sru").backends])
+@every_version
+def test_a_layer_norm_stands_before_projection_and_product_and_not_before_the_skip(version: int) -> None:
+    package = Package(inputs=HIDDEN, blocks=3, version=version, tanh=False, projected=2)
+    x, weights, state = package.ours(skip_from=0)
+    norm = torch.nn.LayerNorm(HIDDEN, dtype=torch.float64).requires_grad_(False)
+    norm.weight.normal_(), norm.bias.normal_()
+    residual, package.x = package.x, norm(package.x)
+    package.assert_is(Given(x, replace(weights, norm=torch.stack((norm.weight, norm.bias))), state), residual)
+
+
+@pytest.mark.parametrize("backend", [backend.name for backend in Form("sru").backends if runs_on_a_cpu(backend)])
 def test_version_1_is_version_2_with_a_zero_v(backend: str) -> None:
     form = Form("sru", version=1)
     x, weights, state = form.given([7, 1, 0, 13], 5, 3)

@@ -54,7 +54,8 @@ class ResetBeforeCell(Cell):
 
 
 class SRUCell(Cell):
-    """Lei et al. 2018. The skip is a product of its own, or, where the widths agree, the scaled input, or nothing."""
+    """Lei et al. 2018. The skip is a product of its own, or, where the widths agree, the scaled input, or nothing. A norm is what the
+    products see of the input."""
 
     def make(self, spec: SRULayer, inputs: int) -> None:
         hidden, outputs = spec.hidden, spec.hidden * (1 + spec.bidirectional)
@@ -65,11 +66,12 @@ class SRUCell(Cell):
         self.products = nn.ModuleList(nn.Linear(width, hidden, bias=False) for _ in range(3 + self.own_product))
         self.biases, self.by_cell = nn.Parameter(torch.randn(2, hidden)), nn.Parameter(torch.randn(2, hidden))
 
-    def forward(self, row: Tensor) -> Tensor:
+    def forward(self, row: Tensor, norm: nn.Module | None = None) -> Tensor:
         spec, cell, steps = self.spec, row.new_zeros(self.spec.hidden), []
         by_cell = self.by_cell if spec.cell_gates else torch.zeros_like(self.by_cell)
         for step in row:
-            candidate, forget, reset, *skip = (product(self.narrow(step) if self.narrow else step) for product in self.products)
+            seen = norm(step) if norm else step
+            candidate, forget, reset, *skip = (product(self.narrow(seen) if self.narrow else seen) for product in self.products)
             f = torch.sigmoid(forget + by_cell[0] * cell + self.biases[0])
             r = torch.sigmoid(reset + by_cell[1] * cell + self.biases[1])
             cell = f * cell + (1 - f) * candidate

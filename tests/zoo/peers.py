@@ -95,32 +95,49 @@ class TorchPeer(LayerPeer):
 
 
 class LevelsPeer(LayerPeer):
-    """Levels of cells. The backward one reads the reversed row, and what it gives is reversed again."""
+    """Levels of cells."""
 
     def __init__(self, spec: RecurrentLayer, inputs: int) -> None:
         super().__init__()
-        ways = 1 + spec.bidirectional
-        widths = [inputs, *[ways * spec.hidden] * spec.depth]
-        cell = CELLS[_LAYERS.validate_python(spec).kind]
-        self.levels = nn.ModuleList(
-            nn.ModuleList(cell(spec, width, way * spec.hidden) for way in range(ways)) for width, _ in pairwise(widths)
-        )
+        widths = [inputs, *[spec.outputs] * spec.depth]
+        self.levels = nn.ModuleList(Level(spec, width) for width, _ in pairwise(widths))
 
     def forward(self, row: Tensor) -> Tensor:
         for level in self.levels:
-            assert isinstance(level, nn.ModuleList)
-            onward, *backward = level
-            row = torch.cat([onward(row), *(one(row.flip(0)).flip(0) for one in backward)], dim=1)
+            row = level(row)
         return row
 
     def named(self) -> dict[str, Tensor]:
+        levels = [level.named() for level in self.levels if isinstance(level, Level)]
+        return {f"{index}.{name}": array for index, named in enumerate(levels) for name, array in named.items()}
+
+
+class Level(nn.Module):
+    """A cell for each direction. The backward one reads the reversed row, and what it gives is reversed again. The layer norm of an
+    SRU is of what both cells' products see, or of all that comes out."""
+
+    def __init__(self, spec: RecurrentLayer, inputs: int) -> None:
+        super().__init__()
+        cell = CELLS[_LAYERS.validate_python(spec).kind]
+        self.cells = nn.ModuleList(cell(spec, inputs, way * spec.hidden) for way in range(1 + spec.bidirectional))
+        self.when = getattr(spec, "layer_norm", "none")
+        self.norm = None if self.when == "none" else nn.LayerNorm(inputs if self.when == "before" else spec.outputs)
+        if self.norm is not None:
+            nn.init.normal_(self.norm.weight)
+            nn.init.normal_(self.norm.bias)
+
+    def forward(self, row: Tensor) -> Tensor:
+        before = {"norm": self.norm} if self.when == "before" else {}
+        onward, *backward = self.cells
+        joined = torch.cat([onward(row, **before), *(one(row.flip(0), **before).flip(0) for one in backward)], dim=1)
+        return self.norm(joined) if self.norm is not None and self.when == "after" else joined
+
+    def named(self) -> dict[str, Tensor]:
         named: dict[str, Tensor] = {}
-        for index, level in enumerate(self.levels):
-            assert isinstance(level, nn.ModuleList)
-            for direction, cell in zip(("forward", "backward"), level, strict=False):
-                assert isinstance(cell, Cell)
-                named |= {f"{index}.{direction}.{name}": array for name, array in cell.named().items()}
-        return named
+        for direction, cell in zip(("forward", "backward"), self.cells, strict=False):
+            assert isinstance(cell, Cell)
+            named |= {f"{direction}.{name}": array for name, array in cell.named().items()}
+        return named if self.norm is None else {**named, "norm": torch.stack((self.norm.weight, self.norm.bias))}
 
 
 class ConvPeer(LayerPeer):
@@ -204,6 +221,9 @@ RECURRENT = (
     Form("sru", skip=False),
     Form("sru", cell_gates=False, activation="tanh", scale=1.7),
     Form("sru", projection=2, scale=-0.3),
+    Form("sru", layer_norm="before", scale=1.7),
+    Form("sru", layer_norm="before", projection=2, activation="tanh"),
+    Form("sru", layer_norm="after", cell_gates=False),
     Form("qrnn", pooling="f", window=3),
     Form("qrnn", pooling="fo"),
     Form("qrnn", pooling="fo", window=3),

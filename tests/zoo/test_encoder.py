@@ -28,6 +28,7 @@ STACKS: list[tuple[Form, ...]] = [
     (Form("conv", stride=3), Form("sru", bidirectional=True, depth=2), Form("qrnn", window=3)),
     (Form("qrnn", window=2, pooling="ifo"), Form("conv", padding="causal", width=4, activation="gelu")),
     (Form("gru", depth=2), Form("lstm"), Form("sru", skip=False)),
+    (Form("sru", bidirectional=True, layer_norm="before"), Form("sru", depth=2, layer_norm="after")),
     (Form("sru", hidden=7, scale=0.5), Form("conv", width=2, padding="none", activation="none")),
 ]
 POOLED_BY_MAXIMUM: list[tuple[Form, ...]] = [

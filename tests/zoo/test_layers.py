@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -9,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.contract import Encoded, GRUState, LSTMState, Ragged
-from service.zoo import layers
+from kernels.contract import Encoded, GRUState, LSTMState, Outputs, Ragged
+from service.zoo import layers, recurrent
 from service.zoo.recurrent import Stack
+from service.zoo.spec import QRNNLayer, RecurrentLayer, SRULayer
 from tests.kernels import inputs
 from tests.kernels.inputs import EVERYTHING, assert_close, assert_states_alike
 from tests.zoo import peers
@@ -80,6 +82,8 @@ def test_the_backward_direction_is_the_forward_one_on_the_reversed_row(form: For
     arrays = form.peer(peers.FEATURES).arrays()
     other = {"forward": "backward", "backward": "forward"}
     swapped = {".".join(other.get(part, part) for part in name.split(".")): array for name, array in arrays.items()}
+    if form.options.get("layer_norm") == "after":
+        swapped["0.norm"] = arrays["0.norm"].roll(peers.HIDDEN, 1)
     ours, theirs = (layers.build(form.spec, peers.FEATURES, one, CPU) for one in (arrays, swapped))
     x = features(LENGTHS)
     there, back = ours(x, EVERYTHING), theirs(x.reversed(), EVERYTHING)
@@ -98,6 +102,26 @@ def test_a_row_without_steps_harms_no_other(form: Form, depth: int, bidirectiona
     for name in ("last", "mean", "max"):
         assert_close(getattr(ours, name)[[1, 3]], getattr(alone, name), steps=9)
         assert not getattr(ours, name)[[0, 2, 4]].any()
+
+
+@pytest.mark.parametrize("kind, layer", [("sru", SRULayer), ("qrnn", QRNNLayer)])
+def test_both_directions_of_a_level_are_one_call_where_the_family_has_one(
+    kind: str, layer: type[RecurrentLayer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family, calls = recurrent.FAMILIES[layer], []
+
+    def both(x: Ragged, weights: Any, states: Any, *, want: Outputs) -> Encoded:
+        calls.append(weights)
+        return family.both(x, weights, states, want=want)
+
+    def run(*_: Any, **__: Any) -> Encoded:
+        pytest.fail("one direction was run alone")
+
+    monkeypatch.setitem(recurrent.FAMILIES, layer, replace(family, run=run, both=both))
+    form, x = Form(kind, depth=2, bidirectional=True), features(LENGTHS)
+    stack, peer = stacked(form)
+    assert_is(stack(x, EVERYTHING), x, peer, form)
+    assert [len(weights) for weights in calls] == [2, 2]
 
 
 @every_depth

@@ -81,6 +81,20 @@ def test_an_sru_has_a_block_for_its_skip_only_where_the_widths_differ_and_projec
     assert both["0.1.forward.input"] == (8, 15) and both["0.1.forward.projection"] == (10, 8)
 
 
+@pytest.mark.parametrize(
+    "layer_norm, expected",
+    [
+        ("none", {}),
+        ("before", {"0.0.norm": (2, 7), "0.1.norm": (2, 10)}),
+        ("after", {"0.0.norm": (2, 10), "0.1.norm": (2, 10)}),
+    ],
+    ids=str,
+)
+def test_an_sru_s_layer_norm_belongs_to_both_directions_of_a_level(layer_norm: str, expected: Table) -> None:
+    both = shapes({"kind": "sru", "hidden": 5, "depth": 2, "bidirectional": True, "layer_norm": layer_norm})
+    assert {name: shape for name, shape in both.items() if name.endswith("norm")} == expected
+
+
 def test_a_convolution_has_its_filters_with_the_earliest_step_first() -> None:
     assert shapes({"kind": "conv", "filters": 4, "width": 3}) == {"0.filters": (3, 7, 4), "0.bias": (4,)}
 
@@ -144,6 +158,7 @@ def test_a_head_has_a_linear_layer_or_nothing(head: Table, weight: tuple[int, in
         ({"kind": "sru", "hidden": 5, "scale": float("inf")}, "scale", "finite"),
         ({"kind": "sru", "hidden": 5, "scale": float("nan")}, "scale", "finite"),
         ({"kind": "sru", "hidden": 5, "projection": 0}, "projection", "greater than 0"),
+        ({"kind": "sru", "hidden": 5, "layer_norm": True}, "layer_norm", "'none', 'before' or 'after'"),
         ({"kind": "sru", "hidden": 5, "skip": 0}, "skip", "valid boolean"),
         ({"kind": "sru", "hidden": 5, "cell_gates": None}, "cell_gates", "valid boolean"),
         ({"kind": "qrnn", "hidden": 5, "window": 0}, "window", "greater than 0"),

@@ -62,6 +62,14 @@ def test_a_number_with_a_point_reads_back_as_it_was_written(tmp_path: Path, scal
     assert isinstance(again, SRULayer) and math.copysign(1, again.scale) == math.copysign(1, scale)
 
 
+def test_an_sru_s_layer_norm_is_read_back_with_its_tensors(tmp_path: Path) -> None:
+    sru = {"kind": "sru", "hidden": 4, "depth": 2, "layer_norm": "after"}
+    written = models.made_up(tmp_path, "normalised", models.IDS, models.EMBEDDING, sru, head={"kind": "span"})
+    folder = tmp_path / "normalised" / "1"
+    assert read(folder) == written
+    assert store.read_arrays(folder, written)["layers.1.1.norm"].shape == (2, 4)
+
+
 def test_weights_that_are_no_contiguous_arrays_are_written_as_their_values(tmp_path: Path, model: ModelSpec) -> None:
     given = {name: array.repeat_interleave(2, dim=-1)[..., ::2] for name, array in models.weights(model).items()}
     assert not any(array.is_contiguous() for array in given.values())

@@ -12,8 +12,10 @@ from kernels.contract import GRUWeights, LSTMWeights
 
 
 def padded(given: Given) -> Call:
-    """Steps beyond a row's end are computed, and the row's last step is taken out afterwards."""
+    """Steps beyond a row's end are computed, and the row's last step is taken out afterwards; or all of rows of equal length."""
     layer, data = _layer(given), pad(given)
+    if given.want == "steps":
+        return Call(lambda: layer(data)[0], lambda steps: steps.transpose(0, 1).flatten(0, 1))
     take = last(given)
     return Call(lambda: take(layer(data)[0]))
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from kernels.bench.agreement import Expected
 from kernels.bench.given import Given
 from kernels.bench.workloads import OURS_ALONE, Workload
 
@@ -26,10 +27,14 @@ def as_it_is(answer: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """`run` is what is timed; `read` makes its answer ours: (rows, hidden), or (tokens, hidden) where every step is wanted."""
+    """`run` is what is timed; `read` makes its answer ours: (rows, hidden), or (tokens, hidden) where every step is wanted.
+
+    right: what it is compared with where it is another computation than our layer; read() then gives what that asks for.
+    """
 
     run: Callable[[], Any]
     read: Callable[[Any], Tensor] = as_it_is
+    right: Expected | None = None
 
 
 def everything(workload: Workload) -> bool:

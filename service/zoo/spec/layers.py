@@ -46,12 +46,17 @@ class RecurrentLayer(LayerTable):
         for level in range(self.depth):
             for direction in self.directions:
                 shapes |= {f"{level}.{direction}.{name}": shape for name, shape in self.weights(inputs).items()}
+            shapes |= {f"{level}.{name}": shape for name, shape in self.shared(inputs).items()}
             inputs = self.outputs
         return shapes
 
     def weights(self, inputs: int) -> Shapes:
         """One level in one direction."""
         raise NotImplementedError
+
+    def shared(self, inputs: int) -> Shapes:
+        """One level, of all its directions together."""
+        return {}
 
 
 class LSTMLayer(RecurrentLayer):
@@ -80,7 +85,8 @@ class SRULayer(RecurrentLayer):
     """Blocks candidate, forget, reset and, when a skip is wanted and the input has another width than the output, skip.
 
     `cell_gates` lets the old cell into both gates (version 2); `scale` multiplies a skip that is the input itself; a `projection`
-    that is smaller than a level's input and output stands before its product.
+    that is smaller than a level's input and output stands before its product. A layer norm normalises each level's input before
+    projection and product, though not the skip that is the input itself, or else each level's whole output after it.
     """
 
     kind: Literal["sru"]
@@ -89,6 +95,7 @@ class SRULayer(RecurrentLayer):
     skip: StrictBool = True
     scale: Annotated[float, Field(allow_inf_nan=False)] = 1.0
     projection: Size | None = None
+    layer_norm: Literal["none", "before", "after"] = "none"
 
     def projected(self, inputs: int) -> int | None:
         """Width of the projection before a level of so many inputs, if it has one."""
@@ -102,6 +109,11 @@ class SRULayer(RecurrentLayer):
         shapes: Shapes = {"input": (projected or inputs, self.blocks(inputs) * self.hidden), "bias": (2 * self.hidden,)}
         shapes |= {"projection": (inputs, projected)} if projected else {}
         return shapes | ({"cell": (2 * self.hidden,)} if self.cell_gates else {})
+
+    def shared(self, inputs: int) -> Shapes:
+        if self.layer_norm == "none":
+            return {}
+        return {"norm": (2, inputs if self.layer_norm == "before" else self.outputs)}
 
 
 class QRNNLayer(RecurrentLayer):

@@ -1,17 +1,14 @@
-"""Whether the LSTM on a GPU is as fast as it should be: what a run found beside what is wanted, a line each.
-
-A goal is met, missed, or open: some of its workloads were not timed, and those that were do not miss it. Ratios say how many times
-as long a peer takes as we do. Nothing here measures.
-"""
+"""Goals of the LSTM: ratios say how many times as long a peer takes as we do."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 from statistics import geometric_mean
 
-from kernels.bench.report import Row, aligned
+from kernels.bench.goals.common import HEADING, Goal, Line, Ratios, Times
+from kernels.bench.report import aligned
 from kernels.bench.workloads import RECURRENCE_STEPS, Workload, workloads
 
 _WORKLOADS = [one for one in workloads("lstm", "cuda", quick=False) if one.dtype == "float16"]
@@ -19,57 +16,14 @@ EQUAL = [one for one in _WORKLOADS if one.kind == "layer" and one.lengths == "eq
 QUESTIONS = [one for one in _WORKLOADS if one.lengths == "questions"]
 RECURRENCES = [one for one in _WORKLOADS if one.kind == "recurrence" and one.steps == RECURRENCE_STEPS[0]]
 
-HEADING = ("what", "found", "goal", "")
-Line = tuple[str, str, str, str]
-Ratios = dict[Workload, float]
 
-
-@dataclass(frozen=True, slots=True)
-class Goal:
-    """At least `limit`, or with a unit, which a time has, at most."""
-
-    limit: float
-    unit: str = ""
-
-    def __str__(self) -> str:
-        return f"<= {self.limit} {self.unit}" if self.unit else f">= {self.limit}"
-
-    def line(self, what: str, found: float, note: str = "", whole: bool = True) -> Line:
-        """whole: every workload that the goal speaks of was timed."""
-        holds = found <= self.limit if self.unit else found >= self.limit
-        shown = " ".join(word for word in (f"{found:.4g}", self.unit, note) if word)
-        return what, shown, str(self), ("met" if whole else "open") if holds else "missed"
-
-
-def table(rows: Iterable[Row], backends: Sequence[str]) -> str:
-    """Empty without a figure that a goal speaks of. backends: the names of ours, in the order in which they are chosen."""
-    times = _Times(rows, backends)
+def table(times: Times) -> str:
+    """Empty without a figure that a goal speaks of."""
     lines = [*_equal(times), *_recurrences(times), *_questions(times), *_loops(times)]
     return aligned([HEADING, *lines]) if lines else ""
 
 
-class _Times:
-    """Median microseconds; ours are those of the backend that a caller gets, the first of `backends` that was timed."""
-
-    def __init__(self, rows: Iterable[Row], backends: Sequence[str]) -> None:
-        self._found = {(row.workload, row.timing, row.backend): row.spread.median_us for row in rows}
-        timed = {(workload, backend) for workload, _, backend in self._found}
-        chosen = {workload: [name for name in backends if (workload, name) in timed] for workload, _ in timed}
-        self._chosen = {workload: names[0] for workload, names in chosen.items() if names}
-
-    def chosen(self, workload: Workload) -> str:
-        return self._chosen.get(workload, "nothing of ours")
-
-    def of(self, backend: str, workload: Workload, timing: str) -> float | None:
-        return self._found.get((workload, timing, backend))
-
-    def ratios(self, peer: str, timing: str, over: Iterable[Workload]) -> Ratios:
-        """Of the workloads on which both were timed."""
-        pairs = {one: (self.of(peer, one, timing), self.of(self.chosen(one), one, timing)) for one in over}
-        return {one: theirs / ours for one, (theirs, ours) in pairs.items() if theirs is not None and ours is not None}
-
-
-def _equal(times: _Times) -> Iterator[Line]:
+def _equal(times: Times) -> Iterator[Line]:
     ratios, what = times.ratios("torch padded", "kernel", EQUAL), "equal lengths, torch padded, kernel"
     yield from _by_hidden(what, ratios, times)
     if ratios:
@@ -79,7 +33,7 @@ def _equal(times: _Times) -> Iterator[Line]:
         yield Goal(1.2).line(f"{what}, smallest", ratios[worst], note, whole=len(ratios) == len(EQUAL))
 
 
-def _recurrences(times: _Times) -> Iterator[Line]:
+def _recurrences(times: Times) -> Iterator[Line]:
     """A line through two lengths: its slope is the time of a step, and what it leaves for no steps is the fixed cost."""
     few, many = RECURRENCE_STEPS
     for short in RECURRENCES:
@@ -92,7 +46,7 @@ def _recurrences(times: _Times) -> Iterator[Line]:
         yield Goal(8, "us").line(f"{what}, fixed", shorter - few * slope)
 
 
-def _questions(times: _Times) -> Iterator[Line]:
+def _questions(times: Times) -> Iterator[Line]:
     ratios, what = times.ratios("torch packed", "eager", QUESTIONS), "questions, torch packed, eager"
     yield from _by_hidden(what, ratios, times)
     if ratios:
@@ -103,7 +57,7 @@ def _questions(times: _Times) -> Iterator[Line]:
     yield from _by_hidden("questions, torch padded, kernel", times.ratios("torch padded", "kernel", QUESTIONS), times)
 
 
-def _loops(times: _Times) -> Iterator[Line]:
+def _loops(times: Times) -> Iterator[Line]:
     """Without a fused layer, one launch after the other."""
     one_row = [one for one in EQUAL if (one.hidden, one.rows) == (512, 1)]
     for one, ratio in times.ratios("torch by gate", "eager", one_row).items():
@@ -112,7 +66,7 @@ def _loops(times: _Times) -> Iterator[Line]:
         yield f"torch by step, eager, hidden 512, {_rows(one)}", f"{ratio:.4g}", "", ""
 
 
-def _by_hidden(what: str, ratios: Ratios, times: _Times) -> Iterator[Line]:
+def _by_hidden(what: str, ratios: Ratios, times: Times) -> Iterator[Line]:
     """A line for each hidden size, for the eye: the goals speak of all of them, or of one cell."""
     for hidden, group in groupby(ratios, key=lambda one: one.hidden):
         ones = list(group)
