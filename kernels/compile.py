@@ -10,6 +10,7 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -173,10 +174,19 @@ def _kept(text: str, options: Sequence[str]) -> bytes:
     digest, code = (kept[:DIGEST_BYTES], kept[DIGEST_BYTES:]) if (kept := _read(path)) else (b"", b"")
     if not code or digest != hashlib.sha256(code).digest():
         code = _machine_code(text, options)
-        written = path.with_suffix(f".{os.getpid()}")
-        written.write_bytes(hashlib.sha256(code).digest() + code)
-        written.replace(path)
+        _keep(hashlib.sha256(code).digest() + code, path)
     return code
+
+
+def _keep(kept: bytes, path: Path) -> None:
+    """Where there is no room, this start goes on, and the next one compiles again."""
+    written = path.with_suffix(f".{os.getpid()}")
+    try:
+        written.write_bytes(kept)
+        written.replace(path)
+    except OSError:
+        with suppress(OSError):
+            written.unlink(missing_ok=True)
 
 
 def _read(path: Path) -> bytes:

@@ -127,6 +127,7 @@ __device__ constexpr bool is_held(int product) { return held_before(product + 1)
 __device__ __forceinline__ Gates operator+(const Gates& one, const Gates& other) {
     return Gates{one.i + other.i, one.f + other.f, one.g + other.g, one.o + other.o};
 }
+
 // One step of a cell. Returns the new hidden value's bits, for which others wait.
 __device__ __forceinline__ Half advance(float& cell, const Gates& gates) {
     cell = sigmoid_of(gates.f) * cell + sigmoid_of(gates.i) * tanh_of(gates.g);

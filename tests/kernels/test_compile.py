@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from errno import ENOSPC
 from itertools import count
 from pathlib import Path
 from types import ModuleType
@@ -13,10 +14,10 @@ import pytest
 import torch
 
 from kernels import compile as compiler
-from kernels import lstm
+from kernels import lstm, scan
 from service.settings import Settings
 
-SOURCES = sorted(Path(lstm.__file__).parent.glob("*.cu"))
+SOURCES = sorted(source for family in (lstm, scan) for source in Path(str(family.__file__)).parent.glob("*.cu"))
 
 
 def test_the_variable_names_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,6 +90,19 @@ def test_kernels_are_kept_in_memory_where_no_folder_can_be_made(tmp_path: Path, 
     assert compiler._kept("text", ()) == b"code 2 of text"
 
 
+@pytest.mark.usefixtures("nvrtc")
+def test_a_full_disk_is_no_reason_not_to_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write_some(path: Path, kept: bytes) -> int:
+        with path.open("wb") as file:
+            file.write(kept[:3])
+        raise OSError(ENOSPC, "No space left on device")
+
+    monkeypatch.setenv("SEQSERVE_CACHE", str(tmp_path))
+    monkeypatch.setattr(Path, "write_bytes", write_some)
+    assert compiler._kept("text", ()) == b"code 1 of text"
+    assert not list(tmp_path.iterdir())
+
+
 def test_kernels_are_kept_in_memory_where_the_folder_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SEQSERVE_CACHE", str(tmp_path))
     monkeypatch.setattr(os, "access", lambda *_: False)
@@ -105,12 +119,12 @@ def test_the_service_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert compiler.folder() == tmp_path
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: f"{source.parent.name}/{source.name}")
 def test_a_source_is_compiled_with_what_it_includes(source: Path) -> None:
     text = compiler._text(source)
     assert "#include" in source.read_text()
     assert "#include" not in text
-    assert (source.parent / "cell.cuh").read_text() in text
+    assert all(header.read_text() in text for header in source.parent.glob("*.cuh"))
 
 
 def test_every_thread_of_a_block_has_its_share_of_the_registers() -> None:
