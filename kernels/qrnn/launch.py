@@ -44,7 +44,8 @@ def _encode(x: Ragged, weights: Sequence[QRNNWeights], states: Sequence[QRNNStat
     taken = _taken(x, weights, states)
     sources = [direction.source for direction in taken.directions if direction.source is not None]
     gathered = taken.ids is not None
-    gates = given(sources, one.hidden, window=one.window, gather=gathered) if sources else product(one.window)
+    summed = one.window if gathered else 1
+    gates = given(sources, one.hidden, window=summed, gather=gathered) if sources else product(one.window)
     encoded, cells = encode(
         _form(one), gates, x, taken.directions, want, hidden=one.hidden, storage=one.bias.dtype, ids=taken.ids
     )

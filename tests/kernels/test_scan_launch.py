@@ -456,6 +456,20 @@ def test_float32_layers_are_a_library_product_and_one_launch(kernels: list[Kerne
         assert kernels[0].constants["EXACT"] == kernels[0].constants["GATES_FLOAT32"] == 1
 
 
+@pytest.mark.parametrize("storage, lengths", [(torch.float32, [3, 0, 4]), (torch.float16, [launch.LONG_ROW])], ids=str)
+def test_of_a_library_product_over_a_window_the_kernel_sees_whole_gates(
+    storage: torch.dtype, lengths: list[int], kernels: list[Kernel]
+) -> None:
+    form = families.Form("qrnn", pooling="fo", window=2)
+    given = form.given(lengths, launch.NARROW + 1, 8, storage=storage)
+    data = given.x.data.to(storage)
+    encoded = qrnn_launch.qrnn(Ragged(data, given.x.offsets), given.weights, given.state, want=EVERYTHING)
+    assert not call_of(kernels)["data forward"]
+    assert (kernels[0].constants["TAPS"], kernels[0].constants["GATHER"]) == (1, 0)
+    ends = zip(given.x.offsets.tolist()[1:], lengths, given.state.left[:, 0].to(storage), strict=True)
+    assert torch.equal(encoded.state.left[:, 0], torch.stack([data[end - 1] if length else left for end, length, left in ends]))
+
+
 def test_weights_are_packed_once(kernels: list[Kernel]) -> None:
     form = families.Form("sru", version=2, skip="block")
     x, weights, state = half(form.given([3, 0, 4], 40, 8, storage=torch.bfloat16))
