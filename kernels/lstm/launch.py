@@ -9,18 +9,18 @@ values are read when the graph runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels.backend import Problem
-from kernels.compile import Kernel, compiled, installed, lends_registers, registers, resident_clusters, shared_limit
+from kernels.compile import Kernel, compiled, lends_registers, registers, resident_clusters, shared_limit
 from kernels.contract import ContractError, Encoded, LSTMState, LSTMWeights, Outputs, Ragged
+from kernels.launching import Capability, check_slab, current, in_either, index_of, parts_of, refused_by_device, round_up
 from kernels.tuning import covering, tuned
 
 HERE = Path(__file__).parent
@@ -87,7 +87,7 @@ class ClusterShape:
     def padded(self) -> int:
         """Hidden units of all blocks: whole groups in each, whole chunks in both halves. The same for any number of blocks, so that
         a row's sums are."""
-        return _up(self.layer.hidden, 64 if self.layer.hidden <= 128 else 128)
+        return round_up(self.layer.hidden, 64 if self.layer.hidden <= 128 else 128)
 
     @property
     def units(self) -> int:
@@ -123,7 +123,7 @@ class ClusterShape:
         spilled = max(1, self.padded // 16 - self._held(octets)) * warps * PRODUCT_BYTES
         buffers, halves = 2 * self.padded * PIECE_BYTES, warps * PRODUCT_BYTES
         outgoing, cells, rows, barriers = 8 * (self.units + 8) * 2, 12 * self.threads, 8 * ROW_BYTES, 16
-        return _up(spilled + octets * (buffers + halves + outgoing + cells + rows + barriers) + 4 * SORTED, 16)
+        return round_up(spilled + octets * (buffers + halves + outgoing + cells + rows + barriers) + 4 * SORTED, 16)
 
     def kernel(self, octets: int) -> Kernel:
         return self.layer.compiled(
@@ -143,11 +143,11 @@ class ClusterShape:
 
     def launch(self, rows: int) -> Launch:
         """Rows are spread over the clusters that can run at once; the fewer a cluster has, the less it must exchange."""
-        rows_each = _parts(rows, self.resident())
+        rows_each = parts_of(rows, self.resident())
         ladder = [octets for octets in OCTETS if self.fits(octets)]
         octets = next((one for one in ladder if one * OCTET >= rows_each), ladder[-1])
-        width = min(OCTET, _parts(rows_each, octets))
-        blocks = _parts(rows, octets * width) * self.blocks
+        width = min(OCTET, parts_of(rows_each, octets))
+        blocks = parts_of(rows, octets * width) * self.blocks
         return Launch(self.kernel(octets), blocks, self.shared(octets), octets, width)
 
     def _held(self, octets: int) -> int:
@@ -180,7 +180,7 @@ class GridShape:
     @property
     def members(self) -> int:
         """Blocks of a team, which has the whole layer."""
-        return _parts(self.layer.hidden, self.units)
+        return parts_of(self.layer.hidden, self.units)
 
     @property
     def groups(self) -> int:
@@ -188,7 +188,7 @@ class GridShape:
 
     @property
     def chunks(self) -> int:
-        return _parts(self.layer.hidden, 32 * self.parts) * self.parts
+        return parts_of(self.layer.hidden, 32 * self.parts) * self.parts
 
     @property
     def teams(self) -> int:
@@ -205,7 +205,7 @@ class GridShape:
     def threads(self) -> int:
         """A warp for each part, and two for each eight units; in fours where registers are lent."""
         threads = 32 * self.parts + 8 * self.units
-        return _up(threads, 128) if self.lends else threads
+        return round_up(threads, 128) if self.lends else threads
 
     @property
     def registers(self) -> int:
@@ -233,11 +233,11 @@ class GridShape:
         return spilled + self._besides(octets)
 
     def launch(self, rows: int) -> Launch:
-        rows_each = _parts(rows, self.teams)
-        octets = _parts(rows_each, OCTET)
-        width = _parts(rows_each, octets)
-        teams = _parts(rows, octets * width)
-        words = teams * octets * 2 * _up(self.layer.hidden, 32) * PIECE_BYTES // 4
+        rows_each = parts_of(rows, self.teams)
+        octets = parts_of(rows_each, OCTET)
+        width = parts_of(rows_each, octets)
+        teams = parts_of(rows, octets * width)
+        words = teams * octets * 2 * round_up(self.layer.hidden, 32) * PIECE_BYTES // 4
         return Launch(self._kernel(min(octets, 2)), teams * self.members, self.shared(octets), octets, width, words)
 
     def _kernel(self, octets: int) -> Kernel:
@@ -385,7 +385,7 @@ def _encode(x: Ragged, weights: LSTMWeights, state: LSTMState | None, want: Outp
     read = (gates, packed, offsets, slots_before, slots, hidden_before, cell_before)
     written = (after.hidden, after.cell, encoded.steps, None if slots is None else encoded.last, encoded.mean, encoded.max)
     members = [0 if array is None else array.data_ptr() for array in (*read, *written)]
-    with _current(gates.device):
+    with current(gates.device):
         for first, until, launch in plan.launches:
             exchange = gates.new_zeros(launch.exchange_words, dtype=torch.int32) if launch.exchange_words else None
             sizes = (offsets.dtype == torch.int64, first, until, hidden, launch.octets, launch.width)
@@ -395,16 +395,11 @@ def _encode(x: Ragged, weights: LSTMWeights, state: LSTMState | None, want: Outp
     return encoded
 
 
-def _current(device: torch.device) -> AbstractContextManager[Any]:
-    """Makes it the current device, if it is not, which takes longer to do than to see."""
-    return nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)
-
-
 def _gate_inputs(x: Ragged, weights: LSTMWeights) -> Tensor:
     """(tokens, 4 x hidden) in the dtype of the weights, or float32 where they are given so."""
     storage = weights.recurrent.dtype
     if weights.input is None or weights.bias is None:
-        given = (x.data if x.data.dtype in (storage, torch.float32) else x.data.float()).contiguous()
+        given = in_either(x.data, storage)
         return given if given.data_ptr() % 4 == 0 else given.clone()  # the grid kernel reads whole words
     return torch.addmm(weights.bias, x.data if x.data.dtype == storage else x.data.to(storage), weights.input)
 
@@ -417,10 +412,7 @@ def _as_read(values: Tensor) -> Tensor:
 def _slabs(state: LSTMState) -> LSTMState:
     """The state as it is, since it is written in place; raises ContractError when a kernel could not."""
     for name, slab in (("hidden", state.hidden), ("cell", state.cell)):
-        if slab.dtype != torch.float32 or not slab.is_contiguous():
-            raise ContractError(
-                f"state.{name} with slots is a contiguous float32 array, got {slab.dtype} with strides {slab.stride()}"
-            )
+        check_slab(name, slab)
     return state
 
 
@@ -428,20 +420,8 @@ def _new(like: Tensor, *sizes: int) -> Tensor:
     return like.new_empty(sizes, dtype=torch.float32)
 
 
-def _refused_everywhere(problem: Problem, least: tuple[int, int]) -> str | None:
-    """Why no problem like this runs here, whatever its size; least: the compute capability that the kernel needs."""
-    if problem.device.type != "cuda":
-        return "runs on an NVIDIA GPU"
-    if problem.storage not in (torch.float16, torch.bfloat16):
-        return "its weights are float16 or bfloat16"
-    if _index(problem.device) >= torch.cuda.device_count():
-        return f"there is no {problem.device} here"
-    if not installed():
-        return "CuPy is not installed"
-    capability = torch.cuda.get_device_capability(problem.device)
-    if capability < least:
-        return "needs compute capability {}.{}, this device has {}.{}".format(*least, *capability)
-    return None
+def _refused_everywhere(problem: Problem, needed: Capability) -> str | None:
+    return refused_by_device(problem, needed, halves=True)
 
 
 def _refused_for_room(problem: Problem, shaped: Shaped, reason: str) -> str | None:
@@ -450,11 +430,7 @@ def _refused_for_room(problem: Problem, shaped: Shaped, reason: str) -> str | No
 
 
 def _layer(problem: Problem) -> Layer:
-    return Layer(_index(problem.device), problem.storage == torch.bfloat16, gates_float32=False, hidden=problem.hidden)
-
-
-def _index(device: torch.device) -> int:
-    return device.index or 0
+    return Layer(index_of(problem.device), problem.storage == torch.bfloat16, gates_float32=False, hidden=problem.hidden)
 
 
 @cache
@@ -491,7 +467,7 @@ def _has_clusters(device: int) -> bool:
 @cache
 def _plan(shaped: Shaped, device: torch.device, storage: torch.dtype, gates_float32: bool, hidden: int, rows: int) -> Plan:
     """As many launches as the rows need, which is one unless they are many."""
-    shape = shaped(Layer(_index(device), storage == torch.bfloat16, gates_float32, hidden), rows)
+    shape = shaped(Layer(index_of(device), storage == torch.bfloat16, gates_float32, hidden), rows)
     if shape is None:
         raise ContractError(f"this device has no room for an LSTM of {hidden} hidden units in one launch")
     bounds = [(first, min(rows, first + shape.most_rows)) for first in range(0, rows, shape.most_rows)]
@@ -502,12 +478,3 @@ def _plan(shaped: Shaped, device: torch.device, storage: torch.dtype, gates_floa
 def _tuned(device: int) -> Sequence[Mapping[str, int]]:
     shapes: Sequence[Mapping[str, int]] = tuned(HERE / "tuned", torch.cuda.get_device_name(device))["shapes"]
     return shapes
-
-
-def _parts(whole: int, part: int) -> int:
-    """How many parts of this size the whole takes."""
-    return -(-whole // part)
-
-
-def _up(size: int, multiple: int) -> int:
-    return _parts(size, multiple) * multiple

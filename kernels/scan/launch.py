@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -21,8 +20,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.backend import Problem
-from kernels.compile import Kernel, compiled, installed, shared_limit
+from kernels.compile import Kernel, compiled, shared_limit
 from kernels.contract import ContractError, Encoded, Outputs, Ragged
+from kernels.launching import check_slab, current, index_of, parts_of, refused_by_device, round_up
 from kernels.tuning import covering, tuned
 
 HERE = Path(__file__).parent
@@ -179,7 +179,7 @@ def encode(
         return encoded, after
     pooled, data = want.mean or want.max, directions[0].data
     layer = Layer(
-        _index(device),
+        index_of(device),
         storage,
         form,
         gates,
@@ -208,7 +208,7 @@ def encode(
     skips = [one.skip_from for one in directions], [_bits(one.scale) for one in directions]
     addresses = [[_address(one) for one in pair] for pair in pairs]
     members = [number for pair in (*addresses, *skips) for number in (pair[0], pair[-1])]
-    with _current(device):
+    with current(device):
         launch.kernel.launch(launch.blocks, launch.shared, [*members, *map(_address, single), *sizes])
     return encoded, after
 
@@ -257,11 +257,6 @@ def given(arrays: Sequence[Tensor], hidden: int, *, window: int = 1, gather: boo
     return Gates(False, window, gather, arrays[0].dtype == torch.float32, together)
 
 
-def in_either(values: Tensor, storage: torch.dtype) -> Tensor:
-    """As kernels read gates and skips: in the dtype of the weights, or in float32."""
-    return (values if values.dtype in (storage, torch.float32) else values.float()).contiguous()
-
-
 def in_pieces(values: Tensor) -> Tensor:
     """(..., inputs) as the product reads its inputs, 16 bytes at a time: padded with zeros if need be."""
     odd = -values.shape[-1] % PIECE
@@ -279,16 +274,7 @@ def kept(packed: dict[Any, Tensor], name: Any, make: Callable[[], Tensor]) -> Te
 
 def refused(problem: Problem) -> str | None:
     """What `explain` shows where the kernels cannot run."""
-    if problem.device.type != "cuda":
-        return "runs on an NVIDIA GPU"
-    if _index(problem.device) >= torch.cuda.device_count():
-        return f"there is no {problem.device} here"
-    if not installed():
-        return "CuPy is not installed"
-    capability = torch.cuda.get_device_capability(problem.device)
-    if capability[0] != 9:
-        return "needs compute capability 9.0, this device has {}.{}".format(*capability)
-    return None
+    return refused_by_device(problem, (9, 0), until=(10, 0))
 
 
 def pack(weights: Tensor, blocks: int, units: int) -> Tensor:
@@ -299,7 +285,7 @@ def pack(weights: Tensor, blocks: int, units: int) -> Tensor:
     """
     window, inputs, columns = weights.shape
     hidden = columns // blocks
-    slices, depth = _parts(hidden, units), _parts(inputs, DEPTH)
+    slices, depth = parts_of(hidden, units), parts_of(inputs, DEPTH)
     padded = weights.new_zeros(window, depth * DEPTH, blocks, slices * units)
     padded[:, :inputs, :, :hidden] = weights.view(window, inputs, blocks, hidden)
     split = padded.view(window, depth, 8, 8, blocks, slices, units)
@@ -326,7 +312,7 @@ def shape_for(layer: Layer, rows: int, tokens: int, pooled: bool) -> Shape:
         units = fastest if fastest * layer.form.blocks <= MOST_COLUMNS else FEW_UNITS
     if layer.form.own_cell or pooled or tokens < LONG_ROW * rows or width > NARROW:
         return Shape(units)
-    blocks = _parts(layer.hidden, FEW_UNITS) * layer.directions * rows
+    blocks = parts_of(layer.hidden, FEW_UNITS) * layer.directions * rows
     ring = next((ring for ring in RINGS if ring * blocks <= IN_CLUSTERS), 0)
     return Shape(FEW_UNITS, ring) if ring else Shape(units)
 
@@ -340,10 +326,10 @@ def _units(device: int, **sizes: int) -> Iterator[int]:
 def _launch(layer: Layer, shape: Shape, rows: int) -> Launch:
     """The kernel and its grid. A block is alone on its multiprocessor; it has two streams, or two places of a ring."""
     kernel, shared = _kernel(layer, shape)
-    slices = _parts(layer.hidden, shape.units)
+    slices = parts_of(layer.hidden, shape.units)
     room = max(1, _processors(layer.device) // (slices * layer.directions * shape.cluster))
     streams = min(rows, room if shape.ring else 2 * room)
-    places = streams if shape.ring else _parts(streams, 2)
+    places = streams if shape.ring else parts_of(streams, 2)
     return Launch(kernel, (places * shape.cluster, slices, layer.directions), shared, streams, slices)
 
 
@@ -365,7 +351,7 @@ def _kernel(layer: Layer, shape: Shape) -> tuple[Kernel, int]:
         "CTAS": shape.cluster,
     }
     if gates.product:
-        pieces = gates.window * _parts(layer.inputs, DEPTH)
+        pieces = gates.window * parts_of(layer.inputs, DEPTH)
         resident = _product_stages(layer, shape, pieces, resident=True) > 0
         stages = _product_stages(layer, shape, pieces, resident=resident)
         shared = _product_bytes(layer, shape, pieces, stages, resident=resident)
@@ -409,7 +395,7 @@ def _product_bytes(layer: Layer, shape: Shape, pieces: int, stages: int, *, resi
     columns = layer.form.blocks * shape.units
     gates = shape.buffers * 2 * TILE * (2 * columns + 16)
     weights = (pieces if resident else stages) * columns * 2 * DEPTH
-    return _up(_share_bytes(shape) + gates + weights + stages * (2 * TILE * 2 * DEPTH + 16) + 8, ALIGNED)
+    return round_up(_share_bytes(shape) + gates + weights + stages * (2 * TILE * 2 * DEPTH + 16) + 8, ALIGNED)
 
 
 def _product_stages(layer: Layer, shape: Shape, pieces: int, *, resident: bool) -> int:
@@ -424,7 +410,7 @@ def _given_bytes(layer: Layer, shape: Shape, stages: int) -> int:
     slots = layer.form.blocks if _all_blocks(layer) else _needed(layer.form)
     summed = layer.gates.float32 or layer.gates.window > 1
     step = slots * shape.units * (4 if summed else 2) + 16
-    return _up(_share_bytes(shape) + 4 * 8 * TILE * layer.gates.window + stages * (2 * TILE * step + 32), ALIGNED)
+    return round_up(_share_bytes(shape) + 4 * 8 * TILE * layer.gates.window + stages * (2 * TILE * step + 32), ALIGNED)
 
 
 def _all_blocks(layer: Layer) -> bool:
@@ -441,11 +427,7 @@ def _after(direction: Direction, rows: int, hidden: int, device: torch.device) -
     """Where the new cells go; raises ContractError when a kernel cannot write there."""
     if direction.slots is None or direction.before is None:
         return torch.empty((rows, hidden), dtype=torch.float32, device=device)
-    if direction.before.dtype != torch.float32 or not direction.before.is_contiguous():
-        raise ContractError(
-            "state.cell with slots is a contiguous float32 array, "
-            f"got {direction.before.dtype} with strides {direction.before.stride()}"
-        )
+    check_slab("cell", direction.before)
     return direction.before
 
 
@@ -475,24 +457,6 @@ def _bits(value: float) -> int:
     return bits
 
 
-def _current(device: torch.device) -> AbstractContextManager[Any]:
-    """Makes it the current device, if it is not, which takes longer to do than to see."""
-    return nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)
-
-
-def _index(device: torch.device) -> int:
-    return device.index or 0
-
-
 @cache
 def _processors(device: int) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def _parts(whole: int, part: int) -> int:
-    """How many parts of this size the whole takes."""
-    return -(-whole // part)
-
-
-def _up(size: int, multiple: int) -> int:
-    return _parts(size, multiple) * multiple

@@ -152,7 +152,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     made = Recorder()
     monkeypatch.setattr(ClusterShape, "resident", lambda _: 7)
     monkeypatch.setattr(ClusterShape, "kernel", lambda *_: made)
-    monkeypatch.setattr(launch, "_current", lambda _: nullcontext())
+    monkeypatch.setattr(launch, "current", lambda _: nullcontext())
     monkeypatch.setattr(launch, "_tuned", lambda _: tuned(launch.HERE / "tuned", "NVIDIA H200")["shapes"])
     with found_anew():
         yield made

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels import launching
 from kernels.backend import Problem, explain
 from kernels.contract import ContractError, Outputs, QRNNState, Ragged, SRUState
 from kernels.qrnn import launch as qrnn_launch
@@ -67,7 +68,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Kernel]]:
 
     monkeypatch.setattr(launch, "compiled", compiled)
     monkeypatch.setattr(launch, "shared_limit", lambda _: H200_SHARED_BYTES)
-    monkeypatch.setattr(launch, "_current", lambda _: nullcontext())
+    monkeypatch.setattr(launch, "current", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=PROCESSORS))
     caches = launch._launch, launch._kernel, launch._processors
@@ -515,5 +516,5 @@ def test_a_gpu_is_taken_or_it_is_said_why_not(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    monkeypatch.setattr(launch, "installed", lambda: installed)
+    monkeypatch.setattr(launching, "installed", lambda: installed)
     assert launch.refused(Problem(torch.device("cuda:0"), torch.float16, 96)) == why

@@ -1,0 +1,67 @@
+"""What the launchers of all families share: where a kernel may run, what it may read and write, and sizes in whole parts."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.backend import Problem
+from kernels.compile import installed
+from kernels.contract import ContractError
+
+Capability = tuple[int, int]
+
+
+def refused_by_device(
+    problem: Problem, needed: Capability, *, until: Capability | None = None, halves: bool = False
+) -> str | None:
+    """Why no problem like this runs here, whatever its size.
+
+    needed: the least compute capability; until: the first that the kernel does not know; halves: it takes no float32 weights.
+    """
+    if problem.device.type != "cuda":
+        return "runs on an NVIDIA GPU"
+    if halves and problem.storage not in (torch.float16, torch.bfloat16):
+        return "its weights are float16 or bfloat16"
+    if index_of(problem.device) >= torch.cuda.device_count():
+        return f"there is no {problem.device} here"
+    if not installed():
+        return "CuPy is not installed"
+    capability = torch.cuda.get_device_capability(problem.device)
+    if capability < needed or (until is not None and capability >= until):
+        return "needs compute capability {}.{}, this device has {}.{}".format(*needed, *capability)
+    return None
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """Makes it the current device, if it is not, which takes longer to do than to see."""
+    return nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)
+
+
+def index_of(device: torch.device) -> int:
+    return device.index or 0
+
+
+def in_either(values: Tensor, storage: torch.dtype) -> Tensor:
+    """As kernels read gates and skips: in the dtype of the weights, or in float32."""
+    return (values if values.dtype in (storage, torch.float32) else values.float()).contiguous()
+
+
+def check_slab(name: str, slab: Tensor) -> None:
+    """Of a state that is written in place; raises ContractError when a kernel could not."""
+    if slab.dtype != torch.float32 or not slab.is_contiguous():
+        raise ContractError(
+            f"state.{name} with slots is a contiguous float32 array, got {slab.dtype} with strides {slab.stride()}"
+        )
+
+
+def parts_of(whole: int, part: int) -> int:
+    """How many parts of this size the whole takes."""
+    return -(-whole // part)
+
+
+def round_up(size: int, multiple: int) -> int:
+    return parts_of(size, multiple) * multiple
