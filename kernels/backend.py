@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from kernels.contract import STORAGE, ContractError
+from kernels.directions import composed
 
 AUTO = "auto"
 FAMILIES = ("lstm", "gru", "sru", "qrnn", "conv")
@@ -31,13 +32,18 @@ class Problem:
 @dataclass(frozen=True, slots=True)
 class Backend:
     """One implementation. `refuses` gives the reason why it cannot or should not take a problem, or None; `how`, what is to be said
-    of one that it takes; `both` runs two directions at once, where it can do better than `kernels.directions.composed`."""
+    of one that it takes; `together` runs two directions at once, where it can do better than one after the other."""
 
     name: str
     run: Callable[..., Any]
     refuses: Callable[[Problem], str | None]
     how: Callable[[Problem], str] | None = None
-    both: Callable[..., Any] | None = None
+    together: Callable[..., Any] | None = None
+
+    @property
+    def both(self) -> Callable[..., Any]:
+        """Two directions, as `kernels.directions.composed` has them."""
+        return self.together or composed(self.run)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,13 +13,12 @@ import torch
 
 from kernels.backend import AUTO, Backend, Choice, Problem, choose, only_by_name, takes_everything
 from kernels.contract import Encoded, Outputs, Ragged, SRUState, SRUWeights, check_both, check_sru
-from kernels.directions import composed
 from kernels.scan.launch import refused
 from kernels.slots import by_slot
 from kernels.sru import framework, launch, reference
 
 BACKENDS = (
-    Backend("fused", launch.sru, refused, both=launch.both),
+    Backend("fused", launch.sru, refused, together=launch.both),
     Backend("framework", by_slot(framework.sru), takes_everything),
     Backend("reference", by_slot(reference.sru), only_by_name),
 )
@@ -54,8 +53,7 @@ def both(
     Outputs are joined as [forward | backward], the steps in the order of the tokens; the state is the pair of states.
     """
     check_both(check_sru, x, weights, states)
-    chosen = choice(weights[0], backend).backend
-    encoded: Encoded = (chosen.both or composed(chosen.run))(x, weights, states, want=want)
+    encoded: Encoded = choice(weights[0], backend).backend.both(x, weights, states, want=want)
     return encoded
 
 
