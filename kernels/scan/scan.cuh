@@ -38,28 +38,21 @@ __device__ __forceinline__ unsigned narrow(float low, float high) {
 
 #if GATES_FLOAT32
 typedef float Gate;
-__device__ __forceinline__ float value_of(Gate gate) { return gate; }
 #else
 typedef Half Gate;
-__device__ __forceinline__ float value_of(Gate gate) { return widen(gate); }
 #endif
-
-// What tiles hold: sums of several gates are not rounded once more.
 #if TAPS > 1
-typedef float Kept;
-__device__ __forceinline__ float kept_value(Kept gate) { return gate; }
+typedef float Kept;                     // what tiles hold: sums of several gates are not rounded once more
 #else
 typedef Gate Kept;
-__device__ __forceinline__ float kept_value(Kept gate) { return value_of(gate); }
 #endif
-
 #if SKIP_FLOAT32
 typedef float Skip;
-__device__ __forceinline__ float skip_of(Skip value) { return value; }
 #else
 typedef Half Skip;
-__device__ __forceinline__ float skip_of(Skip value) { return widen(value); }
 #endif
+__device__ __forceinline__ float value_of(float value) { return value; }
+__device__ __forceinline__ float value_of(Half value) { return widen(value); }
 
 constexpr int TILE = 64, RUNS = TILE / RUN;
 constexpr int TEAM = GROUPS * UNITS;                                        // threads
@@ -240,16 +233,16 @@ __device__ __forceinline__ float hidden_of(float output, float skip, float cell,
 
 // Of one team, in shared memory.
 struct Share {
-    float carry[UNITS];                  // cells between two runs
+    float carry[UNITS];                 // cells between two runs
     unsigned long long handed[GROUPS];  // barriers: that a group has handed its cells over
-    float sum[UNITS], largest[UNITS];    // of the row so far
+    float sum[UNITS], largest[UNITS];   // of the row so far
     unsigned long long pooled[GROUPS];  // barriers: that a group has added its run to them
 #if RING
-    float low[UNITS], high[UNITS];        // between two runs
+    float low[UNITS], high[UNITS];      // between two runs
     unsigned long long bounded[GROUPS]; // barriers: that a group has handed these over
-    float inbox[2][UNITS];               // cells from the team before, by turns
-    float2 runs[2][GROUPS][UNITS];       // what each run of the tile makes of a cell, by turns
-    float2 maps[2][TEAMS][UNITS];        // what each team's tile does, by turns
+    float inbox[2][UNITS];              // cells from the team before, by turns
+    float2 runs[2][GROUPS][UNITS];      // what each run of the tile makes of a cell, by turns
+    float2 maps[2][TEAMS][UNITS];       // what each team's tile does, by turns
     unsigned long long arrived[2], credits[2], mapped[2];   // barriers: of the inbox, that the next team has read its own, of the maps
     int broken;                         // a prediction was wrong
 #endif
@@ -345,7 +338,7 @@ struct Encoder {
         if (call.max) call.max[line_out(row)] = largest;
     }
 
-    __device__ float gate(const Kept* at, int block) const { return kept_value(at[slot_of(block) * UNITS]); }
+    __device__ float gate(const Kept* at, int block) const { return value_of(at[slot_of(block) * UNITS]); }
     __device__ __forceinline__ void read(const Kept* at, float& p, float& q) const {
         float values[4];
 #pragma unroll
@@ -413,7 +406,7 @@ struct Encoder {
         const float output = BLOCKS <= OUTPUT ? 0.0f : in_tile(OUTPUT) ? gate(at, OUTPUT) : value_of(rest.output);
         float skip = 0.0f;
         if (SKIP == SKIP_BLOCK) skip = in_tile(LAST_BLOCK) ? gate(at, LAST_BLOCK) : value_of(rest.block);
-        if (SKIP == SKIP_COLUMNS) skip = (float)call.scale[stream.direction] * skip_of(rest.columns);
+        if (SKIP == SKIP_COLUMNS) skip = (float)call.scale[stream.direction] * value_of(rest.columns);
         return hidden_of(output, skip, cell, cell_before, unit);
     }
 
