@@ -55,16 +55,11 @@ def _encode(x: Ragged, weights: Sequence[SRUWeights], states: Sequence[SRUState 
     elif one.input is None:
         made = [replace(direction, source=in_either(x.data, storage)) for direction in made]
     elif storage == torch.float32 or apart(form, one.hidden * len(weights), x.rows, len(x.data)):
-        made = [
-            replace(direction, source=_projected(x.data, each) @ each.input)
-            for direction, each in zip(made, weights, strict=True)
-            if each.input is not None
-        ]
+        parts = zip(made, weights, _projected(x.data, weights), strict=True)
+        made = [replace(direction, source=data @ each.input) for direction, each, data in parts if each.input is not None]
     else:
-        made = [
-            replace(direction, data=in_pieces(_projected(x.data, each)), weights=each.input)
-            for direction, each in zip(made, weights, strict=True)
-        ]
+        parts = zip(made, weights, _projected(x.data, weights), strict=True)
+        made = [replace(direction, data=in_pieces(data), weights=each.input) for direction, each, data in parts]
     sources = [direction.source for direction in made if direction.source is not None]
     gates = given(sources, one.hidden, gather=ids is not None) if sources else product(window=1)
     skip = in_either(x.data, storage) if form.skip == SKIP_COLUMNS else None
@@ -107,9 +102,13 @@ def _bias(weights: SRUWeights, blocks: int) -> Tensor:
     return kept(weights.packed, f"bias of {blocks}", made)
 
 
-def _projected(data: Tensor, weights: SRUWeights) -> Tensor:
-    """What stands before the product with the input weights, in their dtype."""
-    if weights.norm is not None:
-        data = layer_norm(data, weights.norm)
-    data = data.to(weights.bias.dtype)
-    return data if weights.projection is None else data @ weights.projection
+def _projected(data: Tensor, weights: Sequence[SRUWeights]) -> list[Tensor]:
+    """What stands before the product of each direction with its input weights, in their dtype."""
+    one = _normalised(data, weights[0])
+    each_own = [one if each.norm is weights[0].norm else _normalised(data, each) for each in weights]
+    return [own if each.projection is None else own @ each.projection for each, own in zip(weights, each_own, strict=True)]
+
+
+def _normalised(data: Tensor, weights: SRUWeights) -> Tensor:
+    values = data if weights.norm is None else layer_norm(data, weights.norm)
+    return values.to(weights.bias.dtype)

@@ -363,6 +363,18 @@ def test_both_directions_are_one_launch(kernels: list[Kernel]) -> None:
     assert kernels[0].blocks[2] == 2
 
 
+def test_what_both_directions_multiply_is_made_once(kernels: list[Kernel]) -> None:
+    form = families.Form("sru", version=1, skip="none")
+    x, forward, _ = form.given([3, 0, 4], 40, 8, storage=torch.float16)
+    backward = form.given([3, 0, 4], 40, 8, storage=torch.float16, seed=1).weights
+    norm, other = torch.randn(2, *x.data.shape[1:]), torch.randn(2, *x.data.shape[1:])
+    for norms, once in (((None, None), True), ((norm, norm), True), ((norm, other), False)):
+        pair = replace(forward, norm=norms[0]), replace(backward, norm=norms[1])
+        sru_launch.both(x, pair, None, want=Outputs(last=True))
+        call = kernels[-1].calls[-1]
+        assert (call["data forward"] == call["data backward"]) == once
+
+
 def test_ids_and_tables_are_read_where_they_are(kernels: list[Kernel]) -> None:
     form = families.Form("qrnn", pooling="ifo", window=2, ids=True)
     x, weights, state = form.given([3, 0, 4], 40, 8, storage=torch.float16)
