@@ -9,16 +9,15 @@ import ctypes
 import hashlib
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from struct import Struct
 from typing import Any
 
-import numpy as np
 import torch
 
 CACHE, DEFAULT_CACHE = "SEQSERVE_CACHE", "~/.cache/seqserve"
@@ -26,10 +25,12 @@ CACHE, DEFAULT_CACHE = "SEQSERVE_CACHE", "~/.cache/seqserve"
 
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14
-CLUSTER_DIMENSION = 4
+COOPERATIVE, CLUSTER_DIMENSION, PROGRAMMATIC_STREAM_SERIALIZATION = 2, 4, 6
 """Attributes of a function and of a launch, as CUDA's driver numbers them."""
 PORTABLE_CLUSTER = 8
 """Blocks that a cluster may have everywhere."""
+MOST_CONFIGS = 4096
+"""That are kept."""
 DIGEST_BYTES = 32
 """Of SHA-256, before the code in a file of the folder."""
 
@@ -48,13 +49,21 @@ class Kernel:
     cluster: int
     cooperative: bool
 
-    def launch(self, blocks: tuple[int, ...], shared: int, members: Sequence[int]) -> None:
-        """On torch's stream. blocks: along each axis of the grid; shared: bytes for each block; members: those of its one argument, a
-        structure, eight bytes each."""
-        pack, structure = _layout(len(members))
-        call = np.frombuffer(pack(*members), structure)  # CuPy passes an array of one element by value
-        stream = _stream(torch._C._cuda_getCurrentRawStream(self.device))  # the public way takes 5 us longer
-        self.function(blocks, (self.threads,), (call,), shared, stream, self.cooperative)
+    def launch(
+        self, blocks: tuple[int, int, int], shared: int, members: Sequence[int], *others: bytes, early: bool = False
+    ) -> None:
+        """On torch's stream; raises RuntimeError when the device refuses.
+
+        blocks: along each axis of the grid; shared: bytes for each block; members: those of its first argument, a structure, eight bytes
+        each; others: arguments after it; early: the kernel waits by itself for those before it in the stream (griddepcontrol.wait), and
+        may begin while they run.
+        """
+        stream = torch._C._cuda_getCurrentRawStream(self.device)  # the public way takes 5 us longer
+        config = _config(blocks, self.threads, shared, stream, self.cooperative, early)
+        arguments = (ctypes.c_char_p * (1 + len(others)))(_packer(len(members))(*members), *others)
+        status = driver().cuLaunchKernelEx(config, self.function.ptr, arguments, None)
+        if status:
+            raise RuntimeError(f"the kernel was not launched: CUDA error {status}")
 
 
 def installed() -> bool:
@@ -106,15 +115,19 @@ def lends_registers(device: int) -> bool:
 
 def resident_clusters(kernel: Kernel, shared: int) -> int:
     """How many clusters of this kernel its device holds at once; 0 when it can hold none, or knows no clusters."""
-    attribute = _Attribute(CLUSTER_DIMENSION, value=(ctypes.c_uint * 16)(kernel.cluster, 1, 1))
-    config = _Config((kernel.cluster, 1, 1), (kernel.threads, 1, 1), shared, None, ctypes.pointer(attribute), 1)
+    config = _with_attributes((kernel.cluster, 1, 1), kernel.threads, shared, None, {CLUSTER_DIMENSION: (kernel.cluster, 1, 1)})
     found = ctypes.c_int()
-    driver = ctypes.CDLL("libcuda.so.1")
     with torch.cuda.device(kernel.device):
-        status = driver.cuOccupancyMaxActiveClusters(
-            ctypes.byref(found), ctypes.c_void_p(kernel.function.ptr), ctypes.byref(config)
-        )
+        status = driver().cuOccupancyMaxActiveClusters(ctypes.byref(found), ctypes.c_void_p(kernel.function.ptr), config)
     return 0 if status else found.value
+
+
+@cache
+def driver() -> ctypes.CDLL:
+    """CUDA's, whose functions return 0 or the number of an error."""
+    found = ctypes.CDLL("libcuda.so.1")
+    found.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
+    return found
 
 
 class _Attribute(ctypes.Structure):
@@ -210,17 +223,20 @@ def _machine_code(text: str, options: Sequence[str]) -> bytes:
         nvrtc.destroyProgram(program)
 
 
-@dataclass(frozen=True, slots=True)
-class _Stream:
-    """What CuPy asks of a stream."""
+@lru_cache(MOST_CONFIGS)
+def _config(blocks: tuple[int, int, int], threads: int, shared: int, stream: int, cooperative: bool, early: bool) -> Any:
+    """What a launch is told, made once: nothing of it changes."""
+    attributes = {COOPERATIVE: cooperative, PROGRAMMATIC_STREAM_SERIALIZATION: early}
+    return _with_attributes(blocks, threads, shared, stream, {name: (1,) for name, wanted in attributes.items() if wanted})
 
-    ptr: int
 
-
-_stream = cache(_Stream)
+def _with_attributes(
+    blocks: tuple[int, int, int], threads: int, shared: int, stream: int | None, attributes: Mapping[int, tuple[int, ...]]
+) -> Any:
+    listed = (_Attribute * len(attributes))(*(_Attribute(name, value=value) for name, value in attributes.items()))
+    return ctypes.byref(_Config(blocks, (threads, 1, 1), shared, stream, listed, len(attributes)))
 
 
 @cache
-def _layout(members: int) -> tuple[Callable[..., bytes], np.dtype[np.void]]:
-    layout = Struct(f"{members}q")
-    return layout.pack, np.dtype((np.void, layout.size))
+def _packer(members: int) -> Callable[..., bytes]:
+    return Struct(f"{members}q").pack

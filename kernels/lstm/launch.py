@@ -390,7 +390,7 @@ def _encode(x: Ragged, weights: LSTMWeights, state: LSTMState | None, want: Outp
             exchange = gates.new_zeros(launch.exchange_words, dtype=torch.int32) if launch.exchange_words else None
             sizes = (offsets.dtype == torch.int64, first, until, hidden, launch.octets, launch.width)
             launch.kernel.launch(
-                (launch.blocks,), launch.shared, (*members, 0 if exchange is None else exchange.data_ptr(), *sizes)
+                (launch.blocks, 1, 1), launch.shared, (*members, 0 if exchange is None else exchange.data_ptr(), *sizes)
             )
     return encoded
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels import launching
 from kernels.backend import Problem, explain
 from kernels.compile import resident_clusters
 from kernels.contract import LSTMState, LSTMWeights, Outputs, Ragged
@@ -241,7 +242,7 @@ def test_without_lent_registers(hidden: int, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_without_cupy_the_framework_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "installed", lambda: False)
+    monkeypatch.setattr(launching, "installed", lambda: False)
     assert explain("lstm", device="cuda:0", dtype="float16", hidden=96).splitlines()[-1] == "framework: chosen"
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import struct
 import sys
 from collections.abc import Callable
 from errno import ENOSPC
 from itertools import count
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -129,3 +132,61 @@ def test_a_source_is_compiled_with_what_it_includes(source: Path) -> None:
 
 def test_every_thread_of_a_block_has_its_share_of_the_registers() -> None:
     assert [compiler.registers(threads) for threads in (64, 256, 320, 384, 512, 1024)] == [255, 255, 200, 168, 128, 64]
+
+
+# Launches.
+
+
+class Driver:
+    """Stands for CUDA's: what kernels were launched with, and what it answers."""
+
+    def __init__(self) -> None:
+        self.launches: list[dict[str, Any]] = []
+        self.status = 0
+        self.cuLaunchKernelEx = self.launch
+
+    def launch(self, config: Any, function: int, arguments: Any, _: None) -> int:
+        told = ctypes.cast(config, ctypes.POINTER(compiler._Config)).contents
+        launch = {name: getattr(told, name) for name in ("shared", "stream")}
+        launch |= {"grid": tuple(told.grid), "block": tuple(told.block), "function": function}
+        launch["attributes"] = {one.id: one.value[0] for one in told.attributes[: told.count]}
+        first, second = ctypes.cast(arguments, ctypes.POINTER(ctypes.c_void_p))[:2]
+        launch["members"], launch["other"] = struct.unpack("3q", ctypes.string_at(first, 24)), ctypes.string_at(second, 5)
+        self.launches.append(launch)
+        return self.status
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    found = Driver()
+    monkeypatch.setattr(compiler, "driver", lambda: found)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 70 + device, raising=False)
+    return found
+
+
+@pytest.mark.parametrize(
+    "cooperative, early, attributes",
+    [(False, False, {}), (True, False, {2: 1}), (False, True, {6: 1}), (True, True, {2: 1, 6: 1})],
+)
+def test_a_launch_tells_the_driver_all(cooperative: bool, early: bool, attributes: dict[int, int], driver: Driver) -> None:
+    kernel = compiler.Kernel(SimpleNamespace(ptr=1234), device=3, threads=96, cluster=1, cooperative=cooperative)
+    kernel.launch((2, 5, 1), 4096, [0, -1, 2**40], b"\0map\0", early=early)
+    assert driver.launches == [
+        {
+            "shared": 4096,
+            "stream": 73,
+            "grid": (2, 5, 1),
+            "block": (96, 1, 1),
+            "function": 1234,
+            "attributes": attributes,
+            "members": (0, -1, 2**40),
+            "other": b"\0map\0",
+        }
+    ]
+
+
+def test_what_the_driver_refuses_is_an_error(driver: Driver) -> None:
+    driver.status = 719
+    kernel = compiler.Kernel(SimpleNamespace(ptr=1234), device=0, threads=32, cluster=1, cooperative=False)
+    with pytest.raises(RuntimeError, match="not launched: CUDA error 719"):
+        kernel.launch((1, 1, 1), 0, [1, 2, 3], b"other")
