@@ -23,6 +23,7 @@ from kernels.backend import Problem
 from kernels.compile import Kernel, compiled, shared_limit
 from kernels.contract import ContractError, Encoded, Outputs, Ragged
 from kernels.launching import check_slab, current, index_of, parts_of, refused_by_device, round_up
+from kernels.tensormap import MAP_BYTES, mapped
 from kernels.tuning import covering, tuned
 
 HERE = Path(__file__).parent
@@ -40,7 +41,7 @@ ALIGNED = 1024
 """Bytes to which the tensor cores' operands are aligned in shared memory."""
 STAGES = range(8, 0, -1)
 """How many pieces or tiles a block may have on their way."""
-FETCHING_WARPS = 4
+PATCHING_WARPS = 3
 """Of a product, each of which needs a stage."""
 LONG_ROW = 384
 """Steps of a row that is worth a ring."""
@@ -116,14 +117,18 @@ class Direction:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """units: hidden units of a block; ring: blocks of a cluster whose teams form a ring, or 0 where each team has rows of its own."""
+    """units: hidden units of a block; ring: blocks of a cluster whose teams form a ring, or 0 where each team has rows of its own; busy:
+    gates come faster than four threads a unit prepare them."""
 
     units: int
     ring: int = 0
+    busy: bool = False
 
     @property
     def groups(self) -> int:
         """Threads of a team for each unit."""
+        if self.busy:
+            return 6
         return 4 if self.units <= 32 else 1
 
     @property
@@ -191,6 +196,8 @@ def encode(
     )
     shape = shape_for(layer, rows, tokens, pooled)
     launch = _launch(layer, shape, rows)
+    # A kernel asks for its weights before it waits for what packs them.
+    early = all(_is_packed(one, shape.units) for one in directions)
     pairs = _pairs(layer, shape, directions, after)
     single = (x.offsets.contiguous(), ids, skip, encoded.steps, encoded.last, encoded.mean, encoded.max)
     sizes = (
@@ -208,8 +215,9 @@ def encode(
     skips = [one.skip_from for one in directions], [_bits(one.scale) for one in directions]
     addresses = [[_address(one) for one in pair] for pair in pairs]
     members = [number for pair in (*addresses, *skips) for number in (pair[0], pair[-1])]
+    others = [_map(directions[0].data) + _map(directions[-1].data)] if gates.product else []
     with current(device):
-        launch.kernel.launch(launch.blocks, launch.shared, [*members, *map(_address, single), *sizes])
+        launch.kernel.launch(launch.blocks, launch.shared, [*members, *map(_address, single), *sizes], *others, early=early)
     return encoded, after
 
 
@@ -305,16 +313,19 @@ def apart(form: Form, width: int, rows: int, tokens: int) -> bool:
 
 def shape_for(layer: Layer, rows: int, tokens: int, pooled: bool) -> Shape:
     """As many units as was measured to be fastest; a ring where few rows are long, but pools are added up in the order of the steps."""
-    width = layer.hidden * layer.directions
-    units = FEW_UNITS
-    if layer.gates.product:
-        fastest = next(_units(layer.device, width=width, rows=rows, tokens=tokens))
-        units = fastest if fastest * layer.form.blocks <= MOST_COLUMNS else FEW_UNITS
-    if layer.form.own_cell or pooled or tokens < LONG_ROW * rows or width > NARROW:
-        return Shape(units)
-    blocks = parts_of(layer.hidden, FEW_UNITS) * layer.directions * rows
-    ring = next((ring for ring in RINGS if ring * blocks <= IN_CLUSTERS), 0)
-    return Shape(FEW_UNITS, ring) if ring else Shape(units)
+    width, own_cell = layer.hidden * layer.directions, layer.form.own_cell
+    if not own_cell and not pooled and tokens >= LONG_ROW * rows and width <= NARROW:
+        blocks = parts_of(layer.hidden, FEW_UNITS) * layer.directions * rows
+        ring = next((ring for ring in RINGS if ring * blocks <= IN_CLUSTERS), 0)
+        if ring:
+            return Shape(FEW_UNITS, ring)
+    if not layer.gates.product:
+        return Shape(FEW_UNITS, busy=not own_cell and rows > FEW_ROWS)
+    # What leaves with every step is computed by the teams, and blocks of few units have more threads for it.
+    if layer.watched:
+        return Shape(FEW_UNITS)
+    fastest = next(_units(layer.device, width=width, depth=layer.gates.window * layer.inputs, rows=rows, tokens=tokens))
+    return Shape(fastest if fastest * layer.form.blocks <= MOST_COLUMNS else FEW_UNITS)
 
 
 def _units(device: int, **sizes: int) -> Iterator[int]:
@@ -395,7 +406,7 @@ def _product_bytes(layer: Layer, shape: Shape, pieces: int, stages: int, *, resi
     columns = layer.form.blocks * shape.units
     gates = shape.buffers * 2 * TILE * (2 * columns + 16)
     weights = (pieces if resident else stages) * columns * 2 * DEPTH
-    return round_up(_share_bytes(shape) + gates + weights + stages * (2 * TILE * 2 * DEPTH + 16) + 8, ALIGNED)
+    return round_up(_share_bytes(shape) + gates + weights + stages * (2 * TILE * 2 * DEPTH + 24) + 8, ALIGNED)
 
 
 def _product_stages(layer: Layer, shape: Shape, pieces: int, *, resident: bool) -> int:
@@ -403,7 +414,7 @@ def _product_stages(layer: Layer, shape: Shape, pieces: int, *, resident: bool) 
     limit = shared_limit(layer.device)
     fitting = (count for count in STAGES if _product_bytes(layer, shape, pieces, count, resident=resident) <= limit)
     found = next(fitting, 0)
-    return found if found >= FETCHING_WARPS else 0
+    return found if found >= PATCHING_WARPS else 0
 
 
 def _given_bytes(layer: Layer, shape: Shape, stages: int) -> int:
@@ -445,7 +456,22 @@ def _source(direction: Direction, blocks: int, window: int, units: int) -> Tenso
     if direction.source is not None:
         return direction.source
     assert weights is not None
-    return kept(direction.packed, ("input", units), lambda: pack(weights.view(window, -1, weights.shape[-1]), blocks, units))
+    return kept(direction.packed, _packing(units), lambda: pack(weights.view(window, -1, weights.shape[-1]), blocks, units))
+
+
+def _is_packed(direction: Direction, units: int) -> bool:
+    return direction.weights is None or _packing(units) in direction.packed
+
+
+def _packing(units: int) -> tuple[str, int]:
+    return "input", units
+
+
+def _map(data: Tensor | None) -> bytes:
+    """Of the inputs; where there are none, nothing is fetched."""
+    if data is None or not data.numel():
+        return bytes(MAP_BYTES)
+    return mapped(data.data_ptr(), len(data), data.shape[1], TILE, DEPTH)
 
 
 def _address(array: Tensor | None) -> int:

@@ -100,9 +100,8 @@ struct Call {
     __device__ long long offset(long long row) const {
         return wide ? ((const long long*)offsets)[row] : (long long)((const int*)offsets)[row];
     }
-    __device__ long long id(long long token) const {
-        return wide_ids ? ((const long long*)ids)[token] : (long long)((const int*)ids)[token];
-    }
+    // Of the wide ones the low word, so that nothing waits for it before it is needed.
+    __device__ int id(long long token) const { return ((const int*)ids)[wide_ids ? 2 * token : token]; }
     __device__ long long line_before(int direction, int row) const { return slots_before[direction] ? slots_before[direction][row] : row; }
     __device__ long long line_after(int direction, int row) const { return slots_after[direction] ? slots_after[direction][row] : row; }
     __device__ bool watched() const { return steps || mean || max; }
@@ -138,7 +137,13 @@ struct Stream {
     }
 };
 
+// Launches overlap: what does not depend on the kernels before this one is done while they still run.
+__device__ __forceinline__ void let_next_begin() { asm volatile("griddepcontrol.launch_dependents;"); }
+__device__ __forceinline__ void wait_for_last() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 __device__ __forceinline__ unsigned shared_address(const void* at) { return (unsigned)__cvta_generic_to_shared(at); }
+// A value that is the same in all lanes, told so that the compiler knows it and does not compute it anew where it is used.
+__device__ __forceinline__ unsigned settled(unsigned value) { return __shfl_sync(~0u, value, 0); }
 __device__ __forceinline__ void make_barrier(unsigned barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
@@ -355,10 +360,17 @@ struct Encoder {
         return sizeof(Kept) == 4 ? *(const float*)at : __uint_as_float((unsigned)at[0] | (unsigned)at[UNITS] << 16);
     }
 
-    // The gates of a run as `advance` wants them. The cell after a row's first step is kept.
+    // The gates of a run as `advance` wants them. For a row's first step, q is the cell after it.
     __device__ __forceinline__ void read_run(Kept* at, const Rows& rows, float (&p)[RUN], float (&q)[RUN]) const {
 #pragma unroll
         for (int i = 0; i < RUN; ++i) read(at + i * STRIDE, p[i], q[i]);
+        if (!rows.firsts) return;
+        if (LINEAR && !call.before[stream.direction]) {
+#pragma unroll
+            for (int i = 0; i < RUN; ++i)
+                if (rows.firsts >> i & 1) q[i] = advance(0.0f, p[i], q[i], unit);
+            return;
+        }
 #pragma unroll 1
         for (unsigned firsts = rows.firsts; firsts; firsts &= firsts - 1) {
             const int i = __ffs(firsts) - 1;
@@ -367,16 +379,19 @@ struct Encoder {
             const float begun = advance(begins_with(rows.of(call, stream, i)), p_first, q_first, unit);
             if (real) keep(at + i * STRIDE, begun);
         }
+#pragma unroll
+        for (int i = 0; i < RUN; ++i)
+            if (rows.firsts >> i & 1) q[i] = keeps(at + i * STRIDE);
     }
 
     // From the cell before the run to the one after it; q becomes the cells.
-    __device__ __forceinline__ float follow(const Kept* at, float cell, unsigned firsts, const float (&p)[RUN], float (&q)[RUN]) const {
+    __device__ __forceinline__ float follow(float cell, unsigned firsts, const float (&p)[RUN], float (&q)[RUN]) const {
         if (!firsts) {
 #pragma unroll
             for (int i = 0; i < RUN; ++i) q[i] = cell = advance(cell, p[i], q[i], unit);
         } else {
 #pragma unroll
-            for (int i = 0; i < RUN; ++i) q[i] = cell = firsts >> i & 1 ? keeps(at + i * STRIDE) : advance(cell, p[i], q[i], unit);
+            for (int i = 0; i < RUN; ++i) q[i] = cell = firsts >> i & 1 ? q[i] : advance(cell, p[i], q[i], unit);
         }
         return cell;
     }
@@ -484,7 +499,7 @@ struct Encoder {
                 cell = own.carry[column()];
             }
             const float cell_before = cell;
-            cell = follow(at, cell, rows.firsts, p, q);
+            cell = follow(cell, rows.firsts, p, q);
             if (GROUPS > 1) {
                 own.carry[column()] = cell;
                 arrive(shared_address(&own.handed[group()]));
@@ -535,12 +550,12 @@ struct Encoder {
     }
 
     // What a run makes of a cell: a cell + b. scale: how large cells are on the way.
-    __device__ __forceinline__ float2 map_of(const Kept* at, unsigned firsts, const float (&p)[RUN], const float (&q)[RUN], float& scale) const {
+    __device__ __forceinline__ float2 map_of(unsigned firsts, const float (&p)[RUN], const float (&q)[RUN], float& scale) const {
         float2 map{1.0f, 0.0f};
 #pragma unroll
         for (int i = 0; i < RUN; ++i) {
             const bool first = firsts >> i & 1;
-            map = float2{first ? 0.0f : p[i] * map.x, first ? keeps(at + i * STRIDE) : fmaf(p[i], map.y, q[i])};
+            map = float2{first ? 0.0f : p[i] * map.x, first ? q[i] : fmaf(p[i], map.y, q[i])};
             scale = fmaxf(scale, fabsf(map.y));
         }
         return map;
@@ -594,7 +609,7 @@ struct Encoder {
             // Both bounds of what is guessed go through the tile; where they meet, the cell after it is known.
             float low = 0.0f, high = 1.0f;
             if (trusted) {
-                const float2 mine = map_of(at, rows.firsts, p, q, scale);
+                const float2 mine = map_of(rows.firsts, p, q, scale);
                 const float found = guess(turn, min(TEAMS, all - n * TEAMS), mine, expected), width = (fabsf(found) + scale) * WIDTH;
                 low = found - width, high = found + width;
                 if (group() > 0) {
@@ -604,7 +619,7 @@ struct Encoder {
 #pragma unroll
                 for (int i = 0; i < RUN; ++i) {
                     const bool first = rows.firsts >> i & 1;
-                    low = first ? keeps(at + i * STRIDE) : fmaf(p[i], low, q[i]);
+                    low = first ? q[i] : fmaf(p[i], low, q[i]);
                     high = first ? low : fmaf(p[i], high, q[i]);
                 }
                 if (!is_last_group()) {
@@ -623,7 +638,7 @@ struct Encoder {
             } else if (tile > 0) cell = receive(received);
             received += tile > 0;
             const float cell_before = cell;
-            cell = follow(at, cell, rows.firsts, p, q);
+            cell = follow(cell, rows.firsts, p, q);
             if (!is_last_group()) {
                 own.carry[column()] = cell;
                 arrive(shared_address(&own.handed[group()]));
@@ -648,37 +663,49 @@ __device__ __forceinline__ Place place_of() {
     return Place{(int)blockIdx.y, (int)blockIdx.x / CTAS, (int)blockIdx.z, CTAS > 1 ? cluster_rank() : 0};
 }
 
-// Where the streams of a block begin and end is found by all threads: a row belongs to the stream into whose equal share of all tokens
-// its first one falls, so that rows are counted which begin before each share. found: room for three numbers. Two barriers of the block.
-__device__ __forceinline__ void count_rows(const Call& call, const Place& place, long long tokens, int* found) {
-    const int one = RING ? place.group : 2 * place.group;
-    // The only row begins with the first share, and need not be looked at.
-    if (threadIdx.x < 3) found[threadIdx.x] = call.rows == 1 && one + threadIdx.x > 0;
-    __syncthreads();
-    if (call.rows == 1) return;
-    const unsigned share = max(1u, ((unsigned)tokens + (unsigned)call.streams - 1) / (unsigned)call.streams);
-    for (long long base = 0; base < call.rows; base += THREADS) {
-        const long long row = base + threadIdx.x, begin = row < call.rows ? call.offset(row) : 0;
+// Where streams meet: the first row that begins there or later, and its first token.
+struct Edge {
+    int row;
+    unsigned token;
+};
+// The two streams of a block, or the one of a ring. A row belongs to the stream into whose equal share of all tokens its first one falls.
+// Each warp finds out for itself, looking at 32 rows at once: then at those between the two of them between which a stream begins.
+struct Streams {
+    Edge edges[3];
+
+    __device__ __forceinline__ explicit Streams(const Call& call, const Place& place) {
+        const int lane = threadIdx.x % 32, first = RING ? place.group : 2 * place.group;
+        const unsigned tokens = (unsigned)call.offset(call.rows), streams = (unsigned)call.streams;
+        int low[3];
 #pragma unroll
-        for (int n = 0; n < 3; ++n) {
-            const int before = __popc(__ballot_sync(~0u, row < call.rows && begin < (long long)share * (one + n)));
-            if (threadIdx.x % 32 == 0 && before) atomicAdd(&found[n], before);
+        for (int n = 0; n < 3; ++n) edges[n] = Edge{(int)call.rows, tokens}, low[n] = first + n < call.streams ? 0 : edges[n].row;
+#pragma unroll 1
+        while (low[0] < edges[0].row || low[1] < edges[1].row || low[2] < edges[2].row) {
+#pragma unroll
+            for (int n = 0; n < 3; ++n) {
+                const int stride = (edges[n].row - low[n] + 31) / 32, row = min(low[n] + lane * stride, edges[n].row);
+                const unsigned token = (unsigned)call.offset(row);
+                // Not those at the edge that is known already.
+                const bool earlier = (unsigned long long)token * streams < (unsigned long long)tokens * (first + n);
+                const int before = __popc(__ballot_sync(~0u, row < edges[n].row && earlier));
+                const unsigned found = __shfl_sync(~0u, token, before % 32);
+                const int next = low[n] + before * stride;
+                low[n] = before ? next - stride + 1 : low[n];
+                if (before < 32 && next < edges[n].row) edges[n] = Edge{next, found};
+            }
         }
     }
-    __syncthreads();
-}
-// The first or second stream of a block.
-__device__ __forceinline__ Stream stream_of(const Call& call, const Place& place, long long tokens, const int* found, int s) {
-    const int from = RING ? 0 : s, index = RING ? place.group : 2 * place.group + s, rows = (int)call.rows;
-    Stream stream;
-    stream.direction = place.direction;
-    stream.first = index < call.streams ? found[from] : rows;
-    stream.until = index + 1 < call.streams ? found[from + 1] : rows;
-    stream.begin = stream.first == 0 ? 0 : stream.first == rows ? tokens : call.offset(stream.first);
-    stream.places = (int)((stream.until == rows ? tokens : call.offset(stream.until)) - stream.begin);
-    stream.start = RING ? 2 * place.rank + s : 0, stream.stride = RING ? TEAMS : 1;
-    return stream;
-}
+    // The first or second one.
+    __device__ __forceinline__ Stream stream(const Place& place, int s) const {
+        const Edge from = s && !RING ? edges[1] : edges[0], until = s && !RING ? edges[2] : edges[1];
+        Stream stream;
+        stream.direction = place.direction;
+        stream.first = from.row, stream.until = until.row;
+        stream.begin = from.token, stream.places = (int)(until.token - from.token);
+        stream.start = RING ? 2 * place.rank + s : 0, stream.stride = RING ? TEAMS : 1;
+        return stream;
+    }
+};
 
 // At the end of the whole, by every thread of a ring: whether it is to be computed once more, without predictions.
 __device__ __forceinline__ bool again(const Share& team, int& round) {

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels import launching
 from kernels.backend import explain
 from kernels.contract import Encoded, Outputs, Ragged
 from kernels.directions import composed
-from kernels.scan import launch
 from kernels.scan.launch import Shape
 from tests.gpu.inputs import TOLERANCE, agree, close, gates, in_shape, joined, made, outputs, same, stored, with_wrong_guesses
 from tests.gpu.sanitizer import TOOLS, finds_nothing
@@ -94,12 +94,14 @@ def test_blocks_of_any_number_of_units(pooling: str, units: int) -> None:
         agree(run(form, given), form.exact(given), TOLERANCE[torch.float16])
 
 
-@pytest.mark.parametrize("form, units", [(SRU_1, 64), (SRU_2, 64), (QRNN, 64)], ids=str)
-def test_given_the_gates_the_number_of_units_does_not_change_a_bit(form: Form, units: int) -> None:
+@pytest.mark.parametrize(
+    "form, shape", [*product(LAYERS, [Shape(64)]), *product([SRU_1, QRNN], [Shape(32, busy=True)])], ids=str
+)
+def test_given_the_gates_the_shape_does_not_change_a_bit(form: Form, shape: Shape) -> None:
     given = gates(form, [*RAGGED, 130, *[7] * 60], 104)
     with in_shape(Shape(32)):
         expected = run(form, given)
-    with in_shape(Shape(units)):
+    with in_shape(shape):
         same(run(form, given), expected)
 
 
@@ -124,6 +126,15 @@ def test_tables_begin_anywhere(places: int) -> None:
     x, weights, state = made(QRNN_OF_IDS, RAGGED, 64)
     shifted = replace(weights, tables=begun_later(weights.tables, places))
     same(run(QRNN_OF_IDS, Given(x, shifted, state)), run(QRNN_OF_IDS, Given(x, weights, state)))
+
+
+@every_layer
+@pytest.mark.parametrize("lengths", [[1], [64, 64], [63, 2, 63], [200, 0, 1, 130, 5]], ids=str)
+def test_tiles_end_anywhere(form: Form, lengths: list[int]) -> None:
+    """Boxes of inputs reach beyond the rows of a block, and beyond the first and the last one of all."""
+    alone, given = made(form, lengths, 72), both_ways(form, made, lengths)
+    agree(run(form, alone), form.exact(alone), TOLERANCE[torch.float16])
+    agree(run_both(form, given), run_each(form, given), TOLERANCE[torch.float16])
 
 
 @every_layer
@@ -329,6 +340,33 @@ def test_a_graph_runs_with_other_lengths_slots_and_values(form: Form) -> None:
         same_state(slabs.by_row(), expected.state)
 
 
+@every_exact_form
+def test_launches_that_begin_early_wait_for_those_before(form: Form) -> None:
+    """Each goes on from what the one before writes at its end, in a graph with a fork as well."""
+    x, weights, state = exactly(form, [1280], 200)
+    whole = run(form, Given(x, weights, state), LAST).state
+    chunks = [joined([part]) for part in torch.split(x.data, 32)]
+
+    def go_on(state: Any, chunks: Sequence[Ragged]) -> Any:
+        for chunk in chunks:
+            state = run(form, Given(chunk, weights, state), LAST).state
+        return state
+
+    same_state(go_on(state, chunks), whole)
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            begun = go_on(state, chunks[:-1])
+        alone = go_on(state, chunks)
+        torch.cuda.current_stream().wait_stream(side)
+        joined_again = go_on(begun, chunks[-1:])
+    graph.replay()
+    same_state(alone, whole)
+    same_state(joined_again, whole)
+
+
 def both_ways(form: Form, make: Callable[..., Given], lengths: Sequence[int]) -> Given:
     """The same rows, and for each direction the weights and the state."""
     forward, backward = (make(form, lengths, 72, seed=seed) for seed in (0, 1))
@@ -416,7 +454,7 @@ def test_without_cupy_or_on_another_gpu_the_framework_runs(family: str, monkeypa
     asked = partial(explain, family, device="cuda:0", dtype="float16", hidden=96)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
     assert asked() == "fused: needs compute capability 9.0, this device has 8.6\nframework: chosen"
-    monkeypatch.setattr(launch, "installed", lambda: False)
+    monkeypatch.setattr(launching, "installed", lambda: False)
     assert asked() == "fused: CuPy is not installed\nframework: chosen"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import struct
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ from kernels.qrnn import launch as qrnn_launch
 from kernels.scan import launch
 from kernels.scan.launch import DEPTH, Form, Gates, Layer, Shape, pack
 from kernels.sru import launch as sru_launch
+from kernels.tensormap import MAP_BYTES
 from kernels.tuning import covering, tuned
 from tests.kernels import families
 from tests.kernels.inputs import EVERYTHING, Given, arrays, mapped
@@ -51,8 +53,12 @@ class Kernel:
     calls: list[dict[str, int]] = field(default_factory=list)
     blocks: tuple[int, int, int] = (0, 0, 0)
     shared: int = 0
+    early: list[bool] = field(default_factory=list)
+    others: tuple[bytes, ...] = ()
 
-    def launch(self, blocks: tuple[int, int, int], shared: int, members: Sequence[int]) -> None:
+    def launch(self, blocks: tuple[int, int, int], shared: int, members: Sequence[int], *others: bytes, early: bool) -> None:
+        self.early.append(early)
+        self.others = others
         self.calls.append(dict(zip(CALL, members, strict=True)))
         self.blocks, self.shared = blocks, shared
 
@@ -66,7 +72,11 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Kernel]]:
         made.append(Kernel(source, threads, cluster, constants))
         return made[-1]
 
+    def mapped(address: int, *sizes: int) -> bytes:
+        return struct.pack("5q", address, *sizes).ljust(MAP_BYTES)
+
     monkeypatch.setattr(launch, "compiled", compiled)
+    monkeypatch.setattr(launch, "mapped", mapped)
     monkeypatch.setattr(launch, "shared_limit", lambda _: H200_SHARED_BYTES)
     monkeypatch.setattr(launch, "current", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
@@ -91,10 +101,12 @@ def layer(form: Form, gates: Gates, hidden: int = 256, **others: Any) -> Layer:
     return some._replace(**others)
 
 
-def shapes(form: Form, *, pooled: bool = False) -> list[Shape]:
+def shapes(form: Form, gates: Gates, *, pooled: bool = False) -> list[Shape]:
     """All in which a layer may be launched."""
-    units = [Shape(units) for units in (32, 64) if units * form.blocks <= 192]
-    return units if form.own_cell or pooled else [*units, *(Shape(32, ring) for ring in (1, 2, 4, 8))]
+    found = [Shape(units) for units in (32, 64) if units * form.blocks <= 192]
+    if not form.own_cell and not gates.product:
+        found.append(Shape(32, busy=True))
+    return found if form.own_cell or pooled else [*found, *(Shape(32, ring) for ring in (1, 2, 4, 8))]
 
 
 # The layout of the weights.
@@ -152,11 +164,12 @@ def all_gates(form: Form) -> list[Gates]:
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("watched", [False, True])
 def test_every_shape_has_room_on_a_multiprocessor(form: Form, watched: bool) -> None:
-    for gates, shape, inputs in product(all_gates(form), shapes(form), (1, 300, 1024, 5000)):
+    taken = ((gates, shape) for gates in all_gates(form) for shape in shapes(form, gates))
+    for (gates, shape), inputs in product(taken, (1, 300, 1024, 5000)):
         kernel, shared = specialised(layer(form, gates, inputs=inputs if gates.product else 0, watched=watched), shape)
         stages = kernel.constants["STAGES"]
         assert shared == kernel.constants["SHARED"] <= H200_SHARED_BYTES
-        assert stages >= (launch.FETCHING_WARPS if gates.product else 1)
+        assert stages >= (launch.PATCHING_WARPS if gates.product else 1)
         assert kernel.threads <= 1024
         assert kernel.threads % 32 == 0
         assert not gates.product or form.blocks * shape.units % 16 == 0, "columns that the tensor cores multiply at once"
@@ -179,7 +192,8 @@ def test_a_window_that_has_no_room_is_refused() -> None:
 @pytest.mark.parametrize("rows", [1, 2, 3, 64, 700, 4096])
 @pytest.mark.parametrize("directions", [1, 2])
 def test_rows_are_spread_over_the_multiprocessors(hidden: int, rows: int, directions: int) -> None:
-    for gates, shape in product((PRODUCT, GIVEN), shapes(QRNN)):
+    taken = ((gates, shape) for gates in (PRODUCT, GIVEN) for shape in shapes(QRNN, gates))
+    for gates, shape in taken:
         found = launch._launch(layer(QRNN, gates, hidden, directions=directions), shape, rows)
         along, slices, ways = found.blocks
         assert (slices, ways) == (found.slices, directions)
@@ -215,7 +229,7 @@ def test_a_shape_is_one_that_its_layer_has(form: Form, directions: int, hidden: 
     for (rows, tokens), gates, pooled in product(LENGTHS, (PRODUCT, GIVEN), (False, True)):
         one = layer(form, gates, hidden, directions=directions)
         shape = launch.shape_for(one, rows, tokens, pooled)
-        assert shape in shapes(form, pooled=pooled)
+        assert shape in shapes(form, gates, pooled=pooled)
         if shape.ring:
             clusters = launch._launch(one, shape, rows)
             assert clusters.blocks[0] * clusters.blocks[1] * directions <= launch.IN_CLUSTERS, "all clusters run at once"
@@ -231,6 +245,19 @@ def test_only_long_rows_have_a_ring() -> None:
     assert not launch.shape_for(layer(SRU_2, GIVEN, 72), 1, 4096, pooled=False).ring, "no cell can be guessed"
 
 
+def test_gates_that_are_given_to_many_rows_have_more_threads() -> None:
+    linear, with_own_cell = layer(SRU_1, GIVEN), layer(SRU_2, GIVEN)
+    assert launch.shape_for(linear, 9, 900, pooled=False).busy
+    assert not launch.shape_for(linear, 8, 800, pooled=False).busy
+    assert not launch.shape_for(with_own_cell, 9, 900, pooled=False).busy
+    assert not launch.shape_for(layer(SRU_1, PRODUCT), 9, 900, pooled=False).busy
+
+
+def test_what_leaves_with_every_step_is_computed_by_blocks_of_few_units() -> None:
+    for watched, units in ((False, 64), (True, 32)):
+        assert launch.shape_for(layer(QRNN, PRODUCT, 512, watched=watched), 256, 10_000, pooled=False) == Shape(units)
+
+
 def test_a_ring_has_fewer_blocks_where_there_are_more_rows() -> None:
     one = layer(QRNN, PRODUCT, 128)
     rings = [launch.shape_for(one, rows, 4096 * rows, pooled=False).ring for rows in range(1, 65)]
@@ -242,7 +269,7 @@ def test_what_was_measured_covers_everything() -> None:
     for file in (launch.HERE / "tuned").glob("*.json"):
         found = json.loads(file.read_text())["shapes"]
         for width, rows, tokens in product((1, 256, 10_000), (1, 64, 100_000), (0, 1024, 10_000_000)):
-            (_, units), *_ = covering(found, ("units",), width=width, rows=rows, tokens=tokens)
+            (_, units), *_ = covering(found, ("units",), width=width, depth=width, rows=rows, tokens=tokens)
             assert units in (32, 64)
     assert "H200" in tuned(launch.HERE / "tuned", "NVIDIA H200")["device"]
 
@@ -262,7 +289,7 @@ def told(source: str) -> set[str]:
     used = set(re.findall(r"\b[A-Z][A-Z0-9_]+\b", code))
     defined = set(re.findall(r"#define (\w+)", code))
     for constants in re.findall(r"constexpr \w+ (.*?);", code, re.DOTALL):
-        defined |= set(re.findall(r"(\w+) =", constants))
+        defined |= set(re.findall(r"(\w+) = ", constants))
     return used - defined
 
 
@@ -361,6 +388,34 @@ def test_both_directions_are_one_launch(kernels: list[Kernel]) -> None:
         assert call[f"left_after {way}"] == after.left.data_ptr()
     assert call["width"] == 80
     assert kernels[0].blocks[2] == 2
+
+
+def test_a_launch_may_begin_early_once_its_weights_are_packed(kernels: list[Kernel]) -> None:
+    form = families.Form("sru", version=1, skip="block")
+    given = half(form.given([3, 0, 4], 40, 8, storage=torch.float16))
+    for _ in range(2):
+        sru_launch.sru(*given, want=EVERYTHING)
+    assert kernels[0].early == [False, True]
+    sru_launch.sru(*half(form.gated(given)), want=EVERYTHING)
+    assert kernels[1].early == [True]
+
+
+def test_a_product_fetches_its_inputs_through_maps(kernels: list[Kernel]) -> None:
+    form = families.Form("qrnn", pooling="fo", window=2)
+    given = half(form.given([3, 0, 4], 40, 24, storage=torch.float16))
+    qrnn_launch.both(given.x, (given.weights,) * 2, None, want=Outputs(last=True))
+    (maps,) = kernels[0].others
+    assert len(maps) == 2 * MAP_BYTES
+    for way in (0, 1):
+        address, *sizes = struct.unpack_from("5q", maps, way * MAP_BYTES)
+        assert address == given.x.data.data_ptr()
+        assert sizes == [7, 24, launch.TILE, DEPTH]
+
+
+def test_without_tokens_nothing_is_mapped(kernels: list[Kernel]) -> None:
+    form = families.Form("sru", version=1, skip="none")
+    sru_launch.sru(*half(form.given([0, 0], 40, 8, storage=torch.float16)), want=EVERYTHING)
+    assert kernels[0].others == (bytes(2 * MAP_BYTES),)
 
 
 def test_what_both_directions_multiply_is_made_once(kernels: list[Kernel]) -> None:
