@@ -23,7 +23,7 @@ from tests.gpu.inputs import TOLERANCE, agree, close, gates, in_shape, joined, m
 from tests.gpu.sanitizer import TOOLS, finds_nothing
 from tests.kernels import inputs
 from tests.kernels.families import Form
-from tests.kernels.inputs import EVERYTHING, OUTPUTS, Given, arrays, mapped, poisoned_memory
+from tests.kernels.inputs import EVERYTHING, OUTPUTS, Given, arrays, in_slots, mapped, poisoned_memory
 
 SRU_1 = Form("sru", version=1, skip="block")
 SRU_2 = Form("sru", version=2, skip="block", tanh=True)
@@ -305,14 +305,6 @@ def same_state(actual: Any, expected: Any) -> None:
     """A slab may hold what it has in a wider dtype."""
     for name, array in arrays(expected).items():
         assert torch.equal(getattr(actual, name).to(array.dtype), array), name
-
-
-def in_slots(state: Any, slots: Tensor, places: int) -> Any:
-    """The same state in these places; the others hold nines."""
-    slabs = {name: array.new_full((places, *array.shape[1:]), 9) for name, array in arrays(state).items()}
-    for name, slab in slabs.items():
-        slab[slots.long()] = getattr(state, name)
-    return replace(state, **slabs, slots=slots)
 
 
 @pytest.mark.parametrize("form", [SRU_1, SRU_2, QRNN, SRU_OF_IDS, QRNN_OF_IDS], ids=str)

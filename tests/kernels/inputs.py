@@ -67,6 +67,14 @@ def mapped(values: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return replace(values, **{name: change(array) for name, array in arrays(values).items()})
 
 
+def in_slots(state: Any, slots: Tensor, places: int) -> Any:
+    """The same state in these places; the others hold nines."""
+    slabs = {name: array.new_full((places, *array.shape[1:]), 9) for name, array in arrays(state).items()}
+    for name, slab in slabs.items():
+        slab[slots.long()] = getattr(state, name)
+    return replace(state, **slabs, slots=slots)
+
+
 def widened(given: Given) -> Given:
     """The same values in float64."""
     return given.mapped(lambda array: array.double() if array.is_floating_point() else array)

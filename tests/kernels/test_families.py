@@ -25,6 +25,7 @@ from tests.kernels.inputs import (
     assert_close,
     assert_encodes_alike,
     assert_states_alike,
+    in_slots,
     longest,
     mapped,
 )
@@ -247,19 +248,11 @@ def test_int32_and_int64_ids_mean_the_same(form: Form, backend: str) -> None:
 def test_a_state_in_slots_is_read_and_written_in_place(form: Form, backend: str, index: torch.dtype) -> None:
     x, weights, state = form.given([4, 0, 2], 5, 3)
     expected = form.run(x, weights, state, backend=backend)
-    slabs = in_slots(state, torch.tensor([3, 0, 4], dtype=index))
+    slabs = in_slots(state, torch.tensor([3, 0, 4], dtype=index), places=6)
     encoded = form.run(x, weights, slabs, backend=backend)
     assert encoded.state is slabs
     assert_encodes_alike(replace(encoded, state=slabs.by_row()), expected, steps=0)
     assert all(bool((slab[[1, 2, 5]] == 9).all()) for name, slab in arrays(slabs).items() if name != "slots")
-
-
-def in_slots(state: Any, slots: Tensor) -> Any:
-    """The same state in these of six places; the others hold nines."""
-    slabs = {name: array.new_full((6, *array.shape[1:]), 9) for name, array in arrays(state).items()}
-    return replace(
-        state, **{name: slab.index_copy(0, slots.long(), getattr(state, name)) for name, slab in slabs.items()}, slots=slots
-    )
 
 
 @on_every_backend(WITH_BOTH)
@@ -295,7 +288,7 @@ def test_both_directions_go_on_in_slots_of_their_own(form: Form, backend: str) -
     x, weights, states = both_ways(form, [4, 0, 2])
     expected = form.both(x, weights, states, backend=backend)
     slots = torch.tensor([3, 0, 4]), torch.tensor([5, 1, 2])
-    slabs = (in_slots(states[0], slots[0]), in_slots(states[1], slots[1]))
+    slabs = in_slots(states[0], slots[0], places=6), in_slots(states[1], slots[1], places=6)
     encoded = form.both(x, weights, slabs, backend=backend)
     for name in OUTPUTS:
         assert_close(getattr(encoded, name), getattr(expected, name), steps=0)
