@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -74,6 +75,19 @@ def choose(backends: Sequence[Backend], problem: Problem, wanted: str = AUTO) ->
             return Choice(backend, (*why, f"{backend.name}: chosen" + (f" ({backend.how(problem)})" if backend.how else "")))
         why.append(f"{backend.name}: {reason}")
     raise ContractError(f"no backend takes {problem}: {'; '.join(why)}")
+
+
+def cached_choice(backends: Callable[[], Sequence[Backend]]) -> Callable[[torch.device, torch.dtype, int, str], Choice]:
+    """`choose` for the calls of a family, by device, storage, hidden and wanted: what a backend answers once, it answers always.
+
+    backends: asked when a choice is made, and not before.
+    """
+
+    @cache
+    def chosen(device: torch.device, storage: torch.dtype, hidden: int, wanted: str) -> Choice:
+        return choose(backends(), Problem(device, storage, hidden), wanted)
+
+    return chosen
 
 
 def explain(family: str, *, device: str, dtype: str, hidden: int) -> str:

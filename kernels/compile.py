@@ -150,8 +150,8 @@ class _Config(ctypes.Structure):
 
 
 def _text(source: Path) -> str:
-    """The source with what it includes from beside it, as whether it was compiled before is told by its text."""
-    return re.sub(r'#include "(\w+\.cuh)"', lambda found: (source.parent / found[1]).read_text(), source.read_text())
+    """The source with what it includes, by paths from its folder, as whether it was compiled before is told by its text."""
+    return re.sub(r'#include "([\w/.]+\.cuh)"', lambda found: _text(source.parent / found[1]), source.read_text())
 
 
 def keep_in(folder: Path) -> None:

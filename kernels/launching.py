@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from kernels.backend import Problem
 from kernels.compile import installed
 from kernels.contract import ContractError
 
 Capability = tuple[int, int]
+PIECE = 8
+"""Columns of 16-bit inputs that are fetched at once."""
 
 
 def refused_by_device(
@@ -65,3 +70,27 @@ def parts_of(whole: int, part: int) -> int:
 
 def round_up(size: int, multiple: int) -> int:
     return parts_of(size, multiple) * multiple
+
+
+def in_pieces(values: Tensor) -> Tensor:
+    """(..., inputs) as products read their inputs, 16 bytes at a time: padded with zeros if need be."""
+    odd = -values.shape[-1] % PIECE
+    whole = (functional.pad(values, (0, odd)) if odd else values).contiguous()
+    return whole if whole.data_ptr() % 16 == 0 else whole.clone()
+
+
+def kept(packed: dict[Any, Tensor], name: Any, make: Callable[[], Tensor]) -> Tensor:
+    """What is made of a layer's weights once."""
+    found = packed.get(name)
+    if found is None:
+        found = packed[name] = make()
+    return found
+
+
+def address(array: Tensor | None) -> int:
+    return 0 if array is None else array.data_ptr()
+
+
+@cache
+def processors(device: int) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -6,11 +6,7 @@
 Hochreiter and Schmidhuber 1997, with the forget gate of Gers et al. 2000, as torch.nn.LSTM computes it.
 """
 
-from functools import cache
-
-import torch
-
-from kernels.backend import AUTO, Backend, Choice, Problem, choose, only_by_name, takes_everything
+from kernels.backend import AUTO, Backend, Choice, cached_choice, only_by_name, takes_everything
 from kernels.contract import Encoded, LSTMState, LSTMWeights, Outputs, Ragged, check_lstm
 from kernels.lstm import framework, launch, reference
 from kernels.slots import by_slot
@@ -22,6 +18,7 @@ BACKENDS = (
     Backend("framework", by_slot(framework.lstm), takes_everything),
     Backend("reference", by_slot(reference.lstm), only_by_name),
 )
+_chosen = cached_choice(lambda: BACKENDS)
 
 
 def choice(weights: LSTMWeights, backend: str = AUTO) -> Choice:
@@ -39,8 +36,3 @@ def lstm(x: Ragged, weights: LSTMWeights, state: LSTMState | None = None, *, wan
     check_lstm(x, weights, state)
     encoded: Encoded = choice(weights, backend).backend.run(x, weights, state, want=want)
     return encoded
-
-
-@cache
-def _chosen(device: torch.device, storage: torch.dtype, hidden: int, backend: str) -> Choice:
-    return choose(BACKENDS, Problem(device, storage, hidden), backend)

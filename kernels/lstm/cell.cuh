@@ -9,7 +9,8 @@
 // A piece is what moves between blocks: 16 bytes, the eight units of one group of one row. Buffers of hidden vectors hold the pieces
 // of a group side by side, and the weights are packed so that a lane's piece is its operand of two products (see `pack` in launch.py).
 
-typedef unsigned short Half;            // the bits of a float16 or bfloat16
+#define EXACT 0
+#include "../device.cuh"
 
 struct alignas(16) Quad {
     unsigned x, y, z, w;
@@ -24,32 +25,21 @@ struct alignas(16) Row {
 
 #if BFLOAT16
 #define PRODUCT "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-__device__ __forceinline__ Half narrow(float value) {
-    Half bits;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-    return bits;
-}
-__device__ __forceinline__ float widen(Half bits) { return __uint_as_float((unsigned)bits << 16); }
+#define NARROW_ONE "cvt.rn.bf16.f32 %0, %1;"
 #else
 #define PRODUCT "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+#define NARROW_ONE "cvt.rn.f16.f32 %0, %1;"
+#endif
 __device__ __forceinline__ Half narrow(float value) {
     Half bits;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    asm(NARROW_ONE : "=h"(bits) : "f"(value));
     return bits;
 }
-__device__ __forceinline__ float widen(Half bits) {
-    float value;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-    return value;
-}
-#endif
 
 #if GATES_FLOAT32
 typedef float Gate;
-__device__ __forceinline__ float value_of(Gate gate) { return gate; }
 #else
 typedef Half Gate;
-__device__ __forceinline__ float value_of(Gate gate) { return widen(gate); }
 #endif
 
 // sums += weights (16 gate rows x 16) @ hidden (16 x 8 rows); sums: rows g and g + 8 of columns 2q and 2q + 1, for lane 4 g + q.
@@ -57,20 +47,6 @@ __device__ __forceinline__ void multiply(float (&sums)[4], const Quad& weights, 
     asm(PRODUCT "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
         : "r"(weights.x), "r"(weights.y), "r"(weights.z), "r"(weights.w), "r"(low), "r"(high));
-}
-
-__device__ __forceinline__ float tanh_of(float value) {
-    float result;
-    asm("tanh.approx.f32 %0, %1;" : "=f"(result) : "f"(value));
-    return result;
-}
-__device__ __forceinline__ float sigmoid_of(float value) { return fmaf(0.5f, tanh_of(0.5f * value), 0.5f); }
-
-// Not a number when either is not.
-__device__ __forceinline__ float larger(float one, float other) {
-    float result;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(one), "f"(other));
-    return result;
 }
 
 // What a launch is given. Arrays that nobody wants are null. Eight bytes each, so that the launcher is a list of integers.

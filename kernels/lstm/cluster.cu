@@ -28,22 +28,6 @@ struct Memory {
 };
 static_assert(sizeof(Memory) == SHARED, "as in launch.py");
 
-__device__ __forceinline__ unsigned shared_address(const void* at) { return (unsigned)__cvta_generic_to_shared(at); }
-__device__ __forceinline__ unsigned in_block(unsigned address, unsigned rank) {
-    unsigned theirs;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(theirs) : "r"(address), "r"(rank));
-    return theirs;
-}
-__device__ __forceinline__ void expect(unsigned barrier, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void await(unsigned barrier, unsigned parity) {
-    unsigned done;
-    do {
-        asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-                     : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-    } while (!done);
-}
 __device__ __forceinline__ void send(unsigned address, unsigned barrier, const Quad& piece) {
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];"
                  ::"r"(address), "r"(piece.x), "r"(piece.y), "r"(piece.z), "r"(piece.w), "r"(barrier) : "memory");
@@ -72,8 +56,7 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREAD
     const int width = (int)call.width, hidden = (int)call.hidden;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, q = lane % 4;
     const int half = warp / GROUPS, pair = warp % GROUPS, column = 2 * q + half;
-    unsigned rank;
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    const unsigned rank = cluster_rank();
     const int unit = ((int)rank * GROUPS + pair) * 8 + g;
 
     const Quad* packed = call.packed + (((long long)rank * GROUPS + pair) * 2 + half) * PRODUCTS * 32 + lane;
@@ -91,7 +74,7 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREAD
     }
     const unsigned barrier = shared_address(&own.barriers[0][0]);
     if (threadIdx.x == 0) {
-        for (int n = 0; n < 2 * OCTETS; ++n) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier + n * 8));
+        for (int n = 0; n < 2 * OCTETS; ++n) make_barrier(barrier + n * 8, 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         for (int n = 0; n < 2 * OCTETS; ++n) expect(barrier + n * 8, width * HIDDEN * 2);
     }
@@ -111,7 +94,7 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREAD
         cell[octet] = Cell{&own.cells[octet][0][threadIdx.x], THREADS}.begin(call, row, unit);
     }
     __syncthreads();
-    asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    meet_cluster();
 
     // What this thread sends: the pieces of a peer by row, then by group, one peer after the other. Addresses are those of the first
     // octet and of its second buffer and barrier, to which even steps write.

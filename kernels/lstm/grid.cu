@@ -56,12 +56,12 @@ __device__ __forceinline__ void store(unsigned* at, unsigned word, bool wanted) 
 }
 // The same on its way to shared memory, past all other caches than L2.
 __device__ __forceinline__ void copy(Quad* to, const Quad* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((unsigned)__cvta_generic_to_shared(to)), "l"(from) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
 }
 // The word that has this gate input in it, where one is wanted.
 __device__ __forceinline__ void copy(unsigned* to, const Gate* from, bool wanted) {
     asm volatile("{.reg .pred p; setp.ne.s32 p, %2, 0; @p cp.async.ca.shared.global [%0], [%1], 4;}"
-                 ::"r"((unsigned)__cvta_generic_to_shared(to)), "l"((unsigned long long)from & ~3ull), "r"((int)wanted) : "memory");
+                 ::"r"(shared_address(to)), "l"((unsigned long long)from & ~3ull), "r"((int)wanted) : "memory");
 }
 // What it is, then; shift: the bits before it.
 __device__ __forceinline__ float picked(unsigned word, int shift) {

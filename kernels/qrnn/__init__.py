@@ -7,11 +7,7 @@
 Bradbury et al. 2017; f keeps, as in the paper.
 """
 
-from functools import cache
-
-import torch
-
-from kernels.backend import AUTO, Backend, Choice, Problem, choose, only_by_name, takes_everything
+from kernels.backend import AUTO, Backend, Choice, cached_choice, only_by_name, takes_everything
 from kernels.contract import Encoded, Outputs, QRNNState, QRNNWeights, Ragged, check_both, check_qrnn
 from kernels.qrnn import framework, launch, reference
 from kernels.scan.launch import refused
@@ -22,6 +18,7 @@ BACKENDS = (
     Backend("framework", by_slot(framework.qrnn), takes_everything),
     Backend("reference", by_slot(reference.qrnn), only_by_name),
 )
+_chosen = cached_choice(lambda: BACKENDS)
 
 
 def choice(weights: QRNNWeights, backend: str = AUTO) -> Choice:
@@ -55,8 +52,3 @@ def both(
     check_both(check_qrnn, x, weights, states)
     encoded: Encoded = choice(weights[0], backend).backend.both(x, weights, states, want=want)
     return encoded
-
-
-@cache
-def _chosen(device: torch.device, storage: torch.dtype, hidden: int, backend: str) -> Choice:
-    return choose(BACKENDS, Problem(device, storage, hidden), backend)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from kernels.contract import POOLINGS, Encoded, Outputs, QRNNState, QRNNWeights, Ragged
 from kernels.embedding import FIRST
-from kernels.launching import in_either
-from kernels.scan.launch import Direction, Form, apart, encode, given, in_pieces, kept, product
+from kernels.launching import in_either, in_pieces, kept
+from kernels.scan.launch import Direction, Form, apart, encode, given, product
 
 
 def qrnn(x: Ragged, weights: QRNNWeights, state: QRNNState | None, *, want: Outputs) -> Encoded:

@@ -8,7 +8,7 @@ slots and values are read when the graph runs. Families bring what a layer is ma
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -17,12 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from kernels.backend import Problem
 from kernels.compile import Kernel, compiled, shared_limit
 from kernels.contract import ContractError, Encoded, Outputs, Ragged
-from kernels.launching import check_slab, current, index_of, parts_of, refused_by_device, round_up
+from kernels.launching import address, check_slab, current, index_of, kept, parts_of, processors, refused_by_device, round_up
 from kernels.tensormap import MAP_BYTES, mapped
 from kernels.tuning import covering, tuned
 
@@ -35,8 +34,6 @@ RUN, LONG_RUN = 16, 32
 """Steps that a thread goes through before it hands its cell over: more where it has registers for them."""
 DEPTH = 64
 """Columns of the inputs that are multiplied at once."""
-PIECE = 8
-"""Columns of the inputs that are copied at once."""
 ALIGNED = 1024
 """Bytes to which the tensor cores' operands are aligned in shared memory."""
 STAGES = range(8, 0, -1)
@@ -213,11 +210,11 @@ def encode(
         launch.slices,
     )
     skips = [one.skip_from for one in directions], [_bits(one.scale) for one in directions]
-    addresses = [[_address(one) for one in pair] for pair in pairs]
+    addresses = [[address(one) for one in pair] for pair in pairs]
     members = [number for pair in (*addresses, *skips) for number in (pair[0], pair[-1])]
     others = [_map(directions[0].data) + _map(directions[-1].data)] if gates.product else []
     with current(device):
-        launch.kernel.launch(launch.blocks, launch.shared, [*members, *map(_address, single), *sizes], *others, early=early)
+        launch.kernel.launch(launch.blocks, launch.shared, [*members, *map(address, single), *sizes], *others, early=early)
     return encoded, after
 
 
@@ -263,21 +260,6 @@ def given(arrays: Sequence[Tensor], hidden: int, *, window: int = 1, gather: boo
     size = arrays[0].element_size()
     together = math.gcd(hidden * size, *(array.data_ptr() for array in arrays), 16)
     return Gates(False, window, gather, arrays[0].dtype == torch.float32, together)
-
-
-def in_pieces(values: Tensor) -> Tensor:
-    """(..., inputs) as the product reads its inputs, 16 bytes at a time: padded with zeros if need be."""
-    odd = -values.shape[-1] % PIECE
-    whole = (functional.pad(values, (0, odd)) if odd else values).contiguous()
-    return whole if whole.data_ptr() % 16 == 0 else whole.clone()
-
-
-def kept(packed: dict[Any, Tensor], name: Any, make: Callable[[], Tensor]) -> Tensor:
-    """What is made of a layer's weights once."""
-    found = packed.get(name)
-    if found is None:
-        found = packed[name] = make()
-    return found
 
 
 def refused(problem: Problem) -> str | None:
@@ -338,7 +320,7 @@ def _launch(layer: Layer, shape: Shape, rows: int) -> Launch:
     """The kernel and its grid. A block is alone on its multiprocessor; it has two streams, or two places of a ring."""
     kernel, shared = _kernel(layer, shape)
     slices = parts_of(layer.hidden, shape.units)
-    room = max(1, _processors(layer.device) // (slices * layer.directions * shape.cluster))
+    room = max(1, processors(layer.device) // (slices * layer.directions * shape.cluster))
     streams = min(rows, room if shape.ring else 2 * room)
     places = streams if shape.ring else parts_of(streams, 2)
     return Launch(kernel, (places * shape.cluster, slices, layer.directions), shared, streams, slices)
@@ -474,15 +456,6 @@ def _map(data: Tensor | None) -> bytes:
     return mapped(data.data_ptr(), len(data), data.shape[1], TILE, DEPTH)
 
 
-def _address(array: Tensor | None) -> int:
-    return 0 if array is None else array.data_ptr()
-
-
 def _bits(value: float) -> int:
     bits: int = Struct("q").unpack(Struct("d").pack(value))[0]
     return bits
-
-
-@cache
-def _processors(device: int) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)

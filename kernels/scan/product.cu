@@ -13,6 +13,8 @@
 #define EXACT 0
 #define TAPS 1
 #include "scan.cuh"
+#define PRODUCT_COLUMNS (BLOCKS * UNITS)
+#include "../wgmma.cuh"
 
 struct alignas(16) Piece {
     unsigned x, y, z, w;
@@ -38,57 +40,6 @@ struct Memory {
     unsigned long long full[STAGES], patched[STAGES], empty[STAGES], loaded, gates_full[2][BUFFERS], gates_empty[2][BUFFERS];
 };
 static_assert(sizeof(Memory) <= SHARED, "as in launch.py");
-
-// Operands of the instruction for each number of columns: its sums, then the matrices and whether to add to the sums.
-#define TEN(t) "%" #t "0,%" #t "1,%" #t "2,%" #t "3,%" #t "4,%" #t "5,%" #t "6,%" #t "7,%" #t "8,%" #t "9,"
-#define FIRST_TEN "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,"
-#define EIGHT(i) \
-    "+f"(sums[i]), "+f"(sums[i + 1]), "+f"(sums[i + 2]), "+f"(sums[i + 3]), "+f"(sums[i + 4]), "+f"(sums[i + 5]), "+f"(sums[i + 6]), "+f"(sums[i + 7])
-#define SIXTEEN(i) EIGHT(i), EIGHT(i + 8)
-#define FORTY_EIGHT(i) SIXTEEN(i), SIXTEEN(i + 16), SIXTEEN(i + 32)
-#if BLOCKS * UNITS == 64
-#define SHAPE "m64n64k16"
-#define SUMS FIRST_TEN TEN(1) TEN(2) "%30,%31"
-#define LEFT "%32"
-#define RIGHT "%33"
-#define ADDS "%34"
-#define OUTPUTS SIXTEEN(0), SIXTEEN(16)
-#elif BLOCKS * UNITS == 96
-#define SHAPE "m64n96k16"
-#define SUMS FIRST_TEN TEN(1) TEN(2) TEN(3) "%40,%41,%42,%43,%44,%45,%46,%47"
-#define LEFT "%48"
-#define RIGHT "%49"
-#define ADDS "%50"
-#define OUTPUTS FORTY_EIGHT(0)
-#elif BLOCKS * UNITS == 128
-#define SHAPE "m64n128k16"
-#define SUMS FIRST_TEN TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) "%60,%61,%62,%63"
-#define LEFT "%64"
-#define RIGHT "%65"
-#define ADDS "%66"
-#define OUTPUTS FORTY_EIGHT(0), SIXTEEN(48)
-#elif BLOCKS * UNITS == 192
-#define SHAPE "m64n192k16"
-#define SUMS FIRST_TEN TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) TEN(6) TEN(7) TEN(8) "%90,%91,%92,%93,%94,%95"
-#define LEFT "%96"
-#define RIGHT "%97"
-#define ADDS "%98"
-#define OUTPUTS FORTY_EIGHT(0), FORTY_EIGHT(48)
-#endif
-#if BFLOAT16
-#define TYPES ".f32.bf16.bf16 "
-#else
-#define TYPES ".f32.f16.f16 "
-#endif
-
-// sums = x @ weights, or are added to; rows of 64 steps and of COLUMNS gates, 16 columns of the inputs deep, from these pieces of 16
-// bytes on. Both have rows of 128 bytes in shared memory, eight of them 1 KiB, pieces swizzled.
-__device__ __forceinline__ void multiply(float (&sums)[COLUMNS / 2], unsigned x, unsigned weights, int add) {
-    asm volatile("{.reg .pred p; .reg .b64 x, w; setp.ne.b32 p, " ADDS ", 0; mov.b64 x, {" LEFT ", 0x40000040}; mov.b64 w, {" RIGHT ", 0x40000040};"
-                 "wgmma.mma_async.sync.aligned." SHAPE TYPES "{" SUMS "}, x, w, p, 1, 1, 0, 0;}"
-                 : OUTPUTS : "r"(x), "r"(weights), "r"(add));
-}
-__device__ __forceinline__ unsigned piece_at(unsigned address) { return address >> 4 | 1 << 16; }
 
 // What stands before each row's next chunk, eight columns at a time.
 __device__ __forceinline__ void keep_left(const Call& call, const Place& place, const Stream& stream) {

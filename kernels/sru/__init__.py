@@ -7,11 +7,7 @@ Lei et al., EMNLP 2018; without v it is the first version of that paper. g is th
 the scaled input, or nothing.
 """
 
-from functools import cache
-
-import torch
-
-from kernels.backend import AUTO, Backend, Choice, Problem, choose, only_by_name, takes_everything
+from kernels.backend import AUTO, Backend, Choice, cached_choice, only_by_name, takes_everything
 from kernels.contract import Encoded, Outputs, Ragged, SRUState, SRUWeights, check_both, check_sru
 from kernels.scan.launch import refused
 from kernels.slots import by_slot
@@ -22,6 +18,7 @@ BACKENDS = (
     Backend("framework", by_slot(framework.sru), takes_everything),
     Backend("reference", by_slot(reference.sru), only_by_name),
 )
+_chosen = cached_choice(lambda: BACKENDS)
 
 
 def choice(weights: SRUWeights, backend: str = AUTO) -> Choice:
@@ -55,8 +52,3 @@ def both(
     check_both(check_sru, x, weights, states)
     encoded: Encoded = choice(weights[0], backend).backend.both(x, weights, states, want=want)
     return encoded
-
-
-@cache
-def _chosen(device: torch.device, storage: torch.dtype, hidden: int, backend: str) -> Choice:
-    return choose(BACKENDS, Problem(device, storage, hidden), backend)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.contract import Encoded, Outputs, Ragged, SRUState, SRUWeights
-from kernels.launching import in_either
+from kernels.launching import in_either, in_pieces, kept
 from kernels.norm import layer_norm
 from kernels.scan.launch import (
     NO_SKIP,
@@ -24,8 +24,6 @@ from kernels.scan.launch import (
     apart,
     encode,
     given,
-    in_pieces,
-    kept,
     product,
 )
 

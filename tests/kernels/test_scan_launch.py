@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -28,6 +27,7 @@ from kernels.tensormap import MAP_BYTES
 from kernels.tuning import covering, tuned
 from tests.kernels import families
 from tests.kernels.inputs import EVERYTHING, Given, arrays, mapped
+from tests.kernels.sources import members, text, told
 
 H200_SHARED_BYTES = 232_448
 PROCESSORS = 132
@@ -81,7 +81,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Kernel]]:
     monkeypatch.setattr(launch, "current", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=PROCESSORS))
-    caches = launch._launch, launch._kernel, launch._processors
+    caches = launch._launch, launch._kernel, launching.processors
     for cached in caches:
         cached.cache_clear()
     yield made
@@ -173,7 +173,7 @@ def test_every_shape_has_room_on_a_multiprocessor(form: Form, watched: bool) -> 
         assert kernel.threads <= 1024
         assert kernel.threads % 32 == 0
         assert not gates.product or form.blocks * shape.units % 16 == 0, "columns that the tensor cores multiply at once"
-        assert not gates.product or f"BLOCKS * UNITS == {form.blocks * shape.units}\n" in text("product.cu")
+        assert not gates.product or f"PRODUCT_COLUMNS == {form.blocks * shape.units}\n" in text(launch.HERE / "product.cu")
 
 
 def test_weights_stay_in_shared_memory_where_there_is_room() -> None:
@@ -277,44 +277,21 @@ def test_what_was_measured_covers_everything() -> None:
 # What the sources are told.
 
 
-def text(name: str) -> str:
-    """A source with what it includes, without its comments."""
-    whole = (launch.HERE / name).read_text().replace('#include "scan.cuh"', (launch.HERE / "scan.cuh").read_text())
-    return re.sub(r"//.*", "", whole)
-
-
-def told(source: str) -> set[str]:
-    """Names in capitals that a source uses and does not define."""
-    code = re.sub(r'"[^"\n]*"', "", text(source))
-    used = set(re.findall(r"\b[A-Z][A-Z0-9_]+\b", code))
-    defined = set(re.findall(r"#define (\w+)", code))
-    for constants in re.findall(r"constexpr \w+ (.*?);", code, re.DOTALL):
-        defined |= set(re.findall(r"(\w+) = ", constants))
-    return used - defined
-
-
 @pytest.mark.parametrize("gates, source", [(PRODUCT, "product.cu"), (GIVEN, "given.cu")])
 def test_a_kernel_is_told_what_its_source_asks_for(gates: Gates, source: str) -> None:
     kernel, _ = specialised(layer(SRU_1, gates), Shape(32))
     assert kernel.source == launch.HERE / source
-    assert kernel.constants.keys() | {"THREADS"} == told(source)
+    assert kernel.constants.keys() | {"THREADS"} == told(launch.HERE / source)
     assert {type(value) for value in kernel.constants.values()} == {int}
 
 
-def members() -> list[str]:
-    """Of a Call, in their order; of a pair, each."""
-    struct = re.search(r"struct Call \{(.*?)\n\n", (launch.HERE / "scan.cuh").read_text(), re.DOTALL)
-    assert struct is not None
-    declared = re.findall(r"^    (?:const )?(?:\w+\*|long long|double) ([^;(]+);", struct[1], re.MULTILINE)
-    names = [name for names in declared for name in names.split(", ")]
-    return [
-        one
-        for name in names
-        for one in ([name[:-3] + way for way in (" forward", " backward")] if name.endswith("[2]") else [name])
-    ]
+def call() -> list[str]:
+    """The members of a Call, in their order; of a pair, each."""
+    ways = {(): ("",), ("2",): (" forward", " backward")}
+    return [one.name + way for one in members(launch.HERE / "given.cu", "Call") for way in ways[one.sizes]]
 
 
-CALL = members()
+CALL = call()
 
 
 def call_of(kernels: list[Kernel]) -> dict[str, int]:
