@@ -6,7 +6,7 @@ computes; the checks raise ContractError before a kernel reads out of bounds.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import pairwise
@@ -266,12 +266,26 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+GATED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "glu": lambda value, gate: value * gate.sigmoid(),
+    "gated_tanh": lambda value, gate: value.tanh() * gate.sigmoid(),
+}
+"""Of a value and its gate: Dauphin et al. 2017, and van den Oord et al. 2016."""
+
+
+@dataclass(frozen=True)
 class ConvWeights:
     """One 1-D convolution over time: y[t] = activation(sum over k of x[t x stride - left + k x dilation] @ filters[k] + bias).
 
-    filters: (width, inputs, outputs), the earliest step first; bias: (outputs,); left, right: zero steps before and after each row.
-    A row of n steps gives (n + left + right - reach) // stride + 1 steps, where reach = (width - 1) x dilation + 1, or none.
+    filters: (width, inputs, maps), the earliest step first; bias: (maps,); left, right: zero steps before and after each row. The maps
+    are the outputs, or, of an activation in GATED, twice as many: the values, then their gates. Values do not change once a kernel
+    has seen them. A row of n steps gives (n + left + right - reach) // stride + 1 steps, where reach = (width - 1) x dilation + 1,
+    or none.
+
+    embedding: (vocabulary, inputs), or None: the data are ids, (tokens,) int32 or int64, of its rows, which the convolution sees.
+    tables: (width, 1 + vocabulary, maps) as `kernels.embedding.fold_taps` makes them, or None: the data are ids, the convolution is
+    the sum over the window of the rows of the tables, and of the filters only the shape matters. Id n is row
+    `kernels.embedding.FIRST` + n; the row before the first is zeros, for steps that are padding.
     """
 
     filters: Tensor
@@ -281,14 +295,42 @@ class ConvWeights:
     dilation: int = 1
     stride: int = 1
     activation: str = "none"
+    embedding: Tensor | None = None
+    tables: Tensor | None = None
 
-    @property
+    @cached_property
+    def shape(self) -> tuple[int, int, int]:
+        """Of the filters: width, inputs and maps; asking an array takes longer."""
+        width, inputs, maps = self.filters.shape
+        return width, inputs, maps
+
+    @cached_property
     def outputs(self) -> int:
-        return self.filters.shape[2]
+        return self.filters.shape[2] // (2 if self.activation in GATED else 1)
 
-    @property
+    @cached_property
     def reach(self) -> int:
         return (self.filters.shape[0] - 1) * self.dilation + 1
+
+    @cached_property
+    def keeps_steps(self) -> bool:
+        """Whether a row gives a step for every step."""
+        return self.stride == 1 and self.left + self.right == self.reach - 1
+
+    @property
+    def takes_ids(self) -> bool:
+        return self.embedding is not None or self.tables is not None
+
+    @cached_property
+    def columns(self) -> int | None:
+        """Of the data; None where they are ids. Looks at the shapes above once, and raises ContractError unless they hold
+        together."""
+        return _conv_columns(self)
+
+    @cached_property
+    def packed(self) -> dict[Any, Tensor]:
+        """The weights as kernels want them, by whatever tells one layout from another; made once and kept."""
+        return {}
 
     def steps(self, steps: Sizes) -> Sizes:
         """Steps that come out of rows of so many steps, on the host."""
@@ -297,9 +339,35 @@ class ConvWeights:
 
 @dataclass(frozen=True, slots=True)
 class ConvState:
-    """left: (rows, left, inputs) the steps before the next one, oldest first; they take the place of the zeros."""
+    """left: (rows, left, inputs) the steps before the next one, oldest first; they take the place of the zeros.
+
+    Slots as in LSTMState: with them, left is a slab, (places, left, inputs).
+    """
 
     left: Tensor
+    slots: Tensor | None = None
+
+    def by_row(self) -> ConvState:
+        """Without slots: copied out of them, or itself where it has none."""
+        return self if self.slots is None else ConvState(self.left[self.slots.long()])
+
+
+@dataclass(frozen=True, slots=True)
+class ConvBlock:
+    """Convolutions one after the other, and what came in added to what they give, if `residual`:
+    y = activation(convolved + x), or with a projection, a convolution of width 1, y = activation(convolved + projection(x)).
+
+    activation: one of ACTIVATIONS, after the addition; without a residual there is none.
+    """
+
+    layers: tuple[ConvWeights, ...]
+    residual: bool = False
+    projection: ConvWeights | None = None
+    activation: str = "none"
+
+    @property
+    def outputs(self) -> int:
+        return self.layers[-1].outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,7 +385,8 @@ class Encoded:
     """What was wanted, float32: steps (tokens, hidden); last, mean, max (rows, hidden); and the state after the last step.
 
     `offsets` are those of `steps`, where they are not the input's. Of a row without steps, mean and max are zero, and last is the
-    hidden state it came with, or zero where the family keeps none.
+    hidden state it came with, or zero where the family keeps none. scores: (rows, labels) float32 of a linear layer over the maximum,
+    where the kernel was given one.
     """
 
     state: Any
@@ -326,6 +395,7 @@ class Encoded:
     mean: Tensor | None = None
     max: Tensor | None = None
     offsets: Tensor | None = None
+    scores: Tensor | None = None
 
 
 def begins(sizes: Sizes) -> Sizes:
@@ -413,17 +483,95 @@ def check_both(
 
 def check_conv(x: Ragged, weights: ConvWeights, state: ConvState | None) -> None:
     """Raises ContractError unless the shapes above hold together."""
-    expect("weights.filters", weights.filters, (None, None, None))
-    width, inputs, outputs = weights.filters.shape
-    expect("weights.bias", weights.bias, (outputs,))
-    expect("x.data", x.data, (None, inputs))
+    columns = weights.columns
+    if columns is None:
+        _expect_ids(x)
+    else:
+        expect("x.data", x.data, (None, columns))
     check_ragged(x)
-    if width < 1 or weights.dilation < 1 or weights.stride < 1 or weights.left < 0 or weights.right < 0:
-        raise ContractError("width, dilation and stride are at least 1, left and right at least 0")
-    if weights.activation not in ACTIVATIONS:
-        raise ContractError(f"weights.activation is {weights.activation!r}; known are {', '.join(ACTIVATIONS)}")
     if state is not None:
-        expect("state.left", state.left, (x.rows, weights.left, inputs))
+        _check_conv_state("state", x, weights, state)
+
+
+def check_conv_stack(x: Ragged, blocks: Sequence[ConvBlock], states: Sequence[ConvState] | None) -> None:
+    """Raises ContractError unless each layer takes what the one before it gives, and the states are those of the layers."""
+    if not blocks or not all(block.layers for block in blocks):
+        raise ContractError("a stack has at least one block, and each of them at least one layer")
+    check_conv(x, blocks[0].layers[0], None)
+    columns = blocks[0].layers[0].columns
+    for number, block in enumerate(blocks):
+        columns = _check_conv_block(f"blocks[{number}]", block, columns, first=number == 0)
+    if states is None:
+        return
+    layers = [layer for block in blocks for layer in block.layers]
+    if len(states) != len(layers):
+        raise ContractError(f"states has {len(states)} of them, expected one for each of {len(layers)} layers")
+    for number, (layer, state) in enumerate(zip(layers, states, strict=True)):
+        _check_conv_state(f"states[{number}]", x, layer, state)
+
+
+def check_text_cnn(x: Ragged, layers: Sequence[ConvWeights], classifier: tuple[Tensor, Tensor] | None) -> None:
+    """Raises ContractError unless all layers take the same data in the same way, and the classifier what they give together."""
+    if not layers:
+        raise ContractError("a text CNN has at least one layer")
+    first = layers[0]
+    for number, layer in enumerate(layers):
+        check_conv(x, layer, None)
+        if layer.embedding is not first.embedding or (layer.tables is None) != (first.tables is None):
+            raise ContractError(
+                f"layers[{number}] takes ids in another way than layers[0]: one embedding for all, or tables for each"
+            )
+    if classifier is not None:
+        weight, bias = classifier
+        expect("classifier[0]", weight, (sum(layer.outputs for layer in layers), None))
+        expect("classifier[1]", bias, (weight.shape[1],))
+
+
+def _check_conv_block(name: str, block: ConvBlock, columns: int | None, *, first: bool) -> int:
+    """How many columns come out; columns: of what comes in, None where it is ids."""
+    inner = columns
+    for number, layer in enumerate(block.layers):
+        takes = layer.columns
+        if takes is None and not (first and number == 0):
+            raise ContractError(f"{name}.layers[{number}] takes ids, which only the first layer of a stack may")
+        if takes != inner:
+            raise ContractError(f"{name}.layers[{number}] takes {takes} columns, and {inner} come in")
+        inner = layer.outputs
+    if block.residual:
+        _check_residual(name, block, columns)
+    elif block.projection is not None or block.activation != "none":
+        raise ContractError(f"{name} has a projection or an activation although it has no residual")
+    return block.outputs
+
+
+def _check_residual(name: str, block: ConvBlock, columns: int | None) -> None:
+    """columns: of what comes in."""
+    if columns is None:
+        raise ContractError(f"{name} has a residual although the data are ids")
+    if block.activation not in ACTIVATIONS:
+        raise ContractError(f"{name}.activation is {block.activation!r}; known are {', '.join(ACTIVATIONS)}")
+    for number, layer in enumerate(block.layers):
+        if not layer.keeps_steps:
+            raise ContractError(f"{name} has a residual although layers[{number}] does not give a step for every step")
+    projection = block.projection
+    if projection is None:
+        if block.outputs != columns:
+            raise ContractError(f"{name} adds {columns} columns to {block.outputs}: a projection is missing")
+        return
+    shape = projection.columns, projection.outputs
+    if shape != (columns, block.outputs):
+        raise ContractError(
+            f"{name}.projection goes from {shape[0]} to {shape[1]} columns, expected {columns} to {block.outputs}"
+        )
+    if projection.filters.shape[0] != 1 or not projection.keeps_steps or projection.activation != "none":
+        raise ContractError(f"{name}.projection is of width 1, without padding, stride and activation")
+
+
+def _check_conv_state(name: str, x: Ragged, weights: ConvWeights, state: ConvState) -> None:
+    columns = weights.columns
+    if columns is None:
+        raise ContractError(f"{name} is given although the data are ids: a convolution over ids keeps none")
+    expect(f"{name}.left", state.left, (_places(x, state, name), weights.left, columns))
 
 
 def _columns(weights: LSTMWeights | GRUWeights, gates: int) -> int:
@@ -491,17 +639,38 @@ def _qrnn_columns(weights: QRNNWeights) -> int | None:
     return None
 
 
+def _conv_columns(weights: ConvWeights) -> int | None:
+    """How many columns the data have, None of ids; raises ContractError unless the weights' shapes hold together."""
+    expect("weights.filters", weights.filters, (None, None, None))
+    width, inputs, maps = weights.filters.shape
+    expect("weights.bias", weights.bias, (maps,))
+    if width < 1 or weights.dilation < 1 or weights.stride < 1 or weights.left < 0 or weights.right < 0:
+        raise ContractError("width, dilation and stride are at least 1, left and right at least 0")
+    if weights.activation not in ACTIVATIONS and weights.activation not in GATED:
+        raise ContractError(f"weights.activation is {weights.activation!r}; known are {', '.join((*ACTIVATIONS, *GATED))}")
+    if weights.activation in GATED and maps % 2:
+        raise ContractError(f"weights.filters has {maps} maps, expected as many gates as values for {weights.activation!r}")
+    if weights.tables is not None:
+        _expect_none(weights, ("embedding",), "weights.tables are")
+        expect("weights.tables", weights.tables, (width, None, maps))
+        if not weights.tables.shape[1]:
+            raise ContractError("weights.tables has no rows, expected at least the one of padding")
+    if weights.embedding is not None:
+        expect("weights.embedding", weights.embedding, (None, inputs))
+    return None if weights.takes_ids else inputs
+
+
 def _form(weights: SRUWeights | QRNNWeights) -> dict[str, Any]:
     """Shape and dtype of every array, and everything else as it is."""
     values = {field.name: getattr(weights, field.name) for field in fields(weights)}
     return {name: (*value.shape, value.dtype) if isinstance(value, Tensor) else value for name, value in values.items()}
 
 
-def _places(x: Ragged, state: LSTMState | SRUState | QRNNState) -> int | None:
+def _places(x: Ragged, state: LSTMState | SRUState | QRNNState | ConvState, name: str = "state") -> int | None:
     """How many a state has: one for each row, or, with slots, any number."""
     if state.slots is None:
         return x.rows
-    expect("state.slots", state.slots, (x.rows,))
+    expect(f"{name}.slots", state.slots, (x.rows,))
     return None
 
 
@@ -517,7 +686,7 @@ def _expect_blocks(name: str, array: Tensor, hidden: int) -> None:
         raise ContractError(f"{name} has the shape {tuple(array.shape)}, expected 3 or 4 blocks of {hidden}")
 
 
-def _expect_none(weights: SRUWeights | QRNNWeights, names: tuple[str, ...], why: str) -> None:
+def _expect_none(weights: SRUWeights | QRNNWeights | ConvWeights, names: tuple[str, ...], why: str) -> None:
     for name in names:
         if getattr(weights, name) is not None:
             raise ContractError(f"weights.{name} is given although {why}")

@@ -7,23 +7,41 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.contract import ACTIVATIONS, ConvState, ConvWeights, Encoded, Outputs, Ragged
+from kernels.contract import ACTIVATIONS, GATED, ConvState, ConvWeights, Encoded, Outputs, Ragged, arithmetic
+from kernels.embedding import embed, embed_taps
 from kernels.walk import product
 from kernels.windows import left_context, windows
 
 
 def conv(x: Ragged, weights: ConvWeights, state: ConvState | None, *, want: Outputs) -> Encoded:
     """Shapes as in `kernels.contract`."""
-    width, inputs, outputs = weights.filters.shape
+    if weights.tables is not None:
+        gathered = embed_taps(
+            x, weights.tables, left=weights.left, right=weights.right, dilation=weights.dilation, stride=weights.stride
+        )
+        return harvested(activated(gathered + weights.bias, weights), x, weights, want, None)
+    if weights.embedding is not None:
+        dtype = arithmetic(weights.embedding.dtype, weights.embedding.device)
+        vectors = Ragged(embed(x.data, weights.embedding, dtype), x.offsets)
+        return harvested(_steps(vectors, weights, None), vectors, weights, want, None)
     left = None if state is None else state.left
+    after = ConvState(left_context(x, weights.left, left))
+    return harvested(_steps(x, weights, left), x, weights, want, after)
+
+
+def activated(maps: Tensor, weights: ConvWeights) -> Tensor:
+    """maps: (windows, maps). Returns (windows, outputs)."""
+    if weights.activation in GATED:
+        return GATED[weights.activation](*maps.chunk(2, dim=1))
+    return ACTIVATIONS[weights.activation](maps)
+
+
+def _steps(x: Ragged, weights: ConvWeights, left: Tensor | None) -> Tensor:
+    """(windows, outputs), one product over all of them."""
+    width, inputs, maps = weights.filters.shape
     shape = {"left": weights.left, "right": weights.right, "dilation": weights.dilation, "stride": weights.stride}
     seen = windows(x, width, **shape, context=left).reshape(-1, width * inputs)
-    steps = activated(product(seen, weights.filters.reshape(width * inputs, outputs), weights.bias), weights)
-    return harvested(steps, x, weights, want, ConvState(left_context(x, weights.left, left)))
-
-
-def activated(steps: Tensor, weights: ConvWeights) -> Tensor:
-    return ACTIVATIONS[weights.activation](steps)
+    return activated(product(seen, weights.filters.reshape(width * inputs, maps), weights.bias), weights)
 
 
 def harvested(steps: Tensor, x: Ragged, weights: ConvWeights, want: Outputs, state: ConvState | None) -> Encoded:

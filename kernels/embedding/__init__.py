@@ -16,6 +16,8 @@ from kernels.windows import Places
 
 FIRST = 1
 """The row of id 0 in a tap's table: the row before it is zero, for steps that are padding."""
+ALIGNED_BYTES = 16
+"""What a thread of a kernel reads at once."""
 
 
 def embed(ids: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
@@ -32,13 +34,18 @@ def fold(embedding: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     return (table if bias is None else table + bias.float()).to(embedding.dtype)
 
 
-def fold_taps(embedding: Tensor, filters: Tensor) -> Tensor:
+def fold_taps(embedding: Tensor, filters: Tensor, dtype: torch.dtype | None = None, *, dense: bool = False) -> Tensor:
     """embedding: (vocabulary, inputs); filters: (taps, inputs, outputs). Returns (taps, 1 + vocabulary, outputs).
 
-    Id n is row FIRST + n of each tap.
+    Id n is row FIRST + n of each tap. Computed in float32 and stored as `dtype`, or as the embedding is. Rows begin at multiples of
+    ALIGNED_BYTES, for kernels that read so many at once, with zeros between them; or, dense, one where the other ends.
     """
-    tables = [fold(embedding, tap) for tap in filters]
-    return torch.stack([torch.cat((table.new_zeros(1, table.shape[1]), table)) for table in tables])
+    stored, columns = dtype or embedding.dtype, filters.shape[2]
+    width = columns if dense else _aligned(columns, stored)
+    tables = embedding.new_zeros(len(filters), FIRST + len(embedding), width, dtype=stored)
+    for table, tap in zip(tables, filters, strict=True):
+        table[FIRST:, :columns] = fold(embedding.float(), tap)
+    return tables[:, :, :columns]
 
 
 def tap_rows(ids: Ragged) -> Ragged:
@@ -68,13 +75,12 @@ def embed_taps(
     rows[places.own] = _host(ids.data) + FIRST
     if context is not None:
         rows[places.left] = _host(context)
-    taps, height, _ = tables.shape
+    taps, height, columns = tables.shape
     tap = np.arange(taps)[::-1] if latest_first else np.arange(taps)
     at = torch.from_numpy(rows[places.seen(taps, dilation, stride)] + tap * height).to(tables.device)
-    flat = tables.flatten(0, 1)
-    if flat.dtype == torch.float32:
-        return embedding_bag(at, flat, mode="sum")
-    return flat[at].float().sum(dim=1)  # a bag would round its sums to what the rows are stored in
+    if tables.dtype == torch.float32:
+        return embedding_bag(at, _whole(tables).flatten(0, 1), mode="sum")[:, :columns]
+    return tables.flatten(0, 1)[at].float().sum(dim=1)  # a bag would round its sums to what the rows are stored in
 
 
 def _host(ids: Tensor) -> Sizes:
@@ -82,7 +88,26 @@ def _host(ids: Tensor) -> Sizes:
     return numbers
 
 
-def folded_bytes(embedding: Tensor, columns: int, taps: int | None = None, dtype: torch.dtype | None = None) -> int:
+def _whole(tables: Tensor) -> Tensor:
+    """With the zeros between the rows, where there are such: a bag would copy tables that are not contiguous."""
+    taps, height, columns = tables.shape
+    between_taps, width, step = tables.stride()
+    padded = step == 1 and width > columns and between_taps == height * width
+    whole = taps * between_taps <= tables.untyped_storage().nbytes() // tables.element_size() - tables.storage_offset()
+    return tables.as_strided((taps, height, width), tables.stride()) if padded and whole else tables
+
+
+def _aligned(columns: int, dtype: torch.dtype) -> int:
+    """So many columns that rows of them begin at multiples of ALIGNED_BYTES."""
+    return -(-columns * dtype.itemsize // ALIGNED_BYTES) * ALIGNED_BYTES // dtype.itemsize
+
+
+def folded_bytes(
+    embedding: Tensor, columns: int, taps: int | None = None, dtype: torch.dtype | None = None, *, dense: bool = False
+) -> int:
     """Bytes of what `fold` makes of so many columns, or `fold_taps` of so many taps of them, held as `dtype` or as the embedding."""
-    rows = embedding.shape[0] if taps is None else taps * (1 + embedding.shape[0])
-    return rows * columns * (dtype or embedding.dtype).itemsize
+    stored = dtype or embedding.dtype
+    if taps is None:
+        return embedding.shape[0] * columns * stored.itemsize
+    width = columns if dense else _aligned(columns, stored)
+    return taps * (FIRST + embedding.shape[0]) * width * stored.itemsize

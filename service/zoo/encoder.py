@@ -13,7 +13,8 @@ from torch import Tensor
 from kernels.contract import Outputs, Ragged
 from service.zoo import heads, layers
 from service.zoo.heads import Verdict
-from service.zoo.layer import Runs
+from service.zoo.layer import Runs, held_bytes
+from service.zoo.layers import Placed
 from service.zoo.spec import EmbeddingLayer, ModelSpec
 
 TRIAL_ROWS, TRIAL_STEPS, TRIAL_RUNS = 4, 16, 5
@@ -37,14 +38,9 @@ class Encoder:
     def __init__(self, spec: ModelSpec, arrays: Mapping[str, Tensor], device: torch.device, fold_limit_bytes: int) -> None:
         self.spec = spec
         self.device = device
-        self._layers: dict[str, Runs] = {}
-        inputs = spec.input.vocabulary or spec.input.features or 0
-        for index, layer in enumerate(spec.layers):
-            name = f"layers.{index}"
-            if not isinstance(layer, EmbeddingLayer):
-                self._layers[name] = layers.build(layer, inputs, _under(arrays, f"{name}."), device)
-            inputs = layer.outputs
+        self._parts = layers.build_all(_placed(spec, arrays), device)
         self._head = heads.build(spec.head, arrays, device)
+        self._top.linear = self._head.linear
         if isinstance(spec.layers[0], EmbeddingLayer):
             self._take_ids(arrays["layers.0.weight"].to(device), fold_limit_bytes)
 
@@ -52,25 +48,23 @@ class Encoder:
     def __call__(self, x: Ragged, *, sequence: bool = False) -> Encoding:
         """x.data: (tokens,) ids or (tokens, features) float32. `sequence` also asks for every step of the last layer."""
         want = replace(self._head.wants, steps=self._head.wants.steps or sequence)
-        *below, top = self._layers.values()
-        for layer in below:
-            encoded = layer(x, Outputs(steps=True))
+        for part in self._parts[:-1]:
+            encoded = part.runs(x, Outputs(steps=True))
             assert encoded.steps is not None
             x = Ragged(encoded.steps, x.offsets if encoded.offsets is None else encoded.offsets)
-        encoded = top(x, want)
+        encoded = self._top(x, want)
         offsets = x.offsets if encoded.offsets is None else encoded.offsets
         return Encoding(self._head(encoded, offsets), encoded.steps if sequence else None, offsets)
 
     def backends(self) -> dict[str, str]:
         """What runs each layer, by the layer's name."""
-        first = next(iter(self._layers.values())).takes_ids
+        first = self._parts[0].runs.takes_ids
         embedding = {"layers.0": first} if first is not None else {}
-        return embedding | {name: layer.backend() for name, layer in self._layers.items()}
+        return embedding | {name: part.runs.backend() for part in self._parts for name in part.names}
 
     def weight_bytes(self) -> int:
         """Bytes of weights and tables held on the device."""
-        held = [tensor for layer in self._layers.values() for tensor in layer.tensors()] + self._head.tensors()
-        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+        return held_bytes([tensor for part in self._parts for tensor in part.runs.tensors()] + self._head.tensors())
 
     def trial(self, rows: int, steps: int) -> float:
         """Seconds of one batch of equal rows, made up and thrown away; rows have at least the steps that the model needs."""
@@ -81,10 +75,15 @@ class Encoder:
             torch.cuda.synchronize(self.device)
         return time.perf_counter() - start
 
+    @property
+    def _top(self) -> Runs:
+        return self._parts[-1].runs
+
     def _take_ids(self, table: Tensor, fold_limit_bytes: int) -> None:
         """The embedding folded into the first layer where that fits the limit and measures faster, else as it is."""
-        first = next(iter(self._layers.values()))
-        if first.folded_bytes(table) > fold_limit_bytes:
+        first = self._parts[0].runs
+        needed = first.folded_bytes(table)
+        if needed is None or needed > fold_limit_bytes:
             first.embed(table)
             return
         ways: list[Callable[[Tensor], None]] = [first.fold, first.embed]
@@ -102,6 +101,18 @@ class Encoder:
             return Ragged(torch.zeros(rows * steps, self.spec.input.features, device=self.device), offsets)
         ids = torch.arange(rows * steps, device=self.device, dtype=torch.int32) % (self.spec.input.vocabulary or 1)
         return Ragged(ids, offsets)
+
+
+def _placed(spec: ModelSpec, arrays: Mapping[str, Tensor]) -> list[Placed]:
+    """The layers after the embedding, if there is one."""
+    placed = []
+    inputs = spec.input.vocabulary or spec.input.features or 0
+    for index, layer in enumerate(spec.layers):
+        name = f"layers.{index}"
+        if not isinstance(layer, EmbeddingLayer):
+            placed.append(Placed(name, layer, inputs, _under(arrays, f"{name}.")))
+        inputs = layer.outputs
+    return placed
 
 
 def _under(arrays: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

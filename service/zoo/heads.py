@@ -42,6 +42,8 @@ class Judge(ABC):
 
     wants: Outputs
     """What the encoder has to give."""
+    linear: tuple[Tensor, Tensor] | None = None
+    """Weight and bias of a linear layer over one vector a row, which the layer below may see to: Encoded.scores."""
 
     @abstractmethod
     def __call__(self, encoded: Encoded, offsets: Tensor) -> Verdict:
@@ -56,13 +58,12 @@ class Linear:
     """``x @ weight + bias`` in the arithmetic of the device, out in float32."""
 
     def __init__(self, arrays: Mapping[str, Tensor], device: torch.device) -> None:
-        self.tensors = [
+        self.weight, self.bias = (
             arrays[name].to(device, arithmetic(arrays[name].dtype, device)) for name in ("head.weight", "head.bias")
-        ]
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
-        weight, bias = self.tensors
-        return torch.addmm(bias, x.to(weight.dtype), weight).float()
+        return torch.addmm(self.bias, x.to(self.weight.dtype), self.weight).float()
 
 
 class OverLinear(Judge):
@@ -72,7 +73,7 @@ class OverLinear(Judge):
         self._linear = linear
 
     def tensors(self) -> list[Tensor]:
-        return self._linear.tensors
+        return [self._linear.weight, self._linear.bias]
 
 
 class Pooled(OverLinear):
@@ -81,12 +82,13 @@ class Pooled(OverLinear):
     def __init__(self, head: ClassifyHead | RegressHead, linear: Linear) -> None:
         super().__init__(linear)
         self.wants = Outputs(**{head.pool: True})
+        self.linear = linear.weight, linear.bias
         self._pool = head.pool
         self._softmax = isinstance(head, ClassifyHead)
 
     def __call__(self, encoded: Encoded, offsets: Tensor) -> Verdict:
         pooled: Tensor = getattr(encoded, self._pool)
-        scores = self._linear(pooled)
+        scores = self._linear(pooled) if encoded.scores is None else encoded.scores
         return Verdict(scores.softmax(dim=1) if self._softmax else scores, embedding=pooled)
 
 

@@ -13,16 +13,20 @@ from typing import Any
 
 from torch import Tensor
 
-from kernels.contract import Encoded, Outputs, Ragged
+from kernels.contract import Encoded, Outputs, Ragged, arithmetic
+from kernels.embedding import embed
 
 EMBEDDED, FOLDED = "embedding and product", "folded table"
 """The two ways in which a first layer takes ids."""
 
 
 class Runs(ABC):
-    """One layer of a model. `takes_ids` says how the first layer of a model over tokens makes use of the embedding."""
+    """One layer of a model, or several that run as one."""
 
     takes_ids: str | None = None
+    """How the first layer of a model over tokens makes use of the embedding."""
+    linear: tuple[Tensor, Tensor] | None = None
+    """Weight and bias of the head's linear layer, for a top layer that can see to it: Encoded.scores."""
 
     @abstractmethod
     def __call__(self, x: Ragged, want: Outputs) -> Encoded:
@@ -37,8 +41,8 @@ class Runs(ABC):
         """Take ids from now on, through tables of embedding and first product."""
 
     @abstractmethod
-    def folded_bytes(self, table: Tensor) -> int:
-        """Bytes of those tables, known before they are made."""
+    def folded_bytes(self, table: Tensor) -> int | None:
+        """Bytes of those tables, known before they are made, or None where there can be none."""
 
     @abstractmethod
     def backend(self) -> str:
@@ -47,6 +51,11 @@ class Runs(ABC):
     @abstractmethod
     def tensors(self) -> list[Tensor]:
         """What it holds on the device."""
+
+
+def embedded(ids: Ragged, table: Tensor) -> Ragged:
+    """Rows of ids as rows of vectors, in the arithmetic of the device."""
+    return Ragged(embed(ids.data, table, arithmetic(table.dtype, table.device)), ids.offsets)
 
 
 def once(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -59,3 +68,8 @@ def tensors_of(weights: Any) -> list[Tensor]:
     values = [getattr(weights, field.name) for field in fields(weights)]
     within = [tensor for value in values if is_dataclass(value) for tensor in tensors_of(value)]
     return [value for value in values if isinstance(value, Tensor)] + within + [*getattr(weights, "packed", {}).values()]
+
+
+def held_bytes(tensors: Sequence[Tensor]) -> int:
+    """What they take on the device, with what stands between the rows of aligned tables."""
+    return sum(max(one.numel(), one.shape[0] * one.stride(0)) * one.element_size() for one in tensors)

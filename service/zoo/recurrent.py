@@ -22,13 +22,12 @@ from kernels.contract import (
     QRNNWeights,
     Ragged,
     SRUWeights,
-    arithmetic,
 )
 from kernels.directions import composed
-from kernels.embedding import embed, fold, fold_taps, folded_bytes
+from kernels.embedding import fold, fold_taps, folded_bytes
 from kernels.norm import layer_norm
 from kernels.pooling import pooled
-from service.zoo.layer import EMBEDDED, FOLDED, Runs, once, tensors_of
+from service.zoo.layer import EMBEDDED, FOLDED, Runs, embedded, once, tensors_of
 from service.zoo.spec import GRULayer, LSTMLayer, QRNNLayer, RecurrentLayer, SRULayer
 
 
@@ -77,7 +76,7 @@ class Stack(Runs):
         left = repeat(None) if states is None else iter(states)
         after: list[Any] = []
         if self._embedding is not None:
-            x = _embedded(x, self._embedding)
+            x = embedded(x, self._embedding)
         levels = [self._folded or self._levels[0], *self._levels[1:]]
         for level in levels:
             wanted = want if level is levels[-1] else Outputs(steps=True)
@@ -164,10 +163,6 @@ def _normalised(encoded: Encoded, x: Ragged, want: Outputs, level: Level) -> Enc
     return replace(pooled(steps, x.offsets, want, directions=len(level.directions)), state=encoded.state)
 
 
-def _embedded(ids: Ragged, table: Tensor) -> Ragged:
-    return Ragged(embed(ids.data, table, arithmetic(table.dtype, table.device)), ids.offsets)
-
-
 @dataclass(frozen=True, slots=True)
 class GatesOfIds:
     """An LSTM's or a GRU's weights without its product, and the table of its gate inputs."""
@@ -181,7 +176,7 @@ def _of_ids_too(run: Callable[..., Encoded]) -> Callable[..., Encoded]:
 
     def run_of_ids_too(x: Ragged, weights: Any, state: Any, *, want: Outputs) -> Encoded:
         if isinstance(weights, GatesOfIds):
-            return run(_embedded(x, weights.table), weights.rest, state, want=want)
+            return run(embedded(x, weights.table), weights.rest, state, want=want)
         return run(x, weights, state, want=want)
 
     return run_of_ids_too
@@ -216,12 +211,12 @@ def _sru_bytes(weights: SRUWeights, table: Tensor) -> int:
 
 def _fold_qrnn(weights: QRNNWeights, table: Tensor) -> QRNNWeights:
     assert weights.input is not None
-    return replace(weights, input=None, tables=fold_taps(table, weights.input))
+    return replace(weights, input=None, tables=fold_taps(table, weights.input, dense=True))
 
 
 def _qrnn_bytes(weights: QRNNWeights, table: Tensor) -> int:
     assert weights.input is not None
-    return folded_bytes(table, weights.input.shape[2], taps=weights.window)
+    return folded_bytes(table, weights.input.shape[2], taps=weights.window, dense=True)
 
 
 _lstm, _gru = _of_ids_too(lstm_kernel.lstm), _of_ids_too(gru_kernel.gru)

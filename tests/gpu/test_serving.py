@@ -31,7 +31,9 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server,
         yield on_gpu, on_cpu
 
 
-@pytest.mark.parametrize("model, backend", [("question-type-lstm", "persistent"), ("question-type-sru", "fused")])
+@pytest.mark.parametrize(
+    "model, backend", [("question-type-cnn", "fused"), ("question-type-lstm", "persistent"), ("question-type-sru", "fused")]
+)
 def test_embedded_models_run_through_kernels_of_their_own(model: str, backend: str, embedded: tuple[Server, Server]) -> None:
     on_gpu, on_cpu = ({one["name"]: one for one in server.client.get("/models").json()["models"]} for server in embedded)
     assert backend in " ".join(on_gpu[model]["backends"])

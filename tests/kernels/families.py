@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels import contract
 from kernels.backend import AUTO, Backend, Problem
 from kernels.contract import (
     POOLINGS,
@@ -161,10 +162,28 @@ def _qrnn(
 
 
 def _conv(
-    normal: Normal, rows: int, hidden: int, inputs: int, *, width: int = 3, left: int = 0, **others: Any
-) -> tuple[ConvWeights, ConvState]:
-    weights = ConvWeights(normal(width, inputs, hidden) * (width * inputs) ** -0.5, normal(hidden), left, **others)
-    return weights, ConvState(normal(rows, left, inputs))
+    normal: Normal,
+    rows: int,
+    hidden: int,
+    inputs: int,
+    *,
+    width: int = 3,
+    left: int = 0,
+    activation: str = "none",
+    ids: str = "",
+    **others: Any,
+) -> tuple[ConvWeights, ConvState | None]:
+    """ids: of an "embedding" or of "tables"; without a state then."""
+    maps = (2 if activation in contract.GATED else 1) * hidden
+    filters, bias = normal(width, inputs, maps) * (width * inputs) ** -0.5, normal(maps)
+    weights = ConvWeights(filters, bias, left, activation=activation, **others)
+    if not ids:
+        return weights, ConvState(normal(rows, left, inputs))
+    if ids == "embedding":
+        return replace(weights, embedding=normal(VOCABULARY, inputs)), None
+    tables = normal(width, 1 + VOCABULARY, maps) * width**-0.5
+    tables[:, 0] = 0.0
+    return replace(weights, tables=tables), None
 
 
 MADE_UP: dict[str, Callable[..., tuple[Any, Any]]] = {"lstm": _lstm, "gru": _gru, "sru": _sru, "qrnn": _qrnn, "conv": _conv}
@@ -197,6 +216,12 @@ FORMS = (
     Form("conv", width=4, left=1, right=2),
     Form("conv", width=5, activation="relu"),
     Form("conv", width=5, left=4, right=3, dilation=2, stride=3),
+    Form("conv", width=2, left=1, activation="glu"),
+    Form("conv", width=3, left=4, dilation=2, activation="gated_tanh"),
+    Form("conv", width=3, left=1, right=1, activation="relu", ids="embedding"),
+    Form("conv", width=2, left=2, dilation=2, activation="glu", ids="embedding"),
+    Form("conv", width=3, left=2, ids="tables"),
+    Form("conv", width=4, stride=2, activation="gated_tanh", ids="tables"),
 )
 
 

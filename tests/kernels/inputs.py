@@ -57,14 +57,17 @@ def longest(x: Ragged) -> int:
 
 
 def arrays(values: Any) -> dict[str, Tensor]:
-    """The arrays that a dataclass holds, by name."""
+    """The arrays that a dataclass holds, by name; None holds none."""
+    if values is None:
+        return {}
     held = {field.name: getattr(values, field.name) for field in fields(values)}
     return {name: value for name, value in held.items() if isinstance(value, Tensor)}
 
 
 def mapped(values: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The same dataclass with every array in it changed."""
-    return replace(values, **{name: change(array) for name, array in arrays(values).items()})
+    changed = {name: change(array) for name, array in arrays(values).items()}
+    return replace(values, **changed) if changed else values
 
 
 def in_slots(state: Any, slots: Tensor, places: int) -> Any:

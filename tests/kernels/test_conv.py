@@ -12,17 +12,23 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.functional import conv1d, gelu, pad
+from torch.nn.functional import conv1d, gelu, glu, pad
 
-from kernels.contract import ConvState, ConvWeights, Encoded, Ragged
-from kernels.conv import conv_of_ids
+from kernels.contract import ContractError, ConvState, ConvWeights, Encoded, Ragged
 from kernels.embedding import fold_taps
-from tests.kernels.families import Form
-from tests.kernels.inputs import EVERYTHING, assert_close, assert_encodes_alike, encoding, rows, steps_by_row, widened
+from tests.kernels.families import Form, runs_on_a_cpu
+from tests.kernels.inputs import assert_close, assert_encodes_alike, encoding, rows, steps_by_row, widened
 
 LENGTHS = [9, 0, 1, 3, 14, 2]
-TORCH: dict[str, Callable[[Tensor], Tensor]] = {"none": torch.clone, "relu": torch.relu, "tanh": torch.tanh, "gelu": gelu}
-BACKENDS = [backend.name for backend in Form("conv").backends]
+TORCH: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": torch.clone,
+    "relu": torch.relu,
+    "tanh": torch.tanh,
+    "gelu": gelu,
+    "glu": glu,
+    "gated_tanh": lambda maps: maps[:, :5].tanh() * maps[:, 5:].sigmoid(),
+}
+BACKENDS = [backend.name for backend in Form("conv").backends if runs_on_a_cpu(backend)]
 
 some_options = st.fixed_dictionaries(
     {
@@ -31,7 +37,7 @@ some_options = st.fixed_dictionaries(
         "right": st.integers(0, 9),
         "dilation": st.integers(1, 3),
         "stride": st.integers(1, 4),
-        "activation": st.sampled_from(["none", "relu", "tanh", "gelu"]),
+        "activation": st.sampled_from(sorted(TORCH)),
     }
 )
 
@@ -63,7 +69,7 @@ def torch_conv(continued: list[Tensor], weights: ConvWeights) -> Encoded:
     for row in continued:
         padded = pad(row, (0, 0, 0, weights.right))
         if len(padded) < weights.reach:  # torch refuses them
-            steps.append(row.new_zeros(0, weights.outputs))
+            steps.append(row.new_zeros(0, len(weights.bias)))
             continue
         filters = weights.filters.permute(2, 1, 0)
         steps.append(conv1d(padded.T[None], filters, weights.bias, weights.stride, dilation=weights.dilation)[0].T)
@@ -71,19 +77,28 @@ def torch_conv(continued: list[Tensor], weights: ConvWeights) -> Encoded:
     return encoding([TORCH[weights.activation](row) for row in steps], ConvState(left))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @hypothesis.given(lengths=st.lists(st.integers(0, 9), max_size=5), options=some_options, seed=st.integers(0, 2**31))
-@hypothesis.settings(deadline=None)
-def test_an_embedding_folded_into_the_filters_gives_what_both_give(
-    lengths: list[int], options: dict[str, Any], seed: int
+@hypothesis.settings(max_examples=30, deadline=None)
+def test_an_embedding_before_the_filters_and_one_folded_into_them_give_what_its_vectors_do(
+    backend: str, lengths: list[int], options: dict[str, Any], seed: int
 ) -> None:
-    form = Form("conv", **options)
-    (features, weights, _), generator = form.given(lengths, 5, 3, seed=seed), torch.Generator().manual_seed(seed)
-    embedding = torch.randn(13, 3, generator=generator)
-    ids = Ragged(torch.randint(13, (len(features.data),), generator=generator, dtype=torch.int32), features.offsets)
-    expected = form.run(Ragged(embedding[ids.data.long()], ids.offsets), weights)
-    folded = conv_of_ids(ids, fold_taps(embedding, weights.filters), weights, want=EVERYTHING)
-    assert folded.state is None
-    assert_encodes_alike(replace(folded, state=expected.state), expected, steps=max(lengths, default=0))
+    form = Form("conv", ids="embedding", **options)
+    x, weights, _ = form.given(lengths, 5, 3, seed=seed)
+    embedding = weights.embedding
+    plain, folded = replace(weights, embedding=None), fold_taps(embedding, weights.filters)
+    expected = form.run(Ragged(embedding[x.data.long()], x.offsets), plain, backend=backend)
+    for one in (weights, replace(plain, tables=folded)):
+        given = form.run(x, one, backend=backend)
+        assert given.state is None
+        assert_encodes_alike(replace(given, state=expected.state), expected, steps=max(lengths, default=0))
+
+
+@pytest.mark.parametrize("ids", ["embedding", "tables"])
+def test_a_convolution_over_ids_keeps_no_state_and_takes_none(ids: str) -> None:
+    x, weights, _ = Form("conv", left=2, ids=ids).given([3, 1], 5, 3)
+    with pytest.raises(ContractError, match="state is given although the data are ids: a convolution over ids keeps none"):
+        Form("conv").run(x, weights, ConvState(torch.zeros(2, 2, 3)))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.profiler import profile
 
 from kernels.embedding import embed, embed_taps, fold, fold_taps, folded_bytes
 from kernels.windows import windows
@@ -79,6 +80,56 @@ def test_taps_may_come_with_the_latest_step_first(storage: torch.dtype) -> None:
     tables = fold_taps(embedding, torch.stack((weight, weight.flip(0), -weight)))
     ids = ragged(torch.tensor([12, 0, 3, 3, 7, 1], dtype=torch.int32), [4, 0, 2])
     assert torch.equal(embed_taps(ids, tables.flip(0), left=2, latest_first=True), embed_taps(ids, tables, left=2))
+
+
+@pytest.mark.parametrize("columns", [1, 5, 8, 20])
+@every_storage
+def test_rows_of_folded_taps_begin_at_multiples_of_16_bytes_with_zeros_between_them(storage: torch.dtype, columns: int) -> None:
+    embedding, weight, _ = made_up(storage)
+    tables = fold_taps(embedding, torch.stack((weight, -weight))[..., :columns])
+    assert tables.shape == (2, 1 + VOCABULARY, columns)
+    assert tables.data_ptr() % 16 == 0 and tables.stride(2) == 1
+    assert all(stride * storage.itemsize % 16 == 0 for stride in tables.stride()[:2])
+    whole = tables.as_strided((2, 1 + VOCABULARY, tables.stride(1)), tables.stride())
+    assert not whole[..., columns:].any()
+    assert folded_bytes(embedding, columns, taps=2) == tables.untyped_storage().nbytes()
+
+
+@every_storage
+def test_folded_taps_may_be_dense(storage: torch.dtype) -> None:
+    embedding, weight, _ = made_up(storage)
+    taps = torch.stack((weight, -weight))[..., :5]
+    dense = fold_taps(embedding, taps, dense=True)
+    assert dense.is_contiguous() and torch.equal(dense, fold_taps(embedding, taps))
+    assert folded_bytes(embedding, 5, taps=2, dense=True) == dense.untyped_storage().nbytes()
+
+
+def test_folded_taps_may_be_held_wider_than_the_embedding_and_are_then_not_rounded_to_it() -> None:
+    embedding, weight, _ = made_up(torch.float16)
+    tables = fold_taps(embedding, weight[None], torch.float32)
+    assert tables.dtype == torch.float32
+    assert_close(tables[0, 1:], embedding.double() @ weight.double(), steps=0)
+    assert folded_bytes(embedding, GATES, taps=1, dtype=torch.float32) == tables.untyped_storage().nbytes()
+
+
+@every_storage
+def test_taps_whose_rows_are_apart_are_added_up_as_dense_ones_are_without_a_copy_of_them(storage: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    embedding, filters = torch.randn(1000, 3, generator=generator).to(storage), torch.randn(3, 3, 5, generator=generator)
+    ids = ragged(torch.tensor([12, 0, 3, 3, 7, 999], dtype=torch.int32), [4, 0, 2])
+    apart, dense = (fold_taps(embedding, filters, dense=dense) for dense in (False, True))
+    with profile(profile_memory=True) as profiled:
+        total = embed_taps(ids, apart, left=2)
+    assert torch.equal(total, embed_taps(ids, dense, left=2))
+    assert 0 < max(event.cpu_memory_usage for event in profiled.events() or ()) < 1000
+
+
+@pytest.mark.parametrize("storage", [torch.float32, torch.float16], ids=str)
+def test_columns_cut_out_of_wider_tables_are_added_up_too(storage: torch.dtype) -> None:
+    tables = torch.randn(2, 1 + VOCABULARY, 9, generator=torch.Generator().manual_seed(0)).to(storage)
+    ids = ragged(torch.tensor([12, 0, 3], dtype=torch.int32), [3])
+    for cut in (tables[..., 4:], tables[..., :4], tables[..., 1:8:2]):
+        assert torch.equal(embed_taps(ids, cut, left=1), embed_taps(ids, cut.contiguous(), left=1))
 
 
 @every_storage

@@ -19,7 +19,7 @@ Break = Callable[[Given], Given]
 LSTM, GRU, SRU, QRNN = (Form(family) for family in ("lstm", "gru", "sru", "qrnn"))
 COLUMNS = Form("sru", skip="columns")
 SRU_OF_IDS, QRNN_OF_IDS = Form("sru", ids=True), Form("qrnn", ids=True)
-CONV = Form("conv", width=3, left=2)
+CONV, CONV_OF_IDS = Form("conv", width=3, left=2), Form("conv", width=3, left=2, ids="tables")
 
 every_family = pytest.mark.parametrize("form", [Form(family) for family in FAMILIES], ids=str)
 
@@ -37,6 +37,7 @@ def with_state(**changes: Any) -> Break:
 
 
 TOGETHER = "weights.input and weights.bias are given together or not at all"
+KNOWN = "known are none, relu, tanh, gelu, glu, gated_tanh"
 OF_IDS = "is given although the data are ids"
 BLOCKS = "is given although the data already are the product with weights.input"
 TWICE = "weights.skip_from is given although the skip is a block of its own"
@@ -123,13 +124,23 @@ LEAST = "width, dilation and stride are at least 1, left and right at least 0"
         ),
         (CONV, with_x(data=torch.zeros(4, 2)), "x.data has the shape (4, 2), expected (4, 3)"),
         (CONV, with_weights(bias=torch.zeros(6)), "weights.bias has the shape (6,), expected (5,)"),
-        (CONV, with_weights(activation="step"), "weights.activation is 'step'; known are none, relu, tanh, gelu"),
+        (CONV, with_weights(activation="step"), f"weights.activation is 'step'; {KNOWN}"),
+        (CONV, with_weights(activation="glu"), "weights.filters has 5 maps, expected as many gates as values for 'glu'"),
+        (CONV, with_weights(embedding=torch.zeros(9, 4)), "weights.embedding has the shape (9, 4), expected (9, 3)"),
+        (CONV, with_weights(tables=torch.zeros(2, 9, 5)), "weights.tables has the shape (2, 9, 5), expected (3, 9, 5)"),
+        (CONV, with_weights(tables=torch.zeros(3, 9, 6)), "weights.tables has the shape (3, 9, 6), expected (3, 9, 5)"),
+        (CONV, with_weights(tables=torch.zeros(3, 0, 5)), NO_PADDING),
+        (CONV, with_weights(embedding=torch.zeros(9, 3)), "x.data has the shape (4, 3), expected (4,)"),
+        (CONV_OF_IDS, with_weights(embedding=torch.zeros(9, 3)), "weights.embedding is given although weights.tables are"),
+        (CONV_OF_IDS, with_x(data=torch.zeros(4)), "x.data is torch.float32, expected ids, torch.int32 or torch.int64"),
         (CONV, with_weights(filters=torch.zeros(0, 3, 5)), LEAST),
         (CONV, with_weights(dilation=0), LEAST),
         (CONV, with_weights(stride=0), LEAST),
         (CONV, with_weights(left=-1), LEAST),
         (CONV, with_weights(right=-1), LEAST),
         (CONV, with_state(left=torch.zeros(2, 3, 3)), "state.left has the shape (2, 3, 3), expected (2, 2, 3)"),
+        (CONV, with_state(slots=torch.tensor([0])), "state.slots has the shape (1,), expected (2,)"),
+        (CONV, with_state(left=torch.zeros(9, 3, 3), slots=PLACES), "state.left has the shape (9, 3, 3), expected (9, 2, 3)"),
     ],
     ids=str,
 )

@@ -18,16 +18,20 @@ from service.zoo.spec import (
     Layer,
     LSTMLayer,
     RecurrentLayer,
+    TCNLayer,
     TextCNNLayer,
 )
+from tests.zoo import blocks
 from tests.zoo.cells import CELLS, Cell
 
 VOCABULARY, WIDTH, HIDDEN, FEATURES = 13, 7, 5, 3
 SIZES: dict[str, dict[str, Any]] = {
     "conv": {"filters": HIDDEN, "width": 3},
+    "tcn": {"filters": HIDDEN, "levels": 2},
     "text_cnn": {"filters": HIDDEN, "widths": (3, 1, 4)},
 }
 ACTIVATIONS = {"none": nn.Identity(), "relu": nn.ReLU(), "tanh": nn.Tanh(), "gelu": nn.GELU()}
+GATED = ("glu", "gated_tanh")
 _LAYERS: TypeAdapter[Layer] = TypeAdapter(Layer)
 
 
@@ -141,13 +145,17 @@ class Level(nn.Module):
 
 
 class ConvPeer(LayerPeer):
-    """torch.nn.Conv1d without a stride, of which every `stride`-th step is kept."""
+    """torch.nn.Conv1d without a stride, of which every `stride`-th step is kept; its norms are torch's."""
 
     def __init__(self, spec: ConvLayer, inputs: int) -> None:
         super().__init__()
-        padding = "same" if spec.padding == "same" else 0
         self.spec = spec
-        self.conv = nn.Conv1d(inputs, spec.filters, spec.width, dilation=spec.dilation, padding=padding)
+        maps = spec.filters * (2 if spec.activation in GATED else 1)
+        padding = "same" if spec.padding == "same" else 0
+        self.conv = blocks.convolution(
+            inputs, maps, spec.width, dilation=spec.dilation, padding=padding, normed=spec.weight_norm
+        )
+        self.norm = blocks.batch_norm(maps) if spec.batch_norm else None
 
     def forward(self, row: Tensor) -> Tensor:
         before = (self.spec.width - 1) * self.spec.dilation
@@ -156,12 +164,46 @@ class ConvPeer(LayerPeer):
             return row.new_zeros(0, self.spec.filters)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Using padding='same' with even kernel")  # one copy more does not matter here
-            steps: Tensor = ACTIVATIONS[self.spec.activation](self.conv(columns)).T
-        return steps[:: self.spec.stride]
+            maps = self.conv(columns)
+        steps = self.norm(maps[None])[0].T if self.norm else maps.T
+        return self._activated(steps)[:: self.spec.stride]
 
     def named(self) -> dict[str, Tensor]:
-        assert self.conv.bias is not None
-        return {"filters": self.conv.weight.permute(2, 1, 0), "bias": self.conv.bias}
+        named = blocks.tensors(self.conv)
+        return {**named, "norm": blocks.statistics(self.norm)} if self.norm else named
+
+    def _activated(self, maps: Tensor) -> Tensor:
+        name = self.spec.activation
+        if name not in GATED:
+            activated: Tensor = ACTIVATIONS[name](maps)
+            return activated
+        value, gate = maps.chunk(2, dim=1)
+        return (value if name == "glu" else value.tanh()) * gate.sigmoid()
+
+
+class TCNPeer(LayerPeer):
+    """Levels whose dilation doubles."""
+
+    def __init__(self, spec: TCNLayer, inputs: int) -> None:
+        super().__init__()
+        widths = [inputs, *[spec.filters] * spec.levels]
+        self.levels = nn.ModuleList(
+            blocks.TCNLevel(columns, channels, spec.width, 2**level, normed=spec.weight_norm)
+            for level, (columns, channels) in enumerate(pairwise(widths))
+        )
+
+    def forward(self, row: Tensor) -> Tensor:
+        columns = row.T
+        for level in self.levels:
+            columns = level(columns)
+        return columns.T
+
+    def named(self) -> dict[str, Tensor]:
+        named: dict[str, Tensor] = {}
+        for index, level in enumerate(self.levels):
+            assert isinstance(level, blocks.TCNLevel)
+            named |= blocks.prefixed(f"{index}.", level.named())
+        return named
 
 
 class TextCNNPeer(LayerPeer):
@@ -192,6 +234,8 @@ def _peer_of(spec: Layer, inputs: int) -> LayerPeer:
         return TorchPeer(spec, inputs)
     if isinstance(spec, ConvLayer):
         return ConvPeer(spec, inputs)
+    if isinstance(spec, TCNLayer):
+        return TCNPeer(spec, inputs)
     if isinstance(spec, TextCNNLayer):
         return TextCNNPeer(spec, inputs)
     assert isinstance(spec, RecurrentLayer)
@@ -239,7 +283,16 @@ CONVOLUTIONS = (
     Form("conv", width=2, padding="causal", stride=3),
     Form("conv", width=3, padding="none", stride=2, activation="none"),
     Form("conv", width=2, padding="none", dilation=4),
+    Form("conv", padding="causal", activation="glu"),
+    Form("conv", padding="causal", width=2, dilation=2, activation="gated_tanh", weight_norm=True),
+    Form("conv", weight_norm=True, batch_norm=True),
+    Form("conv", batch_norm=True, padding="none", activation="glu"),
+)
+TCNS = (
+    Form("tcn"),
+    Form("tcn", levels=3, width=3, filters=FEATURES),
+    Form("tcn", levels=1, weight_norm=True),
 )
 TEXT_CNNS = (Form("text_cnn"), Form("text_cnn", padding=2), Form("text_cnn", widths=(2,), padding=1))
 BOTH_WAYS = tuple(form.also(depth=2, bidirectional=True) for form in RECURRENT)
-EVERY_LAYER = (*RECURRENT, *BOTH_WAYS, *CONVOLUTIONS, *TEXT_CNNS)
+EVERY_LAYER = (*RECURRENT, *BOTH_WAYS, *CONVOLUTIONS, *TCNS, *TEXT_CNNS)

@@ -1,4 +1,4 @@
-"""Convolutions over time beside torch.nn.Conv1d: what comes out of each row, and how many steps."""
+"""Convolutional layers beside torch.nn.Conv1d: what comes out of each row, and how many steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from tests.zoo.peers import Form
 CPU = torch.device("cpu")
 LENGTHS = [9, 1, 14, 3, 0, 2]
 MAXIMUM = Outputs(max=True)
-every_conv = pytest.mark.parametrize("form", peers.CONVOLUTIONS, ids=str)
+every_conv = pytest.mark.parametrize("form", [*peers.CONVOLUTIONS, *peers.TCNS], ids=str)
+every_single_conv = pytest.mark.parametrize("form", peers.CONVOLUTIONS, ids=str)
 every_text_cnn = pytest.mark.parametrize("form", peers.TEXT_CNNS, ids=str)
 
 
@@ -29,16 +30,16 @@ def encode(form: Form, x: Ragged, want: Outputs) -> Encoded:
 
 
 @every_conv
-def test_a_convolution_is_torch_nn_conv1d_on_each_row(form: Form) -> None:
+def test_a_convolutional_layer_is_its_plain_peer_on_each_row(form: Form) -> None:
     peer, x = form.peer(peers.FEATURES), features(LENGTHS)
     encoded = encode(form, x, EVERYTHING)
     assert encoded.last is not None and encoded.mean is not None and encoded.max is not None
     for row, (data, ours) in enumerate(zip(inputs.rows(x), inputs.steps_by_row(encoded, x), strict=True)):
-        steps = peer(data.double()) if len(data) else ours.new_zeros(0, peers.HIDDEN)
+        steps = peer(data.double()) if len(data) else ours.new_zeros(0, form.spec.outputs)
         assert ours.shape == steps.shape
         assert_close(ours, steps, steps=0)
         pools = (encoded.last[row], encoded.mean[row], encoded.max[row])
-        expected = (steps[-1], steps.mean(0), steps.amax(0)) if len(steps) else [torch.zeros(peers.HIDDEN)] * 3
+        expected = (steps[-1], steps.mean(0), steps.amax(0)) if len(steps) else [torch.zeros(form.spec.outputs)] * 3
         for one, other in zip(pools, expected, strict=True):
             assert_close(one, other, steps=len(data))
 
@@ -47,12 +48,13 @@ def test_a_convolution_is_torch_nn_conv1d_on_each_row(form: Form) -> None:
 @pytest.mark.parametrize("width", [1, 2, 3, 6])
 @pytest.mark.parametrize("padding", ["same", "causal"])
 def test_a_padded_convolution_gives_a_step_for_every_step(padding: str, width: int, dilation: int) -> None:
-    encoded = encode(Form("conv", padding=padding, width=width, dilation=dilation), features(LENGTHS), EVERYTHING)
-    assert encoded.offsets is not None
-    assert torch.diff(encoded.offsets).tolist() == LENGTHS
+    form, x = Form("conv", padding=padding, width=width, dilation=dilation), features(LENGTHS)
+    encoded = encode(form, x, EVERYTHING)
+    assert encoded.offsets is None
+    assert [len(row) for row in inputs.steps_by_row(encoded, x)] == LENGTHS
 
 
-@every_conv
+@every_single_conv
 def test_a_causal_convolution_alone_sees_no_step_to_come(form: Form) -> None:
     spec = form.spec
     assert isinstance(spec, ConvLayer)
@@ -92,3 +94,15 @@ def test_a_filter_wider_than_its_row_gives_zeros_and_the_others_what_they_saw() 
     assert encoded.max is not None
     wide, narrow = encoded.max[:, : peers.HIDDEN], encoded.max[:, peers.HIDDEN :]
     assert not wide[0].any() and wide[1].any() and narrow[0].any()
+
+
+def test_a_text_cnn_that_is_given_the_head_s_linear_layer_gives_its_scores_too() -> None:
+    form, x = Form("text_cnn"), features(LENGTHS)
+    runs = layers.build(form.spec, peers.FEATURES, form.peer(peers.FEATURES).arrays(), CPU)
+    without = runs(x, MAXIMUM)
+    weight, bias = torch.randn(form.spec.outputs, 4), torch.randn(4)
+    runs.linear = weight, bias
+    encoded = runs(x, MAXIMUM)
+    assert without.scores is None and without.max is not None and encoded.max is not None and encoded.scores is not None
+    assert torch.equal(encoded.max, without.max)
+    assert_close(encoded.scores, without.max.double() @ weight.double() + bias.double(), steps=0)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from kernels.contract import STORAGE, Ragged
+from kernels import conv
+from kernels.contract import STORAGE, Encoded, Outputs, Ragged
 from service.zoo.encoder import Encoder, Encoding
+from service.zoo.heads import Linear
 from service.zoo.spec import ModelSpec
 from tests.kernels import inputs
 from tests.kernels.inputs import assert_close
@@ -30,15 +34,20 @@ STACKS: list[tuple[Form, ...]] = [
     (Form("gru", depth=2), Form("lstm"), Form("sru", skip=False)),
     (Form("sru", bidirectional=True, layer_norm="before"), Form("sru", depth=2, layer_norm="after")),
     (Form("sru", hidden=7, scale=0.5), Form("conv", width=2, padding="none", activation="none")),
+    (Form("tcn", levels=3), Form("conv", padding="causal", activation="glu"), Form("lstm")),
+    (Form("conv", stride=2), Form("tcn", filters=4), Form("conv", width=2, padding="none", activation="gated_tanh")),
+    (Form("gru"), Form("tcn"), Form("tcn", levels=1, width=3, filters=4)),
 ]
 POOLED_BY_MAXIMUM: list[tuple[Form, ...]] = [
     (Form("text_cnn"),),
     (Form("text_cnn", widths=(2,)),),
     (Form("lstm", bidirectional=True), Form("text_cnn", padding=1)),
     (Form("conv", stride=2), Form("text_cnn", widths=(2, 1))),
+    (Form("tcn"), Form("conv"), Form("text_cnn", widths=(3, 2))),
 ]
 every_stack = pytest.mark.parametrize("forms", STACKS + POOLED_BY_MAXIMUM, ids=lambda forms: "+".join(map(str, forms)))
 every_layer = pytest.mark.parametrize("form", peers.EVERY_LAYER, ids=str)
+every_layer_that_folds = pytest.mark.parametrize("form", [form for form in peers.EVERY_LAYER if form.kind != "tcn"], ids=str)
 
 
 def encoder(model: Peer, fold_limit_bytes: int = AMPLE) -> Encoder:
@@ -69,6 +78,12 @@ def assert_is(model: Peer, encoder: Encoder) -> None:
         if ours is not None:
             assert ours[row].shape == steps.shape
             assert_close(ours[row], steps, steps=len(data))
+
+
+def assert_scores(model: Peer, encoder: Encoder) -> None:
+    x = batch(model)
+    for data, ours in zip(inputs.rows(x), scores(encoder(x)), strict=True):
+        assert_close(ours, model(data).scores, steps=len(data))
 
 
 @pytest.mark.parametrize("pool", ["last", "mean", "max"])
@@ -122,7 +137,7 @@ def measured_faster(monkeypatch: pytest.MonkeyPatch, faster: str) -> None:
 
 
 @pytest.mark.parametrize("faster", [EMBEDDED, FOLDED])
-@every_layer
+@every_layer_that_folds
 def test_the_faster_way_in_is_taken_and_gives_the_same(monkeypatch: pytest.MonkeyPatch, faster: str, form: Form) -> None:
     measured_faster(monkeypatch, faster)
     model = peer(form)
@@ -152,6 +167,44 @@ def test_a_limit_of_no_bytes_folds_nothing(monkeypatch: pytest.MonkeyPatch, form
 def test_a_model_over_features_has_no_way_in(forms: tuple[Form, ...]) -> None:
     backends = encoder(peer(*forms, embedded=False)).backends()
     assert backends == {f"layers.{index}": "framework" for index in range(len(forms))}
+
+
+@pytest.mark.parametrize("embedded", [False, True])
+def test_convolutions_that_follow_each_other_are_one_stack_of_which_leaves_what_the_head_wants(
+    monkeypatch: pytest.MonkeyPatch, embedded: bool
+) -> None:
+    model = peer(
+        Form("conv"), Form("tcn"), Form("gru"), Form("conv", padding="causal"), Form("conv"), embedded=embedded, pool="last"
+    )
+    made, calls, stack = encoder(model), [], conv.stack
+
+    def counted(x: Ragged, blocks: Any, states: Any = None, *, want: Outputs) -> Encoded:
+        calls.append((len(blocks), want))
+        return stack(x, blocks, states, want=want)
+
+    monkeypatch.setattr(conv, "stack", counted)
+    assert_scores(model, made)
+    assert calls == [(3, Outputs(steps=True)), (2, Outputs(last=True))]
+
+
+@pytest.mark.parametrize("head", [{"kind": "classify", "labels": LABELS}, {"kind": "regress", "outputs": 3}], ids=str)
+def test_a_linear_layer_over_a_text_cnn_is_the_text_cnn_s_to_compute(
+    monkeypatch: pytest.MonkeyPatch, head: dict[str, Any]
+) -> None:
+    model = peer(Form("text_cnn"))
+    spec = ModelSpec.model_validate({**model.spec().model_dump(), "head": {**head, "pool": "max"}})
+    made, x = Encoder(spec, model.arrays(), CPU, AMPLE), batch(model)
+    pooled = torch.stack([model(data).pooled for data in inputs.rows(x)])
+    expected = model.linear(pooled)
+
+    def by_the_head(linear: Linear, x: Tensor) -> Tensor:
+        pytest.fail("the head did it again")
+
+    monkeypatch.setattr(Linear, "__call__", by_the_head)
+    verdict = made(x).verdict
+    assert verdict.scores is not None and verdict.embedding is not None
+    assert_close(verdict.scores, expected.softmax(1) if head["kind"] == "classify" else expected, steps=max(LENGTHS))
+    assert_close(verdict.embedding, pooled, steps=max(LENGTHS))
 
 
 def test_the_weight_bytes_are_those_of_all_parameters() -> None:
@@ -184,7 +237,7 @@ def test_a_model_in_any_precision_is_the_one_with_its_rounded_weights(form: Form
 
 
 @pytest.mark.parametrize("precision", list(STORAGE))
-@every_layer
+@every_layer_that_folds
 def test_a_folded_model_in_any_precision_is_near_the_one_in_float32(
     monkeypatch: pytest.MonkeyPatch, form: Form, precision: str
 ) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernels.contract import Encoded, Ragged
 from service.zoo import layers
-from service.zoo.layer import Runs
+from service.zoo.layer import Runs, held_bytes
 from service.zoo.recurrent import Stack
 from tests.kernels import inputs
 from tests.kernels.inputs import EVERYTHING, assert_close, rounding
@@ -19,10 +19,10 @@ CPU = torch.device("cpu")
 LENGTHS = [9, 1, 14, 3]
 WIDE = [form for form in (*peers.RECURRENT, *peers.BOTH_WAYS) if form.kind == "sru"]
 """An embedding as wide as an SRU's output makes its own columns the skip."""
-every_first_layer = pytest.mark.parametrize(
-    "form, width",
-    [(form, peers.WIDTH) for form in peers.EVERY_LAYER] + [(form, form.spec.outputs) for form in WIDE],
-    ids=str,
+FIRST = [(form, peers.WIDTH) for form in peers.EVERY_LAYER] + [(form, form.spec.outputs) for form in WIDE]
+every_first_layer = pytest.mark.parametrize("form, width", FIRST, ids=str)
+every_first_layer_that_folds = pytest.mark.parametrize(
+    "form, width", [(form, width) for form, width in FIRST if form.kind != "tcn"], ids=str
 )
 
 
@@ -41,7 +41,7 @@ def ids(lengths: list[int]) -> Ragged:
 
 
 def nbytes(runs: Runs) -> int:
-    return sum(one.numel() * one.element_size() for one in runs.tensors())
+    return held_bytes(runs.tensors())
 
 
 def assert_gives_alike(ours: Encoded, theirs: Encoded, tolerance: float) -> None:
@@ -57,7 +57,7 @@ def assert_gives_alike(ours: Encoded, theirs: Encoded, tolerance: float) -> None
 
 
 @pytest.mark.parametrize("storage", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@every_first_layer
+@every_first_layer_that_folds
 def test_a_folded_and_a_plain_embedding_encode_alike(form: Form, width: int, storage: torch.dtype) -> None:
     folded, embedded, table = first(form, width, storage), first(form, width, storage), embedding(width, storage)
     folded.fold(table)
@@ -77,8 +77,11 @@ def test_an_embedded_row_is_encoded_as_its_vectors_are(form: Form, width: int) -
     assert_gives_alike(embedded(x, EVERYTHING), plain(vectors, EVERYTHING), 0.0)
 
 
-@pytest.mark.parametrize("way", ["fold", "embed"])
-@every_first_layer
+@pytest.mark.parametrize(
+    "form, width, way",
+    [(*one, way) for one in FIRST for way in ("fold", "embed") if (one[0].kind, way) != ("tcn", "fold")],
+    ids=str,
+)
 def test_a_row_of_ids_encodes_the_same_alone_and_in_a_batch(form: Form, width: int, way: str) -> None:
     runs, x = first(form, width), ids(LENGTHS)
     getattr(runs, way)(embedding(width))
@@ -91,7 +94,7 @@ def test_a_row_of_ids_encodes_the_same_alone_and_in_a_batch(form: Form, width: i
 
 
 @pytest.mark.parametrize("storage", [torch.float32, torch.float16], ids=str)
-@every_first_layer
+@every_first_layer_that_folds
 def test_the_bytes_of_folded_tables_are_known_before_they_are_made(form: Form, width: int, storage: torch.dtype) -> None:
     runs, table = first(form, width, storage), embedding(width, storage)
     expected, without = runs.folded_bytes(table), nbytes(runs)
@@ -107,7 +110,7 @@ def test_an_embedding_that_is_not_folded_is_held_once(form: Form, width: int) ->
     assert nbytes(runs) - without == table.numel() * table.element_size()
 
 
-@every_first_layer
+@every_first_layer_that_folds
 def test_who_folds_and_then_embeds_holds_no_table_any_more(form: Form, width: int) -> None:
     both, embedded, table, x = first(form, width), first(form, width), embedding(width), ids(LENGTHS)
     both.fold(table)
@@ -133,3 +136,8 @@ def test_ids_in_chunks_that_carry_the_states_give_the_whole(form: Form, way: str
     joined = [torch.cat(row) for row in zip(*written, strict=True)]
     assert whole.steps is not None
     assert_close(torch.cat(joined), whole.steps, steps=max(LENGTHS))
+
+
+@pytest.mark.parametrize("form", peers.TCNS, ids=str)
+def test_a_layer_that_adds_its_input_to_what_it_gives_needs_vectors_and_folds_nothing(form: Form) -> None:
+    assert first(form, peers.WIDTH).folded_bytes(embedding(peers.WIDTH)) is None

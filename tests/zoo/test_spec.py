@@ -92,7 +92,7 @@ def test_every_tensor_has_the_shape_that_follows_from_the_layers(tmp_path: Path)
         ('kind = "ids"', FEATURES, "input", "an input of kind 'features' has no vocabulary: remove it"),
         ('kind = "ids"', 'kind = "features"', "input", "an input of kind 'features' needs features"),
         ('kind = "ids"', 'kind = "audio"', "input.kind", "'text', 'ids' or 'features'"),
-        ('kind = "lstm"', 'kind = "gnu"', "layers.1", "'embedding', 'lstm', 'gru', 'sru', 'qrnn', 'conv', 'text_cnn'"),
+        ('kind = "lstm"', 'kind = "gnu"', "layers.1", "'embedding', 'lstm', 'gru', 'sru', 'qrnn', 'conv', 'tcn', 'text_cnn'"),
         ('kind = "classify"', 'kind = "guess"', "head", "'classify', 'regress', 'tag', 'span', 'next', 'embed', 'sequence'"),
         ('kind = "lstm"', 'kind = "sru"\nscale = "a"', "layers.1.scale", "valid number"),
         ('kind = "classify"', 'kind = "tag"', "head.pool", "unknown key: remove it or correct its name"),

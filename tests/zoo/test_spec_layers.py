@@ -99,6 +99,49 @@ def test_a_convolution_has_its_filters_with_the_earliest_step_first() -> None:
     assert shapes({"kind": "conv", "filters": 4, "width": 3}) == {"0.filters": (3, 7, 4), "0.bias": (4,)}
 
 
+@pytest.mark.parametrize("activation", ["glu", "gated_tanh"])
+def test_a_gated_convolution_has_a_map_for_each_value_and_each_gate_and_gives_half_as_many(activation: str) -> None:
+    gated = {"kind": "conv", "filters": 4, "width": 3, "activation": activation}
+    made = shapes({**gated, "batch_norm": True}, {"kind": "conv", "filters": 2, "width": 1})
+    assert made["0.filters"] == (3, 7, 8) and made["0.bias"] == (8,) and made["0.norm"] == (4, 8)
+    assert made["1.filters"] == (1, 4, 2)
+
+
+def test_a_weight_norm_has_a_direction_and_a_magnitude_in_place_of_the_filters() -> None:
+    made = shapes({"kind": "conv", "filters": 4, "width": 3, "weight_norm": True})
+    assert made == {"0.direction": (3, 7, 4), "0.magnitude": (4,), "0.bias": (4,)}
+
+
+def test_a_tcn_has_two_convolutions_a_level_and_a_projection_where_the_widths_differ() -> None:
+    assert shapes({"kind": "tcn", "filters": 4, "levels": 2, "width": 3}) == {
+        "0.0.0.filters": (3, 7, 4),
+        "0.0.0.bias": (4,),
+        "0.0.1.filters": (3, 4, 4),
+        "0.0.1.bias": (4,),
+        "0.0.projection.filters": (1, 7, 4),
+        "0.0.projection.bias": (4,),
+        "0.1.0.filters": (3, 4, 4),
+        "0.1.0.bias": (4,),
+        "0.1.1.filters": (3, 4, 4),
+        "0.1.1.bias": (4,),
+    }
+    assert not any("projection" in name for name in shapes({"kind": "tcn", "filters": 7, "levels": 2}))
+
+
+def test_a_tcn_s_projection_has_no_weight_norm() -> None:
+    made = shapes({"kind": "tcn", "filters": 4, "levels": 1, "weight_norm": True})
+    assert {name.removeprefix("0.0."): shape for name, shape in made.items()} == {
+        "0.direction": (2, 7, 4),
+        "0.magnitude": (4,),
+        "0.bias": (4,),
+        "1.direction": (2, 4, 4),
+        "1.magnitude": (4,),
+        "1.bias": (4,),
+        "projection.filters": (1, 7, 4),
+        "projection.bias": (4,),
+    }
+
+
 def test_a_text_cnn_has_filters_of_each_width_and_gives_them_side_by_side() -> None:
     made = model(TEXT_CNN)
     assert made.tensors() == {
@@ -169,7 +212,16 @@ def test_a_head_has_a_linear_layer_or_nothing(head: Table, weight: tuple[int, in
         ({"kind": "conv", "filters": 4, "width": 3, "stride": 0}, "stride", "greater than 0"),
         ({"kind": "conv", "filters": 4, "width": 3, "dilation": -1}, "dilation", "greater than 0"),
         ({"kind": "conv", "filters": 4, "width": 3, "padding": "valid"}, "padding", "'same', 'causal' or 'none'"),
-        ({"kind": "conv", "filters": 4, "width": 3, "activation": "elu"}, "activation", "'none', 'relu', 'tanh' or 'gelu'"),
+        ({"kind": "conv", "filters": 4, "width": 3, "activation": "elu"}, "activation", "'gelu', 'glu' or 'gated_tanh'"),
+        ({"kind": "conv", "filters": 4, "width": 3, "weight_norm": 1}, "weight_norm", "valid boolean"),
+        ({"kind": "conv", "filters": 4, "width": 3, "batch_norm": "yes"}, "batch_norm", "valid boolean"),
+        ({"kind": "tcn", "filters": 4}, "levels", "Field required"),
+        ({"kind": "tcn", "filters": [4, 4], "levels": 2}, "filters", "valid integer"),
+        ({"kind": "tcn", "filters": 4, "levels": 0}, "levels", "greater than 0"),
+        ({"kind": "tcn", "filters": 4, "levels": 17}, "levels", "less than or equal to 16"),
+        ({"kind": "tcn", "filters": 4, "levels": 2, "width": 0}, "width", "greater than 0"),
+        ({"kind": "tcn", "filters": 4, "levels": 2, "dilation": 2}, "dilation", "not permitted"),
+        ({"kind": "tcn", "filters": 4, "levels": 2, "batch_norm": True}, "batch_norm", "not permitted"),
         ({"kind": "text_cnn", "widths": [], "filters": 4}, "widths", "at least 1 item"),
         ({"kind": "text_cnn", "widths": [3, 0], "filters": 4}, "1", "greater than 0"),
         ({"kind": "text_cnn", "widths": [3], "filters": 4, "padding": -1}, "padding", "greater than or equal to 0"),

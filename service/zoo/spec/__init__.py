@@ -38,6 +38,7 @@ from service.zoo.spec.layers import (
     QRNNLayer,
     RecurrentLayer,
     SRULayer,
+    TCNLayer,
     TextCNNLayer,
 )
 from service.zoo.spec.table import Shapes, Size, Table
@@ -60,6 +61,7 @@ __all__ = [
     "SequenceHead",
     "SequenceInput",
     "SpanHead",
+    "TCNLayer",
     "TagHead",
     "TextCNNLayer",
     "aliases",

@@ -10,6 +10,7 @@ from service.zoo.spec.table import LayerTable, Shapes, Size
 
 DIRECTIONS = ("forward", "backward")
 QRNN_BLOCKS = {"f": 2, "fo": 3, "ifo": 4}
+GATED = ("glu", "gated_tanh")
 
 
 class EmbeddingLayer(LayerTable):
@@ -129,7 +130,11 @@ class QRNNLayer(RecurrentLayer):
 
 
 class ConvLayer(LayerTable):
-    """A convolution over time. `same` pads both sides, `causal` the left one, so that with stride 1 every step has an output."""
+    """A convolution over time. `same` pads both sides, `causal` the left one, so that with stride 1 every step has an output.
+
+    A gated activation has twice the maps: values, then their gates. Of a `weight_norm`, the filters are a direction and a magnitude;
+    a `batch_norm` stands before the activation.
+    """
 
     kind: Literal["conv"]
     filters: Size
@@ -137,7 +142,9 @@ class ConvLayer(LayerTable):
     dilation: Size = 1
     stride: Size = 1
     padding: Literal["same", "causal", "none"] = "same"
-    activation: Literal["none", "relu", "tanh", "gelu"] = "relu"
+    activation: Literal["none", "relu", "tanh", "gelu", "glu", "gated_tanh"] = "relu"
+    weight_norm: StrictBool = False
+    batch_norm: StrictBool = False
 
     @property
     def outputs(self) -> int:
@@ -150,11 +157,40 @@ class ConvLayer(LayerTable):
         return {"same": (reach // 2, reach - reach // 2), "causal": (reach, 0), "none": (0, 0)}[self.padding]
 
     def tensors(self, inputs: int) -> Shapes:
-        return {"filters": (self.width, inputs, self.filters), "bias": (self.filters,)}
+        maps = self.filters * (2 if self.activation in GATED else 1)
+        norm: Shapes = {"norm": (4, maps)} if self.batch_norm else {}
+        return convolution(self.width, inputs, maps, weight_norm=self.weight_norm) | norm
 
     def steps_for(self, steps: int) -> int:
         reach = (self.width - 1) * self.dilation + 1
         return max(1, (steps - 1) * self.stride + reach - sum(self.sides))
+
+
+class TCNLayer(LayerTable):
+    """`levels` of two causal convolutions, each with ReLU, their dilation twice that of the level before; what came in is added, by a
+    projection where it has another width, and ReLU stands after that (Bai et al. 2018)."""
+
+    kind: Literal["tcn"]
+    filters: Size
+    levels: Annotated[int, Field(gt=0, le=16, strict=True)]
+    width: Size = 2
+    weight_norm: StrictBool = False
+
+    @property
+    def outputs(self) -> int:
+        return self.filters
+
+    def tensors(self, inputs: int) -> Shapes:
+        shapes: Shapes = {}
+        for level in range(self.levels):
+            for place, columns in enumerate((inputs, self.filters)):
+                own = convolution(self.width, columns, self.filters, weight_norm=self.weight_norm)
+                shapes |= {f"{level}.{place}.{name}": shape for name, shape in own.items()}
+            if inputs != self.filters:
+                own = convolution(1, inputs, self.filters)
+                shapes |= {f"{level}.projection.{name}": shape for name, shape in own.items()}
+            inputs = self.filters
+        return shapes
 
 
 class TextCNNLayer(LayerTable):
@@ -187,6 +223,13 @@ class TextCNNLayer(LayerTable):
 
 
 Layer = Annotated[
-    EmbeddingLayer | LSTMLayer | GRULayer | SRULayer | QRNNLayer | ConvLayer | TextCNNLayer, Field(discriminator="kind")
+    EmbeddingLayer | LSTMLayer | GRULayer | SRULayer | QRNNLayer | ConvLayer | TCNLayer | TextCNNLayer,
+    Field(discriminator="kind"),
 ]
-LAYER_KINDS = ("embedding", "lstm", "gru", "sru", "qrnn", "conv", "text_cnn")
+LAYER_KINDS = ("embedding", "lstm", "gru", "sru", "qrnn", "conv", "tcn", "text_cnn")
+
+
+def convolution(width: int, inputs: int, maps: int, *, weight_norm: bool = False) -> Shapes:
+    """Name and shape of the tensors of one convolution."""
+    filters = width, inputs, maps
+    return {"bias": (maps,)} | ({"direction": filters, "magnitude": (maps,)} if weight_norm else {"filters": filters})

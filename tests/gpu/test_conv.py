@@ -1,0 +1,757 @@
+"""The convolution's CUDA kernels against the float64 reference: forms, ragged rows, tiles, chunks, slots, stacks, text CNNs, graphs."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache, partial
+from operator import itemgetter
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import launching
+from kernels.backend import explain
+from kernels.contract import ConvBlock, Encoded, Outputs, Ragged
+from kernels.conv import conv, plan, stack, text_cnn
+from kernels.conv import product as launched
+from kernels.conv.plan import BANKS, WIDEST, Shape
+from tests.gpu.inputs import TOLERANCE, close, joined, stored
+from tests.gpu.sanitizer import TOOLS, finds_nothing
+from tests.kernels import inputs
+from tests.kernels.families import Form
+from tests.kernels.inputs import EVERYTHING, OUTPUTS, Given, arrays, in_slots, mapped, poisoned_memory
+from tests.kernels.stacks import Maker, Stack, TextCNN
+
+BACKEND = "fused"
+SUMS = 2e-3
+"""What is off by more is no rounding: sums are float32 in either dtype, and tanh is good to eleven bits."""
+HALF = torch.float16
+
+RAGGED = [9, 0, 3, 17, 1, 5, 12, 12, 2, 30, 0]
+LONGER = [90, 0, 3, 130, 1, 64, 60, 9]
+LONG = [1500, 0, 3, 2049, 64, 700]
+MANY = [random.Random(0).randint(0, 4) for _ in range(600)]
+MOSTLY_EMPTY = [5, *[0] * 70, 3, *[0] * 40, 12, 0, 1]
+LAST, MAXIMUM, STEPS = Outputs(last=True), Outputs(max=True), Outputs(steps=True)
+SOME = Shape(1, 64)
+SHAPES = [SOME, Shape(1, 32), Shape(1, 128), Shape(2, 64), Shape(2, 128), Shape(2, 256)]
+
+CENTRED = Form("conv", width=3, left=1, right=1, activation="relu")
+UNPADDED = Form("conv", width=3, activation="relu")
+GATED = Form("conv", width=3, left=4, dilation=2, activation="gated_tanh")
+CAUSAL = Form("conv", width=3, left=8, dilation=4, activation="tanh")
+STRIDED = Form("conv", width=3, left=2, stride=2, activation="gelu")
+OF_VECTORS = Form("conv", width=3, left=1, right=1, activation="relu", ids="embedding")
+OF_TABLES = Form("conv", width=3, left=2, activation="relu", ids="tables")
+FORMS: list[tuple[Form, int, int]] = [
+    (Form("conv", width=1), 1, 1),
+    (Form("conv", width=2, left=1, activation="glu"), 65, 3),
+    (CENTRED, 65, 40),
+    (CAUSAL, 65, 40),
+    (STRIDED, 3, 300),
+    (Form("conv", width=5, left=4, right=3, dilation=2, stride=3), 64, 64),
+    (Form("conv", width=4, activation="relu"), 300, 130),
+    (Form("conv", width=3, left=4, right=5), 40, 8),
+    (GATED, 130, 40),
+    (Form("conv", width=2, left=70, dilation=70), 33, 65),
+    (Form("conv", width=20, left=19, stride=2), 8, 8),
+    (Form("conv", width=WIDEST + 1, left=WIDEST, right=3), 8, 8),
+    (Form("conv", width=5, left=9, right=9, activation="gelu", ids="embedding"), 40, 24),
+    (Form("conv", width=2, left=2, dilation=2, activation="glu", ids="embedding"), 65, 1),
+    (Form("conv", width=12, left=11, activation="tanh", ids="tables"), 130, 1),
+    (Form("conv", width=3, left=4, right=5, dilation=2, stride=2, activation="gelu", ids="tables"), 3, 1),
+    (Form("conv", width=2, left=1, activation="gated_tanh", ids="tables"), 5, 1),
+]
+"""With the number of outputs and of inputs of each."""
+every_way_in = pytest.mark.parametrize("ids", ["", "embedding", "tables"])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _poisoned_memory() -> Iterator[None]:
+    with poisoned_memory():
+        yield
+
+
+@contextmanager
+def in_shape(shape: Shape = SOME) -> Iterator[None]:
+    """Every product is launched in this shape."""
+    with patch.object(launched, "shape_for", lambda *_: shape):
+        yield
+
+
+@contextmanager
+def on_few_processors() -> Iterator[None]:
+    """A block goes through many tiles."""
+    plan.planned.cache_clear()
+    try:
+        with patch.object(plan, "processors", lambda _: 2):
+            yield
+    finally:
+        plan.planned.cache_clear()
+
+
+@contextmanager
+def waiting_for_no_device() -> Iterator[None]:
+    """Whatever waits is an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it does not see everything that waits
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def given(form: Form, lengths: Sequence[int], width: int, columns: int, dtype: torch.dtype = HALF, seed: int = 0) -> Given:
+    """Not on the GPU yet, the data and the state in the dtype of the weights."""
+    x, weights, state = stored(form.given(lengths, width, columns, storage=dtype, seed=seed), dtype)
+    return Given(x, weights, mapped(state, lambda array: array.to(dtype)))
+
+
+def made(form: Form, lengths: Sequence[int], width: int, columns: int = 40, dtype: torch.dtype = HALF, seed: int = 0) -> Given:
+    return given(form, lengths, width, columns, dtype, seed).mapped(Tensor.cuda)
+
+
+def run(problem: Given, want: Outputs = EVERYTHING) -> Encoded:
+    return conv(*problem, want=want, backend=BACKEND)
+
+
+def exact(problem: Given) -> Encoded:
+    return Form("conv").exact(problem.mapped(Tensor.cpu))
+
+
+def alike(actual: Encoded, expected: Encoded, tolerance: float) -> None:
+    """Everything that came out, of which some may have been expected only, and the offsets."""
+    found, wanted = everything(actual), everything(expected)
+    assert found.keys() <= wanted.keys()
+    for name, array in found.items():
+        close(array, wanted[name], tolerance, name)
+    assert (actual.offsets is None) == (expected.offsets is None)
+    if actual.offsets is not None and expected.offsets is not None:
+        assert actual.offsets.tolist() == expected.offsets.tolist()
+
+
+def everything(encoded: Encoded) -> dict[str, Tensor]:
+    """What came out, by name, with the states of a stack's layers, and the scores of a text CNN."""
+    states = encoded.state if isinstance(encoded.state, tuple) else (encoded.state,)
+    found = {name: array for name in (*OUTPUTS, "scores") if (array := getattr(encoded, name)) is not None}
+    return found | {f"{name} {layer}": array for layer, state in enumerate(states) for name, array in arrays(state).items()}
+
+
+def equal(actual: Encoded, expected: Encoded) -> None:
+    """To the bit."""
+    found, wanted = everything(actual), everything(expected)
+    assert found.keys() <= wanted.keys()
+    differing = [name for name, array in found.items() if not torch.equal(array, wanted[name])]
+    assert not differing
+
+
+def begun_later(array: Tensor, places: int) -> Tensor:
+    """The same values, so many places after where memory is aligned."""
+    return torch.cat([array.new_zeros(places), array.flatten()])[places:].view_as(array)
+
+
+# One convolution.
+
+
+@pytest.mark.parametrize(
+    "form, width, columns, dtype", [*((*one, HALF) for one in FORMS), *((*one, torch.bfloat16) for one in FORMS[1::5])], ids=str
+)
+def test_all_outputs_and_the_state_agree_with_the_reference(form: Form, width: int, columns: int, dtype: torch.dtype) -> None:
+    """Once more to the bit, with weights that are packed by then. Filters that are too wide for the kernel go to the framework, whose sums
+    are rounded to the dtype."""
+    tolerance = SUMS if form.options["width"] <= WIDEST else TOLERANCE[dtype]
+    for lengths in (RAGGED, MOSTLY_EMPTY, [1], [0, 0], []):
+        problem = given(form, lengths, width, columns, dtype)
+        there = problem.mapped(Tensor.cuda)
+        with in_shape():
+            encoded, expected = run(there), exact(problem)
+            assert everything(encoded).keys() == everything(expected).keys()
+            alike(encoded, expected, tolerance)
+            equal(run(there), encoded)
+
+
+@pytest.mark.parametrize("form, width", [(CENTRED, 130), (GATED, 130), (OF_VECTORS, 65), (OF_TABLES, 65)], ids=str)
+@pytest.mark.parametrize("wanted", [(), ("steps",), ("last",), ("mean",), ("max",), ("steps", "max")], ids=str)
+def test_what_is_not_wanted_is_none_and_changes_nothing(form: Form, width: int, wanted: tuple[str, ...]) -> None:
+    problem = made(form, RAGGED, width)
+    with in_shape():
+        encoded = run(problem, Outputs(**dict.fromkeys(wanted, True)))
+        assert {name for name in OUTPUTS if getattr(encoded, name) is not None} == set(wanted)
+        equal(encoded, run(problem))
+
+
+@cache
+def prepared(form: Form, lengths: tuple[int, ...], width: int) -> tuple[Given, Encoded]:
+    problem = given(form, lengths, width, 72)
+    return problem.mapped(Tensor.cuda), exact(problem)
+
+
+every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
+
+
+@every_shape
+@pytest.mark.parametrize("form, width, want", [(UNPADDED, 130, MAXIMUM), (GATED, 130, STEPS)], ids=str)
+def test_every_shape_of_a_tile(form: Form, width: int, want: Outputs, shape: Shape) -> None:
+    """Long rows over many tiles, and tiles with many rows, by two blocks at most."""
+    for lengths in (LONG, [*MANY, *MOSTLY_EMPTY]):
+        problem, expected = prepared(form, tuple(lengths), width)
+        with in_shape(shape), on_few_processors():
+            alike(run(problem, want), expected, SUMS)
+
+
+@pytest.mark.parametrize("shape", SHAPES[:-1], ids=str)
+def test_what_is_added_in_every_shape_of_a_tile(shape: Shape) -> None:
+    maker = Maker(72)
+    first, second = maker.causal(130, 2, activation="relu"), maker.causal(72, 2, activation="gelu")
+    problem = halves(maker.stack([*LONGER, 700, 3], ConvBlock((first, second), residual=True, activation="tanh")))
+    with in_shape(shape), on_few_processors():
+        alike(problem.mapped(Tensor.cuda).run(backend=BACKEND), problem.exact(), TOLERANCE[HALF])
+
+
+@pytest.mark.parametrize("form", [UNPADDED, OF_TABLES], ids=str)
+@pytest.mark.parametrize("rows", [1, 3, 64, 700, 5000])
+def test_any_number_of_rows_in_the_shape_that_is_measured_for_them(form: Form, rows: int) -> None:
+    chance = random.Random(rows)
+    problem = made(form, [chance.randint(0, 5) for _ in range(rows)], 40)
+    pooled, encoded = run(problem, MAXIMUM), run(problem)
+    assert pooled.max is not None and encoded.max is not None
+    some = sorted(chance.sample(range(rows), min(rows, 40)))
+    each, state = inputs.rows(problem.x), mapped(problem.state, itemgetter(some))
+    expected = exact(Given(joined([each[row] for row in some]), problem.weights, state))
+    for name in ("last", "mean", "max"):
+        close(getattr(encoded, name)[some], getattr(expected, name), SUMS, name)
+    close(pooled.max, encoded.max, SUMS, "max")
+
+
+@pytest.mark.parametrize(
+    "form, width, want",
+    [(UNPADDED, 130, MAXIMUM), (CENTRED, 130, EVERYTHING), (GATED, 40, STEPS), (OF_TABLES, 65, EVERYTHING)],
+    ids=str,
+)
+def test_a_row_is_the_same_to_the_bit_alone_and_in_any_batch(form: Form, width: int, want: Outputs) -> None:
+    x, weights, state = made(form, [3, 41, 0, 8, 19, *[5] * 90, 300], width)
+    with in_shape():
+        whole = run(Given(x, weights, state), want)
+        for row in (0, 1, 2, 4, 60, 95):
+            mine = Given(joined([inputs.rows(x)[row]]), weights, mapped(state, itemgetter(slice(row, row + 1))))
+            alone = run(mine, want)
+            pairs = {name: array[0] for name, array in everything(alone).items() if name != "steps"}
+            assert all(torch.equal(array, everything(whole)[name][row]) for name, array in pairs.items())
+            if alone.steps is not None:
+                assert torch.equal(alone.steps, inputs.steps_by_row(whole, x)[row])
+
+
+@pytest.mark.parametrize("form, width", [(GATED, 130), (CAUSAL, 65)], ids=str)
+@pytest.mark.parametrize("places", [0, 20], ids=["by row", "in slots"])
+def test_chunks_that_carry_the_state_give_the_whole_to_the_bit(form: Form, width: int, places: int) -> None:
+    x, weights, state = made(form, [3, 41, 0, 8, 19, 12], width)
+    slots = torch.tensor([7, 3, 19, 0, 5, 1], device=x.data.device)
+    with in_shape():
+        whole = run(Given(x, weights, state))
+        before = in_slots(state, slots, places) if places else state
+        steps: list[list[Tensor]] = [[] for _ in range(x.rows)]
+        for begin, end in ((0, 1), (1, 4), (4, 4), (4, 20), (20, 41)):
+            chunk = joined([row[begin:end] for row in inputs.rows(x)])
+            encoded = run(Given(chunk, weights, before))
+            before = encoded.state
+            for so_far, part in zip(steps, inputs.steps_by_row(encoded, chunk), strict=True):
+                so_far.append(part)
+    assert whole.steps is not None
+    assert torch.equal(torch.cat([part for row in steps for part in row]), whole.steps)
+    assert torch.equal(before.by_row().left, whole.state.left)
+
+
+@pytest.mark.parametrize("form", [CAUSAL, STRIDED, CENTRED], ids=str)
+@pytest.mark.parametrize("slab, index", [(HALF, torch.int32), (HALF, torch.int64), (torch.float32, torch.int64)], ids=str)
+@pytest.mark.parametrize("columns", [33, 40])
+def test_a_state_in_slots_is_read_and_written_in_place(form: Form, slab: torch.dtype, index: torch.dtype, columns: int) -> None:
+    """Whether a kernel can write there or not."""
+    x, weights, state = made(form, RAGGED, 65, columns)
+    slots = torch.randperm(40, generator=torch.Generator().manual_seed(1))[: x.rows].cuda().to(index)
+    slabs = in_slots(mapped(state, lambda array: array.to(slab)), slots, places=40)
+    with in_shape():
+        expected = run(Given(x, weights, state))
+        encoded = run(Given(x, weights, slabs))
+    assert encoded.state is slabs
+    assert torch.equal(slabs.by_row().left.to(HALF), expected.state.left)
+    others = torch.ones(40, dtype=torch.bool, device=x.data.device).index_fill(0, slots.long(), False)
+    assert bool((slabs.left[others] == 9).all())
+    assert all(torch.equal(getattr(encoded, name), getattr(expected, name)) for name in OUTPUTS)
+
+
+def test_zeros_stand_before_a_row_that_has_no_state() -> None:
+    x, weights, state = made(CAUSAL, RAGGED, 65)
+    with in_shape():
+        equal(run(Given(x, weights, None)), run(Given(x, weights, mapped(state, torch.zeros_like))))
+
+
+@pytest.mark.parametrize(
+    "form, width, want",
+    [(UNPADDED, 130, MAXIMUM), (CENTRED, 130, EVERYTHING), (GATED, 40, EVERYTHING), (GATED, 40, LAST)],
+    ids=str,
+)
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, 65504.0])
+def test_poison_in_a_row_stays_in_it(form: Form, width: int, want: Outputs, poison: float) -> None:
+    x, weights, state = made(form, [4, 2, 0, 7, 7, 1, 3, 5, 6, 80], width)
+    data, before = x.data.clone(), mapped(state, torch.clone)
+    data[4:6], data[-83:-80], before.left[3] = poison, poison, poison
+    with in_shape():
+        clean = run(Given(x, weights, state), want)
+        encoded = run(Given(Ragged(data, x.offsets), weights, before), want)
+    for row in (0, 2, 4, 5, 6, 7, 9):
+        for name in everything(clean).keys() - {"steps"}:
+            assert torch.equal(everything(encoded)[name][row], everything(clean)[name][row])
+        if clean.steps is not None:
+            assert torch.equal(inputs.steps_by_row(encoded, x)[row], inputs.steps_by_row(clean, x)[row])
+    if poison != poison and form is not UNPADDED:  # rows of two steps have no window there
+        assert all(array[1].isnan().any() for name, array in everything(encoded).items() if name != "steps")
+    if poison != poison:
+        assert all(array[8].isnan().any() for name, array in everything(encoded).items() if name in ("last", "max"))
+
+
+@pytest.mark.parametrize("form", [OF_VECTORS, OF_TABLES], ids=str)
+@pytest.mark.parametrize("want", [MAXIMUM, EVERYTHING], ids=["max", "everything"])
+def test_poison_of_one_id_stays_in_the_rows_that_have_it(form: Form, want: Outputs) -> None:
+    x, weights, _ = made(form, [4, 2, 0, 7, 80, 1], 65)
+    ids, clean = x.data % 10, mapped(weights, torch.clone)
+    ids[4] = 10
+    (weights.embedding if weights.tables is None else weights.tables[:, 1:])[..., 10, :] = torch.nan
+    with in_shape():
+        expected = run(Given(Ragged(ids, x.offsets), clean, None), want)
+        encoded = run(Given(Ragged(ids, x.offsets), weights, None), want)
+    assert encoded.max is not None and expected.max is not None
+    assert encoded.max[1].isnan().any()
+    others = [0, 2, 3, 4, 5]
+    assert torch.equal(encoded.max[others], expected.max[others])
+
+
+@pytest.mark.parametrize("places", [1, 2, 4])
+def test_inputs_states_and_tables_begin_anywhere(places: int) -> None:
+    later = partial(begun_later, places=places)
+    with in_shape():
+        x, weights, state = made(CAUSAL, RAGGED, 65)
+        shifted = Given(Ragged(later(x.data), x.offsets), weights, mapped(state, later))
+        assert shifted.x.data.data_ptr() % 16 == 2 * places
+        equal(run(shifted), run(Given(x, weights, state)))
+        for form in (OF_VECTORS, OF_TABLES):
+            x, weights, _ = made(form, RAGGED, 65)
+            equal(run(Given(x, mapped(weights, later), None)), run(Given(x, weights, None)))
+
+
+@pytest.mark.parametrize("form", [CENTRED, STRIDED, OF_VECTORS, OF_TABLES], ids=str)
+def test_ids_and_offsets_are_as_wide_as_they_are(form: Form) -> None:
+    x, weights, state = made(form, RAGGED, 65)
+    with in_shape():
+        expected = run(Given(x, weights, state))
+        for wide in (Ragged(x.data, x.offsets.long()), Ragged(x.data.long() if form.takes_ids else x.data, x.offsets)):
+            equal(run(Given(wide, weights, state)), expected)
+
+
+# Text CNNs.
+
+WIDTHS = (5, 1, 3, 3, 5, 1, 1, 5, 3)
+MAPS = (40, 1, 65, 3, 130, 64, 8, 100, 33)
+
+
+def text(
+    ids: str, lengths: Sequence[int], widths: int, *, labels: int = 0, dtype: torch.dtype = HALF, padding: int = 0
+) -> TextCNN:
+    """Not on the GPU yet."""
+    maker = Maker(40)
+    made = maker.text_cnn(lengths, WIDTHS[:widths], MAPS[:widths], ids=ids, labels=labels, left=padding, right=padding)
+    return made.mapped(lambda array: array.to(dtype) if array.is_floating_point() else array)
+
+
+@every_way_in
+@pytest.mark.parametrize("widths", [1, 2, 3, BANKS, BANKS + 1])
+def test_a_text_cnn_agrees_with_the_reference(ids: str, widths: int) -> None:
+    for lengths, labels in ((RAGGED, 6), (RAGGED, 0), ([0, 0], 6), ([], 6), ([1], 0), ([300, 2], 33)):
+        problem = text(ids, lengths, widths, labels=labels)
+        there = problem.mapped(Tensor.cuda)
+        with in_shape():
+            encoded = there.run(backend=BACKEND)
+            assert (encoded.steps, encoded.last, encoded.mean, encoded.state) == (None,) * 4
+            assert (encoded.scores is not None) == bool(labels)
+            alike(encoded, problem.exact(), SUMS if encoded.scores is None else TOLERANCE[HALF])
+            equal(there.run(backend=BACKEND), encoded)
+
+
+@every_way_in
+@pytest.mark.parametrize("padding", [0, 4])
+def test_a_text_cnn_of_many_rows_with_padding_and_without_in_bfloat16(ids: str, padding: int) -> None:
+    problem = text(ids, [*MANY, 70, *RAGGED], 3, labels=6, dtype=torch.bfloat16, padding=padding)
+    encoded = problem.mapped(Tensor.cuda).run(backend=BACKEND)
+    alike(encoded, problem.exact(), TOLERANCE[torch.bfloat16])
+
+
+@every_way_in
+def test_a_text_cnn_of_windows_that_are_some_steps_apart(ids: str) -> None:
+    """Of which each width has another number."""
+    for widths in ((5, 1, 3), (1, 5, 3)):
+        made = Maker(40).text_cnn([*RAGGED, *[1] * 9, *[2] * 9], widths, (40, 3, 65), ids=ids, stride=2)
+        problem = made.mapped(lambda array: array.half() if array.is_floating_point() else array)
+        with in_shape():
+            alike(problem.mapped(Tensor.cuda).run(backend=BACKEND), problem.exact(), SUMS)
+
+
+@every_way_in
+def test_a_text_cnn_is_its_widths_one_after_the_other_to_the_bit(ids: str) -> None:
+    problem = text(ids, [*RAGGED, 300], BANKS).mapped(Tensor.cuda)
+    with in_shape():
+        together = problem.run(backend=BACKEND).max
+        alone = [conv(problem.x, layer, want=MAXIMUM, backend=BACKEND).max for layer in problem.layers]
+    assert together is not None
+    assert torch.equal(together, torch.cat([one for one in alone if one is not None], dim=1))
+
+
+@every_way_in
+def test_a_text_cnn_takes_ids_and_offsets_of_either_width(ids: str) -> None:
+    x, layers, classifier = problem = text(ids, RAGGED, 3, labels=6).mapped(Tensor.cuda)
+    with in_shape():
+        expected = problem.run(backend=BACKEND)
+        for wide in (Ragged(x.data, x.offsets.long()), Ragged(x.data.long() if ids else x.data, x.offsets)):
+            equal(text_cnn(wide, layers, classifier, backend=BACKEND), expected)
+
+
+@every_way_in
+def test_a_row_of_a_text_cnn_is_the_same_to_the_bit_alone_and_in_any_batch(ids: str) -> None:
+    problem = text(ids, [*RAGGED, 300], 3).mapped(Tensor.cuda)
+    with in_shape():
+        whole = problem.run(backend=BACKEND).max
+        assert whole is not None
+        for row, data in enumerate(inputs.rows(problem.x)):
+            alone = problem._replace(x=joined([data])).run(backend=BACKEND).max
+            assert alone is not None
+            assert torch.equal(alone[0], whole[row])
+
+
+def test_a_classifier_in_another_dtype_is_a_product_of_its_own() -> None:
+    problem = text("tables", RAGGED, 3, labels=6).mapped(Tensor.cuda)
+    assert problem.classifier is not None
+    wide = problem._replace(classifier=(problem.classifier[0].float(), problem.classifier[1].float()))
+    alike(wide.run(backend=BACKEND), problem.run(backend=BACKEND), SUMS)
+
+
+# Stacks.
+
+
+def tcn(maker: Maker) -> tuple[ConvBlock, ...]:
+    return maker.tcn([40, 33, 33], width=3)
+
+
+def gated(maker: Maker) -> tuple[ConvBlock, ...]:
+    """With a residual after a layer without one, and an activation of what it adds."""
+    first = maker.causal(50, 3, activation="glu")
+    inner = maker.causal(33, 3, dilation=4, activation="gated_tanh"), maker.layer(50, 1)
+    return ConvBlock((first,)), ConvBlock(inner, residual=True, activation="gelu"), ConvBlock((maker.causal(3, 3),))
+
+
+def centred(maker: Maker) -> tuple[ConvBlock, ...]:
+    """Below a causal layer, whose steps of the last one are not those beside it."""
+    first = maker.layer(64, 3, left=1, right=1, activation="relu")
+    second = maker.layer(40, 3, left=1, right=3, dilation=2, activation="gelu")
+    return ConvBlock((first, second), residual=True), ConvBlock((maker.causal(5, 3, dilation=2, activation="relu"),))
+
+
+def strided(maker: Maker) -> tuple[ConvBlock, ...]:
+    """Fewer steps come out than in, and what is added has as many as they."""
+    first = ConvBlock((maker.layer(64, 3, left=1, stride=2), maker.layer(40, 3, activation="relu")))
+    return first, ConvBlock((maker.causal(40, 3, activation="relu"),), residual=True, activation="relu")
+
+
+def embedding(maker: Maker) -> tuple[ConvBlock, ...]:
+    return ConvBlock((maker.causal(40, 3, ids="embedding", activation="relu"),)), *maker.tcn([40, 3], width=3)
+
+
+def tables(maker: Maker) -> tuple[ConvBlock, ...]:
+    return ConvBlock((maker.causal(40, 3, ids="tables", activation="relu"),)), *maker.tcn([40, 3], width=3)
+
+
+def gated_tables(maker: Maker) -> tuple[ConvBlock, ...]:
+    """Which no kernel adds up."""
+    return (ConvBlock((maker.causal(40, 3, ids="tables", activation="glu"), maker.causal(3, 3))),)
+
+
+Make = Callable[[Maker], tuple[ConvBlock, ...]]
+KEEP_STEPS: list[Make] = [tcn, gated, centred, embedding, tables]
+OF_IDS: list[Make] = [embedding, tables, gated_tables]
+
+
+def halves(problem: Stack, dtype: torch.dtype = HALF) -> Stack:
+    return problem.mapped(lambda array: array.to(dtype) if array.is_floating_point() else array)
+
+
+def stacked(make: Make, lengths: Sequence[int], *, states: bool = False, dtype: torch.dtype = HALF) -> Stack:
+    """Not on the GPU yet."""
+    maker = Maker(40)
+    return halves(maker.stack(lengths, *make(maker), with_states=states), dtype)
+
+
+def fused(problem: Stack, want: Outputs = EVERYTHING) -> Encoded:
+    with in_shape():
+        return problem.run(want=want, backend=BACKEND)
+
+
+@pytest.mark.parametrize("make", [*KEEP_STEPS, strided, gated_tables])
+@pytest.mark.parametrize("want", [EVERYTHING, LAST, MAXIMUM], ids=["everything", "last", "max"])
+def test_a_stack_agrees_with_the_reference(make: Make, want: Outputs) -> None:
+    for lengths in (LONGER, [0, 0], [], [1]):
+        problem = stacked(make, lengths)
+        there = problem.mapped(Tensor.cuda)
+        encoded, expected = fused(there, want), problem.exact(want)
+        assert everything(encoded).keys() == everything(expected).keys()
+        assert encoded.state is None
+        alike(encoded, expected, TOLERANCE[HALF])
+        equal(fused(there, want), encoded)
+
+
+def test_a_stack_agrees_with_the_reference_in_bfloat16() -> None:
+    problem = stacked(tcn, LONGER, dtype=torch.bfloat16)
+    alike(fused(problem.mapped(Tensor.cuda)), problem.exact(), TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.parametrize("make", [tcn, gated, centred, strided])
+def test_a_stack_that_goes_on_from_states_agrees_with_the_reference(make: Make) -> None:
+    for lengths in (LONGER, [0, 0], []):
+        problem = stacked(make, lengths, states=True)
+        encoded, expected = fused(problem.mapped(Tensor.cuda)), problem.exact()
+        assert everything(encoded).keys() == everything(expected).keys()
+        alike(encoded, expected, TOLERANCE[HALF])
+
+
+@pytest.mark.parametrize("make", KEEP_STEPS)
+def test_the_last_step_is_the_same_where_nothing_else_is_asked_for(make: Make) -> None:
+    problem = stacked(make, [*LONGER, *MANY[:20]]).mapped(Tensor.cuda)
+    only, whole = fused(problem, LAST).last, fused(problem).last
+    assert only is not None and whole is not None
+    close(only, whole, SUMS, "last")
+
+
+@pytest.mark.parametrize("make", [tcn, centred])
+def test_a_row_of_a_stack_is_the_same_to_the_bit_alone_and_in_any_batch(make: Make) -> None:
+    problem = stacked(make, [3, 141, 0, 8, *[5] * 10, 200]).mapped(Tensor.cuda)
+    for want in (EVERYTHING, LAST):
+        whole = everything(fused(problem, want))
+        for row in (0, 1, 2, 9):
+            alone = everything(fused(problem._replace(x=joined([inputs.rows(problem.x)[row]])), want))
+            assert all(torch.equal(alone[name][0], whole[name][row]) for name in alone.keys() - {"steps"})
+
+
+@pytest.mark.parametrize("make", [tcn, gated])
+@pytest.mark.parametrize("places", [0, 20], ids=["by row", "in slots"])
+def test_chunks_of_a_stack_give_the_whole_to_the_bit(make: Make, places: int) -> None:
+    problem = stacked(make, [3, 41, 0, 8, 19, 12], states=True).mapped(Tensor.cuda)
+    whole, states = fused(problem), problem.states
+    slots = torch.tensor([7, 3, 19, 0, 5, 1], device=problem.x.data.device)
+    assert states is not None and whole.steps is not None
+    if places:
+        states = tuple(in_slots(state, slots, places) for state in states)
+    steps: list[list[Tensor]] = [[] for _ in range(problem.x.rows)]
+    for begin, end in ((0, 1), (1, 4), (4, 4), (4, 20), (20, 41)):
+        chunk = joined([row[begin:end] for row in inputs.rows(problem.x)])
+        encoded = fused(Stack(chunk, problem.blocks, states))
+        states = encoded.state
+        for so_far, part in zip(steps, inputs.steps_by_row(encoded, chunk), strict=True):
+            so_far.append(part)
+    assert torch.equal(torch.cat([part for row in steps for part in row]), whole.steps)
+    assert states is not None
+    for carried, expected in zip(states, whole.state, strict=True):
+        assert torch.equal(carried.by_row().left, expected.left)
+
+
+def test_slots_of_a_stack_that_no_row_is_in_stay_as_they_are() -> None:
+    problem = stacked(gated, [4, 0, 2], states=True).mapped(Tensor.cuda)
+    assert problem.states is not None
+    slots = torch.tensor([3, 0, 4], device=problem.x.data.device)
+    slabs = tuple(in_slots(state, slots, 6) for state in problem.states)
+    expected, encoded = fused(problem), fused(problem._replace(states=slabs))
+    assert all(after is slab for after, slab in zip(encoded.state, slabs, strict=True))
+    assert all(torch.equal(getattr(encoded, name), getattr(expected, name)) for name in OUTPUTS)
+    assert all(bool((slab.left[[1, 2, 5]] == 9).all()) for slab in slabs)
+
+
+@pytest.mark.parametrize("make", [tcn, centred])
+@pytest.mark.parametrize("want", [EVERYTHING, LAST], ids=["everything", "last"])
+def test_poison_in_a_row_of_a_stack_stays_in_it(make: Make, want: Outputs) -> None:
+    problem = stacked(make, [4, 2, 0, 70, 7, 1]).mapped(Tensor.cuda)
+    data = problem.x.data.clone()
+    data[4:6] = torch.nan
+    clean, encoded = fused(problem, want), fused(problem._replace(x=Ragged(data, problem.x.offsets)), want)
+    assert clean.last is not None and encoded.last is not None
+    others = [0, 2, 3, 4, 5]
+    assert torch.equal(encoded.last[others], clean.last[others])
+    assert encoded.last[1].isnan().any()
+
+
+# Graphs, and what waits for the device.
+
+
+def captured(launch: Callable[[], Encoded]) -> tuple[torch.cuda.CUDAGraph, Encoded]:
+    launch()
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        encoded = launch()
+    return graph, encoded
+
+
+def replays_as_it_runs(x: Ragged, others: Sequence[Ragged], run: Callable[[Ragged], Encoded]) -> None:
+    """Other rows, as many steps in all, are what the graph encodes when they stand where the first ones stood."""
+    graph, encoded = captured(lambda: run(Ragged(x.data, x.offsets)))
+    for other in others:
+        x.data.copy_(other.data)
+        x.offsets.copy_(other.offsets)
+        graph.replay()
+        equal(encoded, run(Ragged(other.data.clone(), other.offsets.clone())))
+
+
+BEFORE, AFTER = [5, 9, 0, 330], [20, 301, 17, 6]
+
+
+@pytest.mark.parametrize(
+    "form, want",
+    [(UNPADDED, MAXIMUM), (GATED, EVERYTHING), (GATED, LAST), (OF_VECTORS, MAXIMUM), (OF_TABLES, EVERYTHING)],
+    ids=str,
+)
+def test_a_graph_runs_with_other_lengths_and_values(form: Form, want: Outputs) -> None:
+    first, second = made(form, BEFORE, 40), made(form, AFTER, 40, seed=1)
+    x = Ragged(first.x.data.clone(), first.x.offsets.clone())
+    with in_shape():
+        replays_as_it_runs(x, (first.x, second.x), lambda x: run(Given(x, first.weights, None), want))
+
+
+@every_way_in
+def test_a_graph_of_a_text_cnn_runs_with_other_lengths_and_values(ids: str) -> None:
+    problem, other = (text(ids, lengths, 3, labels=6).mapped(Tensor.cuda) for lengths in (BEFORE, AFTER))
+    x = Ragged(problem.x.data.clone(), problem.x.offsets.clone())
+    with in_shape():
+        replays_as_it_runs(x, (problem.x, other.x), lambda x: text_cnn(x, problem.layers, problem.classifier, backend=BACKEND))
+
+
+@pytest.mark.parametrize("make", [tcn, embedding, tables])
+def test_a_graph_of_a_stack_runs_with_other_lengths_and_values(make: Make) -> None:
+    problem, other = (stacked(make, lengths).mapped(Tensor.cuda) for lengths in (BEFORE, AFTER))
+    x = Ragged(problem.x.data.clone(), problem.x.offsets.clone())
+    replays_as_it_runs(x, (problem.x, other.x), lambda x: fused(problem._replace(x=x)))
+
+
+def test_a_graph_goes_on_in_other_slots() -> None:
+    """Each replay goes on from what the one before it left."""
+    problem = stacked(tcn, BEFORE, states=True).mapped(Tensor.cuda)
+    assert problem.states is not None
+    slots = torch.tensor([3, 1, 0, 2], dtype=torch.int32).cuda()
+    slabs = tuple(in_slots(state, slots, 5) for state in problem.states)
+    mine = tuple(mapped(slab, torch.clone) for slab in slabs)
+    graph, encoded = captured(lambda: fused(problem._replace(states=slabs)))
+    for slab, beginning in zip(slabs, mine, strict=True):
+        slab.left.copy_(beginning.left)
+    for order in ([3, 1, 0, 2], [2, 0, 4, 1]):
+        slots.copy_(torch.tensor(order, dtype=torch.int32))
+        mine = tuple(replace(state, slots=slots.clone()) for state in mine)
+        graph.replay()
+        expected = fused(problem._replace(states=mine))
+        assert all(torch.equal(getattr(encoded, name), getattr(expected, name)) for name in OUTPUTS)
+        assert all(torch.equal(slab.left, state.left) for slab, state in zip(slabs, mine, strict=True))
+
+
+@pytest.mark.parametrize("form", [CENTRED, GATED, OF_VECTORS, OF_TABLES], ids=str)
+def test_a_convolution_that_keeps_its_steps_waits_for_no_device(form: Form) -> None:
+    problem = made(form, RAGGED, 65)
+    for want in (EVERYTHING, LAST, MAXIMUM):
+        with in_shape():
+            expected = run(problem, want)
+            with waiting_for_no_device():
+                encoded = run(problem, want)
+            equal(encoded, expected)
+
+
+@every_way_in
+def test_a_text_cnn_waits_for_no_device(ids: str) -> None:
+    problem = text(ids, RAGGED, 3, labels=6).mapped(Tensor.cuda)
+    with in_shape():
+        expected = problem.run(backend=BACKEND)
+        with waiting_for_no_device():
+            encoded = problem.run(backend=BACKEND)
+    equal(encoded, expected)
+
+
+@pytest.mark.parametrize("make", KEEP_STEPS)
+def test_a_stack_that_keeps_its_steps_waits_for_no_device(make: Make) -> None:
+    problem = stacked(make, LONGER, states=make not in OF_IDS).mapped(Tensor.cuda)
+    for one, want in ((problem, EVERYTHING), (problem._replace(states=None), LAST)):
+        expected = fused(one, want)
+        with waiting_for_no_device():
+            encoded = fused(one, want)
+        equal(encoded, expected)
+
+
+@pytest.mark.parametrize("made_by", [partial(made, UNPADDED), partial(made, STRIDED)], ids=["unpadded", "strided"])
+def test_only_steps_whose_number_is_not_known_are_waited_for(made_by: Callable[..., Given]) -> None:
+    """Their maximum alone needs no such number."""
+    problem = made_by(RAGGED, 40)
+    relu = replace(problem.weights, activation="relu")
+    with in_shape():
+        expected = run(Given(problem.x, relu, problem.state))
+        with waiting_for_no_device():
+            encoded = run(Given(problem.x, relu, problem.state), MAXIMUM)
+        with waiting_for_no_device(), pytest.raises(RuntimeError, match="synchroniz"):
+            run(problem, STEPS)
+    equal(encoded, expected)
+
+
+def test_launches_that_begin_early_wait_for_those_before() -> None:
+    """Each goes on from what the one before writes at its end."""
+    problem = stacked(tcn, [1280], states=True).mapped(Tensor.cuda)
+    whole, states = fused(problem), problem.states
+    steps: list[Tensor | None] = []
+    for part in torch.split(problem.x.data, 32):
+        encoded = fused(Stack(joined([part]), problem.blocks, states))
+        states = encoded.state
+        steps.append(encoded.steps)
+    assert whole.steps is not None
+    assert torch.equal(torch.cat([one for one in steps if one is not None]), whole.steps)
+
+
+# What runs.
+
+
+def test_what_runs_and_why() -> None:
+    for dtype, width in (("float16", 1), ("bfloat16", 300), ("float16", 5000)):
+        assert explain("conv", device="cuda:0", dtype=dtype, hidden=width) == "fused: chosen"
+    asked = partial(explain, "conv", hidden=96)
+    wide = "fused: its weights are float16 or bfloat16\nframework: chosen"
+    assert asked(device="cuda:0", dtype="float32") == wide
+    for device, why in (("cuda:9", "there is no cuda:9 here"), ("cpu", "runs on an NVIDIA GPU")):
+        assert asked(device=device, dtype="float16") == f"fused: {why}\nframework: chosen"
+
+
+def test_without_cupy_or_on_another_gpu_the_framework_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = partial(explain, "conv", device="cuda:0", dtype="float16", hidden=96)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
+    assert asked() == "fused: needs compute capability 9.0, this device has 8.6\nframework: chosen"
+    monkeypatch.setattr(launching, "installed", lambda: False)
+    assert asked() == "fused: CuPy is not installed\nframework: chosen"
+
+
+def test_the_choice_is_what_runs() -> None:
+    problem, blocks, texts = (
+        made(CENTRED, [3, 4], 40),
+        stacked(tcn, [3, 4]).mapped(Tensor.cuda),
+        text("", [3, 4], 3).mapped(Tensor.cuda),
+    )
+    with in_shape():
+        equal(conv(*problem, want=EVERYTHING), run(problem))
+        equal(stack(*blocks, want=EVERYTHING), blocks.run(backend=BACKEND))
+        equal(text_cnn(*texts), texts.run(backend=BACKEND))
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_the_sanitizer_finds_nothing(tool: str) -> None:
+    finds_nothing(tool, "tests.gpu.small_conv")

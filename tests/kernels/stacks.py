@@ -1,0 +1,146 @@
+"""Stacks of convolutions and text CNNs with made-up weights, and what is done to all arrays of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.backend import AUTO
+from kernels.contract import GATED, ConvBlock, ConvState, ConvWeights, Encoded, Outputs, Ragged
+from kernels.conv import stack, text_cnn
+from tests.kernels.families import VOCABULARY, whole
+from tests.kernels.inputs import EVERYTHING, mapped, ragged
+
+Change = Callable[[Tensor], Tensor]
+
+
+class Stack(NamedTuple):
+    """The arguments of one call."""
+
+    x: Ragged
+    blocks: tuple[ConvBlock, ...]
+    states: tuple[ConvState, ...] | None
+
+    def run(self, *, want: Outputs = EVERYTHING, backend: str = AUTO) -> Encoded:
+        return stack(*self, want=want, backend=backend)
+
+    def mapped(self, change: Change) -> Stack:
+        states = None if self.states is None else tuple(mapped(state, change) for state in self.states)
+        return Stack(mapped(self.x, change), tuple(block_mapped(block, change) for block in self.blocks), states)
+
+    def exact(self, want: Outputs = EVERYTHING) -> Encoded:
+        """What the reference makes of these values in float64."""
+        wide = self.mapped(lambda array: array.double() if array.is_floating_point() else array)
+        return wide.run(want=want, backend="reference")
+
+    @property
+    def layers(self) -> list[ConvWeights]:
+        return [layer for block in self.blocks for layer in block.layers]
+
+
+class TextCNN(NamedTuple):
+    """The arguments of one call."""
+
+    x: Ragged
+    layers: tuple[ConvWeights, ...]
+    classifier: tuple[Tensor, Tensor] | None
+
+    def run(self, *, backend: str = AUTO) -> Encoded:
+        return text_cnn(*self, backend=backend)
+
+    def mapped(self, change: Change) -> TextCNN:
+        """What is one array for all layers stays one."""
+        made: dict[int, Tensor] = {}
+
+        def once(array: Tensor) -> Tensor:
+            return made.setdefault(id(array), change(array))
+
+        layers = tuple(mapped(layer, once) for layer in self.layers)
+        classifier = None if self.classifier is None else (once(self.classifier[0]), once(self.classifier[1]))
+        return TextCNN(mapped(self.x, once), layers, classifier)
+
+    def exact(self) -> Encoded:
+        """What the reference makes of these values in float64."""
+        wide = self.mapped(lambda array: array.double() if array.is_floating_point() else array)
+        return wide.run(backend="reference")
+
+
+class Maker:
+    """Makes weights from one seed; sizes follow each other."""
+
+    def __init__(self, inputs: int, seed: int = 0) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        self._inputs = self.columns = inputs
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self._generator)
+
+    def layer(self, outputs: int, width: int = 2, *, ids: str = "", **others: Any) -> ConvWeights:
+        """A convolution of what the one before it gives; ids: of an "embedding" or of "tables"."""
+        maps = (2 if others.get("activation") in GATED else 1) * outputs
+        filters, bias = self.normal(width, self.columns, maps) * (width * self.columns) ** -0.5, self.normal(maps)
+        made = ConvWeights(filters, bias, **others)
+        if ids == "embedding":
+            made = replace(made, embedding=self.normal(VOCABULARY, self.columns))
+        elif ids == "tables":
+            tables = self.normal(width, 1 + VOCABULARY, maps) * width**-0.5
+            tables[:, 0] = 0.0
+            made = replace(made, tables=tables)
+        self.columns = outputs
+        return made
+
+    def causal(self, outputs: int, width: int = 2, *, dilation: int = 1, **others: Any) -> ConvWeights:
+        return self.layer(outputs, width, left=(width - 1) * dilation, dilation=dilation, **others)
+
+    def tcn(self, channels: Sequence[int], width: int = 2) -> tuple[ConvBlock, ...]:
+        """Bai et al. 2018: one level for each number of channels."""
+        return tuple(self._level(number, outputs, width) for number, outputs in enumerate(channels))
+
+    def stack(self, lengths: Sequence[int], *blocks: ConvBlock, with_states: bool = False) -> Stack:
+        """Rows for blocks that this has made, and what stands before them."""
+        layers = [layer for block in blocks for layer in block.layers]
+        states = tuple(ConvState(self.normal(len(lengths), one.left, one.filters.shape[1])) for one in layers)
+        return Stack(self._rows(lengths, layers[0].takes_ids), blocks, states if with_states else None)
+
+    def text_cnn(
+        self,
+        lengths: Sequence[int],
+        widths: Sequence[int],
+        outputs: Sequence[int],
+        *,
+        ids: str = "",
+        labels: int = 0,
+        **others: Any,
+    ) -> TextCNN:
+        """Rows, a layer of each width, and a classifier where there are labels."""
+        columns, layers = self._inputs, []
+        for width, number in zip(widths, outputs, strict=True):
+            self.columns = columns
+            layers.append(self.layer(number, width, ids=ids, activation="relu", **others))
+        if ids == "embedding":
+            layers = [replace(layer, embedding=layers[0].embedding) for layer in layers]
+        classifier = (self.normal(sum(outputs), labels), self.normal(labels)) if labels else None
+        return TextCNN(self._rows(lengths, bool(ids)), tuple(layers), classifier)
+
+    def _rows(self, lengths: Sequence[int], ids: bool) -> Ragged:
+        if ids:
+            return ragged(whole(self.normal, sum(lengths), below=VOCABULARY).int(), lengths)
+        return ragged(self.normal(sum(lengths), self._inputs), lengths)
+
+    def _level(self, number: int, outputs: int, width: int) -> ConvBlock:
+        inputs = self.columns
+        layers = tuple(self.causal(outputs, width, dilation=2**number, activation="relu") for _ in range(2))
+        projection = None
+        if inputs != outputs:
+            projection = ConvWeights(self.normal(1, inputs, outputs) * inputs**-0.5, self.normal(outputs))
+        return ConvBlock(layers, residual=True, projection=projection, activation="relu")
+
+
+def block_mapped(block: ConvBlock, change: Change) -> ConvBlock:
+    layers = tuple(mapped(layer, change) for layer in block.layers)
+    projection = None if block.projection is None else mapped(block.projection, change)
+    return replace(block, layers=layers, projection=projection)

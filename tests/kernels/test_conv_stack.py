@@ -1,0 +1,354 @@
+"""Stacks of convolutions: blocks with and without residuals, beside the reference and torch's own modules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from kernels import conv
+from kernels.backend import takes_everything
+from kernels.contract import ConvBlock, ConvState, ConvWeights, Encoded, Outputs, Ragged
+from kernels.conv import framework
+from kernels.conv.composed import ConvBackend, composed_stack, last_steps, seen_by_the_last
+from tests.kernels import inputs
+from tests.kernels.inputs import OUTPUTS, assert_close, assert_states_alike, in_slots, mapped
+from tests.kernels.stacks import Maker, Stack
+
+LENGTHS = [9, 0, 1, 31, 2, 17]
+BACKENDS = ["framework", "reference"]
+LAST = Outputs(last=True)
+every_backend = pytest.mark.parametrize("backend", BACKENDS)
+
+
+def tcn(maker: Maker) -> tuple[ConvBlock, ...]:
+    return maker.tcn([5, 5, 7], width=3)
+
+
+def gated(maker: Maker) -> tuple[ConvBlock, ...]:
+    """With a residual after a layer without one, and an activation of what it adds."""
+    first = ConvBlock((maker.causal(5, 3, activation="glu"),))
+    inner = maker.causal(4, 2, dilation=4, activation="gated_tanh"), maker.layer(5, 1)
+    return first, ConvBlock(inner, residual=True, activation="tanh"), ConvBlock((maker.causal(3, 2),))
+
+
+def centred(maker: Maker) -> tuple[ConvBlock, ...]:
+    first = maker.layer(3, 3, left=1, right=1, activation="relu")
+    second = maker.layer(3, 4, left=2, right=4, dilation=2, activation="gelu")
+    return ConvBlock((first, second), residual=True), ConvBlock((maker.layer(5, 2, right=1),))
+
+
+def strided(maker: Maker) -> tuple[ConvBlock, ...]:
+    """Fewer steps come out than in, and what is added has as many as they."""
+    first = ConvBlock((maker.layer(5, 3, left=1, stride=2), maker.layer(4, 2, activation="relu")))
+    return first, ConvBlock((maker.causal(4, 2),), residual=True, activation="relu")
+
+
+def embedded(maker: Maker) -> tuple[ConvBlock, ...]:
+    return ConvBlock((maker.causal(5, 3, ids="embedding", activation="relu"),)), *maker.tcn([5, 3])
+
+
+def folded(maker: Maker) -> tuple[ConvBlock, ...]:
+    return ConvBlock((maker.causal(5, 3, ids="tables", activation="glu"),)), *maker.tcn([5, 3])
+
+
+CAUSAL = [tcn, gated]
+OF_IDS = [embedded, folded]
+KEEP_STEPS = [*CAUSAL, centred, *OF_IDS]
+every_stack = pytest.mark.parametrize("make", [*KEEP_STEPS, strided])
+every_stack_that_keeps_its_steps = pytest.mark.parametrize("make", KEEP_STEPS)
+every_stack_of_vectors = pytest.mark.parametrize("make", [*CAUSAL, centred, strided])
+every_causal_stack = pytest.mark.parametrize("make", CAUSAL)
+
+
+def made(make: Any, lengths: list[int] = LENGTHS, *, with_states: bool = False, seed: int = 0) -> Stack:
+    maker = Maker(3, seed)
+    return maker.stack(lengths, *make(maker), with_states=with_states)
+
+
+def assert_stacks_alike(actual: Encoded, expected: Encoded, *, steps: int) -> None:
+    """Every output that was expected, the offsets, and the state of every layer."""
+    for name in OUTPUTS:
+        one, other = getattr(actual, name), getattr(expected, name)
+        assert (one is None) == (other is None), name
+        if one is not None:
+            assert_close(one, other, steps=steps)
+    assert (actual.offsets is None) == (expected.offsets is None)
+    if actual.offsets is not None and expected.offsets is not None:
+        assert actual.offsets.tolist() == expected.offsets.tolist()
+    assert (actual.state is None) == (expected.state is None)
+    for one, other in zip(actual.state or (), expected.state or (), strict=True):
+        assert_states_alike(one, other, steps=steps)
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, [0, 0], [], [1]], ids=str)
+@every_stack
+def test_a_stack_agrees_with_the_reference(make: Any, lengths: list[int]) -> None:
+    given = made(make, lengths)
+    assert_stacks_alike(given.run(), given.exact(), steps=max(lengths, default=0))
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, [0, 0], [], [1]], ids=str)
+@every_stack_of_vectors
+def test_a_stack_that_goes_on_from_states_agrees_with_the_reference(make: Any, lengths: list[int]) -> None:
+    given = made(make, lengths, with_states=True)
+    assert_stacks_alike(given.run(), given.exact(), steps=max(lengths, default=0))
+
+
+some_layers = st.fixed_dictionaries(
+    {
+        "outputs": st.integers(1, 5),
+        "width": st.integers(1, 4),
+        "left": st.integers(0, 5),
+        "right": st.integers(0, 5),
+        "dilation": st.integers(1, 3),
+        "stride": st.integers(1, 3),
+        "activation": st.sampled_from(["none", "relu", "tanh", "gelu", "glu", "gated_tanh"]),
+    }
+)
+some_residuals = st.tuples(
+    st.integers(1, 5), st.integers(1, 4), st.integers(1, 4), st.sampled_from(["none", "relu", "tanh", "gelu"])
+)
+some_lengths = st.lists(st.integers(0, 12), max_size=4)
+some_seeds = st.integers(0, 2**31)
+
+
+@hypothesis.given(
+    lengths=some_lengths,
+    plans=st.lists(st.lists(some_layers, min_size=1, max_size=2) | some_residuals, min_size=1, max_size=4),
+    ids=st.sampled_from(["", "embedding", "tables"]),
+    with_states=st.booleans(),
+    seed=some_seeds,
+)
+@hypothesis.settings(deadline=None)
+def test_any_stack_agrees_with_the_reference(
+    lengths: list[int], plans: list[Any], ids: str, with_states: bool, seed: int
+) -> None:
+    maker = Maker(3, seed)
+    first = [ConvBlock((maker.causal(4, ids=ids),))] if ids else []
+    given = maker.stack(lengths, *first, *(planned(maker, plan) for plan in plans), with_states=with_states and not ids)
+    assert_stacks_alike(given.run(), given.exact(), steps=max(lengths, default=0))
+
+
+@hypothesis.given(lengths=some_lengths, plans=st.lists(some_residuals, min_size=1, max_size=3), seed=some_seeds)
+@hypothesis.settings(deadline=None)
+def test_of_any_stack_the_last_step_alone_is_the_last_of_all(lengths: list[int], plans: list[Any], seed: int) -> None:
+    maker = Maker(3, seed)
+    given = maker.stack(lengths, *(planned(maker, plan) for plan in plans))
+    alone, everything = given.run(want=LAST), given.exact()
+    assert alone.last is not None and everything.last is not None
+    assert_close(alone.last, everything.last, steps=max(lengths, default=0))
+
+
+def planned(maker: Maker, plan: Any) -> ConvBlock:
+    """Layers in a row, or two in a residual, the first of which sees some steps to come."""
+    if isinstance(plan, list):
+        return ConvBlock(tuple(maker.layer(**layer) for layer in plan))
+    outputs, width, dilation, activation = plan
+    columns, reach = maker.columns, (width - 1) * dilation
+    layers = (
+        maker.layer(outputs, width, left=reach - reach // 2, right=reach // 2, dilation=dilation, activation="relu"),
+        maker.causal(outputs, 2),
+    )
+    projection = ConvWeights(maker.normal(1, columns, outputs), maker.normal(outputs)) if columns != outputs else None
+    return ConvBlock(layers, residual=True, projection=projection, activation=activation)
+
+
+class TorchBlock(nn.Module):
+    """Bai et al. 2018 with torch's modules, (channels, steps); the weights are those of a block of ours."""
+
+    def __init__(self, block: ConvBlock) -> None:
+        super().__init__()
+        self.before = [layer.left for layer in block.layers]
+        self.convs = nn.ModuleList(torch_conv(layer) for layer in block.layers)
+        self.projection = None if block.projection is None else torch_conv(block.projection)
+
+    def forward(self, columns: Tensor) -> Tensor:
+        convolved = columns
+        for before, one in zip(self.before, self.convs, strict=True):
+            convolved = torch.relu(one(pad(convolved, (before, 0))))
+        return torch.relu(convolved + (columns if self.projection is None else self.projection(columns)))
+
+
+def torch_conv(weights: ConvWeights) -> nn.Conv1d:
+    width, columns, maps = weights.filters.shape
+    module = nn.Conv1d(columns, maps, width, dilation=weights.dilation).double().requires_grad_(False)
+    module.load_state_dict({"weight": weights.filters.permute(2, 1, 0), "bias": weights.bias})
+    return module
+
+
+@every_backend
+def test_a_temporal_convolutional_network_is_torch_s_on_each_row(backend: str) -> None:
+    given = made(tcn)
+    network = nn.Sequential(*(TorchBlock(block) for block in given.blocks))
+    encoded = given.run(backend=backend)
+    for data, ours in zip(inputs.rows(given.x), inputs.steps_by_row(encoded, given.x), strict=True):
+        if len(data):  # torch refuses none
+            assert_close(ours, network(data.double().T).T, steps=len(data))
+
+
+@every_backend
+@every_stack
+def test_a_row_encodes_the_same_alone_and_in_any_batch(make: Any, backend: str) -> None:
+    given = made(make)
+    together = given.run(backend=backend)
+    for row, data in enumerate(inputs.rows(given.x)):
+        alone = given._replace(x=inputs.joined([data])).run(backend=backend)
+        assert alone.steps is not None
+        assert_close(alone.steps, inputs.steps_by_row(together, given.x)[row], steps=len(data))
+        for name in ("last", "mean", "max"):
+            assert_close(getattr(alone, name)[0], getattr(together, name)[row], steps=len(data))
+
+
+@every_stack_of_vectors
+def test_what_stands_in_other_rows_does_not_reach_a_row(make: Any) -> None:
+    given = made(make, [3, 1, 0, 5, 2], with_states=True)
+    clean, own = given.run(), inputs.rows(given.x)
+    assert given.states is not None
+    for row in range(given.x.rows):
+        rows = [data if one == row else torch.full_like(data, torch.nan) for one, data in enumerate(own)]
+        others = torch.arange(given.x.rows) != row
+        states = tuple(ConvState(state.left.masked_fill(others[:, None, None], torch.nan)) for state in given.states)
+        encoded = Stack(inputs.joined(rows), given.blocks, states).run()
+        assert_close(inputs.steps_by_row(encoded, given.x)[row], inputs.steps_by_row(clean, given.x)[row], steps=0)
+        for name in ("last", "mean", "max"):
+            assert_close(getattr(encoded, name)[row], getattr(clean, name)[row], steps=0)
+
+
+@every_backend
+@pytest.mark.parametrize("cuts", [[0, 7, 31], [0, 1, 2, 3, 31], [0, 0, 13, 31]], ids=str)
+@every_causal_stack
+def test_chunks_that_carry_the_states_give_the_whole(make: Any, cuts: list[int], backend: str) -> None:
+    given = made(make, with_states=True)
+    whole, states = given.run(backend=backend), given.states
+    written: list[list[Tensor]] = [[] for _ in LENGTHS]
+    for begin, end in pairwise(cuts):
+        chunk = inputs.joined([row[begin:end] for row in inputs.rows(given.x)])
+        encoded = Stack(chunk, given.blocks, states).run(backend=backend)
+        states = encoded.state
+        for row, steps in zip(written, inputs.steps_by_row(encoded, chunk), strict=True):
+            row.append(steps)
+    assert whole.steps is not None and states is not None
+    assert_close(torch.cat([steps for row in written for steps in row]), whole.steps, steps=max(LENGTHS))
+    for carried, expected in zip(states, whole.state, strict=True):
+        assert_states_alike(carried, expected, steps=max(LENGTHS))
+
+
+@every_backend
+@every_causal_stack
+def test_states_of_zeros_are_as_good_as_none(make: Any, backend: str) -> None:
+    given = made(make, with_states=True)
+    assert given.states is not None
+    zeros = given._replace(states=tuple(mapped(state, torch.zeros_like) for state in given.states)).run(backend=backend)
+    without = given._replace(states=None).run(backend=backend)
+    assert without.state is None and zeros.state is not None
+    for name in OUTPUTS:
+        assert torch.equal(getattr(zeros, name), getattr(without, name))
+
+
+@every_backend
+@every_stack_of_vectors
+def test_states_in_slots_are_read_and_written_in_place(make: Any, backend: str) -> None:
+    given = made(make, [4, 0, 2], with_states=True)
+    expected = given.run(backend=backend)
+    assert given.states is not None
+    slabs = tuple(in_slots(state, torch.tensor([3, 0, 4]), places=6) for state in given.states)
+    encoded = given._replace(states=slabs).run(backend=backend)
+    for name in OUTPUTS:
+        assert torch.equal(getattr(encoded, name), getattr(expected, name))
+    for after, slab, state in zip(encoded.state, slabs, expected.state, strict=True):
+        assert after is slab
+        assert torch.equal(slab.left[[3, 0, 4]], state.left)
+        assert bool((slab.left[[1, 2, 5]] == 9).all())
+
+
+@every_backend
+@every_stack
+def test_what_is_not_wanted_is_none_and_changes_nothing(make: Any, backend: str) -> None:
+    given = made(make)
+    everything = given.run(backend=backend)
+    for wanted in OUTPUTS:
+        encoded = given.run(want=Outputs(**{wanted: True}), backend=backend)
+        assert_close(getattr(encoded, wanted), getattr(everything, wanted), steps=max(LENGTHS))
+        assert all(getattr(encoded, name) is None for name in OUTPUTS if name != wanted)
+
+
+@every_backend
+@every_stack
+def test_all_that_comes_out_is_float32(make: Any, backend: str) -> None:
+    encoded = made(make).run(backend=backend)
+    assert {getattr(encoded, name).dtype for name in OUTPUTS} == {torch.float32}
+
+
+def test_what_comes_in_as_float16_is_added_in_float32() -> None:
+    given = made(tcn)
+    halved = given._replace(x=Ragged(given.x.data.half(), given.x.offsets))
+    same = given._replace(x=Ragged(given.x.data.half().float(), given.x.offsets))
+    for name in OUTPUTS:
+        assert torch.equal(getattr(halved.run(), name), getattr(same.run(), name))
+
+
+@pytest.mark.parametrize("states", [False, True])
+def test_only_the_steps_that_the_last_one_depends_on_are_computed_where_nothing_else_is_asked_for(states: bool) -> None:
+    given, computed = made(tcn, [100, 3, 0], with_states=states), []
+
+    def counted(x: Ragged, weights: ConvWeights, state: ConvState | None, *, want: Outputs) -> Encoded:
+        computed.append(x.lengths.tolist())
+        return framework.conv(x, weights, state, want=want)
+
+    needed = 1 + 2 * (2 + 4 + 8)
+    encoded = composed_stack(counted)(*given, want=LAST)
+    assert all(lengths == [100 if states else needed, 3, 0] for lengths in computed)
+    assert (encoded.state is None) != states
+    assert seen_by_the_last(given.blocks) == needed
+
+
+@every_stack_that_keeps_its_steps
+def test_no_step_is_left_out_that_the_last_one_depends_on(make: Any) -> None:
+    """The first of them matters, and the one before it does not."""
+    given = made(make, [60])
+    needed, changed = seen_by_the_last(given.blocks), []
+    for step in (60 - needed, 60 - needed - 1):
+        data = given.x.data.clone()
+        data[step] = (data[step] + 1) % 11 if given.layers[0].takes_ids else torch.nan
+        changed.append(not torch.equal(last_of_all(given._replace(x=Ragged(data, given.x.offsets))), last_of_all(given)))
+    assert changed == [True, False]
+
+
+def last_of_all(given: Stack) -> Tensor:
+    """The last step where all of them are asked for."""
+    last = given.run(want=Outputs(last=True, steps=True)).last
+    assert last is not None
+    return last
+
+
+def test_a_strided_stack_has_no_steps_to_leave_out() -> None:
+    given = made(strided)
+    assert_stacks_alike(given.run(want=LAST), given.exact(LAST), steps=max(LENGTHS))
+
+
+@pytest.mark.parametrize("steps", [1, 3, 9, 40])
+def test_the_last_steps_of_rows_are_cut_from_each(steps: int) -> None:
+    x = inputs.ragged(torch.arange(sum(LENGTHS)), LENGTHS)
+    expected = [row[max(0, len(row) - steps) :].tolist() for row in inputs.rows(x)]
+    cut = last_steps(x, steps)
+    assert [row.tolist() for row in inputs.rows(cut)] == expected
+
+
+def test_a_backend_with_a_stack_of_its_own_is_asked_for_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    given, own = made(tcn), Encoded(None)
+
+    def whole(x: Ragged, blocks: Sequence[ConvBlock], states: None, *, want: Outputs) -> Encoded:
+        assert (x, blocks, states, want) == (*given, LAST)
+        return own
+
+    backend = ConvBackend("with a stack", framework.conv, takes_everything, stack=whole)
+    monkeypatch.setattr(conv, "BACKENDS", (backend,))
+    assert given.run(want=LAST, backend=backend.name) is own
