@@ -15,7 +15,9 @@ from kernels.backend import FAMILIES
 from kernels.bench import goals, report
 from kernels.bench.measure import Bench
 from kernels.bench.peers import PEERS
-from kernels.bench.workloads import FORMS, workloads
+from kernels.bench.shares import shares
+from kernels.bench.workload import FORMS
+from kernels.bench.workloads import workloads
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -36,15 +38,18 @@ def _family(family: str, device: torch.device, quick: bool, setting: report.Sett
 
     bench = Bench(device, PEERS[family], _budget_s(family, device, quick), say)
     findings = bench.measured(workloads(family, device.type, quick))
+    rows = shares(findings.rows)
     print(f"\n{family} on {setting}; microseconds: median (p10-p90), * the fastest\n")
-    print(report.table(findings.rows))
+    print(report.table(rows))
+    if extras := report.extras(rows):
+        print(f"\n{extras}\n")
     for line in (*findings.refused, *findings.left_out, *(f"WRONG: {one}" for one in findings.wrong)):
         print(line)
-    reached = goals.table(findings.rows, [backend.name for backend in import_module(f"kernels.{family}").BACKENDS])
+    reached = goals.table(rows, [backend.name for backend in import_module(f"kernels.{family}").BACKENDS])
     if reached:
         print(f"\n{reached}\n")
     if out is not None:
-        _write(out / f"{family}-{report.slug(setting.device)}", findings.rows, reached, setting)
+        _write(out / f"{family}-{report.slug(setting.device)}", rows, reached, setting)
     return 1 if findings.wrong else 0
 
 
@@ -61,6 +66,8 @@ def _budget_s(family: str, device: torch.device, quick: bool) -> float:
     """Seconds for each figure: a family stays under two and a half minutes, and all together under one when it is to be quick."""
     if device.type == "cpu":
         return 0.04 if quick else 0.3
+    if family == "conv":
+        return 0.03 if quick else 0.06
     return 0.03 if family in FORMS else 0.05 if quick else 0.15
 
 

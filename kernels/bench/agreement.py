@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import accumulate
 from math import sqrt
 from typing import Any
@@ -63,15 +64,15 @@ def expected(given: Given) -> Expected:
         at=tokens if by_step else torch.tensor(rows, device=device),
         values=values,
         shape=(offsets[-1] if by_step else count, values.shape[1]),
-        tolerance=tolerance(STORAGE[given.workload.dtype], steps, max(map(_terms, given.weights))),
+        tolerance=tolerance(STORAGE[given.workload.dtype], steps, _terms(given.weights)),
     )
 
 
 def _answers(given: Given) -> Tensor:
     """The reference's, in float64."""
     if given.workload.family not in GATES:
-        x = Ragged(given.x.data.double(), given.x.offsets)
-        return replace(given, x=x, weights=tuple(map(_wide, given.weights))).encoder("reference")()
+        data = given.x.data.double() if given.x.data.is_floating_point() else given.x.data
+        return replace(given, x=Ragged(data, given.x.offsets), weights=_wide(given.weights)).encoder("reference")()
     (layer,) = given.weights
     gates, weights = GATES[given.workload.family](torch.split(given.x.data, given.lengths), layer)
     x = Ragged(gates.cpu(), given.x.offsets.cpu())
@@ -85,14 +86,36 @@ def tolerance(dtype: torch.dtype, steps: int, terms: int) -> float:
 
 
 def _terms(weights: Any) -> int:
-    """Terms of the longest sum; the last axis of a matrix is that of its outputs. Of a table, rows are taken but none are multiplied."""
-    arrays = [getattr(weights, field.name) for field in fields(weights) if not field.name.startswith("table")]
-    terms = [array.numel() // array.shape[-1] for array in arrays if isinstance(array, Tensor)]
-    return max(terms)
+    """Terms of the longest sum; the last axis of a matrix is that of its outputs."""
+    return max(array.numel() // array.shape[-1] for array in _multiplied(weights))
+
+
+def _multiplied(weights: Any) -> Iterator[Tensor]:
+    """Every array of some layers but tables and embeddings, of which rows are taken and none are multiplied."""
+    if isinstance(weights, Tensor):
+        yield weights
+    elif isinstance(weights, tuple):
+        for one in weights:
+            yield from _multiplied(one)
+    elif is_dataclass(weights):
+        for field in fields(weights):
+            if not field.name.startswith(("table", "embedding")):
+                yield from _multiplied(getattr(weights, field.name))
 
 
 def _wide(weights: Any, device: torch.device | None = None) -> Any:
-    """The same weights in float64, where they are or on a device."""
-    arrays = {field.name: getattr(weights, field.name) for field in fields(weights)}
-    wide = {name: array.to(device, torch.float64) for name, array in arrays.items() if isinstance(array, Tensor)}
-    return replace(weights, **wide)
+    """The same layers in float64, where they are or on a device; what several of them share they share again."""
+    made: dict[int, Tensor] = {}
+
+    def wide(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            if id(value) not in made:
+                made[id(value)] = value.to(device, torch.float64)
+            return made[id(value)]
+        if isinstance(value, tuple):
+            return tuple(map(wide, value))
+        if is_dataclass(value) and not isinstance(value, type):
+            return replace(value, **{field.name: wide(getattr(value, field.name)) for field in fields(value)})
+        return value
+
+    return wide(weights)

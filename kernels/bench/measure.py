@@ -16,7 +16,7 @@ from kernels.bench.agreement import DisagreesError, Expected, expected
 from kernels.bench.given import Given, made_up
 from kernels.bench.peers.peer import Call, MissingError, Peer
 from kernels.bench.report import Row
-from kernels.bench.workloads import PEERS_ALONE, Workload
+from kernels.bench.workload import PEERS_ALONE, Workload
 from kernels.contract import STORAGE
 
 
@@ -59,7 +59,7 @@ class Bench:
 
     def _contenders(self, workload: Workload, findings: Findings) -> Iterator[Peer]:
         """Our own backends first, each as a peer whose layout is ours."""
-        problem = Problem(self.device, STORAGE[workload.dtype], workload.hidden)
+        problem = Problem(self.device, STORAGE[workload.dtype], workload.outputs)
         backends: tuple[Backend, ...] = import_module(f"kernels.{workload.family}").BACKENDS
         for backend in () if workload.kind in PEERS_ALONE else backends:
             reason = backend.refuses(problem)
@@ -80,7 +80,7 @@ class Bench:
             with torch.inference_mode():
                 off = right.error(call.read(call.run()))
                 for how, spread in self._timings(peer, workload, call, right, findings):
-                    findings.rows.append(Row(workload, peer.name, how, spread, off))
+                    findings.rows.append(Row(workload, peer.name, how, spread, off, call.extra))
         except MissingError as error:
             findings.left_out[f"{peer.name} is left out: {error}"] = None
         except DisagreesError as error:

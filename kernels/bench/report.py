@@ -7,17 +7,22 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
 from kernels.bench.timing import Spread
-from kernels.bench.workloads import WANT, Workload
+from kernels.bench.workload import WANT, Workload
 
 PACKAGES = ("numpy", "onnxruntime", "sru", "cupy-cuda13x", "numba")
+
+MEMORY, FACTORS, SHARE = "memory_growth", "error_of_the_factors", "share_of_the_product_rate"
+EXTRA = (MEMORY, FACTORS, SHARE)
+"""What is known of some rows besides their time: bytes of what a strategy lays out anew over those of the input; how far factorised
+filters are from the true ones, relative to these; multiplications by the second over those of a large product on the same device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +41,15 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One backend or peer on one workload, timed in one way; agrees: its largest error against the reference."""
+    """One backend or peer on one workload, timed in one way; agrees: its largest error against the reference; extra: what else is known
+    of it, by names of EXTRA."""
 
     workload: Workload
     backend: str
     timing: str
     spread: Spread
     agrees: float
+    extra: Mapping[str, float] = field(default_factory=dict)
 
     def record(self, setting: Setting) -> dict[str, object]:
         work, where = self.workload, asdict(setting)
@@ -60,12 +67,13 @@ class Row:
             "tokens": sum(work.row_lengths()),
             "input": work.inputs,
             "hidden": work.hidden,
-            "layers": 1,
+            "layers": work.layers,
             "directions": 1,
             "lengths": work.lengths,
             "timing": self.timing,
             **asdict(self.spread),
             "agrees": self.agrees,
+            **self.extra,
             **where,
         }
 
@@ -86,6 +94,21 @@ def table(rows: Sequence[Row]) -> str:
         fastest = min(one.median_us for one in spreads.values())
         lines.append([str(workload), timing, *(_cell(spreads.get(name), fastest) for name in names)])
     return aligned(lines)
+
+
+def extras(rows: Sequence[Row]) -> str:
+    """A table for each name of EXTRA that some row has: a line for each workload, a column for each backend. What depends on the time
+    is that of `kernel` times where there are some."""
+    return "\n\n".join(aligned(lines) for name in EXTRA if len(lines := _extra(rows, name)) > 1)
+
+
+def _extra(rows: Sequence[Row], name: str) -> list[list[str]]:
+    having = sorted((row for row in rows if name in row.extra), key=lambda row: row.timing == "kernel")
+    found = {(row.workload, row.backend): f"{row.extra[name]:.3g}" for row in having}  # a kernel's comes last, and stays
+    names = list(dict.fromkeys(row.backend for row in rows if name in row.extra))
+    workloads = dict.fromkeys(row.workload for row in rows if name in row.extra)
+    heading = [name.replace("_", " "), *names]
+    return [heading, *([str(one), *(found.get((one, backend), "-") for backend in names)] for one in workloads)]
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> str:

@@ -3,84 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import product
 
-from kernels.bench import questions
+from kernels.bench import convolutions
+from kernels.bench.workload import FORMS, LONG_MEMORY, VOCABULARY, Workload
 
 STEPS = 64
 
-FORMS = {"sru": ("v1", "v2"), "qrnn": ("window 1", "window 2")}
-"""Which layer of its family, where there are several: an SRU whose gates do not see the old cell, or do; a QRNN's steps under a gate."""
-
-LONG_MEMORY = "v1 long memory"
-"""An SRU v1 whose forget gates are nearly open, so that a cell stays for many steps."""
-
 FOLDED_FORMS = {"sru": FORMS["sru"], "qrnn": FORMS["qrnn"][:1]}
 """Forms whose first layer is timed over token ids as well."""
-
-VOCABULARY = 20_000
 
 RECURRENCE_STEPS = (STEPS, 320)
 """Two lengths, so that the time of a step and the time of a call without any can be told apart."""
 
 
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """One layer in one direction over a batch; `kind` says what is asked of it, see WANT and WIDTHS; `form` is one of FORMS.
-
-    inputs: columns of the data, or where these are token ids, how many there are.
-    """
-
-    family: str
-    rows: int
-    steps: int
-    inputs: int
-    hidden: int
-    lengths: str = "equal"
-    dtype: str = "float32"
-    kind: str = "layer"
-    form: str = ""
-
-    @property
-    def in_grid(self) -> bool:
-        """One of the many sizes on a GPU of the families with FORMS: what none of their goals needs is not timed there."""
-        return self.family in FORMS and self.dtype == "float16" and self.lengths == "equal"
-
-    def row_lengths(self) -> list[int]:
-        return questions.lengths(self.rows) if self.lengths == "questions" else [self.steps] * self.rows
-
-    def __str__(self) -> str:
-        size = f"{self.rows} x {self.steps}" if self.lengths == "equal" else f"{self.rows} {self.lengths}"
-        name = " ".join(word for word in (self.family, self.kind, self.form) if word)
-        return f"{name} {size}, {self.inputs} -> {self.hidden}, {self.dtype}"
-
-
-WANT = {
-    "layer": "last",
-    "every-step": "steps",
-    "recurrence": "last",
-    "folded": "last",
-    "text-cnn": "max",
-    "dense-conv": "steps",
-    "copy": "steps",
-}
-"""What leaves the encoder: a vector for each row, or one for each step."""
-
-OURS_ALONE = ("recurrence", "folded")
-"""Kinds for which peers are not asked: the data are gate inputs or token ids already, and layers of others always start before."""
-
-PEERS_ALONE = ("copy",)
-"""Kinds for which no encoder is asked: the device's own speed, in figures of the same run."""
-
-WIDTHS = {"text-cnn": (3, 4, 5), "dense-conv": (5,)}
-"""Filter widths; a text CNN has as many maps of each width, concatenated."""
-
-
 def workloads(family: str, device: str, quick: bool) -> list[Workload]:
     """device: cpu or cuda; `quick` leaves the large sizes out."""
     if family == "conv":
-        return list(_conv_on_cpu(quick) if device == "cpu" else _conv_on_cuda(quick))
+        return list(convolutions.on_cpu(quick) if device == "cpu" else convolutions.on_cuda(quick))
     if device == "cpu":
         return list(_recurrent_on_cpu(family, quick))
     return list(_grid_on_cuda(family, quick) if family in FORMS else _recurrent_on_cuda(family, quick))
@@ -105,24 +45,9 @@ def _usual(family: str) -> str:
     return FORMS[family][-1] if family in FORMS else ""
 
 
-def _text_cnn(rows: int, **others: str) -> Workload:
-    return Workload("conv", rows, STEPS, 300, 300, kind="text-cnn", **others)
-
-
-def _dense(rows: int, hidden: int, **others: str) -> Workload:
-    return _square("conv", rows, hidden, kind="dense-conv", **others)
-
-
 def _recurrent_on_cpu(family: str, quick: bool) -> Iterator[Workload]:
     for hidden, rows, lengths in product((128, 256) if quick else (128, 256, 512), (1, 8, 32), ("equal", "questions")):
         yield _square(family, rows, hidden, lengths=lengths, form=_usual(family))
-
-
-def _conv_on_cpu(quick: bool) -> Iterator[Workload]:
-    for rows, lengths in product((1, 8, 32), ("equal", "questions")):
-        yield _text_cnn(rows, lengths=lengths)
-    for hidden, rows, lengths in product((128, 256) if quick else (128, 256, 512), (1, 32), ("equal", "questions")):
-        yield _dense(rows, hidden, lengths=lengths)
 
 
 _GRID_ON_CUDA = {
@@ -185,11 +110,3 @@ def _grid_on_cuda(family: str, quick: bool) -> Iterator[Workload]:
 
 def _folded(family: str, rows: int, steps: int, hidden: int, form: str) -> Workload:
     return Workload(family, rows, steps, VOCABULARY, hidden, dtype="float16", kind="folded", form=form)
-
-
-def _conv_on_cuda(quick: bool) -> Iterator[Workload]:
-    yield from (_text_cnn(rows, dtype="float16") for rows in ((1, 32) if quick else (1, 8, 32, 64, 256)))
-    yield from (_dense(rows, hidden, dtype="float16") for hidden, rows in product((256,) if quick else (256, 512), (1, 32)))
-    if not quick:
-        yield from (_text_cnn(rows, dtype="float16", lengths="questions") for rows in (1, 32, 256))
-        yield from (_text_cnn(32), _dense(32, 512))

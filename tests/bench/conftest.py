@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from kernels.bench.convolutions import IDS_FORMS
 from kernels.bench.measure import Bench, Findings
 from kernels.bench.peers.peer import Peer
-from kernels.bench.workloads import FORMS, LONG_MEMORY, Workload
+from kernels.bench.workload import EMBEDDED, FORMS, LONG_MEMORY, STACKS, Workload
 
 CPU = torch.device("cpu")
 
@@ -27,13 +28,22 @@ def _threads_as_before() -> Iterator[None]:
 
 def tiny(family: str, kind: str = "layer", lengths: str = "questions", rows: int = 3, form: str | None = None) -> Workload:
     """Hidden sizes that three filter widths divide; of forms, the one that is timed where one is enough."""
-    usual = FORMS[family][-1] if family in FORMS else ""
+    usual = FORMS[family][-1] if family in FORMS else {"dense-conv": "width 5", "text-cnn-ids": EMBEDDED}.get(kind, "")
     return Workload(family, rows, 7, 6, 6, lengths=lengths, kind=kind, form=usual if form is None else form)
 
 
+OVER_VECTORS = [
+    tiny("conv", kind, lengths, form=form)
+    for kind, form in (("text-cnn", None), ("dense-conv", "width 3"), ("dense-conv", "width 5"))
+    for lengths in ("equal", "questions")
+]
+"""Convolutions that every strategy takes."""
+
 TINY = [
     *(tiny(family, lengths=lengths) for family in ("lstm", "gru", "sru", "qrnn") for lengths in ("equal", "questions")),
-    *(tiny("conv", kind, lengths) for kind in ("text-cnn", "dense-conv") for lengths in ("equal", "questions")),
+    *OVER_VECTORS,
+    *(tiny("conv", "text-cnn-ids", lengths, form=form) for form in IDS_FORMS for lengths in ("equal", "questions")),
+    *(tiny("conv", kind, lengths) for kind in STACKS for lengths in ("equal", "questions")),
 ]
 
 RECURRENCE = Workload("lstm", 3, 7, 24, 6, lengths="questions", kind="recurrence")

@@ -9,8 +9,9 @@ import torch
 
 from kernels.bench import agreement
 from kernels.bench.agreement import expected
+from kernels.bench.convolutions import IDS_FORMS
 from kernels.bench.given import made_up
-from kernels.bench.workloads import FORMS, Workload
+from kernels.bench.workload import FORMS, VOCABULARY, Workload
 from tests.bench.conftest import CPU, FORMED, tiny
 
 
@@ -61,3 +62,25 @@ def test_a_folded_layer_is_given_token_ids_and_a_table(family: str, blocks: int)
         assert weights.table.shape == (11, blocks * 6)
     else:
         assert weights.tables.shape == (2, 12, blocks * 6) and not weights.tables[:, 0].any()
+
+
+def test_a_folded_text_cnn_is_the_embedded_one_with_tables() -> None:
+    embedded, folded = (made_up(tiny("conv", "text-cnn-ids", form=form), CPU) for form in IDS_FORMS)
+    assert embedded.x.data.tolist() == folded.x.data.tolist() and embedded.x.data.dtype == torch.int32
+    assert len({id(layer.embedding) for layer in embedded.weights}) == 1
+    assert [layer.tables.shape for layer in folded.weights] == [(width, 1 + VOCABULARY, 2) for width in (3, 4, 5)]
+    torch.testing.assert_close(embedded.encoder("framework")(), folded.encoder("framework")(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_temporal_network_is_causal_and_reaches_over_five_hundred_steps() -> None:
+    blocks = made_up(tiny("conv", "tcn"), CPU).weights
+    layers = [layer for block in blocks for layer in block.layers]
+    assert [len(block.layers) for block in blocks] == [2] * 4 and all(block.residual for block in blocks)
+    assert [layer.dilation for layer in layers] == [1, 2, 4, 8, 16, 32, 64, 128]
+    assert all(layer.keeps_steps and layer.right == 0 for layer in layers)
+    assert 1 + sum(layer.left for layer in layers) == 511
+
+
+def test_terms_are_those_of_the_longest_product_however_large_the_embedding() -> None:
+    ids, vectors = (expected(made_up(tiny("conv", kind), CPU)) for kind in ("text-cnn-ids", "text-cnn"))
+    assert ids.tolerance == vectors.tolerance

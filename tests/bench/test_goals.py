@@ -12,7 +12,8 @@ from kernels.bench import goals
 from kernels.bench.goals.lstm import EQUAL, QUESTIONS, RECURRENCES
 from kernels.bench.report import Row
 from kernels.bench.timing import Spread
-from kernels.bench.workloads import Workload, workloads
+from kernels.bench.workload import Workload
+from kernels.bench.workloads import workloads
 from tests.bench.conftest import measured, tiny
 
 BACKENDS = ("quick", "thorough", "reference")

@@ -12,7 +12,8 @@ from kernels.bench import goals
 from kernels.bench.goals.scan import CELLS
 from kernels.bench.report import Row
 from kernels.bench.timing import Spread
-from kernels.bench.workloads import FORMS, LONG_MEMORY, Workload, one_long_row, workloads
+from kernels.bench.workload import FORMS, LONG_MEMORY, Workload
+from kernels.bench.workloads import one_long_row, workloads
 
 BACKENDS = ("quick", "reference")
 COPIES = {one.family: one for one in CELLS if one.kind == "copy"}

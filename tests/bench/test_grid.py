@@ -17,7 +17,8 @@ from kernels.bench.given import Given, made_up
 from kernels.bench.measure import Bench, Findings
 from kernels.bench.peers.peer import Call, Peer
 from kernels.bench.timing import NotCapturableError, Spread
-from kernels.bench.workloads import FOLDED_FORMS, FORMS, LONG_MEMORY, VOCABULARY, Workload, workloads
+from kernels.bench.workload import FORMS, LONG_MEMORY, VOCABULARY, Workload
+from kernels.bench.workloads import FOLDED_FORMS, workloads
 from tests.bench.conftest import CPU, tiny
 
 SIZES = (256, 512, 1024), (1, 32, 256)

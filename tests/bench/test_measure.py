@@ -16,10 +16,10 @@ from kernels.bench.peers.discrete import lstm_gates
 from kernels.bench.peers.onnx_runtime import onnx_runtime
 from kernels.bench.peers.peer import Call, MissingError, Peer, wanted
 from kernels.bench.peers.sru_package import sru_package
-from kernels.bench.workloads import Workload
+from kernels.bench.workload import Workload
 from tests.bench.conftest import CPU, FORMED, RECURRENCE, TINY, measured, tiny
 
-OPTIONAL = {"onnxruntime", "sru package"}
+OPTIONAL = {"onnxruntime", "sru package", "direct loops"}
 
 
 def always(answer: Tensor) -> Peer:

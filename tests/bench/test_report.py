@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from operator import mul
 from pathlib import Path
 
@@ -14,9 +15,10 @@ from kernels.backend import FAMILIES
 from kernels.bench import __main__ as command
 from kernels.bench import questions, report
 from kernels.bench.peers.peer import Call, Peer
-from kernels.bench.report import Row, Setting
+from kernels.bench.report import MEMORY, SHARE, Row, Setting
 from kernels.bench.timing import Spread
-from kernels.bench.workloads import Workload, workloads
+from kernels.bench.workload import Workload
+from kernels.bench.workloads import workloads
 from tests.bench.conftest import CPU, FORMED, RECURRENCE, TINY, measured, tiny
 
 TEXTS = {"family", "workload", "want", "backend", "device", "dtype", "lengths", "timing", "date"}
@@ -57,6 +59,24 @@ def test_the_table_marks_the_fastest_of_each_timing() -> None:
     assert heading.split() == ["workload", "timing", "one", "other", "third"]
     assert eager.split()[-6:] == ["eager", "*20", "(19-21)", "1000", "(999-1001)", "-"]
     assert kernel.split()[-6:] == ["kernel", "3", "(2-4)", "-", "*2", "(1-3)"]
+
+
+def test_what_else_is_known_has_a_table_for_each_name_and_stands_in_the_record() -> None:
+    rows = [
+        replace(timed("one", "kernel", 3.0), extra={MEMORY: 3.0, SHARE: 0.5}),
+        replace(timed("one", "eager", 20.0), extra={MEMORY: 3.0, SHARE: 0.1}),
+        replace(timed("other", "eager", 30.0), extra={SHARE: 0.25}),
+        timed("third", "kernel", 2.0),
+    ]
+    of_memory, of_share = ([line.split() for line in part.splitlines()] for part in report.extras(rows).split("\n\n"))
+    assert of_memory == [["memory", "growth", "one"], [*str(tiny("lstm")).split(), "3"]]
+    assert of_share[0][-2:] == ["one", "other"] and of_share[1][-2:] == ["0.5", "0.25"]
+    assert rows[0].record(SETTING)[MEMORY] == 3.0 and SHARE not in rows[3].record(SETTING)
+    assert report.extras(rows[3:]) == ""
+
+
+def test_a_stack_s_record_says_how_many_layers_it_has() -> None:
+    assert replace(timed("one", "eager", 1.0), workload=tiny("conv", "tcn")).record(SETTING)["layers"] == 8
 
 
 @pytest.mark.parametrize(
@@ -129,6 +149,18 @@ def test_a_wrong_peer_makes_the_exit_status_one(
     assert command.main(["lstm", "--quick", "--out", str(tmp_path)]) == 1
     assert "WRONG: broken on lstm" in capsys.readouterr().out
     assert "broken" not in next(tmp_path.iterdir()).read_text()
+
+
+def test_shares_of_a_product_are_shown_and_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = [Workload("conv", 1, 8, 8, 8, kind="product"), tiny("conv", "dense-conv")]
+    monkeypatch.setattr(command, "workloads", lambda *_: few)
+    assert command.main(["conv", "--quick", "--out", str(tmp_path)]) == 0
+    assert "share of the product rate" in capsys.readouterr().out
+    records = [json.loads(line) for path in tmp_path.iterdir() for line in path.read_text().splitlines()]
+    assert [SHARE in record for record in records] == [record["workload"] != "product" for record in records]
+    assert len(records) > 2
 
 
 def test_the_goals_are_shown_and_written_beside_the_figures(

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kernels.bench.report import Row
-from kernels.bench.workloads import Workload
+from kernels.bench.workload import Workload
 
 HEADING = ("what", "found", "goal", "")
 Line = tuple[str, str, str, str]

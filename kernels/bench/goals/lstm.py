@@ -9,7 +9,8 @@ from statistics import geometric_mean
 
 from kernels.bench.goals.common import HEADING, Goal, Line, Ratios, Times
 from kernels.bench.report import aligned
-from kernels.bench.workloads import RECURRENCE_STEPS, Workload, workloads
+from kernels.bench.workload import Workload
+from kernels.bench.workloads import RECURRENCE_STEPS, workloads
 
 _WORKLOADS = [one for one in workloads("lstm", "cuda", quick=False) if one.dtype == "float16"]
 EQUAL = [one for one in _WORKLOADS if one.kind == "layer" and one.lengths == "equal"]

@@ -9,7 +9,8 @@ from itertools import groupby
 
 from kernels.bench.goals.common import HEADING, Goal, Line, Ratios, Times
 from kernels.bench.report import aligned
-from kernels.bench.workloads import FOLDED_FORMS, FORMS, LONG_MEMORY, Workload, of_the_figure, one_long_row, workloads
+from kernels.bench.workload import FORMS, LONG_MEMORY, Workload
+from kernels.bench.workloads import FOLDED_FORMS, of_the_figure, one_long_row, workloads
 
 CELLS = [one for family in FORMS for one in workloads(family, "cuda", quick=False) if one.in_grid]
 BLOCKS = {"sru": 4, "qrnn": 3}

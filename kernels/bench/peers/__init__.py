@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from kernels.bench.peers.beside import convolution, device_copy, first_sru_package, lstm, one_product
-from kernels.bench.peers.conv1d import conv1d
+from kernels.bench.peers.conv import CONV
 from kernels.bench.peers.discrete import gru_steps, lstm_gates, lstm_steps, qrnn_steps, sru_steps
 from kernels.bench.peers.layers import packed, padded
 from kernels.bench.peers.onnx_runtime import onnx_runtime
 from kernels.bench.peers.peer import Peer
 from kernels.bench.peers.sru_package import sru_package
-from kernels.bench.workloads import Workload, of_the_figure, one_long_row
+from kernels.bench.workload import Workload
+from kernels.bench.workloads import of_the_figure, one_long_row
 
 _LAYERS = (Peer("torch padded", padded), Peer("torch packed", packed))
 _ONNX_RUNTIME = Peer("onnxruntime", onnx_runtime, devices=("cpu",))
@@ -72,5 +73,5 @@ PEERS: dict[str, tuple[Peer, ...]] = {
     "gru": (*_LAYERS, Peer("torch by step", gru_steps), _ONNX_RUNTIME),
     "sru": (Peer("torch by step", sru_steps, takes=_beside_the_grid), _SRU_PACKAGE, *_ON_CUDA, *_FIGURE),
     "qrnn": (Peer("torch by step", qrnn_steps, takes=_beside_the_grid), _FIRST_SRU_PACKAGE, *_ON_CUDA),
-    "conv": (Peer("torch conv1d", conv1d),),
+    "conv": CONV,
 }

@@ -28,6 +28,16 @@ def one_product(given: Given) -> Call:
     return Call(lambda: torch.mm(data, matrix), right=right)
 
 
+def square_product(given: Given) -> Call:
+    """Of the data, as many rows as columns, and a matrix as large: all that a device can do."""
+    data = given.x.data
+    generator = torch.Generator(data.device).manual_seed(1)
+    matrix = torch.randn(data.shape[1], data.shape[1], generator=generator, device=data.device) * data.shape[1] ** -0.5
+    matrix = matrix.to(data.dtype)
+    right = _few(data, len(matrix), lambda few: few.double() @ matrix.double(), terms=len(matrix))
+    return Call(lambda: torch.mm(data, matrix), right=right)
+
+
 def lstm(given: Given) -> Call:
     """torch.nn.LSTM, padded, on a GPU cuDNN's."""
     other = another(given, "lstm")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from kernels.bench.agreement import Expected
 from kernels.bench.given import Given
-from kernels.bench.workloads import OURS_ALONE, Workload
+from kernels.bench.workload import OURS_ALONE, Workload
 
 
 class MissingError(Exception):
@@ -29,12 +29,14 @@ def as_it_is(answer: Any) -> Any:
 class Call:
     """`run` is what is timed; `read` makes its answer ours: (rows, hidden), or (tokens, hidden) where every step is wanted.
 
-    right: what it is compared with where it is another computation than our layer; read() then gives what that asks for.
+    right: what it is compared with where it is another computation than our layer; read() then gives what that asks for. extra:
+    what is to be known of it besides its time, by names of `kernels.bench.report`.
     """
 
     run: Callable[[], Any]
     read: Callable[[Any], Tensor] = as_it_is
     right: Expected | None = None
+    extra: Mapping[str, float] = field(default_factory=dict)
 
 
 def everything(workload: Workload) -> bool:

@@ -1,0 +1,107 @@
+"""The weights of a workload: normal values, scaled so that gates neither vanish nor saturate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from kernels.bench.workload import (
+    DILATIONS,
+    EMBEDDED,
+    FORMS,
+    IDS,
+    LONG_MEMORY,
+    STACKS,
+    TEMPORAL_WIDTH,
+    VOCABULARY,
+    Workload,
+)
+from kernels.contract import ConvBlock, ConvWeights, GRUWeights, LSTMWeights, QRNNWeights, SRUWeights
+from kernels.embedding import FIRST, fold_taps
+
+Normal = Callable[..., Tensor]
+
+
+def weights(workload: Workload, normal: Normal) -> tuple[Any, ...]:
+    """normal: gives an array of this shape, times `scale`."""
+    return WEIGHTS[workload.family](workload, normal)
+
+
+def _lstm(workload: Workload, normal: Normal) -> tuple[LSTMWeights, ...]:
+    """Of a recurrence, the data are the gate inputs."""
+    inputs, hidden = workload.inputs, workload.hidden
+    if workload.kind == "recurrence":
+        return (LSTMWeights(input=None, recurrent=normal(hidden, 4 * hidden, scale=hidden**-0.5), bias=None),)
+    matrices = normal(inputs, 4 * hidden, scale=inputs**-0.5), normal(hidden, 4 * hidden, scale=hidden**-0.5)
+    return (LSTMWeights(*matrices, bias=normal(4 * hidden)),)
+
+
+def _gru(workload: Workload, normal: Normal) -> tuple[GRUWeights, ...]:
+    inputs, hidden = workload.inputs, workload.hidden
+    matrices = normal(inputs, 3 * hidden, scale=inputs**-0.5), normal(hidden, 3 * hidden, scale=hidden**-0.5)
+    return (GRUWeights(*matrices, bias=normal(3 * hidden), recurrent_bias=normal(hidden)),)
+
+
+def _sru(workload: Workload, normal: Normal) -> tuple[SRUWeights, ...]:
+    """Over token ids, the skip is the fourth block of a table; else it is the data's own columns."""
+    inputs, hidden = workload.inputs, workload.hidden
+    bias, cell = normal(2 * hidden), normal(2 * hidden, scale=0.5) if workload.form == "v2" else None
+    if workload.form == LONG_MEMORY:
+        bias[:hidden] += 4
+    if workload.kind == "folded":
+        return (SRUWeights(input=None, bias=bias, cell=cell, table=normal(inputs, 4 * hidden)),)
+    return (SRUWeights(input=normal(inputs, 3 * hidden, scale=inputs**-0.5), bias=bias, cell=cell, skip_from=0),)
+
+
+def _qrnn(workload: Workload, normal: Normal) -> tuple[QRNNWeights, ...]:
+    """Over token ids, the rows of the tables before that of the first id are padding, and zero."""
+    inputs, hidden = workload.inputs, workload.hidden
+    bias, window = normal(3 * hidden), FORMS["qrnn"].index(workload.form) + 1
+    if workload.kind == "folded":
+        tables = normal(window, FIRST + inputs, 3 * hidden, scale=window**-0.5)
+        tables[:, :FIRST] = 0
+        return (QRNNWeights(input=None, bias=bias, tables=tables),)
+    return (QRNNWeights(normal(window, inputs, 3 * hidden, scale=(window * inputs) ** -0.5), bias),)
+
+
+def _conv(workload: Workload, normal: Normal) -> tuple[ConvWeights | ConvBlock, ...]:
+    """A text CNN takes windows that are whole, a dense layer gives a step for every step; of token ids, one embedding is for all."""
+    if workload.kind in STACKS:
+        return _temporal(workload, normal)
+    embedding = normal(VOCABULARY, workload.inputs) if workload.kind in IDS else None
+
+    def one(width: int) -> ConvWeights:
+        around = width // 2 if workload.kind == "dense-conv" else 0
+        filters = normal(width, workload.inputs, workload.outputs, scale=(width * workload.inputs) ** -0.5)
+        layer = ConvWeights(
+            filters, normal(workload.outputs), left=around, right=around, activation="relu", embedding=embedding
+        )
+        if embedding is None or workload.form == EMBEDDED:
+            return layer
+        return replace(layer, embedding=None, tables=fold_taps(embedding, filters))
+
+    return tuple(one(width) for width in workload.widths)
+
+
+def _temporal(workload: Workload, normal: Normal) -> tuple[ConvBlock, ...]:
+    """Causal layers, and around each two of them a residual (Bai et al. 2018)."""
+
+    def one(dilation: int) -> ConvWeights:
+        filters = normal(TEMPORAL_WIDTH, workload.inputs, workload.hidden, scale=(TEMPORAL_WIDTH * workload.inputs) ** -0.5)
+        left = (TEMPORAL_WIDTH - 1) * dilation
+        return ConvWeights(filters, normal(workload.hidden), left=left, dilation=dilation, activation="relu")
+
+    layers = [one(dilation) for dilation in DILATIONS]
+    return tuple(ConvBlock(pair, residual=True, activation="relu") for pair in zip(layers[::2], layers[1::2], strict=True))
+
+
+WEIGHTS: dict[str, Callable[[Workload, Normal], tuple[Any, ...]]] = {
+    "lstm": _lstm,
+    "gru": _gru,
+    "sru": _sru,
+    "qrnn": _qrnn,
+    "conv": _conv,
+}
