@@ -34,8 +34,7 @@ X_STAGES = 12
 FILTER_STAGES, FEW_FILTERS = 24, 4
 """Pieces of the filters that may be on their way, and how few should."""
 FEW_LINES, MORE_WAVES = 16, 1.125
-"""Lines beyond those of a tile that are always shared, and how many times as many waves of tiles there may be
-for that."""
+"""Lines beyond those of a tile that are always shared, and how many times as many waves of tiles there may be for that."""
 MOST_ADDED = 128
 """Places of a tile whose residual a thread has registers for."""
 WIDE, WIDEST = 16, 256
@@ -151,7 +150,6 @@ class Plan:
 def shape_for(problem: Problem) -> Shape:
     """The one that takes the least time by what was measured: that of a wave of tiles, one for each multiprocessor, as often as there are
     waves, and of setting maxima to zero where several tiles may have a row's."""
-
     measured = tuned(HERE / "tuned", torch.cuda.get_device_name(problem.device))
 
     def time(one: Mapping[str, float]) -> float:

@@ -42,13 +42,17 @@ class Cost:
     per_token: float
 
     @classmethod
-    def measured(cls, encoder: Encoder, rows: int, steps: int) -> Cost:
+    def measured(cls, encoder: Encoder, rows: int, steps: int, tokens: int) -> Cost:
         """One row tells the cost of a step, many rows what each further token adds.
 
-        Before that every size is tried: whatever a first batch of a size compiles or makes is then there before any caller.
+        Before that every size is tried, on a GPU up to as many tokens as a turn may have: whatever a first batch of a size compiles or
+        makes is then there before any caller.
         """
         for size in _doubling(rows):
             encoder.trial(size, steps)
+        if encoder.device.type == "cuda":
+            for longer in _doubling(max(1, tokens // (rows * steps)))[1:]:
+                encoder.trial(rows, min(steps * longer, encoder.spec.input.max_steps))
         alone, together = encoder.trial(1, steps), encoder.trial(rows, steps)
         return cls(alone / steps, max(0.0, together - alone) / (rows * steps))
 
@@ -73,7 +77,7 @@ class Engine:
             tokens = max(max_turn_tokens, shape.max_steps)
             self._staging[key] = Staging(max_turn_rows, tokens, shape.features, encoder.device)
             steps = max(min(16, shape.max_steps), encoder.spec.min_steps)
-            self._costs[key] = Cost.measured(encoder, rows=max_turn_rows, steps=steps)
+            self._costs[key] = Cost.measured(encoder, rows=max_turn_rows, steps=steps, tokens=tokens)
             metrics.weight_bytes.set(encoder.weight_bytes(), *key)
             for layer, backend in encoder.backends().items():
                 metrics.backend.set(1, *key, layer, backend)

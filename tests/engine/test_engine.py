@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from numpy.testing import assert_allclose
 from numpy.typing import NDArray
 
-from service.engine.engine import Encoded, Engine
+from service.engine.engine import Cost, Encoded, Engine
 from service.engine.turn import Chunk, Turn
 from service.metrics import Counter, Metrics
 from service.sequence import FEATURES, IDS, ModelKey, Returns
@@ -210,3 +213,22 @@ def test_a_turn_is_counted(engine: Engine, metrics: Metrics) -> None:
 
 def count(counter: Counter) -> float:
     return counter.values[WORDS][0]
+
+
+@pytest.mark.parametrize(
+    "device, longer", [("cpu", []), ("cuda:0", [(8, 8), (8, 16), (8, 32), (8, 50)])], ids=["on a CPU", "on a GPU"]
+)
+def test_where_kernels_are_compiled_for_sizes_every_size_of_a_turn_is_tried_before(
+    device: str, longer: list[tuple[int, int]]
+) -> None:
+    tried: list[tuple[int, int]] = []
+
+    def trial(rows: int, steps: int) -> float:
+        tried.append((rows, steps))
+        return 1.0
+
+    limits = SimpleNamespace(input=SimpleNamespace(max_steps=50))
+    encoder: Any = SimpleNamespace(device=torch.device(device), spec=limits, trial=trial)
+    Cost.measured(encoder, rows=8, steps=4, tokens=500)
+    assert tried[:-2] == [(1, 4), (2, 4), (4, 4), (8, 4), *longer]
+    assert tried[-2:] == [(1, 4), (8, 4)], "what is timed, last"
