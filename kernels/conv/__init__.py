@@ -68,7 +68,7 @@ def stack(
     on need be computed.
     """
     check_conv_stack(x, blocks, states)
-    encoded: Encoded = _of(_widest([layer for block in blocks for layer in block.layers]), backend).whole_stack(
+    encoded: Encoded = _of(widest([layer for block in blocks for layer in block.layers]), backend).whole_stack(
         x, blocks, states, want=want
     )
     return encoded
@@ -87,11 +87,12 @@ def text_cnn(
     All layers have the same embedding, or tables of their own, or take vectors. The state is None.
     """
     check_text_cnn(x, layers, classifier)
-    encoded: Encoded = _of(_widest(layers), backend).whole_text_cnn(x, layers, classifier)
+    encoded: Encoded = _of(widest(layers), backend).whole_text_cnn(x, layers, classifier)
     return encoded
 
 
-def _widest(layers: Sequence[ConvWeights]) -> ConvWeights:
+def widest(layers: Sequence[ConvWeights]) -> ConvWeights:
+    """Whose choice is that of all of them."""
     return max(layers, key=lambda layer: layer.outputs)
 
 

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from kernels.compile import PORTABLE_CLUSTER, Kernel, compiled
-from kernels.contract import ConvWeights, Ragged
-from kernels.conv.plan import BANKS, MOST_PLANS, NAMES, apart
-from kernels.conv.thinning import ALL, Thinned
+from kernels.contract import ConvWeights
+from kernels.conv.plan import MOST_PLANS, NAMES
+from kernels.conv.product import Steps, Target
+from kernels.conv.rows import Windows, of_banks
 from kernels.launching import PIECE, address, current, in_pieces, index_of, kept, parts_of, processors
 
 HERE = Path(__file__).parent
@@ -50,17 +51,11 @@ class Problem(NamedTuple):
     storage: torch.dtype
     activation: str
     banks: tuple[Bank, ...]
-    padding: tuple[int, int]
-    dilation: int
-    stride: int
+    windows: Windows
     height: int
-    rows: int
-    tokens: int
     columns: int
     labels: int
     pooled: bool
-    thinned: Thinned
-    wide: bool
     wide_ids: bool
 
 
@@ -74,62 +69,41 @@ class Plan:
     numbers: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """Where it goes: steps (tokens, columns) float32, whose rows begin at `offsets`, or where a thinned row does; or maxima (rows,
-    columns) float32, and scores (rows, labels) float32 of a classifier over them."""
+def gather(
+    x: Steps, banks: Sequence[ConvWeights], target: Target, classifier: Classifier | None = None, scores: Tensor | None = None
+) -> None:
+    """One launch for all banks, which differ in their widths and maps only. What it gives is float32.
 
-    steps: Tensor | None = None
-    offsets: Tensor | None = None
-    thinned: Thinned = ALL
-    maxima: Tensor | None = None
-    scores: Tensor | None = None
-
-
-def gather(ids: Ragged, banks: Sequence[ConvWeights], target: Target, classifier: Classifier | None = None) -> None:
-    """One launch for all banks, which differ in their widths and maps only."""
+    scores: (rows, labels) of the classifier over the maxima, weight (columns, labels) and bias (labels,).
+    """
     out = target.steps if target.maxima is None else target.maxima
-    assert out is not None
-    if not ids.rows or not out.shape[0]:
+    assert x.ids is not None and out is not None and target.residual is None
+    if not x.rows or not out.shape[0]:
         return
-    tables = [_table(bank) for bank in banks]
-    plan = _plan(_problem(ids, banks, tables, target, out))
-    none = [0] * (BANKS - len(banks))
+    one, tables = banks[0], [_table(bank) for bank in banks]
+    plan = _plan(
+        Problem(
+            index_of(x.offsets.device),
+            tables[0].dtype,
+            one.activation,
+            tuple(Bank(bank.shape[0], bank.outputs, table.stride(1)) for bank, table in zip(banks, tables, strict=True)),
+            x.windows(one, target.thinned),
+            height=tables[0].shape[1],
+            columns=out.shape[1],
+            labels=0 if scores is None else scores.shape[1],
+            pooled=target.maxima is not None,
+            wide_ids=x.wide_ids,
+        )
+    )
     weight, bias = classifier or (None, None)
     members = [
-        *map(address, (ids.data, target.offsets, target.steps, target.maxima, weight, bias, target.scores)),
-        *map(address, tables),
-        *none,
-        *(address(_bias(bank)) for bank in banks),
-        *none,
-        address(ids.offsets),
-        0,
+        *map(address, (x.ids, target.offsets, target.steps, target.maxima, weight, bias, scores)),
+        *of_banks(list(map(address, tables)), [address(_bias(bank)) for bank in banks]),
+        *(address(x.offsets), 0),
         *plan.numbers,
     ]
-    with current(ids.offsets.device):
+    with current(x.offsets.device):
         plan.kernel.launch(plan.blocks, plan.shared, members, early=True)
-
-
-def _problem(ids: Ragged, banks: Sequence[ConvWeights], tables: Sequence[Tensor], target: Target, out: Tensor) -> Problem:
-    one = banks[0]
-    return Problem(
-        index_of(ids.offsets.device),
-        tables[0].dtype,
-        one.activation,
-        tuple(Bank(bank.shape[0], bank.outputs, table.stride(1)) for bank, table in zip(banks, tables, strict=True)),
-        (one.left, one.right),
-        one.dilation,
-        one.stride,
-        tables[0].shape[1],
-        ids.rows,
-        ids.data.shape[0],
-        out.shape[1],
-        0 if target.scores is None else target.scores.shape[1],
-        target.maxima is not None,
-        target.thinned,
-        ids.offsets.dtype == torch.int64,
-        ids.data.dtype == torch.int64,
-    )
 
 
 @lru_cache(MOST_PLANS)
@@ -137,27 +111,24 @@ def _plan(problem: Problem) -> Plan:
     """A row has blocks of its own, and warps that share its windows where there are few rows; with a classifier, they are a cluster."""
     firsts = [0, *accumulate(parts_of(bank.outputs, PIECE) for bank in problem.banks)]
     groups, classifies = parts_of(firsts[-1], PIECES_AT_ONCE), problem.labels > 0
-    few = problem.rows * groups <= FEW_GROUPS * processors(problem.device)
+    rows, tokens = problem.windows.rows, problem.windows.tokens
+    few = rows * groups <= FEW_GROUPS * processors(problem.device)
     parts = 1 if not few else groups if not classifies else parts_of(groups, parts_of(groups, PORTABLE_CLUSTER))
     together = min(parts_of(groups, parts), MOST_WARPS)  # groups of pieces that a block has at once
     split = max(split for split in SPLITS if split == 1 or (few and together * split <= MOST_WARPS))
-    shares = 1 if problem.pooled else min(MOST_SHARES, max(1, problem.tokens // problem.rows // WINDOWS_OF_A_BLOCK))
-    columns = [0, *accumulate(bank.outputs for bank in problem.banks)]
-    by_bank = [
-        *map(list, zip(*((bank.stride, bank.width, bank.outputs) for bank in problem.banks), strict=True)),
-        columns,
-        firsts,
-    ]
+    shares = 1 if problem.pooled else min(MOST_SHARES, max(1, tokens // rows // WINDOWS_OF_A_BLOCK))
+    columns = accumulate((bank.outputs for bank in problem.banks[:-1]), initial=0)
     numbers = [
-        *_rows(problem),
+        *problem.windows.numbers(),
         problem.wide_ids,
-        problem.dilation,
+        problem.windows.dilation,
         problem.columns,
         problem.labels,
         firsts[-1],
         len(problem.banks),
         problem.height,
-        *(value for values in by_bank for value in (*values, *[0] * BANKS)[:BANKS]),
+        *of_banks(*([getattr(bank, name) for bank in problem.banks] for name in ("stride", "width", "outputs"))),
+        *of_banks(list(columns), firsts[:-1]),
     ]
     constants = {
         "BFLOAT16": problem.storage == torch.bfloat16,
@@ -165,21 +136,13 @@ def _plan(problem: Problem) -> Plan:
         "ACTIVATION": 0 if problem.pooled else NAMES.index(problem.activation),
         "SPLIT": split,
         "CLASSIFIES": classifies,
-        "CTAS": parts if classifies else 1,
-        "THINNED": problem.thinned.most > 0,
+        "THINNED": problem.windows.thinned_out.most > 0,
     }
+    warps, cluster = split * together, parts if classifies else 1
     named = {name: int(value) for name, value in constants.items()}
-    warps = split * together
-    kernel = compiled(HERE / "folded.cu", problem.device, threads=32 * warps, cluster=named["CTAS"], **named)
+    kernel = compiled(HERE / "folded.cu", problem.device, threads=32 * warps, cluster=cluster, CTAS=cluster, **named)
     shared = 4 * (32 * warps + (problem.columns if classifies else 0))
-    return Plan(kernel, (problem.rows, parts, shares), shared, list(map(int, numbers)))
-
-
-def _rows(problem: Problem) -> list[int]:
-    """Those that come in are whole."""
-    out, (left, right) = problem.thinned, problem.padding
-    stride = apart(ALL, out) if out.most else problem.stride
-    return [problem.wide, problem.rows, 0, 1, 0, out.most, out.every, left, right, stride]
+    return Plan(kernel, (rows, parts, shares), shared, list(map(int, numbers)))
 
 
 def _bias(weights: ConvWeights) -> Tensor:

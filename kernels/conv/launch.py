@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import repeat
 
 import torch
@@ -19,10 +18,10 @@ from kernels.backend import Problem
 from kernels.contract import GATED, ConvBlock, ConvState, ConvWeights, Encoded, Outputs, Ragged
 from kernels.conv import framework
 from kernels.conv.composed import composed_stack, composed_text_cnn, keep_steps, only_the_last
-from kernels.conv.folded import Target as Sums
 from kernels.conv.folded import gather
-from kernels.conv.plan import BANKS, LEAST_PIECE_BYTES, WIDEST, most_windows
+from kernels.conv.plan import LEAST_PIECE_BYTES, WIDEST
 from kernels.conv.product import STATELESS, Context, Steps, Target, convolve, window_offsets
+from kernels.conv.rows import BANKS, most_windows
 from kernels.conv.thinning import ALL, LAST, Thinned, thinned
 from kernels.launching import PIECE, kept, refused_by_device, round_up
 from kernels.pooling import pooled
@@ -40,20 +39,18 @@ def refused(problem: Problem) -> str | None:
 
 def conv(x: Ragged, weights: ConvWeights, state: ConvState | None, *, want: Outputs) -> Encoded:
     """Shapes as in `kernels.contract`."""
-    if weights.tables is not None:
-        return _gathered(x, weights, want)
-    if not _multiplies(weights):
+    if not _takes(weights):
         return framework_run(x, weights, state, want=want)
-    steps = _taken(x, weights)
+    steps, needed = _taken(x, weights), LAST if want == LAST_STEP and weights.keeps_steps else ALL
     context, after = _context(steps, weights, state)
-    encoded = _given(steps, weights, want, context, ALL if want != LAST_STEP or not weights.keeps_steps else LAST)
+    encoded = _given(steps, weights, want, context, needed)
     return replace(encoded, state=None if weights.takes_ids else _state(after, weights, state, x))
 
 
 def stack(x: Ragged, blocks: Sequence[ConvBlock], states: Sequence[ConvState] | None, *, want: Outputs) -> Encoded:
     """Shapes as in `kernels.contract`."""
     layers = [layer for block in blocks for layer in block.layers]
-    if not all(_gathers(layer) if layer.tables is not None else _multiplies(layer) for layer in layers):
+    if not all(map(_takes, layers)):
         return composed_stack(framework_run)(x, blocks, states, want=want)
     needed = iter(thinned(layers) if only_the_last(blocks, states, want) else [ALL] * len(layers))
     before = repeat(None) if states is None else iter(states)
@@ -78,19 +75,16 @@ def stack(x: Ragged, blocks: Sequence[ConvBlock], states: Sequence[ConvState] | 
 def text_cnn(x: Ragged, layers: Sequence[ConvWeights], classifier: tuple[Tensor, Tensor] | None) -> Encoded:
     """Shapes as in `kernels.contract`."""
     one = layers[0]
-    if len(layers) > BANKS or not all(_pools(layer) and _alike(layer, one) for layer in layers):
+    if len(layers) > BANKS or not all(layer.activation == "relu" and _takes(layer) and _alike(layer, one) for layer in layers):
         return composed_text_cnn(conv)(x, layers, classifier)
-    maxima = one.bias.new_empty(x.rows, sum(layer.outputs for layer in layers), dtype=torch.float32)
-    if one.tables is None:
-        convolve(_taken(x, one), layers, Target(maxima=maxima))
-    elif classifier is None or any(part.dtype != one.tables.dtype for part in classifier):
-        gather(x, layers, Sums(maxima=maxima))
-    else:
-        weight, bias = (part.contiguous() for part in classifier)
-        scores = maxima.new_empty(x.rows, weight.shape[1])
-        gather(x, layers, Sums(maxima=maxima, scores=scores), (weight, bias))
-        return Encoded(None, max=maxima, scores=scores)
-    return Encoded(None, max=maxima, scores=None if classifier is None else product(maxima, *classifier))
+    steps = _taken(x, one)
+    if one.tables is None or classifier is None or any(part.dtype != one.tables.dtype for part in classifier):
+        maxima = _maxima(steps, layers)
+        return Encoded(None, max=maxima, scores=None if classifier is None else product(maxima, *classifier))
+    weight, bias = (part.contiguous() for part in classifier)
+    maxima, scores = _room(steps, layers), one.bias.new_empty(x.rows, weight.shape[1], dtype=torch.float32)
+    gather(steps, layers, Target(maxima=maxima), (weight, bias), scores)
+    return Encoded(None, max=maxima, scores=scores)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,19 +104,9 @@ def _alike(layer: ConvWeights, other: ConvWeights) -> bool:
     return layer is other or (shapes[0] == shapes[1] and layer.stride == other.stride == 1)
 
 
-def _pools(weights: ConvWeights) -> bool:
-    """Whether its maxima never leave the kernel as steps."""
-    return weights.activation == "relu" and _multiplies(weights)
-
-
-def _multiplies(weights: ConvWeights) -> bool:
-    """Whether its filters are not too wide for the kernel."""
-    return weights.shape[0] <= WIDEST
-
-
-def _gathers(weights: ConvWeights) -> bool:
-    """Whether its tables can be added up by the kernel."""
-    return weights.activation not in GATED
+def _takes(weights: ConvWeights) -> bool:
+    """Whether the kernels run it: tables that are added up have no gates, and filters that are multiplied are not too wide."""
+    return weights.activation not in GATED if weights.tables is not None else weights.shape[0] <= WIDEST
 
 
 def _taken(x: Ragged, weights: ConvWeights) -> Steps:
@@ -148,7 +132,7 @@ def _added(entered: Steps, block: ConvBlock, needed: Thinned) -> Added:
 
 def _between(x: Steps, weights: ConvWeights, context: Context, needed: Thinned, added: Added) -> Steps:
     """The steps that the next layer takes, as wide as it reads them: what stands beside the outputs is zero."""
-    if x.ids is not None and weights.tables is not None:
+    if weights.tables is not None:
         steps = _summed(x, weights, needed)
         return Steps(in_pairs(steps.to(weights.tables.dtype)), _offsets_after(x, weights), needed)
     count = x.rows * needed.most if needed.most else x.tokens if weights.keeps_steps else _most_windows(x, weights)
@@ -161,20 +145,13 @@ def _between(x: Steps, weights: ConvWeights, context: Context, needed: Thinned, 
 
 def _given(x: Steps, weights: ConvWeights, want: Outputs, context: Context, needed: Thinned, added: Added = NOTHING) -> Encoded:
     """What leaves the device; the state is None."""
-    new = partial(weights.bias.new_empty, dtype=torch.float32)
     offsets = _offsets_after(x, weights)
-    if x.ids is not None and weights.tables is not None:
-        if want == MAXIMUM and weights.activation == "relu":
-            maxima = new((x.rows, weights.outputs))
-            gather(Ragged(x.ids, x.offsets), [weights], Sums(maxima=maxima))
-            return Encoded(None, max=maxima, offsets=offsets)
+    if want == MAXIMUM and weights.activation == "relu" and added is NOTHING:
+        return Encoded(None, max=_maxima(x, [weights], context), offsets=offsets)
+    if weights.tables is not None:
         steps = _summed(x, weights, needed)
-    elif want == MAXIMUM and weights.activation == "relu" and added is NOTHING:
-        maxima = new((x.rows, weights.outputs))
-        convolve(x, [weights], Target(maxima=maxima), context)
-        return Encoded(None, max=maxima, offsets=offsets)
     else:
-        steps = new((_count(x, weights, needed), weights.outputs))
+        steps = weights.bias.new_empty(_count(x, weights, needed), weights.outputs, dtype=torch.float32)
         convolve(x, [weights], Target(steps, offsets, needed, residual=added.steps, after=added.activation), context)
     if needed.most:
         return Encoded(None, last=steps, offsets=offsets)
@@ -183,19 +160,26 @@ def _given(x: Steps, weights: ConvWeights, want: Outputs, context: Context, need
     return replace(pooled(steps, offsets, want, directions=1), offsets=offsets)
 
 
+def _maxima(x: Steps, layers: Sequence[ConvWeights], context: Context = STATELESS) -> Tensor:
+    """Over time, of all layers side by side, (rows, columns) float32; they have ReLU."""
+    maxima = _room(x, layers)
+    if layers[0].tables is None:
+        convolve(x, layers, Target(maxima=maxima), context)
+    else:
+        gather(x, layers, Target(maxima=maxima))
+    return maxima
+
+
+def _room(x: Steps, layers: Sequence[ConvWeights]) -> Tensor:
+    """For the maxima."""
+    return layers[0].bias.new_empty(x.rows, sum(layer.outputs for layer in layers), dtype=torch.float32)
+
+
 def _summed(x: Steps, weights: ConvWeights, needed: Thinned) -> Tensor:
     """Every step that is needed, float32, of rows of tables."""
-    assert x.ids is not None
     steps = weights.bias.new_empty(_count(x, weights, needed), weights.outputs, dtype=torch.float32)
-    gather(Ragged(x.ids, x.offsets), [weights], Sums(steps, _offsets_after(x, weights), needed))
+    gather(x, [weights], Target(steps, _offsets_after(x, weights), needed))
     return steps
-
-
-def _gathered(x: Ragged, weights: ConvWeights, want: Outputs) -> Encoded:
-    if not _gathers(weights):
-        return framework_run(x, weights, None, want=want)
-    needed = LAST if want == LAST_STEP and weights.keeps_steps else ALL
-    return _given(_taken(x, weights), weights, want, STATELESS, needed)
 
 
 def in_pairs(values: Tensor) -> Tensor:
@@ -220,8 +204,7 @@ def _count(x: Steps, weights: ConvWeights, needed: Thinned) -> int:
         return x.rows * needed.most
     if weights.keeps_steps and x.exact:
         return x.tokens
-    lengths = torch.diff(x.offsets).cpu().numpy().astype("int64")
-    return int(weights.steps(lengths).sum())
+    return int(weights.steps(Ragged(x.data, x.offsets).lengths).sum())
 
 
 def _offsets_after(x: Steps, weights: ConvWeights) -> Tensor:

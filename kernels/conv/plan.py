@@ -16,13 +16,12 @@ import torch
 from kernels.compile import Kernel, compiled, shared_limit
 from kernels.contract import ACTIVATIONS, GATED, ContractError
 from kernels.conv.packing import DEPTH
+from kernels.conv.rows import Windows, apart, most_windows, of_banks
 from kernels.conv.thinning import Thinned
 from kernels.launching import parts_of, processors, round_up
 from kernels.tuning import tuned
 
 HERE = Path(__file__).parent
-BANKS = 8
-"""Widths that one launch takes."""
 MOST_PLACES = 2**31 - 2**16
 """Of one call: they are counted in 32 bits."""
 FILTER_BYTES = 64 * DEPTH * 2
@@ -64,29 +63,22 @@ class Problem(NamedTuple):
     storage: torch.dtype
     activation: str
     banks: tuple[Bank, ...]
-    padding: tuple[int, int]
-    dilation: int
-    stride: int
-    rows: int
-    tokens: int
+    windows: Windows
     inputs: int
     piece: int
-    thinned: Thinned
-    thinned_out: Thinned
     columns: int
     pooled: bool
     float32: bool
     residual: tuple[int, Thinned] | None
     after: str
     goes_on: bool
-    wide: bool
     wide_ids: bool
     known: bool
     followed: bool
 
     @property
     def reaches(self) -> list[int]:
-        return [(bank.width - 1) * self.dilation + 1 for bank in self.banks]
+        return [(bank.width - 1) * self.windows.dilation + 1 for bank in self.banks]
 
     @property
     def width(self) -> int:
@@ -95,16 +87,17 @@ class Problem(NamedTuple):
     @property
     def places(self) -> int:
         """Of windows that have lines of their own."""
-        if self.thinned_out.most:
-            return self.rows * self.thinned_out.most
-        if self.stride > 1:
-            return most_windows(self.tokens, self.rows, sum(self.padding), max(self.reaches), self.stride)
-        return self.tokens + self.rows * self.more
+        rows, tokens, padding, _, stride, _, thinned_out, _ = self.windows
+        if thinned_out.most:
+            return rows * thinned_out.most
+        if stride > 1:
+            return most_windows(tokens, rows, sum(padding), max(self.reaches), stride)
+        return tokens + rows * self.more
 
     @property
     def more(self) -> int:
         """How many more windows than steps a row may give, where they are one step apart."""
-        return max(0, sum(self.padding) - min(self.reaches) + 1)
+        return max(0, sum(self.windows.padding) - min(self.reaches) + 1)
 
 
 class Shape(NamedTuple):
@@ -179,26 +172,21 @@ def planned(problem: Problem, shape: Shape) -> Plan:
         shape = NARROWEST
         lines = _lines(problem, shape)
     if lines.places > MOST_PLACES:
-        raise ContractError(f"x has {problem.tokens} tokens, at most about {MOST_PLACES} are taken at once")
+        raise ContractError(f"x has {problem.windows.tokens} tokens, at most about {MOST_PLACES} are taken at once")
     alone = problem.pooled and lines.places <= shape.places
     positions = max(1, parts_of(lines.places, shape.places))
     order = sorted(range(len(problem.banks)), key=lambda bank: -problem.banks[bank].width)
-    firsts, tiles = [0] * BANKS, 0
+    firsts, tiles = [0] * len(order), 0
     for bank in order:
         firsts[bank] = tiles
         tiles += positions * parts_of(problem.banks[bank].maps, shape.maps)
     blocks = min(tiles, processors(problem.device))
     kernel, shared = _kernel(problem, shape, lines, alone=alone, many=tiles > blocks)
-    by_bank = (
-        [bank.width for bank in problem.banks],
-        [bank.outputs for bank in problem.banks],
-        [bank.column for bank in problem.banks],
-    )
     numbers = [
-        *_rows(problem, lines),
+        *problem.windows.numbers(lines.gap),
         problem.wide_ids,
         problem.inputs,
-        problem.dilation // problem.thinned.every,
+        problem.windows.dilation // problem.windows.thinned.every,
         lines.stage,
         problem.columns,
         *_residual(problem),
@@ -206,8 +194,7 @@ def planned(problem: Problem, shape: Shape) -> Plan:
         len(problem.banks),
         problem.known,
         problem.known or not problem.followed,
-        *(value for values in by_bank for value in (*values, *[0] * (BANKS - len(values)))),
-        *firsts,
+        *of_banks(*([getattr(bank, name) for bank in problem.banks] for name in ("width", "outputs", "column")), firsts),
     ]
     return Plan(kernel, blocks, shared, shape.maps, alone, list(map(int, numbers)))
 
@@ -215,45 +202,22 @@ def planned(problem: Problem, shape: Shape) -> Plan:
 def _lines(problem: Problem, shape: Shape) -> Lines:
     """Taps see the same lines where a tile's windows are one step apart, filters do not reach too far, and the room that this needs
     between rows makes hardly more waves of tiles: zeros may be those of two rows at once, the steps of a chunk before may not."""
-    places, reach = problem.places, max(problem.reaches)
-    if problem.stride == 1 and not problem.thinned_out.most and reach - 1 <= max(shape.places // 2, FEW_LINES):
-        gap = max(problem.more, sum(problem.padding) if problem.goes_on else max(problem.padding))
-        together = problem.tokens + problem.rows * gap
+    windows, places, reach = problem.windows, problem.places, max(problem.reaches)
+    if windows.stride == 1 and not windows.thinned_out.most and reach - 1 <= max(shape.places // 2, FEW_LINES):
+        gap = max(problem.more, sum(windows.padding) if problem.goes_on else max(windows.padding))
+        together = windows.tokens + windows.rows * gap
         if _waves(problem, together, shape) <= MORE_WAVES * _waves(problem, places, shape):
             lines = shape.places + reach - 1
             return Lines(lines, lines, True, gap, together)
-    gap = problem.more if problem.stride == 1 else 0
+    gap = problem.more if windows.stride == 1 else 0
     return Lines(shape.places, problem.width * shape.places, False, gap, places)
-
-
-def _rows(problem: Problem, lines: Lines) -> list[int]:
-    every, out = problem.thinned.every, problem.thinned_out
-    left, right = problem.padding
-    stride = apart(problem.thinned, out) if out.most else problem.stride
-    return [
-        problem.wide,
-        problem.rows,
-        problem.thinned.most,
-        every,
-        lines.gap,
-        out.most,
-        out.every,
-        left // every,
-        right,
-        stride,
-    ]
-
-
-def apart(inner: Thinned, outer: Thinned) -> int:
-    """How many of the inner steps each of the outer ones is from the next."""
-    return max(1, outer.every // inner.every) if outer.most > 1 else 1
 
 
 def _residual(problem: Problem) -> list[int]:
     if problem.residual is None:
         return [0] * 4
     columns, steps = problem.residual
-    return [columns, steps.most, steps.every, apart(steps, problem.thinned_out)]
+    return [columns, steps.most, steps.every, apart(steps, problem.windows.thinned_out)]
 
 
 def _kernel(problem: Problem, shape: Shape, lines: Lines, *, alone: bool, many: bool) -> tuple[Kernel, int]:
@@ -274,7 +238,7 @@ def _kernel(problem: Problem, shape: Shape, lines: Lines, *, alone: bool, many: 
         "POOLED": problem.pooled,
         "ALONE": alone,
         "STEPS_FLOAT32": problem.float32,
-        "THINNED": problem.thinned_out.most > 0,
+        "THINNED": problem.windows.thinned_out.most > 0,
         "PIECE_BYTES": problem.piece,
         "SHARED_LINES": lines.shared,
         "GROUPS": shape.groups,
@@ -300,8 +264,3 @@ def _stages(problem: Problem, shape: Shape, stage_bytes: int, limit: int, shared
         if filter_stages >= min(FEW_FILTERS, taps):
             return x_stages, filter_stages
     raise ContractError(f"this device has no room for filters that are {problem.width} wide")
-
-
-def most_windows(tokens: int, rows: int, padding: int, reach: int, stride: int) -> int:
-    """As many as can come out of so many steps in so many rows."""
-    return (tokens + rows * max(0, padding - reach + stride)) // stride

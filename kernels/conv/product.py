@@ -17,7 +17,8 @@ from torch.nn import functional
 
 from kernels.contract import ConvWeights
 from kernels.conv.packing import packed_bias, packed_filters
-from kernels.conv.plan import BANKS, MOST_PIECE_BYTES, Bank, Problem, planned, shape_for
+from kernels.conv.plan import MOST_PIECE_BYTES, Bank, Problem, planned, shape_for
+from kernels.conv.rows import Windows, of_banks
 from kernels.conv.thinning import ALL, Thinned
 from kernels.launching import PIECE, address, current, index_of, kept, round_up
 
@@ -42,6 +43,23 @@ class Steps:
     @property
     def tokens(self) -> int:
         return (self.data if self.ids is None else self.ids).shape[0]
+
+    @property
+    def wide_ids(self) -> bool:
+        return self.ids is not None and self.ids.dtype == torch.int64
+
+    def windows(self, weights: ConvWeights, thinned_out: Thinned) -> Windows:
+        """Those of a convolution."""
+        return Windows(
+            self.rows,
+            self.tokens,
+            (weights.left, weights.right),
+            weights.dilation,
+            weights.stride,
+            self.thinned,
+            thinned_out,
+            wide=self.offsets.dtype == torch.int64,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +96,7 @@ def convolve(
     followed: the next launch knows the offsets through this one.
     """
     problem = _problem(x, banks, target, context, followed)
-    if not problem.rows:
+    if not x.rows:
         return
     plan = planned(problem, shape_for(problem))
     if target.maxima is not None and not plan.alone:
@@ -90,16 +108,15 @@ def convolve(
     filters = [kept(bank.packed, ("filters", plan.maps), partial(packed_filters, bank, plan.maps)) for bank in banks]
     biases = [kept(bank.packed, ("bias", plan.maps), partial(packed_bias, bank, plan.maps)) for bank in banks]
     residual = None if target.residual is None else target.residual.data
-    none = [None] * (BANKS - len(banks))
-    arrays = [
-        *(x.data, x.ids, context.before, context.after, context.lines_after, target.offsets),
-        *(residual, target.steps, target.maxima),
-        *(*filters, *none),
-        *(*biases, *none),
-        *(x.offsets, _places(x, banks[0], target)),
+    around = context.before, context.after, context.lines_after
+    members = [
+        *map(address, (x.data, x.ids, *around, target.offsets, residual, target.steps, target.maxima)),
+        *of_banks(list(map(address, filters)), list(map(address, biases))),
+        *map(address, (x.offsets, _places(x, banks[0], target))),
+        *plan.numbers,
     ]
     with current(x.offsets.device):
-        plan.kernel.launch((plan.blocks, 1, 1), plan.shared, [*map(address, arrays), *plan.numbers], early=early)
+        plan.kernel.launch((plan.blocks, 1, 1), plan.shared, members, early=early)
 
 
 def _problem(x: Steps, banks: Sequence[ConvWeights], target: Target, context: Context, followed: bool) -> Problem:
@@ -119,23 +136,16 @@ def _problem(x: Steps, banks: Sequence[ConvWeights], target: Target, context: Co
             Bank(bank.shape[0], bank.shape[2], bank.outputs if exactly else round_up(bank.outputs, PIECE), column)
             for bank, column in zip(banks, columns, strict=False)
         ),
-        padding=(one.left, one.right),
-        dilation=one.dilation,
-        stride=one.stride,
-        rows=x.rows,
-        tokens=x.tokens,
+        windows=x.windows(one, target.thinned),
         inputs=data.shape[1],
         piece=math.gcd(2 * data.shape[1], MOST_PIECE_BYTES, *read),
-        thinned=x.thinned,
-        thinned_out=target.thinned,
         columns=out.shape[1],
         pooled=target.steps is None,
         float32=target.steps is not None and exactly,
         residual=None if residual is None else (residual.data.shape[1], residual.thinned),
         after=target.after,
         goes_on=context.before is not None,
-        wide=x.offsets.dtype == torch.int64,
-        wide_ids=x.ids is not None and x.ids.dtype == torch.int64,
+        wide_ids=x.wide_ids,
         known=x.known,
         followed=followed,
     )

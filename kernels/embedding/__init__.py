@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from kernels.contract import Ragged, Sizes
+from kernels.launching import round_up
 from kernels.windows import Places
 
 FIRST = 1
@@ -99,7 +100,7 @@ def _whole(tables: Tensor) -> Tensor:
 
 def _aligned(columns: int, dtype: torch.dtype) -> int:
     """So many columns that rows of them begin at multiples of ALIGNED_BYTES."""
-    return -(-columns * dtype.itemsize // ALIGNED_BYTES) * ALIGNED_BYTES // dtype.itemsize
+    return round_up(columns * dtype.itemsize, ALIGNED_BYTES) // dtype.itemsize
 
 
 def folded_bytes(

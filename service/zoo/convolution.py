@@ -62,7 +62,7 @@ class Convolutions(Runs):
         return None if first.residual else _folded_bytes(first.layers[0], table)
 
     def backend(self) -> str:
-        return conv_kernel.choice(max(self._layers(), key=lambda layer: layer.outputs)).backend.name
+        return conv_kernel.choice(conv_kernel.widest(self._layers())).backend.name
 
     def tensors(self) -> list[Tensor]:
         projections = [block.projection for block in self._blocks if block.projection is not None]
@@ -104,7 +104,7 @@ class TextCNN(Runs):
         return sum(_folded_bytes(layer, table) for layer in self._layers)
 
     def backend(self) -> str:
-        return conv_kernel.choice(self._layers[0]).backend.name
+        return conv_kernel.choice(conv_kernel.widest(self._layers)).backend.name
 
     def tensors(self) -> list[Tensor]:
         return once([tensor for layer in (*self._layers, *(self._of_ids or ())) for tensor in tensors_of(layer)])

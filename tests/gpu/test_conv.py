@@ -20,7 +20,8 @@ from kernels.backend import explain
 from kernels.contract import ConvBlock, Encoded, Outputs, Ragged
 from kernels.conv import conv, plan, stack, text_cnn
 from kernels.conv import product as launched
-from kernels.conv.plan import BANKS, WIDEST, Shape
+from kernels.conv.plan import WIDEST, Shape
+from kernels.conv.rows import BANKS
 from tests.gpu.inputs import TOLERANCE, close, joined, stored
 from tests.gpu.sanitizer import TOOLS, finds_nothing
 from tests.kernels import inputs

@@ -22,8 +22,9 @@ from kernels.backend import Problem, explain
 from kernels.contract import ContractError, ConvState, ConvWeights, Outputs, Ragged
 from kernels.conv import folded, launch, plan
 from kernels.conv import product as launched
-from kernels.conv.plan import BANKS, Shape
+from kernels.conv.plan import Shape
 from kernels.conv.product import Context, Steps, Target, convolve
+from kernels.conv.rows import BANKS
 from kernels.tuning import tuned
 from tests.kernels.families import Form
 from tests.kernels.inputs import EVERYTHING, Given
@@ -633,22 +634,3 @@ def test_on_a_cpu_or_in_float32_the_framework_runs(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(launching, "installed", lambda: True)
     assert launch.refused(Problem(torch.device("cuda:0"), torch.float32, 96)) == "its weights are float16 or bfloat16"
-
-
-@pytest.mark.parametrize(
-    "devices, installed, capability, why",
-    [
-        (1, True, (9, 0), None),
-        (0, True, (9, 0), "there is no cuda:0 here"),
-        (1, False, (9, 0), "CuPy is not installed"),
-        (1, True, (8, 9), "needs compute capability 9.0, this device has 8.9"),
-        (1, True, (10, 0), "needs compute capability 9.0, this device has 10.0"),
-    ],
-)
-def test_a_gpu_is_taken_or_it_is_said_why_not(
-    devices: int, installed: bool, capability: tuple[int, int], why: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    monkeypatch.setattr(launching, "installed", lambda: installed)
-    assert launch.refused(Problem(torch.device("cuda:0"), HALF, 96)) == why

@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 from kernels.contract import ConvWeights
-from kernels.conv.plan import apart
+from kernels.conv.rows import apart
 from kernels.conv.thinning import ALL, LAST, Thinned, thinned
 
 some_dilations = st.sampled_from([1, 2, 3, 4, 6, 8])

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kernels import launching
-from kernels.backend import Problem, explain
+from kernels.backend import explain
 from kernels.contract import ContractError, Outputs, QRNNState, Ragged, SRUState
 from kernels.qrnn import launch as qrnn_launch
 from kernels.scan import launch
@@ -543,22 +543,3 @@ def test_without_rows_nothing_is_launched(form: families.Form, kernels: list[Ker
 @pytest.mark.parametrize("family", ["sru", "qrnn"])
 def test_on_a_cpu_the_framework_runs(family: str) -> None:
     assert explain(family, device="cpu", dtype="float16", hidden=96) == "fused: runs on an NVIDIA GPU\nframework: chosen"
-
-
-@pytest.mark.parametrize(
-    "devices, installed, capability, why",
-    [
-        (1, True, (9, 0), None),
-        (0, True, (9, 0), "there is no cuda:0 here"),
-        (1, False, (9, 0), "CuPy is not installed"),
-        (1, True, (8, 9), "needs compute capability 9.0, this device has 8.9"),
-        (1, True, (10, 0), "needs compute capability 9.0, this device has 10.0"),
-    ],
-)
-def test_a_gpu_is_taken_or_it_is_said_why_not(
-    devices: int, installed: bool, capability: tuple[int, int], why: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    monkeypatch.setattr(launching, "installed", lambda: installed)
-    assert launch.refused(Problem(torch.device("cuda:0"), torch.float16, 96)) == why

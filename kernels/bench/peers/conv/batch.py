@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad as padded
@@ -85,7 +86,8 @@ def _pooled(given: Given, layer: ConvWeights, run: Windows, longest: int) -> Cal
 
 def whole_windows(given: Given, layer: ConvWeights) -> list[int]:
     """Of each row, for a layer that looks at nothing beyond its ends."""
-    return [max(steps - layer.reach + 1, 0) for steps in given.lengths]
+    counts: list[int] = layer.steps(np.array(given.lengths)).tolist()
+    return counts
 
 
 def until(given: Given, counts: list[int], longest: int) -> Tensor:
