@@ -39,7 +39,8 @@ def arithmetic(storage: torch.dtype, device: torch.device) -> torch.dtype:
 class Ragged:
     """Sequences laid end to end.
 
-    data: (tokens, ...); offsets: (rows + 1,) int32 or int64 on data's device, from 0 to tokens, never falling.
+    data: (tokens, ...); offsets: (rows + 1,) int32 or int64 on data's device, from 0 to tokens, never falling. On a GPU, where nobody
+    looks at them, they may end before the data: the tokens after all rows belong to none, and what comes out for them means nothing.
     """
 
     data: Tensor
@@ -411,10 +412,13 @@ def whole_windows(steps: Sizes, reach: int, stride: int) -> Sizes:
 
 
 def reversal(offsets: Tensor, tokens: int) -> Tensor:
-    """(tokens,) int64: where each token of the rows, read back to front, comes from. Waits for no device."""
-    token = torch.arange(tokens, device=offsets.device)
-    after = torch.searchsorted(offsets.long(), token, right=True)
-    return offsets[after - 1] + offsets[after] - 1 - token
+    """(tokens,) where each token of the rows, read back to front, comes from; what stands for a token after all rows means nothing. Waits
+    for no device."""
+    # Of as few operations as can be: each of them is a launch. One more than the token is the first that is not before it.
+    beyond = torch.arange(1, tokens + 1, device=offsets.device, dtype=offsets.dtype)
+    row = torch.searchsorted(offsets[1:], beyond)
+    both_ends = offsets + offsets.roll(-1)
+    return both_ends[row].sub_(beyond).clamp_(min=0)
 
 
 def check_lstm(x: Ragged, weights: LSTMWeights, state: LSTMState | None) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from service.errors import ModelError, ServiceError, SettingsError, StartError
-from service.lifeline import Birth, Pulse, tell
+from service.lifeline import DEVICE_LOST, Birth, Pulse, tell
 from service.logs import Log
 from service.metrics import Metrics
 from service.sequence import ModelKey
@@ -72,37 +72,46 @@ def run_front() -> None:
 def run_engine() -> None:
     """An engine process, from birth to the supervisor's end of file."""
     from service.channel import Kind
+    from service.engine.device import DeviceLost
     from service.sequence import Hello
     from service.worker import Worker
 
     birth = Birth.read()
     settings, metrics = birth.read_settings(), Metrics()
     control, pulse = birth.open_control(), Pulse(birth.pulse)
+    log = Log(f"engine-{birth.place}")
     try:
-        engine = build_engine(settings, metrics)
+        engine = build_engine(settings, metrics, place=birth.place)
     except StartError as fault:
         tell(control, Kind.FAILED, str(fault))
         return
-    hello = Hello(engine.loaded())
+    hello = Hello(engine.loaded(), birth.place)
     for one in hello.models:
-        Log("engine").info("loaded", model=one.name, version=one.version, device=one.device, backends=one.backends)
-    worker = Worker(control, pulse, _batcher(settings, engine, metrics), engine, hello, metrics)
+        log.info("loaded", model=one.name, version=one.version, device=one.device, backends=one.backends)
+    worker = Worker(control, pulse, _batcher(settings, engine, metrics, log), engine, hello, metrics)
     _settle()
-    worker.run()
+    try:
+        worker.run()
+    except DeviceLost as lost:
+        log.error("device lost", error=str(lost))
+        # At once: nothing that was computed may leave any more, and what torch holds cannot be given back.
+        os._exit(DEVICE_LOST)
 
 
-def build_engine(settings: Settings, metrics: Metrics, only: str | None = None) -> Engine:
-    """An engine with every model, or only the named one, loaded and warm; raises StartError."""
+def build_engine(settings: Settings, metrics: Metrics, only: str | None = None, *, place: int = 0) -> Engine:
+    """The engine of this place, with every model, or only the named one, loaded and warm; raises StartError."""
     import torch
 
     from kernels import compile as compiler
+    from service.engine.device import hold
     from service.engine.engine import Engine
     from service.zoo import store
     from service.zoo.encoder import Encoder
 
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - settings.fronts))
+    torch.set_num_threads(compute_threads(len(os.sched_getaffinity(0)), settings))
     compiler.keep_in(settings.cache)
-    device = _device(settings.device)
+    device = _device(settings.devices[place])
+    hold(device)
     encoders = {
         ModelKey(name, version): Encoder(model, store.read_arrays(folder, model), device, settings.fold_limit_bytes)
         for name, versions in catalog(settings.models).items()
@@ -112,20 +121,26 @@ def build_engine(settings: Settings, metrics: Metrics, only: str | None = None) 
     return Engine(encoders, metrics, max_turn_rows=settings.max_turn_rows, max_turn_tokens=settings.max_turn_tokens)
 
 
+def compute_threads(cores: int, settings: Settings) -> int:
+    """Those of one engine: the cores that the fronts leave are shared by the engines."""
+    return max(1, (cores - settings.fronts) // len(settings.devices))
+
+
 def answer(settings: Settings, name: str, texts: list[str]) -> list[dict[str, Any]]:
-    """Answer texts in this process, without a server; raises what the HTTP door would have said."""
+    """Answer texts in this process, on the first device, without a server; raises what the HTTP door would have said."""
     from service.faces import answers, wire
     from service.sequence import Answer
 
     model = wire.served(_served(settings.models), name, None)
     metrics = Metrics()
-    batcher = _batcher(settings, build_engine(settings, metrics, only=model.spec.name), metrics)
+    engine = build_engine(settings, metrics, only=model.spec.name)
+    batcher = _batcher(settings, engine, metrics, Log("infer"))
     request, data = wire.sequences(wire.InferBody(model=name, inputs=texts), model, settings, time.monotonic())
     replies: list[tuple[Answer, list[bytes]]] = []
     errors: list[ServiceError] = []
     batcher.submit(request, data, lambda *reply: replies.append(reply), errors.append)
-    while batcher.step():
-        pass
+    while not replies and not errors:
+        batcher.step()
     if errors:
         raise errors[0]
     shapes, arrays = replies[0]
@@ -138,14 +153,14 @@ def _settle() -> None:
     gc.freeze()
 
 
-def _batcher(settings: Settings, engine: Engine, metrics: Metrics) -> Batcher:
+def _batcher(settings: Settings, engine: Engine, metrics: Metrics, log: Log) -> Batcher:
     from service.batching.batcher import Batcher
     from service.batching.scheduler import Scheduler
 
     scheduler = Scheduler(
         max_waiting=settings.max_waiting, max_turn_rows=settings.max_turn_rows, max_turn_tokens=settings.max_turn_tokens
     )
-    return Batcher(scheduler, engine, metrics, time.monotonic, Log("engine"))
+    return Batcher(scheduler, engine, metrics, time.monotonic, log)
 
 
 def _served(root: Path) -> dict[str, dict[str, Served]]:

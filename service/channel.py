@@ -34,6 +34,7 @@ class Kind(IntEnum):
     ANSWER = 3
     REFUSAL = 4
     HELLO = 5
+    LOAD = 6
 
     SETTINGS = 16
     ATTACH = 17
@@ -68,7 +69,10 @@ def encode(kind: int, id: int, body: Any = None, tail: Iterable[Any] = ()) -> by
 
 
 class Channel:
-    """One end of the pair. `open` turns false at the peer's end-of-file; its owner then closes it."""
+    """One end of the pair. `open` turns false at the peer's end-of-file; its owner then closes it.
+
+    Frames leave and come in order, so that `frames_sent` at one end and `frames_received` at the other say which of them have come.
+    """
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
@@ -77,6 +81,8 @@ class Channel:
         self._sockets: deque[int] = deque()
         self._outgoing: deque[tuple[bytearray, list[int]]] = deque()
         self.open = True
+        self.frames_sent = 0
+        self.frames_received = 0
         self.bytes_sent = 0
         self.writes = 0
 
@@ -87,12 +93,18 @@ class Channel:
         """Queue one encoded frame, with a socket to hand over if wanted; the caller may close its own copy afterwards."""
         if not self.open:
             return
+        self.frames_sent += 1
         if attached is not None:
             self._outgoing.append((bytearray(frame), [os.dup(attached.fileno())]))
         elif self._outgoing and not self._outgoing[-1][1]:
             self._outgoing[-1][0].extend(frame)
         else:
             self._outgoing.append((bytearray(frame), []))
+
+    @property
+    def outgoing(self) -> bool:
+        """Whether anything is left to write."""
+        return bool(self._outgoing)
 
     def flush(self) -> bool:
         """Write what the socket takes; true when nothing is left to write."""
@@ -151,6 +163,7 @@ class Channel:
             at = end
         view.release()
         del self._received[:at]
+        self.frames_received += len(frames)
         return frames
 
     def _take_socket(self, kind: int) -> socket.socket | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -10,18 +11,20 @@ from dataclasses import dataclass, field
 import msgspec
 
 from service.channel import Channel, pair
-from service.lifeline import PATIENCE_SECONDS, Birth, Pulse
+from service.lifeline import DEVICE_LOST, PATIENCE_SECONDS, Birth, Pulse
 from service.metrics import Snapshot
 from service.settings import Settings
 
 ENGINE = "engine"
+LAST_WORD_SECONDS = 0.5
+"""How long a process that has closed its control channel may take to end by itself."""
 QUIET = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0", "TOKENIZERS_PARALLELISM": "false"}
 """Compute threads that wait must sleep: the fronts share the cores."""
 
 
 @dataclass(slots=True, eq=False)
 class Child:
-    """`name` is its place in the house (engine, front-0), which its successor takes over; `verdict` is why it ended."""
+    """`name` is its place in the house (engine-0, front-0), which its successor takes over; `verdict` is why it ended."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -52,9 +55,14 @@ class Child:
             self.process.wait()
 
     def bury(self) -> int:
-        """Make sure that it has ended and give back what it held; returns its exit status."""
+        """Make sure that it has ended and give back what it held; returns its exit status, which may be the verdict."""
+        # Its end of the channel closes a moment before it ends: killed in that moment, it could not say why.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(LAST_WORD_SECONDS)
         self.process.kill()
         status = self.process.wait()
+        if self.role == ENGINE and self.verdict == "ended" and status == DEVICE_LOST:
+            self.verdict = "device_lost"
         self.control.close()
         if self.pulse is not None:
             self.pulse.close()
@@ -72,18 +80,20 @@ class Child:
 
 def start(name: str, settings: Settings, listening: int) -> Child:
     """A new process. An engine has a pulse, whose first beat is due when its models must be loaded; a front has the port."""
+    role, _, place = name.partition("-")
     mine, theirs = pair()
-    pulse = Pulse() if name == ENGINE else None
+    pulse = Pulse() if role == ENGINE else None
     if pulse is not None:
         pulse.beat(settings.start_seconds)
     birth = Birth(
         supervisor=os.getpid(),
         settings=settings.model_dump_json(),
         control=theirs.fileno(),
+        place=int(place),
         listening=-1 if pulse else listening,
         pulse=pulse.descriptor if pulse else -1,
     )
-    child = Child(name, _spawn(name.partition("-")[0], birth), Channel(mine), pulse)
+    child = Child(name, _spawn(role, birth), Channel(mine), pulse)
     theirs.close()
     return child
 

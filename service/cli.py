@@ -103,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     one = commands.add_parser("serve", parents=[shared], help="answer requests until SIGTERM")
     _setting(one, "--host", help="address to listen on")
     _setting(one, "--port", help="HTTP port; 0 takes a free one")
-    _setting(one, "--device", metavar="auto|cpu|cuda:N", help="where models run")
+    _setting(one, "--device", metavar="auto|cpu|cuda:N,...", help="where models run: an engine for each device named")
     _setting(one, "--fronts", metavar="N", help="processes that parse requests")
     one.set_defaults(run=serve)
     one = commands.add_parser("infer", parents=[shared], help="answer texts without a server")

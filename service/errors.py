@@ -10,6 +10,7 @@ ServiceError
 ├── UnsupportedMedia      a content type or encoding that is not read here
 ├── Overloaded            the queue or the channel is full
 ├── Unavailable           the service is not ready: loading
+├── OutOfMemory           the device has no memory for this request
 ├── EngineLost            the engine process ended and the request could not be run again in time
 ├── DeadlineExceeded      the caller's deadline passed first
 └── InferenceFailed       the model raised: a bug of ours or of the model
@@ -71,6 +72,10 @@ class Unavailable(ServiceError):
     code = "unavailable"
 
 
+class OutOfMemory(ServiceError):
+    code = "out_of_memory"
+
+
 class EngineLost(ServiceError):
     code = "engine_lost"
 
@@ -100,6 +105,7 @@ STATUS: dict[type[ServiceError], Status] = {
     UnsupportedMedia: Status(415, "UNIMPLEMENTED"),
     Overloaded: Status(503, "UNAVAILABLE"),
     Unavailable: Status(503, "UNAVAILABLE"),
+    OutOfMemory: Status(503, "UNAVAILABLE"),
     EngineLost: Status(503, "UNAVAILABLE"),
     DeadlineExceeded: Status(504, "DEADLINE_EXCEEDED"),
     InferenceFailed: Status(500, "INTERNAL"),

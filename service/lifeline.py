@@ -21,14 +21,20 @@ IDLE_SECONDS = 0.5
 """An idle process shows a sign of life this often."""
 PATIENCE_SECONDS = 2.0
 """How long the next sign of life may take when nothing longer was announced."""
+DEVICE_LOST = 70
+"""Exit status of an engine whose device failed."""
 
 
 class Birth(msgspec.Struct, frozen=True):
-    """What a child reads from its standard input: settings as JSON, its supervisor, and the descriptors that it inherited."""
+    """What a child reads from its standard input: settings as JSON, its supervisor, and the descriptors that it inherited.
+
+    `place` numbers those of its kind from 0: an engine runs on the device that has this place in the settings.
+    """
 
     supervisor: int
     settings: str
     control: int
+    place: int = 0
     listening: int = -1
     pulse: int = -1
 
@@ -62,7 +68,11 @@ class Pulse:
 
     def beat(self, next_seconds: float = PATIENCE_SECONDS) -> None:
         """Alive now; the next beat comes within `next_seconds`."""
-        self._due[0] = time.monotonic() + next_seconds
+        self.beat_by(time.monotonic() + next_seconds)
+
+    def beat_by(self, moment: float) -> None:
+        """Alive until then at least, on the machine's monotonic clock."""
+        self._due[0] = moment
 
     def late_seconds(self) -> float:
         """How long the next sign of life is overdue; negative while it is not."""

@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Log:
-    """Writes events of one process; `process` names it (supervisor, front, engine)."""
+    """Writes events of one process; `process` names it (supervisor, front, engine-0)."""
 
     def __init__(self, process: str) -> None:
         self._process = process

@@ -7,14 +7,15 @@ sets: nothing a caller sends becomes one.
 
 from __future__ import annotations
 
+import operator
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from service.errors import STATUS, DeadlineExceeded, InvalidInput, Overloaded, UnknownModel
+from service.errors import STATUS, DeadlineExceeded, InvalidInput, OutOfMemory, Overloaded, UnknownModel
 
 SECONDS = (50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 50e-3, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -24,10 +25,13 @@ CUT_OFF = "cut_off"
 """Outcome of a request that a drain did not wait for."""
 FAULTS = (*(kind.code for kind, status in STATUS.items() if status.http >= 500), CUT_OFF)
 """Outcomes that are the server's fault, whatever the caller did."""
-REFUSALS = tuple(kind.code for kind in (Overloaded, DeadlineExceeded, UnknownModel, InvalidInput))
+REFUSALS = tuple(kind.code for kind in (Overloaded, DeadlineExceeded, UnknownModel, InvalidInput, OutOfMemory))
 CANCELLED_WHILE = ("waiting", "running")
-RESTARTS = (("engine", "ended"), ("engine", "hung"), ("engine", "failed"), ("front", "ended"), ("front", "failed"))
-"""Only an engine has a pulse by which it is seen to hang."""
+RESTARTS = (
+    *(("engine", reason) for reason in ("ended", "hung", "failed", "device_lost")),
+    *(("front", reason) for reason in ("ended", "failed")),
+)
+"""Only an engine has a pulse by which it is seen to hang, and a device to lose."""
 
 Rows = list[tuple[tuple[str, ...], list[float]]]
 Snapshot = dict[str, Rows]
@@ -62,7 +66,11 @@ class Counter(Series):
 
 
 class Gauge(Series):
-    """A level of now; summed over the living processes."""
+    """A level of now; summed over the living processes, unless they are `alike`: then the largest is shown."""
+
+    def __init__(self, name: str, help: str, labels: tuple[str, ...] = (), *, alike: bool = False) -> None:
+        super().__init__(name, help, labels)
+        self.alike = alike
 
     def set(self, value: float, *labels: str) -> None:
         self._at(labels, 1)[0] = value
@@ -99,11 +107,18 @@ class Metrics:
         self.padding_avoided = Counter(
             "seqserve_padding_avoided_tokens", "Steps that padding each turn to its longest row would have added.", model
         )
+        self.padded_tokens = Counter(
+            "seqserve_padded_tokens", "Steps computed for nobody, as a CUDA graph has more room than the turn.", model
+        )
+        self.turns = Counter("seqserve_turns", "Turns run, by one CUDA graph or launch after launch.", (*model, "by"))
         self.stage_seconds = Histogram("seqserve_stage_seconds", "Time in each stage.", (*model, "stage"), SECONDS)
         self.turn_rows = Histogram("seqserve_turn_rows", "Sequences in a turn.", model, ROWS)
         self.turn_tokens = Histogram("seqserve_turn_tokens", "Steps in a turn.", model, TOKENS)
-        self.slots = Gauge("seqserve_slots", "Places for sequences in a turn.")
+        self.slots = Gauge("seqserve_slots", "Places for sequences in a turn.", alike=True)
         self.queue_depth = Gauge("seqserve_queue_depth", "Sequences waiting for a turn.")
+        self.backlog_seconds = Gauge(
+            "seqserve_backlog_seconds", "Predicted seconds of all that waits or runs in an engine.", ("engine",)
+        )
         self.refused = Counter("seqserve_refused", "Requests the engine refused before they ran.", ("reason",))
         self.failed = Counter("seqserve_failed", "Requests on which the model raised.", model)
         self.cancelled = Counter(
@@ -117,8 +132,14 @@ class Metrics:
         self.channel_writes = Counter("seqserve_channel_writes", "Write calls on channels.", ("writer",))
         self.restarts = Counter("seqserve_process_restarts", "Processes replaced.", ("process", "reason"))
         self.ready = Gauge("seqserve_ready", "1 when requests are answered.")
-        self.weight_bytes = Gauge("seqserve_model_weight_bytes", "Bytes of weights and tables on the device.", model)
-        self.backend = Gauge("seqserve_kernel_backend_info", "1 for each kernel backend in use.", (*model, "layer", "backend"))
+        self.weight_bytes = Gauge("seqserve_model_weight_bytes", "Bytes of weights and tables on all devices.", model)
+        self.graphs = Gauge("seqserve_graphs", "Sizes of turns captured as CUDA graphs.", model)
+        self.device_mallocs = Counter("seqserve_device_mallocs", "Times that memory was asked of the device (cudaMalloc).")
+        self.device_allocations = Counter("seqserve_device_allocations", "Blocks of device memory handed out by its allocator.")
+        self.device_reserved_bytes = Gauge("seqserve_device_reserved_bytes", "Device memory held by its allocator.")
+        self.backend = Gauge(
+            "seqserve_kernel_backend_info", "1 for each kernel backend in use.", (*model, "layer", "backend"), alike=True
+        )
 
     def start(self, models: Iterable[tuple[str, str]]) -> None:
         """Show from the beginning, at 0, every count whose first rise must not be missed, for these models and versions.
@@ -146,14 +167,16 @@ class Metrics:
 
 
 def merged(snapshots: Iterable[Mapping[str, Rows]]) -> Snapshot:
-    """The sum of snapshots, label by label."""
+    """The sum of snapshots, label by label; of a level that all processes have alike, the largest."""
+    alike = {one.name for one in Metrics().series() if isinstance(one, Gauge) and one.alike}
     totals: dict[str, dict[tuple[str, ...], list[float]]] = {}
     for snapshot in snapshots:
         for name, rows in snapshot.items():
             total = totals.setdefault(name, {})
+            together: Callable[[float, float], float] = max if name in alike else operator.add
             for labels, values in rows:
                 key = tuple(labels)
-                total[key] = [a + b for a, b in zip(total[key], values, strict=True)] if key in total else list(values)
+                total[key] = [together(a, b) for a, b in zip(total[key], values, strict=True)] if key in total else list(values)
     return {name: list(total.items()) for name, total in totals.items()}
 
 

@@ -72,16 +72,26 @@ class Refusal(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Loaded(msgspec.Struct, array_like=True, frozen=True):
-    """What the engine says of a model that it serves: which kernels run it and what it holds."""
+    """What the engine says of a model that it serves: which kernels run it, what it holds, and what it costs.
+
+    per_step, per_token: seconds for each step of the longest sequence in a turn, and for each step of all.
+    """
 
     name: str
     version: str
     device: str
     backends: list[str]
     weight_bytes: int
+    per_step: float = 0.0
+    per_token: float = 0.0
+
+    def seconds(self, lengths: list[int]) -> float:
+        """How long a request with sequences of these lengths is expected to take alone."""
+        return self.per_step * max(lengths) + self.per_token * sum(lengths)
 
 
 class Hello(msgspec.Struct, array_like=True, frozen=True):
-    """An engine's first word on a channel: it is ready, and for these models."""
+    """An engine's first word on a channel: it is ready, for these models, and which of the engines it is, counted from 0."""
 
     models: list[Loaded]
+    place: int = 0

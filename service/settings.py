@@ -4,12 +4,13 @@ of precedence, and passed down as plain values; an unknown name or an impossible
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from service.errors import SettingsError
 
@@ -20,6 +21,17 @@ CONFIG = "SEQSERVE_CONFIG"
 Positive = Annotated[int, Field(gt=0)]
 PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+def _device_list(said: str) -> str:
+    """auto, or a list of devices in which no GPU stands twice."""
+    devices = said.split(",")
+    if said != "auto" and not all(re.fullmatch(r"cpu|cuda:(0|[1-9][0-9]*)", device) for device in devices):
+        raise ValueError("say auto, or name the device of each engine, cpu or cuda:N, with commas and no spaces between them")
+    twice = {device for device in devices if device != "cpu" and devices.count(device) > 1}
+    if twice:
+        raise ValueError(f"{', '.join(sorted(twice))} is named twice: one engine has the whole of a GPU, so name each once")
+    return said
 
 
 class Settings(BaseModel):
@@ -33,8 +45,9 @@ class Settings(BaseModel):
     """HTTP port; 0 takes a free one, which the ready line names."""
     models: Path = Path(__file__).resolve().parent.parent / "models"
     """Folder of model folders: <name>/<version>/model.toml."""
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda:\d+)$")] = "auto"
-    """auto, cpu or cuda:N; auto takes the first GPU that works, else the CPU."""
+    device: Annotated[str, AfterValidator(_device_list)] = "auto"
+    """auto, or cpu and cuda:N with commas between them: on each of them an engine serves all models. auto takes the first GPU that
+    works, else the CPU."""
     fronts: Positive = 1
     """Processes that parse and tokenise requests."""
     cache: Path = Path("~/.cache/seqserve")
@@ -47,13 +60,13 @@ class Settings(BaseModel):
     max_inputs: Positive = 64
     """Most sequences in one request."""
     max_waiting: Positive = 1024
-    """Most sequences waiting for a turn; one more is refused."""
+    """Most sequences waiting for a turn of one engine; one more is refused."""
     max_turn_rows: Positive = 64
-    """Most sequences in one turn of the engine."""
+    """Most sequences in one turn of an engine."""
     max_turn_tokens: Positive = 4096
     """Most steps, over all sequences, in one turn; a longer sequence runs alone."""
     channel_bytes: Positive = 64 << 20
-    """Most bytes of unanswered requests between one front and the engine; one more is refused."""
+    """Most bytes of unanswered requests between one front and one engine; one more is refused."""
 
     default_deadline_ms: Positive = 5_000
     """Deadline of a request that names none."""
@@ -65,6 +78,11 @@ class Settings(BaseModel):
     """After that: how long requests in flight may take."""
     start_seconds: PositiveSeconds = 120.0
     """Longest an engine may take to load and warm up before it is replaced."""
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The device of each engine, in the order of their places."""
+        return tuple(self.device.split(","))
 
     @model_validator(mode="after")
     def _limits_fit_together(self) -> Settings:
@@ -120,7 +138,9 @@ def _validated(said: Mapping[str, tuple[str, Any]]) -> Settings:
 
 def _complaint(error: Mapping[str, Any], said: Mapping[str, tuple[str, Any]]) -> str:
     name = str(error["loc"][0]) if error["loc"] else ""
+    ours = error["type"] == "value_error"
+    reason = str(error["msg"]).removeprefix("Value error, ") if ours else str(error["msg"]).lower()
     if name not in said:
-        return str(error["msg"]).removeprefix("Value error, ")
+        return reason
     source, value = said[name]
-    return f"{source} is {value!r}: {error['msg'].lower()}"
+    return f"{source} is {value!r}: {reason}"

@@ -1,6 +1,6 @@
 """Starts, watches and replaces the other processes; opens the port; gathers the metrics. Answers no request itself.
 
-Down is up reversed: say not ready, serve on for the lame-duck time, close the port, let the fronts drain, end the engine.
+Down is up reversed: say not ready, serve on for the lame-duck time, close the port, let the fronts drain, end the engines.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class Supervisor:
         self._metrics.ready.set(0.0)
         self._gatherer = Gatherer(self._metrics)
         self._selector = selectors.DefaultSelector()
-        self._names = [ENGINE, *(f"front-{index}" for index in range(settings.fronts))]
+        engines, fronts = range(len(settings.devices)), range(settings.fronts)
+        self._names = [*(f"{ENGINE}-{place}" for place in engines), *(f"front-{place}" for place in fronts)]
         self._children: dict[str, Child] = {}
         self._due = dict.fromkeys(self._names, 0.0)
         self._deaths: dict[str, list[float]] = {name: [] for name in self._names}
@@ -64,11 +65,18 @@ class Supervisor:
                 self._tick()
         finally:
             self._listening.close()
+            # All are told before one is waited for: they end side by side.
+            for child in self._children.values():
+                child.control.close()
             for child in self._children.values():
                 child.end()
         if self._fault is not None:
             raise StartError(self._fault)
         self._log.info("ended")
+
+    @property
+    def _engines(self) -> list[Child]:
+        return [child for child in self._children.values() if child.role == ENGINE]
 
     @property
     def _fronts(self) -> list[Child]:
@@ -102,16 +110,16 @@ class Supervisor:
             self._gatherer.count(child, frame)
 
     def _note_own_lateness(self) -> None:
-        """When this process itself was not run for a while, nor was the engine: its lateness proves nothing."""
+        """When this process itself was not run for a while, nor were the engines: their lateness proves nothing."""
         now = time.monotonic()
         if now - self._last_tick > PATIENCE_SECONDS / 2:
             self._patient_until = now + PATIENCE_SECONDS
         self._last_tick = now
 
     def _look_ready(self) -> None:
-        """The engine is loaded, and the fronts have met it."""
-        engine = self._children.get(ENGINE)
-        self._metrics.ready.set(float(engine is not None and engine.ready and self._signal is None))
+        """Ready while an engine is loaded and a front has met one; announced once all of them are."""
+        engine, front = (any(child.ready for child in children) for children in (self._engines, self._fronts))
+        self._metrics.ready.set(float(engine and front and self._signal is None))
         ready = [child for child in self._children.values() if child.ready]
         if not self._announced and len(ready) == len(self._names):
             self._announced = True
@@ -121,7 +129,7 @@ class Supervisor:
 
     def _start_due(self) -> None:
         for name, due in list(self._due.items()):
-            if due <= time.monotonic() and (name == ENGINE or self._kill_at is None):
+            if due <= time.monotonic() and (name.startswith(ENGINE) or self._kill_at is None):
                 del self._due[name]
                 self._start(name)
 

@@ -19,16 +19,21 @@ HANG_FACTOR = 10.0
 """A turn that takes longer than this many times its prediction, and PATIENCE_SECONDS, is taken for a hang."""
 
 
-class Predicts(Protocol):
+class Runs(Protocol):
+    """What the loop asks of an engine besides its batcher."""
+
+    @property
+    def running_since(self) -> tuple[float, Turn] | None: ...
+
     def predicted_seconds(self, turn: Turn) -> float: ...
+
+    def count_memory(self) -> None: ...
 
 
 class Worker:
     """Serves the fronts that the supervisor attaches, until the supervisor closes `control`."""
 
-    def __init__(
-        self, control: Channel, pulse: Pulse, batcher: Batcher, engine: Predicts, hello: Hello, metrics: Metrics
-    ) -> None:
+    def __init__(self, control: Channel, pulse: Pulse, batcher: Batcher, engine: Runs, hello: Hello, metrics: Metrics) -> None:
         self._control = control
         self._pulse = pulse
         self._batcher = batcher
@@ -36,6 +41,7 @@ class Worker:
         self._hello = hello
         self._metrics = metrics
         self._tickets: dict[Channel, dict[int, Ticket]] = {}
+        self._answered: set[Channel] = set()
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ)
 
@@ -43,15 +49,28 @@ class Worker:
         """Loop until the supervisor's end of file."""
         tell(self._control, Kind.READY)
         while self._control.open:
-            self._pulse.beat()
-            self._drain(0.0 if self._batcher.waiting else IDLE_SECONDS)
+            self._beat()
+            # While the device works the loop does not sleep: it would wake too late for the turn's end.
+            self._drain(0.0 if self._batcher.waiting or self._engine.running_since else IDLE_SECONDS)
             self._batcher.step(self._before_launch)
             self._metrics.queue_depth.set(self._batcher.waiting)
-            for channel in list(self._tickets):
+            for channel in [channel for channel in self._tickets if channel.outgoing]:
                 self._flush(channel)
 
+    def _beat(self) -> None:
+        """A turn that runs must end in time, however lively this loop is."""
+        running = self._engine.running_since
+        if running is None:
+            self._pulse.beat()
+        else:
+            since, turn = running
+            self._pulse.beat_by(since + self._patience(turn))
+
     def _before_launch(self, turn: Turn) -> None:
-        self._pulse.beat(max(PATIENCE_SECONDS, HANG_FACTOR * self._engine.predicted_seconds(turn)))
+        self._pulse.beat(self._patience(turn))
+
+    def _patience(self, turn: Turn) -> float:
+        return max(PATIENCE_SECONDS, HANG_FACTOR * self._engine.predicted_seconds(turn))
 
     def _drain(self, timeout: float) -> None:
         for key, events in self._selector.select(timeout):
@@ -72,6 +91,8 @@ class Worker:
             self._selector.register(channel, selectors.EVENT_READ)
             channel.send(encode(Kind.HELLO, 0, self._hello))
         elif frame.kind == Kind.GATHER:
+            self._engine.count_memory()
+            self._metrics.backlog_seconds.set(self._batcher.backlog_seconds(), str(self._hello.place))
             tell(self._control, Kind.COUNTS, self._metrics.snapshot(), frame.id)
 
     def _serve(self, channel: Channel, frame: Frame) -> None:
@@ -97,10 +118,12 @@ class Worker:
 
     def _send(self, channel: Channel, id: int, frame: bytes) -> None:
         channel.send(frame)
+        self._answered.add(channel)
         self._tickets[channel].pop(id, None)
 
     def _flush(self, channel: Channel) -> None:
         """Write what the front takes now; the rest leaves when the selector says that there is room."""
+        self._report(channel)
         bytes_before, writes_before = channel.bytes_sent, channel.writes
         done = channel.flush()
         self._metrics.channel_bytes.add("engine", by=channel.bytes_sent - bytes_before)
@@ -110,9 +133,16 @@ class Worker:
             return
         self._selector.modify(channel, selectors.EVENT_READ | (0 if done else selectors.EVENT_WRITE))
 
+    def _report(self, channel: Channel) -> None:
+        """Beside answers a front hears how much work is left here, and how many of its frames are counted in that."""
+        if channel in self._answered:
+            self._answered.discard(channel)
+            channel.send(encode(Kind.LOAD, channel.frames_received, self._batcher.backlog_seconds()))
+
     def _forget(self, channel: Channel) -> None:
         """The front has ended: nobody waits for its requests any more."""
         self._selector.unregister(channel)
+        self._answered.discard(channel)
         for ticket in self._tickets.pop(channel, {}).values():
             self._batcher.cancel(ticket)
         channel.close()

@@ -24,6 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # a caller of a server that may run elsewhere: it knows how long questions are, and how a machine is named
     "loadtest": {"kernels.bench"},
     "loadtest.sensors": {"service.zoo"},
+    "loadtest.bench_engine": {"kernels.bench", "loadtest", "service"},
     "service.sequence": LEAVES,
     "service.errors": LEAVES,
     "service.metrics": LEAVES,

@@ -155,6 +155,20 @@ def test_merging_adds_label_by_label() -> None:
     assert value(both, f"{STAGE}_sum") == pytest.approx(0.5)
 
 
+def test_a_level_that_all_engines_have_alike_is_not_added_up() -> None:
+    engines = [Metrics(), Metrics()]
+    for seconds, metrics in enumerate(engines, start=1):
+        metrics.slots.set(64)
+        metrics.backend.set(1, *MODEL, "lstm", "framework")
+        metrics.queue_depth.set(3)
+        metrics.backlog_seconds.set(seconds, str(seconds))
+    both = merged([*(metrics.snapshot() for metrics in engines), Metrics().snapshot()])
+    assert value(both, "seqserve_slots") == 64
+    assert value(both, "seqserve_kernel_backend_info") == 1
+    assert value(both, "seqserve_queue_depth") == 6
+    assert [value(both, "seqserve_backlog_seconds", engine=place) for place in ("1", "2")] == [1, 2]
+
+
 def test_merging_does_not_change_what_is_merged() -> None:
     metrics = busy()
     first = metrics.snapshot()

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,12 @@ def own(models_folder: Path, tmp_path: Path) -> Iterator[Server]:
         yield running
 
 
+@pytest.fixture
+def two_engines(models_folder: Path, tmp_path: Path) -> Iterator[Server]:
+    with serving(models_folder, tmp_path, "--device", "cpu,cpu") as running:
+        yield running
+
+
 def ask(server: Server, inputs: list[Any], **options: Any) -> httpx.Response:
     """A request on a connection of its own."""
     body = {"model": "sensors", "inputs": inputs, "deadline_ms": 60_000, **options}
@@ -45,18 +52,46 @@ def in_flight(server: Server, inputs: list[Any], pool: ThreadPoolExecutor) -> Fu
     return future
 
 
+def worked_seconds(pid: int) -> float:
+    """Processor time that a process has had."""
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+@contextmanager
+def callers(server: Server, count: int) -> Iterator[list[tuple[int, float]]]:
+    """Callers who ask until the block ends; gives the status and the seconds of each answer."""
+    over = threading.Event()
+    answered: list[tuple[int, float]] = []
+
+    def keep_asking() -> None:
+        with httpx.Client(base_url=server.address, timeout=30, trust_env=False) as client:
+            while not over.is_set():
+                answer = client.post("/infer", json={"model": "sensors", "inputs": QUICK})
+                answered.append((answer.status_code, answer.elapsed.total_seconds()))
+
+    with ThreadPoolExecutor() as pool:
+        asking = [pool.submit(keep_asking) for _ in range(count)]
+        try:
+            yield answered
+        finally:
+            over.set()
+        for one in asking:
+            one.result(30)
+
+
 def test_a_request_in_flight_survives_the_death_of_the_engine(own: Server) -> None:
     undisturbed = ask(own, SLOW).json()
     with ThreadPoolExecutor() as pool:
         running = in_flight(own, SLOW, pool)
-        os.kill(own.pid("engine"), signal.SIGKILL)
+        os.kill(own.pid("engine-0"), signal.SIGKILL)
         assert running.result(60).json() == undisturbed
     assert own.metric("seqserve_rerun_total") == 1
     assert own.metric("seqserve_process_restarts_total", process="engine") == 1
 
 
 def test_while_the_engine_is_replaced_requests_get_503_and_it_is_ready_again_within_10_seconds(own: Server) -> None:
-    os.kill(own.pid("engine"), signal.SIGKILL)
+    os.kill(own.pid("engine-0"), signal.SIGKILL)
     eventually(lambda: not own.ready(), 1)
     refused = ask(own, QUICK)
     assert refused.status_code == 503
@@ -71,7 +106,7 @@ def test_a_request_whose_deadline_passes_while_the_engine_is_replaced_gets_503(o
     with ThreadPoolExecutor() as pool:
         running = pool.submit(ask, own, SLOW, deadline_ms=1_000)
         eventually(lambda: own.metric("seqserve_requests_in_flight") == 1, 10)
-        os.kill(own.pid("engine"), signal.SIGKILL)
+        os.kill(own.pid("engine-0"), signal.SIGKILL)
         answer = running.result(10)
     assert (answer.status_code, answer.json()["code"]) == (503, "engine_lost")
 
@@ -79,17 +114,17 @@ def test_a_request_whose_deadline_passes_while_the_engine_is_replaced_gets_503(o
 def test_a_request_that_two_engines_died_with_is_not_run_a_third_time(own: Server) -> None:
     with ThreadPoolExecutor() as pool:
         running = in_flight(own, [SLOW[0] * 4], pool)
-        first = own.pid("engine")
+        first = own.pid("engine-0")
         os.kill(first, signal.SIGKILL)
         eventually(lambda: own.metric("seqserve_rerun_total") == 1, 20)
-        os.kill(own.pid("engine"), signal.SIGKILL)
+        os.kill(own.pid("engine-0"), signal.SIGKILL)
         answer = running.result(10)
     assert (answer.status_code, answer.json()["code"]) == (503, "engine_lost")
     eventually(own.ready, 15)
 
 
 def test_a_stopped_engine_is_noticed_and_replaced(own: Server) -> None:
-    stopped = own.pid("engine")
+    stopped = own.pid("engine-0")
     os.kill(stopped, signal.SIGSTOP)
     answer = ask(own, QUICK, deadline_ms=20_000)
     assert answer.status_code == 200
@@ -98,11 +133,11 @@ def test_a_stopped_engine_is_noticed_and_replaced(own: Server) -> None:
 
 
 def test_a_long_turn_is_not_taken_for_a_hang(own: Server) -> None:
-    before = own.pid("engine")
+    before = own.pid("engine-0")
     start = time.monotonic()
     assert ask(own, [SLOW[0] * 6]).status_code == 200
     assert time.monotonic() - start > PATIENCE_SECONDS, "too quick to tell a hang from a long turn"
-    assert own.pid("engine") == before
+    assert own.pid("engine-0") == before
 
 
 def test_a_killed_front_is_replaced(own: Server) -> None:
@@ -132,14 +167,14 @@ def test_what_a_killed_front_had_asked_for_is_not_computed_in_vain(own: Server) 
 
 
 def test_the_other_processes_end_with_the_supervisor(own: Server) -> None:
-    children = [own.pid("engine"), own.pid("front-0")]
+    children = [own.pid("engine-0"), own.pid("front-0")]
     os.kill(own.process.pid, signal.SIGKILL)
     own.process.wait()
     eventually(lambda: not any(alive(pid) for pid in children), 2)
 
 
 def test_a_stopped_engine_too_ends_with_the_supervisor(own: Server) -> None:
-    engine = own.pid("engine")
+    engine = own.pid("engine-0")
     os.kill(engine, signal.SIGSTOP)
     os.kill(own.process.pid, signal.SIGKILL)
     own.process.wait()
@@ -195,6 +230,64 @@ def test_several_fronts_feed_one_engine(models_folder: Path, tmp_path: Path) -> 
         assert own.metric("seqserve_requests_total", outcome="ok") == 40
         os.kill(own.pid("front-1"), signal.SIGKILL)
         assert ask(own, QUICK).status_code == 200
+
+
+def test_engines_start_before_the_service_says_that_it_is_ready_and_share_the_work(two_engines: Server) -> None:
+    loaded = {event["process"] for event in two_engines.events("loaded")}
+    assert loaded == {"engine-0", "engine-1"}
+    assert {one["device"] for one in two_engines.client.get("/models").json()["models"]} == {"cpu, cpu"}
+    engines = [two_engines.pid(name) for name in sorted(loaded)]
+    before = [worked_seconds(pid) for pid in engines]
+    with ThreadPoolExecutor(4) as pool:
+        assert {answer.status_code for answer in pool.map(lambda _: ask(two_engines, SLOW), range(4))} == {200}
+    worked = [worked_seconds(pid) - then for pid, then in zip(engines, before, strict=True)]
+    assert min(worked) > 0.25 * sum(worked), "half of it each, more or less"
+    for place in ("0", "1"):
+        assert two_engines.metric("seqserve_backlog_seconds", engine=place) < 0.01, "all is done"
+    assert two_engines.metric("seqserve_slots") == 64, "of a turn, and not of all engines together"
+
+
+def test_the_death_of_one_of_two_engines_loses_no_request_and_nobody_is_refused(two_engines: Server) -> None:
+    undisturbed, loaded = ask(two_engines, SLOW).json(), len(two_engines.events("loaded"))
+
+    def replaced() -> bool:
+        """The service has to be ready whenever this is asked."""
+        assert two_engines.ready()
+        assert two_engines.metric("seqserve_ready") == 1
+        return len(two_engines.events("loaded")) == loaded * 3 / 2
+
+    with callers(two_engines, 3) as answered, ThreadPoolExecutor() as pool:
+        slow = [in_flight(two_engines, SLOW, pool) for _ in range(2)]
+        so_far, other = len(answered), two_engines.pid("engine-0")
+        os.kill(two_engines.pid("engine-1"), signal.SIGKILL)
+        eventually(replaced, 20)
+        assert [one.result(60).json() for one in slow] == [undisturbed] * 2
+    assert {status for status, _ in answered} == {200}
+    assert len(answered) > so_far + 20
+    assert two_engines.metric("seqserve_rerun_total") >= 1
+    assert two_engines.metric("seqserve_process_restarts_total", process="engine") == 1
+    assert two_engines.pid("engine-0") == other
+
+
+def test_what_a_stopped_engine_has_waits_for_its_end_and_nothing_else_does(two_engines: Server) -> None:
+    stopped = two_engines.pid("engine-1")
+    with callers(two_engines, 4) as answered:
+        eventually(lambda: len(answered) > 20, 10)
+        os.kill(stopped, signal.SIGSTOP)
+        eventually(lambda: not alive(stopped), 10)
+    assert {status for status, _ in answered} == {200}
+    waited = [seconds for _, seconds in answered if seconds > PATIENCE_SECONDS / 2]
+    assert len(waited) <= 4, "one for each caller, at most"
+    assert two_engines.metric("seqserve_process_restarts_total", process="engine", reason="hung") == 1
+
+
+def test_a_new_front_meets_all_engines(two_engines: Server) -> None:
+    killed = two_engines.pid("front-0")
+    os.kill(killed, signal.SIGKILL)
+    eventually(lambda: two_engines.pid("front-0") != killed, 5)
+    eventually(two_engines.ready, 10)
+    eventually(lambda: two_engines.client.get("/models").json()["models"][0]["device"] == "cpu, cpu", 5)
+    assert ask(two_engines, QUICK).status_code == 200
 
 
 def test_two_servers_run_side_by_side(own: Server, models_folder: Path, tmp_path: Path) -> None:

@@ -78,9 +78,15 @@ def test_an_unknown_key_of_the_file_stops_the_start_naming_the_file(file: Path) 
         ("SEQSERVE_PORT", "", "valid integer"),
         ("SEQSERVE_FRONTS", "0", "greater than 0"),
         ("SEQSERVE_FRONTS", "1.5", "valid integer"),
-        ("SEQSERVE_DEVICE", "gpu", "pattern"),
-        ("SEQSERVE_DEVICE", "cuda", "pattern"),
-        ("SEQSERVE_DEVICE", "cpu\n", "pattern"),
+        *(
+            ("SEQSERVE_DEVICE", value, "say auto, or name the device")
+            for value in ("gpu", "cuda", "cuda:-1", "cuda:01", "cpu\n", "")
+        ),
+        *(
+            ("SEQSERVE_DEVICE", value, "say auto, or name the device")
+            for value in ("cpu, cpu", "cpu,", "auto,cpu", "cuda:0;cuda:1")
+        ),
+        ("SEQSERVE_DEVICE", "cuda:0,cuda:1,cuda:0", "cuda:0 is named twice"),
         ("SEQSERVE_DRAIN_SECONDS", "0", "greater than 0"),
         ("SEQSERVE_DRAIN_SECONDS", "nan", "finite number"),
         ("SEQSERVE_LAME_DUCK_SECONDS", "inf", "finite number"),
@@ -92,6 +98,19 @@ def test_an_impossible_value_stops_the_start_naming_variable_and_value(variable:
     said = refusal({}, {variable: value})
     assert said.startswith(f"{variable} is {value!r}: ")
     assert why in said
+
+
+@pytest.mark.parametrize(
+    "said, devices",
+    [
+        ("auto", ("auto",)),
+        ("cpu", ("cpu",)),
+        ("cuda:0,cuda:1", ("cuda:0", "cuda:1")),
+        ("cuda:10,cpu,cuda:1,cpu", ("cuda:10", "cpu", "cuda:1", "cpu")),
+    ],
+)
+def test_each_engine_has_its_device_and_several_may_share_the_processor(said: str, devices: tuple[str, ...]) -> None:
+    assert load({"device": said}, {}).devices == devices
 
 
 def test_an_impossible_value_is_named_by_where_it_was_said(file: Path) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from service.batching.scheduler import Scheduler
-from service.engine.engine import Encoded
+from service.engine.device import DeviceLost
+from service.engine.flight import Encoded
 from service.engine.turn import Chunk, Turn
 from service.errors import DeadlineExceeded, InferenceFailed, InvalidInput, ServiceError, UnknownModel
 from service.logs import Log
@@ -20,7 +21,15 @@ Refuse = Callable[[ServiceError], None]
 class Runs(Protocol):
     """What the batcher asks of an engine."""
 
+    @property
+    def takes_turn(self) -> bool: ...
+
+    @property
+    def remaining_seconds(self) -> float: ...
+
     def serves(self, key: ModelKey) -> bool: ...
+
+    def backlog_seconds(self, model: ModelKey, rows: int, tokens: int) -> float: ...
 
     def launch(self, turn: Turn) -> None: ...
 
@@ -77,6 +86,11 @@ class Batcher:
     def waiting(self) -> int:
         return self._scheduler.waiting
 
+    def backlog_seconds(self) -> float:
+        """What all that runs and waits is expected to take."""
+        waiting = self._scheduler.waiting_by_model()
+        return self._engine.remaining_seconds + sum(self._engine.backlog_seconds(*one) for one in waiting)
+
     def submit(self, request: Request, data: bytes, reply: Reply, refuse: Refuse) -> Ticket:
         """Queue a request; what cannot be queued is refused at once, through `refuse`."""
         ticket = Ticket(request, reply, refuse)
@@ -99,20 +113,27 @@ class Batcher:
         ticket.give_up()
 
     def step(self, before_launch: Callable[[Turn], None] = _unwatched) -> bool:
-        """One turn: who is too late, who runs, who has his answer. `before_launch` hears of it. False when nothing waits."""
-        self._refuse_late()
-        taken = self._scheduler.next_turn()
-        if taken is not None:
-            turn, arrivals = taken
-            now = self._clock()
-            for arrived in arrivals:
-                self._metrics.stage_seconds.observe(now - arrived, *turn.model, "queue")
-            self._run(turn, before_launch)
+        """One turn, if the engine takes one now: who is too late, who runs, who has his answer. `before_launch` hears of it. False when
+        nothing was launched."""
+        launched = self._engine.takes_turn and self._launch_next(before_launch)
         for chunk, encoded in self._engine.finished():
             ticket: Ticket = chunk.owner
             if ticket.take(chunk, encoded):
                 self._metrics.sequences.add(*ticket.request.key, by=len(ticket.chunks))
-        return taken is not None
+        return launched
+
+    def _launch_next(self, before_launch: Callable[[Turn], None]) -> bool:
+        """False when nothing waits that can still be in time."""
+        self._refuse_late()
+        taken = self._scheduler.next_turn()
+        if taken is None:
+            return False
+        turn, arrivals = taken
+        now = self._clock()
+        for arrived in arrivals:
+            self._metrics.stage_seconds.observe(now - arrived, *turn.model, "queue")
+        self._run(turn, before_launch)
+        return True
 
     def _check(self, request: Request) -> None:
         if not self._engine.serves(request.key):
@@ -130,10 +151,12 @@ class Batcher:
                 ticket.refuse(DeadlineExceeded("the deadline passed in the queue: allow it more time, or send fewer requests"))
 
     def _run(self, turn: Turn, before_launch: Callable[[Turn], None]) -> None:
-        """A turn that fails is run again row by row, so that only the row at fault pays."""
+        """A turn that fails is run again row by row, so that only the row at fault pays; without the device, none can be."""
         before_launch(turn)
         try:
             self._engine.launch(turn)
+        except DeviceLost:
+            raise
         except Exception as fault:
             if turn.rows > 1:
                 for chunk in turn.chunks:
@@ -142,11 +165,18 @@ class Batcher:
                 return
             ticket: Ticket = turn.chunks[0].owner
             if not ticket.ended:
-                said = f"{type(fault).__name__}: {fault}"
-                self._metrics.failed.add(*turn.model)
-                self._log.error("model raised", model=turn.model.name, version=turn.model.version, error=said)
-                ticket.refuse(InferenceFailed(f"the model raised {said}"))
+                ticket.refuse(self._blamed(turn.model, fault))
                 self._scheduler.drop(ticket)
+
+    def _blamed(self, model: ModelKey, fault: Exception) -> ServiceError:
+        """What the caller of a row that cannot be run is told."""
+        if isinstance(fault, ServiceError):
+            self._metrics.refused.add(fault.code)
+            return fault
+        said = f"{type(fault).__name__}: {fault}"
+        self._metrics.failed.add(*model)
+        self._log.error("model raised", model=model.name, version=model.version, error=said)
+        return InferenceFailed(f"the model raised {said}")
 
 
 def _chunks(request: Request, data: bytes, ticket: Ticket) -> Iterator[Chunk]:

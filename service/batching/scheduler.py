@@ -7,6 +7,7 @@ Each level of priority is worth a fixed head start in time, so that higher level
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from service.engine.turn import Chunk, Turn
@@ -34,6 +35,8 @@ class Scheduler:
         self._max_turn_rows = max_turn_rows
         self._max_turn_tokens = max_turn_tokens
         self._queues: dict[ModelKey, list[Waiting]] = {}
+        self._steps: dict[ModelKey, int] = {}
+        """Of all sequences in a queue."""
         self.waiting = 0
 
     def add(self, model: ModelKey, chunks: list[Chunk], *, now: float, deadline: float, priority: int) -> None:
@@ -47,23 +50,20 @@ class Scheduler:
         for chunk in chunks:
             queue = self._queues.setdefault(model, [])
             insort(queue, Waiting(now - priority * HEAD_START_SECONDS, now, deadline, chunk), key=_due)
+        self._steps[model] = self._steps.get(model, 0) + sum(chunk.steps for chunk in chunks)
         self.waiting += len(chunks)
 
     def drop(self, owner: object) -> int:
         """Take every waiting chunk of one owner out of the queue; returns how many there were."""
-        before = self.waiting
-        for model, queue in list(self._queues.items()):
-            self._keep(model, [one for one in queue if one.chunk.owner is not owner])
-        return before - self.waiting
+        return len(self._take(lambda one: one.chunk.owner is owner))
 
     def drop_late(self, now: float) -> list[Chunk]:
         """Take out and return what has passed its deadline, so that nothing is computed for it."""
-        late: list[Chunk] = []
-        for model, queue in list(self._queues.items()):
-            if any(one.deadline <= now for one in queue):
-                late += [one.chunk for one in queue if one.deadline <= now]
-                self._keep(model, [one for one in queue if one.deadline > now])
-        return late
+        return [one.chunk for one in self._take(lambda one: one.deadline <= now)]
+
+    def waiting_by_model(self) -> list[tuple[ModelKey, int, int]]:
+        """How many sequences of each model wait, and how many steps they have together."""
+        return [(model, len(queue), self._steps[model]) for model, queue in self._queues.items()]
 
     def next_turn(self) -> tuple[Turn, list[float]] | None:
         """The longest-due chunks of the model that is due first, and when each of them came; None when nothing waits."""
@@ -72,7 +72,7 @@ class Scheduler:
         model = min(self._queues, key=lambda key: self._queues[key][0].due)
         queue = self._queues[model]
         taken = queue[: self._fitting(queue)]
-        self._keep(model, queue[len(taken) :])
+        self._keep(model, queue[len(taken) :], taken)
         return Turn(model, [one.chunk for one in taken]), [one.arrived for one in taken]
 
     def _fitting(self, queue: list[Waiting]) -> int:
@@ -84,12 +84,24 @@ class Scheduler:
                 return count
         return min(len(queue), self._max_turn_rows)
 
-    def _keep(self, model: ModelKey, rest: list[Waiting]) -> None:
-        self.waiting -= len(self._queues[model]) - len(rest)
+    def _take(self, unwanted: Callable[[Waiting], bool]) -> list[Waiting]:
+        """Out of all queues."""
+        gone: list[Waiting] = []
+        for model, queue in list(self._queues.items()):
+            found = [one for one in queue if unwanted(one)]
+            if found:
+                self._keep(model, [one for one in queue if not unwanted(one)], found)
+                gone += found
+        return gone
+
+    def _keep(self, model: ModelKey, rest: list[Waiting], gone: list[Waiting]) -> None:
+        """Both are the queue as it was."""
+        self.waiting -= len(gone)
         if rest:
             self._queues[model] = rest
+            self._steps[model] -= sum(one.chunk.steps for one in gone)
         else:
-            del self._queues[model]
+            del self._queues[model], self._steps[model]
 
 
 def _due(waiting: Waiting) -> float:

@@ -3,84 +3,59 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Mapping
 
-from numpy.typing import NDArray
-from torch import Tensor
+import torch
 
-from service.engine.staging import Staging
+from service.engine.device import DeviceLost, Memory, Place, raise_if_lost, reserve
+from service.engine.flight import Encoded, Flight
+from service.engine.graphs import GraphLane
+from service.engine.lane import Lane
 from service.engine.turn import Chunk, Turn
+from service.errors import OutOfMemory
+from service.logs import Log
 from service.metrics import Metrics
 from service.sequence import Loaded, ModelKey
-from service.zoo.encoder import Encoder, Encoding
+from service.zoo.encoder import Encoder
+from service.zoo.spec import ModelSpec
 
-Array = NDArray[Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    """One chunk's answer; None is what the head has not, or the caller did not ask for.
-
-    scores: (lines, n) float32 and picks: (lines, m) int32, where a line is the whole chunk or one step; embedding: (1, width);
-    sequence: (steps, width); steps: how many came out of the encoder.
-    """
-
-    scores: Array | None
-    picks: Array | None
-    embedding: Array | None
-    sequence: Array | None
-    steps: int
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """Seconds that a turn is expected to take, measured at warm-up."""
-
-    per_step: float
-    per_token: float
-
-    @classmethod
-    def measured(cls, encoder: Encoder, rows: int, steps: int, tokens: int) -> Cost:
-        """One row tells the cost of a step, many rows what each further token adds.
-
-        Before that every size is tried, on a GPU up to as many tokens as a turn may have: whatever a first batch of a size compiles or
-        makes is then there before any caller.
-        """
-        for size in _doubling(rows):
-            encoder.trial(size, steps)
-        if encoder.device.type == "cuda":
-            for longer in _doubling(max(1, tokens // (rows * steps)))[1:]:
-                encoder.trial(rows, min(steps * longer, encoder.spec.input.max_steps))
-        alone, together = encoder.trial(1, steps), encoder.trial(rows, steps)
-        return cls(alone / steps, max(0.0, together - alone) / (rows * steps))
-
-    def of(self, turn: Turn) -> float:
-        return self.per_step * turn.longest + self.per_token * turn.tokens
+IN_FLIGHT = 2
+"""Turns on a GPU: one runs, and the next one is laid and asked for shortly before it ends."""
+PLACE_BYTES = 64 << 20
+"""On the host, for what one turn gives; of a turn that gives more, some is waited for."""
+ARENA_FACTOR = 1.5
+"""Memory for turns without a graph, as a multiple of what the largest takes: blocks of many sizes leave gaps."""
+LEAD_FACTOR = 1.5
+"""The next turn is laid so much earlier than laying and asking take."""
+NEWEST = 0.1
+"""Share of the newest launch in the mean of what launches take."""
+Watcher = Callable[[Flight, float], None]
 
 
 class Engine:
-    """Runs turns on `device`. A turn is launched, then collected from `finished`."""
+    """Runs turns on a device. A turn is launched, then collected from `finished`; turns end in the order of their launches."""
 
     def __init__(
         self, encoders: Mapping[ModelKey, Encoder], metrics: Metrics, *, max_turn_rows: int, max_turn_tokens: int
     ) -> None:
-        self._encoders = dict(encoders)
+        """The encoders are on one device; on a GPU all turns go to the stream that is this thread's (`device.hold`)."""
         self._metrics = metrics
+        self._limits = {"max_turn_rows": max_turn_rows, "max_turn_tokens": max_turn_tokens}
+        self._device = next((encoder.device for encoder in encoders.values()), torch.device("cpu"))
+        self._places = [Place(index, PLACE_BYTES) for index in range(IN_FLIGHT)] if self._device.type == "cuda" else []
+        self._lanes = self._opened(encoders)
+        self._flights: deque[Flight] = deque()
         self._done: list[tuple[Chunk, Encoded]] = []
-        self._staging: dict[ModelKey, Staging] = {}
-        self._costs: dict[ModelKey, Cost] = {}
+        self._launches = 0
+        self._launch_seconds = 0.0
+        self._free_at = 0.0
+        self._last_ended = 0.0
+        self._memory = Memory()
+        self._watcher: Watcher | None = None
         metrics.slots.set(max_turn_rows)
-        for key, encoder in self._encoders.items():
-            shape = encoder.spec.input
-            tokens = max(max_turn_tokens, shape.max_steps)
-            self._staging[key] = Staging(max_turn_rows, tokens, shape.features, encoder.device)
-            steps = max(min(16, shape.max_steps), encoder.spec.min_steps)
-            self._costs[key] = Cost.measured(encoder, rows=max_turn_rows, steps=steps, tokens=tokens)
-            metrics.weight_bytes.set(encoder.weight_bytes(), *key)
-            for layer, backend in encoder.backends().items():
-                metrics.backend.set(1, *key, layer, backend)
+        for key, lane in self._lanes.items():
+            self._show(key, lane)
 
     def loaded(self) -> list[Loaded]:
         """What is served, and what runs it."""
@@ -88,67 +63,138 @@ class Engine:
             Loaded(
                 name=key.name,
                 version=key.version,
-                device=str(encoder.device),
-                backends=[f"{layer}: {backend}" for layer, backend in encoder.backends().items()],
-                weight_bytes=encoder.weight_bytes(),
+                device=str(lane.encoder.device),
+                backends=[f"{layer}: {backend}" for layer, backend in lane.encoder.backends().items()],
+                weight_bytes=lane.encoder.weight_bytes(),
+                per_step=lane.cost.per_step,
+                per_token=lane.cost.per_token,
             )
-            for key, encoder in self._encoders.items()
+            for key, lane in self._lanes.items()
         ]
 
     def serves(self, key: ModelKey) -> bool:
-        return key in self._encoders
+        return key in self._lanes
 
     def predicted_seconds(self, turn: Turn) -> float:
-        return self._costs[turn.model].of(turn)
+        return self._lanes[turn.model].predicted_seconds(turn)
+
+    def backlog_seconds(self, model: ModelKey, rows: int, tokens: int) -> float:
+        """What so many waiting sequences of one model are expected to take, in as few turns as their rows need."""
+        turns = -(-rows // self._limits["max_turn_rows"])
+        return self._lanes[model].cost.of(turns * tokens // max(1, rows), tokens)
+
+    @property
+    def running_since(self) -> tuple[float, Turn] | None:
+        """The turn that the device has now, and since when, on the clock of time.monotonic."""
+        if not self._flights:
+            return None
+        flight = self._flights[0]
+        return max(flight.launched, self._last_ended), flight.turn
+
+    @property
+    def remaining_seconds(self) -> float:
+        """What is left of the turns in flight, as they were predicted."""
+        return max(0.0, self._free_at - time.monotonic()) if self._flights else 0.0
+
+    @property
+    def takes_turn(self) -> bool:
+        """Whether to launch one now: the device is free, or will be by the time that it has been asked for another.
+
+        Not sooner: what comes until then may still be in that turn.
+        """
+        if not self._flights:
+            return True
+        return len(self._flights) < IN_FLIGHT and self.remaining_seconds <= LEAD_FACTOR * self._launch_seconds
 
     def launch(self, turn: Turn) -> None:
-        """Run a turn. Whatever the model raises passes through, and nothing of the turn is then finished."""
-        start = time.perf_counter()
-        batch = self._staging[turn.model].lay(turn)
-        staged = time.perf_counter()
-        encoding = self._encoders[turn.model](batch, sequence=any(chunk.returns.sequence for chunk in turn.chunks))
-        computed = time.perf_counter()
-        self._done += _split(turn, encoding)
-        self._count(turn, staged - start, computed - staged, time.perf_counter() - computed)
+        """Run a turn. Whatever the model raises on the host passes through, and nothing of the turn is then finished; raises OutOfMemory
+        when the device has too little for it, and DeviceLost when the device does not work any more."""
+        while len(self._flights) >= max(1, len(self._places)):
+            self._flights[0].wait()
+            self._collect()
+        lane, predicted = self._lanes[turn.model], self.predicted_seconds(turn)
+        try:
+            flight = lane.launch(turn, self._places[self._launches % IN_FLIGHT] if self._places else None)
+        except torch.OutOfMemoryError as fault:
+            raise OutOfMemory(_no_memory(turn, self._device), retry_after=1) from fault
+        except Exception as fault:
+            raise_if_lost(self._device, fault)
+            raise
+        self._launches += 1
+        self._flights.append(flight)
+        self._free_at = max(self._free_at, flight.launched) + predicted
+        self._launch_seconds += NEWEST * (flight.launched - flight.began - self._launch_seconds)
+
+    def spec(self, key: ModelKey) -> ModelSpec:
+        return self._lanes[key].encoder.spec
+
+    def watch(self, watcher: Watcher | None) -> None:
+        """Have each turn told from now on, with the moment at which the device had done it, once its answers are apart."""
+        self._watcher = watcher
 
     def finished(self) -> list[tuple[Chunk, Encoded]]:
-        """The chunks that ended since the last call, each with its answer."""
+        """The chunks that ended since the last call, each with its answer; raises DeviceLost when the device failed."""
+        self._collect()
         done, self._done = self._done, []
         return done
 
-    def _count(self, turn: Turn, stage_in: float, compute: float, stage_out: float) -> None:
-        metrics = self._metrics
-        for stage, seconds in (("stage_in", stage_in), ("compute", compute), ("stage_out", stage_out)):
+    def count_memory(self) -> None:
+        """Bring the counts of the device's memory up to date."""
+        now, before = Memory.of(self._device), self._memory
+        self._metrics.device_mallocs.add(by=now.mallocs - before.mallocs)
+        self._metrics.device_allocations.add(by=now.allocations - before.allocations)
+        self._metrics.device_reserved_bytes.set(now.reserved_bytes)
+        self._memory = now
+
+    def _collect(self) -> None:
+        try:
+            while self._flights and self._flights[0].ended:
+                flight, ended = self._flights.popleft(), time.monotonic()
+                self._done += flight.answers()
+                if self._watcher is not None:
+                    self._watcher(flight, ended)
+                self._count(flight, ended)
+        except RuntimeError as fault:
+            raise DeviceLost(f"{self._device} is lost: {str(fault).splitlines()[0]}") from fault
+
+    def _count(self, flight: Flight, ended: float) -> None:
+        metrics, turn = self._metrics, flight.turn
+        computed = flight.launched if flight.place is None else ended
+        stages = {
+            "stage_in": flight.staged - flight.began,
+            "compute": computed - max(flight.staged, self._last_ended),
+            "stage_out": time.monotonic() - ended,
+        }
+        self._last_ended = ended
+        for stage, seconds in stages.items():
             metrics.stage_seconds.observe(seconds, *turn.model, stage)
         metrics.turn_rows.observe(turn.rows, *turn.model)
         metrics.turn_tokens.observe(turn.tokens, *turn.model)
+        metrics.turns.add(*turn.model, "graph" if flight.by_graph else "launches")
         metrics.tokens.add(*turn.model, by=turn.tokens)
+        metrics.padded_tokens.add(*turn.model, by=flight.padded_tokens)
         metrics.padding_avoided.add(*turn.model, by=turn.rows * turn.longest - turn.tokens)
 
+    def _opened(self, encoders: Mapping[ModelKey, Encoder]) -> dict[ModelKey, Lane]:
+        """The lane of every model. On a GPU all of it is asked for here that turns will need."""
+        if not self._places:
+            return {key: Lane(encoder, **self._limits) for key, encoder in encoders.items()}
+        pool = torch.cuda.graph_pool_handle()
+        lanes = {key: GraphLane(encoder, self._places, pool, **self._limits) for key, encoder in encoders.items()}
+        largest = max((lane.largest_bytes() for lane in lanes.values()), default=0)
+        reserve(self._device, int(ARENA_FACTOR * largest))
+        return dict(lanes)
 
-def _doubling(most: int) -> list[int]:
-    """1, 2, 4 and so on, and `most`."""
-    return [1 << power for power in range(most.bit_length()) if 1 << power < most] + [most]
-
-
-def _split(turn: Turn, encoding: Encoding) -> list[tuple[Chunk, Encoded]]:
-    """A batch's arrays chunk by chunk; what a caller did not ask for stays behind."""
-    verdict, offsets = encoding.verdict, encoding.offsets.tolist()
-    scores, picks, embedding, sequence = map(_host, (verdict.scores, verdict.picks, verdict.embedding, encoding.sequence))
-    parts = []
-    for row, chunk in enumerate(turn.chunks):
-        steps = slice(offsets[row], offsets[row + 1])
-        lines = steps if verdict.per_step else slice(row, row + 1)
-        encoded = Encoded(
-            scores=None if scores is None else scores[lines],
-            picks=None if picks is None else picks[lines],
-            embedding=embedding[row : row + 1] if embedding is not None and chunk.returns.embedding else None,
-            sequence=sequence[steps] if sequence is not None and chunk.returns.sequence else None,
-            steps=steps.stop - steps.start,
-        )
-        parts.append((chunk, encoded))
-    return parts
+    def _show(self, key: ModelKey, lane: Lane) -> None:
+        self._metrics.weight_bytes.set(lane.encoder.weight_bytes(), *key)
+        self._metrics.graphs.set(lane.graphs, *key)
+        for layer, backend in lane.encoder.backends().items():
+            self._metrics.backend.set(1, *key, layer, backend)
+        if lane.why:
+            Log("engine").warning(
+                "not all turns by graphs", model=key.name, version=key.version, graphs=lane.graphs, why=lane.why
+            )
 
 
-def _host(array: Tensor | None) -> Array | None:
-    return None if array is None else array.cpu().numpy()
+def _no_memory(turn: Turn, device: torch.device) -> str:
+    return f"{device} has no memory for {turn.rows} sequences of {turn.tokens} steps: retry later, or send shorter ones"

@@ -1,32 +1,64 @@
-"""Chunks laid end to end in buffers that are made once: no allocation that grows with the load."""
+"""Chunks laid end to end in buffers that are made once: no allocation that grows with the load.
+
+Each turn that may be in flight has a place of its own on the host, so that the next turn is laid while the last one is still copied.
+On a GPU the places are pinned, and one buffer on the device takes offsets and data in one copy.
+"""
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import numpy as np
 import torch
+from torch import Tensor
 
 from kernels.contract import Ragged
+from service.engine.device import Copy
 from service.engine.turn import Turn
 from service.sequence import FEATURES, IDS
 
+ALIGNED_BYTES = 256
+"""Where the data begin, after the offsets: kernels read them in wide pieces."""
+
 
 class Staging:
-    """Host buffers for one model's turns of at most `rows` chunks and `tokens` steps."""
+    """Buffers for one model's turns of at most `rows` chunks and `tokens` steps, of which `places` may be in flight."""
 
-    def __init__(self, rows: int, tokens: int, features: int | None, device: torch.device) -> None:
-        shape, dtype = ((tokens,), IDS) if features is None else ((tokens, features), FEATURES)
-        self._data = np.zeros(shape, dtype)
-        self._bytes = self._data.data.cast("B")
-        self._offsets = np.zeros(rows + 1, np.int32)
-        self._step_bytes = self._data[0].nbytes
-        self._device = device
+    def __init__(self, rows: int, tokens: int, features: int | None, device: torch.device, places: int = 1) -> None:
+        self._dtype = torch.int32 if features is None else torch.float32
+        self._columns: tuple[int, ...] = () if features is None else (features,)
+        self.step_bytes = 4 * (features or 1)
+        self._begin = -(-4 * (rows + 1) // ALIGNED_BYTES) * ALIGNED_BYTES
+        size, on_gpu = self._begin + tokens * self.step_bytes, device.type == "cuda"
+        self._places = [torch.zeros(size, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(places)]
+        self._device = torch.zeros(size, dtype=torch.uint8, device=device) if on_gpu else None
+        self._offsets = [place.numpy()[: 4 * (rows + 1)].view(np.int32) for place in self._places]
+        self._data = [place.numpy()[self._begin :].data for place in self._places]
 
-    def lay(self, turn: Turn) -> Ragged:
-        """The turn's chunks as one ragged batch on the device; valid until the next call."""
-        token = 0
-        for row, chunk in enumerate(turn.chunks, start=1):
-            end = token + chunk.steps
-            self._bytes[token * self._step_bytes : end * self._step_bytes] = memoryview(chunk.data).cast("B")
-            self._offsets[row] = token = end
-        data, offsets = torch.from_numpy(self._data[:token]), torch.from_numpy(self._offsets[: turn.rows + 1])
-        return Ragged(data.to(self._device), offsets.to(self._device))
+    def lay(self, turn: Turn, place: int = 0, rows: int = 0) -> list[int]:
+        """The turn's chunks into a place on the host, and empty rows after them up to `rows`. Returns where each chunk ends."""
+        ends = list(accumulate(chunk.steps for chunk in turn.chunks))
+        laid = b"".join([chunk.data for chunk in turn.chunks])
+        if len(laid) != ends[-1] * self.step_bytes:
+            raise ValueError(f"{turn.rows} chunks have {len(laid)} bytes, different from {ends[-1]} steps of {self.step_bytes}")
+        self._data[place][: len(laid)] = laid
+        self._offsets[place][1 : turn.rows + 1] = ends
+        self._offsets[place][turn.rows + 1 : rows + 1] = ends[-1]
+        return ends
+
+    def batch(self, rows: int, tokens: int, place: int = 0) -> Ragged:
+        """What was laid, where the encoder reads it: on the device, once it has been copied there."""
+        return self._ragged(self._places[place] if self._device is None else self._device, rows, tokens)
+
+    def copy(self, tokens: int, place: int = 0) -> Copy:
+        """What was laid, of so many steps, to the device."""
+        assert self._device is not None
+        end = self._begin + tokens * self.step_bytes
+        return Copy(self._device[:end], self._places[place][:end])
+
+    def _ragged(self, buffer: Tensor, rows: int, tokens: int) -> Ragged:
+        data = buffer[self._begin : self._begin + tokens * self.step_bytes].view(self._dtype)
+        return Ragged(data.view(tokens, *self._columns), buffer[: 4 * (rows + 1)].view(torch.int32))
+
+
+assert (IDS, FEATURES) == ("int32", "float32"), "what travels has four bytes a value"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from service.sequence import ModelKey, Returns
@@ -18,21 +19,31 @@ class Chunk:
     owner: Any
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Turn:
     """Chunks that run together. Never empty, all of one model."""
 
     model: ModelKey
     chunks: list[Chunk]
 
-    @property
+    # Asked for many times a turn, and each a walk over all chunks.
+
+    @cached_property
     def rows(self) -> int:
         return len(self.chunks)
 
-    @property
+    @cached_property
     def tokens(self) -> int:
-        return sum(chunk.steps for chunk in self.chunks)
+        return sum([chunk.steps for chunk in self.chunks])
 
-    @property
+    @cached_property
     def longest(self) -> int:
-        return max(chunk.steps for chunk in self.chunks)
+        return max([chunk.steps for chunk in self.chunks])
+
+    @cached_property
+    def wants_embedding(self) -> bool:
+        return any(chunk.returns.embedding for chunk in self.chunks)
+
+    @cached_property
+    def wants_sequence(self) -> bool:
+        return any(chunk.returns.sequence for chunk in self.chunks)

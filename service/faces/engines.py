@@ -1,184 +1,162 @@
-"""The front's end of the engine: one future per request. It owns no queue; what it cannot hand over it refuses."""
+"""All engines as a front sees them: one future per request, and the engine with the shortest wait for each.
+
+It owns no queue; what it cannot hand over it refuses.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
 
-from service.channel import Channel, Frame, Kind, encode
-from service.errors import BY_CODE, DeadlineExceeded, EngineLost, InferenceFailed, Overloaded, ServiceError, Unavailable
+import msgspec
+
+from service.channel import Channel, Kind, encode
+from service.errors import DeadlineExceeded, EngineLost, Overloaded, ServiceError, Unavailable
+from service.faces.connection import Answered, Connection, Open
 from service.metrics import Metrics
-from service.sequence import Answer, Hello, Loaded, Refusal, Request
-
-
-class Answered(NamedTuple):
-    """What came back: the shapes, and the arrays' bytes."""
-
-    answer: Answer
-    data: bytes
-
-
-@dataclass(slots=True)
-class _Open:
-    """A request that has no answer yet. `frame` is kept so that it can be run again once by the next engine."""
-
-    frame: bytes
-    future: asyncio.Future[Answered]
-    attempts: int = 1
+from service.sequence import Loaded, Request
 
 
 class Engines:
-    """Requests out, answers in. `models` is what the engine says it serves, empty while there is none.
+    """Requests out, answers in. `met` says that an engine was ready once.
 
     `on_ready` is called each time an engine has said hello.
     """
 
-    def __init__(self, metrics: Metrics, channel_bytes: int, on_ready: Callable[[], None]) -> None:
+    def __init__(
+        self, metrics: Metrics, channel_bytes: int, on_ready: Callable[[], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._on_ready = on_ready
         self._metrics = metrics
         self._channel_bytes = channel_bytes
-        self._channel: Channel | None = None
-        self._open: dict[int, _Open] = {}
-        self._open_bytes = 0
+        self._clock = clock
+        self._connections: list[Connection] = []
+        """The one that was chosen longest ago comes first."""
+        self._homeless: dict[int, Open] = {}
+        """What was left by an engine when no other was ready."""
         self._last_id = 0
-        self._flushing = False
-        self.models: list[Loaded] = []
         self.met = False
 
     @property
     def ready(self) -> bool:
-        return bool(self.models)
+        return any(one.ready for one in self._connections)
+
+    @property
+    def models(self) -> list[Loaded]:
+        """What the ready engines say they serve, each model once; empty while there is none."""
+        ready = sorted((one for one in self._connections if one.ready), key=lambda one: one.place)
+        keys = dict.fromkeys(key for one in ready for key in one.models)
+        return [_everywhere([one.models[key] for one in ready if key in one.models]) for key in keys]
 
     def attach(self, channel: Channel) -> None:
         """A new engine; it is ready when its hello comes."""
-        self._lose()
-        self._channel = channel
-        asyncio.get_running_loop().add_reader(channel.fileno(), self._receive)
+        self._connections.append(Connection(channel, self._metrics, self._clock, self._meet, self._lose))
 
     async def submit(self, request: Request, tail: bytes) -> Answered:
         """Raises a ServiceError instead of an answer. When the awaiting task is cancelled, the engine is told."""
         if not self.ready:
             raise self._not_ready()
-        id, waiting = self._enter(request, tail)
+        waiting = self._enter(request, tail)
         # A timer of the loop, as asyncio.timeout takes as long as all the rest of this function.
-        timer = asyncio.get_running_loop().call_later(request.deadline - time.monotonic(), self._expire, id)
+        timer = asyncio.get_running_loop().call_later(request.deadline - self._clock(), self._expire, waiting)
         try:
             return await waiting.future
         except asyncio.CancelledError:
-            self._send(encode(Kind.CANCEL, id))
+            if waiting.at is not None:
+                waiting.at.cancel(waiting)
             raise
         finally:
             timer.cancel()
-            self._open.pop(id, None)
-            self._open_bytes -= len(waiting.frame)
+            self._forget(waiting)
 
     def close(self) -> None:
-        """Give the channel back; what is open is lost."""
-        self._lose()
+        """Give the channels back; what is open is lost."""
+        while self._connections:
+            self._connections.pop().close()
 
-    def _enter(self, request: Request, tail: bytes) -> tuple[int, _Open]:
+    def _enter(self, request: Request, tail: bytes) -> Open:
         self._last_id += 1
         frame = encode(Kind.SUBMIT, self._last_id, request, (tail,))
-        if self._open_bytes + len(frame) > self._channel_bytes:
+        engine = self._shortest(self._with_room(len(frame)))
+        waiting = Open(self._last_id, request, frame, asyncio.get_running_loop().create_future())
+        engine.submit(waiting)
+        return waiting
+
+    def _with_room(self, size: int) -> list[Connection]:
+        """The ready engines that may be sent so many bytes more; raises Overloaded when there is none."""
+        ready = [one for one in self._connections if one.ready]
+        found = [one for one in ready if one.open_bytes + size <= self._channel_bytes]
+        if not found:
             raise Overloaded(
-                f"{self._open_bytes} bytes of requests are unanswered, this one has {len(frame)} and "
+                f"{min(one.open_bytes for one in ready)} bytes of requests are unanswered, this one has {size} and "
                 f"SEQSERVE_CHANNEL_BYTES is {self._channel_bytes}: retry later, or raise SEQSERVE_CHANNEL_BYTES",
                 retry_after=1,
             )
-        waiting = self._open[self._last_id] = _Open(frame, asyncio.get_running_loop().create_future())
-        self._open_bytes += len(frame)
-        self._send(frame)
-        return self._last_id, waiting
+        return found
 
-    def _expire(self, id: int) -> None:
+    def _shortest(self, engines: list[Connection]) -> Connection:
+        """The one with the smallest predicted wait; of equals, the one that was chosen longest ago."""
+        now = self._clock()
+        chosen = min(engines, key=lambda one: one.wait_seconds(now))
+        self._connections.remove(chosen)
+        self._connections.append(chosen)
+        return chosen
+
+    def _expire(self, waiting: Open) -> None:
         """The deadline has passed."""
-        waiting = self._open[id]
         if not waiting.future.done():
-            self._send(encode(Kind.CANCEL, id))
-            waiting.future.set_exception(self._too_late(waiting))
+            if waiting.at is not None:
+                waiting.at.cancel(waiting)
+            waiting.future.set_exception(_too_late(waiting))
 
     def _not_ready(self) -> ServiceError:
         if self.met:
-            return EngineLost("the engine ended and is being replaced: retry later", retry_after=1)
+            return EngineLost("no engine is left and one is being replaced: retry later", retry_after=1)
         return Unavailable("the models are still loading: retry later, or wait for /readyz", retry_after=1)
 
-    def _too_late(self, waiting: _Open) -> ServiceError:
-        if waiting.attempts > 1 or not self.ready:
-            return EngineLost("the engine ended and its successor did not answer before the deadline: retry", retry_after=1)
-        return DeadlineExceeded("the deadline passed before the answer came: allow it more time, or send fewer requests")
-
-    def _send(self, frame: bytes) -> None:
-        """Queue a frame; all frames of this loop tick leave in one write at its end."""
-        if self._channel is None:
-            return
-        self._channel.send(frame)
-        if not self._flushing:
-            self._flushing = True
-            asyncio.get_running_loop().call_soon(self._flush)
-
-    def _flush(self) -> None:
-        self._flushing = False
-        channel = self._channel
-        if channel is None:
-            return
-        bytes_before, writes_before = channel.bytes_sent, channel.writes
-        done = channel.flush()
-        self._metrics.channel_bytes.add("front", by=channel.bytes_sent - bytes_before)
-        self._metrics.channel_writes.add("front", by=channel.writes - writes_before)
-        if not channel.open:
-            self._lose()
-        elif done:
-            asyncio.get_running_loop().remove_writer(channel.fileno())
-        else:
-            asyncio.get_running_loop().add_writer(channel.fileno(), self._flush)
-
-    def _receive(self) -> None:
-        channel = self._channel
-        assert channel is not None
-        for frame in channel.receive():
-            if frame.kind == Kind.HELLO:
-                self._meet(frame.read(Hello))
-            else:
-                self._settle(frame)
-        if not channel.open:
-            self._lose()
-
-    def _meet(self, hello: Hello) -> None:
-        """The engine is ready: what its predecessor left open is run again, once."""
-        self.models = hello.models
+    def _meet(self) -> None:
+        """An engine is ready: what found no other is run again."""
         self.met = True
         self._on_ready()
-        for waiting in self._open.values():
-            self._send(waiting.frame)
-            self._metrics.rerun.add()
+        homeless, self._homeless = self._homeless, {}
+        for waiting in homeless.values():
+            self._run_again(waiting)
 
-    def _settle(self, frame: Frame) -> None:
-        waiting = self._open.get(frame.id)
-        if waiting is None or waiting.future.done():
-            return
-        if frame.kind == Kind.ANSWER:
-            waiting.future.set_result(Answered(frame.read(Answer), frame.tail))
-        elif frame.kind == Kind.REFUSAL:
-            waiting.future.set_exception(_error(frame.read(Refusal)))
-
-    def _lose(self) -> None:
-        """The engine has gone. What was open waits for its successor; what was already run twice may be what killed it."""
-        channel, self._channel, self.models = self._channel, None, []
-        if channel is None:
-            return
-        asyncio.get_running_loop().remove_reader(channel.fileno())
-        asyncio.get_running_loop().remove_writer(channel.fileno())
-        channel.close()
-        for waiting in self._open.values():
+    def _lose(self, engine: Connection) -> None:
+        """An engine has gone. What it had open goes to another at once; what was already run twice may be what ended it."""
+        self._connections.remove(engine)
+        for waiting in engine.open.values():
+            waiting.at = None
             waiting.attempts += 1
-            if waiting.attempts > 2 and not waiting.future.done():
+            if waiting.future.done():
+                continue
+            if waiting.attempts > 2:
                 lost = EngineLost("two engines ended while they had this request: it is not run a third time", retry_after=1)
                 waiting.future.set_exception(lost)
+            elif self.ready:
+                self._run_again(waiting)
+            else:
+                self._homeless[waiting.id] = waiting
+
+    def _run_again(self, waiting: Open) -> None:
+        """It had its room in a channel: it is not refused for want of it in another."""
+        self._shortest([one for one in self._connections if one.ready]).submit(waiting)
+        self._metrics.rerun.add()
+
+    def _forget(self, waiting: Open) -> None:
+        self._homeless.pop(waiting.id, None)
+        if waiting.at is not None:
+            waiting.at.forget(waiting)
 
 
-def _error(refusal: Refusal) -> ServiceError:
-    kind = BY_CODE.get(refusal.code, InferenceFailed)
-    return kind(refusal.message, field=refusal.field, retry_after=refusal.retry_after)
+def _everywhere(loaded: list[Loaded]) -> Loaded:
+    """One model on several engines: all their devices, each kernel once, the cost on the first."""
+    devices, backends = [one.device for one in loaded], [backend for one in loaded for backend in one.backends]
+    return msgspec.structs.replace(loaded[0], device=", ".join(devices), backends=list(dict.fromkeys(backends)))
+
+
+def _too_late(waiting: Open) -> ServiceError:
+    if waiting.attempts > 1:
+        return EngineLost("an engine ended and no other answered before the deadline: retry", retry_after=1)
+    return DeadlineExceeded("the deadline passed before the answer came: allow it more time, or send fewer requests")

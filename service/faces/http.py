@@ -107,9 +107,9 @@ def build(front: Front) -> FastAPI:
 
     @app.get("/readyz")
     async def readyz() -> Response:
-        """200 when requests are answered, 503 while loading, replacing the engine or draining."""
+        """200 when requests are answered, 503 while loading, while no engine is ready, or while draining."""
         if not front.ready:
-            reason = "draining" if front.draining else "the engine is not ready"
+            reason = "draining" if front.draining else "no engine is ready"
             raise Unavailable(f"not ready: {reason}", retry_after=1)
         return _json(200, {"ready": True})
 

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from service.batching.batcher import Batcher, Ticket
 from service.batching.scheduler import Scheduler
-from service.engine.engine import Encoded
+from service.engine.flight import Encoded
 from service.engine.turn import Chunk, Turn
 from service.errors import DeadlineExceeded, InferenceFailed, InvalidInput, Overloaded, ServiceError, UnknownModel
 from service.logs import Log
@@ -28,9 +28,15 @@ POISON = 666
 class FakeEngine:
     """Adds up the ids of each sequence; a turn with a poisoned one raises."""
 
+    takes_turn = True
+    remaining_seconds = 0.0
+
     def __init__(self) -> None:
         self.ran: list[list[int]] = []
         self._done: list[tuple[Chunk, Encoded]] = []
+
+    def backlog_seconds(self, model: ModelKey, rows: int, tokens: int) -> float:
+        return rows + tokens / 1000
 
     def serves(self, key: ModelKey) -> bool:
         return key in (MODEL, OTHER)

@@ -46,7 +46,7 @@ def watched(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> It
             eventually(lambda: prometheus.get("query", query="up == 1")["result"], FIRST_SCRAPE_SECONDS)
             start = prometheus.now()
             time.sleep(CALM_SECONDS)
-            os.kill(server.pid("engine"), signal.SIGKILL)
+            os.kill(server.pid("engine-0"), signal.SIGKILL)
             eventually(lambda: not server.ready(), 5)
             eventually(server.ready, 20)
             time.sleep(CALM_SECONDS)

@@ -11,7 +11,9 @@ import torch
 from numpy.testing import assert_allclose
 from numpy.typing import NDArray
 
-from service.engine.engine import Cost, Encoded, Engine
+from service.engine.engine import Engine
+from service.engine.flight import Encoded
+from service.engine.lane import Cost
 from service.engine.turn import Chunk, Turn
 from service.metrics import Counter, Metrics
 from service.sequence import FEATURES, IDS, ModelKey, Returns

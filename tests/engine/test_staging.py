@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import pytest
@@ -11,12 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from kernels.contract import Ragged
 from service.engine.staging import Staging
 from service.engine.turn import Chunk, Turn
 from service.sequence import FEATURES, IDS, ModelKey, Returns
 
 CPU = torch.device("cpu")
 ROWS, TOKENS = 5, 40
+
+
+def laid(staging: Staging, one: Turn) -> Ragged:
+    assert staging.lay(one) == list(accumulate(chunk.steps for chunk in one.chunks))
+    return staging.batch(one.rows, one.tokens)
 
 
 def turn(arrays: Sequence[NDArray[np.generic]]) -> Turn:
@@ -36,7 +43,7 @@ def features(width: int, *lengths: int) -> list[NDArray[np.float32]]:
 @given(st.lists(st.integers(1, TOKENS // ROWS), min_size=1, max_size=ROWS))
 @settings(deadline=None)
 def test_ids_lie_end_to_end(lengths: list[int]) -> None:
-    x = Staging(ROWS, TOKENS, None, CPU).lay(turn(ids(*lengths)))
+    x = laid(Staging(ROWS, TOKENS, None, CPU), turn(ids(*lengths)))
     assert x.data.dtype == torch.int32
     assert x.data.tolist() == list(range(sum(lengths)))
     assert x.offsets.dtype == torch.int32
@@ -46,21 +53,21 @@ def test_ids_lie_end_to_end(lengths: list[int]) -> None:
 @given(st.integers(1, 7), st.lists(st.integers(1, TOKENS // ROWS), min_size=1, max_size=ROWS))
 @settings(deadline=None)
 def test_rows_of_features_lie_end_to_end(width: int, lengths: list[int]) -> None:
-    x = Staging(ROWS, TOKENS, width, CPU).lay(turn(features(width, *lengths)))
+    x = laid(Staging(ROWS, TOKENS, width, CPU), turn(features(width, *lengths)))
     assert x.data.dtype == torch.float32
     assert x.data.tolist() == np.concatenate(features(width, *lengths)).tolist()
     assert x.lengths.tolist() == lengths
 
 
 def test_a_full_turn_fits() -> None:
-    x = Staging(ROWS, TOKENS, None, CPU).lay(turn(ids(*[TOKENS // ROWS] * ROWS)))
+    x = laid(Staging(ROWS, TOKENS, None, CPU), turn(ids(*[TOKENS // ROWS] * ROWS)))
     assert x.lengths.tolist() == [TOKENS // ROWS] * ROWS
 
 
 def test_nothing_of_a_longer_turn_before_is_left() -> None:
     staging = Staging(ROWS, TOKENS, None, CPU)
     staging.lay(turn(ids(8, 8, 8)))
-    x = staging.lay(turn(ids(3, 1)))
+    x = laid(staging, turn(ids(3, 1)))
     assert x.data.tolist() == [0, 1, 2, 3]
     assert x.offsets.tolist() == [0, 3, 4]
 
@@ -68,7 +75,7 @@ def test_nothing_of_a_longer_turn_before_is_left() -> None:
 def test_chunks_may_be_views_into_a_larger_buffer() -> None:
     whole = memoryview(np.arange(9, dtype=IDS).tobytes())
     pieces = [Chunk(whole[8:20], 3, Returns(), None), Chunk(whole[0:4], 1, Returns(), None)]
-    assert Staging(ROWS, TOKENS, None, CPU).lay(Turn(ModelKey("words", "1"), pieces)).data.tolist() == [2, 3, 4, 0]
+    assert laid(Staging(ROWS, TOKENS, None, CPU), Turn(ModelKey("words", "1"), pieces)).data.tolist() == [2, 3, 4, 0]
 
 
 @pytest.mark.parametrize("steps", [1, 3])

@@ -1,0 +1,236 @@
+"""`python -m loadtest.bench_engine`: one engine without its doors: where the time of a single request goes, and how many it answers.
+
+A turn starts when its chunks are laid end to end and ends when each has its answer on the host. Throughput has the engine take turns of so
+many rows one after the other, as they come when there is always somebody waiting.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from kernels.bench import questions
+from kernels.bench.report import Setting, device_name, slug, versions
+from loadtest import report
+from service.app import build_engine
+from service.engine.engine import Engine
+from service.engine.flight import Flight
+from service.engine.turn import Chunk, Turn
+from service.metrics import Metrics
+from service.sequence import FEATURES, IDS, ModelKey, Returns
+from service.settings import Settings
+from service.zoo import store
+from service.zoo.spec import ClassifyHead, EmbeddingLayer, Layer, LSTMLayer, ModelSpec, SequenceInput
+
+RESULTS = Path(__file__).parent / "results"
+EMBEDDED = Path(__file__).parent.parent / "models"
+QUESTIONS = ("question-type-cnn", "question-type-lstm", "question-type-sru")
+SENSOR, WIDE = "lstm-256-floats", "lstm-512-ids"
+STEPS = 64
+"""Of a made-up sequence."""
+FEW, MANY = (64, 4096), (512, 32768)
+"""Rows and tokens that a turn may have at most: the settings' defaults, and eight times as many."""
+VARIANTS = 8
+"""Different turns, run in turn."""
+DEVICE_BOUND = 0.9
+"""Share of the time in which the device works, from which on it is what limits."""
+STAGES = ("lay", "ask", "device", "answer", "total")
+
+
+@dataclass(frozen=True, slots=True)
+class Single:
+    """One row, turn after turn: microseconds in each stage, median and 10th and 90th percentile; kernels: what the device needs alone."""
+
+    model: str
+    steps: int
+    kernels_us: float
+    stages_us: dict[str, tuple[float, float, float]]
+    turns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    """Turns of so many rows, one after the other. device_share: of the time, in which the kernels of all turns run."""
+
+    model: str
+    rows: int
+    tokens: float
+    sequences_per_second: float
+    turn_us: float
+    device_share: float
+
+    @property
+    def limit(self) -> str:
+        return "device" if self.device_share >= DEVICE_BOUND else "host"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    said = _parser().parse_args(arguments)
+    engine, larger = (_engine(said.device, *limits) for limits in (FEW, MANY))
+    device = torch.device(engine.loaded()[0].device)
+    setting = Setting(device_name(device), date.today().isoformat(), versions(device), _threads(device))
+    singles = [single(engine, model, said.turns) for model in (SENSOR, WIDE, *QUESTIONS)]
+    print(f"one engine on {setting}\n\none row, us: median (p10-p90)\n")
+    print("\n".join(_single_table(singles)))
+    levels = [
+        throughput(engine if rows <= FEW[0] else larger, model, rows, said.seconds)
+        for model in (*QUESTIONS, WIDE)
+        for rows in _doubling()
+    ]
+    print("\nturns one after the other\n")
+    print("\n".join(_throughput_table(levels)), flush=True)
+    said.out.mkdir(parents=True, exist_ok=True)
+    path = said.out / f"engine-{slug(setting.device)}.jsonl"
+    found: list[Single | Throughput] = [*singles, *levels]
+    path.write_text("".join(f"{json.dumps(asdict(one) | asdict(setting))}\n" for one in found))
+    print(f"\nwritten to {path}")
+    return 0
+
+
+def _engine(device: str, rows: int, tokens: int) -> Engine:
+    """With the embedded models and the made-up ones."""
+    with tempfile.TemporaryDirectory() as scratch:
+        settings = Settings(models=_models(Path(scratch)), device=device, max_turn_rows=rows, max_turn_tokens=tokens)
+        return build_engine(settings, Metrics())
+
+
+def single(engine: Engine, model: str, count: int) -> Single:
+    """One row a turn, each answered before the next is laid."""
+    turns, times = _turns(engine, model, rows=1), list[dict[str, float]]()
+
+    def watch(flight: Flight, ended: float) -> None:
+        moments = (flight.began, flight.staged, flight.launched, ended, time.monotonic())
+        spans = [1e6 * (after - before) for before, after in itertools.pairwise(moments)]
+        times.append(dict(zip(STAGES, (*spans, sum(spans)), strict=True)))
+
+    engine.watch(watch)
+    steps = [_answered(engine, next(turns)).tokens for _ in range(count)]
+    engine.watch(None)
+    quantiles = {stage: np.percentile([one[stage] for one in times[count // 10 :]], (50, 10, 90)) for stage in STAGES}
+    stages = {stage: tuple(round(float(value), 2) for value in found) for stage, found in quantiles.items()}
+    predicted = statistics.median(1e6 * engine.predicted_seconds(next(turns)) for _ in range(VARIANTS))
+    return Single(model, round(statistics.median(steps)), round(predicted, 2), stages, count)  # type: ignore[arg-type]
+
+
+def throughput(engine: Engine, model: str, rows: int, seconds: float) -> Throughput:
+    """As many turns as the engine takes in that time."""
+    turns = _turns(engine, model, rows)
+    tokens = answered = launched = 0
+    on_device = 0.0
+    for _ in range(VARIANTS):
+        _answered(engine, next(turns))
+    began = time.monotonic()
+    while (now := time.monotonic()) < began + seconds or answered < launched * rows:
+        if engine.takes_turn and now < began + seconds:
+            turn = next(turns)
+            engine.launch(turn)
+            launched, tokens = launched + 1, tokens + turn.tokens
+            on_device += engine.predicted_seconds(turn)
+        answered += len(engine.finished())
+    took = time.monotonic() - began
+    return Throughput(
+        model, rows, tokens / launched, round(answered / took, 1), round(1e6 * took / launched, 2), round(on_device / took, 4)
+    )
+
+
+def _answered(engine: Engine, turn: Turn) -> Turn:
+    engine.launch(turn)
+    while not engine.finished():
+        pass
+    return turn
+
+
+def _turns(engine: Engine, model: str, rows: int) -> Iterator[Turn]:
+    """Made-up turns, over and over: questions by their real lengths, others of STEPS steps."""
+    spec = engine.spec(ModelKey(model, "1"))
+    made = []
+    for seed in range(VARIANTS):
+        chance = np.random.default_rng(seed)
+        lengths = questions.lengths(rows, seed) if model in QUESTIONS else [STEPS] * rows
+        if model in QUESTIONS and rows == 1:
+            lengths = questions.lengths(VARIANTS)[seed : seed + 1]
+        made.append(Turn(ModelKey(model, "1"), [_chunk(spec, steps, chance) for steps in lengths]))
+    return itertools.cycle(made)
+
+
+def _chunk(spec: ModelSpec, steps: int, chance: np.random.Generator) -> Chunk:
+    if spec.input.features is not None:
+        data = chance.normal(size=(steps, spec.input.features)).astype(FEATURES)
+    else:
+        data = chance.integers(spec.input.vocabulary or 1, size=steps).astype(IDS)
+    return Chunk(data.tobytes(), steps, Returns(), None)
+
+
+def _models(root: Path) -> Path:
+    """The embedded models, and two LSTMs of made-up weights."""
+    for one in QUESTIONS:
+        (root / one).symlink_to(EMBEDDED / one)
+    floats = SequenceInput(kind="features", features=256, max_steps=1024)
+    _write(root, SENSOR, floats, LSTMLayer(kind="lstm", hidden=256))
+    ids = SequenceInput(kind="ids", vocabulary=20_000, max_steps=1024)
+    _write(root, WIDE, ids, EmbeddingLayer(kind="embedding", width=512), LSTMLayer(kind="lstm", hidden=512))
+    return root
+
+
+def _write(root: Path, name: str, input: SequenceInput, *layers: Layer) -> None:
+    head = ClassifyHead(kind="classify", pool="last", labels=("steady", "rising", "falling"))
+    spec = ModelSpec(name=name, precision="float16", input=input, layers=layers, head=head)
+    seeded = torch.Generator().manual_seed(0)
+    weights = {key: 0.05 * torch.randn(shape, generator=seeded) for key, shape in spec.tensors().items()}
+    store.write(root / name / "1", spec, weights, card="Made-up weights, for the bench.\n")
+
+
+def _doubling() -> Iterator[int]:
+    return itertools.takewhile(lambda rows: rows <= MANY[0], (1 << power for power in itertools.count()))
+
+
+def _single_table(found: Sequence[Single]) -> Iterator[str]:
+    yield from report.table(
+        [["model", "steps", "kernels", *STAGES]]
+        + [
+            [
+                one.model,
+                str(one.steps),
+                f"{one.kernels_us:.1f}",
+                *("{:.1f} ({:.1f}-{:.1f})".format(*one.stages_us[s]) for s in STAGES),
+            ]
+            for one in found
+        ]
+    )
+
+
+def _throughput_table(found: Sequence[Throughput]) -> Iterator[str]:
+    lines = [["model", "rows", "tokens", "sequences/s", "us a turn", "device", "limit"]]
+    for one in found:
+        rate, share = f"{one.sequences_per_second:.0f}", f"{one.device_share:.2f}"
+        lines.append([one.model, str(one.rows), f"{one.tokens:.0f}", rate, f"{one.turn_us:.1f}", share, one.limit])
+    yield from report.table(lines)
+
+
+def _threads(device: torch.device) -> int | None:
+    return torch.get_num_threads() if device.type == "cpu" else None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m loadtest.bench_engine", description="One engine without its doors.")
+    parser.add_argument("--device", default="auto", help="cpu or cuda:N")
+    parser.add_argument("--turns", type=int, default=2000, help="of one row")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of each level of throughput")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of what is written")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,250 @@
+"""A model's turns on a GPU: as one CUDA graph where they fit a bucket of its ladder, else launch after launch.
+
+Offsets are read on the device, so that one graph serves every mixture of lengths in its bucket. Everything goes to this thread's
+stream: a copy in, the layers, a copy out, and an event by which the end is known.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from kernels.contract import Ragged
+from service.engine.device import Copy, Place
+from service.engine.flight import Arrays, Flight
+from service.engine.ladder import Bucket, Ladder
+from service.engine.lane import Lane
+from service.engine.turn import Chunk, Turn
+from service.sequence import ModelKey, Returns
+from service.zoo.encoder import Encoder, Encoding
+from service.zoo.heads import Verdict
+
+CAPTURE_SECONDS = 5.0
+"""A model's graphs are captured for so long at most; turns of the sizes that are missing then are launched as they are."""
+TIMED_REPLAYS = 3
+
+
+class NotCapturable(Exception):
+    """No graph holds a turn of this model; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Landing:
+    """What comes back from a turn in one place: the copies to the host, those of the embedding apart, and the arrays that they fill."""
+
+    copies: list[Copy]
+    embedding: list[Copy]
+    arrays: Arrays
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """What a replay takes on the device when the longest row has so many steps."""
+
+    longest: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """One graph. copies_in, landings: by place; even, skewed: replays of rows of like length, and of one that is as long as can be."""
+
+    graph: torch.cuda.CUDAGraph
+    copies_in: list[Copy]
+    landings: list[Landing]
+    even: Timed
+    skewed: Timed
+
+    def seconds(self, longest: int) -> float:
+        """Of a replay when the longest row has so many steps."""
+        further = max(1, self.skewed.longest - self.even.longest)
+        per_step = max(0.0, self.skewed.seconds - self.even.seconds) / further
+        return self.even.seconds + per_step * max(0, longest - self.even.longest)
+
+
+class GraphLane(Lane):
+    """Runs turns on a GPU, where a turn goes on after it was launched. `why` says what kept turns out of graphs, if anything did."""
+
+    def __init__(self, encoder: Encoder, places: list[Place], pool: Any, *, max_turn_rows: int, max_turn_tokens: int) -> None:
+        """pool: the memory that graphs share, which never run side by side."""
+        super().__init__(encoder, max_turn_rows=max_turn_rows, max_turn_tokens=max_turn_tokens, places=len(places))
+        steps = encoder.spec.input.max_steps
+        self._largest = Bucket(max_turn_rows, min(max_turn_tokens, max_turn_rows * steps)), Bucket(1, steps)
+        self._ladder = Ladder(max_turn_rows, max_turn_tokens, steps)
+        self._captured: dict[Bucket, Captured] = {}
+        self.why = self._capture_all(places, pool)
+
+    @property
+    def graphs(self) -> int:
+        return len(self._captured)
+
+    def predicted_seconds(self, turn: Turn) -> float:
+        captured = self._serving(turn)[1]
+        return super().predicted_seconds(turn) if captured is None else captured.seconds(turn.longest)
+
+    def launch(self, turn: Turn, place: Place | None = None) -> Flight:
+        """Asks the device for all of it and does not wait. Whatever the model raises on the host passes through."""
+        assert place is not None
+        began = time.monotonic()
+        bucket, captured = self._serving(turn)
+        ends = self._staging.lay(turn, place.index, bucket.rows)
+        staged = time.monotonic()
+        if captured is None:
+            landing = self._launched(turn, place)
+        else:
+            captured.copies_in[place.index].start()
+            captured.graph.replay()
+            landing = captured.landings[place.index]
+        for copy in (*landing.copies, *(landing.embedding if turn.wants_embedding else ())):
+            copy.start()
+        place.end()
+        return Flight(
+            turn,
+            ends,
+            landing.arrays,
+            began,
+            staged,
+            time.monotonic(),
+            place,
+            by_graph=captured is not None,
+            padded_tokens=bucket.tokens - turn.tokens,
+        )
+
+    def largest_bytes(self) -> int:
+        """What the largest turns take on the device when no graph serves them: all rows, and one of all steps."""
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        for bucket in self._largest:
+            self.encoder(self._made_up(bucket, _even(bucket)), sequence=True)
+        return torch.cuda.max_memory_allocated() - held
+
+    def _serving(self, turn: Turn) -> tuple[Bucket, Captured | None]:
+        """The graph that serves a turn and its size, or the turn's own."""
+        own = Bucket(turn.rows, turn.tokens)
+        if turn.wants_sequence:
+            return own, None
+        bucket = self._ladder.bucket(*own)
+        captured = None if bucket is None else self._captured.get(bucket)
+        return (own, None) if bucket is None or captured is None else (bucket, captured)
+
+    def _launched(self, turn: Turn, place: Place) -> Landing:
+        """A turn of its very size, layer by layer."""
+        self._staging.copy(turn.tokens, place.index).start()
+        batch = self._staging.batch(turn.rows, turn.tokens)
+        return self._landing(_whole(self.encoder(batch, sequence=turn.wants_sequence)), batch, place)
+
+    def _capture_all(self, places: list[Place], pool: Any) -> str | None:
+        """Why no, or no further, bucket was captured, if so."""
+        spent = 0.0
+        for bucket in self._ladder.buckets:
+            if spent > CAPTURE_SECONDS:
+                return f"{self.graphs} graphs took {spent:.1f} s"
+            try:
+                self._try(bucket)
+                began = time.monotonic()
+                self._captured[bucket] = self._capture(bucket, places, pool)
+            except NotCapturable as fault:
+                return str(fault)
+            spent += time.monotonic() - began
+        return None
+
+    def _try(self, bucket: Bucket) -> None:
+        """Once as it is, which may compile kernels; then raises NotCapturable where anything waits for the device."""
+        batch = self._made_up(bucket, _even(bucket))
+        self.encoder(batch)
+        with _no_waiting():
+            self.encoder(batch)
+
+    def _capture(self, bucket: Bucket, places: list[Place], pool: Any) -> Captured:
+        batch, graph = self._staging.batch(*bucket), torch.cuda.CUDAGraph()
+        # Not torch.cuda.graph, which would collect garbage and give the allocator's memory back before each.
+        torch.cuda.synchronize()
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            encoding = _whole(self.encoder(batch))
+        finally:
+            graph.capture_end()
+        landings = [self._landing(encoding, batch, place, waits=False) for place in places]
+        timed = [self._timed(graph, bucket, lengths) for lengths in (_even(bucket), self._skewed(bucket))]
+        copies_in = [self._staging.copy(bucket.tokens, place.index) for place in places]
+        return Captured(graph, copies_in, landings, *timed)
+
+    def _timed(self, graph: torch.cuda.CUDAGraph, bucket: Bucket, lengths: list[int]) -> Timed:
+        self._made_up(bucket, lengths)
+        return Timed(max(lengths), _replay_seconds(graph))
+
+    def _skewed(self, bucket: Bucket) -> list[int]:
+        """One row as long as it can be, all others of one step."""
+        others = bucket.rows - 1
+        return [min(self.encoder.spec.input.max_steps, bucket.tokens - others), *[1] * others]
+
+    def _made_up(self, bucket: Bucket, lengths: list[int]) -> Ragged:
+        """A turn of rows of these lengths in a batch of this size, on the device."""
+        chunks = [Chunk(bytes(steps * self._staging.step_bytes), steps, Returns(), None) for steps in lengths]
+        self._staging.lay(Turn(ModelKey(self.encoder.spec.name, ""), chunks))
+        self._staging.copy(bucket.tokens).start()
+        torch.cuda.synchronize()  # before the place is laid again
+        return self._staging.batch(*bucket)
+
+    def _landing(self, encoding: Encoding, batch: Ragged, place: Place, *, waits: bool = True) -> Landing:
+        """The way of an encoding to the host. What finds no room in the place is waited for, or raises NotCapturable."""
+        verdict, offsets = encoding.verdict, None if encoding.offsets is batch.offsets else encoding.offsets
+        given = [verdict.scores, verdict.picks, verdict.embedding, encoding.sequence, offsets]
+        rooms = place.room(given)
+        there = [(room, array) for room, array in zip(rooms, given, strict=True) if room is not None and array is not None]
+        if not waits and len(there) < sum(array is not None for array in given):
+            raise NotCapturable("its answers have no room on the host")
+        hosts = [array.cpu() if room is None and array is not None else room for room, array in zip(rooms, given, strict=True)]
+        scores, picks, embedding, sequence, begins = (None if host is None else host.numpy() for host in hosts)
+        arrays = Arrays(scores, picks, embedding, sequence, begins, verdict.per_step)
+        vectors = [Copy(room, array) for room, array in there if array is verdict.embedding]
+        return Landing([Copy(room, array) for room, array in there if array is not verdict.embedding], vectors, arrays)
+
+
+def _whole(encoding: Encoding) -> Encoding:
+    """With arrays that can be copied in one piece."""
+    verdict = encoding.verdict
+    scores, picks, embedding, sequence = (
+        None if array is None else array.contiguous()
+        for array in (verdict.scores, verdict.picks, verdict.embedding, encoding.sequence)
+    )
+    return replace(encoding, verdict=Verdict(scores, picks, embedding, verdict.per_step), sequence=sequence)
+
+
+def _even(bucket: Bucket) -> list[int]:
+    """Rows of like length that have all tokens."""
+    whole, odd = divmod(bucket.tokens, bucket.rows)
+    return [whole + (row < odd) for row in range(bucket.rows)]
+
+
+@contextmanager
+def _no_waiting() -> Iterator[None]:
+    """Whatever waits for the device raises NotCapturable: a capture that fails can leave the allocator in disorder."""
+    with warnings.catch_warnings():  # it says that it is a prototype
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    except RuntimeError as fault:
+        raise NotCapturable(str(fault).splitlines()[0]) from fault
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def _replay_seconds(graph: torch.cuda.CUDAGraph) -> float:
+    """The fastest of a few replays, by the device's own clock."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    taken = []
+    for _ in range(TIMED_REPLAYS):
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        taken.append(begin.elapsed_time(end) / 1e3)
+    return float(min(taken))

@@ -1,0 +1,84 @@
+"""One model's way through a device: its buffers, and what a turn of it is expected to take."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from service.engine.device import Place
+from service.engine.flight import Arrays, Flight
+from service.engine.staging import Staging
+from service.engine.turn import Turn
+from service.zoo.encoder import Encoder, Encoding
+
+TRIED_STEPS = 16
+"""Of a row, where warm-up measures what steps cost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds that a turn is expected to take, measured at warm-up."""
+
+    per_step: float
+    per_token: float
+
+    @classmethod
+    def measured(cls, encoder: Encoder, rows: int, steps: int, tokens: int) -> Cost:
+        """One row tells the cost of a step, many rows what each further token adds.
+
+        Before that every size is tried, on a GPU up to as many tokens as a turn may have: whatever a first batch of a size compiles or
+        makes is then there before any caller.
+        """
+        for size in _doubling(rows):
+            encoder.trial(size, steps)
+        if encoder.device.type == "cuda":
+            for longer in _doubling(max(1, tokens // (rows * steps)))[1:]:
+                encoder.trial(rows, min(steps * longer, encoder.spec.input.max_steps))
+        alone, together = encoder.trial(1, steps), encoder.trial(rows, steps)
+        return cls(alone / steps, max(0.0, together - alone) / (rows * steps))
+
+    def of(self, longest: int, tokens: int) -> float:
+        return self.per_step * longest + self.per_token * tokens
+
+
+class Lane:
+    """Runs turns at once, as on a CPU: whoever launches one has waited for it."""
+
+    why: str | None = None
+    """What kept turns out of graphs, where there are such."""
+
+    def __init__(self, encoder: Encoder, *, max_turn_rows: int, max_turn_tokens: int, places: int = 1) -> None:
+        shape = encoder.spec.input
+        self.encoder = encoder
+        self.most_tokens = max(max_turn_tokens, shape.max_steps)
+        self._staging = Staging(max_turn_rows, self.most_tokens, shape.features, encoder.device, places)
+        steps = max(min(TRIED_STEPS, shape.max_steps), encoder.spec.min_steps)
+        self.cost = Cost.measured(encoder, rows=max_turn_rows, steps=steps, tokens=self.most_tokens)
+
+    @property
+    def graphs(self) -> int:
+        """How many sizes of turns are captured."""
+        return 0
+
+    def predicted_seconds(self, turn: Turn) -> float:
+        return self.cost.of(turn.longest, turn.tokens)
+
+    def launch(self, turn: Turn, place: Place | None = None) -> Flight:
+        """Whatever the model raises passes through."""
+        began = time.monotonic()
+        ends = self._staging.lay(turn)
+        staged = time.monotonic()
+        encoding = self.encoder(self._staging.batch(turn.rows, turn.tokens), sequence=turn.wants_sequence)
+        return Flight(turn, ends, _on_host(encoding), began, staged, time.monotonic())
+
+
+def _on_host(encoding: Encoding) -> Arrays:
+    verdict = encoding.verdict
+    given = (verdict.scores, verdict.picks, verdict.embedding, encoding.sequence)
+    scores, picks, embedding, sequence = (None if array is None else array.numpy() for array in given)
+    return Arrays(scores, picks, embedding, sequence, encoding.offsets.numpy(), verdict.per_step)
+
+
+def _doubling(most: int) -> list[int]:
+    """1, 2, 4 and so on, and `most`."""
+    return [1 << power for power in range(most.bit_length()) if 1 << power < most] + [most]

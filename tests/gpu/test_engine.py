@@ -1,0 +1,219 @@
+"""Turns on a GPU: by graphs and without, two in flight, in memory that was there before."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from numpy.testing import assert_allclose
+
+from service.engine.device import Memory, hold
+from service.engine.engine import Engine
+from service.engine.flight import Encoded
+from service.engine.turn import Chunk, Turn
+from service.errors import OutOfMemory
+from service.metrics import Metrics
+from service.sequence import FEATURES, IDS, ModelKey, Returns
+from service.zoo import store
+from service.zoo.encoder import Encoder
+from service.zoo.spec import ModelSpec
+from tests import models
+
+CUDA, CPU = torch.device("cuda:0"), torch.device("cpu")
+LIMITS = {"max_turn_rows": 16, "max_turn_tokens": 256}
+BY_LAUNCHES = {"reader", "halver", "tagger"}
+"""Each row's best span, how many steps come out of a strided convolution, and the order of a GRU's rows are worked out on the host."""
+LABELLER = {"kind": "sru", "hidden": 6, "depth": 2, "bidirectional": True}
+HALVES = 2e-2
+PLAIN, VECTOR, STEPS = Returns(), Returns(embedding=True), Returns(embedding=True, sequence=True)
+
+
+@pytest.fixture(scope="module")
+def specs(tmp_path_factory: pytest.TempPathFactory) -> dict[ModelKey, tuple[ModelSpec, dict[str, torch.Tensor]]]:
+    """Models of every head in float16, and a deeper one over features."""
+    root = tmp_path_factory.mktemp("models")
+    made = [make(root) for make in models.OF_EVERY_HEAD.values()] + [models.sensors(root, hidden=32, max_steps=300)]
+    labels = {"kind": "tag", "labels": models.LABELS}
+    made.append(models.made_up(root, "labeller", models.TEXT, models.EMBEDDING, LABELLER, head=labels))
+    found = {}
+    for spec in made:
+        arrays = store.read_arrays(root / spec.name / "1", spec)
+        half = spec.model_copy(update={"precision": "float16"})
+        found[ModelKey(spec.name, "1")] = half, {name: array.half() for name, array in arrays.items()}
+    return found
+
+
+def encoders(specs: dict[ModelKey, tuple[ModelSpec, dict[str, torch.Tensor]]], device: torch.device) -> dict[ModelKey, Encoder]:
+    return {key: Encoder(spec, arrays, device, 1 << 20) for key, (spec, arrays) in specs.items()}
+
+
+@pytest.fixture(scope="module")
+def metrics() -> Metrics:
+    return Metrics()
+
+
+@pytest.fixture(scope="module")
+def on_gpu(specs: dict[ModelKey, tuple[ModelSpec, dict[str, torch.Tensor]]], metrics: Metrics) -> Iterator[Engine]:
+    before = torch.cuda.current_stream()
+    hold(CUDA)
+    yield Engine(encoders(specs, CUDA), metrics, **LIMITS)
+    torch.cuda.set_stream(before)
+
+
+@pytest.fixture(scope="module")
+def on_cpu(specs: dict[ModelKey, tuple[ModelSpec, dict[str, torch.Tensor]]]) -> Engine:
+    return Engine(encoders(specs, CPU), Metrics(), **LIMITS)
+
+
+@pytest.fixture(params=[*models.OF_EVERY_HEAD, "sensors", "labeller"])
+def key(request: pytest.FixtureRequest) -> ModelKey:
+    return ModelKey(request.param, "1")
+
+
+def chunk(spec: ModelSpec, steps: int, chance: np.random.Generator, returns: Returns) -> Chunk:
+    if spec.input.features is not None:
+        data = chance.normal(size=(steps, spec.input.features)).astype(FEATURES)
+    else:
+        data = chance.integers(spec.input.vocabulary or 1, size=steps).astype(IDS)
+    return Chunk(data.tobytes(), steps, returns, None)
+
+
+def turn(spec: ModelSpec, lengths: list[int], seed: int, returns: Returns = PLAIN) -> Turn:
+    chance = np.random.default_rng(seed)
+    return Turn(ModelKey(spec.name, "1"), [chunk(spec, steps, chance, returns) for steps in lengths])
+
+
+def mixed(spec: ModelSpec, seed: int, returns: Returns = PLAIN) -> Turn:
+    """As many rows as there may be or fewer, and steps."""
+    chance = np.random.default_rng(seed)
+    rows = int(chance.integers(1, LIMITS["max_turn_rows"] + 1))
+    most = min(spec.input.max_steps, LIMITS["max_turn_tokens"] // rows)
+    return turn(spec, [int(steps) for steps in chance.integers(3, most + 1, size=rows)], seed, returns)
+
+
+def ran(engine: Engine, one: Turn) -> list[Encoded]:
+    engine.launch(one)
+    return [encoded for _, encoded in collected(engine, one.rows)]
+
+
+def collected(engine: Engine, count: int) -> list[tuple[Chunk, Encoded]]:
+    found: list[tuple[Chunk, Encoded]] = []
+    until = time.monotonic() + 10
+    while len(found) < count and time.monotonic() < until:
+        found += engine.finished()
+    assert len(found) == count
+    return found
+
+
+def assert_alike(mine: list[Encoded], others: list[Encoded]) -> None:
+    for one, other in zip(mine, others, strict=True):
+        assert one.steps == other.steps
+        for name in ("scores", "embedding", "sequence"):
+            ours, theirs = getattr(one, name), getattr(other, name)
+            assert (ours is None) == (theirs is None), name
+            if ours is not None:
+                assert_allclose(ours, theirs, atol=HALVES, err_msg=name)
+
+
+def by(metrics: Metrics, key: ModelKey, how: str) -> float:
+    return metrics.turns.values.get((*key, how), [0.0])[0]
+
+
+def test_a_turn_runs_by_a_graph_unless_something_has_to_wait(
+    on_gpu: Engine, metrics: Metrics, specs: dict[ModelKey, tuple[ModelSpec, dict[str, torch.Tensor]]], key: ModelKey
+) -> None:
+    how = "launches" if key.name in BY_LAUNCHES else "graph"
+    before = by(metrics, key, how)
+    ran(on_gpu, mixed(specs[key][0], seed=1))
+    assert by(metrics, key, how) == before + 1
+    before = by(metrics, key, "launches")
+    ran(on_gpu, mixed(specs[key][0], seed=1, returns=STEPS))
+    assert by(metrics, key, "launches") == before + 1, "every step is asked for"
+
+
+@pytest.mark.parametrize("returns", [PLAIN, VECTOR, STEPS], ids=["plain", "vector", "steps"])
+@pytest.mark.parametrize("seed", range(4))
+def test_answers_are_those_of_the_cpu(
+    on_gpu: Engine,
+    on_cpu: Engine,
+    specs: dict[ModelKey, tuple[ModelSpec, dict[str, torch.Tensor]]],
+    key: ModelKey,
+    returns: Returns,
+    seed: int,
+) -> None:
+    one = mixed(specs[key][0], seed, returns)
+    assert_alike(ran(on_gpu, one), ran(on_cpu, one))
+
+
+def test_every_size_up_to_the_largest_is_answered(
+    on_gpu: Engine, on_cpu: Engine, specs: dict[ModelKey, tuple[ModelSpec, dict[str, torch.Tensor]]]
+) -> None:
+    spec = specs[ModelKey("words", "1")][0]
+    for lengths in ([1], [64], [1] * 16, [16] * 16, [64, 64, 64, 64], [64, 1, 1, 64], [3] * 9, [64]):
+        one = turn(spec, lengths, seed=len(lengths))
+        assert_alike(ran(on_gpu, one), ran(on_cpu, one))
+
+
+def test_a_sequence_longer_than_a_turn_runs_alone(
+    on_gpu: Engine, on_cpu: Engine, specs: dict[ModelKey, tuple[ModelSpec, dict[str, torch.Tensor]]]
+) -> None:
+    one = turn(specs[ModelKey("sensors", "1")][0], [300], seed=5)
+    assert_alike(ran(on_gpu, one), ran(on_cpu, one))
+
+
+def test_two_turns_are_in_flight_and_end_in_their_order(
+    on_gpu: Engine, on_cpu: Engine, specs: dict[ModelKey, tuple[ModelSpec, dict[str, torch.Tensor]]]
+) -> None:
+    names = ["sensors", "words", "tagger", "reader", "words", "embedder"]
+    turns = [mixed(specs[ModelKey(name, "1")][0], seed, VECTOR) for seed, name in enumerate(names)]
+    for one in turns:
+        on_gpu.launch(one)
+    found = collected(on_gpu, sum(one.rows for one in turns))
+    assert [chunk for chunk, _ in found] == [chunk for one in turns for chunk in one.chunks]
+    assert_alike([encoded for _, encoded in found], [encoded for one in turns for encoded in ran(on_cpu, one)])
+
+
+def test_the_next_turn_is_taken_shortly_before_the_last_one_ends(
+    on_gpu: Engine, specs: dict[ModelKey, tuple[ModelSpec, dict[str, torch.Tensor]]]
+) -> None:
+    assert on_gpu.takes_turn and on_gpu.running_since is None
+    one = turn(specs[ModelKey("sensors", "1")][0], [300], seed=1)
+    on_gpu.launch(one)
+    assert on_gpu.running_since is not None and on_gpu.running_since[1] is one
+    collected(on_gpu, 1)
+    assert on_gpu.takes_turn and on_gpu.running_since is None and on_gpu.remaining_seconds == 0.0
+
+
+def test_nothing_is_allocated_once_it_is_warm(
+    on_gpu: Engine, specs: dict[ModelKey, tuple[ModelSpec, dict[str, torch.Tensor]]]
+) -> None:
+    by_graph = [key for key in specs if key.name not in BY_LAUNCHES]
+    turns = [mixed(specs[key][0], seed, VECTOR if seed % 3 else PLAIN) for seed in range(40) for key in by_graph]
+    before = Memory.of(CUDA)
+    for one in turns:
+        ran(on_gpu, one)
+    assert Memory.of(CUDA) == before
+    for seed in range(40):
+        for key in specs:
+            ran(on_gpu, mixed(specs[key][0], seed, STEPS))
+    after = Memory.of(CUDA)
+    assert (after.mallocs, after.reserved_bytes) == (before.mallocs, before.reserved_bytes)
+
+
+def test_what_finds_no_memory_is_refused_and_the_next_turn_runs(
+    on_gpu: Engine,
+    on_cpu: Engine,
+    specs: dict[ModelKey, tuple[ModelSpec, dict[str, torch.Tensor]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    key = ModelKey("words", "1")
+    one = mixed(specs[key][0], seed=1, returns=STEPS)
+    with monkeypatch.context() as planted:
+        planted.setattr(Encoder, "__call__", lambda *_, **__: torch.empty(1 << 45, dtype=torch.uint8, device=CUDA))
+        with pytest.raises(OutOfMemory, match="has no memory for"):
+            on_gpu.launch(one)
+    assert on_gpu.finished() == []
+    assert_alike(ran(on_gpu, one), ran(on_cpu, one))

@@ -1,0 +1,133 @@
+"""The engine process's loop, with its supervisor and a front whom the test plays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from service.batching.batcher import Batcher, Refuse, Reply, Ticket
+from service.channel import Channel, Frame, Kind, encode, pair
+from service.engine.turn import Turn
+from service.lifeline import Pulse
+from service.metrics import Metrics, Snapshot
+from service.sequence import Answer, Hello, Loaded, Request
+from service.worker import Worker
+from tests.batching.made_up import request
+
+PLACE = 3
+SECONDS = 2.5
+"""Of each request that waits."""
+TURNS = 6
+"""Enough for every test. In the one that follows the front has gone, in the one after that the supervisor."""
+
+
+class OneATurn(Batcher):
+    """Answers one request a turn, then calls `after` with the number of the turn."""
+
+    def __init__(self, after: Callable[[int], None]) -> None:
+        self._after = after
+        self._turns = 0
+        self._replies: list[Reply] = []
+
+    @property
+    def waiting(self) -> int:
+        return 1
+
+    def backlog_seconds(self) -> float:
+        return SECONDS * len(self._replies)
+
+    def submit(self, request: Request, data: bytes, reply: Reply, refuse: Refuse) -> Ticket:
+        self._replies.append(reply)
+        return Ticket(request, reply, refuse)
+
+    def step(self, before_launch: object = None) -> bool:
+        if self._replies:
+            self._replies.pop(0)(Answer((1, 1)), [b"1234"])
+        self._turns += 1
+        self._after(self._turns)
+        return True
+
+
+class Idle:
+    """An engine that has nothing to do."""
+
+    running_since: tuple[float, Turn] | None = None
+
+    def predicted_seconds(self, turn: Turn) -> float:
+        return 0.0
+
+    def count_memory(self) -> None:
+        pass
+
+
+class House:
+    """A worker that a supervisor has told of one front. What it said to both is kept."""
+
+    def __init__(self) -> None:
+        mine, theirs = pair()
+        self.supervisor, self._control = Channel(mine), Channel(theirs)
+        self.front, self._pulse, self.metrics = self._attached(), Pulse(), Metrics()
+        self.to_front: list[Frame] = []
+        self.to_supervisor: list[Frame] = []
+        hello = Hello([Loaded("words", "1", "cpu", [], 0)], PLACE)
+        self._worker = Worker(self._control, self._pulse, OneATurn(self._after), Idle(), hello, self.metrics)
+
+    def run(self) -> None:
+        self.supervisor.flush()
+        self.front.flush()
+        self._worker.run()
+
+    def close(self) -> None:
+        for channel in (self.supervisor, self._control, self.front):
+            channel.close()
+        self._pulse.close()
+
+    def _attached(self) -> Channel:
+        mine, theirs = pair()
+        self.supervisor.send(encode(Kind.ATTACH, 0), attached=theirs)
+        theirs.close()
+        return Channel(mine)
+
+    def _after(self, turn: int) -> None:
+        if turn == TURNS:
+            self.to_front = self.front.receive()
+            self.front.close()
+        elif turn == TURNS + 1:
+            self.to_supervisor = self.supervisor.receive()
+            self.supervisor.close()
+
+
+@pytest.fixture
+def house() -> Iterator[House]:
+    made = House()
+    yield made
+    made.close()
+
+
+def test_a_front_is_told_with_each_answer_what_is_left_and_how_many_of_its_frames_are_counted_in_that(house: House) -> None:
+    house.front.send(encode(Kind.SUBMIT, 7, request([2]), (b"",)))
+    house.front.send(encode(Kind.CANCEL, 6))
+    house.front.send(encode(Kind.SUBMIT, 8, request([2]), (b"",)))
+    house.run()
+    hello, *frames = house.to_front
+    assert (hello.kind, hello.read(Hello).place) == (Kind.HELLO, PLACE)
+    assert [(frame.kind, frame.id) for frame in frames] == [(Kind.ANSWER, 7), (Kind.LOAD, 3), (Kind.ANSWER, 8), (Kind.LOAD, 3)]
+    assert [frame.read(float) for frame in frames if frame.kind == Kind.LOAD] == [SECONDS, 0.0]
+    assert house.metrics.channel_writes.values[("engine",)] == [3], "an answer and its report are one write"
+
+
+def test_a_front_that_is_answered_nothing_is_told_nothing(house: House) -> None:
+    house.run()
+    assert [frame.kind for frame in house.to_front] == [Kind.HELLO]
+
+
+def test_what_an_engine_counts_says_how_much_work_is_left_in_it(house: House) -> None:
+    for id in (1, 2, 3):
+        house.front.send(encode(Kind.SUBMIT, id, request([2]), (b"",)))
+    house.supervisor.send(encode(Kind.GATHER, 5))
+    house.run()
+    [counts] = [frame for frame in house.to_supervisor if frame.kind == Kind.COUNTS]
+    [[labels, [seconds]]] = counts.read(Snapshot)["seqserve_backlog_seconds"]
+    assert (counts.id, tuple(labels)) == (5, (str(PLACE),))
+    assert seconds in [SECONDS * waiting for waiting in range(4)]
