@@ -14,7 +14,7 @@ PIP         := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 PROJECT     := pyproject.toml constraints.txt Makefile
 .DEFAULT_GOAL := help
 
-.PHONY: help install gpu serve test lint eval bench loadtest bench-serve test-gpu docker-test check-python
+.PHONY: help install gpu serve test lint eval bench loadtest bench-serve bench-engine bench-devices test-gpu docker-test check-python
 
 help:
 	@echo "make serve        install, then serve the embedded models on 127.0.0.1:8000"
@@ -25,6 +25,8 @@ help:
 	@echo "make bench        time every kernel beside its peers, on DEVICE=cpu or cuda:0"
 	@echo "make loadtest     USERS=32 callers for SECONDS=30 on a server of its own, or on URL; report and chart go to OUT=build/loadtest"
 	@echo "make bench-serve  time this service beside a plain FastAPI handler with the same weights"
+	@echo "make bench-engine time one engine without its doors, on DEVICE=cpu or cuda:0: stages of a request, turns of rising size"
+	@echo "make bench-devices  time this service on one device and on several, DEVICE=cuda:0,cuda:1"
 	@echo "make test-gpu     the tests that need a GPU; what passed is written to tests/gpu/passed.json"
 	@echo "make docker-test  build the image, start the compose files on a container engine, test and remove them"
 
@@ -84,6 +86,14 @@ loadtest: .venv/load gpu
 # Both servers run at once and are loaded in turn; results go to loadtest/results.
 bench-serve: .venv/load gpu
 	@$(BIN)/python -m loadtest.bench_serve
+
+# Where the time of a request goes inside an engine, and how many it answers; results go to loadtest/results.
+bench-engine: .venv/load gpu
+	@$(BIN)/python -m loadtest.bench_engine --device $(DEVICE)
+
+# One device, then all that DEVICE names; results go to loadtest/results.
+bench-devices: .venv/load gpu
+	@$(BIN)/python -m loadtest.bench_devices --devices $(DEVICE)
 
 # Asks the service that runs on $(URL) the test questions in the folder that DATA names.
 eval: .venv/installed

@@ -23,7 +23,7 @@ import torch
 
 from kernels.bench import questions
 from kernels.bench.report import Setting, device_name, slug, versions
-from loadtest import report
+from loadtest import made_up, report
 from service.app import build_engine
 from service.engine.engine import Engine
 from service.engine.flight import Flight
@@ -31,13 +31,13 @@ from service.engine.turn import Chunk, Turn
 from service.metrics import Metrics
 from service.sequence import FEATURES, IDS, ModelKey, Returns
 from service.settings import Settings
-from service.zoo import store
-from service.zoo.spec import ClassifyHead, EmbeddingLayer, Layer, LSTMLayer, ModelSpec, SequenceInput
+from service.zoo.spec import EmbeddingLayer, LSTMLayer, ModelSpec, SequenceInput
 
 RESULTS = Path(__file__).parent / "results"
 EMBEDDED = Path(__file__).parent.parent / "models"
 QUESTIONS = ("question-type-cnn", "question-type-lstm", "question-type-sru")
 SENSOR, WIDE = "lstm-256-floats", "lstm-512-ids"
+MODELS = (SENSOR, WIDE, *QUESTIONS)
 STEPS = 64
 """Of a made-up sequence."""
 FEW, MANY = (64, 4096), (512, 32768)
@@ -62,7 +62,7 @@ class Single:
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """Turns of so many rows, one after the other. device_share: of the time, in which the kernels of all turns run."""
+    """Turns of so many rows, one after the other. device_share: of the time, in which the kernels of all turns run, as warm-up timed them."""
 
     model: str
     rows: int
@@ -78,16 +78,17 @@ class Throughput:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     said = _parser().parse_args(arguments)
-    engine, larger = (_engine(said.device, *limits) for limits in (FEW, MANY))
+    engine = _engine(said.device, *FEW)
     device = torch.device(engine.loaded()[0].device)
     setting = Setting(device_name(device), date.today().isoformat(), versions(device), _threads(device))
-    singles = [single(engine, model, said.turns) for model in (SENSOR, WIDE, *QUESTIONS)]
+    singles = [single(engine, model, said.turns) for model in said.models]
     print(f"one engine on {setting}\n\none row, us: median (p10-p90)\n")
     print("\n".join(_single_table(singles)))
+    larger = _engine(said.device, *MANY) if said.rows > FEW[0] else engine
     levels = [
         throughput(engine if rows <= FEW[0] else larger, model, rows, said.seconds)
-        for model in (*QUESTIONS, WIDE)
-        for rows in _doubling()
+        for model in said.models
+        for rows in itertools.takewhile(lambda rows: rows <= said.rows, (1 << power for power in itertools.count()))
     ]
     print("\nturns one after the other\n")
     print("\n".join(_throughput_table(levels)), flush=True)
@@ -129,17 +130,23 @@ def throughput(engine: Engine, model: str, rows: int, seconds: float) -> Through
     turns = _turns(engine, model, rows)
     tokens = answered = launched = 0
     on_device = 0.0
+
+    def watch(flight: Flight, ended: float) -> None:
+        nonlocal on_device
+        on_device += flight.launched - flight.staged if flight.place is None else engine.predicted_seconds(flight.turn)
+
     for _ in range(VARIANTS):
         _answered(engine, next(turns))
+    engine.watch(watch)
     began = time.monotonic()
     while (now := time.monotonic()) < began + seconds or answered < launched * rows:
         if engine.takes_turn and now < began + seconds:
             turn = next(turns)
             engine.launch(turn)
             launched, tokens = launched + 1, tokens + turn.tokens
-            on_device += engine.predicted_seconds(turn)
         answered += len(engine.finished())
     took = time.monotonic() - began
+    engine.watch(None)
     return Throughput(
         model, rows, tokens / launched, round(answered / took, 1), round(1e6 * took / launched, 2), round(on_device / took, 4)
     )
@@ -178,22 +185,10 @@ def _models(root: Path) -> Path:
     for one in QUESTIONS:
         (root / one).symlink_to(EMBEDDED / one)
     floats = SequenceInput(kind="features", features=256, max_steps=1024)
-    _write(root, SENSOR, floats, LSTMLayer(kind="lstm", hidden=256))
+    made_up.write(root, SENSOR, floats, LSTMLayer(kind="lstm", hidden=256))
     ids = SequenceInput(kind="ids", vocabulary=20_000, max_steps=1024)
-    _write(root, WIDE, ids, EmbeddingLayer(kind="embedding", width=512), LSTMLayer(kind="lstm", hidden=512))
+    made_up.write(root, WIDE, ids, EmbeddingLayer(kind="embedding", width=512), LSTMLayer(kind="lstm", hidden=512))
     return root
-
-
-def _write(root: Path, name: str, input: SequenceInput, *layers: Layer) -> None:
-    head = ClassifyHead(kind="classify", pool="last", labels=("steady", "rising", "falling"))
-    spec = ModelSpec(name=name, precision="float16", input=input, layers=layers, head=head)
-    seeded = torch.Generator().manual_seed(0)
-    weights = {key: 0.05 * torch.randn(shape, generator=seeded) for key, shape in spec.tensors().items()}
-    store.write(root / name / "1", spec, weights, card="Made-up weights, for the bench.\n")
-
-
-def _doubling() -> Iterator[int]:
-    return itertools.takewhile(lambda rows: rows <= MANY[0], (1 << power for power in itertools.count()))
 
 
 def _single_table(found: Sequence[Single]) -> Iterator[str]:
@@ -226,6 +221,8 @@ def _threads(device: torch.device) -> int | None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m loadtest.bench_engine", description="One engine without its doors.")
     parser.add_argument("--device", default="auto", help="cpu or cuda:N")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="all unless given")
+    parser.add_argument("--rows", type=int, default=MANY[0], help="the most of a turn, %(default)s unless given")
     parser.add_argument("--turns", type=int, default=2000, help="of one row")
     parser.add_argument("--seconds", type=float, default=1.0, help="of each level of throughput")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of what is written")

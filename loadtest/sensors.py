@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
+from loadtest import made_up
+from service.zoo.spec import ALIASES, GRULayer, ModelSpec, SequenceInput
 
-from service.zoo import store
-from service.zoo.spec import ALIASES, ClassifyHead, GRULayer, ModelSpec, SequenceInput
-
-FEATURES, HIDDEN, LABELS = 16, 64, ("steady", "rising", "falling")
+FEATURES, HIDDEN = 16, 64
 SCALE = 0.2
 """Of the normal weights: gates neither vanish nor saturate."""
 
@@ -24,15 +22,6 @@ def beside(models: Path, root: Path) -> Path:
 
 
 def write(root: Path) -> ModelSpec:
-    """One GRU over rows of FEATURES numbers; the same weights every time."""
-    spec = ModelSpec(
-        name="sensors",
-        description="Made-up weights, for the load test.",
-        precision="float32",
-        input=SequenceInput(kind="features", features=FEATURES, max_steps=1024),
-        layers=(GRULayer(kind="gru", hidden=HIDDEN),),
-        head=ClassifyHead(kind="classify", pool="last", labels=LABELS),
-    )
-    seeded = torch.Generator().manual_seed(0)
-    weights = {name: SCALE * torch.randn(shape, generator=seeded) for name, shape in spec.tensors().items()}
-    return store.write(root / spec.name / "1", spec, weights, card="Made-up weights, for the load test.\n")
+    """One GRU over rows of FEATURES numbers."""
+    rows = SequenceInput(kind="features", features=FEATURES, max_steps=1024)
+    return made_up.write(root, "sensors", rows, GRULayer(kind="gru", hidden=HIDDEN), precision="float32", scale=SCALE)

@@ -23,7 +23,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": set(),
     # a caller of a server that may run elsewhere: it knows how long questions are, and how a machine is named
     "loadtest": {"kernels.bench"},
-    "loadtest.sensors": {"service.zoo"},
+    "loadtest.made_up": {"service.zoo"},
+    "loadtest.sensors": {"loadtest", "service.zoo"},
+    "loadtest.bench_devices": {"kernels.bench", "loadtest", "service.zoo"},
     "loadtest.bench_engine": {"kernels.bench", "loadtest", "service"},
     "service.sequence": LEAVES,
     "service.errors": LEAVES,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,7 +33,7 @@ def test_tokens_of_a_like_number_of_rows_are_close_together(rows: int, tokens: i
     buckets = Ladder(rows, tokens, steps).buckets
     for count in {bucket.rows for bucket in buckets}:
         rungs = sorted(bucket.tokens for bucket in buckets if bucket.rows == count)
-        assert all(after <= GROWTH * before for before, after in zip(rungs, rungs[1:], strict=False))
+        assert all(after <= GROWTH * before for before, after in pairwise(rungs))
 
 
 def test_full_turns_and_single_rows_are_served_whole() -> None:
