@@ -62,7 +62,7 @@ class Single:
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """Turns of so many rows, one after the other. device_share: of the time, in which the kernels of all turns run, as warm-up timed them."""
+    """Turns of so many rows, one after the other. device_share: of the time, in which the kernels of all turns run, as timed at warm-up."""
 
     model: str
     rows: int

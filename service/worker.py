@@ -23,7 +23,7 @@ class Runs(Protocol):
     """What the loop asks of an engine besides its batcher."""
 
     @property
-    def running_since(self) -> tuple[float, Turn] | None: ...
+    def running(self) -> tuple[float, float] | None: ...
 
     def predicted_seconds(self, turn: Turn) -> float: ...
 
@@ -51,7 +51,7 @@ class Worker:
         while self._control.open:
             self._beat()
             # While the device works the loop does not sleep: it would wake too late for the turn's end.
-            self._drain(0.0 if self._batcher.waiting or self._engine.running_since else IDLE_SECONDS)
+            self._drain(0.0 if self._batcher.waiting or self._engine.running else IDLE_SECONDS)
             self._batcher.step(self._before_launch)
             self._metrics.queue_depth.set(self._batcher.waiting)
             for channel in [channel for channel in self._tickets if channel.outgoing]:
@@ -59,18 +59,15 @@ class Worker:
 
     def _beat(self) -> None:
         """A turn that runs must end in time, however lively this loop is."""
-        running = self._engine.running_since
+        running = self._engine.running
         if running is None:
             self._pulse.beat()
         else:
-            since, turn = running
-            self._pulse.beat_by(since + self._patience(turn))
+            since, predicted = running
+            self._pulse.beat_by(since + _patience(predicted))
 
     def _before_launch(self, turn: Turn) -> None:
-        self._pulse.beat(self._patience(turn))
-
-    def _patience(self, turn: Turn) -> float:
-        return max(PATIENCE_SECONDS, HANG_FACTOR * self._engine.predicted_seconds(turn))
+        self._pulse.beat(_patience(self._engine.predicted_seconds(turn)))
 
     def _drain(self, timeout: float) -> None:
         for key, events in self._selector.select(timeout):
@@ -146,3 +143,8 @@ class Worker:
         for ticket in self._tickets.pop(channel, {}).values():
             self._batcher.cancel(ticket)
         channel.close()
+
+
+def _patience(predicted_seconds: float) -> float:
+    """How long a turn may take."""
+    return max(PATIENCE_SECONDS, HANG_FACTOR * predicted_seconds)

@@ -52,7 +52,7 @@ class OneATurn(Batcher):
 class Idle:
     """An engine that has nothing to do."""
 
-    running_since: tuple[float, Turn] | None = None
+    running: tuple[float, float] | None = None
 
     def predicted_seconds(self, turn: Turn) -> float:
         return 0.0

@@ -84,12 +84,12 @@ class Engine:
         return self._lanes[model].cost.of(turns * tokens // max(1, rows), tokens)
 
     @property
-    def running_since(self) -> tuple[float, Turn] | None:
-        """The turn that the device has now, and since when, on the clock of time.monotonic."""
+    def running(self) -> tuple[float, float] | None:
+        """Since when the device has had its turn, on the clock of time.monotonic, and the seconds that this was predicted to take."""
         if not self._flights:
             return None
         flight = self._flights[0]
-        return max(flight.launched, self._last_ended), flight.turn
+        return max(flight.launched, self._last_ended), flight.predicted
 
     @property
     def remaining_seconds(self) -> float:
@@ -112,9 +112,8 @@ class Engine:
         while len(self._flights) >= max(1, len(self._places)):
             self._flights[0].wait()
             self._collect()
-        lane, predicted = self._lanes[turn.model], self.predicted_seconds(turn)
         try:
-            flight = lane.launch(turn, self._places[self._launches % IN_FLIGHT] if self._places else None)
+            flight = self._lanes[turn.model].launch(turn, self._places[self._launches % IN_FLIGHT] if self._places else None)
         except torch.OutOfMemoryError as fault:
             raise OutOfMemory(_no_memory(turn, self._device), retry_after=1) from fault
         except Exception as fault:
@@ -122,7 +121,7 @@ class Engine:
             raise
         self._launches += 1
         self._flights.append(flight)
-        self._free_at = max(self._free_at, flight.launched) + predicted
+        self._free_at = max(self._free_at, flight.launched) + flight.predicted
         self._launch_seconds += NEWEST * (flight.launched - flight.began - self._launch_seconds)
 
     def spec(self, key: ModelKey) -> ModelSpec:

@@ -85,8 +85,7 @@ class GraphLane(Lane):
         return len(self._captured)
 
     def predicted_seconds(self, turn: Turn) -> float:
-        captured = self._serving(turn)[1]
-        return super().predicted_seconds(turn) if captured is None else captured.seconds(turn.longest)
+        return self._seconds(turn, self._serving(turn)[1])
 
     def launch(self, turn: Turn, place: Place | None = None) -> Flight:
         """Asks the device for all of it and does not wait. Whatever the model raises on the host passes through."""
@@ -108,6 +107,7 @@ class GraphLane(Lane):
             turn,
             ends,
             landing.arrays,
+            self._seconds(turn, captured),
             began,
             staged,
             time.monotonic(),
@@ -123,6 +123,10 @@ class GraphLane(Lane):
         for bucket in self._largest:
             self.encoder(self._made_up(bucket, _even(bucket)), sequence=True)
         return torch.cuda.max_memory_allocated() - held
+
+    def _seconds(self, turn: Turn, captured: Captured | None) -> float:
+        """That a turn is expected to take, by this graph or without one."""
+        return super().predicted_seconds(turn) if captured is None else captured.seconds(turn.longest)
 
     def _serving(self, turn: Turn) -> tuple[Bucket, Captured | None]:
         """The graph that serves a turn and its size, or the turn's own."""

@@ -69,7 +69,7 @@ class Lane:
         ends = self._staging.lay(turn)
         staged = time.monotonic()
         encoding = self.encoder(self._staging.batch(turn.rows, turn.tokens), sequence=turn.wants_sequence)
-        return Flight(turn, ends, _on_host(encoding), began, staged, time.monotonic())
+        return Flight(turn, ends, _on_host(encoding), self.predicted_seconds(turn), began, staged, time.monotonic())
 
 
 def _on_host(encoding: Encoding) -> Arrays:
