@@ -14,7 +14,7 @@ PIP         := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 PROJECT     := pyproject.toml constraints.txt Makefile
 .DEFAULT_GOAL := help
 
-.PHONY: help install gpu serve test lint eval bench loadtest bench-serve bench-engine bench-devices test-gpu docker-test check-python
+.PHONY: help install gpu serve test lint eval bench loadtest bench-serve bench-engine bench-devices test-long test-gpu docker-test check-python
 
 help:
 	@echo "make serve        install, then serve the embedded models on 127.0.0.1:8000"
@@ -27,6 +27,7 @@ help:
 	@echo "make bench-serve  time this service beside a plain FastAPI handler with the same weights"
 	@echo "make bench-engine time one engine without its doors, on DEVICE=cpu or cuda:0: stages of a request, turns of rising size"
 	@echo "make bench-devices  time this service on one device and on several, DEVICE=cuda:0,cuda:1"
+	@echo "make test-long    100,000 requests, after which no process may hold more than before: some minutes"
 	@echo "make test-gpu     the tests that need a GPU; what passed is written to tests/gpu/passed.json"
 	@echo "make docker-test  build the image, start the compose files on a container engine, test and remove them"
 
@@ -98,6 +99,10 @@ bench-devices: .venv/load gpu
 # Asks the service that runs on $(URL) the test questions in the folder that DATA names.
 eval: .venv/installed
 	@$(BIN)/python examples/evaluate.py $(if $(URL),--url $(URL))
+
+# Shows by how much each process grew; on a machine that is busy with other things it takes longer, no more.
+test-long: .venv/tools
+	$(BIN)/python -m pytest tests/long
 
 # Writes to tests/gpu/passed.json which kernels passed and where; `make test` warns when they are no longer those.
 test-gpu: .venv/tools gpu

@@ -91,20 +91,21 @@ class LSTMWeights:
 class LSTMState:
     """hidden, cell: (rows, hidden) float32, what the next chunk of each row goes on from.
 
-    With slots, (rows,) int32 or int64, they are slabs, (places, hidden): row r goes on from place slots[r], which no other row has,
-    and its new state is written there. Without, the new state is another array.
+    With slots, (rows,) int32 or int64, they are slabs, (places, hidden): row r goes on from place sources[r], (rows,) of either dtype
+    too, and its new state is written to place slots[r]. Without sources, which the state that comes out never has, both are slots[r].
+    No row goes on from a place that another row writes; but several may go on from one place, and several may write to one, which then
+    holds values of any of them. Without slots, the new state is another array.
     """
 
     hidden: Tensor
     cell: Tensor
     slots: Tensor | None = None
+    sources: Tensor | None = None
 
     def by_row(self) -> LSTMState:
-        """Without slots: copied out of them, or itself where it has none."""
-        if self.slots is None:
-            return self
-        slots = self.slots.long()
-        return LSTMState(self.hidden[slots], self.cell[slots])
+        """Without slots: what the rows go on from, copied out of its places, or itself where it has none."""
+        places = origins(self)
+        return self if places is None else LSTMState(self.hidden[places], self.cell[places])
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +129,16 @@ class GRUWeights:
 
 @dataclass(frozen=True, slots=True)
 class GRUState:
-    """hidden: (rows, hidden) float32."""
+    """hidden: (rows, hidden) float32; slots and sources as in LSTMState: with them, hidden is a slab, (places, hidden)."""
 
     hidden: Tensor
+    slots: Tensor | None = None
+    sources: Tensor | None = None
+
+    def by_row(self) -> GRUState:
+        """Without slots: what the rows go on from, copied out of its places, or itself where it has none."""
+        places = origins(self)
+        return self if places is None else GRUState(self.hidden[places])
 
 
 @dataclass(frozen=True)
@@ -181,14 +189,16 @@ class SRUWeights:
 
 @dataclass(frozen=True, slots=True)
 class SRUState:
-    """cell: (rows, hidden) float32; slots as in LSTMState: with them, cell is a slab, (places, hidden)."""
+    """cell: (rows, hidden) float32; slots and sources as in LSTMState: with them, cell is a slab, (places, hidden)."""
 
     cell: Tensor
     slots: Tensor | None = None
+    sources: Tensor | None = None
 
     def by_row(self) -> SRUState:
-        """Without slots: copied out of them, or itself where it has none."""
-        return self if self.slots is None else SRUState(self.cell[self.slots.long()])
+        """Without slots: what the rows go on from, copied out of its places, or itself where it has none."""
+        places = origins(self)
+        return self if places is None else SRUState(self.cell[places])
 
 
 POOLINGS = {"f": 2, "fo": 3, "ifo": 4}
@@ -244,19 +254,18 @@ class QRNNState:
     """cell: (rows, hidden) float32; left: (rows, window - 1, inputs) the steps before the next one, oldest first.
 
     With tables, left is (rows, window - 1) int64, rows of the tables as `kernels.embedding.tap_rows` has them, 0 for padding. Slots
-    as in LSTMState: with them, cell and left are slabs, (places, ...).
+    and sources as in LSTMState: with them, cell and left are slabs, (places, ...).
     """
 
     cell: Tensor
     left: Tensor
     slots: Tensor | None = None
+    sources: Tensor | None = None
 
     def by_row(self) -> QRNNState:
-        """Without slots: copied out of them, or itself where it has none."""
-        if self.slots is None:
-            return self
-        slots = self.slots.long()
-        return QRNNState(self.cell[slots], self.left[slots])
+        """Without slots: what the rows go on from, copied out of its places, or itself where it has none."""
+        places = origins(self)
+        return self if places is None else QRNNState(self.cell[places], self.left[places])
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -342,15 +351,21 @@ class ConvWeights:
 class ConvState:
     """left: (rows, left, inputs) the steps before the next one, oldest first; they take the place of the zeros.
 
-    Slots as in LSTMState: with them, left is a slab, (places, left, inputs).
+    Slots and sources as in LSTMState: with them, left is a slab, (places, left, inputs).
     """
 
     left: Tensor
     slots: Tensor | None = None
+    sources: Tensor | None = None
 
     def by_row(self) -> ConvState:
-        """Without slots: copied out of them, or itself where it has none."""
-        return self if self.slots is None else ConvState(self.left[self.slots.long()])
+        """Without slots: what the rows go on from, copied out of its places, or itself where it has none."""
+        places = origins(self)
+        return self if places is None else ConvState(self.left[places])
+
+
+State = LSTMState | GRUState | SRUState | QRNNState | ConvState
+"""Of any family."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,6 +414,12 @@ class Encoded:
     scores: Tensor | None = None
 
 
+def origins(state: State) -> Tensor | None:
+    """(rows,) int64 the places that the rows go on from, of a state in slots."""
+    places = state.slots if state.sources is None else state.sources
+    return None if places is None else places.long()
+
+
 def begins(sizes: Sizes) -> Sizes:
     """The sum of those before each: where it begins when they are laid end to end."""
     before: Sizes = sizes.cumsum() - sizes
@@ -439,7 +460,7 @@ def check_gru(x: Ragged, weights: GRUWeights, state: GRUState | None) -> None:
     if weights.recurrent_bias is not None:
         expect("weights.recurrent_bias", weights.recurrent_bias, (weights.hidden,))
     if state is not None:
-        expect("state.hidden", state.hidden, (x.rows, weights.hidden))
+        expect("state.hidden", state.hidden, (_places(x, state), weights.hidden))
 
 
 def check_sru(x: Ragged, weights: SRUWeights, state: SRUState | None) -> None:
@@ -670,11 +691,15 @@ def _form(weights: SRUWeights | QRNNWeights) -> dict[str, Any]:
     return {name: (*value.shape, value.dtype) if isinstance(value, Tensor) else value for name, value in values.items()}
 
 
-def _places(x: Ragged, state: LSTMState | SRUState | QRNNState | ConvState, name: str = "state") -> int | None:
+def _places(x: Ragged, state: State, name: str = "state") -> int | None:
     """How many a state has: one for each row, or, with slots, any number."""
     if state.slots is None:
+        if state.sources is not None:
+            raise ContractError(f"{name}.sources is given although {name}.slots is not")
         return x.rows
     expect(f"{name}.slots", state.slots, (x.rows,))
+    if state.sources is not None:
+        expect(f"{name}.sources", state.sources, (x.rows,))
     return None
 
 

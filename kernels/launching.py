@@ -63,6 +63,11 @@ def check_slab(name: str, slab: Tensor) -> None:
         )
 
 
+def as_lines(places: Tensor) -> Tensor:
+    """(rows,) int32 places in a slab, as kernels read them."""
+    return places.int().contiguous()
+
+
 def parts_of(whole: int, part: int) -> int:
     """How many parts of this size the whole takes."""
     return -(-whole // part)

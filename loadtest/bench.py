@@ -7,6 +7,7 @@ import json
 import sys
 import urllib.request
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 
-from loadtest import discovery, load, report, traffic
+from loadtest import discovery, load, report, tracing, traffic
 from loadtest.callers import Target
 from loadtest.discovery import NoServer
 from loadtest.load import Figures
@@ -43,9 +44,11 @@ class Plan:
     seed: int
 
 
-def run(plan: Plan, models: Path, out: Path | None) -> int:
-    """The exit status: 0 when every request was answered, 1 when some were not."""
+def run(plan: Plan, models: Path, out: Path | None, trace: Path | None = None) -> int:
+    """The exit status: 0 when every request was answered, 1 when some were not. `trace` gets turns of the last level."""
     model = described(plan.url, plan.model)
+    if trace is not None:
+        tracing.prepare(plan.url)
     source = traffic.Traffic(model, discovery.words(models, model), plan.seed)
     target = Target.of(plan.url, "/infer")
     requests = prepared(target, source, plan.inputs)
@@ -53,7 +56,10 @@ def run(plan: Plan, models: Path, out: Path | None) -> int:
     loop = f"open loop, {plan.arrivals} arrivals" if plan.rates else "closed loop"
     print(f"{loop}, {plan.seconds:g} s a level after {WARM_UP_SECONDS:g} s of warming up\n", flush=True)
     uvloop.run(load.closed(target, requests, 1, WARM_UP_SECONDS, lambda _: None))
-    levels = [_level(plan, model, name, begin) for name, begin in _loads(plan, target, requests)]
+    *loads, last = _loads(plan, target, requests)
+    levels = [_level(plan, model, *one) for one in loads]
+    with nullcontext() if trace is None else tracing.recorded(plan.url, trace, plan.seconds):
+        levels.append(_level(plan, model, *last))
     print("\n".join(report.levels(levels, "rate" if plan.rates else "callers")))
     if out is not None:
         out.write_text("".join(f"{json.dumps(report.record(one, model))}\n" for one in levels))

@@ -42,9 +42,9 @@ class Traffic:
         drawn = self._random.choices(range(SHORTEST, SHORTEST + len(COUNTS)), cum_weights=self._totals)[0]
         return max(self._shortest, min(drawn, self._longest))
 
-    def input(self) -> str | list[int] | list[list[float]]:
-        """One sequence."""
-        steps = self.steps()
+    def input(self, steps: int | None = None) -> str | list[int] | list[list[float]]:
+        """One sequence, as long as one question unless `steps` says otherwise."""
+        steps = self.steps() if steps is None else steps
         if self._input["kind"] == "features":
             return [[round(self._random.gauss(0, 1), 3) for _ in range(self._input["features"])] for _ in range(steps)]
         if self._words:

@@ -35,6 +35,8 @@ class Kind(IntEnum):
     REFUSAL = 4
     HELLO = 5
     LOAD = 6
+    TRACE = 7
+    TRACED = 8
 
     SETTINGS = 16
     ATTACH = 17

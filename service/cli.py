@@ -71,14 +71,15 @@ def models(settings: Settings) -> int:
     return 0
 
 
-def bench(settings: Settings, url: str, json: Path | None, **load: Any) -> int:
+def bench(settings: Settings, url: str, json: Path | None, trace: Path | None, **load: Any) -> int:
     """Load a running server, with what the flags say of the load, and say what came of it."""
     from loadtest.bench import Plan, run
     from loadtest.discovery import NoServer
+    from loadtest.tracing import NoTrace
 
     try:
-        return run(Plan(url=url.rstrip("/"), **load), settings.models, json)
-    except (NoServer, ValueError, OSError) as fault:
+        return run(Plan(url=url.rstrip("/"), **load), settings.models, json, trace)
+    except (NoServer, NoTrace, ValueError, OSError) as fault:
         raise StartError(str(fault)) from fault
 
 
@@ -105,6 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     _setting(one, "--port", help="HTTP port; 0 takes a free one")
     _setting(one, "--device", metavar="auto|cpu|cuda:N,...", help="where models run: an engine for each device named")
     _setting(one, "--fronts", metavar="N", help="processes that parse requests")
+    _setting(one, "--debug", action="store_true", help="let callers of POST /debug/trace record turns")
     one.set_defaults(run=serve)
     one = commands.add_parser("infer", parents=[shared], help="answer texts without a server")
     _setting(one, "--device", metavar="auto|cpu|cuda:N", help="where the model runs")
@@ -132,6 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--inputs", type=_above_zero(int), default=1, help="sequences in a request, %(default)s unless given")
     one.add_argument("--seed", type=int, default=0, help="of the traffic, %(default)s unless given")
     one.add_argument("--json", type=Path, metavar="FILE", help="where to write the figures, one JSON object a level")
+    one.add_argument("--trace", type=Path, metavar="FILE", help="where to write turns of the last level, for ui.perfetto.dev")
     one.set_defaults(run=bench)
     return parser
 

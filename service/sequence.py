@@ -12,6 +12,9 @@ import msgspec
 IDS = "int32"
 """Token ids travel as int32, feature rows as float32; answers as float32."""
 FEATURES = "float32"
+ZEROS, SCRAP, FIRST = 0, 1, 2
+"""Places of states that belong to no sequence, and the first that does. Every sequence begins from ZEROS, which is never written; what
+nobody goes on from is written to SCRAP, which is never read."""
 
 
 class ModelKey(NamedTuple):
@@ -69,6 +72,13 @@ class Refusal(msgspec.Struct, array_like=True, frozen=True):
     message: str
     field: str | None = None
     retry_after: int | None = None
+
+
+class Trace(msgspec.Struct, array_like=True, frozen=True):
+    """What a front asks of an engine: to record its next `turns`, or what of them comes within so many `seconds`."""
+
+    turns: int
+    seconds: float
 
 
 class Loaded(msgspec.Struct, array_like=True, frozen=True):

@@ -78,6 +78,8 @@ class Settings(BaseModel):
     """After that: how long requests in flight may take."""
     start_seconds: PositiveSeconds = 120.0
     """Longest an engine may take to load and warm up before it is replaced."""
+    debug: bool = False
+    """Whether POST /debug/trace records turns for whoever asks; while it does, turns take longer."""
 
     @property
     def devices(self) -> tuple[str, ...]:

@@ -13,13 +13,14 @@ from service.engine.turn import Turn
 from service.errors import ServiceError
 from service.lifeline import IDLE_SECONDS, PATIENCE_SECONDS, Pulse, tell
 from service.metrics import Metrics
-from service.sequence import Answer, Hello, Refusal, Request
+from service.sequence import Answer, Hello, Refusal, Request, Trace
+from service.tracing import Tracing, Watched
 
 HANG_FACTOR = 10.0
 """A turn that takes longer than this many times its prediction, and PATIENCE_SECONDS, is taken for a hang."""
 
 
-class Runs(Protocol):
+class Runs(Watched, Protocol):
     """What the loop asks of an engine besides its batcher."""
 
     @property
@@ -40,6 +41,7 @@ class Worker:
         self._engine = engine
         self._hello = hello
         self._metrics = metrics
+        self._tracing = Tracing(engine, batcher, hello, pulse)
         self._tickets: dict[Channel, dict[int, Ticket]] = {}
         self._answered: set[Channel] = set()
         self._selector = selectors.DefaultSelector()
@@ -56,6 +58,8 @@ class Worker:
             self._metrics.queue_depth.set(self._batcher.waiting)
             for channel in [channel for channel in self._tickets if channel.outgoing]:
                 self._flush(channel)
+            if self._tracing.on:
+                self._tracing.step()
 
     def _beat(self) -> None:
         """A turn that runs must end in time, however lively this loop is."""
@@ -64,7 +68,7 @@ class Worker:
             self._pulse.beat()
         else:
             since, predicted = running
-            self._pulse.beat_by(since + _patience(predicted))
+            self._pulse.beat_by(max(since, self._tracing.resumed) + _patience(predicted))
 
     def _before_launch(self, turn: Turn) -> None:
         self._pulse.beat(_patience(self._engine.predicted_seconds(turn)))
@@ -105,6 +109,10 @@ class Worker:
             ticket_or_none = self._tickets[channel].pop(frame.id, None)
             if ticket_or_none is not None:
                 self._batcher.cancel(ticket_or_none)
+            self._tracing.cancel(channel, frame.id)
+        elif frame.kind == Kind.TRACE:
+            reply, refuse = partial(self._trace, channel, frame.id), partial(self._refuse, channel, frame.id)
+            self._tracing.begin((channel, frame.id), frame.read(Trace), reply, refuse)
 
     def _reply(self, channel: Channel, id: int, answer: Answer, arrays: list[bytes]) -> None:
         self._send(channel, id, encode(Kind.ANSWER, id, answer, arrays))
@@ -112,6 +120,11 @@ class Worker:
     def _refuse(self, channel: Channel, id: int, error: ServiceError) -> None:
         refusal = Refusal(error.code, error.message, error.field, error.retry_after)
         self._send(channel, id, encode(Kind.REFUSAL, id, refusal))
+
+    def _trace(self, channel: Channel, id: int, events: bytes) -> None:
+        """It leaves at once: nothing may come for a while that the loop would wake up for."""
+        self._send(channel, id, encode(Kind.TRACED, id, None, (events,)))
+        self._flush(channel)
 
     def _send(self, channel: Channel, id: int, frame: bytes) -> None:
         channel.send(frame)
@@ -140,6 +153,7 @@ class Worker:
         """The front has ended: nobody waits for its requests any more."""
         self._selector.unregister(channel)
         self._answered.discard(channel)
+        self._tracing.forget(channel)
         for ticket in self._tickets.pop(channel, {}).values():
             self._batcher.cancel(ticket)
         channel.close()

@@ -8,8 +8,10 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -96,6 +98,26 @@ def serving(models: Path, scratch: Path, *flags: str, **variables: str) -> Itera
         server.client.close()
         if server.process.stdout is not None:
             server.process.stdout.close()
+
+
+@contextmanager
+def asking(server: Server, *bodies: dict[str, Any]) -> Iterator[None]:
+    """A caller for each of these, who asks again and again until the block ends; all are answered."""
+    ended = threading.Event()
+
+    def ask(body: dict[str, Any]) -> None:
+        while not ended.is_set():
+            answer = httpx.post(f"{server.address}/infer", json=body, timeout=30, trust_env=False)
+            assert answer.status_code == 200, answer.text
+
+    with ThreadPoolExecutor(len(bodies)) as callers:
+        asked = [callers.submit(ask, body) for body in bodies]
+        try:
+            yield
+        finally:
+            ended.set()
+        for one in asked:
+            one.result()
 
 
 def eventually(check: Check, within_seconds: float) -> Any:

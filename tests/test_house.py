@@ -38,7 +38,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "service.faces": LEAVES | {"service.channel", "service.zoo.spec", "service.zoo.text"},
     "service.front": LEAVES | {"service.faces", "service.channel", "service.lifeline"},
     # worker -> batching -> engine -> zoo -> kernels
-    "service.worker": LEAVES | {"service.batching", "service.engine", "service.channel", "service.lifeline"},
+    "service.worker": LEAVES | {"service.batching", "service.engine", "service.channel", "service.lifeline", "service.tracing"},
+    "service.tracing": LEAVES | {"service.batching", "service.engine", "service.channel", "service.lifeline"},
     "service.batching": LEAVES | {"service.engine"},
     "service.batching.scheduler": LEAVES | {"service.engine.turn"},
     "service.engine": LEAVES | {"service.zoo", "kernels"},

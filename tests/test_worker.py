@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 
+import msgspec
 import pytest
 
 from service.batching.batcher import Batcher, Refuse, Reply, Ticket
 from service.channel import Channel, Frame, Kind, encode, pair
+from service.engine.engine import Watcher
 from service.engine.turn import Turn
 from service.lifeline import Pulse
 from service.metrics import Metrics, Snapshot
-from service.sequence import Answer, Hello, Loaded, Request
+from service.sequence import Answer, Hello, Loaded, Request, Trace
 from service.worker import Worker
 from tests.batching.made_up import request
 
@@ -60,6 +63,9 @@ class Idle:
     def count_memory(self) -> None:
         pass
 
+    def watch(self, watcher: Watcher | None) -> None:
+        pass
+
 
 class House:
     """A worker that a supervisor has told of one front. What it said to both is kept."""
@@ -67,11 +73,12 @@ class House:
     def __init__(self) -> None:
         mine, theirs = pair()
         self.supervisor, self._control = Channel(mine), Channel(theirs)
-        self.front, self._pulse, self.metrics = self._attached(), Pulse(), Metrics()
+        self.front, self.pulse, self.metrics = self._attached(), Pulse(), Metrics()
+        self.engine = Idle()
         self.to_front: list[Frame] = []
         self.to_supervisor: list[Frame] = []
         hello = Hello([Loaded("words", "1", "cpu", [], 0)], PLACE)
-        self._worker = Worker(self._control, self._pulse, OneATurn(self._after), Idle(), hello, self.metrics)
+        self._worker = Worker(self._control, self.pulse, OneATurn(self._after), self.engine, hello, self.metrics)
 
     def run(self) -> None:
         self.supervisor.flush()
@@ -81,7 +88,7 @@ class House:
     def close(self) -> None:
         for channel in (self.supervisor, self._control, self.front):
             channel.close()
-        self._pulse.close()
+        self.pulse.close()
 
     def _attached(self) -> Channel:
         mine, theirs = pair()
@@ -131,3 +138,35 @@ def test_what_an_engine_counts_says_how_much_work_is_left_in_it(house: House) ->
     [[labels, [seconds]]] = counts.read(Snapshot)["seqserve_backlog_seconds"]
     assert (counts.id, tuple(labels)) == (5, (str(PLACE),))
     assert seconds in [SECONDS * waiting for waiting in range(4)]
+
+
+def test_a_front_is_given_the_trace_that_it_asks_for(house: House) -> None:
+    house.front.send(encode(Kind.TRACE, 4, Trace(turns=5, seconds=0.0)))
+    house.run()
+    traced = next(frame for frame in house.to_front if frame.kind == Kind.TRACED)
+    assert traced.id == 4
+    assert msgspec.json.decode(traced.tail)[0]["args"] == {"name": f"engine-{PLACE} cpu"}
+
+
+def test_a_trace_that_nobody_waits_for_makes_room_for_the_next(house: House) -> None:
+    for id in (4, 5, 6):
+        house.front.send(encode(Kind.TRACE, id, Trace(turns=5, seconds=0.0 if id == 6 else 60.0)))
+        if id == 4:
+            house.front.send(encode(Kind.CANCEL, id))
+    house.run()
+    answers = [(frame.kind, frame.id) for frame in house.to_front if frame.kind in (Kind.TRACED, Kind.REFUSAL)]
+    assert answers == [(Kind.REFUSAL, 6)]
+    assert house.pulse.late_seconds() < 0
+
+
+def test_a_turn_is_not_taken_for_hung_because_a_trace_kept_the_loop(house: House) -> None:
+    house.engine.running = time.monotonic() - 100, 0.0
+    house.front.send(encode(Kind.TRACE, 4, Trace(turns=5, seconds=0.0)))
+    house.run()
+    assert house.pulse.late_seconds() < 0
+
+
+def test_a_turn_that_hangs_is_taken_for_hung(house: House) -> None:
+    house.engine.running = time.monotonic() - 100, 0.0
+    house.run()
+    assert house.pulse.late_seconds() > 90

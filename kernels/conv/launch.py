@@ -23,9 +23,9 @@ from kernels.conv.plan import LEAST_PIECE_BYTES, WIDEST
 from kernels.conv.product import STATELESS, Context, Steps, Target, convolve, window_offsets
 from kernels.conv.rows import BANKS, most_windows
 from kernels.conv.thinning import ALL, LAST, Thinned, thinned
-from kernels.launching import PIECE, kept, refused_by_device, round_up
+from kernels.launching import PIECE, as_lines, kept, refused_by_device, round_up
 from kernels.pooling import pooled
-from kernels.slots import by_slot
+from kernels.slots import by_slot, moved_on
 from kernels.walk import product
 
 framework_run = by_slot(framework.conv)
@@ -218,7 +218,7 @@ def _context(x: Steps, weights: ConvWeights, state: ConvState | None) -> tuple[C
         return STATELESS, None
     before = None if state is None else _padded(state.by_row().left.to(x.data.dtype), x.data.shape[1])
     if state is not None and state.slots is not None and _in_place(state.left, x.data):
-        return Context(before, state.left, state.slots.int().contiguous()), state.left
+        return Context(before, state.left, as_lines(state.slots)), state.left
     after = x.data.new_empty(x.rows, weights.left, x.data.shape[1])
     return Context(before, after), after
 
@@ -237,4 +237,4 @@ def _state(after: Tensor | None, weights: ConvWeights, state: ConvState | None, 
         return ConvState(left)
     if after is not None and after is not state.left:
         state.left.index_copy_(0, state.slots.long(), left.to(state.left.dtype))
-    return state
+    return moved_on(state)

@@ -1,6 +1,6 @@
 """Launches of `product.cu`: one convolution, or several widths over the same steps, on the tensor cores.
 
-Nothing waits for the device, and a call may be captured in a CUDA graph: offsets, ids, slots and values are read when the graph runs.
+Nothing waits for the device, and a call may be captured in a CUDA graph: offsets, ids, places and values are read when the graph runs.
 """
 
 from __future__ import annotations

@@ -9,10 +9,11 @@ Cho et al. 2014; the reset after the product as cuDNN and torch.nn.GRU compute i
 from kernels.backend import AUTO, Backend, Choice, Problem, choose, only_by_name, takes_everything
 from kernels.contract import Encoded, GRUState, GRUWeights, Outputs, Ragged, check_gru
 from kernels.gru import framework, reference
+from kernels.slots import by_slot
 
 BACKENDS = (
-    Backend("framework", framework.gru, takes_everything),
-    Backend("reference", reference.gru, only_by_name),
+    Backend("framework", by_slot(framework.gru), takes_everything),
+    Backend("reference", by_slot(reference.gru), only_by_name),
 )
 
 

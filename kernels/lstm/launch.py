@@ -2,7 +2,7 @@
 
 `cluster` runs a layer that fits a cluster of thread blocks (cluster.cu), `grid` one that fits the whole device (grid.cu), and
 `persistent` the faster of the two. Both hold their recurrent weights in registers and shared memory for all steps, in float16 or
-bfloat16; sums and cells are float32. Nothing waits for the device, and a call may be captured in a CUDA graph: offsets, slots and
+bfloat16; sums and cells are float32. Nothing waits for the device, and a call may be captured in a CUDA graph: offsets, places and
 values are read when the graph runs.
 """
 
@@ -20,7 +20,18 @@ from torch import Tensor
 from kernels.backend import Problem
 from kernels.compile import Kernel, compiled, lends_registers, registers, resident_clusters, shared_limit
 from kernels.contract import ContractError, Encoded, LSTMState, LSTMWeights, Outputs, Ragged
-from kernels.launching import Capability, check_slab, current, in_either, index_of, parts_of, refused_by_device, round_up
+from kernels.launching import (
+    Capability,
+    as_lines,
+    check_slab,
+    current,
+    in_either,
+    index_of,
+    parts_of,
+    refused_by_device,
+    round_up,
+)
+from kernels.slots import moved_on
 from kernels.tuning import covering, tuned
 
 HERE = Path(__file__).parent
@@ -363,7 +374,7 @@ def _encode(x: Ragged, weights: LSTMWeights, state: LSTMState | None, want: Outp
     """One launch after the product of the inputs. `last` shares its memory with a state that has no slots."""
     gates = _gate_inputs(x, weights)
     rows, hidden = x.rows, weights.hidden
-    slots = None if state is None or state.slots is None else state.slots.int().contiguous()
+    slots = None if state is None or state.slots is None else as_lines(state.slots)
     after = LSTMState(*_new(gates, 2, rows, hidden).unbind()) if state is None or slots is None else _slabs(state)
     encoded = Encoded(
         state=after,
@@ -380,8 +391,7 @@ def _encode(x: Ragged, weights: LSTMWeights, state: LSTMState | None, want: Outp
         packed = weights.packed[plan.packing] = pack(weights.recurrent, *plan.packing)
     before = state.by_row() if state is not None and plan.copies_state else state
     hidden_before, cell_before = (None, None) if before is None else map(_as_read, (before.hidden, before.cell))
-    slots_before = None if before is None or before.slots is None else slots
-    offsets = x.offsets.contiguous()
+    slots_before, offsets = _lines_before(before, slots), x.offsets.contiguous()
     read = (gates, packed, offsets, slots_before, slots, hidden_before, cell_before)
     written = (after.hidden, after.cell, encoded.steps, None if slots is None else encoded.last, encoded.mean, encoded.max)
     members = [0 if array is None else array.data_ptr() for array in (*read, *written)]
@@ -404,16 +414,23 @@ def _gate_inputs(x: Ragged, weights: LSTMWeights) -> Tensor:
     return torch.addmm(weights.bias, x.data if x.data.dtype == storage else x.data.to(storage), weights.input)
 
 
+def _lines_before(before: LSTMState | None, slots: Tensor | None) -> Tensor | None:
+    """The places that rows go on from, as kernels read them; slots: those where their new states go, which most often are the same."""
+    if before is None or before.slots is None:
+        return None
+    return slots if before.sources is None else as_lines(before.sources)
+
+
 def _as_read(values: Tensor) -> Tensor:
     """Itself, of a state in slots."""
     return values.float().contiguous()
 
 
 def _slabs(state: LSTMState) -> LSTMState:
-    """The state as it is, since it is written in place; raises ContractError when a kernel could not."""
+    """The same slabs, since they are written in place; raises ContractError when a kernel could not."""
     for name, slab in (("hidden", state.hidden), ("cell", state.cell)):
         check_slab(name, slab)
-    return state
+    return moved_on(state)
 
 
 def _new(like: Tensor, *sizes: int) -> Tensor:

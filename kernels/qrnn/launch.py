@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kernels.contract import POOLINGS, Encoded, Outputs, QRNNState, QRNNWeights, Ragged
+from kernels.contract import POOLINGS, Encoded, Outputs, QRNNState, QRNNWeights, Ragged, origins
 from kernels.embedding import FIRST
 from kernels.launching import in_either, in_pieces, kept
 from kernels.scan.launch import Direction, Form, apart, encode, given, product
+from kernels.slots import moved_on
 
 
 def qrnn(x: Ragged, weights: QRNNWeights, state: QRNNState | None, *, want: Outputs) -> Encoded:
@@ -95,7 +96,7 @@ def _seen(x: Ragged, window: int, has_left: bool, *, backward: bool) -> tuple[Te
     (rows, window - 1), oldest first."""
     offsets, back = x.offsets.long(), torch.arange(window, device=x.offsets.device)
     token = torch.arange(len(x.data), device=offsets.device)
-    row = torch.searchsorted(offsets, token, right=True) - 1
+    row = (torch.searchsorted(offsets, token, right=True) - 1).clamp_(max=x.rows - 1)  # of tokens after all rows, too
     before = offsets[row + 1] - 1 - token if backward else token - offsets[row]
     own = token[:, None] + (back if backward else -back) + FIRST
     earlier = FIRST + len(x.data) + row[:, None] * (window - 1) + window - 1 - back + before[:, None]
@@ -126,11 +127,13 @@ def _direction(weights: QRNNWeights, state: QRNNState | None) -> Direction:
     bias = kept(weights.packed, "bias", lambda: weights.bias.float().contiguous())
     if state is None:
         return Direction(bias, packed=weights.packed)
-    return Direction(bias, packed=weights.packed, before=state.cell, slots=state.slots)
+    return Direction(bias, packed=weights.packed, before=state.cell, slots=state.slots, slots_before=state.sources)
 
 
 def _left(state: QRNNState) -> Tensor:
-    return state.left if state.slots is None else state.left[state.slots.long()]
+    """By row."""
+    places = origins(state)
+    return state.left if places is None else state.left[places]
 
 
 def _lines(x: Ragged, left: Tensor | None, storage: torch.dtype) -> Tensor:
@@ -145,4 +148,4 @@ def _state(before: QRNNState | None, cell: Tensor, left: Tensor) -> QRNNState:
     if before is None or before.slots is None:
         return QRNNState(cell, left)
     before.left.index_copy_(0, before.slots.long(), left.to(before.left.dtype))
-    return before
+    return moved_on(before)

@@ -2,7 +2,7 @@
 
 `product.cu` makes a layer of its inputs in one launch, `given.cu` one of gates that are given or gathered from tables. Both run both
 directions at once. Sums and cells are float32. Nothing waits for the device, and a call may be captured in a CUDA graph: offsets, ids,
-slots and values are read when the graph runs. Families bring what a layer is made of; nothing here knows their weights.
+places and values are read when the graph runs. Families bring what a layer is made of; nothing here knows their weights.
 """
 
 from __future__ import annotations
@@ -21,7 +21,18 @@ from torch import Tensor
 from kernels.backend import Problem
 from kernels.compile import Kernel, compiled, shared_limit
 from kernels.contract import ContractError, Encoded, Outputs, Ragged
-from kernels.launching import address, check_slab, current, index_of, kept, parts_of, processors, refused_by_device, round_up
+from kernels.launching import (
+    address,
+    as_lines,
+    check_slab,
+    current,
+    index_of,
+    kept,
+    parts_of,
+    processors,
+    refused_by_device,
+    round_up,
+)
 from kernels.tensormap import MAP_BYTES, mapped
 from kernels.tuning import covering, tuned
 
@@ -95,8 +106,9 @@ class Layer(NamedTuple):
 class Direction:
     """One direction's arrays. source: gates or tables, or data: (tokens, inputs) with the weights of a product, (window x inputs,
     blocks x hidden), and what is kept of them; bias: (blocks x hidden) and own_cell (2 x hidden) float32; left: what stands before each
-    row, and left_after: where that of its next chunk goes; before, slots: the cells that it goes on from; skip_from, scale: of a skip
-    that is columns."""
+    row, and left_after: where that of its next chunk goes; before: the cells that it goes on from, with slots a slab that takes the new
+    ones in these places; slots_before: the places that rows go on from, where they are others; skip_from, scale: of a skip that is
+    columns."""
 
     bias: Tensor
     source: Tensor | None = None
@@ -108,6 +120,7 @@ class Direction:
     left_after: Tensor | None = None
     before: Tensor | None = None
     slots: Tensor | None = None
+    slots_before: Tensor | None = None
     skip_from: int = 0
     scale: float = 1.0
 
@@ -235,7 +248,7 @@ class _Pairs(NamedTuple):
 
 def _pairs(layer: Layer, shape: Shape, directions: Sequence[Direction], after: Sequence[Tensor]) -> _Pairs:
     before = [_before(one, copied=shape.ring > 0) for one in directions]
-    slots = [None if one.slots is None else one.slots.int().contiguous() for one in directions]
+    slots = [None if one.slots is None else as_lines(one.slots) for one in directions]
     return _Pairs(
         [one.data for one in directions],
         [_source(one, layer.form.blocks, layer.gates.window, shape.units) for one in directions],
@@ -245,7 +258,7 @@ def _pairs(layer: Layer, shape: Shape, directions: Sequence[Direction], after: S
         [one.left_after for one in directions],
         before,
         after,
-        slots_before=[None if shape.ring or state is None else slot for state, slot in zip(before, slots, strict=True)],
+        slots_before=[None if shape.ring else _lines_before(one, slot) for one, slot in zip(directions, slots, strict=True)],
         slots_after=slots,
     )
 
@@ -425,12 +438,20 @@ def _after(direction: Direction, rows: int, hidden: int, device: torch.device) -
 
 
 def _before(direction: Direction, copied: bool) -> Tensor | None:
-    """The cells before; copied out of their slots where blocks may look at them after others have written the new ones."""
+    """The cells before; copied out of their places where blocks may look at them after others have written the new ones."""
     if direction.before is None:
         return None
     if direction.slots is None:
         return direction.before.float().contiguous()
-    return direction.before[direction.slots.long()] if copied else direction.before
+    if not copied:
+        return direction.before
+    places = direction.slots if direction.slots_before is None else direction.slots_before
+    return direction.before[places.long()]
+
+
+def _lines_before(direction: Direction, slots: Tensor | None) -> Tensor | None:
+    """The places that rows go on from, as kernels read them; slots: those where their new cells go, which most often are the same."""
+    return slots if direction.slots_before is None else as_lines(direction.slots_before)
 
 
 def _source(direction: Direction, blocks: int, window: int, units: int) -> Tensor:

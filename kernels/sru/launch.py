@@ -26,6 +26,7 @@ from kernels.scan.launch import (
     given,
     product,
 )
+from kernels.slots import moved_on
 
 
 def sru(x: Ragged, weights: SRUWeights, state: SRUState | None, *, want: Outputs) -> Encoded:
@@ -63,7 +64,8 @@ def _encode(x: Ragged, weights: Sequence[SRUWeights], states: Sequence[SRUState 
     skip = in_either(x.data, storage) if form.skip == SKIP_COLUMNS else None
     encoded, cells = encode(form, gates, x, made, want, hidden=one.hidden, storage=storage, ids=ids, skip=skip)
     after = [
-        SRUState(cell) if state is None or state.slots is None else state for state, cell in zip(states, cells, strict=True)
+        SRUState(cell) if state is None or state.slots is None else moved_on(state)
+        for state, cell in zip(states, cells, strict=True)
     ]
     return replace(encoded, state=tuple(after))
 
@@ -76,6 +78,7 @@ def _direction(weights: SRUWeights, state: SRUState | None, form: Form) -> Direc
         own_cell=None if cell is None else kept(weights.packed, "cell", lambda: cell.float().contiguous()),
         before=None if state is None else state.cell,
         slots=None if state is None else state.slots,
+        slots_before=None if state is None else state.sources,
         skip_from=weights.skip_from or 0,
         scale=weights.scale,
     )

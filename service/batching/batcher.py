@@ -16,6 +16,7 @@ from service.sequence import Answer, ModelKey, Request
 
 Reply = Callable[[Answer, list[bytes]], None]
 Refuse = Callable[[ServiceError], None]
+Watcher = Callable[[Turn, list[float]], None]
 
 
 class Runs(Protocol):
@@ -81,6 +82,7 @@ class Batcher:
         self._metrics = metrics
         self._clock = clock
         self._log = log
+        self._watcher: Watcher | None = None
 
     @property
     def waiting(self) -> int:
@@ -112,6 +114,10 @@ class Batcher:
         self._metrics.cancelled.add("waiting" if self._scheduler.drop(ticket) else "running")
         ticket.give_up()
 
+    def watch(self, watcher: Watcher | None) -> None:
+        """Have each turn told from now on before it is launched, with when each of its sequences came."""
+        self._watcher = watcher
+
     def step(self, before_launch: Callable[[Turn], None] = _unwatched) -> bool:
         """One turn, if the engine takes one now: who is too late, who runs, who has his answer. `before_launch` hears of it. False when
         nothing was launched."""
@@ -132,6 +138,8 @@ class Batcher:
         now = self._clock()
         for arrived in arrivals:
             self._metrics.stage_seconds.observe(now - arrived, *turn.model, "queue")
+        if self._watcher is not None:
+            self._watcher(turn, arrivals)
         self._run(turn, before_launch)
         return True
 

@@ -20,6 +20,8 @@ from service.sequence import Loaded, ModelKey
 from service.zoo.encoder import Encoder
 from service.zoo.spec import ModelSpec
 
+SLOTS = 256
+"""Of each model, for sequences that come in chunks."""
 IN_FLIGHT = 2
 """Turns on a GPU: one runs, and the next one is laid and asked for shortly before it ends."""
 PLACE_BYTES = 64 << 20
@@ -74,6 +76,10 @@ class Engine:
 
     def serves(self, key: ModelKey) -> bool:
         return key in self._lanes
+
+    def streams(self, key: ModelKey) -> bool:
+        """Whether a sequence of this model may come in chunks, each of which goes on from where the one before it was kept."""
+        return self._lanes[key].streams
 
     def predicted_seconds(self, turn: Turn) -> float:
         return self._lanes[turn.model].predicted_seconds(turn)
@@ -177,9 +183,9 @@ class Engine:
     def _opened(self, encoders: Mapping[ModelKey, Encoder]) -> dict[ModelKey, Lane]:
         """The lane of every model. On a GPU all of it is asked for here that turns will need."""
         if not self._places:
-            return {key: Lane(encoder, **self._limits) for key, encoder in encoders.items()}
+            return {key: Lane(encoder, **self._limits, slots=SLOTS) for key, encoder in encoders.items()}
         pool = torch.cuda.graph_pool_handle()
-        lanes = {key: GraphLane(encoder, self._places, pool, **self._limits) for key, encoder in encoders.items()}
+        lanes = {key: GraphLane(encoder, self._places, pool, **self._limits, slots=SLOTS) for key, encoder in encoders.items()}
         largest = max((lane.largest_bytes() for lane in lanes.values()), default=0)
         reserve(self._device, int(ARENA_FACTOR * largest))
         return dict(lanes)

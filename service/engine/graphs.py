@@ -19,7 +19,7 @@ from kernels.contract import Ragged
 from service.engine.device import Copy, Place
 from service.engine.flight import Arrays, Flight
 from service.engine.ladder import Bucket, Ladder
-from service.engine.lane import Lane
+from service.engine.lane import Cost, Lane
 from service.engine.turn import Chunk, Turn
 from service.sequence import ModelKey, Returns
 from service.zoo.encoder import Encoder, Encoding
@@ -71,14 +71,22 @@ class Captured:
 class GraphLane(Lane):
     """Runs turns on a GPU, where a turn goes on after it was launched. `why` says what kept turns out of graphs, if anything did."""
 
-    def __init__(self, encoder: Encoder, places: list[Place], pool: Any, *, max_turn_rows: int, max_turn_tokens: int) -> None:
+    def __init__(
+        self, encoder: Encoder, places: list[Place], pool: Any, *, max_turn_rows: int, max_turn_tokens: int, slots: int
+    ) -> None:
         """pool: the memory that graphs share, which never run side by side."""
-        super().__init__(encoder, max_turn_rows=max_turn_rows, max_turn_tokens=max_turn_tokens, places=len(places))
+        limits = {"max_turn_rows": max_turn_rows, "max_turn_tokens": max_turn_tokens}
+        super().__init__(encoder, **limits, slots=slots, places=len(places))
+        self._any_place = encoder.streams and encoder.free_states
+        """Whether graphs also serve sequences that go on, and not only whole ones."""
         steps = encoder.spec.input.max_steps
         self._largest = Bucket(max_turn_rows, min(max_turn_tokens, max_turn_rows * steps)), Bucket(1, steps)
         self._ladder = Ladder(max_turn_rows, max_turn_tokens, steps)
         self._captured: dict[Bucket, Captured] = {}
         self.why = self._capture_all(places, pool)
+        self._by_launches = self.cost
+        if self._captured:
+            self.cost = self._cost_of_graphs()
 
     @property
     def graphs(self) -> int:
@@ -121,17 +129,18 @@ class GraphLane(Lane):
         torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_allocated()
         for bucket in self._largest:
-            self.encoder(self._made_up(bucket, _even(bucket)), sequence=True)
+            self._made_up(bucket, _even(bucket))
+            self._encoded(*bucket, sequence=True, whole=not self.streams)
         return torch.cuda.max_memory_allocated() - held
 
     def _seconds(self, turn: Turn, captured: Captured | None) -> float:
         """That a turn is expected to take, by this graph or without one."""
-        return super().predicted_seconds(turn) if captured is None else captured.seconds(turn.longest)
+        return self._by_launches.of(turn.longest, turn.tokens) if captured is None else captured.seconds(turn.longest)
 
     def _serving(self, turn: Turn) -> tuple[Bucket, Captured | None]:
         """The graph that serves a turn and its size, or the turn's own."""
         own = Bucket(turn.rows, turn.tokens)
-        if turn.wants_sequence:
+        if turn.wants_sequence or not (turn.whole or self._any_place):
             return own, None
         bucket = self._ladder.bucket(*own)
         captured = None if bucket is None else self._captured.get(bucket)
@@ -140,8 +149,8 @@ class GraphLane(Lane):
     def _launched(self, turn: Turn, place: Place) -> Landing:
         """A turn of its very size, layer by layer."""
         self._staging.copy(turn.tokens, place.index).start()
-        batch = self._staging.batch(turn.rows, turn.tokens)
-        return self._landing(_whole(self.encoder(batch, sequence=turn.wants_sequence)), batch, place)
+        batch, encoding = self._encoded(turn.rows, turn.tokens, sequence=turn.wants_sequence, whole=turn.whole)
+        return self._landing(_in_one_piece(encoding), batch, place)
 
     def _capture_all(self, places: list[Place], pool: Any) -> str | None:
         """Why no, or no further, bucket was captured, if so."""
@@ -158,20 +167,29 @@ class GraphLane(Lane):
             spent += time.monotonic() - began
         return None
 
+    def _cost_of_graphs(self) -> Cost:
+        """One long row tells the cost of a step, the fullest turn what each further token adds."""
+        alone = max((bucket for bucket in self._captured if bucket.rows == 1), default=min(self._captured))
+        fullest = max(self._captured)
+        per_step = self._captured[alone].even.seconds / alone.tokens
+        full = self._captured[fullest].even
+        return Cost(per_step, max(0.0, full.seconds - per_step * full.longest) / fullest.tokens)
+
     def _try(self, bucket: Bucket) -> None:
         """Once as it is, which may compile kernels; then raises NotCapturable where anything waits for the device."""
-        batch = self._made_up(bucket, _even(bucket))
-        self.encoder(batch)
+        self._made_up(bucket, _even(bucket))
+        self._encoded(*bucket, whole=not self._any_place)
         with _no_waiting():
-            self.encoder(batch)
+            self._encoded(*bucket, whole=not self._any_place)
 
     def _capture(self, bucket: Bucket, places: list[Place], pool: Any) -> Captured:
-        batch, graph = self._staging.batch(*bucket), torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph()
         # Not torch.cuda.graph, which would collect garbage and give the allocator's memory back before each.
         torch.cuda.synchronize()
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
-            encoding = _whole(self.encoder(batch))
+            batch, encoding = self._encoded(*bucket, whole=not self._any_place)
+            encoding = _in_one_piece(encoding)
         finally:
             graph.capture_end()
         landings = [self._landing(encoding, batch, place, waits=False) for place in places]
@@ -188,13 +206,12 @@ class GraphLane(Lane):
         others = bucket.rows - 1
         return [min(self.encoder.spec.input.max_steps, bucket.tokens - others), *[1] * others]
 
-    def _made_up(self, bucket: Bucket, lengths: list[int]) -> Ragged:
-        """A turn of rows of these lengths in a batch of this size, on the device."""
+    def _made_up(self, bucket: Bucket, lengths: list[int]) -> None:
+        """A turn of rows of these lengths in a batch of this size, laid and copied to the device."""
         chunks = [Chunk(bytes(steps * self._staging.step_bytes), steps, Returns(), None) for steps in lengths]
         self._staging.lay(Turn(ModelKey(self.encoder.spec.name, ""), chunks))
         self._staging.copy(bucket.tokens).start()
         torch.cuda.synchronize()  # before the place is laid again
-        return self._staging.batch(*bucket)
 
     def _landing(self, encoding: Encoding, batch: Ragged, place: Place, *, waits: bool = True) -> Landing:
         """The way of an encoding to the host. What finds no room in the place is waited for, or raises NotCapturable."""
@@ -211,7 +228,7 @@ class GraphLane(Lane):
         return Landing([Copy(room, array) for room, array in there if array is not verdict.embedding], vectors, arrays)
 
 
-def _whole(encoding: Encoding) -> Encoding:
+def _in_one_piece(encoding: Encoding) -> Encoding:
     """With arrays that can be copied in one piece."""
     verdict = encoding.verdict
     scores, picks, embedding, sequence = (

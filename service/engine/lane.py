@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from kernels.contract import Ragged
 from service.engine.device import Place
 from service.engine.flight import Arrays, Flight
 from service.engine.staging import Staging
 from service.engine.turn import Turn
+from service.sequence import FIRST
 from service.zoo.encoder import Encoder, Encoding
 
 TRIED_STEPS = 16
@@ -47,9 +49,11 @@ class Lane:
     why: str | None = None
     """What kept turns out of graphs, where there are such."""
 
-    def __init__(self, encoder: Encoder, *, max_turn_rows: int, max_turn_tokens: int, places: int = 1) -> None:
+    def __init__(self, encoder: Encoder, *, max_turn_rows: int, max_turn_tokens: int, slots: int, places: int = 1) -> None:
         shape = encoder.spec.input
         self.encoder = encoder
+        if encoder.streams:
+            encoder.remember(FIRST + slots)
         self.most_tokens = max(max_turn_tokens, shape.max_steps)
         self._staging = Staging(max_turn_rows, self.most_tokens, shape.features, encoder.device, places)
         steps = max(min(TRIED_STEPS, shape.max_steps), encoder.spec.min_steps)
@@ -63,12 +67,23 @@ class Lane:
     def predicted_seconds(self, turn: Turn) -> float:
         return self.cost.of(turn.longest, turn.tokens)
 
+    @property
+    def streams(self) -> bool:
+        """Whether a sequence may come in chunks."""
+        return self.encoder.streams
+
+    def _encoded(self, rows: int, tokens: int, *, sequence: bool = False, whole: bool = True) -> tuple[Ragged, Encoding]:
+        """What was laid last, as the encoder takes it, and what it gives; whole: every row begins and ends in it."""
+        batch = self._staging.batch(rows, tokens)
+        places = None if whole else self._staging.places(rows)
+        return batch, self.encoder(batch, sequence=sequence, places=places)
+
     def launch(self, turn: Turn, place: Place | None = None) -> Flight:
         """Whatever the model raises passes through."""
         began = time.monotonic()
         ends = self._staging.lay(turn)
         staged = time.monotonic()
-        encoding = self.encoder(self._staging.batch(turn.rows, turn.tokens), sequence=turn.wants_sequence)
+        encoding = self._encoded(turn.rows, turn.tokens, sequence=turn.wants_sequence, whole=turn.whole)[1]
         return Flight(turn, ends, _on_host(encoding), self.predicted_seconds(turn), began, staged, time.monotonic())
 
 

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from kernels.contract import Ragged
+from kernels.launching import round_up
 from service.engine.device import Copy
 from service.engine.turn import Turn
-from service.sequence import FEATURES, IDS
+from service.sequence import FEATURES, IDS, SCRAP, ZEROS
+from service.zoo.memory import Places
 
 ALIGNED_BYTES = 256
 """Where the data begin, after the offsets: kernels read them in wide pieces."""
@@ -30,15 +32,20 @@ class Staging:
         self._dtype = torch.int32 if features is None else torch.float32
         self._columns: tuple[int, ...] = () if features is None else (features,)
         self.step_bytes = 4 * (features or 1)
-        self._begin = -(-4 * (rows + 1) // ALIGNED_BYTES) * ALIGNED_BYTES
+        self._rows = rows
+        self._begin = round_up(4 * (3 * rows + 1), ALIGNED_BYTES)
         size, on_gpu = self._begin + tokens * self.step_bytes, device.type == "cuda"
         self._places = [torch.zeros(size, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(places)]
         self._device = torch.zeros(size, dtype=torch.uint8, device=device) if on_gpu else None
-        self._offsets = [place.numpy()[: 4 * (rows + 1)].view(np.int32) for place in self._places]
+        heads = [place.numpy()[: 4 * (3 * rows + 1)].view(np.int32) for place in self._places]
+        self._offsets, self._sources, self._slots = zip(
+            *(np.split(head, (rows + 1, 2 * rows + 1)) for head in heads), strict=True
+        )
         self._data = [place.numpy()[self._begin :].data for place in self._places]
 
     def lay(self, turn: Turn, place: int = 0, rows: int = 0) -> list[int]:
         """The turn's chunks into a place on the host, and empty rows after them up to `rows`. Returns where each chunk ends."""
+        rows = max(rows, turn.rows)
         ends = list(accumulate(chunk.steps for chunk in turn.chunks))
         needed, found = ends[-1] * self.step_bytes, sum([len(chunk.data) for chunk in turn.chunks])
         if found != needed:
@@ -51,11 +58,23 @@ class Staging:
                 target[begin * self.step_bytes : end * self.step_bytes] = chunk.data
         self._offsets[place][1 : turn.rows + 1] = ends
         self._offsets[place][turn.rows + 1 : rows + 1] = ends[-1]
+        self._sources[place][:rows], self._slots[place][:rows] = ZEROS, SCRAP
+        if not turn.whole:
+            self._sources[place][: turn.rows] = [chunk.source for chunk in turn.chunks]
+            self._slots[place][: turn.rows] = [chunk.slot for chunk in turn.chunks]
         return ends
 
     def batch(self, rows: int, tokens: int, place: int = 0) -> Ragged:
         """What was laid, where the encoder reads it: on the device, once it has been copied there."""
-        return self._ragged(self._places[place] if self._device is None else self._device, rows, tokens)
+        buffer = self._buffer(place)
+        data = buffer[self._begin : self._begin + tokens * self.step_bytes].view(self._dtype)
+        return Ragged(data.view(tokens, *self._columns), buffer[: 4 * (rows + 1)].view(torch.int32))
+
+    def places(self, rows: int, place: int = 0) -> Places:
+        """From where the rows of what was laid go on, and where they are kept; in the same buffer."""
+        numbers = self._buffer(place)[: 4 * (3 * self._rows + 1)].view(torch.int32)
+        sources, slots = numbers[self._rows + 1 : 2 * self._rows + 1], numbers[2 * self._rows + 1 :]
+        return Places(sources[:rows], slots[:rows])
 
     def copy(self, tokens: int, place: int = 0) -> Copy:
         """What was laid, of so many steps, to the device."""
@@ -63,9 +82,8 @@ class Staging:
         end = self._begin + tokens * self.step_bytes
         return Copy(self._device[:end], self._places[place][:end])
 
-    def _ragged(self, buffer: Tensor, rows: int, tokens: int) -> Ragged:
-        data = buffer[self._begin : self._begin + tokens * self.step_bytes].view(self._dtype)
-        return Ragged(data.view(tokens, *self._columns), buffer[: 4 * (rows + 1)].view(torch.int32))
+    def _buffer(self, place: int) -> Tensor:
+        return self._places[place] if self._device is None else self._device
 
 
 assert (IDS, FEATURES) == ("int32", "float32"), "what travels has four bytes a value"

@@ -6,17 +6,27 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from service.sequence import ModelKey, Returns
+from service.sequence import SCRAP, ZEROS, ModelKey, Returns
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The steps of one sequence that run in one turn; `data` are its ids or feature rows as bytes, `owner` is the batcher's."""
+    """The steps of one sequence that run in one turn; `data` are its ids or feature rows as bytes, `owner` is the batcher's.
+
+    source, slot: the places from which the sequence goes on, and where it is kept for its next chunk; a whole sequence begins from ZEROS
+    and ends in SCRAP.
+    """
 
     data: bytes | memoryview
     steps: int
     returns: Returns
     owner: Any
+    source: int = ZEROS
+    slot: int = SCRAP
+
+    @property
+    def whole(self) -> bool:
+        return self.source == ZEROS and self.slot == SCRAP
 
 
 @dataclass(frozen=True)
@@ -39,6 +49,11 @@ class Turn:
     @cached_property
     def longest(self) -> int:
         return max([chunk.steps for chunk in self.chunks])
+
+    @cached_property
+    def whole(self) -> bool:
+        """Whether every sequence begins and ends in it."""
+        return all(chunk.whole for chunk in self.chunks)
 
     @cached_property
     def wants_embedding(self) -> bool:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from service.channel import Channel, Frame, Kind, encode
-from service.errors import BY_CODE, InferenceFailed, ServiceError
+from service.errors import BY_CODE, EngineLost, InferenceFailed, ServiceError
 from service.metrics import Metrics
-from service.sequence import Answer, Hello, Loaded, ModelKey, Refusal, Request
+from service.sequence import Answer, Hello, Loaded, ModelKey, Refusal, Request, Trace
 
 
 class Answered(NamedTuple):
@@ -91,6 +91,7 @@ class Connection:
         self.place = 0
         self.open: dict[int, Open] = {}
         self.open_bytes = 0
+        self._traces: dict[int, asyncio.Future[bytes]] = {}
         asyncio.get_running_loop().add_reader(channel.fileno(), self._receive)
 
     @property
@@ -109,6 +110,19 @@ class Connection:
         self._send(waiting.frame)
         model = self.models.get(waiting.request.key)
         self._backlog.add(waiting.id, self._channel.frames_sent, model.seconds(waiting.request.lengths) if model else 0.0)
+
+    async def trace(self, id: int, wanted: Trace) -> bytes:
+        """What the engine recorded, as a JSON array of trace events; raises what it refuses with, or EngineLost."""
+        future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._traces[id] = future
+        self._send(encode(Kind.TRACE, id, wanted))
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._send(encode(Kind.CANCEL, id))
+            raise
+        finally:
+            del self._traces[id]
 
     def cancel(self, waiting: Open) -> None:
         """Nobody waits for it any more: the engine is told."""
@@ -160,6 +174,8 @@ class Connection:
             self._meet(frame.read(Hello))
         elif frame.kind == Kind.LOAD:
             self._backlog.report(frame.read(float), frame.id, self._clock())
+        elif frame.id in self._traces:
+            _settle_trace(self._traces[frame.id], frame)
         else:
             self._settle(frame)
 
@@ -180,7 +196,19 @@ class Connection:
 
     def _lose(self) -> None:
         self.close()
+        for future in self._traces.values():
+            if not future.done():
+                future.set_exception(EngineLost("an engine ended while it recorded a trace: retry", retry_after=1))
         self._on_lost(self)
+
+
+def _settle_trace(future: asyncio.Future[bytes], frame: Frame) -> None:
+    if future.done():
+        return
+    if frame.kind == Kind.TRACED:
+        future.set_result(frame.tail)
+    else:
+        future.set_exception(_error(frame.read(Refusal)))
 
 
 def _error(refusal: Refusal) -> ServiceError:

@@ -15,7 +15,10 @@ from service.channel import Channel, Kind, encode
 from service.errors import DeadlineExceeded, EngineLost, Overloaded, ServiceError, Unavailable
 from service.faces.connection import Answered, Connection, Open
 from service.metrics import Metrics
-from service.sequence import Loaded, Request
+from service.sequence import Loaded, Request, Trace
+
+TRACED_SECONDS = 60.0
+"""An engine may take this much longer for a trace than was asked for: a GPU's profiler starts, and what it saw is written."""
 
 
 class Engines:
@@ -70,16 +73,36 @@ class Engines:
             timer.cancel()
             self._forget(waiting)
 
+    async def trace(self, turns: int, seconds: float) -> list[bytes]:
+        """What every ready engine records from now on, each as a JSON array of trace events; raises a ServiceError when one does not."""
+        if not self.ready:
+            raise self._not_ready()
+        wanted = Trace(turns, seconds)
+        traces = [asyncio.ensure_future(one.trace(self._next_id(), wanted)) for one in self._connections if one.ready]
+        try:
+            async with asyncio.timeout(seconds + TRACED_SECONDS):
+                return await asyncio.gather(*traces)
+        except TimeoutError:
+            late = "an engine did not give its trace in time: retry, or ask for fewer turns"
+            raise Unavailable(late, retry_after=1) from None
+        finally:
+            for one in traces:
+                one.cancel()
+
     def close(self) -> None:
         """Give the channels back; what is open is lost."""
         while self._connections:
             self._connections.pop().close()
 
-    def _enter(self, request: Request, tail: bytes) -> Open:
+    def _next_id(self) -> int:
         self._last_id += 1
-        frame = encode(Kind.SUBMIT, self._last_id, request, (tail,))
+        return self._last_id
+
+    def _enter(self, request: Request, tail: bytes) -> Open:
+        id = self._next_id()
+        frame = encode(Kind.SUBMIT, id, request, (tail,))
         engine = self._shortest(self._with_room(len(frame)))
-        waiting = Open(self._last_id, request, frame, asyncio.get_running_loop().create_future())
+        waiting = Open(id, request, frame, asyncio.get_running_loop().create_future())
         engine.submit(waiting)
         return waiting
 

@@ -93,6 +93,11 @@ def build(front: Front) -> FastAPI:
         call = _Call(arrived=time.monotonic())
         return await _counted(front, call, _infer(front, request, call))
 
+    @hot.post("/debug/trace", include_in_schema=front.settings.debug, responses=responses, openapi_extra=_trace_parameters())
+    async def trace(request: Request) -> Response:
+        """Record the next turns of every engine, and answer with what ui.perfetto.dev and chrome://tracing open."""
+        return await _trace(front, request)
+
     app.include_router(hot)
 
     @app.get("/models")
@@ -140,6 +145,19 @@ async def _infer(front: Front, request: Request, call: _Call) -> Response:
     if front.draining:
         response.headers["connection"] = "close"
     return response
+
+
+async def _trace(front: Front, request: Request) -> Response:
+    if not front.settings.debug:
+        raise UnknownRoute("nothing is traced, as SEQSERVE_DEBUG is off: start the service with --debug, or SEQSERVE_DEBUG=1")
+    wanted = wire.TraceQuery.parse(request.query_params)
+    try:
+        recorded = await _unless_gone(request, front.engines.trace(wanted.turns, wanted.seconds))
+    except (ClientGone, ClientDisconnect):
+        return Response(status_code=CLIENT_CLOSED)
+    # Joined as text: to read them all would keep every other request waiting.
+    events = b",".join(events[1:-1] for events in recorded)
+    return Response(b'{"traceEvents": [' + events + b"]}", media_type="application/json")
 
 
 async def _counted(front: Front, call: _Call, work: Coroutine[Any, Any, Response]) -> Response:
@@ -309,6 +327,11 @@ def _body_schema() -> dict[str, Any]:
     schema = wire.InferBody.model_json_schema(by_alias=True)
     example = {"model": "question-type", "inputs": ["How far is it from Denver to Aspen ?"]}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema, "example": example}}}}
+
+
+def _trace_parameters() -> dict[str, Any]:
+    properties = wire.TraceQuery.model_json_schema()["properties"]
+    return {"parameters": [{"name": name, "in": "query", "schema": schema} for name, schema in properties.items()]}
 
 
 def _describe(app: FastAPI) -> None:

@@ -69,6 +69,25 @@ class InferBody(BaseModel):
             raise _invalid(fault.errors(include_url=False)[0]) from None
 
 
+class TraceQuery(BaseModel):
+    """Query of POST /debug/trace."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    turns: Annotated[int, Field(ge=1, le=1000)] = 50
+    """How many turns to record of every engine."""
+    seconds: Annotated[float, Field(gt=0, le=60)] = 10.0
+    """How long to wait for them; what came by then is the trace."""
+
+    @classmethod
+    def parse(cls, query: Mapping[str, str]) -> TraceQuery:
+        """Raises InvalidInput naming the first parameter that is wrong."""
+        try:
+            return cls.model_validate(dict(query))
+        except ValidationError as fault:
+            raise _invalid_query(fault.errors(include_url=False)[0]) from None
+
+
 class InferAnswer(BaseModel):
     """Answer of POST /infer: one output per input, in their order."""
 
@@ -270,3 +289,11 @@ def _invalid(error: Mapping[str, Any]) -> ServiceError:
     if error["type"] == "missing":
         return InvalidInput(f"{field} is missing: the body needs model and inputs", field=field)
     return InvalidInput(f"{field}: {error['msg'][0].lower()}{error['msg'][1:]}", field=field)
+
+
+def _invalid_query(error: Mapping[str, Any]) -> ServiceError:
+    field = _shown(str(error["loc"][0]))
+    if error["type"] == "extra_forbidden":
+        known = ", ".join(TraceQuery.model_fields)
+        return InvalidInput(f"{field} is no parameter of /debug/trace: known are {known}", field=field)
+    return InvalidInput(f"{field} is {_shown(str(error['input']))}: {error['msg'][0].lower()}{error['msg'][1:]}", field=field)

@@ -46,6 +46,14 @@ class Convolutions(Runs):
         encoded = conv_kernel.stack(x, self._blocks, before, want=want)
         return encoded, list(encoded.state)
 
+    @property
+    def streams(self) -> bool:
+        # Tables keep no state, and which way of taking ids is the faster one is not known before both were tried.
+        return self.takes_ids is None and all(one.keeps_steps and not one.right for one in self._layers())
+
+    def slabs(self, places: int) -> list[ConvState]:
+        return [ConvState(one.filters.new_zeros(places, one.left, one.filters.shape[1])) for one in self._layers()]
+
     def embed(self, table: Tensor) -> None:
         # What is added to what a block gives are vectors: they are looked up before it.
         first = self._blocks[0]

@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kernels.contract import Outputs, Ragged
+from kernels.contract import Encoded, Outputs, Ragged
 from service.zoo import heads, layers
 from service.zoo.heads import Verdict
 from service.zoo.layer import Runs, held_bytes
 from service.zoo.layers import Placed
+from service.zoo.memory import Memory, Places, RunningPool
 from service.zoo.spec import EmbeddingLayer, ModelSpec
 
 TRIAL_ROWS, TRIAL_STEPS, TRIAL_RUNS = 4, 16, 5
@@ -41,19 +42,42 @@ class Encoder:
         self._parts = layers.build_all(_placed(spec, arrays), device)
         self._head = heads.build(spec.head, arrays, device)
         self._top.linear = self._head.linear
+        self._memory: Memory | None = None
         if isinstance(spec.layers[0], EmbeddingLayer):
             self._take_ids(arrays["layers.0.weight"].to(device), fold_limit_bytes)
 
+    @property
+    def streams(self) -> bool:
+        """Whether a sequence may come in chunks, one after the other."""
+        return self._head.streams and all(part.runs.streams for part in self._parts)
+
+    @property
+    def free_states(self) -> bool:
+        """Whether a batch that goes on from places takes no longer than one that begins."""
+        return all(part.runs.free_states for part in self._parts)
+
+    def remember(self, places: int) -> None:
+        """Make room for the states of sequences that come in chunks; `places` counts ZEROS and SCRAP."""
+        pools = [name for name in ("mean", "max") if getattr(self._head.wants, name)]
+        width = self.spec.layers[-1].outputs
+        pool = RunningPool(pools[0], places, width, self.device) if pools else None  # type: ignore[arg-type]
+        self._memory = Memory([part.runs.slabs(places) for part in self._parts], pool)
+
     @torch.inference_mode()
-    def __call__(self, x: Ragged, *, sequence: bool = False) -> Encoding:
-        """x.data: (tokens,) ids or (tokens, features) float32. `sequence` also asks for every step of the last layer."""
+    def __call__(self, x: Ragged, *, sequence: bool = False, places: Places | None = None) -> Encoding:
+        """x.data: (tokens,) ids or (tokens, features) float32. `sequence` also asks for every step of the last layer.
+
+        places: from which rows go on and to which they are written, once there is room for them; None begins and forgets all rows.
+        """
         want = replace(self._head.wants, steps=self._head.wants.steps or sequence)
-        for part in self._parts[:-1]:
-            encoded = part.runs(x, Outputs(steps=True))
+        for number in range(len(self._parts) - 1):
+            encoded = self._run(number, x, Outputs(steps=True), places)
             assert encoded.steps is not None
             x = Ragged(encoded.steps, x.offsets if encoded.offsets is None else encoded.offsets)
-        encoded = self._top(x, want)
+        encoded = self._run(len(self._parts) - 1, x, want, places)
         offsets = x.offsets if encoded.offsets is None else encoded.offsets
+        if places is not None and self._memory is not None and self._memory.pool is not None:
+            encoded = self._memory.pool(encoded, offsets, places)
         return Encoding(self._head(encoded, offsets), encoded.steps if sequence else None, offsets)
 
     def backends(self) -> dict[str, str]:
@@ -63,7 +87,7 @@ class Encoder:
         return embedding | {name: part.runs.backend() for part in self._parts for name in part.names}
 
     def weight_bytes(self) -> int:
-        """Bytes of weights and tables held on the device."""
+        """Bytes of weights and tables held on the device, without states."""
         return held_bytes([tensor for part in self._parts for tensor in part.runs.tensors()] + self._head.tensors())
 
     def trial(self, rows: int, steps: int) -> float:
@@ -74,6 +98,13 @@ class Encoder:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter() - start
+
+    def _run(self, number: int, x: Ragged, want: Outputs, places: Places | None) -> Encoded:
+        runs = self._parts[number].runs
+        if places is None:
+            return runs(x, want)
+        assert self._memory is not None, "remember() makes room for states"
+        return runs.chunk(x, want, self._memory.states(number, places))[0]
 
     @property
     def _top(self) -> Runs:

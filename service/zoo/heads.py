@@ -44,6 +44,8 @@ class Judge(ABC):
     """What the encoder has to give."""
     linear: tuple[Tensor, Tensor] | None = None
     """Weight and bias of a linear layer over one vector a row, which the layer below may see to: Encoded.scores."""
+    streams = True
+    """Whether it can say something of the steps so far, and of further ones by themselves."""
 
     @abstractmethod
     def __call__(self, encoded: Encoded, offsets: Tensor) -> Verdict:
@@ -55,7 +57,7 @@ class Judge(ABC):
 
 
 class Linear:
-    """``x @ weight + bias`` in the arithmetic of the device, out in float32."""
+    """``x @ weight + bias`` in the arithmetic of the device; out as it comes, since what follows reads it in float32."""
 
     def __init__(self, arrays: Mapping[str, Tensor], device: torch.device) -> None:
         self.weight, self.bias = (
@@ -63,7 +65,7 @@ class Linear:
         )
 
     def __call__(self, x: Tensor) -> Tensor:
-        return torch.addmm(self.bias, x.to(self.weight.dtype), self.weight).float()
+        return torch.addmm(self.bias, x.to(self.weight.dtype), self.weight)
 
 
 class OverLinear(Judge):
@@ -89,7 +91,7 @@ class Pooled(OverLinear):
     def __call__(self, encoded: Encoded, offsets: Tensor) -> Verdict:
         pooled: Tensor = getattr(encoded, self._pool)
         scores = self._linear(pooled) if encoded.scores is None else encoded.scores
-        return Verdict(scores.softmax(dim=1) if self._softmax else scores, embedding=pooled)
+        return Verdict(_softmax(scores) if self._softmax else scores.float(), embedding=pooled)
 
 
 class Tag(OverLinear):
@@ -99,7 +101,7 @@ class Tag(OverLinear):
 
     def __call__(self, encoded: Encoded, offsets: Tensor) -> Verdict:
         assert encoded.steps is not None
-        scores, picks = self._linear(encoded.steps).softmax(dim=1).max(dim=1, keepdim=True)
+        scores, picks = _softmax(self._linear(encoded.steps)).max(dim=1, keepdim=True)
         return Verdict(scores, picks.int(), per_step=True)
 
 
@@ -107,10 +109,11 @@ class Span(OverLinear):
     """The likeliest start and end, the end not before the start, and the product of their probabilities."""
 
     wants = Outputs(steps=True)
+    streams = False
 
     def __call__(self, encoded: Encoded, offsets: Tensor) -> Verdict:
         assert encoded.steps is not None
-        logits = self._linear(encoded.steps)
+        logits = self._linear(encoded.steps).float()
         best = [_best_span(logits[begin:end]) for begin, end in pairwise(offsets.tolist())]
         scores, picks = zip(*best, strict=True)
         return Verdict(torch.stack(scores)[:, None], torch.stack(picks))
@@ -127,7 +130,7 @@ class Next(OverLinear):
 
     def __call__(self, encoded: Encoded, offsets: Tensor) -> Verdict:
         assert encoded.last is not None
-        scores, picks = self._linear(encoded.last).softmax(dim=1).topk(self._top, dim=1)
+        scores, picks = _softmax(self._linear(encoded.last)).topk(self._top, dim=1)
         return Verdict(scores, picks.int(), encoded.last)
 
 
@@ -167,6 +170,11 @@ def build(head: Head, arrays: Mapping[str, Tensor], device: torch.device) -> Jud
         return Next(head, linear)
     assert isinstance(head, ClassifyHead | RegressHead)
     return Pooled(head, linear)
+
+
+def _softmax(scores: Tensor) -> Tensor:
+    """Of each line, in float32."""
+    return scores.softmax(dim=1, dtype=torch.float32)
 
 
 def _best_span(logits: Tensor) -> tuple[Tensor, Tensor]:

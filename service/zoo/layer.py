@@ -32,6 +32,24 @@ class Runs(ABC):
     def __call__(self, x: Ragged, want: Outputs) -> Encoded:
         """x.data: the layer below's steps, the features, or, in a first layer over tokens, (tokens,) ids."""
 
+    @property
+    def streams(self) -> bool:
+        """Whether the chunks of a row, each going on from where the one before it ended, give what the whole row gives."""
+        return False
+
+    @property
+    def free_states(self) -> bool:
+        """Whether going on from a state takes no longer than beginning."""
+        return False
+
+    def slabs(self, places: int) -> list[Any]:
+        """Room for the states of so many sequences, layer by layer: all zeros, from which a row begins."""
+        raise NotImplementedError(f"{type(self).__name__} keeps no state")
+
+    def chunk(self, x: Ragged, want: Outputs, states: Sequence[Any] | None) -> tuple[Encoded, list[Any]]:
+        """Goes on from `states`, layer by layer; returns what comes out and the states after it."""
+        raise NotImplementedError(f"{type(self).__name__} keeps no state")
+
     @abstractmethod
     def embed(self, table: Tensor) -> None:
         """Take ids from now on, embedded as they are."""

@@ -16,11 +16,15 @@ from kernels import qrnn as qrnn_kernel
 from kernels import sru as sru_kernel
 from kernels.contract import (
     Encoded,
+    GRUState,
     GRUWeights,
+    LSTMState,
     LSTMWeights,
     Outputs,
+    QRNNState,
     QRNNWeights,
     Ragged,
+    SRUState,
     SRUWeights,
 )
 from kernels.directions import composed
@@ -36,7 +40,7 @@ class Family:
     """What a stack has to know of a recurrent kernel: how it runs one direction, and both, and which backend it takes.
 
     `fold` gives the weights of one direction as they take ids, from those that take vectors and the embedding; `bytes` what the tables
-    in them will hold.
+    in them will hold; `slab` room for the states of so many sequences in one direction.
     """
 
     run: Callable[..., Encoded]
@@ -44,6 +48,7 @@ class Family:
     choice: Callable[..., Any]
     fold: Callable[[Any, Tensor], Any]
     bytes: Callable[[Any, Tensor], int]
+    slab: Callable[[Any, int], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +90,18 @@ class Stack(Runs):
             if encoded.steps is not None:
                 x = Ragged(encoded.steps, x.offsets)
         return encoded, after
+
+    @property
+    def streams(self) -> bool:
+        return all(len(level.directions) == 1 for level in self._levels)
+
+    @property
+    def free_states(self) -> bool:
+        return True
+
+    def slabs(self, places: int) -> list[Any]:
+        levels = [self._folded or self._levels[0], *self._levels[1:]]
+        return [self._family.slab(weights, places) for level in levels for weights in level.directions]
 
     def embed(self, table: Tensor) -> None:
         self._embedding, self._folded, self.takes_ids = table, None, EMBEDDED
@@ -219,10 +236,39 @@ def _qrnn_bytes(weights: QRNNWeights, table: Tensor) -> int:
     return folded_bytes(table, weights.input.shape[2], taps=weights.window, dense=True)
 
 
+def _lstm_slab(weights: LSTMWeights | GatesOfIds, places: int) -> LSTMState:
+    return LSTMState(_zeros(weights, places), _zeros(weights, places))
+
+
+def _gru_slab(weights: GRUWeights | GatesOfIds, places: int) -> GRUState:
+    return GRUState(_zeros(weights, places))
+
+
+def _sru_slab(weights: SRUWeights, places: int) -> SRUState:
+    return SRUState(_zeros(weights, places))
+
+
+def _qrnn_slab(weights: QRNNWeights, places: int) -> QRNNState:
+    before = weights.window - 1
+    if weights.tables is not None:
+        left = torch.zeros(places, before, dtype=torch.int64, device=weights.bias.device)
+    else:
+        assert weights.input is not None
+        left = weights.input.new_zeros(places, before, weights.input.shape[1])
+    return QRNNState(_zeros(weights, places), left)
+
+
+def _zeros(weights: Any, places: int) -> Tensor:
+    """(places, hidden) float32."""
+    one = weights.rest.recurrent if isinstance(weights, GatesOfIds) else weights.bias
+    hidden = weights.rest.hidden if isinstance(weights, GatesOfIds) else weights.hidden
+    return torch.zeros(places, hidden, dtype=torch.float32, device=one.device)
+
+
 _lstm, _gru = _of_ids_too(lstm_kernel.lstm), _of_ids_too(gru_kernel.gru)
 FAMILIES: dict[type[RecurrentLayer], Family] = {
-    LSTMLayer: Family(_lstm, composed(_lstm), lstm_kernel.choice, _fold_gates, _gate_bytes),
-    GRULayer: Family(_gru, composed(_gru), gru_kernel.choice, _fold_gates, _gate_bytes),
-    SRULayer: Family(sru_kernel.sru, sru_kernel.both, sru_kernel.choice, _fold_sru, _sru_bytes),
-    QRNNLayer: Family(qrnn_kernel.qrnn, qrnn_kernel.both, qrnn_kernel.choice, _fold_qrnn, _qrnn_bytes),
+    LSTMLayer: Family(_lstm, composed(_lstm), lstm_kernel.choice, _fold_gates, _gate_bytes, _lstm_slab),
+    GRULayer: Family(_gru, composed(_gru), gru_kernel.choice, _fold_gates, _gate_bytes, _gru_slab),
+    SRULayer: Family(sru_kernel.sru, sru_kernel.both, sru_kernel.choice, _fold_sru, _sru_bytes, _sru_slab),
+    QRNNLayer: Family(qrnn_kernel.qrnn, qrnn_kernel.both, qrnn_kernel.choice, _fold_qrnn, _qrnn_bytes, _qrnn_slab),
 }

@@ -14,15 +14,17 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from service.batching.batcher import Batcher, Ticket
 from service.batching.scheduler import Scheduler
+from service.engine.device import DeviceLost
 from service.engine.flight import Encoded
 from service.engine.turn import Chunk, Turn
-from service.errors import DeadlineExceeded, InferenceFailed, InvalidInput, Overloaded, ServiceError, UnknownModel
+from service.errors import DeadlineExceeded, InferenceFailed, InvalidInput, OutOfMemory, Overloaded, ServiceError, UnknownModel
 from service.logs import Log
 from service.metrics import Counter, Metrics
 from service.sequence import FEATURES, IDS, Answer, ModelKey, Returns
 from tests.batching.made_up import MODEL, OTHER, PLAIN, ids, request
 
 POISON = 666
+ROOM = 3
 
 
 class FakeEngine:
@@ -71,6 +73,41 @@ class EngineOfSteps(FakeEngine):
         for chunk in turn.chunks:
             picks = np.frombuffer(chunk.data, IDS)[::2, None]
             self._done.append((chunk, Encoded(None, picks, None, None, steps=len(picks))))
+
+
+class EngineOfSmallMemory(FakeEngine):
+    """Has no room for more than ROOM steps at once."""
+
+    def launch(self, turn: Turn) -> None:
+        if turn.tokens > ROOM:
+            raise OutOfMemory(f"no memory for {turn.tokens} steps", retry_after=1)
+        super().launch(turn)
+
+
+class LostEngine(FakeEngine):
+    """Its device does not answer any more."""
+
+    def launch(self, turn: Turn) -> None:
+        raise DeviceLost("the device is lost")
+
+
+class AsynchronousEngine(FakeEngine):
+    """Answers a turn when it is told that the device has done it, and takes one at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ready: list[tuple[Chunk, Encoded]] = []
+
+    @property
+    def takes_turn(self) -> bool:  # type: ignore[override]
+        return not self._done
+
+    def finished(self) -> list[tuple[Chunk, Encoded]]:
+        ready, self.ready = self.ready, []
+        return ready
+
+    def end(self) -> None:
+        self.ready, self._done = self._done, []
 
 
 @dataclass
@@ -292,6 +329,50 @@ def test_rows_of_a_request_that_has_failed_are_not_run_again_alone() -> None:
     house.call([POISON], [5])
     house.run()
     assert house.engine.ran == [[POISON, 5], [POISON]]
+
+
+def test_a_turn_for_which_there_is_no_memory_is_run_row_by_row_and_only_what_does_not_fit_alone_is_refused() -> None:
+    house = House(engine=EngineOfSmallMemory())
+    fitting, large, other = house.call([1, 2]), house.call([1, 1, 1, 1]), house.call([4])
+    house.run()
+    assert (fitting.sums, other.sums) == ([3.0], [4.0])
+    [error] = large.errors
+    assert isinstance(error, OutOfMemory) and error.retry_after == 1
+    assert counted(house.metrics.refused) == {"out_of_memory": 1}
+    assert total(house.metrics.failed) == 0
+
+
+def test_without_a_device_nobody_is_told_anything_and_no_row_is_run_alone() -> None:
+    house = House(engine=LostEngine())
+    callers = [house.call([1]), house.call([2])]
+    with pytest.raises(DeviceLost):
+        house.batcher.step()
+    assert [caller.told for caller in callers] == [0, 0]
+
+
+def test_who_comes_while_the_device_works_is_in_the_next_turn_and_answers_come_when_it_has_ended() -> None:
+    engine = AsynchronousEngine()
+    house = House(engine=engine)
+    first = house.call([1])
+    assert house.batcher.step()
+    second, third = house.call([2]), house.call([3])
+    assert not house.batcher.step() and not first.told
+    engine.end()
+    assert house.batcher.step()
+    assert first.sums == [1.0] and engine.ran == [[1], [2, 3]]
+    engine.end()
+    assert not house.batcher.step()
+    assert (second.sums, third.sums) == ([2.0], [3.0])
+
+
+def test_the_backlog_is_what_runs_and_all_that_waits() -> None:
+    house = House(max_turn_rows=1)
+    house.call([1] * 4)
+    house.call([1], [1], model=OTHER)
+    assert house.batcher.backlog_seconds() == pytest.approx(1.004 + 2.002)
+    house.batcher.step()
+    house.engine.remaining_seconds = 7.0
+    assert house.batcher.backlog_seconds() == pytest.approx(7.0 + 2.002)
 
 
 def test_a_deadline_that_passes_in_the_queue_is_refused_and_nothing_is_computed_for_it() -> None:

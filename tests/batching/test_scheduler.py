@@ -289,6 +289,9 @@ class Queueing(RuleBasedStateMachine):
     @invariant()
     def the_count_is_what_is_queued(self) -> None:
         assert self.queue.waiting == len(self.plain)
+        queued = {model: [one.chunk.steps for one in self.plain if one.model == model] for model in (MODEL, OTHER)}
+        expected = {(model, len(steps), sum(steps)) for model, steps in queued.items() if steps}
+        assert set(self.queue.waiting_by_model()) == expected
 
 
 TestQueueing = Queueing.TestCase

@@ -26,7 +26,24 @@ from tests.gpu.inputs import TOLERANCE, close, joined, stored
 from tests.gpu.sanitizer import TOOLS, finds_nothing
 from tests.kernels import inputs
 from tests.kernels.families import Form
-from tests.kernels.inputs import EVERYTHING, OUTPUTS, Given, arrays, in_slots, mapped, poisoned_memory
+from tests.kernels.inputs import (
+    EVERYTHING,
+    OUTPUTS,
+    SCRAP,
+    ZERO,
+    Given,
+    arrays,
+    assert_only_slots_were_written,
+    assert_went_on_from_shared_places,
+    begun_in_zeros,
+    from_place_to_place,
+    from_shared_places,
+    in_chunks,
+    in_slots,
+    mapped,
+    placed,
+    poisoned_memory,
+)
 from tests.kernels.stacks import Maker, Stack, TextCNN
 
 BACKEND = "fused"
@@ -70,6 +87,10 @@ FORMS: list[tuple[Form, int, int]] = [
     (Form("conv", width=2, left=1, activation="gated_tanh", ids="tables"), 5, 1),
 ]
 """With the number of outputs and of inputs of each."""
+every_slab = pytest.mark.parametrize(
+    "slab, index", [(HALF, torch.int32), (HALF, torch.int64), (torch.float32, torch.int64)], ids=str
+)
+"""Whether a kernel can write there or not."""
 every_way_in = pytest.mark.parametrize("ids", ["", "embedding", "tables"])
 
 
@@ -270,10 +291,9 @@ def test_chunks_that_carry_the_state_give_the_whole_to_the_bit(form: Form, width
 
 
 @pytest.mark.parametrize("form", [CAUSAL, STRIDED, CENTRED], ids=str)
-@pytest.mark.parametrize("slab, index", [(HALF, torch.int32), (HALF, torch.int64), (torch.float32, torch.int64)], ids=str)
+@every_slab
 @pytest.mark.parametrize("columns", [33, 40])
 def test_a_state_in_slots_is_read_and_written_in_place(form: Form, slab: torch.dtype, index: torch.dtype, columns: int) -> None:
-    """Whether a kernel can write there or not."""
     x, weights, state = made(form, RAGGED, 65, columns)
     slots = torch.randperm(40, generator=torch.Generator().manual_seed(1))[: x.rows].cuda().to(index)
     slabs = in_slots(mapped(state, lambda array: array.to(slab)), slots, places=40)
@@ -285,6 +305,40 @@ def test_a_state_in_slots_is_read_and_written_in_place(form: Form, slab: torch.d
     others = torch.ones(40, dtype=torch.bool, device=x.data.device).index_fill(0, slots.long(), False)
     assert bool((slabs.left[others] == 9).all())
     assert all(torch.equal(getattr(encoded, name), getattr(expected, name)) for name in OUTPUTS)
+
+
+@pytest.mark.parametrize("form, width", [(GATED, 130), (CAUSAL, 65)], ids=str)
+@every_slab
+def test_rows_begin_in_one_place_go_on_from_slot_to_slot_and_end_in_one(
+    form: Form, width: int, slab: torch.dtype, index: torch.dtype
+) -> None:
+    x, weights, state = made(form, [3, 41, 0, 8, 19, 1, 12], width)
+    slabs = begun_in_zeros(mapped(state, lambda array: array.to(slab)))
+    with in_shape():
+        whole = run(Given(x, weights, None))
+        steps, after = from_place_to_place(
+            lambda chunk, state: run(Given(chunk, weights, state)), in_chunks(x, chunks=4), slabs, index
+        )
+    assert whole.steps is not None
+    assert torch.equal(steps, whole.steps)
+    assert torch.equal(after.left.to(HALF), whole.state.left)
+    assert_only_slots_were_written(slabs)
+
+
+@pytest.mark.parametrize("form", [CAUSAL, STRIDED, CENTRED], ids=str)
+@every_slab
+@pytest.mark.parametrize("columns", [33, 40])
+@pytest.mark.parametrize("lengths", [RAGGED, [9, 0, 0, 0], [0, 0, 0, 0]], ids=str)
+def test_rows_with_and_without_steps_go_on_from_their_sources_and_are_written_to_their_slots(
+    form: Form, slab: torch.dtype, index: torch.dtype, columns: int, lengths: list[int]
+) -> None:
+    x, weights, state = made(form, lengths, 65, columns)
+    slabs = from_shared_places(mapped(state, lambda array: array.to(slab)), index)
+    with in_shape():
+        expected = run(Given(x, weights, slabs.by_row()))
+        encoded = run(Given(x, weights, slabs))
+    assert all(torch.equal(getattr(encoded, name), getattr(expected, name)) for name in OUTPUTS)
+    assert_went_on_from_shared_places(encoded.state, state, expected.state)
 
 
 def test_zeros_stand_before_a_row_that_has_no_state() -> None:
@@ -578,6 +632,21 @@ def test_slots_of_a_stack_that_no_row_is_in_stay_as_they_are() -> None:
     assert all(bool((slab.left[[1, 2, 5]] == 9).all()) for slab in slabs)
 
 
+@pytest.mark.parametrize("make", [tcn, gated])
+def test_rows_of_a_stack_begin_in_one_place_go_on_from_slot_to_slot_and_end_in_one(make: Make) -> None:
+    problem = stacked(make, [3, 41, 0, 8, 19, 1, 12], states=True).mapped(Tensor.cuda)
+    slabs = tuple(map(begun_in_zeros, problem.states or ()))
+    whole = fused(problem._replace(states=tuple(mapped(state, torch.zeros_like) for state in problem.states or ())))
+    steps, after = from_place_to_place(
+        lambda chunk, states: fused(Stack(chunk, problem.blocks, states)), in_chunks(problem.x, chunks=4), slabs
+    )
+    assert whole.steps is not None
+    assert torch.equal(steps, whole.steps)
+    for carried, expected, slab in zip(after, whole.state, slabs, strict=True):
+        assert torch.equal(carried.left, expected.left)
+        assert_only_slots_were_written(slab)
+
+
 @pytest.mark.parametrize("make", [tcn, centred])
 @pytest.mark.parametrize("want", [EVERYTHING, LAST], ids=["everything", "last"])
 def test_poison_in_a_row_of_a_stack_stays_in_it(make: Make, want: Outputs) -> None:
@@ -660,6 +729,39 @@ def test_a_graph_goes_on_in_other_slots() -> None:
         expected = fused(problem._replace(states=mine))
         assert all(torch.equal(getattr(encoded, name), getattr(expected, name)) for name in OUTPUTS)
         assert all(torch.equal(slab.left, state.left) for slab, state in zip(slabs, mine, strict=True))
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
+def test_a_graph_goes_on_from_other_places_than_those_that_it_was_made_with(index: torch.dtype) -> None:
+    """Where all rows begin in one place at first, then where they end in one."""
+    first, second = (stacked(tcn, lengths, states=True).mapped(Tensor.cuda) for lengths in ([5, 9, 0, 30], [20, 0, 18, 6]))
+    x = Ragged(first.x.data.clone(), first.x.offsets.clone())
+    slots, sources = torch.tensor([[3, 4, 5, 6], [ZERO] * 4], dtype=index, device=x.data.device)
+    begun, middle = tuple(map(begun_in_zeros, first.states or ())), [5, 3, 2, 7]
+    slabs = placed(begun, slots=slots, sources=sources)
+    graph, encoded = captured(lambda: fused(Stack(x, first.blocks, slabs)))
+    states = tuple(mapped(state, torch.zeros_like) for state in first.states or ())
+    for problem, origins, ends in ((first, [ZERO] * 4, middle), (second, middle, [SCRAP] * 4)):
+        x.data.copy_(problem.x.data)
+        x.offsets.copy_(problem.x.offsets)
+        slots.copy_(torch.tensor(ends))
+        sources.copy_(torch.tensor(origins))
+        graph.replay()
+        expected = fused(Stack(problem.x, first.blocks, states))
+        assert all(torch.equal(getattr(encoded, name), getattr(expected, name)) for name in OUTPUTS)
+        states = expected.state if ends == middle else states
+        for slab, state in zip(begun, states, strict=True):
+            assert torch.equal(slab.left[middle], state.left)
+            assert_only_slots_were_written(slab)
+
+
+def test_a_stack_that_goes_on_from_sources_waits_for_no_device() -> None:
+    problem = stacked(tcn, LONGER, states=True).mapped(Tensor.cuda)
+    slabs = tuple(map(from_shared_places, problem.states or ()))
+    expected = fused(problem._replace(states=slabs))
+    with waiting_for_no_device():
+        encoded = fused(problem._replace(states=slabs))
+    assert all(torch.equal(getattr(encoded, name), getattr(expected, name)) for name in OUTPUTS)
 
 
 @pytest.mark.parametrize("form", [CENTRED, GATED, OF_VECTORS, OF_TABLES], ids=str)

@@ -16,7 +16,7 @@ from service.engine.flight import Encoded
 from service.engine.turn import Chunk, Turn
 from service.errors import OutOfMemory
 from service.metrics import Metrics
-from service.sequence import FEATURES, IDS, ModelKey, Returns
+from service.sequence import FEATURES, FIRST, IDS, SCRAP, ZEROS, ModelKey, Returns
 from service.zoo import store
 from service.zoo.encoder import Encoder
 from service.zoo.spec import ModelSpec
@@ -38,6 +38,8 @@ def specs(tmp_path_factory: pytest.TempPathFactory) -> dict[ModelKey, tuple[Mode
     made = [make(root) for make in models.OF_EVERY_HEAD.values()] + [models.sensors(root, hidden=32, max_steps=300)]
     labels = {"kind": "tag", "labels": models.LABELS}
     made.append(models.made_up(root, "labeller", models.TEXT, models.EMBEDDING, LABELLER, head=labels))
+    counter = {"kind": "sru", "hidden": 6, "depth": 2}
+    made.append(models.made_up(root, "counter", models.IDS, models.EMBEDDING, counter, head={"kind": "embed", "pool": "mean"}))
     found = {}
     for spec in made:
         arrays = store.read_arrays(root / spec.name / "1", spec)
@@ -64,11 +66,36 @@ def on_gpu(specs: dict[ModelKey, tuple[ModelSpec, dict[str, torch.Tensor]]], met
 
 
 @pytest.fixture(scope="module")
+def of_long_rows(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """A wide QRNN, whose product is the library's where few rows are long."""
+    root = tmp_path_factory.mktemp("long")
+    qrnn = {"kind": "qrnn", "hidden": 320, "window": 2}
+    series = {"kind": "features", "features": 3, "max_steps": 1000}
+    spec = models.made_up(root, "long", series, qrnn, head={"kind": "regress", "pool": "last", "outputs": 2})
+    arrays = {name: array.half() for name, array in store.read_arrays(root / "long" / "1", spec).items()}
+    half = spec.model_copy(update={"precision": "float16"})
+    before = torch.cuda.current_stream()
+    hold(CUDA)
+    yield Engine(
+        {ModelKey("long", "1"): Encoder(half, arrays, CUDA, 1 << 20)}, Metrics(), max_turn_rows=8, max_turn_tokens=1000
+    )
+    torch.cuda.set_stream(before)
+
+
+def test_a_long_row_is_answered_the_same_in_every_bucket(of_long_rows: Engine) -> None:
+    spec = of_long_rows.spec(ModelKey("long", "1"))
+    one = turn(spec, [800], seed=1)
+    [alone] = ran(of_long_rows, one)
+    [among, _] = ran(of_long_rows, Turn(one.model, [*one.chunks, *turn(spec, [130], seed=2).chunks]))
+    assert_alike([alone], [among])
+
+
+@pytest.fixture(scope="module")
 def on_cpu(specs: dict[ModelKey, tuple[ModelSpec, dict[str, torch.Tensor]]]) -> Engine:
     return Engine(encoders(specs, CPU), Metrics(), **LIMITS)
 
 
-@pytest.fixture(params=[*models.OF_EVERY_HEAD, "sensors", "labeller"])
+@pytest.fixture(params=[*models.OF_EVERY_HEAD, "sensors", "labeller", "counter"])
 def key(request: pytest.FixtureRequest) -> ModelKey:
     return ModelKey(request.param, "1")
 
@@ -91,7 +118,7 @@ def mixed(spec: ModelSpec, seed: int, returns: Returns = PLAIN) -> Turn:
     chance = np.random.default_rng(seed)
     rows = int(chance.integers(1, LIMITS["max_turn_rows"] + 1))
     most = min(spec.input.max_steps, LIMITS["max_turn_tokens"] // rows)
-    return turn(spec, [int(steps) for steps in chance.integers(3, most + 1, size=rows)], seed, returns)
+    return turn(spec, [int(steps) for steps in chance.integers(min(4, most), most + 1, size=rows)], seed, returns)
 
 
 def ran(engine: Engine, one: Turn) -> list[Encoded]:
@@ -185,6 +212,39 @@ def test_the_next_turn_is_taken_shortly_before_the_last_one_ends(
     assert on_gpu.running is not None and on_gpu.running[1] > 0
     collected(on_gpu, 1)
     assert on_gpu.takes_turn and on_gpu.running is None and on_gpu.remaining_seconds == 0.0
+
+
+@pytest.mark.parametrize(
+    "name, how", [("sensors", "graph"), ("speller", "graph"), ("counter", "graph"), ("forecaster", "launches")]
+)
+def test_sequences_that_come_in_chunks_are_answered_as_whole_ones(
+    on_gpu: Engine,
+    on_cpu: Engine,
+    metrics: Metrics,
+    specs: dict[ModelKey, tuple[ModelSpec, dict[str, torch.Tensor]]],
+    name: str,
+    how: str,
+) -> None:
+    key = ModelKey(name, "1")
+    assert on_gpu.streams(key)
+    whole = mixed(specs[key][0], seed=3, returns=VECTOR)
+    first, second, third = (
+        Turn(key, [piece(chunk, number, FIRST + row) for row, chunk in enumerate(whole.chunks)]) for number in range(3)
+    )
+    ran(on_gpu, first)
+    ran(on_gpu, second)
+    before = by(metrics, key, how)
+    mine = ran(on_gpu, third)
+    assert by(metrics, key, how) == before + 1
+    assert_alike([one._replace(steps=0) for one in mine], [one._replace(steps=0) for one in ran(on_cpu, whole)])
+
+
+def piece(chunk: Chunk, number: int, place: int) -> Chunk:
+    """One of three pieces of a sequence, which is kept in a place between them."""
+    cuts = (0, chunk.steps // 3, chunk.steps // 2 + 1, chunk.steps)
+    begin, end, step = cuts[number], cuts[number + 1], len(chunk.data) // chunk.steps
+    source, slot = ZEROS if number == 0 else place, SCRAP if number == 2 else place
+    return Chunk(chunk.data[begin * step : end * step], end - begin, chunk.returns, None, source, slot)
 
 
 def test_nothing_is_allocated_once_it_is_warm(

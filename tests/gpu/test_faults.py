@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,8 +28,7 @@ Serve = Callable[[str], Any]
 def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Serve:
     @contextmanager
     def with_fault(fault: str) -> Iterator[Server]:
-        monkeypatch.setenv("PLANTED", fault)
-        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(planted.FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])]))
+        planted.plant(fault, monkeypatch)
         with serving(ROOT / "models", tmp_path, "--device", "cuda:0") as server:
             yield server
 

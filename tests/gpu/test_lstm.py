@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import pytest
@@ -13,13 +15,26 @@ from torch import Tensor
 from kernels import launching
 from kernels.backend import Problem, explain
 from kernels.compile import resident_clusters
-from kernels.contract import LSTMState, LSTMWeights, Outputs, Ragged
+from kernels.contract import Encoded, LSTMState, LSTMWeights, Outputs, Ragged
 from kernels.lstm import BACKENDS, choice, launch, lstm
 from tests.gpu.inputs import LSTM, TOLERANCE, agree, close, gated, joined, outputs, same, stored
 from tests.gpu.inputs import lstm as given
 from tests.gpu.sanitizer import TOOLS, finds_nothing
 from tests.kernels import inputs
-from tests.kernels.inputs import EVERYTHING, OUTPUTS, Given, poisoned_memory
+from tests.kernels.inputs import (
+    EVERYTHING,
+    OUTPUTS,
+    SCRAP,
+    ZERO,
+    Given,
+    assert_only_slots_were_written,
+    assert_went_on_from_shared_places,
+    begun_in_zeros,
+    from_place_to_place,
+    from_shared_places,
+    in_chunks,
+    poisoned_memory,
+)
 from tests.kernels.shapes import found_anew
 
 RAGGED = [9, 0, 3, 17, 1, 5, 12, 12, 2, 30, 0]
@@ -30,6 +45,7 @@ SIZES = [*product(["cluster"], CLUSTER), *product(["grid"], GRID)]
 both = pytest.mark.parametrize("backend", ["cluster", "grid"])
 all_three = pytest.mark.parametrize("backend", ["persistent", "cluster", "grid"])
 every_size = pytest.mark.parametrize("backend, hidden", SIZES)
+every_index = pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -134,7 +150,7 @@ def test_what_is_not_wanted_is_none_and_changes_nothing(backend: str, wanted: tu
 
 
 @both
-@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
+@every_index
 def test_a_state_in_slots_is_read_and_written_in_place(backend: str, index: torch.dtype) -> None:
     x, weights, state = gated(RAGGED, 112)
     slots = torch.randperm(40, generator=torch.Generator().manual_seed(1))[: len(RAGGED)].to("cuda", index)
@@ -173,6 +189,71 @@ def test_a_graph_runs_with_other_lengths_slots_and_values(backend: str) -> None:
         assert torch.equal(encoded["steps"][:tokens], expected["steps"])
         assert all(torch.equal(encoded[name], expected[name]) for name in ("last", "mean", "max"))
         assert torch.equal(slabs.cell[order], expected["cell"])
+
+
+def run_from(weights: LSTMWeights, backend: str, x: Ragged, state: LSTMState) -> Encoded:
+    return LSTM.run(x, weights, state, backend=backend)
+
+
+@all_three
+@every_index
+@pytest.mark.parametrize("hidden", [40, 130, 520])
+def test_rows_begin_in_one_place_go_on_from_slot_to_slot_and_end_in_one(backend: str, index: torch.dtype, hidden: int) -> None:
+    x, weights, state = gated([3, 41, 0, 8, 1, 19, *[5] * 90], hidden)
+    whole, slabs = LSTM.run(x, weights, backend=backend), begun_in_zeros(state)
+    steps, after = from_place_to_place(partial(run_from, weights, backend), in_chunks(x, chunks=4), slabs, index)
+    assert whole.steps is not None
+    assert torch.equal(steps, whole.steps)
+    assert torch.equal(after.hidden, whole.state.hidden)
+    assert torch.equal(after.cell, whole.state.cell)
+    assert_only_slots_were_written(slabs)
+
+
+@both
+@every_index
+@pytest.mark.parametrize(
+    "lengths", [RAGGED, [9, 0, 0, 0], [0, 0, 0, 0], [*RAGGED * 30, 0, 0]], ids=["few", "mostly empty", "empty", "many"]
+)
+def test_rows_with_and_without_steps_go_on_from_their_sources_and_are_written_to_their_slots(
+    backend: str, index: torch.dtype, lengths: list[int]
+) -> None:
+    x, weights, state = gated(lengths, 112)
+    slabs = from_shared_places(state, index)
+    expected = LSTM.run(x, weights, slabs.by_row(), backend=backend)
+    encoded = LSTM.run(x, weights, slabs, backend=backend)
+    assert all(torch.equal(getattr(encoded, name), getattr(expected, name)) for name in OUTPUTS)
+    assert_went_on_from_shared_places(encoded.state, state, expected.state)
+
+
+@both
+@every_index
+def test_a_graph_goes_on_from_other_places_than_those_that_it_was_made_with(backend: str, index: torch.dtype) -> None:
+    """Where all rows begin in one place at first, then where they end in one."""
+    first, second = gated([5, 9, 0, 30], 160), gated([20, 0, 18, 6], 160, seed=1)
+    weights: LSTMWeights = first.weights
+    x = Ragged(torch.zeros_like(first.x.data), first.x.offsets.clone())
+    slots, sources = torch.tensor([[3, 4, 5, 6], [ZERO] * 4], dtype=index, device="cuda")
+    slabs = replace(begun_in_zeros(first.state), slots=slots, sources=sources)
+    LSTM.run(x, weights, slabs, backend=backend)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        encoded = outputs(LSTM.run(x, weights, slabs, backend=backend))
+    state, middle = None, [5, 3, 2, 7]
+    for problem, origins, ends in ((first, [ZERO] * 4, middle), (second, middle, [SCRAP] * 4)):
+        x.data.copy_(problem.x.data)
+        x.offsets.copy_(problem.x.offsets)
+        slots.copy_(torch.tensor(ends))
+        sources.copy_(torch.tensor(origins))
+        begun = slabs.cell[middle].clone()
+        graph.replay()
+        expected = LSTM.run(problem.x, weights, state, backend=backend)
+        assert all(torch.equal(encoded[name], getattr(expected, name)) for name in OUTPUTS)
+        state = expected.state if state is None else state
+        assert torch.equal(slabs.hidden[middle], state.hidden)
+        assert torch.equal(slabs.cell[middle], state.cell)
+        assert ends == middle or torch.equal(slabs.cell[middle], begun), "nobody writes where rows go on from"
+        assert_only_slots_were_written(replace(slabs, slots=None, sources=None))
 
 
 def test_what_runs_and_why() -> None:

@@ -23,7 +23,23 @@ from tests.gpu.inputs import TOLERANCE, agree, close, gates, in_shape, joined, m
 from tests.gpu.sanitizer import TOOLS, finds_nothing
 from tests.kernels import inputs
 from tests.kernels.families import Form
-from tests.kernels.inputs import EVERYTHING, OUTPUTS, Given, arrays, in_slots, mapped, poisoned_memory
+from tests.kernels.inputs import (
+    EVERYTHING,
+    OUTPUTS,
+    SCRAP,
+    ZERO,
+    Given,
+    arrays,
+    assert_only_slots_were_written,
+    assert_went_on_from_shared_places,
+    begun_in_zeros,
+    from_place_to_place,
+    from_shared_places,
+    in_chunks,
+    in_slots,
+    mapped,
+    poisoned_memory,
+)
 
 SRU_1 = Form("sru", version=1, skip="block")
 SRU_2 = Form("sru", version=2, skip="block", tanh=True)
@@ -42,6 +58,10 @@ LAST = Outputs(last=True)
 
 every_layer = pytest.mark.parametrize("form", LAYERS, ids=str)
 every_exact_form = pytest.mark.parametrize("form", EXACT, ids=str)
+with_and_without_rings = pytest.mark.parametrize(
+    "form, ring", [*((form, 0) for form in EXACT), (SRU_1, 2), (QRNN, 2), (SRU_OF_IDS, 2), (QRNN_OF_IDS, 2)], ids=str
+)
+every_index = pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -282,10 +302,8 @@ def test_what_is_not_wanted_is_none_and_changes_nothing(form: Form, wanted: tupl
     same(encoded, run(form, given))
 
 
-@pytest.mark.parametrize(
-    "form, ring", [*((form, 0) for form in EXACT), (SRU_1, 2), (QRNN, 2), (SRU_OF_IDS, 2), (QRNN_OF_IDS, 2)], ids=str
-)
-@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
+@with_and_without_rings
+@every_index
 def test_a_state_in_slots_is_read_and_written_in_place(form: Form, ring: int, index: torch.dtype) -> None:
     x, weights, state = made(form, LONG[2], 72)
     slots = torch.randperm(40, generator=torch.Generator().manual_seed(1))[: x.rows].to("cuda", index)
@@ -330,6 +348,70 @@ def test_a_graph_runs_with_other_lengths_slots_and_values(form: Form) -> None:
         assert torch.equal(encoded["steps"][:tokens], expected.steps)
         assert all(torch.equal(encoded[name], getattr(expected, name)) for name in ("last", "mean", "max"))
         same_state(slabs.by_row(), expected.state)
+
+
+@with_and_without_rings
+@every_index
+def test_rows_begin_in_one_place_go_on_from_slot_to_slot_and_end_in_one(form: Form, ring: int, index: torch.dtype) -> None:
+    x, weights, state = exactly(form, [*LONG[2], 41, *[5] * 40], 72)
+    slabs = begun_in_zeros(state)
+
+    def go_on(chunk: Ragged, state: Any) -> Encoded:
+        return run(form, Given(chunk, weights, state), WITHOUT_POOLS)
+
+    with in_shape(Shape(32, ring)):
+        whole = go_on(x, None)
+        steps, after = from_place_to_place(go_on, in_chunks(x, chunks=4), slabs, index)
+    assert whole.steps is not None
+    assert torch.equal(steps, whole.steps)
+    same_state(after, whole.state)
+    assert_only_slots_were_written(slabs)
+
+
+@with_and_without_rings
+@every_index
+@pytest.mark.parametrize("lengths", [RAGGED, LONG[2], [9, 0, 0, 0], [500, 0, 0, 0]], ids=str)
+def test_rows_with_and_without_steps_go_on_from_their_sources_and_are_written_to_their_slots(
+    form: Form, ring: int, index: torch.dtype, lengths: list[int]
+) -> None:
+    x, weights, state = made(form, lengths, 72)
+    slabs = from_shared_places(state, index)
+    with in_shape(Shape(32, ring)):
+        expected = run(form, Given(x, weights, slabs.by_row()), WITHOUT_POOLS)
+        encoded = run(form, Given(x, weights, slabs), WITHOUT_POOLS)
+    assert encoded.steps is not None and expected.steps is not None
+    assert encoded.last is not None and expected.last is not None
+    assert torch.equal(encoded.steps, expected.steps) and torch.equal(encoded.last, expected.last)
+    assert_went_on_from_shared_places(encoded.state, state, expected.state)
+
+
+@pytest.mark.parametrize("form", [SRU_1, SRU_2, QRNN, SRU_OF_IDS, QRNN_OF_IDS], ids=str)
+@every_index
+def test_a_graph_goes_on_from_other_places_than_those_that_it_was_made_with(form: Form, index: torch.dtype) -> None:
+    """Where all rows begin in one place at first, then where they end in one."""
+    first, second = made(form, [5, 9, 0, 30], 160), made(form, [20, 0, 18, 6], 160, seed=1)
+    x, weights = Ragged(first.x.data.clone(), first.x.offsets.clone()), first.weights
+    slots, sources = torch.tensor([[3, 4, 5, 6], [ZERO] * 4], dtype=index, device="cuda")
+    begun = begun_in_zeros(first.state)
+    slabs = replace(begun, slots=slots, sources=sources)
+    run(form, Given(x, weights, slabs))
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        encoded = outputs(run(form, Given(x, weights, slabs)))
+    middle = [5, 3, 2, 7]
+    state = mapped(first.state, torch.zeros_like)
+    for given, origins, ends in ((first, [ZERO] * 4, middle), (second, middle, [SCRAP] * 4)):
+        x.data.copy_(given.x.data)
+        x.offsets.copy_(given.x.offsets)
+        slots.copy_(torch.tensor(ends))
+        sources.copy_(torch.tensor(origins))
+        graph.replay()
+        expected = run(form, Given(given.x, weights, state))
+        assert all(torch.equal(encoded[name], getattr(expected, name)) for name in OUTPUTS)
+        state = expected.state if ends == middle else state
+        same_state(mapped(begun, itemgetter(middle)), state)
+        assert_only_slots_were_written(begun)
 
 
 @every_exact_form
@@ -431,6 +513,17 @@ def test_both_directions_go_on_in_slots_of_their_own(form: Form) -> None:
     assert all(torch.equal(getattr(encoded, name), getattr(expected, name)) for name in OUTPUTS)
     for slab, state in zip(slabs, expected.state, strict=True):
         same_state(slab.by_row(), state)
+
+
+@every_exact_form
+def test_both_directions_go_on_from_their_sources(form: Form) -> None:
+    x, weights, states = both_ways(form, exactly, [4, 0, 2, 3, 0, 0])
+    slabs = from_shared_places(states[0]), from_shared_places(states[1], torch.int64)
+    expected = run_both(form, Given(x, weights, (slabs[0].by_row(), slabs[1].by_row())))
+    encoded = run_both(form, Given(x, weights, slabs))
+    assert all(torch.equal(getattr(encoded, name), getattr(expected, name)) for name in OUTPUTS)
+    for after, state, one in zip(encoded.state, states, expected.state, strict=True):
+        assert_went_on_from_shared_places(after, state, one)
 
 
 @pytest.mark.parametrize("family", ["sru", "qrnn"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -15,6 +16,8 @@ from kernels.contract import Encoded, Outputs, Ragged
 
 EVERYTHING = Outputs(steps=True, last=True, mean=True, max=True)
 OUTPUTS = ("steps", "last", "mean", "max")
+ZERO, SCRAP = 0, 1
+"""Places where any number of rows begin, and end."""
 
 
 @contextmanager
@@ -47,6 +50,17 @@ def joined(rows: Sequence[Tensor]) -> Ragged:
     return ragged(torch.cat(list(rows)), [len(row) for row in rows])
 
 
+def in_chunks(x: Ragged, *, chunks: int, multiple: int = 1, seed: int = 0) -> list[Ragged]:
+    """Every row cut at random multiples, empty pieces included; the k-th chunk has the k-th piece of every row."""
+    chance = random.Random(seed)
+    pieces = []
+    for row in rows(x):
+        cuts = sorted(multiple * chance.randint(0, len(row) // multiple) for _ in range(chunks - 1))
+        pieces.append([row[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(row)], strict=True)])
+    laid = map(joined, zip(*pieces, strict=True))
+    return [Ragged(chunk.data, chunk.offsets.to(x.offsets.device)) for chunk in laid]
+
+
 def rows(x: Ragged) -> list[Tensor]:
     """Each row's tokens."""
     return list(torch.split(x.data, x.lengths.tolist()))
@@ -76,6 +90,65 @@ def in_slots(state: Any, slots: Tensor, places: int) -> Any:
     for name, slab in slabs.items():
         slab[slots.long()] = getattr(state, name)
     return replace(state, **slabs, slots=slots)
+
+
+def begun_in_zeros(state: Any) -> Any:
+    """Slabs with room for `from_place_to_place`: zeros in the place ZERO, and nines in the others."""
+    slabs = {name: array.new_full((3 + 2 * len(array), *array.shape[1:]), 9) for name, array in arrays(state).items()}
+    for slab in slabs.values():
+        slab[ZERO] = 0
+    return replace(state, **slabs)
+
+
+def from_place_to_place(
+    run: Callable[[Ragged, Any], Encoded], chunks: Sequence[Ragged], slabs: Any, index: torch.dtype = torch.int32
+) -> tuple[Tensor, Any]:
+    """The steps of all rows of four chunks, and the states after them, by row.
+
+    All rows begin in ZERO, go on in slots of their own, then from there to other ones, and end in SCRAP; for the sake of the states, the
+    last chunk goes to such slots, too. slabs: of a state, or a tuple of them.
+    """
+    first, second, third, last = chunks
+    places = torch.arange(2, 2 + 2 * first.rows, dtype=index, device=first.offsets.device)
+    here, there = places.view(first.rows, 2).flip(0).unbind(1)
+    begun = run(first, placed(slabs, slots=here, sources=torch.full_like(here, ZERO)))
+    encoded = [begun, run(second, begun.state), run(third, placed(slabs, slots=there, sources=here))]
+    encoded.append(run(last, placed(slabs, slots=torch.full_like(here, SCRAP), sources=there)))
+    after = run(last, placed(slabs, slots=here, sources=there)).state
+    pieces = zip(*(steps_by_row(one, chunk) for one, chunk in zip(encoded, chunks, strict=True)), strict=True)
+    by_row = tuple(state.by_row() for state in after) if isinstance(after, tuple) else after.by_row()
+    return torch.cat([piece for row in pieces for piece in row]), by_row
+
+
+def placed(slabs: Any, **places: Tensor) -> Any:
+    """A state, or each of a tuple, in these slots and from these sources."""
+    return tuple(replace(one, **places) for one in slabs) if isinstance(slabs, tuple) else replace(slabs, **places)
+
+
+def assert_only_slots_were_written(slabs: Any) -> None:
+    """Of `begun_in_zeros`."""
+    for slab in arrays(slabs).values():
+        assert not slab[ZERO].any()
+        assert bool((slab[-1] == 9).all())
+
+
+def from_shared_places(state: Any, index: torch.dtype = torch.int32) -> Any:
+    """The same state in slabs that else hold nines, so that every second row goes on from the place of the row before it, and the last
+    two rows write to one place."""
+    one = next(iter(arrays(state).values()))
+    rows, order = len(one), torch.arange(len(one), device=one.device)
+    slabs = in_slots(state, order, places=2 * rows + 1)
+    return replace(slabs, slots=(rows + order).clamp(max=2 * rows - 2).to(index), sources=(order - order % 2).to(index))
+
+
+def assert_went_on_from_shared_places(after: Any, state: Any, expected: Any) -> None:
+    """To the bit, but for the last two rows. after: what came of `from_shared_places` of `state`; expected: by row."""
+    assert after.sources is None
+    for name, array in arrays(expected).items():
+        slab, rows = getattr(after, name), len(array)
+        assert torch.equal(getattr(after.by_row(), name)[:-2].to(array.dtype), array[:-2]), name
+        assert torch.equal(slab[:rows], getattr(state, name).to(slab.dtype)), f"{name}: nobody writes where others go on from"
+        assert bool((slab[2 * rows - 1 :] == 9).all()), f"{name}: no row's places"
 
 
 def widened(given: Given) -> Given:

@@ -287,10 +287,11 @@ def test_of_the_last_step_alone_only_those_are_computed_that_it_depends_on(launc
 
 def test_states_in_slots_that_a_kernel_can_write_stay_where_they_are(launches: list[Launched]) -> None:
     x, layer, _ = given(Form("conv", width=3, left=2), [3, 0, 4])
-    slots = torch.tensor([8, 1, 2])
+    slots, sources = torch.tensor([8, 1, 2]), torch.tensor([0, 0, 0])
     for slab, in_place in ((torch.ones(9, 2, 24, dtype=HALF), True), (torch.ones(9, 2, 24), False)):
         state = ConvState(slab, slots)
         assert launch.conv(x, layer, state, want=STEPS).state is state
+        assert launch.conv(x, layer, ConvState(slab, slots, sources), want=STEPS).state == state
         call = launches[-1].call
         assert (call["after"] == slab.data_ptr()) == in_place
         assert bool(call["lines_after"]) == in_place

@@ -19,7 +19,19 @@ from kernels.contract import ConvBlock, ConvState, ConvWeights, Encoded, Outputs
 from kernels.conv import framework
 from kernels.conv.composed import ConvBackend, composed_stack, last_steps, seen_by_the_last
 from tests.kernels import inputs
-from tests.kernels.inputs import OUTPUTS, assert_close, assert_states_alike, in_slots, mapped
+from tests.kernels.inputs import (
+    OUTPUTS,
+    assert_close,
+    assert_only_slots_were_written,
+    assert_states_alike,
+    assert_went_on_from_shared_places,
+    begun_in_zeros,
+    from_place_to_place,
+    from_shared_places,
+    in_chunks,
+    in_slots,
+    mapped,
+)
 from tests.kernels.stacks import Maker, Stack
 
 LENGTHS = [9, 0, 1, 31, 2, 17]
@@ -267,6 +279,39 @@ def test_states_in_slots_are_read_and_written_in_place(make: Any, backend: str) 
         assert after is slab
         assert torch.equal(slab.left[[3, 0, 4]], state.left)
         assert bool((slab.left[[1, 2, 5]] == 9).all())
+
+
+@every_backend
+@every_causal_stack
+def test_rows_begin_in_one_place_go_on_from_slot_to_slot_and_end_in_one(make: Any, backend: str) -> None:
+    given = made(make, with_states=True)
+    whole, slabs = given._replace(states=None).run(backend=backend), tuple(map(begun_in_zeros, given.states or ()))
+
+    def run(chunk: Ragged, states: tuple[ConvState, ...]) -> Encoded:
+        return Stack(chunk, given.blocks, states).run(backend=backend)
+
+    steps, after = from_place_to_place(run, in_chunks(given.x, chunks=4), slabs)
+    zeros = tuple(mapped(state, torch.zeros_like) for state in given.states or ())
+    expected = given._replace(states=zeros).run(backend=backend).state
+    assert whole.steps is not None
+    assert_close(steps, whole.steps, steps=max(LENGTHS))
+    for carried, state, slab in zip(after, expected, slabs, strict=True):
+        assert_states_alike(carried, state, steps=max(LENGTHS))
+        assert_only_slots_were_written(slab)
+
+
+@every_backend
+@every_stack_of_vectors
+def test_rows_go_on_from_their_sources_and_are_written_to_their_slots(make: Any, backend: str) -> None:
+    given = made(make, [4, 0, 2, 3, 0, 0], with_states=True)
+    assert given.states is not None
+    slabs = tuple(map(from_shared_places, given.states))
+    expected = given._replace(states=tuple(slab.by_row() for slab in slabs)).run(backend=backend)
+    encoded = given._replace(states=slabs).run(backend=backend)
+    for name in OUTPUTS:
+        assert torch.equal(getattr(encoded, name), getattr(expected, name))
+    for after, state, one in zip(encoded.state, given.states, expected.state, strict=True):
+        assert_went_on_from_shared_places(after, state, one)
 
 
 @every_backend

@@ -136,3 +136,5 @@ def test_slots_are_as_many_as_the_rows() -> None:
     slots = torch.tensor([0])
     said = of_a_stack(lambda given: given._replace(states=tuple(replace(one, slots=slots) for one in given.states or ())))
     assert said == "states[0].slots has the shape (1,), expected (2,)"
+    said = of_a_stack(lambda given: given._replace(states=tuple(replace(one, sources=slots) for one in given.states or ())))
+    assert said == "states[0].sources is given although states[0].slots is not"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
@@ -24,7 +23,13 @@ from tests.kernels.inputs import (
     arrays,
     assert_close,
     assert_encodes_alike,
+    assert_only_slots_were_written,
     assert_states_alike,
+    assert_went_on_from_shared_places,
+    begun_in_zeros,
+    from_place_to_place,
+    from_shared_places,
+    in_chunks,
     in_slots,
     longest,
     mapped,
@@ -146,16 +151,6 @@ def test_chunks_that_carry_the_state_give_the_whole(form: Form, backend: str, se
     assert_states_alike(state, whole.state, steps=longest(x))
 
 
-def in_chunks(x: Ragged, *, chunks: int, multiple: int, seed: int) -> list[Ragged]:
-    """Every row cut at random multiples, empty pieces included; the k-th chunk has the k-th piece of every row."""
-    chance = random.Random(seed)
-    pieces = []
-    for row in inputs.rows(x):
-        cuts = sorted(multiple * chance.randint(0, len(row) // multiple) for _ in range(chunks - 1))
-        pieces.append([row[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(row)], strict=True)])
-    return [inputs.joined(chunk) for chunk in zip(*pieces, strict=True)]
-
-
 @every_backend
 def test_a_row_encodes_the_same_alone_and_in_any_batch(form: Form, backend: str) -> None:
     x, weights, state = form.given([9, 0, 31, 1, 9], 33, 7)
@@ -256,6 +251,45 @@ def test_a_state_in_slots_is_read_and_written_in_place(form: Form, backend: str,
     assert all(bool((slab[[1, 2, 5]] == 9).all()) for name, slab in arrays(slabs).items() if name != "slots")
 
 
+@on_every_backend([form for form in WITH_SLOTS if is_causal(form)])
+@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("seed", range(2))
+def test_rows_begin_in_one_place_go_on_from_slot_to_slot_and_end_in_one(
+    form: Form, backend: str, index: torch.dtype, seed: int
+) -> None:
+    x, weights, state = form.given([31, 1, 0, 17, 8], 13, 7, seed=seed)
+    whole, slabs = form.run(x, weights, backend=backend), begun_in_zeros(state)
+    run = partial(run_from, form, weights, backend)
+    chunks = in_chunks(x, chunks=4, multiple=form.options.get("stride", 1), seed=seed)
+    steps, after = from_place_to_place(run, chunks, slabs, index)
+    exact = form.exact(Given(x, weights, None)).steps
+    assert whole.steps is not None and exact is not None
+    assert_close(steps, whole.steps, steps=longest(x))
+    assert_close(steps, exact, steps=longest(x))
+    assert_states_alike(after, whole.state, steps=longest(x))
+    assert_only_slots_were_written(slabs)
+
+
+def run_from(form: Form, weights: Any, backend: str, x: Ragged, state: Any) -> Encoded:
+    return form.run(x, weights, state, backend=backend)
+
+
+@on_every_backend(WITH_SLOTS)
+@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
+def test_rows_with_and_without_steps_go_on_from_their_sources_and_are_written_to_their_slots(
+    form: Form, backend: str, index: torch.dtype
+) -> None:
+    x, weights, state = form.given([4, 0, 2, 3, 0, 0], 5, 3)
+    slabs = from_shared_places(state, index)
+    before = slabs.by_row()
+    assert before.slots is None and before.sources is None
+    assert all(torch.equal(getattr(before, name), array[[0, 0, 2, 2, 4, 4]]) for name, array in arrays(state).items())
+    expected, encoded = form.run(x, weights, before, backend=backend), form.run(x, weights, slabs, backend=backend)
+    assert_encodes_alike(replace(encoded, state=expected.state), expected, steps=0)
+    assert encoded.state.slots is slabs.slots
+    assert_went_on_from_shared_places(encoded.state, state, expected.state)
+
+
 @on_every_backend(WITH_BOTH)
 @pytest.mark.parametrize("lengths", [[7, 1, 0, 13], [0, 0], []], ids=str)
 @pytest.mark.parametrize("with_states", [False, True])
@@ -296,6 +330,18 @@ def test_both_directions_go_on_in_slots_of_their_own(form: Form, backend: str) -
     for after, slab, state in zip(encoded.state, slabs, expected.state, strict=True):
         assert after is slab
         assert_states_alike(slab.by_row(), state, steps=0)
+
+
+@on_every_backend(WITH_BOTH)
+def test_both_directions_go_on_from_their_sources(form: Form, backend: str) -> None:
+    x, weights, states = both_ways(form, [4, 0, 2, 3, 0, 0])
+    slabs = from_shared_places(states[0]), from_shared_places(states[1])
+    expected = form.both(x, weights, (slabs[0].by_row(), slabs[1].by_row()), backend=backend)
+    encoded = form.both(x, weights, slabs, backend=backend)
+    for name in OUTPUTS:
+        assert_close(getattr(encoded, name), getattr(expected, name), steps=0)
+    for after, state, one in zip(encoded.state, states, expected.state, strict=True):
+        assert_went_on_from_shared_places(after, state, one)
 
 
 def both_ways(form: Form, lengths: list[int]) -> tuple[Ragged, tuple[Any, Any], tuple[Any, Any]]:

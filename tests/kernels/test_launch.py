@@ -210,6 +210,17 @@ def test_a_state_in_slots_stays_where_it_is(recorder: Recorder) -> None:
         launch.cluster(x, weights, LSTMState(slabs.hidden, slabs.cell.half(), slabs.slots), want=Outputs())
 
 
+def test_a_state_goes_on_from_other_places_than_those_where_it_is_written(recorder: Recorder) -> None:
+    x, weights, _ = Form("lstm").given([3, 0, 4], 40, 8, storage=torch.float16)
+    slots, sources = torch.tensor([8, 1, 2], dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    slabs = LSTMState(torch.zeros(9, 40), torch.zeros(9, 40), slots, sources)
+    after = launch.cluster(x, weights, slabs, want=Outputs(last=True)).state
+    (call,) = recorder.calls
+    assert (call["slots_before"], call["slots_after"]) == (sources.data_ptr(), slots.data_ptr())
+    assert call["hidden_before"] == call["hidden_after"] == slabs.hidden.data_ptr()
+    assert after.hidden is slabs.hidden and after.slots is slots and after.sources is None
+
+
 def test_weights_are_packed_once(recorder: Recorder) -> None:
     x, weights, state = Form("lstm").given([3, 0, 4], 40, 8, storage=torch.bfloat16)
     for _ in range(2):

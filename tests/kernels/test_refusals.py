@@ -44,6 +44,7 @@ TWICE = "weights.skip_from is given although the skip is a block of its own"
 NO_STEPS = "weights.tables has a window of 0 steps, expected at least the present one"
 NO_PADDING = "weights.tables has no rows, expected at least the one of padding"
 PLACES = torch.tensor([3, 0])
+NO_SLOTS = "state.sources is given although state.slots is not"
 LEAST = "width, dilation and stride are at least 1, left and right at least 0"
 
 
@@ -61,6 +62,8 @@ LEAST = "width, dilation and stride are at least 1, left and right at least 0"
         (LSTM, with_weights(input=None), TOGETHER),
         (LSTM, with_state(hidden=torch.zeros(1, 5)), "state.hidden has the shape (1, 5), expected (2, 5)"),
         (LSTM, with_state(cell=torch.zeros(2, 6)), "state.cell has the shape (2, 6), expected (2, 5)"),
+        (LSTM, with_state(slots=PLACES, sources=torch.tensor([0])), "state.sources has the shape (1,), expected (2,)"),
+        (LSTM, with_state(sources=PLACES), NO_SLOTS),
         (GRU, with_x(data=torch.zeros(4, 2)), "x.data has the shape (4, 2), expected (4, 3)"),
         (GRU, with_weights(recurrent=torch.zeros(5, 20)), "weights.recurrent has the shape (5, 20), expected (5, 15)"),
         (GRU, with_weights(input=torch.zeros(3, 20)), "weights.input has the shape (3, 20), expected (3, 15)"),
@@ -69,6 +72,10 @@ LEAST = "width, dilation and stride are at least 1, left and right at least 0"
         (GRU, with_weights(input=None, bias=None), "x.data has the shape (4, 3), expected (4, 15)"),
         (GRU, with_weights(bias=None), TOGETHER),
         (GRU, with_state(hidden=torch.zeros(1, 5)), "state.hidden has the shape (1, 5), expected (2, 5)"),
+        (GRU, with_state(slots=torch.tensor([0])), "state.slots has the shape (1,), expected (2,)"),
+        (GRU, with_state(hidden=torch.zeros(9, 6), slots=PLACES), "state.hidden has the shape (9, 6), expected (9, 5)"),
+        (GRU, with_state(slots=PLACES, sources=torch.zeros(2, 1)), "state.sources has the shape (2, 1), expected (2,)"),
+        (GRU, with_state(sources=PLACES), NO_SLOTS),
         (SRU, with_x(data=torch.zeros(4, 2)), "x.data has the shape (4, 2), expected (4, 3)"),
         (SRU, with_weights(input=torch.zeros(3, 16)), "weights.input has the shape (3, 16), expected 3 or 4 blocks of 5"),
         (SRU, with_weights(input=None), "x.data has the shape (4, 3), expected 3 or 4 blocks of 5"),
@@ -97,6 +104,8 @@ LEAST = "width, dilation and stride are at least 1, left and right at least 0"
         (SRU, with_state(cell=torch.zeros(2, 6)), "state.cell has the shape (2, 6), expected (2, 5)"),
         (SRU, with_state(slots=torch.tensor([0])), "state.slots has the shape (1,), expected (2,)"),
         (SRU, with_state(cell=torch.zeros(9, 6), slots=PLACES), "state.cell has the shape (9, 6), expected (9, 5)"),
+        (SRU, with_state(slots=PLACES, sources=torch.tensor(0)), "state.sources has the shape (), expected (2,)"),
+        (SRU, with_state(sources=PLACES), NO_SLOTS),
         (QRNN, with_x(data=torch.zeros(4, 2)), "x.data has the shape (4, 2), expected (4, 3)"),
         (QRNN, with_weights(input=torch.zeros(2, 3, 10)), "weights.input has the shape (2, 3, 10), expected (2, 3, 15)"),
         (QRNN, with_weights(input=None), "x.data has the shape (4, 3), expected (4, 15)"),
@@ -106,6 +115,8 @@ LEAST = "width, dilation and stride are at least 1, left and right at least 0"
         (QRNN, with_state(left=torch.zeros(2, 2, 3)), "state.left has the shape (2, 2, 3), expected (2, 1, 3)"),
         (QRNN, with_state(slots=torch.tensor([0])), "state.slots has the shape (1,), expected (2,)"),
         (QRNN, with_state(left=torch.zeros(9, 1, 3), slots=PLACES), "state.left has the shape (9, 1, 3), expected (2, 1, 3)"),
+        (QRNN, with_state(slots=PLACES, sources=torch.tensor([0])), "state.sources has the shape (1,), expected (2,)"),
+        (QRNN, with_state(sources=PLACES), NO_SLOTS),
         (QRNN, with_weights(tables=torch.zeros(2, 9, 15)), f"weights.input {OF_IDS}"),
         (QRNN_OF_IDS, with_x(data=torch.zeros(4)), "x.data is torch.float32, expected ids, torch.int32 or torch.int64"),
         (QRNN_OF_IDS, with_x(data=torch.zeros(4, 1).int()), "x.data has the shape (4, 1), expected (4,)"),
@@ -141,6 +152,8 @@ LEAST = "width, dilation and stride are at least 1, left and right at least 0"
         (CONV, with_state(left=torch.zeros(2, 3, 3)), "state.left has the shape (2, 3, 3), expected (2, 2, 3)"),
         (CONV, with_state(slots=torch.tensor([0])), "state.slots has the shape (1,), expected (2,)"),
         (CONV, with_state(left=torch.zeros(9, 3, 3), slots=PLACES), "state.left has the shape (9, 3, 3), expected (9, 2, 3)"),
+        (CONV, with_state(slots=PLACES, sources=torch.tensor([0])), "state.sources has the shape (1,), expected (2,)"),
+        (CONV, with_state(sources=PLACES), NO_SLOTS),
     ],
     ids=str,
 )

@@ -484,6 +484,34 @@ def test_a_state_in_slots_stays_where_it_is(ring: int, kernels: list[Kernel], mo
             sru_launch.sru(x, weights, replace(slabs, cell=cell), want=Outputs())
 
 
+@pytest.mark.parametrize("ring", [0, 2])
+def test_a_state_goes_on_from_other_places_than_those_where_it_is_written(
+    ring: int, kernels: list[Kernel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "shape_for", lambda *_: Shape(32, ring))
+    form = families.Form("sru", version=1, skip="none")
+    x, weights, _ = half(form.given([3, 0, 4], 40, 8, storage=torch.float16))
+    slots, sources = torch.tensor([8, 1, 2], dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    slabs = SRUState(torch.zeros(9, 40), slots, sources)
+    after = sru_launch.sru(x, weights, slabs, want=Outputs(last=True)).state
+    call = call_of(kernels)
+    assert addresses(call, "after forward", "slots_after forward") == [slabs.cell.data_ptr(), slots.data_ptr()]
+    assert call["slots_before forward"] == (0 if ring else sources.data_ptr())
+    assert (call["before forward"] == slabs.cell.data_ptr()) == (not ring)
+    assert after.cell is slabs.cell and after.slots is slots and after.sources is None
+
+
+def test_what_stands_before_a_row_is_taken_from_its_source_and_goes_to_its_slot() -> None:
+    form = families.Form("qrnn", pooling="fo", window=2)
+    x, weights, _ = form.given([3, 0, 4], 40, 8)
+    left = torch.arange(9.0)[:, None, None].repeat(1, 1, 8)
+    slabs = QRNNState(torch.zeros(9, 40), left.clone(), torch.tensor([8, 1, 2]), torch.tensor([5, 4, 5]))
+    after = qrnn_launch.qrnn(x, weights, slabs, want=Outputs(last=True)).state
+    assert after.left is slabs.left and after.sources is None
+    left[8, 0], left[1], left[2, 0] = x.data[2], left[4], x.data[6]
+    assert torch.equal(slabs.left, left)
+
+
 def test_what_the_kernel_left_goes_back_to_its_slots() -> None:
     form = families.Form("qrnn", pooling="fo", window=2)
     x, weights, _ = half(form.given([3, 0, 4], 40, 8, storage=torch.float16))

@@ -52,6 +52,11 @@ def test_lengths_keep_within_what_the_model_takes() -> None:
     assert {source.steps() for _ in range(1000)} == {6, 7, 8, 9}
 
 
+def test_an_input_may_be_asked_for_that_has_so_many_steps() -> None:
+    source = Traffic(model(FEATURES))
+    assert [len(source.input(steps)) for steps in (1, 300)] == [1, 300]
+
+
 def test_features_are_rows_of_as_many_numbers_as_the_model_takes() -> None:
     source = Traffic(model(FEATURES, min_steps=4))
     assert str(source) == "rows of 3 numbers"

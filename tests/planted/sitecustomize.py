@@ -1,6 +1,8 @@
-"""Plants faults into the engine of a server that has this folder on its PYTHONPATH, without a word of it in the service.
+"""Plants the fault that the variable PLANTED names into a server that has this folder on its PYTHONPATH, without a word of it in the
+service.
 
-A turn on a GPU that has a sequence of exactly STEPS steps suffers the fault that the variable PLANTED names.
+sticky, endless, memory: of the device, in a turn on a GPU that has a sequence of exactly STEPS steps. engine-leak, front-leak: such a
+process keeps LEAKED_BYTES of every request.
 """
 
 from __future__ import annotations
@@ -10,16 +12,19 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
 STEPS = 13
-MODULE = "service.engine.graphs"
+LEAKED_BYTES = 100
 KERNELS = {
     "sticky": "*(volatile int*)0x10 = 1;",
     "endless": "while (true) { __nanosleep(1000); }",
 }
+LEAKS = {"engine-leak": "ANSWER", "front-leak": "SUBMIT"}
+"""The kind of frame that the process which leaks sends once a request."""
+kept: list[bytes] = []
 
 
 def suffer(fault: str) -> None:
@@ -37,7 +42,7 @@ def suffer(fault: str) -> None:
         kernel((1,), (1,), ())
 
 
-def plant(graphs: Any, fault: str) -> None:
+def into_turns(graphs: Any, fault: str) -> None:
     launch = graphs.GraphLane.launch
 
     def planted(self: Any, turn: Any, place: Any = None) -> Any:
@@ -48,14 +53,27 @@ def plant(graphs: Any, fault: str) -> None:
     graphs.GraphLane.launch = planted
 
 
-class Planting(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Plants as soon as the module has been imported: fronts never import it, and torch with it."""
+def into_frames(channel: Any, fault: str) -> None:
+    encode, leaks = channel.encode, channel.Kind[LEAKS[fault]]
 
-    def __init__(self, fault: str) -> None:
+    def planted(kind: int, *said: Any) -> Any:
+        if kind == leaks:
+            kept.append(bytes(LEAKED_BYTES))
+        return encode(kind, *said)
+
+    channel.encode = planted
+
+
+class Planting(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Plants as soon as the module has been imported: fronts never import what engines do, and torch with it."""
+
+    def __init__(self, fault: str, name: str, plant: Callable[[Any, str], None]) -> None:
         self._fault = fault
+        self._name = name
+        self._plant = plant
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
-        if name != MODULE:
+        if name != self._name:
             return None
         sys.meta_path.remove(self)
         found = importlib.util.find_spec(name)
@@ -69,8 +87,9 @@ class Planting(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         assert self._own is not None
         self._own.exec_module(module)
-        plant(module, self._fault)
+        self._plant(module, self._fault)
 
 
-if "PLANTED" in os.environ:
-    sys.meta_path.insert(0, Planting(os.environ["PLANTED"]))
+if fault := os.environ.get("PLANTED"):
+    place = ("service.channel", into_frames) if fault in LEAKS else ("service.engine.graphs", into_turns)
+    sys.meta_path.insert(0, Planting(fault, *place))

@@ -1,0 +1,54 @@
+"""`seqserve bench --trace` records turns of its last level."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from loadtest import bench
+from service.cli import main
+from tests import traces
+from tests.serving import Server, serving
+
+
+@pytest.fixture(autouse=True)
+def _soon_warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "WARM_UP_SECONDS", 0.1)
+
+
+@pytest.fixture(scope="module")
+def traced(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(models_folder, tmp_path_factory.mktemp("log"), debug="1") as running:
+        yield running
+
+
+def command(server: Server, models_folder: Path, file: Path, *words: str) -> list[str]:
+    shared = ["bench", "--url", server.address, "--models", str(models_folder), "--model", "words", "--seconds", "1"]
+    return [*shared, "--trace", str(file), *words]
+
+
+def test_the_file_has_turns_of_the_last_level(traced: Server, models_folder: Path, tmp_path: Path) -> None:
+    assert main(command(traced, models_folder, tmp_path / "trace.json", "--callers", "1,4")) == 0
+    found = [one for one in traces.rows(json.loads((tmp_path / "trace.json").read_text()))["turns"] if one.args]
+    assert {one.args["model"] for one in found} == {"words"}
+    assert 1 < len(found) <= 100
+
+
+def test_a_server_that_records_nothing_is_told_before_any_load_how_it_would(
+    server: Server, models_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command(server, models_folder, tmp_path / "trace.json")) == 1
+    printed = capsys.readouterr()
+    assert "--debug" in printed.err and "SEQSERVE_DEBUG" in printed.err and server.address in printed.err
+    assert printed.out == ""
+    assert not (tmp_path / "trace.json").exists()
+
+
+def test_a_file_that_cannot_be_written_is_named(
+    traced: Server, models_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command(traced, models_folder, tmp_path / "nowhere" / "trace.json", "--callers", "1")) == 1
+    assert "nowhere" in capsys.readouterr().err

@@ -1,0 +1,78 @@
+"""The check of the long test: what it takes for growth, and what it does not."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+
+import pytest
+
+from tests.steady import LIMIT, WARM_UP, growing, resident_bytes, steady
+
+BEGIN, MIB = 300 << 20, 1 << 20
+LEAK_BYTES = 100
+SENT = range(1_000, 100_001, 1_000)
+LEAKED_MIB = LEAK_BYTES * 100_000 / MIB
+
+
+def slope(held: Callable[[int], float]) -> float:
+    """Of a process that holds so much after so many requests."""
+    return steady([(sent, BEGIN + int(held(sent))) for sent in SENT])
+
+
+def noise(seed: int) -> Callable[[int], float]:
+    chance = random.Random(seed)
+    return lambda _: chance.gauss(0, MIB)
+
+
+def test_what_stays_has_no_slope() -> None:
+    assert slope(lambda _: 0) == 0
+
+
+def test_a_leak_has_the_slope_of_what_is_kept() -> None:
+    assert slope(lambda sent: LEAK_BYTES * sent) == pytest.approx(LEAKED_MIB)
+
+
+def test_what_shrinks_does_not_grow() -> None:
+    assert slope(lambda sent: -LEAK_BYTES * sent) == pytest.approx(-LEAKED_MIB)
+
+
+def test_growth_until_it_is_warm_does_not_count() -> None:
+    assert slope(lambda sent: 1_000 * min(sent, WARM_UP)) == 0
+
+
+def test_one_step_is_no_growth_wherever_it_comes() -> None:
+    for at in SENT:
+        assert slope(lambda sent, at=at: 50 * MIB * (sent >= at)) == 0, at  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("every", [5_000, 10_000, 20_000])
+def test_steps_that_repeat_are_growth(every: int) -> None:
+    assert slope(lambda sent: 2 * MIB * (sent // every)) > LIMIT
+
+
+def test_a_few_samples_far_off_do_not_count() -> None:
+    assert slope(lambda sent: 100 * MIB * (sent % 10_000 == 0)) == 0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_leak_is_told_from_noise(seed: int) -> None:
+    still, wave = noise(seed), noise(seed)
+    assert abs(slope(still)) < LIMIT
+    assert slope(lambda sent: LEAK_BYTES * sent + wave(sent)) == pytest.approx(LEAKED_MIB, abs=LIMIT)
+
+
+def test_too_few_samples_prove_nothing() -> None:
+    with pytest.raises(AssertionError, match="send more"):
+        steady([(sent, BEGIN) for sent in SENT if sent <= WARM_UP])
+
+
+def test_those_are_growing_that_reach_the_limit() -> None:
+    assert growing({"supervisor": -1.0, "front-0": 0.99 * LIMIT, "engine-0": LIMIT}) == {"engine-0": LIMIT}
+
+
+def test_resident_bytes_are_those_that_were_touched() -> None:
+    before = resident_bytes(os.getpid())
+    kept = b"\1" * (64 * MIB)
+    assert resident_bytes(os.getpid()) - before == pytest.approx(len(kept), abs=8 * MIB)
