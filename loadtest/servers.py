@@ -43,7 +43,8 @@ def running(*command: str, log: Path | None = None) -> Iterator[Server]:
     """A server that is ready, by `python COMMAND --port PORT`, until the end of the block; what it says goes to `log`."""
     port = free_port()
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SEQSERVE_")}
-    environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(ROOT / "examples")))
+    path = (str(ROOT), str(ROOT / "examples"), environment.get("PYTHONPATH", ""))
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     with log.open("wb") if log else nullcontext() as said:
         # In a process group of its own: an interrupt at the keyboard ends the load first.
         process = subprocess.Popen(

@@ -59,18 +59,24 @@ class Ticket:
         self._encoded[id(chunk)] = encoded
         if len(self._encoded) < len(self.chunks):
             return False
-        self.ended = True
-        self._reply(*_answer([self._encoded[id(chunk)] for chunk in self.chunks]))
+        ordered = [self._encoded[id(chunk)] for chunk in self.chunks]
+        self._end()
+        self._reply(*_answer(ordered))
         return True
 
     def refuse(self, error: ServiceError) -> None:
         if not self.ended:
-            self.ended = True
+            self._end()
             self._refuse(error)
 
     def give_up(self) -> None:
         """Its caller has gone; its batch-mates have not."""
+        self._end()
+
+    def _end(self) -> None:
         self.ended = True
+        # Chunks know their ticket: apart, both go at once, and the collector has nothing to look for.
+        self.chunks, self._encoded = [], {}
 
 
 class Batcher:
@@ -125,7 +131,7 @@ class Batcher:
         for chunk, encoded in self._engine.finished():
             ticket: Ticket = chunk.owner
             if ticket.take(chunk, encoded):
-                self._metrics.sequences.add(*ticket.request.key, by=len(ticket.chunks))
+                self._metrics.sequences.add(*ticket.request.key, by=len(ticket.request.lengths))
         return launched
 
     def _launch_next(self, before_launch: Callable[[Turn], None]) -> bool:
