@@ -133,7 +133,7 @@ class Metrics:
         self.restarts = Counter("seqserve_process_restarts", "Processes replaced.", ("process", "reason"))
         self.ready = Gauge("seqserve_ready", "1 when requests are answered.")
         self.weight_bytes = Gauge("seqserve_model_weight_bytes", "Bytes of weights and tables on all devices.", model)
-        self.graphs = Gauge("seqserve_graphs", "Sizes of turns captured as CUDA graphs.", model)
+        self.graphs = Gauge("seqserve_graphs", "Sizes of turns captured as CUDA graphs.", model, alike=True)
         self.device_mallocs = Counter("seqserve_device_mallocs", "Times that memory was asked of the device (cudaMalloc).")
         self.device_allocations = Counter("seqserve_device_allocations", "Blocks of device memory handed out by its allocator.")
         self.device_reserved_bytes = Gauge("seqserve_device_reserved_bytes", "Device memory held by its allocator.")
