@@ -40,10 +40,12 @@ def raise_if_lost(device: torch.device, fault: BaseException) -> None:
 
 
 def reserve(device: torch.device, most_bytes: int) -> None:
-    """Have torch's allocator hold so many bytes in one piece, and room for small blocks, for turns that no graph serves."""
+    """Have torch's allocator hold so many bytes in one piece, or half of what is free, and room for small blocks: for turns that no graph
+    serves."""
     torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(device)
     blocks = [torch.empty(SMALL_BYTES, dtype=torch.uint8, device=device) for _ in range(SMALL_BLOCKS)]
-    blocks.append(torch.empty(most_bytes, dtype=torch.uint8, device=device))
+    blocks.append(torch.empty(min(most_bytes, free // 2), dtype=torch.uint8, device=device))
     del blocks
 
 
