@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -45,11 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rounds = [[_figures(models, config, level, said) for level in levels] for _ in range(said.rounds)]
     machine = device_name(torch.device(devices[0]))
     print(f"{MODEL}, 4 x {said.hidden} units, {said.steps} steps, {INPUTS} sequences a request, on {machine}, {date.today()}\n")
-    print("\n".join(_table(levels, rounds)))
-    said.out.mkdir(parents=True, exist_ok=True)
-    path = said.out / f"devices-{slug(machine)}.jsonl"
-    path.write_text("".join(f"{json.dumps(one)}\n" for one in _records(levels, rounds, said, machine)))
-    print(f"\nwritten to {path}")
+    print("\n".join(_table(levels, rounds)) + "\n")
+    report.write(said.out / f"devices-{slug(machine)}.jsonl", _records(levels, rounds, said, machine))
     return 1 if any(figures.failed for round in rounds for figures in round) else 0
 
 
@@ -81,13 +77,9 @@ def _table(levels: Sequence[Sequence[str]], rounds: Sequence[Sequence[Figures]])
     rates = [[INPUTS * figures.rate for figures in round] for round in rounds]
     lines = [["devices", "sequences/s", "times"]]
     for at, level in enumerate(levels):
-        lines.append([",".join(level), _spread([one[at] for one in rates], 0), _spread([one[at] / one[0] for one in rates], 2)])
+        times = [one[at] / one[0] for one in rates]
+        lines.append([",".join(level), report.spread([one[at] for one in rates]), report.spread(times)])
     return list(report.table(lines))
-
-
-def _spread(values: Sequence[float], digits: int) -> str:
-    low, middle, high = (f"{value:.{digits}f}" for value in (min(values), statistics.median(values), max(values)))
-    return f"{middle} ({low} to {high})"
 
 
 def _records(

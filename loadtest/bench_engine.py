@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from datetime import date
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from kernels.bench import questions
-from kernels.bench.report import Setting, device_name, slug, versions
-from loadtest import made_up, report
+from kernels.bench.report import Setting, slug
+from loadtest import made_up, report, servers
 from service.app import build_engine
 from service.engine.engine import Engine
 from service.engine.flight import Flight
@@ -34,7 +32,6 @@ from service.settings import Settings
 from service.zoo.spec import EmbeddingLayer, LSTMLayer, ModelSpec, SequenceInput
 
 RESULTS = Path(__file__).parent / "results"
-EMBEDDED = Path(__file__).parent.parent / "models"
 QUESTIONS = ("question-type-cnn", "question-type-lstm", "question-type-sru")
 SENSOR, WIDE = "lstm-256-floats", "lstm-512-ids"
 MODELS = (SENSOR, WIDE, *QUESTIONS)
@@ -78,32 +75,30 @@ class Throughput:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     said = _parser().parse_args(arguments)
-    engine = _engine(said.device, *FEW)
+    engine = _engine(said.device, said.models, *FEW)
     device = torch.device(engine.loaded()[0].device)
-    setting = Setting(device_name(device), date.today().isoformat(), versions(device), _threads(device))
+    setting = Setting.of(device)
     singles = [single(engine, model, said.turns) for model in said.models]
     print(f"one engine on {setting}\n\none row, us: median (p10-p90)\n")
     print("\n".join(_single_table(singles)))
-    larger = _engine(said.device, *MANY) if said.rows > FEW[0] else engine
+    larger = _engine(said.device, said.models, *MANY) if said.rows > FEW[0] else engine
     levels = [
         throughput(engine if rows <= FEW[0] else larger, model, rows, said.seconds)
         for model in said.models
         for rows in itertools.takewhile(lambda rows: rows <= said.rows, (1 << power for power in itertools.count()))
     ]
     print("\nturns one after the other\n")
-    print("\n".join(_throughput_table(levels)), flush=True)
-    said.out.mkdir(parents=True, exist_ok=True)
-    path = said.out / f"engine-{slug(setting.device)}.jsonl"
+    print("\n".join(_throughput_table(levels)) + "\n")
     found: list[Single | Throughput] = [*singles, *levels]
-    path.write_text("".join(f"{json.dumps(asdict(one) | asdict(setting))}\n" for one in found))
-    print(f"\nwritten to {path}")
+    report.write(said.out / f"engine-{slug(setting.device)}.jsonl", [asdict(one) | asdict(setting) for one in found])
     return 0
 
 
-def _engine(device: str, rows: int, tokens: int) -> Engine:
-    """With the embedded models and the made-up ones."""
+def _engine(device: str, models: Sequence[str], rows: int, tokens: int) -> Engine:
     with tempfile.TemporaryDirectory() as scratch:
-        settings = Settings(models=_models(Path(scratch)), device=device, max_turn_rows=rows, max_turn_tokens=tokens)
+        for model in models:
+            _place(model, Path(scratch))
+        settings = Settings(models=Path(scratch), device=device, max_turn_rows=rows, max_turn_tokens=tokens)
         return build_engine(settings, Metrics())
 
 
@@ -180,15 +175,16 @@ def _chunk(spec: ModelSpec, steps: int, chance: np.random.Generator) -> Chunk:
     return Chunk(data.tobytes(), steps, Returns(), None)
 
 
-def _models(root: Path) -> Path:
-    """The embedded models, and two LSTMs of made-up weights."""
-    for one in QUESTIONS:
-        (root / one).symlink_to(EMBEDDED / one)
-    floats = SequenceInput(kind="features", features=256, max_steps=1024)
-    made_up.write(root, SENSOR, floats, LSTMLayer(kind="lstm", hidden=256))
-    ids = SequenceInput(kind="ids", vocabulary=20_000, max_steps=1024)
-    made_up.write(root, WIDE, ids, EmbeddingLayer(kind="embedding", width=512), LSTMLayer(kind="lstm", hidden=512))
-    return root
+def _place(model: str, root: Path) -> None:
+    """An embedded model, or an LSTM of made-up weights."""
+    if model == SENSOR:
+        floats = SequenceInput(kind="features", features=256, max_steps=1024)
+        made_up.write(root, SENSOR, floats, LSTMLayer(kind="lstm", hidden=256))
+    elif model == WIDE:
+        ids = SequenceInput(kind="ids", vocabulary=20_000, max_steps=1024)
+        made_up.write(root, WIDE, ids, EmbeddingLayer(kind="embedding", width=512), LSTMLayer(kind="lstm", hidden=512))
+    else:
+        (root / model).symlink_to(servers.ROOT / "models" / model)
 
 
 def _single_table(found: Sequence[Single]) -> Iterator[str]:
@@ -212,10 +208,6 @@ def _throughput_table(found: Sequence[Throughput]) -> Iterator[str]:
         rate, share = f"{one.sequences_per_second:.0f}", f"{one.device_share:.2f}"
         lines.append([one.model, str(one.rows), f"{one.tokens:.0f}", rate, f"{one.turn_us:.1f}", share, one.limit])
     yield from report.table(lines)
-
-
-def _threads(device: torch.device) -> int | None:
-    return torch.get_num_threads() if device.type == "cpu" else None
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -111,24 +110,15 @@ def _table(cells: Sequence[Cell]) -> Iterator[list[str]]:
     for callers in CALLERS:
         found = {name: [one for one in cells if one.callers == callers and one.server == name] for name in (OURS, PLAIN)}
         for name, ones in found.items():
-            yield [str(callers), name, *(_spread([one.value(column) for one in ones]) for column in COLUMNS)]
+            yield [str(callers), name, *(report.spread([one.value(column) for one in ones]) for column in COLUMNS)]
         pairs = list(zip(found[OURS], found[PLAIN], strict=True))
-        ratios = [_spread([ours.value(one) / plain.value(one) for ours, plain in pairs]) for one in COLUMNS]
+        ratios = [report.spread([ours.value(one) / plain.value(one) for ours, plain in pairs]) for one in COLUMNS]
         yield [str(callers), f"{OURS} / {PLAIN}", *ratios]
 
 
-def _spread(values: Sequence[float]) -> str:
-    low, middle, high = (
-        f"{value:.3g}" if value < 999.5 else f"{value:.0f}" for value in (min(values), statistics.median(values), max(values))
-    )
-    return f"{middle} ({low} to {high})"
-
-
 def _write(path: Path, model: str, machine: str, cells: Sequence[Cell]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     where = {"machine": machine, "date": str(date.today()), "versions": {one: version(one) for one in PACKAGES}}
-    path.write_text("".join(f"{json.dumps(_record(model, cell) | where)}\n" for cell in cells))
-    print(f"written to {path}")
+    report.write(path, [_record(model, cell) | where for cell in cells])
 
 
 def _record(model: str, cell: Cell) -> dict[str, Any]:

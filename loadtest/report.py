@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable, Sequence
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from loadtest.load import Figures
@@ -55,6 +58,21 @@ def table(rows: Sequence[Sequence[str]]) -> Iterable[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+
+
+def spread(values: Sequence[float]) -> str:
+    """The median, and the lowest and the highest."""
+    low, middle, high = (
+        f"{value:.3g}" if value < 999.5 else f"{value:.0f}" for value in (min(values), statistics.median(values), max(values))
+    )
+    return f"{middle} ({low} to {high})"
+
+
+def write(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """One JSON object a line, in a folder that is made if need be; says where."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    print(f"written to {path}")
 
 
 def record(level: Level, model: dict[str, Any]) -> dict[str, Any]:

@@ -101,23 +101,33 @@ def serving(models: Path, scratch: Path, *flags: str, **variables: str) -> Itera
 
 
 @contextmanager
-def asking(server: Server, *bodies: dict[str, Any]) -> Iterator[None]:
-    """A caller for each of these, who asks again and again until the block ends; all are answered."""
+def asking(server: Server, *bodies: dict[str, Any]) -> Iterator[list[httpx.Response]]:
+    """A caller for each of these, who asks again and again until the block ends; gives what they were answered so far."""
+    answers: list[httpx.Response] = []
     ended = threading.Event()
 
     def ask(body: dict[str, Any]) -> None:
-        while not ended.is_set():
-            answer = httpx.post(f"{server.address}/infer", json=body, timeout=30, trust_env=False)
-            assert answer.status_code == 200, answer.text
+        with httpx.Client(base_url=server.address, timeout=60, trust_env=False) as client:
+            while not ended.is_set():
+                answers.append(client.post("/infer", json=body))
 
     with ThreadPoolExecutor(len(bodies)) as callers:
         asked = [callers.submit(ask, body) for body in bodies]
         try:
-            yield
+            yield answers
         finally:
             ended.set()
         for one in asked:
             one.result()
+
+
+@contextmanager
+def answering(server: Server, *bodies: dict[str, Any]) -> Iterator[None]:
+    """As `asking`; all are answered with 200."""
+    with asking(server, *bodies) as answers:
+        yield
+    for answer in answers:
+        assert answer.status_code == 200, answer.text
 
 
 def eventually(check: Check, within_seconds: float) -> Any:

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,10 @@ import pytest
 
 from service.lifeline import PATIENCE_SECONDS
 from tests import models
-from tests.serving import Server, alive, eventually, serving
+from tests.serving import Server, alive, asking, eventually, serving
 
 QUICK = [[[0.1, 0.2, 0.3]] * 5]
+CALL = {"model": "sensors", "inputs": QUICK}
 SLOW = [[[0.1, 0.2, 0.3]] * 30_000]
 
 
@@ -56,28 +56,6 @@ def worked_seconds(pid: int) -> float:
     """Processor time that a process has had."""
     user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
-
-
-@contextmanager
-def callers(server: Server, count: int) -> Iterator[list[tuple[int, float]]]:
-    """Callers who ask until the block ends; gives the status and the seconds of each answer."""
-    over = threading.Event()
-    answered: list[tuple[int, float]] = []
-
-    def keep_asking() -> None:
-        with httpx.Client(base_url=server.address, timeout=30, trust_env=False) as client:
-            while not over.is_set():
-                answer = client.post("/infer", json={"model": "sensors", "inputs": QUICK})
-                answered.append((answer.status_code, answer.elapsed.total_seconds()))
-
-    with ThreadPoolExecutor() as pool:
-        asking = [pool.submit(keep_asking) for _ in range(count)]
-        try:
-            yield answered
-        finally:
-            over.set()
-        for one in asking:
-            one.result(30)
 
 
 def test_a_request_in_flight_survives_the_death_of_the_engine(own: Server) -> None:
@@ -256,13 +234,13 @@ def test_the_death_of_one_of_two_engines_loses_no_request_and_nobody_is_refused(
         assert two_engines.metric("seqserve_ready") == 1
         return len(two_engines.events("loaded")) == loaded * 3 / 2
 
-    with callers(two_engines, 3) as answered, ThreadPoolExecutor() as pool:
+    with asking(two_engines, *[CALL] * 3) as answered, ThreadPoolExecutor() as pool:
         slow = [in_flight(two_engines, SLOW, pool) for _ in range(2)]
         so_far, other = len(answered), two_engines.pid("engine-0")
         os.kill(two_engines.pid("engine-1"), signal.SIGKILL)
         eventually(replaced, 20)
         assert [one.result(60).json() for one in slow] == [undisturbed] * 2
-    assert {status for status, _ in answered} == {200}
+    assert {answer.status_code for answer in answered} == {200}
     assert len(answered) > so_far + 20
     assert two_engines.metric("seqserve_rerun_total") >= 1
     assert two_engines.metric("seqserve_process_restarts_total", process="engine") == 1
@@ -271,12 +249,12 @@ def test_the_death_of_one_of_two_engines_loses_no_request_and_nobody_is_refused(
 
 def test_what_a_stopped_engine_has_waits_for_its_end_and_nothing_else_does(two_engines: Server) -> None:
     stopped = two_engines.pid("engine-1")
-    with callers(two_engines, 4) as answered:
+    with asking(two_engines, *[CALL] * 4) as answered:
         eventually(lambda: len(answered) > 20, 10)
         os.kill(stopped, signal.SIGSTOP)
         eventually(lambda: not alive(stopped), 10)
-    assert {status for status, _ in answered} == {200}
-    waited = [seconds for _, seconds in answered if seconds > PATIENCE_SECONDS / 2]
+    assert {answer.status_code for answer in answered} == {200}
+    waited = [answer for answer in answered if answer.elapsed.total_seconds() > PATIENCE_SECONDS / 2]
     assert len(waited) <= 4, "one for each caller, at most"
     assert two_engines.metric("seqserve_process_restarts_total", process="engine", reason="hung") == 1
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from datetime import date
 from importlib import import_module
 from pathlib import Path
 
@@ -79,8 +78,7 @@ def _prepared(device: torch.device, threads: int) -> report.Setting:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.set_num_threads(threads)
-    on_cpu = threads if device.type == "cpu" else None
-    return report.Setting(report.device_name(device), date.today().isoformat(), report.versions(device), on_cpu)
+    return report.Setting.of(device)
 
 
 def _device(name: str) -> torch.device:

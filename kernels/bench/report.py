@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -33,6 +34,12 @@ class Setting:
     date: str
     versions: dict[str, str]
     threads: int | None
+
+    @classmethod
+    def of(cls, device: torch.device) -> Setting:
+        """Here and today, with as many threads as torch has."""
+        threads = torch.get_num_threads() if device.type == "cpu" else None
+        return cls(device_name(device), date.today().isoformat(), versions(device), threads)
 
     def __str__(self) -> str:
         threads = "" if self.threads is None else f", {self.threads} thread{'s' if self.threads > 1 else ''}"

@@ -10,6 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from kernels.compile import driver
 from kernels.launching import round_up
 
 HIGH_PRIORITY = -1
@@ -133,7 +134,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 @cache
 def _driver() -> ctypes.CDLL:
-    found = ctypes.CDLL("libcuda.so.1")
+    found = driver()
     found.cuMemcpyAsync.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
     found.cuEventRecord.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     return found

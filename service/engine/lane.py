@@ -54,10 +54,10 @@ class Lane:
         self.encoder = encoder
         if encoder.streams:
             encoder.remember(FIRST + slots)
-        self.most_tokens = max(max_turn_tokens, shape.max_steps)
-        self._staging = Staging(max_turn_rows, self.most_tokens, shape.features, encoder.device, places)
+        tokens = max(max_turn_tokens, shape.max_steps)
+        self._staging = Staging(max_turn_rows, tokens, shape.features, encoder.device, places)
         steps = max(min(TRIED_STEPS, shape.max_steps), encoder.spec.min_steps)
-        self.cost = Cost.measured(encoder, rows=max_turn_rows, steps=steps, tokens=self.most_tokens)
+        self.cost = Cost.measured(encoder, rows=max_turn_rows, steps=steps, tokens=tokens)
 
     @property
     def graphs(self) -> int:

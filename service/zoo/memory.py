@@ -45,9 +45,6 @@ class RunningPool:
         count = self._written(self._steps, slots, self._steps.index_select(0, places.sources) + steps)
         return replace(encoded, mean=total / count.clamp(min=1))
 
-    def tensors(self) -> list[Tensor]:
-        return [self._slab, self._steps]
-
     @staticmethod
     def _written(slab: Tensor, slots: Tensor, values: Tensor) -> Tensor:
         slab.index_copy_(0, slots, values)

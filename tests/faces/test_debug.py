@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests import traces
-from tests.serving import Server, asking, eventually, serving
+from tests.serving import Server, answering, eventually, serving
 
 QUESTION = "how far is the sea ?"
 WORDS = {"model": "words", "inputs": [QUESTION]}
@@ -56,7 +56,7 @@ def test_what_cannot_be_asked_for_is_named(traced: Server, query: dict[str, obje
 
 
 def test_so_many_turns_come_back_while_others_are_answered(traced: Server) -> None:
-    with asking(traced, WORDS, WORDS, SENSORS):
+    with answering(traced, WORDS, WORDS, SENSORS):
         answer = trace(traced, turns=20)
     assert answer.status_code == 200
     assert answer.headers["content-type"] == "application/json"
@@ -77,7 +77,7 @@ def test_so_many_turns_come_back_while_others_are_answered(traced: Server) -> No
 def test_what_came_in_time_comes_back_when_too_little_came(traced: Server) -> None:
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(trace, traced, turns=1000, seconds=0.5)
-        with asking(traced, WORDS):
+        with answering(traced, WORDS):
             time.sleep(0.4)
         answer = waiting.result()
     assert answer.status_code == 200
@@ -114,7 +114,7 @@ def test_it_is_described_where_it_is_on(traced: Server) -> None:
 
 def test_every_engine_is_a_process_of_the_trace(models_folder: Path, tmp_path: Path) -> None:
     with serving(models_folder, tmp_path, "--debug", "--device", "cpu,cpu") as both:
-        with asking(both, WORDS, WORDS, SENSORS, SENSORS):
+        with answering(both, WORDS, WORDS, SENSORS, SENSORS):
             answer = trace(both, turns=10)
         found = traces.processes(answer.json())
     assert list(found) == ["engine-0 cpu", "engine-1 cpu"]

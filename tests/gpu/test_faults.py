@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,11 +12,12 @@ import httpx
 import pytest
 
 from tests import planted
-from tests.serving import Server, eventually, serving
+from tests.serving import Server, asking, eventually, serving
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MODEL = "question-type-cnn"
 QUESTION = "Who wrote Hamlet ?"
+GOOD = {"model": MODEL, "inputs": [QUESTION], "deadline_ms": 60_000}
 READY_SECONDS = 20.0
 BUSY_SECONDS = 1.0
 Serve = Callable[[str], Any]
@@ -35,31 +34,12 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Serve:
     return with_fault
 
 
-def ask(server: Server, inputs: list[Any], deadline_ms: int = 60_000) -> httpx.Response:
-    body = {"model": MODEL, "inputs": inputs, "deadline_ms": deadline_ms}
-    return httpx.post(f"{server.address}/infer", json=body, timeout=60, trust_env=False)
+def ask(server: Server, inputs: list[Any]) -> httpx.Response:
+    return httpx.post(f"{server.address}/infer", json=GOOD | {"inputs": inputs}, timeout=60, trust_env=False)
 
 
 def poison() -> list[int]:
     return list(range(planted.STEPS))
-
-
-@contextmanager
-def askers(server: Server, count: int) -> Iterator[list[httpx.Response]]:
-    """Callers that ask the same question again and again, and what they were answered."""
-    answers: list[httpx.Response] = []
-    stop = threading.Event()
-
-    def ask_on() -> None:
-        while not stop.is_set():
-            answers.append(ask(server, [QUESTION]))
-
-    with ThreadPoolExecutor(count) as pool:
-        running = [pool.submit(ask_on) for _ in range(count)]
-        yield answers
-        stop.set()
-        for one in running:
-            one.result(60)
 
 
 def assert_right_or_lost(answers: list[httpx.Response], expected: Any) -> None:
@@ -76,7 +56,7 @@ def assert_right_or_lost(answers: list[httpx.Response], expected: Any) -> None:
 def test_an_engine_whose_device_fails_or_hangs_is_replaced(fault: str, reason: str, serve: Serve) -> None:
     with serve(fault) as server:
         [expected] = ask(server, [QUESTION]).json()["outputs"]
-        with askers(server, 4) as answers:
+        with asking(server, *[GOOD] * 4) as answers:
             time.sleep(BUSY_SECONDS)
             refused = ask(server, [poison()])
             died = time.monotonic()
@@ -94,7 +74,7 @@ def test_an_engine_whose_device_fails_or_hangs_is_replaced(fault: str, reason: s
 def test_a_request_for_which_there_is_no_memory_is_refused_alone(serve: Serve) -> None:
     with serve("memory") as server:
         [expected] = ask(server, [QUESTION]).json()["outputs"]
-        with askers(server, 4) as answers:
+        with asking(server, *[GOOD] * 4) as answers:
             for _ in range(10):
                 refused = ask(server, [poison()])
                 assert (refused.status_code, refused.json()["code"]) == (503, "out_of_memory")

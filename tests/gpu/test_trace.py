@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests import traces
-from tests.serving import Server, asking, serving
+from tests.serving import Server, answering, serving
 from tests.traces import Slice
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -32,7 +32,7 @@ def rows(request: pytest.FixtureRequest, server: Server) -> dict[str, list[Slice
     """The rows of the first trace of an engine, which starts the profiler, and of one after it."""
     plain: list[dict[str, Any]] = [{"model": model, "inputs": QUESTIONS} for model in MODELS]
     steps = {"model": "question-type-lstm", "inputs": QUESTIONS, "return": ["sequence"]}
-    with asking(server, *plain, *plain, steps):
+    with answering(server, *plain, *plain, steps):
         answer = server.client.post("/debug/trace", params={"turns": TURNS, "seconds": 20}, timeout=120)
     assert answer.status_code == 200, answer.text
     assert list(traces.processes(answer.json())) == ["engine-0 cuda:0"]
