@@ -14,7 +14,7 @@ PIP         := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 PROJECT     := pyproject.toml constraints.txt Makefile
 .DEFAULT_GOAL := help
 
-.PHONY: help install gpu serve test lint eval bench loadtest bench-serve bench-engine bench-devices test-long test-gpu docker-test check-python
+.PHONY: help install gpu serve test lint eval bench loadtest bench-serve bench-engine bench-devices simulate test-long test-gpu docker-test check-python
 
 help:
 	@echo "make serve        install, then serve the embedded models on 127.0.0.1:8000"
@@ -27,6 +27,7 @@ help:
 	@echo "make bench-serve  time this service beside a plain FastAPI handler with the same weights"
 	@echo "make bench-engine time one engine without its doors, on DEVICE=cpu or cuda:0: stages of a request, turns of rising size"
 	@echo "make bench-devices  time this service on one device and on several, DEVICE=cuda:0,cuda:1"
+	@echo "make simulate     ways of batching on a virtual clock, beside the scheduler's: some minutes, needs no GPU"
 	@echo "make test-long    100,000 requests, after which no process may hold more than before: some minutes"
 	@echo "make test-gpu     the tests that need a GPU; what passed is written to tests/gpu/passed.json"
 	@echo "make docker-test  build the image, start the compose files on a container engine, test and remove them"
@@ -95,6 +96,10 @@ bench-engine: .venv/load gpu
 # One device, then all that DEVICE names; results go to loadtest/results.
 bench-devices: .venv/load gpu
 	@$(BIN)/python -m loadtest.bench_devices --devices $(DEVICE)
+
+# With the cost of turns that COST names in loadtest/results/costs.json; `python -m loadtest.simulate --measure cuda:0` adds a device's.
+simulate: .venv/load
+	@$(BIN)/python -m loadtest.simulate $(if $(COST),--cost $(COST))
 
 # Asks the service that runs on $(URL) the test questions in the folder that DATA names.
 eval: .venv/installed

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from service.errors import ModelError, ServiceError, SettingsError, StartError
-from service.lifeline import DEVICE_LOST, Birth, Pulse, tell
+from service.lifeline import DEVICE_LOST, Birth, Journal, Pulse, journal_records, tell
 from service.logs import Log
 from service.metrics import Metrics
 from service.sequence import ModelKey
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 # this is the one module whose functions import what they build.
 
 
+TURN_BUDGET_MS = {"cuda": 0.5, "cpu": 5.0}
+"""Unless the settings say otherwise."""
 Catalog = dict[str, dict[str, tuple[Path, spec.ModelSpec]]]
 """Folder and spec of every model, by name and version, versions rising."""
 
@@ -51,6 +53,7 @@ def run_front() -> None:
     import socket
 
     from service.faces import http
+    from service.faces.calls import Front
     from service.faces.engines import Engines
     from service.front import Control, serve
 
@@ -62,8 +65,8 @@ def run_front() -> None:
     except StartError as fault:
         control.failed(str(fault))
         return
-    engines = Engines(metrics, settings.channel_bytes, control.ready)
-    front = http.Front(settings, served, engines, metrics, Log("front"), control.scrape)
+    engines = Engines(metrics, settings.channel_bytes, control.ready, len(settings.devices))
+    front = Front(settings, served, engines, metrics, Log("front"), control.scrape)
     application = http.build(front)
     _settle()
     serve(application, front, control, socket.socket(fileno=birth.listening))
@@ -88,7 +91,8 @@ def run_engine() -> None:
     hello = Hello(engine.loaded(), birth.place)
     for one in hello.models:
         log.info("loaded", model=one.name, version=one.version, device=one.device, backends=one.backends)
-    worker = Worker(control, pulse, _batcher(settings, engine, metrics, log), engine, hello, metrics)
+    journal = Journal(journal_records(settings), birth.journal)
+    worker = Worker(control, pulse, build_batcher(settings, engine, metrics, log, journal), engine, hello, metrics)
     _settle()
     try:
         worker.run()
@@ -118,7 +122,13 @@ def build_engine(settings: Settings, metrics: Metrics, only: str | None = None, 
         for version, (folder, model) in versions.items()
         if only in (None, name)
     }
-    return Engine(encoders, metrics, max_turn_rows=settings.max_turn_rows, max_turn_tokens=settings.max_turn_tokens)
+    return Engine(
+        encoders,
+        metrics,
+        max_turn_rows=settings.max_turn_rows,
+        max_turn_tokens=settings.max_turn_tokens,
+        slots=settings.slots,
+    )
 
 
 def compute_threads(cores: int, settings: Settings) -> int:
@@ -134,7 +144,7 @@ def answer(settings: Settings, name: str, texts: list[str]) -> list[dict[str, An
     model = wire.served(_served(settings.models), name, None)
     metrics = Metrics()
     engine = build_engine(settings, metrics, only=model.spec.name)
-    batcher = _batcher(settings, engine, metrics, Log("infer"))
+    batcher = build_batcher(settings, engine, metrics, Log("infer"))
     request, data = wire.sequences(wire.InferBody(model=name, inputs=texts), model, settings, time.monotonic())
     replies: list[tuple[Answer, list[bytes]]] = []
     errors: list[ServiceError] = []
@@ -155,14 +165,23 @@ def _settle() -> None:
     gc.collect()
 
 
-def _batcher(settings: Settings, engine: Engine, metrics: Metrics, log: Log) -> Batcher:
+def build_batcher(settings: Settings, engine: Engine, metrics: Metrics, log: Log, journal: Journal | None = None) -> Batcher:
+    """The queue and the sessions of an engine; without a journal, these are forgotten with it."""
     from service.batching.batcher import Batcher
-    from service.batching.scheduler import Scheduler
+    from service.batching.scheduler import Limits
+    from service.batching.sessions import Sessions
 
-    scheduler = Scheduler(
-        max_waiting=settings.max_waiting, max_turn_rows=settings.max_turn_rows, max_turn_tokens=settings.max_turn_tokens
+    budget_ms = settings.turn_budget_ms or TURN_BUDGET_MS[engine.device.type]
+    limits = Limits(
+        max_waiting=settings.max_waiting,
+        max_turn_rows=settings.max_turn_rows,
+        max_turn_tokens=settings.max_turn_tokens,
+        turn_seconds=budget_ms / 1000,
+        continuous=settings.batching == "continuous",
     )
-    return Batcher(scheduler, engine, metrics, time.monotonic, log)
+    kept = journal or Journal(journal_records(settings))
+    sessions = Sessions(settings.max_sessions, settings.session_idle_seconds, kept, metrics)
+    return Batcher(limits, engine, sessions, metrics, time.monotonic, log)
 
 
 def _served(root: Path) -> dict[str, dict[str, Served]]:

@@ -37,6 +37,11 @@ class Kind(IntEnum):
     LOAD = 6
     TRACE = 7
     TRACED = 8
+    RESUBMIT = 9
+    EXPORT = 10
+    ADOPT = 11
+    END = 12
+    DONE = 13
 
     SETTINGS = 16
     ATTACH = 17
@@ -68,6 +73,12 @@ def encode(kind: int, id: int, body: Any = None, tail: Iterable[Any] = ()) -> by
     packed = _encoder.encode(body)
     payload = b"".join((packed, *tail))
     return HEADER.pack(len(payload), len(packed), kind, id) + payload
+
+
+def of_kind(kind: Kind, frame: bytes) -> bytes:
+    """The same frame as one of another kind."""
+    length, body_length, _, id = HEADER.unpack_from(frame)
+    return HEADER.pack(length, body_length, kind, id) + frame[HEADER.size :]
 
 
 class Channel:

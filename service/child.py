@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from service.channel import Channel, pair
-from service.lifeline import DEVICE_LOST, PATIENCE_SECONDS, Birth, Pulse
+from service.lifeline import DEVICE_LOST, PATIENCE_SECONDS, Birth, Journal, Pulse
 from service.metrics import Snapshot
 from service.settings import Settings
 
@@ -78,8 +78,9 @@ class Child:
             self.process.wait()
 
 
-def start(name: str, settings: Settings, listening: int) -> Child:
-    """A new process. An engine has a pulse, whose first beat is due when its models must be loaded; a front has the port."""
+def start(name: str, settings: Settings, listening: int, journal: Journal | None = None) -> Child:
+    """A new process. An engine has a pulse, whose first beat is due when its models must be loaded, and its place's journal; a front has
+    the port."""
     role, _, place = name.partition("-")
     mine, theirs = pair()
     pulse = Pulse() if role == ENGINE else None
@@ -92,6 +93,7 @@ def start(name: str, settings: Settings, listening: int) -> Child:
         place=int(place),
         listening=-1 if pulse else listening,
         pulse=pulse.descriptor if pulse else -1,
+        journal=journal.descriptor if journal else -1,
     )
     child = Child(name, _spawn(role, birth), Channel(mine), pulse)
     theirs.close()
@@ -103,7 +105,7 @@ def _spawn(role: str, birth: Birth) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
         [sys.executable, "-m", "service.app", role],
         stdin=subprocess.PIPE,
-        pass_fds=[descriptor for descriptor in (birth.control, birth.listening, birth.pulse) if descriptor >= 0],
+        pass_fds=[descriptor for descriptor in (birth.control, birth.listening, birth.pulse, birth.journal) if descriptor >= 0],
         env={**os.environ, **QUIET},
         process_group=0,
     )

@@ -5,6 +5,11 @@ ServiceError
 ├── InvalidInput          one field has the wrong type, shape or value
 ├── UnknownModel          no such model or version is served
 ├── UnknownRoute          nothing is served at this path
+├── UnknownSession        no such session is open
+├── SessionExpired        the session was idle for too long, and its state is gone
+├── SessionLost           the session's state was lost with its engine
+├── SessionConflict       the session is not where, or not what, the caller takes it to be
+├── TooManySessions       as many sessions are open as may be
 ├── MethodNotAllowed      the path exists, the method does not
 ├── TooLarge              a body, a text or a sequence is over its limit
 ├── UnsupportedMedia      a content type or encoding that is not read here
@@ -50,6 +55,26 @@ class UnknownModel(ServiceError):
 
 class UnknownRoute(ServiceError):
     code = "unknown_route"
+
+
+class UnknownSession(ServiceError):
+    code = "unknown_session"
+
+
+class SessionExpired(ServiceError):
+    code = "session_expired"
+
+
+class SessionLost(ServiceError):
+    code = "session_lost"
+
+
+class SessionConflict(ServiceError):
+    code = "session_conflict"
+
+
+class TooManySessions(ServiceError):
+    code = "too_many_sessions"
 
 
 class MethodNotAllowed(ServiceError):
@@ -100,6 +125,11 @@ STATUS: dict[type[ServiceError], Status] = {
     InvalidInput: Status(400, "INVALID_ARGUMENT"),
     UnknownModel: Status(404, "NOT_FOUND"),
     UnknownRoute: Status(404, "UNIMPLEMENTED"),
+    UnknownSession: Status(404, "NOT_FOUND"),
+    SessionExpired: Status(404, "NOT_FOUND"),
+    SessionLost: Status(409, "ABORTED"),
+    SessionConflict: Status(409, "ABORTED"),
+    TooManySessions: Status(429, "RESOURCE_EXHAUSTED"),
     MethodNotAllowed: Status(405, "UNIMPLEMENTED"),
     TooLarge: Status(413, "RESOURCE_EXHAUSTED"),
     UnsupportedMedia: Status(415, "UNIMPLEMENTED"),

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import socket
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn._types import ASGISendEvent
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from service.channel import Channel, Frame, Kind
 from service.errors import Unavailable
-from service.faces.http import Front
+from service.faces.calls import Front
+from service.faces.stream import SERVICE_RESTART
 from service.lifeline import tell
+from service.logs import Log
 from service.metrics import Snapshot
 
 SCRAPE_SECONDS = 1.0
 KEEP_ALIVE_SECONDS = 15
+PING_SECONDS = 20.0
+"""A socket is asked so often whether somebody is still there, and closed when nobody answers for so long."""
+GOODBYE_SECONDS = 1.0
+"""How long the end of the service waits for a caller to close his side of a socket."""
 
 
 class Control:
@@ -75,6 +84,44 @@ class Control:
                 future.set_result(frame.read(Snapshot))
 
 
+class Socket(WebSocketsSansIOProtocol):
+    """uvicorn's, which may not hold up the end of the service, and may not be cut off by it either."""
+
+    def shutdown(self) -> None:
+        """The service ends: whoever serves the socket hears of it behind the messages that came, answers these, and closes."""
+        if self.handshake_complete and not self.close_sent:
+            self.stop_keepalive()
+            self.close_timeout = GOODBYE_SECONDS
+            self.queue.put_nowait({"type": "websocket.disconnect", "code": SERVICE_RESTART, "reason": None})
+        else:
+            super().shutdown()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.handshake_exc is not None and not self.handshake_initiated:
+            # What asks for an upgrade and is no handshake would keep its connection for nothing.
+            self.transport.close()
+
+    def handle_parser_exception(self) -> None:
+        """A message is too large, or none at all. Who closes while data comes takes back what he has just sent: the code that says why."""
+        if self.close_timer is not None:
+            return
+        assert self.conn.close_sent is not None, "the parser has failed the connection"
+        self.queue.put_nowait({"type": "websocket.disconnect", "code": self.conn.close_sent.code, "reason": None})
+        self.transport.write(b"".join(self.conn.data_to_send()))
+        self.close_sent = True
+        self.close_timer = self.loop.call_later(GOODBYE_SECONDS, self.transport.close)
+        if self.read_paused:
+            self.read_paused = False
+            self.transport.resume_reading()
+
+    async def send(self, message: ASGISendEvent) -> None:
+        await super().send(message)
+        if message["type"] == "websocket.http.response.body":
+            # A handshake that is refused is one that was answered: an error would be logged for it.
+            self.handshake_complete = True
+
+
 class Server(uvicorn.Server):
     """uvicorn, listening to the supervisor once it takes connections. SIGTERM drains it; an interrupt is not its business."""
 
@@ -88,15 +135,39 @@ class Server(uvicorn.Server):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         self._control.listen(self._front)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._front.draining = True
+        await super().shutdown(sockets)
+
+
+class _Lines(logging.Handler):
+    """What uvicorn says becomes a line of ours."""
+
+    def __init__(self, log: Log) -> None:
+        super().__init__(logging.WARNING)
+        self._log = log
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._log.warning(
+            "server said", said=record.getMessage().strip(), error=repr(record.exc_info[1]) if record.exc_info else None
+        )
+
 
 def serve(app: FastAPI, front: Front, control: Control, listening: socket.socket) -> None:
     """Serve until SIGTERM; requests in flight then have `drain_seconds` to end."""
     front.metrics.start({(one.spec.name, one.version) for versions in front.catalog.values() for one in versions.values()})
+    logging.getLogger("uvicorn.error").addHandler(_Lines(front.log))
     config = uvicorn.Config(
         app,
         http="httptools",
         loop="uvloop",
-        ws="none",
+        ws=Socket,
+        ws_max_size=front.settings.max_body_bytes,
+        ws_ping_interval=PING_SECONDS,
+        # A socket whose caller has sent far ahead is not read, and no pong seen, before a chunk is answered or late.
+        ws_ping_timeout=PING_SECONDS + front.settings.max_deadline_ms / 1000,
+        # Chunks are small, and what is compressed may be large.
+        ws_per_message_deflate=False,
         lifespan="off",
         log_config=None,
         access_log=False,

@@ -37,6 +37,7 @@ class Birth(msgspec.Struct, frozen=True):
     place: int = 0
     listening: int = -1
     pulse: int = -1
+    journal: int = -1
 
     @classmethod
     def read(cls) -> Birth:
@@ -81,6 +82,34 @@ class Pulse:
     def close(self) -> None:
         self._due.release()
         self._page.close()
+        os.close(self.descriptor)
+
+
+def journal_records(settings: Settings) -> int:
+    """Of one engine: for as many sessions as may be open, and as many again, of which it is told that they have ended."""
+    return 2 * settings.max_sessions
+
+
+class Journal:
+    """Shared memory of so many records of DIGEST_BYTES, in which an engine notes its sessions; its successor reads them."""
+
+    DIGEST_BYTES = 16
+
+    def __init__(self, records: int, descriptor: int | None = None) -> None:
+        self.records = records
+        self.descriptor = os.memfd_create("seqserve-journal") if descriptor is None else descriptor
+        if descriptor is None:
+            os.ftruncate(self.descriptor, records * self.DIGEST_BYTES)
+        self._pages = mmap.mmap(self.descriptor, records * self.DIGEST_BYTES)
+
+    def read(self, record: int) -> bytes:
+        return self._pages[record * self.DIGEST_BYTES : (record + 1) * self.DIGEST_BYTES]
+
+    def write(self, record: int, digest: bytes) -> None:
+        self._pages[record * self.DIGEST_BYTES : (record + 1) * self.DIGEST_BYTES] = digest
+
+    def close(self) -> None:
+        self._pages.close()
         os.close(self.descriptor)
 
 

@@ -15,7 +15,19 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from service.errors import STATUS, DeadlineExceeded, InvalidInput, OutOfMemory, Overloaded, UnknownModel
+from service.errors import (
+    STATUS,
+    DeadlineExceeded,
+    InvalidInput,
+    OutOfMemory,
+    Overloaded,
+    SessionConflict,
+    SessionExpired,
+    SessionLost,
+    TooManySessions,
+    UnknownModel,
+    UnknownSession,
+)
 
 SECONDS = (50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 50e-3, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -25,8 +37,17 @@ CUT_OFF = "cut_off"
 """Outcome of a request that a drain did not wait for."""
 FAULTS = (*(kind.code for kind, status in STATUS.items() if status.http >= 500), CUT_OFF)
 """Outcomes that are the server's fault, whatever the caller did."""
-REFUSALS = tuple(kind.code for kind in (Overloaded, DeadlineExceeded, UnknownModel, InvalidInput, OutOfMemory))
+REFUSALS = tuple(
+    kind.code
+    for kind in (
+        *(Overloaded, DeadlineExceeded, UnknownModel, InvalidInput, OutOfMemory),
+        *(UnknownSession, SessionExpired, SessionLost, SessionConflict, TooManySessions),
+    )
+)
 CANCELLED_WHILE = ("waiting", "running")
+SESSION_ENDS = ("ended", "deleted", "expired", "restarted", "unbegun")
+"""By its last chunk, by DELETE, idle for too long, by another that begins under its name, or as no chunk of it was answered."""
+SESSION_MOVES = ("host", "slot")
 RESTARTS = (
     *(("engine", reason) for reason in ("ended", "hung", "failed", "device_lost")),
     *(("front", reason) for reason in ("ended", "failed")),
@@ -101,6 +122,7 @@ class Metrics:
     def __init__(self) -> None:
         model = ("model", "version")
         self.requests = Counter("seqserve_requests", "Requests to /infer by outcome.", (*model, "outcome"))
+        self.accepted = Counter("seqserve_requests_accepted", "Requests to /infer that a front began to read.")
         self.in_flight = Gauge("seqserve_requests_in_flight", "Requests accepted by a front and not yet answered.")
         self.sequences = Counter("seqserve_sequences", "Sequences answered.", model)
         self.tokens = Counter("seqserve_tokens", "Steps computed.", model)
@@ -115,7 +137,17 @@ class Metrics:
         self.turn_rows = Histogram("seqserve_turn_rows", "Sequences in a turn.", model, ROWS)
         self.turn_tokens = Histogram("seqserve_turn_tokens", "Steps in a turn.", model, TOKENS)
         self.slots = Gauge("seqserve_slots", "Places for sequences in a turn.", alike=True)
-        self.queue_depth = Gauge("seqserve_queue_depth", "Sequences waiting for a turn.")
+        self.queue_depth = Gauge("seqserve_queue_depth", "Sequences of which no step has run.")
+        self.sequences_begun = Gauge(
+            "seqserve_sequences_begun", "Sequences of which some steps have run and some wait for a turn."
+        )
+        self.state_slots = Gauge("seqserve_state_slots", "Places for states that are kept from turn to turn.", model)
+        self.state_slots_used = Gauge("seqserve_state_slots_used", "Places in which a state is.", model)
+        self.sessions = Gauge("seqserve_sessions", "Sessions that are open.")
+        self.sessions_ended = Counter("seqserve_sessions_ended", "Sessions that are no longer open.", ("reason",))
+        self.session_moves = Counter(
+            "seqserve_session_moves", "States of sessions moved to the host, or back to a slot.", ("to",)
+        )
         self.backlog_seconds = Gauge(
             "seqserve_backlog_seconds", "Predicted seconds of all that waits or runs in an engine.", ("engine",)
         )
@@ -154,6 +186,10 @@ class Metrics:
             self.refused.start(reason)
         for where in CANCELLED_WHILE:
             self.cancelled.start(where)
+        for reason in SESSION_ENDS:
+            self.sessions_ended.start(reason)
+        for to in SESSION_MOVES:
+            self.session_moves.start(to)
         for process, reason in RESTARTS:
             self.restarts.start(process, reason)
         self.rerun.start()

@@ -36,6 +36,9 @@ class Request(msgspec.Struct, array_like=True, frozen=True):
 
     `lengths` are steps per sequence, `deadline` and `sent` are seconds on this machine's monotonic clock, higher `priority`
     runs sooner. The trailing bytes are (tokens,) int32 ids or (tokens, features) float32 rows, as the model's input says.
+
+    The one sequence of a request that names a `session` is its next chunk. `session_starts` says whether the session begins with it, goes
+    on with it, or, None, whichever there is; `session_ends` that nothing comes after it.
     """
 
     model: str
@@ -45,6 +48,9 @@ class Request(msgspec.Struct, array_like=True, frozen=True):
     sent: float
     priority: int = 0
     returns: Returns = Returns()
+    session: str | None = None
+    session_starts: bool | None = None
+    session_ends: bool = False
 
     @property
     def key(self) -> ModelKey:
@@ -55,7 +61,8 @@ class Answer(msgspec.Struct, array_like=True, frozen=True):
     """Shapes of the arrays that follow, in this order, sequences laid end to end; the shape of what there is not is empty.
 
     `scores` float32 and `picks` int32 have a line for each sequence, or for each step, as the head does; `embedding` is (sequences,
-    width) and `sequence` (steps, width) float32. `steps` counts each sequence's steps in what is given per step.
+    width) and `sequence` (steps, width) float32. `steps` counts each sequence's steps in what is given per step, `session_steps` those
+    that a session has had, with this chunk of it.
     """
 
     scores: tuple[int, ...] = ()
@@ -63,6 +70,7 @@ class Answer(msgspec.Struct, array_like=True, frozen=True):
     embedding: tuple[int, ...] = ()
     sequence: tuple[int, ...] = ()
     steps: list[int] = []
+    session_steps: int = 0
 
 
 class Refusal(msgspec.Struct, array_like=True, frozen=True):
@@ -82,9 +90,8 @@ class Trace(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Loaded(msgspec.Struct, array_like=True, frozen=True):
-    """What the engine says of a model that it serves: which kernels run it, what it holds, and what it costs.
-
-    per_step, per_token: seconds for each step of the longest sequence in a turn, and for each step of all.
+    """What the engine says of a model that it serves: which kernels run it, what it holds, whether its sequences may come in chunks, and
+    what it costs: seconds of any turn, for each step of its longest sequence, and for each step of all.
     """
 
     name: str
@@ -92,12 +99,14 @@ class Loaded(msgspec.Struct, array_like=True, frozen=True):
     device: str
     backends: list[str]
     weight_bytes: int
+    streams: bool = False
+    fixed: float = 0.0
     per_step: float = 0.0
     per_token: float = 0.0
 
     def seconds(self, lengths: list[int]) -> float:
         """How long a request with sequences of these lengths is expected to take alone."""
-        return self.per_step * max(lengths) + self.per_token * sum(lengths)
+        return self.fixed + self.per_step * max(lengths) + self.per_token * sum(lengths)
 
 
 class Hello(msgspec.Struct, array_like=True, frozen=True):

@@ -8,7 +8,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -65,6 +65,19 @@ class Settings(BaseModel):
     """Most sequences in one turn of an engine."""
     max_turn_tokens: Positive = 4096
     """Most steps, over all sequences, in one turn; a longer sequence runs alone."""
+    turn_budget_ms: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """How long a turn may take, by which long sequences are cut: whoever comes meanwhile waits for so long at most. 0 is 0.5 on a GPU and
+    5 on a CPU."""
+    batching: Literal["continuous", "static"] = "continuous"
+    """static runs every sequence whole, in turns that none joins: only for comparisons."""
+    slots: Positive = 256
+    """States of each model that an engine keeps on its device from turn to turn."""
+    max_sessions: Positive = 4096
+    """Most open sessions of one engine; one more is refused. Those that find no slot are kept on the host."""
+    session_idle_seconds: PositiveSeconds = 60.0
+    """A session of which no chunk comes for so long has ended."""
+    max_state_bytes: Positive = 16 << 20
+    """Largest state of a session that PUT /sessions/{id}/state takes."""
     channel_bytes: Positive = 64 << 20
     """Most bytes of unanswered requests between one front and one engine; one more is refused."""
 

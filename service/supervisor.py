@@ -17,7 +17,7 @@ from service.channel import Frame, Kind, encode, pair
 from service.child import ENGINE, Child, start
 from service.errors import StartError
 from service.gathering import Gatherer
-from service.lifeline import PATIENCE_SECONDS
+from service.lifeline import PATIENCE_SECONDS, Journal, journal_records
 from service.logs import Log
 from service.metrics import Metrics
 from service.settings import Settings
@@ -46,6 +46,7 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         engines, fronts = range(len(settings.devices)), range(settings.fronts)
         self._names = [*(f"{ENGINE}-{place}" for place in engines), *(f"front-{place}" for place in fronts)]
+        self._journals = {f"{ENGINE}-{place}": Journal(journal_records(settings)) for place in engines}
         self._children: dict[str, Child] = {}
         self._due = dict.fromkeys(self._names, 0.0)
         self._deaths: dict[str, list[float]] = {name: [] for name in self._names}
@@ -70,6 +71,8 @@ class Supervisor:
                 child.control.close()
             for child in self._children.values():
                 child.end()
+            for journal in self._journals.values():
+                journal.close()
         if self._fault is not None:
             raise StartError(self._fault)
         self._log.info("ended")
@@ -134,7 +137,7 @@ class Supervisor:
                 self._start(name)
 
     def _start(self, name: str) -> None:
-        child = start(name, self._settings, self._listening.fileno())
+        child = start(name, self._settings, self._listening.fileno(), self._journals.get(name))
         self._log.info("started", child=name, pid=child.process.pid)
         self._selector.register(child.control, selectors.EVENT_READ, child)
         for other in self._children.values():

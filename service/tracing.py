@@ -8,7 +8,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-from service.batching.batcher import Batcher, Refuse
+from service.batching.batcher import Batcher
+from service.batching.ticket import Refuse
 from service.channel import Channel
 from service.engine.engine import Watcher
 from service.engine.trace import Recorder

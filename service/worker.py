@@ -7,7 +7,8 @@ import time
 from functools import partial
 from typing import Protocol
 
-from service.batching.batcher import Batcher, Ticket
+from service.batching.batcher import Batcher
+from service.batching.ticket import Ticket
 from service.channel import Channel, Frame, Kind, encode
 from service.engine.turn import Turn
 from service.errors import ServiceError
@@ -53,9 +54,8 @@ class Worker:
         while self._control.open:
             self._beat()
             # While the device works the loop does not sleep: it would wake too late for the turn's end.
-            self._drain(0.0 if self._batcher.waiting or self._engine.running else IDLE_SECONDS)
+            self._drain(IDLE_SECONDS if self._batcher.idle and not self._engine.running else 0.0)
             self._batcher.step(self._before_launch)
-            self._metrics.queue_depth.set(self._batcher.waiting)
             for channel in [channel for channel in self._tickets if channel.outgoing]:
                 self._flush(channel)
             if self._tracing.on:
@@ -93,16 +93,17 @@ class Worker:
             channel.send(encode(Kind.HELLO, 0, self._hello))
         elif frame.kind == Kind.GATHER:
             self._engine.count_memory()
+            self._batcher.count()
             self._metrics.backlog_seconds.set(self._batcher.backlog_seconds(), str(self._hello.place))
             tell(self._control, Kind.COUNTS, self._metrics.snapshot(), frame.id)
 
     def _serve(self, channel: Channel, frame: Frame) -> None:
         """A word of a front."""
-        if frame.kind == Kind.SUBMIT:
+        if frame.kind in (Kind.SUBMIT, Kind.RESUBMIT):
             request = frame.read(Request)
             self._metrics.channel_seconds.observe(max(0.0, time.monotonic() - request.sent))
             reply, refuse = partial(self._reply, channel, frame.id), partial(self._refuse, channel, frame.id)
-            ticket = self._batcher.submit(request, frame.tail, reply, refuse)
+            ticket = self._batcher.submit(request, frame.tail, reply, refuse, again=frame.kind == Kind.RESUBMIT)
             if not ticket.ended:
                 self._tickets[channel][frame.id] = ticket
         elif frame.kind == Kind.CANCEL:
@@ -113,6 +114,23 @@ class Worker:
         elif frame.kind == Kind.TRACE:
             reply, refuse = partial(self._trace, channel, frame.id), partial(self._refuse, channel, frame.id)
             self._tracing.begin((channel, frame.id), frame.read(Trace), reply, refuse)
+        elif frame.kind in (Kind.EXPORT, Kind.ADOPT, Kind.END):
+            self._serve_session(channel, frame)
+
+    def _serve_session(self, channel: Channel, frame: Frame) -> None:
+        """A word about a session itself."""
+        id, state = frame.read(str), b""
+        try:
+            if frame.kind == Kind.EXPORT:
+                state = self._batcher.export(id)
+            elif frame.kind == Kind.ADOPT:
+                self._batcher.adopt(id, frame.tail)
+            else:
+                self._batcher.end(id)
+        except ServiceError as error:
+            self._refuse(channel, frame.id, error)
+        else:
+            self._send(channel, frame.id, encode(Kind.DONE, frame.id, None, (state,)))
 
     def _reply(self, channel: Channel, id: int, answer: Answer, arrays: list[bytes]) -> None:
         self._send(channel, id, encode(Kind.ANSWER, id, answer, arrays))

@@ -49,9 +49,17 @@ def words(
     return store.write(root / name / str(version), spec, weights(spec, seed), card="made up", tokenizer=tokenizer())
 
 
-def sensors(root: Path, name: str = "sensors", *, features: int = 3, hidden: int = 8, max_steps: int = 200_000) -> ModelSpec:
-    """Rows of float features; with many steps it is as slow as a test needs."""
-    layers: tuple[Layer, ...] = (LSTMLayer(kind="lstm", hidden=hidden, depth=2),)
+def sensors(
+    root: Path,
+    name: str = "sensors",
+    *,
+    features: int = 3,
+    hidden: int = 8,
+    max_steps: int = 200_000,
+    bidirectional: bool = False,
+) -> ModelSpec:
+    """Rows of float features; with many steps it is as slow as a test needs, in one turn when it is bidirectional."""
+    layers: tuple[Layer, ...] = (LSTMLayer(kind="lstm", hidden=hidden, depth=2, bidirectional=bidirectional),)
     spec = ModelSpec(
         name=name,
         precision="float32",

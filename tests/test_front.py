@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from service.channel import Channel, Kind, encode, pair
+from service.faces.calls import Front
 from service.faces.engines import Engines
-from service.faces.http import Front
 from service.front import Control
 from service.logs import Log
 from service.metrics import Metrics

@@ -27,6 +27,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "loadtest.sensors": {"loadtest", "service.zoo"},
     "loadtest.bench_devices": {"kernels.bench", "loadtest", "service.zoo"},
     "loadtest.bench_engine": {"kernels.bench", "loadtest", "service"},
+    "loadtest.open_engine": {"kernels.bench", "loadtest", "service"},
+    # the scheduler itself on a virtual clock, with costs that an engine measured
+    "loadtest.simulate": {"kernels.bench", "loadtest", "service.batching.scheduler", "service.engine.cost", "service.sequence"}
+    | {"service.settings"},
+    "loadtest.simulate.costs": {"kernels.bench", "loadtest", "service"},
     "service.sequence": LEAVES,
     "service.errors": LEAVES,
     "service.metrics": LEAVES,
@@ -40,10 +45,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     # worker -> batching -> engine -> zoo -> kernels
     "service.worker": LEAVES | {"service.batching", "service.engine", "service.channel", "service.lifeline", "service.tracing"},
     "service.tracing": LEAVES | {"service.batching", "service.engine", "service.channel", "service.lifeline"},
-    "service.batching": LEAVES | {"service.engine"},
-    "service.batching.scheduler": LEAVES | {"service.engine.turn"},
+    "service.batching": LEAVES | {"service.engine", "service.zoo.spec"},
+    "service.batching.scheduler": LEAVES | {"service.engine.cost"},
     "service.engine": LEAVES | {"service.zoo", "kernels"},
     "service.engine.turn": LEAVES,
+    "service.engine.cost": set(),
+    "service.engine.slots": LEAVES,
     "service.zoo": LEAVES | {"kernels"},
     "service.zoo.spec": LEAVES,
     "service.zoo.text": LEAVES | {"service.zoo.spec"},
@@ -58,7 +65,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "service": set(),
 }
 
-WEB = {"fastapi", "starlette", "uvicorn", "httptools", "grpc", "aiohttp"}
+WEB = {"fastapi", "starlette", "uvicorn", "httptools", "websockets", "grpc", "aiohttp"}
 TENSORS = {"torch", "cupy", "safetensors"}
 NEVER_IMPORTS = {
     "kernels": WEB | {"pydantic", "msgspec", "prometheus_client"},
@@ -68,6 +75,8 @@ NEVER_IMPORTS = {
     "service.worker": WEB,
     "service.batching.scheduler": TENSORS | {"numpy", "time"},
     "service.engine.turn": TENSORS | {"numpy"},
+    "service.engine.cost": TENSORS | {"numpy"},
+    "service.engine.slots": TENSORS | {"numpy"},
     "service.sequence": WEB | TENSORS,
     "service.errors": WEB | TENSORS | {"grpc", "http"},
     "service.channel": WEB | TENSORS,

@@ -68,7 +68,11 @@ def test_what_goes_wrong_is_there_at_0_before_it_does() -> None:
     metrics.start([MODEL, ("sensors", "3")])
     shown = metrics.snapshot()
     assert {one.name for one in samples(shown)} == {
-        f"seqserve_{name}_total" for name in ("requests", "refused", "failed", "cancelled", "rerun", "process_restarts")
+        f"seqserve_{name}_total"
+        for name in (
+            *("requests", "refused", "failed", "cancelled", "rerun", "process_restarts"),
+            *("sessions_ended", "session_moves"),
+        )
     }
     assert {one.value for one in samples(shown)} == {0.0}
     for outcome in ("ok", *FAULTS):

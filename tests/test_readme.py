@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,6 +36,35 @@ def test_the_request_that_it_shows_has_the_answer_that_it_shows(embedded: Server
     assert {**answer, "outputs": []} == {**expected, "outputs": []}
 
 
+def test_the_chunks_that_it_shows_have_the_answer_of_the_whole_that_it_shows(embedded: Server) -> None:
+    asked = [json.loads(body) for body in re.findall(r"-d '(.+?)'", README) if "session" in body]
+    shown = re.search(r"`(\[\[.+?\]\])` it answers `(.+?)`", README)
+    assert shown
+    rows, expected = json.loads(shown[1]), json.loads(shown[2])
+    assert [row for body in asked for row in body["inputs"][0]] == rows
+    answers = [embedded.client.post("/infer", json=body).json() for body in asked]
+    assert answers[-1]["outputs"][0]["value"] == pytest.approx(expected["value"], abs=1e-3)
+    said = re.search(r'`"session": (\{.+?\})`', README)
+    assert said and answers[-1]["session"] == json.loads(said[1])
+
+
+def test_the_stream_that_it_shows_prints_the_answer_of_the_whole(embedded: Server) -> None:
+    code = re.search(r"```python\n(.+?)```", README, re.DOTALL)
+    shown = re.search(r"it answers `(.+?)`", README)
+    assert code and shown
+    address = embedded.address.removeprefix("http://")
+    told = subprocess.run(
+        [sys.executable, "-c", code[1].replace("127.0.0.1:8000", address)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    last = json.loads(told.stdout.splitlines()[-1])
+    assert last["outputs"][0]["value"] == pytest.approx(json.loads(shown[1])["value"], abs=1e-3)
+    assert last["session"]["steps"] == 2
+
+
 def test_every_path_of_its_table_is_served(embedded: Server) -> None:
     for method, path in re.findall(r"`(GET|POST) (/\w+)`", README):
         assert embedded.client.request(method, path).status_code in (200, 400), path
@@ -53,5 +84,5 @@ def test_its_command_without_a_server_answers(capsys: pytest.CaptureFixture[str]
 
 
 def test_every_file_that_it_names_exists() -> None:
-    for name in re.findall(r"\]\(([^):]+)\)", README):
+    for name in re.findall(r"\]\(([^):#]+)\)", README):
         assert (ROOT / name).is_file(), name

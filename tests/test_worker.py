@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 
-from service.batching.batcher import Batcher, Refuse, Reply, Ticket
+from service.batching.batcher import Batcher
+from service.batching.ticket import Refuse, Reply, Ticket
 from service.channel import Channel, Frame, Kind, encode, pair
 from service.engine.engine import Watcher
 from service.engine.turn import Turn
@@ -37,10 +38,17 @@ class OneATurn(Batcher):
     def waiting(self) -> int:
         return 1
 
+    @property
+    def idle(self) -> bool:
+        return False
+
+    def count(self) -> None:
+        pass
+
     def backlog_seconds(self) -> float:
         return SECONDS * len(self._replies)
 
-    def submit(self, request: Request, data: bytes, reply: Reply, refuse: Refuse) -> Ticket:
+    def submit(self, request: Request, data: bytes, reply: Reply, refuse: Refuse, *, again: bool = False) -> Ticket:
         self._replies.append(reply)
         return Ticket(request, reply, refuse)
 

@@ -8,10 +8,12 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from service.engine.cost import NEWEST, Correction, Cost
 from service.engine.device import DeviceLost, Memory, Place, raise_if_lost, reserve
 from service.engine.flight import Encoded, Flight
 from service.engine.graphs import GraphLane
 from service.engine.lane import Lane
+from service.engine.state import State
 from service.engine.turn import Chunk, Turn
 from service.errors import OutOfMemory
 from service.logs import Log
@@ -20,8 +22,6 @@ from service.sequence import Loaded, ModelKey
 from service.zoo.encoder import Encoder
 from service.zoo.spec import ModelSpec
 
-SLOTS = 256
-"""Of each model, for sequences that come in chunks."""
 IN_FLIGHT = 2
 """Turns on a GPU: one runs, and the next one is laid and asked for shortly before it ends."""
 PLACE_BYTES = 64 << 20
@@ -30,8 +30,6 @@ ARENA_FACTOR = 1.5
 """Memory for turns without a graph, as a multiple of what the largest takes: blocks of many sizes leave gaps."""
 LEAD_FACTOR = 1.5
 """The next turn is laid so much earlier than laying and asking take."""
-NEWEST = 0.1
-"""Share of the newest launch in the mean of what launches take."""
 Watcher = Callable[[Flight, float], None]
 
 
@@ -39,14 +37,23 @@ class Engine:
     """Runs turns on a device. A turn is launched, then collected from `finished`; turns end in the order of their launches."""
 
     def __init__(
-        self, encoders: Mapping[ModelKey, Encoder], metrics: Metrics, *, max_turn_rows: int, max_turn_tokens: int
+        self,
+        encoders: Mapping[ModelKey, Encoder],
+        metrics: Metrics,
+        *,
+        max_turn_rows: int,
+        max_turn_tokens: int,
+        slots: int = 256,
     ) -> None:
-        """The encoders are on one device; on a GPU all turns go to the stream that is this thread's (`device.hold`)."""
+        """The encoders are on one device; on a GPU all turns go to the stream that is this thread's (`device.hold`). slots: of each model,
+        for the states of sequences that are kept from turn to turn; a turn has as many again as it has rows."""
         self._metrics = metrics
-        self._limits = {"max_turn_rows": max_turn_rows, "max_turn_tokens": max_turn_tokens}
-        self._device = next((encoder.device for encoder in encoders.values()), torch.device("cpu"))
-        self._places = [Place(index, PLACE_BYTES) for index in range(IN_FLIGHT)] if self._device.type == "cuda" else []
+        self._slots = slots, max_turn_rows
+        self._limits = {"max_turn_rows": max_turn_rows, "max_turn_tokens": max_turn_tokens, "slots": sum(self._slots)}
+        self.device = next((encoder.device for encoder in encoders.values()), torch.device("cpu"))
+        self._places = [Place(index, PLACE_BYTES) for index in range(IN_FLIGHT)] if self.device.type == "cuda" else []
         self._lanes = self._opened(encoders)
+        self._corrections = {key: Correction() for key in self._lanes}
         self._flights: deque[Flight] = deque()
         self._done: list[tuple[Chunk, Encoded]] = []
         self._launches = 0
@@ -68,8 +75,8 @@ class Engine:
                 device=str(lane.encoder.device),
                 backends=[f"{layer}: {backend}" for layer, backend in lane.encoder.backends().items()],
                 weight_bytes=lane.encoder.weight_bytes(),
-                per_step=lane.cost.per_step,
-                per_token=lane.cost.per_token,
+                streams=lane.streams,
+                **lane.cost._asdict(),
             )
             for key, lane in self._lanes.items()
         ]
@@ -81,13 +88,32 @@ class Engine:
         """Whether a sequence of this model may come in chunks, each of which goes on from where the one before it was kept."""
         return self._lanes[key].streams
 
-    def predicted_seconds(self, turn: Turn) -> float:
-        return self._lanes[turn.model].predicted_seconds(turn)
+    def slots(self, key: ModelKey) -> tuple[int, int]:
+        """How many states may be kept from turn to turn, and how many more places a turn may use."""
+        return self._slots
 
-    def backlog_seconds(self, model: ModelKey, rows: int, tokens: int) -> float:
-        """What so many waiting sequences of one model are expected to take, in as few turns as their rows need."""
-        turns = -(-rows // self._limits["max_turn_rows"])
-        return self._lanes[model].cost.of(turns * tokens // max(1, rows), tokens)
+    def save(self, key: ModelKey, place: int) -> State:
+        """The state in a place, on the host, once all that was launched has written it; raises DeviceLost."""
+        try:
+            return self._lanes[key].encoder.save(place)
+        except RuntimeError as fault:
+            raise_if_lost(self.device, fault)
+            raise
+
+    def restore(self, key: ModelKey, place: int, state: State) -> None:
+        """A state into a place, for turns that are launched from now on; raises DeviceLost."""
+        try:
+            self._lanes[key].encoder.restore(place, state)
+        except RuntimeError as fault:
+            raise_if_lost(self.device, fault)
+            raise
+
+    def cost(self, key: ModelKey) -> Cost:
+        """What turns of a model take, as measured at warm-up and corrected by those that ran."""
+        return self._lanes[key].cost.times(self._corrections[key].factor)
+
+    def predicted_seconds(self, turn: Turn) -> float:
+        return self._lanes[turn.model].predicted_seconds(turn) * self._corrections[turn.model].factor
 
     @property
     def running(self) -> tuple[float, float] | None:
@@ -95,7 +121,7 @@ class Engine:
         if not self._flights:
             return None
         flight = self._flights[0]
-        return max(flight.launched, self._last_ended), flight.predicted
+        return max(flight.launched, self._last_ended), self._predicted(flight)
 
     @property
     def remaining_seconds(self) -> float:
@@ -121,13 +147,13 @@ class Engine:
         try:
             flight = self._lanes[turn.model].launch(turn, self._places[self._launches % IN_FLIGHT] if self._places else None)
         except torch.OutOfMemoryError as fault:
-            raise OutOfMemory(_no_memory(turn, self._device), retry_after=1) from fault
+            raise OutOfMemory(_no_memory(turn, self.device), retry_after=1) from fault
         except Exception as fault:
-            raise_if_lost(self._device, fault)
+            raise_if_lost(self.device, fault)
             raise
         self._launches += 1
         self._flights.append(flight)
-        self._free_at = max(self._free_at, flight.launched) + flight.predicted
+        self._free_at = max(self._free_at, flight.launched) + self._predicted(flight)
         self._launch_seconds += NEWEST * (flight.launched - flight.began - self._launch_seconds)
 
     def spec(self, key: ModelKey) -> ModelSpec:
@@ -145,7 +171,7 @@ class Engine:
 
     def count_memory(self) -> None:
         """Bring the counts of the device's memory up to date."""
-        now, before = Memory.of(self._device), self._memory
+        now, before = Memory.of(self.device), self._memory
         self._metrics.device_mallocs.add(by=now.mallocs - before.mallocs)
         self._metrics.device_allocations.add(by=now.allocations - before.allocations)
         self._metrics.device_reserved_bytes.set(now.reserved_bytes)
@@ -160,7 +186,10 @@ class Engine:
                     self._watcher(flight, ended)
                 self._count(flight, ended)
         except RuntimeError as fault:
-            raise DeviceLost(f"{self._device} is lost: {str(fault).splitlines()[0]}") from fault
+            raise DeviceLost(f"{self.device} is lost: {str(fault).splitlines()[0]}") from fault
+
+    def _predicted(self, flight: Flight) -> float:
+        return flight.predicted * self._corrections[flight.turn.model].factor
 
     def _count(self, flight: Flight, ended: float) -> None:
         metrics, turn = self._metrics, flight.turn
@@ -170,6 +199,7 @@ class Engine:
             "compute": computed - max(flight.staged, self._last_ended),
             "stage_out": time.monotonic() - ended,
         }
+        self._corrections[turn.model].observe(flight.predicted, stages["compute"])
         self._last_ended = ended
         for stage, seconds in stages.items():
             metrics.stage_seconds.observe(seconds, *turn.model, stage)
@@ -183,11 +213,11 @@ class Engine:
     def _opened(self, encoders: Mapping[ModelKey, Encoder]) -> dict[ModelKey, Lane]:
         """The lane of every model. On a GPU all of it is asked for here that turns will need."""
         if not self._places:
-            return {key: Lane(encoder, **self._limits, slots=SLOTS) for key, encoder in encoders.items()}
+            return {key: Lane(encoder, **self._limits) for key, encoder in encoders.items()}
         pool = torch.cuda.graph_pool_handle()
-        lanes = {key: GraphLane(encoder, self._places, pool, **self._limits, slots=SLOTS) for key, encoder in encoders.items()}
+        lanes = {key: GraphLane(encoder, self._places, pool, **self._limits) for key, encoder in encoders.items()}
         largest = max((lane.largest_bytes() for lane in lanes.values()), default=0)
-        reserve(self._device, int(ARENA_FACTOR * largest))
+        reserve(self.device, int(ARENA_FACTOR * largest))
         return dict(lanes)
 
     def _show(self, key: ModelKey, lane: Lane) -> None:

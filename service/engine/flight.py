@@ -18,7 +18,7 @@ class Encoded(NamedTuple):
     """One chunk's answer; None is what the head has not, or the caller did not ask for.
 
     scores: (lines, n) float32 and picks: (lines, m) int32, where a line is the whole chunk or one step; embedding: (1, width);
-    sequence: (steps, width); steps: how many came out of the encoder.
+    sequence: (steps, width); steps: how many came out of the encoder; per_step: whether a line is one step.
     """
 
     scores: Array | None
@@ -26,6 +26,7 @@ class Encoded(NamedTuple):
     embedding: Array | None
     sequence: Array | None
     steps: int
+    per_step: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,7 @@ class Flight:
                 embedding[row : row + 1] if embedding is not None and chunk.returns.embedding else None,
                 sequence[begin:end] if sequence is not None and chunk.returns.sequence else None,
                 end - begin,
+                arrays.per_step,
             )
             parts.append((chunk, encoded))
         return parts

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 
 from kernels.contract import Ragged
+from service.engine.cost import Cost
 from service.engine.device import Copy, Place
 from service.engine.flight import Arrays, Flight
 from service.engine.ladder import Bucket, Ladder
-from service.engine.lane import Cost, Lane
+from service.engine.lane import Lane
 from service.engine.turn import Chunk, Turn
 from service.sequence import ModelKey, Returns
 from service.zoo.encoder import Encoder, Encoding
@@ -168,12 +169,14 @@ class GraphLane(Lane):
         return None
 
     def _cost_of_graphs(self) -> Cost:
-        """One long row tells the cost of a step, the fullest turn what each further token adds."""
-        alone = max((bucket for bucket in self._captured if bucket.rows == 1), default=min(self._captured))
-        fullest = max(self._captured)
-        per_step = self._captured[alone].even.seconds / alone.tokens
-        full = self._captured[fullest].even
-        return Cost(per_step, max(0.0, full.seconds - per_step * full.longest) / fullest.tokens)
+        """The shortest and the longest single row tell the cost of a turn and of a step, the fullest turn what each further token adds."""
+        singles = sorted(bucket for bucket in self._captured if bucket.rows == 1) or [min(self._captured)]
+        short, long = (self._captured[bucket].even for bucket in (singles[0], singles[-1]))
+        further = long.longest - short.longest
+        per_step = max(0.0, long.seconds - short.seconds) / further if further else short.seconds / short.longest
+        fixed, full = max(0.0, short.seconds - per_step * short.longest), max(self._captured)
+        fullest = self._captured[full].even
+        return Cost(fixed, per_step, max(0.0, fullest.seconds - fixed - per_step * fullest.longest) / full.tokens)
 
     def _try(self, bucket: Bucket) -> None:
         """Once as it is, which may compile kernels; then raises NotCapturable where anything waits for the device."""

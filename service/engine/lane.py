@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
 import time
-from dataclasses import dataclass
 
 from kernels.contract import Ragged
+from service.engine.cost import Cost
 from service.engine.device import Place
 from service.engine.flight import Arrays, Flight
 from service.engine.staging import Staging
@@ -15,32 +16,7 @@ from service.zoo.encoder import Encoder, Encoding
 
 TRIED_STEPS = 16
 """Of a row, where warm-up measures what steps cost."""
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """Seconds that a turn is expected to take, measured at warm-up."""
-
-    per_step: float
-    per_token: float
-
-    @classmethod
-    def measured(cls, encoder: Encoder, rows: int, steps: int, tokens: int) -> Cost:
-        """One row tells the cost of a step, many rows what each further token adds.
-
-        Before that every size is tried, on a GPU up to as many tokens as a turn may have: whatever a first batch of a size compiles or
-        makes is then there before any caller.
-        """
-        for size in _doubling(rows):
-            encoder.trial(size, steps)
-        if encoder.device.type == "cuda":
-            for longer in _doubling(max(1, tokens // (rows * steps)))[1:]:
-                encoder.trial(rows, min(steps * longer, encoder.spec.input.max_steps))
-        alone, together = encoder.trial(1, steps), encoder.trial(rows, steps)
-        return cls(alone / steps, max(0.0, together - alone) / (rows * steps))
-
-    def of(self, longest: int, tokens: int) -> float:
-        return self.per_step * longest + self.per_token * tokens
+TRIALS = 3
 
 
 class Lane:
@@ -57,7 +33,7 @@ class Lane:
         tokens = max(max_turn_tokens, shape.max_steps)
         self._staging = Staging(max_turn_rows, tokens, shape.features, encoder.device, places)
         steps = max(min(TRIED_STEPS, shape.max_steps), encoder.spec.min_steps)
-        self.cost = Cost.measured(encoder, rows=max_turn_rows, steps=steps, tokens=tokens)
+        self.cost = _measured(encoder, rows=max_turn_rows, steps=steps, tokens=tokens)
 
     @property
     def graphs(self) -> int:
@@ -85,6 +61,28 @@ class Lane:
         staged = time.monotonic()
         encoding = self._encoded(turn.rows, turn.tokens, sequence=turn.wants_sequence, whole=turn.whole)[1]
         return Flight(turn, ends, _on_host(encoding), self.predicted_seconds(turn), began, staged, time.monotonic())
+
+
+def _measured(encoder: Encoder, rows: int, steps: int, tokens: int) -> Cost:
+    """One short and one longer row tell the cost of a turn and of a step, many rows what each further token adds.
+
+    Before that every size is tried, on a GPU up to as many tokens as a turn may have: whatever a first batch of a size compiles or makes is
+    then there before any caller.
+    """
+    for size in _doubling(rows):
+        encoder.trial(size, steps)
+    if encoder.device.type == "cuda":
+        for longer in _doubling(max(1, tokens // (rows * steps)))[1:]:
+            encoder.trial(rows, min(steps * longer, encoder.spec.input.max_steps))
+    longer = max(steps, min(4 * steps, encoder.spec.input.max_steps))
+    alone, long, together = (_trial(encoder, *size) for size in ((1, steps), (1, longer), (rows, steps)))
+    per_step = max(0.0, long - alone) / (longer - steps) if longer > steps else alone / steps
+    return Cost(max(0.0, alone - per_step * steps), per_step, max(0.0, together - alone) / (rows * steps))
+
+
+def _trial(encoder: Encoder, rows: int, steps: int) -> float:
+    """The median of a few."""
+    return statistics.median(encoder.trial(rows, steps) for _ in range(TRIALS))
 
 
 def _on_host(encoding: Encoding) -> Arrays:

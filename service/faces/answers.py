@@ -57,12 +57,17 @@ class _Line:
         )
 
 
-def outputs(spec: ModelSpec, answer: Answer, data: bytes) -> list[dict[str, Any]]:
+def input_field(index: int) -> str:
+    """How an error names one of the inputs of a request."""
+    return f"inputs[{index}]"
+
+
+def outputs(spec: ModelSpec, answer: Answer, data: bytes, field_of: Callable[[int], str] = input_field) -> list[dict[str, Any]]:
     """One output per sequence, in their order; raises InvalidInput for a sequence that drove the model beyond float32."""
     say, arrays = _SAYINGS[type(spec.head)], _arrays(answer, data)
     lines = list(_lines(answer, arrays, per_step=isinstance(spec.head, TagHead)))
     if not all(np.isfinite(array).all() for array in arrays if array.size):
-        field = f"inputs[{next(index for index, line in enumerate(lines) if not line.finite)}]"
+        field = field_of(next(index for index, line in enumerate(lines) if not line.finite))
         raise InvalidInput(f"{field} drives {spec.name} to values that are not finite: send smaller numbers", field=field)
     return [say(spec.head, line) | _extras(line) for line in lines]
 

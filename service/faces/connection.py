@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from service.channel import Channel, Frame, Kind, encode
 from service.errors import BY_CODE, EngineLost, InferenceFailed, ServiceError
 from service.metrics import Metrics
-from service.sequence import Answer, Hello, Loaded, ModelKey, Refusal, Request, Trace
+from service.sequence import Answer, Hello, Loaded, ModelKey, Refusal, Request
 
 
 class Answered(NamedTuple):
@@ -25,9 +25,9 @@ class Answered(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Open:
-    """A request that has no answer yet. `frame` is kept so that it can be run again once by another engine.
+    """A request that has no answer yet. `frame` is kept so that it can be sent again: once to another engine, or to its session's next one.
 
-    `at` is the engine that has it, None while there is none.
+    `at` is the engine that has it, None while there is none; `orphaned` says that one ended that had it.
     """
 
     id: int
@@ -35,6 +35,7 @@ class Open:
     frame: bytes
     future: asyncio.Future[Answered]
     attempts: int = 1
+    orphaned: bool = False
     at: Connection | None = None
 
 
@@ -69,7 +70,7 @@ class Backlog:
 class Connection:
     """The channel to one engine, from its attachment to its end. `models` is what it says it serves, empty until its hello.
 
-    `on_met` is called at its hello, `on_lost` once, when it has gone; what it has not answered is then still `open`.
+    `on_met` is called at its hello, `on_lost` once, when it has gone; the requests that it has not answered are then still `open`.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Connection:
         channel: Channel,
         metrics: Metrics,
         clock: Callable[[], float],
-        on_met: Callable[[], None],
+        on_met: Callable[[Connection], None],
         on_lost: Callable[[Connection], None],
     ) -> None:
         self._channel = channel
@@ -91,7 +92,7 @@ class Connection:
         self.place = 0
         self.open: dict[int, Open] = {}
         self.open_bytes = 0
-        self._traces: dict[int, asyncio.Future[bytes]] = {}
+        self._questions: dict[int, asyncio.Future[bytes]] = {}
         asyncio.get_running_loop().add_reader(channel.fileno(), self._receive)
 
     @property
@@ -111,18 +112,21 @@ class Connection:
         model = self.models.get(waiting.request.key)
         self._backlog.add(waiting.id, self._channel.frames_sent, model.seconds(waiting.request.lengths) if model else 0.0)
 
-    async def trace(self, id: int, wanted: Trace) -> bytes:
-        """What the engine recorded, as a JSON array of trace events; raises what it refuses with, or EngineLost."""
+    async def ask(self, kind: Kind, id: int, body: Any, tail: bytes = b"") -> bytes:
+        """The bytes of the one frame that answers a question; raises what the engine refuses it with, or EngineLost."""
         future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._traces[id] = future
-        self._send(encode(Kind.TRACE, id, wanted))
+        frame = encode(kind, id, body, (tail,))
+        self._questions[id] = future
+        self.open_bytes += len(frame)
+        self._send(frame)
         try:
             return await future
         except asyncio.CancelledError:
             self._send(encode(Kind.CANCEL, id))
             raise
         finally:
-            del self._traces[id]
+            self.open_bytes -= len(frame)
+            del self._questions[id]
 
     def cancel(self, waiting: Open) -> None:
         """Nobody waits for it any more: the engine is told."""
@@ -174,15 +178,15 @@ class Connection:
             self._meet(frame.read(Hello))
         elif frame.kind == Kind.LOAD:
             self._backlog.report(frame.read(float), frame.id, self._clock())
-        elif frame.id in self._traces:
-            _settle_trace(self._traces[frame.id], frame)
+        elif frame.id in self._questions:
+            _settle_question(self._questions[frame.id], frame)
         else:
             self._settle(frame)
 
     def _meet(self, hello: Hello) -> None:
         self.models = {ModelKey(one.name, one.version): one for one in hello.models}
         self.place = hello.place
-        self._on_met()
+        self._on_met(self)
 
     def _settle(self, frame: Frame) -> None:
         waiting = self.open.get(frame.id)
@@ -196,19 +200,19 @@ class Connection:
 
     def _lose(self) -> None:
         self.close()
-        for future in self._traces.values():
+        for future in self._questions.values():
             if not future.done():
-                future.set_exception(EngineLost("an engine ended while it recorded a trace: retry", retry_after=1))
+                future.set_exception(EngineLost("the engine ended before it answered this: retry", retry_after=1))
         self._on_lost(self)
 
 
-def _settle_trace(future: asyncio.Future[bytes], frame: Frame) -> None:
+def _settle_question(future: asyncio.Future[bytes], frame: Frame) -> None:
     if future.done():
         return
-    if frame.kind == Kind.TRACED:
-        future.set_result(frame.tail)
-    else:
+    if frame.kind == Kind.REFUSAL:
         future.set_exception(_error(frame.read(Refusal)))
+    else:
+        future.set_result(frame.tail)
 
 
 def _error(refusal: Refusal) -> ServiceError:

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, FailFast, Field, StrictStr, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    StrictBool,
+    StrictStr,
+    TypeAdapter,
+    ValidationError,
+    WithJsonSchema,
+)
 
 from service.errors import InvalidInput, InvalidRequest, ServiceError, TooLarge, UnknownModel
-from service.faces.answers import Output
+from service.faces.answers import Output, input_field
 from service.sequence import FEATURES, IDS, Request, Returns
 from service.settings import Settings
 from service.zoo.spec import ModelSpec
@@ -21,7 +32,10 @@ from service.zoo.text import Tokenizer
 
 SHOWN_CHARACTERS = 100
 """At most this much of what a caller sent is repeated in a message."""
-
+OWN_SESSION = "stream:"
+"""With this begin the sessions that the service names, and no caller's."""
+_SESSION = re.compile(rf"(?!{OWN_SESSION})[!-~]([ -~]{{0,126}}[!-~])?", re.ASCII)
+SESSION_SCHEMA = {"type": "string", "minLength": 1, "maxLength": 128, "pattern": f"^{_SESSION.pattern}$"}
 
 # The first fault is the one that is named: a million of them cost no more.
 _IDS = TypeAdapter(Annotated[list[Annotated[int, Field(strict=True)]], FailFast()])
@@ -42,10 +56,42 @@ Catalog = Mapping[str, Mapping[str, Served]]
 """By name, then by version, versions rising."""
 
 
-class InferBody(BaseModel):
-    """Body of POST /infer."""
+def session_id(text: str) -> str:
+    """The name of a session as a caller may give it; raises InvalidInput."""
+    if not _SESSION.fullmatch(text):
+        raise InvalidInput(
+            "session has to be 1 to 128 printable ASCII characters, without spaces at either end, "
+            f"and must not begin with {OWN_SESSION!r}: name it so",
+            field="session",
+        )
+    return text
+
+
+Session = Annotated[StrictStr, AfterValidator(session_id), WithJsonSchema(SESSION_SCHEMA)]
+
+
+class Body(BaseModel):
+    """One JSON object of a caller's. of: where it has its place; what: what a message calls it; like: an example."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    of: ClassVar[str]
+    what: ClassVar[str] = "the body"
+    like: ClassVar[str]
+
+    @classmethod
+    def parse(cls, data: bytes | str) -> Self:
+        """Raises InvalidRequest for what is not JSON, InvalidInput naming the first field that is wrong."""
+        try:
+            return cls.model_validate_json(data)
+        except ValidationError as fault:
+            raise _invalid(cls, fault.errors(include_url=False)[0]) from None
+
+
+class InferBody(Body):
+    """Body of POST /infer."""
+
+    of = "/infer"
+    like = '{"model": "...", "inputs": [...]}'
 
     model: StrictStr
     """Name of a served model."""
@@ -55,45 +101,144 @@ class InferBody(BaseModel):
     """The newest when left out."""
     returns: Annotated[list[Literal["embedding", "sequence"]], Field(alias="return")] = []
     """Adds to each output the pooled vector (embedding) or the vectors of every step (sequence)."""
+    session: Session | None = None
+    """Name of a session: the one input is its next chunk, and the answer that of all its steps so far."""
+    start: StrictBool | None = None
+    """Of a session: true begins it anew, whatever there was; false goes on with it; left out, it goes on, or begins."""
+    end: StrictBool = False
+    """Of a session: nothing comes after this chunk."""
     deadline_ms: Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)] | None = None
     """Milliseconds from arrival after which the answer is of no use."""
     priority: Annotated[int, Field(ge=-10, le=10, strict=True)] = 0
     """Higher runs sooner."""
 
+    def field_of(self, index: int) -> str:
+        """How an error names one of the inputs."""
+        return input_field(index)
+
+
+class Message(Body):
+    """One text message on /stream."""
+
+    of = "a message on /stream"
+    what = "the message"
+    like = '{"input": ...}'
+
+    input: Any
+    """The next chunk: a string, a list of token ids, or a list of rows of floats, as the model takes them."""
+    start: StrictBool | None = None
+    """true begins the session anew with this chunk, whatever there was; false goes on with it."""
+    end: StrictBool = False
+    """Nothing comes after this chunk: the next one begins the session anew."""
+
     @classmethod
-    def parse(cls, body: bytes) -> InferBody:
-        """Raises InvalidRequest for what is not JSON, InvalidInput naming the first field that is wrong."""
-        try:
-            return cls.model_validate_json(body)
-        except ValidationError as fault:
-            raise _invalid(fault.errors(include_url=False)[0]) from None
+    def read(cls, message: Mapping[str, Any]) -> Message:
+        """A message as ASGI has it. One of bytes is nothing but a chunk."""
+        data = message.get("bytes")
+        return cls.parse(message["text"]) if data is None else cls.model_construct(input=bytes(data))
 
 
-class TraceQuery(BaseModel):
-    """Query of POST /debug/trace."""
+class ChunkBody(InferBody):
+    """What a message on /stream asks for, with all that its socket has said."""
+
+    def field_of(self, index: int) -> str:
+        return "input"
+
+    def chunk(self, message: Message, *, goes_on: bool) -> ChunkBody:
+        """goes_on: the session has begun, and a message that does not say otherwise is no other's chunk."""
+        start = False if message.start is None and goes_on else message.start
+        return self.model_copy(update={"inputs": [message.input], "start": start, "end": message.end})
+
+
+class ForkBody(Body):
+    """Body of POST /sessions/{id}/fork."""
+
+    of = "/sessions/{id}/fork"
+    like = '{"session": "..."}'
+
+    session: Session
+    """Name of the copy."""
+
+
+class Query(BaseModel):
+    """A query of a caller's. of: the path that takes it."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    of: ClassVar[str]
+
+    @classmethod
+    def parse(cls, items: Iterable[tuple[str, str]]) -> Self:
+        """Raises InvalidInput naming the first parameter that is wrong."""
+        try:
+            return cls.model_validate(cls.gathered(items))
+        except ValidationError as fault:
+            raise _invalid_query(cls, fault.errors(include_url=False)[0]) from None
+
+    @classmethod
+    def gathered(cls, items: Iterable[tuple[str, str]]) -> dict[str, Any]:
+        """By name; what is said last counts."""
+        return dict(items)
+
+
+class TraceQuery(Query):
+    """Query of POST /debug/trace."""
+
+    of = "/debug/trace"
 
     turns: Annotated[int, Field(ge=1, le=1000)] = 50
     """How many turns to record of every engine."""
     seconds: Annotated[float, Field(gt=0, le=60)] = 10.0
     """How long to wait for them; what came by then is the trace."""
 
+
+class StreamQuery(Query):
+    """Query of /stream: what all chunks of a socket have in common."""
+
+    of = "/stream"
+
+    model: str
+    """Name of a served model."""
+    version: str | None = None
+    """The newest when left out."""
+    session: Session | None = None
+    """Name of a session, which stays open when the socket closes; left out, the socket has one of its own, which ends with it."""
+    returns: Annotated[list[Literal["embedding", "sequence"]], Field(alias="return")] = []
+    """Adds to each answer the pooled vector (embedding) or the vectors of every step (sequence); repeated, or with commas."""
+    deadline_ms: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Milliseconds from a chunk's arrival after which its answer is of no use."""
+    priority: Annotated[int, Field(ge=-10, le=10)] = 0
+    """Higher runs sooner."""
+
     @classmethod
-    def parse(cls, query: Mapping[str, str]) -> TraceQuery:
-        """Raises InvalidInput naming the first parameter that is wrong."""
-        try:
-            return cls.model_validate(dict(query))
-        except ValidationError as fault:
-            raise _invalid_query(fault.errors(include_url=False)[0]) from None
+    def gathered(cls, items: Iterable[tuple[str, str]]) -> dict[str, Any]:
+        pairs = list(items)
+        wanted = [part for name, said in pairs if name == "return" for part in said.split(",")]
+        return dict(pairs) | ({"return": wanted} if wanted else {})
+
+
+class SessionAnswer(BaseModel):
+    """Answer of the routes of one session."""
+
+    session: str
+
+
+class SessionSteps(BaseModel):
+    """Where a session is now."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    id: str
+    steps: int
+    """All that it has had, those of this chunk included."""
 
 
 class InferAnswer(BaseModel):
-    """Answer of POST /infer: one output per input, in their order."""
+    """Answer of POST /infer: one output per input, in their order, and where the session is, if one was named."""
 
     model: str
     version: str
     outputs: list[Output]
+    session: SessionSteps | None = None
 
 
 class ErrorBody(BaseModel):
@@ -118,6 +263,29 @@ def served(catalog: Catalog, name: str, version: str | int | None) -> Served:
     return versions[wanted]
 
 
+def stream_body(query: StreamQuery, session: str, catalog: Catalog, settings: Settings) -> ChunkBody:
+    """What all chunks of a socket have in common, `session` among it; raises a ServiceError for what no chunk could have."""
+    model = served(catalog, query.model, query.version)
+    body = ChunkBody.model_construct(
+        model=model.spec.name,
+        inputs=[],
+        version=model.version,
+        returns=query.returns,
+        session=session,
+        deadline_ms=query.deadline_ms,
+        priority=query.priority,
+    )
+    _returns(body, model.spec)
+    _deadline_ms(body, settings)
+    return body
+
+
+def described(body: type[Body], example: dict[str, Any]) -> dict[str, Any]:
+    """A body that is read and validated here, as the API's description has it."""
+    schema = body.model_json_schema(by_alias=True)
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema, "example": example}}}}
+
+
 def sequences(body: InferBody, model: Served, settings: Settings, arrived: float) -> tuple[Request, bytes]:
     """The request for the engine and its tensor bytes; raises InvalidInput or TooLarge naming the input at fault."""
     if len(body.inputs) > settings.max_inputs:
@@ -126,7 +294,8 @@ def sequences(body: InferBody, model: Served, settings: Settings, arrived: float
             "send several requests, or raise SEQSERVE_MAX_INPUTS",
             field="inputs",
         )
-    arrays = [_array(value, f"inputs[{index}]", model) for index, value in enumerate(body.inputs)]
+    _check_session(body)
+    arrays = [_array(value, body.field_of(index), model) for index, value in enumerate(body.inputs)]
     request = Request(
         model=model.spec.name,
         version=model.version,
@@ -135,6 +304,9 @@ def sequences(body: InferBody, model: Served, settings: Settings, arrived: float
         sent=time.monotonic(),
         priority=body.priority,
         returns=_returns(body, model.spec),
+        session=body.session,
+        session_starts=body.start,
+        session_ends=body.end,
     )
     return request, b"".join(array.tobytes() for array in arrays)
 
@@ -143,6 +315,17 @@ def error_body(error: ServiceError) -> dict[str, str]:
     """{"error", "code"} and, where one field is at fault, "field"."""
     body = {"error": error.message, "code": error.code}
     return body | ({"field": error.field} if error.field else {})
+
+
+def _check_session(body: InferBody) -> None:
+    """Whether what is said of a session is said of one, and of one chunk of it."""
+    if body.session is not None:
+        if len(body.inputs) > 1:
+            raise InvalidInput(f"{len(body.inputs)} inputs for one session: send its chunks one by one", field="inputs")
+        return
+    for field, said in (("start", body.start is not None), ("end", "end" in body.model_fields_set)):
+        if said:
+            raise InvalidInput(f"{field} is said of a session and none is named: name one with session", field=field)
 
 
 def _returns(body: InferBody, spec: ModelSpec) -> Returns:
@@ -167,7 +350,9 @@ def _deadline_ms(body: InferBody, settings: Settings) -> float:
 def _array(value: Any, field: str, model: Served) -> NDArray[Any]:
     """One input as (steps,) ids or (steps, features) rows, within every limit of the model."""
     shape = model.spec.input
-    if isinstance(value, str) and model.tokenizer is not None:
+    if isinstance(value, bytes):
+        array = _raw(value, field, model)
+    elif isinstance(value, str) and model.tokenizer is not None:
         array = np.array(_text_ids(value, field, model), IDS)
     elif isinstance(value, list) and shape.features is None:
         array = _ids(value, field, model)
@@ -204,12 +389,20 @@ def _ids(values: list[Any], field: str, model: Served) -> NDArray[Any]:
     except ValidationError as fault:
         at, value = _first(fault, field)
         raise InvalidInput(f"{at} is {_kind(value)} and a token id is a whole number", field=at) from None
-    highest = (model.spec.input.vocabulary or 0) - 1
+    highest = _highest_id(model)
     if ids and not 0 <= min(ids) <= max(ids) <= highest:
         step = next(step for step, id in enumerate(ids) if not 0 <= id <= highest)
-        said = f"{_shown(str(ids[step]))} and the token ids of {model.spec.name} go from 0 to {highest}"
-        raise InvalidInput(f"{field}[{step}] is {said}", field=f"{field}[{step}]")
+        raise _no_id(ids[step], f"{field}[{step}]", model)
     return np.array(ids, IDS)
+
+
+def _highest_id(model: Served) -> int:
+    return (model.spec.input.vocabulary or 0) - 1
+
+
+def _no_id(id: int, at: str, model: Served) -> InvalidInput:
+    said = f"{_shown(str(id))} and the token ids of {model.spec.name} go from 0 to {_highest_id(model)}"
+    return InvalidInput(f"{at} is {said}", field=at)
 
 
 def _features(values: list[Any], field: str, model: Served, features: int) -> NDArray[Any]:
@@ -224,12 +417,36 @@ def _features(values: list[Any], field: str, model: Served, features: int) -> ND
             at = f"{field}[{step}]"
             raise InvalidInput(f"{at} has {len(row)} numbers: {_a_step(model)}", field=at)
     array = np.array(rows, np.float64).reshape(len(rows), features)
-    too_large = np.argwhere(np.abs(array) > np.finfo(FEATURES).max)
-    if len(too_large):
-        step, index = too_large[0]
+    _check_finite(array, field, model)
+    return array.astype(FEATURES)
+
+
+def _raw(data: bytes, field: str, model: Served) -> NDArray[Any]:
+    """The values themselves, little-endian: int32 ids, or rows of float32."""
+    features = model.spec.input.features
+    size = 4 * (features or 1)
+    if len(data) % size:
+        raise InvalidInput(
+            f"{field} has {len(data)} bytes and a step of {model.spec.name} has {size}: send whole steps", field=field
+        )
+    _check_steps(len(data) // size, field, model)
+    if features is not None:
+        array = np.frombuffer(data, "<f4").reshape(-1, features)
+        _check_finite(array, field, model)
+        return array.astype(FEATURES, copy=False)
+    ids = np.frombuffer(data, "<i4")
+    for step in np.flatnonzero((ids < 0) | (ids > _highest_id(model)))[:1]:
+        raise _no_id(ids[step], f"{field}[{step}]", model)
+    return ids.astype(IDS, copy=False)
+
+
+def _check_finite(array: NDArray[Any], field: str, model: Served) -> None:
+    """Whether every value is one that a float32 can hold."""
+    wrong = np.argwhere(~(np.abs(array) <= np.finfo(FEATURES).max))
+    if len(wrong):
+        step, index = wrong[0]
         at = f"{field}[{step}][{index}]"
         raise InvalidInput(f"{at} is {array[step, index]:g}: {_a_step(model)}", field=at)
-    return array.astype(FEATURES)
 
 
 def _a_step(model: Served) -> str:
@@ -276,24 +493,32 @@ def _shown(text: str) -> str:
     return clean if len(clean) <= SHOWN_CHARACTERS else clean[:SHOWN_CHARACTERS] + "..."
 
 
-def _invalid(error: Mapping[str, Any]) -> ServiceError:
+def _invalid(body: type[Body], error: Mapping[str, Any]) -> ServiceError:
     if error["type"] == "json_invalid":
-        return InvalidRequest(f"the body is not JSON: {_shown(str(error['msg']))}")
+        return InvalidRequest(f"{body.what} is not JSON: {_shown(str(error['msg']))}")
     if not error["loc"]:
-        return InvalidRequest('the body is not an object: send {"model": "...", "inputs": [...]}')
+        return InvalidRequest(f"{body.what} is not an object: send {body.like}")
     name, *rest = error["loc"]
     field = _shown(str(name)) + "".join(f"[{part}]" for part in rest if isinstance(part, int))
     if error["type"] == "extra_forbidden":
-        known = ", ".join(info.alias or key for key, info in InferBody.model_fields.items())
-        return InvalidInput(f"{field} is no option of /infer: known are {known}", field=field)
+        return InvalidInput(f"{field} is no option of {body.of}: known are {', '.join(_names(body))}", field=field)
     if error["type"] == "missing":
-        return InvalidInput(f"{field} is missing: the body needs model and inputs", field=field)
+        return InvalidInput(f"{field} is missing: {body.what} needs {' and '.join(_needed(body))}", field=field)
     return InvalidInput(f"{field}: {error['msg'][0].lower()}{error['msg'][1:]}", field=field)
 
 
-def _invalid_query(error: Mapping[str, Any]) -> ServiceError:
+def _invalid_query(query: type[Query], error: Mapping[str, Any]) -> ServiceError:
     field = _shown(str(error["loc"][0]))
     if error["type"] == "extra_forbidden":
-        known = ", ".join(TraceQuery.model_fields)
-        return InvalidInput(f"{field} is no parameter of /debug/trace: known are {known}", field=field)
+        return InvalidInput(f"{field} is no parameter of {query.of}: known are {', '.join(_names(query))}", field=field)
+    if error["type"] == "missing":
+        return InvalidInput(f"{field} is missing: {query.of} needs {' and '.join(_needed(query))}", field=field)
     return InvalidInput(f"{field} is {_shown(str(error['input']))}: {error['msg'][0].lower()}{error['msg'][1:]}", field=field)
+
+
+def _names(kind: type[BaseModel]) -> list[str]:
+    return [info.alias or name for name, info in kind.model_fields.items()]
+
+
+def _needed(kind: type[BaseModel]) -> list[str]:
+    return [info.alias or name for name, info in kind.model_fields.items() if info.is_required()]

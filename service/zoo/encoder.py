@@ -64,6 +64,19 @@ class Encoder:
         self._memory = Memory([part.runs.slabs(places) for part in self._parts], pool)
 
     @torch.inference_mode()
+    def save(self, place: int) -> dict[str, Tensor]:
+        """The state in one place, on the host, by layer and name."""
+        assert self._memory is not None, "remember() makes room for states"
+        return {name: slab[place].clone().cpu() for name, slab in self._memory.slabs().items()}
+
+    @torch.inference_mode()
+    def restore(self, place: int, state: Mapping[str, Tensor]) -> None:
+        """A state that `save` gave into one place."""
+        assert self._memory is not None, "remember() makes room for states"
+        for name, slab in self._memory.slabs().items():
+            slab[place].copy_(state[name])
+
+    @torch.inference_mode()
     def __call__(self, x: Ragged, *, sequence: bool = False, places: Places | None = None) -> Encoding:
         """x.data: (tokens,) ids or (tokens, features) float32. `sequence` also asks for every step of the last layer.
 

@@ -6,7 +6,7 @@ The first places belong to no sequence: `service.sequence` says which.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -45,6 +45,9 @@ class RunningPool:
         count = self._written(self._steps, slots, self._steps.index_select(0, places.sources) + steps)
         return replace(encoded, mean=total / count.clamp(min=1))
 
+    def slabs(self) -> dict[str, Tensor]:
+        return {"pool": self._slab, "pool.steps": self._steps}
+
     @staticmethod
     def _written(slab: Tensor, slots: Tensor, values: Tensor) -> Tensor:
         slab.index_copy_(0, slots, values)
@@ -61,3 +64,14 @@ class Memory:
     def states(self, part: int, places: Places) -> list[Any]:
         """The states from which a part goes on, and to which it writes."""
         return [replace(slab, slots=places.slots, sources=places.sources) for slab in self.parts[part]]
+
+    def slabs(self) -> dict[str, Tensor]:
+        """Every slab, (places, ...), by part, layer and name."""
+        found = {
+            f"{part}.{layer}.{field.name}": value
+            for part, slabs in enumerate(self.parts)
+            for layer, slab in enumerate(slabs)
+            for field in fields(slab)
+            if isinstance(value := getattr(slab, field.name), Tensor)
+        }
+        return found | ({} if self.pool is None else self.pool.slabs())

@@ -1,4 +1,4 @@
-"""Chunks and requests in a few words."""
+"""Chunks, sequences and requests in a few words."""
 
 from __future__ import annotations
 
@@ -6,27 +6,57 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from service.engine.turn import Chunk
+from service.batching.scheduler import Limits, Waiting
+from service.engine.cost import Cost
 from service.sequence import IDS, ModelKey, Request, Returns
 
 MODEL = ModelKey("words", "1")
 OTHER = ModelKey("sensors", "1")
 PLAIN = Returns()
+NEVER = 1e9
+COST = Cost(1.0, 0.0, 0.0)
+"""Of every turn, however long: a budget cuts nothing."""
 
 
-def chunks(*steps: int, owner: object = None) -> list[Chunk]:
-    return [Chunk(b"", one, PLAIN, owner) for one in steps]
+def sequences(
+    *steps: int, deadline: float = NEVER, priority: int = 0, cuts: bool = False, stateful: bool = False
+) -> list[Waiting]:
+    return [Waiting(one, deadline, priority, cuts=cuts, stateful=stateful) for one in steps]
+
+
+def limits(
+    max_waiting: int = 100,
+    max_turn_rows: int = 8,
+    max_turn_tokens: int = 100,
+    turn_seconds: float = 100.0,
+    continuous: bool = True,
+) -> Limits:
+    return Limits(max_waiting, max_turn_rows, max_turn_tokens, turn_seconds, continuous)
 
 
 def request(
     lengths: Sequence[int],
     *,
     model: ModelKey = MODEL,
-    deadline: float = 1e9,
+    deadline: float = NEVER,
     priority: int = 0,
     returns: Returns = PLAIN,
+    session: str | None = None,
+    starts: bool | None = None,
+    ends: bool = False,
 ) -> Request:
-    return Request(model.name, model.version, list(lengths), deadline, sent=0.0, priority=priority, returns=returns)
+    return Request(
+        model.name,
+        model.version,
+        list(lengths),
+        deadline,
+        sent=0.0,
+        priority=priority,
+        returns=returns,
+        session=session,
+        session_starts=starts,
+        session_ends=ends,
+    )
 
 
 def ids(sequences: Sequence[Sequence[int]]) -> bytes:

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from service.metrics import CANCELLED_WHILE, REFUSALS, RESTARTS, Counter, Metrics, Series
+from service.metrics import CANCELLED_WHILE, REFUSALS, RESTARTS, SESSION_ENDS, SESSION_MOVES, Counter, Metrics, Series
 from tests.deploy.shipped import ROOT, alerts, panels
 
 PAGE = (ROOT / "docs" / "operating.md").read_text()
@@ -53,5 +53,5 @@ def test_every_panel_and_file_that_it_names_exists() -> None:
 
 def test_every_reason_that_a_counter_starts_with_is_explained() -> None:
     values = PAGE.partition("| label | values |")[2]
-    for word in (*REFUSALS, *CANCELLED_WHILE, *(word for pair in RESTARTS for word in pair)):
+    for word in (*REFUSALS, *CANCELLED_WHILE, *SESSION_ENDS, *SESSION_MOVES, *(word for pair in RESTARTS for word in pair)):
         assert f"`{word}`" in values

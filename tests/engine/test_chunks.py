@@ -12,6 +12,7 @@ from numpy.testing import assert_allclose
 
 from service.engine.engine import Engine
 from service.engine.flight import Encoded
+from service.engine.state import Origin, pack, unpack
 from service.engine.turn import Chunk, Turn
 from service.metrics import Metrics
 from service.sequence import FEATURES, FIRST, SCRAP, ZEROS, ModelKey, Returns
@@ -94,6 +95,23 @@ def test_places_are_handed_from_one_sequence_to_another_without_a_trace(tmp_path
     [again] = run(engine, chunk(rows(1)[4:], source=FIRST))
     assert again.embedding is not None and alone.embedding is not None
     assert_allclose(again.embedding, alone.embedding, atol=ROUNDING)
+
+
+@pytest.mark.parametrize("head", ["last", "mean", "max"])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_state_that_was_on_the_host_goes_on_in_another_place_to_the_bit(layer: str, head: str, tmp_path: Path) -> None:
+    spec, engine = built(tmp_path, layer, head)
+    key = ModelKey("streamed", "1")
+    run(engine, chunk(rows(1)[:5], slot=FIRST))
+    state, origin = unpack(pack(engine.save(key, FIRST), Origin.of(spec, key, 5)))
+    run(engine, chunk(rows(2), slot=FIRST + 1))
+    engine.restore(key, FIRST + 1, state)
+    [stayed] = run(engine, chunk(rows(1)[5:], source=FIRST))
+    [moved] = run(engine, chunk(rows(1)[5:], source=FIRST + 1))
+    for name in ("scores", "embedding", "sequence"):
+        one, two = getattr(stayed, name), getattr(moved, name)
+        assert (one is None and two is None) or (one == two).all()
+    assert origin == Origin("streamed", "1", spec.sha256["weights.safetensors"], 5)
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,8 @@ def said(
     given = {"scores": (scores, FEATURES), "picks": (picks, IDS), "embedding": (embedding, FEATURES)}
     arrays = {name: np.array(rows, dtype) for name, (rows, dtype) in {**given, "sequence": (sequence, FEATURES)}.items()}
     held = {name: array for name, array in arrays.items() if len(array)}
-    answer = Answer(**{name: array.shape for name, array in held.items()}, steps=list(steps))
+    shapes: dict[str, Any] = {name: array.shape for name, array in held.items()}
+    answer = Answer(**shapes, steps=list(steps))
     made = outputs(spec(**head), answer, b"".join(array.tobytes() for array in held.values()))
     assert all(set(one) <= set(Output.model_fields) for one in made)
     assert json.loads(msgspec.json.encode(made)) == made, "plain values, whole in JSON"

@@ -65,11 +65,12 @@ def request(seconds: float = 5.0, steps: int = 2) -> Request:
 def run(
     test: Callable[[Engines, Metrics], Awaitable[None]],
     channel_bytes: int = 10_000,
+    places: int = 1,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
     async def within_a_loop() -> None:
         metrics = Metrics()
-        engines = Engines(metrics, channel_bytes, lambda: None, clock)
+        engines = Engines(metrics, channel_bytes, lambda: None, places, clock)
         try:
             await asyncio.wait_for(test(engines, metrics), 10)
         finally:

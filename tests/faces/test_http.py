@@ -113,6 +113,7 @@ def test_the_models_and_what_runs_them_are_listed(server: Server) -> None:
     assert listed[0]["device"] == "cpu"
     assert listed[0]["backends"] == ["layers.0: framework"]
     assert listed[1]["head"]["labels"] == list(LABELS)
+    assert [one["streams"] for one in listed] == [True, False, False]
 
 
 def test_health_says_live_and_ready(server: Server) -> None:
@@ -124,8 +125,16 @@ def test_the_api_describes_itself(server: Server) -> None:
     assert "swagger" in server.client.get("/docs").text
     schema = server.client.get("/openapi.json").json()
     body = schema["paths"]["/infer"]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    assert set(body["properties"]) == {"model", "inputs", "version", "return", "deadline_ms", "priority"}
-    assert set(schema["paths"]) == {"/infer", "/models", "/healthz", "/readyz", "/metrics"}
+    options = {"version", "return", "session", "start", "end", "deadline_ms", "priority"}
+    assert set(body["properties"]) == {"model", "inputs"} | options
+    states = schema["paths"]["/sessions/{id}/state"]
+    assert set(states) == {"get", "put", "delete"}
+    assert [one["name"] for one in states["put"]["parameters"]] == ["id"]
+    assert [one["name"] for one in schema["paths"]["/stream"]["get"]["parameters"] if one["required"]] == ["model"]
+    assert set(schema["paths"]) == {
+        *("/infer", "/stream", "/sessions/{id}/state", "/sessions/{id}/fork"),
+        *("/models", "/healthz", "/readyz", "/metrics"),
+    }
 
 
 def test_metrics_say_where_the_time_went(server: Server) -> None:
@@ -191,8 +200,16 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"model": "sensors", "inputs": [[[1, 2, "3"]]]}, "inputs[0][0][2]", "finite"),
     ({"model": "sensors", "inputs": [[[1, 2, 3], [1, None, 3]]]}, "inputs[0][1][1]", "finite"),
     ({"model": "sensors", "inputs": [[[1, 2, 1e39]]]}, "inputs[0][0][2]", "finite"),
-    ({**GOOD, "colour": "red"}, "colour", "known are model, inputs, version, return, deadline_ms, priority"),
-    ({**GOOD, "session": "s"}, "session", "no option"),
+    (
+        {**GOOD, "colour": "red"},
+        "colour",
+        "known are model, inputs, version, return, session, start, end, deadline_ms, priority",
+    ),
+    ({**GOOD, "session": "s"}, "session", "words sees the whole of a sequence"),
+    ({**GOOD, "session": 7}, "session", "string"),
+    ({**GOOD, "session": "s", "start": "yes"}, "start", "boolean"),
+    ({**GOOD, "session": "s", "end": None}, "end", "boolean"),
+    ({**GOOD, "end": True}, "end", "none is named"),
     ({**GOOD, "return": ["everything"]}, "return[0]", "embedding"),
     ({**GOOD, "return": "embedding"}, "return", "array"),
     ({**GOOD, "deadline_ms": 0}, "deadline_ms", "greater than 0"),
@@ -293,7 +310,11 @@ def test_an_unknown_path_gets_404(server: Server, path: str) -> None:
         lambda inner: (
             st.lists(inner, max_size=4)
             | st.dictionaries(
-                st.sampled_from(["model", "inputs", "version", "return", "deadline_ms", "priority", "x"]), inner, max_size=4
+                st.sampled_from(
+                    ["model", "inputs", "version", "return", "session", "start", "end", "deadline_ms", "priority", "x"]
+                ),
+                inner,
+                max_size=4,
             )
         ),
         max_leaves=12,
@@ -311,6 +332,13 @@ def test_whatever_is_sent_gets_an_answer_or_a_named_error(server: Server, body: 
 # Deadlines, priorities, full queues, callers who leave.
 
 
+@pytest.fixture(scope="module")
+def static(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server whose engine one long sequence keeps busy: it is not cut, and nobody joins it."""
+    with serving(models_folder, tmp_path_factory.mktemp("log"), batching="static") as running:
+        yield running
+
+
 def busy(server: Server, pool: ThreadPoolExecutor, times: int = 3) -> Future[httpx.Response]:
     """Occupy the engine with one long turn; returns its future answer."""
     parsed = server.metric("seqserve_stage_seconds_count", model="sensors", stage="parse")
@@ -320,57 +348,58 @@ def busy(server: Server, pool: ThreadPoolExecutor, times: int = 3) -> Future[htt
     return future
 
 
-def test_a_deadline_that_passes_gets_504_in_time(server: Server) -> None:
+def test_a_deadline_that_passes_gets_504_in_time(static: Server) -> None:
     with ThreadPoolExecutor() as pool:
-        long = busy(server, pool)
+        long = busy(static, pool)
         start = time.monotonic()
-        answer = server.infer("words", [QUESTION], deadline_ms=100)
+        answer = static.infer("words", [QUESTION], deadline_ms=100)
         waited = time.monotonic() - start
         assert long.result().status_code == 200
     refused(answer, 504, "deadline_exceeded", "deadline")
     assert 0.1 <= waited < 0.6
 
 
-def test_nothing_is_computed_after_its_deadline(server: Server) -> None:
+def test_nothing_is_computed_after_its_deadline(static: Server) -> None:
     with ThreadPoolExecutor() as pool:
-        long = busy(server, pool)
-        computed = server.metric("seqserve_sequences_total", model="words")
-        assert server.infer("words", [QUESTION] * 20, deadline_ms=50).status_code == 504
+        long = busy(static, pool)
+        computed = static.metric("seqserve_sequences_total", model="words")
+        assert static.infer("words", [QUESTION] * 20, deadline_ms=50).status_code == 504
         assert long.result().status_code == 200
-    assert server.infer("words", [QUESTION]).status_code == 200
-    assert server.metric("seqserve_sequences_total", model="words") == computed + 1
+    assert static.infer("words", [QUESTION]).status_code == 200
+    assert static.metric("seqserve_sequences_total", model="words") == computed + 1
 
 
-def test_batches_form_because_the_engine_is_busy(server: Server) -> None:
+def test_batches_form_because_the_engine_is_busy(static: Server) -> None:
     with ThreadPoolExecutor(20) as pool:
-        long = busy(server, pool)
-        turns = server.metric("seqserve_turn_rows_count", model="words")
-        answers = [pool.submit(server.infer, "words", [QUESTION]) for _ in range(15)]
+        long = busy(static, pool)
+        turns = static.metric("seqserve_turn_rows_count", model="words")
+        answers = [pool.submit(static.infer, "words", [QUESTION]) for _ in range(15)]
         assert [answer.result().status_code for answer in answers] == [200] * 15
         assert long.result().status_code == 200
-    assert server.metric("seqserve_turn_rows_count", model="words") <= turns + 3
+    assert static.metric("seqserve_turn_rows_count", model="words") <= turns + 3
 
 
-def test_a_caller_who_goes_away_leaves_at_once_and_its_batch_mates_are_unharmed(server: Server) -> None:
-    gone = server.metric("seqserve_requests_total", outcome="client_gone")
+def test_a_caller_who_goes_away_leaves_at_once_and_its_batch_mates_are_unharmed(static: Server) -> None:
+    gone = static.metric("seqserve_requests_total", outcome="client_gone")
     with ThreadPoolExecutor(20) as pool:
-        long = busy(server, pool)
-        computed = server.metric("seqserve_sequences_total", model="words")
+        long = busy(static, pool)
+        computed = static.metric("seqserve_sequences_total", model="words")
         body = json.dumps(GOOD).encode()
-        leaving = connect(server)
+        leaving = connect(static)
         leaving.sendall(b"POST /infer HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
-        mates = [pool.submit(server.infer, "words", [QUESTION]) for _ in range(5)]
-        eventually(lambda: server.metric("seqserve_requests_in_flight") == 7, 5)
+        mates = [pool.submit(static.infer, "words", [QUESTION]) for _ in range(5)]
+        eventually(lambda: static.metric("seqserve_requests_in_flight") == 7, 5)
         leaving.close()
-        eventually(lambda: server.metric("seqserve_requests_total", outcome="client_gone") == gone + 1, 1)
+        eventually(lambda: static.metric("seqserve_requests_total", outcome="client_gone") == gone + 1, 1)
         assert not long.done(), "the caller's leaving was seen while the engine was busy"
         assert [mate.result().status_code for mate in mates] == [200] * 5
         assert long.result().status_code == 200
-    assert server.metric("seqserve_sequences_total", model="words") == computed + 5
+    assert static.metric("seqserve_sequences_total", model="words") == computed + 5
 
 
 def test_a_full_queue_gets_503_with_retry_after(models_folder: Path, tmp_path: Path) -> None:
-    with serving(models_folder, tmp_path, max_waiting="4", max_inputs="4") as small, ThreadPoolExecutor(20) as pool:
+    limits = {"max_waiting": "4", "max_inputs": "4", "batching": "static"}
+    with serving(models_folder, tmp_path, **limits) as small, ThreadPoolExecutor(20) as pool:
         long = busy(small, pool)
         asked = [pool.submit(small.infer, "words", [QUESTION] * 2, deadline_ms=20_000) for _ in range(5)]
         answers = [one.result() for one in asked]
@@ -382,17 +411,17 @@ def test_a_full_queue_gets_503_with_retry_after(models_folder: Path, tmp_path: P
         assert small.metric("seqserve_refused_total", reason="overloaded") == 3
 
 
-def test_a_higher_priority_runs_first(server: Server) -> None:
+def test_a_higher_priority_runs_first(static: Server) -> None:
     order: list[int] = []
     with ThreadPoolExecutor(20) as pool:
-        long = busy(server, pool)
+        long = busy(static, pool)
 
         def ask(priority: int) -> None:
-            assert server.infer("sensors", [DENSE[:6_000]], priority=priority).status_code == 200
+            assert static.infer("sensors", [DENSE[:6_000]], priority=priority).status_code == 200
             order.append(priority)
 
         waiting = [pool.submit(ask, priority) for priority in (0, 5, -5)]
-        eventually(lambda: server.metric("seqserve_requests_in_flight") == 4, 5)
+        eventually(lambda: static.metric("seqserve_requests_in_flight") == 4, 5)
         for one in waiting:
             one.result()
         assert long.result().status_code == 200

@@ -65,7 +65,8 @@ def test_without_a_server_it_starts_one_over_the_embedded_models_and_the_sensors
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--users", "6", "--seconds", "1", "--out", str(tmp_path), "--", "--device", "cpu"]) == 0
-    assert "question-type-cnn 1, question-type-lstm 1, question-type-sru 1, sensors 1" in capsys.readouterr().out
+    served = "question-type-cnn 1, question-type-lstm 1, question-type-sru 1, sensor-forecast 1, sensors 1"
+    assert served in capsys.readouterr().out
     assert list(rows(tmp_path / "figures.csv")) == [*KINDS, "total"]
     assert '"ended"' in (tmp_path / "server.log").read_text()
 

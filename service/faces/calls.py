@@ -1,0 +1,99 @@
+"""One call for an answer, as every door handles it: counted, validated, sent to an engine, put into words. Nothing here knows HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import msgspec
+
+from service.errors import InferenceFailed, ServiceError
+from service.faces import answers, wire
+from service.faces.engines import Engines
+from service.logs import Log
+from service.metrics import CUT_OFF, Metrics, Snapshot
+from service.settings import Settings
+
+UNKNOWN = ("unknown", "unknown")
+"""Labels of a call that names no model that is served."""
+
+
+class CallerGone(Exception):
+    """The caller closed the connection before the answer."""
+
+
+@dataclass(slots=True)
+class Front:
+    """What the doors work with. `draining` says that the service is about to end."""
+
+    settings: Settings
+    catalog: wire.Catalog
+    engines: Engines
+    metrics: Metrics
+    log: Log
+    scrape: Callable[[], Awaitable[Snapshot]]
+    draining: bool = False
+
+    @property
+    def ready(self) -> bool:
+        return self.engines.ready and not self.draining
+
+
+@dataclass(slots=True)
+class Call:
+    """One call as the metrics see it."""
+
+    arrived: float
+    labels: tuple[str, str] = UNKNOWN
+    outcome: str = "ok"
+
+
+@contextmanager
+def counted(metrics: Metrics, arrived: float) -> Iterator[Call]:
+    """Every call that is accepted is in flight, and then ends in exactly one outcome; what was raised goes on."""
+    call = Call(arrived)
+    metrics.accepted.add()
+    metrics.in_flight.add()
+    try:
+        yield call
+    except ServiceError as error:
+        call.outcome = error.code
+        raise
+    except CallerGone:
+        call.outcome = "client_gone"
+        raise
+    except asyncio.CancelledError:
+        call.outcome = CUT_OFF
+        raise
+    except Exception:
+        call.outcome = InferenceFailed.code
+        raise
+    finally:
+        metrics.in_flight.add(by=-1)
+        metrics.requests.add(*call.labels, call.outcome)
+        metrics.stage_seconds.observe(time.monotonic() - call.arrived, *call.labels, "total")
+
+
+async def answer(front: Front, call: Call, body: wire.InferBody) -> bytes:
+    """The answer as JSON; raises a ServiceError. Requests leave for an engine in the order in which this is begun to be awaited."""
+    model = wire.served(front.catalog, body.model, body.version)
+    call.labels = (model.spec.name, model.version)
+    request, tail = wire.sequences(body, model, front.settings, call.arrived)
+    front.metrics.stage_seconds.observe(time.monotonic() - call.arrived, *call.labels, "parse")
+    shapes, data = await front.engines.submit(request, tail)
+    start = time.monotonic()
+    said = {"model": model.spec.name, "version": model.version}
+    outputs = answers.outputs(model.spec, shapes, data, body.field_of)
+    session = {} if body.session is None else {"session": {"id": body.session, "steps": shapes.session_steps}}
+    encoded = msgspec.json.encode({**said, "outputs": outputs, **session})
+    front.metrics.stage_seconds.observe(time.monotonic() - start, *call.labels, "encode")
+    return encoded
+
+
+def bug(front: Front, fault: Exception) -> InferenceFailed:
+    """What a caller is told of a fault of ours; the log has the rest."""
+    front.log.error("bug", error=f"{type(fault).__name__}: {fault}")
+    return InferenceFailed("the service failed on this request: its log says why")
