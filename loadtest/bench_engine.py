@@ -1,7 +1,8 @@
 """`python -m loadtest.bench_engine`: one engine without its doors: where the time of a single request goes, and how many it answers.
 
 A turn starts when its chunks are laid end to end and ends when each has its answer on the host. Throughput has the engine take turns of so
-many rows one after the other, as they come when there is always somebody waiting.
+many rows one after the other, as they come when there is always somebody waiting. Then requests arrive that wait for nothing, at rates from
+a tenth of what the engine can do to ten times as much (`open_engine`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 from kernels.bench import questions
 from kernels.bench.report import Setting, slug
 from loadtest import made_up, report, servers
+from loadtest.open_engine import HEAVY, LONG, MIXED, REAL, Driver, Level, measured
 from service.app import build_engine
 from service.engine.engine import Engine
 from service.engine.flight import Flight
@@ -33,7 +35,7 @@ from service.zoo.spec import EmbeddingLayer, LSTMLayer, ModelSpec, SequenceInput
 
 RESULTS = Path(__file__).parent / "results"
 QUESTIONS = ("question-type-cnn", "question-type-lstm", "question-type-sru")
-SENSOR, WIDE = "lstm-256-floats", "lstm-512-ids"
+SENSOR, WIDE, DEEP = "lstm-256-floats", "lstm-512-ids", "lstm-4x1024-ids"
 MODELS = (SENSOR, WIDE, *QUESTIONS)
 STEPS = 64
 """Of a made-up sequence."""
@@ -43,6 +45,13 @@ VARIANTS = 8
 """Different turns, run in turn."""
 DEVICE_BOUND = 0.9
 """Share of the time in which the device works, from which on it is what limits."""
+SHARES = (0.1, 0.3, 0.5, 0.7, 0.9, 1.0, 1.2)
+OVERLOADS = (1.0, 2.0, 10.0)
+"""Of its capacity, at which an engine is loaded."""
+BESIDE = 0.7
+"""Where batching by whole sequences is compared."""
+DEADLINES = {"cuda": 0.1, "cpu": 1.0}
+"""Seconds that a request may take where the engine is overloaded."""
 STAGES = ("lay", "ask", "device", "answer", "total")
 
 
@@ -89,7 +98,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     print("\nturns one after the other\n")
     print("\n".join(_throughput_table(levels)) + "\n")
-    found: list[Single | Throughput] = [*singles, *levels]
+    opened = list(_opened(engine, said.models, said.open_seconds)) if said.open_seconds else []
+    if said.open_seconds:
+        opened += _overloaded(said.device, said.open_seconds)
+        print("requests that wait for nothing\n")
+        print("\n".join(_opened_table(opened)) + "\n")
+    found: list[Single | Throughput | Level] = [*singles, *levels, *opened]
     report.write(said.out / f"engine-{slug(setting.device)}.jsonl", [asdict(one) | asdict(setting) for one in found])
     return 0
 
@@ -102,11 +116,37 @@ def _engine(device: str, models: Sequence[str], rows: int, tokens: int) -> Engin
         return build_engine(settings, Metrics())
 
 
+def _opened(engine: Engine, models: Sequence[str], seconds: float) -> Iterator[Level]:
+    """Real and mixed lengths at rising rates, beside whole sequences in turns that none joins, at the same rates."""
+    for model in set(models) & {WIDE}:
+        for mixture in (REAL, MIXED):
+            capacity = Driver(engine, model, mixture, "continuous").capacity(seconds)
+            yield from measured(engine, model, mixture, "continuous", capacity, SHARES, seconds)
+            yield from measured(engine, model, mixture, "static", capacity, (BESIDE,), seconds)
+            own = Driver(engine, model, mixture, "static").capacity(seconds)
+            shares = [round(share * own / capacity, 4) for share in (BESIDE, 0.9)]
+            for batching in ("static", "continuous"):
+                yield from measured(engine, model, mixture, batching, capacity, shares, seconds)
+
+
+def _overloaded(device: str, seconds: float) -> Iterator[Level]:
+    """Far more than an engine can do, with a deadline, of a model that keeps it busy and not its host."""
+    engine = _engine(device, [DEEP if device.startswith("cuda") else WIDE], *FEW)
+    [loaded] = engine.loaded()
+    deadline = DEADLINES[engine.device.type]
+    capacity = Driver(engine, loaded.name, HEAVY, "continuous").capacity(max(seconds, 10 * deadline))
+    seconds = max(seconds, 10 * deadline)
+    yield from measured(engine, loaded.name, HEAVY, "continuous", capacity, OVERLOADS, seconds, deadline)
+
+
 def single(engine: Engine, model: str, count: int) -> Single:
     """One row a turn, each answered before the next is laid."""
     turns, times = _turns(engine, model, rows=1), list[dict[str, float]]()
 
+    kernels: list[float] = []
+
     def watch(flight: Flight, ended: float) -> None:
+        kernels.append(1e6 * flight.predicted)
         moments = (flight.began, flight.staged, flight.launched, ended, time.monotonic())
         spans = [1e6 * (after - before) for before, after in itertools.pairwise(moments)]
         times.append(dict(zip(STAGES, (*spans, sum(spans)), strict=True)))
@@ -116,8 +156,7 @@ def single(engine: Engine, model: str, count: int) -> Single:
     engine.watch(None)
     quantiles = {stage: np.percentile([one[stage] for one in times[count // 10 :]], (50, 10, 90)) for stage in STAGES}
     stages = {stage: tuple(round(float(value), 2) for value in found) for stage, found in quantiles.items()}
-    predicted = statistics.median(1e6 * engine.predicted_seconds(next(turns)) for _ in range(VARIANTS))
-    return Single(model, round(statistics.median(steps)), round(predicted, 2), stages, count)  # type: ignore[arg-type]
+    return Single(model, round(statistics.median(steps)), round(statistics.median(kernels), 2), stages, count)  # type: ignore[arg-type]
 
 
 def throughput(engine: Engine, model: str, rows: int, seconds: float) -> Throughput:
@@ -128,7 +167,7 @@ def throughput(engine: Engine, model: str, rows: int, seconds: float) -> Through
 
     def watch(flight: Flight, ended: float) -> None:
         nonlocal on_device
-        on_device += flight.launched - flight.staged if flight.place is None else engine.predicted_seconds(flight.turn)
+        on_device += flight.launched - flight.staged if flight.place is None else flight.predicted
 
     for _ in range(VARIANTS):
         _answered(engine, next(turns))
@@ -181,8 +220,13 @@ def _place(model: str, root: Path) -> None:
         floats = SequenceInput(kind="features", features=256, max_steps=1024)
         made_up.write(root, SENSOR, floats, LSTMLayer(kind="lstm", hidden=256))
     elif model == WIDE:
-        ids = SequenceInput(kind="ids", vocabulary=20_000, max_steps=1024)
+        ids = SequenceInput(kind="ids", vocabulary=20_000, max_steps=LONG)
         made_up.write(root, WIDE, ids, EmbeddingLayer(kind="embedding", width=512), LSTMLayer(kind="lstm", hidden=512))
+    elif model == DEEP:
+        ids = SequenceInput(kind="ids", vocabulary=1_000, max_steps=512)
+        made_up.write(
+            root, DEEP, ids, EmbeddingLayer(kind="embedding", width=256), LSTMLayer(kind="lstm", hidden=1024, depth=4)
+        )
     else:
         (root / model).symlink_to(servers.ROOT / "models" / model)
 
@@ -210,6 +254,29 @@ def _throughput_table(found: Sequence[Throughput]) -> Iterator[str]:
     yield from report.table(lines)
 
 
+def _opened_table(found: Sequence[Level]) -> Iterator[str]:
+    lines = [
+        [
+            "model",
+            "lengths",
+            "batching",
+            "share",
+            "offered/s",
+            "in time/s",
+            "refused",
+            "dropped",
+            "p50 ms",
+            "p99 ms",
+            "short p99 ms",
+        ]
+    ]
+    for one in found:
+        figures = f"{one.share:.2f}", f"{one.offered:.0f}", f"{one.answered:.0f}", f"{one.refused:.3f}", f"{one.dropped:.4f}"
+        times = (f"{value:.3f}" for value in (one.p50_ms, one.p99_ms, one.short_p99_ms))
+        lines.append([one.model, one.mixture, one.batching, *figures, *times])
+    yield from report.table(lines)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m loadtest.bench_engine", description="One engine without its doors.")
     parser.add_argument("--device", default="auto", help="cpu or cuda:N")
@@ -217,6 +284,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rows", type=int, default=MANY[0], help="the most of a turn, %(default)s unless given")
     parser.add_argument("--turns", type=int, default=2000, help="of one row")
     parser.add_argument("--seconds", type=float, default=1.0, help="of each level of throughput")
+    parser.add_argument(
+        "--open-seconds", type=float, default=3.0, help="of each level of requests that wait for nothing; 0 for none"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of what is written")
     return parser
 

@@ -16,7 +16,7 @@ from loadtest.traffic import poisson
 from service.app import build_batcher
 from service.batching.batcher import Batcher
 from service.engine.engine import Engine
-from service.errors import Overloaded, ServiceError
+from service.errors import ServiceError
 from service.logs import Log
 from service.metrics import Metrics
 from service.sequence import IDS, Answer, ModelKey, Request
@@ -83,6 +83,7 @@ class Ledger:
     dropped: int = 0
     answered: int = 0
     open: int = 0
+    sending: bool = False
 
     def counts(self, due: float) -> bool:
         return self.begin <= due < self.end
@@ -100,15 +101,15 @@ class Ledger:
     def refuse(self, due: float, error: ServiceError) -> None:
         self.open -= 1
         if self.counts(due):
-            self.refused += isinstance(error, Overloaded)
-            self.dropped += not isinstance(error, Overloaded)
+            self.refused += self.sending
+            self.dropped += not self.sending
 
 
 class Driver:
     """Sends to one model of an engine, through a queue of its own. deadline_seconds: of every request."""
 
     def __init__(
-        self, engine: Engine, model: str, mixture: Mixture, batching: str, deadline_seconds: float, seed: int = 0
+        self, engine: Engine, model: str, mixture: Mixture, batching: str, deadline_seconds: float = 1e6, seed: int = 0
     ) -> None:
         settings = Settings(batching=batching, max_waiting=FEW_WAITING)  # type: ignore[arg-type]
         self._batcher: Batcher = build_batcher(settings, engine, Metrics(), Log("bench"))
@@ -152,7 +153,9 @@ class Driver:
         ledger.open += 1
         ledger.offered += ledger.counts(due)
         reply, refuse = partial(ledger.answer, due, steps, due + allowed), partial(ledger.refuse, due)
+        ledger.sending = True
         self._batcher.submit(request, self._ids[: steps * 4], reply, refuse)  # type: ignore[arg-type]
+        ledger.sending = False
 
     def _finish(self, ledger: Ledger) -> None:
         while ledger.open or not self._batcher.idle:

@@ -29,9 +29,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "loadtest.bench_engine": {"kernels.bench", "loadtest", "service"},
     "loadtest.open_engine": {"kernels.bench", "loadtest", "service"},
     # the scheduler itself on a virtual clock, with costs that an engine measured
-    "loadtest.simulate": {"kernels.bench", "loadtest", "service.batching.scheduler", "service.engine.cost", "service.sequence"}
+    "loadtest.simulation": {
+        "kernels.bench",
+        "loadtest",
+        "service.batching.scheduler",
+        "service.engine.cost",
+        "service.sequence",
+    }
     | {"service.settings"},
-    "loadtest.simulate.costs": {"kernels.bench", "loadtest", "service"},
+    "loadtest.simulation.costs": {"kernels.bench", "loadtest", "service"},
     "service.sequence": LEAVES,
     "service.errors": LEAVES,
     "service.metrics": LEAVES,

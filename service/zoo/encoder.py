@@ -67,7 +67,7 @@ class Encoder:
     def save(self, place: int) -> dict[str, Tensor]:
         """The state in one place, on the host, by layer and name."""
         assert self._memory is not None, "remember() makes room for states"
-        return {name: slab[place].clone().cpu() for name, slab in self._memory.slabs().items()}
+        return {name: slab[place].to("cpu", copy=True) for name, slab in self._memory.slabs().items()}
 
     @torch.inference_mode()
     def restore(self, place: int, state: Mapping[str, Tensor]) -> None:

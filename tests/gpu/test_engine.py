@@ -239,6 +239,30 @@ def test_sequences_that_come_in_chunks_are_answered_as_whole_ones(
     assert_alike([one._replace(steps=0) for one in mine], [one._replace(steps=0) for one in ran(on_cpu, whole)])
 
 
+@pytest.mark.parametrize("name", ["sensors", "speller", "counter", "forecaster"])
+def test_a_state_that_was_on_the_host_goes_on_in_another_place(
+    on_gpu: Engine, specs: dict[ModelKey, tuple[ModelSpec, dict[str, torch.Tensor]]], name: str
+) -> None:
+    key = ModelKey(name, "1")
+    whole = mixed(specs[key][0], seed=4, returns=VECTOR)
+    elsewhere = FIRST + LIMITS["max_turn_rows"]
+    begun = [Turn(key, [piece(chunk, number, FIRST + row) for row, chunk in enumerate(whole.chunks)]) for number in (0, 1)]
+    for turn_of_pieces in begun:
+        ran(on_gpu, turn_of_pieces)
+    reserved = Memory.of(CUDA).reserved_bytes
+    for row in range(whole.rows):
+        on_gpu.restore(key, elsewhere + row, on_gpu.save(key, FIRST + row))
+    assert Memory.of(CUDA).reserved_bytes == reserved
+    stayed, moved = (
+        ran(on_gpu, Turn(key, [piece(chunk, 2, begin + row) for row, chunk in enumerate(whole.chunks)]))
+        for begin in (FIRST, elsewhere)
+    )
+    for one, other in zip(stayed, moved, strict=True):
+        for part in ("scores", "embedding"):
+            ours, theirs = getattr(one, part), getattr(other, part)
+            assert (ours is None and theirs is None) or (ours == theirs).all(), part
+
+
 def piece(chunk: Chunk, number: int, place: int) -> Chunk:
     """One of three pieces of a sequence, which is kept in a place between them."""
     cuts = (0, chunk.steps // 3, chunk.steps // 2 + 1, chunk.steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,7 +33,13 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server,
 
 
 @pytest.mark.parametrize(
-    "model, backend", [("question-type-cnn", "fused"), ("question-type-lstm", "persistent"), ("question-type-sru", "fused")]
+    "model, backend",
+    [
+        ("question-type-cnn", "fused"),
+        ("question-type-lstm", "persistent"),
+        ("question-type-sru", "fused"),
+        ("sensor-forecast", "persistent"),
+    ],
 )
 def test_embedded_models_run_through_kernels_of_their_own(model: str, backend: str, embedded: tuple[Server, Server]) -> None:
     on_gpu, on_cpu = ({one["name"]: one for one in server.client.get("/models").json()["models"]} for server in embedded)
@@ -55,3 +62,19 @@ def test_a_gpu_answers_as_the_cpu_does(server: Server, models_folder: Path, tmp_
     for one, other in zip(ours, theirs, strict=True):
         assert one["label"] == other["label"]
         assert one["scores"] == pytest.approx(other["scores"], abs=1e-4)
+
+
+def test_sessions_go_on_chunk_by_chunk_whether_their_state_is_in_a_slot_or_on_the_host(tmp_path: Path) -> None:
+    chance = random.Random(0)
+    streams = [[[round(chance.gauss(0, 1), 3) for _ in range(3)] for _ in range(60)] for _ in range(12)]
+    with serving(ROOT / "models", tmp_path, "--device", "cuda:0", slots="4") as own:
+        whole = [own.infer("sensor-forecast", [one]).json()["outputs"][0]["value"] for one in streams]
+        for begin, end in ((0, 1), (1, 20), (20, 60)):
+            answers = [
+                own.infer("sensor-forecast", [one[begin:end]], session=f"s{at}").json() for at, one in enumerate(streams)
+            ]
+        assert [answer["session"]["steps"] for answer in answers] == [60] * len(streams)
+        for answer, expected in zip(answers, whole, strict=True):
+            assert answer["outputs"][0]["value"] == pytest.approx(expected, abs=2e-2), "float16"
+        assert own.metric("seqserve_session_moves_total", to="host") > 0
+        assert own.metric("seqserve_turns_total", model="sensor-forecast", by="launches") == 0

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from loadtest.simulate import __main__ as command
-from loadtest.simulate import costs, figures, loads, ways
-from loadtest.simulate.clock import Clock, Front
-from loadtest.simulate.figures import Case, Make
-from loadtest.simulate.goals import goals
-from loadtest.simulate.plan import Plan, Simulation
-from loadtest.simulate.ways import Continuous, Sequence, Way
+from loadtest import simulate as command
+from loadtest.simulation import costs, figures, loads, ways
+from loadtest.simulation.clock import Clock, Front
+from loadtest.simulation.figures import Case, Make
+from loadtest.simulation.goals import goals
+from loadtest.simulation.plan import Plan, Simulation
+from loadtest.simulation.ways import Continuous, Sequence, Way
 from service.batching import scheduler
 from service.batching.scheduler import Limits
 from service.engine.cost import Cost

@@ -12,7 +12,7 @@ import torch
 
 from kernels.bench.report import Setting, slug
 from loadtest import made_up
-from loadtest.simulate.loads import LONG_STEPS
+from loadtest.simulation.loads import LONG_STEPS
 from service.app import build_engine
 from service.engine.cost import Cost
 from service.metrics import Metrics

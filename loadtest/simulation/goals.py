@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
-from loadtest.simulate.plan import CONTINUOUS, LOAD, STATIC, Result
+from loadtest.simulation.plan import CONTINUOUS, LOAD, STATIC, Result
 
 BUDGETS_MORE = 1.5
 TIMES = 2.0

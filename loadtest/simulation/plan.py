@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from loadtest.simulate import figures, loads, ways
-from loadtest.simulate.figures import Case, Figures, Make
-from loadtest.simulate.ways import Way
+from loadtest.simulation import figures, loads, ways
+from loadtest.simulation.figures import Case, Figures, Make
+from loadtest.simulation.ways import Way
 from service.batching.scheduler import Limits
 from service.engine.cost import Cost
 from service.settings import Settings

@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from loadtest.chart import COLOURS, GREY
-from loadtest.simulate import goals, ways
-from loadtest.simulate.plan import CONTINUOUS, LOAD, STATIC, Result
+from loadtest.simulation import goals, ways
+from loadtest.simulation.plan import CONTINUOUS, LOAD, STATIC, Result
 
 DPI = 100
 PER_MS = 1e3

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from loadtest.simulate import loads
-from loadtest.simulate.clock import Clock, Totals
-from loadtest.simulate.ways import Sequence, Way
+from loadtest.simulation import loads
+from loadtest.simulation.clock import Clock, Totals
+from loadtest.simulation.ways import Sequence, Way
 from service.engine.cost import Cost
 
 QUANTILES = {"p50": 50.0, "p99": 99.0, "p99.9": 99.9}

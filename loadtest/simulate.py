@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from loadtest import report
-from loadtest.simulate import chart, costs, ways
-from loadtest.simulate.goals import goals
-from loadtest.simulate.plan import QUICK, Plan, Result, Simulation
+from loadtest.simulation import chart, costs, ways
+from loadtest.simulation.goals import goals
+from loadtest.simulation.plan import QUICK, Plan, Result, Simulation
 
 DEFAULT_COST = "h200-lstm-512"
 COLUMNS = {

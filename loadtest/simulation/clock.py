@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from loadtest.simulate.ways import Sequence, Turn, Way
+from loadtest.simulation.ways import Sequence, Turn, Way
 from service.engine.cost import Cost
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from itertools import accumulate, islice
 
 from kernels.bench.questions import COUNTS, SHORTEST
-from loadtest.simulate.ways import Sequence
+from loadtest.simulation.ways import Sequence
 from loadtest.traffic import ARRIVALS
 
 SHORT_STEPS, LONG_STEPS = 10, 4096
