@@ -3,7 +3,8 @@ times as much. Used by `bench_engine`; the engine's doors and processes are not 
 
 from __future__ import annotations
 
-import random
+import gc
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from functools import partial
 
 import numpy as np
 
-from kernels.bench.questions import COUNTS, SHORTEST
+from kernels.bench import questions
 from loadtest.traffic import poisson
 from service.app import build_batcher
 from service.batching.batcher import Batcher
@@ -28,24 +29,12 @@ FULL, MOST_OPEN = 128, 1024
 """Sequences that wait, and that are open at most, when the capacity is measured: there is always a full turn."""
 WARM_UP = 0.2
 """Share of a stretch that is run before the clock starts."""
-FEW_WAITING = 1 << 14
+DRAWN = 1 << 16
+"""Lengths, used over and over."""
 
 
-@dataclass(frozen=True, slots=True)
-class Mixture:
-    """How long sequences are, by name."""
-
-    name: str
-
-    def steps(self, source: random.Random) -> int:
-        if self.name == "real":
-            return source.choices(range(SHORTEST, SHORTEST + len(COUNTS)), COUNTS)[0]
-        if self.name == "mixed":
-            return LONG if source.random() < LONG_SHARE else SHORT
-        return source.randint(256, 512)
-
-
-REAL, MIXED, HEAVY = Mixture("real"), Mixture("mixed"), Mixture("256 to 512 steps")
+REAL, MIXED, HEAVY = "real", "mixed", "256 to 512 steps"
+"""How long sequences are: as questions, of SHORT and LONG steps, or long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,17 +98,19 @@ class Driver:
     """Sends to one model of an engine, through a queue of its own. deadline_seconds: of every request."""
 
     def __init__(
-        self, engine: Engine, model: str, mixture: Mixture, batching: str, deadline_seconds: float = 1e6, seed: int = 0
+        self, engine: Engine, model: str, mixture: str, batching: str, deadline_seconds: float = 1e6, seed: int = 0
     ) -> None:
-        settings = Settings(batching=batching, max_waiting=FEW_WAITING)  # type: ignore[arg-type]
+        settings = Settings(batching=batching)  # type: ignore[arg-type]
         self._batcher: Batcher = build_batcher(settings, engine, Metrics(), Log("bench"))
         self._key = ModelKey(model, "1")
-        self._mixture = mixture
         self._deadline_seconds = deadline_seconds
-        self._source = random.Random(seed)
+        self._steps = itertools.cycle(_lengths(mixture, seed))
         vocabulary = engine.spec(self._key).input.vocabulary or 1
         ids = np.random.default_rng(seed).integers(vocabulary, size=LONG).astype(IDS)
         self._ids = memoryview(ids.tobytes())
+        # As in the service: what is there by now lives on, and is not looked at again and again.
+        gc.collect()
+        gc.freeze()
 
     def capacity(self, seconds: float) -> float:
         """Sequences a second, when there are always some that wait."""
@@ -148,7 +139,7 @@ class Driver:
         return ledger
 
     def _send(self, ledger: Ledger, due: float, allowed: float) -> None:
-        steps = self._mixture.steps(self._source)
+        steps = next(self._steps)
         request = Request(self._key.name, self._key.version, [steps], due + allowed, due)
         ledger.open += 1
         ledger.offered += ledger.counts(due)
@@ -165,7 +156,7 @@ class Driver:
 def measured(
     engine: Engine,
     model: str,
-    mixture: Mixture,
+    mixture: str,
     batching: str,
     capacity: float,
     shares: Sequence[float],
@@ -178,7 +169,7 @@ def measured(
         accepted = ledger.offered - ledger.refused
         yield Level(
             model,
-            mixture.name,
+            mixture,
             batching,
             share,
             round(capacity, 1),
@@ -189,6 +180,16 @@ def measured(
             *(_milliseconds(ledger.answers, quantile) for quantile in (0.5, 0.99, 0.999)),
             *(_milliseconds(ledger.short, quantile) for quantile in (0.5, 0.99)),
         )
+
+
+def _lengths(mixture: str, seed: int) -> list[int]:
+    """Drawn beforehand: that would take longer than to send them."""
+    chance = np.random.default_rng(seed)
+    if mixture == REAL:
+        return questions.lengths(DRAWN, seed)
+    if mixture == MIXED:
+        return [LONG if one < LONG_SHARE else SHORT for one in chance.random(DRAWN)]
+    return [int(one) for one in chance.integers(256, 512, size=DRAWN, endpoint=True)]
 
 
 def _milliseconds(seconds: Sequence[float], share: float) -> float:

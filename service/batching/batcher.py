@@ -98,7 +98,7 @@ class Batcher:
         """Queue a request; what cannot be queued is refused at once, through `refuse`. again: another engine ended while it had it."""
         ticket = Ticket(request, reply, refuse)
         try:
-            self._check(request)
+            self._check(request, ticket.key)
             self._queue(ticket, data, again)
         except ServiceError as error:
             self._metrics.refused.add(error.code)
@@ -128,8 +128,8 @@ class Batcher:
         self._expire()
         return launched
 
-    def _check(self, request: Request) -> None:
-        if not self._engine.serves(request.key):
+    def _check(self, request: Request, key: ModelKey) -> None:
+        if not self._engine.serves(key):
             raise UnknownModel(f"the engine does not serve {request.model} version {request.version}", field="model")
         if not request.lengths or min(request.lengths) < 1:
             raise InvalidInput("a request has at least one sequence, and a sequence at least one step", field="inputs")
@@ -150,9 +150,9 @@ class Batcher:
     def _queue(self, ticket: Ticket, data: bytes, again: bool) -> None:
         request = ticket.request
         session = None if request.session is None else self._session(request, again)
-        rows = _rows(ticket, data, session, cuts=self._engine.streams(request.key))
+        rows = _rows(ticket, data, session, cuts=self._engine.streams(ticket.key))
         try:
-            self._scheduler.add(request.key, rows, now=self._clock(), busy=self._engine.remaining_seconds)
+            self._scheduler.add(ticket.key, rows, now=self._clock(), busy=self._engine.remaining_seconds)
         except ServiceError:
             if session is not None:
                 self._leave(session)
@@ -178,7 +178,7 @@ class Batcher:
         for cut in cuts:
             if cut.first:
                 self._metrics.stage_seconds.observe(now - cut.of.arrived, *model, "queue")
-        turn = Turn(model, [self._chunk(model, cut) for cut in cuts])
+        turn = Turn(model, [self._chunk(model, cut) for cut in cuts], min([cut.of.arrived for cut in cuts]))
         if self._watcher is not None:
             self._watcher(turn, [cut.of.arrived for cut in cuts])
         self._run(turn, before_launch)
@@ -228,7 +228,7 @@ class Batcher:
         ticket = row.ticket
         steps = 0 if row.session is None else self._advance(row, row.session)
         if ticket.row_done():
-            self._metrics.sequences.add(*ticket.request.key, by=len(ticket.rows))
+            self._metrics.sequences.add(*ticket.key, by=len(ticket.rows))
             ticket.answer(steps)
 
     def _refuse(self, ticket: Ticket, error: ServiceError) -> None:

@@ -15,6 +15,7 @@ import math
 from bisect import bisect_right, insort
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
 
 from service.engine.cost import Cost
@@ -22,8 +23,8 @@ from service.errors import DeadlineExceeded, Overloaded
 from service.sequence import ModelKey
 
 HEAD_START_SECONDS = 1.0
-LEAST_STEPS = 8
-"""Of a turn, whatever the budget says: less would be spent on launches."""
+LEAST_STEPS = 16
+"""Of a turn, whatever the budget says: less would be spent on what every turn and every row in it costs the host."""
 PACE = 0.8
 """Sequences keep this share of the pace that they have in turns of the whole budget, however short the shortest is: many short turns
 would spend their time on launches."""
@@ -88,15 +89,21 @@ class Limits:
 
 class Queue(Generic[W]):
     """The sequences of one model, in the order in which they are due. used: seconds of turns that it has had, on the scheduler's count;
-    reach: how many steps of its longest row a turn takes in the mean."""
+    reach: how many steps of its longest row a turn takes in the mean; cost: of its turns, as of the last one."""
 
-    __slots__ = ("lines", "reach", "steps", "used")
+    __slots__ = ("cost", "lines", "reach", "serial", "steps", "used")
 
-    def __init__(self, used: float) -> None:
+    def __init__(self, cost: Cost, used: float) -> None:
         self.lines: list[W] = []
         self.steps = 0
         self.used = used
         self.reach = 0.0
+        self.price(cost)
+
+    def price(self, cost: Cost) -> None:
+        self.cost = cost
+        self.serial = cost.fixed / LEAST_STEPS + cost.per_step + cost.per_token
+        """Seconds of a step when no two rows run side by side: beside the cost of one turn for each, nothing takes longer."""
 
     def insert(self, one: W) -> None:
         lines = self.lines
@@ -144,14 +151,12 @@ class Scheduler(Generic[W]):
             )
         if not sequences:
             return
+        queue = self._queues.get(model) or Queue[W](self._cost(model), self._used)
         if busy or self._queues:
-            self._check_deadline(model, sequences, now, busy)
-        queue = self._queues.get(model)
-        if queue is None:
-            queue = self._queues[model] = Queue(self._used)
-        cost = self._cost(model)
+            self._check_deadline(model, queue, sequences, now, busy)
+        self._queues[model] = queue
         for one in sequences:
-            one.arrived, one.due = now, self._due(cost, one, one.left, now)
+            one.arrived, one.due = now, self._due(queue.cost, one, one.left, now)
             queue.insert(one)
         self._soonest = min(self._soonest, sequences[0].deadline)
         self.waiting += len(sequences)
@@ -171,18 +176,18 @@ class Scheduler(Generic[W]):
 
     def backlog_seconds(self) -> float:
         """What all that is in the queues is expected to take."""
-        return sum(self._seconds(model, len(queue.lines), queue.steps) for model, queue in self._queues.items())
+        return sum(self._seconds(queue, len(queue.lines), queue.steps) for queue in self._queues.values())
 
     def next_turn(self) -> tuple[ModelKey, list[Cut[W]]] | None:
         """The model whose turn it is, and what of which sequences runs; None when nothing waits that can run now."""
         for model in sorted(self._queues, key=self._claim) if len(self._queues) > 1 else list(self._queues):
             queue = self._queues[model]
-            cost = self._cost(model)
-            taken = self._fitting(model, queue, cost)
+            queue.price(self._cost(model))
+            taken = self._fitting(model, queue)
             if taken:
-                self._used = queue.used
                 longest = max([cut.steps for cut in taken])
-                queue.used += cost.of(longest, sum([cut.steps for cut in taken]))
+                self._used = queue.used
+                queue.used += queue.cost.of(longest, sum([cut.steps for cut in taken]))
                 queue.reach += NEWEST * (longest - queue.reach) if queue.reach else longest
                 self._advance(model, queue, taken)
                 return model, taken
@@ -193,16 +198,18 @@ class Scheduler(Generic[W]):
         queue = self._queues[model]
         return queue.used - queue.lines[0].head_start
 
-    def _fitting(self, model: ModelKey, queue: Queue[W], cost: Cost) -> list[Cut[W]]:
+    def _fitting(self, model: ModelKey, queue: Queue[W]) -> list[Cut[W]]:
         """The longest-due sequences that may run together, at least one if any may, however long it is."""
         limits = self._limits
-        ready = [one for one in queue.lines if one.ready]
-        if not ready:
+        first = list(islice((one for one in queue.lines if one.ready), limits.max_turn_rows))
+        if not first:
             return []
-        steps, most = self._steps(ready[: limits.max_turn_rows], cost), _rounded(ready[0].left)
+        steps, most = self._steps(first, queue.cost), _rounded(first[0].left)
         taken: list[Cut[W]] = []
         tokens, longest, room = 0, 0, -1
-        for one in ready:
+        for one in queue.lines:
+            if not one.ready:
+                continue
             mine = min(one.left, steps) if one.cuts else one.left
             if not one.taken and (one.stateful or mine < one.left):
                 room = self._room(model) if room < 0 else room
@@ -213,7 +220,7 @@ class Scheduler(Generic[W]):
                 if tokens + mine > limits.max_turn_tokens or len(taken) == limits.max_turn_rows:
                     break
                 # What cannot be cut may not hold up shorter ones beyond the budget; first in line, it runs with its like.
-                if mine > max(most, steps) and cost.of(max(longest, mine), tokens + mine) > limits.turn_seconds:
+                if mine > max(most, steps) and queue.cost.of(max(longest, mine), tokens + mine) > limits.turn_seconds:
                     continue
             tokens, longest = tokens + mine, max(longest, mine)
             taken.append(Cut(one, mine, not one.taken, mine == one.left))
@@ -241,7 +248,9 @@ class Scheduler(Generic[W]):
         if done == len(queue.lines):
             self._leave(model)
         elif done:
-            queue.lines = [one for one in queue.lines if one.left]
+            # They are among the first, as a rule: who waits behind them is not looked at.
+            seen = queue.lines.index(taken[-1].of) + 1
+            queue.lines[:seen] = [one for one in queue.lines[:seen] if one.left]
 
     def _leave(self, model: ModelKey) -> None:
         """A model without sequences has no claim: when it comes back it begins where the others are."""
@@ -272,36 +281,38 @@ class Scheduler(Generic[W]):
         alone = cost.of(steps, steps)
         return now - one.head_start + max(0.0, min(STRETCH * alone, one.deadline - now - SLACK * alone))
 
-    def _seconds(self, model: ModelKey, rows: int, steps: int, longest: int = 0) -> float:
+    def _seconds(self, queue: Queue[W], rows: int, steps: int, longest: int = 0) -> float:
         """Of so many sequences of one model with so many steps together, the longest as long as that if not as the mean."""
-        cost, most = self._cost(model), self._limits.max_turn_rows
+        cost, most = queue.cost, self._limits.max_turn_rows
         longest = max(longest, steps // max(1, rows))
         # One after the other in every row, and the longest last.
         each = longest if rows <= most else (steps - longest) // most + longest
         side_by_side = min(rows, most)
-        turns = max(-(-rows // most), -(-each // self._reach(model, cost, side_by_side)))
+        turns = max(-(-rows // most), -(-each // self._reach(queue, side_by_side)))
         return cost.fixed * turns + (cost.per_step + cost.per_token * side_by_side) * each
 
-    def _reach(self, model: ModelKey, cost: Cost, rows: int) -> int:
+    def _reach(self, queue: Queue[W], rows: int) -> int:
         """How many steps a turn is likely to take: as of late, or as the budget allows."""
         if not self._limits.continuous:
             return ENDLESS
-        queue = self._queues.get(model)
-        if queue is not None and queue.reach:
-            return max(1, int(queue.reach))
-        return max(LEAST_STEPS, cost.steps_within(self._limits.turn_seconds, rows))
+        return int(queue.reach) or max(LEAST_STEPS, queue.cost.steps_within(self._limits.turn_seconds, rows))
 
-    def _check_deadline(self, model: ModelKey, sequences: list[W], now: float, busy: float) -> None:
+    def _check_deadline(self, model: ModelKey, queue: Queue[W], sequences: list[W], now: float, busy: float) -> None:
         first, steps = sequences[0], sum([one.left for one in sequences])
-        longest, left = max([one.left for one in sequences]), first.deadline - now
-        due = self._due(self._cost(model), first, longest, now)
-        expected = busy + self._expected(model, len(sequences), steps, longest, due)
-        queue = self._queues.get(model)
-        full = queue is not None and len(queue.lines) >= self._limits.max_turn_rows
+        left = first.deadline - now
+        serial = len(sequences) * queue.cost.fixed + steps * queue.serial
+        for other in self._queues.values():
+            serial += len(other.lines) * other.cost.fixed + other.steps * other.serial
+        if (CAUTION + STRETCH) * (busy + serial) <= left:
+            return
+        longest = max([one.left for one in sequences])
+        due = self._due(queue.cost, first, longest, now)
+        expected = busy + self._expected(model, queue, len(sequences), steps, longest, due)
         # Until it is due, those who come after it may have its place in a turn.
+        full = len(queue.lines) >= self._limits.max_turn_rows
         if CAUTION * expected + (max(0.0, due - now) if full else 0.0) <= left:
             return
-        alone = self._seconds(model, len(sequences), steps, longest)
+        alone = self._seconds(queue, len(sequences), steps, longest)
         if CAUTION * alone > left:
             raise DeadlineExceeded(
                 f"it takes about {alone:.3g} s alone and its deadline is in {left:.3g} s: allow it more time"
@@ -311,19 +322,14 @@ class Scheduler(Generic[W]):
             retry_after=math.ceil(expected),
         )
 
-    def _expected(self, model: ModelKey, rows: int, steps: int, longest: int, due: float) -> float:
+    def _expected(self, model: ModelKey, queue: Queue[W], rows: int, steps: int, longest: int, due: float) -> float:
         """Until so many sequences have run of which the last is due then: with what is due before it of their own model, and of each other
         model no more than as long again."""
-        mine = self._queues.get(model)
-        if mine is not None:
-            ahead = bisect_right(mine.lines, due, key=_due)
-            rows += ahead
-            steps += mine.steps - sum([one.left for one in mine.lines[ahead:]])
-        own = self._seconds(model, rows, steps, longest)
+        ahead = bisect_right(queue.lines, due, key=_due)
+        before = queue.steps - sum([one.left for one in queue.lines[ahead:]])
+        own = self._seconds(queue, rows + ahead, steps + before, longest)
         others = [
-            min(own, self._seconds(other, len(queue.lines), queue.steps))
-            for other, queue in self._queues.items()
-            if other != model
+            min(own, self._seconds(other, len(other.lines), other.steps)) for key, other in self._queues.items() if key != model
         ]
         return own + sum(others)
 

@@ -76,7 +76,7 @@ class States:
     def launched(self, row: Row) -> None:
         """Its turn was launched: what that reads is read before any later turn writes."""
         if row.source is not None:
-            mine = self._of(row.ticket.request.key)
+            mine = self._of(row.ticket.key)
             mine.slots.give_back(row.source)
             mine.passing -= 1
             row.source = None
@@ -85,7 +85,7 @@ class States:
         """The row runs no more, and nobody goes on from it."""
         self.launched(row)
         if row.slot is not None:
-            self._of(row.ticket.request.key).slots.give_back(row.slot)
+            self._of(row.ticket.key).slots.give_back(row.slot)
             row.slot = None
         if row.session is not None:
             self._rest(row.session.held)

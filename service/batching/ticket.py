@@ -4,11 +4,12 @@ or an engine."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from service.batching.scheduler import Waiting
-from service.engine.flight import Array, Encoded
+from service.engine.flight import Encoded
 from service.engine.slots import Slot
 from service.engine.state import State
 from service.errors import ServiceError
@@ -103,6 +104,7 @@ class Ticket:
 
     def __init__(self, request: Request, reply: Reply, refuse: Refuse) -> None:
         self.request = request
+        self.key = request.key
         self._reply = reply
         self._refuse = refuse
         self._missing = 0
@@ -121,12 +123,15 @@ class Ticket:
     def answer(self, session_steps: int = 0) -> None:
         """Every row has all that it is to give. session_steps: how far the session is now, of which it was a chunk."""
         shapes, data = {}, []
-        for name in ARRAYS:
-            parts = [array for row in self.rows for array in _given(row, name)]
-            if parts:
-                shapes[name] = (sum(len(part) for part in parts), *parts[0].shape[1:])
-                data += [part.tobytes() for part in parts]
-        steps = [sum(part.steps for part in row.parts) for row in self.rows]
+        whole = all(len(row.parts) == 1 for row in self.rows)
+        first = self.rows[0].parts[-1]
+        for place, name in enumerate(ARRAYS):
+            if first[place] is None:
+                continue
+            given: list[Any] = [row.parts[0][place] for row in self.rows] if whole else _given(self.rows, place)
+            shapes[name] = (sum([len(one) for one in given]), *given[0].shape[1:])
+            data += [one.tobytes() for one in given]
+        steps = [sum([part.steps for part in row.parts]) for row in self.rows]
         self._end()
         self._reply(Answer(**shapes, steps=steps, session_steps=session_steps), data)
 
@@ -145,9 +150,7 @@ class Ticket:
         self.rows = []
 
 
-def _given(row: Row, name: str) -> Iterator[Array]:
-    """What a row's chunks gave of one kind: all of it where there is a line for each step, else what the last one says of them all."""
-    last = row.parts[-1]
-    for part in row.parts if name == "sequence" or (last.per_step and name != "embedding") else (last,):
-        if (array := getattr(part, name)) is not None:
-            yield array
+def _given(rows: list[Row], place: int) -> list[Any]:
+    """What the chunks of rows gave of one kind: all of it where there is a line for each step, else what the last one says of them all."""
+    per_step = ARRAYS[place] == "sequence" or (rows[0].parts[-1].per_step and ARRAYS[place] != "embedding")
+    return [part[place] for row in rows for part in (row.parts if per_step else row.parts[-1:])]

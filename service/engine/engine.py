@@ -58,6 +58,9 @@ class Engine:
         self._done: list[tuple[Chunk, Encoded]] = []
         self._launches = 0
         self._launch_seconds = 0.0
+        self._taken_at = 0.0
+        """When the engine last said that it takes a turn: from then on one is made for it."""
+        self._launched_at = 0.0
         self._free_at = 0.0
         self._last_ended = 0.0
         self._memory = Memory()
@@ -134,9 +137,12 @@ class Engine:
 
         Not sooner: what comes until then may still be in that turn.
         """
-        if not self._flights:
-            return True
-        return len(self._flights) < IN_FLIGHT and self.remaining_seconds <= LEAD_FACTOR * self._launch_seconds
+        takes = not self._flights or (
+            len(self._flights) < IN_FLIGHT and self.remaining_seconds <= LEAD_FACTOR * self._launch_seconds
+        )
+        if takes:
+            self._taken_at = time.monotonic()
+        return takes
 
     def launch(self, turn: Turn) -> None:
         """Run a turn. Whatever the model raises on the host passes through, and nothing of the turn is then finished; raises OutOfMemory
@@ -154,7 +160,8 @@ class Engine:
         self._launches += 1
         self._flights.append(flight)
         self._free_at = max(self._free_at, flight.launched) + self._predicted(flight)
-        self._launch_seconds += NEWEST * (flight.launched - flight.began - self._launch_seconds)
+        self._launch_seconds += NEWEST * (flight.launched - max(self._taken_at, self._launched_at) - self._launch_seconds)
+        self._launched_at = flight.launched
 
     def spec(self, key: ModelKey) -> ModelSpec:
         return self._lanes[key].encoder.spec
@@ -199,7 +206,9 @@ class Engine:
             "compute": computed - max(flight.staged, self._last_ended),
             "stage_out": time.monotonic() - ended,
         }
-        self._corrections[turn.model].observe(flight.predicted, stages["compute"])
+        # What the host takes while somebody waits counts too: it will take as long with the next.
+        began = max(min(turn.since, flight.began), self._last_ended)
+        self._corrections[turn.model].observe(flight.predicted, computed - began)
         self._last_ended = ended
         for stage, seconds in stages.items():
             metrics.stage_seconds.observe(seconds, *turn.model, stage)

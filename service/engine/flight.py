@@ -46,8 +46,8 @@ class Arrays:
 @dataclass(slots=True, eq=False)
 class Flight:
     """A turn that was launched. ends: where each chunk ends in what was laid; arrays: whole once `place` is reached, or at once where there
-    is none. predicted: seconds; began, staged, launched: moments on the clock of time.monotonic; by_graph: as one CUDA graph, which
-    also computed `padded_tokens` that belong to no chunk.
+    is none. predicted: seconds; began, staged, launched: moments on the clock of time.monotonic; by_graph: as one CUDA graph,
+    which also computed `padded_tokens` that belong to no chunk.
     """
 
     turn: Turn

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -31,10 +32,12 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Turn:
-    """Chunks that run together. Never empty, all of one model."""
+    """Chunks that run together. Never empty, all of one model. since: when the first of them could have run, on the clock of
+    time.monotonic, if that is known."""
 
     model: ModelKey
     chunks: list[Chunk]
+    since: float = math.inf
 
     # Asked for many times a turn, and each a walk over all chunks.
 

@@ -22,8 +22,8 @@ from tests.batching.made_up import MODEL, OTHER
 NAMES = ("a", "b", "c", "d", "e")
 MOST_SESSIONS = 3
 SLOTS = 2
-BUDGET_STEPS = 8
-"""Longer chunks are cut."""
+BUDGET_STEPS = 1
+"""Chunks of more than LEAST_STEPS are cut."""
 
 
 @dataclass
@@ -228,7 +228,7 @@ class Story:
 def any_event(story: Story, chance: random.Random) -> None:
     """One event, as likely as it makes for long stories."""
     name = chance.choice(NAMES)
-    values = [chance.choice((1, 2, 3))] * chance.choice((1, 2, 5, 20, 30))
+    values = [chance.choice((1, 2, 3))] * chance.choice((1, 2, 5, 20, 40))
     if chance.random() < 0.03:
         values[-1] = POISON
     match chance.choices(range(9), (30, 8, 20, 30, 3, 6, 2, 4, 0.3))[0]:

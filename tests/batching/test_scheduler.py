@@ -236,9 +236,9 @@ def test_a_turn_takes_as_many_steps_as_its_budget_allows() -> None:
 
 
 def test_more_rows_leave_fewer_steps_to_each() -> None:
-    queue = scheduler(cost=Cost(0.0, 1.0, 1.0), turn_seconds=30.0, max_turn_tokens=1000)
+    queue = scheduler(cost=Cost(0.0, 1.0, 1.0), turn_seconds=60.0, max_turn_tokens=1000)
     add(queue, 100, 100, cuts=True)
-    assert turn(queue)[1][0].steps == 10
+    assert turn(queue)[1][0].steps == 20
 
 
 def test_a_turn_takes_no_more_than_the_shortest_has_left_rounded_to_a_power_of_two() -> None:
@@ -249,8 +249,8 @@ def test_a_turn_takes_no_more_than_the_shortest_has_left_rounded_to_a_power_of_t
 
 def test_a_turn_takes_so_many_steps_at_least() -> None:
     queue = scheduler(cost=BY_STEP, turn_seconds=0.001)
-    add(queue, 20, cuts=True)
-    assert turns(queue) == [(MODEL, [LEAST_STEPS]), (MODEL, [LEAST_STEPS]), (MODEL, [20 - 2 * LEAST_STEPS])]
+    add(queue, 2 * LEAST_STEPS + 3, cuts=True)
+    assert turns(queue) == [(MODEL, [LEAST_STEPS]), (MODEL, [LEAST_STEPS]), (MODEL, [3])]
 
 
 def test_who_comes_joins_the_next_turn_and_leaves_when_it_has_run_while_a_long_one_goes_on() -> None:
@@ -272,9 +272,9 @@ def test_long_ones_do_not_keep_a_short_one_out_however_many_they_are() -> None:
 
 
 def test_of_equals_who_came_first_is_first_done_whoever_comes_after() -> None:
-    queue = scheduler(cost=BY_STEP, turn_seconds=10.0, max_turn_rows=4)
+    queue = scheduler(cost=BY_STEP, turn_seconds=20.0, max_turn_rows=4)
     first = add(queue, *[100] * 4, cuts=True)
-    for now in range(1, 11):
+    for now in range(1, 6):
         add(queue, *[100] * 4, now=now, cuts=True)
         assert [cut.of for cut in turn(queue)[1]] == first
     assert all(one.left == 0 for one in first)

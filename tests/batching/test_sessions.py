@@ -60,10 +60,10 @@ def used(house: House, model: ModelKey = MODEL) -> int:
 
 
 def slow(slots: int = 4) -> House:
-    """A house in which a turn takes eight steps of each sequence, and ends when it is told to."""
+    """A house in which a turn takes LEAST_STEPS of each sequence, and ends when it is told to."""
     engine = AsynchronousEngine(slots)
     engine.per_row = engine.per_row._replace(fixed=0.0, per_step=1.0)
-    return House(engine=engine, turn_seconds=8.0)
+    return House(engine=engine, turn_seconds=1.0)
 
 
 # Chunks.
@@ -120,7 +120,7 @@ def test_a_long_chunk_is_cut_and_a_short_one_of_another_session_is_answered_betw
     house = slow()
     engine = house.engine
     assert isinstance(engine, AsynchronousEngine)
-    long = house.call([1] * 30, session="long")
+    long = house.call([1] * 70, session="long")
     house.batcher.step()
     short = house.call([5], session="short")
     engine.end()
@@ -131,7 +131,7 @@ def test_a_long_chunk_is_cut_and_a_short_one_of_another_session_is_answered_betw
     while not long.told:
         engine.end()
         house.batcher.step()
-    assert answered(long) == (30, 30)
+    assert answered(long) == (70, 70)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_a_chunk_that_is_given_up_between_two_turns_has_not_happened() -> None:
         return caller
 
     ended(house.call([1], session="a"))
-    gone = house.call([1] * 30, session="a")
+    gone = house.call([1] * 70, session="a")
     house.batcher.step()
     engine.end()
     house.batcher.step()
@@ -309,14 +309,14 @@ def test_a_session_with_a_chunk_that_waits_is_not_idle() -> None:
     house = slow()
     engine = house.engine
     assert isinstance(engine, AsynchronousEngine)
-    caller = house.call([1] * 12, session="a")
+    caller = house.call([1] * 20, session="a")
     house.batcher.step()
     house.now = 10 * IDLE_SECONDS
     engine.end()
     house.batcher.step()
     engine.end()
     house.batcher.step()
-    assert answered(caller) == (12, 12)
+    assert answered(caller) == (20, 20)
 
 
 def test_at_the_limit_a_new_session_is_refused_and_the_others_are_not_harmed() -> None:

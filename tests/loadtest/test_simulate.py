@@ -86,9 +86,10 @@ def test_continuous_is_the_scheduler_of_the_service() -> None:
 
 
 def test_the_scheduler_lets_a_short_sequence_out_of_a_long_ones_way() -> None:
-    budget = 2.0
+    budget = 4.0
     long, short = answered(made("continuous", budget=budget), (0.0, 400), (0.5, 8))
-    first = PLAIN.of(10, 10)  # the long one alone, by a whole budget
+    steps = PLAIN.steps_within(budget, rows=1)
+    first = PLAIN.of(steps, steps)  # the long one alone, by a whole budget
     assert first + PLAIN.of(8, 16) <= short <= first + budget + 1e-9
     assert long > PLAIN.of(400, 400)
 
@@ -118,8 +119,8 @@ def test_a_bucket_has_like_lengths_and_the_one_whose_first_is_oldest_runs() -> N
 
 def test_one_long_sequence_alone_goes_on_by_whole_budgets() -> None:
     cost = Cost(1.0, 1.0, 0.0)
-    pace = figures.solo_steps_per_second(cost, lambda: made("continuous", cost, budget=11.0))
-    assert pace == pytest.approx(4096 / (409 * 11 + 7))
+    pace = figures.solo_steps_per_second(cost, lambda: made("continuous", cost, budget=33.0))
+    assert pace == pytest.approx(4096 / (128 * 33))
 
 
 def test_capacity_is_what_full_turns_give() -> None:
