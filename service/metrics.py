@@ -121,8 +121,12 @@ class Metrics:
 
     def __init__(self) -> None:
         model = ("model", "version")
-        self.requests = Counter("seqserve_requests", "Requests to /infer by outcome.", (*model, "outcome"))
-        self.accepted = Counter("seqserve_requests_accepted", "Requests to /infer that a front began to read.")
+        self.requests = Counter(
+            "seqserve_requests", "Requests to /infer and chunks on /stream by outcome.", (*model, "outcome")
+        )
+        self.accepted = Counter(
+            "seqserve_requests_accepted", "Requests to /infer and chunks on /stream that a front began to read."
+        )
         self.in_flight = Gauge("seqserve_requests_in_flight", "Requests accepted by a front and not yet answered.")
         self.sequences = Counter("seqserve_sequences", "Sequences answered.", model)
         self.tokens = Counter("seqserve_tokens", "Steps computed.", model)
@@ -193,6 +197,7 @@ class Metrics:
         for process, reason in RESTARTS:
             self.restarts.start(process, reason)
         self.rerun.start()
+        self.accepted.start()
 
     def series(self) -> Iterator[Series]:
         return (value for value in vars(self).values() if isinstance(value, Series))
@@ -217,9 +222,14 @@ def merged(snapshots: Iterable[Mapping[str, Rows]]) -> Snapshot:
 
 
 def remains(snapshot: Mapping[str, Rows]) -> Snapshot:
-    """What a process leaves behind when it ends: its totals, not its levels."""
-    levels = {one.name for one in Metrics().series() if isinstance(one, Gauge)}
-    return {name: list(rows) for name, rows in snapshot.items() if name not in levels}
+    """What a process leaves behind when it ends: its totals, not its levels; what it had in flight was cut off."""
+    metrics = Metrics()
+    levels = {one.name for one in metrics.series() if isinstance(one, Gauge)}
+    totals: Snapshot = {name: list(rows) for name, rows in snapshot.items() if name not in levels}
+    cut_off = sum(values[0] for _, values in snapshot.get(metrics.in_flight.name, []))
+    if not cut_off:
+        return totals
+    return merged([totals, {metrics.requests.name: [(("unknown", "unknown", CUT_OFF), [cut_off])]}])
 
 
 def render(snapshot: Mapping[str, Rows]) -> bytes:

@@ -71,7 +71,7 @@ def test_what_goes_wrong_is_there_at_0_before_it_does() -> None:
         f"seqserve_{name}_total"
         for name in (
             *("requests", "refused", "failed", "cancelled", "rerun", "process_restarts"),
-            *("sessions_ended", "session_moves"),
+            *("sessions_ended", "session_moves", "requests_accepted"),
         )
     }
     assert {one.value for one in samples(shown)} == {0.0}
@@ -235,3 +235,14 @@ def test_names_have_the_prefix_and_are_unique() -> None:
     names = [one.name for one in Metrics().series()]
     assert len(set(names)) == len(names)
     assert all(name.startswith("seqserve_") for name in names)
+
+
+def test_what_a_process_had_in_flight_when_it_ended_was_cut_off_and_nothing_accepted_is_missing() -> None:
+    front = Metrics()
+    front.accepted.add(by=5)
+    front.in_flight.add(by=2)
+    front.requests.add(*MODEL, "ok", by=3)
+    left = remains(front.snapshot())
+    assert value(left, "seqserve_requests_accepted_total") == 5
+    assert value(left, "seqserve_requests_total", outcome="cut_off") == 2
+    assert "seqserve_requests_in_flight" not in left

@@ -28,7 +28,7 @@ WARM_UPS = 5
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One model on one device. Seconds as in Cost; measured: by a warm-up, else reckoned from other figures, which `note` names."""
+    """One model on one device. Seconds as in Cost."""
 
     model: str
     device: str
@@ -36,17 +36,14 @@ class Entry:
     fixed: float
     per_step: float
     per_token: float
-    measured: bool = True
-    note: str = ""
 
     @property
     def cost(self) -> Cost:
         return Cost(self.fixed, self.per_step, self.per_token)
 
     def __str__(self) -> str:
-        told = "measured" if self.measured else "NOT MEASURED"
         us = (f"{1e6 * seconds:.3g}" for seconds in self.cost)
-        return "{}, {}, {} {}: {} us a turn, {} a step, {} a token".format(self.model, self.device, told, self.date, *us)
+        return "{}, {}, {}: {} us a turn, {} a step, {} a token".format(self.model, self.device, self.date, *us)
 
 
 def read(path: Path = PATH) -> dict[str, Entry]:

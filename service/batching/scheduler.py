@@ -87,11 +87,24 @@ class Limits:
     continuous: bool = True
 
 
+class Refused(NamedTuple):
+    """Somebody who could not be in time: whoever has as much to do, less time than he would have needed and no priority before him cannot
+    either."""
+
+    steps: int
+    needed: float
+    head_start: float
+    error: Overloaded
+
+    def covers(self, steps: int, left: float, head_start: float) -> bool:
+        return steps >= self.steps and left < self.needed and head_start <= self.head_start
+
+
 class Queue(Generic[W]):
     """The sequences of one model, in the order in which they are due. used: seconds of turns that it has had, on the scheduler's count;
-    reach: how many steps of its longest row a turn takes in the mean; cost: of its turns, as of the last one."""
+    reach: how many steps of its longest row a turn takes in the mean; cost: of its turns, as of the last one; refused: since then."""
 
-    __slots__ = ("cost", "lines", "reach", "serial", "steps", "used")
+    __slots__ = ("cost", "lines", "reach", "refused", "serial", "steps", "used")
 
     def __init__(self, cost: Cost, used: float) -> None:
         self.lines: list[W] = []
@@ -101,6 +114,7 @@ class Queue(Generic[W]):
         self.price(cost)
 
     def price(self, cost: Cost) -> None:
+        self.refused: Refused | None = None
         self.cost = cost
         self.serial = cost.fixed / LEAST_STEPS + cost.per_step + cost.per_token
         """Seconds of a step when no two rows run side by side: beside the cost of one turn for each, nothing takes longer."""
@@ -264,6 +278,7 @@ class Scheduler(Generic[W]):
             if found:
                 queue.lines = [one for one in queue.lines if not unwanted(one)]
                 queue.steps -= sum([one.left for one in found])
+                queue.refused = None
                 gone += found
                 if not queue.lines:
                     self._leave(model)
@@ -300,6 +315,9 @@ class Scheduler(Generic[W]):
     def _check_deadline(self, model: ModelKey, queue: Queue[W], sequences: list[W], now: float, busy: float) -> None:
         first, steps = sequences[0], sum([one.left for one in sequences])
         left = first.deadline - now
+        if queue.refused is not None and queue.refused.covers(steps, left, first.head_start):
+            # Where far too much is asked for, refusing must cost little.
+            raise Overloaded(queue.refused.error.message, retry_after=queue.refused.error.retry_after)
         serial = len(sequences) * queue.cost.fixed + steps * queue.serial
         for other in self._queues.values():
             serial += len(other.lines) * other.cost.fixed + other.steps * other.serial
@@ -310,17 +328,20 @@ class Scheduler(Generic[W]):
         expected = busy + self._expected(model, queue, len(sequences), steps, longest, due)
         # Until it is due, those who come after it may have its place in a turn.
         full = len(queue.lines) >= self._limits.max_turn_rows
-        if CAUTION * expected + (max(0.0, due - now) if full else 0.0) <= left:
+        needed = CAUTION * expected + (max(0.0, due - now) if full else 0.0)
+        if needed <= left:
             return
         alone = self._seconds(queue, len(sequences), steps, longest)
         if CAUTION * alone > left:
             raise DeadlineExceeded(
                 f"it takes about {alone:.3g} s alone and its deadline is in {left:.3g} s: allow it more time"
             )
-        raise Overloaded(
+        error = Overloaded(
             f"an answer is expected in {expected:.3g} s and the deadline is in {left:.3g} s: retry later, or allow it more time",
             retry_after=math.ceil(expected),
         )
+        queue.refused = Refused(steps, needed, first.head_start, error)
+        raise error
 
     def _expected(self, model: ModelKey, queue: Queue[W], rows: int, steps: int, longest: int, due: float) -> float:
         """Until so many sequences have run of which the last is due then: with what is due before it of their own model, and of each other

@@ -150,7 +150,7 @@ class Sessions:
         if gone is not None:
             raise gone
         if request.session_starts is False:
-            raise UnknownSession(f"no session {id!r} is open: begin it without start, or with start = true", field="session")
+            raise UnknownSession(f"no session {id!r} is open to go on with: begin it with start = true", field="session")
 
     def _tell(self, id: str) -> ServiceError | None:
         gone = self._forget(_digest(id))

@@ -411,6 +411,19 @@ def test_what_cannot_be_in_time_behind_what_waits_is_refused_at_once_and_told_wh
     add(queue, 1, deadline=10.0)
 
 
+def test_who_asks_for_as_much_as_one_who_was_refused_is_refused_until_something_has_run_or_left() -> None:
+    queue = scheduler(max_turn_rows=1, cost=BY_STEP, continuous=False)
+    [first, _] = add(queue, 8, 8)
+    for deadline, steps in ((20.0, 4), (24.9, 4), (19.0, 6)):
+        with pytest.raises(Overloaded, match="expected in 20 s and the deadline is in 20 s"):
+            add(queue, steps, deadline=deadline)
+    with pytest.raises(Overloaded, match="expected in 17 s"):
+        add(queue, 1, deadline=20.0)
+    add(queue, 4, deadline=25.0)
+    assert queue.drop([first]) == 1
+    add(queue, 4, deadline=20.0)
+
+
 def test_where_turns_are_full_time_is_left_for_those_who_will_be_due_before() -> None:
     queue = scheduler(max_turn_rows=1, cost=BY_STEP, turn_seconds=8.0)
     add(queue, 8, 8, cuts=True)
