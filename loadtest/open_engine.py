@@ -22,6 +22,7 @@ from service.logs import Log
 from service.metrics import Metrics
 from service.sequence import IDS, Answer, ModelKey, Request
 from service.settings import Settings
+from service.worker import FRAMES_AT_ONCE
 
 SHORT, LONG, LONG_SHARE = 10, 4096, 0.01
 """Steps of the sequences of the mixture, and how many of them are long."""
@@ -130,8 +131,10 @@ class Driver:
         arrivals = _arrivals(rate, began, ledger.end, seed)
         due = next(arrivals, None)
         while due is not None:
-            # All that are due by now, and then a turn: who comes while the engine is busy is in the next one.
-            while due is not None and due <= time.monotonic():
+            # Those that are due by now, and then a turn: who comes while the engine is busy is in the next one.
+            for _ in range(FRAMES_AT_ONCE):
+                if due is None or due > time.monotonic():
+                    break
                 self._send(ledger, due, self._deadline_seconds)
                 due = next(arrivals, None)
             self._batcher.step()

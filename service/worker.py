@@ -21,6 +21,10 @@ HANG_FACTOR = 10.0
 """A turn that takes longer than this many times its prediction, and PATIENCE_SECONDS, is taken for a hang."""
 
 
+FRAMES_AT_ONCE = 64
+"""A turn is launched, if the engine takes one, after so many frames: else refusing what is too much would keep the device idle."""
+
+
 class Runs(Watched, Protocol):
     """What the loop asks of an engine besides its batcher."""
 
@@ -79,8 +83,10 @@ class Worker:
             assert isinstance(channel, Channel)
             if not events & selectors.EVENT_READ:
                 continue
-            for frame in channel.receive():
+            for number, frame in enumerate(channel.receive(), 1):
                 self._obey(frame) if channel is self._control else self._serve(channel, frame)
+                if number % FRAMES_AT_ONCE == 0:
+                    self._batcher.step(self._before_launch)
             if not channel.open:
                 self._forget(channel)
 

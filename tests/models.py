@@ -12,13 +12,15 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from service.zoo import store
-from service.zoo.spec import ClassifyHead, EmbeddingLayer, Layer, LSTMLayer, ModelSpec, SequenceInput
+from service.zoo.spec import ClassifyHead, EmbeddingLayer, Layer, LSTMLayer, ModelSpec, RegressHead, SequenceInput
 
 WORDS = ["[UNK]", "how", "far", "is", "the", "sea", "who", "was", "first", "?"]
 LABELS = ("near", "far", "unknown")
 TEXT = {"kind": "text", "vocabulary": len(WORDS), "max_steps": 64}
 IDS = {"kind": "ids", "vocabulary": 12, "max_steps": 64}
 EMBEDDING = {"kind": "embedding", "width": 6}
+COUNT = 2.0**-12
+"""What one step adds to a cell of the accumulator: a power of two, so that float32 adds exactly; and tanh(COUNT) rounds to itself."""
 
 
 def weights(spec: ModelSpec, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -114,6 +116,28 @@ def halver(root: Path) -> ModelSpec:
     """A vector for every other row of two numbers; it needs three rows."""
     conv = {"kind": "conv", "filters": 5, "width": 3, "padding": "none", "stride": 2, "activation": "tanh"}
     return made_up(root, "halver", {"kind": "features", "features": 2, "max_steps": 64}, conv, head={"kind": "sequence"})
+
+
+def accumulator(root: Path, name: str = "accumulator", *, max_steps: int = 30_000) -> ModelSpec:
+    """Two sums over ids 0, 1 and 2, which stand for -1, 0 and 1: one of these, one of 1 a step.
+
+    Three gates are saturated, as sigmoid(40) is 1 in float32, and nothing recurs but the cell: that holds each sum times COUNT, and the
+    head answers its tanh.
+    """
+    spec = ModelSpec(
+        name=name,
+        precision="float32",
+        input=SequenceInput(kind="ids", vocabulary=3, max_steps=max_steps),
+        layers=(EmbeddingLayer(kind="embedding", width=1), LSTMLayer(kind="lstm", hidden=2)),
+        head=RegressHead(kind="regress", pool="last", outputs=2),
+    )
+    arrays = {tensor: torch.zeros(shape) for tensor, shape in spec.tensors().items()}
+    arrays["layers.0.weight"] = torch.tensor([[-1.0], [0.0], [1.0]])
+    # Gate blocks input, forget, cell, output, of two units each.
+    arrays["layers.1.0.forward.input"][0, 4] = COUNT
+    arrays["layers.1.0.forward.bias"] = torch.tensor([40.0, 40.0, 40.0, 40.0, 0.0, COUNT, 40.0, 40.0])
+    arrays["head.weight"] = torch.eye(2)
+    return store.write(root / name / "1", spec, arrays, card="made up")
 
 
 OF_EVERY_HEAD: dict[str, Callable[[Path], ModelSpec]] = {

@@ -16,7 +16,7 @@ from service.engine.turn import Turn
 from service.lifeline import Pulse
 from service.metrics import Metrics, Snapshot
 from service.sequence import Answer, Hello, Loaded, Request, Trace
-from service.worker import Worker
+from service.worker import FRAMES_AT_ONCE, Worker
 from tests.batching.made_up import request
 
 PLACE = 3
@@ -33,6 +33,9 @@ class OneATurn(Batcher):
         self._after = after
         self._turns = 0
         self._replies: list[Reply] = []
+        self._since = 0
+        self.most_between = 0
+        """Requests between two turns."""
 
     @property
     def waiting(self) -> int:
@@ -50,9 +53,15 @@ class OneATurn(Batcher):
 
     def submit(self, request: Request, data: bytes, reply: Reply, refuse: Refuse, *, again: bool = False) -> Ticket:
         self._replies.append(reply)
+        self._since += 1
+        self.most_between = max(self.most_between, self._since)
         return Ticket(request, reply, refuse)
 
+    def cancel(self, ticket: Ticket) -> None:
+        pass
+
     def step(self, before_launch: object = None) -> bool:
+        self._since = 0
         if self._replies:
             self._replies.pop(0)(Answer((1, 1)), [b"1234"])
         self._turns += 1
@@ -86,7 +95,8 @@ class House:
         self.to_front: list[Frame] = []
         self.to_supervisor: list[Frame] = []
         hello = Hello([Loaded("words", "1", "cpu", [], 0)], PLACE)
-        self._worker = Worker(self._control, self.pulse, OneATurn(self._after), self.engine, hello, self.metrics)
+        self.batcher = OneATurn(self._after)
+        self._worker = Worker(self._control, self.pulse, self.batcher, self.engine, hello, self.metrics)
 
     def run(self) -> None:
         self.supervisor.flush()
@@ -130,6 +140,13 @@ def test_a_front_is_told_with_each_answer_what_is_left_and_how_many_of_its_frame
     assert [(frame.kind, frame.id) for frame in frames] == [(Kind.ANSWER, 7), (Kind.LOAD, 3), (Kind.ANSWER, 8), (Kind.LOAD, 3)]
     assert [frame.read(float) for frame in frames if frame.kind == Kind.LOAD] == [SECONDS, 0.0]
     assert house.metrics.channel_writes.values[("engine",)] == [3], "an answer and its report are one write"
+
+
+def test_however_much_is_asked_at_once_turns_are_launched_meanwhile(house: House) -> None:
+    for id in range(3 * FRAMES_AT_ONCE):
+        house.front.send(encode(Kind.SUBMIT, id, request([2]), (b"",)))
+    house.run()
+    assert house.batcher.most_between == FRAMES_AT_ONCE
 
 
 def test_a_front_that_is_answered_nothing_is_told_nothing(house: House) -> None:
