@@ -58,7 +58,7 @@ class OneATurn(Batcher):
         return Ticket(request, reply, refuse)
 
     def cancel(self, ticket: Ticket) -> None:
-        pass
+        self._replies.clear()
 
     def step(self, before_launch: object = None) -> bool:
         self._since = 0
