@@ -94,7 +94,8 @@ class Refused(NamedTuple):
     steps: int
     needed: float
     head_start: float
-    error: Overloaded
+    message: str
+    retry_after: int
 
     def covers(self, steps: int, left: float, head_start: float) -> bool:
         return steps >= self.steps and left < self.needed and head_start <= self.head_start
@@ -317,7 +318,7 @@ class Scheduler(Generic[W]):
         left = first.deadline - now
         if queue.refused is not None and queue.refused.covers(steps, left, first.head_start):
             # Where far too much is asked for, refusing must cost little.
-            raise Overloaded(queue.refused.error.message, retry_after=queue.refused.error.retry_after)
+            raise Overloaded(queue.refused.message, retry_after=queue.refused.retry_after)
         serial = len(sequences) * queue.cost.fixed + steps * queue.serial
         for other in self._queues.values():
             serial += len(other.lines) * other.cost.fixed + other.steps * other.serial
@@ -336,12 +337,11 @@ class Scheduler(Generic[W]):
             raise DeadlineExceeded(
                 f"it takes about {alone:.3g} s alone and its deadline is in {left:.3g} s: allow it more time"
             )
-        error = Overloaded(
-            f"an answer is expected in {expected:.3g} s and the deadline is in {left:.3g} s: retry later, or allow it more time",
-            retry_after=math.ceil(expected),
+        message = (
+            f"an answer is expected in {expected:.3g} s and the deadline is in {left:.3g} s: retry later, or allow it more time"
         )
-        queue.refused = Refused(steps, needed, first.head_start, error)
-        raise error
+        queue.refused = Refused(steps, needed, first.head_start, message, math.ceil(expected))
+        raise Overloaded(message, retry_after=queue.refused.retry_after)
 
     def _expected(self, model: ModelKey, queue: Queue[W], rows: int, steps: int, longest: int, due: float) -> float:
         """Until so many sequences have run of which the last is due then: with what is due before it of their own model, and of each other
