@@ -28,6 +28,8 @@ SEVERAL, MOST_INPUTS = 0.15, 8
 """Share of the requests with more than one input, and how many those may have."""
 SHORTEST, LONGEST, ANY_LENGTH = 0.05, 0.02, 0.05
 """Shares of the inputs, by what their model takes; the others are as long as questions are."""
+MOST_STEPS = 512
+"""What is longer would decide by itself how much memory there is: by how many of them happen to come at once."""
 FOR_VECTORS, BAD, IMPATIENT = 0.1, 0.02, 0.01
 """Shares of the requests, where they are mixed."""
 IMPATIENCE_SECONDS = 0.003
@@ -64,13 +66,14 @@ class Asked:
 
 
 class Source(traffic.Traffic):
-    """Inputs for the model in a folder, from the shortest to the longest that it takes."""
+    """Inputs for the model in a folder, from the shortest to the longest that it takes, or MOST_STEPS."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.spec = spec.read(folder)
         tokenizer, shape = folder / spec.TOKENIZER, self.spec.input.model_dump()
         model = {"name": self.spec.name, "version": folder.name, "input": shape, "min_steps": self.spec.min_steps}
         super().__init__(model, traffic.words(tokenizer.read_text()) if tokenizer.is_file() else (), seed)
+        self._longest = min(self._longest, MOST_STEPS)
 
     def steps(self) -> int:
         """How long one input is."""
@@ -189,4 +192,6 @@ def _varied(plan: Plan, chance: random.Random) -> Plan:
         replace(plan, patience_seconds=chance.uniform(0, IMPATIENCE_SECONDS)),
         plan,
     )
-    return chance.choices(among, (FOR_VECTORS, BAD, IMPATIENT, 1 - FOR_VECTORS - BAD - IMPATIENT))[0]
+    return chance.choices(among, (MOST_STEPS = 512
+"""What is longer would decide by itself how much memory there is: by how many of them happen to come at once."""
+FOR_VECTORS, BAD, IMPATIENT, 1 - FOR_VECTORS - BAD - IMPATIENT))[0]
