@@ -25,10 +25,10 @@ help:
 	@echo "make bench        time every kernel beside its peers, on DEVICE=cpu or cuda:0"
 	@echo "make loadtest     USERS=32 callers for SECONDS=30 on a server of its own, or on URL; report and chart go to OUT=build/loadtest"
 	@echo "make bench-serve  time this service beside a plain FastAPI handler with the same weights"
-	@echo "make bench-engine time one engine without its doors, on DEVICE=cpu or cuda:0: stages of a request, turns of rising size"
+	@echo "make bench-engine time one engine without its doors, on DEVICE=cpu or cuda:0: stages of a request, rising turns, rising rates"
 	@echo "make bench-devices  time this service on one device and on several, DEVICE=cuda:0,cuda:1"
 	@echo "make simulate     ways of batching on a virtual clock, beside the scheduler's: some minutes, needs no GPU"
-	@echo "make test-long    100,000 requests, after which no process may hold more than before: some minutes"
+	@echo "make test-long    100,000 requests, after which no process may hold more than before, and sessions under stress: minutes"
 	@echo "make test-gpu     the tests that need a GPU; what passed is written to tests/gpu/passed.json"
 	@echo "make docker-test  build the image, start the compose files on a container engine, test and remove them"
 

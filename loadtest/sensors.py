@@ -1,4 +1,4 @@
-"""A model over float features, made up: the embedded models all take text."""
+"""A model over float features, made up: with more of them than the embedded one takes."""
 
 from __future__ import annotations
 

@@ -21,17 +21,26 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from loadtest.callers import Caller, Reply, Target
 from tests import models
+from tests.serving import Server, eventually
 
+SMALL = {"slots": "64", "max_sessions": "1024", "session_idle_seconds": "600", "turn_budget_ms": "0.1"}
+"""Settings of a server on which sessions move to the host and back, and turns take so little of a chunk that many are cut."""
+REST = ("requests_in_flight", "queue_depth", "sequences_begun", "sessions", "state_slots_used")
+REST_SECONDS = 5.0
+"""Nothing is held so long after the last caller has gone; on a quiet machine it is a tenth of a second."""
 LONGEST = 8192
 ANEW_STEPS = 4096
 """A session that may be as long as this is begun anew."""
+CALLERS = 256
 USUAL, RARE = 2, 2
 """Names of each caller's own; all callers have them in their turn, so that no more sessions are open than there are names."""
 MOST_STEPS, LONG_STEPS = 24, 400
 RARELY, LONG, OPEN_ENDED, GOES_ON, BEGINS, HANGS_UP = 0.1, 0.03, 0.25, 0.4, 0.5, 0.05
 """Shares: sequences on a rare name; chunks that are cut, as no turn takes so many steps; sequences without an end; of sequences on a name
 that is open, those that go on with it; of the others, those that say that they begin; sequences whose caller hangs up in one chunk."""
-HANGING_UP_SECONDS = (0.001, 0.02)
+HALF_SENT = 0.3
+"""Share of those who hang up before the body is whole. Of the others half do so in a chunk that is cut."""
+HANGING_UP_SECONDS = (0.001, 0.05)
 """How long who hangs up has waited. By the least of it a request has left."""
 PATIENCE_SECONDS = 60.0
 SCRAPE_SECONDS = 0.25
@@ -84,6 +93,8 @@ class Session:
     def __init__(self, name: str) -> None:
         self.name = name
         self.possible = {NEW}
+        self.unsettled = False
+        """Whether the last chunk was not heard of."""
 
     @property
     def open(self) -> bool:
@@ -104,7 +115,7 @@ class Session:
         said = json.loads(answer)
         told, expected = Account.told(said["outputs"][0]["value"]), self.expected(chunk)
         steps = said["session"]["steps"]
-        self.possible = {NEW if chunk.ends else told}
+        self.possible, self.unsettled = {NEW if chunk.ends else told}, False
         if told in expected and steps == told.steps:
             return None
         return f"{self.name}: {told} and {steps} steps, not {expected}, after {chunk}"
@@ -112,7 +123,7 @@ class Session:
     def unheard(self, chunk: Chunk) -> None:
         """Its caller has gone: it was run, or it was not, and then it may still have ended what it was to begin anew."""
         untouched = self.possible | {NEW} if chunk.starts else self.possible
-        self.possible = untouched | ({NEW} if chunk.ends else self.expected(chunk))
+        self.possible, self.unsettled = untouched | ({NEW} if chunk.ends else self.expected(chunk)), True
 
 
 # What was asked for.
@@ -147,6 +158,26 @@ class Counts(NamedTuple):
         return Counts(self.accepted - before.accepted, self.in_flight - before.in_flight, +outcomes)
 
 
+def counts(server: Server) -> Counts:
+    return Counts.of(server.client.get("/metrics").text)
+
+
+def at_rest(server: Server) -> Counts:
+    """What is counted when nothing is held any more."""
+    eventually(lambda: rests(server), REST_SECONDS)
+    return counts(server)
+
+
+def held(server: Server) -> dict[str, float]:
+    """Whatever requests and sessions take hold of and have to give back."""
+    return {name: server.metric(f"seqserve_{name}") for name in REST}
+
+
+def rests(server: Server) -> bool:
+    """Nothing is held for anybody."""
+    return not any(held(server).values())
+
+
 @dataclass
 class Ledger:
     """The callers' side: how many requests they sent, what they were told, and how often they had gone before they were told anything."""
@@ -176,6 +207,19 @@ async def scrape(caller: Caller, target: Target) -> Counts:
     return Counts.of(reply.body.decode())
 
 
+async def watch(target: Target, in_flight: list[int], ended: asyncio.Event) -> None:
+    """At every scrape, whatever was accepted is in flight, which is noted, or has an outcome."""
+    caller = await Caller.connect(target)
+    try:
+        while not ended.is_set():
+            now = await scrape(caller, target)
+            now.check()
+            in_flight.append(now.in_flight)
+            await asyncio.sleep(SCRAPE_SECONDS)
+    finally:
+        caller.hang_up()
+
+
 # The callers.
 
 
@@ -200,15 +244,15 @@ class Told:
 
 
 def tell(url: str, *, callers: int, sequences: int, seed: int = 0, wrong: int = 0) -> Told:
-    """So many callers with so many sequences each, one after the other. wrong: how many of the callers send, in one of their chunks, another
-    step than they account for."""
+    """So many callers with so many sequences each, one after the other. wrong: how many of them send, once, another step than they account
+    for."""
     return uvloop.run(_tell(Target.of(url, "/infer"), callers, sequences, seed, wrong))
 
 
 async def _tell(target: Target, callers: int, sequences: int, seed: int, wrong: int) -> Told:
     told, ended = Told(), asyncio.Event()
-    watching = asyncio.ensure_future(_watch(target, told, ended))
-    tellers = [Teller(target, f"caller-{number}", random.Random(f"{seed}-{number}"), told) for number in range(callers)]
+    watching = asyncio.ensure_future(watch(target, told.in_flight, ended))
+    tellers = [Teller(target, f"{seed}-{number}", random.Random(f"{seed}-{number}"), told) for number in range(callers)]
     for teller in tellers[:wrong]:
         teller.lies = 1
     began = time.monotonic()
@@ -225,21 +269,8 @@ async def _tell(target: Target, callers: int, sequences: int, seed: int, wrong: 
     return told
 
 
-async def _watch(target: Target, told: Told, ended: asyncio.Event) -> None:
-    """At every scrape, whatever was accepted is in flight or has an outcome."""
-    caller = await Caller.connect(target)
-    try:
-        while not ended.is_set():
-            counts = await scrape(caller, target)
-            counts.check()
-            told.in_flight.append(counts.in_flight)
-            await asyncio.sleep(SCRAPE_SECONDS)
-    finally:
-        caller.hang_up()
-
-
 class Teller:
-    """One caller, on one connection at a time, with sessions of its own. `lies` is how many chunks it will not send as it accounts for them."""
+    """One caller, on one connection at a time, with sessions of its own. lies: how many chunks it will not send as it accounts for them."""
 
     def __init__(self, target: Target, name: str, chance: random.Random, told: Told) -> None:
         self._target = target
@@ -251,23 +282,27 @@ class Teller:
         self.lies = 0
 
     async def tell(self, sequences: int) -> None:
+        """So many sequences, and then the ends of those that were left open."""
         for _ in range(sequences):
             chance = self._chance
             session = chance.choice(self._rare if chance.random() < RARELY else self._usual)
             await self._sequence(session)
             self._told.sequences += 1
+        for session in (*self._usual, *self._rare):
+            await self._ask(session, Chunk([1], self._starts(session, first=True), ends=True))
 
     def hang_up(self) -> None:
         if self._caller is not None:
             self._caller.hang_up()
 
     async def _sequence(self, session: Session) -> None:
-        chunks = list(self._chunks())
-        unheard = self._chance.randrange(len(chunks)) if self._chance.random() < HANGS_UP else -1
+        chance, chunks = self._chance, list(self._chunks())
+        unheard = chance.randrange(len(chunks)) if chance.random() < HANGS_UP else -1
         for number, (values, ends) in enumerate(chunks):
             chunk = Chunk(values, self._starts(session, first=number == 0), ends)
             if number == unheard:
-                await self._leave(session, chunk)
+                long = Chunk(list(values) * (LONG_STEPS // len(values)), chunk.starts, ends)
+                await self._leave(session, chance.choice((chunk, long)))
             else:
                 await self._ask(session, chunk)
 
@@ -286,36 +321,25 @@ class Teller:
         chance = self._chance
         if not session.distinct:
             return True
-        if first or len(session.possible) > 1:
+        if first or session.unsettled:
             anew = chance.random() < (1 - GOES_ON if session.open else BEGINS)
             return True if anew else None
         return chance.choice((None, False)) if session.open else None
 
     async def _ask(self, session: Session, chunk: Chunk) -> None:
         request = self._request(session, chunk)
-        while True:
-            reply = await self._reply(request, PATIENCE_SECONDS)
-            if reply is None:
-                self._told.faults.append(f"{session.name}: no answer in {PATIENCE_SECONDS} s to {chunk}")
-                session.unheard(chunk)
+        while (reply := await self._reply(request, PATIENCE_SECONDS)) is not None:
+            if self._settled(session, chunk, reply):
                 return
-            code = self._told.ledger.heard(reply)
-            if code == "ok":
-                fault = session.answered(chunk, reply.body)
-                self._told.faults += [fault] if fault else []
-                return
-            if code != "session_conflict" or len(session.possible) == 1:
-                self._told.faults.append(f"{session.name}: {reply.body!r} to {chunk}")
-                session.unheard(chunk)
-                return
-            # Behind a chunk whose caller has gone, which did not run or is about to end the session.
             self._told.again += 1
             await asyncio.sleep(0.001)
+        self._told.faults.append(f"{session.name}: no answer in {PATIENCE_SECONDS} s to {chunk}")
+        session.unheard(chunk)
 
     async def _leave(self, session: Session, chunk: Chunk) -> None:
         """Hang up while a chunk is under way: before its body is whole, or when it is."""
         request, chance = self._request(session, chunk), self._chance
-        if chance.random() < 0.3:
+        if chance.random() < HALF_SENT:
             whole = request.index(b"\r\n\r\n") + 4
             await self._reply(request[: chance.randint(whole, len(request) - 1)], HANGING_UP_SECONDS[0])
             return
@@ -323,9 +347,21 @@ class Teller:
         if reply is None:
             session.unheard(chunk)
             return
-        self._told.ledger.heard(reply)
-        fault = session.answered(chunk, reply.body)
+        self._settled(session, chunk, reply)
+
+    def _settled(self, session: Session, chunk: Chunk, reply: Reply) -> bool:
+        """Takes an answer into account. False when the chunk is to be sent again: the one before it, whose caller has gone, did not run, or
+        ends the session."""
+        code = self._told.ledger.heard(reply)
+        if code == "session_conflict" and session.unsettled:
+            return False
+        if code == "ok":
+            fault = session.answered(chunk, reply.body)
+        else:
+            fault = f"{session.name}: {reply.body!r} to {chunk}"
+            session.unheard(chunk)
         self._told.faults += [fault] if fault else []
+        return True
 
     def _request(self, session: Session, chunk: Chunk) -> bytes:
         if self.lies:

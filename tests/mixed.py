@@ -192,6 +192,4 @@ def _varied(plan: Plan, chance: random.Random) -> Plan:
         replace(plan, patience_seconds=chance.uniform(0, IMPATIENCE_SECONDS)),
         plan,
     )
-    return chance.choices(among, (MOST_STEPS = 512
-"""What is longer would decide by itself how much memory there is: by how many of them happen to come at once."""
-FOR_VECTORS, BAD, IMPATIENT, 1 - FOR_VECTORS - BAD - IMPATIENT))[0]
+    return chance.choices(among, (FOR_VECTORS, BAD, IMPATIENT, 1 - FOR_VECTORS - BAD - IMPATIENT))[0]

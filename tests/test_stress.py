@@ -1,0 +1,504 @@
+"""A real server under many callers who do all that callers do: what each is told is right, and what they leave behind is nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import random
+import socket
+import struct
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import uvloop
+from websockets.asyncio.client import connect
+
+from loadtest.callers import Caller, Reply, Target
+from service.engine.engine import Engine
+from service.engine.turn import Chunk, Turn
+from service.metrics import Metrics
+from service.sequence import FIRST, IDS, SCRAP, ZEROS, ModelKey, Returns
+from service.zoo import store
+from service.zoo.encoder import Encoder
+from tests import accumulator, models
+from tests.accumulator import (
+    CALLERS,
+    LONGEST,
+    NEW,
+    REST_SECONDS,
+    SMALL,
+    Account,
+    Counts,
+    Ledger,
+    Session,
+    at_rest,
+    counts,
+    faults_of,
+    held,
+    rests,
+    tell,
+    watch,
+)
+from tests.serving import Server, eventually, serving
+from tests.steady import open_files
+
+SEQUENCES = 40
+"""Of each caller; tests/long has more."""
+IDLE_SECONDS = 0.5
+WAVE, WAVES = 400, 2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """accumulator; sensors, whose sequences are cut, and both, which sees them from both ends and whole."""
+    root = tmp_path_factory.mktemp("models")
+    models.accumulator(root)
+    models.sensors(root)
+    models.sensors(root, "both", bidirectional=True)
+    return root
+
+
+@pytest.fixture(scope="module")
+def small(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Few slots for many sessions, which never expire."""
+    with serving(folder, tmp_path_factory.mktemp("log"), **SMALL) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def busy(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """As it is shipped."""
+    with serving(folder, tmp_path_factory.mktemp("log")) as running:
+        yield running
+
+
+# The oracle.
+
+
+def test_the_accumulator_counts_exactly_as_far_as_it_is_asked_to(tmp_path: Path) -> None:
+    """Up to LONGEST, down to -LONGEST, in one go and in chunks; the other cell, which counts steps, as far."""
+    spec, key = models.accumulator(tmp_path), ModelKey("accumulator", "1")
+    encoder = Encoder(spec, store.read_arrays(tmp_path / "accumulator" / "1", spec), torch.device("cpu"), 1 << 20)
+    engine = Engine({key: encoder}, Metrics(), max_turn_rows=4, max_turn_tokens=64)
+    values = np.array([1] * LONGEST + [0] + [-1] * 2 * LONGEST)
+    sums = values.cumsum()
+    for cuts in ([0, len(values)], [*range(0, len(values), 1000), len(values)]):
+        found, last = [], []
+        for begin, end in pairwise(cuts):
+            data = (values[begin:end] + 1).astype(IDS).tobytes()
+            slots = (FIRST if begin else ZEROS, SCRAP if end == len(values) else FIRST)
+            engine.launch(Turn(key, [Chunk(data, end - begin, Returns(sequence=True), None, *slots)]))
+            [(_, encoded)] = engine.finished()
+            assert encoded.sequence is not None and encoded.scores is not None
+            found.append(encoded.sequence.astype(float))
+            last.append((encoded.scores[0], encoded.sequence[-1]))
+        cells = np.arctanh(np.concatenate(found)) / models.COUNT
+        assert np.abs(cells[:, 0] - sums).max() < 0.1
+        assert np.abs(cells[:LONGEST, 1] - np.arange(1, LONGEST + 1)).max() < 0.1
+        assert all((one == other).all() for one, other in last), "the head says what the layer says"
+        assert [accumulator.integer(value) for value in np.concatenate(found)[:, 0]] == sums.tolist()
+
+
+# Sums.
+
+
+def test_every_sum_of_every_session_is_exact_whoever_hangs_up_and_all_requests_are_accounted_for(small: Server) -> None:
+    before, moves = at_rest(small), small.metric("seqserve_session_moves_total", to="slot")
+    told = tell(small.address, callers=CALLERS, sequences=SEQUENCES)
+    print(told)
+    assert not told.faults, faults_of(told.faults)
+    told.ledger.check(at_rest(small).since(before))
+    assert told.ledger.gone > CALLERS * SEQUENCES * accumulator.HANGS_UP / 4, "some hung up"
+    assert small.metric("seqserve_session_moves_total", to="slot") > moves + 100, "states came back from the host"
+    assert small.metric("seqserve_turn_rows_sum") > 1.2 * small.metric("seqserve_sequences_total"), "chunks were cut"
+    assert max(told.in_flight) > 0, "some were seen on their way"
+
+
+def test_a_wrong_sum_would_be_found(small: Server) -> None:
+    """Three of the callers each send one step that is not the one that they account for."""
+    before = at_rest(small)
+    told = tell(small.address, callers=16, sequences=3, seed=1, wrong=3)
+    assert len(told.faults) == 3, faults_of(told.faults)
+    told.ledger.check(at_rest(small).since(before))
+
+
+def test_a_state_of_another_session_would_be_found(small: Server) -> None:
+    """It is put in the place of the right one from outside, as a slot with two owners would."""
+    one, other = Session("mixed up one"), Session("mixed up other")
+    for session, values in ((one, [1, 1, 0]), (other, [-1, 1, 1])):
+        assert not _told(small, session, accumulator.Chunk(values))
+    state = small.client.get(f"/sessions/{other.name}/state").content
+    assert small.client.delete(f"/sessions/{one.name}/state").status_code == 200
+    assert small.client.put(f"/sessions/{one.name}/state", content=state).status_code == 200
+    fault = _told(small, one, accumulator.Chunk([0], ends=True))
+    assert fault is not None and "Account(sum=1, steps=4)" in fault
+    assert not _told(small, other, accumulator.Chunk([0], ends=True))
+
+
+def _told(server: Server, session: Session, chunk: accumulator.Chunk) -> str | None:
+    body = {"session": session.name, "end": chunk.ends}
+    answer = server.infer("accumulator", [[value + 1 for value in chunk.values]], **body)
+    return session.answered(chunk, answer.content)
+
+
+def test_what_a_session_may_be_after_its_caller_has_gone_is_what_ran_or_did_not() -> None:
+    session = Session("a")
+    session.unheard(accumulator.Chunk([1, 1]))
+    assert session.possible == {NEW, Account(2, 2)} and not session.open and session.distinct
+    session.unheard(accumulator.Chunk([-1, 0], starts=True))
+    assert session.possible == {NEW, Account(2, 2), Account(-1, 2)} and not session.distinct
+    session.unheard(accumulator.Chunk([1], ends=True))
+    assert session.possible == {NEW, Account(2, 2), Account(-1, 2)}
+
+
+LEDGER = Ledger(sent=5, told=Counter(ok=3, overloaded=1), gone=1)
+COUNTED = Counts(5, 0, Counter(ok=4, overloaded=1))
+
+
+def test_a_ledger_agrees_with_the_counts_of_the_same_requests() -> None:
+    LEDGER.check(COUNTED)
+    LEDGER.check(COUNTED._replace(outcomes=Counter(ok=3, overloaded=1, client_gone=1)))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        COUNTED._replace(accepted=6),
+        COUNTED._replace(in_flight=1),
+        COUNTED._replace(accepted=6, in_flight=1),
+        COUNTED._replace(outcomes=Counter(ok=5, overloaded=1)),
+        COUNTED._replace(outcomes=Counter(ok=5)),
+        COUNTED._replace(accepted=6, outcomes=Counter(ok=5, overloaded=1)),
+        COUNTED._replace(outcomes=Counter(ok=2, overloaded=1, client_gone=2)),
+    ],
+    ids=["lost", "in two places", "unanswered", "counted twice", "another outcome", "one too many", "told and taken for gone"],
+)
+def test_a_ledger_that_is_off_is_found(wrong: Counts) -> None:
+    with pytest.raises(AssertionError):
+        LEDGER.check(wrong)
+
+
+# Callers who go.
+
+
+class Rude(Caller):
+    """Resets its connection, where others close it."""
+
+    def hang_up(self) -> None:
+        if self._transport is not None:
+            own = self._transport.get_extra_info("socket")
+            own.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        super().hang_up()
+
+
+def rows(steps: int, seed: int = 0) -> list[list[float]]:
+    return np.random.default_rng(seed).normal(size=(steps, 3)).round(2).tolist()  # type: ignore[no-any-return]
+
+
+def asked(target: Target, model: str, inputs: list[Any], **options: Any) -> bytes:
+    return target.request(json.dumps({"model": model, "inputs": inputs, **options}).encode())
+
+
+async def leave(target: Target, request: bytes, seconds: float, chance: random.Random) -> int:
+    """Hang up so much later, wherever the request is by then; the status of an answer that came before, or 0."""
+    caller = await chance.choice((Caller, Rude)).connect(target)
+    try:
+        async with asyncio.timeout(seconds):
+            return (await caller.ask(request)).status
+    except (TimeoutError, ConnectionError):
+        return 0
+    finally:
+        caller.hang_up()
+
+
+async def leave_stream(target: Target, seconds: float, chance: random.Random) -> int:
+    """A socket with some chunks under way is cut."""
+    async with connect(f"ws://{target.host}:{target.port}/stream?model=sensors", proxy=None) as stream:
+        for _ in range(chance.randint(1, 4)):
+            await stream.send(np.zeros((chance.randint(1, 4000), 3), np.float32).tobytes())
+        await asyncio.sleep(seconds)
+        stream.transport.abort()
+    return 0
+
+
+async def wave(target: Target, requests: Sequence[bytes], chance: random.Random) -> Counter[int]:
+    """All at once; statuses of what was answered before its caller left. At every moment, all are accounted for."""
+    going = []
+    for number in range(WAVE):
+        seconds = chance.uniform(0.01, 1.5)
+        if number % 5 == 0:
+            going.append(leave_stream(target, seconds, chance))
+            continue
+        request = chance.choice(requests)
+        # One in four before the body is whole, or even its head.
+        cut = chance.choice((chance.randint(1, len(request) - 1), chance.randint(1, 100))) if number % 4 == 0 else len(request)
+        going.append(leave(target, request[:cut], seconds, chance))
+    in_flight, ended = list[int](), asyncio.Event()
+    watching = asyncio.ensure_future(watch(target, in_flight, ended))
+    try:
+        return Counter(await asyncio.gather(*going))
+    finally:
+        ended.set()
+        await watching
+        print("in flight were", in_flight)
+
+
+def test_callers_who_go_leave_nothing_behind_wherever_their_requests_were(busy: Server) -> None:
+    target, chance = Target.of(busy.address, "/infer"), random.Random(0)
+    # Some race with their deadline, or with their answer.
+    options: list[dict[str, Any]] = [{}, {}, {}, {"deadline_ms": 100}, {"deadline_ms": 700}, {"session": "left"}]
+    requests = [asked(target, "sensors", [rows(2000 + 200 * seed)], **option) for seed, option in enumerate(options)]
+    requests += [asked(target, "accumulator", [[1] * 20_000], **option) for option in options[:-1] * 2]
+    requests += [asked(target, "both", [rows(1500)], **option) for option in options[:-1]]
+    at_rest(busy)
+    files = open_files(busy)
+    cancelled = [busy.metric("seqserve_cancelled_total", **{"while": where}) for where in ("waiting", "running")]
+    for _ in range(WAVES):
+        statuses = uvloop.run(wave(target, requests, chance))
+        gone = time.monotonic()
+        # Of all sessions, only the one of this name outlives its callers.
+        eventually(lambda: busy.client.delete("/sessions/left/state") and rests(busy), REST_SECONDS)
+        rested = time.monotonic() - gone
+        assert statuses.keys() <= {0, 200, 409, 503, 504}, statuses
+        start = time.monotonic()
+        assert busy.infer("sensors", [rows(3)]).status_code == 200
+        print(f"statuses {dict(statuses)}, at rest in {rested:.2f} s, the next answer in {time.monotonic() - start:.3f} s")
+        counts(busy).check()
+    eventually(lambda: open_files(busy) == files, REST_SECONDS)
+    for where, so_far in zip(("waiting", "running"), cancelled, strict=True):
+        assert busy.metric("seqserve_cancelled_total", **{"while": where}) > so_far, f"some were {where}"
+
+
+def test_what_is_held_for_a_caller_would_be_found(busy: Server) -> None:
+    at_rest(busy)
+    assert busy.infer("sensors", [rows(3)], session="held").status_code == 200
+    assert {name for name, count in held(busy).items() if count} == {"sessions", "state_slots_used"}
+    assert not rests(busy)
+    assert busy.client.delete("/sessions/held/state").status_code == 200
+    assert rests(busy)
+
+
+@pytest.mark.parametrize("model, steps", [("sensors", 1500), ("both", 60)])
+def test_who_leaves_a_batch_of_32_does_not_take_the_others_along(busy: Server, model: str, steps: int) -> None:
+    """They come while the engine is busy; sequences that cannot be cut are in one turn, if they are short."""
+    target, chance = Target.of(busy.address, "/infer"), random.Random(0)
+    inputs = [rows(steps + seed, seed) for seed in range(32)]
+    alone = [busy.infer(model, [one]).json()["outputs"][0]["scores"] for one in inputs]
+    requests = [asked(target, model, [one]) for one in inputs] + [asked(target, "both", [rows(8000)])]
+    gone, together = busy.metric("seqserve_requests_total", outcome="client_gone"), turns_of_many(busy, model)
+    for _ in range(4):
+        leaver = chance.randrange(32)
+        replies = uvloop.run(_but_one(target, requests, leaver, chance.uniform(0.02, 0.1)))
+        for number, (reply, expected) in enumerate(zip(replies, alone, strict=False)):
+            if number != leaver:
+                assert reply is not None and reply.status == 200, reply
+                assert json.loads(reply.body)["outputs"][0]["scores"] == pytest.approx(expected, abs=1e-4)
+    assert busy.metric("seqserve_requests_total", outcome="client_gone") > gone
+    assert turns_of_many(busy, model) > together
+
+
+def turns_of_many(server: Server, model: str) -> float:
+    """How many turns had more than 16 sequences."""
+    all, few = (server.metric("seqserve_turn_rows_bucket", model=model, le=most) for most in ("+Inf", "16.0"))
+    return all - few
+
+
+async def _but_one(target: Target, requests: Sequence[bytes], leaver: int, seconds: float) -> list[Reply | None]:
+    """All answers, the last request being sent first; the one who leaves has none, as a rule."""
+
+    async def ask(number: int, request: bytes) -> Reply | None:
+        caller = await Caller.connect(target)
+        try:
+            async with asyncio.timeout(seconds if number == leaver else 60):
+                return await caller.ask(request)
+        except TimeoutError:
+            return None
+        finally:
+            caller.hang_up()
+
+    *batch, first = [ask(number, request) for number, request in enumerate(requests)]
+    blocking = asyncio.ensure_future(first)
+    await asyncio.sleep(0.02)
+    return [*await asyncio.gather(*batch), await blocking]
+
+
+# Deadlines.
+
+STEPS = 3000
+LOAD, LOAD_SECONDS, WARM_SECONDS = 2.0, 4.0, 1.5
+MARGIN_SECONDS, LATEST_SECONDS = 0.1, 0.5
+"""After a deadline, 99 of 100 hear within the one and all within the other. Of those who are refused half hear it within the one, and 99 of
+100 within the other. On a quiet machine it is a tenth of that."""
+DEADLINES_MS = (1.0, 2000.0)
+
+
+class Heard(NamedTuple):
+    """One request, how long its caller wanted to wait and how long he did."""
+
+    deadline: float
+    seconds: float
+    code: str
+
+    @property
+    def over(self) -> float:
+        """By how much he was told too late, below 0 when in time. To be refused takes no time."""
+        return self.seconds - (0.0 if self.code == "overloaded" else self.deadline)
+
+
+def check_in_time(heard: Sequence[Heard]) -> None:
+    assert {one.code for one in heard} <= {"ok", "deadline_exceeded", "overloaded"}, Counter(one.code for one in heard)
+    answered, refused = (sorted(one.over for one in heard if (one.code == "overloaded") == was) for was in (False, True))
+    for over, share in ((answered, 0.99), (refused, 0.5)):
+        assert not over or quantile(over, share) <= MARGIN_SECONDS, over[-20:]
+    for over, share in ((answered, 1.0), (refused, 0.99)):
+        assert not over or quantile(over, share) <= LATEST_SECONDS, over[-20:]
+
+
+def quantile(rising: Sequence[float], share: float) -> float:
+    return rising[min(len(rising) - 1, math.ceil(share * len(rising)))]
+
+
+class Crowd:
+    """Callers on as many connections as are needed."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._idle: list[Caller] = []
+        self._body = json.dumps([1] * STEPS)
+        self.heard: list[Heard] = []
+
+    async def ask(self, deadline_ms: float) -> None:
+        body = f'{{"model": "accumulator", "inputs": [{self._body}], "deadline_ms": {deadline_ms}}}'
+        caller = self._idle.pop() if self._idle else await Caller.connect(self._target)
+        start = time.monotonic()
+        reply = await caller.ask(self._target.request(body.encode()))
+        seconds = time.monotonic() - start
+        self._idle.append(caller)
+        code = "ok" if reply.status == 200 else json.loads(reply.body)["code"]
+        self.heard.append(Heard(deadline_ms / 1000, seconds, code))
+
+    async def capacity(self, callers: int) -> float:
+        """Answers a second when nobody is in a hurry."""
+
+        async def keep_asking() -> None:
+            while time.monotonic() < end:
+                await self.ask(60_000)
+
+        start = time.monotonic()
+        end = start + WARM_SECONDS
+        await asyncio.gather(*[keep_asking() for _ in range(callers)])
+        answered, self.heard = len(self.heard), []
+        return answered / (time.monotonic() - start)
+
+    async def come(self, rate: float, seconds: float, chance: random.Random) -> None:
+        """Whether or not anybody is answered."""
+        at = start = asyncio.get_running_loop().time()
+        async with asyncio.TaskGroup() as coming:
+            while at < start + seconds:
+                at += chance.expovariate(rate)
+                await asyncio.sleep(at - asyncio.get_running_loop().time())
+                coming.create_task(self.ask(chance.uniform(*DEADLINES_MS)))
+
+    def close(self) -> None:
+        for caller in self._idle:
+            caller.hang_up()
+
+
+async def _overloaded(target: Target) -> tuple[float, list[Heard]]:
+    crowd = Crowd(target)
+    try:
+        capacity = await crowd.capacity(128)
+        await crowd.come(LOAD * capacity, LOAD_SECONDS, random.Random(0))
+        return capacity, crowd.heard
+    finally:
+        crowd.close()
+
+
+def test_at_twice_the_capacity_everybody_hears_by_his_deadline_and_who_is_refused_at_once(busy: Server) -> None:
+    before = at_rest(busy)
+    capacity, heard = uvloop.run(_overloaded(Target.of(busy.address, "/infer")))
+    codes = Counter(one.code for one in heard)
+    print(f"{capacity:.0f} a second, {len(heard)} asked: {dict(codes)}")
+    for code in codes:
+        over = sorted(one.over for one in heard if one.code == code)
+        print(code, *(f"p{share:.0%} {quantile(over, share) * 1000:.1f} ms" for share in (0.5, 0.9, 0.99, 1.0)))
+    check_in_time(heard)
+    assert codes["ok"] > 0 and codes["overloaded"] > 0
+    now = at_rest(busy).since(before)
+    now.check()
+    assert codes["overloaded"] == now.outcomes["overloaded"] and codes["deadline_exceeded"] == now.outcomes["deadline_exceeded"]
+
+
+IN_TIME = [Heard(1.0, 0.9, "ok"), Heard(0.5, 0.55, "deadline_exceeded"), Heard(2.0, 0.01, "overloaded")] * 100
+
+
+@pytest.mark.parametrize(
+    "late",
+    [
+        [Heard(1.0, 1.6, "ok")],
+        [Heard(1.0, 1.2, "deadline_exceeded")] * 5,
+        [Heard(2.0, 0.2, "overloaded")] * 101,
+        [Heard(2.0, 0.6, "overloaded")] * 5,
+        [Heard(1.0, 0.1, "inference_failed")],
+    ],
+    ids=["an answer", "more than one in a hundred", "most refusals", "some refusals", "a fault"],
+)
+def test_who_hears_too_late_would_be_found(late: list[Heard]) -> None:
+    check_in_time(IN_TIME)
+    with pytest.raises(AssertionError):
+        check_in_time(IN_TIME + late)
+
+
+# Sessions that are left.
+
+
+def begin(url: str, names: Sequence[str], callers: int = 32) -> Counter[str]:
+    """One step for each session, and never a word again."""
+    return uvloop.run(_begin(Target.of(url, "/infer"), iter(names), callers))
+
+
+async def _begin(target: Target, names: Iterator[str], callers: int) -> Counter[str]:
+    ledger = Ledger()
+
+    async def begin_some() -> None:
+        caller = await Caller.connect(target)
+        for name in names:
+            ledger.heard(await caller.ask(accumulator.Chunk([1]).request(target, name)))
+        caller.hang_up()
+
+    await asyncio.gather(*[begin_some() for _ in range(callers)])
+    return ledger.told
+
+
+def test_2_000_sessions_that_are_begun_and_left_are_gone_a_second_after_they_were_idle(folder: Path, tmp_path: Path) -> None:
+    with serving(folder, tmp_path, session_idle_seconds=str(IDLE_SECONDS)) as own:
+        assert begin(own.address, [f"left {number}" for number in range(2000)]) == {"ok": 2000}
+        left = time.monotonic()
+        most = own.metric("seqserve_sessions")
+        eventually(lambda: rests(own), IDLE_SECONDS + 1)
+        print(f"{most:.0f} were open at the end, and none {time.monotonic() - left:.2f} s later")
+        assert own.metric("seqserve_sessions_ended_total", reason="expired") == 2000
+
+
+def test_more_sessions_than_there_may_be_are_refused_and_the_others_go_on_as_if_nothing_was(small: Server) -> None:
+    limit = int(SMALL["max_sessions"])
+    at_rest(small)
+    names = [f"limited {number}" for number in range(limit + 100)]
+    assert begin(small.address, names) == {"ok": limit, "too_many_sessions": 100}
+    assert small.metric("seqserve_sessions") == limit
+    goes_on = Counter(_goes_on(small, name) for name in names)
+    assert goes_on == {(200, Account(3, 3)): limit, (404, None): 100}
+    assert rests(small)
+
+
+def _goes_on(server: Server, name: str) -> tuple[int, Account | None]:
+    answer = server.infer("accumulator", [[2, 2]], session=name, start=False, end=True)
+    return answer.status_code, Account.told(answer.json()["outputs"][0]["value"]) if answer.status_code == 200 else None
