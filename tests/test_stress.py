@@ -50,7 +50,7 @@ from tests.accumulator import (
 from tests.serving import Server, eventually, serving
 from tests.steady import open_files
 
-SEQUENCES = 40
+SEQUENCES = 200
 """Of each caller; tests/long has more."""
 IDLE_SECONDS = 0.5
 WAVE, WAVES = 400, 2

@@ -35,7 +35,7 @@ STRETCH = 5.0
 SLACK = 3.0
 """And so many times as long before its deadline: beside others it takes longer than alone."""
 CAUTION = 1.25
-"""A deadline counts as met when the answer is expected in this share less of the time that is left."""
+"""A deadline counts as met when so many times as long is left as the answer is expected to take."""
 ENDLESS = 1 << 30
 """More steps than any sequence has."""
 

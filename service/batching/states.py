@@ -87,7 +87,7 @@ class States:
         if row.slot is not None:
             self._of(row.ticket.key).slots.give_back(row.slot)
             row.slot = None
-        if row.session is not None:
+        if row.session is not None and row.launched:
             self._rest(row.session.held)
 
     def keep(self, row: Row) -> None:

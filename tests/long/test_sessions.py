@@ -17,7 +17,7 @@ from tests.serving import eventually, serving
 
 EVENTS = 1_000_000
 EVENTS_OF_A_STORY = 200
-SEQUENCES = 200
+SEQUENCES = 2_000
 """Of each caller."""
 
 
