@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from service.channel import Channel, Kind, encode
+from service.sequence import DIGEST_BYTES
 from service.settings import Settings
 
 PR_SET_PDEATHSIG = 1
@@ -93,20 +94,18 @@ def journal_records(settings: Settings) -> int:
 class Journal:
     """Shared memory of so many records of DIGEST_BYTES, in which an engine notes its sessions; its successor reads them."""
 
-    DIGEST_BYTES = 16
-
     def __init__(self, records: int, descriptor: int | None = None) -> None:
         self.records = records
         self.descriptor = os.memfd_create("seqserve-journal") if descriptor is None else descriptor
         if descriptor is None:
-            os.ftruncate(self.descriptor, records * self.DIGEST_BYTES)
-        self._pages = mmap.mmap(self.descriptor, records * self.DIGEST_BYTES)
+            os.ftruncate(self.descriptor, records * DIGEST_BYTES)
+        self._pages = mmap.mmap(self.descriptor, records * DIGEST_BYTES)
 
     def read(self, record: int) -> bytes:
-        return self._pages[record * self.DIGEST_BYTES : (record + 1) * self.DIGEST_BYTES]
+        return self._pages[record * DIGEST_BYTES : (record + 1) * DIGEST_BYTES]
 
     def write(self, record: int, digest: bytes) -> None:
-        self._pages[record * self.DIGEST_BYTES : (record + 1) * self.DIGEST_BYTES] = digest
+        self._pages[record * DIGEST_BYTES : (record + 1) * DIGEST_BYTES] = digest
 
     def close(self) -> None:
         self._pages.close()

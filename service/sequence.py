@@ -16,6 +16,9 @@ ZEROS, SCRAP, FIRST = 0, 1, 2
 """Places of states that belong to no sequence, and the first that does. Every sequence begins from ZEROS, which is never written; what
 nobody goes on from is written to SCRAP, which is never read."""
 
+DIGEST_BYTES = 16
+"""Of the name of a session, where it is noted for the engine that comes after."""
+
 
 class ModelKey(NamedTuple):
     """What a turn runs: one version of one model."""

@@ -169,8 +169,7 @@ class Batcher:
         for row in self._scheduler.drop_late(now):
             if not row.ticket.ended:
                 late = DeadlineExceeded("the deadline passed in the queue: allow it more time, or send fewer requests")
-                self._metrics.refused.add(late.code)
-                self._refuse(row.ticket, late)
+                self._turn_away(row.ticket, late)
         taken = self._scheduler.next_turn()
         if taken is None:
             return False
@@ -230,6 +229,11 @@ class Batcher:
         if ticket.row_done():
             self._metrics.sequences.add(*ticket.key, by=len(ticket.rows))
             ticket.answer(steps)
+
+    def _turn_away(self, ticket: Ticket, error: ServiceError) -> None:
+        """Refuse what no turn was to blame for."""
+        self._metrics.refused.add(error.code)
+        self._refuse(ticket, error)
 
     def _refuse(self, ticket: Ticket, error: ServiceError) -> None:
         self._let_go(ticket)
@@ -308,9 +312,8 @@ class Batcher:
         while len(session.rows) > place:
             session.rows.pop()
         for one in behind:
-            self._metrics.refused.add(SessionConflict.code)
             said = f"a chunk of session {session.id!r} that came before this one was not run: send both again, in their order"
-            self._refuse(one.ticket, SessionConflict(said, field="session"))
+            self._turn_away(one.ticket, SessionConflict(said, field="session"))
         self._leave(session)
 
     def _leave(self, session: Session) -> None:
@@ -325,9 +328,8 @@ class Batcher:
     def _end(self, session: Session, reason: str) -> None:
         behind, session.rows = list(session.rows), type(session.rows)()
         for row in behind:
-            self._metrics.refused.add(SessionConflict.code)
             said = f"session {session.id!r} was {reason} before this chunk was answered"
-            self._refuse(row.ticket, SessionConflict(said, field="session"))
+            self._turn_away(row.ticket, SessionConflict(said, field="session"))
         self._states.forget(session.held)
         self._sessions.close(session, reason)
 

@@ -20,9 +20,7 @@ from service.errors import (
     UnknownSession,
 )
 from service.metrics import Metrics
-from service.sequence import ModelKey, Request
-
-DIGEST_BYTES = 16
+from service.sequence import DIGEST_BYTES, ModelKey, Request
 
 
 class Journal(Protocol):
