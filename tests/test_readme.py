@@ -86,3 +86,10 @@ def test_its_command_without_a_server_answers(capsys: pytest.CaptureFixture[str]
 def test_every_file_that_it_names_exists() -> None:
     for name in re.findall(r"\]\(([^):#]+)\)", README):
         assert (ROOT / name).is_file(), name
+
+
+def test_every_request_that_it_shows_says_that_it_is_json() -> None:
+    commands = README.split("curl -s http://127.0.0.1:8000/infer")[1:]
+    assert len(commands) == 3
+    for command in commands:
+        assert "Content-Type: application/json" in command.partition("-d '")[0]
