@@ -66,7 +66,7 @@ def run_front() -> None:
         control.failed(str(fault))
         return
     engines = Engines(metrics, settings.channel_bytes, control.ready, len(settings.devices))
-    front = Front(settings, served, engines, metrics, Log("front"), control.scrape)
+    front = Front(settings, served, engines, metrics, Log("front"), control)
     application = http.build(front)
     _settle()
     serve(application, front, control, socket.socket(fileno=birth.listening))

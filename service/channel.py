@@ -52,6 +52,10 @@ class Kind(IntEnum):
     COUNTS = 22
     SCRAPE = 23
     SCRAPED = 24
+    INDEX = 25
+    INDEXED = 26
+    LOAD_MODEL = 27
+    UNLOAD_MODEL = 28
 
 
 class Frame(NamedTuple):

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import socket
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -16,10 +17,12 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from service.channel import Channel, Frame, Kind
 from service.errors import Unavailable
 from service.faces.calls import Front
+from service.faces.connection import refused
 from service.faces.stream import SERVICE_RESTART
 from service.lifeline import tell
 from service.logs import Log
 from service.metrics import Snapshot
+from service.sequence import Indexed
 
 SCRAPE_SECONDS = 1.0
 KEEP_ALIVE_SECONDS = 15
@@ -34,7 +37,7 @@ class Control:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._scrapes: dict[int, asyncio.Future[Snapshot]] = {}
+        self._questions: dict[int, asyncio.Future[Frame]] = {}
         self._last_id = 0
 
     def listen(self, front: Front) -> None:
@@ -51,18 +54,36 @@ class Control:
 
     async def scrape(self) -> Snapshot:
         """The counts of all processes, gathered by the supervisor."""
+        return (await self._ask(Kind.SCRAPE, None, "gather the metrics", SCRAPE_SECONDS)).read(Snapshot)
+
+    async def index(self) -> list[Indexed]:
+        """Every version in the models folder, served or not."""
+        return (await self._ask(Kind.INDEX, None, "list the models", SCRAPE_SECONDS)).read(list[Indexed])
+
+    async def load(self, name: str, policy: str | None = None) -> None:
+        """Serve what the folder of a model holds now; raises a ServiceError."""
+        await self._ask(Kind.LOAD_MODEL, (name, policy), f"load {name}")
+
+    async def unload(self, name: str) -> None:
+        """Take a model out of service; raises a ServiceError."""
+        await self._ask(Kind.UNLOAD_MODEL, name, f"unload {name}")
+
+    async def _ask(self, kind: Kind, body: Any, what: str, seconds: float | None = None) -> Frame:
+        """The frame that answers; raises what the supervisor refuses it with, or Unavailable when it takes too long."""
         self._last_id += 1
         id, future = self._last_id, asyncio.get_running_loop().create_future()
-        self._scrapes[id] = future
-        tell(self._channel, Kind.SCRAPE, id=id)
+        self._questions[id] = future
+        tell(self._channel, kind, body, id=id)
         try:
-            async with asyncio.timeout(SCRAPE_SECONDS):
-                snapshot: Snapshot = await future
-                return snapshot
+            async with asyncio.timeout(seconds):
+                frame: Frame = await future
         except TimeoutError:
-            raise Unavailable("the supervisor did not gather the metrics in time: retry", retry_after=1) from None
+            raise Unavailable(f"the supervisor did not {what} in time: retry", retry_after=1) from None
         finally:
-            self._scrapes.pop(id, None)
+            self._questions.pop(id, None)
+        if frame.kind == Kind.REFUSAL:
+            raise refused(frame)
+        return frame
 
     def _receive(self, front: Front) -> None:
         for frame in self._channel.receive():
@@ -78,10 +99,10 @@ class Control:
             front.draining = True
         elif frame.kind == Kind.GATHER:
             tell(self._channel, Kind.COUNTS, front.metrics.snapshot(), frame.id)
-        elif frame.kind == Kind.SCRAPED:
-            future = self._scrapes.get(frame.id)
+        elif frame.kind in (Kind.SCRAPED, Kind.INDEXED, Kind.DONE, Kind.REFUSAL):
+            future = self._questions.get(frame.id)
             if future is not None and not future.done():
-                future.set_result(frame.read(Snapshot))
+                future.set_result(frame)
 
 
 class Socket(WebSocketsSansIOProtocol):

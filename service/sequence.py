@@ -21,10 +21,16 @@ DIGEST_BYTES = 16
 
 
 class ModelKey(NamedTuple):
-    """What a turn runs: one version of one model."""
+    """What a turn runs: one version of one model, and which of those that its folder has held one after the other."""
 
     name: str
     version: str
+    generation: int = 0
+
+    @property
+    def labels(self) -> tuple[str, str]:
+        """As the metrics have it."""
+        return self.name, self.version
 
 
 class Returns(msgspec.Struct, array_like=True, frozen=True):
@@ -41,7 +47,8 @@ class Request(msgspec.Struct, array_like=True, frozen=True):
     runs sooner. The trailing bytes are (tokens,) int32 ids or (tokens, features) float32 rows, as the model's input says.
 
     The one sequence of a request that names a `session` is its next chunk. `session_starts` says whether the session begins with it, goes
-    on with it, or, None, whichever there is; `session_ends` that nothing comes after it.
+    on with it, or, None, whichever there is; `session_ends` that nothing comes after it. `exactly` says that the caller named the version:
+    else the session's own is the one that is meant.
     """
 
     model: str
@@ -54,10 +61,12 @@ class Request(msgspec.Struct, array_like=True, frozen=True):
     session: str | None = None
     session_starts: bool | None = None
     session_ends: bool = False
+    generation: int = 0
+    exactly: bool = True
 
     @property
     def key(self) -> ModelKey:
-        return ModelKey(self.model, self.version)
+        return ModelKey(self.model, self.version, self.generation)
 
 
 class Answer(msgspec.Struct, array_like=True, frozen=True):
@@ -106,10 +115,24 @@ class Loaded(msgspec.Struct, array_like=True, frozen=True):
     fixed: float = 0.0
     per_step: float = 0.0
     per_token: float = 0.0
+    generation: int = 0
+
+    @property
+    def key(self) -> ModelKey:
+        return ModelKey(self.name, self.version, self.generation)
 
     def seconds(self, lengths: list[int]) -> float:
         """How long a request with sequences of these lengths is expected to take alone."""
         return self.fixed + self.per_step * max(lengths) + self.per_token * sum(lengths)
+
+
+class Indexed(msgspec.Struct, array_like=True, frozen=True):
+    """One version of a model in the models folder: READY, LOADING, UNLOADING or UNAVAILABLE, and the reason, where there is one."""
+
+    name: str
+    version: str
+    state: str
+    reason: str = ""
 
 
 class Hello(msgspec.Struct, array_like=True, frozen=True):

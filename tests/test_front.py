@@ -45,7 +45,7 @@ def run(test: Callable[[Control, Channel], Awaitable[None]]) -> None:
         mine, theirs = pair()
         control, supervisor = Control(Channel(theirs)), Channel(mine)
         metrics = Metrics()
-        control.listen(Front(Settings(), {}, Engines(metrics, 1_000, control.ready), metrics, Log("front"), control.scrape))
+        control.listen(Front(Settings(), {}, Engines(metrics, 1_000, control.ready), metrics, Log("front"), control))
         try:
             await asyncio.wait_for(test(control, supervisor), 10)
         finally:

@@ -176,7 +176,7 @@ class Batcher:
         model, cuts = taken
         for cut in cuts:
             if cut.first:
-                self._metrics.stage_seconds.observe(now - cut.of.arrived, *model, "queue")
+                self._metrics.stage_seconds.observe(now - cut.of.arrived, *model.labels, "queue")
         turn = Turn(model, [self._chunk(model, cut) for cut in cuts], min([cut.of.arrived for cut in cuts]))
         if self._watcher is not None:
             self._watcher(turn, [cut.of.arrived for cut in cuts])
@@ -218,7 +218,7 @@ class Batcher:
             self._metrics.refused.add(fault.code)
             return fault
         said = f"{type(fault).__name__}: {fault}"
-        self._metrics.failed.add(*model)
+        self._metrics.failed.add(*model.labels)
         self._log.error("model raised", model=model.name, version=model.version, error=said)
         return InferenceFailed(f"the model raised {said}")
 
@@ -227,7 +227,7 @@ class Batcher:
         ticket = row.ticket
         steps = 0 if row.session is None else self._advance(row, row.session)
         if ticket.row_done():
-            self._metrics.sequences.add(*ticket.key, by=len(ticket.rows))
+            self._metrics.sequences.add(*ticket.key.labels, by=len(ticket.rows))
             ticket.answer(steps)
 
     def _turn_away(self, ticket: Ticket, error: ServiceError) -> None:

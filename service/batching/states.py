@@ -115,13 +115,13 @@ class States:
     def count(self) -> None:
         """Bring the gauges up to date."""
         for key, mine in self._models.items():
-            self._metrics.state_slots_used.set(mine.slots.used, *key)
+            self._metrics.state_slots_used.set(mine.slots.used, *key.labels)
 
     def _of(self, model: ModelKey) -> _OfModel:
         if model not in self._models:
             count, spare = self._engine.slots(model)
             self._models[model] = _OfModel(Slots(count, spare))
-            self._metrics.state_slots.set(count, *model)
+            self._metrics.state_slots.set(count, *model.labels)
         return self._models[model]
 
     def _source(self, mine: _OfModel, row: Row, first: bool) -> Slot | None:

@@ -75,6 +75,7 @@ class Engine:
             Loaded(
                 name=key.name,
                 version=key.version,
+                generation=key.generation,
                 device=str(lane.encoder.device),
                 backends=[f"{layer}: {backend}" for layer, backend in lane.encoder.backends().items()],
                 weight_bytes=lane.encoder.weight_bytes(),
@@ -207,17 +208,18 @@ class Engine:
             "stage_out": time.monotonic() - ended,
         }
         # What the host takes while somebody waits counts too: it will take as long with the next.
+        labels = turn.model.labels
         began = max(min(turn.since, flight.began), self._last_ended)
         self._corrections[turn.model].observe(flight.predicted, computed - began)
         self._last_ended = ended
         for stage, seconds in stages.items():
-            metrics.stage_seconds.observe(seconds, *turn.model, stage)
-        metrics.turn_rows.observe(turn.rows, *turn.model)
-        metrics.turn_tokens.observe(turn.tokens, *turn.model)
-        metrics.turns.add(*turn.model, "graph" if flight.by_graph else "launches")
-        metrics.tokens.add(*turn.model, by=turn.tokens)
-        metrics.padded_tokens.add(*turn.model, by=flight.padded_tokens)
-        metrics.padding_avoided.add(*turn.model, by=turn.rows * turn.longest - turn.tokens)
+            metrics.stage_seconds.observe(seconds, *labels, stage)
+        metrics.turn_rows.observe(turn.rows, *labels)
+        metrics.turn_tokens.observe(turn.tokens, *labels)
+        metrics.turns.add(*labels, "graph" if flight.by_graph else "launches")
+        metrics.tokens.add(*labels, by=turn.tokens)
+        metrics.padded_tokens.add(*labels, by=flight.padded_tokens)
+        metrics.padding_avoided.add(*labels, by=turn.rows * turn.longest - turn.tokens)
 
     def _opened(self, encoders: Mapping[ModelKey, Encoder]) -> dict[ModelKey, Lane]:
         """The lane of every model. On a GPU all of it is asked for here that turns will need."""
@@ -230,10 +232,10 @@ class Engine:
         return dict(lanes)
 
     def _show(self, key: ModelKey, lane: Lane) -> None:
-        self._metrics.weight_bytes.set(lane.encoder.weight_bytes(), *key)
-        self._metrics.graphs.set(lane.graphs, *key)
+        self._metrics.weight_bytes.set(lane.encoder.weight_bytes(), *key.labels)
+        self._metrics.graphs.set(lane.graphs, *key.labels)
         for layer, backend in lane.encoder.backends().items():
-            self._metrics.backend.set(1, *key, layer, backend)
+            self._metrics.backend.set(1, *key.labels, layer, backend)
         if lane.why:
             Log("engine").warning(
                 "not all turns by graphs", model=key.name, version=key.version, graphs=lane.graphs, why=lane.why

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 
 from service.errors import InferenceFailed, ServiceError
 from service.faces import answers, wire
+from service.faces.connection import Answered
 from service.faces.engines import Engines
 from service.logs import Log
 from service.metrics import CUT_OFF, Metrics, Snapshot
+from service.sequence import Indexed, Request
 from service.settings import Settings
 
 UNKNOWN = ("unknown", "unknown")
@@ -23,6 +26,23 @@ UNKNOWN = ("unknown", "unknown")
 
 class CallerGone(Exception):
     """The caller closed the connection before the answer."""
+
+
+class Supervised(Protocol):
+    """What a front asks of the supervisor."""
+
+    async def scrape(self) -> Snapshot:
+        """The counts of all processes."""
+
+    async def index(self) -> list[Indexed]:
+        """Every version in the models folder, served or not."""
+
+    async def load(self, name: str, policy: str | None = None) -> None:
+        """Serve what the folder of a model holds now, versions by this policy or else its own; returns when it is served, and raises a
+        ServiceError, with what was served before served as before, when it cannot be."""
+
+    async def unload(self, name: str) -> None:
+        """Take a model out of service; returns when no request finds it any more. Raises UnknownModel."""
 
 
 @dataclass(slots=True)
@@ -34,7 +54,7 @@ class Front:
     engines: Engines
     metrics: Metrics
     log: Log
-    scrape: Callable[[], Awaitable[Snapshot]]
+    supervisor: Supervised
     draining: bool = False
 
     @property
@@ -77,13 +97,29 @@ def counted(metrics: Metrics, arrived: float) -> Iterator[Call]:
         metrics.stage_seconds.observe(time.monotonic() - call.arrived, *call.labels, "total")
 
 
-async def answer(front: Front, call: Call, body: wire.InferBody) -> bytes:
-    """The answer as JSON; raises a ServiceError. Requests leave for an engine in the order in which this is begun to be awaited."""
-    model = wire.served(front.catalog, body.model, body.version)
-    call.labels = (model.spec.name, model.version)
-    request, tail = wire.sequences(body, model, front.settings, call.arrived)
+Lay = Callable[[wire.Served], tuple[Request, bytes]]
+"""Lays what a caller sent out for a model, as its spec and its tokenizer want it; raises a ServiceError."""
+
+
+async def run(front: Front, call: Call, name: str, version: str | int | None, lay: Lay) -> tuple[wire.Served, Answered]:
+    """What a caller sent, answered by the model that he named, and which that was; raises a ServiceError.
+
+    version: None for the newest, or for the session's own. Requests leave for an engine in the order in which this is begun to be awaited.
+    """
+    model = wire.served(front.catalog, name, version)
+    call.labels = model.key.labels
+    request, tail = lay(model)
     front.metrics.stage_seconds.observe(time.monotonic() - call.arrived, *call.labels, "parse")
-    shapes, data = await front.engines.submit(request, tail)
+    return model, await front.engines.submit(request, tail)
+
+
+async def answer(front: Front, call: Call, body: wire.InferBody) -> bytes:
+    """The answer to POST /infer, or to a message on /stream, as JSON; raises a ServiceError."""
+
+    def lay(model: wire.Served) -> tuple[Request, bytes]:
+        return wire.sequences(body, model, front.settings, call.arrived)
+
+    model, (shapes, data) = await run(front, call, body.model, body.version, lay)
     start = time.monotonic()
     said = {"model": model.spec.name, "version": model.version}
     outputs = answers.outputs(model.spec, shapes, data, body.field_of)

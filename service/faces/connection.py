@@ -184,7 +184,7 @@ class Connection:
             self._settle(frame)
 
     def _meet(self, hello: Hello) -> None:
-        self.models = {ModelKey(one.name, one.version): one for one in hello.models}
+        self.models = {one.key: one for one in hello.models}
         self.place = hello.place
         self._on_met(self)
 
@@ -195,7 +195,7 @@ class Connection:
         if frame.kind == Kind.ANSWER:
             waiting.future.set_result(Answered(frame.read(Answer), frame.tail))
         elif frame.kind == Kind.REFUSAL:
-            waiting.future.set_exception(_error(frame.read(Refusal)))
+            waiting.future.set_exception(refused(frame))
         self.forget(waiting)
 
     def _lose(self) -> None:
@@ -210,11 +210,13 @@ def _settle_question(future: asyncio.Future[bytes], frame: Frame) -> None:
     if future.done():
         return
     if frame.kind == Kind.REFUSAL:
-        future.set_exception(_error(frame.read(Refusal)))
+        future.set_exception(refused(frame))
     else:
         future.set_result(frame.tail)
 
 
-def _error(refusal: Refusal) -> ServiceError:
+def refused(frame: Frame) -> ServiceError:
+    """What a refusal says."""
+    refusal = frame.read(Refusal)
     kind = BY_CODE.get(refusal.code, InferenceFailed)
     return kind(refusal.message, field=refusal.field, retry_after=refusal.retry_after)

@@ -82,7 +82,7 @@ def build(front: Front) -> FastAPI:
     @app.get("/metrics")
     async def metrics() -> Response:
         """All processes' time series in Prometheus' text format."""
-        return Response(render(await front.scrape()), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(render(await front.supervisor.scrape()), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     app.add_exception_handler(ServiceError, _refused(front))
     app.add_exception_handler(HTTPException, _no_route(front, hot))

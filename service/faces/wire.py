@@ -25,7 +25,7 @@ from pydantic import (
 
 from service.errors import InvalidInput, InvalidRequest, ServiceError, TooLarge, UnknownModel
 from service.faces.answers import Output, input_field
-from service.sequence import FEATURES, IDS, Request, Returns
+from service.sequence import FEATURES, IDS, ModelKey, Request, Returns
 from service.settings import Settings
 from service.zoo.spec import ModelSpec
 from service.zoo.text import Tokenizer
@@ -45,11 +45,16 @@ _FEATURES = TypeAdapter(Annotated[list[_ROW], FailFast()])
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One version of a model as a face sees it."""
+    """One version of a model as a face sees it. generation: of the folder's content, as the engines know it."""
 
     spec: ModelSpec
     version: str
     tokenizer: Tokenizer | None
+    generation: int = 0
+
+    @property
+    def key(self) -> ModelKey:
+        return ModelKey(self.spec.name, self.version, self.generation)
 
 
 Catalog = Mapping[str, Mapping[str, Served]]
@@ -307,6 +312,8 @@ def sequences(body: InferBody, model: Served, settings: Settings, arrived: float
         session=body.session,
         session_starts=body.start,
         session_ends=body.end,
+        generation=model.generation,
+        exactly=body.version is not None,
     )
     return request, b"".join(array.tobytes() for array in arrays)
 

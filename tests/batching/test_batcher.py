@@ -120,7 +120,7 @@ def test_the_log_says_which_model_raised_what(capsys: pytest.CaptureFixture[str]
     house.run()
     [line] = [json.loads(one) for one in capsys.readouterr().err.splitlines()]
     assert (line["event"], line["level"]) == ("model raised", "error")
-    assert (line["model"], line["version"], line["error"]) == (*MODEL, "ValueError: poisoned")
+    assert (line["model"], line["version"], line["error"]) == (*MODEL.labels, "ValueError: poisoned")
 
 
 def test_a_caller_that_goes_while_its_row_fails_is_counted_once() -> None:
@@ -250,7 +250,7 @@ def test_the_time_in_the_queue_is_observed_once_a_sequence() -> None:
     house.call([1], [2], [3])
     house.now = 4.0
     house.run()
-    queued = house.metrics.stage_seconds.values[*MODEL, "queue"]
+    queued = house.metrics.stage_seconds.values[*MODEL.labels, "queue"]
     assert sum(queued[:-1]) == 3
     assert queued[-1] == 12.0
 

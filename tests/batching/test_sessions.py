@@ -56,7 +56,7 @@ def asked(house: House, *values: int, session: str = "a", **said: object) -> Cal
 
 def used(house: House, model: ModelKey = MODEL) -> int:
     house.batcher.count()
-    return round(house.metrics.state_slots_used.values.get(model, [0.0])[0])
+    return round(house.metrics.state_slots_used.values.get(model.labels, [0.0])[0])
 
 
 def slow(slots: int = 4) -> House:
@@ -462,7 +462,7 @@ def test_a_state_does_not_take_the_place_of_a_session_that_is_open_nor_exceed_th
         Origin("other", "1", "abc", 1),
         Origin(MODEL.name, "2", "abc", 1),
         Origin(MODEL.name, "1", "abd", 1),
-        Origin(*OTHER, "abc", 1),
+        Origin(*OTHER.labels, "abc", 1),
     ],
     ids=["model", "version", "weights", "a model without sessions"],
 )
@@ -485,12 +485,12 @@ def test_a_state_of_another_model_version_or_weights_is_refused(origin: Origin) 
 )
 def test_a_state_that_is_not_as_the_models_is_refused(state: states.State) -> None:
     with pytest.raises(InvalidRequest):
-        House().batcher.adopt("a", states.pack(state, Origin(*MODEL, "abc", 1)))
+        House().batcher.adopt("a", states.pack(state, Origin(*MODEL.labels, "abc", 1)))
 
 
 def test_bytes_that_are_no_state_are_refused_wherever_they_are_cut_or_changed() -> None:
     house = House()
-    data = states.pack({"sum": torch.ones(2)}, Origin(*MODEL, "abc", 1))
+    data = states.pack({"sum": torch.ones(2)}, Origin(*MODEL.labels, "abc", 1))
     chance = random.Random(0)
     for cut in range(len(data)):
         with pytest.raises(ServiceError):

@@ -208,13 +208,13 @@ def test_a_turn_is_counted(engine: Engine, metrics: Metrics) -> None:
     run(engine, WORDS, [chunk(WORDS, steps) for steps in LENGTHS])
     assert count(metrics.tokens) == sum(LENGTHS)
     assert count(metrics.padding_avoided) == max(LENGTHS) * len(LENGTHS) - sum(LENGTHS)
-    assert metrics.turn_rows.values[WORDS][-1] == len(LENGTHS)
-    assert metrics.turn_tokens.values[WORDS][-1] == sum(LENGTHS)
+    assert metrics.turn_rows.values[WORDS.labels][-1] == len(LENGTHS)
+    assert metrics.turn_tokens.values[WORDS.labels][-1] == sum(LENGTHS)
     assert {stage for *_, stage in metrics.stage_seconds.values} == {"stage_in", "compute", "stage_out"}
 
 
 def count(counter: Counter) -> float:
-    return counter.values[WORDS][0]
+    return counter.values[WORDS.labels][0]
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ def assert_alike(mine: list[Encoded], others: list[Encoded]) -> None:
 
 
 def by(metrics: Metrics, key: ModelKey, how: str) -> float:
-    return metrics.turns.values.get((*key, how), [0.0])[0]
+    return metrics.turns.values.get((*key.labels, how), [0.0])[0]
 
 
 def test_a_turn_runs_by_a_graph_unless_something_has_to_wait(
