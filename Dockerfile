@@ -66,7 +66,7 @@ ENV PATH=/opt/seqserve/bin:$PATH \
 # By number, so that an orchestrator can see that it is not root.
 USER 10001:10001
 WORKDIR /
-EXPOSE 8000
+EXPOSE 8000 8001
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=5s --timeout=3s --start-period=120s --retries=3 CMD ["python", "-Ic", "\
 import http.client, os; \

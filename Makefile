@@ -14,7 +14,7 @@ PIP         := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 PROJECT     := pyproject.toml constraints.txt Makefile
 .DEFAULT_GOAL := help
 
-.PHONY: help install gpu serve test lint eval bench loadtest bench-serve bench-engine bench-devices simulate test-long test-gpu docker-test check-python
+.PHONY: help install gpu serve test lint eval bench loadtest bench-serve bench-engine bench-devices simulate test-long test-gpu docker-test proto check-python
 
 help:
 	@echo "make serve        install, then serve the embedded models on 127.0.0.1:8000"
@@ -30,6 +30,7 @@ help:
 	@echo "make simulate     ways of batching on a virtual clock, beside the scheduler's: some minutes, needs no GPU"
 	@echo "make test-long    100,000 requests, after which no process may hold more than before, and sessions under stress: minutes"
 	@echo "make test-gpu     the tests that need a GPU; what passed is written to tests/gpu/passed.json"
+	@echo "make proto        compile service/faces/inference.proto, after a change of it"
 	@echo "make docker-test  build the image, start the compose files on a container engine, test and remove them"
 
 check-python:
@@ -112,6 +113,10 @@ test-long: .venv/tools
 # Writes to tests/gpu/passed.json which kernels passed and where; `make test` warns when they are no longer those.
 test-gpu: .venv/tools gpu
 	$(BIN)/python -m tests.gpu
+
+# The service reads what is compiled; a test says when that is no longer what the file says.
+proto: .venv/tools
+	@$(BIN)/python -m grpc_tools.protoc --proto_path=service/faces --descriptor_set_out=service/faces/inference.binpb inference.proto
 
 # On the engine that DOCKER_HOST or docker's context names; COMPOSE_FILE may name files that change the shipped one for it.
 docker-test: .venv/tools

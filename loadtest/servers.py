@@ -45,6 +45,7 @@ def running(*command: str, log: Path | None = None) -> Iterator[Server]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SEQSERVE_")}
     path = (str(ROOT), str(ROOT / "examples"), environment.get("PYTHONPATH", ""))
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+    environment["SEQSERVE_GRPC_PORT"] = "0"
     with log.open("wb") if log else nullcontext() as said:
         # In a process group of its own: an interrupt at the keyboard ends the load first.
         process = subprocess.Popen(

@@ -10,14 +10,19 @@ import gc
 import os
 import sys
 import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from service.errors import ModelError, ServiceError, SettingsError, StartError
+import msgspec
+
+from service.errors import ModelError, NoRoom, ServiceError, SettingsError, StartError
 from service.lifeline import DEVICE_LOST, Birth, Journal, Pulse, journal_records, tell
 from service.logs import Log
 from service.metrics import Metrics
-from service.sequence import ModelKey
+from service.repository import Repository
+from service.sequence import Edition, Manifest, ModelKey
 from service.settings import Settings
 from service.zoo import spec
 
@@ -25,13 +30,16 @@ if TYPE_CHECKING:
     import torch
 
     from service.batching.batcher import Batcher
-    from service.engine.engine import Engine
-    from service.faces.wire import Served
+    from service.engine.engine import Engine, Prepared
+    from service.engine.graphs import Between
+    from service.faces.catalog import Models
+    from service.zoo.encoder import Encoder
 
 # A front never loads torch and an engine never loads a web framework, so that each starts fast and stays small:
 # this is the one module whose functions import what they build.
 
 
+T = TypeVar("T")
 TURN_BUDGET_MS = {"cuda": 0.5, "cpu": 5.0}
 """Unless the settings say otherwise."""
 Catalog = dict[str, dict[str, tuple[Path, spec.ModelSpec]]]
@@ -60,23 +68,24 @@ def run_front() -> None:
     birth = Birth.read()
     settings, metrics = birth.read_settings(), Metrics()
     control = Control(birth.open_control())
+    log = Log("front")
     try:
-        served = _served(settings.models)
+        models = _models(birth.manifest, log, strict=birth.strict)
     except StartError as fault:
         control.failed(str(fault))
         return
     engines = Engines(metrics, settings.channel_bytes, control.ready, len(settings.devices))
-    front = Front(settings, served, engines, metrics, Log("front"), control)
+    front = Front(settings, models, engines, metrics, log, control)
     application = http.build(front)
     _settle()
-    serve(application, front, control, socket.socket(fileno=birth.listening))
+    serve(application, front, control, socket.socket(fileno=birth.listening), birth.grpc)
 
 
 def run_engine() -> None:
     """An engine process, from birth to the supervisor's end of file."""
     from service.channel import Kind
     from service.engine.device import DeviceLost
-    from service.sequence import Hello
+    from service.loading import Models
     from service.worker import Worker
 
     birth = Birth.read()
@@ -84,15 +93,15 @@ def run_engine() -> None:
     control, pulse = birth.open_control(), Pulse(birth.pulse)
     log = Log(f"engine-{birth.place}")
     try:
-        engine = build_engine(settings, metrics, place=birth.place)
+        engine = engine_of(birth.manifest.editions, settings, metrics, log, place=birth.place, strict=birth.strict)
     except StartError as fault:
         tell(control, Kind.FAILED, str(fault))
         return
-    hello = Hello(engine.loaded(), birth.place)
-    for one in hello.models:
+    for one in engine.loaded():
         log.info("loaded", model=one.name, version=one.version, device=one.device, backends=one.backends)
-    journal = Journal(journal_records(settings), birth.journal)
-    worker = Worker(control, pulse, build_batcher(settings, engine, metrics, log, journal), engine, hello, metrics)
+    batcher = build_batcher(settings, engine, metrics, log, Journal(journal_records(settings), birth.journal))
+    models = Models(engine, batcher, partial(_prepared, settings, engine), log)
+    worker = Worker(control, pulse, batcher, engine, models, birth.place, metrics)
     _settle()
     try:
         worker.run()
@@ -102,33 +111,89 @@ def run_engine() -> None:
         os._exit(DEVICE_LOST)
 
 
-def build_engine(settings: Settings, metrics: Metrics, only: str | None = None, *, place: int = 0) -> Engine:
-    """The engine of this place, with every model, or only the named one, loaded and warm; raises StartError."""
+def build_engine(settings: Settings, metrics: Metrics) -> Engine:
+    """An engine on the first device with every model loaded and warm, each of generation 0; raises StartError."""
+    editions = Repository(settings.models, settings.versions).manifest().editions
+    return engine_of([msgspec.structs.replace(one, generation=0) for one in editions], settings, metrics, Log("engine"))
+
+
+def engine_of(
+    editions: Sequence[Edition], settings: Settings, metrics: Metrics, log: Log, *, place: int = 0, strict: bool = True
+) -> Engine:
+    """The engine of this place with these loaded and warm; one that cannot be raises StartError or, unless `strict`, is gone without."""
     import torch
 
     from kernels import compile as compiler
     from service.engine.device import hold
     from service.engine.engine import Engine
-    from service.zoo import store
-    from service.zoo.encoder import Encoder
 
     torch.set_num_threads(compute_threads(len(os.sched_getaffinity(0)), settings))
     compiler.keep_in(settings.cache)
     device = _device(settings.devices[place])
     hold(device)
-    encoders = {
-        ModelKey(name, version): Encoder(model, store.read_arrays(folder, model), device, settings.fold_limit_bytes)
-        for name, versions in catalog(settings.models).items()
-        for version, (folder, model) in versions.items()
-        if only in (None, name)
-    }
+    encoders = dict(_all_of(editions, lambda edition: _encoder(edition, device, settings), log, strict=strict))
     return Engine(
         encoders,
         metrics,
+        device=device,
         max_turn_rows=settings.max_turn_rows,
         max_turn_tokens=settings.max_turn_tokens,
         slots=settings.slots,
     )
+
+
+def _prepared(settings: Settings, engine: Engine, edition: Edition, between_turns: Between) -> Prepared:
+    """An edition made ready beside what an engine serves; raises ModelError, or NoRoom when it does not fit."""
+    from service.engine.device import available_bytes
+
+    def make() -> Encoder:
+        _check_room(edition, _weights_bytes(edition), available_bytes(engine.device))
+        encoder = _encoder(edition, engine.device, settings)
+        if settings.max_model_bytes:
+            _check_room(edition, encoder.weight_bytes(), settings.max_model_bytes - engine.weight_bytes)
+        return encoder
+
+    return engine.prepared(make, between_turns)
+
+
+def _encoder(edition: Edition, device: torch.device, settings: Settings) -> Encoder:
+    from service.zoo import store
+    from service.zoo.encoder import Encoder
+
+    folder = Path(edition.folder)
+    model = spec.read(folder)
+    if model != spec.ModelSpec.model_validate_json(edition.spec):
+        raise ModelError(f"{folder / spec.MODEL} has changed since it was read: load the model again")
+    return Encoder(model, store.read_arrays(folder, model), device, settings.fold_limit_bytes)
+
+
+def _weights_bytes(edition: Edition) -> int:
+    file = Path(edition.folder) / spec.WEIGHTS
+    try:
+        return file.stat().st_size
+    except OSError as fault:
+        raise ModelError(f"{file} cannot be read: {fault.strerror}") from fault
+
+
+def _check_room(edition: Edition, needed: int, left: int) -> None:
+    if needed > left:
+        raise NoRoom(
+            f"{edition.name} version {edition.version} needs {needed} bytes beside what is served, and {max(0, left)} are left: "
+            "unload another version, or raise SEQSERVE_MAX_MODEL_BYTES if that is set"
+        )
+
+
+def _all_of(
+    editions: Iterable[Edition], make: Callable[[Edition], T], log: Log, *, strict: bool
+) -> Iterator[tuple[ModelKey, T]]:
+    """What is made of each; one of which nothing can be made is gone without, unless `strict`."""
+    for edition in editions:
+        try:
+            yield edition.key, make(edition)
+        except ModelError as fault:
+            if strict:
+                raise
+            log.error("not loaded", model=edition.name, version=edition.version, error=str(fault))
 
 
 def compute_threads(cores: int, settings: Settings) -> int:
@@ -141,10 +206,11 @@ def answer(settings: Settings, name: str, texts: list[str]) -> list[dict[str, An
     from service.faces import answers, wire
     from service.sequence import Answer
 
-    model = wire.served(_served(settings.models), name, None)
-    metrics = Metrics()
-    engine = build_engine(settings, metrics, only=model.spec.name)
-    batcher = build_batcher(settings, engine, metrics, Log("infer"))
+    manifest = Repository(settings.models, settings.versions).manifest()
+    model = _models(manifest, Log("infer"), strict=True).find(name, None)
+    metrics, log = Metrics(), Log("infer")
+    engine = engine_of([edition for edition in manifest.editions if edition.key == model.key], settings, metrics, log)
+    batcher = build_batcher(settings, engine, metrics, log)
     request, data = wire.sequences(wire.InferBody(model=name, inputs=texts), model, settings, time.monotonic())
     replies: list[tuple[Answer, list[bytes]]] = []
     errors: list[ServiceError] = []
@@ -184,19 +250,12 @@ def build_batcher(settings: Settings, engine: Engine, metrics: Metrics, log: Log
     return Batcher(limits, engine, sessions, metrics, time.monotonic, log)
 
 
-def _served(root: Path) -> dict[str, dict[str, Served]]:
-    """Every model as a face sees it, tokenizers loaded, under its name and its aliases."""
-    from service.faces.wire import Served
-    from service.zoo.text import Tokenizer
+def _models(manifest: Manifest, log: Log, *, strict: bool) -> Models:
+    """What a front serves, tokenizers loaded; raises ModelError, or, unless `strict`, goes without what cannot be served."""
+    from service.faces import catalog
+    from service.faces.catalog import Models
 
-    models = {
-        name: {
-            version: Served(model, version, Tokenizer.read(folder, model) if model.input.kind == "text" else None)
-            for version, (folder, model) in versions.items()
-        }
-        for name, versions in catalog(root).items()
-    }
-    return models | {alias: models[name] for alias, name in spec.aliases(root, models).items()}
+    return Models(dict(_all_of(manifest.editions, catalog.read, log, strict=strict)).values(), manifest.aliases)
 
 
 def _device(wanted: str) -> torch.device:

@@ -42,6 +42,7 @@ class Kind(IntEnum):
     ADOPT = 11
     END = 12
     DONE = 13
+    RELEASE = 14
 
     SETTINGS = 16
     ATTACH = 17
@@ -56,6 +57,11 @@ class Kind(IntEnum):
     INDEXED = 26
     LOAD_MODEL = 27
     UNLOAD_MODEL = 28
+    PREPARE = 29
+    SERVE = 30
+    CLOSE = 31
+    CLOSED = 32
+    FORGET = 33
 
 
 class Frame(NamedTuple):

@@ -13,13 +13,14 @@ import msgspec
 from service.channel import Channel, pair
 from service.lifeline import DEVICE_LOST, PATIENCE_SECONDS, Birth, Journal, Pulse
 from service.metrics import Snapshot
+from service.sequence import Manifest
 from service.settings import Settings
 
 ENGINE = "engine"
 LAST_WORD_SECONDS = 0.5
 """How long a process that has closed its control channel may take to end by itself."""
-QUIET = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0", "TOKENIZERS_PARALLELISM": "false"}
-"""Compute threads that wait must sleep: the fronts share the cores."""
+QUIET = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0", "TOKENIZERS_PARALLELISM": "false", "GRPC_VERBOSITY": "NONE"}
+"""Compute threads that wait must sleep: the fronts share the cores. What gRPC's core says is no line of the log."""
 
 
 @dataclass(slots=True, eq=False)
@@ -78,9 +79,18 @@ class Child:
             self.process.wait()
 
 
-def start(name: str, settings: Settings, listening: int, journal: Journal | None = None) -> Child:
+def start(
+    name: str,
+    settings: Settings,
+    listening: int,
+    grpc: str | None = None,
+    journal: Journal | None = None,
+    *,
+    manifest: Manifest,
+    strict: bool,
+) -> Child:
     """A new process. An engine has a pulse, whose first beat is due when its models must be loaded, and its place's journal; a front has
-    the port."""
+    the port, and the address of the one that it opens itself. strict: it cannot start without one of the models."""
     role, _, place = name.partition("-")
     mine, theirs = pair()
     pulse = Pulse() if role == ENGINE else None
@@ -92,8 +102,11 @@ def start(name: str, settings: Settings, listening: int, journal: Journal | None
         control=theirs.fileno(),
         place=int(place),
         listening=-1 if pulse else listening,
+        grpc=None if pulse else grpc,
         pulse=pulse.descriptor if pulse else -1,
         journal=journal.descriptor if journal else -1,
+        manifest=manifest,
+        strict=strict,
     )
     child = Child(name, _spawn(role, birth), Channel(mine), pulse)
     theirs.close()

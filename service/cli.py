@@ -41,9 +41,10 @@ def serve(settings: Settings) -> int:
     body = json.dumps(_example(settings))
     started = time.monotonic()
 
-    def announce(host: str, port: int) -> None:
-        address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        print(f"seqserve is ready on {address} after {time.monotonic() - started:.1f} s. Ask it:\n")
+    def announce(http: str, grpc: str | None) -> None:
+        address = f"http://{http}"
+        also = f" and for gRPC on {grpc}" if grpc else ""
+        print(f"seqserve is ready on {address}{also} after {time.monotonic() - started:.1f} s. Ask it:\n")
         print(f"curl -s {address}/infer -H 'Content-Type: application/json' -d '{body}'\n", flush=True)
 
     Supervisor(settings, Log("supervisor"), announce).serve()
@@ -104,6 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     one = commands.add_parser("serve", parents=[shared], help="answer requests until SIGTERM")
     _setting(one, "--host", help="address to listen on")
     _setting(one, "--port", help="HTTP port; 0 takes a free one")
+    _setting(one, "--grpc-port", metavar="PORT", help="gRPC port; 0 takes a free one")
     _setting(one, "--device", metavar="auto|cpu|cuda:N,...", help="where models run: an engine for each device named")
     _setting(one, "--fronts", metavar="N", help="processes that parse requests")
     _setting(one, "--debug", action="store_true", help="let callers of POST /debug/trace record turns")

@@ -13,9 +13,12 @@ ServiceError
 ├── MethodNotAllowed      the path exists, the method does not
 ├── TooLarge              a body, a text or a sequence is over its limit
 ├── UnsupportedMedia      a content type or encoding that is not read here
+├── Unsupported           the protocol has it, and this service does not
 ├── Overloaded            the queue or the channel is full
 ├── Unavailable           the service is not ready: loading
 ├── OutOfMemory           the device has no memory for this request
+├── NoRoom                there is no memory for a model beside those that are served
+├── InvalidModel          a model's folder is not what it has to be
 ├── EngineLost            the engine process ended and the request could not be run again in time
 ├── DeadlineExceeded      the caller's deadline passed first
 └── InferenceFailed       the model raised: a bug of ours or of the model
@@ -70,7 +73,21 @@ class SessionLost(ServiceError):
 
 
 class SessionConflict(ServiceError):
+    """elsewhere: name, version and generation of the model that the session is of, where the caller left open which of its versions he
+    means: then a front asks again with that one, and he does not hear of it."""
+
     code = "session_conflict"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        field: str | None = None,
+        retry_after: int | None = None,
+        elsewhere: tuple[str, str, int] | None = None,
+    ) -> None:
+        super().__init__(message, field=field, retry_after=retry_after)
+        self.elsewhere = elsewhere
 
 
 class TooManySessions(ServiceError):
@@ -89,6 +106,10 @@ class UnsupportedMedia(ServiceError):
     code = "unsupported_media"
 
 
+class Unsupported(ServiceError):
+    code = "unsupported"
+
+
 class Overloaded(ServiceError):
     code = "overloaded"
 
@@ -99,6 +120,14 @@ class Unavailable(ServiceError):
 
 class OutOfMemory(ServiceError):
     code = "out_of_memory"
+
+
+class NoRoom(ServiceError):
+    code = "no_room"
+
+
+class InvalidModel(ServiceError):
+    code = "invalid_model"
 
 
 class EngineLost(ServiceError):
@@ -133,9 +162,12 @@ STATUS: dict[type[ServiceError], Status] = {
     MethodNotAllowed: Status(405, "UNIMPLEMENTED"),
     TooLarge: Status(413, "RESOURCE_EXHAUSTED"),
     UnsupportedMedia: Status(415, "UNIMPLEMENTED"),
+    Unsupported: Status(501, "UNIMPLEMENTED"),
     Overloaded: Status(503, "UNAVAILABLE"),
     Unavailable: Status(503, "UNAVAILABLE"),
     OutOfMemory: Status(503, "UNAVAILABLE"),
+    NoRoom: Status(507, "RESOURCE_EXHAUSTED"),
+    InvalidModel: Status(400, "INVALID_ARGUMENT"),
     EngineLost: Status(503, "UNAVAILABLE"),
     DeadlineExceeded: Status(504, "DEADLINE_EXCEEDED"),
     InferenceFailed: Status(500, "INTERNAL"),

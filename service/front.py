@@ -15,14 +15,16 @@ from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from service.channel import Channel, Frame, Kind
-from service.errors import Unavailable
+from service.errors import InvalidModel, ModelError, StartError, Unavailable
+from service.faces import catalog
 from service.faces.calls import Front
 from service.faces.connection import refused
+from service.faces.grpc_door import Door
 from service.faces.stream import SERVICE_RESTART
 from service.lifeline import tell
 from service.logs import Log
 from service.metrics import Snapshot
-from service.sequence import Indexed
+from service.sequence import Edition, Indexed, Manifest, ModelKey, Refusal
 
 SCRAPE_SECONDS = 1.0
 KEEP_ALIVE_SECONDS = 15
@@ -39,6 +41,7 @@ class Control:
         self._channel = channel
         self._questions: dict[int, asyncio.Future[Frame]] = {}
         self._last_id = 0
+        self._changes: set[asyncio.Task[None]] = set()
 
     def listen(self, front: Front) -> None:
         """Obey from now on: the server takes connections."""
@@ -103,6 +106,26 @@ class Control:
             future = self._questions.get(frame.id)
             if future is not None and not future.done():
                 future.set_result(frame)
+        elif frame.kind in (Kind.PREPARE, Kind.SERVE):
+            task = asyncio.ensure_future(self._change(frame, front))
+            self._changes.add(task)
+            task.add_done_callback(self._changes.discard)
+        elif frame.kind == Kind.FORGET:
+            front.forget(ModelKey(*frame.read(ModelKey)))
+
+    async def _change(self, frame: Frame, front: Front) -> None:
+        """What is to be served is read, in a thread as it may take a while; then the front turns to it, if it is told to."""
+        manifest = frame.read(Manifest) if frame.kind == Kind.SERVE else Manifest([frame.read(Edition)], {})
+        try:
+            for edition in manifest.editions:
+                if edition.key not in front.models:
+                    front.models.add(await asyncio.to_thread(catalog.read, edition))
+        except ModelError as fault:
+            tell(self._channel, Kind.REFUSAL, Refusal(InvalidModel.code, str(fault)), frame.id)
+            return
+        if frame.kind == Kind.SERVE:
+            front.serve(manifest)
+        tell(self._channel, Kind.DONE, None, frame.id)
 
 
 class Socket(WebSocketsSansIOProtocol):
@@ -144,25 +167,32 @@ class Socket(WebSocketsSansIOProtocol):
 
 
 class Server(uvicorn.Server):
-    """uvicorn, listening to the supervisor once it takes connections. SIGTERM drains it; an interrupt is not its business."""
+    """uvicorn, with the gRPC door beside it, listening to the supervisor once both take connections. SIGTERM drains it; an interrupt is
+    not its business."""
 
-    def __init__(self, config: uvicorn.Config, control: Control, front: Front) -> None:
+    def __init__(self, config: uvicorn.Config, control: Control, front: Front, grpc: Door | None) -> None:
         super().__init__(config)
         self._control = control
         self._front = front
+        self._grpc = grpc
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if self._grpc is not None:
+            await self._grpc.open()
         self._control.listen(self._front)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._front.draining = True
-        await super().shutdown(sockets)
+        closing = [super().shutdown(sockets)]
+        if self._grpc is not None:
+            closing.append(self._grpc.close())
+        await asyncio.gather(*closing)
 
 
 class _Lines(logging.Handler):
-    """What uvicorn says becomes a line of ours."""
+    """What uvicorn and gRPC say becomes a line of ours."""
 
     def __init__(self, log: Log) -> None:
         super().__init__(logging.WARNING)
@@ -174,10 +204,11 @@ class _Lines(logging.Handler):
         )
 
 
-def serve(app: FastAPI, front: Front, control: Control, listening: socket.socket) -> None:
-    """Serve until SIGTERM; requests in flight then have `drain_seconds` to end."""
-    front.metrics.start({(one.spec.name, one.version) for versions in front.catalog.values() for one in versions.values()})
-    logging.getLogger("uvicorn.error").addHandler(_Lines(front.log))
+def serve(app: FastAPI, front: Front, control: Control, listening: socket.socket, grpc: str | None) -> None:
+    """Serve until SIGTERM, gRPC on this address; requests in flight then have `drain_seconds` to end."""
+    front.metrics.start(one.key.labels for one in front.models.served)
+    for said in ("uvicorn.error", "grpc"):
+        logging.getLogger(said).addHandler(_Lines(front.log))
     config = uvicorn.Config(
         app,
         http="httptools",
@@ -196,4 +227,7 @@ def serve(app: FastAPI, front: Front, control: Control, listening: socket.socket
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=max(1, round(front.settings.drain_seconds)),
     )
-    Server(config, control, front).run(sockets=[listening])
+    try:
+        Server(config, control, front, Door(front, grpc) if grpc else None).run(sockets=[listening])
+    except StartError as fault:
+        control.failed(str(fault))

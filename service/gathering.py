@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from service.channel import Frame, Kind, encode
 from service.child import Child
-from service.metrics import Metrics, Snapshot, merged, remains
+from service.metrics import Metrics, Snapshot, merged, remains, without
 
 GATHER_SECONDS = 0.2
 
@@ -51,6 +51,10 @@ class Gatherer:
         self._scrapes = {id: scrape for id, scrape in self._scrapes.items() if scrape.front is not child}
         for scrape in self._scrapes.values():
             scrape.missing.discard(child)
+
+    def forget_model(self, name: str, version: str) -> None:
+        """Remove the series of a version that is not served any more."""
+        self._past = without(self._past, name, version)
 
     def answer(self, children: Iterable[Child]) -> None:
         """Answer every scrape that is complete, or has waited long enough."""

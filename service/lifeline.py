@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from service.channel import Channel, Kind, encode
-from service.sequence import DIGEST_BYTES
+from service.sequence import DIGEST_BYTES, Manifest
 from service.settings import Settings
 
 PR_SET_PDEATHSIG = 1
@@ -29,7 +29,8 @@ DEVICE_LOST = 70
 class Birth(msgspec.Struct, frozen=True):
     """What a child reads from its standard input: settings as JSON, its supervisor, and the descriptors that it inherited.
 
-    `place` numbers those of its kind from 0: an engine runs on the device that has this place in the settings.
+    `place` numbers those of its kind from 0: an engine runs on the device that has this place in the settings. `grpc` is the address on
+    which a front takes gRPC. `manifest` says which models to serve, and `strict` that it cannot start without one of them.
     """
 
     supervisor: int
@@ -37,8 +38,11 @@ class Birth(msgspec.Struct, frozen=True):
     control: int
     place: int = 0
     listening: int = -1
+    grpc: str | None = None
     pulse: int = -1
     journal: int = -1
+    manifest: Manifest = Manifest([], {})
+    strict: bool = True
 
     @classmethod
     def read(cls) -> Birth:

@@ -19,12 +19,15 @@ from service.errors import (
     STATUS,
     DeadlineExceeded,
     InvalidInput,
+    InvalidModel,
+    NoRoom,
     OutOfMemory,
     Overloaded,
     SessionConflict,
     SessionExpired,
     SessionLost,
     TooManySessions,
+    Unavailable,
     UnknownModel,
     UnknownSession,
 )
@@ -33,9 +36,11 @@ SECONDS = (50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 50e-
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
 
+UNLOADED = ("unloaded", "unloaded")
+"""Labels of requests to versions that are not served any more."""
 CUT_OFF = "cut_off"
 """Outcome of a request that a drain did not wait for."""
-FAULTS = (*(kind.code for kind, status in STATUS.items() if status.http >= 500), CUT_OFF)
+FAULTS = (*(kind.code for kind, status in STATUS.items() if status.http in (500, 503, 504)), CUT_OFF)
 """Outcomes that are the server's fault, whatever the caller did."""
 REFUSALS = tuple(
     kind.code
@@ -45,9 +50,11 @@ REFUSALS = tuple(
     )
 )
 CANCELLED_WHILE = ("waiting", "running")
-SESSION_ENDS = ("ended", "deleted", "expired", "restarted", "unbegun")
-"""By its last chunk, by DELETE, idle for too long, by another that begins under its name, or as no chunk of it was answered."""
+SESSION_ENDS = ("ended", "deleted", "expired", "restarted", "unbegun", "unloaded")
+"""By its last chunk, by DELETE, idle for too long, by another that begins under its name, as no chunk of it was answered, or
+with its version of the model."""
 SESSION_MOVES = ("host", "slot")
+CHANGES = ("ok", InvalidModel.code, NoRoom.code, UnknownModel.code, Unavailable.code)
 RESTARTS = (
     *(("engine", reason) for reason in ("ended", "hung", "failed", "device_lost")),
     *(("front", reason) for reason in ("ended", "failed")),
@@ -121,11 +128,9 @@ class Metrics:
 
     def __init__(self) -> None:
         model = ("model", "version")
-        self.requests = Counter(
-            "seqserve_requests", "Requests to /infer and chunks on /stream by outcome.", (*model, "outcome")
-        )
+        self.requests = Counter("seqserve_requests", "Requests for an answer, on any door, by outcome.", (*model, "outcome"))
         self.accepted = Counter(
-            "seqserve_requests_accepted", "Requests to /infer and chunks on /stream that a front began to read."
+            "seqserve_requests_accepted", "Requests for an answer, on any door, that a front began to read."
         )
         self.in_flight = Gauge("seqserve_requests_in_flight", "Requests accepted by a front and not yet answered.")
         self.sequences = Counter("seqserve_sequences", "Sequences answered.", model)
@@ -167,6 +172,11 @@ class Metrics:
         self.channel_bytes = Counter("seqserve_channel_bytes", "Bytes written to channels.", ("writer",))
         self.channel_writes = Counter("seqserve_channel_writes", "Write calls on channels.", ("writer",))
         self.restarts = Counter("seqserve_process_restarts", "Processes replaced.", ("process", "reason"))
+        self.model_changes = Counter(
+            "seqserve_model_changes",
+            "Loads and unloads of a model while others are served, by what came of them.",
+            ("outcome",),
+        )
         self.ready = Gauge("seqserve_ready", "1 when requests are answered.")
         self.weight_bytes = Gauge("seqserve_model_weight_bytes", "Bytes of weights and tables on all devices.", model)
         self.graphs = Gauge("seqserve_graphs", "Sizes of turns captured as CUDA graphs.", model, alike=True)
@@ -196,8 +206,16 @@ class Metrics:
             self.session_moves.start(to)
         for process, reason in RESTARTS:
             self.restarts.start(process, reason)
+        for outcome in CHANGES:
+            self.model_changes.start(outcome)
         self.rerun.start()
         self.accepted.start()
+
+    def forget(self, model: str, version: str) -> None:
+        """Remove the series of a version that is not served any more."""
+        left = without(self.snapshot(), model, version)
+        for one in self.series():
+            one.values = {labels: list(values) for labels, values in left[one.name]}
 
     def series(self) -> Iterator[Series]:
         return (value for value in vars(self).values() if isinstance(value, Series))
@@ -219,6 +237,19 @@ def merged(snapshots: Iterable[Mapping[str, Rows]]) -> Snapshot:
                 key = tuple(labels)
                 total[key] = [together(a, b) for a, b in zip(total[key], values, strict=True)] if key in total else list(values)
     return {name: list(total.items()) for name, total in totals.items()}
+
+
+def without(snapshot: Mapping[str, Rows], model: str, version: str) -> Snapshot:
+    """The counts without the series of a version. What became of its requests goes on to count, under UNLOADED."""
+    metrics = Metrics()
+    of_models = {one.name for one in metrics.series() if one.labels[:2] == ("model", "version")}
+    left: Snapshot = {}
+    for name, rows in snapshot.items():
+        gone = [row for row in rows if name in of_models and tuple(row[0][:2]) == (model, version)]
+        left[name] = [row for row in rows if row not in gone]
+        if name == metrics.requests.name:
+            left = merged([left, {name: [((*UNLOADED, labels[2]), values) for labels, values in gone]}])
+    return left
 
 
 def remains(snapshot: Mapping[str, Rows]) -> Snapshot:

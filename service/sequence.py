@@ -92,6 +92,8 @@ class Refusal(msgspec.Struct, array_like=True, frozen=True):
     message: str
     field: str | None = None
     retry_after: int | None = None
+    elsewhere: ModelKey | None = None
+    """Of a chunk whose session is of another version of its model: that one."""
 
 
 class Trace(msgspec.Struct, array_like=True, frozen=True):
@@ -126,6 +128,35 @@ class Loaded(msgspec.Struct, array_like=True, frozen=True):
         return self.fixed + self.per_step * max(lengths) + self.per_token * sum(lengths)
 
 
+class Edition(msgspec.Struct, array_like=True, frozen=True):
+    """What the folder of one version held when it was read. spec: its model.toml, as JSON; generation: which of all that were read in the
+    service's life, as the same folder may hold something else later."""
+
+    name: str
+    version: str
+    generation: int
+    folder: str
+    spec: str
+
+    @property
+    def key(self) -> ModelKey:
+        return ModelKey(self.name, self.version, self.generation)
+
+
+class Manifest(msgspec.Struct, array_like=True, frozen=True):
+    """All that is to be served, the versions of each model rising. aliases: other names, each for a model or for `model/version`."""
+
+    editions: list[Edition]
+    aliases: dict[str, str]
+
+
+class Closing(msgspec.Struct, array_like=True, frozen=True):
+    """A version that is not served any more, and for how many seconds its sessions may go on."""
+
+    key: ModelKey
+    seconds: float
+
+
 class Indexed(msgspec.Struct, array_like=True, frozen=True):
     """One version of a model in the models folder: READY, LOADING, UNLOADING or UNAVAILABLE, and the reason, where there is one."""
 
@@ -136,7 +167,9 @@ class Indexed(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Hello(msgspec.Struct, array_like=True, frozen=True):
-    """An engine's first word on a channel: it is ready, for these models, and which of the engines it is, counted from 0."""
+    """An engine's first word on a channel, and its word when this has changed: it is ready, for these models; which of the engines it is,
+    counted from 0, and its device."""
 
     models: list[Loaded]
     place: int = 0
+    device: str = ""

@@ -18,6 +18,8 @@ PREFIX = "SEQSERVE_"
 CONFIG = "SEQSERVE_CONFIG"
 """The one variable that is no setting: it names the TOML file."""
 
+VERSIONS = re.compile(r"all|latest(:[1-9][0-9]{0,3})?|[1-9][0-9]{0,8}(,[1-9][0-9]{0,8})*")
+"""A rule by which versions of a model are chosen."""
 Positive = Annotated[int, Field(gt=0)]
 PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -34,15 +36,26 @@ def _device_list(said: str) -> str:
     return said
 
 
+def _policy(said: str) -> str:
+    """As a rule by which versions are chosen."""
+    if not VERSIONS.fullmatch(said):
+        raise ValueError("say all, latest, latest:2, or the versions themselves with commas and no spaces between them")
+    return said
+
+
 class Settings(BaseModel):
     """All settings with their defaults."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     host: str = "127.0.0.1"
-    """Address on which HTTP listens."""
+    """Address on which the service listens."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """HTTP port; 0 takes a free one, which the ready line names."""
+    grpc: bool = True
+    """Whether gRPC is served beside HTTP."""
+    grpc_port: Annotated[int, Field(ge=0, le=65535)] = 8001
+    """gRPC port; 0 takes a free one, which the ready line names."""
     models: Path = Path(__file__).resolve().parent.parent / "models"
     """Folder of model folders: <name>/<version>/model.toml."""
     device: Annotated[str, AfterValidator(_device_list)] = "auto"
@@ -54,6 +67,18 @@ class Settings(BaseModel):
     """Folder that keeps compiled kernels for the next start; where it cannot be written, every start compiles them."""
     fold_limit_bytes: Annotated[int, Field(ge=0)] = 256 << 20
     """Largest table, per model, that an embedding is folded into at load."""
+    max_model_bytes: Annotated[int, Field(ge=0)] = 0
+    """Most bytes of weights and tables on one device, those of versions that are on their way out included; 0 is what there is."""
+    versions: Annotated[str, AfterValidator(_policy)] = "all"
+    """Which versions of a model are served, unless its versions.toml says otherwise: all, latest, latest:N, or their numbers with commas
+    between them."""
+    reload: Literal["request", "poll", "off"] = "request"
+    """When the models folder is looked at again: on request (POST /v2/repository/models/{name}/load), every poll_seconds as well, or not
+    before the next start."""
+    poll_seconds: PositiveSeconds = 5.0
+    """How often, where reload is poll."""
+    unload_seconds: Seconds = 30.0
+    """How long sessions of a version that is no longer served may go on. Each of those that are left then gets one 409."""
 
     max_body_bytes: Positive = 16 << 20
     """Largest request body."""
@@ -101,6 +126,8 @@ class Settings(BaseModel):
 
     @model_validator(mode="after")
     def _limits_fit_together(self) -> Settings:
+        if self.grpc and self.grpc_port == self.port != 0:
+            raise ValueError(f"port and grpc_port are both {self.port}: choose another for one of them")
         if self.max_inputs > self.max_waiting:
             raise ValueError(f"max_inputs is {self.max_inputs} and max_waiting is {self.max_waiting}: raise max_waiting")
         if self.default_deadline_ms > self.max_deadline_ms:
@@ -128,7 +155,7 @@ def load(flags: Mapping[str, Any], environment: Mapping[str, str]) -> Settings:
             said[variable.removeprefix(PREFIX).lower()] = (variable, value)
     for name, value in flags.items():
         if name != "config" and value is not None:
-            said[name] = (f"--{name}", value)
+            said[name] = (f"--{name.replace('_', '-')}", value)
     return _validated(said)
 
 

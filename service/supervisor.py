@@ -1,6 +1,6 @@
-"""Starts, watches and replaces the other processes; opens the port; gathers the metrics. Answers no request itself.
+"""Starts, watches and replaces the other processes; opens the ports; gathers the metrics. Answers no request itself.
 
-Down is up reversed: say not ready, serve on for the lame-duck time, close the port, let the fronts drain, end the engines.
+Down is up reversed: say not ready, serve on for the lame-duck time, close the ports, let the fronts drain, end the engines.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
+from service.changes import Changes
 from service.channel import Frame, Kind, encode, pair
 from service.child import ENGINE, Child, start
 from service.errors import StartError
@@ -20,6 +21,8 @@ from service.gathering import Gatherer
 from service.lifeline import PATIENCE_SECONDS, Journal, journal_records
 from service.logs import Log
 from service.metrics import Metrics
+from service.repository import Repository
+from service.sequence import ModelKey
 from service.settings import Settings
 
 TICK_SECONDS = 0.05
@@ -32,14 +35,15 @@ STARTS_ALLOWED = 3
 
 
 class Supervisor:
-    """`serve` runs it all. `announce` is called once, with host and port, when requests are answered."""
+    """`serve` runs it all. `announce` is called once, with the addresses of HTTP and of gRPC, when requests are answered."""
 
-    def __init__(self, settings: Settings, log: Log, announce: Callable[[str, int], None]) -> None:
+    def __init__(self, settings: Settings, log: Log, announce: Callable[[str, str | None], None]) -> None:
         self._settings = settings
         self._log = log
         self._announce = announce
         self._announced = False
         self._listening = _open_port(settings)
+        self._grpc = _reserve_port(settings) if settings.grpc else None
         self._metrics = Metrics()
         self._metrics.ready.set(0.0)
         self._gatherer = Gatherer(self._metrics)
@@ -48,6 +52,8 @@ class Supervisor:
         self._names = [*(f"{ENGINE}-{place}" for place in engines), *(f"front-{place}" for place in fronts)]
         self._journals = {f"{ENGINE}-{place}": Journal(journal_records(settings)) for place in engines}
         self._children: dict[str, Child] = {}
+        repository = Repository(settings.models, settings.versions)
+        self._changes = Changes(repository, settings, self._children.values, self._forget, self._metrics, log)
         self._due = dict.fromkeys(self._names, 0.0)
         self._deaths: dict[str, list[float]] = {name: [] for name in self._names}
         self._fault: str | None = None
@@ -65,7 +71,8 @@ class Supervisor:
             while not self._over():
                 self._tick()
         finally:
-            self._listening.close()
+            self._close_ports()
+            self._changes.close()
             # All are told before one is waited for: they end side by side.
             for child in self._children.values():
                 child.control.close()
@@ -98,6 +105,7 @@ class Supervisor:
             if child.ended:
                 self._bury(child)
         self._start_due()
+        self._changes.step()
         self._gatherer.answer(self._children.values())
         self._drain()
 
@@ -111,6 +119,10 @@ class Supervisor:
             self._gatherer.ask(child, frame.id, self._children.values())
         elif frame.kind == Kind.COUNTS:
             self._gatherer.count(child, frame)
+        elif frame.kind in (Kind.LOAD_MODEL, Kind.UNLOAD_MODEL, Kind.INDEX):
+            self._changes.ask(child, frame)
+        else:
+            self._changes.hear(child, frame)
 
     def _note_own_lateness(self) -> None:
         """When this process itself was not run for a while, nor were the engines: their lateness proves nothing."""
@@ -126,7 +138,15 @@ class Supervisor:
         ready = [child for child in self._children.values() if child.ready]
         if not self._announced and len(ready) == len(self._names):
             self._announced = True
-            self._announce(*self._listening.getsockname()[:2])
+            self._announce(_address(self._listening), self._grpc_address)
+
+    @property
+    def _grpc_address(self) -> str | None:
+        return None if self._grpc is None else _address(self._grpc)
+
+    def _forget(self, key: ModelKey) -> None:
+        """A version is not served any more, and nothing is left of it."""
+        self._gatherer.forget_model(*key.labels)
 
     # Birth and death.
 
@@ -137,7 +157,15 @@ class Supervisor:
                 self._start(name)
 
     def _start(self, name: str) -> None:
-        child = start(name, self._settings, self._listening.fileno(), self._journals.get(name))
+        child = start(
+            name,
+            self._settings,
+            self._listening.fileno(),
+            self._grpc_address,
+            self._journals.get(name),
+            manifest=self._changes.to_load() if name.startswith(ENGINE) else self._changes.manifest,
+            strict=not self._announced,
+        )
         self._log.info("started", child=name, pid=child.process.pid)
         self._selector.register(child.control, selectors.EVENT_READ, child)
         for other in self._children.values():
@@ -153,6 +181,7 @@ class Supervisor:
         status = child.bury()
         del self._children[child.name]
         self._gatherer.forget(child)
+        self._changes.forget(child)
         if self._kill_at is not None and child.role != ENGINE:
             return
         self._log.warning("child ended", child=child.name, status=status, verdict=child.verdict)
@@ -195,12 +224,18 @@ class Supervisor:
                 front.tell(encode(Kind.DRAIN, 0))
         if self._kill_at is None and (now >= self._close_at or self._signal == signal.SIGINT or not self._announced):
             self._kill_at = now + self._settings.drain_seconds + 1.0
-            self._listening.close()
+            self._close_ports()
+            self._changes.close()
             for front in self._fronts:
                 front.process.terminate()
         if self._kill_at is not None and now > self._kill_at:
             for front in self._fronts:
                 front.process.kill()
+
+    def _close_ports(self) -> None:
+        self._listening.close()
+        if self._grpc is not None:
+            self._grpc.close()
 
     def _over(self) -> bool:
         return self._fault is not None or (self._kill_at is not None and not self._fronts)
@@ -215,14 +250,33 @@ def _join(one: Child, other: Child) -> None:
 
 
 def _open_port(settings: Settings) -> socket.socket:
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listening.bind((settings.host, settings.port))
-    except OSError as fault:
-        listening.close()
-        where = f"{settings.host} port {settings.port}"
-        raise StartError(f"cannot listen on {where}: {fault.strerror}; choose another with --host or --port") from fault
+    """The port on which every front takes connections from one queue."""
+    listening = _bound(settings.host, settings.port, socket.SO_REUSEADDR, "choose another with --host or --port")
     listening.listen(BACKLOG)
     return listening
+
+
+def _reserve_port(settings: Settings) -> socket.socket:
+    """The port that the fronts share, as each of them opens its own: bound so that nobody else gets it, and never listened to.
+
+    A socket that nobody shares a port with is bound to it first: whoever else has it stops the start, and none of the fronts.
+    """
+    way_out = "choose another with --grpc-port, or do without gRPC with SEQSERVE_GRPC=0"
+    _bound(settings.host, settings.grpc_port, socket.SO_REUSEADDR, way_out).close()
+    return _bound(settings.host, settings.grpc_port, socket.SO_REUSEPORT, way_out)
+
+
+def _bound(host: str, port: int, shared: int, way_out: str) -> socket.socket:
+    made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    made.setsockopt(socket.SOL_SOCKET, shared, 1)
+    try:
+        made.bind((host, port))
+    except OSError as fault:
+        made.close()
+        raise StartError(f"cannot listen on {host} port {port}: {fault.strerror}; {way_out}") from fault
+    return made
+
+
+def _address(bound: socket.socket) -> str:
+    host, port = bound.getsockname()[:2]
+    return f"{f'[{host}]' if ':' in host else host}:{port}"

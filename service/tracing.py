@@ -109,7 +109,7 @@ class Tracing:
 
     @property
     def _device(self) -> str:
-        return self._hello.models[0].device
+        return self._hello.device
 
     @contextmanager
     def _standstill(self) -> Iterator[None]:

@@ -11,10 +11,11 @@ from service.batching.batcher import Batcher
 from service.batching.ticket import Ticket
 from service.channel import Channel, Frame, Kind, encode
 from service.engine.turn import Turn
-from service.errors import ServiceError
+from service.errors import ServiceError, SessionConflict
 from service.lifeline import IDLE_SECONDS, PATIENCE_SECONDS, Pulse, tell
+from service.loading import Models
 from service.metrics import Metrics
-from service.sequence import Answer, Hello, Refusal, Request, Trace
+from service.sequence import Answer, Closing, Edition, Hello, Loaded, ModelKey, Refusal, Request, Trace
 from service.tracing import Tracing, Watched
 
 HANG_FACTOR = 10.0
@@ -35,22 +36,32 @@ class Runs(Watched, Protocol):
 
     def count_memory(self) -> None: ...
 
+    def loaded(self) -> list[Loaded]: ...
+
+    @property
+    def device(self) -> object: ...
+
 
 class Worker:
     """Serves the fronts that the supervisor attaches, until the supervisor closes `control`."""
 
-    def __init__(self, control: Channel, pulse: Pulse, batcher: Batcher, engine: Runs, hello: Hello, metrics: Metrics) -> None:
+    def __init__(
+        self, control: Channel, pulse: Pulse, batcher: Batcher, engine: Runs, models: Models, place: int, metrics: Metrics
+    ) -> None:
         self._control = control
         self._pulse = pulse
         self._batcher = batcher
         self._engine = engine
-        self._hello = hello
+        self._models = models
+        self._models.changed = self._greet_all
+        self._place = place
         self._metrics = metrics
-        self._tracing = Tracing(engine, batcher, hello, pulse)
+        self._tracing = Tracing(engine, batcher, self._hello(), pulse)
         self._tickets: dict[Channel, dict[int, Ticket]] = {}
         self._answered: set[Channel] = set()
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ)
+        self._selector.register(models, selectors.EVENT_READ)
 
     def run(self) -> None:
         """Loop until the supervisor's end of file."""
@@ -60,6 +71,7 @@ class Worker:
             # While the device works the loop does not sleep: it would wake too late for the turn's end.
             self._drain(IDLE_SECONDS if self._batcher.idle and not self._engine.running else 0.0)
             self._batcher.step(self._before_launch)
+            self._models.settle()
             for channel in [channel for channel in self._tickets if channel.outgoing]:
                 self._flush(channel)
             if self._tracing.on:
@@ -80,8 +92,7 @@ class Worker:
     def _drain(self, timeout: float) -> None:
         for key, events in self._selector.select(timeout):
             channel = key.fileobj
-            assert isinstance(channel, Channel)
-            if not events & selectors.EVENT_READ:
+            if not isinstance(channel, Channel) or not events & selectors.EVENT_READ:
                 continue
             for number, frame in enumerate(channel.receive(), 1):
                 self._obey(frame) if channel is self._control else self._serve(channel, frame)
@@ -96,12 +107,28 @@ class Worker:
             channel = Channel(frame.attached)
             self._tickets[channel] = {}
             self._selector.register(channel, selectors.EVENT_READ)
-            channel.send(encode(Kind.HELLO, 0, self._hello))
+            channel.send(encode(Kind.HELLO, 0, self._hello()))
         elif frame.kind == Kind.GATHER:
             self._engine.count_memory()
             self._batcher.count()
-            self._metrics.backlog_seconds.set(self._batcher.backlog_seconds(), str(self._hello.place))
+            self._metrics.backlog_seconds.set(self._batcher.backlog_seconds(), str(self._place))
             tell(self._control, Kind.COUNTS, self._metrics.snapshot(), frame.id)
+        elif frame.kind == Kind.PREPARE:
+            self._models.prepare(frame.read(Edition), partial(self._prepared, frame.id))
+        elif frame.kind == Kind.CLOSE:
+            closed = partial(tell, self._control, Kind.CLOSED, None, frame.id)
+            self._models.close(frame.read(Closing), set(self._tickets), closed)
+
+    def _prepared(self, id: int, refusal: ServiceError | None) -> None:
+        tell(self._control, Kind.DONE if refusal is None else Kind.REFUSAL, refusal and _refusal(refusal), id)
+
+    def _hello(self) -> Hello:
+        return Hello(self._engine.loaded(), self._place, str(self._engine.device))
+
+    def _greet_all(self) -> None:
+        """The models are no longer those that the fronts know of."""
+        for channel in self._tickets:
+            channel.send(encode(Kind.HELLO, 0, self._hello()))
 
     def _serve(self, channel: Channel, frame: Frame) -> None:
         """A word of a front."""
@@ -120,6 +147,8 @@ class Worker:
         elif frame.kind == Kind.TRACE:
             reply, refuse = partial(self._trace, channel, frame.id), partial(self._refuse, channel, frame.id)
             self._tracing.begin((channel, frame.id), frame.read(Trace), reply, refuse)
+        elif frame.kind == Kind.RELEASE:
+            self._models.release(channel, frame.read(ModelKey))
         elif frame.kind in (Kind.EXPORT, Kind.ADOPT, Kind.END):
             self._serve_session(channel, frame)
 
@@ -142,8 +171,7 @@ class Worker:
         self._send(channel, id, encode(Kind.ANSWER, id, answer, arrays))
 
     def _refuse(self, channel: Channel, id: int, error: ServiceError) -> None:
-        refusal = Refusal(error.code, error.message, error.field, error.retry_after)
-        self._send(channel, id, encode(Kind.REFUSAL, id, refusal))
+        self._send(channel, id, encode(Kind.REFUSAL, id, _refusal(error)))
 
     def _trace(self, channel: Channel, id: int, events: bytes) -> None:
         """It leaves at once: nothing may come for a while that the loop would wake up for."""
@@ -178,9 +206,15 @@ class Worker:
         self._selector.unregister(channel)
         self._answered.discard(channel)
         self._tracing.forget(channel)
+        self._models.forget(channel)
         for ticket in self._tickets.pop(channel, {}).values():
             self._batcher.cancel(ticket)
         channel.close()
+
+
+def _refusal(error: ServiceError) -> Refusal:
+    elsewhere = error.elsewhere if isinstance(error, SessionConflict) else None
+    return Refusal(error.code, error.message, error.field, error.retry_after, elsewhere and ModelKey(*elsewhere))
 
 
 def _patience(predicted_seconds: float) -> float:

@@ -32,14 +32,14 @@ class Server:
         self.log_file = scratch / f"log-{time.monotonic_ns()}"
         with self.log_file.open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "service", "serve", "--models", str(models), "--port", "0", *flags],
+                [sys.executable, "-m", "service", "serve", "--models", str(models), "--port", "0", "--grpc-port", "0", *flags],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
                 env=os.environ | {f"SEQSERVE_{name.upper()}": value for name, value in (PATIENT | variables).items()},
             )
         started = time.monotonic()
-        self.address = self._await_address()
+        self.address, self.grpc = self._await_addresses()
         self.start_seconds = time.monotonic() - started
         self.client = httpx.Client(base_url=self.address, timeout=30, trust_env=False)
 
@@ -76,11 +76,12 @@ class Server:
             if self.process.stdout is not None:
                 self.process.stdout.close()
 
-    def _await_address(self) -> str:
+    def _await_addresses(self) -> tuple[str, str]:
+        """Of HTTP and of gRPC, which is empty where there is none."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            if found := re.search(r"ready on (http://\S+)", line):
-                return found[1]
+            if found := re.search(r"ready on (http://\S+)(?: and for gRPC on (\S+))?", line):
+                return found[1], found[2] or ""
         self.process.stdout.close()
         raise AssertionError(f"the server ended with {self.process.wait()}:\n{self.log_file.read_text()}")
 

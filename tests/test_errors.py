@@ -40,7 +40,7 @@ def test_a_code_leads_back_to_its_class() -> None:
 
 
 def test_transport_codes_are_ones_that_exist() -> None:
-    assert {status.http for status in STATUS.values()} <= {400, 404, 405, 409, 413, 415, 429, 500, 503, 504}
+    assert {status.http for status in STATUS.values()} <= {400, 404, 405, 409, 413, 415, 429, 500, 501, 503, 504, 507}
     assert {status.grpc for status in STATUS.values()} <= {
         "INVALID_ARGUMENT",
         "NOT_FOUND",

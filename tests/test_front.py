@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from service.channel import Channel, Kind, encode, pair
 from service.faces.calls import Front
+from service.faces.catalog import Models
 from service.faces.engines import Engines
 from service.front import Control
 from service.logs import Log
@@ -45,7 +46,7 @@ def run(test: Callable[[Control, Channel], Awaitable[None]]) -> None:
         mine, theirs = pair()
         control, supervisor = Control(Channel(theirs)), Channel(mine)
         metrics = Metrics()
-        control.listen(Front(Settings(), {}, Engines(metrics, 1_000, control.ready), metrics, Log("front"), control))
+        control.listen(Front(Settings(), Models([], {}), Engines(metrics, 1_000, control.ready), metrics, Log("front"), control))
         try:
             await asyncio.wait_for(test(control, supervisor), 10)
         finally:

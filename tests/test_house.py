@@ -49,7 +49,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "service.faces": LEAVES | {"service.channel", "service.zoo.spec", "service.zoo.text"},
     "service.front": LEAVES | {"service.faces", "service.channel", "service.lifeline"},
     # worker -> batching -> engine -> zoo -> kernels
-    "service.worker": LEAVES | {"service.batching", "service.engine", "service.channel", "service.lifeline", "service.tracing"},
+    "service.worker": LEAVES
+    | {"service.batching", "service.engine", "service.channel", "service.lifeline", "service.loading", "service.tracing"},
+    "service.loading": LEAVES | {"service.batching", "service.engine"},
     "service.tracing": LEAVES | {"service.batching", "service.engine", "service.channel", "service.lifeline"},
     "service.batching": LEAVES | {"service.engine", "service.zoo.spec"},
     "service.batching.scheduler": LEAVES | {"service.engine.cost"},
@@ -60,7 +62,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "service.zoo": LEAVES | {"kernels"},
     "service.zoo.spec": LEAVES,
     "service.zoo.text": LEAVES | {"service.zoo.spec"},
-    # supervisor -> child, gathering
+    # supervisor -> changes -> child, gathering, repository
+    "service.changes": LEAVES | {"service.channel", "service.child", "service.repository"},
+    "service.repository": LEAVES | {"service.zoo.spec"},
     "service.child": LEAVES | {"service.channel", "service.lifeline"},
     "service.gathering": LEAVES | {"service.channel", "service.lifeline", "service.child"},
     # who builds and ends the others sees everyone
@@ -98,6 +102,7 @@ NEVER_LOADS = {
     "service.faces.http": TENSORS,
     "service.zoo.text": TENSORS,
     "service.worker": WEB,
+    "service.supervisor": WEB | TENSORS,
     "service.cli": WEB | TENSORS,
 }
 NOWHERE = {

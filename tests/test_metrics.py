@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from service.errors import STATUS
+from service.errors import STATUS, NoRoom, Unsupported
 from service.metrics import FAULTS, SECONDS, Counter, Gauge, Histogram, Metrics, Snapshot, merged, remains, render
 from tests.serving import Server
 
@@ -71,7 +71,7 @@ def test_what_goes_wrong_is_there_at_0_before_it_does() -> None:
         f"seqserve_{name}_total"
         for name in (
             *("requests", "refused", "failed", "cancelled", "rerun", "process_restarts"),
-            *("sessions_ended", "session_moves", "requests_accepted"),
+            *("sessions_ended", "session_moves", "requests_accepted", "model_changes"),
         )
     }
     assert {one.value for one in samples(shown)} == {0.0}
@@ -91,7 +91,8 @@ def test_a_process_that_starts_the_counts_of_others_adds_nothing_to_them() -> No
 
 
 def test_the_server_is_at_fault_where_http_says_so_and_where_a_drain_cuts_a_request_off() -> None:
-    assert set(FAULTS) == {kind.code for kind, status in STATUS.items() if status.http >= 500} | {"cut_off"}
+    faults = {kind.code for kind, status in STATUS.items() if status.http >= 500 and kind not in (NoRoom, Unsupported)}
+    assert set(FAULTS) == faults | {"cut_off"}
     assert {"invalid_input", "unknown_model", "too_large", "client_gone"}.isdisjoint(FAULTS)
 
 

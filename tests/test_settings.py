@@ -115,6 +115,7 @@ def test_each_engine_has_its_device_and_several_may_share_the_processor(said: st
 
 def test_an_impossible_value_is_named_by_where_it_was_said(file: Path) -> None:
     assert refusal({"port": "x"}, {}).startswith("--port is 'x': ")
+    assert refusal({"grpc_port": "x"}, {}).startswith("--grpc-port is 'x': ")
     file.write_text("port = 70000")
     assert refusal({"config": str(file)}, {}).startswith(f"port in {file} is 70000: ")
 
@@ -127,6 +128,7 @@ def test_all_impossible_values_are_named_at_once() -> None:
 @pytest.mark.parametrize(
     "said, names",
     [
+        ({"port": 8001}, ("port and grpc_port are both 8001", "choose another")),
         ({"max_inputs": 9, "max_waiting": 8}, ("max_inputs is 9", "max_waiting is 8", "raise max_waiting")),
         (
             {"default_deadline_ms": 2, "max_deadline_ms": 1},
@@ -147,6 +149,9 @@ def test_limits_that_do_not_fit_together_are_named_with_both_values(said: dict[s
 @pytest.mark.parametrize(
     "said",
     [
+        {"port": 8002, "grpc_port": 8003},
+        {"port": 0, "grpc_port": 0},
+        {"port": 8001, "grpc": 0},
         {"max_inputs": 8, "max_waiting": 8},
         {"default_deadline_ms": 1, "max_deadline_ms": 1},
         {"max_body_bytes": 50, "channel_bytes": 100},

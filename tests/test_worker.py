@@ -11,11 +11,14 @@ import pytest
 from service.batching.batcher import Batcher
 from service.batching.ticket import Refuse, Reply, Ticket
 from service.channel import Channel, Frame, Kind, encode, pair
-from service.engine.engine import Watcher
+from service.engine.engine import Prepared, Watcher
+from service.engine.graphs import Between
 from service.engine.turn import Turn
 from service.lifeline import Pulse
+from service.loading import Models
+from service.logs import Log
 from service.metrics import Metrics, Snapshot
-from service.sequence import Answer, Hello, Loaded, Request, Trace
+from service.sequence import Answer, Edition, Hello, Loaded, ModelKey, Request, Trace
 from service.worker import FRAMES_AT_ONCE, Worker
 from tests.batching.made_up import request
 
@@ -74,8 +77,25 @@ class Idle:
 
     running: tuple[float, float] | None = None
 
+    device = "cpu"
+
+    def __init__(self) -> None:
+        self.versions = [ModelKey("words", "1")]
+
     def predicted_seconds(self, turn: Turn) -> float:
         return 0.0
+
+    def loaded(self) -> list[Loaded]:
+        return [Loaded(*key.labels, self.device, [], 0, generation=key.generation) for key in self.versions]
+
+    def serves(self, key: ModelKey) -> bool:
+        return key in self.versions
+
+    def open(self, key: ModelKey, prepared: Prepared) -> None:
+        self.versions.append(key)
+
+    def close(self, key: ModelKey) -> None:
+        self.versions.remove(key)
 
     def count_memory(self) -> None:
         pass
@@ -94,9 +114,9 @@ class House:
         self.engine = Idle()
         self.to_front: list[Frame] = []
         self.to_supervisor: list[Frame] = []
-        hello = Hello([Loaded("words", "1", "cpu", [], 0)], PLACE)
         self.batcher = OneATurn(self._after)
-        self._worker = Worker(self._control, self.pulse, self.batcher, self.engine, hello, self.metrics)
+        models = Models(self.engine, self.batcher, self._prepared, Log("worker"))
+        self._worker = Worker(self._control, self.pulse, self.batcher, self.engine, models, PLACE, self.metrics)
 
     def run(self) -> None:
         self.supervisor.flush()
@@ -107,6 +127,9 @@ class House:
         for channel in (self.supervisor, self._control, self.front):
             channel.close()
         self.pulse.close()
+
+    def _prepared(self, edition: Edition, between_turns: Between) -> Prepared:
+        raise AssertionError("nothing is loaded")
 
     def _attached(self) -> Channel:
         mine, theirs = pair()

@@ -20,6 +20,7 @@ from service.errors import (
     InvalidInput,
     ServiceError,
     SessionConflict,
+    SessionLost,
     UnknownModel,
 )
 from service.logs import Log
@@ -40,6 +41,10 @@ class Runs(Keeps, Protocol):
     def remaining_seconds(self) -> float: ...
 
     def serves(self, key: ModelKey) -> bool: ...
+
+    def newest(self, name: str, version: str) -> ModelKey | None: ...
+
+    def runs(self, key: ModelKey) -> bool: ...
 
     def streams(self, key: ModelKey) -> bool: ...
 
@@ -101,7 +106,8 @@ class Batcher:
             self._check(request, ticket.key)
             self._queue(ticket, data, again)
         except ServiceError as error:
-            self._metrics.refused.add(error.code)
+            if not (isinstance(error, SessionConflict) and error.elsewhere):  # else it comes again
+                self._metrics.refused.add(error.code)
             ticket.refuse(error)
         return ticket
 
@@ -263,8 +269,8 @@ class Batcher:
         if self._sessions.find(id) is not None:
             raise SessionConflict(f"session {id!r} is open: delete it first, or name another", field="session")
         state, origin = states_of.unpack(data)
-        key = ModelKey(origin.model, origin.version)
-        if not self._engine.serves(key) or not self._engine.streams(key):
+        key = self._engine.newest(origin.model, origin.version)
+        if key is None or not self._engine.streams(key):
             raise SessionConflict(
                 f"the state is of {origin.model!r:.100} version {origin.version!r:.100}, which has no sessions here",
                 field="session",
@@ -277,6 +283,23 @@ class Batcher:
     def end(self, id: str) -> None:
         """End a session; chunks of it that have not run are refused. Raises ServiceError when it is not open."""
         self._end(self._sessions.get(id), "deleted")
+
+    def lose_sessions(self, key: ModelKey) -> None:
+        """Those of a version that is served no longer: chunks that wait are refused, and whoever else goes on with one is told once."""
+        for session in self._sessions.of(key):
+            if session.rows:
+                self._end(session, "unloaded", SessionLost)
+            else:
+                self._states.forget(session.held)
+                self._sessions.lose(session)
+
+    def has(self, key: ModelKey) -> bool:
+        """Whether anything of this version is left: a session, or something that waits or runs."""
+        return self._scheduler.holds(key) or self._engine.runs(key) or bool(self._sessions.of(key))
+
+    def close(self, key: ModelKey) -> None:
+        """Nothing of this version is left, and nothing comes."""
+        self._states.close(key)
 
     def _session(self, request: Request, again: bool) -> Session:
         """The session of which a request is a chunk; raises what became of it."""
@@ -325,11 +348,11 @@ class Batcher:
         else:
             self._sessions.close(session, "unbegun")
 
-    def _end(self, session: Session, reason: str) -> None:
+    def _end(self, session: Session, reason: str, kind: type[ServiceError] = SessionConflict) -> None:
         behind, session.rows = list(session.rows), type(session.rows)()
         for row in behind:
             said = f"session {session.id!r} was {reason} before this chunk was answered"
-            self._turn_away(row.ticket, SessionConflict(said, field="session"))
+            self._turn_away(row.ticket, kind(said, field="session"))
         self._states.forget(session.held)
         self._sessions.close(session, reason)
 

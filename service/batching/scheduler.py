@@ -176,6 +176,10 @@ class Scheduler(Generic[W]):
         self._soonest = min(self._soonest, sequences[0].deadline)
         self.waiting += len(sequences)
 
+    def holds(self, model: ModelKey) -> bool:
+        """Whether anything of it waits, or has begun and is not done."""
+        return model in self._queues
+
     def drop(self, sequences: list[W]) -> int:
         """Take what still waits of these out of the queue; returns how many there were. All are of one request."""
         gone = {id(one) for one in sequences}

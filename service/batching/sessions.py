@@ -34,6 +34,10 @@ class Journal(Protocol):
     def write(self, record: int, digest: bytes) -> None: ...
 
 
+class Unloaded(SessionLost):
+    """The session's version is served no longer."""
+
+
 class _Gone(NamedTuple):
     """Why a session has ended, and where that is recorded."""
 
@@ -84,10 +88,7 @@ class Sessions:
             self._absent(id, request)
             return None
         if session.key != request.key:
-            raise SessionConflict(
-                f"session {id!r} is of {session.key.name} version {session.key.version}: name that, or another session",
-                field="session",
-            )
+            raise _of_another(session, request)
         if session.ending:
             raise SessionConflict(f"session {id!r} ends with a chunk that came before this one", field="session")
         return session
@@ -107,6 +108,14 @@ class Sessions:
         session = self._open[id] = Session(id, Held(key), self._records.pop())
         self._journal.write(session.record, _digest(id))
         return session
+
+    def of(self, key: ModelKey) -> list[Session]:
+        """All that are open of one version of a model."""
+        return [session for session in self._open.values() if session.key == key]
+
+    def lose(self, session: Session) -> None:
+        """Its version is served no longer: it has ended without its caller's knowledge; its state is the caller's business."""
+        self._end_untold(session, "unloaded", Unloaded)
 
     def close(self, session: Session, reason: str) -> None:
         """It has ended as its caller knows, for one of metrics.SESSION_ENDS; its state is the caller's business."""
@@ -128,8 +137,7 @@ class Sessions:
         """Those that were idle for too long have ended, without their callers' knowledge; their states are the caller's business."""
         ended = []
         while self._idle and (session := next(iter(self._idle))).touched + self._idle_seconds <= now:
-            self._drop(session, "expired")
-            self._gone[_digest(session.id)] = _Gone(SessionExpired, session.record)
+            self._end_untold(session, "expired", SessionExpired)
             ended.append(session)
         return ended
 
@@ -158,6 +166,7 @@ class Sessions:
         said = {
             SessionExpired: f"session {id!r} was idle for longer than SEQSERVE_SESSION_IDLE_SECONDS, {self._idle_seconds:g} s",
             SessionLost: f"the engine that had the state of session {id!r} ended",
+            Unloaded: f"the version of the model that session {id!r} began with is served no longer",
         }
         return why(f"{said[why]}: begin it anew, with all of its steps", field="session")
 
@@ -168,10 +177,22 @@ class Sessions:
             self._records.append(gone.record)
         return gone
 
+    def _end_untold(self, session: Session, reason: str, why: type[ServiceError]) -> None:
+        self._drop(session, reason)
+        self._gone[_digest(session.id)] = _Gone(why, session.record)
+
     def _drop(self, session: Session, reason: str) -> None:
         del self._open[session.id]
         self._idle.pop(session, None)
         self._metrics.sessions_ended.add(reason)
+
+
+def _of_another(session: Session, request: Request) -> SessionConflict:
+    """Why this is no chunk of the session, which is of another version of the model, or of another model."""
+    key = session.key
+    said = f"session {session.id!r} is of {key.name} version {key.version}: name that, or another session"
+    meant = key.labels == request.key.labels or (key.name == request.model and not request.exactly)
+    return SessionConflict(said, field="session", elsewhere=key if meant else None)
 
 
 def _digest(id: str) -> bytes:

@@ -117,6 +117,10 @@ class States:
         for key, mine in self._models.items():
             self._metrics.state_slots_used.set(mine.slots.used, *key.labels)
 
+    def close(self, model: ModelKey) -> None:
+        """No row of it runs, and it has no session."""
+        self._models.pop(model, None)
+
     def _of(self, model: ModelKey) -> _OfModel:
         if model not in self._models:
             count, spare = self._engine.slots(model)

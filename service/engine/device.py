@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -43,7 +44,6 @@ def raise_if_lost(device: torch.device, fault: BaseException) -> None:
 def reserve(device: torch.device, most_bytes: int) -> None:
     """Have torch's allocator hold so many bytes in one piece, or half of what is free, and room for small blocks: for turns that no graph
     serves."""
-    torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
     blocks = [torch.empty(SMALL_BYTES, dtype=torch.uint8, device=device) for _ in range(SMALL_BLOCKS)]
     blocks.append(torch.empty(min(most_bytes, free // 2), dtype=torch.uint8, device=device))
@@ -66,17 +66,45 @@ class Memory:
         return cls(found["num_device_alloc"], found["allocation.all.allocated"], found["reserved_bytes.all.current"])
 
 
+def available_bytes(device: torch.device) -> int:
+    """Memory of a device that nothing holds, or that its allocator could give again."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+
+
+class Streams:
+    """For models that are made ready beside turns: a stream for each, which no other that is served was made ready on.
+
+    What a library keeps for a stream, a graph that was captured on it goes on using: the next capture there would write to it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: list[torch.cuda.Stream] = []
+
+    def take(self) -> torch.cuda.Stream:
+        stream: torch.cuda.Stream = self._free.pop() if self._free else torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        return stream
+
+    def give_back(self, stream: torch.cuda.Stream) -> None:
+        """The model that was made ready on it has gone."""
+        self._free.append(stream)
+
+
 class Copy:
-    """The same bytes from one array to another, again and again, on this thread's stream: between the device and pinned memory.
+    """The same bytes from one array to another, again and again, on one stream: between the device and pinned memory.
 
     The driver is asked directly, as torch's way takes longer than everything else that a small turn asks for.
     """
 
-    def __init__(self, target: Tensor, source: Tensor) -> None:
-        """Both stay where they are for as long as the copy is used."""
+    def __init__(self, target: Tensor, source: Tensor, stream: int) -> None:
+        """Both stay where they are for as long as the copy is used. stream: as the driver knows it."""
         assert target.nbytes == source.nbytes and target.is_contiguous() and source.is_contiguous()
         self._arrays = target, source
-        self._arguments = target.data_ptr(), source.data_ptr(), source.nbytes, torch.cuda.current_stream().cuda_stream
+        self._arguments = target.data_ptr(), source.data_ptr(), source.nbytes, stream
 
     def start(self) -> None:
         """Raises RuntimeError when the device refuses."""
@@ -94,7 +122,9 @@ class Place:
         self._bytes = torch.zeros(most_bytes, dtype=torch.uint8, pin_memory=True)
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record()  # which makes it: torch waits until then
-        self._recorded = self._event.cuda_event, torch.cuda.current_stream().cuda_stream
+        self.stream: int = torch.cuda.current_stream().cuda_stream
+        """On which turns run, as the driver knows it."""
+        self._recorded = self._event.cuda_event, self.stream
 
     def room(self, arrays: Sequence[Tensor | None]) -> list[Tensor | None]:
         """A host array for each of these, side by side; None for None, and for what finds no room any more."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
 from service.engine.cost import NEWEST, Correction, Cost
-from service.engine.device import DeviceLost, Memory, Place, raise_if_lost, reserve
+from service.engine.device import DeviceLost, Memory, Place, Streams, raise_if_lost, reserve
 from service.engine.flight import Encoded, Flight
-from service.engine.graphs import GraphLane
+from service.engine.graphs import Between, GraphLane
 from service.engine.lane import Lane
 from service.engine.state import State
 from service.engine.turn import Chunk, Turn
@@ -33,6 +34,15 @@ LEAD_FACTOR = 1.5
 Watcher = Callable[[Flight, float], None]
 
 
+class Prepared(NamedTuple):
+    """A model that is ready to be served. stream: on which it was made ready, and largest_bytes: what its largest turns take when no graph
+    serves them, both on a GPU only."""
+
+    lane: Lane
+    stream: torch.cuda.Stream | None = None
+    largest_bytes: int = 0
+
+
 class Engine:
     """Runs turns on a device. A turn is launched, then collected from `finished`; turns end in the order of their launches."""
 
@@ -44,15 +54,24 @@ class Engine:
         max_turn_rows: int,
         max_turn_tokens: int,
         slots: int = 256,
+        device: torch.device | None = None,
     ) -> None:
-        """The encoders are on one device; on a GPU all turns go to the stream that is this thread's (`device.hold`). slots: of each model,
-        for the states of sequences that are kept from turn to turn; a turn has as many again as it has rows."""
+        """The encoders are on one device, `device` if there are none; on a GPU all turns go to the stream that is this thread's
+        (`device.hold`). slots: of each model, for the states of sequences that are kept from turn to turn; a turn has as many again as it
+        has rows."""
         self._metrics = metrics
         self._slots = slots, max_turn_rows
-        self._limits = {"max_turn_rows": max_turn_rows, "max_turn_tokens": max_turn_tokens, "slots": sum(self._slots)}
-        self.device = next((encoder.device for encoder in encoders.values()), torch.device("cpu"))
+        self._limits: dict[str, Any] = {
+            "max_turn_rows": max_turn_rows,
+            "max_turn_tokens": max_turn_tokens,
+            "slots": sum(self._slots),
+        }
+        self.device = next((encoder.device for encoder in encoders.values()), device or torch.device("cpu"))
         self._places = [Place(index, PLACE_BYTES) for index in range(IN_FLIGHT)] if self.device.type == "cuda" else []
+        self._arena_bytes = 0
         self._lanes = self._opened(encoders)
+        self._streams = Streams(self.device)
+        self._made_ready_on: dict[ModelKey, torch.cuda.Stream] = {}
         self._corrections = {key: Correction() for key in self._lanes}
         self._flights: deque[Flight] = deque()
         self._done: list[tuple[Chunk, Encoded]] = []
@@ -87,6 +106,56 @@ class Engine:
 
     def serves(self, key: ModelKey) -> bool:
         return key in self._lanes
+
+    def newest(self, name: str, version: str) -> ModelKey | None:
+        """What was opened last under this name and version, if anything."""
+        return max((key for key in self._lanes if key.labels == (name, version)), default=None)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of all models."""
+        return sum(lane.encoder.weight_bytes() for lane in list(self._lanes.values()))
+
+    def prepared(self, make: Callable[[], Encoder], between_turns: Between) -> Prepared:
+        """A model made ready for `open`, in another thread than the one that launches turns, and while that goes on; raises whatever making
+        it raises."""
+        if not self._places:
+            return Prepared(Lane(make(), **self._limits))
+        torch.cuda.set_device(self.device)
+        stream = self._streams.take()
+        try:
+            with torch.cuda.stream(stream):
+                # Memory of its own, as its graphs are tried out while others run.
+                pool = torch.cuda.graph_pool_handle()
+                lane = GraphLane(make(), self._places, pool, **self._limits, between_turns=between_turns)
+                largest = lane.largest_bytes()
+                stream.synchronize()
+        except BaseException:
+            self._streams.give_back(stream)
+            raise
+        return Prepared(lane, stream, largest)
+
+    def open(self, key: ModelKey, prepared: Prepared) -> None:
+        """Serve it from now on."""
+        if prepared.stream is not None:
+            self._made_ready_on[key] = prepared.stream
+            self._reserve(prepared.largest_bytes)
+        self._lanes[key] = prepared.lane
+        self._corrections[key] = Correction()
+        self._show(key, prepared.lane)
+
+    def runs(self, key: ModelKey) -> bool:
+        """Whether a turn of it is in flight."""
+        return any(flight.turn.model == key for flight in self._flights)
+
+    def close(self, key: ModelKey) -> None:
+        """Serve it no more; none of its turns is in flight."""
+        assert not self.runs(key), f"a turn of {key} is in flight"
+        del self._lanes[key], self._corrections[key]
+        if key in self._made_ready_on:
+            self._streams.give_back(self._made_ready_on.pop(key))
+        if not any(other.labels == key.labels for other in self._lanes):
+            self._metrics.forget(*key.labels)
 
     def streams(self, key: ModelKey) -> bool:
         """Whether a sequence of this model may come in chunks, each of which goes on from where the one before it was kept."""
@@ -228,8 +297,16 @@ class Engine:
         pool = torch.cuda.graph_pool_handle()
         lanes = {key: GraphLane(encoder, self._places, pool, **self._limits) for key, encoder in encoders.items()}
         largest = max((lane.largest_bytes() for lane in lanes.values()), default=0)
-        reserve(self.device, int(ARENA_FACTOR * largest))
+        torch.cuda.empty_cache()
+        self._reserve(largest)
         return dict(lanes)
+
+    def _reserve(self, largest_bytes: int) -> None:
+        """Room for turns without a graph that take so much, if there is not as much."""
+        wanted = int(ARENA_FACTOR * largest_bytes)
+        if wanted > self._arena_bytes:
+            reserve(self.device, wanted)
+            self._arena_bytes = wanted
 
     def _show(self, key: ModelKey, lane: Lane) -> None:
         self._metrics.weight_bytes.set(lane.encoder.weight_bytes(), *key.labels)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,8 +31,16 @@ CAPTURE_SECONDS = 5.0
 TIMED_REPLAYS = 3
 
 
+Between = Callable[[Callable[[], None]], None]
+
+
 class NotCapturable(Exception):
     """No graph holds a turn of this model; the message says why."""
+
+
+def _at_once(work: Callable[[], None]) -> None:
+    """This thread launches turns itself."""
+    work()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +81,22 @@ class GraphLane(Lane):
     """Runs turns on a GPU, where a turn goes on after it was launched. `why` says what kept turns out of graphs, if anything did."""
 
     def __init__(
-        self, encoder: Encoder, places: list[Place], pool: Any, *, max_turn_rows: int, max_turn_tokens: int, slots: int
+        self,
+        encoder: Encoder,
+        places: list[Place],
+        pool: Any,
+        *,
+        max_turn_rows: int,
+        max_turn_tokens: int,
+        slots: int,
+        between_turns: Between = _at_once,
     ) -> None:
-        """pool: the memory that graphs share, which never run side by side."""
+        """pool: the memory that graphs share, which never run side by side. between_turns: has something done by the thread that launches
+        turns, where that is not this one."""
         limits = {"max_turn_rows": max_turn_rows, "max_turn_tokens": max_turn_tokens}
         super().__init__(encoder, **limits, slots=slots, places=len(places))
+        self._stream = places[0].stream
+        self._between_turns = between_turns
         self._any_place = encoder.streams and encoder.free_states
         """Whether graphs also serve sequences that go on, and not only whole ones."""
         steps = encoder.spec.input.max_steps
@@ -149,7 +168,7 @@ class GraphLane(Lane):
 
     def _launched(self, turn: Turn, place: Place) -> Landing:
         """A turn of its very size, layer by layer."""
-        self._staging.copy(turn.tokens, place.index).start()
+        self._staging.copy(turn.tokens, self._stream, place.index).start()
         batch, encoding = self._encoded(turn.rows, turn.tokens, sequence=turn.wants_sequence, whole=turn.whole)
         return self._landing(_in_one_piece(encoding), batch, place)
 
@@ -182,6 +201,10 @@ class GraphLane(Lane):
         """Once as it is, which may compile kernels; then raises NotCapturable where anything waits for the device."""
         self._made_up(bucket, _even(bucket))
         self._encoded(*bucket, whole=not self._any_place)
+        self._between_turns(lambda: self._try_without_waiting(bucket))
+
+    def _try_without_waiting(self, bucket: Bucket) -> None:
+        # What waits is found by a switch of the whole process, which no turn of another model may be launched under.
         with _no_waiting():
             self._encoded(*bucket, whole=not self._any_place)
 
@@ -197,7 +220,7 @@ class GraphLane(Lane):
             graph.capture_end()
         landings = [self._landing(encoding, batch, place, waits=False) for place in places]
         timed = [self._timed(graph, bucket, lengths) for lengths in (_even(bucket), self._skewed(bucket))]
-        copies_in = [self._staging.copy(bucket.tokens, place.index) for place in places]
+        copies_in = [self._staging.copy(bucket.tokens, self._stream, place.index) for place in places]
         return Captured(graph, copies_in, landings, *timed)
 
     def _timed(self, graph: torch.cuda.CUDAGraph, bucket: Bucket, lengths: list[int]) -> Timed:
@@ -213,7 +236,7 @@ class GraphLane(Lane):
         """A turn of rows of these lengths in a batch of this size, laid and copied to the device."""
         chunks = [Chunk(bytes(steps * self._staging.step_bytes), steps, Returns(), None) for steps in lengths]
         self._staging.lay(Turn(ModelKey(self.encoder.spec.name, ""), chunks))
-        self._staging.copy(bucket.tokens).start()
+        self._staging.copy(bucket.tokens, self._stream).start()
         torch.cuda.synchronize()  # before the place is laid again
 
     def _landing(self, encoding: Encoding, batch: Ragged, place: Place, *, waits: bool = True) -> Landing:
@@ -227,8 +250,10 @@ class GraphLane(Lane):
         hosts = [array.cpu() if room is None and array is not None else room for room, array in zip(rooms, given, strict=True)]
         scores, picks, embedding, sequence, begins = (None if host is None else host.numpy() for host in hosts)
         arrays = Arrays(scores, picks, embedding, sequence, begins, verdict.per_step)
-        vectors = [Copy(room, array) for room, array in there if array is verdict.embedding]
-        return Landing([Copy(room, array) for room, array in there if array is not verdict.embedding], vectors, arrays)
+        vectors = [Copy(room, array, self._stream) for room, array in there if array is verdict.embedding]
+        return Landing(
+            [Copy(room, array, self._stream) for room, array in there if array is not verdict.embedding], vectors, arrays
+        )
 
 
 def _in_one_piece(encoding: Encoding) -> Encoding:

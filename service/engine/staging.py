@@ -76,11 +76,11 @@ class Staging:
         sources, slots = numbers[self._rows + 1 : 2 * self._rows + 1], numbers[2 * self._rows + 1 :]
         return Places(sources[:rows], slots[:rows])
 
-    def copy(self, tokens: int, place: int = 0) -> Copy:
-        """What was laid, of so many steps, to the device."""
+    def copy(self, tokens: int, stream: int, place: int = 0) -> Copy:
+        """What was laid, of so many steps, to the device, on this stream."""
         assert self._device is not None
         end = self._begin + tokens * self.step_bytes
-        return Copy(self._device[:end], self._places[place][:end])
+        return Copy(self._device[:end], self._places[place][:end], stream)
 
     def _buffer(self, place: int) -> Tensor:
         return self._places[place] if self._device is None else self._device

@@ -64,36 +64,55 @@ def input_field(index: int) -> str:
 
 def outputs(spec: ModelSpec, answer: Answer, data: bytes, field_of: Callable[[int], str] = input_field) -> list[dict[str, Any]]:
     """One output per sequence, in their order; raises InvalidInput for a sequence that drove the model beyond float32."""
-    say, arrays = _SAYINGS[type(spec.head)], _arrays(answer, data)
-    lines = list(_lines(answer, arrays, per_step=isinstance(spec.head, TagHead)))
-    if not all(np.isfinite(array).all() for array in arrays if array.size):
-        field = field_of(next(index for index, line in enumerate(lines) if not line.finite))
+    say, found = _SAYINGS[type(spec.head)], arrays(spec, answer, data, field_of)
+    return [say(spec.head, line) | _extras(line) for line in _lines(spec, answer, found)]
+
+
+def arrays(spec: ModelSpec, answer: Answer, data: bytes, field_of: Callable[[int], str] = input_field) -> list[Array]:
+    """Scores, picks, embedding and sequence; what there is not is empty. Raises InvalidInput as `outputs` does."""
+    at, found = 0, []
+    for shape, dtype in (
+        (answer.scores, FEATURES),
+        (answer.picks, IDS),
+        (answer.embedding, FEATURES),
+        (answer.sequence, FEATURES),
+    ):
+        count = int(np.prod(shape)) if shape else 0
+        found.append(np.frombuffer(data, dtype, count, at).reshape(shape or (0,)))
+        at += found[-1].nbytes
+    if not all(np.isfinite(array).all() for array in found if array.size):
+        field = field_of(next(index for index, line in enumerate(_lines(spec, answer, found)) if not line.finite))
         raise InvalidInput(f"{field} drives {spec.name} to values that are not finite: send smaller numbers", field=field)
-    return [say(spec.head, line) | _extras(line) for line in lines]
+    return found
+
+
+def shortest(values: Array) -> list[float]:
+    """The shortest decimals that stand for each float32: half the bytes of a float64's, and nothing is lost."""
+    return [float(value) for value in values.astype(str)]
 
 
 def _classify(head: ClassifyHead, line: _Line) -> dict[str, Any]:
-    scores = _shortest(line.scores[0])
+    scores = shortest(line.scores[0])
     best = int(line.scores[0].argmax())
     return {"label": head.labels[best], "score": scores[best], "scores": dict(zip(head.labels, scores, strict=True))}
 
 
 def _regress(head: RegressHead, line: _Line) -> dict[str, Any]:
-    values = _shortest(line.scores[0])
+    values = shortest(line.scores[0])
     return {"value": values[0] if head.outputs == 1 else values}
 
 
 def _tag(head: TagHead, line: _Line) -> dict[str, Any]:
-    return {"labels": [head.labels[pick] for pick in line.picks[:, 0]], "scores": _shortest(line.scores[:, 0])}
+    return {"labels": [head.labels[pick] for pick in line.picks[:, 0]], "scores": shortest(line.scores[:, 0])}
 
 
 def _span(head: SpanHead, line: _Line) -> dict[str, Any]:
     start, end = line.picks[0].tolist()
-    return {"start": start, "end": end, "score": _shortest(line.scores[0])[0]}
+    return {"start": start, "end": end, "score": shortest(line.scores[0])[0]}
 
 
 def _next(head: NextHead, line: _Line) -> dict[str, Any]:
-    return {"ids": line.picks[0].tolist(), "scores": _shortest(line.scores[0])}
+    return {"ids": line.picks[0].tolist(), "scores": shortest(line.scores[0])}
 
 
 def _nothing(head: EmbedHead | SequenceHead, line: _Line) -> dict[str, Any]:
@@ -117,29 +136,10 @@ def _extras(line: _Line) -> dict[str, Any]:
     return embedding | ({} if line.sequence is None else {"sequence": line.sequence.tolist()})
 
 
-def _shortest(values: Array) -> list[float]:
-    """The shortest decimals that stand for each float32: half the bytes of a float64's, and nothing is lost."""
-    return [float(value) for value in values.astype(str)]
-
-
-def _arrays(answer: Answer, data: bytes) -> list[Array]:
-    """Scores, picks, embedding and sequence; what there is not is empty."""
-    at, arrays = 0, []
-    for shape, dtype in (
-        (answer.scores, FEATURES),
-        (answer.picks, IDS),
-        (answer.embedding, FEATURES),
-        (answer.sequence, FEATURES),
-    ):
-        count = int(np.prod(shape)) if shape else 0
-        arrays.append(np.frombuffer(data, dtype, count, at).reshape(shape or (0,)))
-        at += arrays[-1].nbytes
-    return arrays
-
-
-def _lines(answer: Answer, arrays: list[Array], per_step: bool) -> Iterator[_Line]:
+def _lines(spec: ModelSpec, answer: Answer, found: list[Array]) -> Iterator[_Line]:
     """The arrays sequence by sequence."""
-    scores, picks, embedding, sequence = arrays
+    scores, picks, embedding, sequence = found
+    per_step = isinstance(spec.head, TagHead)
     for row, (begin, end) in enumerate(pairwise(accumulate(answer.steps, initial=0))):
         lines = slice(begin, end) if per_step else slice(row, row + 1)
         yield _Line(

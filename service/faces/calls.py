@@ -11,15 +11,18 @@ from typing import Protocol
 
 import msgspec
 
-from service.errors import InferenceFailed, ServiceError
+from service.errors import InferenceFailed, ServiceError, SessionConflict, Unavailable, UnknownModel
 from service.faces import answers, wire
+from service.faces.catalog import Models, unless_known
 from service.faces.connection import Answered
 from service.faces.engines import Engines
 from service.logs import Log
 from service.metrics import CUT_OFF, Metrics, Snapshot
-from service.sequence import Indexed, Request
+from service.sequence import Indexed, Manifest, ModelKey, Request
 from service.settings import Settings
 
+MOVES = 3
+"""A chunk is sent so often at most, each time to the version that its session was of a moment before."""
 UNKNOWN = ("unknown", "unknown")
 """Labels of a call that names no model that is served."""
 
@@ -50,7 +53,7 @@ class Front:
     """What the doors work with. `draining` says that the service is about to end."""
 
     settings: Settings
-    catalog: wire.Catalog
+    models: Models
     engines: Engines
     metrics: Metrics
     log: Log
@@ -60,6 +63,24 @@ class Front:
     @property
     def ready(self) -> bool:
         return self.engines.ready and not self.draining
+
+    def serve(self, manifest: Manifest) -> None:
+        """Turn to what is to be served now, all of which `models` knows."""
+        gone = self.models.serve([edition.key for edition in manifest.editions], manifest.aliases)
+        self.metrics.start(one.key.labels for one in self.models.served)
+        for key in gone:
+            self.engines.release(key)
+
+    def forget(self, key: ModelKey) -> None:
+        """Nothing of this version is left anywhere."""
+        self.models.forget(key)
+        if not any(one.key.labels == key.labels for one in self.models.served):
+            self.metrics.forget(*key.labels)
+
+    @property
+    def catalog(self) -> wire.Catalog:
+        """What is served now."""
+        return self.models.catalog
 
 
 @dataclass(slots=True)
@@ -106,11 +127,30 @@ async def run(front: Front, call: Call, name: str, version: str | int | None, la
 
     version: None for the newest, or for the session's own. Requests leave for an engine in the order in which this is begun to be awaited.
     """
-    model = wire.served(front.catalog, name, version)
+    model, unknown = unless_known(front.models, name, version)
     call.labels = model.key.labels
     request, tail = lay(model)
+    if unknown is not None:
+        request = _going_on(request, unknown)
     front.metrics.stage_seconds.observe(time.monotonic() - call.arrived, *call.labels, "parse")
-    return model, await front.engines.submit(request, tail)
+    for _ in range(MOVES):
+        try:
+            return model, await front.engines.submit(request, tail)
+        except SessionConflict as fault:
+            if fault.elsewhere is None or ModelKey(*fault.elsewhere) not in front.models:
+                raise
+            # The session stays with the version that it began with, whatever is the newest now.
+            model = front.models[ModelKey(*fault.elsewhere)]
+            call.labels = model.key.labels
+            request, tail = lay(model)
+    raise SessionConflict("the session begins anew and anew while this chunk comes: send one after the other", field="session")
+
+
+def _going_on(request: Request, unknown: UnknownModel) -> Request:
+    """A chunk of a session that may have begun with a version which is served no longer, and nothing else; raises what it is otherwise."""
+    if request.session is None or request.session_starts:
+        raise unknown
+    return msgspec.structs.replace(request, session_starts=False)
 
 
 async def answer(front: Front, call: Call, body: wire.InferBody) -> bytes:
@@ -127,6 +167,13 @@ async def answer(front: Front, call: Call, body: wire.InferBody) -> bytes:
     encoded = msgspec.json.encode({**said, "outputs": outputs, **session})
     front.metrics.stage_seconds.observe(time.monotonic() - start, *call.labels, "encode")
     return encoded
+
+
+def check_ready(front: Front) -> None:
+    """Whether requests are answered now; raises Unavailable."""
+    if not front.ready:
+        reason = "draining" if front.draining else "no engine is ready"
+        raise Unavailable(f"not ready: {reason}", retry_after=1)
 
 
 def bug(front: Front, fault: Exception) -> InferenceFailed:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from service.channel import Channel, Frame, Kind, encode
-from service.errors import BY_CODE, EngineLost, InferenceFailed, ServiceError
+from service.errors import BY_CODE, EngineLost, InferenceFailed, ServiceError, SessionConflict
 from service.metrics import Metrics
 from service.sequence import Answer, Hello, Loaded, ModelKey, Refusal, Request
 
@@ -68,7 +68,7 @@ class Backlog:
 
 
 class Connection:
-    """The channel to one engine, from its attachment to its end. `models` is what it says it serves, empty until its hello.
+    """The channel to one engine, from its attachment to its end. `models` is what it says it serves.
 
     `on_met` is called at its hello, `on_lost` once, when it has gone; the requests that it has not answered are then still `open`.
     """
@@ -89,6 +89,7 @@ class Connection:
         self._backlog = Backlog()
         self._flushing = False
         self.models: dict[ModelKey, Loaded] = {}
+        self._met = False
         self.place = 0
         self.open: dict[int, Open] = {}
         self.open_bytes = 0
@@ -97,7 +98,7 @@ class Connection:
 
     @property
     def ready(self) -> bool:
-        return bool(self.models)
+        return self._met
 
     def wait_seconds(self, now: float) -> float:
         """How long a request that comes now is expected to wait here before it runs."""
@@ -127,6 +128,10 @@ class Connection:
         finally:
             self.open_bytes -= len(frame)
             del self._questions[id]
+
+    def release(self, key: ModelKey) -> None:
+        """Nothing begins any more with this version that has not been sent by now."""
+        self._send(encode(Kind.RELEASE, 0, key))
 
     def cancel(self, waiting: Open) -> None:
         """Nobody waits for it any more: the engine is told."""
@@ -186,7 +191,9 @@ class Connection:
     def _meet(self, hello: Hello) -> None:
         self.models = {one.key: one for one in hello.models}
         self.place = hello.place
-        self._on_met(self)
+        if not self._met:
+            self._met = True
+            self._on_met(self)
 
     def _settle(self, frame: Frame) -> None:
         waiting = self.open.get(frame.id)
@@ -218,5 +225,7 @@ def _settle_question(future: asyncio.Future[bytes], frame: Frame) -> None:
 def refused(frame: Frame) -> ServiceError:
     """What a refusal says."""
     refusal = frame.read(Refusal)
+    if refusal.elsewhere is not None:
+        return SessionConflict(refusal.message, field=refusal.field, elsewhere=refusal.elsewhere)
     kind = BY_CODE.get(refusal.code, InferenceFailed)
     return kind(refusal.message, field=refusal.field, retry_after=refusal.retry_after)

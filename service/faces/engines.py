@@ -16,7 +16,7 @@ from service.errors import DeadlineExceeded, EngineLost, Overloaded, ServiceErro
 from service.faces.connection import Answered, Connection, Open
 from service.faces.homes import home
 from service.metrics import Metrics
-from service.sequence import Loaded, Request, Trace
+from service.sequence import Loaded, ModelKey, Request, Trace
 
 TRACED_SECONDS = 60.0
 """An engine may take this much longer for a trace than was asked for: a GPU's profiler starts, and what it saw is written."""
@@ -108,6 +108,11 @@ class Engines:
         """End a session; raises a ServiceError when it is not open."""
         await self._ask_home(Kind.END, session)
 
+    def release(self, key: ModelKey) -> None:
+        """Nothing begins any more with this version that has not been sent by now."""
+        for one in self._connections:
+            one.release(key)
+
     def close(self) -> None:
         """Give the channels back; what is open is lost."""
         while self._connections:
@@ -120,7 +125,7 @@ class Engines:
     def _enter(self, request: Request, tail: bytes) -> Open:
         id = self._next_id()
         frame = encode(Kind.SUBMIT, id, request, (tail,))
-        ready = self._ready if request.session is None else [self._home(request.session)]
+        ready = self._serving(request.key) if request.session is None else [self._home(request.session)]
         engine = self._shortest(_with_room(ready, len(frame), self._channel_bytes))
         waiting = Open(id, request, frame, asyncio.get_running_loop().create_future())
         engine.submit(waiting)
@@ -129,6 +134,10 @@ class Engines:
     @property
     def _ready(self) -> list[Connection]:
         return [one for one in self._connections if one.ready]
+
+    def _serving(self, key: ModelKey) -> list[Connection]:
+        """The ready engines that serve it; all that are ready when none says so, as its word may still be on its way."""
+        return [one for one in self._ready if key in one.models] or self._ready
 
     def _home(self, session: str) -> Connection:
         """The engine that has this session, or is to have it; raises EngineLost while it is replaced."""
@@ -205,7 +214,7 @@ class Engines:
 
     def _run_again(self, waiting: Open) -> None:
         """It had its room in a channel: it is not refused for want of it in another."""
-        self._shortest(self._ready).submit(waiting)
+        self._shortest(self._serving(waiting.request.key)).submit(waiting)
         self._metrics.rerun.add()
 
     def _forget(self, waiting: Open) -> None:

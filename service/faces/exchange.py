@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import zlib
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -17,6 +18,8 @@ from service.faces.calls import CallerGone, Front
 
 T = TypeVar("T")
 BYTES = "application/octet-stream"
+PACKED = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
+"""Encodings of a body by their names, as zlib calls them."""
 DISCARDED_BODIES = 4
 """A body over the limit is read and thrown away up to this many times the limit: who still sends cannot hear an answer."""
 
@@ -42,6 +45,16 @@ async def read_state(request: Request, front: Front) -> bytes:
     if _media(request) not in ("", BYTES):
         raise UnsupportedMedia(f"the content type is not that of a state: send Content-Type: {BYTES}, or none")
     return await _read(request, "SEQSERVE_MAX_STATE_BYTES", front.settings.max_state_bytes)
+
+
+async def read_tensors(request: Request, front: Front) -> bytes:
+    """The whole body, unpacked when it is compressed, when its size is one that is read here. What it is its other headers say: clients of
+    the Open Inference Protocol name no content type, or any."""
+    encoding, limit = request.headers.get("content-encoding", "identity").lower(), front.settings.max_body_bytes
+    if encoding not in ("identity", *PACKED):
+        raise UnsupportedMedia("the content encoding is none that is read here: send gzip, deflate, or the body as it is")
+    data = await _read(request, "SEQSERVE_MAX_BODY_BYTES", limit, packed=True)
+    return _unpacked(data, PACKED[encoding], limit) if encoding in PACKED else data
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -93,8 +106,8 @@ def _media(request: Request) -> str:
     return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
-async def _read(request: Request, knob: str, limit: int) -> bytes:
-    if request.headers.get("content-encoding", "identity").lower() != "identity":
+async def _read(request: Request, knob: str, limit: int, *, packed: bool = False) -> bytes:
+    if not packed and request.headers.get("content-encoding", "identity").lower() != "identity":
         raise UnsupportedMedia("the body is compressed: send it without Content-Encoding")
     parts, size = [], 0
     if _declared(request) > DISCARDED_BODIES * limit:
@@ -113,6 +126,20 @@ async def _read(request: Request, knob: str, limit: int) -> bytes:
     if size > limit:
         raise _too_large(knob, limit)
     return b"".join(parts)
+
+
+def _unpacked(data: bytes, window: int, limit: int) -> bytes:
+    """What was compressed, of which no more than the limit is ever unpacked."""
+    unpacker = zlib.decompressobj(window)
+    try:
+        whole = unpacker.decompress(data, limit + 1)
+    except zlib.error as fault:
+        raise InvalidRequest(f"the body is not compressed as Content-Encoding says: {fault}") from None
+    if len(whole) > limit:
+        raise _too_large("SEQSERVE_MAX_BODY_BYTES", limit)
+    if not unpacker.eof or unpacker.unused_data:
+        raise InvalidRequest("the compressed body does not end where it should: send all of it, and nothing behind it")
+    return whole
 
 
 def _declared(request: Request) -> int:

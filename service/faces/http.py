@@ -9,12 +9,13 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, FastAPI, Request, Response, WebSocket
 from starlette.exceptions import HTTPException
+from starlette.responses import PlainTextResponse
 from starlette.routing import Match, Route
 
 from service import __version__
-from service.errors import STATUS, InvalidRequest, MethodNotAllowed, ServiceError, Unavailable, UnknownRoute
-from service.faces import sessions, wire
-from service.faces.calls import CallerGone, Front, answer, bug, counted
+from service.errors import STATUS, InvalidRequest, MethodNotAllowed, ServiceError, UnknownRoute
+from service.faces import oip_http, sessions, wire
+from service.faces.calls import CallerGone, Front, answer, bug, check_ready, counted
 from service.faces.exchange import Direct, error, read_json, unless_gone, written
 from service.faces.stream import stream
 from service.metrics import render
@@ -51,6 +52,7 @@ def build(front: Front) -> FastAPI:
         raise InvalidRequest("this path is a WebSocket: connect with ws:// or wss://, or send chunks to /infer")
 
     sessions.add(hot, front, responses)
+    oip_http.add(hot, front, responses)
     app.include_router(hot)
 
     @app.websocket("/stream")
@@ -71,15 +73,13 @@ def build(front: Front) -> FastAPI:
         """200 as long as this process answers."""
         return _json({"live": True})
 
-    @app.get("/readyz")
+    @app.get("/readyz", responses=responses)
     async def readyz() -> Response:
         """200 when requests are answered, 503 while loading, while no engine is ready, or while draining."""
-        if not front.ready:
-            reason = "draining" if front.draining else "no engine is ready"
-            raise Unavailable(f"not ready: {reason}", retry_after=1)
+        check_ready(front)
         return _json({"ready": True})
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse, responses=responses)
     async def metrics() -> Response:
         """All processes' time series in Prometheus' text format."""
         return Response(render(await front.supervisor.scrape()), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -103,14 +103,14 @@ async def _trace(front: Front, request: Request) -> Response:
 
 
 def _models(front: Front) -> list[dict[str, Any]]:
-    loaded = {(one.name, one.version): one for one in front.engines.models}
+    loaded = {one.key: one for one in front.engines.models}
     listed = []
     for name, versions in front.catalog.items():
         if name != next(iter(versions.values())).spec.name:
             continue
-        aliases = [alias for alias, other in front.catalog.items() if other is versions and alias != name]
         for version, model in versions.items():
-            running = loaded.get((name, version))
+            aliases = [alias for alias, other in front.catalog.items() if other.get(version) is model and alias != name]
+            running = loaded.get(model.key)
             listed.append(
                 {
                     "name": name,

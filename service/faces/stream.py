@@ -30,9 +30,10 @@ async def stream(front: Front, socket: WebSocket) -> None:
     """Serve one socket until its end. Raises a ServiceError, which refuses the handshake, when it asks for what is not served."""
     query = wire.StreamQuery.parse(socket.query_params.multi_items())
     session = wire.OWN_SESSION + uuid.uuid4().hex if query.session is None else query.session
-    body = wire.stream_body(query, session, front.catalog, front.settings)
+    model = front.models.find(query.model, query.version)
+    body = wire.stream_body(query, session, model.spec, front.settings)
     await socket.accept()
-    served = _Stream(front, socket, body)
+    served = _Stream(front, socket, body, model.key.labels)
     try:
         await served.run()
     finally:
@@ -40,15 +41,16 @@ async def stream(front: Front, socket: WebSocket) -> None:
 
 
 class _Stream:
-    """One socket. `body` is what all its chunks have in common.
+    """One socket. `body` is what all its chunks have in common; labels: of those that cannot even be read.
 
     Its first chunk begins the session or goes on with it, and every other goes on with it unless it says otherwise: a session that was
     lost is never begun again by accident. A chunk that begins or ends the session is answered before another is sent to the engine, as
     only its answer says what the next one is.
     """
 
-    def __init__(self, front: Front, socket: WebSocket, body: wire.ChunkBody) -> None:
+    def __init__(self, front: Front, socket: WebSocket, body: wire.ChunkBody, labels: tuple[str, str]) -> None:
         self._front = front
+        self._labels = labels
         self._socket = socket
         self._body = body
         self._begun = False
@@ -130,7 +132,7 @@ class _Stream:
 
     async def _said(self, arrived: float, body: wire.ChunkBody | ServiceError) -> bytes:
         with counted(self._front.metrics, arrived) as call:
-            call.labels = (self._body.model, str(self._body.version))
+            call.labels = self._labels
             if isinstance(body, ServiceError):
                 raise body
             self._asked = True

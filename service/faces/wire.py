@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -59,15 +59,33 @@ class Served:
 
 Catalog = Mapping[str, Mapping[str, Served]]
 """By name, then by version, versions rising."""
+Place = Callable[[int], str]
+"""How an error names a step of those in an array, or one of several inputs."""
 
 
-def session_id(text: str) -> str:
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What a caller says of a request as a whole, whatever his door calls it; each is described where InferBody has it.
+
+    exactly: he named the version.
+    """
+
+    returns: Returns
+    deadline_ms: float
+    priority: int = 0
+    session: str | None = None
+    starts: bool | None = None
+    ends: bool = False
+    exactly: bool = False
+
+
+def session_id(text: str, *, field: str = "session") -> str:
     """The name of a session as a caller may give it; raises InvalidInput."""
     if not _SESSION.fullmatch(text):
         raise InvalidInput(
-            "session has to be 1 to 128 printable ASCII characters, without spaces at either end, "
+            f"{field} has to be 1 to 128 printable ASCII characters, without spaces at either end, "
             f"and must not begin with {OWN_SESSION!r}: name it so",
-            field="session",
+            field=field,
         )
     return text
 
@@ -258,30 +276,32 @@ def served(catalog: Catalog, name: str, version: str | int | None) -> Served:
     """The model that a caller names; raises UnknownModel naming what there is."""
     versions = catalog.get(name)
     if versions is None:
-        raise UnknownModel(f"unknown model {_shown(name)}: served are {', '.join(sorted(catalog))}", field="model")
+        raise UnknownModel(f"unknown model {shown(name)}: served are {', '.join(sorted(catalog))}", field="model")
     wanted = list(versions)[-1] if version is None else str(version)
     if wanted not in versions:
         raise UnknownModel(
-            f"{name} has no version {_shown(wanted)}: served are {', '.join(versions)}; leave version out for the newest",
+            f"{name} has no version {shown(wanted)}: served are {', '.join(versions)}; leave version out for the newest",
             field="version",
         )
     return versions[wanted]
 
 
-def stream_body(query: StreamQuery, session: str, catalog: Catalog, settings: Settings) -> ChunkBody:
-    """What all chunks of a socket have in common, `session` among it; raises a ServiceError for what no chunk could have."""
-    model = served(catalog, query.model, query.version)
+def stream_body(query: StreamQuery, session: str, spec: ModelSpec, settings: Settings) -> ChunkBody:
+    """What all chunks of a socket have in common, `session` among it; raises a ServiceError for what no chunk could have.
+
+    spec: of the model that is named now.
+    """
     body = ChunkBody.model_construct(
-        model=model.spec.name,
+        model=query.model,
         inputs=[],
-        version=model.version,
+        version=query.version,
         returns=query.returns,
         session=session,
         deadline_ms=query.deadline_ms,
         priority=query.priority,
     )
-    _returns(body, model.spec)
-    _deadline_ms(body, settings)
+    _returns(body, spec)
+    deadline_ms(body.deadline_ms, settings)
     return body
 
 
@@ -293,29 +313,112 @@ def described(body: type[Body], example: dict[str, Any]) -> dict[str, Any]:
 
 def sequences(body: InferBody, model: Served, settings: Settings, arrived: float) -> tuple[Request, bytes]:
     """The request for the engine and its tensor bytes; raises InvalidInput or TooLarge naming the input at fault."""
-    if len(body.inputs) > settings.max_inputs:
-        raise TooLarge(
-            f"{len(body.inputs)} inputs in one request and SEQSERVE_MAX_INPUTS is {settings.max_inputs}: "
-            "send several requests, or raise SEQSERVE_MAX_INPUTS",
-            field="inputs",
-        )
+    check_rows(len(body.inputs), settings)
     _check_session(body)
     arrays = [_array(value, body.field_of(index), model) for index, value in enumerate(body.inputs)]
-    request = Request(
-        model=model.spec.name,
-        version=model.version,
-        lengths=[len(array) for array in arrays],
-        deadline=arrived + _deadline_ms(body, settings) / 1000,
-        sent=time.monotonic(),
-        priority=body.priority,
+    wishes = Wishes(
         returns=_returns(body, model.spec),
+        deadline_ms=deadline_ms(body.deadline_ms, settings),
+        priority=body.priority,
         session=body.session,
-        session_starts=body.start,
-        session_ends=body.end,
-        generation=model.generation,
+        starts=body.start,
+        ends=body.end,
         exactly=body.version is not None,
     )
-    return request, b"".join(array.tobytes() for array in arrays)
+    return request([len(array) for array in arrays], wishes, model, arrived), b"".join(array.tobytes() for array in arrays)
+
+
+def request(lengths: list[int], wishes: Wishes, model: Served, arrived: float) -> Request:
+    """What the engine is asked for sequences of so many steps, all of them checked."""
+    return Request(
+        model=model.spec.name,
+        version=model.version,
+        lengths=lengths,
+        deadline=arrived + wishes.deadline_ms / 1000,
+        sent=time.monotonic(),
+        priority=wishes.priority,
+        returns=wishes.returns,
+        session=wishes.session,
+        session_starts=wishes.starts,
+        session_ends=wishes.ends,
+        generation=model.generation,
+        exactly=wishes.exactly,
+    )
+
+
+def check_rows(rows: int, settings: Settings, field: str = "inputs") -> None:
+    """Whether one request may have so many sequences; raises TooLarge."""
+    if rows > settings.max_inputs:
+        raise TooLarge(
+            f"{rows} inputs in one request and SEQSERVE_MAX_INPUTS is {settings.max_inputs}: "
+            "send several requests, or raise SEQSERVE_MAX_INPUTS",
+            field=field,
+        )
+
+
+def check_chunk(rows: int, field: str = "inputs") -> None:
+    """Whether so many sequences can be a session's next chunk; raises InvalidInput."""
+    if rows > 1:
+        raise InvalidInput(f"{rows} inputs for one session: send its chunks one by one", field=field)
+
+
+def deadline_ms(wanted: float | None, settings: Settings, field: str = "deadline_ms") -> float:
+    """How long a caller waits, who may not have said it; raises InvalidInput."""
+    if wanted is None:
+        return settings.default_deadline_ms
+    if wanted > settings.max_deadline_ms:
+        raise InvalidInput(
+            f"{field} is {wanted:g} milliseconds and SEQSERVE_MAX_DEADLINE_MS is {settings.max_deadline_ms}: ask for less",
+            field=field,
+        )
+    return wanted
+
+
+def returns(wanted: Iterable[str], spec: ModelSpec) -> Returns:
+    """What the engine is asked for besides the head's answer, or because it is the head's answer."""
+    names = {*wanted, spec.head.kind.replace("embed", "embedding")}
+    return Returns(embedding="embedding" in names, sequence="sequence" in names)
+
+
+def check_steps(steps: int, field: str, model: Served) -> None:
+    """Whether the model takes a sequence of so many steps; raises InvalidInput or TooLarge."""
+    if steps == 0:
+        raise InvalidInput(f"{field} is empty: a sequence has at least one step", field=field)
+    _check_most(steps, field, model)
+    if steps < model.spec.min_steps:
+        said = f"{field} has {steps} steps and {model.spec.name} needs at least {model.spec.min_steps}: lengthen it"
+        raise InvalidInput(said, field=field)
+
+
+def ids(values: NDArray[Any], place: Place, model: Served) -> NDArray[Any]:
+    """(steps,) whole numbers as the engine has them; raises InvalidInput for one that is no token id of the model."""
+    for step in np.flatnonzero((values < 0) | (values > _highest_id(model)))[:1]:
+        raise _no_id(values[step], place(step), model)
+    return values.astype(IDS, copy=False)
+
+
+def features(values: NDArray[Any], place: Place, model: Served) -> NDArray[Any]:
+    """(steps, features) numbers as the engine has them; raises InvalidInput for one that a float32 cannot hold."""
+    wrong = np.argwhere(~(np.abs(values) <= np.finfo(FEATURES).max))
+    if len(wrong):
+        step, index = wrong[0]
+        at = f"{place(step)}[{index}]"
+        raise InvalidInput(f"{at} is {values[step, index]:g}: {_a_step(model)}", field=at)
+    return values.astype(FEATURES, copy=False)
+
+
+def text_ids(text: str, field: str, model: Served) -> list[int]:
+    """The token ids of a text, for a model that takes one; raises InvalidInput or TooLarge."""
+    limit = model.spec.input.max_characters
+    if len(text) > limit:
+        raise TooLarge(
+            f"{field} has {len(text)} characters and {model.spec.name} takes at most {limit}: shorten it", field=field
+        )
+    assert model.tokenizer is not None
+    found = model.tokenizer.ids(text, field)
+    if not found:
+        raise InvalidInput(f"{field} has no words: send a text with at least one", field=field)
+    return found
 
 
 def error_body(error: ServiceError) -> dict[str, str]:
@@ -327,8 +430,7 @@ def error_body(error: ServiceError) -> dict[str, str]:
 def _check_session(body: InferBody) -> None:
     """Whether what is said of a session is said of one, and of one chunk of it."""
     if body.session is not None:
-        if len(body.inputs) > 1:
-            raise InvalidInput(f"{len(body.inputs)} inputs for one session: send its chunks one by one", field="inputs")
+        check_chunk(len(body.inputs))
         return
     for field, said in (("start", body.start is not None), ("end", "end" in body.model_fields_set)):
         if said:
@@ -336,22 +438,11 @@ def _check_session(body: InferBody) -> None:
 
 
 def _returns(body: InferBody, spec: ModelSpec) -> Returns:
-    """What the caller wants besides the head's answer, or what the head's answer is."""
+    """As above; raises InvalidInput for what the model has not."""
     for name, has in (("embedding", spec.has_embedding), ("sequence", spec.has_steps)):
         if name in body.returns and not has:
             raise InvalidInput(f"{spec.name} has no {name} to return: leave it out of return", field="return")
-    wanted = {*body.returns, spec.head.kind.replace("embed", "embedding")}
-    return Returns(embedding="embedding" in wanted, sequence="sequence" in wanted)
-
-
-def _deadline_ms(body: InferBody, settings: Settings) -> float:
-    wanted = settings.default_deadline_ms if body.deadline_ms is None else body.deadline_ms
-    if wanted > settings.max_deadline_ms:
-        raise InvalidInput(
-            f"deadline_ms is {wanted:g} and SEQSERVE_MAX_DEADLINE_MS is {settings.max_deadline_ms}: ask for less",
-            field="deadline_ms",
-        )
-    return wanted
+    return returns(body.returns, spec)
 
 
 def _array(value: Any, field: str, model: Served) -> NDArray[Any]:
@@ -360,47 +451,30 @@ def _array(value: Any, field: str, model: Served) -> NDArray[Any]:
     if isinstance(value, bytes):
         array = _raw(value, field, model)
     elif isinstance(value, str) and model.tokenizer is not None:
-        array = np.array(_text_ids(value, field, model), IDS)
+        array = np.array(text_ids(value, field, model), IDS)
     elif isinstance(value, list) and shape.features is None:
         array = _ids(value, field, model)
     elif isinstance(value, list) and shape.features is not None:
         array = _features(value, field, model, shape.features)
     else:
-        raise InvalidInput(f"{field} is {_kind(value)} and {model.spec.name} takes {_taken(model)}", field=field)
-    if len(array) == 0:
-        raise InvalidInput(f"{field} is empty: a sequence has at least one step", field=field)
-    _check_steps(len(array), field, model)
-    if len(array) < model.spec.min_steps:
-        said = f"{field} has {len(array)} steps and {model.spec.name} needs at least {model.spec.min_steps}: lengthen it"
-        raise InvalidInput(said, field=field)
+        raise InvalidInput(f"{field} is {kind(value)} and {model.spec.name} takes {_taken(model)}", field=field)
+    check_steps(len(array), field, model)
     return array
 
 
-def _text_ids(text: str, field: str, model: Served) -> list[int]:
-    limit = model.spec.input.max_characters
-    if len(text) > limit:
-        raise TooLarge(
-            f"{field} has {len(text)} characters and {model.spec.name} takes at most {limit}: shorten it", field=field
-        )
-    assert model.tokenizer is not None
-    ids = model.tokenizer.ids(text, field)
-    if not ids:
-        raise InvalidInput(f"{field} has no words: send a text with at least one", field=field)
-    return ids
-
-
 def _ids(values: list[Any], field: str, model: Served) -> NDArray[Any]:
-    _check_steps(len(values), field, model)
+    _check_most(len(values), field, model)
     try:
-        ids = _IDS.validate_python(values)
+        found = _IDS.validate_python(values)
     except ValidationError as fault:
         at, value = _first(fault, field)
-        raise InvalidInput(f"{at} is {_kind(value)} and a token id is a whole number", field=at) from None
+        raise InvalidInput(f"{at} is {kind(value)} and a token id is a whole number", field=at) from None
     highest = _highest_id(model)
-    if ids and not 0 <= min(ids) <= max(ids) <= highest:
-        step = next(step for step, id in enumerate(ids) if not 0 <= id <= highest)
-        raise _no_id(ids[step], f"{field}[{step}]", model)
-    return np.array(ids, IDS)
+    if found and not 0 <= min(found) <= max(found) <= highest:
+        # A whole number may be one that no array of integers holds.
+        step = next(step for step, id in enumerate(found) if not 0 <= id <= highest)
+        raise _no_id(found[step], f"{field}[{step}]", model)
+    return np.array(found, IDS)
 
 
 def _highest_id(model: Served) -> int:
@@ -408,52 +482,40 @@ def _highest_id(model: Served) -> int:
 
 
 def _no_id(id: int, at: str, model: Served) -> InvalidInput:
-    said = f"{_shown(str(id))} and the token ids of {model.spec.name} go from 0 to {_highest_id(model)}"
+    said = f"{shown(str(id))} and the token ids of {model.spec.name} go from 0 to {_highest_id(model)}"
     return InvalidInput(f"{at} is {said}", field=at)
 
 
-def _features(values: list[Any], field: str, model: Served, features: int) -> NDArray[Any]:
-    _check_steps(len(values), field, model)
+def _features(values: list[Any], field: str, model: Served, width: int) -> NDArray[Any]:
+    _check_most(len(values), field, model)
     try:
         rows = _FEATURES.validate_python(values)
     except ValidationError as fault:
         at, value = _first(fault, field)
-        raise InvalidInput(f"{at} is {_kind(value)}: {_a_step(model)}", field=at) from None
+        raise InvalidInput(f"{at} is {kind(value)}: {_a_step(model)}", field=at) from None
     for step, row in enumerate(rows):
-        if len(row) != features:
+        if len(row) != width:
             at = f"{field}[{step}]"
             raise InvalidInput(f"{at} has {len(row)} numbers: {_a_step(model)}", field=at)
-    array = np.array(rows, np.float64).reshape(len(rows), features)
-    _check_finite(array, field, model)
-    return array.astype(FEATURES)
+    return features(np.array(rows, np.float64).reshape(len(rows), width), _step_of(field), model)
 
 
 def _raw(data: bytes, field: str, model: Served) -> NDArray[Any]:
     """The values themselves, little-endian: int32 ids, or rows of float32."""
-    features = model.spec.input.features
-    size = 4 * (features or 1)
+    width = model.spec.input.features
+    size = 4 * (width or 1)
     if len(data) % size:
         raise InvalidInput(
             f"{field} has {len(data)} bytes and a step of {model.spec.name} has {size}: send whole steps", field=field
         )
-    _check_steps(len(data) // size, field, model)
-    if features is not None:
-        array = np.frombuffer(data, "<f4").reshape(-1, features)
-        _check_finite(array, field, model)
-        return array.astype(FEATURES, copy=False)
-    ids = np.frombuffer(data, "<i4")
-    for step in np.flatnonzero((ids < 0) | (ids > _highest_id(model)))[:1]:
-        raise _no_id(ids[step], f"{field}[{step}]", model)
-    return ids.astype(IDS, copy=False)
+    _check_most(len(data) // size, field, model)
+    if width is None:
+        return ids(np.frombuffer(data, "<i4"), _step_of(field), model)
+    return features(np.frombuffer(data, "<f4").reshape(-1, width), _step_of(field), model)
 
 
-def _check_finite(array: NDArray[Any], field: str, model: Served) -> None:
-    """Whether every value is one that a float32 can hold."""
-    wrong = np.argwhere(~(np.abs(array) <= np.finfo(FEATURES).max))
-    if len(wrong):
-        step, index = wrong[0]
-        at = f"{field}[{step}][{index}]"
-        raise InvalidInput(f"{at} is {array[step, index]:g}: {_a_step(model)}", field=at)
+def _step_of(field: str) -> Place:
+    return lambda step: f"{field}[{step}]"
 
 
 def _a_step(model: Served) -> str:
@@ -466,7 +528,7 @@ def _first(fault: ValidationError, field: str) -> tuple[str, Any]:
     return field + "".join(f"[{index}]" for index in error["loc"]), error["input"]
 
 
-def _check_steps(steps: int, field: str, model: Served) -> None:
+def _check_most(steps: int, field: str, model: Served) -> None:
     """A list is checked before it is read: what is far too long costs nothing."""
     limit = model.spec.input.max_steps
     if steps > limit:
@@ -484,17 +546,17 @@ def _taken(model: Served) -> str:
     return "a string or a list of token ids" if model.tokenizer is not None else "a list of token ids"
 
 
-def _kind(value: Any) -> str:
+def kind(value: Any) -> str:
     """What a caller sent, in JSON's words."""
     if value is None or isinstance(value, bool):
         return str(value).lower().replace("none", "null")
     if isinstance(value, int | float):
-        return _shown(str(value))
-    kinds: dict[type, str] = {str: "a string", list: "a list", dict: "an object"}
+        return shown(str(value))
+    kinds: dict[type, str] = {str: "a string", bytes: "bytes", list: "a list", dict: "an object"}
     return kinds[type(value)]
 
 
-def _shown(text: str) -> str:
+def shown(text: str) -> str:
     """A piece of what a caller sent, short and on one line."""
     clean = re.sub(r"[^\x20-\x7e]", "?", text[: SHOWN_CHARACTERS + 1])
     return clean if len(clean) <= SHOWN_CHARACTERS else clean[:SHOWN_CHARACTERS] + "..."
@@ -502,11 +564,11 @@ def _shown(text: str) -> str:
 
 def _invalid(body: type[Body], error: Mapping[str, Any]) -> ServiceError:
     if error["type"] == "json_invalid":
-        return InvalidRequest(f"{body.what} is not JSON: {_shown(str(error['msg']))}")
+        return InvalidRequest(f"{body.what} is not JSON: {shown(str(error['msg']))}")
     if not error["loc"]:
         return InvalidRequest(f"{body.what} is not an object: send {body.like}")
     name, *rest = error["loc"]
-    field = _shown(str(name)) + "".join(f"[{part}]" for part in rest if isinstance(part, int))
+    field = shown(str(name)) + "".join(f"[{part}]" for part in rest if isinstance(part, int))
     if error["type"] == "extra_forbidden":
         return InvalidInput(f"{field} is no option of {body.of}: known are {', '.join(_names(body))}", field=field)
     if error["type"] == "missing":
@@ -515,12 +577,12 @@ def _invalid(body: type[Body], error: Mapping[str, Any]) -> ServiceError:
 
 
 def _invalid_query(query: type[Query], error: Mapping[str, Any]) -> ServiceError:
-    field = _shown(str(error["loc"][0]))
+    field = shown(str(error["loc"][0]))
     if error["type"] == "extra_forbidden":
         return InvalidInput(f"{field} is no parameter of {query.of}: known are {', '.join(_names(query))}", field=field)
     if error["type"] == "missing":
         return InvalidInput(f"{field} is missing: {query.of} needs {' and '.join(_needed(query))}", field=field)
-    return InvalidInput(f"{field} is {_shown(str(error['input']))}: {error['msg'][0].lower()}{error['msg'][1:]}", field=field)
+    return InvalidInput(f"{field} is {shown(str(error['input']))}: {error['msg'][0].lower()}{error['msg'][1:]}", field=field)
 
 
 def _names(kind: type[BaseModel]) -> list[str]:

@@ -49,6 +49,12 @@ class FakeEngine:
     def serves(self, key: ModelKey) -> bool:
         return key in (MODEL, OTHER)
 
+    def newest(self, name: str, version: str) -> ModelKey | None:
+        return next((key for key in (MODEL, OTHER) if key.labels == (name, version)), None)
+
+    def runs(self, key: ModelKey) -> bool:
+        return False
+
     def streams(self, key: ModelKey) -> bool:
         return key == MODEL
 

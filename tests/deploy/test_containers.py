@@ -98,7 +98,7 @@ def test_the_image_runs_as_a_user_by_number_and_is_told_to_stop_by_a_signal_that
 def test_the_variables_of_the_image_are_settings() -> None:
     said = dict(word.split("=", 1) for word in instructions("ENV")[-1].split()) | services(GPU)["service"]["environment"]
     assert load({}, said).host == "0.0.0.0"  # in a container, 127.0.0.1 is nobody's
-    assert instructions("EXPOSE") == [str(Settings().port)]
+    assert instructions("EXPOSE") == [f"{Settings().port} {Settings().grpc_port}"]
 
 
 @pytest.mark.parametrize("status, healthy", [(200, True), (503, False), (404, False)])

@@ -39,6 +39,8 @@ class Stack:
             port = str(free_port()) if services[name].get("ports") else os.environ.get(variable, default)
             stack.variables[variable] = port
             stack.clients[name] = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=10, trust_env=False)
+        # Nobody asks over gRPC here: its port has to be free, and no more.
+        stack.variables.setdefault("SEQSERVE_GRPC_PORT", str(free_port()))
         return stack
 
     def docker(self, *arguments: str) -> str:

@@ -40,7 +40,8 @@ def infer(catalog: wire.Catalog, **options: Any) -> Request:
 
 def opened(catalog: wire.Catalog, query: str, session: str = "stream:1") -> wire.ChunkBody:
     items = [(name, value) for name, _, value in (part.partition("=") for part in query.split("&"))]
-    return wire.stream_body(wire.StreamQuery.parse(items), session, catalog, SETTINGS)
+    asked = wire.StreamQuery.parse(items)
+    return wire.stream_body(asked, session, wire.served(catalog, asked.model, asked.version).spec, SETTINGS)
 
 
 def refused(error: ServiceError, kind: type[ServiceError], field: str | None, *parts: str) -> None:

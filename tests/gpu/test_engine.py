@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from service.zoo.spec import ModelSpec
 from tests import models
 
 CUDA, CPU = torch.device("cuda:0"), torch.device("cpu")
-LIMITS = {"max_turn_rows": 16, "max_turn_tokens": 256}
+LIMITS: dict[str, Any] = {"max_turn_rows": 16, "max_turn_tokens": 256}
 BY_LAUNCHES = {"reader", "halver", "tagger"}
 """Each row's best span, how many steps come out of a strided convolution, and the order of a GRU's rows are worked out on the host."""
 LABELLER = {"kind": "sru", "hidden": 6, "depth": 2, "bidirectional": True}

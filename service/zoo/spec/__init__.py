@@ -2,7 +2,7 @@
 
 A model folder is models/<name>/<version>/ with `model.toml`, `weights.safetensors`, `card.md` and, for text,
 `tokenizer.json`. Names are letters, digits, dot, dash and underscore; versions are whole numbers from 1. models/aliases.toml may
-give a model other names.
+give a model, or one version of it, other names.
 """
 
 from __future__ import annotations
@@ -67,8 +67,10 @@ __all__ = [
     "aliases",
     "digest",
     "find",
+    "folders",
     "read",
     "verified",
+    "versions",
 ]
 
 MODEL, WEIGHTS, TOKENIZER, CARD = "model.toml", "weights.safetensors", "tokenizer.json", "card.md"
@@ -209,17 +211,28 @@ def find(root: Path) -> dict[str, dict[str, Path]]:
     """Version folders by model name, versions rising; raises ModelError for names that cannot be served."""
     if not root.is_dir():
         raise ModelError(f"models folder {root} does not exist: name another with --models")
-    found = {folder.name: _versions(folder) for folder in _folders(root)}
-    for name in found:
-        if not NAME.fullmatch(name):
-            raise ModelError(f"{root / name}: a model name has letters, digits, '.', '_' and '-' only: rename the folder")
-        if not found[name]:
-            raise ModelError(f"{root / name} has no version folder: put the model's files into {root / name / '1'}")
+    for folder in folders(root):
+        if not NAME.fullmatch(folder.name):
+            raise ModelError(f"{folder}: a model name has letters, digits, '.', '_' and '-' only: rename the folder")
+    return {folder.name: versions(folder) for folder in folders(root)}
+
+
+def versions(folder: Path) -> dict[str, Path]:
+    """The version folders of a model, rising; raises ModelError for names that cannot be, and when there is none."""
+    for version in folders(folder):
+        if not VERSION.fullmatch(version.name):
+            raise ModelError(f"{version}: a version is a whole number from 1 without leading zeros: rename the folder")
+    found = {version.name: version for version in sorted(folders(folder), key=lambda path: int(path.name))}
+    if not found:
+        raise ModelError(f"{folder} has no version folder: put the model's files into {folder / '1'}")
     return found
 
 
-def aliases(root: Path, models: Collection[str]) -> dict[str, str]:
-    """Other names of served models, by alias, from aliases.toml; raises ModelError for one that leads nowhere."""
+def aliases(root: Path, models: Mapping[str, Collection[str]]) -> dict[str, str]:
+    """Other names, by alias, from aliases.toml, each for a model or for `model/version`; raises ModelError for one that leads nowhere.
+
+    models: the versions of each.
+    """
     file = root / ALIASES
     try:
         found = tomllib.loads(file.read_text()) if file.exists() else {}
@@ -228,19 +241,16 @@ def aliases(root: Path, models: Collection[str]) -> dict[str, str]:
     for alias, name in found.items():
         if alias in models or not NAME.fullmatch(alias):
             raise ModelError(f"{file}: {alias!r} is a model's own name, or cannot be a name: choose another")
-        if name not in models:
+        model, pinned, version = name.partition("/") if isinstance(name, str) else ("", "", "")
+        if model not in models:
             raise ModelError(f"{file}: {alias} stands for {name!r}, which is no model here: known are {', '.join(models)}")
+        if pinned and version not in models[model]:
+            raise ModelError(f"{file}: {alias} stands for {name!r}, and {model} has the versions {', '.join(models[model])}")
     return found
 
 
-def _versions(folder: Path) -> dict[str, Path]:
-    for version in _folders(folder):
-        if not VERSION.fullmatch(version.name):
-            raise ModelError(f"{version}: a version is a whole number from 1 without leading zeros: rename the folder")
-    return {version.name: version for version in sorted(_folders(folder), key=lambda path: int(path.name))}
-
-
-def _folders(root: Path) -> Iterator[Path]:
+def folders(root: Path) -> Iterator[Path]:
+    """What may be the folder of a model, or of a version."""
     return (path for path in sorted(root.iterdir()) if path.is_dir() and not path.name.startswith("."))
 
 

@@ -1,0 +1,324 @@
+"""What is served changes while it is served: one change after the other, and all processes are told of each step of it.
+
+Engines make what is new ready beside what they serve, and fronts read it; then the fronts turn to it, all at once each; then what is not
+served any more may go, as soon as nothing of it is left. A change that fails before the fronts turn has not happened.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, TypeVar
+
+from service.channel import Frame, Kind, encode
+from service.child import ENGINE, Child
+from service.errors import (
+    BY_CODE,
+    InferenceFailed,
+    InvalidModel,
+    ModelError,
+    ServiceError,
+    Unavailable,
+    UnknownModel,
+    Unsupported,
+)
+from service.logs import Log
+from service.metrics import Metrics
+from service.repository import Fingerprint, Repository, renewed
+from service.sequence import Closing, Edition, Indexed, Manifest, ModelKey, Refusal
+from service.settings import Settings
+
+T = TypeVar("T")
+Steps = Generator[Callable[[], bool], None, T]
+"""Goes on when what it gave says so."""
+Answer = Callable[[ServiceError | None], None]
+
+
+@dataclass(slots=True, eq=False)
+class _Round:
+    """A word that several processes have to answer. missing: those that have not."""
+
+    missing: set[Child]
+    refusals: list[Refusal] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class _Closing:
+    """A version on its way out. missing: the engines that still have it."""
+
+    key: ModelKey
+    missing: set[Child]
+
+
+class Changes:
+    """`manifest` is what fronts serve. on_gone hears of each version of which nothing is left anywhere.
+
+    The models folder is read in a thread of its own: where it hangs, changes wait, and nothing else does.
+    """
+
+    def __init__(
+        self,
+        repository: Repository,
+        settings: Settings,
+        children: Callable[[], Iterable[Child]],
+        on_gone: Callable[[ModelKey], None],
+        metrics: Metrics,
+        log: Log,
+    ) -> None:
+        """Raises ModelError when the models folder cannot be served as it is."""
+        self._repository = repository
+        self._settings = settings
+        self._children = children
+        self._on_gone = on_gone
+        self._metrics = metrics
+        self._log = log
+        self.manifest = repository.manifest()
+        self._pending: list[Edition] = []
+        self._policies: dict[str, str] = {}
+        self._reasons: dict[str, str] = {}
+        """Why a model could not be loaded when that was last tried."""
+        self._tried: dict[str, Fingerprint] = repository.fingerprints()
+        """What each folder looked like then."""
+        self._seen: dict[str, Fingerprint] = {}
+        self._poll_at = time.monotonic() + settings.poll_seconds
+        self._reader = ThreadPoolExecutor(1, "repository")
+        self._ids = count(1)
+        self._rounds: dict[int, _Round] = {}
+        self._closing: dict[int, _Closing] = {}
+        self._waiting: deque[Steps[None]] = deque()
+        """Changes that have not begun."""
+        self._under_way: list[tuple[Steps[None], Callable[[], bool]]] = []
+        self._changing = False
+
+    def to_load(self) -> Manifest:
+        """What an engine that starts now is to have."""
+        return Manifest([*self.manifest.editions, *self._pending], self.manifest.aliases)
+
+    def ask(self, front: Child, frame: Frame) -> None:
+        """A front was asked to load or unload a model, or what there is."""
+        if frame.kind == Kind.INDEX:
+            self._begin(self._index(front, frame.id))
+            return
+
+        def answer(fault: ServiceError | None) -> None:
+            kind, said = (Kind.DONE, None) if fault is None else (Kind.REFUSAL, Refusal(fault.code, fault.message, fault.field))
+            front.tell(encode(kind, frame.id, said))
+
+        if self._settings.reload == "off":
+            answer(
+                Unsupported("models are loaded at the start only, as SEQSERVE_RELOAD is off: start the service anew, or set it")
+            )
+        elif frame.kind == Kind.LOAD_MODEL:
+            name, policy = frame.read(tuple[str, str | None])
+            self._waiting.append(self._change(name, self._load(name, policy), answer))
+        else:
+            name = frame.read(str)
+            self._waiting.append(self._change(name, self._unload(name), answer))
+
+    def hear(self, child: Child, frame: Frame) -> None:
+        """A process answers."""
+        if frame.kind == Kind.CLOSED:
+            self._left(frame.id, child)
+        elif frame.id in self._rounds:
+            if frame.kind == Kind.REFUSAL:
+                self._rounds[frame.id].refusals.append(frame.read(Refusal))
+            self._rounds[frame.id].missing.discard(child)
+
+    def forget(self, child: Child) -> None:
+        """A process has ended: nobody waits for it."""
+        for one in self._rounds.values():
+            one.missing.discard(child)
+        for id in list(self._closing):
+            self._left(id, child)
+
+    def step(self) -> None:
+        """Go on with whatever can."""
+        if self._settings.reload == "poll" and time.monotonic() >= self._poll_at:
+            self._poll_at = float("inf")
+            self._begin(self._poll())
+        if self._waiting and not self._changing:
+            self._changing = True
+            self._begin(self._waiting.popleft())
+        for one in list(self._under_way):
+            steps, ready = one
+            if ready():
+                self._under_way.remove(one)
+                self._begin(steps)
+
+    def close(self) -> None:
+        """Read no more."""
+        self._reader.shutdown(wait=False, cancel_futures=True)
+
+    # What a change consists of.
+
+    def _change(self, name: str, steps: Steps[None], answer: Answer) -> Steps[None]:
+        """One change, whatever comes of it."""
+        fault: ServiceError | None = None
+        try:
+            yield from steps
+        except ServiceError as refused:
+            fault = refused
+            if not isinstance(refused, UnknownModel):
+                self._reasons[name] = refused.message
+            self._log.warning("not changed", model=name, reason=refused.message)
+        else:
+            self._reasons.pop(name, None)
+            self._log.info("changed", model=name, serves=[one.version for one in self.manifest.editions if one.name == name])
+        self._changing = False
+        self._metrics.model_changes.add("ok" if fault is None else fault.code)
+        answer(fault)
+
+    def _load(self, name: str, policy: str | None) -> Steps[None]:
+        if not (yield from self._in_thread(lambda: self._repository.has(name))):
+            raise UnknownModel(f"the models folder has no folder {name!r:.100}", field="model")
+        if policy is not None:
+            self._policies[name] = policy
+        editions = yield from self._read(lambda: self._repository.read(name, self._policies.get(name)), name)
+        served = {(one.name, one.version): one for one in self.manifest.editions}
+        wanted = [*(one for one in self.manifest.editions if one.name != name), *renewed(editions, served)]
+        aliases = yield from self._read(lambda: self._repository.aliases(wanted), name)
+        yield from self._make_ready([one for one in wanted if one not in self.manifest.editions])
+        yield from self._serve(Manifest(sorted(wanted, key=_place), aliases))
+
+    def _unload(self, name: str) -> Steps[None]:
+        left = [one for one in self.manifest.editions if one.name != name]
+        if len(left) == len(self.manifest.editions):
+            served = ", ".join(sorted({one.name for one in left}))
+            raise UnknownModel(f"{name!r:.100} is not served: served are {served}", field="model")
+        yield from self._serve(Manifest(left, self.manifest.aliases))
+
+    def _rename(self) -> Steps[None]:
+        aliases = yield from self._read(lambda: self._repository.aliases(self.manifest.editions), "")
+        yield from self._serve(Manifest(self.manifest.editions, aliases))
+
+    def _make_ready(self, fresh: list[Edition]) -> Steps[None]:
+        """Every engine and every front has it all, or none of it."""
+        self._pending = fresh
+        try:
+            for edition in fresh:
+                yield from self._asked(list(self._children()), Kind.PREPARE, edition)
+        except ServiceError:
+            self._go([edition.key for edition in fresh], seconds=0.0)
+            raise
+        finally:
+            self._pending = []
+
+    def _serve(self, manifest: Manifest) -> Steps[None]:
+        now = {edition.key for edition in manifest.editions}
+        gone = [edition.key for edition in self.manifest.editions if edition.key not in now]
+        self.manifest = manifest
+        # A front that cannot turn to it goes on with what it has, and the other one is gone: it could only be ended.
+        yield from self._asked([child for child in self._children() if child.role != ENGINE], Kind.SERVE, manifest)
+        self._go(gone, self._settings.unload_seconds)
+
+    def _go(self, keys: list[ModelKey], seconds: float) -> None:
+        """These may go when nothing of them is left."""
+        for key in keys:
+            id, engines = next(self._ids), {child for child in self._children() if child.role == ENGINE}
+            self._closing[id] = _Closing(key, engines)
+            for engine in engines:
+                engine.tell(encode(Kind.CLOSE, id, Closing(key, seconds)))
+            if not engines:
+                self._gone(id)
+
+    def _left(self, id: int, engine: Child) -> None:
+        closing = self._closing.get(id)
+        if closing is not None:
+            closing.missing.discard(engine)
+            if not closing.missing:
+                self._gone(id)
+
+    def _gone(self, id: int) -> None:
+        key = self._closing.pop(id).key
+        for child in self._children():
+            if child.role != ENGINE:
+                child.tell(encode(Kind.FORGET, 0, key))
+        if not any(edition.key.labels == key.labels for edition in self.manifest.editions):
+            self._on_gone(key)
+
+    # What there is.
+
+    def _index(self, front: Child, id: int) -> Steps[None]:
+        listing = yield from self._in_thread(self._repository.listing)
+        served = {(one.name, one.version) for one in self.manifest.editions}
+        loading = {(one.name, one.version) for one in self._pending}
+        leaving = {one.key.labels for one in self._closing.values()}
+        rows = []
+        for where in sorted({*served, *((name, version) for name, versions in listing.items() for version in versions)}):
+            reason = self._reasons.get(where[0], "")
+            if where in served:
+                rows.append(Indexed(*where, "READY", reason))
+            elif where in loading or where in leaving:
+                rows.append(Indexed(*where, "LOADING" if where in loading else "UNLOADING"))
+            else:
+                rows.append(Indexed(*where, "UNAVAILABLE", reason or "it is not asked for"))
+        front.tell(encode(Kind.INDEXED, id, rows))
+
+    def _poll(self) -> Steps[None]:
+        """Load what has changed, and does not go on changing."""
+        try:
+            now = yield from self._in_thread(self._repository.fingerprints)
+        except (OSError, ModelError) as fault:
+            self._log.error("models folder cannot be read", error=str(fault))
+        else:
+            for name in now:
+                if now[name] != self._tried.get(name) and now[name] == self._seen.get(name):
+                    self._tried[name] = now[name]
+                    self._waiting.append(self._change(name, self._load(name, None) if name else self._rename(), _unheard))
+            for name in sorted({one.name for one in self.manifest.editions} - now.keys()):
+                self._tried.pop(name, None)
+                self._waiting.append(self._change(name, self._unload(name), _unheard))
+            self._seen = now
+        self._poll_at = time.monotonic() + self._settings.poll_seconds
+
+    # How a step waits.
+
+    def _begin(self, steps: Steps[None]) -> None:
+        """Do as much as can be done now."""
+        try:
+            self._under_way.append((steps, next(steps)))
+        except StopIteration:
+            return
+
+    def _read(self, read: Callable[[], T], name: str) -> Steps[T]:
+        """Something of the models folder; raises InvalidModel."""
+        try:
+            return (yield from self._in_thread(read))
+        except (ModelError, OSError) as fault:
+            raise InvalidModel(self._within_folder(str(fault)), field="model") from fault
+
+    def _in_thread(self, work: Callable[[], T]) -> Steps[T]:
+        future = self._reader.submit(work)
+        yield future.done
+        return future.result()
+
+    def _asked(self, children: list[Child], kind: Kind, body: Any) -> Steps[None]:
+        """All of these are told, and have done it; raises what one of them says against it, when all have answered."""
+        id, one = next(self._ids), _Round(set(children))
+        self._rounds[id] = one
+        for child in children:
+            child.tell(encode(kind, id, body))
+        until = time.monotonic() + self._settings.start_seconds
+        yield lambda: not one.missing or time.monotonic() > until
+        del self._rounds[id]
+        for refusal in one.refusals:
+            raise BY_CODE.get(refusal.code, InferenceFailed)(self._within_folder(refusal.message), field=refusal.field)
+        if one.missing:
+            slow = ", ".join(sorted(child.name for child in one.missing))
+            raise Unavailable(f"{slow} did not do it within SEQSERVE_START_SECONDS, {self._settings.start_seconds:g} s: retry")
+
+    def _within_folder(self, message: str) -> str:
+        """Without the way to the models folder, which is no caller's business."""
+        return message.replace(f"{self._settings.models}/", "")
+
+
+def _place(edition: Edition) -> tuple[str, int]:
+    return edition.name, int(edition.version)
+
+
+def _unheard(fault: ServiceError | None) -> None:
+    """Nobody asked for it: the log and the index have it."""

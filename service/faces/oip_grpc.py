@@ -1,0 +1,142 @@
+"""The gRPC face of the Open Inference Protocol V2: messages to values and back. `oip` and `oip_models` decide.
+
+An error is a status with the message that HTTP gives; its code, the field at fault and the seconds until a retry makes sense follow in the
+trailing metadata seqserve-code, seqserve-field and retry-after.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import msgspec
+from google.protobuf.json_format import ParseDict
+
+from service.errors import ServiceError, Unsupported
+from service.faces import oip_messages, oip_models
+from service.faces.calls import CallerGone, Front, bug
+from service.faces.messages import METHODS, SERVICE, Message
+from service.faces.oip_stream import Stream
+from service.faces.rpc import Context, Ending, accepted, answer, read, refuse
+
+Said = Callable[[Front, Message], Awaitable[dict[str, Any]]]
+"""What is said of the service, a model or the models folder: the fields of the message that answers."""
+
+
+def handlers(front: Front, ending: Ending) -> grpc.GenericRpcHandler:
+    """Every method that is served, as a server takes them: bytes in, bytes out."""
+    told = {name: grpc.unary_unary_rpc_method_handler(_told(name, said, front)) for name, said in SAID.items()}
+    infer = grpc.unary_unary_rpc_method_handler(_infer(front, ending))
+    stream = grpc.stream_stream_rpc_method_handler(_stream(front, ending))
+    return grpc.method_handlers_generic_handler(SERVICE, {**told, "ModelInfer": infer, "ModelStreamInfer": stream})
+
+
+def _infer(front: Front, ending: Ending) -> Callable[[bytes, Context], Awaitable[bytes]]:
+    async def handle(data: bytes, context: Context) -> bytes:
+        ending.waits_for_me()
+        try:
+            with accepted(front, ending, time.monotonic()) as call:
+                asked = oip_messages.request(read(METHODS["ModelInfer"], data, front))
+                response: bytes = (await answer(front, call, asked, context)).SerializeToString()
+                return response
+        except CallerGone:
+            raise asyncio.CancelledError from None
+        except ServiceError as fault:
+            await refuse(context, fault)
+        except Exception as fault:
+            await refuse(context, bug(front, fault))
+
+    return handle
+
+
+def _stream(front: Front, ending: Ending) -> Callable[[AsyncIterator[bytes], Context], Awaitable[None]]:
+    async def handle(requests: AsyncIterator[bytes], context: Context) -> None:
+        ending.waits_for_me()
+        await Stream(front, ending, context).run(requests)
+
+    return handle
+
+
+def _told(name: str, said: Said, front: Front) -> Callable[[bytes, Context], Awaitable[bytes]]:
+    method = METHODS[name]
+
+    async def handle(data: bytes, context: Context) -> bytes:
+        try:
+            response: bytes = ParseDict(await said(front, read(method, data, front)), method.gives()).SerializeToString()
+            return response
+        except ServiceError as fault:
+            await refuse(context, fault)
+        except Exception as fault:
+            await refuse(context, bug(front, fault))
+
+    return handle
+
+
+async def _server_live(front: Front, asked: Message) -> dict[str, Any]:
+    return {"live": True}
+
+
+async def _server_ready(front: Front, asked: Message) -> dict[str, Any]:
+    return {"ready": front.ready}
+
+
+async def _server_metadata(front: Front, asked: Message) -> dict[str, Any]:
+    return oip_models.server_metadata()
+
+
+async def _model_ready(front: Front, asked: Message) -> dict[str, Any]:
+    return {"ready": oip_models.ready(front, asked.name, asked.version)}
+
+
+async def _model_metadata(front: Front, asked: Message) -> dict[str, Any]:
+    return oip_models.model_metadata(front, asked.name, asked.version)
+
+
+async def _model_config(front: Front, asked: Message) -> dict[str, Any]:
+    return {"config": oip_models.model_config(front, asked.name, asked.version)}
+
+
+async def _index(front: Front, asked: Message) -> dict[str, Any]:
+    found = await front.supervisor.index()
+    return {"models": [msgspec.structs.asdict(one) for one in found if one.state == "READY" or not asked.ready]}
+
+
+async def _load(front: Front, asked: Message) -> dict[str, Any]:
+    await front.supervisor.load(asked.model_name, oip_models.policy(oip_messages.plain(asked.parameters)))
+    return {}
+
+
+async def _unload(front: Front, asked: Message) -> dict[str, Any]:
+    await front.supervisor.unload(asked.model_name)
+    return {}
+
+
+async def _no_shared_memory(front: Front, asked: Message) -> dict[str, Any]:
+    raise Unsupported("client shared memory is not supported: send the tensors' data")
+
+
+async def _no_tracing(front: Front, asked: Message) -> dict[str, Any]:
+    raise Unsupported("trace settings are not supported: record turns with POST /debug/trace")
+
+
+async def _no_log_settings(front: Front, asked: Message) -> dict[str, Any]:
+    raise Unsupported("log settings are not supported: the log is one JSON line for each event")
+
+
+SAID: dict[str, Said] = {
+    "ServerLive": _server_live,
+    "ServerReady": _server_ready,
+    "ServerMetadata": _server_metadata,
+    "ModelReady": _model_ready,
+    "ModelMetadata": _model_metadata,
+    "ModelConfig": _model_config,
+    "RepositoryIndex": _index,
+    "RepositoryModelLoad": _load,
+    "RepositoryModelUnload": _unload,
+    **dict.fromkeys((name for name in METHODS if "SharedMemory" in name), _no_shared_memory),
+    "TraceSetting": _no_tracing,
+    "LogSettings": _no_log_settings,
+}

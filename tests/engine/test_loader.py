@@ -1,0 +1,90 @@
+"""A thread beside the serving one: what it makes, and what it has that one do."""
+
+from __future__ import annotations
+
+import select
+import sys
+import threading
+from concurrent.futures import Future
+
+import pytest
+
+from service.engine.loader import SWITCH_SECONDS, Loader
+
+
+def settled(loader: Loader[int]) -> None:
+    """Wait until there is something to settle, and do it."""
+    readable, _, _ = select.select([loader], [], [], 10)
+    assert readable
+    loader.settle()
+
+
+def test_work_is_done_in_another_thread_and_heard_of_in_this_one() -> None:
+    loader, heard = Loader[int](), list[tuple[int, int]]()
+
+    def done(future: Future[int]) -> None:
+        heard.append((future.result(), threading.get_ident()))
+
+    loader.begin(threading.get_ident, done)
+    assert not heard
+    settled(loader)
+    [(there, here)] = heard
+    assert here == threading.get_ident() != there
+
+
+def test_pieces_of_work_are_done_one_after_the_other() -> None:
+    loader, heard = Loader[int](), list[int]()
+    for number in range(5):
+        loader.begin(lambda number=number: number, lambda future: heard.append(future.result()))  # type: ignore[misc]
+    while len(heard) < 5:
+        settled(loader)
+    assert heard == list(range(5))
+
+
+def test_what_is_raised_is_heard_of() -> None:
+    loader, heard = Loader[int](), list[BaseException | None]()
+
+    def fail() -> int:
+        raise ValueError("broken")
+
+    loader.begin(fail, lambda future: heard.append(future.exception()))
+    settled(loader)
+    assert isinstance(heard[0], ValueError)
+    loader.begin(lambda: 1, lambda future: heard.append(future.exception()))
+    settled(loader)
+    assert heard[1] is None, "it goes on after that"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_other_thread_has_something_done_between_turns(fails: bool) -> None:
+    loader, heard, ran_in = Loader[int](), list[Future[int]](), list[int]()
+
+    def here() -> None:
+        ran_in.append(threading.get_ident())
+        if fails:
+            raise ValueError("broken")
+
+    def work() -> int:
+        loader.between_turns(here)
+        return 7
+
+    loader.begin(work, heard.append)
+    while not heard:
+        settled(loader)
+    assert ran_in == [threading.get_ident()]
+    assert isinstance(heard[0].exception(), ValueError) if fails else heard[0].result() == 7
+
+
+def test_the_serving_thread_gets_python_back_sooner_while_something_is_made() -> None:
+    loader, usual = Loader[float](), sys.getswitchinterval()
+    heard: list[float] = []
+    loader.begin(sys.getswitchinterval, lambda future: heard.append(future.result()))
+    while not heard:
+        select.select([loader], [], [], 10)
+        loader.settle()
+    assert heard == [pytest.approx(SWITCH_SECONDS)]
+    assert sys.getswitchinterval() == pytest.approx(usual)
+
+
+def test_there_is_nothing_to_settle_where_nothing_was_begun() -> None:
+    Loader[int]().settle()
