@@ -192,7 +192,7 @@ class Server(uvicorn.Server):
 
 
 class _Lines(logging.Handler):
-    """What uvicorn and gRPC say becomes a line of ours."""
+    """What others say in this process becomes a line of ours."""
 
     def __init__(self, log: Log) -> None:
         super().__init__(logging.WARNING)
@@ -207,7 +207,7 @@ class _Lines(logging.Handler):
 def serve(app: FastAPI, front: Front, control: Control, listening: socket.socket, grpc: str | None) -> None:
     """Serve until SIGTERM, gRPC on this address; requests in flight then have `drain_seconds` to end."""
     front.metrics.start(one.key.labels for one in front.models.served)
-    for said in ("uvicorn.error", "grpc"):
+    for said in ("uvicorn.error", "grpc", "asyncio"):
         logging.getLogger(said).addHandler(_Lines(front.log))
     config = uvicorn.Config(
         app,

@@ -38,8 +38,8 @@ TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
 
 UNLOADED = ("unloaded", "unloaded")
 """Labels of requests to versions that are not served any more."""
-CUT_OFF = "cut_off"
-"""Outcome of a request that a drain did not wait for."""
+OK, CUT_OFF, GONE = "ok", "cut_off", "client_gone"
+"""Outcomes of a request that was answered, of one that a drain did not wait for, and of one whose caller did not wait."""
 FAULTS = (*(kind.code for kind, status in STATUS.items() if status.http in (500, 503, 504)), CUT_OFF)
 """Outcomes that are the server's fault, whatever the caller did."""
 REFUSALS = tuple(
@@ -143,10 +143,16 @@ class Metrics:
         )
         self.turns = Counter("seqserve_turns", "Turns run, by one CUDA graph or launch after launch.", (*model, "by"))
         self.stage_seconds = Histogram("seqserve_stage_seconds", "Time in each stage.", (*model, "stage"), SECONDS)
+        self.sequence_seconds = Counter(
+            "seqserve_sequence_seconds", "Time in the stages of turns, once for each sequence in them.", (*model, "stage")
+        )
+        self.failed_seconds = Counter("seqserve_failed_seconds", "Time of requests that were not answered.", model)
+        self.last_answer = Gauge("seqserve_last_answer_time_seconds", "When a request was last answered.", model, alike=True)
         self.turn_rows = Histogram("seqserve_turn_rows", "Sequences in a turn.", model, ROWS)
         self.turn_tokens = Histogram("seqserve_turn_tokens", "Steps in a turn.", model, TOKENS)
         self.slots = Gauge("seqserve_slots", "Places for sequences in a turn.", alike=True)
         self.queue_depth = Gauge("seqserve_queue_depth", "Sequences of which no step has run.")
+        self.sequences_waiting = Gauge("seqserve_sequences_waiting", "Of each model, those of which no step has run.", model)
         self.sequences_begun = Gauge(
             "seqserve_sequences_begun", "Sequences of which some steps have run and some wait for a turn."
         )
@@ -194,7 +200,7 @@ class Metrics:
         """
         for model in models:
             self.failed.start(*model)
-            for outcome in ("ok", *FAULTS):
+            for outcome in (OK, *FAULTS):
                 self.requests.start(*model, outcome)
         for reason in REFUSALS:
             self.refused.start(reason)
@@ -263,21 +269,22 @@ def remains(snapshot: Mapping[str, Rows]) -> Snapshot:
     return merged([totals, {metrics.requests.name: [(("unknown", "unknown", CUT_OFF), [cut_off])]}])
 
 
-def render(snapshot: Mapping[str, Rows]) -> bytes:
-    """The snapshot in Prometheus' text format."""
+def render(snapshot: Mapping[str, Rows], more: Iterable[Metric] = ()) -> bytes:
+    """The snapshot, and more than that, in Prometheus' text format."""
     registry = CollectorRegistry()
-    registry.register(_Exposition(snapshot))
+    registry.register(_Exposition(snapshot, list(more)))
     return generate_latest(registry)
 
 
 class _Exposition(Collector):
     """Hands a merged snapshot to prometheus-client."""
 
-    def __init__(self, snapshot: Mapping[str, Rows]) -> None:
+    def __init__(self, snapshot: Mapping[str, Rows], more: list[Metric]) -> None:
         self._snapshot = snapshot
+        self._more = more
 
     def collect(self) -> Iterable[Metric]:
-        return (self._family(one) for one in Metrics().series())
+        return [*(self._family(one) for one in Metrics().series()), *self._more]
 
     def _family(self, one: Series) -> Metric:
         rows = self._snapshot.get(one.name, [])

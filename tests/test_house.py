@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("service", "kernels", "loadtest")
 
-LEAVES = {"service.sequence", "service.errors", "service.metrics", "service.settings", "service.logs"}
+LEAVES = {"service.sequence", "service.errors", "service.metrics", "service.triton", "service.settings", "service.logs"}
 """Knobs, error tree, time series, structured lines and the values that travel."""
 
 MAY_IMPORT: dict[str, set[str]] = {
@@ -41,6 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "service.sequence": LEAVES,
     "service.errors": LEAVES,
     "service.metrics": LEAVES,
+    "service.triton": LEAVES,
     "service.settings": LEAVES,
     "service.logs": LEAVES,
     "service.channel": set(),

@@ -93,6 +93,11 @@ class Batcher:
     def count(self) -> None:
         """Bring the gauges up to date."""
         self._metrics.queue_depth.set(self._scheduler.waiting)
+        waiting = self._metrics.sequences_waiting
+        for labels in waiting.values:
+            waiting.set(0.0, *labels)
+        for model, count in self._scheduler.waiting_by_model().items():
+            waiting.add(*model.labels, by=count)
         self._metrics.sequences_begun.set(self._scheduler.begun)
         self._metrics.sessions.set(len(self._sessions))
         self._states.count()

@@ -180,6 +180,10 @@ class Scheduler(Generic[W]):
         """Whether anything of it waits, or has begun and is not done."""
         return model in self._queues
 
+    def waiting_by_model(self) -> dict[ModelKey, int]:
+        """Sequences of which nothing has run."""
+        return {model: sum([not one.taken for one in queue.lines]) for model, queue in self._queues.items()}
+
     def drop(self, sequences: list[W]) -> int:
         """Take what still waits of these out of the queue; returns how many there were. All are of one request."""
         gone = {id(one) for one in sequences}

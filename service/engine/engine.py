@@ -283,6 +283,7 @@ class Engine:
         self._last_ended = ended
         for stage, seconds in stages.items():
             metrics.stage_seconds.observe(seconds, *labels, stage)
+            metrics.sequence_seconds.add(*labels, stage, by=turn.rows * seconds)
         metrics.turn_rows.observe(turn.rows, *labels)
         metrics.turn_tokens.observe(turn.tokens, *labels)
         metrics.turns.add(*labels, "graph" if flight.by_graph else "launches")

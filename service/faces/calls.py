@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Protocol
 
 import msgspec
@@ -17,7 +18,7 @@ from service.faces.catalog import Models, unless_known
 from service.faces.connection import Answered
 from service.faces.engines import Engines
 from service.logs import Log
-from service.metrics import CUT_OFF, Metrics, Snapshot
+from service.metrics import CUT_OFF, GONE, OK, Metrics, Snapshot
 from service.sequence import Indexed, Manifest, ModelKey, Request
 from service.settings import Settings
 
@@ -89,7 +90,7 @@ class Call:
 
     arrived: float
     labels: tuple[str, str] = UNKNOWN
-    outcome: str = "ok"
+    outcome: str = OK
 
 
 @contextmanager
@@ -104,7 +105,7 @@ def counted(metrics: Metrics, arrived: float) -> Iterator[Call]:
         call.outcome = error.code
         raise
     except CallerGone:
-        call.outcome = "client_gone"
+        call.outcome = GONE
         raise
     except asyncio.CancelledError:
         call.outcome = CUT_OFF
@@ -115,7 +116,12 @@ def counted(metrics: Metrics, arrived: float) -> Iterator[Call]:
     finally:
         metrics.in_flight.add(by=-1)
         metrics.requests.add(*call.labels, call.outcome)
-        metrics.stage_seconds.observe(time.monotonic() - call.arrived, *call.labels, "total")
+        seconds = time.monotonic() - call.arrived
+        metrics.stage_seconds.observe(seconds, *call.labels, "total")
+        if call.outcome == OK:
+            metrics.last_answer.set(datetime.now(UTC).timestamp(), *call.labels)
+        else:
+            metrics.failed_seconds.add(*call.labels, by=seconds)
 
 
 Lay = Callable[[wire.Served], tuple[Request, bytes]]

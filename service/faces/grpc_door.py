@@ -30,7 +30,7 @@ BEGIN_SECONDS = 0.1
 
 
 class Door:
-    """gRPC on one address, which other processes may share."""
+    """gRPC on one address, which other processes may share. All addresses of IPv4 are those of IPv6 as well: gRPC makes no difference."""
 
     def __init__(self, front: Front, address: str) -> None:
         self._front = front
@@ -54,14 +54,14 @@ class Door:
         """Take no more calls, and give those for an answer `drain_seconds` to end."""
         self._ending.begun.set()
         seconds = self._front.settings.drain_seconds
-        ending = asyncio.ensure_future(self._server.stop(seconds))
-        await asyncio.wait([ending], timeout=BEGIN_SECONDS)
+        # It would wait for all calls, and some have no end: who watches the health, for one. It is cut short below.
+        stopping = asyncio.ensure_future(self._server.stop(2 * seconds))
+        await asyncio.wait([stopping], timeout=BEGIN_SECONDS)
         if self._ending.open:
             await asyncio.wait(self._ending.open, timeout=seconds)
-        # Who watches the health or asks for reflection would wait for ever.
         self._ending.over = True
         await self._server.stop(None)
-        await ending
+        await stopping
 
     def _health(self) -> grpc.GenericRpcHandler:
         coding = {
@@ -95,7 +95,8 @@ class Door:
 def _options(max_message_bytes: int) -> list[tuple[str, int]]:
     return [
         ("grpc.so_reuseport", 1),
-        ("grpc.max_receive_message_length", max_message_bytes * DISCARDED_MESSAGES),
+        # An int32: what is larger would not be taken as a limit.
+        ("grpc.max_receive_message_length", min(max_message_bytes * DISCARDED_MESSAGES, 2**31 - 1)),
         ("grpc.max_send_message_length", -1),
         ("grpc.max_concurrent_streams", MOST_STREAMS),
         ("grpc.keepalive_time_ms", PING_SECONDS * 1000),

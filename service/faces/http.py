@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse
 from starlette.routing import Match, Route
 
-from service import __version__
+from service import __version__, triton
 from service.errors import STATUS, InvalidRequest, MethodNotAllowed, ServiceError, UnknownRoute
 from service.faces import oip_http, sessions, wire
 from service.faces.calls import CallerGone, Front, answer, bug, check_ready, counted
@@ -82,7 +82,8 @@ def build(front: Front) -> FastAPI:
     @app.get("/metrics", response_class=PlainTextResponse, responses=responses)
     async def metrics() -> Response:
         """All processes' time series in Prometheus' text format."""
-        return Response(render(await front.supervisor.scrape()), media_type="text/plain; version=0.0.4; charset=utf-8")
+        snapshot = await front.supervisor.scrape()
+        return Response(render(snapshot, triton.families(snapshot)), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     app.add_exception_handler(ServiceError, _refused(front))
     app.add_exception_handler(HTTPException, _no_route(front, hot))

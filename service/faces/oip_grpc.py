@@ -114,18 +114,11 @@ async def _unload(front: Front, asked: Message) -> dict[str, Any]:
     return {}
 
 
-async def _no_shared_memory(front: Front, asked: Message) -> dict[str, Any]:
-    raise Unsupported("client shared memory is not supported: send the tensors' data")
+async def _not_here(front: Front, asked: Message) -> dict[str, Any]:
+    raise Unsupported(oip_models.NOT_HERE)
 
 
-async def _no_tracing(front: Front, asked: Message) -> dict[str, Any]:
-    raise Unsupported("trace settings are not supported: record turns with POST /debug/trace")
-
-
-async def _no_log_settings(front: Front, asked: Message) -> dict[str, Any]:
-    raise Unsupported("log settings are not supported: the log is one JSON line for each event")
-
-
+ELSEWHERE = [*(name for name in METHODS if "SharedMemory" in name), "TraceSetting", "LogSettings"]
 SAID: dict[str, Said] = {
     "ServerLive": _server_live,
     "ServerReady": _server_ready,
@@ -136,7 +129,5 @@ SAID: dict[str, Said] = {
     "RepositoryIndex": _index,
     "RepositoryModelLoad": _load,
     "RepositoryModelUnload": _unload,
-    **dict.fromkeys((name for name in METHODS if "SharedMemory" in name), _no_shared_memory),
-    "TraceSetting": _no_tracing,
-    "LogSettings": _no_log_settings,
+    **dict.fromkeys(ELSEWHERE, _not_here),
 }

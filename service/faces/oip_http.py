@@ -63,7 +63,7 @@ def add(router: APIRouter, front: Front, responses: Responses) -> None:
     _add_repository(router, front, responses)
 
     async def not_here(request: Request) -> Response:
-        raise Unsupported("shared memory, traces and logs are not set up by this protocol here: send tensors with the request")
+        raise Unsupported(oip_models.NOT_HERE)
 
     for path in ELSEWHERE:
         router.add_api_route(path, not_here, methods=["GET", "POST"], include_in_schema=False)
@@ -104,13 +104,22 @@ def _add_models(router: APIRouter, front: Front, responses: Responses) -> None:
         """The model in the words of Triton's ModelConfig."""
         return _json(front, oip_models.model_config(front, *_model(request)))
 
+    async def statistics(request: Request) -> Response:
+        """How many requests there were, and where their time went."""
+        return _json(front, await unless_gone(request, oip_models.statistics(front, *_model(request))))
+
+    @router.get("/v2/models/stats", responses=responses)
+    async def all_statistics(request: Request) -> Response:
+        """How many requests there were, and where their time went, of every model."""
+        return _json(front, await unless_gone(request, oip_models.statistics(front)))
+
     async def infer(request: Request) -> Response:
         """Answer with the model's head. Raw tensors may follow the JSON, of which Inference-Header-Content-Length then gives the size."""
         return await _infer(front, request)
 
     for path, parameters in ((MODEL, [_NAME]), (VERSIONED, [_NAME, _VERSION])):
         extra: dict[str, Any] = {"parameters": parameters}
-        for end, answer in (("", metadata), ("/ready", ready), ("/config", config)):
+        for end, answer in (("", metadata), ("/ready", ready), ("/config", config), ("/stats", statistics)):
             router.add_api_route(path + end, answer, methods=["GET"], responses=responses, openapi_extra=extra)
         described: dict[str, Any] = {"parameters": [*parameters, _HEADER], **_QUESTION}
         answers: Responses = {**responses, 200: {"content": _ANSWERS}}

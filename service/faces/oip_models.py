@@ -11,7 +11,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from service import __version__
+from service import __version__, triton
 from service.errors import InvalidInput, Unsupported
 from service.faces import wire
 from service.faces.calls import Front
@@ -20,9 +20,11 @@ from service.zoo.spec import ClassifyHead, EmbedHead, ModelSpec, NextHead, Regre
 
 EXTENSIONS = (
     *("binary_tensor_data", "classification", "parameters", "sequence", "sequence(string_id)"),
-    *("model_configuration", "model_repository"),
+    *("model_configuration", "model_repository", "statistics"),
 )
 PLATFORM = "seqserve"
+NOT_HERE = "shared memory, traces and logs are not set up by this protocol here: send tensors with the request"
+"""What is told to who asks for an extension that this service has not."""
 LENGTHS, OFFSETS = "lengths", "offsets"
 POLICY = "version_policy"
 
@@ -135,6 +137,16 @@ def ready(front: Front, name: str, version: str) -> bool:
     """Whether a model is answered for; raises UnknownModel."""
     key = front.models.find(name, version or None).key
     return front.ready and any(one.key == key for one in front.engines.models)
+
+
+async def statistics(front: Front, name: str = "", version: str = "") -> dict[str, Any]:
+    """What became of the requests to a version, to all versions of a model, or to all models, in Triton's words; raises UnknownModel."""
+    if version:
+        served = [front.models.find(name, version)]
+    else:
+        served = list(front.catalog[front.models.find(name, None).spec.name].values()) if name else front.models.served
+    counts = await front.supervisor.scrape()
+    return {"model_stats": [triton.statistics(counts, *one.key.labels) for one in served]}
 
 
 def policy(parameters: Mapping[str, Any]) -> str | None:

@@ -305,7 +305,7 @@ def test_a_message_over_the_limit_is_refused_and_harms_no_other(channel: grpc.Ch
 def test_what_the_protocol_has_and_the_service_has_not_is_said(channel: grpc.Channel, method: str) -> None:
     status, told, trailing = refusal(channel, b"", method)
     assert (status, trailing["seqserve-code"]) == ("UNIMPLEMENTED", "unsupported")
-    assert "not supported" in told
+    assert "shared memory, traces and logs are not" in told
 
 
 def test_a_tensor_in_shared_memory_is_refused(client: Any) -> None:
