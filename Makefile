@@ -14,7 +14,7 @@ PIP         := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 PROJECT     := pyproject.toml constraints.txt Makefile
 .DEFAULT_GOAL := help
 
-.PHONY: help install gpu serve test lint eval bench loadtest bench-serve bench-engine bench-devices simulate test-long test-gpu docker-test proto check-python
+.PHONY: help install gpu serve test lint eval bench loadtest bench-serve bench-engine bench-devices perf-analyzer libb64 simulate test-long test-gpu docker-test proto check-python
 
 help:
 	@echo "make serve        install, then serve the embedded models on 127.0.0.1:8000"
@@ -24,9 +24,10 @@ help:
 	@echo "make eval         ask the running service the test questions in DATA=folder"
 	@echo "make bench        time every kernel beside its peers, on DEVICE=cpu or cuda:0"
 	@echo "make loadtest     USERS=32 callers for SECONDS=30 on a server of its own, or on URL; report and chart go to OUT=build/loadtest"
-	@echo "make bench-serve  time this service beside a plain FastAPI handler with the same weights"
+	@echo "make bench-serve  time this service beside a plain FastAPI handler with the same weights, then each of its doors and their codecs"
 	@echo "make bench-engine time one engine without its doors, on DEVICE=cpu or cuda:0: stages of a request, rising turns, rising rates"
 	@echo "make bench-devices  time this service on one device and on several, DEVICE=cuda:0,cuda:1"
+	@echo "make perf-analyzer  Triton's load generator on a server of its own, or on URL=http://host:8000 GRPC=host:8001"
 	@echo "make simulate     ways of batching on a virtual clock, beside the scheduler's: some minutes, needs no GPU"
 	@echo "make test-long    100,000 requests, after which no process may hold more than before, and sessions under stress: minutes"
 	@echo "make test-gpu     the tests that need a GPU; what passed is written to tests/gpu/passed.json"
@@ -86,9 +87,11 @@ bench: .venv/peers gpu
 loadtest: .venv/load gpu
 	@$(BIN)/python -m loadtest --users $(USERS) --seconds $(SECONDS) --out $(OUT) $(if $(URL),--url $(URL)) $(if $(ARGS),-- $(ARGS))
 
-# Both servers run at once and are loaded in turn; results go to loadtest/results.
+# Servers that are compared run at once and are loaded in turn; results go to loadtest/results.
 bench-serve: .venv/load gpu
 	@$(BIN)/python -m loadtest.bench_serve
+	@$(BIN)/python -m loadtest.bench_doors
+	@$(BIN)/python -m loadtest.bench_codec
 
 # Where the time of a request goes inside an engine, and how many it answers; results go to loadtest/results.
 bench-engine: .venv/load gpu
@@ -97,6 +100,23 @@ bench-engine: .venv/load gpu
 # One device, then all that DEVICE names; results go to loadtest/results.
 bench-devices: .venv/load gpu
 	@$(BIN)/python -m loadtest.bench_devices --devices $(DEVICE)
+
+# The program comes in a wheel of Triton's client, whose other parts would not fit into .venv.
+.venv-perf/installed: loadtest/perf-analyzer.txt | check-python
+	@test -x .venv-perf/bin/python || $(PYTHON) -m venv .venv-perf
+	@echo "installing perf_analyzer into .venv-perf"
+	@.venv-perf/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement loadtest/perf-analyzer.txt
+	@touch $@
+
+# The one library of the system that it needs and that few have; as Debian's package.
+libb64:
+	@PATH="$$PATH:/sbin" ldconfig -p | grep -q 'libb64\.so\.0d' || { \
+	as_root=$$([ "$$(id -u)" -eq 0 ] || echo sudo); echo "installing libb64-0d"; \
+	$$as_root apt-get update -qq && $$as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends libb64-0d >/dev/null; }
+
+# Over REST and gRPC, on a server that it starts, or on the one that runs on $(URL) and, for gRPC, on $(GRPC).
+perf-analyzer: .venv/load .venv-perf/installed libb64 gpu
+	@$(BIN)/python -m loadtest.perf_analyzer $(if $(URL),--url $(URL)) $(if $(GRPC),--grpc $(GRPC))
 
 # With the cost of turns that COST names in loadtest/results/costs.json; `python -m loadtest.simulate --measure cuda:0` adds a device's.
 simulate: .venv/load

@@ -43,7 +43,7 @@ class _Round:
     """A word that several processes have to answer. missing: those that have not."""
 
     missing: set[Child]
-    refusals: list[Refusal] = field(default_factory=list)
+    refused: dict[Child, Refusal] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -125,7 +125,7 @@ class Changes:
             self._left(frame.id, child)
         elif frame.id in self._rounds:
             if frame.kind == Kind.REFUSAL:
-                self._rounds[frame.id].refusals.append(frame.read(Refusal))
+                self._rounds[frame.id].refused[child] = frame.read(Refusal)
             self._rounds[frame.id].missing.discard(child)
 
     def forget(self, child: Child) -> None:
@@ -162,9 +162,10 @@ class Changes:
             yield from steps
         except ServiceError as refused:
             fault = refused
+            # Whoever asks for what there is not fills no log.
             if not isinstance(refused, UnknownModel):
                 self._reasons[name] = refused.message
-            self._log.warning("not changed", model=name, reason=refused.message)
+                self._log.warning("not changed", model=name, reason=refused.message)
         else:
             self._reasons.pop(name, None)
             self._log.info("changed", model=name, serves=[one.version for one in self.manifest.editions if one.name == name])
@@ -173,16 +174,17 @@ class Changes:
         answer(fault)
 
     def _load(self, name: str, policy: str | None) -> Steps[None]:
-        if not (yield from self._in_thread(lambda: self._repository.has(name))):
+        if not (yield from self._read(lambda: self._repository.has(name))):
             raise UnknownModel(f"the models folder has no folder {name!r:.100}", field="model")
-        if policy is not None:
-            self._policies[name] = policy
-        editions = yield from self._read(lambda: self._repository.read(name, self._policies.get(name)), name)
+        policy = policy or self._policies.get(name)
+        editions = yield from self._read(lambda: self._repository.read(name, policy))
         served = {(one.name, one.version): one for one in self.manifest.editions}
         wanted = [*(one for one in self.manifest.editions if one.name != name), *renewed(editions, served)]
-        aliases = yield from self._read(lambda: self._repository.aliases(wanted), name)
+        aliases = yield from self._read(lambda: self._repository.aliases(wanted))
         yield from self._make_ready([one for one in wanted if one not in self.manifest.editions])
         yield from self._serve(Manifest(sorted(wanted, key=_place), aliases))
+        if policy is not None:
+            self._policies[name] = policy
 
     def _unload(self, name: str) -> Steps[None]:
         left = [one for one in self.manifest.editions if one.name != name]
@@ -192,7 +194,7 @@ class Changes:
         yield from self._serve(Manifest(left, self.manifest.aliases))
 
     def _rename(self) -> Steps[None]:
-        aliases = yield from self._read(lambda: self._repository.aliases(self.manifest.editions), "")
+        aliases = yield from self._read(lambda: self._repository.aliases(self.manifest.editions))
         yield from self._serve(Manifest(self.manifest.editions, aliases))
 
     def _make_ready(self, fresh: list[Edition]) -> Steps[None]:
@@ -200,7 +202,8 @@ class Changes:
         self._pending = fresh
         try:
             for edition in fresh:
-                yield from self._asked(list(self._children()), Kind.PREPARE, edition)
+                one = yield from self._asked(list(self._children()), Kind.PREPARE, edition)
+                self._check(one)
         except ServiceError:
             self._go([edition.key for edition in fresh], seconds=0.0)
             raise
@@ -211,8 +214,12 @@ class Changes:
         now = {edition.key for edition in manifest.editions}
         gone = [edition.key for edition in self.manifest.editions if edition.key not in now]
         self.manifest = manifest
-        # A front that cannot turn to it goes on with what it has, and the other one is gone: it could only be ended.
-        yield from self._asked([child for child in self._children() if child.role != ENGINE], Kind.SERVE, manifest)
+        fronts = [child for child in self._children() if child.role != ENGINE]
+        one = yield from self._asked(fronts, Kind.SERVE, manifest)
+        for front in (*one.missing, *one.refused):
+            # It would go on with what is about to go; its successor turns to what is there.
+            self._log.error("front did not turn", child=front.name)
+            front.process.kill()
         self._go(gone, self._settings.unload_seconds)
 
     def _go(self, keys: list[ModelKey], seconds: float) -> None:
@@ -243,7 +250,11 @@ class Changes:
     # What there is.
 
     def _index(self, front: Child, id: int) -> Steps[None]:
-        listing = yield from self._in_thread(self._repository.listing)
+        try:
+            listing = yield from self._read(self._repository.listing)
+        except ServiceError as fault:
+            front.tell(encode(Kind.REFUSAL, id, Refusal(fault.code, fault.message)))
+            return
         served = {(one.name, one.version) for one in self.manifest.editions}
         loading = {(one.name, one.version) for one in self._pending}
         leaving = {one.key.labels for one in self._closing.values()}
@@ -261,9 +272,9 @@ class Changes:
     def _poll(self) -> Steps[None]:
         """Load what has changed, and does not go on changing."""
         try:
-            now = yield from self._in_thread(self._repository.fingerprints)
-        except (OSError, ModelError) as fault:
-            self._log.error("models folder cannot be read", error=str(fault))
+            now = yield from self._read(self._repository.fingerprints)
+        except ServiceError as fault:
+            self._log.error("models folder cannot be read", error=fault.message)
         else:
             for name in now:
                 if now[name] != self._tried.get(name) and now[name] == self._seen.get(name):
@@ -284,28 +295,28 @@ class Changes:
         except StopIteration:
             return
 
-    def _read(self, read: Callable[[], T], name: str) -> Steps[T]:
+    def _read(self, read: Callable[[], T]) -> Steps[T]:
         """Something of the models folder; raises InvalidModel."""
+        future = self._reader.submit(read)
+        yield future.done
         try:
-            return (yield from self._in_thread(read))
+            return future.result()
         except (ModelError, OSError) as fault:
             raise InvalidModel(self._within_folder(str(fault)), field="model") from fault
 
-    def _in_thread(self, work: Callable[[], T]) -> Steps[T]:
-        future = self._reader.submit(work)
-        yield future.done
-        return future.result()
-
-    def _asked(self, children: list[Child], kind: Kind, body: Any) -> Steps[None]:
-        """All of these are told, and have done it; raises what one of them says against it, when all have answered."""
+    def _asked(self, children: list[Child], kind: Kind, body: Any) -> Steps[_Round]:
+        """All of these are told; what they said against it, and who has said nothing for too long."""
         id, one = next(self._ids), _Round(set(children))
         self._rounds[id] = one
         for child in children:
             child.tell(encode(kind, id, body))
         until = time.monotonic() + self._settings.start_seconds
         yield lambda: not one.missing or time.monotonic() > until
-        del self._rounds[id]
-        for refusal in one.refusals:
+        return self._rounds.pop(id)
+
+    def _check(self, one: _Round) -> None:
+        """Raises what one of them said against it."""
+        for refusal in one.refused.values():
             raise BY_CODE.get(refusal.code, InferenceFailed)(self._within_folder(refusal.message), field=refusal.field)
         if one.missing:
             slow = ", ".join(sorted(child.name for child in one.missing))

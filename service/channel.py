@@ -43,6 +43,7 @@ class Kind(IntEnum):
     END = 12
     DONE = 13
     RELEASE = 14
+    MODEL_OF = 15
 
     SETTINGS = 16
     ATTACH = 17

@@ -97,7 +97,9 @@ class _Counts:
         self.metrics = Metrics()
         self._snapshot = snapshot
         requests = self._rows(self.metrics.requests.name)
-        self.successes: Values = {(model, version): values[0] for (model, version, outcome), values in requests if outcome == OK}
+        self.successes: Values = {
+            (model, version): values[0] for (model, version, outcome), values in requests if outcome == OK
+        }
         self.failures: Values = {}
         for (model, version, outcome), values in requests:
             if outcome != OK:

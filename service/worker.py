@@ -7,6 +7,8 @@ import time
 from functools import partial
 from typing import Protocol
 
+import msgspec
+
 from service.batching.batcher import Batcher
 from service.batching.ticket import Ticket
 from service.channel import Channel, Frame, Kind, encode
@@ -149,23 +151,25 @@ class Worker:
             self._tracing.begin((channel, frame.id), frame.read(Trace), reply, refuse)
         elif frame.kind == Kind.RELEASE:
             self._models.release(channel, frame.read(ModelKey))
-        elif frame.kind in (Kind.EXPORT, Kind.ADOPT, Kind.END):
+        elif frame.kind in (Kind.EXPORT, Kind.ADOPT, Kind.END, Kind.MODEL_OF):
             self._serve_session(channel, frame)
 
     def _serve_session(self, channel: Channel, frame: Frame) -> None:
         """A word about a session itself."""
-        id, state = frame.read(str), b""
+        id, said = frame.read(str), b""
         try:
             if frame.kind == Kind.EXPORT:
-                state = self._batcher.export(id)
+                said = self._batcher.export(id)
             elif frame.kind == Kind.ADOPT:
                 self._batcher.adopt(id, frame.tail)
+            elif frame.kind == Kind.MODEL_OF:
+                said = msgspec.msgpack.encode(self._batcher.model_of(id))
             else:
                 self._batcher.end(id)
         except ServiceError as error:
             self._refuse(channel, frame.id, error)
         else:
-            self._send(channel, frame.id, encode(Kind.DONE, frame.id, None, (state,)))
+            self._send(channel, frame.id, encode(Kind.DONE, frame.id, None, (said,)))
 
     def _reply(self, channel: Channel, id: int, answer: Answer, arrays: list[bytes]) -> None:
         self._send(channel, id, encode(Kind.ANSWER, id, answer, arrays))

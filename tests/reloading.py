@@ -46,9 +46,9 @@ def answered(server: Server, model: str = "words", **options: Any) -> tuple[str,
 class Load:
     """Requests for the newest version at a steady rate, and what came of them, by version."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, model: str = "words") -> None:
         self._target = Target.of(server.address, "/infer")
-        self._request = self._target.request(json.dumps({"model": "words", "inputs": [TEXT]}).encode())
+        self._request = self._target.request(json.dumps({"model": model, "inputs": [TEXT]}).encode())
         self._free: list[Caller] = []
         self.answers: dict[str, list[bytes]] = {}
         self.failures: Counter[str] = Counter()

@@ -23,6 +23,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": set(),
     # a caller of a server that may run elsewhere: it knows how long questions are, and how a machine is named
     "loadtest": {"kernels.bench"},
+    "loadtest.bench_codec": {"kernels.bench", "loadtest", "service.faces"},
+    "loadtest.bench_doors": {"kernels.bench", "loadtest", "service.faces"},
+    # it writes what the faces read
+    "loadtest.oip_requests": {"service.faces"},
     "loadtest.made_up": {"service.zoo"},
     "loadtest.sensors": {"loadtest", "service.zoo"},
     "loadtest.bench_devices": {"kernels.bench", "loadtest", "service.zoo"},

@@ -65,6 +65,16 @@ def test_the_stream_that_it_shows_prints_the_answer_of_the_whole(embedded: Serve
     assert last["session"]["steps"] == 2
 
 
+def test_triton_s_client_prints_what_it_says(embedded: Server) -> None:
+    [code] = [block for block in re.findall(r"```python\n(.+?)```", README, re.DOTALL) if "tritonclient" in block]
+    address = embedded.address.removeprefix("http://")
+    told = subprocess.run(
+        [sys.executable, "-c", code.replace("127.0.0.1:8000", address)], capture_output=True, text=True, timeout=60, check=True
+    )
+    shown = re.search(r"# (\[\[.+?\]\])", code)
+    assert shown and told.stdout.strip() == shown[1]
+
+
 def test_every_path_of_its_table_is_served(embedded: Server) -> None:
     for method, path in re.findall(r"`(GET|POST) (/\w+)`", README):
         assert embedded.client.request(method, path).status_code in (200, 400), path

@@ -232,6 +232,21 @@ def test_a_session_stays_with_the_version_that_it_began_with(reloaded: tuple[Ser
     assert summed(server, [1], "old", start=True) == ("2", 1), "it began anew"
 
 
+def test_a_chunk_that_only_the_session_s_own_version_takes_is_laid_out_for_that(tmp_path: Path) -> None:
+    root = tmp_path / "models"
+    models.sensors(root, features=3)
+    with serving(root, tmp_path) as server:
+        assert server.infer("sensors", [[[0.1, 0.2, 0.3]]], session="old").status_code == 200
+        models.sensors(tmp_path / "wider", features=4)
+        shutil.move(tmp_path / "wider" / "sensors" / "1", root / "sensors" / "2")
+        load(server, "sensors")
+        for session, row, version in (("old", [0.1] * 3, "1"), ("new", [0.1] * 4, "2"), ("old", [0.2] * 3, "1")):
+            said = server.infer("sensors", [[row]], session=session)
+            assert (said.status_code, said.json().get("version")) == (200, version), said.text
+        assert server.infer("sensors", [[[0.1] * 4]], session="old").json()["field"] == "inputs[0][0]"
+        assert server.infer("sensors", [[[0.1] * 3]], session="other").status_code == 400
+
+
 def test_sessions_of_an_unloaded_version_go_on_until_they_end(reloaded: tuple[Server, Path]) -> None:
     server, _ = reloaded
     assert summed(server, [1, 1], "old") == ("1", 2)

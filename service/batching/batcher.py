@@ -108,7 +108,7 @@ class Batcher:
         """Queue a request; what cannot be queued is refused at once, through `refuse`. again: another engine ended while it had it."""
         ticket = Ticket(request, reply, refuse)
         try:
-            self._check(request, ticket.key)
+            self._check(request, ticket.key, again)
             self._queue(ticket, data, again)
         except ServiceError as error:
             if not (isinstance(error, SessionConflict) and error.elsewhere):  # else it comes again
@@ -139,8 +139,11 @@ class Batcher:
         self._expire()
         return launched
 
-    def _check(self, request: Request, key: ModelKey) -> None:
+    def _check(self, request: Request, key: ModelKey, again: bool) -> None:
         if not self._engine.serves(key):
+            if again and request.session is not None:
+                # Its version went with the engine that had it: of the two, that the state is lost is what its caller has to know.
+                self._sessions.going_on(request, again)
             raise UnknownModel(f"the engine does not serve {request.model} version {request.version}", field="model")
         if not request.lengths or min(request.lengths) < 1:
             raise InvalidInput("a request has at least one sequence, and a sequence at least one step", field="inputs")
@@ -284,6 +287,11 @@ class Batcher:
         session = self._sessions.open(id, key)
         session.held.cold, session.steps = state, origin.steps
         self._sessions.rest(session, self._clock())
+
+    def model_of(self, id: str) -> ModelKey | None:
+        """Of which version a session is, if it is open."""
+        session = self._sessions.find(id)
+        return None if session is None else session.key
 
     def end(self, id: str) -> None:
         """End a session; chunks of it that have not run are refused. Raises ServiceError when it is not open."""

@@ -12,7 +12,7 @@ import torch
 from service.engine.cost import NEWEST, Correction, Cost
 from service.engine.device import DeviceLost, Memory, Place, Streams, raise_if_lost, reserve
 from service.engine.flight import Encoded, Flight
-from service.engine.graphs import Between, GraphLane
+from service.engine.graphs import Between, GraphLane, Pool
 from service.engine.lane import Lane
 from service.engine.state import State
 from service.engine.turn import Chunk, Turn
@@ -69,6 +69,7 @@ class Engine:
         self.device = next((encoder.device for encoder in encoders.values()), device or torch.device("cpu"))
         self._places = [Place(index, PLACE_BYTES) for index in range(IN_FLIGHT)] if self.device.type == "cuda" else []
         self._arena_bytes = 0
+        self._pool: Pool | None = None
         self._lanes = self._opened(encoders)
         self._streams = Streams(self.device)
         self._made_ready_on: dict[ModelKey, torch.cuda.Stream] = {}
@@ -125,9 +126,8 @@ class Engine:
         stream = self._streams.take()
         try:
             with torch.cuda.stream(stream):
-                # Memory of its own, as its graphs are tried out while others run.
-                pool = torch.cuda.graph_pool_handle()
-                lane = GraphLane(make(), self._places, pool, **self._limits, between_turns=between_turns)
+                assert self._pool is not None, "a GPU has one"
+                lane = GraphLane(make(), self._places, self._pool, **self._limits, between_turns=between_turns)
                 largest = lane.largest_bytes()
                 stream.synchronize()
         except BaseException:
@@ -295,7 +295,7 @@ class Engine:
         """The lane of every model. On a GPU all of it is asked for here that turns will need."""
         if not self._places:
             return {key: Lane(encoder, **self._limits) for key, encoder in encoders.items()}
-        pool = torch.cuda.graph_pool_handle()
+        self._pool = pool = Pool(self.device)
         lanes = {key: GraphLane(encoder, self._places, pool, **self._limits) for key, encoder in encoders.items()}
         largest = max((lane.largest_bytes() for lane in lanes.values()), default=0)
         torch.cuda.empty_cache()

@@ -11,7 +11,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -26,21 +27,40 @@ from service.sequence import ModelKey, Returns
 from service.zoo.encoder import Encoder, Encoding
 from service.zoo.heads import Verdict
 
+T = TypeVar("T")
 CAPTURE_SECONDS = 5.0
 """A model's graphs are captured for so long at most; turns of the sizes that are missing then are launched as they are."""
 TIMED_REPLAYS = 3
 
 
-Between = Callable[[Callable[[], None]], None]
+class Between(Protocol):
+    """Has something done by the thread that launches turns, between two of them; gives what it gives, or raises what it raises."""
+
+    def __call__(self, work: Callable[[], T]) -> T: ...
 
 
 class NotCapturable(Exception):
     """No graph holds a turn of this model; the message says why."""
 
 
-def _at_once(work: Callable[[], None]) -> None:
+def _at_once(work: Callable[[], T]) -> T:
     """This thread launches turns itself."""
-    work()
+    return work()
+
+
+class Pool:
+    """Memory of the device that the graphs of all models share, which never run side by side: each is replayed on the stream of turns."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.handle = torch.cuda.graph_pool_handle()
+        # A pool that no graph uses can be used by none any more: this one does, whichever models go.
+        self._kept = torch.cuda.CUDAGraph(), torch.zeros(1, device=device)
+        graph, some = self._kept
+        some.add_(1)  # loads its kernel, which a capture may not
+        torch.cuda.synchronize()
+        graph.capture_begin(pool=self.handle, capture_error_mode="thread_local")
+        some.add_(1)
+        graph.capture_end()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +104,14 @@ class GraphLane(Lane):
         self,
         encoder: Encoder,
         places: list[Place],
-        pool: Any,
+        pool: Pool,
         *,
         max_turn_rows: int,
         max_turn_tokens: int,
         slots: int,
         between_turns: Between = _at_once,
     ) -> None:
-        """pool: the memory that graphs share, which never run side by side. between_turns: has something done by the thread that launches
-        turns, where that is not this one."""
+        """between_turns: where another thread than this one launches turns."""
         limits = {"max_turn_rows": max_turn_rows, "max_turn_tokens": max_turn_tokens}
         super().__init__(encoder, **limits, slots=slots, places=len(places))
         self._stream = places[0].stream
@@ -172,7 +191,7 @@ class GraphLane(Lane):
         batch, encoding = self._encoded(turn.rows, turn.tokens, sequence=turn.wants_sequence, whole=turn.whole)
         return self._landing(_in_one_piece(encoding), batch, place)
 
-    def _capture_all(self, places: list[Place], pool: Any) -> str | None:
+    def _capture_all(self, places: list[Place], pool: Pool) -> str | None:
         """Why no, or no further, bucket was captured, if so."""
         spent = 0.0
         for bucket in self._ladder.buckets:
@@ -201,25 +220,28 @@ class GraphLane(Lane):
         """Once as it is, which may compile kernels; then raises NotCapturable where anything waits for the device."""
         self._made_up(bucket, _even(bucket))
         self._encoded(*bucket, whole=not self._any_place)
-        self._between_turns(lambda: self._try_without_waiting(bucket))
+        self._between_turns(partial(self._try_without_waiting, bucket))
 
     def _try_without_waiting(self, bucket: Bucket) -> None:
         # What waits is found by a switch of the whole process, which no turn of another model may be launched under.
         with _no_waiting():
             self._encoded(*bucket, whole=not self._any_place)
 
-    def _capture(self, bucket: Bucket, places: list[Place], pool: Any) -> Captured:
+    def _capture(self, bucket: Bucket, places: list[Place], pool: Pool) -> Captured:
         graph = torch.cuda.CUDAGraph()
         # Not torch.cuda.graph, which would collect garbage and give the allocator's memory back before each.
         torch.cuda.synchronize()
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
         try:
             batch, encoding = self._encoded(*bucket, whole=not self._any_place)
             encoding = _in_one_piece(encoding)
         finally:
             graph.capture_end()
         landings = [self._landing(encoding, batch, place, waits=False) for place in places]
-        timed = [self._timed(graph, bucket, lengths) for lengths in (_even(bucket), self._skewed(bucket))]
+        timed = [
+            self._between_turns(partial(self._timed, graph, bucket, lengths))
+            for lengths in (_even(bucket), self._skewed(bucket))
+        ]
         copies_in = [self._staging.copy(bucket.tokens, self._stream, place.index) for place in places]
         return Captured(graph, copies_in, landings, *timed)
 

@@ -11,6 +11,7 @@ from threading import Thread
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+U = TypeVar("U")
 SWITCH_SECONDS = 1e-4
 """How long the thread that loads may keep Python from the one that serves; as a rule it is fifty times as long."""
 Done = Callable[[Future[T]], None]
@@ -42,11 +43,11 @@ class Loader(Generic[T]):
         sys.setswitchinterval(SWITCH_SECONDS)
         self._work.put((work, Future(), done))
 
-    def between_turns(self, work: Callable[[], None]) -> None:
+    def between_turns(self, work: Callable[[], U]) -> U:
         """From the other thread: have something done in the serving one, and wait until it was; raises what it raises."""
-        done = Future[None]()
+        done = Future[U]()
         self._tell(lambda: _fulfil(done, work))
-        done.result()
+        return done.result()
 
     def settle(self) -> None:
         """Hear what has ended, and do what was asked of the serving thread."""

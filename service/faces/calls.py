@@ -12,7 +12,7 @@ from typing import Protocol
 
 import msgspec
 
-from service.errors import InferenceFailed, ServiceError, SessionConflict, Unavailable, UnknownModel
+from service.errors import InferenceFailed, InvalidInput, ServiceError, SessionConflict, TooLarge, Unavailable, UnknownModel
 from service.faces import answers, wire
 from service.faces.catalog import Models, unless_known
 from service.faces.connection import Answered
@@ -128,28 +128,40 @@ Lay = Callable[[wire.Served], tuple[Request, bytes]]
 """Lays what a caller sent out for a model, as its spec and its tokenizer want it; raises a ServiceError."""
 
 
-async def run(front: Front, call: Call, name: str, version: str | int | None, lay: Lay) -> tuple[wire.Served, Answered]:
+async def run(
+    front: Front, call: Call, name: str, version: str | int | None, session: str | None, lay: Lay
+) -> tuple[wire.Served, Answered]:
     """What a caller sent, answered by the model that he named, and which that was; raises a ServiceError.
 
     version: None for the newest, or for the session's own. Requests leave for an engine in the order in which this is begun to be awaited.
     """
     model, unknown = unless_known(front.models, name, version)
-    call.labels = model.key.labels
-    request, tail = lay(model)
-    if unknown is not None:
-        request = _going_on(request, unknown)
-    front.metrics.stage_seconds.observe(time.monotonic() - call.arrived, *call.labels, "parse")
     for _ in range(MOVES):
+        call.labels = model.key.labels
         try:
-            return model, await front.engines.submit(request, tail)
-        except SessionConflict as fault:
-            if fault.elsewhere is None or ModelKey(*fault.elsewhere) not in front.models:
-                raise
-            # The session stays with the version that it began with, whatever is the newest now.
-            model = front.models[ModelKey(*fault.elsewhere)]
-            call.labels = model.key.labels
             request, tail = lay(model)
+            if unknown is not None:
+                request = _going_on(request, unknown)
+            front.metrics.stage_seconds.observe(time.monotonic() - call.arrived, *call.labels, "parse")
+            return model, await front.engines.submit(request, tail)
+        except (SessionConflict, InvalidInput, TooLarge) as fault:
+            # A session stays with the version that it began with, whatever is the newest now, and may be laid out as that one only.
+            own = await _own(front, model, session, fault)
+            if own is None:
+                raise
+            model, unknown = own, None
     raise SessionConflict("the session begins anew and anew while this chunk comes: send one after the other", field="session")
+
+
+async def _own(front: Front, model: wire.Served, session: str | None, fault: ServiceError) -> wire.Served | None:
+    """The version that a session is of, when that is another one than was taken to be meant, and so the reason of the fault."""
+    if isinstance(fault, SessionConflict):
+        key = fault.elsewhere and ModelKey(*fault.elsewhere)
+    elif session is None or not front.models.others(model.key):
+        return None
+    else:
+        key = await front.engines.model_of(session)
+    return front.models[key] if key and key != model.key and key.name == model.spec.name and key in front.models else None
 
 
 def _going_on(request: Request, unknown: UnknownModel) -> Request:
@@ -165,7 +177,7 @@ async def answer(front: Front, call: Call, body: wire.InferBody) -> bytes:
     def lay(model: wire.Served) -> tuple[Request, bytes]:
         return wire.sequences(body, model, front.settings, call.arrived)
 
-    model, (shapes, data) = await run(front, call, body.model, body.version, lay)
+    model, (shapes, data) = await run(front, call, body.model, body.version, body.session, lay)
     start = time.monotonic()
     said = {"model": model.spec.name, "version": model.version}
     outputs = answers.outputs(model.spec, shapes, data, body.field_of)

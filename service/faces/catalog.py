@@ -39,6 +39,10 @@ class Models:
         """Every version that is served, once."""
         return list({one.key: one for versions in self.catalog.values() for one in versions.values()}.values())
 
+    def others(self, key: ModelKey) -> bool:
+        """Whether a session may be of another version of this model."""
+        return any(other.name == key.name and other != key for other in self._known)
+
     def add(self, one: Served) -> None:
         """To be served soon."""
         self._known[one.key] = one

@@ -104,6 +104,10 @@ class Engines:
         """Open a session with a state that `export` gave; raises a ServiceError."""
         await self._ask_home(Kind.ADOPT, session, state)
 
+    async def model_of(self, session: str) -> ModelKey | None:
+        """The version that a session is of, if it is open; raises a ServiceError."""
+        return msgspec.msgpack.decode(await self._ask_home(Kind.MODEL_OF, session), type=ModelKey | None)
+
     async def end(self, session: str) -> None:
         """End a session; raises a ServiceError when it is not open."""
         await self._ask_home(Kind.END, session)

@@ -50,17 +50,17 @@ class InferResponse:
 
 async def infer(front: Front, call: Call, request: InferRequest, within_seconds: float = math.inf) -> InferResponse:
     """The answer to a request; raises a ServiceError. within_seconds: how long the call that brought it may take, if that says so."""
-    given = Given(request.inputs)
+    given, session = Given(request.inputs), _session(request.parameters)
 
     def lay(model: wire.Served) -> tuple[Request, bytes]:
-        oip_outputs.check(request.outputs, model.spec, given.ragged)
-        wishes = _wishes(request, model, front.settings, within_seconds * 1000)
+        oip_outputs.check(request.outputs, model.spec)
+        wishes = _wishes(request, session, model, front.settings, within_seconds * 1000)
         laid = given.laid(model, front.settings)
-        if wishes.session is not None:
+        if session is not None:
             wire.check_chunk(len(laid.lengths), "parameters.sequence_id")
         return wire.request(laid.lengths, wishes, model, call.arrived), laid.values.tobytes()
 
-    model, (answer, data) = await calls.run(front, call, request.model, request.version or None, lay)
+    model, (answer, data) = await calls.run(front, call, request.model, request.version or None, session, lay)
     start = time.monotonic()
     arrays = answers.arrays(model.spec, answer, data, given.field_of)
     response = InferResponse(
@@ -87,10 +87,11 @@ def check_place(name: str, parameters: Parameters) -> None:
         raise Unsupported("client shared memory is not supported: send the tensor's data", field=wire.shown(name))
 
 
-def _wishes(request: InferRequest, model: wire.Served, settings: Settings, within_ms: float) -> wire.Wishes:
+def _wishes(
+    request: InferRequest, session: str | None, model: wire.Served, settings: Settings, within_ms: float
+) -> wire.Wishes:
     """What the parameters say of the request as a whole; raises InvalidInput naming the one at fault."""
     parameters = request.parameters
-    session = _session(parameters)
     urgency = _whole(parameters, "priority", "1 for the most urgent, larger for what may come later, 0 for neither")
     microseconds = _whole(parameters, "timeout", "microseconds, 0 for the service's own")
     return wire.Wishes(

@@ -99,6 +99,10 @@ async def _model_config(front: Front, asked: Message) -> dict[str, Any]:
     return {"config": oip_models.model_config(front, asked.name, asked.version)}
 
 
+async def _statistics(front: Front, asked: Message) -> dict[str, Any]:
+    return await oip_models.statistics(front, asked.name, asked.version)
+
+
 async def _index(front: Front, asked: Message) -> dict[str, Any]:
     found = await front.supervisor.index()
     return {"models": [msgspec.structs.asdict(one) for one in found if one.state == "READY" or not asked.ready]}
@@ -126,6 +130,7 @@ SAID: dict[str, Said] = {
     "ModelReady": _model_ready,
     "ModelMetadata": _model_metadata,
     "ModelConfig": _model_config,
+    "ModelStatistics": _statistics,
     "RepositoryIndex": _index,
     "RepositoryModelLoad": _load,
     "RepositoryModelUnload": _unload,

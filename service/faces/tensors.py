@@ -69,16 +69,15 @@ def decode(name: str, datatype: str, shape: Sequence[int], data: bytes | memoryv
 
 def listed(name: str, datatype: str, shape: Sequence[int], values: Sequence[Any]) -> Tensor:
     """What a list says: flat and row-major, or nested as the shape is. Elements of BYTES are str or bytes."""
-    count = _count(name, shape)
+    count, dtype = _count(name, shape), None if datatype == BYTES else _dtype(name, datatype)
     if datatype in RAW_ONLY:
         raise _wrong(name, f"is {datatype}, of which only raw bytes are read: send it in binary, or as FP32")
     nested = bool(values) and isinstance(values[0], list)
     flat = _unnested(name, shape, values) if nested else values
     if len(flat) != count:
         raise _wrong(name, f"has {len(flat)} values and the shape {_listed(shape)} has {count}: send as many as the shape says")
-    if datatype == BYTES:
+    if dtype is None:
         return Tensor(name, datatype, tuple(shape), _encoded(name, flat))
-    dtype = _dtype(name, datatype)
     _check_kinds(name, datatype, flat, _KINDS[dtype.kind])
     try:
         with np.errstate(over="ignore"):  # a float that is too large becomes infinite, which is for a model to refuse

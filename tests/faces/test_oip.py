@@ -373,6 +373,15 @@ def test_a_ragged_request_has_a_ragged_answer(house: House) -> None:
     assert said(tagged)["offsets"] == [OFFSETS]
 
 
+@pytest.mark.parametrize(
+    "inputs", [given("tagger"), [ints("ids", [1] * 6), ints("offsets", OFFSETS)]], ids=["padded", "ragged"]
+)
+def test_lengths_and_offsets_are_both_given_to_who_wants_all_that_there_is(house: House, inputs: list[Tensor]) -> None:
+    tagged = said(house.infer("tagger", *inputs, outputs=[Wanted("labels"), Wanted("lengths"), Wanted("offsets")]))
+    assert tagged["lengths"] == [[2], [1], [3]]
+    assert tagged["offsets"] == [OFFSETS]
+
+
 def test_outputs_come_as_they_are_named_in_that_order(house: House) -> None:
     named = house.infer("words", *given("words"), outputs=[Wanted("scores"), Wanted("label")])
     assert [one.name for one in named.outputs] == ["scores", "label"]
@@ -397,7 +406,7 @@ def test_classes_are_said_best_first(house: House) -> None:
         ("speller", [Wanted("scores", 2)], "has no classes"),
         ("embedder", [Wanted("sequence")], "known are embedding"),
         ("words", [Wanted("lengths")], "those of sequence"),
-        ("words", [Wanted("offsets"), Wanted("sequence")], "no output of words here"),
+        ("words", [Wanted("offsets")], "those of sequence"),
     ],
 )
 def test_outputs_that_there_are_not_are_refused(house: House, model: str, outputs: list[Wanted], part: str) -> None:
@@ -559,4 +568,4 @@ def test_what_only_a_model_s_folder_says_is_unsupported(parameters: dict[str, An
 def test_the_service_says_who_it_is() -> None:
     metadata = oip_models.server_metadata()
     assert (metadata["name"], set(metadata)) == ("seqserve", {"name", "version", "extensions"})
-    assert "statistics" not in metadata["extensions"]
+    assert {"statistics", "model_repository", "sequence(string_id)"} < set(metadata["extensions"])

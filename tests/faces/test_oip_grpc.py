@@ -219,6 +219,18 @@ def test_what_is_said_of_service_and_models_is_what_http_says(served: Server, cl
     assert client.get_model_repository_index() == index
 
 
+def test_statistics_are_those_that_http_has(served: Server, client: Any) -> None:
+    asked(client, "tagger", texts("who was first"))
+    told = client.get_inference_statistics("tagger", "1")
+    [tagger] = told.model_stats
+    assert tagger.inference_count >= tagger.inference_stats.success.count > 0
+    http = ParseDict(served.client.get("/v2/models/tagger/stats").json(), service_pb2.ModelStatisticsResponse())
+    assert told == http
+    assert {one.name for one in client.get_inference_statistics().model_stats} >= {"tagger", "words", "sensors"}
+    with pytest.raises(InferenceServerException, match="NOT_FOUND"):
+        client.get_inference_statistics("nobody")
+
+
 def test_models_are_taken_out_of_service_and_back(served: Server, client: Any) -> None:
     rows = given("inputs", ROWS[None, :, :2])
     expected = asked(client, "halver", rows)

@@ -247,6 +247,14 @@ def test_the_client_reads_what_is_refused(client: Any, options: dict[str, Any], 
     assert raised.value.status() == status
 
 
+def test_statistics_count_what_was_asked(client: Any) -> None:
+    client.infer("words", [texts("how far")])
+    [told] = client.get_inference_statistics("words")["model_stats"]
+    assert (told["name"], told["version"]) == ("words", "1")
+    assert told["inference_stats"]["success"]["count"] >= 1
+    assert told["inference_stats"]["success"]["ns"] > told["inference_stats"]["compute_infer"]["ns"] > 0
+
+
 def test_the_repository_is_listed_and_models_come_and_go(client: Any) -> None:
     listed = {"name": "halver", "version": "1", "state": "READY", "reason": ""}
     assert listed in client.get_model_repository_index()
@@ -622,13 +630,14 @@ def test_the_api_s_description_has_the_protocol(server: Server) -> None:
     model = {
         f"/v2/models/{{name}}{version}{end}"
         for version in ("", "/versions/{version}")
-        for end in ("", "/ready", "/config", "/infer")
+        for end in ("", "/ready", "/config", "/stats", "/infer")
     }
     repository = {f"/v2/repository/{end}" for end in ("index", "models/{name}/load", "models/{name}/unload")}
     assert {path for path in paths if path.startswith("/v2")} == {
         "/v2",
         "/v2/health/live",
         "/v2/health/ready",
+        "/v2/models/stats",
     } | model | repository
     infer = paths["/v2/models/{name}/infer"]["post"]
     schema = infer["requestBody"]["content"]["application/json"]["schema"]

@@ -16,14 +16,21 @@ ROUNDS = 100_000 // ROUND
 FRONTS, CALLERS = 4, 128
 MALLOCS, ALLOCATIONS = "seqserve_device_mallocs_total", "seqserve_device_allocations_total"
 RESERVED = "seqserve_device_reserved_bytes"
+FEW_PLANS = {"CUBLASLT_HEURISTICS_CACHE_CAPACITY": "64"}
+"""Turns without a graph are of all sizes, and the library keeps a plan for each size of a product that it has met: 8,192 of them, which are
+some MiB, unless it is told otherwise."""
 
 
 @pytest.fixture(scope="module")
 def on_gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The embedded models on a GPU, with what the device was asked for until they were ready."""
-    with serving(MODELS, tmp_path_factory.mktemp("log"), "--device", "cuda:0", "--fronts", str(FRONTS)) as server:
-        eventually(lambda: all(server.metric(name) > 0 for name in (MALLOCS, ALLOCATIONS, RESERVED)), within_seconds=10)
-        yield server
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in FEW_PLANS.items():
+            patched.setenv(name, value)
+        scratch = tmp_path_factory.mktemp("log")
+        with serving(MODELS, scratch, "--device", "cuda:0", "--fronts", str(FRONTS)) as server:
+            eventually(lambda: all(server.metric(name) > 0 for name in (MALLOCS, ALLOCATIONS, RESERVED)), within_seconds=10)
+            yield server
 
 
 def asked_of_device(server: Server, *names: str) -> dict[str, float]:
