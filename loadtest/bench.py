@@ -28,6 +28,7 @@ WARM_UP_SECONDS = 1.0
 Load = Callable[[load.Watch], Coroutine[Any, Any, Figures]]
 """One level, to be begun with somebody who hears of it."""
 STAGES = ("parse", "queue", "stage_in", "compute", "stage_out", "encode", "total")
+ROWS, CHANNEL = "rows", "channel"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,40 +94,46 @@ def _level(plan: Plan, model: dict[str, Any], name: str, begin: Load) -> Level:
     def watch(figures: Figures) -> None:
         print(report.progress(name, figures, plan.seconds), file=sys.stderr, flush=True)
 
-    before = _Counts.read(plan.url, model)
+    before = Counts.read(plan.url, model)
     figures = uvloop.run(begin(watch))
-    after = _Counts.read(plan.url, model)
+    after = Counts.read(plan.url, model)
     return Level(name, figures, after.stages(before), after.rows(before))
 
 
 @dataclass(frozen=True, slots=True)
-class _Counts:
-    """A model's sums and counts, as /metrics has them, by stage and of the rows in turns."""
+class Counts:
+    """A model's sums and counts, as /metrics has them, by stage and of the rows in turns; the way to an engine is that of all models."""
 
     sums: dict[str, float]
     counts: dict[str, float]
 
     @classmethod
-    def read(cls, url: str, model: dict[str, Any]) -> _Counts:
+    def read(cls, url: str, model: dict[str, Any]) -> Counts:
         found = cls({}, {})
+        named = {"seqserve_stage_seconds": "", "seqserve_turn_rows": ROWS, "seqserve_channel_seconds": CHANNEL}
         labels = {"model": model["name"], "version": model["version"]}
         for family in text_string_to_metric_families(_get(f"{url}/metrics").decode()):
             for sample in family.samples:
-                if family.name in ("seqserve_stage_seconds", "seqserve_turn_rows") and labels.items() <= sample.labels.items():
-                    key = sample.labels.get("stage", "rows")
+                if family.name in named and (labels.items() <= sample.labels.items() or named[family.name] == CHANNEL):
+                    key = sample.labels.get("stage", named[family.name])
                     if sample.name.endswith("_sum"):
                         found.sums[key] = sample.value
                     elif sample.name.endswith("_count"):
                         found.counts[key] = sample.value
         return found
 
-    def stages(self, before: _Counts) -> dict[str, float]:
+    def stages(self, before: Counts) -> dict[str, float]:
+        """Mean milliseconds."""
         return {stage: 1000 * self._mean(before, stage) for stage in STAGES}
 
-    def rows(self, before: _Counts) -> float:
-        return self._mean(before, "rows")
+    def rows(self, before: Counts) -> float:
+        return self._mean(before, ROWS)
 
-    def _mean(self, before: _Counts, key: str) -> float:
+    def channel(self, before: Counts) -> float:
+        """Milliseconds from a front to the engine."""
+        return 1000 * self._mean(before, CHANNEL)
+
+    def _mean(self, before: Counts, key: str) -> float:
         count = self.counts.get(key, 0.0) - before.counts.get(key, 0.0)
         return (self.sums[key] - before.sums.get(key, 0.0)) / count if count else 0.0
 

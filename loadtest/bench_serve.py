@@ -12,7 +12,6 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
-from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -117,7 +116,7 @@ def _table(cells: Sequence[Cell]) -> Iterator[list[str]]:
 
 
 def _write(path: Path, model: str, machine: str, cells: Sequence[Cell]) -> None:
-    where = {"machine": machine, "date": str(date.today()), "versions": {one: version(one) for one in PACKAGES}}
+    where = report.where(machine, PACKAGES)
     report.write(path, [_record(model, cell) | where for cell in cells])
 
 

@@ -1,12 +1,40 @@
-"""HTTP callers that cost little: on a shared machine, what a client library takes is missing from the server under test."""
+"""HTTP callers that cost little: on a shared machine, what a client library takes is missing from the server under test. And what any
+caller is to a stretch of load, whatever he speaks."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import NamedTuple, cast
+from typing import NamedTuple, Protocol, cast
 from urllib.parse import urlsplit
 
 import httptools
+
+JSON = "Content-Type: application/json"
+
+
+class Reply(NamedTuple):
+    """status: HTTP's; 200 is an answer."""
+
+    status: int
+    body: bytes
+
+
+class Connection(Protocol):
+    """One connection, kept alive, with one request on it at a time."""
+
+    @property
+    def connected(self) -> bool: ...
+
+    async def ask(self, request: bytes) -> Reply:
+        """Raises OSError when there is no answer at all."""
+
+    def hang_up(self) -> None: ...
+
+
+class Reachable(Protocol):
+    """A server, and what is asked of it."""
+
+    async def connect(self) -> Connection: ...
 
 
 class Target(NamedTuple):
@@ -24,21 +52,24 @@ class Target(NamedTuple):
             raise ValueError(f"{url} is no address of the form http://host:port")
         return cls(parts.hostname, parts.port or 80, path)
 
-    def request(self, body: bytes) -> bytes:
-        """One POST of a JSON body, as it goes over the wire."""
-        head = (
-            f"POST {self.path} HTTP/1.1\r\nHost: {self.host}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-        )
-        return head.encode() + b"\r\n\r\n" + body
+    def request(self, body: bytes, *headers: str) -> bytes:
+        """One POST, as it goes over the wire: of a JSON body, unless headers say otherwise."""
+        lines = [
+            f"POST {self.path} HTTP/1.1",
+            f"Host: {self.host}",
+            *(headers or (JSON,)),
+            f"Content-Length: {len(body)}",
+            "",
+            "",
+        ]
+        return "\r\n".join(lines).encode() + body
 
-
-class Reply(NamedTuple):
-    status: int
-    body: bytes
+    async def connect(self) -> Caller:
+        return await Caller.connect(self)
 
 
 class Caller(asyncio.Protocol):
-    """One connection, kept alive, with one request on it at a time."""
+    """A connection to a target."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None

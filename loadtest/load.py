@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from loadtest.callers import Caller, Reply, Target
+from loadtest.callers import Connection, Reachable, Reply
 
 PATIENCE_SECONDS = 10.0
 """Requests that are open at the end may take this much longer."""
@@ -57,7 +57,7 @@ Watch = Callable[[Figures], None]
 """Hears every second how far a stretch of load has come."""
 
 
-async def closed(target: Target, requests: Iterator[bytes], callers: int, seconds: float, watch: Watch) -> Figures:
+async def closed(target: Reachable, requests: Iterator[bytes], callers: int, seconds: float, watch: Watch) -> Figures:
     """A fixed number of callers, each of whom sends its next request when it has its answer."""
     load = _Load(target, requests)
     await load.connect(callers)
@@ -70,7 +70,7 @@ async def closed(target: Target, requests: Iterator[bytes], callers: int, second
     return await load.run(asyncio.gather(*(keep_asking() for _ in range(callers))), seconds, watch)
 
 
-async def opened(target: Target, requests: Iterator[bytes], gaps: Iterator[float], seconds: float, watch: Watch) -> Figures:
+async def opened(target: Reachable, requests: Iterator[bytes], gaps: Iterator[float], seconds: float, watch: Watch) -> Figures:
     """Requests that arrive `gaps` seconds after one another; each one's time runs from the moment when it was due."""
     load = _Load(target, requests)
 
@@ -89,22 +89,22 @@ async def opened(target: Target, requests: Iterator[bytes], gaps: Iterator[float
 class _Load:
     """One stretch of load: connections that are free, and what came of those that were used."""
 
-    def __init__(self, target: Target, requests: Iterator[bytes]) -> None:
+    def __init__(self, target: Reachable, requests: Iterator[bytes]) -> None:
         self._target = target
         self._requests = requests
-        self._free: list[Caller] = []
+        self._free: list[Connection] = []
         self.figures = Figures()
         self.open = 0
 
     async def connect(self, callers: int) -> None:
-        self._free += await asyncio.gather(*(Caller.connect(self._target) for _ in range(callers)))
+        self._free += await asyncio.gather(*(self._target.connect() for _ in range(callers)))
 
     async def ask(self, start: float) -> None:
         """One request, whose time began at `start`."""
         self.open += 1
         caller = None
         try:
-            caller = self._take() or await Caller.connect(self._target)
+            caller = self._take() or await self._target.connect()
             reply = await caller.ask(next(self._requests))
         except OSError as fault:
             self.figures.failures[type(fault).__name__] += 1
@@ -121,7 +121,7 @@ class _Load:
         finally:
             self.open -= 1
 
-    def _take(self) -> Caller | None:
+    def _take(self) -> Connection | None:
         """A connection that is free; those that the server has closed for their idleness are forgotten."""
         while self._free:
             if (caller := self._free.pop()).connected:

@@ -7,6 +7,8 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +68,11 @@ def spread(values: Sequence[float]) -> str:
         f"{value:.3g}" if value < 999.5 else f"{value:.0f}" for value in (min(values), statistics.median(values), max(values))
     )
     return f"{middle} ({low} to {high})"
+
+
+def where(machine: str, packages: Iterable[str]) -> dict[str, Any]:
+    """For every record: on what, when and with which versions it was found."""
+    return {"machine": machine, "date": str(date.today()), "versions": {one: version(one) for one in packages}}
 
 
 def write(path: Path, records: Iterable[Mapping[str, Any]]) -> None:

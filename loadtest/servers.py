@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 import psutil
@@ -23,29 +23,31 @@ STOP_SECONDS = 60.0
 class Server:
     """One running server and the processes under it."""
 
-    def __init__(self, url: str, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, url: str, grpc: str, process: subprocess.Popen[bytes]) -> None:
         self.url = url
+        self.grpc = grpc
         self._process = process
 
     @property
     def running(self) -> bool:
         return self._process.poll() is None
 
-    def cpu_seconds(self) -> float:
-        """What all its processes have used so far, those that ended excepted."""
+    def cpu_seconds(self, role: str = "") -> float:
+        """What all its processes have used so far, or those whose command ends so; those that ended are excepted."""
         first = psutil.Process(self._process.pid)
-        times = [one.cpu_times() for one in (first, *first.children(recursive=True))]
+        found = [one for one in (first, *first.children(recursive=True)) if " ".join(one.cmdline()).endswith(role)]
+        times = [one.cpu_times() for one in found]
         return float(sum(one.user + one.system for one in times))
 
 
 @contextmanager
 def running(*command: str, log: Path | None = None) -> Iterator[Server]:
     """A server that is ready, by `python COMMAND --port PORT`, until the end of the block; what it says goes to `log`."""
-    port = free_port()
+    port, grpc_port = free_ports(2)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SEQSERVE_")}
     path = (str(ROOT), str(ROOT / "examples"), environment.get("PYTHONPATH", ""))
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
-    environment["SEQSERVE_GRPC_PORT"] = "0"
+    environment["SEQSERVE_GRPC_PORT"] = str(grpc_port)
     with log.open("wb") if log else nullcontext() as said:
         # In a process group of its own: an interrupt at the keyboard ends the load first.
         process = subprocess.Popen(
@@ -55,7 +57,7 @@ def running(*command: str, log: Path | None = None) -> Iterator[Server]:
             stderr=said,
             process_group=0,
         )
-    server = Server(f"http://127.0.0.1:{port}", process)
+    server = Server(f"http://127.0.0.1:{port}", f"127.0.0.1:{grpc_port}", process)
     try:
         _await_ready(server)
         yield server
@@ -75,9 +77,15 @@ def plain(folder: Path) -> tuple[str, ...]:
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port: int = taken.getsockname()[1]
-        return port
+    [port] = free_ports(1)
+    return port
+
+
+def free_ports(count: int) -> list[int]:
+    """Different ones."""
+    with ExitStack() as stack:
+        taken = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [one.getsockname()[1] for one in taken]
 
 
 def _await_ready(server: Server) -> None:

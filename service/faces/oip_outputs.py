@@ -37,14 +37,14 @@ class Wanted:
     classes: int = 0
 
 
-def check(wanted: Sequence[Wanted], spec: ModelSpec, ragged: bool) -> None:
-    """Whether the model gives this to such a request; raises InvalidInput."""
+def check(wanted: Sequence[Wanted], spec: ModelSpec) -> None:
+    """Whether the model gives this; raises InvalidInput. There are callers who want whatever its metadata names, so that all of it is given
+    together, lengths and offsets among it."""
     named = [one.name for one in wanted]
-    unmeant = LENGTHS if ragged else OFFSETS
-    known = [port.name for port in oip_models.outputs(spec) if port.name != unmeant]
+    known = [port.name for port in oip_models.outputs(spec)]
     for index, one in enumerate(wanted):
         if one.name not in known:
-            raise _wrong(f"{shown(one.name)} is no output of {spec.name} here: known are {', '.join(known)}")
+            raise _wrong(f"{shown(one.name)} is no output of {spec.name}: known are {', '.join(known)}")
         if one.name in named[:index]:
             raise _wrong(f"{one.name} is named twice: name it once")
         if one.classes and not (one.name == "scores" and isinstance(spec.head, ClassifyHead)):
