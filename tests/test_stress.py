@@ -6,11 +6,14 @@ import asyncio
 import json
 import math
 import random
+import shutil
 import socket
 import struct
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +28,7 @@ from loadtest.callers import Caller, Reply, Target
 from service.engine.engine import Engine
 from service.engine.turn import Chunk, Turn
 from service.metrics import Metrics
+from service.repository import POLICY
 from service.sequence import FIRST, IDS, SCRAP, ZEROS, ModelKey, Returns
 from service.zoo import store
 from service.zoo.encoder import Encoder
@@ -47,6 +51,7 @@ from tests.accumulator import (
     tell,
     watch,
 )
+from tests.reloading import load
 from tests.serving import Server, eventually, serving
 from tests.steady import open_files
 
@@ -54,6 +59,8 @@ SEQUENCES = 200
 """Of each caller; tests/long has more."""
 IDLE_SECONDS = 0.5
 WAVE, WAVES = 400, 2
+RELOAD_SECONDS = 0.1
+"""From one new version to the next."""
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +127,35 @@ def test_every_sum_of_every_session_is_exact_whoever_hangs_up_and_all_requests_a
     assert small.metric("seqserve_session_moves_total", to="slot") > moves + 100, "states came back from the host"
     assert small.metric("seqserve_turn_rows_sum") > 1.2 * small.metric("seqserve_sequences_total"), "chunks were cut"
     assert max(told.in_flight) > 0, "some were seen on their way"
+
+
+def test_every_sum_is_exact_while_new_versions_take_over(tmp_path: Path) -> None:
+    """A session goes on with the version that it began with; the next one under its name begins with the newest."""
+    root = tmp_path / "models"
+    models.accumulator(root)
+    (root / "accumulator" / POLICY).write_text('serve = "latest"')
+    ended, loaded = threading.Event(), 1
+
+    def reload(server: Server) -> None:
+        nonlocal loaded
+        while not ended.wait(RELOAD_SECONDS):
+            loaded += 1
+            shutil.copytree(root / "accumulator" / "1", root / "accumulator" / str(loaded))
+            load(server, "accumulator")
+
+    with serving(root, tmp_path, **SMALL, unload_seconds="600") as server, ThreadPoolExecutor(1) as thread:
+        before = at_rest(server)
+        reloading = thread.submit(reload, server)
+        try:
+            told = tell(server.address, callers=CALLERS // 4, sequences=SEQUENCES // 8)
+        finally:
+            ended.set()
+        reloading.result()
+        print(told, f"and {loaded} versions")
+        assert not told.faults, faults_of(told.faults)
+        assert loaded > 3
+        told.ledger.check(at_rest(server).since(before))
+        eventually(lambda: len(server.events("unloaded")) == loaded - 1, within_seconds=REST_SECONDS)
 
 
 def test_a_wrong_sum_would_be_found(small: Server) -> None:
