@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import select
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -16,6 +15,7 @@ from service.logs import Log
 from service.sequence import Closing, Edition, ModelKey
 from tests.batching.house import House
 from tests.batching.made_up import MODEL
+from tests.engine.test_loader import readable
 
 NEW = Edition("words", "1", 7, "/models/words/1", "{}")
 FRONT, OTHER_FRONT = "a channel", "another channel"
@@ -46,7 +46,7 @@ class Shelf:
         """What comes of NEW."""
         self.models.prepare(NEW, self.told.append)
         while not self.told:
-            select.select([self.models], [], [], 10)
+            readable(self.models)
             self.models.settle()
         return self.told.pop()
 

@@ -34,15 +34,15 @@ class Journal(Protocol):
     def write(self, record: int, digest: bytes) -> None: ...
 
 
-class Unloaded(SessionLost):
-    """The session's version is served no longer."""
-
-
 class _Gone(NamedTuple):
-    """Why a session has ended, and where that is recorded."""
+    """Why a session has ended, one of UNTOLD, and where that is recorded."""
 
-    why: type[ServiceError]
+    why: str
     record: int
+
+
+UNTOLD: dict[str, type[ServiceError]] = {"expired": SessionExpired, "lost": SessionLost, "unloaded": SessionLost}
+"""What who goes on with a session is told of its end that he does not know of: idle, with its engine, or with its version."""
 
 
 class Sessions:
@@ -83,7 +83,7 @@ class Sessions:
         session = self._open.get(id)
         if again and not request.session_starts:
             self._forget(_digest(id))
-            raise self._lost(SessionLost, id)
+            raise self._lost("lost", id)
         if session is None:
             self._absent(id, request)
             return None
@@ -115,7 +115,7 @@ class Sessions:
 
     def lose(self, session: Session) -> None:
         """Its version is served no longer: it has ended without its caller's knowledge; its state is the caller's business."""
-        self._end_untold(session, "unloaded", Unloaded)
+        self._end_untold(session, "unloaded")
 
     def close(self, session: Session, reason: str) -> None:
         """It has ended as its caller knows, for one of metrics.SESSION_ENDS; its state is the caller's business."""
@@ -137,7 +137,7 @@ class Sessions:
         """Those that were idle for too long have ended, without their callers' knowledge; their states are the caller's business."""
         ended = []
         while self._idle and (session := next(iter(self._idle))).touched + self._idle_seconds <= now:
-            self._end_untold(session, "expired", SessionExpired)
+            self._end_untold(session, "expired")
             ended.append(session)
         return ended
 
@@ -146,7 +146,7 @@ class Sessions:
         for record in list(self._records):
             digest = self._journal.read(record)
             if any(digest):
-                self._gone[digest] = _Gone(SessionLost, record)
+                self._gone[digest] = _Gone("lost", record)
         taken = {gone.record for gone in self._gone.values()}
         self._records = [record for record in self._records if record not in taken]
 
@@ -162,13 +162,13 @@ class Sessions:
         gone = self._forget(_digest(id))
         return None if gone is None else self._lost(gone.why, id)
 
-    def _lost(self, why: type[ServiceError], id: str) -> ServiceError:
+    def _lost(self, why: str, id: str) -> ServiceError:
         said = {
-            SessionExpired: f"session {id!r} was idle for longer than SEQSERVE_SESSION_IDLE_SECONDS, {self._idle_seconds:g} s",
-            SessionLost: f"the engine that had the state of session {id!r} ended",
-            Unloaded: f"the version of the model that session {id!r} began with is served no longer",
+            "expired": f"session {id!r} was idle for longer than SEQSERVE_SESSION_IDLE_SECONDS, {self._idle_seconds:g} s",
+            "lost": f"the engine that had the state of session {id!r} ended",
+            "unloaded": f"the version of the model that session {id!r} began with is served no longer",
         }
-        return why(f"{said[why]}: begin it anew, with all of its steps", field="session")
+        return UNTOLD[why](f"{said[why]}: begin it anew, with all of its steps", field="session")
 
     def _forget(self, digest: bytes) -> _Gone | None:
         gone = self._gone.pop(digest, None)
@@ -177,8 +177,8 @@ class Sessions:
             self._records.append(gone.record)
         return gone
 
-    def _end_untold(self, session: Session, reason: str, why: type[ServiceError]) -> None:
-        self._drop(session, reason)
+    def _end_untold(self, session: Session, why: str) -> None:
+        self._drop(session, why)
         self._gone[_digest(session.id)] = _Gone(why, session.record)
 
     def _drop(self, session: Session, reason: str) -> None:

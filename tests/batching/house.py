@@ -218,6 +218,7 @@ class House:
         session: str | None = None,
         starts: bool | None = None,
         ends: bool = False,
+        exactly: bool = True,
         again: bool = False,
     ) -> Caller:
         """One request over these sequences; `lengths` are those that it states, their own when left out."""
@@ -232,6 +233,7 @@ class House:
             session=session,
             starts=starts,
             ends=ends,
+            exactly=exactly,
         )
         caller.ticket = self.batcher.submit(
             asked,

@@ -44,6 +44,7 @@ def request(
     session: str | None = None,
     starts: bool | None = None,
     ends: bool = False,
+    exactly: bool = True,
 ) -> Request:
     return Request(
         model.name,
@@ -56,6 +57,8 @@ def request(
         session=session,
         session_starts=starts,
         session_ends=ends,
+        generation=model.generation,
+        exactly=exactly,
     )
 
 

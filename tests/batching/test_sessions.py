@@ -26,11 +26,12 @@ from service.errors import (
     SessionExpired,
     SessionLost,
     TooManySessions,
+    UnknownModel,
     UnknownSession,
 )
 from service.lifeline import Journal
 from service.sequence import FIRST, ModelKey
-from tests.batching.house import IDLE_SECONDS, POISON, AsynchronousEngine, Caller, FakeEngine, House, counted
+from tests.batching.house import IDLE_SECONDS, POISON, AsynchronousEngine, Caller, FakeEngine, House, counted, total
 from tests.batching.made_up import MODEL, OTHER
 from tests.batching.story import NAMES, Story, any_event
 
@@ -152,6 +153,66 @@ def test_a_session_is_of_one_model() -> None:
     asked(house, 1)
     caller = house.call([1], model=OTHER, session="a")
     assert refused(caller) is SessionConflict
+
+
+# Versions.
+
+
+NEWER, ANEW = ModelKey(MODEL.name, "2", 1), ModelKey(*MODEL.labels, 1)
+"""Another version of MODEL, and other files under the same number."""
+
+
+def of_versions() -> House:
+    house = House()
+    served = (MODEL, NEWER, ANEW)
+    house.engine.serves = house.engine.streams = lambda key: key in served  # type: ignore[method-assign]
+    house.engine.states |= {key: [[0.0, 0.0] for _ in range(100)] for key in served}
+    return house
+
+
+@pytest.mark.parametrize(
+    ("model", "exactly", "elsewhere"), [(NEWER, False, MODEL), (NEWER, True, None), (ANEW, False, MODEL), (ANEW, True, MODEL)]
+)
+def test_whoever_may_mean_the_session_s_own_version_is_told_which_it_is(
+    model: ModelKey, exactly: bool, elsewhere: ModelKey | None
+) -> None:
+    house = of_versions()
+    asked(house, 1)
+    [error] = house.call([2], model=model, session="a", exactly=exactly).errors
+    assert isinstance(error, SessionConflict) and error.elsewhere == elsewhere
+    assert total(house.metrics.refused) == (elsewhere is None), "who comes again is not refused"
+    assert house.batcher.model_of("a") == MODEL
+    assert asked(house, 2).sums == [3.0]
+
+
+def test_a_session_that_begins_anew_begins_with_the_version_that_is_named() -> None:
+    house = of_versions()
+    asked(house, 1)
+    assert house.call([2], model=NEWER, session="a", starts=True).errors == []
+    house.run()
+    assert (house.batcher.model_of("a"), house.batcher.model_of("b")) == (NEWER, None)
+
+
+def test_sessions_of_a_version_that_goes_are_told_once_and_others_never() -> None:
+    house = of_versions()
+    asked(house, 1)
+    asked(house, 5, session="waits")
+    asked(house, 7, session="other", model=NEWER)
+    waits = house.call([6], session="waits")
+    assert house.batcher.has(MODEL)
+    house.batcher.lose_sessions(MODEL)
+    assert refused(waits) is refused(house.call([1], session="a")) is SessionLost
+    assert not house.batcher.has(MODEL) and house.batcher.has(NEWER)
+    assert asked(house, 3).sums == [3.0]
+    assert asked(house, 4, session="waits").sums == [4.0]
+    assert asked(house, 1, session="other", model=NEWER).sums == [8.0]
+    assert counted(house.metrics.sessions_ended)["unloaded"] == 2
+
+
+def test_a_chunk_for_a_version_that_went_with_its_engine_is_told_that_the_session_is_lost() -> None:
+    house, gone = of_versions(), ModelKey(MODEL.name, "3", 9)
+    assert refused(house.call([1], model=gone, session="a", again=True)) is SessionLost
+    assert refused(house.call([1], model=gone, session="a")) is UnknownModel
 
 
 def test_after_its_last_chunk_has_come_a_session_takes_no_other() -> None:

@@ -189,6 +189,35 @@ def test_only_what_is_loaded_is_served(engine: Engine) -> None:
     assert not engine.serves(ModelKey("words", "2"))
 
 
+def test_a_model_is_made_ready_beside_others_and_then_served_until_it_is_closed(
+    engine: Engine, encoders: dict[ModelKey, Encoder], metrics: Metrics
+) -> None:
+    newer = ModelKey(*WORDS.labels, 7)
+    prepared = engine.prepared(lambda: encoders[WORDS], lambda work: work())
+    assert not engine.serves(newer)
+    before = engine.weight_bytes
+    engine.open(newer, prepared)
+    assert engine.weight_bytes == before + encoders[WORDS].weight_bytes()
+    assert (engine.newest("words", "1"), engine.newest("words", "2")) == (newer, None)
+    [mine], [other] = run(engine, newer, [chunk(newer, 7)]), run(engine, WORDS, [chunk(WORDS, 7)])
+    assert_alike(mine, other)
+    engine.close(newer)
+    assert not engine.serves(newer) and engine.serves(WORDS)
+    assert metrics.weight_bytes.values[WORDS.labels] == [encoders[WORDS].weight_bytes()], "the older one is still served"
+    engine.close(WORDS)
+    assert WORDS.labels not in metrics.weight_bytes.values
+
+
+def test_what_cannot_be_made_ready_changes_nothing(engine: Engine) -> None:
+    def fail() -> Encoder:
+        raise ValueError("broken")
+
+    before = engine.loaded()
+    with pytest.raises(ValueError, match="broken"):
+        engine.prepared(fail, lambda work: work())
+    assert engine.loaded() == before
+
+
 def test_what_is_loaded_says_device_backends_and_bytes(engine: Engine, encoders: dict[ModelKey, Encoder]) -> None:
     loaded = {one.name: one for one in engine.loaded()}
     assert list(loaded) == [key.name for key in encoders]

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-import select
+import selectors
 import sys
 import threading
 from concurrent.futures import Future
+from typing import Protocol
 
 import pytest
 
 from service.engine.loader import SWITCH_SECONDS, Loader
 
 
+class HasFileno(Protocol):
+    def fileno(self) -> int: ...
+
+
+def readable(one: HasFileno) -> None:
+    """Wait until there is something to settle."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(one, selectors.EVENT_READ)
+        assert selector.select(10)
+
+
 def settled(loader: Loader[int]) -> None:
-    """Wait until there is something to settle, and do it."""
-    readable, _, _ = select.select([loader], [], [], 10)
-    assert readable
+    """Wait for that, and do it."""
+    readable(loader)
     loader.settle()
 
 
@@ -80,7 +91,7 @@ def test_the_serving_thread_gets_python_back_sooner_while_something_is_made() ->
     heard: list[float] = []
     loader.begin(sys.getswitchinterval, lambda future: heard.append(future.result()))
     while not heard:
-        select.select([loader], [], [], 10)
+        readable(loader)
         loader.settle()
     assert heard == [pytest.approx(SWITCH_SECONDS)]
     assert sys.getswitchinterval() == pytest.approx(usual)
