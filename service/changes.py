@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 
@@ -105,8 +106,10 @@ class Changes:
             return
 
         def answer(fault: ServiceError | None) -> None:
-            kind, said = (Kind.DONE, None) if fault is None else (Kind.REFUSAL, Refusal(fault.code, fault.message, fault.field))
-            front.tell(encode(kind, frame.id, said))
+            if fault is None:
+                front.tell(encode(Kind.DONE, frame.id))
+            else:
+                front.tell(encode(Kind.REFUSAL, frame.id, Refusal(fault.code, fault.message, fault.field, fault.retry_after)))
 
         if self._settings.reload == "off":
             answer(
@@ -166,6 +169,9 @@ class Changes:
             if not isinstance(refused, UnknownModel):
                 self._reasons[name] = refused.message
                 self._log.warning("not changed", model=name, reason=refused.message)
+        except Exception as raised:
+            fault = InferenceFailed("the service failed on this change: its log says why")
+            self._log.error("bug", error=f"{type(raised).__name__}: {raised}")
         else:
             self._reasons.pop(name, None)
             self._log.info("changed", model=name, serves=[one.version for one in self.manifest.editions if one.name == name])
@@ -179,8 +185,12 @@ class Changes:
         policy = policy or self._policies.get(name)
         editions = yield from self._read(lambda: self._repository.read(name, policy))
         served = {(one.name, one.version): one for one in self.manifest.editions}
-        wanted = [*(one for one in self.manifest.editions if one.name != name), *renewed(editions, served)]
-        aliases = yield from self._read(lambda: self._repository.aliases(wanted))
+        mine = renewed(editions, served)
+        for edition in mine:
+            if edition in self.manifest.editions:
+                yield from self._read(partial(self._repository.check, edition))
+        wanted = [*(one for one in self.manifest.editions if one.name != name), *mine]
+        aliases = yield from self._read(self._repository.aliases)
         yield from self._make_ready([one for one in wanted if one not in self.manifest.editions])
         yield from self._serve(Manifest(sorted(wanted, key=_place), aliases))
         if policy is not None:
@@ -189,12 +199,12 @@ class Changes:
     def _unload(self, name: str) -> Steps[None]:
         left = [one for one in self.manifest.editions if one.name != name]
         if len(left) == len(self.manifest.editions):
-            served = ", ".join(sorted({one.name for one in left}))
+            served = ", ".join(sorted({one.name for one in left})) or "none"
             raise UnknownModel(f"{name!r:.100} is not served: served are {served}", field="model")
         yield from self._serve(Manifest(left, self.manifest.aliases))
 
     def _rename(self) -> Steps[None]:
-        aliases = yield from self._read(lambda: self._repository.aliases(self.manifest.editions))
+        aliases = yield from self._read(self._repository.aliases)
         yield from self._serve(Manifest(self.manifest.editions, aliases))
 
     def _make_ready(self, fresh: list[Edition]) -> Steps[None]:
@@ -320,7 +330,8 @@ class Changes:
             raise BY_CODE.get(refusal.code, InferenceFailed)(self._within_folder(refusal.message), field=refusal.field)
         if one.missing:
             slow = ", ".join(sorted(child.name for child in one.missing))
-            raise Unavailable(f"{slow} did not do it within SEQSERVE_START_SECONDS, {self._settings.start_seconds:g} s: retry")
+            limit = f"SEQSERVE_START_SECONDS, {self._settings.start_seconds:g} s"
+            raise Unavailable(f"{slow} did not do it within {limit}: retry, or raise it", retry_after=1)
 
     def _within_folder(self, message: str) -> str:
         """Without the way to the models folder, which is no caller's business."""

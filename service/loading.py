@@ -59,6 +59,7 @@ class Models:
         self._loader = Loader[Prepared]()
         self._closing: dict[ModelKey, _Closing] = {}
         self._released: set[tuple[Hashable, ModelKey]] = set()
+        self._unwanted: set[ModelKey] = set()
         self._look_at = 0.0
         self.changed: Callable[[], None] = lambda: None
 
@@ -71,7 +72,9 @@ class Models:
 
         def done(made: Future[Prepared]) -> None:
             fault = made.exception()
-            if fault is None:
+            if edition.key in self._unwanted:
+                self._unwanted.discard(edition.key)
+            elif fault is None:
                 self._engine.open(edition.key, made.result())
                 self._log.info("loaded", model=edition.name, version=edition.version, generation=edition.generation)
                 self.changed()
@@ -90,6 +93,8 @@ class Models:
         """Serve a version no more once nothing is left of it, and none of these channels may bring anything."""
         key = closing.key
         if not self._engine.serves(key):
+            # It may be under way: who wanted it has given it up.
+            self._unwanted.add(key)
             closed()
             return
         left = {channel for channel in channels if (channel, key) not in self._released}

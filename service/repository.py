@@ -38,6 +38,8 @@ class Repository:
         self._root = root
         self._policy = policy
         self._generations = count(1)
+        self._whole: dict[Path, Fingerprint] = {}
+        """What folders looked like when their files were last read and found to be what their specs name."""
 
     def manifest(self) -> Manifest:
         """All that is to be served; raises ModelError at the first fault."""
@@ -45,7 +47,7 @@ class Repository:
         if not found:
             raise ModelError(f"models folder {self._root} has no model: put one there, or name another folder with --models")
         editions = [edition for name in found for edition in self.read(name)]
-        return Manifest(editions, self.aliases(editions))
+        return Manifest(editions, spec.aliases(self._root, by_name(editions)))
 
     def read(self, name: str, policy: str | None = None) -> list[Edition]:
         """The versions of a model that are to be served, by its own policy if none is given, each of a generation of its own; raises
@@ -54,9 +56,20 @@ class Repository:
         versions = spec.versions(folder)
         return [self._edition(versions[version]) for version in chosen(policy or self._own_policy(folder), list(versions))]
 
-    def aliases(self, editions: Sequence[Edition]) -> dict[str, str]:
-        """Other names of what these are; raises ModelError for one that leads nowhere."""
-        return spec.aliases(self._root, by_name(editions))
+    def check(self, edition: Edition) -> None:
+        """Whether the folder of an edition still has the files that its spec names; raises ModelError. Files that look as before are not
+        read again."""
+        folder = Path(edition.folder)
+        now = frozenset(_files(folder))
+        if now != self._whole.get(folder):
+            model = spec.ModelSpec.model_validate_json(edition.spec)
+            for name in model.sha256:
+                spec.verified(folder / name, model)
+            self._whole[folder] = now
+
+    def aliases(self) -> dict[str, str]:
+        """Other names of whatever is in the folder, served or not; raises ModelError for one that leads nowhere."""
+        return spec.aliases(self._root, self.listing())
 
     def listing(self) -> dict[str, list[str]]:
         """The names and versions of all that looks like a model."""

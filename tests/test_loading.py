@@ -137,6 +137,13 @@ def test_a_version_stays_for_its_sessions_but_not_for_longer_than_it_was_said(sh
     assert isinstance(told, SessionLost)
 
 
+def test_what_is_ready_when_nobody_wants_it_any_more_is_not_served(shelf: Shelf) -> None:
+    shelf.closed.append(NEW.key)
+    shelf.models.close(Closing(NEW.key, 0.0), {FRONT}, lambda: None)
+    assert shelf.prepared() is None
+    assert (shelf.opened, shelf.changes) == ([], 0)
+
+
 def test_what_was_never_served_is_gone_at_once(shelf: Shelf) -> None:
     gone: list[bool] = []
     shelf.closed.append(MODEL)

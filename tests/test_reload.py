@@ -158,6 +158,10 @@ def test_an_alias_follows_when_models_are_loaded(reloaded: tuple[Server, Path]) 
     assert [answered(server, name)[0] for name in ("any", "stable")] == ["2", "1"]
     listed = {one["version"]: one["aliases"] for one in server.client.get("/models").json()["models"] if one["name"] == "words"}
     assert listed == {"1": ["any", "stable"], "2": ["any"]}
+    unload(server, "words")
+    load(server, "accumulator")
+    assert "unknown model any" in refused(server, 404, "unknown_model", "any"), "it stands for what is not served"
+    load(server, "words")
     (root / spec.ALIASES).write_text('any = "nobody"')
     assert "any stands for 'nobody'" in load(server, "words", status=400)["error"]
     assert answered(server, "any")[0] == "2"
@@ -184,6 +188,11 @@ def test_a_model_that_cannot_be_served_is_refused_with_the_reason_while_the_old_
     assert "model.toml is missing" in load(server, "words", status=400)["error"]
     assert answered(server) == before
     assert server.metric("seqserve_model_changes_total", outcome="invalid_model") == 3
+    weights = root / "words" / "1" / spec.WEIGHTS
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[::-1])
+    assert "does not have the digest" in load(server, "words", status=400, policy={"specific": {"versions": [1]}})["error"]
+    weights.write_bytes(whole)
     shutil.rmtree(root / "words" / "2")
     load(server, "words")
     assert index(server, "words") == {"1": ("READY", "")}

@@ -81,6 +81,24 @@ def test_what_has_not_changed_is_what_is_served_already(root: Path) -> None:
     assert [edition in before for edition in now] == [True, False, True]
 
 
+def test_files_that_were_exchanged_behind_a_model_s_back_are_found(root: Path) -> None:
+    repository = Repository(root, "latest")
+    [edition] = repository.read("words")
+    repository.check(edition)
+    weights = root / "words" / "10" / "weights.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1] + b"!")
+    with pytest.raises(ModelError, match="does not have the digest"):
+        repository.check(edition)
+    weights.write_bytes(whole)
+    repository.check(edition)
+
+
+def test_an_alias_may_stand_for_what_is_not_served_now(root: Path) -> None:
+    (root / ALIASES).write_text('old = "words/1"')
+    assert Repository(root, "latest").aliases() == {"old": "words/1"}
+
+
 def test_an_edition_has_all_that_a_front_needs_to_know_of_a_model(root: Path) -> None:
     [edition] = Repository(root, "latest").read("words")
     assert (edition.name, edition.version, Path(edition.folder)) == ("words", "10", root / "words" / "10")
