@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -44,55 +46,45 @@ def answered(server: Server, model: str = "words", **options: Any) -> tuple[str,
 
 
 class Load:
-    """Requests for the newest version at a steady rate, and what came of them, by version."""
+    """Callers who ask the newest version at a steady rate together, and what came of that, by version.
+
+    Each waits for its answer: where answers take longer the rate falls, and never are more requests open than there are callers.
+    """
 
     def __init__(self, server: Server, model: str = "words") -> None:
         self._target = Target.of(server.address, "/infer")
         self._request = self._target.request(json.dumps({"model": model, "inputs": [TEXT]}).encode())
-        self._free: list[Caller] = []
         self.answers: dict[str, list[bytes]] = {}
         self.failures: Counter[str] = Counter()
         self.ended = threading.Event()
 
     async def capacity(self) -> float:
-        """Requests a second of callers who wait for their answers."""
-        until, asked = time.monotonic() + MEASURED_SECONDS, 0
-
-        async def keep_asking() -> None:
-            nonlocal asked
-            while time.monotonic() < until:
-                await self._ask()
-                asked += 1
-
-        await asyncio.gather(*(keep_asking() for _ in range(CALLERS)))
-        self._hang_up()
-        return asked / MEASURED_SECONDS
+        """Requests a second of callers who never pause."""
+        asyncio.get_running_loop().call_later(MEASURED_SECONDS, self.ended.set)
+        await self.keep(math.inf)
+        return sum(map(len, self.answers.values())) / MEASURED_SECONDS
 
     async def keep(self, rate: float) -> None:
         """Requests that are due at this rate, until `ended` is set."""
-        start = time.monotonic()
+        start, numbers = time.monotonic(), itertools.count()
         async with asyncio.TaskGroup() as asking:
-            for number in itertools.count():
-                if self.ended.is_set():
-                    break
-                await asyncio.sleep(start + number / rate - time.monotonic())
-                asking.create_task(self._ask())
-        self._hang_up()
+            for _ in range(CALLERS):
+                asking.create_task(self._ask_each(start + number / rate for number in numbers))
 
-    async def _ask(self) -> None:
-        caller = self._free.pop() if self._free else await Caller.connect(self._target)
-        reply = await caller.ask(self._request)
-        if reply.status == 200:
-            said = json.loads(reply.body)
-            self.answers.setdefault(said["version"], []).append(reply.body)
-        else:
-            self.failures[reply.body.decode()] += 1
-        if caller.connected:
-            self._free.append(caller)
-
-    def _hang_up(self) -> None:
-        while self._free:
-            self._free.pop().hang_up()
+    async def _ask_each(self, moments: Iterator[float]) -> None:
+        """One caller, on one connection."""
+        caller = await Caller.connect(self._target)
+        for due in moments:
+            await asyncio.sleep(due - time.monotonic())
+            if self.ended.is_set():
+                break
+            reply = await caller.ask(self._request)
+            if reply.status == 200:
+                said = json.loads(reply.body)
+                self.answers.setdefault(said["version"], []).append(reply.body)
+            else:
+                self.failures[reply.body.decode()] += 1
+        caller.hang_up()
 
     def check(self, expected: dict[str, dict[str, float]]) -> int:
         """Every request was answered as the version does that it names, whose scores are expected; returns how many there were."""

@@ -206,7 +206,7 @@ def test_only_what_is_in_the_models_folder_can_be_loaded(tmp_path: Path, name: s
 
 
 def test_what_does_not_fit_beside_the_old_version_is_refused(tmp_path: Path) -> None:
-    with reloading(tmp_path, max_model_bytes="3000") as (server, root):
+    with reloading(tmp_path, max_model_bytes="3000", fold_limit_bytes="0") as (server, root):
         weights = server.metric("seqserve_model_weight_bytes", model="words")
         assert weights > 1500
         models.words(root, version=2, seed=2)
