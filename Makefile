@@ -29,7 +29,7 @@ help:
 	@echo "make bench-devices  time this service on one device and on several, DEVICE=cuda:0,cuda:1"
 	@echo "make perf-analyzer  Triton's load generator on a server of its own, or on URL=http://host:8000 GRPC=host:8001"
 	@echo "make simulate     ways of batching on a virtual clock, beside the scheduler's: some minutes, needs no GPU"
-	@echo "make test-long    100,000 requests, after which no process may hold more than before, and sessions under stress: minutes"
+	@echo "make test-long    100,000 requests and 200 reloads, after which no process may hold more than before, and sessions under stress: minutes"
 	@echo "make test-gpu     the tests that need a GPU; what passed is written to tests/gpu/passed.json"
 	@echo "make proto        compile service/faces/inference.proto, after a change of it"
 	@echo "make docker-test  build the image, start the compose files on a container engine, test and remove them"
