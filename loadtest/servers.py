@@ -21,7 +21,7 @@ STOP_SECONDS = 60.0
 
 
 class Server:
-    """One running server and the processes under it."""
+    """One running server and the processes under it. grpc: host and port, where the plain handler has nothing."""
 
     def __init__(self, url: str, grpc: str, process: subprocess.Popen[bytes]) -> None:
         self.url = url
@@ -32,12 +32,15 @@ class Server:
     def running(self) -> bool:
         return self._process.poll() is None
 
-    def cpu_seconds(self, role: str = "") -> float:
-        """What all its processes have used so far, or those whose command ends so; those that ended are excepted."""
+    def cpu_seconds(self) -> float:
+        """What all its processes have used so far, those that ended excepted."""
+        return sum(self.cpu_seconds_each(""))
+
+    def cpu_seconds_each(self, role: str) -> list[float]:
+        """Of each process whose command ends so."""
         first = psutil.Process(self._process.pid)
         found = [one for one in (first, *first.children(recursive=True)) if " ".join(one.cmdline()).endswith(role)]
-        times = [one.cpu_times() for one in found]
-        return float(sum(one.user + one.system for one in times))
+        return [times.user + times.system for times in (one.cpu_times() for one in found)]
 
 
 @contextmanager
