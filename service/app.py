@@ -78,7 +78,7 @@ def run_front() -> None:
     front = Front(settings, models, engines, metrics, log, control)
     application = http.build(front)
     _settle()
-    serve(application, front, control, socket.socket(fileno=birth.listening), birth.grpc)
+    serve(application, front, control, socket.socket(fileno=birth.listening), birth.grpc, follows=not birth.strict)
 
 
 def run_engine() -> None:

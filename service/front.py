@@ -27,6 +27,8 @@ from service.metrics import Snapshot
 from service.sequence import Edition, Indexed, Manifest, ModelKey, Refusal
 
 SCRAPE_SECONDS = 1.0
+MEETING_SECONDS = 1.0
+"""How long a front that follows another waits for an engine before it says that there is none."""
 KEEP_ALIVE_SECONDS = 15
 PING_SECONDS = 20.0
 """A socket is asked so often whether somebody is still there, and closed when nobody answers for so long."""
@@ -168,20 +170,28 @@ class Socket(WebSocketsSansIOProtocol):
 
 class Server(uvicorn.Server):
     """uvicorn, with the gRPC door beside it, listening to the supervisor once both take connections. SIGTERM drains it; an interrupt is
-    not its business."""
+    not its business.
 
-    def __init__(self, config: uvicorn.Config, control: Control, front: Front, grpc: Door | None) -> None:
+    follows: another front was here before, and engines are likely to be there: what waits on the port is not taken before one is met.
+    """
+
+    def __init__(self, config: uvicorn.Config, control: Control, front: Front, grpc: Door | None, *, follows: bool) -> None:
         super().__init__(config)
+        self._follows = follows
         self._control = control
         self._front = front
         self._grpc = grpc
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if self._follows:
+            self._control.listen(self._front)
+            await self._front.engines.meet_one(MEETING_SECONDS)
+        await super().startup(sockets)
         if self._grpc is not None:
             await self._grpc.open()
-        self._control.listen(self._front)
+        if not self._follows:
+            self._control.listen(self._front)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._front.draining = True
@@ -204,8 +214,8 @@ class _Lines(logging.Handler):
         )
 
 
-def serve(app: FastAPI, front: Front, control: Control, listening: socket.socket, grpc: str | None) -> None:
-    """Serve until SIGTERM, gRPC on this address; requests in flight then have `drain_seconds` to end."""
+def serve(app: FastAPI, front: Front, control: Control, listening: socket.socket, grpc: str | None, *, follows: bool) -> None:
+    """Serve until SIGTERM, gRPC on this address; requests in flight then have `drain_seconds` to end. follows: as `Server` has it."""
     front.metrics.start(one.key.labels for one in front.models.served)
     for said in ("uvicorn.error", "grpc", "asyncio"):
         logging.getLogger(said).addHandler(_Lines(front.log))
@@ -228,6 +238,6 @@ def serve(app: FastAPI, front: Front, control: Control, listening: socket.socket
         timeout_graceful_shutdown=max(1, round(front.settings.drain_seconds)),
     )
     try:
-        Server(config, control, front, Door(front, grpc) if grpc else None).run(sockets=[listening])
+        Server(config, control, front, Door(front, grpc) if grpc else None, follows=follows).run(sockets=[listening])
     except StartError as fault:
         control.failed(str(fault))

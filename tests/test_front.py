@@ -46,7 +46,9 @@ def run(test: Callable[[Control, Channel], Awaitable[None]]) -> None:
         mine, theirs = pair()
         control, supervisor = Control(Channel(theirs)), Channel(mine)
         metrics = Metrics()
-        control.listen(Front(Settings(), Models([], {}), Engines(metrics, 1_000, control.ready), metrics, Log("front"), control))
+        control.listen(
+            Front(Settings(), Models([], {}), Engines(metrics, 1_000, control.ready), metrics, Log("front"), control)
+        )
         try:
             await asyncio.wait_for(test(control, supervisor), 10)
         finally:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 from service.lifeline import PATIENCE_SECONDS
 from tests import models
 from tests.serving import Server, alive, asking, eventually, serving
+from tests.steady import open_files
 
 QUICK = [[[0.1, 0.2, 0.3]] * 5]
 CALL = {"model": "sensors", "inputs": QUICK}
@@ -225,6 +227,16 @@ def test_several_fronts_feed_one_engine(models_folder: Path, tmp_path: Path) -> 
         assert own.metric("seqserve_requests_total", outcome="ok") == 40
         os.kill(own.pid("front-1"), signal.SIGKILL)
         assert ask(own, QUICK).status_code == 200
+
+
+def test_connections_spread_over_all_fronts(models_folder: Path, tmp_path: Path) -> None:
+    with serving(models_folder, tmp_path, "--fronts", "2") as own, ExitStack() as held:
+        before = open_files(own)
+        for _ in range(32):
+            caller = held.enter_context(httpx.Client(base_url=own.address, trust_env=False))
+            assert caller.post("/infer", json=CALL).status_code == 200
+        after = open_files(own)
+        assert all(after[name] >= before[name] + 4 for name in ("front-0", "front-1")), (before, after)
 
 
 def test_engines_start_before_the_service_says_that_it_is_ready_and_share_the_work(two_engines: Server) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import msgspec
 
@@ -23,7 +24,7 @@ TRACED_SECONDS = 60.0
 
 
 class Engines:
-    """Requests out, answers in. `met` says that an engine was ready once.
+    """Requests out, answers in.
 
     `on_ready` is called each time an engine has said hello. `places` counts the engines that there are when none is being replaced.
     """
@@ -46,7 +47,7 @@ class Engines:
         self._homeless: dict[int, Open] = {}
         """What was left by an engine when no other was ready that could have it."""
         self._last_id = 0
-        self.met = False
+        self._met = asyncio.Event()
 
     @property
     def ready(self) -> bool:
@@ -58,6 +59,12 @@ class Engines:
         ready = sorted(self._ready, key=lambda one: one.place)
         keys = dict.fromkeys(key for one in ready for key in one.models)
         return [_everywhere([one.models[key] for one in ready if key in one.models]) for key in keys]
+
+    async def meet_one(self, within_seconds: float) -> None:
+        """Wait until an engine has said hello, or for so long."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_seconds):
+                await self._met.wait()
 
     def attach(self, channel: Channel) -> None:
         """A new engine; it is ready when its hello comes."""
@@ -173,13 +180,13 @@ class Engines:
             waiting.future.set_exception(_too_late(waiting))
 
     def _not_ready(self) -> ServiceError:
-        if self.met:
+        if self._met.is_set():
             return EngineLost("no engine is left and one is being replaced: retry later", retry_after=1)
         return Unavailable("the models are still loading: retry later, or wait for /readyz", retry_after=1)
 
     def _meet(self, engine: Connection) -> None:
         """An engine is ready: what found no other is run again, and what waits for this one hears what became of its session."""
-        self.met = True
+        self._met.set()
         self._on_ready()
         homeless, self._homeless = self._homeless, {}
         for waiting in homeless.values():

@@ -39,6 +39,9 @@ def build(front: Front) -> FastAPI:
             body = wire.InferBody.parse(await read_json(request, front))
             return written(front, await unless_gone(request, answer(front, call, body)))
 
+    # Routes are tried in their order: those that have to be fast come first.
+    oip_http.add(hot, front, responses)
+
     @hot.post(
         "/debug/trace", include_in_schema=front.settings.debug, responses=responses, openapi_extra=_parameters(wire.TraceQuery)
     )
@@ -52,7 +55,6 @@ def build(front: Front) -> FastAPI:
         raise InvalidRequest("this path is a WebSocket: connect with ws:// or wss://, or send chunks to /infer")
 
     sessions.add(hot, front, responses)
-    oip_http.add(hot, front, responses)
     app.include_router(hot)
 
     @app.websocket("/stream")

@@ -30,6 +30,8 @@ ELSEWHERE = (
 """What Triton has and this service has not."""
 _NAME = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "pattern": f"^{NAME.pattern}$"}}
 _VERSION = {"name": "version", "in": "path", "required": True, "schema": {"type": "string", "pattern": f"^{VERSION.pattern}$"}}
+PATHS = ((MODEL, [_NAME]), (VERSIONED, [_NAME, _VERSION]))
+"""The newest version, and one that is named."""
 _HEADER = {
     "name": HEADER_LENGTH,
     "in": "header",
@@ -58,6 +60,7 @@ class RepositoryBody(msgspec.Struct):
 
 def add(router: APIRouter, front: Front, responses: Responses) -> None:
     """Serve it, with these error responses described."""
+    _add_infer(router, front, responses)
     _add_service(router, front, responses)
     _add_models(router, front, responses)
     _add_repository(router, front, responses)
@@ -67,6 +70,17 @@ def add(router: APIRouter, front: Front, responses: Responses) -> None:
 
     for path in ELSEWHERE:
         router.add_api_route(path, not_here, methods=["GET", "POST"], include_in_schema=False)
+
+
+def _add_infer(router: APIRouter, front: Front, responses: Responses) -> None:
+    async def infer(request: Request) -> Response:
+        """Answer with the model's head. Raw tensors may follow the JSON, of which Inference-Header-Content-Length then gives the size."""
+        return await _infer(front, request)
+
+    for path, parameters in PATHS:
+        described: dict[str, Any] = {"parameters": [*parameters, _HEADER], **_QUESTION}
+        answers: Responses = {**responses, 200: {"content": _ANSWERS}}
+        router.add_api_route(path + "/infer", infer, methods=["POST"], responses=answers, openapi_extra=described)
 
 
 def _add_service(router: APIRouter, front: Front, responses: Responses) -> None:
@@ -113,17 +127,10 @@ def _add_models(router: APIRouter, front: Front, responses: Responses) -> None:
         """How many requests there were, and where their time went, of every model."""
         return _json(front, await unless_gone(request, oip_models.statistics(front)))
 
-    async def infer(request: Request) -> Response:
-        """Answer with the model's head. Raw tensors may follow the JSON, of which Inference-Header-Content-Length then gives the size."""
-        return await _infer(front, request)
-
-    for path, parameters in ((MODEL, [_NAME]), (VERSIONED, [_NAME, _VERSION])):
+    for path, parameters in PATHS:
         extra: dict[str, Any] = {"parameters": parameters}
         for end, answer in (("", metadata), ("/ready", ready), ("/config", config), ("/stats", statistics)):
             router.add_api_route(path + end, answer, methods=["GET"], responses=responses, openapi_extra=extra)
-        described: dict[str, Any] = {"parameters": [*parameters, _HEADER], **_QUESTION}
-        answers: Responses = {**responses, 200: {"content": _ANSWERS}}
-        router.add_api_route(path + "/infer", infer, methods=["POST"], responses=answers, openapi_extra=described)
 
 
 def _add_repository(router: APIRouter, front: Front, responses: Responses) -> None:
