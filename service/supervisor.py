@@ -261,7 +261,9 @@ def _open_ports(settings: Settings) -> list[socket.socket]:
     """
     opened = [_shared(settings.host, settings.port, "choose another with --host or --port")]
     port = opened[0].getsockname()[1]
-    opened += [_bound(settings.host, port, "it was free a moment ago: start again", shared=True) for _ in range(settings.fronts - 1)]
+    opened += [
+        _bound(settings.host, port, "it was free a moment ago: start again", shared=True) for _ in range(settings.fronts - 1)
+    ]
     for listening in opened:
         listening.listen(BACKLOG)
     return opened
