@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import socket
+from collections.abc import Callable
 from typing import Any
 
 import uvicorn
@@ -32,6 +33,10 @@ MEETING_SECONDS = 1.0
 KEEP_ALIVE_SECONDS = 15
 PING_SECONDS = 20.0
 """A socket is asked so often whether somebody is still there, and closed when nobody answers for so long."""
+MOMENT_SECONDS, MOST_AT_ONCE = 0.001, 64
+"""How long connections are left to other fronts after some were taken, and how many are taken at most before that."""
+PAUSE_SECONDS = 1.0
+"""How long no connection is taken when one could not be."""
 GOODBYE_SECONDS = 1.0
 """How long the end of the service waits for a caller to close his side of a socket."""
 
@@ -168,6 +173,64 @@ class Socket(WebSocketsSansIOProtocol):
             self.handshake_complete = True
 
 
+class Entrance:
+    """The port that all fronts share. A front that took all connections that wait there, as servers do by themselves, would leave none to
+    the others: it takes one, leaves them a moment, and takes twice as many while there still are some."""
+
+    def __init__(self, listening: socket.socket, make: Callable[[], asyncio.Protocol]) -> None:
+        """make: what serves one connection."""
+        listening.setblocking(False)
+        self._listening = listening
+        self._make = make
+        self._taken: set[asyncio.Task[Any]] = set()
+        self._later: asyncio.TimerHandle | None = None
+        self._at_once = 1
+        self._took_at = 0.0
+
+    def open(self) -> None:
+        """Take connections from now on."""
+        asyncio.get_running_loop().add_reader(self._listening.fileno(), self._take)
+
+    def close(self) -> None:
+        """Take none any more."""
+        if self._later is not None:
+            self._later.cancel()
+        asyncio.get_running_loop().remove_reader(self._listening.fileno())
+
+    def _take(self) -> None:
+        now = asyncio.get_running_loop().time()
+        self._at_once = min(MOST_AT_ONCE, 2 * self._at_once) if now - self._took_at < 5 * MOMENT_SECONDS else 1
+        self._took_at = now
+        try:
+            for _ in range(self._at_once):
+                self._begin(self._listening.accept()[0])
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            pass  # another front was faster, or the caller has gone
+        except OSError:
+            # As a rule there are no descriptors left: the loop would do nothing but try.
+            self._pause(PAUSE_SECONDS)
+            return
+        self._pause(MOMENT_SECONDS)
+
+    def _pause(self, seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._listening.fileno())
+        self._later = loop.call_later(seconds, self.open)
+
+    def _begin(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        task = asyncio.get_running_loop().create_task(self._serve(connection))
+        self._taken.add(task)
+        task.add_done_callback(self._taken.discard)
+
+    async def _serve(self, connection: socket.socket) -> None:
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(self._make, connection)
+        except OSError:
+            connection.close()  # the caller has gone
+
+
 class Server(uvicorn.Server):
     """uvicorn, with the gRPC door beside it, listening to the supervisor once both take connections. SIGTERM drains it; an interrupt is
     not its business.
@@ -178,6 +241,7 @@ class Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, control: Control, front: Front, grpc: Door | None, *, follows: bool) -> None:
         super().__init__(config)
         self._follows = follows
+        self._entrances: list[Entrance] = []
         self._control = control
         self._front = front
         self._grpc = grpc
@@ -187,7 +251,10 @@ class Server(uvicorn.Server):
         if self._follows:
             self._control.listen(self._front)
             await self._front.engines.meet_one(MEETING_SECONDS)
-        await super().startup(sockets)
+        await super().startup([])
+        for listening in sockets or []:
+            self._entrances.append(Entrance(listening, self._protocol))
+            self._entrances[-1].open()
         if self._grpc is not None:
             await self._grpc.open()
         if not self._follows:
@@ -195,10 +262,18 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._front.draining = True
+        for entrance in self._entrances:
+            entrance.close()
         closing = [super().shutdown(sockets)]
         if self._grpc is not None:
             closing.append(self._grpc.close())
         await asyncio.gather(*closing)
+
+    def _protocol(self) -> asyncio.Protocol:
+        made: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[call-arg]
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return made
 
 
 class _Lines(logging.Handler):

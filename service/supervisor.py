@@ -42,7 +42,7 @@ class Supervisor:
         self._log = log
         self._announce = announce
         self._announced = False
-        self._listening = _open_ports(settings)
+        self._listening = _open_port(settings)
         self._grpc = _reserve_port(settings) if settings.grpc else None
         self._metrics = Metrics()
         self._metrics.ready.set(0.0)
@@ -138,7 +138,7 @@ class Supervisor:
         ready = [child for child in self._children.values() if child.ready]
         if not self._announced and len(ready) == len(self._names):
             self._announced = True
-            self._announce(_address(self._listening[0]), self._grpc_address)
+            self._announce(_address(self._listening), self._grpc_address)
 
     @property
     def _grpc_address(self) -> str | None:
@@ -160,7 +160,7 @@ class Supervisor:
         child = start(
             name,
             self._settings,
-            self._listening_of(name),
+            self._listening.fileno(),
             self._grpc_address,
             self._journals.get(name),
             manifest=self._changes.to_load() if name.startswith(ENGINE) else self._changes.manifest,
@@ -174,11 +174,6 @@ class Supervisor:
         if self._signal is not None:
             child.tell(encode(Kind.DRAIN, 0))
         self._children[name] = child
-
-    def _listening_of(self, name: str) -> int:
-        """The descriptor on which a front takes connections; -1 for an engine."""
-        role, _, place = name.partition("-")
-        return -1 if role == ENGINE else self._listening[int(place)].fileno()
 
     def _bury(self, child: Child) -> None:
         """Take a child that has ended out of the house; its place is filled, unless the house closes."""
@@ -237,8 +232,7 @@ class Supervisor:
                 front.process.kill()
 
     def _close_ports(self) -> None:
-        for listening in self._listening:
-            listening.close()
+        self._listening.close()
         if self._grpc is not None:
             self._grpc.close()
 
@@ -254,41 +248,26 @@ def _join(one: Child, other: Child) -> None:
         end.close()
 
 
-def _open_ports(settings: Settings) -> list[socket.socket]:
-    """The HTTP port, once for each front: of connections to one socket, whichever front wakes up first would take all that have come.
-
-    What comes for a front that has ended waits here for its successor.
-    """
-    opened = [_shared(settings.host, settings.port, "choose another with --host or --port")]
-    port = opened[0].getsockname()[1]
-    opened += [
-        _bound(settings.host, port, "it was free a moment ago: start again", shared=True) for _ in range(settings.fronts - 1)
-    ]
-    for listening in opened:
-        listening.listen(BACKLOG)
-    return opened
+def _open_port(settings: Settings) -> socket.socket:
+    """The HTTP port, on which every front takes connections from one queue: where one of them stands still, the others go on."""
+    listening = _bound(settings.host, settings.port, socket.SO_REUSEADDR, "choose another with --host or --port")
+    listening.listen(BACKLOG)
+    return listening
 
 
 def _reserve_port(settings: Settings) -> socket.socket:
-    """The gRPC port, which each front opens itself: bound so that nobody else gets it, and never listened to."""
-    return _shared(
-        settings.host, settings.grpc_port, "choose another with --grpc-port, or do without gRPC with SEQSERVE_GRPC=0"
-    )
+    """The gRPC port, which each front opens itself: bound so that nobody else gets it, and never listened to.
 
-
-def _shared(host: str, port: int, way_out: str) -> socket.socket:
-    """Bound to a port that others of this user may share.
-
-    A socket that shares it with nobody is bound to it first: whoever else has it stops the start, and none of the fronts.
+    A socket that nobody shares a port with is bound to it first: whoever else has it stops the start, and none of the fronts.
     """
-    _bound(host, port, way_out).close()
-    return _bound(host, port, way_out, shared=True)
+    way_out = "choose another with --grpc-port, or do without gRPC with SEQSERVE_GRPC=0"
+    _bound(settings.host, settings.grpc_port, socket.SO_REUSEADDR, way_out).close()
+    return _bound(settings.host, settings.grpc_port, socket.SO_REUSEPORT, way_out)
 
 
-def _bound(host: str, port: int, way_out: str, *, shared: bool = False) -> socket.socket:
+def _bound(host: str, port: int, shared: int, way_out: str) -> socket.socket:
     made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(shared))
+    made.setsockopt(socket.SOL_SOCKET, shared, 1)
     try:
         made.bind((host, port))
     except OSError as fault:

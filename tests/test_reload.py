@@ -253,6 +253,7 @@ def test_a_chunk_that_only_the_session_s_own_version_takes_is_laid_out_for_that(
             said = server.infer("sensors", [[row]], session=session)
             assert (said.status_code, said.json().get("version")) == (200, version), said.text
         assert server.infer("sensors", [[[0.1] * 4]], session="old").json()["field"] == "inputs[0][0]"
+        assert server.infer("sensors", [[[0.1] * 3]], session="old", version="2").status_code == 400, "it is named"
         assert server.infer("sensors", [[[0.1] * 3]], session="other").status_code == 400
 
 

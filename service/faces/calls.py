@@ -147,7 +147,7 @@ async def run(
         except (SessionConflict, InvalidInput, TooLarge) as fault:
             # A session stays with the version that it began with, whatever is the newest now, and may be laid out as that one only.
             own = await _own(front, model, session, fault)
-            if own is None:
+            if own is None or (version is not None and own.version != model.version):
                 raise
             model, unknown = own, None
     raise SessionConflict("the session begins anew and anew while this chunk comes: send one after the other", field="session")
