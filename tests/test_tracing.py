@@ -66,7 +66,9 @@ class House:
         self.pulse = Pulse()
         self.channels = [Channel(end) for end in pair()]
         self.played = Played()
-        self.tracing = Tracing(self.played, self.played, Hello([Loaded("words", "1", "cuda:1", [], 0)], 3, "cuda:1"), self.pulse)
+        self.tracing = Tracing(
+            self.played, self.played, Hello([Loaded("words", "1", "cuda:1", [], 0)], 3, "cuda:1"), self.pulse
+        )
         self.replies: list[tuple[int, bytes]] = []
         self.refusals: list[tuple[int, ServiceError]] = []
 
