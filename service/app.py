@@ -48,11 +48,9 @@ Catalog = dict[str, dict[str, tuple[Path, spec.ModelSpec]]]
 
 def catalog(root: Path) -> Catalog:
     """Every model under `root`, read and checked; raises ModelError."""
-    found = spec.find(root)
-    if not found:
-        raise ModelError(f"models folder {root} has no model: put one there, or name another folder with --models")
     return {
-        name: {version: (folder, spec.read(folder)) for version, folder in versions.items()} for name, versions in found.items()
+        name: {version: (folder, spec.read(folder)) for version, folder in versions.items()}
+        for name, versions in spec.find(root).items()
     }
 
 

@@ -43,10 +43,7 @@ class Repository:
 
     def manifest(self) -> Manifest:
         """All that is to be served; raises ModelError at the first fault."""
-        found = spec.find(self._root)
-        if not found:
-            raise ModelError(f"models folder {self._root} has no model: put one there, or name another folder with --models")
-        editions = [edition for name in found for edition in self.read(name)]
+        editions = [edition for name in spec.find(self._root) for edition in self.read(name)]
         return Manifest(editions, spec.aliases(self._root, by_name(editions)))
 
     def read(self, name: str, policy: str | None = None) -> list[Edition]:

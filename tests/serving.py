@@ -148,3 +148,10 @@ def alive(pid: int) -> bool:
     except OSError:
         return False
     return state != "Z"
+
+
+def check_unharmed(server: Server) -> None:
+    """Whatever was sent, nothing is left of it, and nothing ended in a fault of ours."""
+    eventually(lambda: server.metric("seqserve_sessions") + server.metric("seqserve_requests_in_flight") == 0, 5)
+    assert server.metric("seqserve_requests_total", outcome="inference_failed") == 0
+    assert not server.events("bug") and not server.events("server said")

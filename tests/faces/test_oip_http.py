@@ -26,7 +26,7 @@ from service.faces.oip_json import HEADER_LENGTH
 from service.faces.tensors import DATATYPES
 from tests import models
 from tests.faces.test_http import raw, refused
-from tests.serving import Server, eventually, serving
+from tests.serving import Server, check_unharmed, serving
 
 EMBEDDED = Path(__file__).resolve().parent.parent.parent / "models"
 QUESTIONS = ["How far is it from Denver to Aspen ?", "Who was the first American in space ?", "What does NASA stand for ?"]
@@ -54,11 +54,8 @@ def client(server: Server) -> Iterator[Any]:
 
 @pytest.fixture(autouse=True)
 def unharmed(server: Server) -> Iterator[None]:
-    """Whatever was sent, nothing is left of it, and nothing ended in a fault of ours."""
     yield
-    eventually(lambda: server.metric("seqserve_sessions") + server.metric("seqserve_requests_in_flight") == 0, 5)
-    assert server.metric("seqserve_requests_total", outcome="inference_failed") == 0
-    assert not server.events("bug") and not server.events("server said")
+    check_unharmed(server)
 
 
 def input(name: str, values: Any, datatype: str = "FP32", *, binary: bool = True) -> Any:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
-from tests.serving import Server, eventually, serving
+from tests.serving import Server, check_unharmed, eventually, serving
 
 ROW = [0.1, -2.0, 30.0]
 MODEL = "/stream?model=sensors"
@@ -40,11 +40,8 @@ def server(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 @pytest.fixture(autouse=True)
 def unharmed(server: Server) -> Iterator[None]:
-    """Whatever was sent, nothing is left of it, and nothing ended in a fault of ours."""
     yield
-    eventually(lambda: server.metric("seqserve_sessions") + server.metric("seqserve_requests_in_flight") == 0, 5)
-    assert server.metric("seqserve_requests_total", outcome="inference_failed") == 0
-    assert not server.events("bug") and not server.events("server said")
+    check_unharmed(server)
 
 
 def test_chunks_are_answered_as_one_sequence_and_the_steps_are_counted(server: Server) -> None:

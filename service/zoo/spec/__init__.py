@@ -208,13 +208,16 @@ def digest(data: bytes) -> str:
 
 
 def find(root: Path) -> dict[str, dict[str, Path]]:
-    """Version folders by model name, versions rising; raises ModelError for names that cannot be served."""
+    """Version folders by model name, versions rising; raises ModelError for names that cannot be served, and when there is none."""
     if not root.is_dir():
         raise ModelError(f"models folder {root} does not exist: name another with --models")
     for folder in folders(root):
         if not NAME.fullmatch(folder.name):
             raise ModelError(f"{folder}: a model name has letters, digits, '.', '_' and '-' only: rename the folder")
-    return {folder.name: versions(folder) for folder in folders(root)}
+    found = {folder.name: versions(folder) for folder in folders(root)}
+    if not found:
+        raise ModelError(f"models folder {root} has no model: put one there, or name another folder with --models")
+    return found
 
 
 def versions(folder: Path) -> dict[str, Path]:
