@@ -31,6 +31,8 @@ T = TypeVar("T")
 CAPTURE_SECONDS = 5.0
 """A model's graphs are captured for so long at most; turns of the sizes that are missing then are launched as they are."""
 TIMED_REPLAYS = 3
+LONGEST_TRY_SECONDS = 1.0
+"""A turn that takes longer is not run to see what memory it takes."""
 
 
 class Between(Protocol):
@@ -164,12 +166,25 @@ class GraphLane(Lane):
         )
 
     def largest_bytes(self) -> int:
-        """What the largest turns take on the device when no graph serves them: all rows, and one of all steps."""
+        """What the largest turns take on the device when no graph serves them: all rows, and one of all steps.
+
+        Where steps are launched one by one a long row takes minutes: what it needs lies on the line through two shorter ones.
+        """
+        return max(self._taken_bytes(bucket) for bucket in self._largest)
+
+    def _taken_bytes(self, bucket: Bucket) -> int:
+        share = LONGEST_TRY_SECONDS / max(self._by_launches.of(max(_even(bucket)), bucket.tokens), LONGEST_TRY_SECONDS)
+        rows, tokens = bucket.rows, max(2 * bucket.rows * self.encoder.spec.min_steps, int(share * bucket.tokens))
+        if tokens >= bucket.tokens:
+            return self._peak_bytes(bucket)
+        half, whole = (self._peak_bytes(Bucket(rows, some)) for some in (tokens // 2, tokens))
+        return whole + (whole - half) * (bucket.tokens - tokens) // (tokens - tokens // 2)
+
+    def _peak_bytes(self, bucket: Bucket) -> int:
         torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_allocated()
-        for bucket in self._largest:
-            self._made_up(bucket, _even(bucket))
-            self._encoded(*bucket, sequence=True, whole=not self.streams)
+        self._made_up(bucket, _even(bucket))
+        self._encoded(*bucket, sequence=True, whole=not self.streams)
         return torch.cuda.max_memory_allocated() - held
 
     def _seconds(self, turn: Turn, captured: Captured | None) -> float:

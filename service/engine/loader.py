@@ -82,3 +82,5 @@ def _fulfil(future: Future[T], work: Callable[[], T]) -> None:
         future.set_result(work())
     except BaseException as fault:
         future.set_exception(fault)
+        # The fault holds this frame: if that held the future, what was half made would stay until garbage is collected.
+        del future

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import selectors
 import sys
 import threading
+import weakref
 from concurrent.futures import Future
 from typing import Protocol
 
 import pytest
 
 from service.engine.loader import SWITCH_SECONDS, Loader
+from tests.serving import eventually
 
 
 class HasFileno(Protocol):
@@ -64,6 +67,25 @@ def test_what_is_raised_is_heard_of() -> None:
     loader.begin(lambda: 1, lambda future: heard.append(future.exception()))
     settled(loader)
     assert heard[1] is None, "it goes on after that"
+
+
+def test_what_failed_work_had_made_is_gone_once_that_was_heard_of() -> None:
+    loader, made, heard = Loader[int](), list[weakref.ref[set[int]]](), list[str]()
+
+    def fail() -> int:
+        half_made = {1, 2, 3}
+        made.append(weakref.ref(half_made))
+        raise ValueError("broken")
+
+    gc.disable()
+    try:
+        loader.begin(fail, lambda future: heard.append(str(future.exception())))
+        settled(loader)
+        assert heard == ["broken"]
+        # The other thread lets go of it after it has told.
+        eventually(lambda: made[0]() is None, within_seconds=5)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("fails", [False, True])

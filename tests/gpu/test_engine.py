@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,11 @@ import pytest
 import torch
 from numpy.testing import assert_allclose
 
-from service.engine.device import Memory, hold
+from service.engine import graphs
+from service.engine.device import Memory, Place, hold
 from service.engine.engine import Engine
 from service.engine.flight import Encoded
+from service.engine.graphs import GraphLane, Pool
 from service.engine.turn import Chunk, Turn
 from service.errors import OutOfMemory
 from service.metrics import Metrics
@@ -286,6 +289,19 @@ def test_nothing_is_allocated_once_it_is_warm(
             ran(on_gpu, mixed(specs[key][0], seed, STEPS))
     after = Memory.of(CUDA)
     assert (after.mallocs, after.reserved_bytes) == (before.mallocs, before.reserved_bytes)
+
+
+def test_what_a_long_row_takes_is_known_without_running_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hold(CUDA)
+    spec = models.sensors(tmp_path, hidden=5, max_steps=20_000)
+    encoder = Encoder(spec, store.read_arrays(tmp_path / spec.name / "1", spec), CUDA, 0)
+    lane = GraphLane(encoder, [Place(0, 1 << 20)], Pool(CUDA), **LIMITS, slots=1)
+    assert lane.why, "its steps are launched one by one"
+    began = time.monotonic()
+    known = lane.largest_bytes()
+    assert time.monotonic() - began < 4 * graphs.LONGEST_TRY_SECONDS
+    monkeypatch.setattr(graphs, "LONGEST_TRY_SECONDS", 60.0)
+    assert known == pytest.approx(lane.largest_bytes(), rel=0.05)
 
 
 def test_what_finds_no_memory_is_refused_and_the_next_turn_runs(
