@@ -17,6 +17,7 @@ from service.faces import answers, wire
 from service.faces.catalog import Models, unless_known
 from service.faces.connection import Answered
 from service.faces.engines import Engines
+from service.faces.served import Catalog, Served
 from service.logs import Log
 from service.metrics import CUT_OFF, GONE, OK, Metrics, Snapshot
 from service.sequence import Indexed, Manifest, ModelKey, Request
@@ -79,7 +80,7 @@ class Front:
             self.metrics.forget(*key.labels)
 
     @property
-    def catalog(self) -> wire.Catalog:
+    def catalog(self) -> Catalog:
         """What is served now."""
         return self.models.catalog
 
@@ -124,13 +125,13 @@ def counted(metrics: Metrics, arrived: float) -> Iterator[Call]:
             metrics.failed_seconds.add(*call.labels, by=seconds)
 
 
-Lay = Callable[[wire.Served], tuple[Request, bytes]]
+Lay = Callable[[Served], tuple[Request, bytes]]
 """Lays what a caller sent out for a model, as its spec and its tokenizer want it; raises a ServiceError."""
 
 
 async def run(
     front: Front, call: Call, name: str, version: str | int | None, session: str | None, lay: Lay
-) -> tuple[wire.Served, Answered]:
+) -> tuple[Served, Answered]:
     """What a caller sent, answered by the model that he named, and which that was; raises a ServiceError.
 
     version: None for the newest, or for the session's own. Requests leave for an engine in the order in which this is begun to be awaited.
@@ -153,7 +154,7 @@ async def run(
     raise SessionConflict("the session begins anew and anew while this chunk comes: send one after the other", field="session")
 
 
-async def _own(front: Front, model: wire.Served, session: str | None, fault: ServiceError) -> wire.Served | None:
+async def _own(front: Front, model: Served, session: str | None, fault: ServiceError) -> Served | None:
     """The version that a session is of, when that is another one than was taken to be meant, and so the reason of the fault."""
     if isinstance(fault, SessionConflict):
         key = fault.elsewhere and ModelKey(*fault.elsewhere)
@@ -174,7 +175,7 @@ def _going_on(request: Request, unknown: UnknownModel) -> Request:
 async def answer(front: Front, call: Call, body: wire.InferBody) -> bytes:
     """The answer to POST /infer, or to a message on /stream, as JSON; raises a ServiceError."""
 
-    def lay(model: wire.Served) -> tuple[Request, bytes]:
+    def lay(model: Served) -> tuple[Request, bytes]:
         return wire.sequences(body, model, front.settings, call.arrived)
 
     model, (shapes, data) = await run(front, call, body.model, body.version, body.session, lay)

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from service.errors import UnknownModel
-from service.faces import wire
-from service.faces.wire import Served
+from service.faces.served import Catalog, Served, find
 from service.sequence import Edition, ModelKey
 from service.zoo.spec import ModelSpec
 from service.zoo.text import Tokenizer
@@ -60,7 +59,7 @@ class Models:
 
     def find(self, name: str, version: str | int | None) -> Served:
         """What a caller names; raises UnknownModel."""
-        return wire.served(self.catalog, name, version)
+        return find(self.catalog, name, version)
 
     def retired(self, name: str, version: str | int | None) -> Served | None:
         """What a caller names who goes on with a session that may have begun when it was still served."""
@@ -81,7 +80,7 @@ def unless_known(models: Models, name: str, version: str | int | None) -> tuple[
         return retired, fault
 
 
-def _catalog(served: Iterable[Served], aliases: Mapping[str, str]) -> wire.Catalog:
+def _catalog(served: Iterable[Served], aliases: Mapping[str, str]) -> Catalog:
     found: dict[str, dict[str, Served]] = {}
     for one in served:
         found.setdefault(one.spec.name, {})[one.version] = one

@@ -17,6 +17,8 @@ from service.faces import answers, calls, oip_outputs, wire
 from service.faces.calls import Call, Front
 from service.faces.oip_inputs import Given
 from service.faces.oip_outputs import Wanted
+from service.faces.said import kind, shown
+from service.faces.served import Served
 from service.faces.tensors import Tensor
 from service.sequence import Request
 from service.settings import Settings
@@ -52,7 +54,7 @@ async def infer(front: Front, call: Call, request: InferRequest, within_seconds:
     """The answer to a request; raises a ServiceError. within_seconds: how long the call that brought it may take, if that says so."""
     given, session = Given(request.inputs), _session(request.parameters)
 
-    def lay(model: wire.Served) -> tuple[Request, bytes]:
+    def lay(model: Served) -> tuple[Request, bytes]:
         oip_outputs.check(request.outputs, model.spec)
         wishes = _wishes(request, session, model, front.settings, within_seconds * 1000)
         laid = given.laid(model, front.settings)
@@ -84,12 +86,10 @@ def wanted(name: str, parameters: Parameters) -> Wanted:
 def check_place(name: str, parameters: Parameters) -> None:
     """Whether the data of a tensor travels with it; raises Unsupported."""
     if any(one.startswith("shared_memory_") for one in parameters):
-        raise Unsupported("client shared memory is not supported: send the tensor's data", field=wire.shown(name))
+        raise Unsupported("client shared memory is not supported: send the tensor's data", field=shown(name))
 
 
-def _wishes(
-    request: InferRequest, session: str | None, model: wire.Served, settings: Settings, within_ms: float
-) -> wire.Wishes:
+def _wishes(request: InferRequest, session: str | None, model: Served, settings: Settings, within_ms: float) -> wire.Wishes:
     """What the parameters say of the request as a whole; raises InvalidInput naming the one at fault."""
     parameters = request.parameters
     urgency = _whole(parameters, "priority", "1 for the most urgent, larger for what may come later, 0 for neither")
@@ -135,9 +135,9 @@ def _whole(parameters: Parameters, name: str, meaning: str, of: str = "") -> int
     value = parameters.get(name)
     if value is None or (type(value) is int and 0 <= value < 2**63):
         return value
-    field = f"{wire.shown(of)}.parameters.{name}" if of else f"parameters.{name}"
+    field = f"{shown(of)}.parameters.{name}" if of else f"parameters.{name}"
     raise _wrong(field, value, f"a whole number, {meaning}")
 
 
 def _wrong(field: str, value: Any, meant: str) -> InvalidInput:
-    return InvalidInput(f"{field} is {wire.kind(value)}: send {meant}", field=field)
+    return InvalidInput(f"{field} is {kind(value)}: send {meant}", field=field)

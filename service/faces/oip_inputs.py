@@ -1,4 +1,4 @@
-"""The input tensors of an Open Inference Protocol request as sequences laid end to end. `wire` says what a model takes.
+"""The input tensors of an Open Inference Protocol request as sequences laid end to end. `checked` says what a model takes.
 
 Rows stand in a tensor in one of three forms: alone; padded to the longest, with `lengths`; or end to end, with `offsets`. What is padding
 goes no further than this.
@@ -15,8 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.errors import InvalidInput
-from service.faces import oip_models, wire
+from service.faces import checked, oip_models, wire
 from service.faces.oip_models import LENGTHS, OFFSETS
+from service.faces.said import shown
+from service.faces.served import Served
 from service.faces.tensors import BYTES, Tensor
 from service.sequence import IDS
 from service.settings import Settings
@@ -43,7 +45,7 @@ class Given:
         self._tensors: dict[str, Tensor] = {}
         for tensor in inputs:
             if tensor.name in self._tensors:
-                raise _wrong(wire.shown(tensor.name), "is given twice: send it once")
+                raise _wrong(shown(tensor.name), "is given twice: send it once")
             self._tensors[tensor.name] = tensor
         self.ragged = OFFSETS in self._tensors
 
@@ -51,7 +53,7 @@ class Given:
         """How an error names a row."""
         return f"{self._values_name()}[{row}]"
 
-    def laid(self, model: wire.Served, settings: Settings) -> Laid:
+    def laid(self, model: Served, settings: Settings) -> Laid:
         """All rows, as the model takes them; raises InvalidInput or TooLarge naming the input at fault."""
         self._check_names(model)
         values = self._tensors[self._values_name()]
@@ -66,19 +68,19 @@ class Given:
         wire.check_rows(len(rows) if offsets is None else offsets.shape[-1] - 1, settings, values.name)
         flat, steps = _ragged(values, rows, offsets) if offsets is not None else _padded(rows, lengths)
         for row, count in enumerate(steps):
-            wire.check_steps(count, self.field_of(row), model)
-        read = wire.ids if model.spec.input.features is None else wire.features
+            checked.check_steps(count, self.field_of(row), model)
+        read = checked.ids if model.spec.input.features is None else checked.features
         return Laid(read(flat, _place(values.name, steps), model), steps)
 
     def _values_name(self) -> str:
         return next((name for name in ("text", "ids", "inputs") if name in self._tensors), "inputs")
 
-    def _check_names(self, model: wire.Served) -> None:
+    def _check_names(self, model: Served) -> None:
         """Whether these are inputs of the model, of datatypes that it takes, and one of them has the values."""
         known = [port.name for port in oip_models.inputs(model.spec)]
         for name, tensor in self._tensors.items():
             if name not in known:
-                raise _wrong(wire.shown(name), f"is no input of {model.spec.name}: known are {', '.join(known)}")
+                raise _wrong(shown(name), f"is no input of {model.spec.name}: known are {', '.join(known)}")
             taken = TAKEN.get(name, WHOLE)
             if tensor.datatype not in taken:
                 raise _wrong(name, f"is {tensor.datatype}: send it as {' or '.join(taken)}")
@@ -89,7 +91,7 @@ class Given:
         if len(found) > 1:
             raise _wrong(found[1], f"and {found[0]} are both given: send one of them")
 
-    def _texts(self, text: Tensor, model: wire.Served, settings: Settings) -> Laid:
+    def _texts(self, text: Tensor, model: Served, settings: Settings) -> Laid:
         assert isinstance(text.values, list)
         if text.shape not in ((len(text.values),), (len(text.values), 1)):
             raise _wrong(text.name, f"has the shape {list(text.shape)}: send [rows] or [rows, 1]")
@@ -97,12 +99,12 @@ class Given:
         found: list[list[int]] = []
         for row, element in enumerate(text.values):
             field = self.field_of(row)
-            found.append(wire.text_ids(_decoded(element, field), field, model))
-            wire.check_steps(len(found[-1]), field, model)
+            found.append(checked.text_ids(_decoded(element, field), field, model))
+            checked.check_steps(len(found[-1]), field, model)
         return Laid(np.concatenate([np.array(ids, IDS) for ids in found]), [len(ids) for ids in found])
 
 
-def _rows(values: Tensor, model: wire.Served) -> Array:
+def _rows(values: Tensor, model: Served) -> Array:
     """The values as (rows, steps) or (rows, steps, features)."""
     assert not isinstance(values.values, list)
     features = model.spec.input.features
@@ -150,7 +152,7 @@ def _whole(tensor: Tensor) -> Array:
     return tensor.values.reshape(-1)
 
 
-def _place(name: str, lengths: list[int]) -> wire.Place:
+def _place(name: str, lengths: list[int]) -> checked.Place:
     """Row and step of a step of all."""
     begins = [0, *accumulate(lengths)]
 

@@ -13,8 +13,8 @@ from service.errors import InvalidInput, InvalidRequest, ServiceError
 from service.faces import oip
 from service.faces.answers import shortest
 from service.faces.oip import InferRequest, InferResponse
+from service.faces.said import kind, shown
 from service.faces.tensors import BYTES, Tensor, decode, encode, listed
-from service.faces.wire import kind, shown
 from service.zoo.spec import ModelSpec
 
 T = TypeVar("T")

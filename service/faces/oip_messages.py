@@ -8,8 +8,8 @@ from typing import Any
 from service.errors import InvalidInput
 from service.faces import oip
 from service.faces.messages import METHODS, Message
+from service.faces.said import shown
 from service.faces.tensors import Tensor, decode, encode, listed
-from service.faces.wire import shown
 
 CONTENTS = {
     "BOOL": "bool_contents",

@@ -13,8 +13,9 @@ from msgspec import Meta
 
 from service import __version__, triton
 from service.errors import InvalidInput, Unsupported
-from service.faces import wire
 from service.faces.calls import Front
+from service.faces.said import shown
+from service.faces.served import Served
 from service.faces.tensors import BYTES
 from service.zoo.spec import ClassifyHead, EmbedHead, ModelSpec, NextHead, RegressHead, SequenceHead, SpanHead, TagHead
 
@@ -156,14 +157,14 @@ def policy(parameters: Mapping[str, Any]) -> str | None:
     """
     for name in parameters:
         if name.startswith("file:"):
-            field = f"parameters.{wire.shown(name)}"
+            field = f"parameters.{shown(name)}"
             raise Unsupported("a model's files are read from the models folder: put them there, and load it", field=field)
     if "config" not in parameters:
         return None
     config = _object(parameters["config"])
     for name in config:
         if name != POLICY:
-            said = f"config has {wire.shown(name)}, and all but {POLICY} is said in the model's folder: leave it out"
+            said = f"config has {shown(name)}, and all but {POLICY} is said in the model's folder: leave it out"
             raise Unsupported(said, field="parameters.config")
     return _rule(config[POLICY]) if config else None
 
@@ -196,7 +197,7 @@ def _no_policy(said: str) -> InvalidInput:
     return InvalidInput(f"{said}: send {like}", field="parameters.config")
 
 
-def _scheduling(front: Front, served: wire.Served) -> dict[str, Any]:
+def _scheduling(front: Front, served: Served) -> dict[str, Any]:
     """Triton's name for it: whether a request may be the next chunk of a sequence."""
     if any(one.key == served.key and one.streams for one in front.engines.models):
         return {"sequence_batching": {"max_sequence_idle_microseconds": round(front.settings.session_idle_seconds * 1e6)}}

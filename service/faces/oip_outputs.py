@@ -18,8 +18,8 @@ from service.errors import InvalidInput, TooLarge
 from service.faces import oip_models
 from service.faces.answers import shortest
 from service.faces.oip_models import LENGTHS, OFFSETS
+from service.faces.said import shown
 from service.faces.tensors import BYTES, Tensor
-from service.faces.wire import shown
 from service.zoo.spec import ClassifyHead, ModelSpec, NextHead, SequenceHead, SpanHead, TagHead
 
 Array = NDArray[Any]

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.errors import InvalidInput
-from service.faces.wire import kind, shown
+from service.faces.said import kind, shown
 
 Array = NDArray[Any]
 

@@ -1,66 +1,28 @@
-"""Bytes to values and back, for the JSON doors. All validation of what a caller sends is here; nothing here awaits."""
+"""Bytes to values and back, for the JSON doors. What may be sent is said here, of a sequence itself in `checked`; nothing here awaits."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-import numpy as np
-from numpy.typing import NDArray
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    FailFast,
-    Field,
-    StrictBool,
-    StrictStr,
-    TypeAdapter,
-    ValidationError,
-    WithJsonSchema,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool, StrictStr, ValidationError, WithJsonSchema
 
-from service.errors import InvalidInput, InvalidRequest, ServiceError, TooLarge, UnknownModel
+from service.errors import InvalidInput, InvalidRequest, ServiceError, TooLarge
+from service.faces import checked
 from service.faces.answers import Output, input_field
-from service.sequence import FEATURES, IDS, ModelKey, Request, Returns
+from service.faces.said import shown
+from service.faces.served import Served
+from service.sequence import Request, Returns
 from service.settings import Settings
 from service.zoo.spec import ModelSpec
-from service.zoo.text import Tokenizer
 
-SHOWN_CHARACTERS = 100
-"""At most this much of what a caller sent is repeated in a message."""
 OWN_SESSION = "stream:"
 """With this begin the sessions that the service names, and no caller's."""
 _SESSION = re.compile(rf"(?!{OWN_SESSION})[!-~]([ -~]{{0,126}}[!-~])?", re.ASCII)
 SESSION_SCHEMA = {"type": "string", "minLength": 1, "maxLength": 128, "pattern": f"^{_SESSION.pattern}$"}
-
-# The first fault is the one that is named: a million of them cost no more.
-_IDS = TypeAdapter(Annotated[list[Annotated[int, Field(strict=True)]], FailFast()])
-_ROW = Annotated[list[Annotated[float, Field(strict=True, allow_inf_nan=False)]], FailFast()]
-_FEATURES = TypeAdapter(Annotated[list[_ROW], FailFast()])
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """One version of a model as a face sees it. generation: of the folder's content, as the engines know it."""
-
-    spec: ModelSpec
-    version: str
-    tokenizer: Tokenizer | None
-    generation: int = 0
-
-    @property
-    def key(self) -> ModelKey:
-        return ModelKey(self.spec.name, self.version, self.generation)
-
-
-Catalog = Mapping[str, Mapping[str, Served]]
-"""By name, then by version, versions rising."""
-Place = Callable[[int], str]
-"""How an error names a step of those in an array, or one of several inputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,20 +234,6 @@ class ErrorBody(BaseModel):
     field: str | None = None
 
 
-def served(catalog: Catalog, name: str, version: str | int | None) -> Served:
-    """The model that a caller names; raises UnknownModel naming what there is."""
-    versions = catalog.get(name)
-    if versions is None:
-        raise UnknownModel(f"unknown model {shown(name)}: served are {', '.join(sorted(catalog))}", field="model")
-    wanted = list(versions)[-1] if version is None else str(version)
-    if wanted not in versions:
-        raise UnknownModel(
-            f"{name} has no version {shown(wanted)}: served are {', '.join(versions)}; leave version out for the newest",
-            field="version",
-        )
-    return versions[wanted]
-
-
 def stream_body(query: StreamQuery, session: str, spec: ModelSpec, settings: Settings) -> ChunkBody:
     """What all chunks of a socket have in common, `session` among it; raises a ServiceError for what no chunk could have.
 
@@ -315,7 +263,7 @@ def sequences(body: InferBody, model: Served, settings: Settings, arrived: float
     """The request for the engine and its tensor bytes; raises InvalidInput or TooLarge naming the input at fault."""
     check_rows(len(body.inputs), settings)
     _check_session(body)
-    arrays = [_array(value, body.field_of(index), model) for index, value in enumerate(body.inputs)]
+    arrays = [checked.array(value, body.field_of(index), model) for index, value in enumerate(body.inputs)]
     wishes = Wishes(
         returns=_returns(body, model.spec),
         deadline_ms=deadline_ms(body.deadline_ms, settings),
@@ -380,47 +328,6 @@ def returns(wanted: Iterable[str], spec: ModelSpec) -> Returns:
     return Returns(embedding="embedding" in names, sequence="sequence" in names)
 
 
-def check_steps(steps: int, field: str, model: Served) -> None:
-    """Whether the model takes a sequence of so many steps; raises InvalidInput or TooLarge."""
-    if steps == 0:
-        raise InvalidInput(f"{field} is empty: a sequence has at least one step", field=field)
-    _check_most(steps, field, model)
-    if steps < model.spec.min_steps:
-        said = f"{field} has {steps} steps and {model.spec.name} needs at least {model.spec.min_steps}: lengthen it"
-        raise InvalidInput(said, field=field)
-
-
-def ids(values: NDArray[Any], place: Place, model: Served) -> NDArray[Any]:
-    """(steps,) whole numbers as the engine has them; raises InvalidInput for one that is no token id of the model."""
-    for step in np.flatnonzero((values < 0) | (values > _highest_id(model)))[:1]:
-        raise _no_id(values[step], place(step), model)
-    return values.astype(IDS, copy=False)
-
-
-def features(values: NDArray[Any], place: Place, model: Served) -> NDArray[Any]:
-    """(steps, features) numbers as the engine has them; raises InvalidInput for one that a float32 cannot hold."""
-    wrong = np.argwhere(~(np.abs(values) <= np.finfo(FEATURES).max))
-    if len(wrong):
-        step, index = wrong[0]
-        at = f"{place(step)}[{index}]"
-        raise InvalidInput(f"{at} is {values[step, index]:g}: {_a_step(model)}", field=at)
-    return values.astype(FEATURES, copy=False)
-
-
-def text_ids(text: str, field: str, model: Served) -> list[int]:
-    """The token ids of a text, for a model that takes one; raises InvalidInput or TooLarge."""
-    limit = model.spec.input.max_characters
-    if len(text) > limit:
-        raise TooLarge(
-            f"{field} has {len(text)} characters and {model.spec.name} takes at most {limit}: shorten it", field=field
-        )
-    assert model.tokenizer is not None
-    found = model.tokenizer.ids(text, field)
-    if not found:
-        raise InvalidInput(f"{field} has no words: send a text with at least one", field=field)
-    return found
-
-
 def error_body(error: ServiceError) -> dict[str, str]:
     """{"error", "code"} and, where one field is at fault, "field"."""
     body = {"error": error.message, "code": error.code}
@@ -443,123 +350,6 @@ def _returns(body: InferBody, spec: ModelSpec) -> Returns:
         if name in body.returns and not has:
             raise InvalidInput(f"{spec.name} has no {name} to return: leave it out of return", field="return")
     return returns(body.returns, spec)
-
-
-def _array(value: Any, field: str, model: Served) -> NDArray[Any]:
-    """One input as (steps,) ids or (steps, features) rows, within every limit of the model."""
-    shape = model.spec.input
-    if isinstance(value, bytes):
-        array = _raw(value, field, model)
-    elif isinstance(value, str) and model.tokenizer is not None:
-        array = np.array(text_ids(value, field, model), IDS)
-    elif isinstance(value, list) and shape.features is None:
-        array = _ids(value, field, model)
-    elif isinstance(value, list) and shape.features is not None:
-        array = _features(value, field, model, shape.features)
-    else:
-        raise InvalidInput(f"{field} is {kind(value)} and {model.spec.name} takes {_taken(model)}", field=field)
-    check_steps(len(array), field, model)
-    return array
-
-
-def _ids(values: list[Any], field: str, model: Served) -> NDArray[Any]:
-    _check_most(len(values), field, model)
-    try:
-        found = _IDS.validate_python(values)
-    except ValidationError as fault:
-        at, value = _first(fault, field)
-        raise InvalidInput(f"{at} is {kind(value)} and a token id is a whole number", field=at) from None
-    highest = _highest_id(model)
-    if found and not 0 <= min(found) <= max(found) <= highest:
-        # A whole number may be one that no array of integers holds.
-        step = next(step for step, id in enumerate(found) if not 0 <= id <= highest)
-        raise _no_id(found[step], f"{field}[{step}]", model)
-    return np.array(found, IDS)
-
-
-def _highest_id(model: Served) -> int:
-    return (model.spec.input.vocabulary or 0) - 1
-
-
-def _no_id(id: int, at: str, model: Served) -> InvalidInput:
-    said = f"{shown(str(id))} and the token ids of {model.spec.name} go from 0 to {_highest_id(model)}"
-    return InvalidInput(f"{at} is {said}", field=at)
-
-
-def _features(values: list[Any], field: str, model: Served, width: int) -> NDArray[Any]:
-    _check_most(len(values), field, model)
-    try:
-        rows = _FEATURES.validate_python(values)
-    except ValidationError as fault:
-        at, value = _first(fault, field)
-        raise InvalidInput(f"{at} is {kind(value)}: {_a_step(model)}", field=at) from None
-    for step, row in enumerate(rows):
-        if len(row) != width:
-            at = f"{field}[{step}]"
-            raise InvalidInput(f"{at} has {len(row)} numbers: {_a_step(model)}", field=at)
-    return features(np.array(rows, np.float64).reshape(len(rows), width), _step_of(field), model)
-
-
-def _raw(data: bytes, field: str, model: Served) -> NDArray[Any]:
-    """The values themselves, little-endian: int32 ids, or rows of float32."""
-    width = model.spec.input.features
-    size = 4 * (width or 1)
-    if len(data) % size:
-        raise InvalidInput(
-            f"{field} has {len(data)} bytes and a step of {model.spec.name} has {size}: send whole steps", field=field
-        )
-    _check_most(len(data) // size, field, model)
-    if width is None:
-        return ids(np.frombuffer(data, "<i4"), _step_of(field), model)
-    return features(np.frombuffer(data, "<f4").reshape(-1, width), _step_of(field), model)
-
-
-def _step_of(field: str) -> Place:
-    return lambda step: f"{field}[{step}]"
-
-
-def _a_step(model: Served) -> str:
-    return f"a step of {model.spec.name} is a list of {model.spec.input.features} finite float32 numbers"
-
-
-def _first(fault: ValidationError, field: str) -> tuple[str, Any]:
-    """Where in `field` the first fault is, and the value found there."""
-    error = fault.errors(include_url=False)[0]
-    return field + "".join(f"[{index}]" for index in error["loc"]), error["input"]
-
-
-def _check_most(steps: int, field: str, model: Served) -> None:
-    """A list is checked before it is read: what is far too long costs nothing."""
-    limit = model.spec.input.max_steps
-    if steps > limit:
-        raise TooLarge(
-            f"{field} has {steps} steps and {model.spec.name} takes at most {limit}: "
-            "shorten it, or raise input.max_steps in its model.toml",
-            field=field,
-        )
-
-
-def _taken(model: Served) -> str:
-    shape = model.spec.input
-    if shape.features is not None:
-        return f"a list of steps, each a list of {shape.features} finite float32 numbers"
-    return "a string or a list of token ids" if model.tokenizer is not None else "a list of token ids"
-
-
-def kind(value: Any) -> str:
-    """What a caller sent, in JSON's words."""
-    if value is None or isinstance(value, bool):
-        return str(value).lower().replace("none", "null")
-    if isinstance(value, int | float):
-        return shown(str(value))
-    kinds: dict[type, str] = {str: "a string", bytes: "bytes", list: "a list", dict: "an object"}
-    return kinds[type(value)]
-
-
-def shown(text: str) -> str:
-    """A piece of what a caller sent, short and on one line."""
-    clean = re.sub(r"[^\x20-\x7e]", "?", text[: SHOWN_CHARACTERS + 1])
-    return clean if len(clean) <= SHOWN_CHARACTERS else clean[:SHOWN_CHARACTERS] + "..."
 
 
 def _invalid(body: type[Body], error: Mapping[str, Any]) -> ServiceError:

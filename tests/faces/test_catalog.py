@@ -8,7 +8,7 @@ import pytest
 
 from service.errors import UnknownModel
 from service.faces.catalog import Models, read, unless_known
-from service.faces.wire import Served
+from service.faces.served import Served
 from service.repository import Repository
 from service.sequence import ModelKey
 from service.zoo.spec import ModelSpec

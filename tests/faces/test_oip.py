@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 
 from service.errors import InvalidInput, ServiceError, TooLarge, UnknownModel, Unsupported
-from service.faces import oip, oip_models, wire
+from service.faces import oip, oip_models
 from service.faces.calls import Front, Supervised, counted
 from service.faces.catalog import Models
 from service.faces.engines import Engines
 from service.faces.oip import InferRequest, InferResponse
 from service.faces.oip_outputs import Wanted
+from service.faces.served import Served
 from service.faces.tensors import BYTES, DATATYPES, Tensor, decode, encode, listed
 from service.logs import Log
 from service.metrics import Metrics
@@ -99,8 +100,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> House:
     root: Path = tmp_path_factory.mktemp("models")
     specs = [made(root) for made in models.OF_EVERY_HEAD.values()]
     served = [
-        wire.Served(spec, "1", Tokenizer.read(root / spec.name / "1", spec) if spec.input.kind == "text" else None)
-        for spec in specs
+        Served(spec, "1", Tokenizer.read(root / spec.name / "1", spec) if spec.input.kind == "text" else None) for spec in specs
     ]
     known = Models(served, {"alias": "words"})
     engines = MadeUp(known, streams=["forecaster", "speller"])
