@@ -42,16 +42,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 TURN_BUDGET_MS = {"cuda": 0.5, "cpu": 5.0}
 """Unless the settings say otherwise."""
-Catalog = dict[str, dict[str, tuple[Path, spec.ModelSpec]]]
-"""Folder and spec of every model, by name and version, versions rising."""
-
-
-def catalog(root: Path) -> Catalog:
-    """Every model under `root`, read and checked; raises ModelError."""
-    return {
-        name: {version: (folder, spec.read(folder)) for version, folder in versions.items()}
-        for name, versions in spec.find(root).items()
-    }
 
 
 def run_front() -> None:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from service import __version__, app
 from service.errors import ServiceError, SettingsError, StartError
 from service.logs import Log
+from service.sequence import Manifest
 from service.settings import Settings, load
 from service.supervisor import Supervisor
 from service.zoo import spec
@@ -38,7 +39,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def serve(settings: Settings) -> int:
     """Serve until SIGTERM or an interrupt."""
-    body = json.dumps(_example(settings))
     started = time.monotonic()
 
     def announce(http: str, grpc: str | None) -> None:
@@ -47,7 +47,9 @@ def serve(settings: Settings) -> int:
         print(f"seqserve is ready on {address}{also} after {time.monotonic() - started:.1f} s. Ask it:\n")
         print(f"curl -s {address}/infer -H 'Content-Type: application/json' -d '{body}'\n", flush=True)
 
-    Supervisor(settings, Log("supervisor"), announce).serve()
+    supervisor = Supervisor(settings, Log("supervisor"), announce)
+    body = json.dumps(_example(supervisor.manifest))
+    supervisor.serve()
     return 0
 
 
@@ -60,11 +62,14 @@ def infer(settings: Settings, model: str, texts: list[str]) -> int:
 
 def models(settings: Settings) -> int:
     """List what the models folder holds."""
-    catalog = app.catalog(settings.models)
+    catalog = {
+        name: {version: spec.read(folder) for version, folder in versions.items()}
+        for name, versions in spec.find(settings.models).items()
+    }
     for alias, name in spec.aliases(settings.models, catalog).items():
         print(f"{alias}  alias of {name}")
     for name, versions in catalog.items():
-        for version, (_, model) in versions.items():
+        for version, model in versions.items():
             layers = " > ".join(layer.kind for layer in model.layers)
             print(f"{name}  version {version}  {model.input.kind} > {layers} > {model.head.kind}  {model.precision}")
             if model.description:
@@ -84,12 +89,13 @@ def bench(settings: Settings, url: str, json: Path | None, trace: Path | None, *
         raise StartError(str(fault)) from fault
 
 
-def _example(settings: Settings) -> dict[str, Any]:
+def _example(manifest: Manifest) -> dict[str, Any]:
     """A request that the first alias or model answers, one over text if there is any."""
-    catalog = app.catalog(settings.models)
-    names = {alias: catalog[name] for alias, name in spec.aliases(settings.models, catalog).items()} | catalog
-    newest = {name: list(versions.values())[-1][1] for name, versions in names.items()}
-    name, model = min(newest.items(), key=lambda one: one[1].input.kind != "text")
+    newest = {edition.name: edition.spec for edition in manifest.editions}
+    meant = {f"{edition.name}/{edition.version}": edition.spec for edition in manifest.editions} | newest
+    names = {alias: meant[other] for alias, other in manifest.aliases.items()} | newest
+    models = {name: spec.ModelSpec.model_validate_json(said) for name, said in names.items()}
+    name, model = min(models.items(), key=lambda one: one[1].input.kind != "text")
     step: list[float] = [0.0] * (model.input.features or 0)
     inputs = {"text": EXAMPLE, "ids": [0] * model.min_steps, "features": [step] * model.min_steps}
     return {"model": name, "inputs": [inputs[model.input.kind]]}

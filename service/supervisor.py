@@ -22,7 +22,7 @@ from service.lifeline import PATIENCE_SECONDS, Journal, journal_records
 from service.logs import Log
 from service.metrics import Metrics
 from service.repository import Repository
-from service.sequence import ModelKey
+from service.sequence import Manifest, ModelKey
 from service.settings import Settings
 
 TICK_SECONDS = 0.05
@@ -42,8 +42,6 @@ class Supervisor:
         self._log = log
         self._announce = announce
         self._announced = False
-        self._listening = _open_port(settings)
-        self._grpc = _reserve_port(settings) if settings.grpc else None
         self._metrics = Metrics()
         self._metrics.ready.set(0.0)
         self._gatherer = Gatherer(self._metrics)
@@ -54,6 +52,8 @@ class Supervisor:
         self._children: dict[str, Child] = {}
         repository = Repository(settings.models, settings.versions)
         self._changes = Changes(repository, settings, self._children.values, self._forget, self._metrics, log)
+        self._listening = _open_port(settings)
+        self._grpc = _reserve_port(settings) if settings.grpc else None
         self._due = dict.fromkeys(self._names, 0.0)
         self._deaths: dict[str, list[float]] = {name: [] for name in self._names}
         self._fault: str | None = None
@@ -62,6 +62,11 @@ class Supervisor:
         self._signal: int | None = None
         self._close_at: float | None = None
         self._kill_at: float | None = None
+
+    @property
+    def manifest(self) -> Manifest:
+        """What is served, or will be as soon as it is loaded."""
+        return self._changes.manifest
 
     def serve(self) -> None:
         """Run until a signal and through the drain after it; raises StartError when the service cannot start."""
@@ -163,7 +168,7 @@ class Supervisor:
             self._listening.fileno(),
             self._grpc_address,
             self._journals.get(name),
-            manifest=self._changes.to_load() if name.startswith(ENGINE) else self._changes.manifest,
+            manifest=self._changes.to_load() if name.startswith(ENGINE) else self.manifest,
             strict=not self._announced,
         )
         self._log.info("started", child=name, pid=child.process.pid)

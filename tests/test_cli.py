@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import shutil
 import signal
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pytest
 
 from service import __main__
 from service.cli import main
-from tests.serving import Server
+from tests.serving import Server, serving
 
 QUESTIONS = ["how far is the sea ?", "who was first"]
 
@@ -34,6 +36,20 @@ def test_models_lists_the_folder(models_folder: Path, capsys: pytest.CaptureFixt
     printed = capsys.readouterr().out
     assert "words  version 2  text > embedding > lstm > classify  float32" in printed
     assert "sensors  version 1  features > lstm > classify  float32" in printed
+
+
+def test_the_request_that_serve_shows_is_answered_where_an_alias_is_for_one_version(
+    models_folder: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / "models"
+    shutil.copytree(models_folder, root)
+    (root / "aliases.toml").write_text('stable = "words/1"')
+    with serving(root, tmp_path) as server:
+        assert server.process.stdout is not None
+        shown = next(line for line in server.process.stdout if line.startswith("curl "))
+        body = json.loads(shlex.split(shown)[-1])
+        answer = server.client.post("/infer", json=body)
+    assert (body["model"], answer.status_code, answer.json()["version"]) == ("stable", 200, "1")
 
 
 def test_a_folder_without_models_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,8 +17,8 @@ from PIL import Image
 from loadtest import chart, discovery, sensors
 from loadtest.__main__ import main
 from loadtest.journal import ANSWERED, HUNG_UP, Entry, Reader, Tally, Writer
-from service.app import catalog
-from service.zoo.spec import aliases
+from service.repository import Repository
+from service.zoo.spec import ModelSpec
 from tests.serving import Server
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -143,10 +143,11 @@ def test_the_sensors_stand_beside_all_that_there_is(tmp_path: Path) -> None:
     root = tmp_path / "beside"
     root.mkdir()
     assert sensors.beside(ROOT / "models", root) == root
-    served = catalog(root)
-    assert set(served) == {*catalog(ROOT / "models"), "sensors"}
-    assert aliases(root, served) == aliases(ROOT / "models", served)
-    assert served["sensors"]["1"][1].input.kind == "features"
+    beside, before = Repository(root).manifest(), Repository(ROOT / "models").manifest()
+    specs = {edition.name: ModelSpec.model_validate_json(edition.spec) for edition in beside.editions}
+    assert set(specs) == {*(edition.name for edition in before.editions), "sensors"}
+    assert beside.aliases == before.aliases
+    assert specs["sensors"].input.kind == "features"
 
 
 def test_discovery_names_the_newest_version_and_finds_the_words(server: Server, models_folder: Path, tmp_path: Path) -> None:
