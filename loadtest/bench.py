@@ -50,7 +50,7 @@ def run(plan: Plan, models: Path, out: Path | None, trace: Path | None = None) -
     model = described(plan.url, plan.model)
     if trace is not None:
         tracing.prepare(plan.url)
-    source = traffic.Traffic(model, discovery.words(models, model), plan.seed)
+    source = discovery.inputs(models, model, plan.seed)
     target = Target.of(plan.url, "/infer")
     requests = prepared(target, source, plan.inputs)
     print(f"{model['name']} version {model['version']} on {plan.url}, {plan.inputs} of {source} a request, seed {plan.seed}")

@@ -25,7 +25,6 @@ from service.faces import oip_json, oip_messages
 from service.faces.oip import InferResponse
 from service.faces.tensors import Tensor, decode, encode
 
-RESULTS = Path(__file__).parent / "results"
 SHAPE = (64, 64)
 CALLS = 50
 """Made one after the other for each time that is taken: reading the clock twice is then a small part of it."""
@@ -88,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m loadtest.bench_codec", description="Tensors of a request, read and written."
     )
     parser.add_argument("--seconds", type=float, default=2.0, help="of each way, %(default)s unless given")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON lines, results/ beside the code")
+    parser.add_argument("--out", type=Path, default=report.RESULTS, help="folder of the JSON lines, results/ beside the code")
     return parser
 
 

@@ -21,7 +21,6 @@ from loadtest.callers import Target
 from loadtest.load import Figures
 from service.zoo.spec import EmbeddingLayer, LSTMLayer, SequenceInput
 
-RESULTS = Path(__file__).parent / "results"
 MODEL, VOCABULARY = "lstm-deep", 1000
 INPUTS = 64
 """Sequences of a request: a full turn."""
@@ -112,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=float, default=4.0, help="of each round, %(default)s unless given")
     parser.add_argument("--rounds", type=int, default=3, help="%(default)s unless given")
     parser.add_argument("--log", type=Path, help="file for what the servers say")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON lines, results/ beside the code")
+    parser.add_argument("--out", type=Path, default=report.RESULTS, help="folder of the JSON lines, results/ beside the code")
     return parser
 
 

@@ -34,7 +34,6 @@ from loadtest.oip_requests import METHOD, PATH, behind_json, message
 from loadtest.traffic import Traffic
 from service.faces.oip_json import HEADER_LENGTH
 
-RESULTS = Path(__file__).parent / "results"
 QUESTIONS, SENSOR = "question-type", "sensor-forecast"
 TEXT, FLOATS, BINARY, GRPC = "JSON text", "JSON floats", "binary REST", "gRPC"
 FRONTS = (1, 2, 4)
@@ -121,7 +120,7 @@ def _measured(fronts: Sequence[int], callers: int, seconds: float, rounds: int) 
 def doors(server: servers.Server) -> list[Door]:
     """The kinds of requests, of which the last three carry the same rows."""
     questions, sensor = described(server.url, QUESTIONS), described(server.url, SENSOR)
-    texts = Traffic(questions, discovery.words(servers.ROOT / "models", questions))
+    texts = discovery.inputs(servers.MODELS, questions)
     infer, tensors = Target.of(server.url, "/infer"), Target.of(server.url, f"/v2/models/{SENSOR}/infer")
     method = Method(server.grpc, PATH)
     traffic = Traffic(sensor)
@@ -261,7 +260,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--callers", type=int, default=32, help="at once, %(default)s unless given")
     parser.add_argument("--seconds", type=float, default=3.0, help="of each round, %(default)s unless given")
     parser.add_argument("--rounds", type=int, default=5, help="of each case, %(default)s unless given")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON lines, results/ beside the code")
+    parser.add_argument("--out", type=Path, default=report.RESULTS, help="folder of the JSON lines, results/ beside the code")
     return parser
 
 

@@ -33,7 +33,6 @@ from service.sequence import FEATURES, IDS, ModelKey, Returns
 from service.settings import Settings
 from service.zoo.spec import EmbeddingLayer, LSTMLayer, ModelSpec, SequenceInput
 
-RESULTS = Path(__file__).parent / "results"
 QUESTIONS = ("question-type-cnn", "question-type-lstm", "question-type-sru")
 SENSOR, WIDE, DEEP = "lstm-256-floats", "lstm-512-ids", "lstm-4x1024-ids"
 MODELS = (SENSOR, WIDE, *QUESTIONS)
@@ -228,7 +227,7 @@ def _place(model: str, root: Path) -> None:
             root, DEEP, ids, EmbeddingLayer(kind="embedding", width=256), LSTMLayer(kind="lstm", hidden=1024, depth=4)
         )
     else:
-        (root / model).symlink_to(servers.ROOT / "models" / model)
+        (root / model).symlink_to(servers.MODELS / model)
 
 
 def _single_table(found: Sequence[Single]) -> Iterator[str]:
@@ -287,7 +286,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--open-seconds", type=float, default=3.0, help="of each level of requests that wait for nothing; 0 for none"
     )
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of what is written")
+    parser.add_argument("--out", type=Path, default=report.RESULTS, help="folder of what is written")
     return parser
 
 

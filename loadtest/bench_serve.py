@@ -25,7 +25,6 @@ from loadtest.bench import described, prepared
 from loadtest.callers import Target
 from loadtest.load import Figures
 
-RESULTS = Path(__file__).parent / "results"
 OURS, PLAIN = "seqserve", "plain"
 MODELS = ("question-type-cnn", "question-type-lstm")
 CALLERS = (1, 8, 32, 128)
@@ -67,10 +66,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _measured(name: str, seconds: float, rounds: int) -> Iterator[Cell]:
-    folder = servers.ROOT / "models" / name / "1"
+    folder = servers.MODELS / name / "1"
     with servers.running(*servers.seqserve()) as ours, servers.running(*servers.plain(folder)) as plain:
         model = described(ours.url, name)
-        source = traffic.Traffic(model, discovery.words(servers.ROOT / "models", model))
+        source = discovery.inputs(servers.MODELS, model)
         _agree(ours, plain, source)
         for callers, round in product(CALLERS, range(rounds)):
             for server, running in ((OURS, ours), (PLAIN, plain)):
@@ -138,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("models", nargs="*", default=MODELS, help="embedded text models, %(default)s unless given")
     parser.add_argument("--seconds", type=float, default=4.0, help="of each round, %(default)s unless given")
     parser.add_argument("--rounds", type=int, default=5, help="of each level, %(default)s unless given")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON lines, results/ beside the code")
+    parser.add_argument("--out", type=Path, default=report.RESULTS, help="folder of the JSON lines, results/ beside the code")
     return parser
 
 

@@ -25,6 +25,11 @@ def served(url: str) -> dict[str, dict[str, Any]]:
         ) from fault
 
 
+def inputs(models: Path, model: dict[str, Any], seed: int = 0) -> traffic.Traffic:
+    """Inputs for a model, of words where its folder is among `models`."""
+    return traffic.Traffic(model, words(models, model), seed)
+
+
 def words(models: Path, model: dict[str, Any]) -> list[str]:
     """A text model's words, when its folder is among `models`."""
     file = models / model["name"] / model["version"] / "tokenizer.json"

@@ -108,7 +108,7 @@ def _cases(out: Path, url: str, grpc: str | None, callers: Sequence[int]) -> Ite
 
 def _questions(url: str, file: Path) -> Path:
     model = described(url, QUESTIONS)
-    traffic = Traffic(model, discovery.words(servers.ROOT / "models", model))
+    traffic = discovery.inputs(servers.MODELS, model)
     return _write(file, [_question(traffic.input()) for _ in range(TEXTS)])
 
 

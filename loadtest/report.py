@@ -14,6 +14,7 @@ from typing import Any
 
 from loadtest.load import Figures
 
+RESULTS = Path(__file__).parent / "results"
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 

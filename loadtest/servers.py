@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
+MODELS = ROOT / "models"
 START_SECONDS = 60.0
 STOP_SECONDS = 60.0
 
