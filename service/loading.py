@@ -111,8 +111,7 @@ class Models:
     def settle(self) -> None:
         """What was made ready is served; what nothing is left of goes."""
         self._loader.settle()
-        now = self._clock()
-        if not self._closing or now < self._look_at:
+        if not self._closing or (now := self._clock()) < self._look_at:
             return
         self._look_at = now + LOOK_SECONDS
         for key, closing in list(self._closing.items()):

@@ -51,11 +51,13 @@ class Loader(Generic[T]):
 
     def settle(self) -> None:
         """Hear what has ended, and do what was asked of the serving thread."""
+        if self._ended.empty():
+            return  # asked before and after each turn: as a rule there is nothing, and no system call is needed to see that
         try:
-            os.eventfd_read(self._descriptor)
+            told = os.eventfd_read(self._descriptor)
         except BlockingIOError:
             return
-        while not self._ended.empty():
+        for _ in range(told):
             self._ended.get()()
 
     def _run(self) -> None:
