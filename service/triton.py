@@ -6,7 +6,7 @@ each sequence of a turn counts the whole of the turn's time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client.core import GaugeMetricFamily, Metric, UnknownMetricFamily
@@ -50,23 +50,27 @@ def families(snapshot: Mapping[str, Rows]) -> Iterator[Metric]:
         },
     }
     for name, (help, values) in plain.items():
-        family = UnknownMetricFamily(name, help, labels=MODEL)
-        for model, value in values.items():
-            family.add_metric(model, value)
-        yield family
+        yield _filled(UnknownMetricFamily(name, help, labels=MODEL), values)
     failures = UnknownMetricFamily("nv_inference_request_failure", "Requests that failed.", labels=(*MODEL, "reason"))
-    for labels, value in counts.failures.items():
-        failures.add_metric(labels, value)
-    yield failures
+    yield _filled(failures, counts.failures)
     waiting = GaugeMetricFamily("nv_inference_pending_request_count", "Sequences of which no step has run.", labels=MODEL)
-    for model, value in counts.of(counts.metrics.sequences_waiting.name).items():
-        waiting.add_metric(model, value)
-    yield waiting
+    yield _filled(waiting, counts.of(counts.metrics.sequences_waiting.name))
 
 
-def statistics(snapshot: Mapping[str, Rows], name: str, version: str) -> dict[str, Any]:
-    """One entry of Triton's model_stats. It has no times by batch size."""
-    counts, model = _Counts(snapshot), (name, version)
+def statistics(snapshot: Mapping[str, Rows], models: Iterable[tuple[str, str]]) -> list[dict[str, Any]]:
+    """Triton's model_stats of these, each a name and a version."""
+    counts = _Counts(snapshot)
+    return [_statistics(counts, model) for model in models]
+
+
+def _filled(family: UnknownMetricFamily | GaugeMetricFamily, values: Values) -> Metric:
+    for labels, value in values.items():
+        family.add_metric(labels, value)
+    return family
+
+
+def _statistics(counts: _Counts, model: tuple[str, str]) -> dict[str, Any]:
+    """One entry, which has no times by batch size."""
 
     def duration(values: Values, count: float) -> dict[str, int]:
         return {"count": round(count), "ns": round(NANO * values.get(model, 0.0))}
@@ -75,6 +79,7 @@ def statistics(snapshot: Mapping[str, Rows], name: str, version: str) -> dict[st
     failed = sum(value for labels, value in counts.failures.items() if labels[:2] == model)
     failing = counts.failing_seconds.get(model, 0.0)
     succeeding: Values = {model: counts.stage("total").get(model, 0.0) - failing}
+    name, version = model
     return {
         "name": name,
         "version": version,

@@ -62,7 +62,7 @@ def test_they_have_triton_s_names_and_units() -> None:
 
 
 def test_statistics_say_the_same() -> None:
-    said = statistics(busy().snapshot(), "words", "1")
+    [said] = statistics(busy().snapshot(), [("words", "1")])
     times = said.pop("inference_stats")
     assert said == {
         "name": "words",
@@ -79,7 +79,7 @@ def test_statistics_say_the_same() -> None:
 
 
 def test_a_model_of_which_nothing_is_known_has_counts_of_nothing() -> None:
-    said = statistics(Metrics().snapshot(), "words", "1")
+    [said] = statistics(Metrics().snapshot(), [("words", "1")])
     assert (said["inference_count"], said["inference_stats"]["success"], said["last_inference"]) == (
         0,
         {"count": 0, "ns": 0},

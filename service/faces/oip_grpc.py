@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
-import msgspec
 from google.protobuf.json_format import ParseDict
 
 from service.errors import ServiceError, Unsupported
@@ -22,6 +21,7 @@ from service.faces.messages import METHODS, SERVICE, Message
 from service.faces.oip_stream import Stream
 from service.faces.rpc import Context, Ending, accepted, answer, read, refuse
 
+Handle = Callable[[bytes, Context], Awaitable[bytes]]
 Said = Callable[[Front, Message], Awaitable[dict[str, Any]]]
 """What is said of the service, a model or the models folder: the fields of the message that answers."""
 
@@ -34,22 +34,15 @@ def handlers(front: Front, ending: Ending) -> grpc.GenericRpcHandler:
     return grpc.method_handlers_generic_handler(SERVICE, {**told, "ModelInfer": infer, "ModelStreamInfer": stream})
 
 
-def _infer(front: Front, ending: Ending) -> Callable[[bytes, Context], Awaitable[bytes]]:
-    async def handle(data: bytes, context: Context) -> bytes:
+def _infer(front: Front, ending: Ending) -> Handle:
+    async def infer(data: bytes, context: Context) -> bytes:
         ending.waits_for_me()
-        try:
-            with accepted(front, ending, time.monotonic()) as call:
-                asked = oip_messages.request(read(METHODS["ModelInfer"], data, front))
-                response: bytes = (await answer(front, call, asked, context)).SerializeToString()
-                return response
-        except CallerGone:
-            raise asyncio.CancelledError from None
-        except ServiceError as fault:
-            await refuse(context, fault)
-        except Exception as fault:
-            await refuse(context, bug(front, fault))
+        with accepted(front, ending, time.monotonic()) as call:
+            asked = oip_messages.request(read(METHODS["ModelInfer"], data, front))
+            response: bytes = (await answer(front, call, asked, context)).SerializeToString()
+            return response
 
-    return handle
+    return _or_refusal(front, infer)
 
 
 def _stream(front: Front, ending: Ending) -> Callable[[AsyncIterator[bytes], Context], Awaitable[None]]:
@@ -60,19 +53,30 @@ def _stream(front: Front, ending: Ending) -> Callable[[AsyncIterator[bytes], Con
     return handle
 
 
-def _told(name: str, said: Said, front: Front) -> Callable[[bytes, Context], Awaitable[bytes]]:
+def _told(name: str, said: Said, front: Front) -> Handle:
     method = METHODS[name]
 
-    async def handle(data: bytes, context: Context) -> bytes:
+    async def tell(data: bytes, context: Context) -> bytes:
+        response: bytes = ParseDict(await said(front, read(method, data, front)), method.gives()).SerializeToString()
+        return response
+
+    return _or_refusal(front, tell)
+
+
+def _or_refusal(front: Front, handle: Handle) -> Handle:
+    """The same, with the status of an error instead of what is raised."""
+
+    async def handled(data: bytes, context: Context) -> bytes:
         try:
-            response: bytes = ParseDict(await said(front, read(method, data, front)), method.gives()).SerializeToString()
-            return response
+            return await handle(data, context)
+        except CallerGone:
+            raise asyncio.CancelledError from None
         except ServiceError as fault:
             await refuse(context, fault)
         except Exception as fault:
             await refuse(context, bug(front, fault))
 
-    return handle
+    return handled
 
 
 async def _server_live(front: Front, asked: Message) -> dict[str, Any]:
@@ -104,8 +108,7 @@ async def _statistics(front: Front, asked: Message) -> dict[str, Any]:
 
 
 async def _index(front: Front, asked: Message) -> dict[str, Any]:
-    found = await front.supervisor.index()
-    return {"models": [msgspec.structs.asdict(one) for one in found if one.state == "READY" or not asked.ready]}
+    return {"models": await oip_models.index(front, ready=asked.ready)}
 
 
 async def _load(front: Front, asked: Message) -> dict[str, Any]:

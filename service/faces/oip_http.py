@@ -138,11 +138,7 @@ def _add_repository(router: APIRouter, front: Front, responses: Responses) -> No
     async def index(request: Request) -> Response:
         """Every version in the models folder, and whether it is served."""
         body = oip_json.parse(IndexBody, await read_tensors(request, front) or b"{}")
-        listed = await unless_gone(request, front.supervisor.index())
-        shown = [one for one in listed if one.state == "READY" or not body.ready]
-        return _json(
-            front, [{"name": one.name, "version": one.version, "state": one.state, "reason": one.reason} for one in shown]
-        )
+        return _json(front, await unless_gone(request, oip_models.index(front, ready=bool(body.ready))))
 
     extra = {"parameters": [_NAME], **_optional(RepositoryBody, {"parameters": {"config": '{"version_policy": {"all": {}}}'}})}
 

@@ -147,7 +147,13 @@ async def statistics(front: Front, name: str = "", version: str = "") -> dict[st
     else:
         served = list(front.catalog[front.models.find(name, None).spec.name].values()) if name else front.models.served
     counts = await front.supervisor.scrape()
-    return {"model_stats": [triton.statistics(counts, *one.key.labels) for one in served]}
+    return {"model_stats": triton.statistics(counts, [one.key.labels for one in served])}
+
+
+async def index(front: Front, *, ready: bool) -> list[dict[str, Any]]:
+    """Every version in the models folder, or those alone that are ready."""
+    listed = await front.supervisor.index()
+    return [msgspec.structs.asdict(one) for one in listed if one.state == "READY" or not ready]
 
 
 def policy(parameters: Mapping[str, Any]) -> str | None:
