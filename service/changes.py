@@ -15,10 +15,11 @@ from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 
+import msgspec
+
 from service.channel import Frame, Kind, encode
 from service.child import ENGINE, Child
 from service.errors import (
-    BY_CODE,
     InferenceFailed,
     InvalidModel,
     ModelError,
@@ -109,7 +110,7 @@ class Changes:
             if fault is None:
                 front.tell(encode(Kind.DONE, frame.id))
             else:
-                front.tell(encode(Kind.REFUSAL, frame.id, Refusal(fault.code, fault.message, fault.field, fault.retry_after)))
+                front.tell(encode(Kind.REFUSAL, frame.id, Refusal.of(fault)))
 
         if self._settings.reload == "off":
             answer(
@@ -327,7 +328,7 @@ class Changes:
     def _check(self, one: _Round) -> None:
         """Raises what one of them said against it."""
         for refusal in one.refused.values():
-            raise BY_CODE.get(refusal.code, InferenceFailed)(self._within_folder(refusal.message), field=refusal.field)
+            raise msgspec.structs.replace(refusal, message=self._within_folder(refusal.message)).error
         if one.missing:
             slow = ", ".join(sorted(child.name for child in one.missing))
             limit = f"SEQSERVE_START_SECONDS, {self._settings.start_seconds:g} s"

@@ -19,7 +19,6 @@ from service.channel import Channel, Frame, Kind
 from service.errors import InvalidModel, ModelError, StartError, Unavailable
 from service.faces import catalog
 from service.faces.calls import Front
-from service.faces.connection import refused
 from service.faces.grpc_door import Door
 from service.faces.stream import SERVICE_RESTART
 from service.lifeline import tell
@@ -92,7 +91,7 @@ class Control:
         finally:
             self._questions.pop(id, None)
         if frame.kind == Kind.REFUSAL:
-            raise refused(frame)
+            raise frame.read(Refusal).error
         return frame
 
     def _receive(self, front: Front) -> None:
@@ -118,7 +117,7 @@ class Control:
             self._changes.add(task)
             task.add_done_callback(self._changes.discard)
         elif frame.kind == Kind.FORGET:
-            front.forget(ModelKey(*frame.read(ModelKey)))
+            front.forget(frame.read(ModelKey))
 
     async def _change(self, frame: Frame, front: Front) -> None:
         """What is to be served is read, in a thread as it may take a while; then the front turns to it, if it is told to."""
@@ -128,7 +127,7 @@ class Control:
                 if edition.key not in front.models:
                     front.models.add(await asyncio.to_thread(catalog.read, edition))
         except ModelError as fault:
-            tell(self._channel, Kind.REFUSAL, Refusal(InvalidModel.code, str(fault)), frame.id)
+            tell(self._channel, Kind.REFUSAL, Refusal.of(InvalidModel(str(fault))), frame.id)
             return
         if frame.kind == Kind.SERVE:
             front.serve(manifest)

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from service.errors import BY_CODE, InferenceFailed, ServiceError, SessionConflict
+
 IDS = "int32"
 """Token ids travel as int32, feature rows as float32; answers as float32."""
 FEATURES = "float32"
@@ -86,7 +88,7 @@ class Answer(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Refusal(msgspec.Struct, array_like=True, frozen=True):
-    """A ServiceError on its way to the front that asked."""
+    """A ServiceError on its way to who asked."""
 
     code: str
     message: str
@@ -94,6 +96,18 @@ class Refusal(msgspec.Struct, array_like=True, frozen=True):
     retry_after: int | None = None
     elsewhere: ModelKey | None = None
     """Of a chunk whose session is of another version of its model: that one."""
+
+    @classmethod
+    def of(cls, error: ServiceError) -> Refusal:
+        elsewhere = error.elsewhere if isinstance(error, SessionConflict) else None
+        return cls(error.code, error.message, error.field, error.retry_after, elsewhere and ModelKey(*elsewhere))
+
+    @property
+    def error(self) -> ServiceError:
+        """As it was raised elsewhere."""
+        if self.elsewhere is not None:
+            return SessionConflict(self.message, field=self.field, elsewhere=self.elsewhere)
+        return BY_CODE.get(self.code, InferenceFailed)(self.message, field=self.field, retry_after=self.retry_after)
 
 
 class Trace(msgspec.Struct, array_like=True, frozen=True):

@@ -13,7 +13,7 @@ from service.batching.batcher import Batcher
 from service.batching.ticket import Ticket
 from service.channel import Channel, Frame, Kind, encode
 from service.engine.turn import Turn
-from service.errors import ServiceError, SessionConflict
+from service.errors import ServiceError
 from service.lifeline import IDLE_SECONDS, PATIENCE_SECONDS, Pulse, tell
 from service.loading import Models
 from service.metrics import Metrics
@@ -122,7 +122,7 @@ class Worker:
             self._models.close(frame.read(Closing), set(self._tickets), closed)
 
     def _prepared(self, id: int, refusal: ServiceError | None) -> None:
-        tell(self._control, Kind.DONE if refusal is None else Kind.REFUSAL, refusal and _refusal(refusal), id)
+        tell(self._control, Kind.DONE if refusal is None else Kind.REFUSAL, refusal and Refusal.of(refusal), id)
 
     def _hello(self) -> Hello:
         return Hello(self._engine.loaded(), self._place, str(self._engine.device))
@@ -175,7 +175,7 @@ class Worker:
         self._send(channel, id, encode(Kind.ANSWER, id, answer, arrays))
 
     def _refuse(self, channel: Channel, id: int, error: ServiceError) -> None:
-        self._send(channel, id, encode(Kind.REFUSAL, id, _refusal(error)))
+        self._send(channel, id, encode(Kind.REFUSAL, id, Refusal.of(error)))
 
     def _trace(self, channel: Channel, id: int, events: bytes) -> None:
         """It leaves at once: nothing may come for a while that the loop would wake up for."""
@@ -214,11 +214,6 @@ class Worker:
         for ticket in self._tickets.pop(channel, {}).values():
             self._batcher.cancel(ticket)
         channel.close()
-
-
-def _refusal(error: ServiceError) -> Refusal:
-    elsewhere = error.elsewhere if isinstance(error, SessionConflict) else None
-    return Refusal(error.code, error.message, error.field, error.retry_after, elsewhere and ModelKey(*elsewhere))
 
 
 def _patience(predicted_seconds: float) -> float:

@@ -86,8 +86,7 @@ def _ids(values: list[Any], field: str, model: Served) -> NDArray[Any]:
     try:
         found = _IDS.validate_python(values)
     except ValidationError as fault:
-        at, value = _first(fault, field)
-        raise InvalidInput(f"{at} is {kind(value)} and a token id is a whole number", field=at) from None
+        raise _wrong(fault, field, " and a token id is a whole number") from None
     highest = _highest_id(model)
     if found and not 0 <= min(found) <= max(found) <= highest:
         # A whole number may be one that no array of integers holds.
@@ -110,8 +109,7 @@ def _features(values: list[Any], field: str, model: Served, width: int) -> NDArr
     try:
         rows = _FEATURES.validate_python(values)
     except ValidationError as fault:
-        at, value = _first(fault, field)
-        raise InvalidInput(f"{at} is {kind(value)}: {_a_step(model)}", field=at) from None
+        raise _wrong(fault, field, f": {_a_step(model)}") from None
     for step, row in enumerate(rows):
         if len(row) != width:
             at = f"{field}[{step}]"
@@ -141,10 +139,11 @@ def _a_step(model: Served) -> str:
     return f"a step of {model.spec.name} is a list of {model.spec.input.features} finite float32 numbers"
 
 
-def _first(fault: ValidationError, field: str) -> tuple[str, Any]:
-    """Where in `field` the first fault is, and the value found there."""
+def _wrong(fault: ValidationError, field: str, meant: str) -> InvalidInput:
+    """Of the first fault in `field`: where it is, what stands there, and what was meant to."""
     error = fault.errors(include_url=False)[0]
-    return field + "".join(f"[{index}]" for index in error["loc"]), error["input"]
+    at = field + "".join(f"[{index}]" for index in error["loc"])
+    return InvalidInput(f"{at} is {kind(error['input'])}{meant}", field=at)
 
 
 def _check_most(steps: int, field: str, model: Served) -> None:

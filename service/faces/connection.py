@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from service.channel import Channel, Frame, Kind, encode
-from service.errors import BY_CODE, EngineLost, InferenceFailed, ServiceError, SessionConflict
+from service.errors import EngineLost
 from service.metrics import Metrics
 from service.sequence import Answer, Hello, Loaded, ModelKey, Refusal, Request
 
@@ -202,7 +202,7 @@ class Connection:
         if frame.kind == Kind.ANSWER:
             waiting.future.set_result(Answered(frame.read(Answer), frame.tail))
         elif frame.kind == Kind.REFUSAL:
-            waiting.future.set_exception(refused(frame))
+            waiting.future.set_exception(frame.read(Refusal).error)
         self.forget(waiting)
 
     def _lose(self) -> None:
@@ -217,15 +217,6 @@ def _settle_question(future: asyncio.Future[bytes], frame: Frame) -> None:
     if future.done():
         return
     if frame.kind == Kind.REFUSAL:
-        future.set_exception(refused(frame))
+        future.set_exception(frame.read(Refusal).error)
     else:
         future.set_result(frame.tail)
-
-
-def refused(frame: Frame) -> ServiceError:
-    """What a refusal says."""
-    refusal = frame.read(Refusal)
-    if refusal.elsewhere is not None:
-        return SessionConflict(refusal.message, field=refusal.field, elsewhere=refusal.elsewhere)
-    kind = BY_CODE.get(refusal.code, InferenceFailed)
-    return kind(refusal.message, field=refusal.field, retry_after=refusal.retry_after)

@@ -83,6 +83,14 @@ def wanted(name: str, parameters: Parameters) -> Wanted:
     return Wanted(name, _whole(parameters, "classification", said, of=name) or 0)
 
 
+def flag(parameters: Parameters, name: str, of: str = "", default: bool = False) -> bool:
+    """A parameter that is true or false, of the request or of one tensor; raises InvalidInput for another."""
+    value = parameters.get(name, default)
+    if type(value) is not bool:
+        raise _wrong(name, value, "true or false", of)
+    return value
+
+
 def check_place(name: str, parameters: Parameters) -> None:
     """Whether the data of a tensor travels with it; raises Unsupported."""
     if any(one.startswith("shared_memory_") for one in parameters):
@@ -102,8 +110,8 @@ def _wishes(request: InferRequest, session: str | None, model: Served, settings:
         # Ours rises with urgency, from -10 to 10, and 0 is what nobody asked for.
         priority=max(-10, min(10, 11 - urgency)) if urgency else 0,
         session=session,
-        starts=None if session is None else _flag(parameters, "sequence_start"),
-        ends=_flag(parameters, "sequence_end"),
+        starts=None if session is None else flag(parameters, "sequence_start"),
+        ends=flag(parameters, "sequence_end"),
         exactly=bool(request.version),
     )
 
@@ -116,28 +124,21 @@ def _session(parameters: Parameters) -> str | None:
     if type(id) is int and id > 0:
         return str(id)
     if id not in (None, 0, "") or type(id) in (bool, float):
-        raise _wrong("parameters.sequence_id", id, "a whole number from 1 or a string, 0 or an empty one for none")
+        raise _wrong("sequence_id", id, "a whole number from 1 or a string, 0 or an empty one for none")
     for name in ("sequence_start", "sequence_end"):
-        if _flag(parameters, name):
+        if flag(parameters, name):
             field = f"parameters.{name}"
             raise InvalidInput(f"{field} is said of a sequence and none is named: name one with sequence_id", field=field)
     return None
-
-
-def _flag(parameters: Parameters, name: str) -> bool:
-    value = parameters.get(name, False)
-    if type(value) is not bool:
-        raise _wrong(f"parameters.{name}", value, "true or false")
-    return value
 
 
 def _whole(parameters: Parameters, name: str, meaning: str, of: str = "") -> int | None:
     value = parameters.get(name)
     if value is None or (type(value) is int and 0 <= value < 2**63):
         return value
+    raise _wrong(name, value, f"a whole number, {meaning}", of)
+
+
+def _wrong(name: str, value: Any, meant: str, of: str = "") -> InvalidInput:
     field = f"{shown(of)}.parameters.{name}" if of else f"parameters.{name}"
-    raise _wrong(field, value, f"a whole number, {meaning}")
-
-
-def _wrong(field: str, value: Any, meant: str) -> InvalidInput:
     return InvalidInput(f"{field} is {kind(value)}: send {meant}", field=field)

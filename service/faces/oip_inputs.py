@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 from service.errors import InvalidInput
 from service.faces import checked, oip_models, wire
 from service.faces.oip_models import LENGTHS, OFFSETS
-from service.faces.said import shown
 from service.faces.served import Served
-from service.faces.tensors import BYTES, Tensor
+from service.faces.tensors import BYTES, Tensor, wrong
 from service.sequence import IDS
 from service.settings import Settings
 
@@ -45,7 +44,7 @@ class Given:
         self._tensors: dict[str, Tensor] = {}
         for tensor in inputs:
             if tensor.name in self._tensors:
-                raise _wrong(shown(tensor.name), "is given twice: send it once")
+                raise wrong(tensor.name, "is given twice: send it once")
             self._tensors[tensor.name] = tensor
         self.ragged = OFFSETS in self._tensors
 
@@ -59,10 +58,10 @@ class Given:
         values = self._tensors[self._values_name()]
         lengths, offsets = self._tensors.get(LENGTHS), self._tensors.get(OFFSETS)
         if lengths is not None and offsets is not None:
-            raise _wrong(LENGTHS, "and offsets are both given: send lengths with padded rows, offsets with rows end to end")
+            raise wrong(LENGTHS, "and offsets are both given: send lengths with padded rows, offsets with rows end to end")
         if values.datatype == BYTES:
             if lengths is not None or offsets is not None:
-                raise _wrong(LENGTHS if offsets is None else OFFSETS, "is said of steps and text has none: leave it out")
+                raise wrong(LENGTHS if offsets is None else OFFSETS, "is said of steps and text has none: leave it out")
             return self._texts(values, model, settings)
         rows = _rows(values, model)
         wire.check_rows(len(rows) if offsets is None else offsets.shape[-1] - 1, settings, values.name)
@@ -80,21 +79,21 @@ class Given:
         known = [port.name for port in oip_models.inputs(model.spec)]
         for name, tensor in self._tensors.items():
             if name not in known:
-                raise _wrong(shown(name), f"is no input of {model.spec.name}: known are {', '.join(known)}")
+                raise wrong(name, f"is no input of {model.spec.name}: known are {', '.join(known)}")
             taken = TAKEN.get(name, WHOLE)
             if tensor.datatype not in taken:
-                raise _wrong(name, f"is {tensor.datatype}: send it as {' or '.join(taken)}")
+                raise wrong(name, f"is {tensor.datatype}: send it as {' or '.join(taken)}")
         values = [name for name in known if name not in (LENGTHS, OFFSETS)]
         found = [name for name in values if name in self._tensors]
         if not found:
-            raise _wrong(values[0], f"is missing: {model.spec.name} needs {' or '.join(values)}")
+            raise wrong(values[0], f"is missing: {model.spec.name} needs {' or '.join(values)}")
         if len(found) > 1:
-            raise _wrong(found[1], f"and {found[0]} are both given: send one of them")
+            raise wrong(found[1], f"and {found[0]} are both given: send one of them")
 
     def _texts(self, text: Tensor, model: Served, settings: Settings) -> Laid:
         assert isinstance(text.values, list)
         if text.shape not in ((len(text.values),), (len(text.values), 1)):
-            raise _wrong(text.name, f"has the shape {list(text.shape)}: send [rows] or [rows, 1]")
+            raise wrong(text.name, f"has the shape {list(text.shape)}: send [rows] or [rows, 1]")
         wire.check_rows(len(text.values), settings, text.name)
         found: list[list[int]] = []
         for row, element in enumerate(text.values):
@@ -112,7 +111,7 @@ def _rows(values: Tensor, model: Served) -> Array:
     array = values.values[None] if len(values.shape) == 1 + len(step) else values.values
     if array.ndim != 2 + len(step) or array.shape[2:] != step:
         forms = [f"[{', '.join((*form, *map(str, step)))}]" for form in (("steps",), ("rows", "steps"))]
-        raise _wrong(values.name, f"has the shape {list(values.shape)}: {model.spec.name} takes {' or '.join(forms)}")
+        raise wrong(values.name, f"has the shape {list(values.shape)}: {model.spec.name} takes {' or '.join(forms)}")
     return array
 
 
@@ -122,7 +121,7 @@ def _padded(rows: Array, lengths: Tensor | None) -> tuple[Array, list[int]]:
     if lengths is None:
         return rows.reshape(-1, *rows.shape[2:]), [longest] * count
     if lengths.shape not in ((count,), (count, 1)):
-        raise _wrong(LENGTHS, f"has the shape {list(lengths.shape)} and there are {count} rows: send [{count}] or [{count}, 1]")
+        raise wrong(LENGTHS, f"has the shape {list(lengths.shape)} and there are {count} rows: send [{count}] or [{count}, 1]")
     steps = _whole(lengths)
     for row in np.flatnonzero((steps < 1) | (steps > longest))[:1]:
         field = f"{LENGTHS}[{row}]"
@@ -133,13 +132,13 @@ def _padded(rows: Array, lengths: Tensor | None) -> tuple[Array, list[int]]:
 def _ragged(values: Tensor, rows: Array, offsets: Tensor) -> tuple[Array, list[int]]:
     """The steps of all rows, which lie end to end already, and how many each has."""
     if len(rows) > 1:
-        raise _wrong(values.name, f"has {len(rows)} rows, and with offsets they lie in one: send [1, steps], or lengths")
+        raise wrong(values.name, f"has {len(rows)} rows, and with offsets they lie in one: send [1, steps], or lengths")
     if len(offsets.shape) > 2 or offsets.shape[:-1] not in ((), (1,)) or offsets.shape[-1] < 2:
-        raise _wrong(OFFSETS, f"has the shape {list(offsets.shape)}: send [rows + 1] or [1, rows + 1]")
+        raise wrong(OFFSETS, f"has the shape {list(offsets.shape)}: send [rows + 1] or [1, rows + 1]")
     bounds, steps = _whole(offsets), rows.shape[1]
     if bounds[0] != 0 or bounds[-1] != steps:
         said = f"go from {bounds[0]} to {bounds[-1]} and {values.name} has {steps} steps: begin with 0, end with {steps}"
-        raise _wrong(OFFSETS, said)
+        raise wrong(OFFSETS, said)
     for row in np.flatnonzero(bounds[1:] <= bounds[:-1])[:1]:
         field = f"{OFFSETS}[{row + 1}]"
         said = f"{field} is {bounds[row + 1]} and the row begins at {bounds[row]}: a row has at least one step"
@@ -168,7 +167,3 @@ def _decoded(element: bytes, field: str) -> str:
         return element.decode()
     except UnicodeDecodeError as fault:
         raise InvalidInput(f"{field} is not UTF-8 at byte {fault.start}: encode it so", field=field) from None
-
-
-def _wrong(field: str, said: str) -> InvalidInput:
-    return InvalidInput(f"{field} {said}", field=field)

@@ -14,7 +14,7 @@ from service.faces import oip
 from service.faces.answers import shortest
 from service.faces.oip import InferRequest, InferResponse
 from service.faces.said import kind, shown
-from service.faces.tensors import BYTES, Tensor, decode, encode, listed
+from service.faces.tensors import BYTES, Tensor, decode, encode, listed, wrong
 from service.zoo.spec import ModelSpec
 
 T = TypeVar("T")
@@ -108,8 +108,8 @@ def read(body: bytes, header: int | None, model: str, version: str) -> Asked:
     whole = memoryview(body)
     said = parse(InferBody, whole[:end])
     parameters = said.parameters or {}
-    all_raw = _flag(parameters, "binary_data_output", "")
-    named = {one.name: _flag(one.parameters or {}, "binary_data", one.name, all_raw) for one in said.outputs or []}
+    all_raw = oip.flag(parameters, "binary_data_output")
+    named = {one.name: oip.flag(one.parameters or {}, "binary_data", one.name, all_raw) for one in said.outputs or []}
     request = InferRequest(
         model=model,
         version=version,
@@ -171,13 +171,13 @@ def _inputs(inputs: list[InputTensor], tail: memoryview) -> list[Tensor]:
         oip.check_place(one.name, parameters)
         size = parameters.get(SIZE)
         if (size is None) == (one.data is UNSET):
-            raise _wrong(one.name, f"needs either data or parameters.{SIZE}: send one of them")
+            raise wrong(one.name, f"needs either data or parameters.{SIZE}: send one of them")
         if one.data is not UNSET:
             tensors.append(listed(one.name, one.datatype, one.shape, one.data))
             continue
         if type(size) is not int or not 0 <= size <= len(tail) - at:
             left = f"{len(tail) - at} bytes are left behind the JSON"
-            raise _wrong(one.name, f"has {kind(size)} as parameters.{SIZE} and {left}: send as many as it says")
+            raise wrong(one.name, f"has {kind(size)} as parameters.{SIZE} and {left}: send as many as it says")
         tensors.append(decode(one.name, one.datatype, one.shape, tail[at : at + size]))
         at += size
     if at < len(tail):
@@ -194,14 +194,6 @@ def _plain(tensor: Tensor) -> list[Any]:
     return plain
 
 
-def _flag(parameters: dict[str, Any], name: str, of: str, default: bool = False) -> bool:
-    value = parameters.get(name, default)
-    if type(value) is not bool:
-        field = f"{shown(of)}.parameters.{name}" if of else f"parameters.{name}"
-        raise InvalidInput(f"{field} is {kind(value)}: send true or false", field=field)
-    return value
-
-
 def _complaint(said: str) -> ServiceError:
     """What msgspec says of a body that is JSON, in our words."""
     message, _, path = said.partition(" - at `$")
@@ -214,8 +206,3 @@ def _complaint(said: str) -> ServiceError:
     if not field:
         return InvalidRequest(f"the body is not an object of the kind that is read here: {told}")
     return InvalidInput(f"{field}: {told}", field=field)
-
-
-def _wrong(name: str, said: str) -> InvalidInput:
-    field = shown(name)
-    return InvalidInput(f"{field} {said}", field=field)

@@ -9,7 +9,7 @@ from service.errors import InvalidInput
 from service.faces import oip
 from service.faces.messages import METHODS, Message
 from service.faces.said import shown
-from service.faces.tensors import Tensor, decode, encode, listed
+from service.faces.tensors import Tensor, decode, encode, listed, wrong
 
 CONTENTS = {
     "BOOL": "bool_contents",
@@ -69,7 +69,7 @@ def _raw(message: Message) -> list[Tensor]:
     inputs, contents = message.inputs, message.raw_input_contents
     for one in inputs:
         if one.HasField("contents") and one.contents.ByteSize():
-            raise InvalidInput(f"{shown(one.name)} has contents beside {RAW}: send one or the other", field=shown(one.name))
+            raise wrong(one.name, f"has contents beside {RAW}: send one or the other")
     if len(contents) != len(inputs):
         raise InvalidInput(f"{RAW} has {len(contents)} entries for {len(inputs)} inputs: send one for each", field=RAW)
     return [decode(one.name, one.datatype, tuple(one.shape), data) for one, data in zip(inputs, contents, strict=True)]

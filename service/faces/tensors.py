@@ -57,7 +57,7 @@ def decode(name: str, datatype: str, shape: Sequence[int], data: bytes | memoryv
     dtype = _dtype(name, datatype)
     if count * dtype.itemsize != len(data):
         needed = f"{datatype} of shape {_listed(shape)} has {count * dtype.itemsize}"
-        raise _wrong(name, f"has {len(data)} bytes and {needed}: send as many as the shape says")
+        raise wrong(name, f"has {len(data)} bytes and {needed}: send as many as the shape says")
     values = np.frombuffer(data, dtype)
     if datatype == "BOOL":
         # Any other byte than 0 and 1 would be a bool that equals neither.
@@ -71,11 +71,11 @@ def listed(name: str, datatype: str, shape: Sequence[int], values: Sequence[Any]
     """What a list says: flat and row-major, or nested as the shape is. Elements of BYTES are str or bytes."""
     count, dtype = _count(name, shape), None if datatype == BYTES else _dtype(name, datatype)
     if datatype in RAW_ONLY:
-        raise _wrong(name, f"is {datatype}, of which only raw bytes are read: send it in binary, or as FP32")
+        raise wrong(name, f"is {datatype}, of which only raw bytes are read: send it in binary, or as FP32")
     nested = bool(values) and isinstance(values[0], list)
     flat = _unnested(name, shape, values) if nested else values
     if len(flat) != count:
-        raise _wrong(name, f"has {len(flat)} values and the shape {_listed(shape)} has {count}: send as many as the shape says")
+        raise wrong(name, f"has {len(flat)} values and the shape {_listed(shape)} has {count}: send as many as the shape says")
     if dtype is None:
         return Tensor(name, datatype, tuple(shape), _encoded(name, flat))
     _check_kinds(name, datatype, flat, _KINDS[dtype.kind])
@@ -83,7 +83,7 @@ def listed(name: str, datatype: str, shape: Sequence[int], values: Sequence[Any]
         with np.errstate(over="ignore"):  # a float that is too large becomes infinite, which is for a model to refuse
             return Tensor(name, datatype, tuple(shape), np.array(flat, dtype).reshape(shape))
     except OverflowError:
-        raise _wrong(name, f"has a value that {datatype} cannot hold: send smaller numbers") from None
+        raise wrong(name, f"has a value that {datatype} cannot hold: send smaller numbers") from None
 
 
 def encode(tensor: Tensor) -> bytes:
@@ -103,22 +103,22 @@ _CALLED = {"b": "true or false", "i": "a whole number", "u": "a whole number fro
 def _count(name: str, shape: Sequence[int]) -> int:
     """How many elements there are."""
     if len(shape) > MAX_DIMENSIONS:
-        raise _wrong(name, f"has {len(shape)} dimensions, and {MAX_DIMENSIONS} is the most that a tensor may have")
+        raise wrong(name, f"has {len(shape)} dimensions, and {MAX_DIMENSIONS} is the most that a tensor may have")
     if not all(1 <= size <= MAX_SIZE for size in shape):
-        raise _wrong(name, f"has the shape {_listed(shape)}: each dimension has to be from 1 to {MAX_SIZE}")
+        raise wrong(name, f"has the shape {_listed(shape)}: each dimension has to be from 1 to {MAX_SIZE}")
     return math.prod(shape)
 
 
 def _dtype(name: str, datatype: str) -> np.dtype[Any]:
     if datatype not in DATATYPES:
-        raise _wrong(name, f"has the datatype {shown(datatype)!r}: known are {', '.join((*DATATYPES, BYTES))}")
+        raise wrong(name, f"has the datatype {shown(datatype)!r}: known are {', '.join((*DATATYPES, BYTES))}")
     return DATATYPES[datatype]
 
 
 def _elements(name: str, count: int, data: bytes | memoryview) -> list[bytes]:
     """The elements of BYTES, each behind its length."""
     if count * _LENGTH.size > len(data):
-        raise _wrong(
+        raise wrong(
             name, f"has {len(data)} bytes, and {count} elements of BYTES have {count * _LENGTH.size} for their lengths alone"
         )
     elements, at = [], 0
@@ -127,11 +127,11 @@ def _elements(name: str, count: int, data: bytes | memoryview) -> list[bytes]:
         left = len(data) - begin
         length = _LENGTH.unpack_from(data, at)[0] if left >= 0 else 0
         if length > left:
-            raise _wrong(name, f"says that element {index} has {length} bytes, and {max(left, 0)} are left: send all of it")
+            raise wrong(name, f"says that element {index} has {length} bytes, and {max(left, 0)} are left: send all of it")
         at = begin + length
         elements.append(bytes(data[begin:at]))
     if at < len(data):
-        raise _wrong(name, f"has {len(data)} bytes, and its {count} elements end after {at}: send as many as the shape says")
+        raise wrong(name, f"has {len(data)} bytes, and its {count} elements end after {at}: send as many as the shape says")
     return elements
 
 
@@ -140,7 +140,7 @@ def _unnested(name: str, shape: Sequence[int], values: Sequence[Any]) -> Sequenc
     level: Sequence[Any] = [values]
     for depth, size in enumerate(shape):
         if not all(isinstance(part, list) and len(part) == size for part in level):
-            raise _wrong(
+            raise wrong(
                 name, f"is not nested as the shape {_listed(shape)} says: dimension {depth} has other lists than of {size}"
             )
         level = list(chain.from_iterable(level))
@@ -149,15 +149,15 @@ def _unnested(name: str, shape: Sequence[int], values: Sequence[Any]) -> Sequenc
 
 def _check_kinds(name: str, datatype: str, values: Sequence[Any], kinds: set[type]) -> None:
     if not set(map(type, values)) <= kinds:
-        wrong = next(index for index, value in enumerate(values) if type(value) not in kinds)
+        index = next(index for index, value in enumerate(values) if type(value) not in kinds)
         called = _CALLED[DATATYPES[datatype].kind]
-        raise _wrong(name, f"has {kind(values[wrong])} at {wrong} and {datatype} is {called}: send {called}")
+        raise wrong(name, f"has {kind(values[index])} at {index} and {datatype} is {called}: send {called}")
 
 
 def _encoded(name: str, values: Sequence[Any]) -> list[bytes]:
     for index, value in enumerate(values):
         if not isinstance(value, str | bytes):
-            raise _wrong(name, f"has {kind(value)} at {index} and an element of BYTES is a string: send a string")
+            raise wrong(name, f"has {kind(value)} at {index} and an element of BYTES is a string: send a string")
     return [value.encode() if isinstance(value, str) else value for value in values]
 
 
@@ -165,6 +165,7 @@ def _listed(shape: Sequence[int]) -> str:
     return shown(str(list(shape)))
 
 
-def _wrong(name: str, said: str) -> InvalidInput:
+def wrong(name: str, said: str) -> InvalidInput:
+    """What is wrong with a tensor, whose name may be whatever a caller sent."""
     field = shown(name)
     return InvalidInput(f"{field} {said}", field=field)
