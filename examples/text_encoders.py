@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from service.zoo.spec import Layer, LSTMLayer, SRULayer, TextCNNLayer
+from service.modeling.spec import Layer, LSTMLayer, SRULayer, TextCNNLayer
 
 
 class Encoder(nn.Module, ABC):

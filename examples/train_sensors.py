@@ -20,8 +20,8 @@ from forecasts import Forecast, Regression, errors_by_seed, last_reading_again
 from signals import CHANNELS, JUMP_EVERY, JUMP_SPREAD, NOISE, Readings, streams
 from torch import Tensor, nn
 
-from service.zoo import spec, store
-from service.zoo.spec import LSTMLayer, ModelSpec, RegressHead, SequenceInput
+from service.modeling import spec, store
+from service.modeling.spec import LSTMLayer, ModelSpec, RegressHead, SequenceInput
 
 NAME = "sensor-forecast"
 CARD_TEMPLATE = Path(__file__).with_name("sensor-forecast.card.md")

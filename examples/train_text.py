@@ -24,8 +24,8 @@ from text_encoders import ENCODERS
 from torch import Tensor, nn
 from trec import LABELS, TEST_FILE, TRAIN_FILE, Question, is_missing, read_questions, what_to_fetch
 
-from service.zoo import spec, store
-from service.zoo.spec import ClassifyHead, EmbeddingLayer, ModelSpec, SequenceInput
+from service.modeling import spec, store
+from service.modeling.spec import ClassifyHead, EmbeddingLayer, ModelSpec, SequenceInput
 
 CARD_TEMPLATE = Path(__file__).with_name("question-type.card.md")
 

@@ -21,9 +21,9 @@ from kernels.bench.report import device_name, slug
 from kernels.bench.timing import Spread, repeated
 from loadtest import report
 from loadtest.oip_requests import INPUT, METHOD, behind_json, message
-from service.faces import oip_json, oip_messages
-from service.faces.oip import InferResponse
-from service.faces.tensors import Tensor, decode, encode
+from service.frontend.oip import json, protobuf_codec
+from service.frontend.oip.tensors import Tensor, decode, encode
+from service.frontend.oip.types import InferResponse
 
 SHAPE = (64, 64)
 CALLS = 50
@@ -53,10 +53,10 @@ def ways() -> dict[str, Callable[[], Any]]:
     found: dict[str, Callable[[], Any]] = {
         "tensor, decode": lambda: decode(INPUT, "FP32", SHAPE, raw),
         "tensor, encode": lambda: encode(tensor),
-        "binary REST, a request": lambda: oip_json.read(body, header, "made-up", ""),
-        "binary REST, an answer": lambda: oip_json.written(answer, lambda _: True),
-        "gRPC, a request": lambda: oip_messages.request(METHOD.read(sent)),
-        "gRPC, an answer": lambda: oip_messages.response(answer).SerializeToString(),
+        "binary REST, a request": lambda: json.read(body, header, "made-up", ""),
+        "binary REST, an answer": lambda: json.written(answer, lambda _: True),
+        "gRPC, a request": lambda: protobuf_codec.request(METHOD.read(sent)),
+        "gRPC, an answer": lambda: protobuf_codec.response(answer).SerializeToString(),
     }
     decoded, encoded, (asked, _), (written, end), read, serialised = (call() for call in found.values())
     assert all(np.array_equal(one.values, values) for one in (decoded, *asked.inputs, *read.inputs))

@@ -19,7 +19,7 @@ from kernels.bench.report import device_name, slug
 from loadtest import load, made_up, report, servers
 from loadtest.callers import Target
 from loadtest.load import Figures
-from service.zoo.spec import EmbeddingLayer, LSTMLayer, SequenceInput
+from service.modeling.spec import EmbeddingLayer, LSTMLayer, SequenceInput
 
 MODEL, VOCABULARY = "lstm-deep", 1000
 INPUTS = 64

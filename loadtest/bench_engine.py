@@ -25,13 +25,13 @@ from kernels.bench.report import Setting, slug
 from loadtest import made_up, report, servers
 from loadtest.open_engine import HEAVY, LONG, MIXED, REAL, Driver, Level, measured
 from service.app import build_engine
-from service.engine.engine import Engine
-from service.engine.flight import Flight
-from service.engine.turn import Chunk, Turn
+from service.engine.batch import Chunk, Turn
+from service.engine.execution.device_engine import Engine
+from service.engine.execution.in_flight import Flight
+from service.ipc.messages import FEATURES, IDS, ModelKey, Returns
 from service.metrics import Metrics
-from service.sequence import FEATURES, IDS, ModelKey, Returns
+from service.modeling.spec import EmbeddingLayer, LSTMLayer, ModelSpec, SequenceInput
 from service.settings import Settings
-from service.zoo.spec import EmbeddingLayer, LSTMLayer, ModelSpec, SequenceInput
 
 QUESTIONS = ("question-type-cnn", "question-type-lstm", "question-type-sru")
 SENSOR, WIDE, DEEP = "lstm-256-floats", "lstm-512-ids", "lstm-4x1024-ids"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from service.zoo import store
-from service.zoo.spec import ClassifyHead, Layer, ModelSpec, SequenceInput
+from service.modeling import store
+from service.modeling.spec import ClassifyHead, Layer, ModelSpec, SequenceInput
 
 CARD = "Made-up weights, for load tests.\n"
 LABELS = ("steady", "rising", "falling")

@@ -7,7 +7,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from service.faces.messages import METHODS, SERVICE
+from service.frontend.oip.protobuf import METHODS, SERVICE
 
 INPUT = "inputs"
 METHOD = METHODS["ModelInfer"]

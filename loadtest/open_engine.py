@@ -15,14 +15,14 @@ import numpy as np
 from kernels.bench import questions
 from loadtest.traffic import poisson
 from service.app import build_batcher
-from service.batching.batcher import Batcher
-from service.engine.engine import Engine
+from service.engine.batching.batcher import Batcher
+from service.engine.execution.device_engine import Engine
+from service.engine.worker import FRAMES_AT_ONCE
 from service.errors import ServiceError
-from service.logs import Log
+from service.ipc.messages import IDS, Answer, ModelKey, Request
+from service.log import Log
 from service.metrics import Metrics
-from service.sequence import IDS, Answer, ModelKey, Request
 from service.settings import Settings
-from service.worker import FRAMES_AT_ONCE
 
 SHORT, LONG, LONG_SHARE = 10, 4096, 0.01
 """Steps of the sequences of the mixture, and how many of them are long."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from loadtest import made_up
-from service.zoo.spec import ALIASES, GRULayer, ModelSpec, SequenceInput
+from service.modeling.spec import ALIASES, GRULayer, ModelSpec, SequenceInput
 
 FEATURES, HIDDEN = 16, 64
 SCALE = 0.2

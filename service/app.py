@@ -18,22 +18,22 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from service.errors import ModelError, NoRoom, ServiceError, SettingsError, StartError
-from service.lifeline import DEVICE_LOST, Birth, Journal, Pulse, journal_records, tell
-from service.logs import Log
+from service.ipc.messages import Edition, Manifest, ModelKey
+from service.ipc.process_config import DEVICE_LOST, Birth, Journal, Pulse, journal_records, tell
+from service.log import Log
 from service.metrics import Metrics
-from service.repository import Repository
-from service.sequence import Edition, Manifest, ModelKey
+from service.modeling import spec
 from service.settings import Settings
-from service.zoo import spec
+from service.supervisor.repository import Repository
 
 if TYPE_CHECKING:
     import torch
 
-    from service.batching.batcher import Batcher
-    from service.engine.engine import Engine, Prepared
-    from service.engine.graphs import Between
-    from service.faces.catalog import Models
-    from service.zoo.encoder import Encoder
+    from service.engine.batching.batcher import Batcher
+    from service.engine.execution.cuda_graph_runner import Between
+    from service.engine.execution.device_engine import Engine, Prepared
+    from service.frontend.catalog import Models
+    from service.modeling.encoder import Encoder
 
 # A front never loads torch and an engine never loads a web framework, so that each starts fast and stays small:
 # this is the one module whose functions import what they build.
@@ -48,10 +48,10 @@ def run_front() -> None:
     """A front process, from birth to drain."""
     import socket
 
-    from service.faces import http
-    from service.faces.calls import Front
-    from service.faces.engines import Engines
-    from service.front import Control, serve
+    from service.frontend import app
+    from service.frontend.dispatch.dispatcher import Engines
+    from service.frontend.inference import Front
+    from service.frontend.server import Control, serve
 
     birth = Birth.read()
     settings, metrics = birth.read_settings(), Metrics()
@@ -64,17 +64,17 @@ def run_front() -> None:
         return
     engines = Engines(metrics, settings.channel_bytes, control.ready, len(settings.devices))
     front = Front(settings, models, engines, metrics, log, control)
-    application = http.build(front)
+    application = app.build(front)
     _settle()
     serve(application, front, control, socket.socket(fileno=birth.listening), birth.grpc, follows=not birth.strict)
 
 
 def run_engine() -> None:
     """An engine process, from birth to the supervisor's end of file."""
-    from service.channel import Kind
-    from service.engine.device import DeviceLost
-    from service.loading import Models
-    from service.worker import Worker
+    from service.engine.execution.device import DeviceLost
+    from service.engine.loading import Models
+    from service.engine.worker import Worker
+    from service.ipc.channel import Kind
 
     birth = Birth.read()
     settings, metrics = birth.read_settings(), Metrics()
@@ -112,8 +112,8 @@ def engine_of(
     import torch
 
     from kernels import compile as compiler
-    from service.engine.device import hold
-    from service.engine.engine import Engine
+    from service.engine.execution.device import hold
+    from service.engine.execution.device_engine import Engine
 
     torch.set_num_threads(compute_threads(len(os.sched_getaffinity(0)), settings))
     compiler.keep_in(settings.cache)
@@ -132,7 +132,7 @@ def engine_of(
 
 def _prepared(settings: Settings, engine: Engine, edition: Edition, between_turns: Between) -> Prepared:
     """An edition made ready beside what an engine serves; raises ModelError, or NoRoom when it does not fit."""
-    from service.engine.device import available_bytes
+    from service.engine.execution.device import available_bytes
 
     def make() -> Encoder:
         _check_room(edition, _weights_bytes(edition), available_bytes(engine.device))
@@ -145,8 +145,8 @@ def _prepared(settings: Settings, engine: Engine, edition: Edition, between_turn
 
 
 def _encoder(edition: Edition, device: torch.device, settings: Settings) -> Encoder:
-    from service.zoo import store
-    from service.zoo.encoder import Encoder
+    from service.modeling import store
+    from service.modeling.encoder import Encoder
 
     folder = Path(edition.folder)
     model = spec.read(folder)
@@ -191,15 +191,16 @@ def compute_threads(cores: int, settings: Settings) -> int:
 
 def answer(settings: Settings, name: str, texts: list[str]) -> list[dict[str, Any]]:
     """Answer texts in this process, on the first device, without a server; raises what the HTTP door would have said."""
-    from service.faces import answers, wire
-    from service.sequence import Answer
+    from service.frontend import head_outputs
+    from service.frontend.rest import schemas
+    from service.ipc.messages import Answer
 
     manifest = Repository(settings.models, settings.versions).manifest()
     model = _models(manifest, Log("infer"), strict=True).find(name, None)
     metrics, log = Metrics(), Log("infer")
     engine = engine_of([edition for edition in manifest.editions if edition.key == model.key], settings, metrics, log)
     batcher = build_batcher(settings, engine, metrics, log)
-    request, data = wire.sequences(wire.InferBody(model=name, inputs=texts), model, settings, time.monotonic())
+    request, data = schemas.sequences(schemas.InferBody(model=name, inputs=texts), model, settings, time.monotonic())
     replies: list[tuple[Answer, list[bytes]]] = []
     errors: list[ServiceError] = []
     batcher.submit(request, data, lambda *reply: replies.append(reply), errors.append)
@@ -208,7 +209,7 @@ def answer(settings: Settings, name: str, texts: list[str]) -> list[dict[str, An
     if errors:
         raise errors[0]
     shapes, arrays = replies[0]
-    return answers.outputs(model.spec, shapes, b"".join(arrays))
+    return head_outputs.outputs(model.spec, shapes, b"".join(arrays))
 
 
 def _settle() -> None:
@@ -221,9 +222,9 @@ def _settle() -> None:
 
 def build_batcher(settings: Settings, engine: Engine, metrics: Metrics, log: Log, journal: Journal | None = None) -> Batcher:
     """The queue and the sessions of an engine; without a journal, these are forgotten with it."""
-    from service.batching.batcher import Batcher
-    from service.batching.scheduler import Limits
-    from service.batching.sessions import Sessions
+    from service.engine.batching.batcher import Batcher
+    from service.engine.batching.scheduler import Limits
+    from service.engine.batching.sessions import Sessions
 
     budget_ms = settings.turn_budget_ms or TURN_BUDGET_MS[engine.device.type]
     limits = Limits(
@@ -240,8 +241,8 @@ def build_batcher(settings: Settings, engine: Engine, metrics: Metrics, log: Log
 
 def _models(manifest: Manifest, log: Log, *, strict: bool) -> Models:
     """What a front serves, tokenizers loaded; raises ModelError, or, unless `strict`, goes without what cannot be served."""
-    from service.faces import catalog
-    from service.faces.catalog import Models
+    from service.frontend import catalog
+    from service.frontend.catalog import Models
 
     return Models(dict(_all_of(manifest.editions, catalog.read, log, strict=strict)).values(), manifest.aliases)
 

@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 
 from service import __version__, app
 from service.errors import ServiceError, SettingsError, StartError
-from service.logs import Log
-from service.sequence import Manifest
+from service.ipc.messages import Manifest
+from service.log import Log
+from service.modeling import spec
 from service.settings import Settings, load
-from service.supervisor import Supervisor
-from service.zoo import spec
+from service.supervisor.supervisor import Supervisor
 
 EXAMPLE = "How far is it from Denver to Aspen ?"
 T = TypeVar("T", int, float)

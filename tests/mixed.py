@@ -19,8 +19,8 @@ import uvloop
 
 from loadtest import traffic
 from loadtest.callers import Caller, Target
+from service.modeling import spec
 from service.settings import Settings
-from service.zoo import spec
 
 ROUND = 1_000
 """Requests of one round. All its answers are waited for before the next one, so that nothing is then held for a caller."""

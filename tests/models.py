@@ -11,8 +11,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from service.zoo import store
-from service.zoo.spec import ClassifyHead, EmbeddingLayer, Layer, LSTMLayer, ModelSpec, RegressHead, SequenceInput
+from service.modeling import store
+from service.modeling.spec import ClassifyHead, EmbeddingLayer, Layer, LSTMLayer, ModelSpec, RegressHead, SequenceInput
 
 WORDS = ["[UNK]", "how", "far", "is", "the", "sea", "who", "was", "first", "?"]
 LABELS = ("near", "far", "unknown")

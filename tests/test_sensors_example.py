@@ -15,10 +15,10 @@ import torch
 
 from kernels.contract import Ragged
 from service.cli import main
-from service.sequence import FIRST, ZEROS
-from service.zoo import spec, store
-from service.zoo.encoder import Encoder
-from service.zoo.memory import Places
+from service.ipc.messages import FIRST, ZEROS
+from service.modeling import spec, store
+from service.modeling.encoder import Encoder
+from service.modeling.memory import Places
 from tests.serving import serving
 
 ROOT = Path(__file__).resolve().parent.parent

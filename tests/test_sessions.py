@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
-from service.faces.homes import home
+from service.frontend.dispatch.placement import home
 from tests import models
 from tests.serving import Server, eventually, serving
 

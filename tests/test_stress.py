@@ -25,13 +25,13 @@ import uvloop
 from websockets.asyncio.client import connect
 
 from loadtest.callers import Caller, Reply, Target
-from service.engine.engine import Engine
-from service.engine.turn import Chunk, Turn
+from service.engine.batch import Chunk, Turn
+from service.engine.execution.device_engine import Engine
+from service.ipc.messages import FIRST, IDS, SCRAP, ZEROS, ModelKey, Returns
 from service.metrics import Metrics
-from service.repository import POLICY
-from service.sequence import FIRST, IDS, SCRAP, ZEROS, ModelKey, Returns
-from service.zoo import store
-from service.zoo.encoder import Encoder
+from service.modeling import store
+from service.modeling.encoder import Encoder
+from service.supervisor.repository import POLICY
 from tests import accumulator, models
 from tests.accumulator import (
     CALLERS,

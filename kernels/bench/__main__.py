@@ -12,8 +12,8 @@ import torch
 
 from kernels.backend import FAMILIES
 from kernels.bench import goals, report
+from kernels.bench.baselines import PEERS
 from kernels.bench.measure import Bench
-from kernels.bench.peers import PEERS
 from kernels.bench.shares import shares
 from kernels.bench.workload import FORMS
 from kernels.bench.workloads import workloads

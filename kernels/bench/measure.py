@@ -13,8 +13,8 @@ import torch
 from kernels.backend import Backend, Problem, takes_everything
 from kernels.bench import timing
 from kernels.bench.agreement import DisagreesError, Expected, expected
+from kernels.bench.baselines.baseline import Call, MissingError, Peer
 from kernels.bench.given import Given, made_up
-from kernels.bench.peers.peer import Call, MissingError, Peer
 from kernels.bench.report import Row
 from kernels.bench.workload import PEERS_ALONE, Workload
 from kernels.contract import STORAGE

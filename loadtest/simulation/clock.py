@@ -15,13 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loadtest.simulation.ways import Sequence, Turn, Way
-from service.engine.cost import Cost
+from service.engine.execution.cost_model import Cost
 
 
 class Front:
     """Places each sequence at the replica with the smallest predicted wait, of equals at the one that was chosen longest ago.
 
-    It reckons as service.faces.connection.Backlog does, exactly and for all replicas at once: what a replica last reported, beside answers,
+    It reckons as service.frontend.dispatch.connection.Backlog does, exactly and for all replicas at once: what a replica last reported, beside answers,
     less the time since, and what it was sent after that.
     """
 

@@ -14,11 +14,11 @@ from kernels.bench.report import Setting, slug
 from loadtest import made_up
 from loadtest.simulation.loads import LONG_STEPS
 from service.app import build_engine
-from service.engine.cost import Cost
+from service.engine.execution.cost_model import Cost
+from service.ipc.messages import ModelKey
 from service.metrics import Metrics
-from service.sequence import ModelKey
+from service.modeling.spec import EmbeddingLayer, LSTMLayer, SequenceInput
 from service.settings import Settings
-from service.zoo.spec import EmbeddingLayer, LSTMLayer, SequenceInput
 
 PATH = Path(__file__).parent.parent / "results" / "costs.json"
 UNITS = (256, 512)

@@ -12,7 +12,7 @@ import numpy as np
 from loadtest.simulation import loads
 from loadtest.simulation.clock import Clock, Totals
 from loadtest.simulation.ways import Sequence, Way
-from service.engine.cost import Cost
+from service.engine.execution.cost_model import Cost
 
 QUANTILES = {"p50": 50.0, "p99": 99.0, "p99.9": 99.9}
 FROM, TO = 0.1, 0.8

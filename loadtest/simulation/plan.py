@@ -10,8 +10,8 @@ from typing import Any
 from loadtest.simulation import figures, loads, ways
 from loadtest.simulation.figures import Case, Figures, Make
 from loadtest.simulation.ways import Way
-from service.batching.scheduler import Limits
-from service.engine.cost import Cost
+from service.engine.batching.scheduler import Limits
+from service.engine.execution.cost_model import Cost
 from service.settings import Settings
 
 CONTINUOUS, STATIC = "continuous", "static"

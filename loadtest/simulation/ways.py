@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from service.batching.scheduler import Limits, Scheduler, Waiting
-from service.engine.cost import Cost
-from service.sequence import ModelKey
+from service.engine.batching.scheduler import Limits, Scheduler, Waiting
+from service.engine.execution.cost_model import Cost
+from service.ipc.messages import ModelKey
 
 MODEL = ModelKey("simulated", "1")
 SLOTS = 256

@@ -12,18 +12,18 @@ import pytest
 import torch
 from numpy.testing import assert_allclose
 
-from service.engine import graphs
-from service.engine.device import Memory, Place, hold
-from service.engine.engine import Engine
-from service.engine.flight import Encoded
-from service.engine.graphs import GraphLane, Pool
-from service.engine.turn import Chunk, Turn
+from service.engine.batch import Chunk, Turn
+from service.engine.execution import cuda_graph_runner
+from service.engine.execution.cuda_graph_runner import GraphLane, Pool
+from service.engine.execution.device import Memory, Place, hold
+from service.engine.execution.device_engine import Engine
+from service.engine.execution.in_flight import Encoded
 from service.errors import OutOfMemory
+from service.ipc.messages import FEATURES, FIRST, IDS, SCRAP, ZEROS, ModelKey, Returns
 from service.metrics import Metrics
-from service.sequence import FEATURES, FIRST, IDS, SCRAP, ZEROS, ModelKey, Returns
-from service.zoo import store
-from service.zoo.encoder import Encoder
-from service.zoo.spec import ModelSpec
+from service.modeling import store
+from service.modeling.encoder import Encoder
+from service.modeling.spec import ModelSpec
 from tests import models
 
 CUDA, CPU = torch.device("cuda:0"), torch.device("cpu")
@@ -299,8 +299,8 @@ def test_what_a_long_row_takes_is_known_without_running_it(tmp_path: Path, monke
     assert lane.why, "its steps are launched one by one"
     began = time.monotonic()
     known = lane.largest_bytes()
-    assert time.monotonic() - began < 4 * graphs.LONGEST_TRY_SECONDS
-    monkeypatch.setattr(graphs, "LONGEST_TRY_SECONDS", 60.0)
+    assert time.monotonic() - began < 4 * cuda_graph_runner.LONGEST_TRY_SECONDS
+    monkeypatch.setattr(cuda_graph_runner, "LONGEST_TRY_SECONDS", 60.0)
     assert known == pytest.approx(lane.largest_bytes(), rel=0.05)
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import uvloop
 
-from service.repository import POLICY
-from service.zoo import spec, store
+from service.modeling import spec, store
+from service.supervisor.repository import POLICY
 from tests.reloading import Load, answered, load
 from tests.serving import eventually, serving
 

@@ -10,7 +10,7 @@ import pytest
 
 from kernels.bench.timing import Spread
 from loadtest import bench_codec
-from service.faces.tensors import Tensor
+from service.frontend.oip.tensors import Tensor
 
 
 def test_every_way_is_timed_and_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

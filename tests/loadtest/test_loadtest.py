@@ -17,8 +17,8 @@ from PIL import Image
 from loadtest import chart, discovery, sensors
 from loadtest.__main__ import main
 from loadtest.journal import ANSWERED, HUNG_UP, Entry, Reader, Tally, Writer
-from service.repository import Repository
-from service.zoo.spec import ModelSpec
+from service.modeling.spec import ModelSpec
+from service.supervisor.repository import Repository
 from tests.serving import Server
 
 ROOT = Path(__file__).resolve().parent.parent.parent

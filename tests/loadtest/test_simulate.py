@@ -17,10 +17,10 @@ from loadtest.simulation.figures import Case, Make
 from loadtest.simulation.goals import goals
 from loadtest.simulation.plan import Plan, Simulation
 from loadtest.simulation.ways import Continuous, Sequence, Way
-from service.batching import scheduler
-from service.batching.scheduler import Limits
-from service.engine.cost import Cost
-from service.faces.connection import Backlog
+from service.engine.batching import scheduler
+from service.engine.batching.scheduler import Limits
+from service.engine.execution.cost_model import Cost
+from service.frontend.dispatch.connection import Backlog
 
 PLAIN = Cost(1.0, 0.1, 0.0)
 """A turn of so many steps takes 1 s and a tenth of that in seconds, however many rows it has."""

@@ -13,8 +13,8 @@ import pytest
 
 from kernels.bench.questions import COUNTS, SHORTEST
 from loadtest.traffic import ARRIVALS, BURST, Traffic, words
-from service.zoo import spec
-from service.zoo.text import Tokenizer
+from service.modeling import spec
+from service.modeling.tokenizer import Tokenizer
 from tests import models
 
 MODELS = Path(__file__).resolve().parent.parent.parent / "models"

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from service.engine.slots import Slot, Slots
-from service.sequence import FIRST
+from service.engine.batching.state_slots import Slot, Slots
+from service.ipc.messages import FIRST
 from tests import models
 from tests.accumulator import CALLERS, REST_SECONDS, SMALL, counts, faults_of, rests, tell
-from tests.batching.story import Story, any_event
+from tests.engine.batching.story import Story, any_event
 from tests.serving import eventually, serving
 
 EVENTS = 1_000_000

@@ -91,5 +91,7 @@ class Planting(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 if fault := os.environ.get("PLANTED"):
-    place = ("service.channel", into_frames) if fault in LEAKS else ("service.engine.graphs", into_turns)
+    place = (
+        ("service.ipc.channel", into_frames) if fault in LEAKS else ("service.engine.execution.cuda_graph_runner", into_turns)
+    )
     sys.meta_path.insert(0, Planting(fault, *place))

@@ -1,0 +1,71 @@
+"""The HTTP routes of sessions themselves: a state is taken along, brought back, copied, or given up. Chunks go to /infer and /stream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from service.frontend.http_exchange import BYTES, read_json, read_state, unless_gone, written
+from service.frontend.inference import Front
+from service.frontend.rest import schemas
+
+PATH = "/sessions/{id:path}/state"
+FORK_PATH = "/sessions/{id:path}/fork"
+_ID = {"name": "id", "in": "path", "required": True, "schema": schemas.SESSION_SCHEMA}
+_STATE = {"schema": {"type": "string", "format": "binary"}}
+
+
+def add(router: APIRouter, front: Front, responses: dict[int | str, dict[str, Any]]) -> None:
+    """Serve them, with these error responses described."""
+
+    @router.get(PATH, responses={**responses, 200: {"content": {BYTES: _STATE}}}, openapi_extra={"parameters": [_ID]})
+    async def take_state(request: Request) -> Response:
+        """The state of a session as a safetensors file, which any replica with the same model takes; the session stays open."""
+        state = await unless_gone(request, front.engines.export(_id(request)))
+        return written(front, state, BYTES)
+
+    @router.put(
+        PATH,
+        response_model=schemas.SessionAnswer,
+        responses=responses,
+        openapi_extra={"parameters": [_ID], "requestBody": {"required": True, "content": {BYTES: _STATE}}},
+    )
+    async def bring_state(request: Request) -> Response:
+        """Open a session that goes on where the one was of which this is the state."""
+        id, state = _id(request), await read_state(request, front)
+        await unless_gone(request, front.engines.adopt(id, state))
+        return _named(front, id)
+
+    @router.delete(PATH, response_model=schemas.SessionAnswer, responses=responses, openapi_extra={"parameters": [_ID]})
+    async def end(request: Request) -> Response:
+        """End a session; its state is gone."""
+        id = _id(request)
+        await unless_gone(request, front.engines.end(id))
+        return _named(front, id)
+
+    @router.post(
+        FORK_PATH,
+        response_model=schemas.SessionAnswer,
+        responses=responses,
+        openapi_extra={"parameters": [_ID], **schemas.described(schemas.ForkBody, {"session": "the-copy"})},
+    )
+    async def fork(request: Request) -> Response:
+        """Open another session that goes on from where this one is now."""
+        id, body = _id(request), schemas.ForkBody.parse(await read_json(request, front))
+        await unless_gone(request, _fork(front, id, body.session))
+        return _named(front, body.session)
+
+
+async def _fork(front: Front, id: str, copy: str) -> None:
+    """From one home to the other, which may be two engines."""
+    await front.engines.adopt(copy, await front.engines.export(id))
+
+
+def _id(request: Request) -> str:
+    return schemas.session_id(request.path_params["id"])
+
+
+def _named(front: Front, id: str) -> Response:
+    return written(front, msgspec.json.encode({"session": id}))

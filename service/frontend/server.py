@@ -1,0 +1,317 @@
+"""The front process: one uvicorn server on the port that the supervisor opened, and the supervisor's words beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from uvicorn._types import ASGISendEvent
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+
+from service.errors import InvalidModel, ModelError, StartError, Unavailable
+from service.frontend import catalog
+from service.frontend.inference import Front
+from service.frontend.oip.grpc_server import Door
+from service.frontend.rest.websocket import SERVICE_RESTART
+from service.ipc.channel import Channel, Frame, Kind
+from service.ipc.messages import Edition, Indexed, Manifest, ModelKey, Refusal
+from service.ipc.process_config import tell
+from service.log import Log
+from service.metrics import Snapshot
+
+SCRAPE_SECONDS = 1.0
+MEETING_SECONDS = 1.0
+"""How long a front that follows another waits for an engine before it says that there is none."""
+KEEP_ALIVE_SECONDS = 15
+PING_SECONDS = 20.0
+"""A socket is asked so often whether somebody is still there, and closed when nobody answers for so long."""
+MOMENT_SECONDS, MOST_AT_ONCE = 0.001, 64
+"""How long connections are left to other fronts after some were taken, and how many are taken at most before that."""
+PAUSE_SECONDS = 1.0
+"""How long no connection is taken when one could not be."""
+GOODBYE_SECONDS = 1.0
+"""How long the end of the service waits for a caller to close his side of a socket."""
+
+
+class Control:
+    """The supervisor's end of this front: engines to attach, counts to give, metrics to ask for."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._questions: dict[int, asyncio.Future[Frame]] = {}
+        self._last_id = 0
+        self._changes: set[asyncio.Task[None]] = set()
+
+    def listen(self, front: Front) -> None:
+        """Obey from now on: the server takes connections."""
+        asyncio.get_running_loop().add_reader(self._channel.fileno(), self._receive, front)
+
+    def ready(self) -> None:
+        """An engine has said hello: requests are answered."""
+        tell(self._channel, Kind.READY)
+
+    def failed(self, reason: str) -> None:
+        """This front cannot start."""
+        tell(self._channel, Kind.FAILED, reason)
+
+    async def scrape(self) -> Snapshot:
+        """The counts of all processes, gathered by the supervisor."""
+        return (await self._ask(Kind.SCRAPE, None, "gather the metrics", SCRAPE_SECONDS)).read(Snapshot)
+
+    async def index(self) -> list[Indexed]:
+        """Every version in the models folder, served or not."""
+        return (await self._ask(Kind.INDEX, None, "list the models", SCRAPE_SECONDS)).read(list[Indexed])
+
+    async def load(self, name: str, policy: str | None = None) -> None:
+        """Serve what the folder of a model holds now; raises a ServiceError."""
+        await self._ask(Kind.LOAD_MODEL, (name, policy), f"load {name}")
+
+    async def unload(self, name: str) -> None:
+        """Take a model out of service; raises a ServiceError."""
+        await self._ask(Kind.UNLOAD_MODEL, name, f"unload {name}")
+
+    async def _ask(self, kind: Kind, body: Any, what: str, seconds: float | None = None) -> Frame:
+        """The frame that answers; raises what the supervisor refuses it with, or Unavailable when it takes too long."""
+        self._last_id += 1
+        id, future = self._last_id, asyncio.get_running_loop().create_future()
+        self._questions[id] = future
+        tell(self._channel, kind, body, id=id)
+        try:
+            async with asyncio.timeout(seconds):
+                frame: Frame = await future
+        except TimeoutError:
+            raise Unavailable(f"the supervisor did not {what} in time: retry", retry_after=1) from None
+        finally:
+            self._questions.pop(id, None)
+        if frame.kind == Kind.REFUSAL:
+            raise frame.read(Refusal).error
+        return frame
+
+    def _receive(self, front: Front) -> None:
+        for frame in self._channel.receive():
+            self._obey(frame, front)
+        if not self._channel.open:
+            # The supervisor has gone, and with it the ports and the engine: nothing is left to drain to.
+            os._exit(1)
+
+    def _obey(self, frame: Frame, front: Front) -> None:
+        if frame.kind == Kind.ATTACH and frame.attached is not None:
+            front.engines.attach(Channel(frame.attached))
+        elif frame.kind == Kind.DRAIN:
+            front.draining = True
+        elif frame.kind == Kind.GATHER:
+            tell(self._channel, Kind.COUNTS, front.metrics.snapshot(), frame.id)
+        elif frame.kind in (Kind.SCRAPED, Kind.INDEXED, Kind.DONE, Kind.REFUSAL):
+            future = self._questions.get(frame.id)
+            if future is not None and not future.done():
+                future.set_result(frame)
+        elif frame.kind in (Kind.PREPARE, Kind.SERVE):
+            task = asyncio.ensure_future(self._change(frame, front))
+            self._changes.add(task)
+            task.add_done_callback(self._changes.discard)
+        elif frame.kind == Kind.FORGET:
+            front.forget(frame.read(ModelKey))
+
+    async def _change(self, frame: Frame, front: Front) -> None:
+        """What is to be served is read, in a thread as it may take a while; then the front turns to it, if it is told to."""
+        manifest = frame.read(Manifest) if frame.kind == Kind.SERVE else Manifest([frame.read(Edition)], {})
+        try:
+            for edition in manifest.editions:
+                if edition.key not in front.models:
+                    front.models.add(await asyncio.to_thread(catalog.read, edition))
+        except ModelError as fault:
+            tell(self._channel, Kind.REFUSAL, Refusal.of(InvalidModel(str(fault))), frame.id)
+            return
+        if frame.kind == Kind.SERVE:
+            front.serve(manifest)
+        tell(self._channel, Kind.DONE, None, frame.id)
+
+
+class Socket(WebSocketsSansIOProtocol):
+    """uvicorn's, which may not hold up the end of the service, and may not be cut off by it either."""
+
+    def shutdown(self) -> None:
+        """The service ends: whoever serves the socket hears of it behind the messages that came, answers these, and closes."""
+        if self.handshake_complete and not self.close_sent:
+            self.stop_keepalive()
+            self.close_timeout = GOODBYE_SECONDS
+            self.queue.put_nowait({"type": "websocket.disconnect", "code": SERVICE_RESTART, "reason": None})
+        else:
+            super().shutdown()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.handshake_exc is not None and not self.handshake_initiated:
+            # What asks for an upgrade and is no handshake would keep its connection for nothing.
+            self.transport.close()
+
+    def handle_parser_exception(self) -> None:
+        """A message is too large, or none at all. Who closes while data comes takes back what he has just sent: the code that says why."""
+        if self.close_timer is not None:
+            return
+        assert self.conn.close_sent is not None, "the parser has failed the connection"
+        self.queue.put_nowait({"type": "websocket.disconnect", "code": self.conn.close_sent.code, "reason": None})
+        self.transport.write(b"".join(self.conn.data_to_send()))
+        self.close_sent = True
+        self.close_timer = self.loop.call_later(GOODBYE_SECONDS, self.transport.close)
+        if self.read_paused:
+            self.read_paused = False
+            self.transport.resume_reading()
+
+    async def send(self, message: ASGISendEvent) -> None:
+        await super().send(message)
+        if message["type"] == "websocket.http.response.body":
+            # A handshake that is refused is one that was answered: an error would be logged for it.
+            self.handshake_complete = True
+
+
+class Entrance:
+    """The port that all fronts share. A front that took all connections that wait there, as servers do by themselves, would leave none to
+    the others: it takes one, leaves them a moment, and takes twice as many while there still are some."""
+
+    def __init__(self, listening: socket.socket, make: Callable[[], asyncio.Protocol]) -> None:
+        """make: what serves one connection."""
+        listening.setblocking(False)
+        self._listening = listening
+        self._make = make
+        self._taken: set[asyncio.Task[Any]] = set()
+        self._later: asyncio.TimerHandle | None = None
+        self._at_once = 1
+        self._took_at = 0.0
+
+    def open(self) -> None:
+        """Take connections from now on."""
+        asyncio.get_running_loop().add_reader(self._listening.fileno(), self._take)
+
+    def close(self) -> None:
+        """Take none any more."""
+        if self._later is not None:
+            self._later.cancel()
+        asyncio.get_running_loop().remove_reader(self._listening.fileno())
+
+    def _take(self) -> None:
+        now = asyncio.get_running_loop().time()
+        self._at_once = min(MOST_AT_ONCE, 2 * self._at_once) if now - self._took_at < 5 * MOMENT_SECONDS else 1
+        self._took_at = now
+        try:
+            for _ in range(self._at_once):
+                self._begin(self._listening.accept()[0])
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            pass  # another front was faster, or the caller has gone
+        except OSError:
+            # As a rule there are no descriptors left: the loop would do nothing but try.
+            self._pause(PAUSE_SECONDS)
+            return
+        self._pause(MOMENT_SECONDS)
+
+    def _pause(self, seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._listening.fileno())
+        self._later = loop.call_later(seconds, self.open)
+
+    def _begin(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        task = asyncio.get_running_loop().create_task(self._serve(connection))
+        self._taken.add(task)
+        task.add_done_callback(self._taken.discard)
+
+    async def _serve(self, connection: socket.socket) -> None:
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(self._make, connection)
+        except OSError:
+            connection.close()  # the caller has gone
+
+
+class Server(uvicorn.Server):
+    """uvicorn, with the gRPC door beside it, listening to the supervisor once both take connections. SIGTERM drains it; an interrupt is
+    not its business.
+
+    follows: another front was here before, and engines are likely to be there: what waits on the port is not taken before one is met.
+    """
+
+    def __init__(self, config: uvicorn.Config, control: Control, front: Front, grpc: Door | None, *, follows: bool) -> None:
+        super().__init__(config)
+        self._follows = follows
+        self._entrances: list[Entrance] = []
+        self._control = control
+        self._front = front
+        self._grpc = grpc
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if self._follows:
+            self._control.listen(self._front)
+            await self._front.engines.meet_one(MEETING_SECONDS)
+        await super().startup([])
+        for listening in sockets or []:
+            self._entrances.append(Entrance(listening, self._protocol))
+            self._entrances[-1].open()
+        if self._grpc is not None:
+            await self._grpc.open()
+        if not self._follows:
+            self._control.listen(self._front)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._front.draining = True
+        for entrance in self._entrances:
+            entrance.close()
+        closing = [super().shutdown(sockets)]
+        if self._grpc is not None:
+            closing.append(self._grpc.close())
+        await asyncio.gather(*closing)
+
+    def _protocol(self) -> asyncio.Protocol:
+        made: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[call-arg]
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return made
+
+
+class _Lines(logging.Handler):
+    """What others say in this process becomes a line of ours."""
+
+    def __init__(self, log: Log) -> None:
+        super().__init__(logging.WARNING)
+        self._log = log
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._log.warning(
+            "server said", said=record.getMessage().strip(), error=repr(record.exc_info[1]) if record.exc_info else None
+        )
+
+
+def serve(app: FastAPI, front: Front, control: Control, listening: socket.socket, grpc: str | None, *, follows: bool) -> None:
+    """Serve until SIGTERM, gRPC on this address; requests in flight then have `drain_seconds` to end. follows: as `Server` has it."""
+    front.metrics.start(one.key.labels for one in front.models.served)
+    for said in ("uvicorn.error", "grpc", "asyncio"):
+        logging.getLogger(said).addHandler(_Lines(front.log))
+    config = uvicorn.Config(
+        app,
+        http="httptools",
+        loop="uvloop",
+        ws=Socket,
+        ws_max_size=front.settings.max_body_bytes,
+        ws_ping_interval=PING_SECONDS,
+        # A socket whose caller has sent far ahead is not read, and no pong seen, before a chunk is answered or late.
+        ws_ping_timeout=PING_SECONDS + front.settings.max_deadline_ms / 1000,
+        # Chunks are small, and what is compressed may be large.
+        ws_per_message_deflate=False,
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=max(1, round(front.settings.drain_seconds)),
+    )
+    try:
+        Server(config, control, front, Door(front, grpc) if grpc else None, follows=follows).run(sockets=[listening])
+    except StartError as fault:
+        control.failed(str(fault))

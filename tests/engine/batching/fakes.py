@@ -1,0 +1,67 @@
+"""Chunks, sequences and requests in a few words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from service.engine.batching.scheduler import Limits, Waiting
+from service.engine.execution.cost_model import Cost
+from service.ipc.messages import IDS, ModelKey, Request, Returns
+
+MODEL = ModelKey("words", "1")
+OTHER = ModelKey("sensors", "1")
+PLAIN = Returns()
+NEVER = 1e9
+COST = Cost(1.0, 0.0, 0.0)
+"""Of every turn, however long: a budget cuts nothing."""
+
+
+def sequences(
+    *steps: int, deadline: float = NEVER, priority: int = 0, cuts: bool = False, stateful: bool = False
+) -> list[Waiting]:
+    return [Waiting(one, deadline, priority, cuts=cuts, stateful=stateful) for one in steps]
+
+
+def limits(
+    max_waiting: int = 100,
+    max_turn_rows: int = 8,
+    max_turn_tokens: int = 100,
+    turn_seconds: float = 100.0,
+    continuous: bool = True,
+) -> Limits:
+    return Limits(max_waiting, max_turn_rows, max_turn_tokens, turn_seconds, continuous)
+
+
+def request(
+    lengths: Sequence[int],
+    *,
+    model: ModelKey = MODEL,
+    deadline: float = NEVER,
+    priority: int = 0,
+    returns: Returns = PLAIN,
+    session: str | None = None,
+    starts: bool | None = None,
+    ends: bool = False,
+    exactly: bool = True,
+) -> Request:
+    return Request(
+        model.name,
+        model.version,
+        list(lengths),
+        deadline,
+        sent=0.0,
+        priority=priority,
+        returns=returns,
+        session=session,
+        session_starts=starts,
+        session_ends=ends,
+        generation=model.generation,
+        exactly=exactly,
+    )
+
+
+def ids(sequences: Sequence[Sequence[int]]) -> bytes:
+    """Sequences of token ids as a front sends them."""
+    return b"".join(np.array(one, IDS).tobytes() for one in sequences)

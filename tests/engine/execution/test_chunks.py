@@ -1,0 +1,136 @@
+"""Sequences that come in chunks: each goes on from the place in which the one before it was kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.testing import assert_allclose
+
+from service.engine.batch import Chunk, Turn
+from service.engine.execution.device_engine import Engine
+from service.engine.execution.in_flight import Encoded
+from service.engine.session_state import Origin, pack, unpack
+from service.ipc.messages import FEATURES, FIRST, SCRAP, ZEROS, ModelKey, Returns
+from service.metrics import Metrics
+from service.modeling import store
+from service.modeling.encoder import Encoder
+from service.modeling.spec import ModelSpec
+from tests import models
+
+STEPS = 12
+CUTS = [(0, 5), (5, 6), (6, 12)]
+ROUNDING = 1e-5
+FLOATS = {"kind": "features", "features": 3, "max_steps": 64}
+LAYERS: dict[str, dict[str, Any]] = {
+    "lstm": {"kind": "lstm", "hidden": 5, "depth": 2},
+    "gru": {"kind": "gru", "hidden": 5},
+    "sru": {"kind": "sru", "hidden": 4, "depth": 2},
+    "qrnn": {"kind": "qrnn", "hidden": 5, "window": 2},
+    "tcn": {"kind": "tcn", "filters": 4, "width": 3, "levels": 2},
+    "conv": {"kind": "conv", "filters": 4, "width": 3, "padding": "causal", "dilation": 2},
+}
+HEADS: dict[str, dict[str, Any]] = {
+    "last": {"kind": "classify", "pool": "last", "labels": models.LABELS},
+    "mean": {"kind": "regress", "pool": "mean", "outputs": 2},
+    "max": {"kind": "embed", "pool": "max"},
+    "tag": {"kind": "tag", "labels": models.LABELS},
+    "sequence": {"kind": "sequence"},
+}
+EVERYTHING = Returns(embedding=True, sequence=True)
+
+
+def built(root: Path, layer: str, head: str) -> tuple[ModelSpec, Engine]:
+    spec = models.made_up(root, "streamed", FLOATS, LAYERS[layer], head=HEADS[head])
+    arrays = store.read_arrays(root / "streamed" / "1", spec)
+    encoder = Encoder(spec, arrays, torch.device("cpu"), 1 << 20)
+    return spec, Engine({ModelKey("streamed", "1"): encoder}, Metrics(), max_turn_rows=4, max_turn_tokens=64)
+
+
+def rows(seed: int) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
+    return np.random.default_rng(seed).normal(size=(STEPS, 3)).astype(FEATURES)
+
+
+def run(engine: Engine, *chunks: Chunk) -> list[Encoded]:
+    engine.launch(Turn(ModelKey("streamed", "1"), list(chunks)))
+    return [encoded for _, encoded in engine.finished()]
+
+
+def chunk(data: np.ndarray[tuple[int, int], np.dtype[np.float32]], source: int = ZEROS, slot: int = SCRAP) -> Chunk:
+    return Chunk(data.tobytes(), len(data), EVERYTHING, None, source, slot)
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_chunks_that_go_on_from_their_places_give_what_the_whole_gives(layer: str, head: str, tmp_path: Path) -> None:
+    _, engine = built(tmp_path, layer, head)
+    data = [rows(seed) for seed in range(3)]
+    whole = run(engine, *map(chunk, data))
+    parts: list[list[Encoded]] = [[] for _ in data]
+    for number, (begin, end) in enumerate(CUTS):
+        made = [
+            chunk(one[begin:end], ZEROS if begin == 0 else FIRST + row, SCRAP if end == STEPS else FIRST + row)
+            for row, one in enumerate(data)
+        ]
+        between = [chunk(rows(seed=9))] if number == 1 else []
+        for part, encoded in zip(parts, run(engine, *made, *between), strict=False):
+            part.append(encoded)
+    for mine, part in zip(whole, parts, strict=True):
+        for name in ("sequence", "picks" if head == "tag" else "sequence"):
+            joined = np.concatenate([getattr(one, name) for one in part])
+            assert_allclose(joined, getattr(mine, name), atol=ROUNDING)
+        if head in ("last", "mean", "max"):
+            assert part[-1].embedding is not None and mine.embedding is not None
+            assert_allclose(part[-1].embedding, mine.embedding, atol=ROUNDING)
+
+
+def test_places_are_handed_from_one_sequence_to_another_without_a_trace(tmp_path: Path) -> None:
+    _, engine = built(tmp_path, "lstm", "max")
+    [alone] = run(engine, chunk(rows(1)))
+    run(engine, chunk(rows(2), slot=FIRST))
+    run(engine, chunk(rows(1)[:4], slot=FIRST))
+    [again] = run(engine, chunk(rows(1)[4:], source=FIRST))
+    assert again.embedding is not None and alone.embedding is not None
+    assert_allclose(again.embedding, alone.embedding, atol=ROUNDING)
+
+
+@pytest.mark.parametrize("head", ["last", "mean", "max"])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_state_that_was_on_the_host_goes_on_in_another_place_to_the_bit(layer: str, head: str, tmp_path: Path) -> None:
+    spec, engine = built(tmp_path, layer, head)
+    key = ModelKey("streamed", "1")
+    run(engine, chunk(rows(1)[:5], slot=FIRST))
+    state, origin = unpack(pack(engine.save(key, FIRST), Origin.of(spec, key, 5)))
+    run(engine, chunk(rows(2), slot=FIRST + 1))
+    engine.restore(key, FIRST + 1, state)
+    [stayed] = run(engine, chunk(rows(1)[5:], source=FIRST))
+    [moved] = run(engine, chunk(rows(1)[5:], source=FIRST + 1))
+    for name in ("scores", "embedding", "sequence"):
+        one, two = getattr(stayed, name), getattr(moved, name)
+        assert (one is None and two is None) or (one == two).all()
+    assert origin == Origin("streamed", "1", spec.sha256["weights.safetensors"], 5)
+
+
+@pytest.mark.parametrize(
+    "layer, head, streams",
+    [
+        ({"kind": "lstm", "hidden": 4}, "last", True),
+        ({"kind": "lstm", "hidden": 4, "bidirectional": True}, "last", False),
+        ({"kind": "conv", "filters": 4, "width": 3, "padding": "same"}, "max", False),
+        ({"kind": "conv", "filters": 4, "width": 3, "padding": "causal", "stride": 2}, "max", False),
+    ],
+    ids=["one direction", "both directions", "centred", "strided"],
+)
+def test_who_sees_ahead_does_not_stream(layer: dict[str, Any], head: str, streams: bool, tmp_path: Path) -> None:
+    spec = models.made_up(tmp_path, "streamed", FLOATS, layer, head=HEADS[head])
+    encoder = Encoder(spec, store.read_arrays(tmp_path / "streamed" / "1", spec), torch.device("cpu"), 1 << 20)
+    assert encoder.streams == streams
+
+
+def test_a_span_needs_the_whole_sequence(tmp_path: Path) -> None:
+    spec = models.made_up(tmp_path, "streamed", FLOATS, LAYERS["lstm"], head={"kind": "span"})
+    encoder = Encoder(spec, store.read_arrays(tmp_path / "streamed" / "1", spec), torch.device("cpu"), 1 << 20)
+    assert not encoder.streams

@@ -1,0 +1,130 @@
+"""The counts by Triton's names: what each of them is in ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from service.frontend.oip.statistics import families, statistics
+from service.metrics import Metrics, render
+from tests import models
+from tests.serving import Server, serving
+
+TEXT = "how far is the sea ?"
+COUNTS = ("request_success", "count", "exec_count")
+TIMES = ("request", "queue", "compute_input", "compute_infer", "compute_output")
+
+
+def busy() -> Metrics:
+    """Two requests of a model were answered, one of three sequences and one of one, in one turn, and two were not."""
+    metrics = Metrics()
+    words = ("words", "1")
+    for outcome, count in (("ok", 2), ("overloaded", 1), ("invalid_input", 1)):
+        metrics.requests.add(*words, outcome, by=count)
+    metrics.sequences.add(*words, by=4)
+    metrics.turns.add(*words, "graph")
+    metrics.stage_seconds.observe(0.25, *words, "queue")
+    metrics.stage_seconds.observe(0.5, *words, "total")
+    metrics.stage_seconds.observe(0.001, *words, "compute")
+    metrics.sequence_seconds.add(*words, "compute", by=0.004)
+    metrics.failed_seconds.add(*words, by=0.1)
+    metrics.last_answer.set(1_000_000_000.25, *words)
+    metrics.sequences_waiting.set(3, *words)
+    metrics.requests.add("unloaded", "unloaded", "ok", by=9)
+    return metrics
+
+
+def shown(metrics: Metrics) -> dict[tuple[str, ...], float]:
+    text = render(metrics.snapshot(), families(metrics.snapshot())).decode()
+    return {
+        (sample.name, *(sample.labels[name] for name in ("model", "version", "reason") if name in sample.labels)): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name.startswith("nv_")
+    }
+
+
+def test_they_have_triton_s_names_and_units() -> None:
+    assert shown(busy()) == {
+        ("nv_inference_request_success", "words", "1"): 2,
+        ("nv_inference_count", "words", "1"): 4,
+        ("nv_inference_exec_count", "words", "1"): 1,
+        ("nv_inference_request_duration_us", "words", "1"): 500_000,
+        ("nv_inference_queue_duration_us", "words", "1"): 250_000,
+        ("nv_inference_compute_infer_duration_us", "words", "1"): 4_000,
+        ("nv_inference_request_failure", "words", "1", "REJECTED"): 1,
+        ("nv_inference_request_failure", "words", "1", "OTHER"): 1,
+        ("nv_inference_pending_request_count", "words", "1"): 3,
+    }
+
+
+def test_statistics_say_the_same() -> None:
+    [said] = statistics(busy().snapshot(), [("words", "1")])
+    times = said.pop("inference_stats")
+    assert said == {
+        "name": "words",
+        "version": "1",
+        "last_inference": 1_000_000_000_250,
+        "inference_count": 4,
+        "execution_count": 1,
+        "batch_stats": [],
+    }
+    assert times["success"] == {"count": 2, "ns": 400_000_000}
+    assert times["fail"] == {"count": 2, "ns": 100_000_000}
+    assert times["queue"] == {"count": 4, "ns": 250_000_000}
+    assert times["compute_infer"] == {"count": 4, "ns": 4_000_000}
+
+
+def test_a_model_of_which_nothing_is_known_has_counts_of_nothing() -> None:
+    [said] = statistics(Metrics().snapshot(), [("words", "1")])
+    assert (said["inference_count"], said["inference_stats"]["success"], said["last_inference"]) == (
+        0,
+        {"count": 0, "ns": 0},
+        0,
+    )
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    root: Path = tmp_path_factory.mktemp("models")
+    models.words(root)
+    models.sensors(root)
+    with serving(root, tmp_path_factory.mktemp("log")) as server:
+        yield server
+
+
+def test_a_server_that_was_asked_says_how_often_and_for_how_long(server: Server) -> None:
+    for _ in range(5):
+        assert server.infer("words", [TEXT, TEXT]).status_code == 200
+    assert server.infer("words", [1]).status_code == 400
+    counts = [server.metric(f"nv_inference_{name}", model="words", version="1") for name in COUNTS]
+    assert counts == [5, 10, server.metric("seqserve_turns_total", model="words")]
+    assert all(server.metric(f"nv_inference_{name}_duration_us", model="words") > 0 for name in TIMES)
+    assert server.metric("nv_inference_request_failure", model="words", reason="OTHER") == 1
+    assert server.metric("nv_inference_pending_request_count", model="words") == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "named"),
+    [
+        ("/v2/models/stats", ["sensors", "words"]),
+        ("/v2/models/words/stats", ["words"]),
+        ("/v2/models/words/versions/1/stats", ["words"]),
+    ],
+)
+def test_statistics_are_of_a_version_of_a_model_or_of_all(server: Server, path: str, named: list[str]) -> None:
+    server.infer("words", [TEXT])
+    told = server.client.get(path).json()["model_stats"]
+    assert [one["name"] for one in told] == named
+    words = told[-1]
+    assert words["inference_stats"]["success"]["count"] >= 1
+    assert 0 < words["inference_stats"]["compute_infer"]["ns"] < words["inference_stats"]["success"]["ns"]
+    assert words["last_inference"] > 1_600_000_000_000
+
+
+def test_statistics_of_what_is_not_served_are_not_found(server: Server) -> None:
+    for path in ("/v2/models/nobody/stats", "/v2/models/words/versions/2/stats"):
+        assert server.client.get(path).status_code == 404

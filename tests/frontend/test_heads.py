@@ -1,0 +1,263 @@
+"""Models of every head behind the real server: the documented fields, and the values of a direct computation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kernels.contract import Ragged
+from service.frontend.head_outputs import Output
+from service.ipc.messages import FEATURES, IDS
+from service.modeling import spec as specs
+from service.modeling import store
+from service.modeling.encoder import Encoder, Encoding
+from service.modeling.spec import ModelSpec
+from service.modeling.tokenizer import Tokenizer
+from tests import models
+from tests.models import LABELS, WORDS
+from tests.serving import Server, serving
+
+CPU = torch.device("cpu")
+LENGTHS = [5, 3, 17, 4, 17]
+every_model = pytest.mark.parametrize("name", models.OF_EVERY_HEAD)
+
+
+@dataclass(frozen=True, slots=True)
+class Direct:
+    """One model without a server."""
+
+    spec: ModelSpec
+    encoder: Encoder
+    tokenizer: Tokenizer | None
+
+    def __call__(self, value: Any) -> Encoding:
+        """One input, as a caller sends it."""
+        if isinstance(value, str):
+            assert self.tokenizer is not None
+            value = self.tokenizer.ids(value, "value")
+        array = np.array(value, IDS if self.spec.input.features is None else FEATURES)
+        return self.encoder(Ragged(torch.from_numpy(array), torch.tensor([0, len(array)])), sequence=True)
+
+    def inputs(self, lengths: Sequence[int]) -> list[Any]:
+        """Made-up inputs of so many steps, as a caller sends them."""
+        chance = np.random.default_rng(len(self.spec.name))
+        shape = self.spec.input
+        if shape.features is not None:
+            return [chance.normal(size=(steps, shape.features)).round(3).tolist() for steps in lengths]
+        ids = [chance.integers(shape.vocabulary or 0, size=steps).tolist() for steps in lengths]
+        return ids if self.tokenizer is None else [" ".join(known(id) for id in row) for row in ids]
+
+
+def known(id: int) -> str:
+    """The word of a token id; no text has the unknown one by name."""
+    return WORDS[id] if id else "moon"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("heads")
+    for write in models.OF_EVERY_HEAD.values():
+        write(root)
+    return root
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(folder, tmp_path_factory.mktemp("log")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def direct(folder: Path) -> Mapping[str, Direct]:
+    def read(name: str) -> Direct:
+        version = folder / name / "1"
+        model = specs.read(version)
+        tokenizer = Tokenizer.read(version, model) if model.input.kind == "text" else None
+        return Direct(model, Encoder(model, store.read_arrays(version, model), CPU, 0), tokenizer)
+
+    return {name: read(name) for name in models.OF_EVERY_HEAD}
+
+
+def near(values: Any) -> Any:
+    return pytest.approx(values, abs=1e-5, rel=1e-5)
+
+
+def vectors(output: dict[str, Any], encoding: Encoding) -> None:
+    """The vectors in an output, where there are any, are the computation's."""
+    if "embedding" in output:
+        assert encoding.verdict.embedding is not None
+        assert output["embedding"] == near(encoding.verdict.embedding[0].tolist())
+    if "sequence" in output:
+        assert encoding.sequence is not None
+        assert len(output["sequence"]) == len(encoding.sequence)
+        for ours, theirs in zip(output["sequence"], encoding.sequence.tolist(), strict=True):
+            assert ours == near(theirs)
+
+
+def words(output: dict[str, Any], encoding: Encoding, steps: int) -> None:
+    assert encoding.verdict.scores is not None
+    scores = encoding.verdict.scores[0]
+    assert output["label"] == LABELS[int(scores.argmax())]
+    assert list(output["scores"]) == list(LABELS)
+    assert list(output["scores"].values()) == near(scores.tolist())
+    assert output["score"] == output["scores"][output["label"]]
+
+
+def forecaster(output: dict[str, Any], encoding: Encoding, steps: int) -> None:
+    assert encoding.verdict.scores is not None
+    assert len(output["value"]) == 2
+    assert output["value"] == near(encoding.verdict.scores[0].tolist())
+
+
+def tagger(output: dict[str, Any], encoding: Encoding, steps: int) -> None:
+    assert encoding.verdict.scores is not None and encoding.verdict.picks is not None
+    assert len(output["labels"]) == len(output["scores"]) == steps
+    assert output["labels"] == [LABELS[pick] for pick in encoding.verdict.picks[:, 0]]
+    assert output["scores"] == near(encoding.verdict.scores[:, 0].tolist())
+
+
+def reader(output: dict[str, Any], encoding: Encoding, steps: int) -> None:
+    assert encoding.verdict.scores is not None and encoding.verdict.picks is not None
+    assert 0 <= output["start"] <= output["end"] < steps
+    assert [output["start"], output["end"]] == encoding.verdict.picks[0].tolist()
+    assert output["score"] == near(float(encoding.verdict.scores[0, 0]))
+
+
+def speller(output: dict[str, Any], encoding: Encoding, steps: int) -> None:
+    assert encoding.verdict.scores is not None and encoding.verdict.picks is not None
+    assert len(output["ids"]) == len(output["scores"]) == 4
+    assert output["ids"] == encoding.verdict.picks[0].tolist()
+    assert output["scores"] == near(encoding.verdict.scores[0].tolist())
+    assert output["scores"] == sorted(output["scores"], reverse=True)
+
+
+def embedder(output: dict[str, Any], encoding: Encoding, steps: int) -> None:
+    assert len(output["embedding"]) == 8
+    assert float(np.linalg.norm(output["embedding"])) == near(1.0)
+
+
+def halver(output: dict[str, Any], encoding: Encoding, steps: int) -> None:
+    assert [len(step) for step in output["sequence"]] == [5] * ((steps - 1) // 2)
+
+
+AGREES: dict[str, Callable[[dict[str, Any], Encoding, int], None]] = {
+    one.__name__: one for one in (words, forecaster, tagger, reader, speller, embedder, halver)
+}
+FIELDS = {
+    "words": {"label", "score", "scores"},
+    "forecaster": {"value"},
+    "tagger": {"labels", "scores"},
+    "reader": {"start", "end", "score"},
+    "speller": {"ids", "scores"},
+    "embedder": {"embedding"},
+    "halver": {"sequence"},
+}
+HAS = {
+    "words": {"embedding", "sequence"},
+    "forecaster": {"embedding", "sequence"},
+    "tagger": {"sequence"},
+    "reader": {"sequence"},
+    "speller": {"embedding", "sequence"},
+    "embedder": {"embedding"},
+    "halver": {"sequence"},
+}
+
+
+def answered(server: Server, name: str, inputs: list[Any], **options: Any) -> list[dict[str, Any]]:
+    answer = server.infer(name, inputs, **options)
+    assert answer.status_code == 200, answer.text
+    outputs: list[dict[str, Any]] = answer.json()["outputs"]
+    assert len(outputs) == len(inputs)
+    return outputs
+
+
+@every_model
+def test_an_answer_is_that_of_the_direct_computation_input_by_input_in_their_order(
+    server: Server, direct: Mapping[str, Direct], name: str
+) -> None:
+    inputs = direct[name].inputs(LENGTHS)
+    for output, value, steps in zip(answered(server, name, inputs), inputs, LENGTHS, strict=True):
+        encoding = direct[name](value)
+        AGREES[name](output, encoding, steps)
+        vectors(output, encoding)
+
+
+@every_model
+def test_an_output_has_the_documented_fields_of_its_head_and_no_other(
+    server: Server, direct: Mapping[str, Direct], name: str
+) -> None:
+    for output in answered(server, name, direct[name].inputs(LENGTHS)):
+        assert set(output) == FIELDS[name]
+        assert Output.model_validate(output).model_dump(exclude_none=True) == output
+
+
+@every_model
+def test_alone_and_in_a_batch_an_input_has_the_same_answer(server: Server, direct: Mapping[str, Direct], name: str) -> None:
+    inputs = direct[name].inputs(LENGTHS)
+    for together, value, steps in zip(answered(server, name, inputs), inputs, LENGTHS, strict=True):
+        [alone] = answered(server, name, [value])
+        encoding = direct[name](value)
+        for output in (together, alone):
+            AGREES[name](output, encoding, steps)
+
+
+@every_model
+def test_return_adds_what_the_model_has(server: Server, direct: Mapping[str, Direct], name: str) -> None:
+    inputs = direct[name].inputs(LENGTHS)
+    outputs = answered(server, name, inputs, **{"return": sorted(HAS[name])})
+    for output, value, steps in zip(outputs, inputs, LENGTHS, strict=True):
+        assert set(output) == FIELDS[name] | HAS[name]
+        encoding = direct[name](value)
+        AGREES[name](output, encoding, steps)
+        vectors(output, encoding)
+
+
+@pytest.mark.parametrize(
+    "name, wish", [(name, wish) for name, has in HAS.items() for wish in ("embedding", "sequence") if wish not in has]
+)
+def test_a_return_that_the_model_has_not_is_refused(server: Server, direct: Mapping[str, Direct], name: str, wish: str) -> None:
+    answer = server.infer(name, direct[name].inputs([4]), **{"return": [wish]})
+    assert answer.status_code == 400
+    body = answer.json()
+    assert (body["code"], body["field"]) == ("invalid_input", "return")
+    assert body["error"] == f"{name} has no {wish} to return: leave it out of return"
+
+
+@pytest.mark.parametrize("name, least", [("halver", 3), ("embedder", 3)])
+def test_a_sequence_that_is_too_short_for_the_model_is_refused_with_the_fewest_steps(
+    server: Server, direct: Mapping[str, Direct], name: str, least: int
+) -> None:
+    for steps in range(1, least):
+        answer = server.infer(name, direct[name].inputs([4, steps]))
+        assert answer.status_code == 400
+        body = answer.json()
+        assert (body["code"], body["field"]) == ("invalid_input", "inputs[1]")
+        assert body["error"] == f"inputs[1] has {steps} steps and {name} needs at least {least}: lengthen it"
+    assert len(answered(server, name, direct[name].inputs([least]))) == 1
+
+
+@pytest.mark.parametrize("name", [name for name in models.OF_EVERY_HEAD if name not in ("halver", "embedder")])
+def test_one_step_is_enough_for_every_other_model(server: Server, direct: Mapping[str, Direct], name: str) -> None:
+    [value] = direct[name].inputs([1])
+    [output] = answered(server, name, [value])
+    AGREES[name](output, direct[name](value), 1)
+
+
+def test_a_text_and_its_token_ids_have_the_same_tags(server: Server) -> None:
+    text, tokens = answered(server, "tagger", [" ".join(WORDS[1:6]), [1, 2, 3, 4, 5]])
+    assert text == tokens
+
+
+def test_the_models_are_listed_with_their_heads(server: Server) -> None:
+    listed = {one["name"]: one for one in server.client.get("/models").json()["models"]}
+    kinds = ["classify", "regress", "tag", "span", "next", "embed", "sequence"]
+    assert {name: listed[name]["head"]["kind"] for name in models.OF_EVERY_HEAD} == dict(
+        zip(models.OF_EVERY_HEAD, kinds, strict=True)
+    )
+    assert all(listed[name]["ready"] for name in models.OF_EVERY_HEAD)

@@ -1,0 +1,59 @@
+"""The front process's words with its supervisor, whom the test plays."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from service.frontend.catalog import Models
+from service.frontend.dispatch.dispatcher import Engines
+from service.frontend.inference import Front
+from service.frontend.server import Control
+from service.ipc.channel import Channel, Kind, encode, pair
+from service.log import Log
+from service.metrics import Metrics
+from service.settings import Settings
+
+
+def test_scrapes_that_overlap_each_get_their_own_answer() -> None:
+    async def test(control: Control, supervisor: Channel) -> None:
+        first, second = asyncio.ensure_future(control.scrape()), asyncio.ensure_future(control.scrape())
+        asked: list[int] = []
+        while len(asked) < 2:
+            await asyncio.sleep(0.001)
+            asked += [frame.id for frame in supervisor.receive() if frame.kind == Kind.SCRAPE]
+        for id, scrape in zip(asked, (first, second), strict=True):
+            supervisor.send(encode(Kind.SCRAPED, id, {"asked": [[[], [float(id)]]]}))
+            supervisor.flush()
+            assert await scrape == {"asked": [((), [float(id)])]}
+
+    run(test)
+
+
+def test_the_counts_are_given_under_the_id_that_was_asked() -> None:
+    async def test(control: Control, supervisor: Channel) -> None:
+        supervisor.send(encode(Kind.GATHER, 7))
+        supervisor.flush()
+        while not (frames := supervisor.receive()):
+            await asyncio.sleep(0.001)
+        assert [(frame.kind, frame.id) for frame in frames] == [(Kind.COUNTS, 7)]
+
+    run(test)
+
+
+def run(test: Callable[[Control, Channel], Awaitable[None]]) -> None:
+    async def within_a_loop() -> None:
+        mine, theirs = pair()
+        control, supervisor = Control(Channel(theirs)), Channel(mine)
+        metrics = Metrics()
+        control.listen(
+            Front(Settings(), Models([], {}), Engines(metrics, 1_000, control.ready), metrics, Log("front"), control)
+        )
+        try:
+            await asyncio.wait_for(test(control, supervisor), 10)
+        finally:
+            asyncio.get_running_loop().remove_reader(theirs.fileno())
+            theirs.close()
+            supervisor.close()
+
+    asyncio.run(within_a_loop())

@@ -1,0 +1,198 @@
+"""Records are whole, the table marks the fastest, and a run leaves one file for each family and device."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from operator import mul
+from pathlib import Path
+
+import pytest
+
+from kernels.backend import FAMILIES
+from kernels.bench import __main__ as command
+from kernels.bench import questions, report
+from kernels.bench.baselines.baseline import Call, Peer
+from kernels.bench.report import MEMORY, SHARE, Row, Setting
+from kernels.bench.timing import Spread
+from kernels.bench.workload import Workload
+from kernels.bench.workloads import workloads
+from tests.kernels.bench.conftest import CPU, FORMED, RECURRENCE, TINY, measured, tiny
+
+TEXTS = {"family", "workload", "want", "backend", "device", "dtype", "lengths", "timing", "date"}
+COUNTS = {"rows", "steps", "tokens", "input", "hidden", "layers", "directions", "threads", "repetitions"}
+FIGURES = {"median_us", "p10_us", "p90_us", "agrees"}
+
+SETTING = Setting("Abacus, 2 cores", "2026-01-02", {"torch": "2"}, threads=1)
+
+
+def timed(backend: str, timing: str, median_us: float) -> Row:
+    return Row(tiny("lstm"), backend, timing, Spread(median_us, median_us - 1, median_us + 1, 20), 1e-7)
+
+
+@pytest.mark.parametrize("workload", [*TINY, *FORMED, RECURRENCE], ids=str)
+def test_every_record_has_all_fields_with_sane_values(workload: Workload, tmp_path: Path) -> None:
+    report.write(measured(workload).rows, SETTING, tmp_path / "new" / "file.jsonl")
+    (record,) = map(json.loads, (tmp_path / "new" / "file.jsonl").read_text().splitlines())
+    assert record.keys() == TEXTS | COUNTS | FIGURES | {"form", "versions"}
+    assert record["form"] == workload.form
+    assert all(isinstance(record[name], str) and record[name] for name in TEXTS)
+    assert all(isinstance(record[name], int) and record[name] > 0 for name in COUNTS)
+    assert all(isinstance(record[name], float) and math.isfinite(record[name]) for name in FIGURES)
+    assert record["steps"] <= record["tokens"] <= record["steps"] * record["rows"]
+
+
+def test_threads_are_left_out_on_a_gpu() -> None:
+    assert "threads" not in timed("fast", "kernel", 2.0).record(Setting("H200", "2026-01-02", {}, threads=None))
+
+
+def test_the_table_marks_the_fastest_of_each_timing() -> None:
+    rows = [
+        timed("one", "eager", 20.0),
+        timed("one", "kernel", 3.0),
+        timed("other", "eager", 999.7),
+        timed("third", "kernel", 2.0),
+    ]
+    heading, eager, kernel = report.table(rows).splitlines()
+    assert heading.split() == ["workload", "timing", "one", "other", "third"]
+    assert eager.split()[-6:] == ["eager", "*20", "(19-21)", "1000", "(999-1001)", "-"]
+    assert kernel.split()[-6:] == ["kernel", "3", "(2-4)", "-", "*2", "(1-3)"]
+
+
+def test_what_else_is_known_has_a_table_for_each_name_and_stands_in_the_record() -> None:
+    rows = [
+        replace(timed("one", "kernel", 3.0), extra={MEMORY: 3.0, SHARE: 0.5}),
+        replace(timed("one", "eager", 20.0), extra={MEMORY: 3.0, SHARE: 0.1}),
+        replace(timed("other", "eager", 30.0), extra={SHARE: 0.25}),
+        timed("third", "kernel", 2.0),
+    ]
+    of_memory, of_share = ([line.split() for line in part.splitlines()] for part in report.extras(rows).split("\n\n"))
+    assert of_memory == [["memory", "growth", "one"], [*str(tiny("lstm")).split(), "3"]]
+    assert of_share[0][-2:] == ["one", "other"] and of_share[1][-2:] == ["0.5", "0.25"]
+    assert rows[0].record(SETTING)[MEMORY] == 3.0 and SHARE not in rows[3].record(SETTING)
+    assert report.extras(rows[3:]) == ""
+
+
+def test_a_stack_s_record_says_how_many_layers_it_has() -> None:
+    assert replace(timed("one", "eager", 1.0), workload=tiny("conv", "tcn")).record(SETTING)["layers"] == 8
+
+
+@pytest.mark.parametrize(
+    "name, short",
+    [
+        ("NVIDIA H200", "h200"),
+        ("AMD EPYC, 2 cores", "epyc-2core"),
+        ("AMD EPYC 9654 96-Core Processor, 4 cores", "epyc-9654-4core"),
+        ("Intel(R) Xeon(R) CPU E5-2680 v4 @ 2.40GHz, 1 cores", "xeon-e5-2680-v4-1core"),
+    ],
+)
+def test_a_device_has_a_short_name_for_files(name: str, short: str) -> None:
+    assert report.slug(name) == short
+
+
+@pytest.mark.parametrize("rows, mean, longest", [(1, 10, 10), (8, 10, 17), (32, 10.2, 26)])
+def test_question_lengths_are_typical_however_few(rows: int, mean: float, longest: int) -> None:
+    lengths = questions.lengths(rows)
+    assert len(lengths) == rows and max(lengths) <= longest
+    assert sum(lengths) / rows == pytest.approx(mean, abs=0.5)
+    assert lengths == questions.lengths(rows)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_quick_run_is_a_smaller_one(family: str, device: str) -> None:
+    quick, whole = (workloads(family, device, quick) for quick in (True, False))
+    assert 0 < len(quick) < len(whole) == len(set(whole))
+    assert {one.family for one in whole} == {family}
+
+
+def test_a_form_stands_in_the_name_where_there_is_one() -> None:
+    assert str(tiny("sru", form="v1")) == "sru layer v1 3 questions, 6 -> 6, float32"
+    assert str(tiny("lstm", lengths="equal")) == "lstm layer 3 x 7, 6 -> 6, float32"
+
+
+@pytest.fixture
+def few_workloads(monkeypatch: pytest.MonkeyPatch) -> Callable[[Peer], None]:
+    """The command with one tiny workload for each family, and one peer."""
+
+    def set_up(peer: Peer) -> None:
+        monkeypatch.setattr(command, "workloads", lambda family, *_: [one for one in TINY if one.family == family][:1])
+        monkeypatch.setattr(command, "PEERS", dict.fromkeys(FAMILIES, (peer,)))
+
+    return set_up
+
+
+RIGHT = Peer("twin", lambda given: Call(given.encoder("framework")))
+WRONG = Peer("broken", lambda given: Call(lambda: given.encoder("framework")() + 1))
+
+
+def test_all_families_leave_a_file_each(
+    few_workloads: Callable[[Peer], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few_workloads(RIGHT)
+    assert command.main(["all", "--quick", "--out", str(tmp_path)]) == 0
+    short = report.slug(report.device_name(CPU))
+    assert {path.name for path in tmp_path.iterdir()} == {f"{family}-{short}.jsonl" for family in FAMILIES}
+    for path in tmp_path.iterdir():
+        assert [json.loads(line)["backend"] for line in path.read_text().splitlines()] == ["framework", "twin"]
+    printed = capsys.readouterr()
+    assert "lstm on" in printed.out and "written to" in printed.out
+    assert "1/1 lstm layer" in printed.err
+
+
+def test_a_wrong_peer_makes_the_exit_status_one(
+    few_workloads: Callable[[Peer], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few_workloads(WRONG)
+    assert command.main(["lstm", "--quick", "--out", str(tmp_path)]) == 1
+    assert "WRONG: broken on lstm" in capsys.readouterr().out
+    assert "broken" not in next(tmp_path.iterdir()).read_text()
+
+
+def test_shares_of_a_product_are_shown_and_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = [Workload("conv", 1, 8, 8, 8, kind="product"), tiny("conv", "dense-conv")]
+    monkeypatch.setattr(command, "workloads", lambda *_: few)
+    assert command.main(["conv", "--quick", "--out", str(tmp_path)]) == 0
+    assert "share of the product rate" in capsys.readouterr().out
+    records = [json.loads(line) for path in tmp_path.iterdir() for line in path.read_text().splitlines()]
+    assert [SHARE in record for record in records] == [record["workload"] != "product" for record in records]
+    assert len(records) > 2
+
+
+def test_the_goals_are_shown_and_written_beside_the_figures(
+    few_workloads: Callable[[Peer], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    few_workloads(RIGHT)
+    monkeypatch.setattr("kernels.bench.goals.table", lambda rows, backends: f"{len(rows)} rows, {backends[-2:]}")
+    assert command.main(["lstm", "--quick", "--out", str(tmp_path)]) == 0
+    setting, _, line = (tmp_path / f"lstm-{report.slug(report.device_name(CPU))}-goals.txt").read_text().splitlines()
+    assert line == "2 rows, ['framework', 'reference']" and line in capsys.readouterr().out
+    assert report.device_name(CPU) in setting
+
+
+def test_a_quick_run_writes_nothing_unless_asked(
+    few_workloads: Callable[[Peer], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few_workloads(RIGHT)
+    monkeypatch.setattr(command, "RESULTS", tmp_path / "results")
+    assert command.main(["gru", "--quick"]) == 0
+    assert not (tmp_path / "results").exists()
+
+
+def test_a_device_that_is_not_there_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["lstm", "--device", "toaster"])
+    assert "argument --device: toaster" in capsys.readouterr().err
+
+
+def test_the_lengths_are_those_of_the_questions() -> None:
+    every = range(questions.SHORTEST, questions.SHORTEST + len(questions.COUNTS))
+    assert sum(questions.COUNTS) == 5452 and every[-1] == 37
+    assert sum(map(mul, questions.COUNTS, every)) / 5452 == pytest.approx(10.2045, abs=1e-4)

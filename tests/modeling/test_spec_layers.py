@@ -1,0 +1,333 @@
+"""What each kind of layer and head may say in a model.toml, which tensors it then has, and what fits after what."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from service.modeling.spec import ModelSpec
+
+IDS = {"kind": "ids", "vocabulary": 13, "max_steps": 64}
+FEATURES = {"kind": "features", "features": 7, "max_steps": 64}
+EMBEDDING = {"kind": "embedding", "width": 6}
+LSTM = {"kind": "lstm", "hidden": 5}
+TEXT_CNN = {"kind": "text_cnn", "widths": [3, 1], "filters": 4}
+LABELS = ["near", "far", "unknown"]
+CLASSIFY = {"kind": "classify", "pool": "max", "labels": LABELS}
+SEQUENCE = {"kind": "sequence"}
+Table = dict[str, Any]
+
+
+def model(*layers: Table, head: Table = CLASSIFY, input: Table = FEATURES) -> ModelSpec:
+    return ModelSpec.model_validate(
+        {"name": "made-up", "precision": "float32", "input": input, "layers": layers or (LSTM,), "head": head}
+    )
+
+
+def complaints(*layers: Table, head: Table = CLASSIFY, input: Table = FEATURES) -> list[str]:
+    """Each fault as `key: message`."""
+    with pytest.raises(ValidationError) as caught:
+        model(*layers, head=head, input=input)
+    return [f"{error['loc'][-1] if error['loc'] else 'whole'}: {error['msg']}" for error in caught.value.errors()]
+
+
+def shapes(*layers: Table) -> dict[str, tuple[int, ...]]:
+    """Of the layers over 7 features, without `layers.`."""
+    return {name.removeprefix("layers."): shape for name, shape in model(*layers, head=SEQUENCE).tensors().items()}
+
+
+def of_level(**tensors: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    return {f"0.0.forward.{name}": shape for name, shape in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    "layer, expected",
+    [
+        ({"kind": "lstm"}, of_level(input=(7, 20), recurrent=(5, 20), bias=(20,))),
+        ({"kind": "gru"}, of_level(input=(7, 15), recurrent=(5, 15), bias=(15,), recurrent_bias=(5,))),
+        ({"kind": "gru", "reset_after": False}, of_level(input=(7, 15), recurrent=(5, 15), bias=(15,))),
+        ({"kind": "sru"}, of_level(input=(7, 20), bias=(10,), cell=(10,))),
+        ({"kind": "sru", "activation": "tanh", "scale": 0.5}, of_level(input=(7, 20), bias=(10,), cell=(10,))),
+        ({"kind": "sru", "hidden": 7}, of_level(input=(7, 21), bias=(14,), cell=(14,))),
+        ({"kind": "sru", "skip": False}, of_level(input=(7, 15), bias=(10,), cell=(10,))),
+        ({"kind": "sru", "cell_gates": False}, of_level(input=(7, 20), bias=(10,))),
+        ({"kind": "sru", "projection": 2}, of_level(input=(2, 20), bias=(10,), cell=(10,), projection=(7, 2))),
+        ({"kind": "sru", "projection": 5}, of_level(input=(7, 20), bias=(10,), cell=(10,))),
+        ({"kind": "qrnn"}, of_level(input=(1, 7, 15), bias=(15,))),
+        ({"kind": "qrnn", "window": 3, "pooling": "f"}, of_level(input=(3, 7, 10), bias=(10,))),
+        ({"kind": "qrnn", "window": 2, "pooling": "ifo"}, of_level(input=(2, 7, 20), bias=(20,))),
+    ],
+    ids=str,
+)
+def test_a_recurrent_level_has_the_tensors_of_its_form(layer: Table, expected: Table) -> None:
+    assert shapes({"hidden": 5, **layer}) == expected
+
+
+@pytest.mark.parametrize("layer", [{"kind": kind} for kind in ("lstm", "gru", "sru", "qrnn")], ids=str)
+def test_the_second_level_takes_both_directions_of_the_first(layer: Table) -> None:
+    both = shapes({**layer, "hidden": 5, "depth": 2, "bidirectional": True})
+    tensors = {name.rpartition(".")[2] for name in both}
+    assert set(both) == {f"0.{level}.{way}.{one}" for level in (0, 1) for way in ("forward", "backward") for one in tensors}
+    for way in ("forward", "backward"):
+        assert both[f"0.0.{way}.input"][-2:-1] == (7,)
+        assert both[f"0.1.{way}.input"][-2:-1] == (10,)
+
+
+def test_an_sru_has_a_block_for_its_skip_only_where_the_widths_differ_and_projects_only_what_is_wider() -> None:
+    both = shapes({"kind": "sru", "hidden": 5, "depth": 2, "bidirectional": True, "projection": 8})
+    assert both["0.0.forward.input"] == (7, 20) and "0.0.forward.projection" not in both
+    assert both["0.1.forward.input"] == (8, 15) and both["0.1.forward.projection"] == (10, 8)
+
+
+@pytest.mark.parametrize(
+    "layer_norm, expected",
+    [
+        ("none", {}),
+        ("before", {"0.0.norm": (2, 7), "0.1.norm": (2, 10)}),
+        ("after", {"0.0.norm": (2, 10), "0.1.norm": (2, 10)}),
+    ],
+    ids=str,
+)
+def test_an_sru_s_layer_norm_belongs_to_both_directions_of_a_level(layer_norm: str, expected: Table) -> None:
+    both = shapes({"kind": "sru", "hidden": 5, "depth": 2, "bidirectional": True, "layer_norm": layer_norm})
+    assert {name: shape for name, shape in both.items() if name.endswith("norm")} == expected
+
+
+def test_a_convolution_has_its_filters_with_the_earliest_step_first() -> None:
+    assert shapes({"kind": "conv", "filters": 4, "width": 3}) == {"0.filters": (3, 7, 4), "0.bias": (4,)}
+
+
+@pytest.mark.parametrize("activation", ["glu", "gated_tanh"])
+def test_a_gated_convolution_has_a_map_for_each_value_and_each_gate_and_gives_half_as_many(activation: str) -> None:
+    gated = {"kind": "conv", "filters": 4, "width": 3, "activation": activation}
+    made = shapes({**gated, "batch_norm": True}, {"kind": "conv", "filters": 2, "width": 1})
+    assert made["0.filters"] == (3, 7, 8) and made["0.bias"] == (8,) and made["0.norm"] == (4, 8)
+    assert made["1.filters"] == (1, 4, 2)
+
+
+def test_a_weight_norm_has_a_direction_and_a_magnitude_in_place_of_the_filters() -> None:
+    made = shapes({"kind": "conv", "filters": 4, "width": 3, "weight_norm": True})
+    assert made == {"0.direction": (3, 7, 4), "0.magnitude": (4,), "0.bias": (4,)}
+
+
+def test_a_tcn_has_two_convolutions_a_level_and_a_projection_where_the_widths_differ() -> None:
+    assert shapes({"kind": "tcn", "filters": 4, "levels": 2, "width": 3}) == {
+        "0.0.0.filters": (3, 7, 4),
+        "0.0.0.bias": (4,),
+        "0.0.1.filters": (3, 4, 4),
+        "0.0.1.bias": (4,),
+        "0.0.projection.filters": (1, 7, 4),
+        "0.0.projection.bias": (4,),
+        "0.1.0.filters": (3, 4, 4),
+        "0.1.0.bias": (4,),
+        "0.1.1.filters": (3, 4, 4),
+        "0.1.1.bias": (4,),
+    }
+    assert not any("projection" in name for name in shapes({"kind": "tcn", "filters": 7, "levels": 2}))
+
+
+def test_a_tcn_s_projection_has_no_weight_norm() -> None:
+    made = shapes({"kind": "tcn", "filters": 4, "levels": 1, "weight_norm": True})
+    assert {name.removeprefix("0.0."): shape for name, shape in made.items()} == {
+        "0.direction": (2, 7, 4),
+        "0.magnitude": (4,),
+        "0.bias": (4,),
+        "1.direction": (2, 4, 4),
+        "1.magnitude": (4,),
+        "1.bias": (4,),
+        "projection.filters": (1, 7, 4),
+        "projection.bias": (4,),
+    }
+
+
+def test_a_text_cnn_has_filters_of_each_width_and_gives_them_side_by_side() -> None:
+    made = model(TEXT_CNN)
+    assert made.tensors() == {
+        "layers.0.3.filters": (3, 7, 4),
+        "layers.0.1.filters": (1, 7, 4),
+        "layers.0.3.bias": (4,),
+        "layers.0.1.bias": (4,),
+        "head.weight": (8, 3),
+        "head.bias": (3,),
+    }
+
+
+def test_each_layer_takes_what_the_one_before_it_gives() -> None:
+    made = shapes(
+        {"kind": "lstm", "hidden": 5, "bidirectional": True},
+        {"kind": "conv", "filters": 4, "width": 2},
+        {"kind": "qrnn", "hidden": 3},
+        {"kind": "gru", "hidden": 2, "depth": 2},
+    )
+    assert made["1.filters"] == (2, 10, 4)
+    assert made["2.0.forward.input"] == (1, 4, 9)
+    assert made["3.0.forward.input"] == (3, 6)
+    assert made["3.1.forward.input"] == (2, 6)
+
+
+@pytest.mark.parametrize(
+    "head, weight",
+    [
+        (CLASSIFY, (5, 3)),
+        ({"kind": "regress", "pool": "last"}, (5, 1)),
+        ({"kind": "regress", "pool": "mean", "outputs": 4}, (5, 4)),
+        ({"kind": "tag", "labels": LABELS}, (5, 3)),
+        ({"kind": "span"}, (5, 2)),
+        ({"kind": "next"}, (5, 13)),
+        ({"kind": "embed", "pool": "mean"}, None),
+        ({"kind": "sequence"}, None),
+    ],
+    ids=str,
+)
+def test_a_head_has_a_linear_layer_or_nothing(head: Table, weight: tuple[int, int] | None) -> None:
+    made = model(EMBEDDING, LSTM, head=head, input=IDS).tensors()
+    held = {name: shape for name, shape in made.items() if name.startswith("head.")}
+    assert held == ({"head.weight": weight, "head.bias": weight[1:]} if weight else {})
+
+
+@pytest.mark.parametrize(
+    "layer, key, said",
+    [
+        ({"kind": "lstm"}, "hidden", "Field required"),
+        ({"kind": "lstm", "hidden": 5.0}, "hidden", "valid integer"),
+        ({"kind": "lstm", "hidden": 5, "depth": 0}, "depth", "greater than 0"),
+        ({"kind": "lstm", "hidden": 5, "bidirectional": 1}, "bidirectional", "valid boolean"),
+        ({"kind": "lstm", "hidden": 5, "reset_after": True}, "reset_after", "not permitted"),
+        ({"kind": "gru", "hidden": 5, "reset_after": "no"}, "reset_after", "valid boolean"),
+        ({"kind": "gru", "hidden": 5, "window": 2}, "window", "not permitted"),
+        ({"kind": "sru", "hidden": 5, "activation": "relu"}, "activation", "'identity' or 'tanh'"),
+        ({"kind": "sru", "hidden": 5, "scale": float("inf")}, "scale", "finite"),
+        ({"kind": "sru", "hidden": 5, "scale": float("nan")}, "scale", "finite"),
+        ({"kind": "sru", "hidden": 5, "projection": 0}, "projection", "greater than 0"),
+        ({"kind": "sru", "hidden": 5, "layer_norm": True}, "layer_norm", "'none', 'before' or 'after'"),
+        ({"kind": "sru", "hidden": 5, "skip": 0}, "skip", "valid boolean"),
+        ({"kind": "sru", "hidden": 5, "cell_gates": None}, "cell_gates", "valid boolean"),
+        ({"kind": "qrnn", "hidden": 5, "window": 0}, "window", "greater than 0"),
+        ({"kind": "qrnn", "hidden": 5, "pooling": "if"}, "pooling", "'f', 'fo' or 'ifo'"),
+        ({"kind": "conv", "filters": 4}, "width", "Field required"),
+        ({"kind": "conv", "width": 3}, "filters", "Field required"),
+        ({"kind": "conv", "filters": 4, "width": 0}, "width", "greater than 0"),
+        ({"kind": "conv", "filters": 4, "width": 3, "stride": 0}, "stride", "greater than 0"),
+        ({"kind": "conv", "filters": 4, "width": 3, "dilation": -1}, "dilation", "greater than 0"),
+        ({"kind": "conv", "filters": 4, "width": 3, "padding": "valid"}, "padding", "'same', 'causal' or 'none'"),
+        ({"kind": "conv", "filters": 4, "width": 3, "activation": "elu"}, "activation", "'gelu', 'glu' or 'gated_tanh'"),
+        ({"kind": "conv", "filters": 4, "width": 3, "weight_norm": 1}, "weight_norm", "valid boolean"),
+        ({"kind": "conv", "filters": 4, "width": 3, "batch_norm": "yes"}, "batch_norm", "valid boolean"),
+        ({"kind": "tcn", "filters": 4}, "levels", "Field required"),
+        ({"kind": "tcn", "filters": [4, 4], "levels": 2}, "filters", "valid integer"),
+        ({"kind": "tcn", "filters": 4, "levels": 0}, "levels", "greater than 0"),
+        ({"kind": "tcn", "filters": 4, "levels": 17}, "levels", "less than or equal to 16"),
+        ({"kind": "tcn", "filters": 4, "levels": 2, "width": 0}, "width", "greater than 0"),
+        ({"kind": "tcn", "filters": 4, "levels": 2, "dilation": 2}, "dilation", "not permitted"),
+        ({"kind": "tcn", "filters": 4, "levels": 2, "batch_norm": True}, "batch_norm", "not permitted"),
+        ({"kind": "text_cnn", "widths": [], "filters": 4}, "widths", "at least 1 item"),
+        ({"kind": "text_cnn", "widths": [3, 0], "filters": 4}, "1", "greater than 0"),
+        ({"kind": "text_cnn", "widths": [3], "filters": 4, "padding": -1}, "padding", "greater than or equal to 0"),
+        ({"kind": "text_cnn", "widths": [3, 2, 3], "filters": 4}, "text_cnn", "differ from each other: raise filters instead"),
+        ({"kind": "text_cnn", "widths": [3], "filters": 4, "stride": 2}, "stride", "not permitted"),
+    ],
+    ids=str,
+)
+def test_a_layer_that_makes_no_sense_is_refused_by_its_key(layer: Table, key: str, said: str) -> None:
+    assert any(one.startswith(f"{key}: ") and said in one for one in complaints(layer))
+
+
+@pytest.mark.parametrize(
+    "head, key, said",
+    [
+        ({"kind": "tag"}, "labels", "Field required"),
+        ({"kind": "tag", "labels": ["near"]}, "labels", "at least 2 items"),
+        ({"kind": "tag", "labels": ["near", "near"]}, "tag", "labels must differ from each other"),
+        ({"kind": "tag", "labels": LABELS, "pool": "max"}, "pool", "not permitted"),
+        ({"kind": "regress"}, "pool", "Field required"),
+        ({"kind": "regress", "pool": "max", "outputs": 0}, "outputs", "greater than 0"),
+        ({"kind": "span", "pool": "max"}, "pool", "not permitted"),
+        ({"kind": "next", "top": 0}, "top", "greater than 0"),
+        ({"kind": "embed"}, "pool", "Field required"),
+        ({"kind": "embed", "pool": "mean", "normalize": 1}, "normalize", "valid boolean"),
+        ({"kind": "sequence", "labels": LABELS}, "labels", "not permitted"),
+    ],
+    ids=str,
+)
+def test_a_head_that_makes_no_sense_is_refused_by_its_key(head: Table, key: str, said: str) -> None:
+    assert any(one.startswith(f"{key}: ") and said in one for one in complaints(head=head, input=FEATURES))
+
+
+def whole(*layers: Table, head: Table = CLASSIFY, input: Table = FEATURES) -> str:
+    """What is said of tables that are good one by one."""
+    [said] = complaints(*layers, head=head, input=input)
+    return said.removeprefix("whole: Value error, ")
+
+
+def test_a_text_cnn_can_only_be_the_last_layer() -> None:
+    assert whole(TEXT_CNN, LSTM) == "a text_cnn gives one vector a row: it can only be the last layer"
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        {"kind": "classify", "pool": "mean", "labels": LABELS},
+        {"kind": "regress", "pool": "last"},
+        {"kind": "embed", "pool": "mean"},
+        {"kind": "tag", "labels": LABELS},
+        {"kind": "span"},
+        {"kind": "next"},
+        {"kind": "sequence"},
+    ],
+    ids=str,
+)
+def test_after_a_text_cnn_stands_no_head_that_needs_steps(head: Table) -> None:
+    said = 'after a text_cnn, the head is classify, regress or embed and its pool is "max"'
+    assert whole(EMBEDDING, TEXT_CNN, head=head, input=IDS) == said
+
+
+@pytest.mark.parametrize("kind", ["classify", "regress", "embed"])
+def test_after_a_text_cnn_stands_a_head_that_pools_by_the_maximum(kind: str) -> None:
+    labels = {"labels": LABELS} if kind == "classify" else {}
+    made = model(TEXT_CNN, head={"kind": kind, "pool": "max", **labels})
+    assert made.has_embedding and not made.has_steps
+
+
+def test_the_next_token_is_one_of_a_vocabulary() -> None:
+    head = {"kind": "next", "top": 13}
+    assert whole(LSTM, head=head) == 'a head of kind "next" needs an input of text or ids'
+    assert model(EMBEDDING, LSTM, head=head, input=IDS).has_embedding
+    said = "head.top is 14 and input.vocabulary is 13: lower head.top"
+    assert whole(EMBEDDING, LSTM, head={"kind": "next", "top": 14}, input=IDS) == said
+
+
+@pytest.mark.parametrize("layer", [LSTM, {"kind": "conv", "filters": 4, "width": 3}, TEXT_CNN], ids=str)
+def test_tokens_are_embedded_first_and_features_never(layer: Table) -> None:
+    kind = layer["kind"]
+    assert whole(layer, input=IDS) == f"an input of kind 'ids' and a first layer of kind '{kind}' do not fit together"
+    said = "an input of kind 'features' and a first layer of kind 'embedding' do not fit together"
+    assert whole(EMBEDDING, layer) == said
+
+
+def test_a_model_that_needs_more_steps_than_it_takes_is_refused_with_both() -> None:
+    wide = {"kind": "conv", "filters": 4, "width": 9, "padding": "none", "dilation": 2}
+    assert model(wide, input={**FEATURES, "max_steps": 17}).min_steps == 17
+    said = "the layers need 17 steps and input.max_steps is 16: raise it"
+    assert whole(wide, input={**FEATURES, "max_steps": 16}) == said
+
+
+@pytest.mark.parametrize(
+    "head, has_embedding",
+    [
+        (CLASSIFY, True),
+        ({"kind": "regress", "pool": "last"}, True),
+        ({"kind": "embed", "pool": "last"}, True),
+        ({"kind": "next"}, True),
+        ({"kind": "tag", "labels": LABELS}, False),
+        ({"kind": "span"}, False),
+        ({"kind": "sequence"}, False),
+    ],
+    ids=str,
+)
+def test_a_head_over_one_vector_a_sequence_has_an_embedding_and_every_layer_but_a_text_cnn_has_steps(
+    head: Table, has_embedding: bool
+) -> None:
+    made = model(EMBEDDING, LSTM, head=head, input=IDS)
+    assert (made.has_embedding, made.has_steps) == (has_embedding, True)
