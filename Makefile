@@ -1,6 +1,6 @@
 # The verbs of seqserve. `make serve` and `make test` need nothing before them.
 #   TORCH_INDEX   another package index for torch, for a CPU wheel on a machine that would get a CUDA one
-#   ARGS          more flags for `seqserve serve`, such as ARGS="--port 9000 --fronts 2"
+#   ARGS          more flags for `seqserve serve`, such as ARGS="--port 9000 --frontends 2"
 
 PYTHON      ?= python3
 TORCH_INDEX ?=
@@ -31,7 +31,7 @@ help:
 	@echo "make simulate     ways of batching on a virtual clock, beside the scheduler's: some minutes, needs no GPU"
 	@echo "make test-long    100,000 requests and 200 reloads, after which no process may hold more than before, and sessions under stress: minutes"
 	@echo "make test-gpu     the tests that need a GPU; what passed is written to tests/gpu/passed.json"
-	@echo "make proto        compile service/faces/inference.proto, after a change of it"
+	@echo "make proto        compile service/frontend/oip/inference.proto, after a change of it"
 	@echo "make docker-test  build the image, start the compose files on a container engine, test and remove them"
 
 check-python:
@@ -71,12 +71,12 @@ lint: .venv/tools
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-.venv/peers: .venv/installed
+.venv/baselines: .venv/installed
 	@$(PIP) --editable '.[bench]'
 	@touch $@
 
 # Every kernel family beside every peer that installs, on DEVICE (cpu); results go to kernels/bench/results.
-bench: .venv/peers gpu
+bench: .venv/baselines gpu
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m kernels.bench all --device $(DEVICE)
 
 .venv/load: .venv/installed
@@ -90,7 +90,7 @@ loadtest: .venv/load gpu
 # Servers that are compared run at once and are loaded in turn; results go to loadtest/results.
 bench-serve: .venv/load gpu
 	@$(BIN)/python -m loadtest.bench_serve
-	@$(BIN)/python -m loadtest.bench_doors
+	@$(BIN)/python -m loadtest.bench_endpoints
 	@$(BIN)/python -m loadtest.bench_codec
 
 # Where the time of a request goes inside an engine, and how many it answers; results go to loadtest/results.
@@ -136,7 +136,7 @@ test-gpu: .venv/tools gpu
 
 # The service reads what is compiled; a test says when that is no longer what the file says.
 proto: .venv/tools
-	@$(BIN)/python -m grpc_tools.protoc --proto_path=service/faces --descriptor_set_out=service/faces/inference.binpb inference.proto
+	@$(BIN)/python -m grpc_tools.protoc --proto_path=service/frontend/oip --descriptor_set_out=service/frontend/oip/inference.binpb inference.proto
 
 # On the engine that DOCKER_HOST or docker's context names; COMPOSE_FILE may name files that change the shipped one for it.
 docker-test: .venv/tools

@@ -110,7 +110,7 @@ class Counts:
     @classmethod
     def read(cls, url: str, model: dict[str, Any]) -> Counts:
         found = cls({}, {})
-        named = {"seqserve_stage_seconds": "", "seqserve_turn_rows": ROWS, "seqserve_channel_seconds": CHANNEL}
+        named = {"seqserve_stage_seconds": "", "seqserve_batch_sequences": ROWS, "seqserve_channel_seconds": CHANNEL}
         labels = {"model": model["name"], "version": model["version"]}
         for family in text_string_to_metric_families(_get(f"{url}/metrics").decode()):
             for sample in family.samples:

@@ -28,7 +28,7 @@ REQUESTS = 16
 """Different ones, sent in turn."""
 CALLERS_EACH = 8
 """For each device: it has always another turn before it."""
-SETTINGS = "max_turn_tokens = 65536\nmax_waiting = 4096\n"
+SETTINGS = "max_batch_tokens = 65536\nmax_waiting = 4096\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,7 +50,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _figures(models: Path, config: Path, devices: Sequence[str], said: argparse.Namespace) -> Figures:
     """Of a closed loop on a server of its own."""
-    flags = ("--config", str(config), "--models", str(models), "--device", ",".join(devices), "--fronts", str(said.fronts))
+    flags = (
+        "--config",
+        str(config),
+        "--models",
+        str(models),
+        "--device",
+        ",".join(devices),
+        "--frontends",
+        str(said.frontends),
+    )
     with servers.running(*servers.seqserve(*flags), log=said.log) as server:
         target = Target.of(server.url, "/infer")
         requests = itertools.cycle([target.request(_body(seed, said.steps)) for seed in range(REQUESTS)])
@@ -93,7 +102,7 @@ def _records(
             "failed": figures.failed,
             "hidden": said.hidden,
             "steps": said.steps,
-            "fronts": said.fronts,
+            "frontends": said.frontends,
             "machine": machine,
             "date": str(date.today()),
         }
@@ -107,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--devices", default="cuda:0,cuda:1", help="%(default)s unless given")
     parser.add_argument("--hidden", type=int, default=1024, help="units of each of the model's four layers")
     parser.add_argument("--steps", type=int, default=512, help="of a sequence")
-    parser.add_argument("--fronts", type=int, default=8, help="processes that parse requests")
+    parser.add_argument("--frontends", type=int, default=8, help="processes that parse requests")
     parser.add_argument("--seconds", type=float, default=4.0, help="of each round, %(default)s unless given")
     parser.add_argument("--rounds", type=int, default=3, help="%(default)s unless given")
     parser.add_argument("--log", type=Path, help="file for what the servers say")

@@ -43,14 +43,14 @@ REQUESTS = 200
 """Different ones of each kind, sent in turn."""
 COMPARED = 8
 """So many of them must be answered alike at all doors before any is timed."""
-COLUMNS = ("answers/s", "p50", "p99", "CPU", "front", "load", "busiest")
+COLUMNS = ("answers/s", "p50", "p99", "CPU", "frontend", "load", "busiest")
 ENGINE = ("queue", "stage_in", "compute", "stage_out")
 SHOWN = ("parse", "channel", "queue", "compute", "encode", "total", "outside")
 PACKAGES = ("torch", "fastapi", "uvicorn", "uvloop", "httptools", "grpcio", "msgspec")
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
+class GrpcServer:
     """One kind of request to one server; said: what an answer says, to be compared."""
 
     name: str
@@ -70,7 +70,7 @@ class Cell:
     """
 
     door: str
-    fronts: int
+    frontends: int
     round: int
     figures: Figures
     cpu_ms: float
@@ -83,7 +83,7 @@ class Cell:
         """One of COLUMNS, or of the stages."""
         if name in report.QUANTILES:
             return report.milliseconds(self.figures)[name]
-        costs = {"CPU": self.cpu_ms, "front": self.front_ms, "load": self.load_ms, "busiest": self.busiest}
+        costs = {"CPU": self.cpu_ms, "frontend": self.front_ms, "load": self.load_ms, "busiest": self.busiest}
         return {"answers/s": self.figures.rate, **costs, **self.stages}[name]
 
 
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """0, or 1 when a request failed: then there is nothing to compare."""
     said = _parser().parse_args(arguments)
     machine = device_name(torch.device("cpu"))
-    cells = list(_measured(said.fronts, said.callers, said.seconds, said.rounds))
+    cells = list(_measured(said.frontends, said.callers, said.seconds, said.rounds))
     print(f"\n{machine}, {date.today()}: {said.callers} callers, medians of {said.rounds} rounds (lowest to highest)\n")
     print("\n".join(report.table(list(_table(cells)))))
     print("\nms by stage, medians of each round's mean\n")
@@ -100,13 +100,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report.write(said.out / f"doors-{slug(machine)}.jsonl", [_record(cell, said.callers) | where for cell in cells])
     for cell in cells:
         for reason, count in cell.figures.failures.most_common():
-            print(f"{cell.door}, {cell.fronts} fronts: {count} failed with {reason}")
+            print(f"{cell.door}, {cell.frontends} fronts: {count} failed with {reason}")
     return 1 if any(cell.figures.failed for cell in cells) else 0
 
 
-def _measured(fronts: Sequence[int], callers: int, seconds: float, rounds: int) -> Iterator[Cell]:
+def _measured(frontends: Sequence[int], callers: int, seconds: float, rounds: int) -> Iterator[Cell]:
     with ExitStack() as stack:
-        running = {count: stack.enter_context(servers.running(*servers.seqserve("--fronts", str(count)))) for count in fronts}
+        running = {
+            count: stack.enter_context(servers.running(*servers.seqserve("--frontends", str(count)))) for count in frontends
+        }
         opened = {count: doors(server) for count, server in running.items()}
         _agree([door for found in opened.values() for door in found])
         for round in range(rounds):
@@ -117,7 +119,7 @@ def _measured(fronts: Sequence[int], callers: int, seconds: float, rounds: int) 
                     yield cell
 
 
-def doors(server: servers.Server) -> list[Door]:
+def doors(server: servers.Server) -> list[GrpcServer]:
     """The kinds of requests, of which the last three carry the same rows."""
     questions, sensor = described(server.url, QUESTIONS), described(server.url, SENSOR)
     texts = discovery.inputs(servers.MODELS, questions)
@@ -127,10 +129,10 @@ def doors(server: servers.Server) -> list[Door]:
     lists = [traffic.input(STEPS) for _ in range(REQUESTS)]
     rows = [np.array(one, np.float32) for one in lists]
     return [
-        Door(TEXT, questions, infer, prepared(infer, texts, inputs=1), _score),
-        Door(FLOATS, sensor, infer, itertools.cycle([_floats(infer, one) for one in lists]), _value),
-        Door(BINARY, sensor, tensors, itertools.cycle([_binary(tensors, one) for one in rows]), _behind_json),
-        Door(GRPC, sensor, method, itertools.cycle([message(SENSOR, one) for one in rows]), _in_message),
+        GrpcServer(TEXT, questions, infer, prepared(infer, texts, inputs=1), _score),
+        GrpcServer(FLOATS, sensor, infer, itertools.cycle([_floats(infer, one) for one in lists]), _value),
+        GrpcServer(BINARY, sensor, tensors, itertools.cycle([_binary(tensors, one) for one in rows]), _behind_json),
+        GrpcServer(GRPC, sensor, method, itertools.cycle([message(SENSOR, one) for one in rows]), _in_message),
     ]
 
 
@@ -168,7 +170,7 @@ def _numbers(raw: bytes) -> list[float]:
     return found
 
 
-def _agree(found: Sequence[Door]) -> None:
+def _agree(found: Sequence[GrpcServer]) -> None:
     """Nothing is timed before the same model says the same of the same values, at each door and with any number of fronts."""
     first: dict[str, list[Sequence[float]]] = {}
     for door in found:
@@ -180,7 +182,7 @@ def _agree(found: Sequence[Door]) -> None:
             )
 
 
-async def _asked(door: Door) -> list[Reply]:
+async def _asked(door: GrpcServer) -> list[Reply]:
     """What its first requests are answered, one after the other."""
     connection = await door.target.connect()
     replies = [await connection.ask(request) for request in itertools.islice(door.requests, COMPARED)]
@@ -191,19 +193,19 @@ async def _asked(door: Door) -> list[Reply]:
     return replies
 
 
-def _cell(server: servers.Server, door: Door, fronts: int, callers: int, round: int, seconds: float) -> Cell:
+def _cell(server: servers.Server, door: GrpcServer, frontends: int, callers: int, round: int, seconds: float) -> Cell:
     uvloop.run(load.closed(door.target, door.requests, callers, seconds / 4, lambda _: None))
     before, counts = _seconds(server), Counts.read(server.url, door.model)
     figures = uvloop.run(load.closed(door.target, door.requests, callers, seconds, lambda _: None))
     used = [now - then for now, then in zip(_seconds(server), before, strict=True)]
     own, cpu, *each = (1000 * one / max(1, len(figures.answers)) for one in used)
     stages = _stages(Counts.read(server.url, door.model), counts)
-    return Cell(door.name, fronts, round, figures, cpu, sum(each), own, max(each) / (sum(each) or 1), stages)
+    return Cell(door.name, frontends, round, figures, cpu, sum(each), own, max(each) / (sum(each) or 1), stages)
 
 
 def _seconds(server: servers.Server) -> list[float]:
     """Of processor time: of this process, of the whole server, and of each of its fronts."""
-    return [time.process_time(), server.cpu_seconds(), *server.cpu_seconds_each("service.app front")]
+    return [time.process_time(), server.cpu_seconds(), *server.cpu_seconds_each("service.frontend")]
 
 
 def _stages(counts: Counts, before: Counts) -> dict[str, float]:
@@ -213,25 +215,25 @@ def _stages(counts: Counts, before: Counts) -> dict[str, float]:
 
 def _table(cells: Sequence[Cell]) -> Iterator[list[str]]:
     """A line for each case; times: as many answers as with the first number of fronts in the same round."""
-    yield ["fronts", "request", "answers/s", "times", *(f"{one} ms" for one in COLUMNS[1:-1]), "busiest"]
+    yield ["frontends", "request", "answers/s", "times", *(f"{one} ms" for one in COLUMNS[1:-1]), "busiest"]
     for ones in _cases(cells):
-        alone = [one for one in cells if one.door == ones[0].door and one.fronts == cells[0].fronts]
+        alone = [one for one in cells if one.door == ones[0].door and one.frontends == cells[0].frontends]
         times = [one.figures.rate / other.figures.rate for one, other in zip(ones, alone, strict=True)]
         rate, *others = (report.spread([one.value(column) for one in ones]) for column in COLUMNS)
-        yield [str(ones[0].fronts), ones[0].door, rate, report.spread(times), *others]
+        yield [str(ones[0].frontends), ones[0].door, rate, report.spread(times), *others]
 
 
 def _stages_table(cells: Sequence[Cell]) -> Iterator[list[str]]:
-    yield ["fronts", "request", *SHOWN]
+    yield ["frontends", "request", *SHOWN]
     for ones in _cases(cells):
-        yield [str(ones[0].fronts), ones[0].door, *(report.spread([one.value(stage) for one in ones]) for stage in SHOWN)]
+        yield [str(ones[0].frontends), ones[0].door, *(report.spread([one.value(stage) for one in ones]) for stage in SHOWN)]
 
 
 def _cases(cells: Sequence[Cell]) -> list[list[Cell]]:
     """The rounds of each number of fronts and kind of request."""
     found: dict[tuple[int, str], list[Cell]] = {}
     for cell in cells:
-        found.setdefault((cell.fronts, cell.door), []).append(cell)
+        found.setdefault((cell.frontends, cell.door), []).append(cell)
     return list(found.values())
 
 
@@ -239,12 +241,12 @@ def _record(cell: Cell, callers: int) -> dict[str, Any]:
     return {
         "request": cell.door,
         "model": QUESTIONS if cell.door == TEXT else SENSOR,
-        "fronts": cell.fronts,
+        "frontends": cell.frontends,
         "callers": callers,
         "round": cell.round,
         "answers/s": round(cell.figures.rate, 1),
         **{f"{name}_ms": round(value, 4) for name, value in report.milliseconds(cell.figures).items()},
-        **{f"{name.lower()}_ms": round(cell.value(name), 4) for name in ("CPU", "front", "load")},
+        **{f"{name.lower()}_ms": round(cell.value(name), 4) for name in ("CPU", "frontend", "load")},
         "busiest": round(cell.busiest, 4),
         "stages_ms": {stage: round(value, 4) for stage, value in cell.stages.items()},
         "answers": len(cell.figures.answers),
@@ -256,7 +258,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m loadtest.bench_endpoints", description="Each door, by one front and by several."
     )
-    parser.add_argument("--fronts", type=int, nargs="+", default=FRONTS, help="%(default)s unless given")
+    parser.add_argument("--frontends", type=int, nargs="+", default=FRONTS, help="%(default)s unless given")
     parser.add_argument("--callers", type=int, default=32, help="at once, %(default)s unless given")
     parser.add_argument("--seconds", type=float, default=3.0, help="of each round, %(default)s unless given")
     parser.add_argument("--rounds", type=int, default=5, help="of each case, %(default)s unless given")

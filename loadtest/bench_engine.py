@@ -24,11 +24,11 @@ from kernels.bench import questions
 from kernels.bench.report import Setting, slug
 from loadtest import made_up, report, servers
 from loadtest.open_engine import HEAVY, LONG, MIXED, REAL, Driver, Level, measured
-from service.app import build_engine
-from service.engine.batch import Chunk, Turn
-from service.engine.execution.device_engine import Engine
-from service.engine.execution.in_flight import Flight
+from service.engine.batch import Batch, Chunk
+from service.engine.execution.device_engine import DeviceEngine
+from service.engine.execution.in_flight import InFlightBatch
 from service.ipc.messages import FEATURES, IDS, ModelKey, Returns
+from service.local import build_engine
 from service.metrics import Metrics
 from service.modeling.spec import EmbeddingLayer, LSTMLayer, ModelSpec, SequenceInput
 from service.settings import Settings
@@ -62,7 +62,7 @@ class Single:
     steps: int
     kernels_us: float
     stages_us: dict[str, tuple[float, float, float]]
-    turns: int
+    batches: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     engine = _engine(said.device, said.models, *FEW)
     device = torch.device(engine.loaded()[0].device)
     setting = Setting.of(device)
-    singles = [single(engine, model, said.turns) for model in said.models]
+    singles = [single(engine, model, said.batches) for model in said.models]
     print(f"one engine on {setting}\n\none row, us: median (p10-p90)\n")
     print("\n".join(_single_table(singles)))
     larger = _engine(said.device, said.models, *MANY) if said.rows > FEW[0] else engine
@@ -107,15 +107,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _engine(device: str, models: Sequence[str], rows: int, tokens: int) -> Engine:
+def _engine(device: str, models: Sequence[str], rows: int, tokens: int) -> DeviceEngine:
     with tempfile.TemporaryDirectory() as scratch:
         for model in models:
             _place(model, Path(scratch))
-        settings = Settings(models=Path(scratch), device=device, max_turn_rows=rows, max_turn_tokens=tokens)
+        settings = Settings(models=Path(scratch), device=device, max_batch_sequences=rows, max_batch_tokens=tokens)
         return build_engine(settings, Metrics())
 
 
-def _opened(engine: Engine, models: Sequence[str], seconds: float) -> Iterator[Level]:
+def _opened(engine: DeviceEngine, models: Sequence[str], seconds: float) -> Iterator[Level]:
     """Real and mixed lengths at rising rates, beside whole sequences in turns that none joins, at the same rates."""
     for model in set(models) & {WIDE}:
         for mixture in (REAL, MIXED):
@@ -138,45 +138,45 @@ def _overloaded(device: str, seconds: float) -> Iterator[Level]:
     yield from measured(engine, loaded.name, HEAVY, "continuous", capacity, OVERLOADS, seconds, deadline)
 
 
-def single(engine: Engine, model: str, count: int) -> Single:
+def single(engine: DeviceEngine, model: str, count: int) -> Single:
     """One row a turn, each answered before the next is laid."""
-    turns, times = _turns(engine, model, rows=1), list[dict[str, float]]()
+    batches, times = _turns(engine, model, rows=1), list[dict[str, float]]()
 
     kernels: list[float] = []
 
-    def watch(flight: Flight, ended: float) -> None:
-        kernels.append(1e6 * flight.predicted)
-        moments = (flight.began, flight.staged, flight.launched, ended, time.monotonic())
+    def watch(in_flight: InFlightBatch, ended: float) -> None:
+        kernels.append(1e6 * in_flight.predicted)
+        moments = (in_flight.began, in_flight.staged, in_flight.launched, ended, time.monotonic())
         spans = [1e6 * (after - before) for before, after in itertools.pairwise(moments)]
         times.append(dict(zip(STAGES, (*spans, sum(spans)), strict=True)))
 
     engine.watch(watch)
-    steps = [_answered(engine, next(turns)).tokens for _ in range(count)]
+    steps = [_answered(engine, next(batches)).tokens for _ in range(count)]
     engine.watch(None)
     quantiles = {stage: np.percentile([one[stage] for one in times[count // 10 :]], (50, 10, 90)) for stage in STAGES}
     stages = {stage: tuple(round(float(value), 2) for value in found) for stage, found in quantiles.items()}
     return Single(model, round(statistics.median(steps)), round(statistics.median(kernels), 2), stages, count)  # type: ignore[arg-type]
 
 
-def throughput(engine: Engine, model: str, rows: int, seconds: float) -> Throughput:
+def throughput(engine: DeviceEngine, model: str, rows: int, seconds: float) -> Throughput:
     """As many turns as the engine takes in that time."""
-    turns = _turns(engine, model, rows)
+    batches = _turns(engine, model, rows)
     tokens = answered = launched = 0
     on_device = 0.0
 
-    def watch(flight: Flight, ended: float) -> None:
+    def watch(in_flight: InFlightBatch, ended: float) -> None:
         nonlocal on_device
-        on_device += flight.launched - flight.staged if flight.place is None else flight.predicted
+        on_device += in_flight.launched - in_flight.staged if in_flight.place is None else in_flight.predicted
 
     for _ in range(VARIANTS):
-        _answered(engine, next(turns))
+        _answered(engine, next(batches))
     engine.watch(watch)
     began = time.monotonic()
     while (now := time.monotonic()) < began + seconds or answered < launched * rows:
-        if engine.takes_turn and now < began + seconds:
-            turn = next(turns)
-            engine.launch(turn)
-            launched, tokens = launched + 1, tokens + turn.tokens
+        if engine.accepts_batch and now < began + seconds:
+            batch = next(batches)
+            engine.launch(batch)
+            launched, tokens = launched + 1, tokens + batch.tokens
         answered += len(engine.finished())
     took = time.monotonic() - began
     engine.watch(None)
@@ -185,14 +185,14 @@ def throughput(engine: Engine, model: str, rows: int, seconds: float) -> Through
     )
 
 
-def _answered(engine: Engine, turn: Turn) -> Turn:
-    engine.launch(turn)
+def _answered(engine: DeviceEngine, batch: Batch) -> Batch:
+    engine.launch(batch)
     while not engine.finished():
         pass
-    return turn
+    return batch
 
 
-def _turns(engine: Engine, model: str, rows: int) -> Iterator[Turn]:
+def _turns(engine: DeviceEngine, model: str, rows: int) -> Iterator[Batch]:
     """Made-up turns, over and over: questions by their real lengths, others of STEPS steps."""
     spec = engine.spec(ModelKey(model, "1"))
     made = []
@@ -201,7 +201,7 @@ def _turns(engine: Engine, model: str, rows: int) -> Iterator[Turn]:
         lengths = questions.lengths(rows, seed) if model in QUESTIONS else [STEPS] * rows
         if model in QUESTIONS and rows == 1:
             lengths = questions.lengths(VARIANTS)[seed : seed + 1]
-        made.append(Turn(ModelKey(model, "1"), [_chunk(spec, steps, chance) for steps in lengths]))
+        made.append(Batch(ModelKey(model, "1"), [_chunk(spec, steps, chance) for steps in lengths]))
     return itertools.cycle(made)
 
 

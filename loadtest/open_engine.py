@@ -14,9 +14,9 @@ import numpy as np
 
 from kernels.bench import questions
 from loadtest.traffic import poisson
-from service.app import build_batcher
 from service.engine.batching.batcher import Batcher
-from service.engine.execution.device_engine import Engine
+from service.engine.build import build_batcher
+from service.engine.execution.device_engine import DeviceEngine
 from service.engine.worker import FRAMES_AT_ONCE
 from service.errors import ServiceError
 from service.ipc.messages import IDS, Answer, ModelKey, Request
@@ -99,7 +99,7 @@ class Driver:
     """Sends to one model of an engine, through a queue of its own. deadline_seconds: of every request."""
 
     def __init__(
-        self, engine: Engine, model: str, mixture: str, batching: str, deadline_seconds: float = 1e6, seed: int = 0
+        self, engine: DeviceEngine, model: str, mixture: str, batching: str, deadline_seconds: float = 1e6, seed: int = 0
     ) -> None:
         settings = Settings(batching=batching)  # type: ignore[arg-type]
         self._batcher: Batcher = build_batcher(settings, engine, Metrics(), Log("bench"))
@@ -157,7 +157,7 @@ class Driver:
 
 
 def measured(
-    engine: Engine,
+    engine: DeviceEngine,
     model: str,
     mixture: str,
     batching: str,

@@ -42,8 +42,8 @@ def recorded(url: str, file: Path, seconds: float) -> Iterator[None]:
         file.write_bytes(trace.result())
 
 
-def _recorded(url: str, turns: int, seconds: float) -> bytes:
-    asked = urllib.request.Request(f"{url}/debug/trace?turns={turns}&seconds={seconds:g}", b"", method="POST")
+def _recorded(url: str, batches: int, seconds: float) -> bytes:
+    asked = urllib.request.Request(f"{url}/debug/trace?batches={batches}&seconds={seconds:g}", b"", method="POST")
     try:
         with urllib.request.urlopen(asked, timeout=PATIENCE_SECONDS) as answer:
             body: bytes = answer.read()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from service import __version__, app
+from service import __version__
 from service.errors import ServiceError, SettingsError, StartError
 from service.ipc.messages import Manifest
 from service.log import Log
@@ -55,7 +55,10 @@ def serve(settings: Settings) -> int:
 
 def infer(settings: Settings, model: str, texts: list[str]) -> int:
     """Answer texts without a server, one JSON object a line."""
-    for output in app.answer(settings, model, texts):
+    # Imported here: it loads torch, and the supervisor never does.
+    from service import local
+
+    for output in local.infer(settings, model, texts):
         print(json.dumps(output))
     return 0
 
@@ -91,8 +94,10 @@ def bench(settings: Settings, url: str, json: Path | None, trace: Path | None, *
 
 def _example(manifest: Manifest) -> dict[str, Any]:
     """A request that the first alias or model answers, one over text if there is any."""
-    newest = {edition.name: edition.spec for edition in manifest.editions}
-    meant = {f"{edition.name}/{edition.version}": edition.spec for edition in manifest.editions} | newest
+    newest = {model_version.name: model_version.spec for model_version in manifest.model_versions}
+    meant = {
+        f"{model_version.name}/{model_version.version}": model_version.spec for model_version in manifest.model_versions
+    } | newest
     names = {alias: meant[other] for alias, other in manifest.aliases.items()} | newest
     models = {name: spec.ModelSpec.model_validate_json(said) for name, said in names.items()}
     name, model = min(models.items(), key=lambda one: one[1].input.kind != "text")
@@ -113,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     _setting(one, "--port", help="HTTP port; 0 takes a free one")
     _setting(one, "--grpc-port", metavar="PORT", help="gRPC port; 0 takes a free one")
     _setting(one, "--device", metavar="auto|cpu|cuda:N,...", help="where models run: an engine for each device named")
-    _setting(one, "--fronts", metavar="N", help="processes that parse requests")
+    _setting(one, "--frontends", metavar="N", help="processes that parse requests")
     _setting(one, "--debug", action="store_true", help="let callers of POST /debug/trace record turns")
     one.set_defaults(run=serve)
     one = commands.add_parser("infer", parents=[shared], help="answer texts without a server")

@@ -57,7 +57,7 @@ SESSION_MOVES = ("host", "slot")
 CHANGES = ("ok", InvalidModel.code, NoRoom.code, UnknownModel.code, Unavailable.code)
 RESTARTS = (
     *(("engine", reason) for reason in ("ended", "hung", "failed", "device_lost")),
-    *(("front", reason) for reason in ("ended", "failed")),
+    *(("frontend", reason) for reason in ("ended", "failed")),
 )
 """Only an engine has a pulse by which it is seen to hang, and a device to lose."""
 
@@ -141,16 +141,16 @@ class Metrics:
         self.padded_tokens = Counter(
             "seqserve_padded_tokens", "Steps computed for nobody, as a CUDA graph has more room than the turn.", model
         )
-        self.turns = Counter("seqserve_turns", "Turns run, by one CUDA graph or launch after launch.", (*model, "by"))
+        self.batches = Counter("seqserve_batches", "Turns run, by one CUDA graph or launch after launch.", (*model, "by"))
         self.stage_seconds = Histogram("seqserve_stage_seconds", "Time in each stage.", (*model, "stage"), SECONDS)
         self.sequence_seconds = Counter(
             "seqserve_sequence_seconds", "Time in the stages of turns, once for each sequence in them.", (*model, "stage")
         )
         self.failed_seconds = Counter("seqserve_failed_seconds", "Time of requests that were not answered.", model)
         self.last_answer = Gauge("seqserve_last_answer_time_seconds", "When a request was last answered.", model, alike=True)
-        self.turn_rows = Histogram("seqserve_turn_rows", "Sequences in a turn.", model, ROWS)
-        self.turn_tokens = Histogram("seqserve_turn_tokens", "Steps in a turn.", model, TOKENS)
-        self.slots = Gauge("seqserve_slots", "Places for sequences in a turn.", alike=True)
+        self.batch_sequences = Histogram("seqserve_batch_sequences", "Sequences in a turn.", model, ROWS)
+        self.batch_tokens = Histogram("seqserve_batch_tokens", "Steps in a turn.", model, TOKENS)
+        self.max_batch_sequences = Gauge("seqserve_max_batch_sequences", "Places for sequences in a turn.", alike=True)
         self.queue_depth = Gauge("seqserve_queue_depth", "Sequences of which no step has run.")
         self.sequences_waiting = Gauge("seqserve_sequences_waiting", "Of each model, those of which no step has run.", model)
         self.sequences_begun = Gauge(

@@ -61,7 +61,7 @@ class Settings(BaseModel):
     device: Annotated[str, AfterValidator(_device_list)] = "auto"
     """auto, or cpu and cuda:N with commas between them: on each of them an engine serves all models. auto takes the first GPU that
     works, else the CPU."""
-    fronts: Positive = 1
+    frontends: Positive = 1
     """Processes that parse and tokenise requests."""
     cache: Path = Path("~/.cache/seqserve")
     """Folder that keeps compiled kernels for the next start; where it cannot be written, every start compiles them."""
@@ -86,16 +86,16 @@ class Settings(BaseModel):
     """Most sequences in one request."""
     max_waiting: Positive = 1024
     """Most sequences waiting for a turn of one engine; one more is refused."""
-    max_turn_rows: Positive = 64
+    max_batch_sequences: Positive = 64
     """Most sequences in one turn of an engine."""
-    max_turn_tokens: Positive = 4096
+    max_batch_tokens: Positive = 4096
     """Most steps, over all sequences, in one turn; a longer sequence runs alone."""
-    turn_budget_ms: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    batch_budget_ms: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """How long a turn may take, by which long sequences are cut: whoever comes meanwhile waits for so long at most. 0 is 0.5 on a GPU and
     5 on a CPU."""
     batching: Literal["continuous", "static"] = "continuous"
     """static runs every sequence whole, in turns that none joins: only for comparisons."""
-    slots: Positive = 256
+    state_slots: Positive = 256
     """States of each model that an engine keeps on its device from turn to turn."""
     max_sessions: Positive = 4096
     """Most open sessions of one engine; one more is refused. Those that find no slot are kept on the host."""

@@ -23,7 +23,7 @@ from loadtest.callers import Caller, Reply, Target
 from tests import models
 from tests.serving import Server, eventually
 
-SMALL = {"slots": "64", "max_sessions": "1024", "session_idle_seconds": "600", "turn_budget_ms": "0.1"}
+SMALL = {"state_slots": "64", "max_sessions": "1024", "session_idle_seconds": "600", "batch_budget_ms": "0.1"}
 """Settings of a server on which sessions move to the host and back, and turns take so little of a chunk that many are cut."""
 REST = ("requests_in_flight", "queue_depth", "sequences_begun", "sessions", "state_slots_used")
 REST_SECONDS = 5.0

@@ -27,7 +27,7 @@ def test_infer_answers_as_the_server_does(models_folder: Path, server: Server, c
 
 
 def test_infer_says_which_models_there_are(models_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["infer", "--models", str(models_folder), "--model", "nobody", "hello"]) == 1
+    assert main(["infer", "--models", str(models_folder), "--model", "nobody", "status"]) == 1
     assert "served are sensors, words" in capsys.readouterr().err
 
 

@@ -83,10 +83,10 @@ def test_what_goes_wrong_is_there_at_0_before_it_does() -> None:
 
 
 def test_a_process_that_starts_the_counts_of_others_adds_nothing_to_them() -> None:
-    supervisor, front = busy(), Metrics()
+    supervisor, frontend = busy(), Metrics()
     supervisor.restarts.add("engine", "ended")
-    front.start([MODEL])
-    both = merged([supervisor.snapshot(), front.snapshot(), remains(front.snapshot())])
+    frontend.start([MODEL])
+    both = merged([supervisor.snapshot(), frontend.snapshot(), remains(frontend.snapshot())])
     assert value(both, "seqserve_process_restarts_total", process="engine", reason="ended") == 1
 
 
@@ -104,7 +104,7 @@ def test_a_server_shows_what_can_go_wrong_with_each_model_and_how_many_places_a_
             assert the_one(shown, "seqserve_requests_total", model=model, version=version, outcome=outcome) >= 0
         assert the_one(shown, "seqserve_failed_total", model=model, version=version) == 0
     assert the_one(shown, "seqserve_process_restarts_total", process="engine", reason="ended") == 0
-    assert the_one(shown, "seqserve_slots") == 64
+    assert the_one(shown, "seqserve_max_batch_sequences") == 64
     assert the_one(shown, "seqserve_ready") == 1
 
 
@@ -163,12 +163,12 @@ def test_merging_adds_label_by_label() -> None:
 def test_a_level_that_all_engines_have_alike_is_not_added_up() -> None:
     engines = [Metrics(), Metrics()]
     for seconds, metrics in enumerate(engines, start=1):
-        metrics.slots.set(64)
+        metrics.max_batch_sequences.set(64)
         metrics.backend.set(1, *MODEL, "lstm", "framework")
         metrics.queue_depth.set(3)
         metrics.backlog_seconds.set(seconds, str(seconds))
     both = merged([*(metrics.snapshot() for metrics in engines), Metrics().snapshot()])
-    assert value(both, "seqserve_slots") == 64
+    assert value(both, "seqserve_max_batch_sequences") == 64
     assert value(both, "seqserve_kernel_backend_info") == 1
     assert value(both, "seqserve_queue_depth") == 6
     assert [value(both, "seqserve_backlog_seconds", engine=place) for place in ("1", "2")] == [1, 2]
@@ -240,11 +240,11 @@ def test_names_have_the_prefix_and_are_unique() -> None:
 
 
 def test_what_a_process_had_in_flight_when_it_ended_was_cut_off_and_nothing_accepted_is_missing() -> None:
-    front = Metrics()
-    front.accepted.add(by=5)
-    front.in_flight.add(by=2)
-    front.requests.add(*MODEL, "ok", by=3)
-    left = remains(front.snapshot())
+    frontend = Metrics()
+    frontend.accepted.add(by=5)
+    frontend.in_flight.add(by=2)
+    frontend.requests.add(*MODEL, "ok", by=3)
+    left = remains(frontend.snapshot())
     assert value(left, "seqserve_requests_accepted_total") == 5
     assert value(left, "seqserve_requests_total", outcome="cut_off") == 2
     assert "seqserve_requests_in_flight" not in left

@@ -51,14 +51,14 @@ def streaming(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two_fronts(streaming: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(streaming, tmp_path_factory.mktemp("log"), "--fronts", "2") as running:
+    with serving(streaming, tmp_path_factory.mktemp("log"), "--frontends", "2") as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def two_engines(streaming: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Each with two slots for states, which is fewer than there are sessions."""
-    with serving(streaming, tmp_path_factory.mktemp("log"), "--device", "cpu,cpu", slots="2") as running:
+    with serving(streaming, tmp_path_factory.mktemp("log"), "--device", "cpu,cpu", state_slots="2") as running:
         yield running
 
 
@@ -198,7 +198,7 @@ def test_a_session_goes_on_at_any_front(two_fronts: Server) -> None:
     sequence = IDS[:6]
     whole = two_fronts.infer("speller", [sequence]).json()["outputs"]
     for number, id in enumerate(sequence):
-        with stopped(two_fronts.pid(f"front-{number % 2}")):
+        with stopped(two_fronts.pid(f"frontend-{number % 2}")):
             answer = ask(two_fronts, "speller", [id], "anywhere", end=number == 5)
         assert steps(answer) == number + 1
     assert close(answer.json()["outputs"], whole)

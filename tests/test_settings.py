@@ -31,8 +31,8 @@ def test_nothing_said_gives_the_defaults() -> None:
 
 def test_flags_win_over_variables_and_variables_over_the_file(file: Path) -> None:
     environment = {"SEQSERVE_HOST": "from.environment", "SEQSERVE_PORT": "1002", "PATH": "/bin", "OTHER_PORT": "1"}
-    settings = load({"config": str(file), "host": "from.flag", "fronts": None}, environment)
-    assert (settings.host, settings.port, settings.fronts) == ("from.flag", 1002, 3)
+    settings = load({"config": str(file), "host": "from.flag", "frontends": None}, environment)
+    assert (settings.host, settings.port, settings.frontends) == ("from.flag", 1002, 3)
 
 
 def test_a_variable_may_name_the_file_and_a_flag_another(file: Path, tmp_path: Path) -> None:
@@ -76,8 +76,8 @@ def test_an_unknown_key_of_the_file_stops_the_start_naming_the_file(file: Path) 
         ("SEQSERVE_PORT", "65536", "less than or equal to 65535"),
         ("SEQSERVE_PORT", "-1", "greater than or equal to 0"),
         ("SEQSERVE_PORT", "", "valid integer"),
-        ("SEQSERVE_FRONTS", "0", "greater than 0"),
-        ("SEQSERVE_FRONTS", "1.5", "valid integer"),
+        ("SEQSERVE_FRONTENDS", "0", "greater than 0"),
+        ("SEQSERVE_FRONTENDS", "1.5", "valid integer"),
         *(
             ("SEQSERVE_DEVICE", value, "say auto, or name the device")
             for value in ("gpu", "cuda", "cuda:-1", "cuda:01", "cpu\n", "")
@@ -121,8 +121,8 @@ def test_an_impossible_value_is_named_by_where_it_was_said(file: Path) -> None:
 
 
 def test_all_impossible_values_are_named_at_once() -> None:
-    said = refusal({}, {"SEQSERVE_PORT": "x", "SEQSERVE_FRONTS": "0"})
-    assert "SEQSERVE_PORT is 'x'" in said and "SEQSERVE_FRONTS is '0'" in said
+    said = refusal({}, {"SEQSERVE_PORT": "x", "SEQSERVE_FRONTENDS": "0"})
+    assert "SEQSERVE_PORT is 'x'" in said and "SEQSERVE_FRONTENDS is '0'" in said
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def test_too_few_samples_prove_nothing() -> None:
 
 
 def test_those_are_growing_that_reach_the_limit() -> None:
-    assert growing({"supervisor": -1.0, "front-0": 0.99 * LIMIT, "engine-0": LIMIT}) == {"engine-0": LIMIT}
+    assert growing({"supervisor": -1.0, "frontend-0": 0.99 * LIMIT, "engine-0": LIMIT}) == {"engine-0": LIMIT}
 
 
 def test_resident_bytes_are_those_that_were_touched() -> None:

@@ -25,8 +25,8 @@ import uvloop
 from websockets.asyncio.client import connect
 
 from loadtest.callers import Caller, Reply, Target
-from service.engine.batch import Chunk, Turn
-from service.engine.execution.device_engine import Engine
+from service.engine.batch import Batch, Chunk
+from service.engine.execution.device_engine import DeviceEngine
 from service.ipc.messages import FIRST, IDS, SCRAP, ZEROS, ModelKey, Returns
 from service.metrics import Metrics
 from service.modeling import store
@@ -94,7 +94,7 @@ def test_the_accumulator_counts_exactly_as_far_as_it_is_asked_to(tmp_path: Path)
     """Up to LONGEST, down to -LONGEST, in one go and in chunks; the other cell, which counts steps, as far."""
     spec, key = models.accumulator(tmp_path), ModelKey("accumulator", "1")
     encoder = Encoder(spec, store.read_arrays(tmp_path / "accumulator" / "1", spec), torch.device("cpu"), 1 << 20)
-    engine = Engine({key: encoder}, Metrics(), max_turn_rows=4, max_turn_tokens=64)
+    engine = DeviceEngine({key: encoder}, Metrics(), max_batch_sequences=4, max_batch_tokens=64)
     values = np.array([1] * LONGEST + [0] + [-1] * 2 * LONGEST)
     sums = values.cumsum()
     for cuts in ([0, len(values)], [*range(0, len(values), 1000), len(values)]):
@@ -102,7 +102,7 @@ def test_the_accumulator_counts_exactly_as_far_as_it_is_asked_to(tmp_path: Path)
         for begin, end in pairwise(cuts):
             data = (values[begin:end] + 1).astype(IDS).tobytes()
             slots = (FIRST if begin else ZEROS, SCRAP if end == len(values) else FIRST)
-            engine.launch(Turn(key, [Chunk(data, end - begin, Returns(sequence=True), None, *slots)]))
+            engine.launch(Batch(key, [Chunk(data, end - begin, Returns(sequence=True), None, *slots)]))
             [(_, encoded)] = engine.finished()
             assert encoded.sequence is not None and encoded.scores is not None
             found.append(encoded.sequence.astype(float))
@@ -125,7 +125,7 @@ def test_every_sum_of_every_session_is_exact_whoever_hangs_up_and_all_requests_a
     told.ledger.check(at_rest(small).since(before))
     assert told.ledger.gone > CALLERS * SEQUENCES * accumulator.HANGS_UP / 4, "some hung up"
     assert small.metric("seqserve_session_moves_total", to="slot") > moves + 100, "states came back from the host"
-    assert small.metric("seqserve_turn_rows_sum") > 1.2 * small.metric("seqserve_sequences_total"), "chunks were cut"
+    assert small.metric("seqserve_batch_sequences_sum") > 1.2 * small.metric("seqserve_sequences_total"), "chunks were cut"
     assert max(told.in_flight) > 0, "some were seen on their way"
 
 
@@ -343,7 +343,7 @@ def test_who_leaves_a_batch_of_32_does_not_take_the_others_along(busy: Server, m
 
 def turns_of_many(server: Server, model: str) -> float:
     """How many turns had more than 16 sequences."""
-    all, few = (server.metric("seqserve_turn_rows_bucket", model=model, le=most) for most in ("+Inf", "16.0"))
+    all, few = (server.metric("seqserve_batch_sequences_bucket", model=model, le=most) for most in ("+Inf", "16.0"))
     return all - few
 
 

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from loadtest.simulation.ways import Sequence, Turn, Way
+from loadtest.simulation.ways import Batch, Sequence, Way
 from service.engine.execution.cost_model import Cost
 
 
-class Front:
+class Frontend:
     """Places each sequence at the replica with the smallest predicted wait, of equals at the one that was chosen longest ago.
 
-    It reckons as service.frontend.dispatch.connection.Backlog does, exactly and for all replicas at once: what a replica last reported, beside answers,
+    Its estimate is that of service.frontend.dispatch.connection.Backlog: the backlog that a replica last reported,
     less the time since, and what it was sent after that.
     """
 
@@ -55,7 +55,7 @@ class Replica:
     """One device and its queue. until: when its turn ends, 0 while it has none; wakes: when it asks for one, if nothing comes before."""
 
     way: Way
-    turn: Turn | None = None
+    batch: Batch | None = None
     until: float = 0.0
     wakes: float = math.inf
 
@@ -68,7 +68,7 @@ class Totals:
     replicas: int
     span: float
     worked: float = 0.0
-    turns: int = 0
+    batches: int = 0
     rows: int = 0
     left_at_half: int = 0
     left_at_end: int = 0
@@ -80,7 +80,7 @@ class Clock:
     def __init__(self, ways: Many[Way], cost: Cost, sequences: Many[Sequence]) -> None:
         """sequences: in the order in which they come."""
         self._replicas = [Replica(way) for way in ways]
-        self._front = Front(len(ways))
+        self._frontend = Frontend(len(ways))
         self._cost = cost
         self._sequences = sequences
         self._events: list[tuple[float, int]] = []
@@ -113,7 +113,7 @@ class Clock:
         return self.totals
 
     def _arrive(self, one: Sequence) -> int:
-        place = self._front.place(self._cost.of(one.steps, one.steps), one.arrived)
+        place = self._frontend.place(self._cost.of(one.steps, one.steps), one.arrived)
         self._replicas[place].way.add(one, one.arrived)
         self._left += one.steps
         return place
@@ -123,38 +123,38 @@ class Clock:
         while self._events and self._events[0][0] < moment:
             now, place = heapq.heappop(self._events)
             replica = self._replicas[place]
-            if replica.turn is not None and replica.until == now:
+            if replica.batch is not None and replica.until == now:
                 self._end(place, replica, now)
-            elif replica.turn is None:
+            elif replica.batch is None:
                 self._begin(place, replica, now)
 
     def _begin(self, place: int, replica: Replica, now: float) -> None:
         """The next turn, if the device is free and there is one."""
-        if replica.turn is not None:
+        if replica.batch is not None:
             return
-        replica.turn = turn = replica.way.next_turn(now)
-        if turn is None:
+        replica.batch = batch = replica.way.next_batch(now)
+        if batch is None:
             if (wakes := replica.way.wakes()) < math.inf and wakes != replica.wakes:
                 replica.wakes = wakes
                 heapq.heappush(self._events, (wakes, place))
             return
-        seconds = self._cost.of(turn.longest, turn.tokens)
+        seconds = self._cost.of(batch.longest, batch.tokens)
         replica.until = now + seconds
         heapq.heappush(self._events, (replica.until, place))
         totals = self.totals
         if now < totals.span:
             totals.worked += min(seconds, totals.span - now)
-            totals.turns += 1
-            totals.rows += turn.rows
+            totals.batches += 1
+            totals.rows += batch.rows
 
     def _end(self, place: int, replica: Replica, now: float) -> None:
-        turn, replica.turn = replica.turn, None
-        assert turn is not None
-        self._left -= turn.steps
-        for one in turn.done:
+        batch, replica.batch = replica.batch, None
+        assert batch is not None
+        self._left -= batch.steps
+        for one in batch.done:
             assert math.isnan(one.answered), "a sequence is answered once"
             one.answered = now
         self._begin(place, replica, now)
-        if turn.done and len(self._replicas) > 1:
-            running = replica.until - now if replica.turn is not None else 0.0
-            self._front.report(place, running + replica.way.backlog_seconds(), now)
+        if batch.done and len(self._replicas) > 1:
+            running = replica.until - now if replica.batch is not None else 0.0
+            self._frontend.report(place, running + replica.way.backlog_seconds(), now)

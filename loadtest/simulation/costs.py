@@ -13,9 +13,9 @@ import torch
 from kernels.bench.report import Setting, slug
 from loadtest import made_up
 from loadtest.simulation.loads import LONG_STEPS
-from service.app import build_engine
 from service.engine.execution.cost_model import Cost
 from service.ipc.messages import ModelKey
+from service.local import build_engine
 from service.metrics import Metrics
 from service.modeling.spec import EmbeddingLayer, LSTMLayer, SequenceInput
 from service.settings import Settings

@@ -71,7 +71,7 @@ def _figures(rate: float, sequences: Many[Sequence], totals: Totals) -> Figures:
         long_steps_per_second=_paces(long),
         long_seconds=float(np.mean(_seconds(long))) if long else 0.0,
         utilisation=totals.worked / totals.span / totals.replicas,
-        rows_a_turn=totals.rows / max(1, totals.turns),
+        rows_a_turn=totals.rows / max(1, totals.batches),
         growth=(totals.left_at_end - totals.left_at_half) / max(1, second_half),
     )
 

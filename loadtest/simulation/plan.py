@@ -134,7 +134,7 @@ class Simulation:
 
     def _guess(self, mixture: str) -> float:
         """Where a search for a capacity begins: full turns of GUESSED_STEPS of each row."""
-        rows = Settings().max_turn_rows
+        rows = Settings().max_batch_sequences
         mean = statistics.mean(one.steps for one in loads.sequences(mixture, 1.0, self.plan.searching, seed=self.seed))
         return rows * GUESSED_STEPS / self.cost.of(GUESSED_STEPS, rows * GUESSED_STEPS) / mean
 
@@ -168,7 +168,7 @@ class Simulation:
 
     def _make(self, way: str, budget_ms: float) -> Make:
         knobs = Settings()
-        limits = Limits(UNBOUNDED, knobs.max_turn_rows, knobs.max_turn_tokens, budget_ms / 1000)
+        limits = Limits(UNBOUNDED, knobs.max_batch_sequences, knobs.max_batch_tokens, budget_ms / 1000)
 
         def make() -> Way:
             return ways.make(way, self.cost, limits, self.timer_ms / 1000)

@@ -34,7 +34,7 @@ class Sequence(Waiting):
         self.answered = math.nan
 
 
-class Turn(NamedTuple):
+class Batch(NamedTuple):
     """longest and tokens as the device computes them, padding included; steps of sequences among them; done: who is answered at its end."""
 
     longest: int
@@ -49,7 +49,7 @@ class Way(Protocol):
 
     def add(self, one: Sequence, now: float) -> None: ...
 
-    def next_turn(self, now: float) -> Turn | None:
+    def next_batch(self, now: float) -> Batch | None:
         """What the device, free now, runs next; None when it is to wait."""
 
     def wakes(self) -> float:
@@ -69,12 +69,12 @@ class Continuous:
     def add(self, one: Sequence, now: float) -> None:
         self.scheduler.add(MODEL, [one], now=now)
 
-    def next_turn(self, now: float) -> Turn | None:
-        taken = self.scheduler.next_turn()
+    def next_batch(self, now: float) -> Batch | None:
+        taken = self.scheduler.next_batch()
         if taken is None:
             return None
         steps = [cut.steps for cut in taken[1]]
-        return Turn(max(steps), sum(steps), len(steps), sum(steps), [cut.of for cut in taken[1] if cut.last])
+        return Batch(max(steps), sum(steps), len(steps), sum(steps), [cut.of for cut in taken[1] if cut.last])
 
     def wakes(self) -> float:
         return math.inf
@@ -94,7 +94,7 @@ class Static:
 
     def __init__(self, cost: Cost, limits: Limits) -> None:
         self._cost = cost
-        self._most = limits.max_turn_rows
+        self._most = limits.max_batch_sequences
         self._lines: deque[Sequence] = deque()
         self._steps = 0
 
@@ -102,7 +102,7 @@ class Static:
         self._lines.append(one)
         self._steps += one.steps
 
-    def next_turn(self, now: float) -> Turn | None:
+    def next_batch(self, now: float) -> Batch | None:
         return self._padded(self._lines) if self._lines else None
 
     def wakes(self) -> float:
@@ -110,18 +110,18 @@ class Static:
 
     def backlog_seconds(self) -> float:
         rows = sum(map(len, self._queues()))
-        turns = -(-rows // self._most)
-        return self._cost.times(turns).of(self._steps // max(1, rows), 0) + self._cost.per_token * self._steps
+        batches = -(-rows // self._most)
+        return self._cost.times(batches).of(self._steps // max(1, rows), 0) + self._cost.per_token * self._steps
 
     def _queues(self) -> list[deque[Sequence]]:
         return [self._lines]
 
-    def _padded(self, lines: deque[Sequence]) -> Turn:
+    def _padded(self, lines: deque[Sequence]) -> Batch:
         """The first of these lines."""
         batch = [lines.popleft() for _ in range(min(self._most, len(lines)))]
         longest, steps = max([one.steps for one in batch]), sum([one.steps for one in batch])
         self._steps -= steps
-        return Turn(longest, longest * len(batch), len(batch), steps, batch)
+        return Batch(longest, longest * len(batch), len(batch), steps, batch)
 
 
 class Timer(Static):
@@ -131,7 +131,7 @@ class Timer(Static):
         super().__init__(cost, limits)
         self._seconds = seconds
 
-    def next_turn(self, now: float) -> Turn | None:
+    def next_batch(self, now: float) -> Batch | None:
         return self._padded(self._lines) if len(self._lines) >= self._most or self.wakes() <= now else None
 
     def wakes(self) -> float:
@@ -149,7 +149,7 @@ class Bucketed(Static):
         self._buckets.setdefault((one.steps - 1).bit_length(), deque()).append(one)
         self._steps += one.steps
 
-    def next_turn(self, now: float) -> Turn | None:
+    def next_batch(self, now: float) -> Batch | None:
         waiting = [lines for lines in self._buckets.values() if lines]
         return self._padded(min(waiting, key=lambda lines: lines[0].arrived)) if waiting else None
 

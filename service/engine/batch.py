@@ -31,7 +31,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Turn:
+class Batch:
     """Chunks that run together. Never empty, all of one model. since: when the first of them could have run, on the clock of
     time.monotonic, if that is known."""
 
@@ -59,9 +59,9 @@ class Turn:
         return all(chunk.whole for chunk in self.chunks)
 
     @cached_property
-    def wants_embedding(self) -> bool:
+    def returns_embedding(self) -> bool:
         return any(chunk.returns.embedding for chunk in self.chunks)
 
     @cached_property
-    def wants_sequence(self) -> bool:
+    def returns_sequence(self) -> bool:
         return any(chunk.returns.sequence for chunk in self.chunks)

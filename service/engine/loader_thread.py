@@ -17,7 +17,7 @@ SWITCH_SECONDS = 1e-4
 Done = Callable[[Future[T]], None]
 
 
-class Loader(Generic[T]):
+class LoaderThread(Generic[T]):
     """Does one piece of work after the other, and has the serving thread hear of each when it calls `settle`.
 
     Its descriptor is readable when there is something to settle.
@@ -43,7 +43,7 @@ class Loader(Generic[T]):
         sys.setswitchinterval(SWITCH_SECONDS)
         self._work.put((work, Future(), done))
 
-    def between_turns(self, work: Callable[[], U]) -> U:
+    def between_batches(self, work: Callable[[], U]) -> U:
         """From the other thread: have something done in the serving one, and wait until it was; raises what it raises."""
         done = Future[U]()
         self._tell(lambda: _fulfil(done, work))

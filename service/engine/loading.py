@@ -11,16 +11,16 @@ from typing import Protocol
 from service.engine.batching.batcher import Batcher
 from service.engine.execution.cuda_graph_runner import Between
 from service.engine.execution.device_engine import Prepared
-from service.engine.loader_thread import Loader
+from service.engine.loader_thread import LoaderThread
 from service.errors import InvalidModel, ModelError, NoRoom, ServiceError
-from service.ipc.messages import Closing, Edition, ModelKey
+from service.ipc.messages import Closing, ModelKey, ModelVersion
 from service.log import Log
 
 LOOK_SECONDS = 0.02
 """How often it is looked whether anything is left of a version."""
 CLOSING_SECONDS = 5.0
 """No front takes so long to say that it has turned to another version; one that came meanwhile has nothing to say."""
-Load = Callable[[Edition, Between], Prepared]
+Load = Callable[[ModelVersion, Between], Prepared]
 """Makes what an edition says ready, in another thread than the one that launches turns."""
 Answer = Callable[[ServiceError | None], None]
 
@@ -45,7 +45,7 @@ class _Closing:
     closed: Callable[[], None]
 
 
-class Models:
+class ModelLoader:
     """Opens and closes versions at the word of the supervisor. `changed` is called after each."""
 
     def __init__(
@@ -56,7 +56,7 @@ class Models:
         self._load = load
         self._log = log
         self._clock = clock
-        self._loader = Loader[Prepared]()
+        self._loader = LoaderThread[Prepared]()
         self._closing: dict[ModelKey, _Closing] = {}
         self._released: set[tuple[Hashable, ModelKey]] = set()
         self._unwanted: set[ModelKey] = set()
@@ -67,20 +67,22 @@ class Models:
         """Readable when `settle` has something to do."""
         return self._loader.fileno()
 
-    def prepare(self, edition: Edition, answer: Answer) -> None:
+    def prepare(self, model_version: ModelVersion, answer: Answer) -> None:
         """Serve an edition as soon as it is ready; the answer is why it cannot be, if so."""
 
         def done(made: Future[Prepared]) -> None:
             fault = made.exception()
-            if edition.key in self._unwanted:
-                self._unwanted.discard(edition.key)
+            if model_version.key in self._unwanted:
+                self._unwanted.discard(model_version.key)
             elif fault is None:
-                self._engine.open(edition.key, made.result())
-                self._log.info("loaded", model=edition.name, version=edition.version, generation=edition.generation)
+                self._engine.open(model_version.key, made.result())
+                self._log.info(
+                    "loaded", model=model_version.name, version=model_version.version, generation=model_version.generation
+                )
                 self.changed()
-            answer(None if fault is None else self._refusal(edition, fault))
+            answer(None if fault is None else self._refusal(model_version, fault))
 
-        self._loader.begin(lambda: self._load(edition, self._loader.between_turns), done)
+        self._loader.begin(lambda: self._load(model_version, self._loader.between_batches), done)
 
     def release(self, channel: Hashable, key: ModelKey) -> None:
         """Through this channel nothing begins any more with a version."""
@@ -130,13 +132,13 @@ class Models:
         self.changed()
         closing.closed()
 
-    def _refusal(self, edition: Edition, fault: BaseException) -> ServiceError:
+    def _refusal(self, model_version: ModelVersion, fault: BaseException) -> ServiceError:
         said = f"{type(fault).__name__}: {fault}"
-        self._log.error("not loaded", model=edition.name, version=edition.version, error=said)
+        self._log.error("not loaded", model=model_version.name, version=model_version.version, error=said)
         if isinstance(fault, ServiceError):
             return fault
         if isinstance(fault, MemoryError) or type(fault).__name__ == "OutOfMemoryError":
             return NoRoom(
-                f"there is no memory for {edition.name} version {edition.version} beside what is served: unload another"
+                f"there is no memory for {model_version.name} version {model_version.version} beside what is served: unload another"
             )
-        return InvalidModel(str(fault) if isinstance(fault, ModelError) else f"{edition.folder} cannot be served: {said}")
+        return InvalidModel(str(fault) if isinstance(fault, ModelError) else f"{model_version.folder} cannot be served: {said}")

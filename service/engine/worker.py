@@ -9,15 +9,15 @@ from typing import Protocol
 
 import msgspec
 
-from service.engine.batch import Turn
+from service.engine.batch import Batch
 from service.engine.batching.batcher import Batcher
 from service.engine.batching.ticket import Ticket
-from service.engine.loading import Models
-from service.engine.profiling.session import Tracing, Watched
+from service.engine.loading import ModelLoader
+from service.engine.profiling.session import ProfilingSession, Watched
 from service.errors import ServiceError
-from service.ipc.channel import Channel, Frame, Kind, encode
-from service.ipc.messages import Answer, Closing, Edition, Hello, Loaded, ModelKey, Refusal, Request, Trace
-from service.ipc.process_config import IDLE_SECONDS, PATIENCE_SECONDS, Pulse, tell
+from service.ipc.channel import Channel, Frame, Kind, encode, tell
+from service.ipc.heartbeat import IDLE_SECONDS, PATIENCE_SECONDS, Heartbeat
+from service.ipc.messages import Answer, Closing, EngineStatus, LoadedModel, ModelKey, ModelVersion, Refusal, Request, Trace
 from service.metrics import Metrics
 
 HANG_FACTOR = 10.0
@@ -34,11 +34,11 @@ class Runs(Watched, Protocol):
     @property
     def running(self) -> tuple[float, float] | None: ...
 
-    def predicted_seconds(self, turn: Turn) -> float: ...
+    def predicted_seconds(self, batch: Batch) -> float: ...
 
     def count_memory(self) -> None: ...
 
-    def loaded(self) -> list[Loaded]: ...
+    def loaded(self) -> list[LoadedModel]: ...
 
     @property
     def device(self) -> object: ...
@@ -48,17 +48,24 @@ class Worker:
     """Serves the fronts that the supervisor attaches, until the supervisor closes `control`."""
 
     def __init__(
-        self, control: Channel, pulse: Pulse, batcher: Batcher, engine: Runs, models: Models, place: int, metrics: Metrics
+        self,
+        control: Channel,
+        heartbeat: Heartbeat,
+        batcher: Batcher,
+        engine: Runs,
+        models: ModelLoader,
+        place: int,
+        metrics: Metrics,
     ) -> None:
         self._control = control
-        self._pulse = pulse
+        self._heartbeat = heartbeat
         self._batcher = batcher
         self._engine = engine
         self._models = models
         self._models.changed = self._greet_all
         self._place = place
         self._metrics = metrics
-        self._tracing = Tracing(engine, batcher, self._hello(), pulse)
+        self._profiling = ProfilingSession(engine, batcher, self._status(), heartbeat)
         self._tickets: dict[Channel, dict[int, Ticket]] = {}
         self._answered: set[Channel] = set()
         self._selector = selectors.DefaultSelector()
@@ -76,20 +83,20 @@ class Worker:
             self._models.settle()
             for channel in [channel for channel in self._tickets if channel.outgoing]:
                 self._flush(channel)
-            if self._tracing.on:
-                self._tracing.step()
+            if self._profiling.on:
+                self._profiling.step()
 
     def _beat(self) -> None:
         """A turn that runs must end in time, however lively this loop is."""
         running = self._engine.running
         if running is None:
-            self._pulse.beat()
+            self._heartbeat.beat()
         else:
             since, predicted = running
-            self._pulse.beat_by(max(since, self._tracing.resumed) + _patience(predicted))
+            self._heartbeat.beat_by(max(since, self._profiling.resumed) + _patience(predicted))
 
-    def _before_launch(self, turn: Turn) -> None:
-        self._pulse.beat(_patience(self._engine.predicted_seconds(turn)))
+    def _before_launch(self, batch: Batch) -> None:
+        self._heartbeat.beat(_patience(self._engine.predicted_seconds(batch)))
 
     def _drain(self, timeout: float) -> None:
         for key, events in self._selector.select(timeout):
@@ -97,26 +104,26 @@ class Worker:
             if not isinstance(channel, Channel) or not events & selectors.EVENT_READ:
                 continue
             for number, frame in enumerate(channel.receive(), 1):
-                self._obey(frame) if channel is self._control else self._serve(channel, frame)
+                self._handle_control_message(frame) if channel is self._control else self._serve(channel, frame)
                 if number % FRAMES_AT_ONCE == 0:
                     self._batcher.step(self._before_launch)
             if not channel.open:
                 self._forget(channel)
 
-    def _obey(self, frame: Frame) -> None:
+    def _handle_control_message(self, frame: Frame) -> None:
         """A word of the supervisor."""
         if frame.kind == Kind.ATTACH and frame.attached is not None:
             channel = Channel(frame.attached)
             self._tickets[channel] = {}
             self._selector.register(channel, selectors.EVENT_READ)
-            channel.send(encode(Kind.HELLO, 0, self._hello()))
+            channel.send(encode(Kind.ENGINE_STATUS, 0, self._status()))
         elif frame.kind == Kind.GATHER:
             self._engine.count_memory()
             self._batcher.count()
             self._metrics.backlog_seconds.set(self._batcher.backlog_seconds(), str(self._place))
             tell(self._control, Kind.COUNTS, self._metrics.snapshot(), frame.id)
         elif frame.kind == Kind.PREPARE:
-            self._models.prepare(frame.read(Edition), partial(self._prepared, frame.id))
+            self._models.prepare(frame.read(ModelVersion), partial(self._prepared, frame.id))
         elif frame.kind == Kind.CLOSE:
             closed = partial(tell, self._control, Kind.CLOSED, None, frame.id)
             self._models.close(frame.read(Closing), set(self._tickets), closed)
@@ -124,13 +131,13 @@ class Worker:
     def _prepared(self, id: int, refusal: ServiceError | None) -> None:
         tell(self._control, Kind.DONE if refusal is None else Kind.REFUSAL, refusal and Refusal.of(refusal), id)
 
-    def _hello(self) -> Hello:
-        return Hello(self._engine.loaded(), self._place, str(self._engine.device))
+    def _status(self) -> EngineStatus:
+        return EngineStatus(self._engine.loaded(), self._place, str(self._engine.device))
 
     def _greet_all(self) -> None:
         """The models are no longer those that the fronts know of."""
         for channel in self._tickets:
-            channel.send(encode(Kind.HELLO, 0, self._hello()))
+            channel.send(encode(Kind.ENGINE_STATUS, 0, self._status()))
 
     def _serve(self, channel: Channel, frame: Frame) -> None:
         """A word of a front."""
@@ -145,10 +152,10 @@ class Worker:
             ticket_or_none = self._tickets[channel].pop(frame.id, None)
             if ticket_or_none is not None:
                 self._batcher.cancel(ticket_or_none)
-            self._tracing.cancel(channel, frame.id)
+            self._profiling.cancel(channel, frame.id)
         elif frame.kind == Kind.TRACE:
             reply, refuse = partial(self._trace, channel, frame.id), partial(self._refuse, channel, frame.id)
-            self._tracing.begin((channel, frame.id), frame.read(Trace), reply, refuse)
+            self._profiling.begin((channel, frame.id), frame.read(Trace), reply, refuse)
         elif frame.kind == Kind.RELEASE:
             self._models.release(channel, frame.read(ModelKey))
         elif frame.kind in (Kind.EXPORT, Kind.ADOPT, Kind.END, Kind.MODEL_OF):
@@ -209,7 +216,7 @@ class Worker:
         """The front has ended: nobody waits for its requests any more."""
         self._selector.unregister(channel)
         self._answered.discard(channel)
-        self._tracing.forget(channel)
+        self._profiling.forget(channel)
         self._models.forget(channel)
         for ticket in self._tickets.pop(channel, {}).values():
             self._batcher.cancel(ticket)

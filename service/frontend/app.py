@@ -15,7 +15,7 @@ from starlette.routing import Match, Route
 from service import __version__
 from service.errors import STATUS, InvalidRequest, MethodNotAllowed, ServiceError, UnknownRoute
 from service.frontend.http_exchange import Direct, error, read_json, unless_gone, written
-from service.frontend.inference import CallerGone, Front, answer, bug, check_ready, counted
+from service.frontend.inference import CallerGone, Frontend, answer, bug, check_ready, counted
 from service.frontend.oip import rest, statistics
 from service.frontend.rest import schemas, sessions
 from service.frontend.rest.websocket import stream
@@ -24,7 +24,7 @@ from service.metrics import render
 CLIENT_CLOSED = 499
 
 
-def build(front: Front) -> FastAPI:
+def build(frontend: Frontend) -> FastAPI:
     """The ASGI application. No middleware: one that wraps the receive channel would hide that a caller has gone."""
     app = FastAPI(title="seqserve", version=__version__, description="Sequences in, answers out.", redoc_url=None)
     responses: dict[int | str, dict[str, Any]] = {
@@ -36,34 +36,34 @@ def build(front: Front) -> FastAPI:
     @hot.post("/infer", response_model=schemas.InferAnswer, responses=responses, openapi_extra=_infer_body())
     async def infer(request: Request) -> Response:
         """Answer each input with the model's head."""
-        with counted(front.metrics, time.monotonic()) as call:
-            body = schemas.InferBody.parse(await read_json(request, front))
-            return written(front, await unless_gone(request, answer(front, call, body)))
+        with counted(frontend.metrics, time.monotonic()) as call:
+            body = schemas.InferBody.parse(await read_json(request, frontend))
+            return written(frontend, await unless_gone(request, answer(frontend, call, body)))
 
     # Routes are tried in their order: those that have to be fast come first.
-    rest.add(hot, front, responses)
+    rest.add(hot, frontend, responses)
 
     @hot.post(
         "/debug/trace",
-        include_in_schema=front.settings.debug,
+        include_in_schema=frontend.settings.debug,
         responses=responses,
         openapi_extra=_parameters(schemas.TraceQuery),
     )
     async def trace(request: Request) -> Response:
         """Record the next turns of every engine, and answer with what ui.perfetto.dev and chrome://tracing open."""
-        return await _trace(front, request)
+        return await _trace(frontend, request)
 
     @hot.get("/stream", responses=responses, openapi_extra=_parameters(schemas.StreamQuery))
     async def stream_without_upgrade(request: Request) -> Response:
         """A WebSocket: a session whose chunks are its messages, each answered by one, as /infer answers."""
         raise InvalidRequest("this path is a WebSocket: connect with ws:// or wss://, or send chunks to /infer")
 
-    sessions.add(hot, front, responses)
+    sessions.add(hot, frontend, responses)
     app.include_router(hot)
 
     @app.websocket("/stream")
     async def stream_chunks(socket: WebSocket) -> None:
-        await stream(front, socket)
+        await stream(frontend, socket)
 
     @app.websocket("/{path:path}")
     async def no_stream(socket: WebSocket) -> None:
@@ -72,7 +72,7 @@ def build(front: Front) -> FastAPI:
     @app.get("/models")
     async def models() -> Response:
         """Every served model and version, with the kernels that run it."""
-        return _json({"models": _models(front)})
+        return _json({"models": _models(frontend)})
 
     @app.get("/healthz")
     async def healthz() -> Response:
@@ -82,41 +82,41 @@ def build(front: Front) -> FastAPI:
     @app.get("/readyz", responses=responses)
     async def readyz() -> Response:
         """200 when requests are answered, 503 while loading, while no engine is ready, or while draining."""
-        check_ready(front)
+        check_ready(frontend)
         return _json({"ready": True})
 
     @app.get("/metrics", response_class=PlainTextResponse, responses=responses)
     async def metrics() -> Response:
         """All processes' time series in Prometheus' text format."""
-        snapshot = await front.supervisor.scrape()
+        snapshot = await frontend.supervisor.scrape()
         return Response(render(snapshot, statistics.families(snapshot)), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    app.add_exception_handler(ServiceError, _refused(front))
-    app.add_exception_handler(HTTPException, _no_route(front, hot))
+    app.add_exception_handler(ServiceError, _refused(frontend))
+    app.add_exception_handler(HTTPException, _no_route(frontend, hot))
     app.add_exception_handler(CallerGone, _unheard)
-    app.add_exception_handler(Exception, _bug(front))
+    app.add_exception_handler(Exception, _bug(frontend))
     _describe(app)
     return app
 
 
-async def _trace(front: Front, request: Request) -> Response:
-    if not front.settings.debug:
+async def _trace(frontend: Frontend, request: Request) -> Response:
+    if not frontend.settings.debug:
         raise UnknownRoute("nothing is traced, as SEQSERVE_DEBUG is off: start the service with --debug, or SEQSERVE_DEBUG=1")
     wanted = schemas.TraceQuery.parse(request.query_params.multi_items())
-    recorded = await unless_gone(request, front.engines.trace(wanted.turns, wanted.seconds))
+    recorded = await unless_gone(request, frontend.engines.trace(wanted.batches, wanted.seconds))
     # Joined as text: to read them all would keep every other request waiting.
     events = b",".join(events[1:-1] for events in recorded)
     return Response(b'{"traceEvents": [' + events + b"]}", media_type="application/json")
 
 
-def _models(front: Front) -> list[dict[str, Any]]:
-    loaded = {one.key: one for one in front.engines.models}
+def _models(frontend: Frontend) -> list[dict[str, Any]]:
+    loaded = {one.key: one for one in frontend.engines.models}
     listed = []
-    for name, versions in front.catalog.items():
+    for name, versions in frontend.catalog.items():
         if name != next(iter(versions.values())).spec.name:
             continue
         for version, model in versions.items():
-            aliases = [alias for alias, other in front.catalog.items() if other.get(version) is model and alias != name]
+            aliases = [alias for alias, other in frontend.catalog.items() if other.get(version) is model and alias != name]
             running = loaded.get(model.key)
             listed.append(
                 {
@@ -145,21 +145,21 @@ def _json(value: Any) -> Response:
 Handler = Callable[[Request, Exception], Awaitable[Response]]
 
 
-def _refused(front: Front) -> Handler:
+def _refused(frontend: Frontend) -> Handler:
     async def handle(request: Request, fault: Exception) -> Response:
         assert isinstance(fault, ServiceError)
-        return error(front, fault)
+        return error(frontend, fault)
 
     return handle
 
 
-def _no_route(front: Front, hot: APIRouter) -> Handler:
+def _no_route(frontend: Frontend, hot: APIRouter) -> Handler:
     async def handle(request: Request, fault: Exception) -> Response:
         assert isinstance(fault, HTTPException)
         if fault.status_code == 405:
             allowed = ", ".join(sorted(_methods(request, hot)))
-            return error(front, MethodNotAllowed(f"this path takes {allowed} only: see /docs"), {"Allow": allowed})
-        return error(front, UnknownRoute("nothing is served at this path: see /docs"))
+            return error(frontend, MethodNotAllowed(f"this path takes {allowed} only: see /docs"), {"Allow": allowed})
+        return error(frontend, UnknownRoute("nothing is served at this path: see /docs"))
 
     return handle
 
@@ -170,9 +170,9 @@ def _methods(request: Request, hot: APIRouter) -> set[str]:
     return {method for route in routes if route.matches(request.scope)[0] is not Match.NONE for method in route.methods or ()}
 
 
-def _bug(front: Front) -> Handler:
+def _bug(frontend: Frontend) -> Handler:
     async def handle(request: Request, fault: Exception) -> Response:
-        return error(front, bug(front, fault))
+        return error(frontend, bug(frontend, fault))
 
     return handle
 

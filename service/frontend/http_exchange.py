@@ -13,7 +13,7 @@ from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 
 from service.errors import STATUS, InvalidRequest, ServiceError, TooLarge, UnsupportedMedia
-from service.frontend.inference import CallerGone, Front
+from service.frontend.inference import CallerGone, Frontend
 from service.frontend.rest import schemas
 
 T = TypeVar("T")
@@ -32,25 +32,25 @@ class Direct(APIRoute):
         return handler
 
 
-async def read_json(request: Request, front: Front) -> bytes:
+async def read_json(request: Request, frontend: Frontend) -> bytes:
     """The whole body, when its type, encoding and size are ones that are read here; it may not be JSON all the same."""
     media = _media(request)
     if media and media != "application/json" and not media.endswith("+json"):
         raise UnsupportedMedia("the content type is not JSON: send Content-Type: application/json, or none")
-    return await _read(request, "SEQSERVE_MAX_BODY_BYTES", front.settings.max_body_bytes)
+    return await _read(request, "SEQSERVE_MAX_BODY_BYTES", frontend.settings.max_body_bytes)
 
 
-async def read_state(request: Request, front: Front) -> bytes:
+async def read_state(request: Request, frontend: Frontend) -> bytes:
     """The whole body, when its type, encoding and size may be those of a session's state."""
     if _media(request) not in ("", BYTES):
         raise UnsupportedMedia(f"the content type is not that of a state: send Content-Type: {BYTES}, or none")
-    return await _read(request, "SEQSERVE_MAX_STATE_BYTES", front.settings.max_state_bytes)
+    return await _read(request, "SEQSERVE_MAX_STATE_BYTES", frontend.settings.max_state_bytes)
 
 
-async def read_tensors(request: Request, front: Front) -> bytes:
+async def read_tensors(request: Request, frontend: Frontend) -> bytes:
     """The whole body, unpacked when it is compressed, when its size is one that is read here. What it is its other headers say: clients of
     the Open Inference Protocol name no content type, or any."""
-    encoding, limit = request.headers.get("content-encoding", "identity").lower(), front.settings.max_body_bytes
+    encoding, limit = request.headers.get("content-encoding", "identity").lower(), frontend.settings.max_body_bytes
     if encoding not in ("identity", *PACKED):
         raise UnsupportedMedia("the content encoding is none that is read here: send gzip, deflate, or the body as it is")
     data = await _read(request, "SEQSERVE_MAX_BODY_BYTES", limit, packed=True)
@@ -82,22 +82,22 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
         listening.cancel()
 
 
-def written(front: Front, content: bytes, media: str = "application/json") -> Response:
+def written(frontend: Frontend, content: bytes, media: str = "application/json") -> Response:
     """A good answer; the last one on its connection when the service is about to end."""
     response = Response(content, media_type=media)
-    if front.draining:
+    if frontend.draining:
         response.headers["connection"] = "close"
     return response
 
 
-def error(front: Front, fault: ServiceError, headers: dict[str, str] | None = None) -> Response:
+def error(frontend: Frontend, fault: ServiceError, headers: dict[str, str] | None = None) -> Response:
     """The one body of every error, with the code of its kind."""
     response = Response(
         msgspec.json.encode(schemas.error_body(fault)), STATUS[type(fault)].http, headers, media_type="application/json"
     )
     if fault.retry_after is not None:
         response.headers["retry-after"] = str(fault.retry_after)
-    if front.draining or isinstance(fault, TooLarge):
+    if frontend.draining or isinstance(fault, TooLarge):
         response.headers["connection"] = "close"
     return response
 

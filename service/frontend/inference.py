@@ -14,12 +14,12 @@ import msgspec
 
 from service.errors import InferenceFailed, InvalidInput, ServiceError, SessionConflict, TooLarge, Unavailable, UnknownModel
 from service.frontend import head_outputs
-from service.frontend.catalog import Models, unless_known
+from service.frontend.catalog import Catalog, unless_known
 from service.frontend.dispatch.connection import Answered
-from service.frontend.dispatch.dispatcher import Engines
+from service.frontend.dispatch.dispatcher import Dispatcher
 from service.frontend.rest import schemas
-from service.frontend.served_model import Catalog, Served
-from service.ipc.messages import Indexed, Manifest, ModelKey, Request
+from service.frontend.served_model import ModelIndex, ServedModel
+from service.ipc.messages import IndexEntry, Manifest, ModelKey, Request
 from service.log import Log
 from service.metrics import CUT_OFF, GONE, OK, Metrics, Snapshot
 from service.settings import Settings
@@ -40,7 +40,7 @@ class Supervised(Protocol):
     async def scrape(self) -> Snapshot:
         """The counts of all processes."""
 
-    async def index(self) -> list[Indexed]:
+    async def index(self) -> list[IndexEntry]:
         """Every version in the models folder, served or not."""
 
     async def load(self, name: str, policy: str | None = None) -> None:
@@ -52,12 +52,12 @@ class Supervised(Protocol):
 
 
 @dataclass(slots=True)
-class Front:
+class Frontend:
     """What the doors work with. `draining` says that the service is about to end."""
 
     settings: Settings
-    models: Models
-    engines: Engines
+    models: Catalog
+    engines: Dispatcher
     metrics: Metrics
     log: Log
     supervisor: Supervised
@@ -69,7 +69,7 @@ class Front:
 
     def serve(self, manifest: Manifest) -> None:
         """Turn to what is to be served now, all of which `models` knows."""
-        gone = self.models.serve([edition.key for edition in manifest.editions], manifest.aliases)
+        gone = self.models.serve([model_version.key for model_version in manifest.model_versions], manifest.aliases)
         self.metrics.start(one.key.labels for one in self.models.served)
         for key in gone:
             self.engines.release(key)
@@ -81,7 +81,7 @@ class Front:
             self.metrics.forget(*key.labels)
 
     @property
-    def catalog(self) -> Catalog:
+    def catalog(self) -> ModelIndex:
         """What is served now."""
         return self.models.catalog
 
@@ -126,44 +126,44 @@ def counted(metrics: Metrics, arrived: float) -> Iterator[Call]:
             metrics.failed_seconds.add(*call.labels, by=seconds)
 
 
-Lay = Callable[[Served], tuple[Request, bytes]]
+Lay = Callable[[ServedModel], tuple[Request, bytes]]
 """Lays what a caller sent out for a model, as its spec and its tokenizer want it; raises a ServiceError."""
 
 
 async def run(
-    front: Front, call: Call, name: str, version: str | int | None, session: str | None, lay: Lay
-) -> tuple[Served, Answered]:
+    frontend: Frontend, call: Call, name: str, version: str | int | None, session: str | None, lay: Lay
+) -> tuple[ServedModel, Answered]:
     """What a caller sent, answered by the model that he named, and which that was; raises a ServiceError.
 
     version: None for the newest, or for the session's own. Requests leave for an engine in the order in which this is begun to be awaited.
     """
-    model, unknown = unless_known(front.models, name, version)
+    model, unknown = unless_known(frontend.models, name, version)
     for _ in range(MOVES):
         call.labels = model.key.labels
         try:
             request, tail = lay(model)
             if unknown is not None:
                 request = _going_on(request, unknown)
-            front.metrics.stage_seconds.observe(time.monotonic() - call.arrived, *call.labels, "parse")
-            return model, await front.engines.submit(request, tail)
+            frontend.metrics.stage_seconds.observe(time.monotonic() - call.arrived, *call.labels, "parse")
+            return model, await frontend.engines.submit(request, tail)
         except (SessionConflict, InvalidInput, TooLarge) as fault:
             # A session stays with the version that it began with, whatever is the newest now, and may be laid out as that one only.
-            own = await _own(front, model, session, fault)
+            own = await _own(frontend, model, session, fault)
             if own is None or (version is not None and own.version != model.version):
                 raise
             model, unknown = own, None
     raise SessionConflict("the session begins anew and anew while this chunk comes: send one after the other", field="session")
 
 
-async def _own(front: Front, model: Served, session: str | None, fault: ServiceError) -> Served | None:
+async def _own(frontend: Frontend, model: ServedModel, session: str | None, fault: ServiceError) -> ServedModel | None:
     """The version that a session is of, when that is another one than was taken to be meant, and so the reason of the fault."""
     if isinstance(fault, SessionConflict):
         key = fault.elsewhere and ModelKey(*fault.elsewhere)
-    elif session is None or not front.models.others(model.key):
+    elif session is None or not frontend.models.others(model.key):
         return None
     else:
-        key = await front.engines.model_of(session)
-    return front.models[key] if key and key != model.key and key.name == model.spec.name and key in front.models else None
+        key = await frontend.engines.model_of(session)
+    return frontend.models[key] if key and key != model.key and key.name == model.spec.name and key in frontend.models else None
 
 
 def _going_on(request: Request, unknown: UnknownModel) -> Request:
@@ -173,30 +173,30 @@ def _going_on(request: Request, unknown: UnknownModel) -> Request:
     return msgspec.structs.replace(request, session_starts=False)
 
 
-async def answer(front: Front, call: Call, body: schemas.InferBody) -> bytes:
+async def answer(frontend: Frontend, call: Call, body: schemas.InferBody) -> bytes:
     """The answer to POST /infer, or to a message on /stream, as JSON; raises a ServiceError."""
 
-    def lay(model: Served) -> tuple[Request, bytes]:
-        return schemas.sequences(body, model, front.settings, call.arrived)
+    def lay(model: ServedModel) -> tuple[Request, bytes]:
+        return schemas.sequences(body, model, frontend.settings, call.arrived)
 
-    model, (shapes, data) = await run(front, call, body.model, body.version, body.session, lay)
+    model, (shapes, data) = await run(frontend, call, body.model, body.version, body.session, lay)
     start = time.monotonic()
     said = {"model": model.spec.name, "version": model.version}
     outputs = head_outputs.outputs(model.spec, shapes, data, body.field_of)
     session = {} if body.session is None else {"session": {"id": body.session, "steps": shapes.session_steps}}
     encoded = msgspec.json.encode({**said, "outputs": outputs, **session})
-    front.metrics.stage_seconds.observe(time.monotonic() - start, *call.labels, "encode")
+    frontend.metrics.stage_seconds.observe(time.monotonic() - start, *call.labels, "encode")
     return encoded
 
 
-def check_ready(front: Front) -> None:
+def check_ready(frontend: Frontend) -> None:
     """Whether requests are answered now; raises Unavailable."""
-    if not front.ready:
-        reason = "draining" if front.draining else "no engine is ready"
+    if not frontend.ready:
+        reason = "draining" if frontend.draining else "no engine is ready"
         raise Unavailable(f"not ready: {reason}", retry_after=1)
 
 
-def bug(front: Front, fault: Exception) -> InferenceFailed:
+def bug(frontend: Frontend, fault: Exception) -> InferenceFailed:
     """What a caller is told of a fault of ours; the log has the rest."""
-    front.log.error("bug", error=f"{type(fault).__name__}: {fault}")
+    frontend.log.error("bug", error=f"{type(fault).__name__}: {fault}")
     return InferenceFailed("the service failed on this request: its log says why")

@@ -13,7 +13,7 @@ from service.modeling.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedModel:
     """One version of a model as a face sees it. generation: of the folder's content, as the engines know it."""
 
     spec: ModelSpec
@@ -26,11 +26,11 @@ class Served:
         return ModelKey(self.spec.name, self.version, self.generation)
 
 
-Catalog = Mapping[str, Mapping[str, Served]]
+ModelIndex = Mapping[str, Mapping[str, ServedModel]]
 """By name, then by version, versions rising."""
 
 
-def find(catalog: Catalog, name: str, version: str | int | None) -> Served:
+def find(catalog: ModelIndex, name: str, version: str | int | None) -> ServedModel:
     """The model that a caller names; raises UnknownModel naming what there is."""
     versions = catalog.get(name)
     if versions is None:

@@ -17,12 +17,11 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 
 from service.errors import InvalidModel, ModelError, StartError, Unavailable
 from service.frontend import catalog
-from service.frontend.inference import Front
-from service.frontend.oip.grpc_server import Door
+from service.frontend.inference import Frontend
+from service.frontend.oip.grpc_server import GrpcServer
 from service.frontend.rest.websocket import SERVICE_RESTART
-from service.ipc.channel import Channel, Frame, Kind
-from service.ipc.messages import Edition, Indexed, Manifest, ModelKey, Refusal
-from service.ipc.process_config import tell
+from service.ipc.channel import Channel, Frame, Kind, tell
+from service.ipc.messages import IndexEntry, Manifest, ModelKey, ModelVersion, Refusal
 from service.log import Log
 from service.metrics import Snapshot
 
@@ -49,9 +48,9 @@ class Control:
         self._last_id = 0
         self._changes: set[asyncio.Task[None]] = set()
 
-    def listen(self, front: Front) -> None:
+    def listen(self, frontend: Frontend) -> None:
         """Obey from now on: the server takes connections."""
-        asyncio.get_running_loop().add_reader(self._channel.fileno(), self._receive, front)
+        asyncio.get_running_loop().add_reader(self._channel.fileno(), self._receive, frontend)
 
     def ready(self) -> None:
         """An engine has said hello: requests are answered."""
@@ -65,9 +64,9 @@ class Control:
         """The counts of all processes, gathered by the supervisor."""
         return (await self._ask(Kind.SCRAPE, None, "gather the metrics", SCRAPE_SECONDS)).read(Snapshot)
 
-    async def index(self) -> list[Indexed]:
+    async def index(self) -> list[IndexEntry]:
         """Every version in the models folder, served or not."""
-        return (await self._ask(Kind.INDEX, None, "list the models", SCRAPE_SECONDS)).read(list[Indexed])
+        return (await self._ask(Kind.INDEX, None, "list the models", SCRAPE_SECONDS)).read(list[IndexEntry])
 
     async def load(self, name: str, policy: str | None = None) -> None:
         """Serve what the folder of a model holds now; raises a ServiceError."""
@@ -94,43 +93,43 @@ class Control:
             raise frame.read(Refusal).error
         return frame
 
-    def _receive(self, front: Front) -> None:
+    def _receive(self, frontend: Frontend) -> None:
         for frame in self._channel.receive():
-            self._obey(frame, front)
+            self._handle_control_message(frame, frontend)
         if not self._channel.open:
             # The supervisor has gone, and with it the ports and the engine: nothing is left to drain to.
             os._exit(1)
 
-    def _obey(self, frame: Frame, front: Front) -> None:
+    def _handle_control_message(self, frame: Frame, frontend: Frontend) -> None:
         if frame.kind == Kind.ATTACH and frame.attached is not None:
-            front.engines.attach(Channel(frame.attached))
+            frontend.engines.attach(Channel(frame.attached))
         elif frame.kind == Kind.DRAIN:
-            front.draining = True
+            frontend.draining = True
         elif frame.kind == Kind.GATHER:
-            tell(self._channel, Kind.COUNTS, front.metrics.snapshot(), frame.id)
+            tell(self._channel, Kind.COUNTS, frontend.metrics.snapshot(), frame.id)
         elif frame.kind in (Kind.SCRAPED, Kind.INDEXED, Kind.DONE, Kind.REFUSAL):
             future = self._questions.get(frame.id)
             if future is not None and not future.done():
                 future.set_result(frame)
         elif frame.kind in (Kind.PREPARE, Kind.SERVE):
-            task = asyncio.ensure_future(self._change(frame, front))
+            task = asyncio.ensure_future(self._change(frame, frontend))
             self._changes.add(task)
             task.add_done_callback(self._changes.discard)
         elif frame.kind == Kind.FORGET:
-            front.forget(frame.read(ModelKey))
+            frontend.forget(frame.read(ModelKey))
 
-    async def _change(self, frame: Frame, front: Front) -> None:
+    async def _change(self, frame: Frame, frontend: Frontend) -> None:
         """What is to be served is read, in a thread as it may take a while; then the front turns to it, if it is told to."""
-        manifest = frame.read(Manifest) if frame.kind == Kind.SERVE else Manifest([frame.read(Edition)], {})
+        manifest = frame.read(Manifest) if frame.kind == Kind.SERVE else Manifest([frame.read(ModelVersion)], {})
         try:
-            for edition in manifest.editions:
-                if edition.key not in front.models:
-                    front.models.add(await asyncio.to_thread(catalog.read, edition))
+            for model_version in manifest.model_versions:
+                if model_version.key not in frontend.models:
+                    frontend.models.add(await asyncio.to_thread(catalog.read, model_version))
         except ModelError as fault:
             tell(self._channel, Kind.REFUSAL, Refusal.of(InvalidModel(str(fault))), frame.id)
             return
         if frame.kind == Kind.SERVE:
-            front.serve(manifest)
+            frontend.serve(manifest)
         tell(self._channel, Kind.DONE, None, frame.id)
 
 
@@ -172,7 +171,7 @@ class Socket(WebSocketsSansIOProtocol):
             self.handshake_complete = True
 
 
-class Entrance:
+class Listener:
     """The port that all fronts share. A front that took all connections that wait there, as servers do by themselves, would leave none to
     the others: it takes one, leaves them a moment, and takes twice as many while there still are some."""
 
@@ -237,32 +236,34 @@ class Server(uvicorn.Server):
     follows: another front was here before, and engines are likely to be there: what waits on the port is not taken before one is met.
     """
 
-    def __init__(self, config: uvicorn.Config, control: Control, front: Front, grpc: Door | None, *, follows: bool) -> None:
+    def __init__(
+        self, config: uvicorn.Config, control: Control, frontend: Frontend, grpc: GrpcServer | None, *, follows: bool
+    ) -> None:
         super().__init__(config)
         self._follows = follows
-        self._entrances: list[Entrance] = []
+        self._listeners: list[Listener] = []
         self._control = control
-        self._front = front
+        self._frontend = frontend
         self._grpc = grpc
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if self._follows:
-            self._control.listen(self._front)
-            await self._front.engines.meet_one(MEETING_SECONDS)
+            self._control.listen(self._frontend)
+            await self._frontend.engines.meet_one(MEETING_SECONDS)
         await super().startup([])
         for listening in sockets or []:
-            self._entrances.append(Entrance(listening, self._protocol))
-            self._entrances[-1].open()
+            self._listeners.append(Listener(listening, self._protocol))
+            self._listeners[-1].open()
         if self._grpc is not None:
             await self._grpc.open()
         if not self._follows:
-            self._control.listen(self._front)
+            self._control.listen(self._frontend)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._front.draining = True
-        for entrance in self._entrances:
-            entrance.close()
+        self._frontend.draining = True
+        for listener in self._listeners:
+            listener.close()
         closing = [super().shutdown(sockets)]
         if self._grpc is not None:
             closing.append(self._grpc.close())
@@ -288,20 +289,22 @@ class _Lines(logging.Handler):
         )
 
 
-def serve(app: FastAPI, front: Front, control: Control, listening: socket.socket, grpc: str | None, *, follows: bool) -> None:
+def serve(
+    app: FastAPI, frontend: Frontend, control: Control, listening: socket.socket, grpc: str | None, *, follows: bool
+) -> None:
     """Serve until SIGTERM, gRPC on this address; requests in flight then have `drain_seconds` to end. follows: as `Server` has it."""
-    front.metrics.start(one.key.labels for one in front.models.served)
+    frontend.metrics.start(one.key.labels for one in frontend.models.served)
     for said in ("uvicorn.error", "grpc", "asyncio"):
-        logging.getLogger(said).addHandler(_Lines(front.log))
+        logging.getLogger(said).addHandler(_Lines(frontend.log))
     config = uvicorn.Config(
         app,
         http="httptools",
         loop="uvloop",
         ws=Socket,
-        ws_max_size=front.settings.max_body_bytes,
+        ws_max_size=frontend.settings.max_body_bytes,
         ws_ping_interval=PING_SECONDS,
         # A socket whose caller has sent far ahead is not read, and no pong seen, before a chunk is answered or late.
-        ws_ping_timeout=PING_SECONDS + front.settings.max_deadline_ms / 1000,
+        ws_ping_timeout=PING_SECONDS + frontend.settings.max_deadline_ms / 1000,
         # Chunks are small, and what is compressed may be large.
         ws_per_message_deflate=False,
         lifespan="off",
@@ -309,9 +312,11 @@ def serve(app: FastAPI, front: Front, control: Control, listening: socket.socket
         access_log=False,
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=max(1, round(front.settings.drain_seconds)),
+        timeout_graceful_shutdown=max(1, round(frontend.settings.drain_seconds)),
     )
     try:
-        Server(config, control, front, Door(front, grpc) if grpc else None, follows=follows).run(sockets=[listening])
+        Server(config, control, frontend, GrpcServer(frontend, grpc) if grpc else None, follows=follows).run(
+            sockets=[listening]
+        )
     except StartError as fault:
         control.failed(str(fault))

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from pydantic import FailFast, Field, TypeAdapter, ValidationError
 
 from service.errors import InvalidInput, TooLarge
-from service.frontend.served_model import Served
+from service.frontend.served_model import ServedModel
 from service.frontend.wording import kind, shown
 from service.ipc.messages import FEATURES, IDS
 
@@ -23,7 +23,7 @@ _ROW = Annotated[list[Annotated[float, Field(strict=True, allow_inf_nan=False)]]
 _FEATURES = TypeAdapter(Annotated[list[_ROW], FailFast()])
 
 
-def array(value: Any, field: str, model: Served) -> NDArray[Any]:
+def array(value: Any, field: str, model: ServedModel) -> NDArray[Any]:
     """One input as (steps,) ids or (steps, features) rows, within every limit of the model."""
     shape = model.spec.input
     if isinstance(value, bytes):
@@ -40,7 +40,7 @@ def array(value: Any, field: str, model: Served) -> NDArray[Any]:
     return found
 
 
-def check_steps(steps: int, field: str, model: Served) -> None:
+def check_steps(steps: int, field: str, model: ServedModel) -> None:
     """Whether the model takes a sequence of so many steps; raises InvalidInput or TooLarge."""
     if steps == 0:
         raise InvalidInput(f"{field} is empty: a sequence has at least one step", field=field)
@@ -50,14 +50,14 @@ def check_steps(steps: int, field: str, model: Served) -> None:
         raise InvalidInput(said, field=field)
 
 
-def ids(values: NDArray[Any], place: Place, model: Served) -> NDArray[Any]:
+def ids(values: NDArray[Any], place: Place, model: ServedModel) -> NDArray[Any]:
     """(steps,) whole numbers as the engine has them; raises InvalidInput for one that is no token id of the model."""
     for step in np.flatnonzero((values < 0) | (values > _highest_id(model)))[:1]:
         raise _no_id(values[step], place(step), model)
     return values.astype(IDS, copy=False)
 
 
-def features(values: NDArray[Any], place: Place, model: Served) -> NDArray[Any]:
+def features(values: NDArray[Any], place: Place, model: ServedModel) -> NDArray[Any]:
     """(steps, features) numbers as the engine has them; raises InvalidInput for one that a float32 cannot hold."""
     wrong = np.argwhere(~(np.abs(values) <= np.finfo(FEATURES).max))
     if len(wrong):
@@ -67,7 +67,7 @@ def features(values: NDArray[Any], place: Place, model: Served) -> NDArray[Any]:
     return values.astype(FEATURES, copy=False)
 
 
-def text_ids(text: str, field: str, model: Served) -> list[int]:
+def text_ids(text: str, field: str, model: ServedModel) -> list[int]:
     """The token ids of a text, for a model that takes one; raises InvalidInput or TooLarge."""
     limit = model.spec.input.max_characters
     if len(text) > limit:
@@ -81,7 +81,7 @@ def text_ids(text: str, field: str, model: Served) -> list[int]:
     return found
 
 
-def _ids(values: list[Any], field: str, model: Served) -> NDArray[Any]:
+def _ids(values: list[Any], field: str, model: ServedModel) -> NDArray[Any]:
     _check_most(len(values), field, model)
     try:
         found = _IDS.validate_python(values)
@@ -95,16 +95,16 @@ def _ids(values: list[Any], field: str, model: Served) -> NDArray[Any]:
     return np.array(found, IDS)
 
 
-def _highest_id(model: Served) -> int:
+def _highest_id(model: ServedModel) -> int:
     return (model.spec.input.vocabulary or 0) - 1
 
 
-def _no_id(id: int, at: str, model: Served) -> InvalidInput:
+def _no_id(id: int, at: str, model: ServedModel) -> InvalidInput:
     said = f"{shown(str(id))} and the token ids of {model.spec.name} go from 0 to {_highest_id(model)}"
     return InvalidInput(f"{at} is {said}", field=at)
 
 
-def _features(values: list[Any], field: str, model: Served, width: int) -> NDArray[Any]:
+def _features(values: list[Any], field: str, model: ServedModel, width: int) -> NDArray[Any]:
     _check_most(len(values), field, model)
     try:
         rows = _FEATURES.validate_python(values)
@@ -117,7 +117,7 @@ def _features(values: list[Any], field: str, model: Served, width: int) -> NDArr
     return features(np.array(rows, np.float64).reshape(len(rows), width), _step_of(field), model)
 
 
-def _raw(data: bytes, field: str, model: Served) -> NDArray[Any]:
+def _raw(data: bytes, field: str, model: ServedModel) -> NDArray[Any]:
     """The values themselves, little-endian: int32 ids, or rows of float32."""
     width = model.spec.input.features
     size = 4 * (width or 1)
@@ -135,7 +135,7 @@ def _step_of(field: str) -> Place:
     return lambda step: f"{field}[{step}]"
 
 
-def _a_step(model: Served) -> str:
+def _a_step(model: ServedModel) -> str:
     return f"a step of {model.spec.name} is a list of {model.spec.input.features} finite float32 numbers"
 
 
@@ -146,7 +146,7 @@ def _wrong(fault: ValidationError, field: str, meant: str) -> InvalidInput:
     return InvalidInput(f"{at} is {kind(error['input'])}{meant}", field=at)
 
 
-def _check_most(steps: int, field: str, model: Served) -> None:
+def _check_most(steps: int, field: str, model: ServedModel) -> None:
     """A list is checked before it is read: what is far too long costs nothing."""
     limit = model.spec.input.max_steps
     if steps > limit:
@@ -157,7 +157,7 @@ def _check_most(steps: int, field: str, model: Served) -> None:
         )
 
 
-def _taken(model: Served) -> str:
+def _taken(model: ServedModel) -> str:
     shape = model.spec.input
     if shape.features is not None:
         return f"a list of steps, each a list of {shape.features} finite float32 numbers"

@@ -33,7 +33,7 @@ class Kind(IntEnum):
     CANCEL = 2
     ANSWER = 3
     REFUSAL = 4
-    HELLO = 5
+    ENGINE_STATUS = 5
     LOAD = 6
     TRACE = 7
     TRACED = 8
@@ -203,3 +203,9 @@ class Channel:
 def pair() -> tuple[socket.socket, socket.socket]:
     """The two ends of a new channel."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+
+
+def tell(control: Channel, kind: Kind, body: Any = None, id: int = 0) -> None:
+    """One control frame, written now."""
+    control.send(encode(kind, id, body))
+    control.flush()

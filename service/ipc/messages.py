@@ -111,13 +111,13 @@ class Refusal(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Trace(msgspec.Struct, array_like=True, frozen=True):
-    """What a front asks of an engine: to record its next `turns`, or what of them comes within so many `seconds`."""
+    """What a front asks of an engine: to record its next `batches`, or what of them comes within so many `seconds`."""
 
-    turns: int
+    batches: int
     seconds: float
 
 
-class Loaded(msgspec.Struct, array_like=True, frozen=True):
+class LoadedModel(msgspec.Struct, array_like=True, frozen=True):
     """What the engine says of a model that it serves: which kernels run it, what it holds, whether its sequences may come in chunks, and
     what it costs: seconds of any turn, for each step of its longest sequence, and for each step of all.
     """
@@ -142,7 +142,7 @@ class Loaded(msgspec.Struct, array_like=True, frozen=True):
         return self.fixed + self.per_step * max(lengths) + self.per_token * sum(lengths)
 
 
-class Edition(msgspec.Struct, array_like=True, frozen=True):
+class ModelVersion(msgspec.Struct, array_like=True, frozen=True):
     """What the folder of one version held when it was read. spec: its model.toml, as JSON; generation: which of all that were read in the
     service's life, as the same folder may hold something else later."""
 
@@ -160,7 +160,7 @@ class Edition(msgspec.Struct, array_like=True, frozen=True):
 class Manifest(msgspec.Struct, array_like=True, frozen=True):
     """All that is to be served, the versions of each model rising. aliases: other names, each for a model or for `model/version`."""
 
-    editions: list[Edition]
+    model_versions: list[ModelVersion]
     aliases: dict[str, str]
 
 
@@ -171,7 +171,7 @@ class Closing(msgspec.Struct, array_like=True, frozen=True):
     seconds: float
 
 
-class Indexed(msgspec.Struct, array_like=True, frozen=True):
+class IndexEntry(msgspec.Struct, array_like=True, frozen=True):
     """One version of a model in the models folder: READY, LOADING, UNLOADING or UNAVAILABLE, and the reason, where there is one."""
 
     name: str
@@ -180,10 +180,10 @@ class Indexed(msgspec.Struct, array_like=True, frozen=True):
     reason: str = ""
 
 
-class Hello(msgspec.Struct, array_like=True, frozen=True):
+class EngineStatus(msgspec.Struct, array_like=True, frozen=True):
     """An engine's first word on a channel, and its word when this has changed: it is ready, for these models; which of the engines it is,
     counted from 0, and its device."""
 
-    models: list[Loaded]
+    models: list[LoadedModel]
     place: int = 0
     device: str = ""

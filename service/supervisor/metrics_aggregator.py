@@ -17,13 +17,13 @@ GATHER_SECONDS = 0.2
 class _Scrape:
     """One scrape under way: who asked, under which id, who has not answered yet, and until when that is waited for."""
 
-    front: Child
+    frontend: Child
     id: int
     missing: set[Child]
     until: float
 
 
-class Gatherer:
+class MetricsAggregator:
     """Asks every child and sums what they say; one that is late is counted with what it last said."""
 
     def __init__(self, own: Metrics) -> None:
@@ -32,10 +32,10 @@ class Gatherer:
         self._scrapes: dict[int, _Scrape] = {}
         self._last_id = 0
 
-    def ask(self, front: Child, id: int, children: Iterable[Child]) -> None:
-        """`front` was scraped: ask all `children`."""
+    def ask(self, frontend: Child, id: int, children: Iterable[Child]) -> None:
+        """`frontend` was scraped: ask all `children`."""
         self._last_id += 1
-        scrape = self._scrapes[self._last_id] = _Scrape(front, id, set(children), time.monotonic() + GATHER_SECONDS)
+        scrape = self._scrapes[self._last_id] = _Scrape(frontend, id, set(children), time.monotonic() + GATHER_SECONDS)
         for child in scrape.missing:
             child.tell(encode(Kind.GATHER, self._last_id))
 
@@ -48,7 +48,7 @@ class Gatherer:
     def forget(self, child: Child) -> None:
         """A child has ended: its totals stay, nobody waits for it."""
         self._past = merged([self._past, remains(child.counts)])
-        self._scrapes = {id: scrape for id, scrape in self._scrapes.items() if scrape.front is not child}
+        self._scrapes = {id: scrape for id, scrape in self._scrapes.items() if scrape.frontend is not child}
         for scrape in self._scrapes.values():
             scrape.missing.discard(child)
 
@@ -65,4 +65,4 @@ class Gatherer:
         total = merged([self._own.snapshot(), self._past, *(child.counts for child in children)])
         for id in done:
             scrape = self._scrapes.pop(id)
-            scrape.front.tell(encode(Kind.SCRAPED, scrape.id, total))
+            scrape.frontend.tell(encode(Kind.SCRAPED, scrape.id, total))

@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 import msgspec
 
 from service.ipc.channel import Channel, pair
+from service.ipc.heartbeat import PATIENCE_SECONDS, Heartbeat
 from service.ipc.messages import Manifest
-from service.ipc.process_config import DEVICE_LOST, PATIENCE_SECONDS, Birth, Journal, Pulse
+from service.ipc.process_config import DEVICE_LOST, ProcessConfig
+from service.ipc.session_journal import SessionJournal
 from service.metrics import Snapshot
 from service.settings import Settings
 
@@ -30,7 +32,7 @@ class Child:
     name: str
     process: subprocess.Popen[bytes]
     control: Channel
-    pulse: Pulse | None
+    heartbeat: Heartbeat | None
     ready: bool = False
     counts: Snapshot = field(default_factory=dict)
     verdict: str = "ended"
@@ -50,12 +52,12 @@ class Child:
 
     def kill_if_hung(self) -> None:
         """End a process whose next sign of life is overdue: a stopped one, or one in a turn without end."""
-        if self.pulse is not None and self.pulse.late_seconds() > 0:
+        if self.heartbeat is not None and self.heartbeat.late_seconds() > 0:
             self.verdict = "hung"
             self.process.kill()
             self.process.wait()
 
-    def bury(self) -> int:
+    def reap(self) -> int:
         """Make sure that it has ended and give back what it held; returns its exit status, which may be the verdict."""
         # Its end of the channel closes a moment before it ends: killed in that moment, it could not say why.
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -65,8 +67,8 @@ class Child:
         if self.role == ENGINE and self.verdict == "ended" and status == DEVICE_LOST:
             self.verdict = "device_lost"
         self.control.close()
-        if self.pulse is not None:
-            self.pulse.close()
+        if self.heartbeat is not None:
+            self.heartbeat.close()
         return status
 
     def end(self) -> None:
@@ -84,7 +86,7 @@ def start(
     settings: Settings,
     listening: int,
     grpc: str | None = None,
-    journal: Journal | None = None,
+    journal: SessionJournal | None = None,
     *,
     manifest: Manifest,
     strict: bool,
@@ -93,36 +95,45 @@ def start(
     the port, and the address of the one that it opens itself. strict: it cannot start without one of the models."""
     role, _, place = name.partition("-")
     mine, theirs = pair()
-    pulse = Pulse() if role == ENGINE else None
-    if pulse is not None:
-        pulse.beat(settings.start_seconds)
-    birth = Birth(
+    heartbeat = Heartbeat() if role == ENGINE else None
+    if heartbeat is not None:
+        heartbeat.beat(settings.start_seconds)
+    process_config = ProcessConfig(
         supervisor=os.getpid(),
         settings=settings.model_dump_json(),
         control=theirs.fileno(),
         place=int(place),
-        listening=-1 if pulse else listening,
-        grpc=None if pulse else grpc,
-        pulse=pulse.descriptor if pulse else -1,
+        listening=-1 if heartbeat else listening,
+        grpc=None if heartbeat else grpc,
+        heartbeat=heartbeat.descriptor if heartbeat else -1,
         journal=journal.descriptor if journal else -1,
         manifest=manifest,
         strict=strict,
     )
-    child = Child(name, _spawn(role, birth), Channel(mine), pulse)
+    child = Child(name, _spawn(role, process_config), Channel(mine), heartbeat)
     theirs.close()
     return child
 
 
-def _spawn(role: str, birth: Birth) -> subprocess.Popen[bytes]:
+def _spawn(role: str, process_config: ProcessConfig) -> subprocess.Popen[bytes]:
     """In a process group of its own, so that an interrupt at the keyboard reaches only the supervisor."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "service.app", role],
+        [sys.executable, "-m", f"service.{role}"],
         stdin=subprocess.PIPE,
-        pass_fds=[descriptor for descriptor in (birth.control, birth.listening, birth.pulse, birth.journal) if descriptor >= 0],
+        pass_fds=[
+            descriptor
+            for descriptor in (
+                process_config.control,
+                process_config.listening,
+                process_config.heartbeat,
+                process_config.journal,
+            )
+            if descriptor >= 0
+        ],
         env={**os.environ, **QUIET},
         process_group=0,
     )
     assert process.stdin is not None
-    process.stdin.write(msgspec.json.encode(birth))
+    process.stdin.write(msgspec.json.encode(process_config))
     process.stdin.close()
     return process

@@ -27,7 +27,7 @@ from service.errors import (
     Unsupported,
 )
 from service.ipc.channel import Frame, Kind, encode
-from service.ipc.messages import Closing, Edition, Indexed, Manifest, ModelKey, Refusal
+from service.ipc.messages import Closing, IndexEntry, Manifest, ModelKey, ModelVersion, Refusal
 from service.log import Log
 from service.metrics import Metrics
 from service.settings import Settings
@@ -56,7 +56,7 @@ class _Closing:
     missing: set[Child]
 
 
-class Changes:
+class ModelReloader:
     """`manifest` is what fronts serve. on_gone hears of each version of which nothing is left anywhere.
 
     The models folder is read in a thread of its own: where it hangs, changes wait, and nothing else does.
@@ -79,7 +79,7 @@ class Changes:
         self._metrics = metrics
         self._log = log
         self.manifest = repository.manifest()
-        self._pending: list[Edition] = []
+        self._pending: list[ModelVersion] = []
         self._policies: dict[str, str] = {}
         self._reasons: dict[str, str] = {}
         """Why a model could not be loaded when that was last tried."""
@@ -98,19 +98,19 @@ class Changes:
 
     def to_load(self) -> Manifest:
         """What an engine that starts now is to have."""
-        return Manifest([*self.manifest.editions, *self._pending], self.manifest.aliases)
+        return Manifest([*self.manifest.model_versions, *self._pending], self.manifest.aliases)
 
-    def ask(self, front: Child, frame: Frame) -> None:
+    def ask(self, frontend: Child, frame: Frame) -> None:
         """A front was asked to load or unload a model, or what there is."""
         if frame.kind == Kind.INDEX:
-            self._begin(self._index(front, frame.id))
+            self._begin(self._index(frontend, frame.id))
             return
 
         def answer(fault: ServiceError | None) -> None:
             if fault is None:
-                front.tell(encode(Kind.DONE, frame.id))
+                frontend.tell(encode(Kind.DONE, frame.id))
             else:
-                front.tell(encode(Kind.REFUSAL, frame.id, Refusal.of(fault)))
+                frontend.tell(encode(Kind.REFUSAL, frame.id, Refusal.of(fault)))
 
         if self._settings.reload == "off":
             answer(
@@ -123,7 +123,7 @@ class Changes:
             name = frame.read(str)
             self._waiting.append(self._change(name, self._unload(name), answer))
 
-    def hear(self, child: Child, frame: Frame) -> None:
+    def handle_reply(self, child: Child, frame: Frame) -> None:
         """A process answers."""
         if frame.kind == Kind.CLOSED:
             self._left(frame.id, child)
@@ -175,7 +175,9 @@ class Changes:
             self._log.error("bug", error=f"{type(raised).__name__}: {raised}")
         else:
             self._reasons.pop(name, None)
-            self._log.info("changed", model=name, serves=[one.version for one in self.manifest.editions if one.name == name])
+            self._log.info(
+                "changed", model=name, serves=[one.version for one in self.manifest.model_versions if one.name == name]
+            )
         self._changing = False
         self._metrics.model_changes.add("ok" if fault is None else fault.code)
         answer(fault)
@@ -184,53 +186,53 @@ class Changes:
         if not (yield from self._read(lambda: self._repository.has(name))):
             raise UnknownModel(f"the models folder has no folder {name!r:.100}", field="model")
         policy = policy or self._policies.get(name)
-        editions = yield from self._read(lambda: self._repository.read(name, policy))
-        served = {(one.name, one.version): one for one in self.manifest.editions}
-        mine = renewed(editions, served)
-        for edition in mine:
-            if edition in self.manifest.editions:
-                yield from self._read(partial(self._repository.check, edition))
-        wanted = [*(one for one in self.manifest.editions if one.name != name), *mine]
+        model_versions = yield from self._read(lambda: self._repository.read(name, policy))
+        served = {(one.name, one.version): one for one in self.manifest.model_versions}
+        mine = renewed(model_versions, served)
+        for model_version in mine:
+            if model_version in self.manifest.model_versions:
+                yield from self._read(partial(self._repository.check, model_version))
+        wanted = [*(one for one in self.manifest.model_versions if one.name != name), *mine]
         aliases = yield from self._read(self._repository.aliases)
-        yield from self._make_ready([one for one in wanted if one not in self.manifest.editions])
+        yield from self._make_ready([one for one in wanted if one not in self.manifest.model_versions])
         yield from self._serve(Manifest(sorted(wanted, key=_place), aliases))
         if policy is not None:
             self._policies[name] = policy
 
     def _unload(self, name: str) -> Steps[None]:
-        left = [one for one in self.manifest.editions if one.name != name]
-        if len(left) == len(self.manifest.editions):
+        left = [one for one in self.manifest.model_versions if one.name != name]
+        if len(left) == len(self.manifest.model_versions):
             served = ", ".join(sorted({one.name for one in left})) or "none"
             raise UnknownModel(f"{name!r:.100} is not served: served are {served}", field="model")
         yield from self._serve(Manifest(left, self.manifest.aliases))
 
     def _rename(self) -> Steps[None]:
         aliases = yield from self._read(self._repository.aliases)
-        yield from self._serve(Manifest(self.manifest.editions, aliases))
+        yield from self._serve(Manifest(self.manifest.model_versions, aliases))
 
-    def _make_ready(self, fresh: list[Edition]) -> Steps[None]:
+    def _make_ready(self, fresh: list[ModelVersion]) -> Steps[None]:
         """Every engine and every front has it all, or none of it."""
         self._pending = fresh
         try:
-            for edition in fresh:
-                one = yield from self._asked(list(self._children()), Kind.PREPARE, edition)
+            for model_version in fresh:
+                one = yield from self._asked(list(self._children()), Kind.PREPARE, model_version)
                 self._check(one)
         except ServiceError:
-            self._go([edition.key for edition in fresh], seconds=0.0)
+            self._go([model_version.key for model_version in fresh], seconds=0.0)
             raise
         finally:
             self._pending = []
 
     def _serve(self, manifest: Manifest) -> Steps[None]:
-        now = {edition.key for edition in manifest.editions}
-        gone = [edition.key for edition in self.manifest.editions if edition.key not in now]
+        now = {model_version.key for model_version in manifest.model_versions}
+        gone = [model_version.key for model_version in self.manifest.model_versions if model_version.key not in now]
         self.manifest = manifest
-        fronts = [child for child in self._children() if child.role != ENGINE]
-        one = yield from self._asked(fronts, Kind.SERVE, manifest)
-        for front in (*one.missing, *one.refused):
+        frontends = [child for child in self._children() if child.role != ENGINE]
+        one = yield from self._asked(frontends, Kind.SERVE, manifest)
+        for frontend in (*one.missing, *one.refused):
             # It would go on with what is about to go; its successor turns to what is there.
-            self._log.error("front did not turn", child=front.name)
-            front.process.kill()
+            self._log.error("frontend did not switch", child=frontend.name)
+            frontend.process.kill()
         self._go(gone, self._settings.unload_seconds)
 
     def _go(self, keys: list[ModelKey], seconds: float) -> None:
@@ -255,30 +257,30 @@ class Changes:
         for child in self._children():
             if child.role != ENGINE:
                 child.tell(encode(Kind.FORGET, 0, key))
-        if not any(edition.key.labels == key.labels for edition in self.manifest.editions):
+        if not any(model_version.key.labels == key.labels for model_version in self.manifest.model_versions):
             self._on_gone(key)
 
     # What there is.
 
-    def _index(self, front: Child, id: int) -> Steps[None]:
+    def _index(self, frontend: Child, id: int) -> Steps[None]:
         try:
             listing = yield from self._read(self._repository.listing)
         except ServiceError as fault:
-            front.tell(encode(Kind.REFUSAL, id, Refusal(fault.code, fault.message)))
+            frontend.tell(encode(Kind.REFUSAL, id, Refusal(fault.code, fault.message)))
             return
-        served = {(one.name, one.version) for one in self.manifest.editions}
+        served = {(one.name, one.version) for one in self.manifest.model_versions}
         loading = {(one.name, one.version) for one in self._pending}
         leaving = {one.key.labels for one in self._closing.values()}
         rows = []
         for where in sorted({*served, *((name, version) for name, versions in listing.items() for version in versions)}):
             reason = self._reasons.get(where[0], "")
             if where in served:
-                rows.append(Indexed(*where, "READY", reason))
+                rows.append(IndexEntry(*where, "READY", reason))
             elif where in loading or where in leaving:
-                rows.append(Indexed(*where, "LOADING" if where in loading else "UNLOADING"))
+                rows.append(IndexEntry(*where, "LOADING" if where in loading else "UNLOADING"))
             else:
-                rows.append(Indexed(*where, "UNAVAILABLE", reason or "it is not asked for"))
-        front.tell(encode(Kind.INDEXED, id, rows))
+                rows.append(IndexEntry(*where, "UNAVAILABLE", reason or "it is not asked for"))
+        frontend.tell(encode(Kind.INDEXED, id, rows))
 
     def _poll(self) -> Steps[None]:
         """Load what has changed, and does not go on changing."""
@@ -291,7 +293,7 @@ class Changes:
                 if now[name] != self._tried.get(name) and now[name] == self._seen.get(name):
                     self._tried[name] = now[name]
                     self._waiting.append(self._change(name, self._load(name, None) if name else self._rename(), _unheard))
-            for name in sorted({one.name for one in self.manifest.editions} - now.keys()):
+            for name in sorted({one.name for one in self.manifest.model_versions} - now.keys()):
                 self._tried.pop(name, None)
                 self._waiting.append(self._change(name, self._unload(name), _unheard))
             self._seen = now
@@ -339,8 +341,8 @@ class Changes:
         return message.replace(f"{self._settings.models}/", "")
 
 
-def _place(edition: Edition) -> tuple[str, int]:
-    return edition.name, int(edition.version)
+def _place(model_version: ModelVersion) -> tuple[str, int]:
+    return model_version.name, int(model_version.version)
 
 
 def _unheard(fault: ServiceError | None) -> None:

@@ -8,7 +8,7 @@ from itertools import count
 from pathlib import Path
 
 from service.errors import ModelError
-from service.ipc.messages import Edition, Manifest
+from service.ipc.messages import Manifest, ModelVersion
 from service.modeling import spec
 from service.settings import VERSIONS
 
@@ -43,23 +43,25 @@ class Repository:
 
     def manifest(self) -> Manifest:
         """All that is to be served; raises ModelError at the first fault."""
-        editions = [edition for name in spec.find(self._root) for edition in self.read(name)]
-        return Manifest(editions, spec.aliases(self._root, by_name(editions)))
+        model_versions = [model_version for name in spec.find(self._root) for model_version in self.read(name)]
+        return Manifest(model_versions, spec.aliases(self._root, by_name(model_versions)))
 
-    def read(self, name: str, policy: str | None = None) -> list[Edition]:
+    def read(self, name: str, policy: str | None = None) -> list[ModelVersion]:
         """The versions of a model that are to be served, by its own policy if none is given, each of a generation of its own; raises
         ModelError. name: of a folder in the models folder."""
         folder = self._root / name
         versions = spec.versions(folder)
-        return [self._edition(versions[version]) for version in chosen(policy or self._own_policy(folder), list(versions))]
+        return [
+            self._model_version(versions[version]) for version in chosen(policy or self._own_policy(folder), list(versions))
+        ]
 
-    def check(self, edition: Edition) -> None:
+    def check(self, model_version: ModelVersion) -> None:
         """Whether the folder of an edition still has the files that its spec names; raises ModelError. Files that look as before are not
         read again."""
-        folder = Path(edition.folder)
+        folder = Path(model_version.folder)
         now = frozenset(_files(folder))
         if now != self._whole.get(folder):
-            model = spec.ModelSpec.model_validate_json(edition.spec)
+            model = spec.ModelSpec.model_validate_json(model_version.spec)
             for name in model.sha256:
                 spec.verified(folder / name, model)
             self._whole[folder] = now
@@ -86,9 +88,9 @@ class Repository:
         aliases = self._root / spec.ALIASES
         return found | {"": frozenset(_stat(aliases, self._root) if aliases.exists() else ())}
 
-    def _edition(self, folder: Path) -> Edition:
+    def _model_version(self, folder: Path) -> ModelVersion:
         model = spec.read(folder)
-        return Edition(model.name, folder.name, next(self._generations), str(folder), model.model_dump_json())
+        return ModelVersion(model.name, folder.name, next(self._generations), str(folder), model.model_dump_json())
 
     def _own_policy(self, folder: Path) -> str:
         file = folder / POLICY
@@ -102,22 +104,24 @@ class Repository:
         return policy
 
 
-def by_name(editions: Sequence[Edition]) -> dict[str, list[str]]:
+def by_name(model_versions: Sequence[ModelVersion]) -> dict[str, list[str]]:
     """The versions of each model, in their order."""
     found: dict[str, list[str]] = {}
-    for edition in editions:
-        found.setdefault(edition.name, []).append(edition.version)
+    for model_version in model_versions:
+        found.setdefault(model_version.name, []).append(model_version.version)
     return found
 
 
-def renewed(editions: Sequence[Edition], served: Mapping[tuple[str, str], Edition]) -> list[Edition]:
+def renewed(model_versions: Sequence[ModelVersion], served: Mapping[tuple[str, str], ModelVersion]) -> list[ModelVersion]:
     """These, and in the place of each that says what is served already, that one: it need not be loaded again."""
 
-    def same(edition: Edition) -> Edition:
-        old = served.get((edition.name, edition.version))
-        return old if old is not None and (old.spec, old.folder) == (edition.spec, edition.folder) else edition
+    def same(model_version: ModelVersion) -> ModelVersion:
+        old = served.get((model_version.name, model_version.version))
+        return (
+            old if old is not None and (old.spec, old.folder) == (model_version.spec, model_version.folder) else model_version
+        )
 
-    return [same(edition) for edition in editions]
+    return [same(model_version) for model_version in model_versions]
 
 
 def _files(folder: Path) -> Iterator[tuple[str, int, int]]:

@@ -15,14 +15,15 @@ from types import FrameType
 
 from service.errors import StartError
 from service.ipc.channel import Frame, Kind, encode, pair
+from service.ipc.heartbeat import PATIENCE_SECONDS
 from service.ipc.messages import Manifest, ModelKey
-from service.ipc.process_config import PATIENCE_SECONDS, Journal, journal_records
+from service.ipc.session_journal import SessionJournal, journal_records
 from service.log import Log
 from service.metrics import Metrics
 from service.settings import Settings
-from service.supervisor.metrics_aggregator import Gatherer
+from service.supervisor.metrics_aggregator import MetricsAggregator
 from service.supervisor.process import ENGINE, Child, start
-from service.supervisor.reload import Changes
+from service.supervisor.reload import ModelReloader
 from service.supervisor.repository import Repository
 
 TICK_SECONDS = 0.05
@@ -44,14 +45,14 @@ class Supervisor:
         self._announced = False
         self._metrics = Metrics()
         self._metrics.ready.set(0.0)
-        self._gatherer = Gatherer(self._metrics)
+        self._metrics_aggregator = MetricsAggregator(self._metrics)
         self._selector = selectors.DefaultSelector()
-        engines, fronts = range(len(settings.devices)), range(settings.fronts)
-        self._names = [*(f"{ENGINE}-{place}" for place in engines), *(f"front-{place}" for place in fronts)]
-        self._journals = {f"{ENGINE}-{place}": Journal(journal_records(settings)) for place in engines}
+        engines, frontends = range(len(settings.devices)), range(settings.frontends)
+        self._names = [*(f"{ENGINE}-{place}" for place in engines), *(f"frontend-{place}" for place in frontends)]
+        self._journals = {f"{ENGINE}-{place}": SessionJournal(journal_records(settings)) for place in engines}
         self._children: dict[str, Child] = {}
         repository = Repository(settings.models, settings.versions)
-        self._changes = Changes(repository, settings, self._children.values, self._forget, self._metrics, log)
+        self._model_reloader = ModelReloader(repository, settings, self._children.values, self._forget, self._metrics, log)
         self._listening = _open_port(settings)
         self._grpc = _reserve_port(settings) if settings.grpc else None
         self._due = dict.fromkeys(self._names, 0.0)
@@ -66,7 +67,7 @@ class Supervisor:
     @property
     def manifest(self) -> Manifest:
         """What is served, or will be as soon as it is loaded."""
-        return self._changes.manifest
+        return self._model_reloader.manifest
 
     def serve(self) -> None:
         """Run until a signal and through the drain after it; raises StartError when the service cannot start."""
@@ -77,7 +78,7 @@ class Supervisor:
                 self._tick()
         finally:
             self._close_ports()
-            self._changes.close()
+            self._model_reloader.close()
             # All are told before one is waited for: they end side by side.
             for child in self._children.values():
                 child.control.close()
@@ -94,40 +95,40 @@ class Supervisor:
         return [child for child in self._children.values() if child.role == ENGINE]
 
     @property
-    def _fronts(self) -> list[Child]:
+    def _frontends(self) -> list[Child]:
         return [child for child in self._children.values() if child.role != ENGINE]
 
     def _tick(self) -> None:
         """Who spoke, who hangs, who has ended, who is due, how far the drain is."""
         for key, _ in self._selector.select(TICK_SECONDS):
             for frame in key.data.control.receive():
-                self._hear(key.data, frame)
+                self._handle_frame(key.data, frame)
         self._note_own_lateness()
         for child in list(self._children.values()):
             child.control.flush()
             if time.monotonic() > self._patient_until:
                 child.kill_if_hung()
             if child.ended:
-                self._bury(child)
+                self._reap(child)
         self._start_due()
-        self._changes.step()
-        self._gatherer.answer(self._children.values())
+        self._model_reloader.step()
+        self._metrics_aggregator.answer(self._children.values())
         self._drain()
 
-    def _hear(self, child: Child, frame: Frame) -> None:
+    def _handle_frame(self, child: Child, frame: Frame) -> None:
         if frame.kind == Kind.READY:
             child.ready = True
             self._look_ready()
         elif frame.kind == Kind.FAILED:
             self._failed(child, frame.read(str))
         elif frame.kind == Kind.SCRAPE:
-            self._gatherer.ask(child, frame.id, self._children.values())
+            self._metrics_aggregator.ask(child, frame.id, self._children.values())
         elif frame.kind == Kind.COUNTS:
-            self._gatherer.count(child, frame)
+            self._metrics_aggregator.count(child, frame)
         elif frame.kind in (Kind.LOAD_MODEL, Kind.UNLOAD_MODEL, Kind.INDEX):
-            self._changes.ask(child, frame)
+            self._model_reloader.ask(child, frame)
         else:
-            self._changes.hear(child, frame)
+            self._model_reloader.handle_reply(child, frame)
 
     def _note_own_lateness(self) -> None:
         """When this process itself was not run for a while, nor were the engines: their lateness proves nothing."""
@@ -138,8 +139,8 @@ class Supervisor:
 
     def _look_ready(self) -> None:
         """Ready while an engine is loaded and a front has met one; announced once all of them are."""
-        engine, front = (any(child.ready for child in children) for children in (self._engines, self._fronts))
-        self._metrics.ready.set(float(engine and front and self._signal is None))
+        engine, frontend = (any(child.ready for child in children) for children in (self._engines, self._frontends))
+        self._metrics.ready.set(float(engine and frontend and self._signal is None))
         ready = [child for child in self._children.values() if child.ready]
         if not self._announced and len(ready) == len(self._names):
             self._announced = True
@@ -151,7 +152,7 @@ class Supervisor:
 
     def _forget(self, key: ModelKey) -> None:
         """A version is not served any more, and nothing is left of it."""
-        self._gatherer.forget_model(*key.labels)
+        self._metrics_aggregator.forget_model(*key.labels)
 
     # Birth and death.
 
@@ -168,7 +169,7 @@ class Supervisor:
             self._listening.fileno(),
             self._grpc_address,
             self._journals.get(name),
-            manifest=self._changes.to_load() if name.startswith(ENGINE) else self.manifest,
+            manifest=self._model_reloader.to_load() if name.startswith(ENGINE) else self.manifest,
             strict=not self._announced,
         )
         self._log.info("started", child=name, pid=child.process.pid)
@@ -180,13 +181,13 @@ class Supervisor:
             child.tell(encode(Kind.DRAIN, 0))
         self._children[name] = child
 
-    def _bury(self, child: Child) -> None:
+    def _reap(self, child: Child) -> None:
         """Take a child that has ended out of the house; its place is filled, unless the house closes."""
         self._selector.unregister(child.control)
-        status = child.bury()
+        status = child.reap()
         del self._children[child.name]
-        self._gatherer.forget(child)
-        self._changes.forget(child)
+        self._metrics_aggregator.forget(child)
+        self._model_reloader.forget(child)
         if self._kill_at is not None and child.role != ENGINE:
             return
         self._log.warning("child ended", child=child.name, status=status, verdict=child.verdict)
@@ -225,16 +226,16 @@ class Supervisor:
             self._log.info("draining", lame_duck_seconds=self._settings.lame_duck_seconds, seconds=self._settings.drain_seconds)
             self._close_at = now + self._settings.lame_duck_seconds
             self._look_ready()
-            for front in self._fronts:
-                front.tell(encode(Kind.DRAIN, 0))
+            for frontend in self._frontends:
+                frontend.tell(encode(Kind.DRAIN, 0))
         if self._kill_at is None and (now >= self._close_at or self._signal == signal.SIGINT or not self._announced):
             self._kill_at = now + self._settings.drain_seconds + 1.0
             self._close_ports()
-            for front in self._fronts:
-                front.process.terminate()
+            for frontend in self._frontends:
+                frontend.process.terminate()
         if self._kill_at is not None and now > self._kill_at:
-            for front in self._fronts:
-                front.process.kill()
+            for frontend in self._frontends:
+                frontend.process.kill()
 
     def _close_ports(self) -> None:
         self._listening.close()
@@ -242,7 +243,7 @@ class Supervisor:
             self._grpc.close()
 
     def _over(self) -> bool:
-        return self._fault is not None or (self._kill_at is not None and not self._fronts)
+        return self._fault is not None or (self._kill_at is not None and not self._frontends)
 
 
 def _join(one: Child, other: Child) -> None:

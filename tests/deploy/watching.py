@@ -110,35 +110,35 @@ def callers(server: Server) -> Iterator[None]:
 def _until(over: threading.Event, way: Callable[[httpx.Client, int], None], server: Server) -> None:
     """While an engine is replaced callers get 503 or nothing: they go on."""
     with httpx.Client(base_url=server.address, timeout=10, trust_env=False) as client:
-        for turn in count():
+        for batch in count():
             if over.wait(0.02):
                 return
             with contextlib.suppress(httpx.TransportError, OSError):
-                way(client, turn)
+                way(client, batch)
 
 
-def _asks_texts(client: httpx.Client, turn: int) -> None:
-    client.post("/infer", json={"model": "words", "inputs": TEXTS[: 1 + turn % len(TEXTS)]})
+def _asks_texts(client: httpx.Client, batch: int) -> None:
+    client.post("/infer", json={"model": "words", "inputs": TEXTS[: 1 + batch % len(TEXTS)]})
 
 
-def _asks_rows(client: httpx.Client, turn: int) -> None:
-    client.post("/infer", json={"model": "sensors", "inputs": [[STEP] * 20, [STEP] * (5 + turn % 50)]})
+def _asks_rows(client: httpx.Client, batch: int) -> None:
+    client.post("/infer", json={"model": "sensors", "inputs": [[STEP] * 20, [STEP] * (5 + batch % 50)]})
 
 
-def _asks_for_what_is_wrong(client: httpx.Client, turn: int) -> None:
+def _asks_for_what_is_wrong(client: httpx.Client, batch: int) -> None:
     wrong = [
         {"model": "nobody", "inputs": ["?"]},
         {"model": "words", "inputs": [1.5]},
         {"model": "sensors", "inputs": [[[1.0]]]},
     ]
-    client.post("/infer", json=wrong[turn % len(wrong)])
+    client.post("/infer", json=wrong[batch % len(wrong)])
 
 
-def _has_no_time(client: httpx.Client, turn: int) -> None:
+def _has_no_time(client: httpx.Client, batch: int) -> None:
     client.post("/infer", json={"model": "words", "inputs": TEXTS, "deadline_ms": 0.5})
 
 
-def _hangs_up(client: httpx.Client, turn: int) -> None:
+def _hangs_up(client: httpx.Client, batch: int) -> None:
     body = json.dumps({"model": "sensors", "inputs": [[STEP] * 3_000]}).encode()
     with socket.create_connection((client.base_url.host, client.base_url.port or 80)) as connection:
         connection.sendall(b"POST /infer HTTP/1.1\r\nHost: here\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))

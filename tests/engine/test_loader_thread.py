@@ -12,7 +12,7 @@ from typing import Protocol
 
 import pytest
 
-from service.engine.loader_thread import SWITCH_SECONDS, Loader
+from service.engine.loader_thread import SWITCH_SECONDS, LoaderThread
 from tests.serving import eventually
 
 
@@ -27,14 +27,14 @@ def readable(one: HasFileno) -> None:
         assert selector.select(10)
 
 
-def settled(loader: Loader[int]) -> None:
+def settled(loader: LoaderThread[int]) -> None:
     """Wait for that, and do it."""
     readable(loader)
     loader.settle()
 
 
 def test_work_is_done_in_another_thread_and_heard_of_in_this_one() -> None:
-    loader, heard = Loader[int](), list[tuple[int, int]]()
+    loader, heard = LoaderThread[int](), list[tuple[int, int]]()
 
     def done(future: Future[int]) -> None:
         heard.append((future.result(), threading.get_ident()))
@@ -47,7 +47,7 @@ def test_work_is_done_in_another_thread_and_heard_of_in_this_one() -> None:
 
 
 def test_pieces_of_work_are_done_one_after_the_other() -> None:
-    loader, heard = Loader[int](), list[int]()
+    loader, heard = LoaderThread[int](), list[int]()
     for number in range(5):
         loader.begin(lambda number=number: number, lambda future: heard.append(future.result()))  # type: ignore[misc]
     while len(heard) < 5:
@@ -56,7 +56,7 @@ def test_pieces_of_work_are_done_one_after_the_other() -> None:
 
 
 def test_what_is_raised_is_heard_of() -> None:
-    loader, heard = Loader[int](), list[BaseException | None]()
+    loader, heard = LoaderThread[int](), list[BaseException | None]()
 
     def fail() -> int:
         raise ValueError("broken")
@@ -70,7 +70,7 @@ def test_what_is_raised_is_heard_of() -> None:
 
 
 def test_what_failed_work_had_made_is_gone_once_that_was_heard_of() -> None:
-    loader, made, heard = Loader[int](), list[weakref.ref[set[int]]](), list[str]()
+    loader, made, heard = LoaderThread[int](), list[weakref.ref[set[int]]](), list[str]()
 
     def fail() -> int:
         half_made = {1, 2, 3}
@@ -90,7 +90,7 @@ def test_what_failed_work_had_made_is_gone_once_that_was_heard_of() -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_other_thread_has_something_done_between_turns(fails: bool) -> None:
-    loader, heard, ran_in = Loader[int](), list[Future[int]](), list[int]()
+    loader, heard, ran_in = LoaderThread[int](), list[Future[int]](), list[int]()
 
     def here() -> None:
         ran_in.append(threading.get_ident())
@@ -98,7 +98,7 @@ def test_the_other_thread_has_something_done_between_turns(fails: bool) -> None:
             raise ValueError("broken")
 
     def work() -> int:
-        loader.between_turns(here)
+        loader.between_batches(here)
         return 7
 
     loader.begin(work, heard.append)
@@ -109,7 +109,7 @@ def test_the_other_thread_has_something_done_between_turns(fails: bool) -> None:
 
 
 def test_the_serving_thread_gets_python_back_sooner_while_something_is_made() -> None:
-    loader, usual = Loader[float](), sys.getswitchinterval()
+    loader, usual = LoaderThread[float](), sys.getswitchinterval()
     heard: list[float] = []
     loader.begin(sys.getswitchinterval, lambda future: heard.append(future.result()))
     while not heard:
@@ -120,4 +120,4 @@ def test_the_serving_thread_gets_python_back_sooner_while_something_is_made() ->
 
 
 def test_there_is_nothing_to_settle_where_nothing_was_begun() -> None:
-    Loader[int]().settle()
+    LoaderThread[int]().settle()

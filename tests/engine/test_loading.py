@@ -9,28 +9,28 @@ import torch
 
 from service.engine.execution.cuda_graph_runner import Between
 from service.engine.execution.device_engine import Prepared
-from service.engine.loading import CLOSING_SECONDS, LOOK_SECONDS, Models
+from service.engine.loading import CLOSING_SECONDS, LOOK_SECONDS, ModelLoader
 from service.errors import InvalidModel, ModelError, NoRoom, ServiceError, SessionLost
-from service.ipc.messages import Closing, Edition, ModelKey
+from service.ipc.messages import Closing, ModelKey, ModelVersion
 from service.log import Log
 from tests.engine.batching.fakes import MODEL
 from tests.engine.batching.harness import House
 from tests.engine.test_loader_thread import readable
 
-NEW = Edition("words", "1", 7, "/models/words/1", "{}")
+NEW = ModelVersion("words", "1", 7, "/models/words/1", "{}")
 FRONT, OTHER_FRONT = "a channel", "another channel"
 
 
 class Shelf:
     """An engine that says what was opened and closed, and a clock that the test turns."""
 
-    def __init__(self, load: Callable[[Edition, Between], Prepared] = lambda *_: Prepared(None)) -> None:  # type: ignore[arg-type]
+    def __init__(self, load: Callable[[ModelVersion, Between], Prepared] = lambda *_: Prepared(None)) -> None:  # type: ignore[arg-type]
         self.house = House()
         self.opened: list[ModelKey] = []
         self.closed: list[ModelKey] = []
         self.told: list[ServiceError | None] = []
         self.changes = 0
-        self.models = Models(self, self.house.batcher, load, Log("engine-0"), lambda: self.house.now)
+        self.models = ModelLoader(self, self.house.batcher, load, Log("engine-0"), lambda: self.house.now)
         self.models.changed = self._count
 
     def open(self, key: ModelKey, prepared: Prepared) -> None:
@@ -83,7 +83,7 @@ def test_what_is_ready_is_served_and_all_are_told(shelf: Shelf) -> None:
     ],
 )
 def test_what_cannot_be_made_ready_is_refused_with_the_reason(fault: Exception, kind: type[ServiceError], said: str) -> None:
-    def fail(edition: Edition, between_turns: Between) -> Prepared:
+    def fail(model_version: ModelVersion, between_batches: Between) -> Prepared:
         raise fault
 
     shelf = Shelf(fail)

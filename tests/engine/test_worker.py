@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 
-from service.engine.batch import Turn
+from service.engine.batch import Batch
 from service.engine.batching.batcher import Batcher
 from service.engine.batching.ticket import Refuse, Reply, Ticket
 from service.engine.execution.cuda_graph_runner import Between
 from service.engine.execution.device_engine import Prepared, Watcher
-from service.engine.loading import Models
+from service.engine.loading import ModelLoader
 from service.engine.worker import FRAMES_AT_ONCE, Worker
 from service.ipc.channel import Channel, Frame, Kind, encode, pair
-from service.ipc.messages import Answer, Edition, Hello, Loaded, ModelKey, Request, Trace
-from service.ipc.process_config import Pulse
+from service.ipc.heartbeat import Heartbeat
+from service.ipc.messages import Answer, EngineStatus, LoadedModel, ModelKey, ModelVersion, Request, Trace
 from service.log import Log
 from service.metrics import Metrics, Snapshot
 from tests.engine.batching.fakes import request
@@ -82,11 +82,11 @@ class Idle:
     def __init__(self) -> None:
         self.versions = [ModelKey("words", "1")]
 
-    def predicted_seconds(self, turn: Turn) -> float:
+    def predicted_seconds(self, batch: Batch) -> float:
         return 0.0
 
-    def loaded(self) -> list[Loaded]:
-        return [Loaded(*key.labels, self.device, [], 0, generation=key.generation) for key in self.versions]
+    def loaded(self) -> list[LoadedModel]:
+        return [LoadedModel(*key.labels, self.device, [], 0, generation=key.generation) for key in self.versions]
 
     def serves(self, key: ModelKey) -> bool:
         return key in self.versions
@@ -110,25 +110,25 @@ class House:
     def __init__(self) -> None:
         mine, theirs = pair()
         self.supervisor, self._control = Channel(mine), Channel(theirs)
-        self.front, self.pulse, self.metrics = self._attached(), Pulse(), Metrics()
+        self.frontend, self.heartbeat, self.metrics = self._attached(), Heartbeat(), Metrics()
         self.engine = Idle()
         self.to_front: list[Frame] = []
         self.to_supervisor: list[Frame] = []
         self.batcher = OneATurn(self._after)
-        models = Models(self.engine, self.batcher, self._prepared, Log("worker"))
-        self._worker = Worker(self._control, self.pulse, self.batcher, self.engine, models, PLACE, self.metrics)
+        models = ModelLoader(self.engine, self.batcher, self._prepared, Log("worker"))
+        self._worker = Worker(self._control, self.heartbeat, self.batcher, self.engine, models, PLACE, self.metrics)
 
     def run(self) -> None:
         self.supervisor.flush()
-        self.front.flush()
+        self.frontend.flush()
         self._worker.run()
 
     def close(self) -> None:
-        for channel in (self.supervisor, self._control, self.front):
+        for channel in (self.supervisor, self._control, self.frontend):
             channel.close()
-        self.pulse.close()
+        self.heartbeat.close()
 
-    def _prepared(self, edition: Edition, between_turns: Between) -> Prepared:
+    def _prepared(self, model_version: ModelVersion, between_batches: Between) -> Prepared:
         raise AssertionError("nothing is loaded")
 
     def _attached(self) -> Channel:
@@ -137,11 +137,11 @@ class House:
         theirs.close()
         return Channel(mine)
 
-    def _after(self, turn: int) -> None:
-        if turn == TURNS:
-            self.to_front = self.front.receive()
-            self.front.close()
-        elif turn == TURNS + 1:
+    def _after(self, batch: int) -> None:
+        if batch == TURNS:
+            self.to_front = self.frontend.receive()
+            self.frontend.close()
+        elif batch == TURNS + 1:
             self.to_supervisor = self.supervisor.receive()
             self.supervisor.close()
 
@@ -154,12 +154,12 @@ def house() -> Iterator[House]:
 
 
 def test_a_front_is_told_with_each_answer_what_is_left_and_how_many_of_its_frames_are_counted_in_that(house: House) -> None:
-    house.front.send(encode(Kind.SUBMIT, 7, request([2]), (b"",)))
-    house.front.send(encode(Kind.CANCEL, 6))
-    house.front.send(encode(Kind.SUBMIT, 8, request([2]), (b"",)))
+    house.frontend.send(encode(Kind.SUBMIT, 7, request([2]), (b"",)))
+    house.frontend.send(encode(Kind.CANCEL, 6))
+    house.frontend.send(encode(Kind.SUBMIT, 8, request([2]), (b"",)))
     house.run()
-    hello, *frames = house.to_front
-    assert (hello.kind, hello.read(Hello).place) == (Kind.HELLO, PLACE)
+    status, *frames = house.to_front
+    assert (status.kind, status.read(EngineStatus).place) == (Kind.ENGINE_STATUS, PLACE)
     assert [(frame.kind, frame.id) for frame in frames] == [(Kind.ANSWER, 7), (Kind.LOAD, 3), (Kind.ANSWER, 8), (Kind.LOAD, 3)]
     assert [frame.read(float) for frame in frames if frame.kind == Kind.LOAD] == [SECONDS, 0.0]
     assert house.metrics.channel_writes.values[("engine",)] == [3], "an answer and its report are one write"
@@ -167,19 +167,19 @@ def test_a_front_is_told_with_each_answer_what_is_left_and_how_many_of_its_frame
 
 def test_however_much_is_asked_at_once_turns_are_launched_meanwhile(house: House) -> None:
     for id in range(3 * FRAMES_AT_ONCE):
-        house.front.send(encode(Kind.SUBMIT, id, request([2]), (b"",)))
+        house.frontend.send(encode(Kind.SUBMIT, id, request([2]), (b"",)))
     house.run()
     assert house.batcher.most_between == FRAMES_AT_ONCE
 
 
 def test_a_front_that_is_answered_nothing_is_told_nothing(house: House) -> None:
     house.run()
-    assert [frame.kind for frame in house.to_front] == [Kind.HELLO]
+    assert [frame.kind for frame in house.to_front] == [Kind.ENGINE_STATUS]
 
 
 def test_what_an_engine_counts_says_how_much_work_is_left_in_it(house: House) -> None:
     for id in (1, 2, 3):
-        house.front.send(encode(Kind.SUBMIT, id, request([2]), (b"",)))
+        house.frontend.send(encode(Kind.SUBMIT, id, request([2]), (b"",)))
     house.supervisor.send(encode(Kind.GATHER, 5))
     house.run()
     [counts] = [frame for frame in house.to_supervisor if frame.kind == Kind.COUNTS]
@@ -189,7 +189,7 @@ def test_what_an_engine_counts_says_how_much_work_is_left_in_it(house: House) ->
 
 
 def test_a_front_is_given_the_trace_that_it_asks_for(house: House) -> None:
-    house.front.send(encode(Kind.TRACE, 4, Trace(turns=5, seconds=0.0)))
+    house.frontend.send(encode(Kind.TRACE, 4, Trace(batches=5, seconds=0.0)))
     house.run()
     traced = next(frame for frame in house.to_front if frame.kind == Kind.TRACED)
     assert traced.id == 4
@@ -198,23 +198,23 @@ def test_a_front_is_given_the_trace_that_it_asks_for(house: House) -> None:
 
 def test_a_trace_that_nobody_waits_for_makes_room_for_the_next(house: House) -> None:
     for id in (4, 5, 6):
-        house.front.send(encode(Kind.TRACE, id, Trace(turns=5, seconds=0.0 if id == 6 else 60.0)))
+        house.frontend.send(encode(Kind.TRACE, id, Trace(batches=5, seconds=0.0 if id == 6 else 60.0)))
         if id == 4:
-            house.front.send(encode(Kind.CANCEL, id))
+            house.frontend.send(encode(Kind.CANCEL, id))
     house.run()
     answers = [(frame.kind, frame.id) for frame in house.to_front if frame.kind in (Kind.TRACED, Kind.REFUSAL)]
     assert answers == [(Kind.REFUSAL, 6)]
-    assert house.pulse.late_seconds() < 0
+    assert house.heartbeat.late_seconds() < 0
 
 
 def test_a_turn_is_not_taken_for_hung_because_a_trace_kept_the_loop(house: House) -> None:
     house.engine.running = time.monotonic() - 100, 0.0
-    house.front.send(encode(Kind.TRACE, 4, Trace(turns=5, seconds=0.0)))
+    house.frontend.send(encode(Kind.TRACE, 4, Trace(batches=5, seconds=0.0)))
     house.run()
-    assert house.pulse.late_seconds() < 0
+    assert house.heartbeat.late_seconds() < 0
 
 
 def test_a_turn_that_hangs_is_taken_for_hung(house: House) -> None:
     house.engine.running = time.monotonic() - 100, 0.0
     house.run()
-    assert house.pulse.late_seconds() > 90
+    assert house.heartbeat.late_seconds() > 90

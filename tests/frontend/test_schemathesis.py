@@ -13,9 +13,9 @@ from schemathesis import checks
 
 from service.errors import STATUS, InferenceFailed
 from service.frontend import app
-from service.frontend.catalog import Models
-from service.frontend.dispatch.dispatcher import Engines
-from service.frontend.inference import Front, Supervised
+from service.frontend.catalog import Catalog
+from service.frontend.dispatch.dispatcher import Dispatcher
+from service.frontend.inference import Frontend, Supervised
 from service.log import Log
 from service.metrics import Metrics
 from service.settings import Settings
@@ -35,9 +35,9 @@ KNOWN = {"name": "words", "version": "1", "model": "words", "inputs": ["how far 
 def description() -> dict[str, Any]:
     """What a server says of its routes, which is known before one runs."""
     metrics = Metrics()
-    engines = Engines(metrics, 1, lambda: None)
-    front = Front(Settings(), Models([], {}), engines, metrics, Log("front"), cast(Supervised, None))
-    return app.build(front).openapi()
+    engines = Dispatcher(metrics, 1, lambda: None)
+    frontend = Frontend(Settings(), Catalog([], {}), engines, metrics, Log("frontend"), cast(Supervised, None))
+    return app.build(frontend).openapi()
 
 
 schema = schemathesis.openapi.from_dict(description())

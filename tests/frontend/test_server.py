@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from service.frontend.catalog import Models
-from service.frontend.dispatch.dispatcher import Engines
-from service.frontend.inference import Front
+from service.frontend.catalog import Catalog
+from service.frontend.dispatch.dispatcher import Dispatcher
+from service.frontend.inference import Frontend
 from service.frontend.server import Control
 from service.ipc.channel import Channel, Kind, encode, pair
 from service.log import Log
@@ -47,7 +47,7 @@ def run(test: Callable[[Control, Channel], Awaitable[None]]) -> None:
         control, supervisor = Control(Channel(theirs)), Channel(mine)
         metrics = Metrics()
         control.listen(
-            Front(Settings(), Models([], {}), Engines(metrics, 1_000, control.ready), metrics, Log("front"), control)
+            Frontend(Settings(), Catalog([], {}), Dispatcher(metrics, 1_000, control.ready), metrics, Log("frontend"), control)
         )
         try:
             await asyncio.wait_for(test(control, supervisor), 10)

@@ -12,12 +12,12 @@ import pytest
 import torch
 from numpy.testing import assert_allclose
 
-from service.engine.batch import Chunk, Turn
+from service.engine.batch import Batch, Chunk
 from service.engine.execution import cuda_graph_runner
-from service.engine.execution.cuda_graph_runner import GraphLane, Pool
-from service.engine.execution.device import Memory, Place, hold
-from service.engine.execution.device_engine import Engine
-from service.engine.execution.in_flight import Encoded
+from service.engine.execution.cuda_graph_runner import CudaGraphRunner, Pool
+from service.engine.execution.device import DeviceMemory, OutputCollector, hold
+from service.engine.execution.device_engine import DeviceEngine
+from service.engine.execution.in_flight import ChunkResult
 from service.errors import OutOfMemory
 from service.ipc.messages import FEATURES, FIRST, IDS, SCRAP, ZEROS, ModelKey, Returns
 from service.metrics import Metrics
@@ -27,7 +27,7 @@ from service.modeling.spec import ModelSpec
 from tests import models
 
 CUDA, CPU = torch.device("cuda:0"), torch.device("cpu")
-LIMITS: dict[str, Any] = {"max_turn_rows": 16, "max_turn_tokens": 256}
+LIMITS: dict[str, Any] = {"max_batch_sequences": 16, "max_batch_tokens": 256}
 BY_LAUNCHES = {"reader", "halver", "tagger"}
 """Each row's best span, how many steps come out of a strided convolution, and the order of a GRU's rows are worked out on the host."""
 LABELLER = {"kind": "sru", "hidden": 6, "depth": 2, "bidirectional": True}
@@ -62,15 +62,15 @@ def metrics() -> Metrics:
 
 
 @pytest.fixture(scope="module")
-def on_gpu(specs: dict[ModelKey, tuple[ModelSpec, dict[str, torch.Tensor]]], metrics: Metrics) -> Iterator[Engine]:
+def on_gpu(specs: dict[ModelKey, tuple[ModelSpec, dict[str, torch.Tensor]]], metrics: Metrics) -> Iterator[DeviceEngine]:
     before = torch.cuda.current_stream()
     hold(CUDA)
-    yield Engine(encoders(specs, CUDA), metrics, **LIMITS)
+    yield DeviceEngine(encoders(specs, CUDA), metrics, **LIMITS)
     torch.cuda.set_stream(before)
 
 
 @pytest.fixture(scope="module")
-def of_long_rows(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def of_long_rows(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceEngine]:
     """A wide QRNN, whose product is the library's where few rows are long."""
     root = tmp_path_factory.mktemp("long")
     qrnn = {"kind": "qrnn", "hidden": 320, "window": 2}
@@ -80,23 +80,23 @@ def of_long_rows(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     half = spec.model_copy(update={"precision": "float16"})
     before = torch.cuda.current_stream()
     hold(CUDA)
-    yield Engine(
-        {ModelKey("long", "1"): Encoder(half, arrays, CUDA, 1 << 20)}, Metrics(), max_turn_rows=8, max_turn_tokens=1000
+    yield DeviceEngine(
+        {ModelKey("long", "1"): Encoder(half, arrays, CUDA, 1 << 20)}, Metrics(), max_batch_sequences=8, max_batch_tokens=1000
     )
     torch.cuda.set_stream(before)
 
 
-def test_a_long_row_is_answered_the_same_in_every_bucket(of_long_rows: Engine) -> None:
+def test_a_long_row_is_answered_the_same_in_every_bucket(of_long_rows: DeviceEngine) -> None:
     spec = of_long_rows.spec(ModelKey("long", "1"))
-    one = turn(spec, [800], seed=1)
+    one = batch(spec, [800], seed=1)
     [alone] = ran(of_long_rows, one)
-    [among, _] = ran(of_long_rows, Turn(one.model, [*one.chunks, *turn(spec, [130], seed=2).chunks]))
+    [among, _] = ran(of_long_rows, Batch(one.model, [*one.chunks, *batch(spec, [130], seed=2).chunks]))
     assert_alike([alone], [among])
 
 
 @pytest.fixture(scope="module")
-def on_cpu(specs: dict[ModelKey, tuple[ModelSpec, dict[str, torch.Tensor]]]) -> Engine:
-    return Engine(encoders(specs, CPU), Metrics(), **LIMITS)
+def on_cpu(specs: dict[ModelKey, tuple[ModelSpec, dict[str, torch.Tensor]]]) -> DeviceEngine:
+    return DeviceEngine(encoders(specs, CPU), Metrics(), **LIMITS)
 
 
 @pytest.fixture(params=[*models.OF_EVERY_HEAD, "sensors", "labeller", "counter"])
@@ -112,26 +112,26 @@ def chunk(spec: ModelSpec, steps: int, chance: np.random.Generator, returns: Ret
     return Chunk(data.tobytes(), steps, returns, None)
 
 
-def turn(spec: ModelSpec, lengths: list[int], seed: int, returns: Returns = PLAIN) -> Turn:
+def batch(spec: ModelSpec, lengths: list[int], seed: int, returns: Returns = PLAIN) -> Batch:
     chance = np.random.default_rng(seed)
-    return Turn(ModelKey(spec.name, "1"), [chunk(spec, steps, chance, returns) for steps in lengths])
+    return Batch(ModelKey(spec.name, "1"), [chunk(spec, steps, chance, returns) for steps in lengths])
 
 
-def mixed(spec: ModelSpec, seed: int, returns: Returns = PLAIN) -> Turn:
+def mixed(spec: ModelSpec, seed: int, returns: Returns = PLAIN) -> Batch:
     """As many rows as there may be or fewer, and steps."""
     chance = np.random.default_rng(seed)
-    rows = int(chance.integers(1, LIMITS["max_turn_rows"] + 1))
-    most = min(spec.input.max_steps, LIMITS["max_turn_tokens"] // rows)
-    return turn(spec, [int(steps) for steps in chance.integers(min(4, most), most + 1, size=rows)], seed, returns)
+    rows = int(chance.integers(1, LIMITS["max_batch_sequences"] + 1))
+    most = min(spec.input.max_steps, LIMITS["max_batch_tokens"] // rows)
+    return batch(spec, [int(steps) for steps in chance.integers(min(4, most), most + 1, size=rows)], seed, returns)
 
 
-def ran(engine: Engine, one: Turn) -> list[Encoded]:
+def ran(engine: DeviceEngine, one: Batch) -> list[ChunkResult]:
     engine.launch(one)
     return [encoded for _, encoded in collected(engine, one.rows)]
 
 
-def collected(engine: Engine, count: int) -> list[tuple[Chunk, Encoded]]:
-    found: list[tuple[Chunk, Encoded]] = []
+def collected(engine: DeviceEngine, count: int) -> list[tuple[Chunk, ChunkResult]]:
+    found: list[tuple[Chunk, ChunkResult]] = []
     until = time.monotonic() + 10
     while len(found) < count and time.monotonic() < until:
         found += engine.finished()
@@ -139,7 +139,7 @@ def collected(engine: Engine, count: int) -> list[tuple[Chunk, Encoded]]:
     return found
 
 
-def assert_alike(mine: list[Encoded], others: list[Encoded]) -> None:
+def assert_alike(mine: list[ChunkResult], others: list[ChunkResult]) -> None:
     for one, other in zip(mine, others, strict=True):
         assert one.steps == other.steps
         for name in ("scores", "embedding", "sequence"):
@@ -150,11 +150,11 @@ def assert_alike(mine: list[Encoded], others: list[Encoded]) -> None:
 
 
 def by(metrics: Metrics, key: ModelKey, how: str) -> float:
-    return metrics.turns.values.get((*key.labels, how), [0.0])[0]
+    return metrics.batches.values.get((*key.labels, how), [0.0])[0]
 
 
 def test_a_turn_runs_by_a_graph_unless_something_has_to_wait(
-    on_gpu: Engine, metrics: Metrics, specs: dict[ModelKey, tuple[ModelSpec, dict[str, torch.Tensor]]], key: ModelKey
+    on_gpu: DeviceEngine, metrics: Metrics, specs: dict[ModelKey, tuple[ModelSpec, dict[str, torch.Tensor]]], key: ModelKey
 ) -> None:
     how = "launches" if key.name in BY_LAUNCHES else "graph"
     before = by(metrics, key, how)
@@ -168,8 +168,8 @@ def test_a_turn_runs_by_a_graph_unless_something_has_to_wait(
 @pytest.mark.parametrize("returns", [PLAIN, VECTOR, STEPS], ids=["plain", "vector", "steps"])
 @pytest.mark.parametrize("seed", range(4))
 def test_answers_are_those_of_the_cpu(
-    on_gpu: Engine,
-    on_cpu: Engine,
+    on_gpu: DeviceEngine,
+    on_cpu: DeviceEngine,
     specs: dict[ModelKey, tuple[ModelSpec, dict[str, torch.Tensor]]],
     key: ModelKey,
     returns: Returns,
@@ -180,50 +180,50 @@ def test_answers_are_those_of_the_cpu(
 
 
 def test_every_size_up_to_the_largest_is_answered(
-    on_gpu: Engine, on_cpu: Engine, specs: dict[ModelKey, tuple[ModelSpec, dict[str, torch.Tensor]]]
+    on_gpu: DeviceEngine, on_cpu: DeviceEngine, specs: dict[ModelKey, tuple[ModelSpec, dict[str, torch.Tensor]]]
 ) -> None:
     spec = specs[ModelKey("words", "1")][0]
     for lengths in ([1], [64], [1] * 16, [16] * 16, [64, 64, 64, 64], [64, 1, 1, 64], [3] * 9, [64]):
-        one = turn(spec, lengths, seed=len(lengths))
+        one = batch(spec, lengths, seed=len(lengths))
         assert_alike(ran(on_gpu, one), ran(on_cpu, one))
 
 
 def test_a_sequence_longer_than_a_turn_runs_alone(
-    on_gpu: Engine, on_cpu: Engine, specs: dict[ModelKey, tuple[ModelSpec, dict[str, torch.Tensor]]]
+    on_gpu: DeviceEngine, on_cpu: DeviceEngine, specs: dict[ModelKey, tuple[ModelSpec, dict[str, torch.Tensor]]]
 ) -> None:
-    one = turn(specs[ModelKey("sensors", "1")][0], [300], seed=5)
+    one = batch(specs[ModelKey("sensors", "1")][0], [300], seed=5)
     assert_alike(ran(on_gpu, one), ran(on_cpu, one))
 
 
 def test_two_turns_are_in_flight_and_end_in_their_order(
-    on_gpu: Engine, on_cpu: Engine, specs: dict[ModelKey, tuple[ModelSpec, dict[str, torch.Tensor]]]
+    on_gpu: DeviceEngine, on_cpu: DeviceEngine, specs: dict[ModelKey, tuple[ModelSpec, dict[str, torch.Tensor]]]
 ) -> None:
     names = ["sensors", "words", "tagger", "reader", "words", "embedder"]
-    turns = [mixed(specs[ModelKey(name, "1")][0], seed, VECTOR) for seed, name in enumerate(names)]
-    for one in turns:
+    batches = [mixed(specs[ModelKey(name, "1")][0], seed, VECTOR) for seed, name in enumerate(names)]
+    for one in batches:
         on_gpu.launch(one)
-    found = collected(on_gpu, sum(one.rows for one in turns))
-    assert [chunk for chunk, _ in found] == [chunk for one in turns for chunk in one.chunks]
-    assert_alike([encoded for _, encoded in found], [encoded for one in turns for encoded in ran(on_cpu, one)])
+    found = collected(on_gpu, sum(one.rows for one in batches))
+    assert [chunk for chunk, _ in found] == [chunk for one in batches for chunk in one.chunks]
+    assert_alike([encoded for _, encoded in found], [encoded for one in batches for encoded in ran(on_cpu, one)])
 
 
 def test_the_next_turn_is_taken_shortly_before_the_last_one_ends(
-    on_gpu: Engine, specs: dict[ModelKey, tuple[ModelSpec, dict[str, torch.Tensor]]]
+    on_gpu: DeviceEngine, specs: dict[ModelKey, tuple[ModelSpec, dict[str, torch.Tensor]]]
 ) -> None:
-    assert on_gpu.takes_turn and on_gpu.running is None
-    one = turn(specs[ModelKey("sensors", "1")][0], [300], seed=1)
+    assert on_gpu.accepts_batch and on_gpu.running is None
+    one = batch(specs[ModelKey("sensors", "1")][0], [300], seed=1)
     on_gpu.launch(one)
     assert on_gpu.running is not None and on_gpu.running[1] > 0
     collected(on_gpu, 1)
-    assert on_gpu.takes_turn and on_gpu.running is None and on_gpu.remaining_seconds == 0.0
+    assert on_gpu.accepts_batch and on_gpu.running is None and on_gpu.remaining_seconds == 0.0
 
 
 @pytest.mark.parametrize(
     "name, how", [("sensors", "graph"), ("speller", "graph"), ("counter", "graph"), ("forecaster", "launches")]
 )
 def test_sequences_that_come_in_chunks_are_answered_as_whole_ones(
-    on_gpu: Engine,
-    on_cpu: Engine,
+    on_gpu: DeviceEngine,
+    on_cpu: DeviceEngine,
     metrics: Metrics,
     specs: dict[ModelKey, tuple[ModelSpec, dict[str, torch.Tensor]]],
     name: str,
@@ -233,7 +233,7 @@ def test_sequences_that_come_in_chunks_are_answered_as_whole_ones(
     assert on_gpu.streams(key)
     whole = mixed(specs[key][0], seed=3, returns=VECTOR)
     first, second, third = (
-        Turn(key, [piece(chunk, number, FIRST + row) for row, chunk in enumerate(whole.chunks)]) for number in range(3)
+        Batch(key, [piece(chunk, number, FIRST + row) for row, chunk in enumerate(whole.chunks)]) for number in range(3)
     )
     ran(on_gpu, first)
     ran(on_gpu, second)
@@ -245,20 +245,20 @@ def test_sequences_that_come_in_chunks_are_answered_as_whole_ones(
 
 @pytest.mark.parametrize("name", ["sensors", "speller", "counter", "forecaster"])
 def test_a_state_that_was_on_the_host_goes_on_in_another_place(
-    on_gpu: Engine, specs: dict[ModelKey, tuple[ModelSpec, dict[str, torch.Tensor]]], name: str
+    on_gpu: DeviceEngine, specs: dict[ModelKey, tuple[ModelSpec, dict[str, torch.Tensor]]], name: str
 ) -> None:
     key = ModelKey(name, "1")
     whole = mixed(specs[key][0], seed=4, returns=VECTOR)
-    elsewhere = FIRST + LIMITS["max_turn_rows"]
-    begun = [Turn(key, [piece(chunk, number, FIRST + row) for row, chunk in enumerate(whole.chunks)]) for number in (0, 1)]
+    elsewhere = FIRST + LIMITS["max_batch_sequences"]
+    begun = [Batch(key, [piece(chunk, number, FIRST + row) for row, chunk in enumerate(whole.chunks)]) for number in (0, 1)]
     for turn_of_pieces in begun:
         ran(on_gpu, turn_of_pieces)
-    reserved = Memory.of(CUDA).reserved_bytes
+    reserved = DeviceMemory.of(CUDA).reserved_bytes
     for row in range(whole.rows):
         on_gpu.restore(key, elsewhere + row, on_gpu.save(key, FIRST + row))
-    assert Memory.of(CUDA).reserved_bytes == reserved
+    assert DeviceMemory.of(CUDA).reserved_bytes == reserved
     stayed, moved = (
-        ran(on_gpu, Turn(key, [piece(chunk, 2, begin + row) for row, chunk in enumerate(whole.chunks)]))
+        ran(on_gpu, Batch(key, [piece(chunk, 2, begin + row) for row, chunk in enumerate(whole.chunks)]))
         for begin in (FIRST, elsewhere)
     )
     for one, other in zip(stayed, moved, strict=True):
@@ -276,18 +276,18 @@ def piece(chunk: Chunk, number: int, place: int) -> Chunk:
 
 
 def test_nothing_is_allocated_once_it_is_warm(
-    on_gpu: Engine, specs: dict[ModelKey, tuple[ModelSpec, dict[str, torch.Tensor]]]
+    on_gpu: DeviceEngine, specs: dict[ModelKey, tuple[ModelSpec, dict[str, torch.Tensor]]]
 ) -> None:
     by_graph = [key for key in specs if key.name not in BY_LAUNCHES]
-    turns = [mixed(specs[key][0], seed, VECTOR if seed % 3 else PLAIN) for seed in range(40) for key in by_graph]
-    before = Memory.of(CUDA)
-    for one in turns:
+    batches = [mixed(specs[key][0], seed, VECTOR if seed % 3 else PLAIN) for seed in range(40) for key in by_graph]
+    before = DeviceMemory.of(CUDA)
+    for one in batches:
         ran(on_gpu, one)
-    assert Memory.of(CUDA) == before
+    assert DeviceMemory.of(CUDA) == before
     for seed in range(40):
         for key in specs:
             ran(on_gpu, mixed(specs[key][0], seed, STEPS))
-    after = Memory.of(CUDA)
+    after = DeviceMemory.of(CUDA)
     assert (after.mallocs, after.reserved_bytes) == (before.mallocs, before.reserved_bytes)
 
 
@@ -295,18 +295,18 @@ def test_what_a_long_row_takes_is_known_without_running_it(tmp_path: Path, monke
     hold(CUDA)
     spec = models.sensors(tmp_path, hidden=5, max_steps=20_000)
     encoder = Encoder(spec, store.read_arrays(tmp_path / spec.name / "1", spec), CUDA, 0)
-    lane = GraphLane(encoder, [Place(0, 1 << 20)], Pool(CUDA), **LIMITS, slots=1)
-    assert lane.why, "its steps are launched one by one"
+    runner = CudaGraphRunner(encoder, [OutputCollector(0, 1 << 20)], Pool(CUDA), **LIMITS, slots=1)
+    assert runner.why, "its steps are launched one by one"
     began = time.monotonic()
-    known = lane.largest_bytes()
+    known = runner.largest_bytes()
     assert time.monotonic() - began < 4 * cuda_graph_runner.LONGEST_TRY_SECONDS
     monkeypatch.setattr(cuda_graph_runner, "LONGEST_TRY_SECONDS", 60.0)
-    assert known == pytest.approx(lane.largest_bytes(), rel=0.05)
+    assert known == pytest.approx(runner.largest_bytes(), rel=0.05)
 
 
 def test_what_finds_no_memory_is_refused_and_the_next_turn_runs(
-    on_gpu: Engine,
-    on_cpu: Engine,
+    on_gpu: DeviceEngine,
+    on_cpu: DeviceEngine,
     specs: dict[ModelKey, tuple[ModelSpec, dict[str, torch.Tensor]]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -77,4 +77,4 @@ def test_sessions_go_on_chunk_by_chunk_whether_their_state_is_in_a_slot_or_on_th
         for answer, expected in zip(answers, whole, strict=True):
             assert answer["outputs"][0]["value"] == pytest.approx(expected, abs=2e-2), "float16"
         assert own.metric("seqserve_session_moves_total", to="host") > 0
-        assert own.metric("seqserve_turns_total", model="sensor-forecast", by="launches") == 0
+        assert own.metric("seqserve_batches_total", model="sensor-forecast", by="launches") == 0

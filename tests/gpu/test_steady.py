@@ -28,7 +28,7 @@ def on_gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         for name, value in FEW_PLANS.items():
             patched.setenv(name, value)
         scratch = tmp_path_factory.mktemp("log")
-        with serving(MODELS, scratch, "--device", "cuda:0", "--fronts", str(FRONTS)) as server:
+        with serving(MODELS, scratch, "--device", "cuda:0", "--frontends", str(FRONTS)) as server:
             eventually(lambda: all(server.metric(name) > 0 for name in (MALLOCS, ALLOCATIONS, RESERVED)), within_seconds=10)
             yield server
 

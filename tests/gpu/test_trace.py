@@ -33,7 +33,7 @@ def rows(request: pytest.FixtureRequest, server: Server) -> dict[str, list[Slice
     plain: list[dict[str, Any]] = [{"model": model, "inputs": QUESTIONS} for model in MODELS]
     steps = {"model": "question-type-lstm", "inputs": QUESTIONS, "return": ["sequence"]}
     with answering(server, *plain, *plain, steps):
-        answer = server.client.post("/debug/trace", params={"turns": TURNS, "seconds": 20}, timeout=120)
+        answer = server.client.post("/debug/trace", params={"batches": TURNS, "seconds": 20}, timeout=120)
     assert answer.status_code == 200, answer.text
     assert list(traces.processes(answer.json())) == ["engine-0 cuda:0"]
     return traces.rows(answer.json())
@@ -50,19 +50,19 @@ def held(slices: list[Slice], by: list[Slice]) -> float:
 
 
 def test_every_turn_is_there_with_its_stages_and_its_time_on_the_device(rows: dict[str, list[Slice]]) -> None:
-    turns = [one for one in of(rows, "turns") if one.args]
-    assert sorted(one.args["turn"] for one in turns) == list(range(TURNS))
-    assert {one.args["model"] for one in turns} == set(MODELS)
-    assert {one.args["by"] for one in turns} == {"graph", "launches"}
+    batches = [one for one in of(rows, "batches") if one.args]
+    assert sorted(one.args["batch"] for one in batches) == list(range(TURNS))
+    assert {one.args["model"] for one in batches} == set(MODELS)
+    assert {one.args["by"] for one in batches} == {"graph", "launches"}
     for stage in ("stage_in", "launch", "stage_out", "reply"):
-        assert sum(one.name == stage for one in of(rows, "turns")) == TURNS
-    assert [one.args["turn"] for one in rows["device"]] == list(range(TURNS))
+        assert sum(one.name == stage for one in of(rows, "batches")) == TURNS
+    assert [one.args["batch"] for one in rows["device"]] == list(range(TURNS))
 
 
 def test_launches_lie_where_their_turns_were_launched(rows: dict[str, list[Slice]]) -> None:
     launches = [one for one in of(rows, "launches") if "Launch" in one.name]
     assert len(launches) >= TURNS
-    assert held(launches, [one for one in of(rows, "turns") if one.name == "launch"]) == 1
+    assert held(launches, [one for one in of(rows, "batches") if one.name == "launch"]) == 1
 
 
 @pytest.mark.parametrize("what", ["copies", "kernels"])
@@ -70,8 +70,8 @@ def test_what_the_device_did_lies_within_the_turns_that_it_had(rows: dict[str, l
     work = of(rows, what)
     assert len(work) >= TURNS
     assert held(work, rows["device"]) == 1
-    for turn in rows["device"]:
-        assert any(turn.holds(one, SLACK) for one in work)
+    for batch in rows["device"]:
+        assert any(batch.holds(one, SLACK) for one in work)
 
 
 def test_the_log_stays_one_object_a_line(server: Server, rows: dict[str, list[Slice]]) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from loadtest import bench_endpoints, load
-from loadtest.bench_endpoints import BINARY, FLOATS, GRPC, TEXT, Cell, Door
+from loadtest.bench_endpoints import BINARY, FLOATS, GRPC, TEXT, Cell, GrpcServer
 from loadtest.callers import Reply, Target
 from loadtest.grpc_callers import Method
 from loadtest.load import Figures
@@ -26,11 +26,11 @@ ROWS = np.arange(6, dtype=np.float32).reshape(2, 3)
 
 
 def test_every_door_is_timed_with_every_number_of_fronts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = ["--fronts", "1", "2", "--callers", "4", "--seconds", "0.15", "--rounds", "2", "--out", str(tmp_path)]
+    said = ["--frontends", "1", "2", "--callers", "4", "--seconds", "0.15", "--rounds", "2", "--out", str(tmp_path)]
     assert bench_endpoints.main(said) == 0
     [path] = tmp_path.iterdir()
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    cases = [(record["round"], record["fronts"], record["request"]) for record in records]
+    cases = [(record["round"], record["frontends"], record["request"]) for record in records]
     assert cases == list(itertools.product((0, 1), (1, 2), (TEXT, FLOATS, BINARY, GRPC))), "rounds interleave the cases"
     for record in records:
         assert record["failed"] == 0 < record["answers"]
@@ -45,9 +45,17 @@ def test_every_door_is_timed_with_every_number_of_fronts(tmp_path: Path, capsys:
     assert len([line for line in printed.splitlines() if "binary REST" in line]) == 4, "a line in each table for each case"
 
 
-def cell(fronts: int, round: int, answers: int) -> Cell:
+def cell(frontends: int, round: int, answers: int) -> Cell:
     return Cell(
-        GRPC, fronts, round, Figures(1.0, [0.002] * answers), 0.5, 0.25, 0.125, 0.75, dict.fromkeys(bench_endpoints.SHOWN, 1.0)
+        GRPC,
+        frontends,
+        round,
+        Figures(1.0, [0.002] * answers),
+        0.5,
+        0.25,
+        0.125,
+        0.75,
+        dict.fromkeys(bench_endpoints.SHOWN, 1.0),
     )
 
 
@@ -56,7 +64,7 @@ def test_more_fronts_are_compared_with_the_first_number_of_them_in_the_same_roun
     head, one, two = bench_endpoints._table(cells)
     assert dict(zip(head, one, strict=True))["times"] == "1 (1 to 1)"
     found = dict(zip(head, two, strict=True))
-    assert (found["fronts"], found["request"], found["times"]) == ("2", GRPC, "2 (1.5 to 2.5)")
+    assert (found["frontends"], found["request"], found["times"]) == ("2", GRPC, "2 (1.5 to 2.5)")
     assert (found["answers/s"], found["p99 ms"], found["front ms"]) == ("325 (150 to 500)", "2 (2 to 2)", "0.25 (0.25 to 0.25)")
 
 
@@ -70,15 +78,15 @@ def test_binary_requests_say_the_same_rows_as_the_doors_read_them() -> None:
         assert np.array_equal(tensor.values, ROWS)
 
 
-def door(target: Target, name: str = FLOATS) -> Door:
-    return Door(name, {"name": "sensors"}, target, itertools.repeat(target.request(b"{}")), bench_endpoints._value)
+def door(target: Target, name: str = FLOATS) -> GrpcServer:
+    return GrpcServer(name, {"name": "sensors"}, target, itertools.repeat(target.request(b"{}")), bench_endpoints._value)
 
 
 def test_nothing_is_timed_before_the_doors_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target("127.0.0.1", 9, "/infer")
     replies = {FLOATS: b'{"outputs": [{"value": [1.0, 2.0]}]}', BINARY: b'{"outputs": [{"value": [1.0, 2.5]}]}'}
 
-    async def asked(door: Door) -> list[Reply]:
+    async def asked(door: GrpcServer) -> list[Reply]:
         return [Reply(200, replies[door.name])]
 
     monkeypatch.setattr(bench_endpoints, "_asked", asked)

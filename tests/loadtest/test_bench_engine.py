@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from loadtest import bench_engine, open_engine
-from service.app import build_engine
 from service.errors import DeadlineExceeded, Overloaded
+from service.local import build_engine
 from service.metrics import Metrics
 from service.settings import Settings
 from tests import models

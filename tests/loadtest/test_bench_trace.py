@@ -32,7 +32,7 @@ def command(server: Server, models_folder: Path, file: Path, *words: str) -> lis
 
 def test_the_file_has_turns_of_the_last_level(traced: Server, models_folder: Path, tmp_path: Path) -> None:
     assert main(command(traced, models_folder, tmp_path / "trace.json", "--callers", "1,4")) == 0
-    found = [one for one in traces.rows(json.loads((tmp_path / "trace.json").read_text()))["turns"] if one.args]
+    found = [one for one in traces.rows(json.loads((tmp_path / "trace.json").read_text()))["batches"] if one.args]
     assert {one.args["model"] for one in found} == {"words"}
     assert 1 < len(found) <= 100
 

@@ -127,9 +127,9 @@ def test_without_anybody_at_the_address_the_status_is_2(tmp_path: Path, capsys: 
 
 
 def test_a_server_that_does_not_start_is_no_riddle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--out", str(tmp_path), "--", "--fronts", "none"]) == 2
+    assert main(["--out", str(tmp_path), "--", "--frontends", "none"]) == 2
     assert "server.log" in capsys.readouterr().err
-    assert "--fronts is 'none'" in (tmp_path / "server.log").read_text()
+    assert "--frontends is 'none'" in (tmp_path / "server.log").read_text()
 
 
 @pytest.mark.parametrize("words", [["--users", "0"], ["--seconds", "half"]], ids=" ".join)
@@ -144,8 +144,8 @@ def test_the_sensors_stand_beside_all_that_there_is(tmp_path: Path) -> None:
     root.mkdir()
     assert sensors.beside(ROOT / "models", root) == root
     beside, before = Repository(root).manifest(), Repository(ROOT / "models").manifest()
-    specs = {edition.name: ModelSpec.model_validate_json(edition.spec) for edition in beside.editions}
-    assert set(specs) == {*(edition.name for edition in before.editions), "sensors"}
+    specs = {model_version.name: ModelSpec.model_validate_json(model_version.spec) for model_version in beside.model_versions}
+    assert set(specs) == {*(model_version.name for model_version in before.model_versions), "sensors"}
     assert beside.aliases == before.aliases
     assert specs["sensors"].input.kind == "features"
 

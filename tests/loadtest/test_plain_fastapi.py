@@ -10,7 +10,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from loadtest.traffic import Traffic, words
-from service import app
+from service import local
 from service.settings import Settings
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -33,7 +33,7 @@ def test_the_plain_handler_answers_as_the_service_does(plain: Any, name: str) ->
     client = TestClient(plain.build(folder))
     batch = asked(client, name, texts)
     lone = [asked(client, name, [text])[0] for text in texts]
-    for ours, *theirs in zip(app.answer(Settings(device="cpu"), name, texts), batch, lone, strict=True):
+    for ours, *theirs in zip(local.infer(Settings(device="cpu"), name, texts), batch, lone, strict=True):
         for one in theirs:
             assert one["scores"] == pytest.approx(ours["scores"], abs=ROUNDING)
             assert one["score"] == max(one["scores"].values()) == one["scores"][one["label"]]

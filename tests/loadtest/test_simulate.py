@@ -12,7 +12,7 @@ from PIL import Image
 
 from loadtest import simulate as command
 from loadtest.simulation import costs, figures, loads, ways
-from loadtest.simulation.clock import Clock, Front
+from loadtest.simulation.clock import Clock, Frontend
 from loadtest.simulation.figures import Case, Make
 from loadtest.simulation.goals import goals
 from loadtest.simulation.plan import Plan, Simulation
@@ -61,7 +61,7 @@ def test_who_comes_is_answered_once_and_never_before_he_could_be(way: str, mixtu
     for one in sequences:
         assert one.answered - one.arrived >= 0.999 * GPU.of(one.steps, one.steps)
     assert 0 < totals.worked <= totals.span * replicas
-    assert 0 < totals.turns <= totals.rows
+    assert 0 < totals.batches <= totals.rows
 
 
 @pytest.mark.parametrize("way", ways.NAMES)
@@ -100,9 +100,9 @@ def test_a_static_batch_is_padded_to_its_longest_and_nobody_joins_it() -> None:
     for steps in (2, 10, 3, 4, 5):
         way.add(Sequence(steps), 0.0)
     assert way.backlog_seconds() == pytest.approx(2 * 1.0 + 0.1 * 2 * (24 // 5))
-    turn = way.next_turn(0.0)
-    assert turn is not None
-    assert (turn.rows, turn.longest, turn.tokens, turn.steps) == (4, 10, 40, 19)
+    batch = way.next_batch(0.0)
+    assert batch is not None
+    assert (batch.rows, batch.longest, batch.tokens, batch.steps) == (4, 10, 40, 19)
 
 
 def test_a_timer_holds_a_batch_until_it_is_full_or_its_oldest_has_waited() -> None:
@@ -134,21 +134,21 @@ def test_a_load_beyond_capacity_leaves_as_much_over_as_it_is_beyond() -> None:
 
 
 def test_a_front_places_as_backlogs_of_all_replicas_would_have_it() -> None:
-    source, front = random.Random(0), Front(5)
+    source, frontend = random.Random(0), Frontend(5)
     backlogs, order = [Backlog() for _ in range(5)], list(range(5))
     now, frame = 0.0, 0
     for _ in range(500):
         now += source.expovariate(1.0)
         if source.random() < 0.3:
             place, seconds = source.randrange(5), source.choice([0.0, 1.0, 3.0])
-            front.report(place, seconds, now)
+            frontend.report(place, seconds, now)
             backlogs[place].report(seconds, frame, now)
             continue
         frame += 1
         expected = min(order, key=lambda place: round(backlogs[place].wait_seconds(now), 9))
         order.remove(expected)
         order.append(expected)
-        assert front.place(0.25, now) == expected
+        assert frontend.place(0.25, now) == expected
         backlogs[expected].add(frame, frame, 0.25)
 
 

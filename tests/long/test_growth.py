@@ -47,7 +47,7 @@ def test_no_process_grows_with_the_load(slopes: dict[str, float]) -> None:
     assert not growing(slopes)
 
 
-@pytest.fixture(params=["engine", "front"])
+@pytest.fixture(params=["engine", "frontend"])
 def leaky(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The process that keeps 100 bytes of every request."""
     process: str = request.param

@@ -22,7 +22,7 @@ KERNELS = {
     "sticky": "*(volatile int*)0x10 = 1;",
     "endless": "while (true) { __nanosleep(1000); }",
 }
-LEAKS = {"engine-leak": "ANSWER", "front-leak": "SUBMIT"}
+LEAKS = {"engine-leak": "ANSWER", "frontend-leak": "SUBMIT"}
 """The kind of frame that the process which leaks sends once a request."""
 kept: list[bytes] = []
 
@@ -43,14 +43,14 @@ def suffer(fault: str) -> None:
 
 
 def into_turns(graphs: Any, fault: str) -> None:
-    launch = graphs.GraphLane.launch
+    launch = graphs.CudaGraphRunner.launch
 
-    def planted(self: Any, turn: Any, place: Any = None) -> Any:
-        if any(chunk.steps == STEPS for chunk in turn.chunks):
+    def planted(self: Any, batch: Any, place: Any = None) -> Any:
+        if any(chunk.steps == STEPS for chunk in batch.chunks):
             suffer(fault)
-        return launch(self, turn, place)
+        return launch(self, batch, place)
 
-    graphs.GraphLane.launch = planted
+    graphs.CudaGraphRunner.launch = planted
 
 
 def into_frames(channel: Any, fault: str) -> None:

@@ -35,32 +35,32 @@ def read_to_the_end(child: Child) -> None:
         ("engine-0", DEVICE_LOST, "device_lost"),
         ("engine-11", DEVICE_LOST, "device_lost"),
         ("engine-0", 1, "ended"),
-        ("front-0", DEVICE_LOST, "ended"),
+        ("frontend-0", DEVICE_LOST, "ended"),
     ],
 )
 def test_an_engine_s_exit_status_says_that_its_device_was_lost(name: str, status: int, verdict: str) -> None:
     child = ending(name, f"os._exit({status})")
     read_to_the_end(child)
-    assert child.bury() == status
+    assert child.reap() == status
     assert child.verdict == verdict
 
 
 def test_a_process_that_still_tidies_up_says_why_it_ended() -> None:
     child = ending("engine-0", f"control.close(); time.sleep(0.1); sys.exit({DEVICE_LOST})")
     read_to_the_end(child)
-    assert child.bury() == DEVICE_LOST
+    assert child.reap() == DEVICE_LOST
     assert child.verdict == "device_lost"
 
 
 def test_a_process_that_does_not_end_by_itself_is_ended() -> None:
     child = ending("engine-0", "control.close(); time.sleep(60)")
     read_to_the_end(child)
-    assert child.bury() < 0
+    assert child.reap() < 0
     assert child.verdict == "ended"
 
 
 def test_an_engine_that_was_seen_to_hang_or_to_fail_keeps_this_verdict() -> None:
     child = ending("engine-0", f"os._exit({DEVICE_LOST})")
     child.verdict = "failed"
-    child.bury()
+    child.reap()
     assert child.verdict == "failed"

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from service.ipc.process_config import PATIENCE_SECONDS
+from service.ipc.heartbeat import PATIENCE_SECONDS
 from tests import models
 from tests.serving import Server, alive, asking, eventually, serving
 from tests.steady import open_files
@@ -132,10 +132,10 @@ def test_a_long_turn_is_not_taken_for_a_hang(tmp_path: Path) -> None:
 def test_a_killed_front_is_replaced(own: Server) -> None:
     answered = own.metric("seqserve_requests_total")
     assert ask(own, QUICK).status_code == 200
-    killed = own.pid("front-0")
+    killed = own.pid("frontend-0")
     assert own.metric("seqserve_requests_total") == answered + 1
     os.kill(killed, signal.SIGKILL)
-    eventually(lambda: own.pid("front-0") != killed, 5)
+    eventually(lambda: own.pid("frontend-0") != killed, 5)
     eventually(own.ready, 10)
     assert ask(own, QUICK).status_code == 200
     assert own.metric("seqserve_requests_total") == answered + 2, "what a dead process counted is kept"
@@ -144,7 +144,7 @@ def test_a_killed_front_is_replaced(own: Server) -> None:
 def test_what_a_killed_front_had_asked_for_is_not_computed_in_vain(own: Server) -> None:
     with ThreadPoolExecutor() as pool:
         asked = [in_flight(own, [SLOW[0] * 4], pool) for _ in range(3)]
-        os.kill(own.pid("front-0"), signal.SIGKILL)
+        os.kill(own.pid("frontend-0"), signal.SIGKILL)
         for future in asked:
             with pytest.raises(httpx.TransportError):
                 future.result(10)
@@ -164,7 +164,7 @@ def test_a_short_request_does_not_wait_for_long_ones(own: Server) -> None:
 
 
 def test_the_other_processes_end_with_the_supervisor(own: Server) -> None:
-    children = [own.pid("engine-0"), own.pid("front-0")]
+    children = [own.pid("engine-0"), own.pid("frontend-0")]
     os.kill(own.process.pid, signal.SIGKILL)
     own.process.wait()
     eventually(lambda: not any(alive(pid) for pid in children), 2)
@@ -220,23 +220,23 @@ def test_an_interrupt_ends_the_service_at_once(own: Server) -> None:
 
 
 def test_several_fronts_feed_one_engine(models_folder: Path, tmp_path: Path) -> None:
-    with serving(models_folder, tmp_path, "--fronts", "2") as own:
+    with serving(models_folder, tmp_path, "--frontends", "2") as own:
         with ThreadPoolExecutor(8) as pool:
             answers = list(pool.map(lambda _: ask(own, QUICK).status_code, range(40)))
         assert set(answers) == {200}
         assert own.metric("seqserve_requests_total", outcome="ok") == 40
-        os.kill(own.pid("front-1"), signal.SIGKILL)
+        os.kill(own.pid("frontend-1"), signal.SIGKILL)
         assert ask(own, QUICK).status_code == 200
 
 
 def test_connections_spread_over_all_fronts(models_folder: Path, tmp_path: Path) -> None:
-    with serving(models_folder, tmp_path, "--fronts", "2") as own, ExitStack() as held:
+    with serving(models_folder, tmp_path, "--frontends", "2") as own, ExitStack() as held:
         before = open_files(own)
         for _ in range(32):
             caller = held.enter_context(httpx.Client(base_url=own.address, trust_env=False))
             assert caller.post("/infer", json=CALL).status_code == 200
         after = open_files(own)
-        assert all(after[name] >= before[name] + 4 for name in ("front-0", "front-1")), (before, after)
+        assert all(after[name] >= before[name] + 4 for name in ("frontend-0", "frontend-1")), (before, after)
 
 
 def test_engines_start_before_the_service_says_that_it_is_ready_and_share_the_work(two_engines: Server) -> None:
@@ -251,7 +251,7 @@ def test_engines_start_before_the_service_says_that_it_is_ready_and_share_the_wo
     assert min(worked) > 0.25 * sum(worked), "half of it each, more or less"
     for place in ("0", "1"):
         assert two_engines.metric("seqserve_backlog_seconds", engine=place) < 0.01, "all is done"
-    assert two_engines.metric("seqserve_slots") == 64, "of a turn, and not of all engines together"
+    assert two_engines.metric("seqserve_max_batch_sequences") == 64, "of a turn, and not of all engines together"
 
 
 def test_the_death_of_one_of_two_engines_loses_no_request_and_nobody_is_refused(two_engines: Server) -> None:
@@ -289,9 +289,9 @@ def test_what_a_stopped_engine_has_waits_for_its_end_and_nothing_else_does(two_e
 
 
 def test_a_new_front_meets_all_engines(two_engines: Server) -> None:
-    killed = two_engines.pid("front-0")
+    killed = two_engines.pid("frontend-0")
     os.kill(killed, signal.SIGKILL)
-    eventually(lambda: two_engines.pid("front-0") != killed, 5)
+    eventually(lambda: two_engines.pid("frontend-0") != killed, 5)
     eventually(two_engines.ready, 10)
     eventually(lambda: two_engines.client.get("/models").json()["models"][0]["device"] == "cpu, cpu", 5)
     assert ask(two_engines, QUICK).status_code == 200

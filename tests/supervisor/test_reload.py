@@ -64,7 +64,7 @@ def reloading(tmp_path: Path, *flags: str, **settings: str) -> Iterator[tuple[Se
 
 @pytest.fixture
 def reloaded(tmp_path: Path) -> Iterator[tuple[Server, Path]]:
-    with reloading(tmp_path, "--fronts", "2") as both:
+    with reloading(tmp_path, "--frontends", "2") as both:
         yield both
 
 
@@ -311,7 +311,7 @@ def test_a_process_that_is_replaced_goes_without_a_model_whose_folder_was_broken
     server, root = reloaded
     (root / "words" / "1" / spec.WEIGHTS).write_bytes(b"")
     (root / "words" / "1" / spec.TOKENIZER).write_bytes(b"")
-    for child in ("engine-0", "front-0", "front-1"):
+    for child in ("engine-0", "frontend-0", "frontend-1"):
         kill(server, child)
     assert summed(server, [1], "s") == ("1", 1)
     refused(server, 404, "unknown_model", "words")

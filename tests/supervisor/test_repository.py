@@ -18,7 +18,7 @@ def serve(root: Path, said: str, name: str = "words") -> None:
 
 
 def versions(root: Path, policy: str | None = None) -> list[str]:
-    return [edition.version for edition in Repository(root).read("words", policy)]
+    return [model_version.version for model_version in Repository(root).read("words", policy)]
 
 
 @pytest.fixture
@@ -49,9 +49,9 @@ def test_a_version_that_is_not_there_cannot_be_chosen() -> None:
 
 
 def test_a_model_s_own_policy_goes_before_that_of_the_service_and_a_caller_s_before_both(root: Path) -> None:
-    assert [edition.version for edition in Repository(root, "latest").read("words")] == ["10"]
+    assert [model_version.version for model_version in Repository(root, "latest").read("words")] == ["10"]
     serve(root, 'serve = "latest:2"')
-    assert [edition.version for edition in Repository(root, "latest").read("words")] == ["2", "10"]
+    assert [model_version.version for model_version in Repository(root, "latest").read("words")] == ["2", "10"]
     assert versions(root, "1") == ["1"]
 
 
@@ -73,25 +73,25 @@ def test_what_has_not_changed_is_what_is_served_already(root: Path) -> None:
     repository = Repository(root)
     before = repository.read("words")
     again = repository.read("words")
-    assert not {edition.generation for edition in before} & {edition.generation for edition in again}
-    served = {(edition.name, edition.version): edition for edition in before}
+    assert not {model_version.generation for model_version in before} & {model_version.generation for model_version in again}
+    served = {(model_version.name, model_version.version): model_version for model_version in before}
     assert renewed(again, served) == before
     models.words(root, version=2, seed=5)
     now = renewed(repository.read("words"), served)
-    assert [edition in before for edition in now] == [True, False, True]
+    assert [model_version in before for model_version in now] == [True, False, True]
 
 
 def test_files_that_were_exchanged_behind_a_model_s_back_are_found(root: Path) -> None:
     repository = Repository(root, "latest")
-    [edition] = repository.read("words")
-    repository.check(edition)
+    [model_version] = repository.read("words")
+    repository.check(model_version)
     weights = root / "words" / "10" / "weights.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-1] + b"!")
     with pytest.raises(ModelError, match="does not have the digest"):
-        repository.check(edition)
+        repository.check(model_version)
     weights.write_bytes(whole)
-    repository.check(edition)
+    repository.check(model_version)
 
 
 def test_an_alias_may_stand_for_what_is_not_served_now(root: Path) -> None:
@@ -100,9 +100,9 @@ def test_an_alias_may_stand_for_what_is_not_served_now(root: Path) -> None:
 
 
 def test_an_edition_has_all_that_a_front_needs_to_know_of_a_model(root: Path) -> None:
-    [edition] = Repository(root, "latest").read("words")
-    assert (edition.name, edition.version, Path(edition.folder)) == ("words", "10", root / "words" / "10")
-    assert msgspec.json.decode(edition.spec)["head"]["labels"] == list(models.LABELS)
+    [model_version] = Repository(root, "latest").read("words")
+    assert (model_version.name, model_version.version, Path(model_version.folder)) == ("words", "10", root / "words" / "10")
+    assert msgspec.json.decode(model_version.spec)["head"]["labels"] == list(models.LABELS)
 
 
 def test_every_change_below_a_model_s_folder_and_of_the_aliases_is_seen(root: Path) -> None:

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from typing import Protocol
 
 from service.engine import session_state as states_of
-from service.engine.batch import Chunk, Turn
+from service.engine.batch import Batch, Chunk
 from service.engine.batching.scheduler import Cut, Limits, Scheduler
 from service.engine.batching.sessions import Sessions
 from service.engine.batching.state_cache import Keeps, States
 from service.engine.batching.ticket import Refuse, Reply, Row, Session, Ticket
 from service.engine.execution.cost_model import Cost
 from service.engine.execution.device import DeviceLost
-from service.engine.execution.in_flight import Encoded
+from service.engine.execution.in_flight import ChunkResult
 from service.errors import (
     DeadlineExceeded,
     InferenceFailed,
@@ -28,14 +28,14 @@ from service.log import Log
 from service.metrics import Metrics
 from service.modeling.spec import ModelSpec
 
-Watcher = Callable[[Turn, list[float]], None]
+Watcher = Callable[[Batch, list[float]], None]
 
 
 class Runs(Keeps, Protocol):
     """What the batcher asks of an engine."""
 
     @property
-    def takes_turn(self) -> bool: ...
+    def accepts_batch(self) -> bool: ...
 
     @property
     def remaining_seconds(self) -> float: ...
@@ -52,12 +52,12 @@ class Runs(Keeps, Protocol):
 
     def cost(self, key: ModelKey) -> Cost: ...
 
-    def launch(self, turn: Turn) -> None: ...
+    def launch(self, batch: Batch) -> None: ...
 
-    def finished(self) -> list[tuple[Chunk, Encoded]]: ...
+    def finished(self) -> list[tuple[Chunk, ChunkResult]]: ...
 
 
-def _unwatched(turn: Turn) -> None:
+def _unwatched(batch: Batch) -> None:
     """Nobody waits for a sign of life."""
 
 
@@ -128,10 +128,10 @@ class Batcher:
         """Have each turn told from now on before it is launched, with when each of its sequences came."""
         self._watcher = watcher
 
-    def step(self, before_launch: Callable[[Turn], None] = _unwatched) -> bool:
+    def step(self, before_launch: Callable[[Batch], None] = _unwatched) -> bool:
         """One turn, if the engine takes one now: who is too late, who runs, who has his answer. `before_launch` hears of it. False when
         nothing was launched."""
-        launched = self._engine.takes_turn and self._launch_next(before_launch)
+        launched = self._engine.accepts_batch and self._launch_next(before_launch)
         for chunk, encoded in self._engine.finished():
             row: Row = chunk.owner
             if not row.ticket.ended and row.take(encoded):
@@ -177,24 +177,24 @@ class Batcher:
             session.rows.append(rows[0])
             self._sessions.wake(session)
 
-    def _launch_next(self, before_launch: Callable[[Turn], None]) -> bool:
+    def _launch_next(self, before_launch: Callable[[Batch], None]) -> bool:
         """False when nothing waits that can run and still be in time."""
         now = self._clock()
         for row in self._scheduler.drop_late(now):
             if not row.ticket.ended:
                 late = DeadlineExceeded("the deadline passed in the queue: allow it more time, or send fewer requests")
                 self._turn_away(row.ticket, late)
-        taken = self._scheduler.next_turn()
+        taken = self._scheduler.next_batch()
         if taken is None:
             return False
         model, cuts = taken
         for cut in cuts:
             if cut.first:
                 self._metrics.stage_seconds.observe(now - cut.of.arrived, *model.labels, "queue")
-        turn = Turn(model, [self._chunk(model, cut) for cut in cuts], min([cut.of.arrived for cut in cuts]))
+        batch = Batch(model, [self._chunk(model, cut) for cut in cuts], min([cut.of.arrived for cut in cuts]))
         if self._watcher is not None:
-            self._watcher(turn, [cut.of.arrived for cut in cuts])
-        self._run(turn, before_launch)
+            self._watcher(batch, [cut.of.arrived for cut in cuts])
+        self._run(batch, before_launch)
         return True
 
     def _chunk(self, model: ModelKey, cut: Cut[Row]) -> Chunk:
@@ -205,24 +205,24 @@ class Batcher:
             return Chunk(row.data, cut.steps, row.ticket.request.returns, row)
         return self._states.chunk(model, cut)
 
-    def _run(self, turn: Turn, before_launch: Callable[[Turn], None]) -> None:
+    def _run(self, batch: Batch, before_launch: Callable[[Batch], None]) -> None:
         """A turn that fails is run again row by row, so that only the row at fault pays; without the device, none can be."""
-        before_launch(turn)
+        before_launch(batch)
         try:
-            self._engine.launch(turn)
+            self._engine.launch(batch)
         except DeviceLost:
             raise
         except Exception as fault:
-            if turn.rows > 1:
-                for chunk in turn.chunks:
+            if batch.rows > 1:
+                for chunk in batch.chunks:
                     if not chunk.owner.ticket.ended:
-                        self._run(Turn(turn.model, [chunk]), before_launch)
+                        self._run(Batch(batch.model, [chunk]), before_launch)
                 return
-            ticket: Ticket = turn.chunks[0].owner.ticket
+            ticket: Ticket = batch.chunks[0].owner.ticket
             if not ticket.ended:
-                self._refuse(ticket, self._blamed(turn.model, fault))
+                self._refuse(ticket, self._blamed(batch.model, fault))
             return
-        for chunk in turn.chunks:
+        for chunk in batch.chunks:
             if chunk.owner.source is not None:
                 self._states.launched(chunk.owner)
 

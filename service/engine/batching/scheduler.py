@@ -81,9 +81,9 @@ class Limits:
     sequences, in the order in which they came."""
 
     max_waiting: int
-    max_turn_rows: int
-    max_turn_tokens: int
-    turn_seconds: float
+    max_batch_sequences: int
+    max_batch_tokens: int
+    batch_seconds: float
     continuous: bool = True
 
 
@@ -201,7 +201,7 @@ class Scheduler(Generic[W]):
         """What all that is in the queues is expected to take."""
         return sum(self._seconds(queue, len(queue.lines), queue.steps) for queue in self._queues.values())
 
-    def next_turn(self) -> tuple[ModelKey, list[Cut[W]]] | None:
+    def next_batch(self) -> tuple[ModelKey, list[Cut[W]]] | None:
         """The model whose turn it is, and what of which sequences runs; None when nothing waits that can run now."""
         for model in sorted(self._queues, key=self._claim) if len(self._queues) > 1 else list(self._queues):
             queue = self._queues[model]
@@ -224,7 +224,7 @@ class Scheduler(Generic[W]):
     def _fitting(self, model: ModelKey, queue: Queue[W]) -> list[Cut[W]]:
         """The longest-due sequences that may run together, at least one if any may, however long it is."""
         limits = self._limits
-        first = list(islice((one for one in queue.lines if one.ready), limits.max_turn_rows))
+        first = list(islice((one for one in queue.lines if one.ready), limits.max_batch_sequences))
         if not first:
             return []
         steps, most = self._steps(first, queue.cost), _rounded(first[0].left)
@@ -240,10 +240,10 @@ class Scheduler(Generic[W]):
                     continue
                 room -= 1
             if taken:
-                if tokens + mine > limits.max_turn_tokens or len(taken) == limits.max_turn_rows:
+                if tokens + mine > limits.max_batch_tokens or len(taken) == limits.max_batch_sequences:
                     break
                 # What cannot be cut may not hold up shorter ones beyond the budget; first in line, it runs with its like.
-                if mine > max(most, steps) and queue.cost.of(max(longest, mine), tokens + mine) > limits.turn_seconds:
+                if mine > max(most, steps) and queue.cost.of(max(longest, mine), tokens + mine) > limits.batch_seconds:
                     continue
             tokens, longest = tokens + mine, max(longest, mine)
             taken.append(Cut(one, mine, not one.taken, mine == one.left))
@@ -253,7 +253,7 @@ class Scheduler(Generic[W]):
         """K: the most steps that a turn takes of a sequence which may be cut."""
         if not self._limits.continuous:
             return ENDLESS
-        within = max(LEAST_STEPS, cost.steps_within(self._limits.turn_seconds, len(ready)))
+        within = max(LEAST_STEPS, cost.steps_within(self._limits.batch_seconds, len(ready)))
         shortest = _rounded(min([one.left for one in ready]))
         return min(within, max(shortest, cost.steps_at_pace(PACE, within, len(ready))))
 
@@ -307,19 +307,19 @@ class Scheduler(Generic[W]):
 
     def _seconds(self, queue: Queue[W], rows: int, steps: int, longest: int = 0) -> float:
         """Of so many sequences of one model with so many steps together, the longest as long as that if not as the mean."""
-        cost, most = queue.cost, self._limits.max_turn_rows
+        cost, most = queue.cost, self._limits.max_batch_sequences
         longest = max(longest, steps // max(1, rows))
         # One after the other in every row, and the longest last.
         each = longest if rows <= most else (steps - longest) // most + longest
         side_by_side = min(rows, most)
-        turns = max(-(-rows // most), -(-each // self._reach(queue, side_by_side)))
-        return cost.fixed * turns + (cost.per_step + cost.per_token * side_by_side) * each
+        batches = max(-(-rows // most), -(-each // self._reach(queue, side_by_side)))
+        return cost.fixed * batches + (cost.per_step + cost.per_token * side_by_side) * each
 
     def _reach(self, queue: Queue[W], rows: int) -> int:
         """How many steps a turn is likely to take: as of late, or as the budget allows."""
         if not self._limits.continuous:
             return ENDLESS
-        return int(queue.reach) or max(LEAST_STEPS, queue.cost.steps_within(self._limits.turn_seconds, rows))
+        return int(queue.reach) or max(LEAST_STEPS, queue.cost.steps_within(self._limits.batch_seconds, rows))
 
     def _check_deadline(self, model: ModelKey, queue: Queue[W], sequences: list[W], now: float, busy: float) -> None:
         first, steps = sequences[0], sum([one.left for one in sequences])
@@ -336,7 +336,7 @@ class Scheduler(Generic[W]):
         due = self._due(queue.cost, first, longest, now)
         expected = busy + self._expected(model, queue, len(sequences), steps, longest, due)
         # Until it is due, those who come after it may have its place in a turn.
-        full = len(queue.lines) >= self._limits.max_turn_rows
+        full = len(queue.lines) >= self._limits.max_batch_sequences
         needed = CAUTION * expected + (max(0.0, due - now) if full else 0.0)
         if needed <= left:
             return

@@ -10,7 +10,7 @@ from typing import Any
 
 from service.engine.batching.scheduler import Waiting
 from service.engine.batching.state_slots import Slot
-from service.engine.execution.in_flight import Encoded
+from service.engine.execution.in_flight import ChunkResult
 from service.engine.session_state import State
 from service.errors import ServiceError
 from service.ipc.messages import Answer, ModelKey, Request
@@ -80,7 +80,7 @@ class Row(Waiting):
         self.source: Slot | None = None
         self.launched = 0
         self.ended = 0
-        self.parts: list[Encoded] = []
+        self.parts: list[ChunkResult] = []
 
     @property
     def keeps(self) -> bool:
@@ -92,7 +92,7 @@ class Row(Waiting):
         mine, self.data = self.data[: steps * self.step_bytes], self.data[steps * self.step_bytes :]
         return mine
 
-    def take(self, encoded: Encoded) -> bool:
+    def take(self, encoded: ChunkResult) -> bool:
         """What one of its chunks gave; true when that was the last one."""
         self.parts.append(encoded)
         self.ended += 1

@@ -17,12 +17,12 @@ from typing import Protocol, TypeVar
 import torch
 
 from kernels.contract import Ragged
-from service.engine.batch import Chunk, Turn
+from service.engine.batch import Batch, Chunk
 from service.engine.execution.cost_model import Cost
-from service.engine.execution.device import Copy, Place
-from service.engine.execution.graph_buckets import Bucket, Ladder
-from service.engine.execution.in_flight import Arrays, Flight
-from service.engine.execution.model_runner import Lane
+from service.engine.execution.device import Copy, OutputCollector
+from service.engine.execution.graph_buckets import Bucket, GraphBuckets
+from service.engine.execution.in_flight import BatchArrays, InFlightBatch
+from service.engine.execution.model_runner import ModelRunner
 from service.ipc.messages import ModelKey, Returns
 from service.modeling.encoder import Encoder, Encoding
 from service.modeling.heads import Verdict
@@ -71,7 +71,7 @@ class Landing:
 
     copies: list[Copy]
     embedding: list[Copy]
-    arrays: Arrays
+    arrays: BatchArrays
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,30 +99,30 @@ class Captured:
         return self.even.seconds + per_step * max(0, longest - self.even.longest)
 
 
-class GraphLane(Lane):
+class CudaGraphRunner(ModelRunner):
     """Runs turns on a GPU, where a turn goes on after it was launched. `why` says what kept turns out of graphs, if anything did."""
 
     def __init__(
         self,
         encoder: Encoder,
-        places: list[Place],
+        places: list[OutputCollector],
         pool: Pool,
         *,
-        max_turn_rows: int,
-        max_turn_tokens: int,
+        max_batch_sequences: int,
+        max_batch_tokens: int,
         slots: int,
-        between_turns: Between = _at_once,
+        between_batches: Between = _at_once,
     ) -> None:
         """between_turns: where another thread than this one launches turns."""
-        limits = {"max_turn_rows": max_turn_rows, "max_turn_tokens": max_turn_tokens}
+        limits = {"max_batch_sequences": max_batch_sequences, "max_batch_tokens": max_batch_tokens}
         super().__init__(encoder, **limits, slots=slots, places=len(places))
         self._stream = places[0].stream
-        self._between_turns = between_turns
+        self._between_turns = between_batches
         self._any_place = encoder.streams and encoder.free_states
         """Whether graphs also serve sequences that go on, and not only whole ones."""
         steps = encoder.spec.input.max_steps
-        self._largest = Bucket(max_turn_rows, min(max_turn_tokens, max_turn_rows * steps)), Bucket(1, steps)
-        self._ladder = Ladder(max_turn_rows, max_turn_tokens, steps)
+        self._largest = Bucket(max_batch_sequences, min(max_batch_tokens, max_batch_sequences * steps)), Bucket(1, steps)
+        self._buckets = GraphBuckets(max_batch_sequences, max_batch_tokens, steps)
         self._captured: dict[Bucket, Captured] = {}
         self.why = self._capture_all(places, pool)
         self._by_launches = self.cost
@@ -133,36 +133,36 @@ class GraphLane(Lane):
     def graphs(self) -> int:
         return len(self._captured)
 
-    def predicted_seconds(self, turn: Turn) -> float:
-        return self._seconds(turn, self._serving(turn)[1])
+    def predicted_seconds(self, batch: Batch) -> float:
+        return self._seconds(batch, self._serving(batch)[1])
 
-    def launch(self, turn: Turn, place: Place | None = None) -> Flight:
+    def launch(self, batch: Batch, place: OutputCollector | None = None) -> InFlightBatch:
         """Asks the device for all of it and does not wait. Whatever the model raises on the host passes through."""
         assert place is not None
         began = time.monotonic()
-        bucket, captured = self._serving(turn)
-        ends = self._staging.lay(turn, place.index, bucket.rows)
+        bucket, captured = self._serving(batch)
+        ends = self._staging.lay(batch, place.index, bucket.rows)
         staged = time.monotonic()
         if captured is None:
-            landing = self._launched(turn, place)
+            landing = self._launched(batch, place)
         else:
             captured.copies_in[place.index].start()
             captured.graph.replay()
             landing = captured.landings[place.index]
-        for copy in (*landing.copies, *(landing.embedding if turn.wants_embedding else ())):
+        for copy in (*landing.copies, *(landing.embedding if batch.returns_embedding else ())):
             copy.start()
         place.end()
-        return Flight(
-            turn,
+        return InFlightBatch(
+            batch,
             ends,
             landing.arrays,
-            self._seconds(turn, captured),
+            self._seconds(batch, captured),
             began,
             staged,
             time.monotonic(),
             place,
             by_graph=captured is not None,
-            padded_tokens=bucket.tokens - turn.tokens,
+            padded_tokens=bucket.tokens - batch.tokens,
         )
 
     def largest_bytes(self) -> int:
@@ -187,29 +187,29 @@ class GraphLane(Lane):
         self._encoded(*bucket, sequence=True, whole=not self.streams)
         return torch.cuda.max_memory_allocated() - held
 
-    def _seconds(self, turn: Turn, captured: Captured | None) -> float:
+    def _seconds(self, batch: Batch, captured: Captured | None) -> float:
         """That a turn is expected to take, by this graph or without one."""
-        return self._by_launches.of(turn.longest, turn.tokens) if captured is None else captured.seconds(turn.longest)
+        return self._by_launches.of(batch.longest, batch.tokens) if captured is None else captured.seconds(batch.longest)
 
-    def _serving(self, turn: Turn) -> tuple[Bucket, Captured | None]:
+    def _serving(self, batch: Batch) -> tuple[Bucket, Captured | None]:
         """The graph that serves a turn and its size, or the turn's own."""
-        own = Bucket(turn.rows, turn.tokens)
-        if turn.wants_sequence or not (turn.whole or self._any_place):
+        own = Bucket(batch.rows, batch.tokens)
+        if batch.returns_sequence or not (batch.whole or self._any_place):
             return own, None
-        bucket = self._ladder.bucket(*own)
+        bucket = self._buckets.bucket(*own)
         captured = None if bucket is None else self._captured.get(bucket)
         return (own, None) if bucket is None or captured is None else (bucket, captured)
 
-    def _launched(self, turn: Turn, place: Place) -> Landing:
+    def _launched(self, batch: Batch, place: OutputCollector) -> Landing:
         """A turn of its very size, layer by layer."""
-        self._staging.copy(turn.tokens, self._stream, place.index).start()
-        batch, encoding = self._encoded(turn.rows, turn.tokens, sequence=turn.wants_sequence, whole=turn.whole)
-        return self._landing(_in_one_piece(encoding), batch, place)
+        self._staging.copy(batch.tokens, self._stream, place.index).start()
+        ragged, encoding = self._encoded(batch.rows, batch.tokens, sequence=batch.returns_sequence, whole=batch.whole)
+        return self._landing(_in_one_piece(encoding), ragged, place)
 
-    def _capture_all(self, places: list[Place], pool: Pool) -> str | None:
+    def _capture_all(self, places: list[OutputCollector], pool: Pool) -> str | None:
         """Why no, or no further, bucket was captured, if so."""
         spent = 0.0
-        for bucket in self._ladder.buckets:
+        for bucket in self._buckets.buckets:
             if spent > CAPTURE_SECONDS:
                 return f"{self.graphs} graphs took {spent:.1f} s"
             try:
@@ -242,17 +242,17 @@ class GraphLane(Lane):
         with _no_waiting():
             self._encoded(*bucket, whole=not self._any_place)
 
-    def _capture(self, bucket: Bucket, places: list[Place], pool: Pool) -> Captured:
+    def _capture(self, bucket: Bucket, places: list[OutputCollector], pool: Pool) -> Captured:
         graph = torch.cuda.CUDAGraph()
         # Not torch.cuda.graph, which would collect garbage and give the allocator's memory back before each.
         torch.cuda.synchronize()
         graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
         try:
-            batch, encoding = self._encoded(*bucket, whole=not self._any_place)
+            ragged, encoding = self._encoded(*bucket, whole=not self._any_place)
             encoding = _in_one_piece(encoding)
         finally:
             graph.capture_end()
-        landings = [self._landing(encoding, batch, place, waits=False) for place in places]
+        landings = [self._landing(encoding, ragged, place, waits=False) for place in places]
         timed = [
             self._between_turns(partial(self._timed, graph, bucket, lengths))
             for lengths in (_even(bucket), self._skewed(bucket))
@@ -272,13 +272,13 @@ class GraphLane(Lane):
     def _made_up(self, bucket: Bucket, lengths: list[int]) -> None:
         """A turn of rows of these lengths in a batch of this size, laid and copied to the device."""
         chunks = [Chunk(bytes(steps * self._staging.step_bytes), steps, Returns(), None) for steps in lengths]
-        self._staging.lay(Turn(ModelKey(self.encoder.spec.name, ""), chunks))
+        self._staging.lay(Batch(ModelKey(self.encoder.spec.name, ""), chunks))
         self._staging.copy(bucket.tokens, self._stream).start()
         torch.cuda.synchronize()  # before the place is laid again
 
-    def _landing(self, encoding: Encoding, batch: Ragged, place: Place, *, waits: bool = True) -> Landing:
+    def _landing(self, encoding: Encoding, ragged: Ragged, place: OutputCollector, *, waits: bool = True) -> Landing:
         """The way of an encoding to the host. What finds no room in the place is waited for, or raises NotCapturable."""
-        verdict, offsets = encoding.verdict, None if encoding.offsets is batch.offsets else encoding.offsets
+        verdict, offsets = encoding.verdict, None if encoding.offsets is ragged.offsets else encoding.offsets
         given = [verdict.scores, verdict.picks, verdict.embedding, encoding.sequence, offsets]
         rooms = place.room(given)
         there = [(room, array) for room, array in zip(rooms, given, strict=True) if room is not None and array is not None]
@@ -286,7 +286,7 @@ class GraphLane(Lane):
             raise NotCapturable("its answers have no room on the host")
         hosts = [array.cpu() if room is None and array is not None else room for room, array in zip(rooms, given, strict=True)]
         scores, picks, embedding, sequence, begins = (None if host is None else host.numpy() for host in hosts)
-        arrays = Arrays(scores, picks, embedding, sequence, begins, verdict.per_step)
+        arrays = BatchArrays(scores, picks, embedding, sequence, begins, verdict.per_step)
         vectors = [Copy(room, array, self._stream) for room, array in there if array is verdict.embedding]
         return Landing(
             [Copy(room, array, self._stream) for room, array in there if array is not verdict.embedding], vectors, arrays

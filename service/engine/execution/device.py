@@ -51,7 +51,7 @@ def reserve(device: torch.device, most_bytes: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class DeviceMemory:
     """What torch's allocator says of a device: cudaMalloc calls and blocks handed out, both since the start, and bytes held."""
 
     mallocs: int = 0
@@ -59,7 +59,7 @@ class Memory:
     reserved_bytes: int = 0
 
     @classmethod
-    def of(cls, device: torch.device) -> Memory:
+    def of(cls, device: torch.device) -> DeviceMemory:
         if device.type != "cuda":
             return cls()
         found = torch.cuda.memory_stats(device)
@@ -111,7 +111,7 @@ class Copy:
         _check(_driver().cuMemcpyAsync(*self._arguments))
 
 
-class Place:
+class OutputCollector:
     """One of the turns that may be in flight: pinned host memory for what it gives, and the event after which that is whole.
 
     The memory is one array of bytes, handed out from its beginning again for each turn.

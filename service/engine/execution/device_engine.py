@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from service.engine.batch import Chunk, Turn
+from service.engine.batch import Batch, Chunk
 from service.engine.execution.cost_model import NEWEST, Correction, Cost
-from service.engine.execution.cuda_graph_runner import Between, GraphLane, Pool
-from service.engine.execution.device import DeviceLost, Memory, Place, Streams, raise_if_lost, reserve
-from service.engine.execution.in_flight import Encoded, Flight
-from service.engine.execution.model_runner import Lane
+from service.engine.execution.cuda_graph_runner import Between, CudaGraphRunner, Pool
+from service.engine.execution.device import DeviceLost, DeviceMemory, OutputCollector, Streams, raise_if_lost, reserve
+from service.engine.execution.in_flight import ChunkResult, InFlightBatch
+from service.engine.execution.model_runner import ModelRunner
 from service.engine.session_state import State
 from service.errors import OutOfMemory
-from service.ipc.messages import Loaded, ModelKey
+from service.ipc.messages import LoadedModel, ModelKey
 from service.log import Log
 from service.metrics import Metrics
 from service.modeling.encoder import Encoder
@@ -31,19 +31,19 @@ ARENA_FACTOR = 1.5
 """Memory for turns without a graph, as a multiple of what the largest takes: blocks of many sizes leave gaps."""
 LEAD_FACTOR = 1.5
 """The next turn is laid so much earlier than laying and asking take."""
-Watcher = Callable[[Flight, float], None]
+Watcher = Callable[[InFlightBatch, float], None]
 
 
 class Prepared(NamedTuple):
     """A model that is ready to be served. stream: on which it was made ready, and largest_bytes: what its largest turns take when no graph
     serves them, both on a GPU only."""
 
-    lane: Lane
+    runner: ModelRunner
     stream: torch.cuda.Stream | None = None
     largest_bytes: int = 0
 
 
-class Engine:
+class DeviceEngine:
     """Runs turns on a device. A turn is launched, then collected from `finished`; turns end in the order of their launches."""
 
     def __init__(
@@ -51,8 +51,8 @@ class Engine:
         encoders: Mapping[ModelKey, Encoder],
         metrics: Metrics,
         *,
-        max_turn_rows: int,
-        max_turn_tokens: int,
+        max_batch_sequences: int,
+        max_batch_tokens: int,
         slots: int = 256,
         device: torch.device | None = None,
     ) -> None:
@@ -60,22 +60,22 @@ class Engine:
         (`device.hold`). slots: of each model, for the states of sequences that are kept from turn to turn; a turn has as many again as it
         has rows."""
         self._metrics = metrics
-        self._slots = slots, max_turn_rows
+        self._slots = slots, max_batch_sequences
         self._limits: dict[str, Any] = {
-            "max_turn_rows": max_turn_rows,
-            "max_turn_tokens": max_turn_tokens,
+            "max_batch_sequences": max_batch_sequences,
+            "max_batch_tokens": max_batch_tokens,
             "slots": sum(self._slots),
         }
         self.device = next((encoder.device for encoder in encoders.values()), device or torch.device("cpu"))
-        self._places = [Place(index, PLACE_BYTES) for index in range(IN_FLIGHT)] if self.device.type == "cuda" else []
+        self._places = [OutputCollector(index, PLACE_BYTES) for index in range(IN_FLIGHT)] if self.device.type == "cuda" else []
         self._arena_bytes = 0
         self._pool: Pool | None = None
-        self._lanes = self._opened(encoders)
+        self._runners = self._opened(encoders)
         self._streams = Streams(self.device)
         self._made_ready_on: dict[ModelKey, torch.cuda.Stream] = {}
-        self._corrections = {key: Correction() for key in self._lanes}
-        self._flights: deque[Flight] = deque()
-        self._done: list[tuple[Chunk, Encoded]] = []
+        self._corrections = {key: Correction() for key in self._runners}
+        self._in_flight: deque[InFlightBatch] = deque()
+        self._done: list[tuple[Chunk, ChunkResult]] = []
         self._launches = 0
         self._launch_seconds = 0.0
         self._taken_at = 0.0
@@ -83,83 +83,83 @@ class Engine:
         self._launched_at = 0.0
         self._free_at = 0.0
         self._last_ended = 0.0
-        self._memory = Memory()
+        self._memory = DeviceMemory()
         self._watcher: Watcher | None = None
-        metrics.slots.set(max_turn_rows)
-        for key, lane in self._lanes.items():
-            self._show(key, lane)
+        metrics.max_batch_sequences.set(max_batch_sequences)
+        for key, runner in self._runners.items():
+            self._show(key, runner)
 
-    def loaded(self) -> list[Loaded]:
+    def loaded(self) -> list[LoadedModel]:
         """What is served, and what runs it."""
         return [
-            Loaded(
+            LoadedModel(
                 name=key.name,
                 version=key.version,
                 generation=key.generation,
-                device=str(lane.encoder.device),
-                backends=[f"{layer}: {backend}" for layer, backend in lane.encoder.backends().items()],
-                weight_bytes=lane.encoder.weight_bytes(),
-                streams=lane.streams,
-                **lane.cost._asdict(),
+                device=str(runner.encoder.device),
+                backends=[f"{layer}: {backend}" for layer, backend in runner.encoder.backends().items()],
+                weight_bytes=runner.encoder.weight_bytes(),
+                streams=runner.streams,
+                **runner.cost._asdict(),
             )
-            for key, lane in self._lanes.items()
+            for key, runner in self._runners.items()
         ]
 
     def serves(self, key: ModelKey) -> bool:
-        return key in self._lanes
+        return key in self._runners
 
     def newest(self, name: str, version: str) -> ModelKey | None:
         """What was opened last under this name and version, if anything."""
-        return max((key for key in self._lanes if key.labels == (name, version)), default=None)
+        return max((key for key in self._runners if key.labels == (name, version)), default=None)
 
     @property
     def weight_bytes(self) -> int:
         """Of all models."""
-        return sum(lane.encoder.weight_bytes() for lane in list(self._lanes.values()))
+        return sum(runner.encoder.weight_bytes() for runner in list(self._runners.values()))
 
-    def prepared(self, make: Callable[[], Encoder], between_turns: Between) -> Prepared:
+    def prepared(self, make: Callable[[], Encoder], between_batches: Between) -> Prepared:
         """A model made ready for `open`, in another thread than the one that launches turns, and while that goes on; raises whatever making
         it raises."""
         if not self._places:
-            return Prepared(Lane(make(), **self._limits))
+            return Prepared(ModelRunner(make(), **self._limits))
         torch.cuda.set_device(self.device)
         stream = self._streams.take()
         try:
             with torch.cuda.stream(stream):
                 assert self._pool is not None, "a GPU has one"
-                lane = GraphLane(make(), self._places, self._pool, **self._limits, between_turns=between_turns)
-                largest = lane.largest_bytes()
+                runner = CudaGraphRunner(make(), self._places, self._pool, **self._limits, between_batches=between_batches)
+                largest = runner.largest_bytes()
                 stream.synchronize()
         except BaseException:
             self._streams.give_back(stream)
             raise
-        return Prepared(lane, stream, largest)
+        return Prepared(runner, stream, largest)
 
     def open(self, key: ModelKey, prepared: Prepared) -> None:
         """Serve it from now on."""
         if prepared.stream is not None:
             self._made_ready_on[key] = prepared.stream
             self._reserve(prepared.largest_bytes)
-        self._lanes[key] = prepared.lane
+        self._runners[key] = prepared.runner
         self._corrections[key] = Correction()
-        self._show(key, prepared.lane)
+        self._show(key, prepared.runner)
 
     def runs(self, key: ModelKey) -> bool:
         """Whether a turn of it is in flight."""
-        return any(flight.turn.model == key for flight in self._flights)
+        return any(in_flight.batch.model == key for in_flight in self._in_flight)
 
     def close(self, key: ModelKey) -> None:
         """Serve it no more; none of its turns is in flight."""
         assert not self.runs(key), f"a turn of {key} is in flight"
-        del self._lanes[key], self._corrections[key]
+        del self._runners[key], self._corrections[key]
         if key in self._made_ready_on:
             self._streams.give_back(self._made_ready_on.pop(key))
-        if not any(other.labels == key.labels for other in self._lanes):
+        if not any(other.labels == key.labels for other in self._runners):
             self._metrics.forget(*key.labels)
 
     def streams(self, key: ModelKey) -> bool:
         """Whether a sequence of this model may come in chunks, each of which goes on from where the one before it was kept."""
-        return self._lanes[key].streams
+        return self._runners[key].streams
 
     def slots(self, key: ModelKey) -> tuple[int, int]:
         """How many states may be kept from turn to turn, and how many more places a turn may use."""
@@ -168,7 +168,7 @@ class Engine:
     def save(self, key: ModelKey, place: int) -> State:
         """The state in a place, on the host, once all that was launched has written it; raises DeviceLost."""
         try:
-            return self._lanes[key].encoder.save(place)
+            return self._runners[key].encoder.save(place)
         except RuntimeError as fault:
             raise_if_lost(self.device, fault)
             raise
@@ -176,71 +176,73 @@ class Engine:
     def restore(self, key: ModelKey, place: int, state: State) -> None:
         """A state into a place, for turns that are launched from now on; raises DeviceLost."""
         try:
-            self._lanes[key].encoder.restore(place, state)
+            self._runners[key].encoder.restore(place, state)
         except RuntimeError as fault:
             raise_if_lost(self.device, fault)
             raise
 
     def cost(self, key: ModelKey) -> Cost:
         """What turns of a model take, as measured at warm-up and corrected by those that ran."""
-        return self._lanes[key].cost.times(self._corrections[key].factor)
+        return self._runners[key].cost.times(self._corrections[key].factor)
 
-    def predicted_seconds(self, turn: Turn) -> float:
-        return self._lanes[turn.model].predicted_seconds(turn) * self._corrections[turn.model].factor
+    def predicted_seconds(self, batch: Batch) -> float:
+        return self._runners[batch.model].predicted_seconds(batch) * self._corrections[batch.model].factor
 
     @property
     def running(self) -> tuple[float, float] | None:
         """Since when the device has had its turn, on the clock of time.monotonic, and the seconds that this was predicted to take."""
-        if not self._flights:
+        if not self._in_flight:
             return None
-        flight = self._flights[0]
-        return max(flight.launched, self._last_ended), self._predicted(flight)
+        in_flight = self._in_flight[0]
+        return max(in_flight.launched, self._last_ended), self._predicted(in_flight)
 
     @property
     def remaining_seconds(self) -> float:
         """What is left of the turns in flight, as they were predicted."""
-        return max(0.0, self._free_at - time.monotonic()) if self._flights else 0.0
+        return max(0.0, self._free_at - time.monotonic()) if self._in_flight else 0.0
 
     @property
-    def takes_turn(self) -> bool:
+    def accepts_batch(self) -> bool:
         """Whether to launch one now: the device is free, or will be by the time that it has been asked for another.
 
         Not sooner: what comes until then may still be in that turn.
         """
-        takes = not self._flights or (
-            len(self._flights) < IN_FLIGHT and self.remaining_seconds <= LEAD_FACTOR * self._launch_seconds
+        takes = not self._in_flight or (
+            len(self._in_flight) < IN_FLIGHT and self.remaining_seconds <= LEAD_FACTOR * self._launch_seconds
         )
         if takes:
             self._taken_at = time.monotonic()
         return takes
 
-    def launch(self, turn: Turn) -> None:
+    def launch(self, batch: Batch) -> None:
         """Run a turn. Whatever the model raises on the host passes through, and nothing of the turn is then finished; raises OutOfMemory
         when the device has too little for it, and DeviceLost when the device does not work any more."""
-        while len(self._flights) >= max(1, len(self._places)):
-            self._flights[0].wait()
+        while len(self._in_flight) >= max(1, len(self._places)):
+            self._in_flight[0].wait()
             self._collect()
         try:
-            flight = self._lanes[turn.model].launch(turn, self._places[self._launches % IN_FLIGHT] if self._places else None)
+            in_flight = self._runners[batch.model].launch(
+                batch, self._places[self._launches % IN_FLIGHT] if self._places else None
+            )
         except torch.OutOfMemoryError as fault:
-            raise OutOfMemory(_no_memory(turn, self.device), retry_after=1) from fault
+            raise OutOfMemory(_no_memory(batch, self.device), retry_after=1) from fault
         except Exception as fault:
             raise_if_lost(self.device, fault)
             raise
         self._launches += 1
-        self._flights.append(flight)
-        self._free_at = max(self._free_at, flight.launched) + self._predicted(flight)
-        self._launch_seconds += NEWEST * (flight.launched - max(self._taken_at, self._launched_at) - self._launch_seconds)
-        self._launched_at = flight.launched
+        self._in_flight.append(in_flight)
+        self._free_at = max(self._free_at, in_flight.launched) + self._predicted(in_flight)
+        self._launch_seconds += NEWEST * (in_flight.launched - max(self._taken_at, self._launched_at) - self._launch_seconds)
+        self._launched_at = in_flight.launched
 
     def spec(self, key: ModelKey) -> ModelSpec:
-        return self._lanes[key].encoder.spec
+        return self._runners[key].encoder.spec
 
     def watch(self, watcher: Watcher | None) -> None:
         """Have each turn told from now on, with the moment at which the device had done it, once its answers are apart."""
         self._watcher = watcher
 
-    def finished(self) -> list[tuple[Chunk, Encoded]]:
+    def finished(self) -> list[tuple[Chunk, ChunkResult]]:
         """The chunks that ended since the last call, each with its answer; raises DeviceLost when the device failed."""
         self._collect()
         done, self._done = self._done, []
@@ -248,7 +250,7 @@ class Engine:
 
     def count_memory(self) -> None:
         """Bring the counts of the device's memory up to date."""
-        now, before = Memory.of(self.device), self._memory
+        now, before = DeviceMemory.of(self.device), self._memory
         self._metrics.device_mallocs.add(by=now.mallocs - before.mallocs)
         self._metrics.device_allocations.add(by=now.allocations - before.allocations)
         self._metrics.device_reserved_bytes.set(now.reserved_bytes)
@@ -256,51 +258,51 @@ class Engine:
 
     def _collect(self) -> None:
         try:
-            while self._flights and self._flights[0].ended:
-                flight, ended = self._flights.popleft(), time.monotonic()
-                self._done += flight.answers()
+            while self._in_flight and self._in_flight[0].ended:
+                in_flight, ended = self._in_flight.popleft(), time.monotonic()
+                self._done += in_flight.answers()
                 if self._watcher is not None:
-                    self._watcher(flight, ended)
-                self._count(flight, ended)
+                    self._watcher(in_flight, ended)
+                self._count(in_flight, ended)
         except RuntimeError as fault:
             raise DeviceLost(f"{self.device} is lost: {str(fault).splitlines()[0]}") from fault
 
-    def _predicted(self, flight: Flight) -> float:
-        return flight.predicted * self._corrections[flight.turn.model].factor
+    def _predicted(self, in_flight: InFlightBatch) -> float:
+        return in_flight.predicted * self._corrections[in_flight.batch.model].factor
 
-    def _count(self, flight: Flight, ended: float) -> None:
-        metrics, turn = self._metrics, flight.turn
-        computed = flight.launched if flight.place is None else ended
+    def _count(self, in_flight: InFlightBatch, ended: float) -> None:
+        metrics, batch = self._metrics, in_flight.batch
+        computed = in_flight.launched if in_flight.place is None else ended
         stages = {
-            "stage_in": flight.staged - flight.began,
-            "compute": computed - max(flight.staged, self._last_ended),
+            "stage_in": in_flight.staged - in_flight.began,
+            "compute": computed - max(in_flight.staged, self._last_ended),
             "stage_out": time.monotonic() - ended,
         }
         # What the host takes while somebody waits counts too: it will take as long with the next.
-        labels = turn.model.labels
-        began = max(min(turn.since, flight.began), self._last_ended)
-        self._corrections[turn.model].observe(flight.predicted, computed - began)
+        labels = batch.model.labels
+        began = max(min(batch.since, in_flight.began), self._last_ended)
+        self._corrections[batch.model].observe(in_flight.predicted, computed - began)
         self._last_ended = ended
         for stage, seconds in stages.items():
             metrics.stage_seconds.observe(seconds, *labels, stage)
-            metrics.sequence_seconds.add(*labels, stage, by=turn.rows * seconds)
-        metrics.turn_rows.observe(turn.rows, *labels)
-        metrics.turn_tokens.observe(turn.tokens, *labels)
-        metrics.turns.add(*labels, "graph" if flight.by_graph else "launches")
-        metrics.tokens.add(*labels, by=turn.tokens)
-        metrics.padded_tokens.add(*labels, by=flight.padded_tokens)
-        metrics.padding_avoided.add(*labels, by=turn.rows * turn.longest - turn.tokens)
+            metrics.sequence_seconds.add(*labels, stage, by=batch.rows * seconds)
+        metrics.batch_sequences.observe(batch.rows, *labels)
+        metrics.batch_tokens.observe(batch.tokens, *labels)
+        metrics.batches.add(*labels, "graph" if in_flight.by_graph else "launches")
+        metrics.tokens.add(*labels, by=batch.tokens)
+        metrics.padded_tokens.add(*labels, by=in_flight.padded_tokens)
+        metrics.padding_avoided.add(*labels, by=batch.rows * batch.longest - batch.tokens)
 
-    def _opened(self, encoders: Mapping[ModelKey, Encoder]) -> dict[ModelKey, Lane]:
+    def _opened(self, encoders: Mapping[ModelKey, Encoder]) -> dict[ModelKey, ModelRunner]:
         """The lane of every model. On a GPU all of it is asked for here that turns will need."""
         if not self._places:
-            return {key: Lane(encoder, **self._limits) for key, encoder in encoders.items()}
+            return {key: ModelRunner(encoder, **self._limits) for key, encoder in encoders.items()}
         self._pool = pool = Pool(self.device)
-        lanes = {key: GraphLane(encoder, self._places, pool, **self._limits) for key, encoder in encoders.items()}
-        largest = max((lane.largest_bytes() for lane in lanes.values()), default=0)
+        runners = {key: CudaGraphRunner(encoder, self._places, pool, **self._limits) for key, encoder in encoders.items()}
+        largest = max((runner.largest_bytes() for runner in runners.values()), default=0)
         torch.cuda.empty_cache()
         self._reserve(largest)
-        return dict(lanes)
+        return dict(runners)
 
     def _reserve(self, largest_bytes: int) -> None:
         """Room for turns without a graph that take so much, if there is not as much."""
@@ -309,16 +311,16 @@ class Engine:
             reserve(self.device, wanted)
             self._arena_bytes = wanted
 
-    def _show(self, key: ModelKey, lane: Lane) -> None:
-        self._metrics.weight_bytes.set(lane.encoder.weight_bytes(), *key.labels)
-        self._metrics.graphs.set(lane.graphs, *key.labels)
-        for layer, backend in lane.encoder.backends().items():
+    def _show(self, key: ModelKey, runner: ModelRunner) -> None:
+        self._metrics.weight_bytes.set(runner.encoder.weight_bytes(), *key.labels)
+        self._metrics.graphs.set(runner.graphs, *key.labels)
+        for layer, backend in runner.encoder.backends().items():
             self._metrics.backend.set(1, *key.labels, layer, backend)
-        if lane.why:
+        if runner.why:
             Log("engine").warning(
-                "not all turns by graphs", model=key.name, version=key.version, graphs=lane.graphs, why=lane.why
+                "not all turns by graphs", model=key.name, version=key.version, graphs=runner.graphs, why=runner.why
             )
 
 
-def _no_memory(turn: Turn, device: torch.device) -> str:
-    return f"{device} has no memory for {turn.rows} sequences of {turn.tokens} steps: retry later, or send shorter ones"
+def _no_memory(batch: Batch, device: torch.device) -> str:
+    return f"{device} has no memory for {batch.rows} sequences of {batch.tokens} steps: retry later, or send shorter ones"

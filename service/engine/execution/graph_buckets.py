@@ -25,7 +25,7 @@ class Bucket(NamedTuple):
     tokens: int
 
 
-class Ladder:
+class GraphBuckets:
     """The buckets of one model, at most MOST_GRAPHS."""
 
     def __init__(self, most_rows: int, most_tokens: int, most_steps: int) -> None:

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
-from service.engine.batch import Chunk, Turn
-from service.engine.execution.device import Place
+from service.engine.batch import Batch, Chunk
+from service.engine.execution.device import OutputCollector
 
 Array = NDArray[Any]
 
 
-class Encoded(NamedTuple):
+class ChunkResult(NamedTuple):
     """One chunk's answer; None is what the head has not, or the caller did not ask for.
 
     scores: (lines, n) float32 and picks: (lines, m) int32, where a line is the whole chunk or one step; embedding: (1, width);
@@ -30,7 +30,7 @@ class Encoded(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Arrays:
+class BatchArrays:
     """What a turn gives, on the host: as in Encoded, of all chunks, with a line for each step or each chunk. offsets: where each chunk's
     steps begin in what is given per step, or None when there are as many as came in. There may be more lines than the turn has.
     """
@@ -44,20 +44,20 @@ class Arrays:
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class InFlightBatch:
     """A turn that was launched. ends: where each chunk ends in what was laid; arrays: whole once `place` is reached, or at once where there
     is none. predicted: seconds; began, staged, launched: moments on the clock of time.monotonic; by_graph: as one CUDA graph,
     which also computed `padded_tokens` that belong to no chunk.
     """
 
-    turn: Turn
+    batch: Batch
     ends: list[int]
-    arrays: Arrays
+    arrays: BatchArrays
     predicted: float
     began: float
     staged: float
     launched: float
-    place: Place | None = None
+    place: OutputCollector | None = None
     by_graph: bool = False
     padded_tokens: int = 0
 
@@ -69,18 +69,18 @@ class Flight:
         if self.place is not None:
             self.place.wait()
 
-    def answers(self) -> list[tuple[Chunk, Encoded]]:
+    def answers(self) -> list[tuple[Chunk, ChunkResult]]:
         """Chunk by chunk, once the flight has ended; what a caller did not ask for stays behind."""
-        turn, arrays = self.turn, self.arrays
-        offsets = [0, *self.ends] if arrays.offsets is None else arrays.offsets[: turn.rows + 1].tolist()
-        lines = offsets[turn.rows] if arrays.per_step else turn.rows
+        batch, arrays = self.batch, self.arrays
+        offsets = [0, *self.ends] if arrays.offsets is None else arrays.offsets[: batch.rows + 1].tolist()
+        lines = offsets[batch.rows] if arrays.per_step else batch.rows
         scores, picks = self._kept(arrays.scores, lines), self._kept(arrays.picks, lines)
-        embedding = self._kept(arrays.embedding, turn.rows) if turn.wants_embedding else None
-        sequence = self._kept(arrays.sequence, offsets[turn.rows]) if turn.wants_sequence else None
+        embedding = self._kept(arrays.embedding, batch.rows) if batch.returns_embedding else None
+        sequence = self._kept(arrays.sequence, offsets[batch.rows]) if batch.returns_sequence else None
         parts = []
-        for row, (chunk, (begin, end)) in enumerate(zip(turn.chunks, pairwise(offsets), strict=True)):
+        for row, (chunk, (begin, end)) in enumerate(zip(batch.chunks, pairwise(offsets), strict=True)):
             own = slice(begin, end) if arrays.per_step else slice(row, row + 1)
-            encoded = Encoded(
+            encoded = ChunkResult(
                 None if scores is None else scores[own],
                 None if picks is None else picks[own],
                 embedding[row : row + 1] if embedding is not None and chunk.returns.embedding else None,

@@ -6,10 +6,10 @@ import statistics
 import time
 
 from kernels.contract import Ragged
-from service.engine.batch import Turn
+from service.engine.batch import Batch
 from service.engine.execution.cost_model import Cost
-from service.engine.execution.device import Place
-from service.engine.execution.in_flight import Arrays, Flight
+from service.engine.execution.device import OutputCollector
+from service.engine.execution.in_flight import BatchArrays, InFlightBatch
 from service.engine.execution.staging import Staging
 from service.ipc.messages import FIRST
 from service.modeling.encoder import Encoder, Encoding
@@ -19,29 +19,31 @@ TRIED_STEPS = 16
 TRIALS = 3
 
 
-class Lane:
+class ModelRunner:
     """Runs turns at once, as on a CPU: whoever launches one has waited for it."""
 
     why: str | None = None
     """What kept turns out of graphs, where there are such."""
 
-    def __init__(self, encoder: Encoder, *, max_turn_rows: int, max_turn_tokens: int, slots: int, places: int = 1) -> None:
+    def __init__(
+        self, encoder: Encoder, *, max_batch_sequences: int, max_batch_tokens: int, slots: int, places: int = 1
+    ) -> None:
         shape = encoder.spec.input
         self.encoder = encoder
         if encoder.streams:
             encoder.remember(FIRST + slots)
-        tokens = max(max_turn_tokens, shape.max_steps)
-        self._staging = Staging(max_turn_rows, tokens, shape.features, encoder.device, places)
+        tokens = max(max_batch_tokens, shape.max_steps)
+        self._staging = Staging(max_batch_sequences, tokens, shape.features, encoder.device, places)
         steps = max(min(TRIED_STEPS, shape.max_steps), encoder.spec.min_steps)
-        self.cost = _measured(encoder, rows=max_turn_rows, steps=steps, tokens=tokens)
+        self.cost = _measured(encoder, rows=max_batch_sequences, steps=steps, tokens=tokens)
 
     @property
     def graphs(self) -> int:
         """How many sizes of turns are captured."""
         return 0
 
-    def predicted_seconds(self, turn: Turn) -> float:
-        return self.cost.of(turn.longest, turn.tokens)
+    def predicted_seconds(self, batch: Batch) -> float:
+        return self.cost.of(batch.longest, batch.tokens)
 
     @property
     def streams(self) -> bool:
@@ -50,17 +52,17 @@ class Lane:
 
     def _encoded(self, rows: int, tokens: int, *, sequence: bool = False, whole: bool = True) -> tuple[Ragged, Encoding]:
         """What was laid last, as the encoder takes it, and what it gives; whole: every row begins and ends in it."""
-        batch = self._staging.batch(rows, tokens)
+        ragged = self._staging.ragged(rows, tokens)
         places = None if whole else self._staging.places(rows)
-        return batch, self.encoder(batch, sequence=sequence, places=places)
+        return ragged, self.encoder(ragged, sequence=sequence, places=places)
 
-    def launch(self, turn: Turn, place: Place | None = None) -> Flight:
+    def launch(self, batch: Batch, place: OutputCollector | None = None) -> InFlightBatch:
         """Whatever the model raises passes through."""
         began = time.monotonic()
-        ends = self._staging.lay(turn)
+        ends = self._staging.lay(batch)
         staged = time.monotonic()
-        encoding = self._encoded(turn.rows, turn.tokens, sequence=turn.wants_sequence, whole=turn.whole)[1]
-        return Flight(turn, ends, _on_host(encoding), self.predicted_seconds(turn), began, staged, time.monotonic())
+        encoding = self._encoded(batch.rows, batch.tokens, sequence=batch.returns_sequence, whole=batch.whole)[1]
+        return InFlightBatch(batch, ends, _on_host(encoding), self.predicted_seconds(batch), began, staged, time.monotonic())
 
 
 def _measured(encoder: Encoder, rows: int, steps: int, tokens: int) -> Cost:
@@ -85,11 +87,11 @@ def _trial(encoder: Encoder, rows: int, steps: int) -> float:
     return statistics.median(encoder.trial(rows, steps) for _ in range(TRIALS))
 
 
-def _on_host(encoding: Encoding) -> Arrays:
+def _on_host(encoding: Encoding) -> BatchArrays:
     verdict = encoding.verdict
     given = (verdict.scores, verdict.picks, verdict.embedding, encoding.sequence)
     scores, picks, embedding, sequence = (None if array is None else array.numpy() for array in given)
-    return Arrays(scores, picks, embedding, sequence, encoding.offsets.numpy(), verdict.per_step)
+    return BatchArrays(scores, picks, embedding, sequence, encoding.offsets.numpy(), verdict.per_step)
 
 
 def _doubling(most: int) -> list[int]:

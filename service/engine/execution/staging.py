@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.contract import Ragged
 from kernels.launching import round_up
-from service.engine.batch import Turn
+from service.engine.batch import Batch
 from service.engine.execution.device import Copy
 from service.ipc.messages import FEATURES, IDS, SCRAP, ZEROS
 from service.modeling.memory import Places
@@ -43,28 +43,28 @@ class Staging:
         )
         self._data = [place.numpy()[self._begin :].data for place in self._places]
 
-    def lay(self, turn: Turn, place: int = 0, rows: int = 0) -> list[int]:
+    def lay(self, batch: Batch, place: int = 0, rows: int = 0) -> list[int]:
         """The turn's chunks into a place on the host, and empty rows after them up to `rows`. Returns where each chunk ends."""
-        rows = max(rows, turn.rows)
-        ends = list(accumulate(chunk.steps for chunk in turn.chunks))
-        needed, found = ends[-1] * self.step_bytes, sum([len(chunk.data) for chunk in turn.chunks])
+        rows = max(rows, batch.rows)
+        ends = list(accumulate(chunk.steps for chunk in batch.chunks))
+        needed, found = ends[-1] * self.step_bytes, sum([len(chunk.data) for chunk in batch.chunks])
         if found != needed:
-            raise ValueError(f"{turn.rows} chunks have {found} bytes, different from {ends[-1]} steps of {self.step_bytes}")
+            raise ValueError(f"{batch.rows} chunks have {found} bytes, different from {ends[-1]} steps of {self.step_bytes}")
         target = self._data[place]
         if needed <= JOINED_BYTES:
-            target[:needed] = b"".join([chunk.data for chunk in turn.chunks])
+            target[:needed] = b"".join([chunk.data for chunk in batch.chunks])
         else:
-            for begin, end, chunk in zip([0, *ends], ends, turn.chunks, strict=False):
+            for begin, end, chunk in zip([0, *ends], ends, batch.chunks, strict=False):
                 target[begin * self.step_bytes : end * self.step_bytes] = chunk.data
-        self._offsets[place][1 : turn.rows + 1] = ends
-        self._offsets[place][turn.rows + 1 : rows + 1] = ends[-1]
+        self._offsets[place][1 : batch.rows + 1] = ends
+        self._offsets[place][batch.rows + 1 : rows + 1] = ends[-1]
         self._sources[place][:rows], self._slots[place][:rows] = ZEROS, SCRAP
-        if not turn.whole:
-            self._sources[place][: turn.rows] = [chunk.source for chunk in turn.chunks]
-            self._slots[place][: turn.rows] = [chunk.slot for chunk in turn.chunks]
+        if not batch.whole:
+            self._sources[place][: batch.rows] = [chunk.source for chunk in batch.chunks]
+            self._slots[place][: batch.rows] = [chunk.slot for chunk in batch.chunks]
         return ends
 
-    def batch(self, rows: int, tokens: int, place: int = 0) -> Ragged:
+    def ragged(self, rows: int, tokens: int, place: int = 0) -> Ragged:
         """What was laid, where the encoder reads it: on the device, once it has been copied there."""
         buffer = self._buffer(place)
         data = buffer[self._begin : self._begin + tokens * self.step_bytes].view(self._dtype)

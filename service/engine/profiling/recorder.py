@@ -13,9 +13,9 @@ from pathlib import Path
 import msgspec
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from service.engine.batch import Turn
-from service.engine.execution.in_flight import Flight
-from service.engine.profiling.timeline import Event, Mark, Profiled, TracedTurn, events
+from service.engine.batch import Batch
+from service.engine.execution.in_flight import InFlightBatch
+from service.engine.profiling.timeline import Event, Mark, Profiled, TracedBatch, events
 
 MARKS = 8
 """The first ones take long; the shortest is the one that counts."""
@@ -29,14 +29,14 @@ class Recorder:
     To begin, to stop and to abandon it takes up to seconds, in which nothing else happens.
     """
 
-    def __init__(self, place: int, device: str, turns: int, seconds: float) -> None:
+    def __init__(self, place: int, device: str, batches: int, seconds: float) -> None:
         """Raises OSError when there is no folder for a file of the profiler."""
         self._place = place
         self._device = device
-        self._wanted = turns
+        self._wanted = batches
         self._profiling = Profiling(device)
-        self._taken: dict[int, tuple[Turn, Sequence[float]]] = {}
-        self._turns: list[TracedTurn] = []
+        self._taken: dict[int, tuple[Batch, Sequence[float]]] = {}
+        self._turns: list[TracedBatch] = []
         self._unanswered = 0
         self._free = self._began = time.monotonic()
         self._until = self._began + seconds
@@ -46,24 +46,24 @@ class Recorder:
         """Whether enough was recorded, or enough time has passed."""
         return (len(self._turns) >= self._wanted and not self._unanswered) or time.monotonic() >= self._until
 
-    def take(self, turn: Turn, arrivals: Sequence[float]) -> None:
+    def take(self, batch: Batch, arrivals: Sequence[float]) -> None:
         """A turn is about to be launched."""
         # Kept with its turn: another one could have the same id as soon as this one is gone.
-        self._taken[id(turn)] = turn, arrivals
+        self._taken[id(batch)] = batch, arrivals
 
-    def end(self, flight: Flight, ended: float) -> None:
+    def end(self, in_flight: InFlightBatch, ended: float) -> None:
         """A turn has ended, and its answers are apart."""
-        _, arrivals = self._taken.pop(id(flight.turn), (None, ()))
-        if flight.began >= self._began and len(self._turns) < self._wanted:
-            self._turns.append(_traced(flight, arrivals, self._free, ended))
+        _, arrivals = self._taken.pop(id(in_flight.batch), (None, ()))
+        if in_flight.began >= self._began and len(self._turns) < self._wanted:
+            self._turns.append(_traced(in_flight, arrivals, self._free, ended))
             self._unanswered += 1
         self._free = ended
 
     def answer(self) -> None:
         """What has ended so far is answered."""
         now = time.monotonic()
-        for turn in self._turns[len(self._turns) - self._unanswered :]:
-            turn.replied = now
+        for batch in self._turns[len(self._turns) - self._unanswered :]:
+            batch.replied = now
         self._unanswered = 0
 
     def stop(self) -> bytes:
@@ -127,21 +127,21 @@ def _mark(name: str) -> Mark:
     return Mark(name, before, time.monotonic())
 
 
-def _traced(flight: Flight, arrivals: Sequence[float], free: float, ended: float) -> TracedTurn:
+def _traced(in_flight: InFlightBatch, arrivals: Sequence[float], free: float, ended: float) -> TracedBatch:
     """What is told of it later; its arrays and its sequences are not kept."""
-    turn, now = flight.turn, time.monotonic()
-    return TracedTurn(
-        model=turn.model,
-        rows=turn.rows,
-        tokens=turn.tokens,
-        longest=turn.longest,
-        padded_tokens=flight.padded_tokens,
-        by="graph" if flight.by_graph else "launches",
-        asynchronous=flight.place is not None,
+    batch, now = in_flight.batch, time.monotonic()
+    return TracedBatch(
+        model=batch.model,
+        rows=batch.rows,
+        tokens=batch.tokens,
+        longest=batch.longest,
+        padded_tokens=in_flight.padded_tokens,
+        by="graph" if in_flight.by_graph else "launches",
+        asynchronous=in_flight.place is not None,
         arrivals=arrivals,
-        began=flight.began,
-        staged=flight.staged,
-        launched=flight.launched,
+        began=in_flight.began,
+        staged=in_flight.staged,
+        launched=in_flight.launched,
         free=free,
         ended=ended,
         apart=now,

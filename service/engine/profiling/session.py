@@ -14,8 +14,8 @@ from service.engine.execution.device_engine import Watcher
 from service.engine.profiling.recorder import Recorder
 from service.errors import Overloaded, Unavailable
 from service.ipc.channel import Channel
-from service.ipc.messages import Hello, Trace
-from service.ipc.process_config import Pulse
+from service.ipc.heartbeat import Heartbeat
+from service.ipc.messages import EngineStatus, Trace
 from service.log import Log
 
 STANDSTILL_SECONDS = 60.0
@@ -39,14 +39,14 @@ class _Trace:
     refuse: Refuse
 
 
-class Tracing:
+class ProfilingSession:
     """Begins, goes on with and ends what fronts ask for. `resumed` is when the loop last went on after it had stood still for that."""
 
-    def __init__(self, engine: Watched, batcher: Batcher, hello: Hello, pulse: Pulse) -> None:
+    def __init__(self, engine: Watched, batcher: Batcher, status: EngineStatus, heartbeat: Heartbeat) -> None:
         self._engine = engine
         self._batcher = batcher
-        self._hello = hello
-        self._pulse = pulse
+        self._status = status
+        self._heartbeat = heartbeat
         self._trace: _Trace | None = None
         self.resumed = 0.0
 
@@ -61,7 +61,7 @@ class Tracing:
             return
         try:
             with self._standstill():
-                recorder = Recorder(self._hello.place, self._device, wanted.turns, wanted.seconds)
+                recorder = Recorder(self._status.place, self._device, wanted.batches, wanted.seconds)
         except (OSError, RuntimeError) as fault:
             refuse(self._failed(fault))
             return
@@ -109,17 +109,17 @@ class Tracing:
 
     @property
     def _device(self) -> str:
-        return self._hello.device
+        return self._status.device
 
     @contextmanager
     def _standstill(self) -> Iterator[None]:
         """Neither this process nor the turn that runs is taken for hung meanwhile."""
-        self._pulse.beat(STANDSTILL_SECONDS)
+        self._heartbeat.beat(STANDSTILL_SECONDS)
         try:
             yield
         finally:
             self.resumed = time.monotonic()
 
     def _failed(self, fault: Exception) -> Unavailable:
-        Log(f"engine-{self._hello.place}").error("trace failed", error=f"{type(fault).__name__}: {fault}")
+        Log(f"engine-{self._status.place}").error("trace failed", error=f"{type(fault).__name__}: {fault}")
         return Unavailable(f"the trace could not be recorded: {fault}")

@@ -27,7 +27,7 @@ Event = dict[str, Any]
 
 
 @dataclass(slots=True)
-class TracedTurn:
+class TracedBatch:
     """One turn that was recorded. Moments are seconds on the clock of time.monotonic.
 
     arrivals: of its sequences, none where it was run again row by row; by: graph or launches; asynchronous: the device worked while
@@ -89,87 +89,87 @@ class Row(NamedTuple):
 
 
 def events(
-    place: int, device: str, turns: Sequence[TracedTurn], profiled: Sequence[Profiled], marks: Sequence[Mark]
+    place: int, device: str, batches: Sequence[TracedBatch], profiled: Sequence[Profiled], marks: Sequence[Mark]
 ) -> list[Event]:
     """The trace events of one engine, which is a process of the trace; turns come in the order in which they ended."""
     found = [_named("process", place, 0, f"engine-{place} {device}"), _sorted("process", place, 0, place)]
-    for number, row in enumerate(_rows(turns, profiled, marks), start=1):
+    for number, row in enumerate(_rows(batches, profiled, marks), start=1):
         found += [_named("thread", place, number, row.name), _sorted("thread", place, number, number)]
         found += [event for one in row.slices for event in _drawn(one, place, number)]
     return found
 
 
-def _rows(turns: Sequence[TracedTurn], profiled: Sequence[Profiled], marks: Sequence[Mark]) -> Iterator[Row]:
+def _rows(batches: Sequence[TracedBatch], profiled: Sequence[Profiled], marks: Sequence[Mark]) -> Iterator[Row]:
     """From the queue down to the device's own work."""
-    yield from _apart("queue", (_queued(number, turn) for number, turn in enumerate(turns) if turn.arrivals))
-    yield from _apart("turns", (_turn(number, turn) for number, turn in enumerate(turns)))
-    if turns:
+    yield from _apart("queue", (_queued(number, batch) for number, batch in enumerate(batches) if batch.arrivals))
+    yield from _apart("batches", (_turn(number, batch) for number, batch in enumerate(batches)))
+    if batches:
         on_host, on_device = _seen(profiled, marks)
-        work = _device(turns, on_host["launches"], [one for slices in on_device.values() for one in slices])
+        work = _device(batches, on_host["launches"], [one for slices in on_device.values() for one in slices])
         yield from _apart("device", work)
         for name, slices in sorted(on_host.items()):
-            yield from _some(name, _nested(_within(slices, _ns(turns[0].began), _ns(turns[-1].ended))))
+            yield from _some(name, _nested(_within(slices, _ns(batches[0].began), _ns(batches[-1].ended))))
         for name, slices in sorted(on_device.items()):
             yield from _apart(name, _within(slices, work[0].begin, work[-1].end) if work else ())
 
 
-def _queued(number: int, turn: TracedTurn) -> Slice:
+def _queued(number: int, batch: TracedBatch) -> Slice:
     """From its oldest sequence's arrival until the turn began."""
-    waited = [turn.began - arrived for arrived in turn.arrivals]
-    args = {"turn": number, "rows": turn.rows, "mean_us": round(1e6 * sum(waited) / len(waited), 1)}
-    return Slice(turn.model.name, _ns(min(turn.arrivals)), _ns(turn.began), args)
+    waited = [batch.began - arrived for arrived in batch.arrivals]
+    args = {"batch": number, "rows": batch.rows, "mean_us": round(1e6 * sum(waited) / len(waited), 1)}
+    return Slice(batch.model.name, _ns(min(batch.arrivals)), _ns(batch.began), args)
 
 
-def _turn(number: int, turn: TracedTurn) -> Slice:
+def _turn(number: int, batch: TracedBatch) -> Slice:
     """With its stages. Between launch and stage_out of a turn on a GPU the host is free for other turns."""
-    moments = (turn.began, turn.staged, turn.launched, turn.ended, turn.apart, turn.replied)
+    moments = (batch.began, batch.staged, batch.launched, batch.ended, batch.apart, batch.replied)
     began, staged, launched, ended, apart, replied = (_ns(moment) for moment in moments)
     stages = (
         Slice("stage_in", began, staged, {}),
-        Slice("launch" if turn.asynchronous else "compute", staged, launched, {}),
+        Slice("launch" if batch.asynchronous else "compute", staged, launched, {}),
         Slice("stage_out", ended, apart, {}),
         Slice("reply", apart, replied, {}),
     )
-    return Slice(turn.model.name, began, replied, _described(number, turn), stages)
+    return Slice(batch.model.name, began, replied, _described(number, batch), stages)
 
 
-def _described(number: int, turn: TracedTurn) -> dict[str, Any]:
+def _described(number: int, batch: TracedBatch) -> dict[str, Any]:
     return {
-        "turn": number,
-        "model": turn.model.name,
-        "version": turn.model.version,
-        "rows": turn.rows,
-        "tokens": turn.tokens,
-        "longest": turn.longest,
-        "by": turn.by,
-        "padded_tokens": turn.padded_tokens,
+        "batch": number,
+        "model": batch.model.name,
+        "version": batch.model.version,
+        "rows": batch.rows,
+        "tokens": batch.tokens,
+        "longest": batch.longest,
+        "by": batch.by,
+        "padded_tokens": batch.padded_tokens,
     }
 
 
-def _device(turns: Sequence[TracedTurn], calls: Sequence[Slice], works: Sequence[Slice]) -> list[Slice]:
+def _device(batches: Sequence[TracedBatch], calls: Sequence[Slice], works: Sequence[Slice]) -> list[Slice]:
     """When the device had each turn: one after the other, from what it was asked first, or its last turn's end, until it was seen to have
     ended. An end is seen late when the host is busy: where the next turn's work is known to have begun before, it ended then.
     """
-    begins = [max(_ns(turn.staged), _ns(turn.free)) for turn in turns]
-    for number, first in _first_works(turns, calls, works).items():
+    begins = [max(_ns(batch.staged), _ns(batch.free)) for batch in batches]
+    for number, first in _first_works(batches, calls, works).items():
         begins[number] = min(begins[number], first)
-    ends = [_ns(turn.ended) for turn in turns]
+    ends = [_ns(batch.ended) for batch in batches]
     cut = [min(end, following) for end, following in zip(ends, [*begins[1:], ends[-1]], strict=True)]
     return [
-        Slice(turn.model.name, begin, max(begin, end), {"turn": number})
-        for number, (turn, begin, end) in enumerate(zip(turns, begins, cut, strict=True))
-        if turn.asynchronous
+        Slice(batch.model.name, begin, max(begin, end), {"batch": number})
+        for number, (batch, begin, end) in enumerate(zip(batches, begins, cut, strict=True))
+        if batch.asynchronous
     ]
 
 
-def _first_works(turns: Sequence[TracedTurn], calls: Sequence[Slice], works: Sequence[Slice]) -> dict[int, int]:
+def _first_works(batches: Sequence[TracedBatch], calls: Sequence[Slice], works: Sequence[Slice]) -> dict[int, int]:
     """When the device began with each turn, as far as the calls are known that asked for its work."""
     asked = {call.args["correlation"]: call.begin for call in calls if "correlation" in call.args}
-    begins, firsts = [_ns(turn.began) for turn in turns], dict[int, int]()
+    begins, firsts = [_ns(batch.began) for batch in batches], dict[int, int]()
     for work in works:
         at = asked.get(work.args.get("correlation"))
         number = -1 if at is None else bisect_right(begins, at) - 1
-        if at is not None and number >= 0 and at <= _ns(turns[number].launched):
+        if at is not None and number >= 0 and at <= _ns(batches[number].launched):
             firsts[number] = min(firsts.get(number, work.begin), work.begin)
     return firsts
 

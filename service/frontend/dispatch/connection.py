@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from service.errors import EngineLost
 from service.ipc.channel import Channel, Frame, Kind, encode
-from service.ipc.messages import Answer, Hello, Loaded, ModelKey, Refusal, Request
+from service.ipc.messages import Answer, EngineStatus, LoadedModel, ModelKey, Refusal, Request
 from service.metrics import Metrics
 
 
@@ -88,7 +88,7 @@ class Connection:
         self._on_lost = on_lost
         self._backlog = Backlog()
         self._flushing = False
-        self.models: dict[ModelKey, Loaded] = {}
+        self.models: dict[ModelKey, LoadedModel] = {}
         self._met = False
         self.place = 0
         self.open: dict[int, Open] = {}
@@ -163,8 +163,8 @@ class Connection:
             return
         bytes_before, writes_before = channel.bytes_sent, channel.writes
         done = channel.flush()
-        self._metrics.channel_bytes.add("front", by=channel.bytes_sent - bytes_before)
-        self._metrics.channel_writes.add("front", by=channel.writes - writes_before)
+        self._metrics.channel_bytes.add("frontend", by=channel.bytes_sent - bytes_before)
+        self._metrics.channel_writes.add("frontend", by=channel.writes - writes_before)
         if not channel.open:
             self._lose()
         elif done:
@@ -174,13 +174,13 @@ class Connection:
 
     def _receive(self) -> None:
         for frame in self._channel.receive():
-            self._hear(frame)
+            self._handle_frame(frame)
         if not self._channel.open:
             self._lose()
 
-    def _hear(self, frame: Frame) -> None:
-        if frame.kind == Kind.HELLO:
-            self._meet(frame.read(Hello))
+    def _handle_frame(self, frame: Frame) -> None:
+        if frame.kind == Kind.ENGINE_STATUS:
+            self._meet(frame.read(EngineStatus))
         elif frame.kind == Kind.LOAD:
             self._backlog.report(frame.read(float), frame.id, self._clock())
         elif frame.id in self._questions:
@@ -188,9 +188,9 @@ class Connection:
         else:
             self._settle(frame)
 
-    def _meet(self, hello: Hello) -> None:
-        self.models = {one.key: one for one in hello.models}
-        self.place = hello.place
+    def _meet(self, status: EngineStatus) -> None:
+        self.models = {one.key: one for one in status.models}
+        self.place = status.place
         if not self._met:
             self._met = True
             self._on_met(self)

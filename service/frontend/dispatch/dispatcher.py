@@ -16,14 +16,14 @@ from service.errors import DeadlineExceeded, EngineLost, Overloaded, ServiceErro
 from service.frontend.dispatch.connection import Answered, Connection, Open
 from service.frontend.dispatch.placement import home
 from service.ipc.channel import Channel, Kind, encode, of_kind
-from service.ipc.messages import Loaded, ModelKey, Request, Trace
+from service.ipc.messages import LoadedModel, ModelKey, Request, Trace
 from service.metrics import Metrics
 
 TRACED_SECONDS = 60.0
 """An engine may take this much longer for a trace than was asked for: a GPU's profiler starts, and what it saw is written."""
 
 
-class Engines:
+class Dispatcher:
     """Requests out, answers in.
 
     `on_ready` is called each time an engine has said hello. `places` counts the engines that there are when none is being replaced.
@@ -54,7 +54,7 @@ class Engines:
         return bool(self._ready)
 
     @property
-    def models(self) -> list[Loaded]:
+    def models(self) -> list[LoadedModel]:
         """What the ready engines say they serve, each model once; empty while there is none."""
         ready = sorted(self._ready, key=lambda one: one.place)
         keys = dict.fromkeys(key for one in ready for key in one.models)
@@ -87,11 +87,11 @@ class Engines:
             timer.cancel()
             self._forget(waiting)
 
-    async def trace(self, turns: int, seconds: float) -> list[bytes]:
+    async def trace(self, batches: int, seconds: float) -> list[bytes]:
         """What every ready engine records from now on, each as a JSON array of trace events; raises a ServiceError when one does not."""
         if not self.ready:
             raise self._not_ready()
-        wanted = Trace(turns, seconds)
+        wanted = Trace(batches, seconds)
         traces = [asyncio.ensure_future(one.ask(Kind.TRACE, self._next_id(), wanted)) for one in self._ready]
         try:
             async with asyncio.timeout(seconds + TRACED_SECONDS):
@@ -246,7 +246,7 @@ def _with_room(engines: list[Connection], size: int, limit: int) -> list[Connect
     return found
 
 
-def _everywhere(loaded: list[Loaded]) -> Loaded:
+def _everywhere(loaded: list[LoadedModel]) -> LoadedModel:
     """One model on several engines: all their devices, each kernel once, the cost on the first."""
     devices, backends = [one.device for one in loaded], [backend for one in loaded for backend in one.backends]
     return msgspec.structs.replace(loaded[0], device=", ".join(devices), backends=list(dict.fromkeys(backends)))

@@ -15,55 +15,55 @@ import grpc
 from google.protobuf.json_format import ParseDict
 
 from service.errors import ServiceError, Unsupported
-from service.frontend.inference import CallerGone, Front, bug
+from service.frontend.inference import CallerGone, Frontend, bug
 from service.frontend.oip import metadata, protobuf_codec
 from service.frontend.oip.grpc_calls import Context, Ending, accepted, answer, read, refuse
 from service.frontend.oip.grpc_stream import Stream
 from service.frontend.oip.protobuf import METHODS, SERVICE, Message
 
 Handle = Callable[[bytes, Context], Awaitable[bytes]]
-Said = Callable[[Front, Message], Awaitable[dict[str, Any]]]
+Said = Callable[[Frontend, Message], Awaitable[dict[str, Any]]]
 """What is said of the service, a model or the models folder: the fields of the message that answers."""
 
 
-def handlers(front: Front, ending: Ending) -> grpc.GenericRpcHandler:
+def handlers(frontend: Frontend, ending: Ending) -> grpc.GenericRpcHandler:
     """Every method that is served, as a server takes them: bytes in, bytes out."""
-    told = {name: grpc.unary_unary_rpc_method_handler(_told(name, said, front)) for name, said in SAID.items()}
-    infer = grpc.unary_unary_rpc_method_handler(_infer(front, ending))
-    stream = grpc.stream_stream_rpc_method_handler(_stream(front, ending))
+    told = {name: grpc.unary_unary_rpc_method_handler(_told(name, said, frontend)) for name, said in SAID.items()}
+    infer = grpc.unary_unary_rpc_method_handler(_infer(frontend, ending))
+    stream = grpc.stream_stream_rpc_method_handler(_stream(frontend, ending))
     return grpc.method_handlers_generic_handler(SERVICE, {**told, "ModelInfer": infer, "ModelStreamInfer": stream})
 
 
-def _infer(front: Front, ending: Ending) -> Handle:
+def _infer(frontend: Frontend, ending: Ending) -> Handle:
     async def infer(data: bytes, context: Context) -> bytes:
         ending.waits_for_me()
-        with accepted(front, ending, time.monotonic()) as call:
-            asked = protobuf_codec.request(read(METHODS["ModelInfer"], data, front))
-            response: bytes = (await answer(front, call, asked, context)).SerializeToString()
+        with accepted(frontend, ending, time.monotonic()) as call:
+            asked = protobuf_codec.request(read(METHODS["ModelInfer"], data, frontend))
+            response: bytes = (await answer(frontend, call, asked, context)).SerializeToString()
             return response
 
-    return _or_refusal(front, infer)
+    return _or_refusal(frontend, infer)
 
 
-def _stream(front: Front, ending: Ending) -> Callable[[AsyncIterator[bytes], Context], Awaitable[None]]:
+def _stream(frontend: Frontend, ending: Ending) -> Callable[[AsyncIterator[bytes], Context], Awaitable[None]]:
     async def handle(requests: AsyncIterator[bytes], context: Context) -> None:
         ending.waits_for_me()
-        await Stream(front, ending, context).run(requests)
+        await Stream(frontend, ending, context).run(requests)
 
     return handle
 
 
-def _told(name: str, said: Said, front: Front) -> Handle:
+def _told(name: str, said: Said, frontend: Frontend) -> Handle:
     method = METHODS[name]
 
     async def tell(data: bytes, context: Context) -> bytes:
-        response: bytes = ParseDict(await said(front, read(method, data, front)), method.gives()).SerializeToString()
+        response: bytes = ParseDict(await said(frontend, read(method, data, frontend)), method.gives()).SerializeToString()
         return response
 
-    return _or_refusal(front, tell)
+    return _or_refusal(frontend, tell)
 
 
-def _or_refusal(front: Front, handle: Handle) -> Handle:
+def _or_refusal(frontend: Frontend, handle: Handle) -> Handle:
     """The same, with the status of an error instead of what is raised."""
 
     async def handled(data: bytes, context: Context) -> bytes:
@@ -74,54 +74,54 @@ def _or_refusal(front: Front, handle: Handle) -> Handle:
         except ServiceError as fault:
             await refuse(context, fault)
         except Exception as fault:
-            await refuse(context, bug(front, fault))
+            await refuse(context, bug(frontend, fault))
 
     return handled
 
 
-async def _server_live(front: Front, asked: Message) -> dict[str, Any]:
+async def _server_live(frontend: Frontend, asked: Message) -> dict[str, Any]:
     return {"live": True}
 
 
-async def _server_ready(front: Front, asked: Message) -> dict[str, Any]:
-    return {"ready": front.ready}
+async def _server_ready(frontend: Frontend, asked: Message) -> dict[str, Any]:
+    return {"ready": frontend.ready}
 
 
-async def _server_metadata(front: Front, asked: Message) -> dict[str, Any]:
+async def _server_metadata(frontend: Frontend, asked: Message) -> dict[str, Any]:
     return metadata.server_metadata()
 
 
-async def _model_ready(front: Front, asked: Message) -> dict[str, Any]:
-    return {"ready": metadata.ready(front, asked.name, asked.version)}
+async def _model_ready(frontend: Frontend, asked: Message) -> dict[str, Any]:
+    return {"ready": metadata.ready(frontend, asked.name, asked.version)}
 
 
-async def _model_metadata(front: Front, asked: Message) -> dict[str, Any]:
-    return metadata.model_metadata(front, asked.name, asked.version)
+async def _model_metadata(frontend: Frontend, asked: Message) -> dict[str, Any]:
+    return metadata.model_metadata(frontend, asked.name, asked.version)
 
 
-async def _model_config(front: Front, asked: Message) -> dict[str, Any]:
-    return {"config": metadata.model_config(front, asked.name, asked.version)}
+async def _model_config(frontend: Frontend, asked: Message) -> dict[str, Any]:
+    return {"config": metadata.model_config(frontend, asked.name, asked.version)}
 
 
-async def _statistics(front: Front, asked: Message) -> dict[str, Any]:
-    return await metadata.statistics(front, asked.name, asked.version)
+async def _statistics(frontend: Frontend, asked: Message) -> dict[str, Any]:
+    return await metadata.statistics(frontend, asked.name, asked.version)
 
 
-async def _index(front: Front, asked: Message) -> dict[str, Any]:
-    return {"models": await metadata.index(front, ready=asked.ready)}
+async def _index(frontend: Frontend, asked: Message) -> dict[str, Any]:
+    return {"models": await metadata.index(frontend, ready=asked.ready)}
 
 
-async def _load(front: Front, asked: Message) -> dict[str, Any]:
-    await front.supervisor.load(asked.model_name, metadata.policy(protobuf_codec.plain(asked.parameters)))
+async def _load(frontend: Frontend, asked: Message) -> dict[str, Any]:
+    await frontend.supervisor.load(asked.model_name, metadata.policy(protobuf_codec.plain(asked.parameters)))
     return {}
 
 
-async def _unload(front: Front, asked: Message) -> dict[str, Any]:
-    await front.supervisor.unload(asked.model_name)
+async def _unload(frontend: Frontend, asked: Message) -> dict[str, Any]:
+    await frontend.supervisor.unload(asked.model_name)
     return {}
 
 
-async def _not_here(front: Front, asked: Message) -> dict[str, Any]:
+async def _not_here(frontend: Frontend, asked: Message) -> dict[str, Any]:
     raise Unsupported(metadata.NOT_HERE)
 
 

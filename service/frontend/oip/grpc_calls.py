@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import grpc
 
 from service.errors import STATUS, ServiceError, TooLarge
-from service.frontend.inference import Call, CallerGone, Front, counted
+from service.frontend.inference import Call, CallerGone, Frontend, counted
 from service.frontend.oip import protobuf_codec, types
 from service.frontend.oip.protobuf import Message, Method
 
@@ -44,9 +44,9 @@ class Ending:
 
 
 @contextmanager
-def accepted(front: Front, ending: Ending, arrived: float) -> Iterator[Call]:
+def accepted(frontend: Frontend, ending: Ending, arrived: float) -> Iterator[Call]:
     """A request for an answer, counted; raises CallerGone when its caller ends it first."""
-    with counted(front.metrics, arrived) as call:
+    with counted(frontend.metrics, arrived) as call:
         try:
             yield call
         except asyncio.CancelledError:
@@ -55,9 +55,9 @@ def accepted(front: Front, ending: Ending, arrived: float) -> Iterator[Call]:
             raise CallerGone from None
 
 
-def read(method: Method, data: bytes, front: Front) -> Message:
+def read(method: Method, data: bytes, frontend: Frontend) -> Message:
     """The message that a caller sent; raises TooLarge or InvalidRequest."""
-    limit = front.settings.max_body_bytes
+    limit = frontend.settings.max_body_bytes
     if len(data) > limit:
         raise TooLarge(
             f"the message has {len(data)} bytes and SEQSERVE_MAX_BODY_BYTES is {limit}: send less at once, or raise the limit"
@@ -65,10 +65,10 @@ def read(method: Method, data: bytes, front: Front) -> Message:
     return method.read(data)
 
 
-async def answer(front: Front, call: Call, asked: types.InferRequest, context: Context) -> Message:
+async def answer(frontend: Frontend, call: Call, asked: types.InferRequest, context: Context) -> Message:
     """The ModelInferResponse; raises a ServiceError. The call's own deadline is one more that the request has."""
     left = context.time_remaining()
-    return protobuf_codec.response(await types.infer(front, call, asked, math.inf if left is None else left))
+    return protobuf_codec.response(await types.infer(frontend, call, asked, math.inf if left is None else left))
 
 
 async def refuse(context: Context, fault: ServiceError) -> NoReturn:

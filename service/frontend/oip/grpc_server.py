@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from service.errors import StartError
-from service.frontend.inference import Front
+from service.frontend.inference import Frontend
 from service.frontend.oip import grpc as oip_grpc
 from service.frontend.oip.grpc_calls import DISCARDED_MESSAGES, Context, Ending
 from service.frontend.oip.protobuf import POOL, SERVICE
@@ -29,18 +29,18 @@ BEGIN_SECONDS = 0.1
 """A call that was taken has begun after this time."""
 
 
-class Door:
+class GrpcServer:
     """gRPC on one address, which other processes may share. All addresses of IPv4 are those of IPv6 as well: gRPC makes no difference."""
 
-    def __init__(self, front: Front, address: str) -> None:
-        self._front = front
+    def __init__(self, frontend: Frontend, address: str) -> None:
+        self._frontend = frontend
         self._address = address
         self._ending = Ending()
 
     async def open(self) -> None:
         """Take calls from now on; raises StartError."""
-        self._server = grpc.aio.server(options=_options(self._front.settings.max_body_bytes))
-        self._server.add_generic_rpc_handlers((oip_grpc.handlers(self._front, self._ending), self._health()))
+        self._server = grpc.aio.server(options=_options(self._frontend.settings.max_body_bytes))
+        self._server.add_generic_rpc_handlers((oip_grpc.handlers(self._frontend, self._ending), self._health()))
         for one in (health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR):
             POOL.AddSerializedFile(one.serialized_pb)
         reflection.enable_server_reflection((SERVICE, HEALTH, reflection.SERVICE_NAME), self._server, POOL)
@@ -53,7 +53,7 @@ class Door:
     async def close(self) -> None:
         """Take no more calls, and give those for an answer `drain_seconds` to end."""
         self._ending.begun.set()
-        seconds = self._front.settings.drain_seconds
+        seconds = self._frontend.settings.drain_seconds
         # It would wait for all calls, and some have no end: who watches the health, for one. It is cut short below.
         stopping = asyncio.ensure_future(self._server.stop(2 * seconds))
         await asyncio.wait([stopping], timeout=BEGIN_SECONDS)
@@ -88,7 +88,7 @@ class Door:
             await asyncio.sleep(WATCHED_SECONDS)
 
     def _status(self, service: str) -> Any:
-        status = "SERVING" if self._front.ready else "NOT_SERVING"
+        status = "SERVING" if self._frontend.ready else "NOT_SERVING"
         return health_pb2.HealthCheckResponse(status=status if service in ("", SERVICE) else "SERVICE_UNKNOWN")
 
 

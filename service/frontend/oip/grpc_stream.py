@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, NamedTuple
 
 from service.errors import ServiceError, Unavailable
-from service.frontend.inference import CallerGone, Front, bug
+from service.frontend.inference import CallerGone, Frontend, bug
 from service.frontend.oip import protobuf_codec, types
 from service.frontend.oip.grpc_calls import Context, Ending, accepted, answer, read, refuse
 from service.frontend.oip.protobuf import METHODS, Message
@@ -39,8 +39,8 @@ class _Answered(NamedTuple):
 class Stream:
     """One call. Requests of different sequences, and of none, run side by side."""
 
-    def __init__(self, front: Front, ending: Ending, context: Context) -> None:
-        self._front = front
+    def __init__(self, frontend: Frontend, ending: Ending, context: Context) -> None:
+        self._frontend = frontend
         self._ending = ending
         self._context = context
         self._lanes: dict[str, _Lane] = {}
@@ -94,17 +94,17 @@ class Stream:
     async def _answer(self, data: bytes, arrived: float) -> _Answered:
         id = ""
         try:
-            with accepted(self._front, self._ending, arrived) as call:
-                message = read(METHODS["ModelInfer"], data, self._front)
+            with accepted(self._frontend, self._ending, arrived) as call:
+                message = read(METHODS["ModelInfer"], data, self._frontend)
                 id = message.id
                 asked = protobuf_codec.request(message)
-                response = await self._in_order(asked, lambda: answer(self._front, call, asked, self._context))
+                response = await self._in_order(asked, lambda: answer(self._frontend, call, asked, self._context))
         except CallerGone:
             raise asyncio.CancelledError from None
         except ServiceError as fault:
             return _refused(id, fault)
         except Exception as raised:
-            return _refused(id, bug(self._front, raised))
+            return _refused(id, bug(self._frontend, raised))
         if asked.parameters.get(FINAL_WANTED):
             response.parameters[FINAL].bool_param = True
         return _Answered(RESPONSE(infer_response=response))

@@ -20,7 +20,7 @@ from service.frontend.oip import metadata
 from service.frontend.oip.metadata import LENGTHS, OFFSETS
 from service.frontend.oip.tensors import BYTES, Tensor, wrong
 from service.frontend.rest import schemas
-from service.frontend.served_model import Served
+from service.frontend.served_model import ServedModel
 from service.ipc.messages import IDS
 from service.settings import Settings
 
@@ -54,7 +54,7 @@ class Given:
         """How an error names a row."""
         return f"{self._values_name()}[{row}]"
 
-    def laid(self, model: Served, settings: Settings) -> Laid:
+    def laid(self, model: ServedModel, settings: Settings) -> Laid:
         """All rows, as the model takes them; raises InvalidInput or TooLarge naming the input at fault."""
         self._check_names(model)
         values = self._tensors[self._values_name()]
@@ -76,7 +76,7 @@ class Given:
     def _values_name(self) -> str:
         return next((name for name in ("text", "ids", "inputs") if name in self._tensors), "inputs")
 
-    def _check_names(self, model: Served) -> None:
+    def _check_names(self, model: ServedModel) -> None:
         """Whether these are inputs of the model, of datatypes that it takes, and one of them has the values."""
         known = [port.name for port in metadata.inputs(model.spec)]
         for name, tensor in self._tensors.items():
@@ -92,7 +92,7 @@ class Given:
         if len(found) > 1:
             raise wrong(found[1], f"and {found[0]} are both given: send one of them")
 
-    def _texts(self, text: Tensor, model: Served, settings: Settings) -> Laid:
+    def _texts(self, text: Tensor, model: ServedModel, settings: Settings) -> Laid:
         assert isinstance(text.values, list)
         if text.shape not in ((len(text.values),), (len(text.values), 1)):
             raise wrong(text.name, f"has the shape {list(text.shape)}: send [rows] or [rows, 1]")
@@ -105,7 +105,7 @@ class Given:
         return Laid(np.concatenate([np.array(ids, IDS) for ids in found]), [len(ids) for ids in found])
 
 
-def _rows(values: Tensor, model: Served) -> Array:
+def _rows(values: Tensor, model: ServedModel) -> Array:
     """The values as (rows, steps) or (rows, steps, features)."""
     assert not isinstance(values.values, list)
     features = model.spec.input.features

@@ -13,10 +13,10 @@ from msgspec import Meta
 
 from service import __version__
 from service.errors import InvalidInput, Unsupported
-from service.frontend.inference import Front
+from service.frontend.inference import Frontend
 from service.frontend.oip import statistics as counts_by_model
 from service.frontend.oip.tensors import BYTES
-from service.frontend.served_model import Served
+from service.frontend.served_model import ServedModel
 from service.frontend.wording import shown
 from service.modeling.spec import ClassifyHead, EmbedHead, ModelSpec, NextHead, RegressHead, SequenceHead, SpanHead, TagHead
 
@@ -108,52 +108,52 @@ def server_metadata() -> dict[str, Any]:
     return {"name": "seqserve", "version": __version__, "extensions": list(EXTENSIONS)}
 
 
-def model_metadata(front: Front, name: str, version: str) -> dict[str, Any]:
+def model_metadata(frontend: Frontend, name: str, version: str) -> dict[str, Any]:
     """The tensors of a model, rows first; raises UnknownModel. version: empty for the newest, here and below."""
-    served = front.models.find(name, version or None)
+    served = frontend.models.find(name, version or None)
     return {
         "name": served.spec.name,
-        "versions": list(front.catalog[name]),
+        "versions": list(frontend.catalog[name]),
         "platform": PLATFORM,
         "inputs": [_described(port) for port in inputs(served.spec)],
         "outputs": [_described(port) for port in outputs(served.spec)],
     }
 
 
-def model_config(front: Front, name: str, version: str) -> dict[str, Any]:
+def model_config(frontend: Frontend, name: str, version: str) -> dict[str, Any]:
     """A model in the words of Triton's ModelConfig; raises UnknownModel."""
-    served = front.models.find(name, version or None)
+    served = frontend.models.find(name, version or None)
     return {
         "name": served.spec.name,
         "platform": PLATFORM,
         "backend": PLATFORM,
-        POLICY: {"specific": {"versions": [int(one) for one in front.catalog[name]]}},
-        "max_batch_size": front.settings.max_inputs,
+        POLICY: {"specific": {"versions": [int(one) for one in frontend.catalog[name]]}},
+        "max_batch_size": frontend.settings.max_inputs,
         "input": [{**_configured(port), "optional": port.optional} for port in inputs(served.spec)],
         "output": [_configured(port) for port in outputs(served.spec)],
-        **_scheduling(front, served),
+        **_scheduling(frontend, served),
     }
 
 
-def ready(front: Front, name: str, version: str) -> bool:
+def ready(frontend: Frontend, name: str, version: str) -> bool:
     """Whether a model is answered for; raises UnknownModel."""
-    key = front.models.find(name, version or None).key
-    return front.ready and any(one.key == key for one in front.engines.models)
+    key = frontend.models.find(name, version or None).key
+    return frontend.ready and any(one.key == key for one in frontend.engines.models)
 
 
-async def statistics(front: Front, name: str = "", version: str = "") -> dict[str, Any]:
+async def statistics(frontend: Frontend, name: str = "", version: str = "") -> dict[str, Any]:
     """What became of the requests to a version, to all versions of a model, or to all models, in Triton's words; raises UnknownModel."""
     if version:
-        served = [front.models.find(name, version)]
+        served = [frontend.models.find(name, version)]
     else:
-        served = list(front.catalog[front.models.find(name, None).spec.name].values()) if name else front.models.served
-    counts = await front.supervisor.scrape()
+        served = list(frontend.catalog[frontend.models.find(name, None).spec.name].values()) if name else frontend.models.served
+    counts = await frontend.supervisor.scrape()
     return {"model_stats": counts_by_model.statistics(counts, [one.key.labels for one in served])}
 
 
-async def index(front: Front, *, ready: bool) -> list[dict[str, Any]]:
+async def index(frontend: Frontend, *, ready: bool) -> list[dict[str, Any]]:
     """Every version in the models folder, or those alone that are ready."""
-    listed = await front.supervisor.index()
+    listed = await frontend.supervisor.index()
     return [msgspec.structs.asdict(one) for one in listed if one.state == "READY" or not ready]
 
 
@@ -204,10 +204,10 @@ def _no_policy(said: str) -> InvalidInput:
     return InvalidInput(f"{said}: send {like}", field="parameters.config")
 
 
-def _scheduling(front: Front, served: Served) -> dict[str, Any]:
+def _scheduling(frontend: Frontend, served: ServedModel) -> dict[str, Any]:
     """Triton's name for it: whether a request may be the next chunk of a sequence."""
-    if any(one.key == served.key and one.streams for one in front.engines.models):
-        return {"sequence_batching": {"max_sequence_idle_microseconds": round(front.settings.session_idle_seconds * 1e6)}}
+    if any(one.key == served.key and one.streams for one in frontend.engines.models):
+        return {"sequence_batching": {"max_sequence_idle_microseconds": round(frontend.settings.session_idle_seconds * 1e6)}}
     return {"dynamic_batching": {}}
 
 

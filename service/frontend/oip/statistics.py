@@ -42,7 +42,7 @@ def families(snapshot: Mapping[str, Rows]) -> Iterator[Metric]:
     plain: dict[str, tuple[str, Values]] = {
         "nv_inference_request_success": ("Requests answered.", counts.successes),
         "nv_inference_count": ("Sequences answered.", counts.sequences),
-        "nv_inference_exec_count": ("Turns run.", counts.turns),
+        "nv_inference_exec_count": ("Turns run.", counts.batches),
         "nv_inference_request_duration_us": ("Time of requests, whatever came of them.", _in(MICRO, counts.stage("total"))),
         **{
             f"nv_inference_{name}_duration_us": (f"Time of sequences: {stage}.", _in(MICRO, counts.stage(stage)))
@@ -85,7 +85,7 @@ def _statistics(counts: _Counts, model: tuple[str, str]) -> dict[str, Any]:
         "version": version,
         "last_inference": round(1000 * counts.of(counts.metrics.last_answer.name).get(model, 0.0)),
         "inference_count": round(sequences),
-        "execution_count": round(counts.turns.get(model, 0.0)),
+        "execution_count": round(counts.batches.get(model, 0.0)),
         "inference_stats": {
             "success": duration(succeeding, counts.successes.get(model, 0.0)),
             "fail": duration({model: failing}, failed),
@@ -111,7 +111,7 @@ class _Counts:
                 labels = (model, version, REASONS.get(outcome, "OTHER"))
                 self.failures[labels] = self.failures.get(labels, 0.0) + values[0]
         self.sequences = self.of(self.metrics.sequences.name)
-        self.turns = self._summed(self.metrics.turns.name)
+        self.batches = self._summed(self.metrics.batches.name)
         self.failing_seconds = self.of(self.metrics.failed_seconds.name)
 
     def of(self, name: str) -> Values:

@@ -14,13 +14,13 @@ from typing import Any
 
 from service.errors import InvalidInput, Unsupported
 from service.frontend import head_outputs, inference
-from service.frontend.inference import Call, Front
+from service.frontend.inference import Call, Frontend
 from service.frontend.oip import outputs as oip_outputs
 from service.frontend.oip.inputs import Given
 from service.frontend.oip.outputs import Wanted
 from service.frontend.oip.tensors import Tensor
 from service.frontend.rest import schemas
-from service.frontend.served_model import Served
+from service.frontend.served_model import ServedModel
 from service.frontend.wording import kind, shown
 from service.ipc.messages import Request
 from service.settings import Settings
@@ -52,19 +52,19 @@ class InferResponse:
     outputs: list[Tensor]
 
 
-async def infer(front: Front, call: Call, request: InferRequest, within_seconds: float = math.inf) -> InferResponse:
+async def infer(frontend: Frontend, call: Call, request: InferRequest, within_seconds: float = math.inf) -> InferResponse:
     """The answer to a request; raises a ServiceError. within_seconds: how long the call that brought it may take, if that says so."""
     given, session = Given(request.inputs), _session(request.parameters)
 
-    def lay(model: Served) -> tuple[Request, bytes]:
+    def lay(model: ServedModel) -> tuple[Request, bytes]:
         oip_outputs.check(request.outputs, model.spec)
-        wishes = _wishes(request, session, model, front.settings, within_seconds * 1000)
-        laid = given.laid(model, front.settings)
+        options = _options(request, session, model, frontend.settings, within_seconds * 1000)
+        laid = given.laid(model, frontend.settings)
         if session is not None:
             schemas.check_chunk(len(laid.lengths), "parameters.sequence_id")
-        return schemas.request(laid.lengths, wishes, model, call.arrived), laid.values.tobytes()
+        return schemas.request(laid.lengths, options, model, call.arrived), laid.values.tobytes()
 
-    model, (answer, data) = await inference.run(front, call, request.model, request.version or None, session, lay)
+    model, (answer, data) = await inference.run(frontend, call, request.model, request.version or None, session, lay)
     start = time.monotonic()
     arrays = head_outputs.arrays(model.spec, answer, data, given.field_of)
     response = InferResponse(
@@ -74,7 +74,7 @@ async def infer(front: Front, call: Call, request: InferRequest, within_seconds:
         parameters={"sequence_steps": answer.session_steps} if answer.session_steps else {},
         outputs=oip_outputs.outputs(model.spec, arrays, answer.steps, request.outputs, given.ragged),
     )
-    front.metrics.stage_seconds.observe(time.monotonic() - start, *call.labels, "encode")
+    frontend.metrics.stage_seconds.observe(time.monotonic() - start, *call.labels, "encode")
     return response
 
 
@@ -99,12 +99,14 @@ def check_place(name: str, parameters: Parameters) -> None:
         raise Unsupported("client shared memory is not supported: send the tensor's data", field=shown(name))
 
 
-def _wishes(request: InferRequest, session: str | None, model: Served, settings: Settings, within_ms: float) -> schemas.Wishes:
+def _options(
+    request: InferRequest, session: str | None, model: ServedModel, settings: Settings, within_ms: float
+) -> schemas.Options:
     """What the parameters say of the request as a whole; raises InvalidInput naming the one at fault."""
     parameters = request.parameters
     urgency = _whole(parameters, "priority", "1 for the most urgent, larger for what may come later, 0 for neither")
     microseconds = _whole(parameters, "timeout", "microseconds, 0 for the service's own")
-    return schemas.Wishes(
+    return schemas.Options(
         returns=schemas.returns((one.name for one in request.outputs), model.spec),
         deadline_ms=min(
             schemas.deadline_ms(microseconds / 1000 if microseconds else None, settings, "parameters.timeout"), within_ms

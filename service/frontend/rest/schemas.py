@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool, S
 from service.errors import InvalidInput, InvalidRequest, ServiceError, TooLarge
 from service.frontend import validation
 from service.frontend.head_outputs import Output, input_field
-from service.frontend.served_model import Served
+from service.frontend.served_model import ServedModel
 from service.frontend.wording import shown
 from service.ipc.messages import Request, Returns
 from service.modeling.spec import ModelSpec
@@ -26,7 +26,7 @@ SESSION_SCHEMA = {"type": "string", "minLength": 1, "maxLength": 128, "pattern":
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class Options:
     """What a caller says of a request as a whole, whatever his door calls it; each is described where InferBody has it.
 
     exactly: he named the version.
@@ -170,7 +170,7 @@ class TraceQuery(Query):
 
     of = "/debug/trace"
 
-    turns: Annotated[int, Field(ge=1, le=1000)] = 50
+    batches: Annotated[int, Field(ge=1, le=1000)] = 50
     """How many turns to record of every engine."""
     seconds: Annotated[float, Field(gt=0, le=60)] = 10.0
     """How long to wait for them; what came by then is the trace."""
@@ -259,12 +259,12 @@ def described(body: type[Body], example: dict[str, Any]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema, "example": example}}}}
 
 
-def sequences(body: InferBody, model: Served, settings: Settings, arrived: float) -> tuple[Request, bytes]:
+def sequences(body: InferBody, model: ServedModel, settings: Settings, arrived: float) -> tuple[Request, bytes]:
     """The request for the engine and its tensor bytes; raises InvalidInput or TooLarge naming the input at fault."""
     check_rows(len(body.inputs), settings)
     _check_session(body)
     arrays = [validation.array(value, body.field_of(index), model) for index, value in enumerate(body.inputs)]
-    wishes = Wishes(
+    options = Options(
         returns=_returns(body, model.spec),
         deadline_ms=deadline_ms(body.deadline_ms, settings),
         priority=body.priority,
@@ -273,24 +273,24 @@ def sequences(body: InferBody, model: Served, settings: Settings, arrived: float
         ends=body.end,
         exactly=body.version is not None,
     )
-    return request([len(array) for array in arrays], wishes, model, arrived), b"".join(array.tobytes() for array in arrays)
+    return request([len(array) for array in arrays], options, model, arrived), b"".join(array.tobytes() for array in arrays)
 
 
-def request(lengths: list[int], wishes: Wishes, model: Served, arrived: float) -> Request:
+def request(lengths: list[int], options: Options, model: ServedModel, arrived: float) -> Request:
     """What the engine is asked for sequences of so many steps, all of them checked."""
     return Request(
         model=model.spec.name,
         version=model.version,
         lengths=lengths,
-        deadline=arrived + wishes.deadline_ms / 1000,
+        deadline=arrived + options.deadline_ms / 1000,
         sent=time.monotonic(),
-        priority=wishes.priority,
-        returns=wishes.returns,
-        session=wishes.session,
-        session_starts=wishes.starts,
-        session_ends=wishes.ends,
+        priority=options.priority,
+        returns=options.returns,
+        session=options.session,
+        session_starts=options.starts,
+        session_ends=options.ends,
         generation=model.generation,
-        exactly=wishes.exactly,
+        exactly=options.exactly,
     )
 
 

@@ -8,7 +8,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from service.frontend.http_exchange import BYTES, read_json, read_state, unless_gone, written
-from service.frontend.inference import Front
+from service.frontend.inference import Frontend
 from service.frontend.rest import schemas
 
 PATH = "/sessions/{id:path}/state"
@@ -17,14 +17,14 @@ _ID = {"name": "id", "in": "path", "required": True, "schema": schemas.SESSION_S
 _STATE = {"schema": {"type": "string", "format": "binary"}}
 
 
-def add(router: APIRouter, front: Front, responses: dict[int | str, dict[str, Any]]) -> None:
+def add(router: APIRouter, frontend: Frontend, responses: dict[int | str, dict[str, Any]]) -> None:
     """Serve them, with these error responses described."""
 
     @router.get(PATH, responses={**responses, 200: {"content": {BYTES: _STATE}}}, openapi_extra={"parameters": [_ID]})
     async def take_state(request: Request) -> Response:
         """The state of a session as a safetensors file, which any replica with the same model takes; the session stays open."""
-        state = await unless_gone(request, front.engines.export(_id(request)))
-        return written(front, state, BYTES)
+        state = await unless_gone(request, frontend.engines.export(_id(request)))
+        return written(frontend, state, BYTES)
 
     @router.put(
         PATH,
@@ -34,16 +34,16 @@ def add(router: APIRouter, front: Front, responses: dict[int | str, dict[str, An
     )
     async def bring_state(request: Request) -> Response:
         """Open a session that goes on where the one was of which this is the state."""
-        id, state = _id(request), await read_state(request, front)
-        await unless_gone(request, front.engines.adopt(id, state))
-        return _named(front, id)
+        id, state = _id(request), await read_state(request, frontend)
+        await unless_gone(request, frontend.engines.adopt(id, state))
+        return _named(frontend, id)
 
     @router.delete(PATH, response_model=schemas.SessionAnswer, responses=responses, openapi_extra={"parameters": [_ID]})
     async def end(request: Request) -> Response:
         """End a session; its state is gone."""
         id = _id(request)
-        await unless_gone(request, front.engines.end(id))
-        return _named(front, id)
+        await unless_gone(request, frontend.engines.end(id))
+        return _named(frontend, id)
 
     @router.post(
         FORK_PATH,
@@ -53,19 +53,19 @@ def add(router: APIRouter, front: Front, responses: dict[int | str, dict[str, An
     )
     async def fork(request: Request) -> Response:
         """Open another session that goes on from where this one is now."""
-        id, body = _id(request), schemas.ForkBody.parse(await read_json(request, front))
-        await unless_gone(request, _fork(front, id, body.session))
-        return _named(front, body.session)
+        id, body = _id(request), schemas.ForkBody.parse(await read_json(request, frontend))
+        await unless_gone(request, _fork(frontend, id, body.session))
+        return _named(frontend, body.session)
 
 
-async def _fork(front: Front, id: str, copy: str) -> None:
+async def _fork(frontend: Frontend, id: str, copy: str) -> None:
     """From one home to the other, which may be two engines."""
-    await front.engines.adopt(copy, await front.engines.export(id))
+    await frontend.engines.adopt(copy, await frontend.engines.export(id))
 
 
 def _id(request: Request) -> str:
     return schemas.session_id(request.path_params["id"])
 
 
-def _named(front: Front, id: str) -> Response:
-    return written(front, msgspec.json.encode({"session": id}))
+def _named(frontend: Frontend, id: str) -> Response:
+    return written(frontend, msgspec.json.encode({"session": id}))

@@ -17,7 +17,7 @@ import msgspec
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketDisconnected
 
 from service.errors import ServiceError
-from service.frontend.inference import CallerGone, Front, answer, bug, counted
+from service.frontend.inference import CallerGone, Frontend, answer, bug, counted
 from service.frontend.rest import schemas
 
 IN_FLIGHT = 32
@@ -26,14 +26,14 @@ SERVICE_RESTART = 1012
 INTERNAL_ERROR = 1011
 
 
-async def stream(front: Front, socket: WebSocket) -> None:
+async def stream(frontend: Frontend, socket: WebSocket) -> None:
     """Serve one socket until its end. Raises a ServiceError, which refuses the handshake, when it asks for what is not served."""
     query = schemas.StreamQuery.parse(socket.query_params.multi_items())
     session = schemas.OWN_SESSION + uuid.uuid4().hex if query.session is None else query.session
-    model = front.models.find(query.model, query.version)
-    body = schemas.stream_body(query, session, model.spec, front.settings)
+    model = frontend.models.find(query.model, query.version)
+    body = schemas.stream_body(query, session, model.spec, frontend.settings)
     await socket.accept()
-    served = _Stream(front, socket, body, model.key.labels)
+    served = _Stream(frontend, socket, body, model.key.labels)
     try:
         await served.run()
     finally:
@@ -48,8 +48,8 @@ class _Stream:
     only its answer says what the next one is.
     """
 
-    def __init__(self, front: Front, socket: WebSocket, body: schemas.ChunkBody, labels: tuple[str, str]) -> None:
-        self._front = front
+    def __init__(self, frontend: Frontend, socket: WebSocket, body: schemas.ChunkBody, labels: tuple[str, str]) -> None:
+        self._frontend = frontend
         self._labels = labels
         self._socket = socket
         self._body = body
@@ -65,7 +65,7 @@ class _Stream:
             while len(self._unanswered) >= IN_FLIGHT:
                 await asyncio.wait([self._unanswered[0]])
                 self._unanswered.popleft()
-        self._gone = not (self._front.draining and said["code"] == SERVICE_RESTART)
+        self._gone = not (self._frontend.draining and said["code"] == SERVICE_RESTART)
         if not self._gone:
             await self._settle()
             with suppress(WebSocketDisconnect):
@@ -79,7 +79,7 @@ class _Stream:
             await asyncio.wait(self._unanswered)
         if ends and self._asked:
             with suppress(ServiceError):
-                await self._front.engines.end(self._body.session or "")
+                await self._frontend.engines.end(self._body.session or "")
 
     async def _take(self, arrived: float, said: Any) -> None:
         """Have a message answered, at once or when those before it are."""
@@ -121,7 +121,7 @@ class _Stream:
         except ServiceError as refused:
             fault, said = refused, _error(refused)
         except Exception as raised:
-            fault, said = raised, _error(bug(self._front, raised))
+            fault, said = raised, _error(bug(self._frontend, raised))
         if before is not None:
             await asyncio.wait([before])
         with suppress(WebSocketDisconnect, WebSocketDisconnected):
@@ -131,13 +131,13 @@ class _Stream:
         return fault is None
 
     async def _said(self, arrived: float, body: schemas.ChunkBody | ServiceError) -> bytes:
-        with counted(self._front.metrics, arrived) as call:
+        with counted(self._frontend.metrics, arrived) as call:
             call.labels = self._labels
             if isinstance(body, ServiceError):
                 raise body
             self._asked = True
             try:
-                return await answer(self._front, call, body)
+                return await answer(self._frontend, call, body)
             except asyncio.CancelledError:
                 if self._gone:
                     raise CallerGone from None

@@ -26,12 +26,12 @@ def sequences(
 
 def limits(
     max_waiting: int = 100,
-    max_turn_rows: int = 8,
-    max_turn_tokens: int = 100,
-    turn_seconds: float = 100.0,
+    max_batch_sequences: int = 8,
+    max_batch_tokens: int = 100,
+    batch_seconds: float = 100.0,
     continuous: bool = True,
 ) -> Limits:
-    return Limits(max_waiting, max_turn_rows, max_turn_tokens, turn_seconds, continuous)
+    return Limits(max_waiting, max_batch_sequences, max_batch_tokens, batch_seconds, continuous)
 
 
 def request(

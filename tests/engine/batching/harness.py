@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from service.engine.batch import Chunk, Turn
+from service.engine.batch import Batch, Chunk
 from service.engine.batching.batcher import Batcher
 from service.engine.batching.sessions import Sessions
 from service.engine.batching.ticket import Ticket
 from service.engine.execution.cost_model import Cost
 from service.engine.execution.device import DeviceLost
-from service.engine.execution.in_flight import Encoded
+from service.engine.execution.in_flight import ChunkResult
 from service.engine.session_state import State
 from service.errors import OutOfMemory, ServiceError
 from service.ipc.messages import FEATURES, IDS, ZEROS, Answer, ModelKey, Returns
-from service.ipc.process_config import Journal
+from service.ipc.session_journal import SessionJournal
 from service.log import Log
 from service.metrics import Counter, Metrics
 from tests.engine.batching.fakes import MODEL, OTHER, PLAIN, ids, limits, request
@@ -33,7 +33,7 @@ IDLE_SECONDS = 60.0
 class FakeEngine:
     """Adds up the ids of each sequence, and goes on with the sum in its place; a turn with a poisoned one raises."""
 
-    takes_turn = True
+    accepts_batch = True
     remaining_seconds = 0.0
     per_row = Cost(1.0, 0.0, 0.001)
 
@@ -41,7 +41,7 @@ class FakeEngine:
         self.ran: list[list[int]] = []
         self.states: dict[ModelKey, list[list[float]]] = {key: [[0.0, 0.0] for _ in range(100)] for key in (MODEL, OTHER)}
         self._slots = slots
-        self._done: list[tuple[Chunk, Encoded]] = []
+        self._done: list[tuple[Chunk, ChunkResult]] = []
 
     def cost(self, key: ModelKey) -> Cost:
         return self.per_row
@@ -70,12 +70,12 @@ class FakeEngine:
     def restore(self, key: ModelKey, place: int, state: State) -> None:
         self.states[key][place] = state["sum"].tolist()
 
-    def launch(self, turn: Turn) -> None:
-        rows = [np.frombuffer(chunk.data, IDS) for chunk in turn.chunks]
+    def launch(self, batch: Batch) -> None:
+        rows = [np.frombuffer(chunk.data, IDS) for chunk in batch.chunks]
         self.ran.append([int(row[0]) for row in rows])
-        states = self.states[turn.model]
-        read = [states[chunk.source] for chunk in turn.chunks]
-        for chunk, (total, count), row in zip(turn.chunks, read, rows, strict=True):
+        states = self.states[batch.model]
+        read = [states[chunk.source] for chunk in batch.chunks]
+        for chunk, (total, count), row in zip(batch.chunks, read, rows, strict=True):
             # Before a fault, so that a turn which fails leaves behind what it wrote.
             states[chunk.slot] = [total + float(row.sum()), count + len(row)]
         assert states[ZEROS] == [0.0, 0.0]
@@ -83,17 +83,17 @@ class FakeEngine:
             raise ValueError("poisoned")
         self._done += [
             (chunk, encoded(row, total, count, chunk.returns))
-            for chunk, (total, count), row in zip(turn.chunks, read, rows, strict=True)
+            for chunk, (total, count), row in zip(batch.chunks, read, rows, strict=True)
         ]
 
-    def finished(self) -> list[tuple[Chunk, Encoded]]:
+    def finished(self) -> list[tuple[Chunk, ChunkResult]]:
         done, self._done = self._done, []
         return done
 
 
-def encoded(row: np.ndarray[tuple[int], np.dtype[np.int32]], total: float, count: float, returns: Returns) -> Encoded:
+def encoded(row: np.ndarray[tuple[int], np.dtype[np.int32]], total: float, count: float, returns: Returns) -> ChunkResult:
     steps = row.astype(FEATURES)[:, None]
-    return Encoded(
+    return ChunkResult(
         scores=np.array([[total + row.sum(), count + len(row)]], FEATURES),
         picks=None,
         embedding=steps.max(0, keepdims=True) if returns.embedding else None,
@@ -105,25 +105,25 @@ def encoded(row: np.ndarray[tuple[int], np.dtype[np.int32]], total: float, count
 class EngineOfSteps(FakeEngine):
     """Gives half of each sequence's steps, a pick for each of them and no scores."""
 
-    def launch(self, turn: Turn) -> None:
-        for chunk in turn.chunks:
+    def launch(self, batch: Batch) -> None:
+        for chunk in batch.chunks:
             picks = np.frombuffer(chunk.data, IDS)[::2, None]
-            self._done.append((chunk, Encoded(None, picks, None, None, steps=len(picks), per_step=True)))
+            self._done.append((chunk, ChunkResult(None, picks, None, None, steps=len(picks), per_step=True)))
 
 
 class EngineOfSmallMemory(FakeEngine):
     """Has no room for more than ROOM steps at once."""
 
-    def launch(self, turn: Turn) -> None:
-        if turn.tokens > ROOM:
-            raise OutOfMemory(f"no memory for {turn.tokens} steps", retry_after=1)
-        super().launch(turn)
+    def launch(self, batch: Batch) -> None:
+        if batch.tokens > ROOM:
+            raise OutOfMemory(f"no memory for {batch.tokens} steps", retry_after=1)
+        super().launch(batch)
 
 
 class LostEngine(FakeEngine):
     """Its device does not answer any more."""
 
-    def launch(self, turn: Turn) -> None:
+    def launch(self, batch: Batch) -> None:
         raise DeviceLost("the device is lost")
 
 
@@ -132,30 +132,30 @@ class AsynchronousEngine(FakeEngine):
 
     def __init__(self, slots: int = 4, in_flight: int = 1) -> None:
         super().__init__(slots)
-        self._in_flight = in_flight
-        self._flights: list[list[tuple[Chunk, Encoded]]] = []
-        self._ready: list[tuple[Chunk, Encoded]] = []
+        self._most_in_flight = in_flight
+        self._in_flight: list[list[tuple[Chunk, ChunkResult]]] = []
+        self._ready: list[tuple[Chunk, ChunkResult]] = []
 
     @property
-    def takes_turn(self) -> bool:  # type: ignore[override]
-        return len(self._flights) < self._in_flight
+    def accepts_batch(self) -> bool:  # type: ignore[override]
+        return len(self._in_flight) < self._most_in_flight
 
-    def launch(self, turn: Turn) -> None:
-        super().launch(turn)
-        self._flights.append(super().finished())
+    def launch(self, batch: Batch) -> None:
+        super().launch(batch)
+        self._in_flight.append(super().finished())
 
-    def finished(self) -> list[tuple[Chunk, Encoded]]:
+    def finished(self) -> list[tuple[Chunk, ChunkResult]]:
         ready, self._ready = self._ready, []
         return ready
 
     @property
     def busy(self) -> bool:
-        return bool(self._flights or self._ready)
+        return bool(self._in_flight or self._ready)
 
     def end(self) -> None:
         """The device has done the turn that was launched first."""
-        if self._flights:
-            self._ready += self._flights.pop(0)
+        if self._in_flight:
+            self._ready += self._in_flight.pop(0)
 
 
 @dataclass
@@ -191,19 +191,19 @@ class House:
         self,
         *,
         max_waiting: int = 100,
-        max_turn_rows: int = 8,
-        max_turn_tokens: int = 100,
+        max_batch_sequences: int = 8,
+        max_batch_tokens: int = 100,
         engine: FakeEngine | None = None,
         max_sessions: int = 3,
-        journal: Journal | None = None,
-        turn_seconds: float = 100.0,
+        journal: SessionJournal | None = None,
+        batch_seconds: float = 100.0,
     ) -> None:
         self.now = 0.0
         self.engine = engine or FakeEngine()
         self.metrics = Metrics()
-        self.journal = journal or Journal(2 * max_sessions)
+        self.journal = journal or SessionJournal(2 * max_sessions)
         sessions = Sessions(max_sessions, IDLE_SECONDS, self.journal, self.metrics)
-        limited = limits(max_waiting, max_turn_rows, max_turn_tokens, turn_seconds)
+        limited = limits(max_waiting, max_batch_sequences, max_batch_tokens, batch_seconds)
         self.batcher = Batcher(limited, self.engine, sessions, self.metrics, lambda: self.now, Log("engine"))
         self.callers: list[Caller] = []
 
@@ -258,7 +258,7 @@ class House:
     def during_the_turn(self, act: Callable[[], object]) -> None:
         """One turn, with something that happens when its chunks have left the queue."""
 
-        def before_launch(turn: Turn) -> None:
+        def before_launch(batch: Batch) -> None:
             act()
 
         self.batcher.step(before_launch)

@@ -15,7 +15,7 @@ from service.engine.batching.state_slots import Slot
 from service.engine.execution.cost_model import Cost
 from service.errors import ServiceError, SessionConflict, SessionExpired, SessionLost, TooManySessions, UnknownSession
 from service.ipc.messages import FIRST, ModelKey
-from service.ipc.process_config import Journal
+from service.ipc.session_journal import SessionJournal
 from tests.engine.batching.fakes import MODEL, OTHER
 from tests.engine.batching.harness import IDLE_SECONDS, POISON, AsynchronousEngine, Caller, House
 
@@ -54,7 +54,7 @@ class Story:
     events: int = 0
 
     def __post_init__(self) -> None:
-        self.journal = Journal(4 * MOST_SESSIONS)
+        self.journal = SessionJournal(4 * MOST_SESSIONS)
         self.accounts: dict[str, Account] = {}
         self.buried: set[str] = set()
         """Whose end was told."""
@@ -69,7 +69,7 @@ class Story:
     def _begin(self) -> None:
         self.engine = AsynchronousEngine(slots=SLOTS, in_flight=2)
         self.engine.per_row = Cost(0.0, 1.0, 0.0)
-        self.house = House(engine=self.engine, max_sessions=MOST_SESSIONS, journal=self.journal, turn_seconds=BUDGET_STEPS)
+        self.house = House(engine=self.engine, max_sessions=MOST_SESSIONS, journal=self.journal, batch_seconds=BUDGET_STEPS)
         self.house.now = self.now
 
     # Events.

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from service.engine.batch import Turn
+from service.engine.batch import Batch
 from service.engine.execution.device import DeviceLost
 from service.errors import DeadlineExceeded, InferenceFailed, InvalidInput, OutOfMemory, Overloaded, ServiceError, UnknownModel
 from service.ipc.messages import FEATURES, IDS, Answer, ModelKey, Returns
@@ -36,7 +36,7 @@ def test_requests_that_wait_run_in_one_turn_and_each_gets_its_own_answer() -> No
 
 
 def test_a_request_of_several_sequences_is_answered_once_in_their_order_although_they_run_in_different_turns() -> None:
-    house = House(max_turn_rows=2)
+    house = House(max_batch_sequences=2)
     many = house.call([5], [4, 4], [3], [2, 2, 2], [1])
     between = house.call([7], priority=1)
     while house.batcher.step():
@@ -47,7 +47,7 @@ def test_a_request_of_several_sequences_is_answered_once_in_their_order_although
 
 
 def test_an_answer_has_the_arrays_that_were_asked_for_laid_end_to_end() -> None:
-    house = House(max_turn_rows=1)
+    house = House(max_batch_sequences=1)
     caller = house.call([1, 2], [3], [4, 5, 6], returns=Returns(embedding=True, sequence=True))
     plain = house.call([9])
     house.run()
@@ -58,7 +58,7 @@ def test_an_answer_has_the_arrays_that_were_asked_for_laid_end_to_end() -> None:
 
 
 def test_an_answer_with_a_line_a_step_says_how_many_steps_each_sequence_has_and_has_no_shape_for_what_there_is_not() -> None:
-    house = House(max_turn_rows=2, engine=EngineOfSteps())
+    house = House(max_batch_sequences=2, engine=EngineOfSteps())
     caller = house.call([1, 2, 3, 4, 5], [6], [7, 8])
     house.run()
     [(answer, data)] = caller.answers
@@ -85,7 +85,7 @@ def test_a_caller_that_goes_while_its_turn_runs_is_told_nothing_and_its_batch_ma
 
 
 def test_a_caller_that_goes_between_its_turns_has_the_rest_taken_out_of_the_queue() -> None:
-    house = House(max_turn_rows=1)
+    house = House(max_batch_sequences=1)
     goes, stays = house.call([1], [2], [3]), house.call([4])
     house.batcher.step()
     house.hang_up(goes)
@@ -133,12 +133,12 @@ def test_a_caller_that_goes_while_its_row_fails_is_counted_once() -> None:
 
 
 def test_a_request_with_one_row_that_fails_fails_once_and_its_waiting_rows_are_not_computed() -> None:
-    house = House(max_turn_rows=2)
+    house = House(max_batch_sequences=2)
     bad = house.call([POISON], [POISON], [3], [4])
     house.run()
     assert [type(error) for error in bad.errors] == [InferenceFailed]
     assert not bad.answers
-    assert not any(3 in turn or 4 in turn for turn in house.engine.ran)
+    assert not any(3 in batch or 4 in batch for batch in house.engine.ran)
 
 
 def test_rows_of_a_request_that_has_failed_are_not_run_again_alone() -> None:
@@ -183,7 +183,7 @@ def test_who_comes_while_the_device_works_is_in_the_next_turn_and_answers_come_w
 
 
 def test_the_backlog_is_what_runs_and_all_that_waits() -> None:
-    house = House(max_turn_rows=1)
+    house = House(max_batch_sequences=1)
     house.call([1] * 4)
     house.call([1], [1], model=OTHER)
     assert house.batcher.backlog_seconds() == pytest.approx(1.004 + 2.002)
@@ -204,7 +204,7 @@ def test_a_deadline_that_passes_in_the_queue_is_refused_and_nothing_is_computed_
 
 
 def test_a_deadline_that_passes_between_two_turns_of_a_request_ends_it() -> None:
-    house = House(max_turn_rows=1)
+    house = House(max_batch_sequences=1)
     late = house.call([1], [2], allowed=5.0)
     house.batcher.step()
     house.now = 6.0
@@ -246,7 +246,7 @@ def test_data_that_do_not_match_the_lengths_fail_alone() -> None:
 
 
 def test_the_time_in_the_queue_is_observed_once_a_sequence() -> None:
-    house = House(max_turn_rows=2)
+    house = House(max_batch_sequences=2)
     house.call([1], [2], [3])
     house.now = 4.0
     house.run()
@@ -268,9 +268,9 @@ def test_sequences_counts_what_was_answered_and_not_what_was_thrown_away() -> No
 def test_a_turn_is_announced_before_it_is_launched_each_time() -> None:
     house, announced = House(), list[list[int]]()
 
-    def announce(turn: Turn) -> None:
+    def announce(batch: Batch) -> None:
         assert len(house.engine.ran) == len(announced)
-        announced.append([chunk.steps for chunk in turn.chunks])
+        announced.append([chunk.steps for chunk in batch.chunks])
 
     house.call([1, 1])
     house.call([POISON])
@@ -283,7 +283,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.house = House(max_waiting=8, max_turn_rows=3, max_turn_tokens=7)
+        self.house = House(max_waiting=8, max_batch_sequences=3, max_batch_tokens=7)
 
     @rule(
         sequences=st.lists(st.lists(st.sampled_from([1, 2, 3, POISON]), max_size=5), max_size=4),
@@ -303,7 +303,7 @@ class AnyOrder(RuleBasedStateMachine):
         self._hang_up(which)
 
     @rule()
-    def turn(self) -> None:
+    def batch(self) -> None:
         self.house.batcher.step()
 
     @rule(which=st.integers(0, 99))

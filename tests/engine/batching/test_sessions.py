@@ -30,7 +30,7 @@ from service.errors import (
     UnknownSession,
 )
 from service.ipc.messages import FIRST, ModelKey
-from service.ipc.process_config import Journal
+from service.ipc.session_journal import SessionJournal
 from tests.engine.batching.fakes import MODEL, OTHER
 from tests.engine.batching.harness import IDLE_SECONDS, POISON, AsynchronousEngine, Caller, FakeEngine, House, counted, total
 from tests.engine.batching.story import NAMES, Story, any_event
@@ -64,7 +64,7 @@ def slow(slots: int = 4) -> House:
     """A house in which a turn takes LEAST_STEPS of each sequence, and ends when it is told to."""
     engine = AsynchronousEngine(slots)
     engine.per_row = engine.per_row._replace(fixed=0.0, per_step=1.0)
-    return House(engine=engine, turn_seconds=1.0)
+    return House(engine=engine, batch_seconds=1.0)
 
 
 # Chunks.
@@ -423,7 +423,7 @@ def test_20_000_sessions_that_are_begun_and_left_leave_nothing_behind() -> None:
 
 
 def test_a_session_whose_engine_ended_is_told_so_once_and_begins_anew() -> None:
-    journal = Journal(6)
+    journal = SessionJournal(6)
     before = House(journal=journal)
     asked(before, 1)
     asked(before, 1, session="ended", ends=True)
@@ -435,7 +435,7 @@ def test_a_session_whose_engine_ended_is_told_so_once_and_begins_anew() -> None:
 
 
 def test_who_begins_anew_after_the_engine_ended_is_told_nothing() -> None:
-    journal = Journal(6)
+    journal = SessionJournal(6)
     asked(House(journal=journal), 1)
     after = House(journal=journal)
     assert answered(asked(after, 2, starts=True)) == (2, 1)
@@ -443,14 +443,14 @@ def test_who_begins_anew_after_the_engine_ended_is_told_nothing() -> None:
 
 
 def test_what_was_lost_is_told_even_when_the_next_engine_ends_too() -> None:
-    journal = Journal(6)
+    journal = SessionJournal(6)
     asked(House(journal=journal), 1)
     House(journal=journal)
     assert refused(asked(House(journal=journal), 1)) is SessionLost
 
 
 def test_an_expired_session_is_remembered_by_the_next_engine() -> None:
-    journal = Journal(6)
+    journal = SessionJournal(6)
     before = House(journal=journal)
     asked(before, 1)
     before.now = IDLE_SECONDS
@@ -459,7 +459,7 @@ def test_an_expired_session_is_remembered_by_the_next_engine() -> None:
 
 
 def test_chunks_that_were_in_flight_when_the_engine_ended_are_all_told_and_nothing_of_them_is_run() -> None:
-    journal = Journal(6)
+    journal = SessionJournal(6)
     asked(House(journal=journal), 1)
     after = House(journal=journal)
     callers = [after.call([value], session="a", again=True) for value in (1, 2)]

@@ -10,9 +10,9 @@ import pytest
 import torch
 from numpy.testing import assert_allclose
 
-from service.engine.batch import Chunk, Turn
-from service.engine.execution.device_engine import Engine
-from service.engine.execution.in_flight import Encoded
+from service.engine.batch import Batch, Chunk
+from service.engine.execution.device_engine import DeviceEngine
+from service.engine.execution.in_flight import ChunkResult
 from service.engine.session_state import Origin, pack, unpack
 from service.ipc.messages import FEATURES, FIRST, SCRAP, ZEROS, ModelKey, Returns
 from service.metrics import Metrics
@@ -43,19 +43,19 @@ HEADS: dict[str, dict[str, Any]] = {
 EVERYTHING = Returns(embedding=True, sequence=True)
 
 
-def built(root: Path, layer: str, head: str) -> tuple[ModelSpec, Engine]:
+def built(root: Path, layer: str, head: str) -> tuple[ModelSpec, DeviceEngine]:
     spec = models.made_up(root, "streamed", FLOATS, LAYERS[layer], head=HEADS[head])
     arrays = store.read_arrays(root / "streamed" / "1", spec)
     encoder = Encoder(spec, arrays, torch.device("cpu"), 1 << 20)
-    return spec, Engine({ModelKey("streamed", "1"): encoder}, Metrics(), max_turn_rows=4, max_turn_tokens=64)
+    return spec, DeviceEngine({ModelKey("streamed", "1"): encoder}, Metrics(), max_batch_sequences=4, max_batch_tokens=64)
 
 
 def rows(seed: int) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
     return np.random.default_rng(seed).normal(size=(STEPS, 3)).astype(FEATURES)
 
 
-def run(engine: Engine, *chunks: Chunk) -> list[Encoded]:
-    engine.launch(Turn(ModelKey("streamed", "1"), list(chunks)))
+def run(engine: DeviceEngine, *chunks: Chunk) -> list[ChunkResult]:
+    engine.launch(Batch(ModelKey("streamed", "1"), list(chunks)))
     return [encoded for _, encoded in engine.finished()]
 
 
@@ -69,7 +69,7 @@ def test_chunks_that_go_on_from_their_places_give_what_the_whole_gives(layer: st
     _, engine = built(tmp_path, layer, head)
     data = [rows(seed) for seed in range(3)]
     whole = run(engine, *map(chunk, data))
-    parts: list[list[Encoded]] = [[] for _ in data]
+    parts: list[list[ChunkResult]] = [[] for _ in data]
     for number, (begin, end) in enumerate(CUTS):
         made = [
             chunk(one[begin:end], ZEROS if begin == 0 else FIRST + row, SCRAP if end == STEPS else FIRST + row)

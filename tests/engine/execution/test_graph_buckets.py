@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.engine.execution.graph_buckets import GROWTH, LEAST_TOKENS, MOST_GRAPHS, Bucket, Ladder
+from service.engine.execution.graph_buckets import GROWTH, LEAST_TOKENS, MOST_GRAPHS, Bucket, GraphBuckets
 
 SIZES = st.integers(1, 5000)
-DEFAULT = Ladder(most_rows=64, most_tokens=4096, most_steps=512)
+DEFAULT = GraphBuckets(most_rows=64, most_tokens=4096, most_steps=512)
 
 
 @given(rows=st.integers(1, 600), tokens=SIZES, steps=SIZES)
 def test_there_are_no_more_graphs_than_may_be_and_none_twice(rows: int, tokens: int, steps: int) -> None:
-    buckets = Ladder(rows, tokens, steps).buckets
+    buckets = GraphBuckets(rows, tokens, steps).buckets
     assert 0 < len(buckets) <= MOST_GRAPHS
     assert len(set(buckets)) == len(buckets)
 
@@ -30,7 +30,7 @@ def test_a_turn_gets_the_smallest_bucket_that_has_room_for_it(rows: int, tokens:
 
 @given(rows=st.integers(1, 600), tokens=SIZES, steps=SIZES)
 def test_tokens_of_a_like_number_of_rows_are_close_together(rows: int, tokens: int, steps: int) -> None:
-    buckets = Ladder(rows, tokens, steps).buckets
+    buckets = GraphBuckets(rows, tokens, steps).buckets
     for count in {bucket.rows for bucket in buckets}:
         rungs = sorted(bucket.tokens for bucket in buckets if bucket.rows == count)
         assert all(after <= GROWTH * before for before, after in pairwise(rungs))

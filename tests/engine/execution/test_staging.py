@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kernels.contract import Ragged
-from service.engine.batch import Chunk, Turn
+from service.engine.batch import Batch, Chunk
 from service.engine.execution.staging import Staging
 from service.ipc.messages import FEATURES, IDS, ModelKey, Returns
 
@@ -21,13 +21,13 @@ CPU = torch.device("cpu")
 ROWS, TOKENS = 5, 40
 
 
-def laid(staging: Staging, one: Turn) -> Ragged:
+def laid(staging: Staging, one: Batch) -> Ragged:
     assert staging.lay(one) == list(accumulate(chunk.steps for chunk in one.chunks))
-    return staging.batch(one.rows, one.tokens)
+    return staging.ragged(one.rows, one.tokens)
 
 
-def turn(arrays: Sequence[NDArray[np.generic]]) -> Turn:
-    return Turn(ModelKey("words", "1"), [Chunk(array.tobytes(), len(array), Returns(), None) for array in arrays])
+def batch(arrays: Sequence[NDArray[np.generic]]) -> Batch:
+    return Batch(ModelKey("words", "1"), [Chunk(array.tobytes(), len(array), Returns(), None) for array in arrays])
 
 
 def ids(*lengths: int) -> list[NDArray[np.int32]]:
@@ -43,7 +43,7 @@ def features(width: int, *lengths: int) -> list[NDArray[np.float32]]:
 @given(st.lists(st.integers(1, TOKENS // ROWS), min_size=1, max_size=ROWS))
 @settings(deadline=None)
 def test_ids_lie_end_to_end(lengths: list[int]) -> None:
-    x = laid(Staging(ROWS, TOKENS, None, CPU), turn(ids(*lengths)))
+    x = laid(Staging(ROWS, TOKENS, None, CPU), batch(ids(*lengths)))
     assert x.data.dtype == torch.int32
     assert x.data.tolist() == list(range(sum(lengths)))
     assert x.offsets.dtype == torch.int32
@@ -53,21 +53,21 @@ def test_ids_lie_end_to_end(lengths: list[int]) -> None:
 @given(st.integers(1, 7), st.lists(st.integers(1, TOKENS // ROWS), min_size=1, max_size=ROWS))
 @settings(deadline=None)
 def test_rows_of_features_lie_end_to_end(width: int, lengths: list[int]) -> None:
-    x = laid(Staging(ROWS, TOKENS, width, CPU), turn(features(width, *lengths)))
+    x = laid(Staging(ROWS, TOKENS, width, CPU), batch(features(width, *lengths)))
     assert x.data.dtype == torch.float32
     assert x.data.tolist() == np.concatenate(features(width, *lengths)).tolist()
     assert x.lengths.tolist() == lengths
 
 
 def test_a_full_turn_fits() -> None:
-    x = laid(Staging(ROWS, TOKENS, None, CPU), turn(ids(*[TOKENS // ROWS] * ROWS)))
+    x = laid(Staging(ROWS, TOKENS, None, CPU), batch(ids(*[TOKENS // ROWS] * ROWS)))
     assert x.lengths.tolist() == [TOKENS // ROWS] * ROWS
 
 
 def test_nothing_of_a_longer_turn_before_is_left() -> None:
     staging = Staging(ROWS, TOKENS, None, CPU)
-    staging.lay(turn(ids(8, 8, 8)))
-    x = laid(staging, turn(ids(3, 1)))
+    staging.lay(batch(ids(8, 8, 8)))
+    x = laid(staging, batch(ids(3, 1)))
     assert x.data.tolist() == [0, 1, 2, 3]
     assert x.offsets.tolist() == [0, 3, 4]
 
@@ -75,11 +75,11 @@ def test_nothing_of_a_longer_turn_before_is_left() -> None:
 def test_chunks_may_be_views_into_a_larger_buffer() -> None:
     whole = memoryview(np.arange(9, dtype=IDS).tobytes())
     pieces = [Chunk(whole[8:20], 3, Returns(), None), Chunk(whole[0:4], 1, Returns(), None)]
-    assert laid(Staging(ROWS, TOKENS, None, CPU), Turn(ModelKey("words", "1"), pieces)).data.tolist() == [2, 3, 4, 0]
+    assert laid(Staging(ROWS, TOKENS, None, CPU), Batch(ModelKey("words", "1"), pieces)).data.tolist() == [2, 3, 4, 0]
 
 
 @pytest.mark.parametrize("steps", [1, 3])
 def test_a_chunk_whose_bytes_do_not_match_its_steps_is_refused(steps: int) -> None:
-    wrong = Turn(ModelKey("words", "1"), [Chunk(bytes(8), steps, Returns(), None)])
+    wrong = Batch(ModelKey("words", "1"), [Chunk(bytes(8), steps, Returns(), None)])
     with pytest.raises(ValueError, match="different"):
         Staging(ROWS, TOKENS, None, CPU).lay(wrong)

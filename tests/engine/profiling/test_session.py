@@ -11,11 +11,11 @@ from service.engine.batching import batcher
 from service.engine.batching.batcher import Batcher
 from service.engine.execution.device_engine import Watcher
 from service.engine.profiling import session
-from service.engine.profiling.session import Tracing
+from service.engine.profiling.session import ProfilingSession
 from service.errors import Overloaded, ServiceError, Unavailable
 from service.ipc.channel import Channel, pair
-from service.ipc.messages import Hello, Loaded, Trace
-from service.ipc.process_config import Pulse
+from service.ipc.heartbeat import Heartbeat
+from service.ipc.messages import EngineStatus, LoadedModel, Trace
 
 
 class FakeRecorder:
@@ -25,8 +25,8 @@ class FakeRecorder:
     late_seconds: float
     """What the pulse said while it began."""
 
-    def __init__(self, place: int, device: str, turns: int, seconds: float) -> None:
-        self.asked = place, device, turns, seconds
+    def __init__(self, place: int, device: str, batches: int, seconds: float) -> None:
+        self.asked = place, device, batches, seconds
         self.over = False
         self.answered = 0
         self.abandoned = False
@@ -63,25 +63,25 @@ class House:
 
     def __init__(self) -> None:
         self.made: list[FakeRecorder] = []
-        self.pulse = Pulse()
+        self.heartbeat = Heartbeat()
         self.channels = [Channel(end) for end in pair()]
         self.played = Played()
-        self.tracing = Tracing(
-            self.played, self.played, Hello([Loaded("words", "1", "cuda:1", [], 0)], 3, "cuda:1"), self.pulse
+        self.tracing = ProfilingSession(
+            self.played, self.played, EngineStatus([LoadedModel("words", "1", "cuda:1", [], 0)], 3, "cuda:1"), self.heartbeat
         )
         self.replies: list[tuple[int, bytes]] = []
         self.refusals: list[tuple[int, ServiceError]] = []
 
     def record(self, *asked: Any) -> FakeRecorder:
         made = FakeRecorder(*asked)
-        made.late_seconds = self.pulse.late_seconds()
+        made.late_seconds = self.heartbeat.late_seconds()
         self.made.append(made)
         return made
 
     def ask(self, id: int, channel: int = 0) -> None:
         self.tracing.begin(
             (self.channels[channel], id),
-            Trace(turns=7, seconds=2.5),
+            Trace(batches=7, seconds=2.5),
             lambda events: self.replies.append((id, events)),
             lambda error: self.refusals.append((id, error)),
         )
@@ -91,9 +91,9 @@ class House:
 def house(monkeypatch: pytest.MonkeyPatch) -> Iterator[House]:
     made = House()
     monkeypatch.setattr(session, "Recorder", made.record)
-    made.pulse.beat()
+    made.heartbeat.beat()
     yield made
-    made.pulse.close()
+    made.heartbeat.close()
     for channel in made.channels:
         channel.close()
 

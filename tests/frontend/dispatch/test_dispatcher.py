@@ -10,9 +10,9 @@ import pytest
 
 from service.errors import DeadlineExceeded, EngineLost, Overloaded, Unavailable, UnknownModel
 from service.frontend.dispatch.connection import Answered
-from service.frontend.dispatch.dispatcher import Engines
+from service.frontend.dispatch.dispatcher import Dispatcher
 from service.ipc.channel import Channel, Frame, Kind, encode, pair
-from service.ipc.messages import Answer, Hello, Loaded, Refusal, Request
+from service.ipc.messages import Answer, EngineStatus, LoadedModel, Refusal, Request
 from service.metrics import Metrics
 
 SECOND_A_TOKEN = 1.0
@@ -31,13 +31,13 @@ class Clock:
 class Peer:
     """An engine process as the front sees it: a request costs a second for each step of its sequences."""
 
-    def __init__(self, engines: Engines, place: int) -> None:
+    def __init__(self, engines: Dispatcher, place: int) -> None:
         mine, theirs = pair()
         self.channel = Channel(mine)
         engines.attach(Channel(theirs))
         backends = ["lstm: framework", f"head: of {place}"]
-        model = Loaded("words", "1", f"cuda:{place}", backends, 7, per_step=0.0, per_token=SECOND_A_TOKEN)
-        self.send(encode(Kind.HELLO, 0, Hello([model], place)))
+        model = LoadedModel("words", "1", f"cuda:{place}", backends, 7, per_step=0.0, per_token=SECOND_A_TOKEN)
+        self.send(encode(Kind.ENGINE_STATUS, 0, EngineStatus([model], place)))
 
     def send(self, frame: bytes) -> None:
         self.channel.send(frame)
@@ -63,14 +63,14 @@ def request(seconds: float = 5.0, steps: int = 2) -> Request:
 
 
 def run(
-    test: Callable[[Engines, Metrics], Awaitable[None]],
+    test: Callable[[Dispatcher, Metrics], Awaitable[None]],
     channel_bytes: int = 10_000,
     places: int = 1,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
     async def within_a_loop() -> None:
         metrics = Metrics()
-        engines = Engines(metrics, channel_bytes, lambda: None, places, clock)
+        engines = Dispatcher(metrics, channel_bytes, lambda: None, places, clock)
         try:
             await asyncio.wait_for(test(engines, metrics), 10)
         finally:
@@ -85,7 +85,7 @@ def run(
 met: list[Peer] = []
 
 
-async def meet(engines: Engines, place: int = 0) -> Peer:
+async def meet(engines: Dispatcher, place: int = 0) -> Peer:
     peer = Peer(engines, place)
     met.append(peer)
     while not any(f"cuda:{place}" in one.device for one in engines.models):
@@ -93,11 +93,11 @@ async def meet(engines: Engines, place: int = 0) -> Peer:
     return peer
 
 
-async def meet_two(engines: Engines) -> tuple[Peer, Peer]:
+async def meet_two(engines: Dispatcher) -> tuple[Peer, Peer]:
     return await meet(engines, 0), await meet(engines, 1)
 
 
-async def send(engines: Engines, steps: int = 1, tail: bytes = b"") -> asyncio.Task[Answered]:
+async def send(engines: Dispatcher, steps: int = 1, tail: bytes = b"") -> asyncio.Task[Answered]:
     """A request that has been handed to an engine."""
     task = asyncio.ensure_future(engines.submit(request(steps=steps), tail))
     await asyncio.sleep(0)
@@ -105,7 +105,7 @@ async def send(engines: Engines, steps: int = 1, tail: bytes = b"") -> asyncio.T
 
 
 def test_an_answer_finds_its_request_whatever_the_order() -> None:
-    async def test(engines: Engines, metrics: Metrics) -> None:
+    async def test(engines: Dispatcher, metrics: Metrics) -> None:
         peer = await meet(engines)
         first, second = (asyncio.ensure_future(engines.submit(request(), tail)) for tail in (b"first", b"second"))
         for frame in reversed(await peer.frames(2)):
@@ -116,19 +116,19 @@ def test_an_answer_finds_its_request_whatever_the_order() -> None:
 
 
 def test_what_leaves_in_one_tick_leaves_in_one_write() -> None:
-    async def test(engines: Engines, metrics: Metrics) -> None:
+    async def test(engines: Dispatcher, metrics: Metrics) -> None:
         peer = await meet(engines)
         calls = [asyncio.ensure_future(engines.submit(request(), b"x")) for _ in range(20)]
         for frame in await peer.frames(20):
             peer.send(encode(Kind.ANSWER, frame.id, Answer((1, 1)), (b"0000",)))
         await asyncio.gather(*calls)
-        assert metrics.channel_writes.values[("front",)] == [1]
+        assert metrics.channel_writes.values[("frontend",)] == [1]
 
     run(test)
 
 
 def test_a_refusal_is_raised_as_the_error_that_it_was() -> None:
-    async def test(engines: Engines, metrics: Metrics) -> None:
+    async def test(engines: Dispatcher, metrics: Metrics) -> None:
         peer = await meet(engines)
         call = asyncio.ensure_future(engines.submit(request(), b""))
         (frame,) = await peer.frames(1)
@@ -141,7 +141,7 @@ def test_a_refusal_is_raised_as_the_error_that_it_was() -> None:
 
 
 def test_a_full_channel_refuses_until_an_answer_makes_room() -> None:
-    async def test(engines: Engines, metrics: Metrics) -> None:
+    async def test(engines: Dispatcher, metrics: Metrics) -> None:
         peer = await meet(engines)
         first = asyncio.ensure_future(engines.submit(request(), bytes(6_000)))
         (frame,) = await peer.frames(1)
@@ -157,7 +157,7 @@ def test_a_full_channel_refuses_until_an_answer_makes_room() -> None:
 
 
 def test_a_passed_deadline_and_a_cancelled_caller_are_told_to_the_engine() -> None:
-    async def test(engines: Engines, metrics: Metrics) -> None:
+    async def test(engines: Dispatcher, metrics: Metrics) -> None:
         peer = await meet(engines)
         with pytest.raises(DeadlineExceeded):
             await engines.submit(request(0.05), b"")
@@ -172,7 +172,7 @@ def test_a_passed_deadline_and_a_cancelled_caller_are_told_to_the_engine() -> No
 
 
 def test_nothing_is_taken_before_the_first_engine_and_between_two() -> None:
-    async def test(engines: Engines, metrics: Metrics) -> None:
+    async def test(engines: Dispatcher, metrics: Metrics) -> None:
         with pytest.raises(Unavailable):
             await engines.submit(request(), b"")
         peer = await meet(engines)
@@ -186,7 +186,7 @@ def test_nothing_is_taken_before_the_first_engine_and_between_two() -> None:
 
 
 def test_what_a_lost_engine_had_is_run_once_more_and_not_twice() -> None:
-    async def test(engines: Engines, metrics: Metrics) -> None:
+    async def test(engines: Dispatcher, metrics: Metrics) -> None:
         call = None
         for _ in range(2):
             peer = await meet(engines)
@@ -206,7 +206,7 @@ def test_what_a_lost_engine_had_is_run_once_more_and_not_twice() -> None:
 
 
 def test_an_answer_nobody_waits_for_is_dropped() -> None:
-    async def test(engines: Engines, metrics: Metrics) -> None:
+    async def test(engines: Dispatcher, metrics: Metrics) -> None:
         peer = await meet(engines)
         peer.send(encode(Kind.ANSWER, 99, Answer((1, 1))))
         call = asyncio.ensure_future(engines.submit(request(), b""))
@@ -218,7 +218,7 @@ def test_an_answer_nobody_waits_for_is_dropped() -> None:
 
 
 def test_engines_that_wait_equally_long_take_turns() -> None:
-    async def test(engines: Engines, metrics: Metrics) -> None:
+    async def test(engines: Dispatcher, metrics: Metrics) -> None:
         peers = [await meet(engines, place) for place in range(3)]
         for number in range(6):
             await send(engines, tail=str(number).encode())
@@ -228,7 +228,7 @@ def test_engines_that_wait_equally_long_take_turns() -> None:
 
 
 def test_a_request_goes_where_what_was_sent_takes_the_shortest() -> None:
-    async def test(engines: Engines, metrics: Metrics) -> None:
+    async def test(engines: Dispatcher, metrics: Metrics) -> None:
         one, other = await meet_two(engines)
         await send(engines, steps=10)
         for _ in range(10):
@@ -244,7 +244,7 @@ def test_a_request_goes_where_what_was_sent_takes_the_shortest() -> None:
 def test_what_an_engine_reports_holds_back_requests_until_that_time_has_passed() -> None:
     clock = Clock()
 
-    async def test(engines: Engines, metrics: Metrics) -> None:
+    async def test(engines: Dispatcher, metrics: Metrics) -> None:
         one, other = await meet_two(engines)
         calls = [await send(engines), await send(engines)]
         one.answer(*await one.frames(1), backlog=2.5)
@@ -261,7 +261,7 @@ def test_what_an_engine_reports_holds_back_requests_until_that_time_has_passed()
 
 
 def test_what_an_engine_had_not_read_when_it_reported_is_counted_beside_the_report() -> None:
-    async def test(engines: Engines, metrics: Metrics) -> None:
+    async def test(engines: Dispatcher, metrics: Metrics) -> None:
         one, other = await meet_two(engines)
         first, _ = await send(engines), await send(engines, steps=4)
         (read,) = await one.frames(1)
@@ -276,7 +276,7 @@ def test_what_an_engine_had_not_read_when_it_reported_is_counted_beside_the_repo
 
 
 def test_what_was_given_up_is_not_waited_for() -> None:
-    async def test(engines: Engines, metrics: Metrics) -> None:
+    async def test(engines: Dispatcher, metrics: Metrics) -> None:
         one, _ = await meet_two(engines)
         leaving, _ = await send(engines, steps=9), await send(engines, steps=3)
         leaving.cancel()
@@ -292,7 +292,7 @@ def test_what_was_given_up_is_not_waited_for() -> None:
 
 
 def test_the_bytes_of_a_channel_are_each_engine_s_own() -> None:
-    async def test(engines: Engines, metrics: Metrics) -> None:
+    async def test(engines: Dispatcher, metrics: Metrics) -> None:
         one, other = await meet_two(engines)
         calls = [await send(engines, tail=bytes(6_000)) for _ in range(2)]
         with pytest.raises(Overloaded, match="SEQSERVE_CHANNEL_BYTES is 10000"):
@@ -307,7 +307,7 @@ def test_the_bytes_of_a_channel_are_each_engine_s_own() -> None:
 
 
 def test_what_a_lost_engine_had_runs_at_once_on_another() -> None:
-    async def test(engines: Engines, metrics: Metrics) -> None:
+    async def test(engines: Dispatcher, metrics: Metrics) -> None:
         one, other = await meet_two(engines)
         calls = [await send(engines, tail=tail) for tail in (b"first", b"second", b"third")]
         await one.frames(2)
@@ -323,7 +323,7 @@ def test_what_a_lost_engine_had_runs_at_once_on_another() -> None:
 
 
 def test_what_two_of_three_engines_died_with_does_not_reach_the_third() -> None:
-    async def test(engines: Engines, metrics: Metrics) -> None:
+    async def test(engines: Dispatcher, metrics: Metrics) -> None:
         peers = [await meet(engines, place) for place in range(3)]
         call = await send(engines, tail=b"deadly")
         for peer in peers[:2]:
@@ -338,7 +338,7 @@ def test_what_two_of_three_engines_died_with_does_not_reach_the_third() -> None:
 
 
 def test_a_caller_who_leaves_after_a_death_is_told_to_the_engine_that_has_the_request_now() -> None:
-    async def test(engines: Engines, metrics: Metrics) -> None:
+    async def test(engines: Dispatcher, metrics: Metrics) -> None:
         one, other = await meet_two(engines)
         leaving = await send(engines)
         await one.frames(1)
@@ -352,7 +352,7 @@ def test_a_caller_who_leaves_after_a_death_is_told_to_the_engine_that_has_the_re
 
 
 def test_a_deadline_that_passes_without_an_engine_says_that_it_was_lost() -> None:
-    async def test(engines: Engines, metrics: Metrics) -> None:
+    async def test(engines: Dispatcher, metrics: Metrics) -> None:
         peer = await meet(engines)
         call = asyncio.ensure_future(engines.submit(request(0.05), b""))
         await peer.frames(1)
@@ -367,7 +367,7 @@ def test_a_deadline_that_passes_without_an_engine_says_that_it_was_lost() -> Non
 
 
 def test_a_model_on_several_devices_is_listed_once_in_the_order_of_the_engines() -> None:
-    async def test(engines: Engines, metrics: Metrics) -> None:
+    async def test(engines: Dispatcher, metrics: Metrics) -> None:
         assert engines.models == []
         await meet(engines, 1)
         first = await meet(engines, 0)

@@ -9,7 +9,7 @@ import pytest
 
 from service.errors import DeadlineExceeded, EngineLost, Overloaded, SessionLost, Unavailable, UnknownSession
 from service.frontend.dispatch.connection import Answered
-from service.frontend.dispatch.dispatcher import Engines
+from service.frontend.dispatch.dispatcher import Dispatcher
 from service.frontend.dispatch.placement import home
 from service.ipc.channel import Kind, encode
 from service.ipc.messages import Answer, Refusal
@@ -20,7 +20,7 @@ NAMES = [str(number) for number in range(20)]
 FIRST, SECOND = ([name for name in NAMES if home(name, 2) == place] for place in (0, 1))
 
 
-async def chunk(engines: Engines, session: str, tail: bytes = b"", seconds: float = 5.0) -> asyncio.Task[Answered]:
+async def chunk(engines: Dispatcher, session: str, tail: bytes = b"", seconds: float = 5.0) -> asyncio.Task[Answered]:
     """One that has been handed to an engine."""
     asked = msgspec.structs.replace(request(seconds, steps=1), session=session)
     task = asyncio.ensure_future(engines.submit(asked, tail))
@@ -28,7 +28,7 @@ async def chunk(engines: Engines, session: str, tail: bytes = b"", seconds: floa
     return task
 
 
-async def lose(engines: Engines, peer: Peer) -> None:
+async def lose(engines: Dispatcher, peer: Peer) -> None:
     """The engine ends, and the front has seen it."""
     devices = {device for one in engines.models for device in one.device.split(", ")}
     peer.channel.close()
@@ -37,7 +37,7 @@ async def lose(engines: Engines, peer: Peer) -> None:
 
 
 def test_every_chunk_goes_to_its_session_s_home_however_long_it_takes_there() -> None:
-    async def test(engines: Engines, metrics: Metrics) -> None:
+    async def test(engines: Dispatcher, metrics: Metrics) -> None:
         peers = await meet_two(engines)
         for name in NAMES * 2:
             await chunk(engines, name, name.encode())
@@ -48,7 +48,7 @@ def test_every_chunk_goes_to_its_session_s_home_however_long_it_takes_there() ->
 
 
 def test_while_its_home_is_replaced_a_session_gets_503_and_others_are_answered() -> None:
-    async def test(engines: Engines, metrics: Metrics) -> None:
+    async def test(engines: Dispatcher, metrics: Metrics) -> None:
         with pytest.raises(Unavailable, match="loading"):
             await chunk_result(engines, FIRST[0])
         one, other = await meet_two(engines)
@@ -68,12 +68,12 @@ def test_while_its_home_is_replaced_a_session_gets_503_and_others_are_answered()
     run(test, places=2)
 
 
-async def chunk_result(engines: Engines, session: str) -> Answered:
+async def chunk_result(engines: Dispatcher, session: str) -> Answered:
     return await (await chunk(engines, session))
 
 
 def test_a_chunk_whose_engine_ended_waits_for_the_successor_at_the_same_place_and_is_told_what_was_lost() -> None:
-    async def test(engines: Engines, metrics: Metrics) -> None:
+    async def test(engines: Dispatcher, metrics: Metrics) -> None:
         one, other = await meet_two(engines)
         task = await chunk(engines, FIRST[0], b"lost")
         [sent] = await one.frames(1)
@@ -95,7 +95,7 @@ def test_a_chunk_whose_engine_ended_waits_for_the_successor_at_the_same_place_an
 
 
 def test_a_chunk_may_wait_through_more_than_one_death_and_is_never_said_to_have_caused_them() -> None:
-    async def test(engines: Engines, metrics: Metrics) -> None:
+    async def test(engines: Dispatcher, metrics: Metrics) -> None:
         peer = await meet(engines)
         task = await chunk(engines, "patient")
         for _ in range(3):
@@ -113,7 +113,7 @@ def test_a_chunk_may_wait_through_more_than_one_death_and_is_never_said_to_have_
 
 
 def test_a_chunk_whose_deadline_passes_meanwhile_says_that_the_engine_was_lost() -> None:
-    async def test(engines: Engines, metrics: Metrics) -> None:
+    async def test(engines: Dispatcher, metrics: Metrics) -> None:
         one, _ = await meet_two(engines)
         task = await chunk(engines, FIRST[0], seconds=0.05)
         await one.frames(1)
@@ -130,7 +130,7 @@ def test_a_chunk_whose_deadline_passes_meanwhile_says_that_the_engine_was_lost()
 
 
 def test_a_caller_who_leaves_while_his_chunk_waits_is_forgotten() -> None:
-    async def test(engines: Engines, metrics: Metrics) -> None:
+    async def test(engines: Dispatcher, metrics: Metrics) -> None:
         one, _ = await meet_two(engines)
         task = await chunk(engines, FIRST[0])
         await one.frames(1)
@@ -145,7 +145,7 @@ def test_a_caller_who_leaves_while_his_chunk_waits_is_forgotten() -> None:
 
 
 def test_a_state_is_exported_adopted_and_ended_at_the_session_s_home() -> None:
-    async def test(engines: Engines, metrics: Metrics) -> None:
+    async def test(engines: Dispatcher, metrics: Metrics) -> None:
         one, other = await meet_two(engines)
         export = asyncio.ensure_future(engines.export(FIRST[0]))
         adopt = asyncio.ensure_future(engines.adopt(SECOND[0], b"state"))
@@ -168,7 +168,7 @@ def test_a_state_is_exported_adopted_and_ended_at_the_session_s_home() -> None:
 
 
 def test_what_was_asked_of_an_engine_that_ends_is_not_asked_of_its_successor() -> None:
-    async def test(engines: Engines, metrics: Metrics) -> None:
+    async def test(engines: Dispatcher, metrics: Metrics) -> None:
         peer = await meet(engines)
         asked = [asyncio.ensure_future(one) for one in (engines.export("a"), engines.adopt("b", b"state"), engines.end("c"))]
         await peer.frames(3)
@@ -184,7 +184,7 @@ def test_what_was_asked_of_an_engine_that_ends_is_not_asked_of_its_successor() -
 
 
 def test_states_have_no_more_room_in_a_channel_than_requests() -> None:
-    async def test(engines: Engines, metrics: Metrics) -> None:
+    async def test(engines: Dispatcher, metrics: Metrics) -> None:
         peer = await meet(engines)
         first = asyncio.ensure_future(engines.adopt("a", bytes(6_000)))
         [frame] = await peer.frames(1)

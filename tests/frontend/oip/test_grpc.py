@@ -29,7 +29,7 @@ from service.settings import Settings
 from tests import models
 from tests.serving import Server, eventually, serving
 
-EMBEDDED = Path(__file__).resolve().parents[2] / "models"
+EMBEDDED = Path(__file__).resolve().parents[3] / "models"
 SERVICE = "/inference.GRPCInferenceService"
 QUESTIONS = ["How far is it from Denver to Aspen ?", "Who wrote Faust ?"]
 ROWS = np.array([[0.1 * step, -0.5, 1 / step] for step in range(1, 13)], np.float32)
@@ -48,7 +48,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     models.sensors(root)
     for name in ("question-type-cnn", "sensor-forecast"):
         shutil.copytree(EMBEDDED / name, root / name)
-    with serving(root, tmp_path_factory.mktemp("log"), "--fronts", "2", max_body_bytes=str(LIMIT)) as running:
+    with serving(root, tmp_path_factory.mktemp("log"), "--frontends", "2", max_body_bytes=str(LIMIT)) as running:
         yield running
 
 
@@ -335,12 +335,12 @@ def test_a_model_that_is_not_there_is_unknown_to_every_method(client: Any) -> No
 
 def test_a_fault_of_the_service_is_internal_and_says_nothing_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     """A front without anything in it has a fault at the first step."""
-    front: Any = SimpleNamespace(settings=Settings(), metrics=Metrics(), log=Log("front"))
+    frontend: Any = SimpleNamespace(settings=Settings(), metrics=Metrics(), log=Log("frontend"))
     request = raw("inputs", "FP32", [1, 1, 3], bytes(12)).SerializeToString()
 
     async def ask() -> list[grpc.RpcError]:
         server = grpc.aio.server()
-        server.add_generic_rpc_handlers((oip_grpc.handlers(front, Ending()),))
+        server.add_generic_rpc_handlers((oip_grpc.handlers(frontend, Ending()),))
         address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         await server.start()
         async with grpc.aio.insecure_channel(address) as channel:
@@ -361,7 +361,7 @@ def test_a_fault_of_the_service_is_internal_and_says_nothing_of_it(capsys: pytes
             "the service failed on this request: its log says why",
         )
     assert capsys.readouterr().err.count('"event": "bug"') == 3
-    assert dict(front.metrics.requests.values)[("unknown", "unknown", "inference_failed")] == [2]
+    assert dict(frontend.metrics.requests.values)[("unknown", "unknown", "inference_failed")] == [2]
 
 
 # Callers who leave, and deadlines.
@@ -375,10 +375,10 @@ def test_a_call_that_is_cancelled_stops_at_the_engine(served: Server, client: An
     gone, cancelled = outcomes(served, "client_gone"), served.metric("seqserve_cancelled_total")
     answers: queue.Queue[Any] = queue.Queue()
 
-    def hear(result: Any, error: Any) -> None:
+    def handle_reply(result: Any, error: Any) -> None:
         answers.put(error)
 
-    running = client.async_infer("sensors", [given("inputs", SLOW[None])], hear)
+    running = client.async_infer("sensors", [given("inputs", SLOW[None])], handle_reply)
     eventually(lambda: served.metric("seqserve_requests_in_flight") == 1, 10)
     running.cancel()
     assert "CANCELLED" in str(answers.get(timeout=10))
@@ -413,7 +413,7 @@ class Streamed:
     def send(self, model: str, *inputs: Any, id: str = "", **options: Any) -> None:
         self._client.async_stream_infer(model, list(inputs), request_id=id, **options)
 
-    def hear(self, result: Any, error: Any) -> None:
+    def handle_reply(self, result: Any, error: Any) -> None:
         self._heard.put((result.get_response().id if result else "", result or error))
 
     def next(self) -> tuple[str, Any]:
@@ -425,7 +425,7 @@ class Streamed:
 def streamed(served: Server, **options: Any) -> Iterator[Streamed]:
     with triton.InferenceServerClient(served.grpc) as client:
         stream = Streamed(client)
-        client.start_stream(stream.hear, **options)
+        client.start_stream(stream.handle_reply, **options)
         yield stream
 
 

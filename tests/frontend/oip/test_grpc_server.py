@@ -29,7 +29,7 @@ from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
 from tritonclient.grpc import service_pb2
 
 from service.errors import StartError
-from service.frontend.oip.grpc_server import Door
+from service.frontend.oip.grpc_server import GrpcServer
 from service.settings import Settings
 from tests.serving import Server, eventually, serving
 from tests.supervisor.test_processes import start
@@ -40,7 +40,7 @@ SERVICE = "inference.GRPCInferenceService"
 
 @pytest.fixture
 def own(models_folder: Path, tmp_path: Path) -> Iterator[Server]:
-    with serving(models_folder, tmp_path, "--fronts", "2", lame_duck_seconds="0.5") as running:
+    with serving(models_folder, tmp_path, "--frontends", "2", lame_duck_seconds="0.5") as running:
         yield running
 
 
@@ -123,7 +123,7 @@ def test_what_is_no_method_is_unimplemented(channel: grpc.Channel) -> None:
 def test_fronts_share_the_port_and_a_new_one_takes_its_part(own: Server) -> None:
     port = int(own.grpc.rpartition(":")[2])
     assert listeners(port) == 2
-    for gone in ("front-0", "front-1"):
+    for gone in ("frontend-0", "frontend-1"):
         subprocess.run(["kill", "-KILL", str(own.pid(gone))], check=True)
         eventually(lambda: listeners(port) == 1, 5)
         eventually(lambda: listeners(port) == 2, 10)
@@ -144,9 +144,9 @@ def test_a_port_that_is_taken_stops_the_start_and_names_the_way_out(server: Serv
 
 
 def test_a_door_that_cannot_open_says_so() -> None:
-    front: Any = SimpleNamespace(settings=Settings())
+    frontend: Any = SimpleNamespace(settings=Settings())
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(StartError, match="--grpc-port"):
-        asyncio.run(Door(front, f"127.0.0.1:{taken.getsockname()[1]}").open())
+        asyncio.run(GrpcServer(frontend, f"127.0.0.1:{taken.getsockname()[1]}").open())
 
 
 def test_one_port_for_both_is_refused(models_folder: Path) -> None:
@@ -231,11 +231,11 @@ def test_what_the_drain_does_not_wait_for_is_cut_off(models_folder: Path, tmp_pa
     ):
         heard: Queue[Any] = Queue()
 
-        def hear(result: Any, error: Any) -> None:
+        def handle_reply(result: Any, error: Any) -> None:
             heard.put(error)
 
         for _ in range(8):
-            client.async_infer("sensors", [rows(200_000)], hear)
+            client.async_infer("sensors", [rows(200_000)], handle_reply)
         eventually(lambda: short.metric("seqserve_requests_in_flight") == 8, 10)
         began = time.monotonic()
         short.process.terminate()

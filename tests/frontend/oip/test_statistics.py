@@ -25,7 +25,7 @@ def busy() -> Metrics:
     for outcome, count in (("ok", 2), ("overloaded", 1), ("invalid_input", 1)):
         metrics.requests.add(*words, outcome, by=count)
     metrics.sequences.add(*words, by=4)
-    metrics.turns.add(*words, "graph")
+    metrics.batches.add(*words, "graph")
     metrics.stage_seconds.observe(0.25, *words, "queue")
     metrics.stage_seconds.observe(0.5, *words, "total")
     metrics.stage_seconds.observe(0.001, *words, "compute")
@@ -101,7 +101,7 @@ def test_a_server_that_was_asked_says_how_often_and_for_how_long(server: Server)
         assert server.infer("words", [TEXT, TEXT]).status_code == 200
     assert server.infer("words", [1]).status_code == 400
     counts = [server.metric(f"nv_inference_{name}", model="words", version="1") for name in COUNTS]
-    assert counts == [5, 10, server.metric("seqserve_turns_total", model="words")]
+    assert counts == [5, 10, server.metric("seqserve_batches_total", model="words")]
     assert all(server.metric(f"nv_inference_{name}_duration_us", model="words") > 0 for name in TIMES)
     assert server.metric("nv_inference_request_failure", model="words", reason="OTHER") == 1
     assert server.metric("nv_inference_pending_request_count", model="words") == 0

@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 
 from service.errors import InvalidInput, ServiceError, TooLarge, UnknownModel, Unsupported
-from service.frontend.catalog import Models
-from service.frontend.dispatch.dispatcher import Engines
-from service.frontend.inference import Front, Supervised, counted
+from service.frontend.catalog import Catalog
+from service.frontend.dispatch.dispatcher import Dispatcher
+from service.frontend.inference import Frontend, Supervised, counted
 from service.frontend.oip import metadata as oip_models
 from service.frontend.oip import types
 from service.frontend.oip.outputs import Wanted
 from service.frontend.oip.tensors import BYTES, DATATYPES, Tensor, decode, encode, listed
 from service.frontend.oip.types import InferRequest, InferResponse
-from service.frontend.served_model import Served
-from service.ipc.messages import Answer, Loaded, Request
+from service.frontend.served_model import ServedModel
+from service.ipc.messages import Answer, LoadedModel, Request
 from service.log import Log
 from service.metrics import Metrics
 from service.modeling.tokenizer import Tokenizer
@@ -49,13 +49,13 @@ ANSWERS: dict[str, dict[str, list[list[float]]]] = {
 class MadeUp:
     """Engines that keep what they are asked and give what they are told to. streams: names of models that take chunks."""
 
-    def __init__(self, known: Models, streams: Sequence[str] = ()) -> None:
+    def __init__(self, known: Catalog, streams: Sequence[str] = ()) -> None:
         self.asked: list[tuple[Request, bytes]] = []
         self.ready = True
         self.steps = 0
         self.answers = ANSWERS
         self.models = [
-            Loaded(one.spec.name, one.version, "cpu", [], 0, one.spec.name in streams, generation=one.generation)
+            LoadedModel(one.spec.name, one.version, "cpu", [], 0, one.spec.name in streams, generation=one.generation)
             for one in known.served
         ]
 
@@ -72,7 +72,7 @@ class MadeUp:
 
 
 class House(NamedTuple):
-    front: Front
+    frontend: Frontend
     engines: MadeUp
 
     def infer(
@@ -81,8 +81,8 @@ class House(NamedTuple):
         request = InferRequest(model, version, "7", parameters, list(inputs), list(outputs))
 
         async def asked() -> InferResponse:
-            with counted(self.front.metrics, 100.0) as call:
-                return await types.infer(self.front, call, request)
+            with counted(self.frontend.metrics, 100.0) as call:
+                return await types.infer(self.frontend, call, request)
 
         return asyncio.run(asked())
 
@@ -90,7 +90,7 @@ class House(NamedTuple):
         """The engine's request, and the values behind it."""
         self.infer(model, *inputs, **options)
         request, tail = self.engines.asked[-1]
-        features = self.front.catalog[model]["1"].spec.input.features
+        features = self.frontend.catalog[model]["1"].spec.input.features
         return request, np.frombuffer(tail, "i4").tolist() if features is None else np.frombuffer(tail, "f4").reshape(
             -1, features
         ).tolist()
@@ -101,12 +101,13 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> House:
     root: Path = tmp_path_factory.mktemp("models")
     specs = [made(root) for made in models.OF_EVERY_HEAD.values()]
     served = [
-        Served(spec, "1", Tokenizer.read(root / spec.name / "1", spec) if spec.input.kind == "text" else None) for spec in specs
+        ServedModel(spec, "1", Tokenizer.read(root / spec.name / "1", spec) if spec.input.kind == "text" else None)
+        for spec in specs
     ]
-    known = Models(served, {"alias": "words"})
+    known = Catalog(served, {"alias": "words"})
     engines = MadeUp(known, streams=["forecaster", "speller"])
-    front = Front(SETTINGS, known, cast(Engines, engines), Metrics(), Log("front"), cast(Supervised, None))
-    return House(front, engines)
+    frontend = Frontend(SETTINGS, known, cast(Dispatcher, engines), Metrics(), Log("frontend"), cast(Supervised, None))
+    return House(frontend, engines)
 
 
 def tensor(name: str, values: Any, datatype: str = "FP32") -> Tensor:
@@ -435,7 +436,7 @@ def test_a_sequence_s_answer_says_how_far_it_is(house: House, monkeypatch: pytes
 
 def test_what_is_asked_is_counted_once_and_timed_by_stage(house: House) -> None:
     def counts() -> list[float]:
-        metrics = house.front.metrics
+        metrics = house.frontend.metrics
         stages = [
             sum(metrics.stage_seconds.values.get(("speller", "1", stage), [0])[:-1]) for stage in ("parse", "encode", "total")
         ]
@@ -472,7 +473,7 @@ def test_shared_memory_is_refused_for_what_it_is() -> None:
 
 @pytest.mark.parametrize("name", models.OF_EVERY_HEAD)
 def test_metadata_configuration_and_answers_agree(house: House, name: str) -> None:
-    metadata, config = (said(house.front, name, "") for said in (oip_models.model_metadata, oip_models.model_config))
+    metadata, config = (said(house.frontend, name, "") for said in (oip_models.model_metadata, oip_models.model_config))
     assert (metadata["name"], metadata["versions"], metadata["platform"]) == (name, ["1"], "seqserve")
     assert config["max_batch_size"] == SETTINGS.max_inputs
     for described, configured in ((metadata["inputs"], config["input"]), (metadata["outputs"], config["output"])):
@@ -490,14 +491,14 @@ def test_metadata_configuration_and_answers_agree(house: House, name: str) -> No
 
 def test_inputs_that_may_be_left_out_are_optional(house: House) -> None:
     def optional(name: str) -> list[str]:
-        return [one["name"] for one in oip_models.model_config(house.front, name, "1")["input"] if one["optional"]]
+        return [one["name"] for one in oip_models.model_config(house.frontend, name, "1")["input"] if one["optional"]]
 
     assert optional("words") == ["ids", "lengths", "offsets"]
     assert optional("speller") == optional("forecaster") == ["lengths", "offsets"]
 
 
 def test_a_model_that_streams_has_sequences(house: House) -> None:
-    streams, whole = (oip_models.model_config(house.front, name, "") for name in ("forecaster", "words"))
+    streams, whole = (oip_models.model_config(house.frontend, name, "") for name in ("forecaster", "words"))
     assert streams["sequence_batching"] == {"max_sequence_idle_microseconds": 60_000_000}
     assert "dynamic_batching" not in streams
     assert whole["dynamic_batching"] == {}
@@ -505,14 +506,14 @@ def test_a_model_that_streams_has_sequences(house: House) -> None:
 
 
 def test_a_model_is_ready_when_an_engine_has_it(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert oip_models.ready(house.front, "words", "") and oip_models.ready(house.front, "alias", "1")
+    assert oip_models.ready(house.frontend, "words", "") and oip_models.ready(house.frontend, "alias", "1")
     monkeypatch.setattr(house.engines, "models", house.engines.models[1:])
-    assert not oip_models.ready(house.front, "words", "1")
+    assert not oip_models.ready(house.frontend, "words", "1")
     monkeypatch.setattr(house.engines, "ready", False)
-    assert not oip_models.ready(house.front, "forecaster", "")
+    assert not oip_models.ready(house.frontend, "forecaster", "")
     for name, version in (("nobody", ""), ("words", "2")):
         with pytest.raises(UnknownModel):
-            oip_models.ready(house.front, name, version)
+            oip_models.ready(house.frontend, name, version)
 
 
 @pytest.mark.parametrize(

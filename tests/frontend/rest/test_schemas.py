@@ -12,7 +12,7 @@ import pytest
 
 from service.errors import InvalidInput, InvalidRequest, ServiceError, TooLarge, UnknownModel
 from service.frontend.rest import schemas
-from service.frontend.served_model import Catalog, Served, find
+from service.frontend.served_model import ModelIndex, ServedModel, find
 from service.ipc.messages import Request
 from service.modeling.spec import ModelSpec
 from service.settings import Settings
@@ -24,20 +24,22 @@ SETTINGS = Settings()
 
 
 @pytest.fixture(scope="module")
-def catalog(tmp_path_factory: pytest.TempPathFactory) -> Catalog:
+def catalog(tmp_path_factory: pytest.TempPathFactory) -> ModelIndex:
     root: Path = tmp_path_factory.mktemp("models")
-    return {spec.name: {"1": Served(spec, "1", None)} for spec in (models.sensors(root, max_steps=50), models.speller(root))}
+    return {
+        spec.name: {"1": ServedModel(spec, "1", None)} for spec in (models.sensors(root, max_steps=50), models.speller(root))
+    }
 
 
-def asked(catalog: Catalog, body: schemas.InferBody) -> tuple[Request, bytes]:
+def asked(catalog: ModelIndex, body: schemas.InferBody) -> tuple[Request, bytes]:
     return schemas.sequences(body, find(catalog, body.model, body.version), SETTINGS, arrived=100.0)
 
 
-def infer(catalog: Catalog, **options: Any) -> Request:
+def infer(catalog: ModelIndex, **options: Any) -> Request:
     return asked(catalog, schemas.InferBody.model_validate({"model": "speller", "inputs": [[1, 2]], **options}))[0]
 
 
-def opened(catalog: Catalog, query: str, session: str = "stream:1") -> schemas.ChunkBody:
+def opened(catalog: ModelIndex, query: str, session: str = "stream:1") -> schemas.ChunkBody:
     items = [(name, value) for name, _, value in (part.partition("=") for part in query.split("&"))]
     asked = schemas.StreamQuery.parse(items)
     return schemas.stream_body(asked, session, find(catalog, asked.model, asked.version).spec, SETTINGS)
@@ -49,7 +51,7 @@ def refused(error: ServiceError, kind: type[ServiceError], field: str | None, *p
         assert part in error.message
 
 
-def test_what_is_said_of_a_session_reaches_the_engine(catalog: Catalog) -> None:
+def test_what_is_said_of_a_session_reaches_the_engine(catalog: ModelIndex) -> None:
     plain = infer(catalog)
     assert (plain.session, plain.session_starts, plain.session_ends) == (None, None, False)
     for start in (None, True, False):
@@ -58,13 +60,13 @@ def test_what_is_said_of_a_session_reaches_the_engine(catalog: Catalog) -> None:
 
 
 @pytest.mark.parametrize("name", GOOD_NAMES)
-def test_a_session_is_named_in_printable_ascii(catalog: Catalog, name: str) -> None:
+def test_a_session_is_named_in_printable_ascii(catalog: ModelIndex, name: str) -> None:
     assert infer(catalog, session=name).session == schemas.session_id(name) == name
     assert re.search(str(schemas.SESSION_SCHEMA["pattern"]), name)
 
 
 @pytest.mark.parametrize("name", WRONG_NAMES)
-def test_another_name_is_refused_on_every_door(catalog: Catalog, name: str) -> None:
+def test_another_name_is_refused_on_every_door(catalog: ModelIndex, name: str) -> None:
     for said in (
         lambda: infer(catalog, session=name),
         lambda: schemas.session_id(name),
@@ -87,18 +89,18 @@ def test_another_name_is_refused_on_every_door(catalog: Catalog, name: str) -> N
     ],
 )
 def test_what_can_be_said_of_one_chunk_of_one_session_only_is_refused_otherwise(
-    catalog: Catalog, options: dict[str, Any], field: str, part: str
+    catalog: ModelIndex, options: dict[str, Any], field: str, part: str
 ) -> None:
     with pytest.raises(InvalidInput, match=part) as raised:
         infer(catalog, **options)
     assert raised.value.field == field
 
 
-def test_a_start_that_is_null_is_left_out(catalog: Catalog) -> None:
+def test_a_start_that_is_null_is_left_out(catalog: ModelIndex) -> None:
     assert infer(catalog, start=None).session is None
 
 
-def test_a_socket_s_query_holds_for_all_its_chunks(catalog: Catalog) -> None:
+def test_a_socket_s_query_holds_for_all_its_chunks(catalog: ModelIndex) -> None:
     body = opened(catalog, "model=speller&version=1&deadline_ms=250&priority=-3&return=embedding,sequence")
     request, tail = asked(catalog, body.chunk(schemas.Message(input=[3, 4], end=True), goes_on=False))
     assert (request.model, request.version, request.priority, request.deadline) == ("speller", "1", -3, 100.25)
@@ -107,7 +109,7 @@ def test_a_socket_s_query_holds_for_all_its_chunks(catalog: Catalog) -> None:
     assert tail == struct.pack("<2i", 3, 4)
 
 
-def test_what_is_returned_may_be_said_again_and_again(catalog: Catalog) -> None:
+def test_what_is_returned_may_be_said_again_and_again(catalog: ModelIndex) -> None:
     assert opened(catalog, "model=sensors&return=embedding&return=sequence").returns == ["embedding", "sequence"]
 
 
@@ -115,7 +117,7 @@ def test_what_is_returned_may_be_said_again_and_again(catalog: Catalog) -> None:
     "goes_on, said, start", [(False, None, None), (True, None, False), (True, True, True), (False, False, False)]
 )
 def test_a_chunk_goes_on_with_what_has_begun_unless_it_says_otherwise(
-    catalog: Catalog, goes_on: bool, said: bool | None, start: bool | None
+    catalog: ModelIndex, goes_on: bool, said: bool | None, start: bool | None
 ) -> None:
     body = opened(catalog, "model=speller")
     request, _ = asked(catalog, body.chunk(schemas.Message(input=[1], start=said), goes_on=goes_on))
@@ -137,7 +139,7 @@ def test_a_chunk_goes_on_with_what_has_begun_unless_it_says_otherwise(
     ],
 )
 def test_a_query_that_no_chunk_could_have_is_refused(
-    catalog: Catalog, query: str, kind: type[ServiceError], field: str, part: str
+    catalog: ModelIndex, query: str, kind: type[ServiceError], field: str, part: str
 ) -> None:
     with pytest.raises(kind) as raised:
         opened(catalog, query)
@@ -163,12 +165,12 @@ def test_a_message_that_is_none_is_refused(text: str, kind: type[ServiceError], 
     refused(raised.value, kind, field, part)
 
 
-def raw(catalog: Catalog, model: str, data: bytes) -> tuple[Request, bytes]:
+def raw(catalog: ModelIndex, model: str, data: bytes) -> tuple[Request, bytes]:
     message = schemas.Message.read({"type": "websocket.receive", "bytes": data})
     return asked(catalog, opened(catalog, f"model={model}").chunk(message, goes_on=False))
 
 
-def test_bytes_are_what_the_same_numbers_are_in_json(catalog: Catalog) -> None:
+def test_bytes_are_what_the_same_numbers_are_in_json(catalog: ModelIndex) -> None:
     rows = [[0.5, -2.0, 3e38], [0.0, 1e-40, -0.0]]
     request, tail = raw(catalog, "sensors", np.array(rows, "<f4").tobytes())
     same, same_tail = asked(catalog, opened(catalog, "model=sensors").chunk(schemas.Message(input=rows), goes_on=False))
@@ -196,21 +198,21 @@ def test_bytes_are_what_the_same_numbers_are_in_json(catalog: Catalog) -> None:
     ],
 )
 def test_bytes_are_validated_as_json_is(
-    catalog: Catalog, model: str, data: bytes, kind: type[ServiceError], field: str, part: str
+    catalog: ModelIndex, model: str, data: bytes, kind: type[ServiceError], field: str, part: str
 ) -> None:
     with pytest.raises(kind) as raised:
         raw(catalog, model, data)
     refused(raised.value, kind, field, part)
 
 
-def test_a_fault_in_a_chunk_is_found_under_the_name_that_the_message_has_for_it(catalog: Catalog) -> None:
+def test_a_fault_in_a_chunk_is_found_under_the_name_that_the_message_has_for_it(catalog: ModelIndex) -> None:
     body = opened(catalog, "model=speller")
     with pytest.raises(InvalidInput) as raised:
         asked(catalog, body.chunk(schemas.Message(input=[1, 99]), goes_on=True))
     refused(raised.value, InvalidInput, "input[1]", "from 0 to 11")
 
 
-def test_specs_of_the_tests_take_chunks(catalog: Catalog) -> None:
+def test_specs_of_the_tests_take_chunks(catalog: ModelIndex) -> None:
     """What is said of chunks above would be refused in an engine otherwise."""
     specs: list[ModelSpec] = [versions["1"].spec for versions in catalog.values()]
     assert [spec.min_steps for spec in specs] == [1, 1]

@@ -8,14 +8,14 @@ import pytest
 
 from service.errors import EngineLost, Overloaded, Unavailable
 from service.frontend.dispatch import dispatcher as module
-from service.frontend.dispatch.dispatcher import Engines
+from service.frontend.dispatch.dispatcher import Dispatcher
 from service.ipc.channel import Kind, encode
 from service.ipc.messages import Refusal, Trace
 from service.metrics import Metrics
 from tests.frontend.dispatch.test_dispatcher import Peer, meet, meet_two, run
 
 
-async def asked(engines: Engines, *peers: Peer) -> tuple[asyncio.Task[list[bytes]], list[int]]:
+async def asked(engines: Dispatcher, *peers: Peer) -> tuple[asyncio.Task[list[bytes]], list[int]]:
     """A trace that these engines have heard of, and the ids by which they answer."""
     task = asyncio.ensure_future(engines.trace(20, 1.5))
     frames = [frame for peer in peers for frame in await peer.frames(1)]
@@ -24,7 +24,7 @@ async def asked(engines: Engines, *peers: Peer) -> tuple[asyncio.Task[list[bytes
 
 
 def test_every_engine_records_and_the_answers_stand_in_their_order() -> None:
-    async def test(engines: Engines, metrics: Metrics) -> None:
+    async def test(engines: Dispatcher, metrics: Metrics) -> None:
         one, other = await meet_two(engines)
         task, (first, second) = await asked(engines, one, other)
         other.send(encode(Kind.TRACED, second, None, (b"[2]",)))
@@ -35,7 +35,7 @@ def test_every_engine_records_and_the_answers_stand_in_their_order() -> None:
 
 
 def test_an_engine_that_refuses_is_heard_and_the_others_are_told_to_give_up() -> None:
-    async def test(engines: Engines, metrics: Metrics) -> None:
+    async def test(engines: Dispatcher, metrics: Metrics) -> None:
         one, other = await meet_two(engines)
         task, (first, second) = await asked(engines, one, other)
         one.send(encode(Kind.REFUSAL, first, Refusal("overloaded", "a trace is being recorded", None, 1)))
@@ -48,7 +48,7 @@ def test_an_engine_that_refuses_is_heard_and_the_others_are_told_to_give_up() ->
 
 
 def test_an_engine_that_ends_meanwhile_is_named_as_the_reason() -> None:
-    async def test(engines: Engines, metrics: Metrics) -> None:
+    async def test(engines: Dispatcher, metrics: Metrics) -> None:
         peer = await meet(engines)
         task, _ = await asked(engines, peer)
         peer.channel.close()
@@ -59,7 +59,7 @@ def test_an_engine_that_ends_meanwhile_is_named_as_the_reason() -> None:
 
 
 def test_a_caller_who_leaves_and_one_who_waited_long_enough_are_told_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(engines: Engines, metrics: Metrics) -> None:
+    async def test(engines: Dispatcher, metrics: Metrics) -> None:
         peer = await meet(engines)
         task, [id] = await asked(engines, peer)
         task.cancel()
@@ -74,7 +74,7 @@ def test_a_caller_who_leaves_and_one_who_waited_long_enough_are_told_to_the_engi
 
 
 def test_without_an_engine_nothing_is_recorded() -> None:
-    async def test(engines: Engines, metrics: Metrics) -> None:
+    async def test(engines: Dispatcher, metrics: Metrics) -> None:
         with pytest.raises(Unavailable, match="loading"):
             await engines.trace(20, 1.5)
 

@@ -1,0 +1,48 @@
+"""`python -m service.engine`: the engine process. The supervisor starts it and writes its ProcessConfig to standard input."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+
+from service.engine.build import build_batcher, build_engine, prepare_model
+from service.engine.execution.device import DeviceLost
+from service.engine.loading import ModelLoader
+from service.engine.worker import Worker
+from service.errors import StartError
+from service.ipc.channel import Kind, tell
+from service.ipc.heartbeat import Heartbeat
+from service.ipc.process_config import DEVICE_LOST, ProcessConfig, freeze_startup_objects
+from service.ipc.session_journal import SessionJournal, journal_records
+from service.log import Log
+from service.metrics import Metrics
+
+
+def main() -> None:
+    """Load the models, then run batches until the supervisor closes the control channel."""
+    config = ProcessConfig.read()
+    settings, metrics = config.read_settings(), Metrics()
+    control, heartbeat = config.open_control(), Heartbeat(config.heartbeat)
+    log = Log(f"engine-{config.place}")
+    try:
+        engine = build_engine(config.manifest.model_versions, settings, metrics, log, place=config.place, strict=config.strict)
+    except StartError as error:
+        tell(control, Kind.FAILED, str(error))
+        return
+    for model in engine.loaded():
+        log.info("loaded", model=model.name, version=model.version, device=model.device, backends=model.backends)
+    journal = SessionJournal(journal_records(settings), config.journal)
+    batcher = build_batcher(settings, engine, metrics, log, journal)
+    models = ModelLoader(engine, batcher, partial(prepare_model, settings, engine), log)
+    worker = Worker(control, heartbeat, batcher, engine, models, config.place, metrics)
+    freeze_startup_objects()
+    try:
+        worker.run()
+    except DeviceLost as error:
+        log.error("device lost", error=str(error))
+        # Exit at once: no result computed on this device may leave the process, and torch cannot release its memory.
+        os._exit(DEVICE_LOST)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Builds the parts of an engine process from settings: the device engine with its models, and the batcher in front of it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from kernels import compile as compiler
+from service.engine.batching.batcher import Batcher
+from service.engine.batching.scheduler import Limits
+from service.engine.batching.sessions import Sessions
+from service.engine.execution.cuda_graph_runner import Between
+from service.engine.execution.device import available_bytes, hold
+from service.engine.execution.device_engine import DeviceEngine, Prepared
+from service.errors import ModelError, NoRoom, SettingsError
+from service.ipc.messages import ModelKey, ModelVersion
+from service.ipc.session_journal import SessionJournal, journal_records
+from service.log import Log
+from service.metrics import Metrics
+from service.modeling import spec, store
+from service.modeling.encoder import Encoder
+from service.settings import Settings
+
+BATCH_BUDGET_MS = {"cuda": 0.5, "cpu": 5.0}
+"""Default batch budget by device type."""
+
+
+def build_engine(
+    model_versions: Sequence[ModelVersion],
+    settings: Settings,
+    metrics: Metrics,
+    log: Log,
+    *,
+    place: int = 0,
+    strict: bool = True,
+) -> DeviceEngine:
+    """Build the engine of device number `place` with these versions loaded and warmed up.
+
+    A version that cannot be loaded raises StartError, or is logged and left out unless `strict`.
+    """
+    torch.set_num_threads(compute_threads(len(os.sched_getaffinity(0)), settings))
+    compiler.keep_in(settings.cache)
+    device = _device(settings.devices[place])
+    hold(device)
+    encoders: dict[ModelKey, Encoder] = {}
+    for version in model_versions:
+        try:
+            encoders[version.key] = _encoder(version, device, settings)
+        except ModelError as error:
+            if strict:
+                raise
+            log.error("not loaded", model=version.name, version=version.version, error=str(error))
+    return DeviceEngine(
+        encoders,
+        metrics,
+        device=device,
+        max_batch_sequences=settings.max_batch_sequences,
+        max_batch_tokens=settings.max_batch_tokens,
+        slots=settings.state_slots,
+    )
+
+
+def build_batcher(
+    settings: Settings, engine: DeviceEngine, metrics: Metrics, log: Log, journal: SessionJournal | None = None
+) -> Batcher:
+    """Build the queue and the sessions of an engine. Without a journal, session ids do not outlive this process."""
+    budget_ms = settings.batch_budget_ms or BATCH_BUDGET_MS[engine.device.type]
+    limits = Limits(
+        max_waiting=settings.max_waiting,
+        max_batch_sequences=settings.max_batch_sequences,
+        max_batch_tokens=settings.max_batch_tokens,
+        batch_seconds=budget_ms / 1000,
+        continuous=settings.batching == "continuous",
+    )
+    journal = journal or SessionJournal(journal_records(settings))
+    sessions = Sessions(settings.max_sessions, settings.session_idle_seconds, journal, metrics)
+    return Batcher(limits, engine, sessions, metrics, time.monotonic, log)
+
+
+def prepare_model(settings: Settings, engine: DeviceEngine, version: ModelVersion, between_batches: Between) -> Prepared:
+    """Prepare a version while the engine serves others; raises ModelError, or NoRoom when it does not fit."""
+
+    def load() -> Encoder:
+        _check_memory(version, _weights_bytes(version), available_bytes(engine.device))
+        encoder = _encoder(version, engine.device, settings)
+        if settings.max_model_bytes:
+            _check_memory(version, encoder.weight_bytes(), settings.max_model_bytes - engine.weight_bytes)
+        return encoder
+
+    return engine.prepared(load, between_batches)
+
+
+def compute_threads(cores: int, settings: Settings) -> int:
+    """Return the threads of one engine: the engines share the cores that the frontends leave free."""
+    return max(1, (cores - settings.frontends) // len(settings.devices))
+
+
+def _encoder(version: ModelVersion, device: torch.device, settings: Settings) -> Encoder:
+    folder = Path(version.folder)
+    model = spec.read(folder)
+    if model != spec.ModelSpec.model_validate_json(version.spec):
+        raise ModelError(f"{folder / spec.MODEL} has changed since it was read: load the model again")
+    return Encoder(model, store.read_arrays(folder, model), device, settings.fold_limit_bytes)
+
+
+def _weights_bytes(version: ModelVersion) -> int:
+    file = Path(version.folder) / spec.WEIGHTS
+    try:
+        return file.stat().st_size
+    except OSError as error:
+        raise ModelError(f"{file} cannot be read: {error.strerror}") from error
+
+
+def _check_memory(version: ModelVersion, needed: int, free: int) -> None:
+    if needed > free:
+        raise NoRoom(
+            f"{version.name} version {version.version} needs {needed} bytes in addition to the models already served, "
+            f"and {max(0, free)} bytes are free: unload another version, or raise SEQSERVE_MAX_MODEL_BYTES if it is set"
+        )
+
+
+def _device(name: str) -> torch.device:
+    """Return the device of this name; raises SettingsError when torch cannot use it."""
+    if name == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise SettingsError(f"device is {name} and torch sees {torch.cuda.device_count()} GPUs: name another with --device")
+    return device

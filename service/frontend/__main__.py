@@ -1,0 +1,38 @@
+"""`python -m service.frontend`: a frontend process. The supervisor starts it and writes its ProcessConfig to standard input."""
+
+from __future__ import annotations
+
+import socket
+
+from service.errors import StartError
+from service.frontend import app
+from service.frontend.catalog import build_catalog
+from service.frontend.dispatch.dispatcher import Dispatcher
+from service.frontend.inference import Frontend
+from service.frontend.server import Control, serve
+from service.ipc.process_config import ProcessConfig, freeze_startup_objects
+from service.log import Log
+from service.metrics import Metrics
+
+
+def main() -> None:
+    """Serve clients until SIGTERM, then drain."""
+    config = ProcessConfig.read()
+    settings, metrics = config.read_settings(), Metrics()
+    control = Control(config.open_control())
+    log = Log("frontend")
+    try:
+        catalog = build_catalog(config.manifest, log, strict=config.strict)
+    except StartError as error:
+        control.failed(str(error))
+        return
+    dispatcher = Dispatcher(metrics, settings.channel_bytes, control.ready, len(settings.devices))
+    frontend = Frontend(settings, catalog, dispatcher, metrics, log, control)
+    application = app.build(frontend)
+    freeze_startup_objects()
+    listening = socket.socket(fileno=config.listening)
+    serve(application, frontend, control, listening, config.grpc, follows=not config.strict)
+
+
+if __name__ == "__main__":
+    main()

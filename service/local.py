@@ -1,0 +1,47 @@
+"""Runs models in this process, without a server: `seqserve infer`, benchmarks and tests."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+
+from service.engine import build
+from service.engine.execution.device_engine import DeviceEngine
+from service.errors import ServiceError
+from service.frontend import head_outputs
+from service.frontend.catalog import build_catalog
+from service.frontend.rest import schemas
+from service.ipc.messages import Answer
+from service.log import Log
+from service.metrics import Metrics
+from service.settings import Settings
+from service.supervisor.repository import Repository
+
+
+def build_engine(settings: Settings, metrics: Metrics) -> DeviceEngine:
+    """Build an engine on the first device with every model loaded, each with generation 0; raises StartError."""
+    versions = Repository(settings.models, settings.versions).manifest().model_versions
+    versions = [msgspec.structs.replace(version, generation=0) for version in versions]
+    return build.build_engine(versions, settings, metrics, Log("engine"))
+
+
+def infer(settings: Settings, name: str, texts: list[str]) -> list[dict[str, Any]]:
+    """Return one output per text, from the first device; raises the error that the HTTP API would return."""
+    metrics, log = Metrics(), Log("infer")
+    manifest = Repository(settings.models, settings.versions).manifest()
+    model = build_catalog(manifest, log, strict=True).find(name, None)
+    versions = [version for version in manifest.model_versions if version.key == model.key]
+    engine = build.build_engine(versions, settings, metrics, log)
+    batcher = build.build_batcher(settings, engine, metrics, log)
+    request, data = schemas.sequences(schemas.InferBody(model=name, inputs=texts), model, settings, time.monotonic())
+    replies: list[tuple[Answer, list[bytes]]] = []
+    errors: list[ServiceError] = []
+    batcher.submit(request, data, lambda *reply: replies.append(reply), errors.append)
+    while not replies and not errors:
+        batcher.step()
+    if errors:
+        raise errors[0]
+    answer, arrays = replies[0]
+    return head_outputs.outputs(model.spec, answer, b"".join(arrays))
