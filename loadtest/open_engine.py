@@ -17,7 +17,7 @@ from loadtest.traffic import poisson
 from service.engine.batching.batcher import Batcher
 from service.engine.build import build_batcher
 from service.engine.execution.device_engine import DeviceEngine
-from service.engine.worker import FRAMES_AT_ONCE
+from service.engine.worker import FRAMES_PER_BATCH
 from service.errors import ServiceError
 from service.ipc.messages import IDS, Answer, ModelKey, Request
 from service.log import Log
@@ -132,7 +132,7 @@ class Driver:
         due = next(arrivals, None)
         while due is not None:
             # Those that are due by now, and then a turn: who comes while the engine is busy is in the next one.
-            for _ in range(FRAMES_AT_ONCE):
+            for _ in range(FRAMES_PER_BATCH):
                 if due is None or due > time.monotonic():
                     break
                 self._send(ledger, due, self._deadline_seconds)

@@ -13,10 +13,11 @@ SHARED = {"service.ipc", "service.errors", "service.log", "service.metrics", "se
 EVERYTHING = {"service", "loadtest"}
 MAY_IMPORT: dict[str, set[str]] = {  # the rule with the longest matching name holds; a part may always import from itself
     "loadtest": {"kernels.bench", "service"},
-    "kernels": set(), "service": set(),
+    "kernels": set(),
+    "service": set(),
     **{f"service.{name}": EVERYTHING for name in ("__main__", "cli", "local")},
     **{f"service.{name}": {"service.errors"} for name in ("errors", "log", "settings", "metrics")},
-    "service.ipc": {"service.errors", "service.settings"},
+    "service.ipc": {"service.errors", "service.metrics", "service.settings"},
     "service.modeling": {"kernels", "service.errors", "service.ipc.messages"},
     "service.modeling.spec": {"service.errors"},
     "service.engine": {"kernels", "service.modeling", *SHARED},

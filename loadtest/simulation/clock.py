@@ -21,7 +21,7 @@ from service.engine.execution.cost_model import Cost
 class Frontend:
     """Places each sequence at the replica with the smallest predicted wait, of equals at the one that was chosen longest ago.
 
-    Its estimate is that of service.frontend.dispatch.connection.Backlog: the backlog that a replica last reported,
+    Its estimate is that of service.frontend.dispatch.connection.PredictedWait: the backlog that a replica last reported,
     less the time since, and what it was sent after that.
     """
 

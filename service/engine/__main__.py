@@ -10,8 +10,9 @@ from service.engine.execution.device import DeviceLost
 from service.engine.loading import ModelLoader
 from service.engine.worker import Worker
 from service.errors import StartError
-from service.ipc.channel import Kind, tell
+from service.ipc.channel import send_now
 from service.ipc.heartbeat import Heartbeat
+from service.ipc.messages import Failed
 from service.ipc.process_config import DEVICE_LOST, ProcessConfig, freeze_startup_objects
 from service.ipc.session_journal import SessionJournal, journal_records
 from service.log import Log
@@ -27,7 +28,7 @@ def main() -> None:
     try:
         engine = build_engine(config.manifest.model_versions, settings, metrics, log, place=config.place, strict=config.strict)
     except StartError as error:
-        tell(control, Kind.FAILED, str(error))
+        send_now(control, Failed(str(error)))
         return
     for model in engine.loaded():
         log.info("loaded", model=model.name, version=model.version, device=model.device, backends=model.backends)

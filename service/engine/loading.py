@@ -13,7 +13,7 @@ from service.engine.execution.cuda_graph_runner import Between
 from service.engine.execution.device_engine import Prepared
 from service.engine.loader_thread import LoaderThread
 from service.errors import InvalidModel, ModelError, NoRoom, ServiceError
-from service.ipc.messages import Closing, ModelKey, ModelVersion
+from service.ipc.messages import CloseModel, ModelKey, ModelVersion
 from service.log import Log
 
 LOOK_SECONDS = 0.02
@@ -91,7 +91,7 @@ class ModelLoader:
         else:
             self._released.add((channel, key))
 
-    def close(self, closing: Closing, channels: set[Hashable], closed: Callable[[], None]) -> None:
+    def close(self, closing: CloseModel, channels: set[Hashable], closed: Callable[[], None]) -> None:
         """Serve a version no more once nothing is left of it, and none of these channels may bring anything."""
         key = closing.key
         if not self._engine.serves(key):

@@ -1,13 +1,12 @@
-"""The engine process's loop: drain the channels, run a turn, send the answers. One thread does it all."""
+"""The engine process's loop: read the channels, run a batch, send the answers. One thread does it all."""
 
 from __future__ import annotations
 
 import selectors
 import time
+from collections.abc import Callable
 from functools import partial
-from typing import Protocol
-
-import msgspec
+from typing import Any, Protocol
 
 from service.engine.batch import Batch
 from service.engine.batching.batcher import Batcher
@@ -15,21 +14,21 @@ from service.engine.batching.ticket import Ticket
 from service.engine.loading import ModelLoader
 from service.engine.profiling.session import ProfilingSession, Watched
 from service.errors import ServiceError
-from service.ipc.channel import Channel, Frame, Kind, encode, tell
+from service.ipc import messages
+from service.ipc.channel import Channel, Frame, encode, send_now
 from service.ipc.heartbeat import IDLE_SECONDS, PATIENCE_SECONDS, Heartbeat
-from service.ipc.messages import Answer, Closing, EngineStatus, LoadedModel, ModelKey, ModelVersion, Refusal, Request, Trace
+from service.ipc.messages import Answer, Backlog, Done, EngineStatus, LoadedModel, Message, MetricsCollected, Ready, Refusal
 from service.metrics import Metrics
 
 HANG_FACTOR = 10.0
-"""A turn that takes longer than this many times its prediction, and PATIENCE_SECONDS, is taken for a hang."""
-
-
-FRAMES_AT_ONCE = 64
-"""A turn is launched, if the engine takes one, after so many frames: else refusing what is too much would keep the device idle."""
+"""A batch that takes longer than this multiple of its prediction, and PATIENCE_SECONDS, counts as hung."""
+FRAMES_PER_BATCH = 64
+"""The loop launches a batch, if the device accepts one, after this many frames. Otherwise, under overload, refusing requests would keep
+the device idle."""
 
 
 class Runs(Watched, Protocol):
-    """What the loop asks of an engine besides its batcher."""
+    """What the loop needs of an engine in addition to the batcher."""
 
     @property
     def running(self) -> tuple[float, float] | None: ...
@@ -45,7 +44,7 @@ class Runs(Watched, Protocol):
 
 
 class Worker:
-    """Serves the fronts that the supervisor attaches, until the supervisor closes `control`."""
+    """Serves the frontends that the supervisor attaches, until the supervisor closes `control`."""
 
     def __init__(
         self,
@@ -62,23 +61,40 @@ class Worker:
         self._batcher = batcher
         self._engine = engine
         self._models = models
-        self._models.changed = self._greet_all
+        self._models.changed = self._send_status
         self._place = place
         self._metrics = metrics
         self._profiling = ProfilingSession(engine, batcher, self._status(), heartbeat)
         self._tickets: dict[Channel, dict[int, Ticket]] = {}
         self._answered: set[Channel] = set()
+        """Frontends that receive a backlog report with their next write."""
+        self._control_handlers: dict[type[Message], Callable[[Frame, Any], None]] = {
+            messages.Attach: self._handle_attach,
+            messages.CollectMetrics: self._handle_collect_metrics,
+            messages.PrepareModel: self._handle_prepare_model,
+            messages.CloseModel: self._handle_close_model,
+        }
+        self._handlers: dict[type[Message], Callable[[Channel, Frame, Any], None]] = {
+            messages.Request: self._handle_request,
+            messages.Cancel: self._handle_cancel,
+            messages.RecordTrace: self._handle_record_trace,
+            messages.Release: self._handle_release,
+            messages.ExportSession: self._handle_session_call,
+            messages.ImportSession: self._handle_session_call,
+            messages.EndSession: self._handle_session_call,
+            messages.FindSession: self._handle_session_call,
+        }
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ)
         self._selector.register(models, selectors.EVENT_READ)
 
     def run(self) -> None:
-        """Loop until the supervisor's end of file."""
-        tell(self._control, Kind.READY)
+        """Loop until the supervisor closes its end of the control channel."""
+        send_now(self._control, Ready())
         while self._control.open:
             self._beat()
-            # While the device works the loop does not sleep: it would wake too late for the turn's end.
-            self._drain(IDLE_SECONDS if self._batcher.idle and not self._engine.running else 0.0)
+            # The loop does not sleep while the device works: it would wake too late for the end of the batch.
+            self._read_channels(IDLE_SECONDS if self._batcher.idle and not self._engine.running else 0.0)
             self._batcher.step(self._before_launch)
             self._models.settle()
             for channel in [channel for channel in self._tickets if channel.outgoing]:
@@ -87,7 +103,7 @@ class Worker:
                 self._profiling.step()
 
     def _beat(self) -> None:
-        """A turn that runs must end in time, however lively this loop is."""
+        """Beat the heartbeat. While a batch runs, the next beat is due when the batch counts as hung, however lively this loop is."""
         running = self._engine.running
         if running is None:
             self._heartbeat.beat()
@@ -98,95 +114,103 @@ class Worker:
     def _before_launch(self, batch: Batch) -> None:
         self._heartbeat.beat(_patience(self._engine.predicted_seconds(batch)))
 
-    def _drain(self, timeout: float) -> None:
+    def _read_channels(self, timeout: float) -> None:
         for key, events in self._selector.select(timeout):
             channel = key.fileobj
             if not isinstance(channel, Channel) or not events & selectors.EVENT_READ:
                 continue
             for number, frame in enumerate(channel.receive(), 1):
-                self._handle_control_message(frame) if channel is self._control else self._serve(channel, frame)
-                if number % FRAMES_AT_ONCE == 0:
+                if channel is self._control:
+                    handle_control = self._control_handlers.get(type(frame.message))
+                    if handle_control is not None:
+                        handle_control(frame, frame.message)
+                else:
+                    self._handlers[type(frame.message)](channel, frame, frame.message)
+                if number % FRAMES_PER_BATCH == 0:
                     self._batcher.step(self._before_launch)
             if not channel.open:
                 self._forget(channel)
 
-    def _handle_control_message(self, frame: Frame) -> None:
-        """A word of the supervisor."""
-        if frame.kind == Kind.ATTACH and frame.attached is not None:
-            channel = Channel(frame.attached)
-            self._tickets[channel] = {}
-            self._selector.register(channel, selectors.EVENT_READ)
-            channel.send(encode(Kind.ENGINE_STATUS, 0, self._status()))
-        elif frame.kind == Kind.GATHER:
-            self._engine.count_memory()
-            self._batcher.count()
-            self._metrics.backlog_seconds.set(self._batcher.backlog_seconds(), str(self._place))
-            tell(self._control, Kind.COUNTS, self._metrics.snapshot(), frame.id)
-        elif frame.kind == Kind.PREPARE:
-            self._models.prepare(frame.read(ModelVersion), partial(self._prepared, frame.id))
-        elif frame.kind == Kind.CLOSE:
-            closed = partial(tell, self._control, Kind.CLOSED, None, frame.id)
-            self._models.close(frame.read(Closing), set(self._tickets), closed)
+    # Messages of the supervisor.
 
-    def _prepared(self, id: int, refusal: ServiceError | None) -> None:
-        tell(self._control, Kind.DONE if refusal is None else Kind.REFUSAL, refusal and Refusal.of(refusal), id)
+    def _handle_attach(self, frame: Frame, message: messages.Attach) -> None:
+        assert frame.attached is not None, "an Attach message carries a socket"
+        channel = Channel(frame.attached)
+        self._tickets[channel] = {}
+        self._selector.register(channel, selectors.EVENT_READ)
+        channel.send(encode(self._status()))
+
+    def _handle_collect_metrics(self, frame: Frame, message: messages.CollectMetrics) -> None:
+        self._engine.count_memory()
+        self._batcher.count()
+        self._metrics.backlog_seconds.set(self._batcher.backlog_seconds(), str(self._place))
+        send_now(self._control, MetricsCollected(self._metrics.snapshot()), frame.id)
+
+    def _handle_prepare_model(self, frame: Frame, message: messages.PrepareModel) -> None:
+        def reply(error: ServiceError | None) -> None:
+            send_now(self._control, Done() if error is None else Refusal.of(error), frame.id)
+
+        self._models.prepare(message.model_version, reply)
+
+    def _handle_close_model(self, frame: Frame, message: messages.CloseModel) -> None:
+        self._models.close(message, set(self._tickets), partial(send_now, self._control, Done(), frame.id))
 
     def _status(self) -> EngineStatus:
         return EngineStatus(self._engine.loaded(), self._place, str(self._engine.device))
 
-    def _greet_all(self) -> None:
-        """The models are no longer those that the fronts know of."""
+    def _send_status(self) -> None:
+        """Tell every frontend which models this engine serves now."""
         for channel in self._tickets:
-            channel.send(encode(Kind.ENGINE_STATUS, 0, self._status()))
+            channel.send(encode(self._status()))
 
-    def _serve(self, channel: Channel, frame: Frame) -> None:
-        """A word of a front."""
-        if frame.kind in (Kind.SUBMIT, Kind.RESUBMIT):
-            request = frame.read(Request)
-            self._metrics.channel_seconds.observe(max(0.0, time.monotonic() - request.sent))
-            reply, refuse = partial(self._reply, channel, frame.id), partial(self._refuse, channel, frame.id)
-            ticket = self._batcher.submit(request, frame.tail, reply, refuse, again=frame.kind == Kind.RESUBMIT)
-            if not ticket.ended:
-                self._tickets[channel][frame.id] = ticket
-        elif frame.kind == Kind.CANCEL:
-            ticket_or_none = self._tickets[channel].pop(frame.id, None)
-            if ticket_or_none is not None:
-                self._batcher.cancel(ticket_or_none)
-            self._profiling.cancel(channel, frame.id)
-        elif frame.kind == Kind.TRACE:
-            reply, refuse = partial(self._trace, channel, frame.id), partial(self._refuse, channel, frame.id)
-            self._profiling.begin((channel, frame.id), frame.read(Trace), reply, refuse)
-        elif frame.kind == Kind.RELEASE:
-            self._models.release(channel, frame.read(ModelKey))
-        elif frame.kind in (Kind.EXPORT, Kind.ADOPT, Kind.END, Kind.MODEL_OF):
-            self._serve_session(channel, frame)
+    # Messages of the frontends.
 
-    def _serve_session(self, channel: Channel, frame: Frame) -> None:
-        """A word about a session itself."""
-        id, said = frame.read(str), b""
+    def _handle_request(self, channel: Channel, frame: Frame, request: messages.Request) -> None:
+        self._metrics.channel_seconds.observe(max(0.0, time.monotonic() - request.sent))
+        reply, refuse = partial(self._answer, channel, frame.id), partial(self._refuse, channel, frame.id)
+        ticket = self._batcher.submit(request, frame.tail, reply, refuse, again=request.resubmitted)
+        if not ticket.ended:
+            self._tickets[channel][frame.id] = ticket
+
+    def _handle_cancel(self, channel: Channel, frame: Frame, message: messages.Cancel) -> None:
+        ticket = self._tickets[channel].pop(frame.id, None)
+        if ticket is not None:
+            self._batcher.cancel(ticket)
+        self._profiling.cancel(channel, frame.id)
+
+    def _handle_record_trace(self, channel: Channel, frame: Frame, message: messages.RecordTrace) -> None:
+        reply, refuse = partial(self._send_trace, channel, frame.id), partial(self._refuse, channel, frame.id)
+        self._profiling.begin((channel, frame.id), message, reply, refuse)
+
+    def _handle_release(self, channel: Channel, frame: Frame, message: messages.Release) -> None:
+        self._models.release(channel, message.key)
+
+    def _handle_session_call(self, channel: Channel, frame: Frame, message: messages.Message) -> None:
+        reply: messages.Reply = Done()
+        state = b""
         try:
-            if frame.kind == Kind.EXPORT:
-                said = self._batcher.export(id)
-            elif frame.kind == Kind.ADOPT:
-                self._batcher.adopt(id, frame.tail)
-            elif frame.kind == Kind.MODEL_OF:
-                said = msgspec.msgpack.encode(self._batcher.model_of(id))
-            else:
-                self._batcher.end(id)
+            match message:
+                case messages.ExportSession(session=session):
+                    state = self._batcher.export(session)
+                case messages.ImportSession(session=session):
+                    self._batcher.adopt(session, frame.tail)
+                case messages.FindSession(session=session):
+                    reply = messages.SessionFound(self._batcher.model_of(session))
+                case messages.EndSession(session=session):
+                    self._batcher.end(session)
         except ServiceError as error:
-            self._refuse(channel, frame.id, error)
-        else:
-            self._send(channel, frame.id, encode(Kind.DONE, frame.id, None, (said,)))
+            reply = Refusal.of(error)
+        self._send(channel, frame.id, encode(reply, frame.id, (state,)))
 
-    def _reply(self, channel: Channel, id: int, answer: Answer, arrays: list[bytes]) -> None:
-        self._send(channel, id, encode(Kind.ANSWER, id, answer, arrays))
+    def _answer(self, channel: Channel, id: int, answer: Answer, arrays: list[bytes]) -> None:
+        self._send(channel, id, encode(answer, id, arrays))
 
     def _refuse(self, channel: Channel, id: int, error: ServiceError) -> None:
-        self._send(channel, id, encode(Kind.REFUSAL, id, Refusal.of(error)))
+        self._send(channel, id, encode(Refusal.of(error), id))
 
-    def _trace(self, channel: Channel, id: int, events: bytes) -> None:
-        """It leaves at once: nothing may come for a while that the loop would wake up for."""
-        self._send(channel, id, encode(Kind.TRACED, id, None, (events,)))
+    def _send_trace(self, channel: Channel, id: int, events: bytes) -> None:
+        """Send a trace at once: it may be a while until the next event wakes the loop."""
+        self._send(channel, id, encode(Done(), id, (events,)))
         self._flush(channel)
 
     def _send(self, channel: Channel, id: int, frame: bytes) -> None:
@@ -195,8 +219,8 @@ class Worker:
         self._tickets[channel].pop(id, None)
 
     def _flush(self, channel: Channel) -> None:
-        """Write what the front takes now; the rest leaves when the selector says that there is room."""
-        self._report(channel)
+        """Write as much as the frontend accepts now; the rest leaves when the selector reports room."""
+        self._report_backlog(channel)
         bytes_before, writes_before = channel.bytes_sent, channel.writes
         done = channel.flush()
         self._metrics.channel_bytes.add("engine", by=channel.bytes_sent - bytes_before)
@@ -206,14 +230,14 @@ class Worker:
             return
         self._selector.modify(channel, selectors.EVENT_READ | (0 if done else selectors.EVENT_WRITE))
 
-    def _report(self, channel: Channel) -> None:
-        """Beside answers a front hears how much work is left here, and how many of its frames are counted in that."""
+    def _report_backlog(self, channel: Channel) -> None:
+        """Report the work left in this engine together with answers, and how many of the frontend's frames that includes."""
         if channel in self._answered:
             self._answered.discard(channel)
-            channel.send(encode(Kind.LOAD, channel.frames_received, self._batcher.backlog_seconds()))
+            channel.send(encode(Backlog(self._batcher.backlog_seconds(), channel.frames_received)))
 
     def _forget(self, channel: Channel) -> None:
-        """The front has ended: nobody waits for its requests any more."""
+        """The frontend has ended: cancel its requests."""
         self._selector.unregister(channel)
         self._answered.discard(channel)
         self._profiling.forget(channel)
@@ -224,5 +248,5 @@ class Worker:
 
 
 def _patience(predicted_seconds: float) -> float:
-    """How long a turn may take."""
+    """Return how long a batch may take before it counts as hung."""
     return max(PATIENCE_SECONDS, HANG_FACTOR * predicted_seconds)

@@ -7,9 +7,10 @@ import socket
 from service.errors import StartError
 from service.frontend import app
 from service.frontend.catalog import build_catalog
+from service.frontend.control import Control
 from service.frontend.dispatch.dispatcher import Dispatcher
 from service.frontend.inference import Frontend
-from service.frontend.server import Control, serve
+from service.frontend.server import serve
 from service.ipc.process_config import ProcessConfig, freeze_startup_objects
 from service.log import Log
 from service.metrics import Metrics

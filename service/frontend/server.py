@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import socket
 from collections.abc import Callable
@@ -15,17 +14,13 @@ from fastapi import FastAPI
 from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
-from service.errors import InvalidModel, ModelError, StartError, Unavailable
-from service.frontend import catalog
+from service.errors import StartError
+from service.frontend.control import Control
 from service.frontend.inference import Frontend
 from service.frontend.oip.grpc_server import GrpcServer
 from service.frontend.rest.websocket import SERVICE_RESTART
-from service.ipc.channel import Channel, Frame, Kind, tell
-from service.ipc.messages import IndexEntry, Manifest, ModelKey, ModelVersion, Refusal
 from service.log import Log
-from service.metrics import Snapshot
 
-SCRAPE_SECONDS = 1.0
 MEETING_SECONDS = 1.0
 """How long a front that follows another waits for an engine before it says that there is none."""
 KEEP_ALIVE_SECONDS = 15
@@ -37,100 +32,6 @@ PAUSE_SECONDS = 1.0
 """How long no connection is taken when one could not be."""
 GOODBYE_SECONDS = 1.0
 """How long the end of the service waits for a caller to close his side of a socket."""
-
-
-class Control:
-    """The supervisor's end of this front: engines to attach, counts to give, metrics to ask for."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-        self._questions: dict[int, asyncio.Future[Frame]] = {}
-        self._last_id = 0
-        self._changes: set[asyncio.Task[None]] = set()
-
-    def listen(self, frontend: Frontend) -> None:
-        """Obey from now on: the server takes connections."""
-        asyncio.get_running_loop().add_reader(self._channel.fileno(), self._receive, frontend)
-
-    def ready(self) -> None:
-        """An engine has said hello: requests are answered."""
-        tell(self._channel, Kind.READY)
-
-    def failed(self, reason: str) -> None:
-        """This front cannot start."""
-        tell(self._channel, Kind.FAILED, reason)
-
-    async def scrape(self) -> Snapshot:
-        """The counts of all processes, gathered by the supervisor."""
-        return (await self._ask(Kind.SCRAPE, None, "gather the metrics", SCRAPE_SECONDS)).read(Snapshot)
-
-    async def index(self) -> list[IndexEntry]:
-        """Every version in the models folder, served or not."""
-        return (await self._ask(Kind.INDEX, None, "list the models", SCRAPE_SECONDS)).read(list[IndexEntry])
-
-    async def load(self, name: str, policy: str | None = None) -> None:
-        """Serve what the folder of a model holds now; raises a ServiceError."""
-        await self._ask(Kind.LOAD_MODEL, (name, policy), f"load {name}")
-
-    async def unload(self, name: str) -> None:
-        """Take a model out of service; raises a ServiceError."""
-        await self._ask(Kind.UNLOAD_MODEL, name, f"unload {name}")
-
-    async def _ask(self, kind: Kind, body: Any, what: str, seconds: float | None = None) -> Frame:
-        """The frame that answers; raises what the supervisor refuses it with, or Unavailable when it takes too long."""
-        self._last_id += 1
-        id, future = self._last_id, asyncio.get_running_loop().create_future()
-        self._questions[id] = future
-        tell(self._channel, kind, body, id=id)
-        try:
-            async with asyncio.timeout(seconds):
-                frame: Frame = await future
-        except TimeoutError:
-            raise Unavailable(f"the supervisor did not {what} in time: retry", retry_after=1) from None
-        finally:
-            self._questions.pop(id, None)
-        if frame.kind == Kind.REFUSAL:
-            raise frame.read(Refusal).error
-        return frame
-
-    def _receive(self, frontend: Frontend) -> None:
-        for frame in self._channel.receive():
-            self._handle_control_message(frame, frontend)
-        if not self._channel.open:
-            # The supervisor has gone, and with it the ports and the engine: nothing is left to drain to.
-            os._exit(1)
-
-    def _handle_control_message(self, frame: Frame, frontend: Frontend) -> None:
-        if frame.kind == Kind.ATTACH and frame.attached is not None:
-            frontend.engines.attach(Channel(frame.attached))
-        elif frame.kind == Kind.DRAIN:
-            frontend.draining = True
-        elif frame.kind == Kind.GATHER:
-            tell(self._channel, Kind.COUNTS, frontend.metrics.snapshot(), frame.id)
-        elif frame.kind in (Kind.SCRAPED, Kind.INDEXED, Kind.DONE, Kind.REFUSAL):
-            future = self._questions.get(frame.id)
-            if future is not None and not future.done():
-                future.set_result(frame)
-        elif frame.kind in (Kind.PREPARE, Kind.SERVE):
-            task = asyncio.ensure_future(self._change(frame, frontend))
-            self._changes.add(task)
-            task.add_done_callback(self._changes.discard)
-        elif frame.kind == Kind.FORGET:
-            frontend.forget(frame.read(ModelKey))
-
-    async def _change(self, frame: Frame, frontend: Frontend) -> None:
-        """What is to be served is read, in a thread as it may take a while; then the front turns to it, if it is told to."""
-        manifest = frame.read(Manifest) if frame.kind == Kind.SERVE else Manifest([frame.read(ModelVersion)], {})
-        try:
-            for model_version in manifest.model_versions:
-                if model_version.key not in frontend.models:
-                    frontend.models.add(await asyncio.to_thread(catalog.read, model_version))
-        except ModelError as fault:
-            tell(self._channel, Kind.REFUSAL, Refusal.of(InvalidModel(str(fault))), frame.id)
-            return
-        if frame.kind == Kind.SERVE:
-            frontend.serve(manifest)
-        tell(self._channel, Kind.DONE, None, frame.id)
 
 
 class Socket(WebSocketsSansIOProtocol):

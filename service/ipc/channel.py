@@ -1,7 +1,7 @@
-"""Two processes, one Unix stream socket pair: frames out, frames in, death at end-of-file.
+"""Two processes, one Unix stream socket pair: frames out, frames in, end-of-file as the death notice.
 
-A frame is a fixed header (length, body length, kind, id), a msgspec body, and trailing bytes for tensors. Frames queue until
-`flush`, so that all frames of one loop tick leave in one write. Nothing here blocks, and nothing here knows what a frame means.
+A frame is a fixed header (total length, message length, id), one message (`messages.py`) as msgpack, and trailing bytes for tensors. Frames
+queue until `flush`, so that all frames of one event-loop tick leave in one write. Nothing here blocks.
 """
 
 from __future__ import annotations
@@ -12,90 +12,48 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Iterable
-from enum import IntEnum
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Union
 
 import msgspec
 
-HEADER = struct.Struct("<IIHxxQ")
+from service.ipc.messages import ALL, Attach, Message
+
+HEADER = struct.Struct("<IIQ")
 READ_BYTES = 1 << 18
-READS_AT_ONCE = 16
-"""One receive takes at most this many reads, so that one busy peer cannot keep the loop from the others."""
+READS_PER_RECEIVE = 16
+"""Reads of one `receive` call at most, so that one busy channel cannot keep the event loop from the others."""
 
 _encoder = msgspec.msgpack.Encoder()
-T = TypeVar("T")
-
-
-class Kind(IntEnum):
-    """What a frame is. The first block goes between fronts and engines, the second between the supervisor and its children."""
-
-    SUBMIT = 1
-    CANCEL = 2
-    ANSWER = 3
-    REFUSAL = 4
-    ENGINE_STATUS = 5
-    LOAD = 6
-    TRACE = 7
-    TRACED = 8
-    RESUBMIT = 9
-    EXPORT = 10
-    ADOPT = 11
-    END = 12
-    DONE = 13
-    RELEASE = 14
-    MODEL_OF = 15
-
-    SETTINGS = 16
-    ATTACH = 17
-    READY = 18
-    FAILED = 19
-    DRAIN = 20
-    GATHER = 21
-    COUNTS = 22
-    SCRAPE = 23
-    SCRAPED = 24
-    INDEX = 25
-    INDEXED = 26
-    LOAD_MODEL = 27
-    UNLOAD_MODEL = 28
-    PREPARE = 29
-    SERVE = 30
-    CLOSE = 31
-    CLOSED = 32
-    FORGET = 33
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Union[ALL])  # noqa: UP007
 
 
 class Frame(NamedTuple):
-    """One message. `attached` is the socket that came with it, if any."""
+    """One received message. `tail` holds the trailing bytes, `attached` the socket of an Attach message."""
 
-    kind: int
+    message: Message
     id: int
-    body: bytes
     tail: bytes
     attached: socket.socket | None = None
 
-    def read(self, kind: type[T]) -> T:
-        """The body as a value of `kind`; raises msgspec.ValidationError if it is something else."""
-        return msgspec.msgpack.decode(self.body, type=kind)
 
-
-def encode(kind: int, id: int, body: Any = None, tail: Iterable[Any] = ()) -> bytes:
-    """One frame as bytes; `tail` is any number of contiguous buffers."""
-    packed = _encoder.encode(body)
+def encode(message: Message, id: int = 0, tail: Iterable[Any] = ()) -> bytes:
+    """Return one frame as bytes; `tail` is any number of contiguous buffers."""
+    packed = _encoder.encode(message)
     payload = b"".join((packed, *tail))
-    return HEADER.pack(len(payload), len(packed), kind, id) + payload
+    return HEADER.pack(len(payload), len(packed), id) + payload
 
 
-def of_kind(kind: Kind, frame: bytes) -> bytes:
-    """The same frame as one of another kind."""
-    length, body_length, _, id = HEADER.unpack_from(frame)
-    return HEADER.pack(length, body_length, kind, id) + frame[HEADER.size :]
+def replace_message(frame: bytes, message: Message) -> bytes:
+    """Return an encoded frame with another message and the same id and trailing bytes."""
+    _, packed_length, id = HEADER.unpack_from(frame)
+    return encode(message, id, (memoryview(frame)[HEADER.size + packed_length :],))
 
 
 class Channel:
-    """One end of the pair. `open` turns false at the peer's end-of-file; its owner then closes it.
+    """One end of the pair. `open` turns false at end-of-file; the owner then closes the channel.
 
-    Frames leave and come in order, so that `frames_sent` at one end and `frames_received` at the other say which of them have come.
+    Frames arrive in the order in which they were sent, so `frames_sent` on one end and `frames_received` on the other tell
+    which have arrived.
     """
 
     def __init__(self, end: socket.socket) -> None:
@@ -114,7 +72,7 @@ class Channel:
         return self._socket.fileno()
 
     def send(self, frame: bytes, attached: socket.socket | None = None) -> None:
-        """Queue one encoded frame, with a socket to hand over if wanted; the caller may close its own copy afterwards."""
+        """Queue one encoded frame, with a socket to pass if any; the caller may close its own copy afterwards."""
         if not self.open:
             return
         self.frames_sent += 1
@@ -127,11 +85,11 @@ class Channel:
 
     @property
     def outgoing(self) -> bool:
-        """Whether anything is left to write."""
+        """Whether bytes wait to be written."""
         return bool(self._outgoing)
 
     def flush(self) -> bool:
-        """Write what the socket takes; true when nothing is left to write."""
+        """Write as much as the socket accepts; true when everything was written."""
         while self._outgoing and self.open:
             data, descriptors = self._outgoing[0]
             try:
@@ -150,8 +108,8 @@ class Channel:
         return True
 
     def receive(self) -> list[Frame]:
-        """Every whole frame that has come, the ones before an end-of-file included."""
-        for _ in range(READS_AT_ONCE):
+        """Return every complete frame received so far, including those before an end-of-file."""
+        for _ in range(READS_PER_RECEIVE):
             try:
                 data, descriptors, _flags, _address = socket.recv_fds(self._socket, READ_BYTES, 8)
             except BlockingIOError:
@@ -166,7 +124,7 @@ class Channel:
         return self._take_frames()
 
     def close(self) -> None:
-        """Give the socket back; the peer sees end-of-file."""
+        """Close the socket; the other end sees end-of-file."""
         self.open = False
         for _, descriptors in self._outgoing:
             self._close_all(descriptors)
@@ -176,22 +134,22 @@ class Channel:
 
     def _take_frames(self) -> list[Frame]:
         frames = []
-        view, at = memoryview(self._received), 0
-        while len(view) - at >= HEADER.size:
-            length, body_length, kind, id = HEADER.unpack_from(view, at)
-            start, end = at + HEADER.size, at + HEADER.size + length
+        view, start = memoryview(self._received), 0
+        while len(view) - start >= HEADER.size:
+            length, packed_length, id = HEADER.unpack_from(view, start)
+            begin, end = start + HEADER.size, start + HEADER.size + length
             if end > len(view):
                 break
-            body, tail = bytes(view[start : start + body_length]), bytes(view[start + body_length : end])
-            frames.append(Frame(kind, id, body, tail, self._take_socket(kind)))
-            at = end
+            message, tail = _decoder.decode(view[begin : begin + packed_length]), bytes(view[begin + packed_length : end])
+            frames.append(Frame(message, id, tail, self._take_socket(message)))
+            start = end
         view.release()
-        del self._received[:at]
+        del self._received[:start]
         self.frames_received += len(frames)
         return frames
 
-    def _take_socket(self, kind: int) -> socket.socket | None:
-        return socket.socket(fileno=self._sockets.popleft()) if kind == Kind.ATTACH else None
+    def _take_socket(self, message: Message) -> socket.socket | None:
+        return socket.socket(fileno=self._sockets.popleft()) if type(message) is Attach else None
 
     @staticmethod
     def _close_all(descriptors: list[int] | deque[int]) -> None:
@@ -201,11 +159,11 @@ class Channel:
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
-    """The two ends of a new channel."""
+    """Return the two ends of a new channel."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
 
 
-def tell(control: Channel, kind: Kind, body: Any = None, id: int = 0) -> None:
-    """One control frame, written now."""
-    control.send(encode(kind, id, body))
-    control.flush()
+def send_now(channel: Channel, message: Message, id: int = 0) -> None:
+    """Send one message without trailing bytes and write it at once."""
+    channel.send(encode(message, id))
+    channel.flush()

@@ -1,6 +1,7 @@
-"""The values that travel: one request on its way in, one answer on its way out.
+"""Every message between processes: one tagged struct each. A receiver chooses the handler by the type of the message.
 
-They cross the process border as a msgspec body and trailing bytes. Nothing here knows HTTP, sockets or torch.
+A message travels in a frame (`channel.py`), which also has an id and, for tensors and states, trailing bytes. A call and its reply have the
+same id (`rpc.py`), and so have a request and its answer. Nothing here knows HTTP, sockets or torch.
 """
 
 from __future__ import annotations
@@ -10,20 +11,22 @@ from typing import NamedTuple
 import msgspec
 
 from service.errors import BY_CODE, InferenceFailed, ServiceError, SessionConflict
+from service.metrics import Snapshot
 
 IDS = "int32"
-"""Token ids travel as int32, feature rows as float32; answers as float32."""
+"""Dtype of token ids between processes."""
 FEATURES = "float32"
+"""Dtype of features and of every floating-point output between processes."""
 ZEROS, SCRAP, FIRST = 0, 1, 2
-"""Places of states that belong to no sequence, and the first that does. Every sequence begins from ZEROS, which is never written; what
-nobody goes on from is written to SCRAP, which is never read."""
+"""State slots that belong to no sequence, and the first that does. New sequences start from ZEROS, which is never written. A state that
+nothing resumes from is written to SCRAP, which is never read."""
 
 DIGEST_BYTES = 16
-"""Of the name of a session, where it is noted for the engine that comes after."""
+"""Size of a session id's digest in the session journal."""
 
 
 class ModelKey(NamedTuple):
-    """What a turn runs: one version of one model, and which of those that its folder has held one after the other."""
+    """Identifies what a batch runs: one version of one model. `generation` tells apart successive contents of its folder."""
 
     name: str
     version: str
@@ -31,95 +34,25 @@ class ModelKey(NamedTuple):
 
     @property
     def labels(self) -> tuple[str, str]:
-        """As the metrics have it."""
+        """Return the metric labels: name and version."""
         return self.name, self.version
 
 
+# Values inside messages.
+
+
 class Returns(msgspec.Struct, array_like=True, frozen=True):
-    """What a caller wants besides the head's answer."""
+    """Outputs that a request asks for besides those of the model's head."""
 
     embedding: bool = False
     sequence: bool = False
 
 
-class Request(msgspec.Struct, array_like=True, frozen=True):
-    """The sequences of one call, laid end to end in the bytes that follow.
-
-    `lengths` are steps per sequence, `deadline` and `sent` are seconds on this machine's monotonic clock, higher `priority`
-    runs sooner. The trailing bytes are (tokens,) int32 ids or (tokens, features) float32 rows, as the model's input says.
-
-    The one sequence of a request that names a `session` is its next chunk. `session_starts` says whether the session begins with it, goes
-    on with it, or, None, whichever there is; `session_ends` that nothing comes after it. `exactly` says that the caller named the version:
-    else the session's own is the one that is meant.
-    """
-
-    model: str
-    version: str
-    lengths: list[int]
-    deadline: float
-    sent: float
-    priority: int = 0
-    returns: Returns = Returns()
-    session: str | None = None
-    session_starts: bool | None = None
-    session_ends: bool = False
-    generation: int = 0
-    exactly: bool = True
-
-    @property
-    def key(self) -> ModelKey:
-        return ModelKey(self.model, self.version, self.generation)
-
-
-class Answer(msgspec.Struct, array_like=True, frozen=True):
-    """Shapes of the arrays that follow, in this order, sequences laid end to end; the shape of what there is not is empty.
-
-    `scores` float32 and `picks` int32 have a line for each sequence, or for each step, as the head does; `embedding` is (sequences,
-    width) and `sequence` (steps, width) float32. `steps` counts each sequence's steps in what is given per step, `session_steps` those
-    that a session has had, with this chunk of it.
-    """
-
-    scores: tuple[int, ...] = ()
-    picks: tuple[int, ...] = ()
-    embedding: tuple[int, ...] = ()
-    sequence: tuple[int, ...] = ()
-    steps: list[int] = []
-    session_steps: int = 0
-
-
-class Refusal(msgspec.Struct, array_like=True, frozen=True):
-    """A ServiceError on its way to who asked."""
-
-    code: str
-    message: str
-    field: str | None = None
-    retry_after: int | None = None
-    elsewhere: ModelKey | None = None
-    """Of a chunk whose session is of another version of its model: that one."""
-
-    @classmethod
-    def of(cls, error: ServiceError) -> Refusal:
-        elsewhere = error.elsewhere if isinstance(error, SessionConflict) else None
-        return cls(error.code, error.message, error.field, error.retry_after, elsewhere and ModelKey(*elsewhere))
-
-    @property
-    def error(self) -> ServiceError:
-        """As it was raised elsewhere."""
-        if self.elsewhere is not None:
-            return SessionConflict(self.message, field=self.field, elsewhere=self.elsewhere)
-        return BY_CODE.get(self.code, InferenceFailed)(self.message, field=self.field, retry_after=self.retry_after)
-
-
-class Trace(msgspec.Struct, array_like=True, frozen=True):
-    """What a front asks of an engine: to record its next `batches`, or what of them comes within so many `seconds`."""
-
-    batches: int
-    seconds: float
-
-
 class LoadedModel(msgspec.Struct, array_like=True, frozen=True):
-    """What the engine says of a model that it serves: which kernels run it, what it holds, whether its sequences may come in chunks, and
-    what it costs: seconds of any turn, for each step of its longest sequence, and for each step of all.
+    """A model version that an engine serves: its kernels, memory and cost.
+
+    `streams` is true when a sequence may arrive in chunks. A batch takes `fixed` seconds, plus `per_step` for each time step of its longest
+    sequence, plus `per_token` for each token.
     """
 
     name: str
@@ -138,13 +71,12 @@ class LoadedModel(msgspec.Struct, array_like=True, frozen=True):
         return ModelKey(self.name, self.version, self.generation)
 
     def seconds(self, lengths: list[int]) -> float:
-        """How long a request with sequences of these lengths is expected to take alone."""
+        """Return the predicted compute time of a request with sequences of these lengths, alone in its batch."""
         return self.fixed + self.per_step * max(lengths) + self.per_token * sum(lengths)
 
 
 class ModelVersion(msgspec.Struct, array_like=True, frozen=True):
-    """What the folder of one version held when it was read. spec: its model.toml, as JSON; generation: which of all that were read in the
-    service's life, as the same folder may hold something else later."""
+    """One version of a model as its folder was when it was read. `spec` is its model.toml as JSON."""
 
     name: str
     version: str
@@ -158,21 +90,14 @@ class ModelVersion(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Manifest(msgspec.Struct, array_like=True, frozen=True):
-    """All that is to be served, the versions of each model rising. aliases: other names, each for a model or for `model/version`."""
+    """Everything to serve, the versions of each model in ascending order. An alias names a model or `model/version`."""
 
     model_versions: list[ModelVersion]
     aliases: dict[str, str]
 
 
-class Closing(msgspec.Struct, array_like=True, frozen=True):
-    """A version that is not served any more, and for how many seconds its sessions may go on."""
-
-    key: ModelKey
-    seconds: float
-
-
 class IndexEntry(msgspec.Struct, array_like=True, frozen=True):
-    """One version of a model in the models folder: READY, LOADING, UNLOADING or UNAVAILABLE, and the reason, where there is one."""
+    """One version in the models folder. `state` is READY, LOADING, UNLOADING or UNAVAILABLE; `reason` explains it where known."""
 
     name: str
     version: str
@@ -180,10 +105,245 @@ class IndexEntry(msgspec.Struct, array_like=True, frozen=True):
     reason: str = ""
 
 
-class EngineStatus(msgspec.Struct, array_like=True, frozen=True):
-    """An engine's first word on a channel, and its word when this has changed: it is ready, for these models; which of the engines it is,
-    counted from 0, and its device."""
+class Message(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """Base of all messages."""
+
+
+# Frontend to engine.
+
+
+class Request(Message, frozen=True):
+    """The sequences of one client request.
+
+    Their values follow the message, packed end to end: (tokens,) int32 ids or (tokens, features) float32.
+    `lengths` are time steps per sequence. `deadline` and `sent` are seconds on the machine's monotonic clock. A higher `priority` runs
+    sooner.
+
+    With `session`, the one sequence is the next chunk of that session. `session_starts` is true to start it, false to resume it, and None
+    for either. `session_ends` closes it after this chunk. `exactly` is true when the client named the version; otherwise a session's own
+    version is meant. `resubmitted` is true when another engine ended before it answered.
+    """
+
+    model: str
+    version: str
+    lengths: list[int]
+    deadline: float
+    sent: float
+    priority: int = 0
+    returns: Returns = Returns()
+    session: str | None = None
+    session_starts: bool | None = None
+    session_ends: bool = False
+    generation: int = 0
+    exactly: bool = True
+    resubmitted: bool = False
+
+    @property
+    def key(self) -> ModelKey:
+        return ModelKey(self.model, self.version, self.generation)
+
+
+class Cancel(Message, frozen=True):
+    """Nothing waits any longer for the request or call with this id."""
+
+
+class Release(Message, frozen=True):
+    """This frontend sends no further requests for a model version."""
+
+    key: ModelKey
+
+
+class RecordTrace(Message, frozen=True):
+    """Call: record the next batches of the engine, up to `batches` within `seconds`. The reply's tail holds trace events as JSON."""
+
+    batches: int
+    seconds: float
+
+
+class ExportSession(Message, frozen=True):
+    """Call: return the state of a session in the reply's trailing bytes."""
+
+    session: str
+
+
+class ImportSession(Message, frozen=True):
+    """Call: open a session with the state in the trailing bytes."""
+
+    session: str
+
+
+class EndSession(Message, frozen=True):
+    """Call: end a session."""
+
+    session: str
+
+
+class FindSession(Message, frozen=True):
+    """Call: return the model version of a session. The reply is SessionFound."""
+
+    session: str
+
+
+# Engine to frontend.
+
+
+class EngineStatus(Message, frozen=True):
+    """First message of an engine on a channel, sent again when its models change. `place` is its number, counted from 0."""
 
     models: list[LoadedModel]
     place: int = 0
     device: str = ""
+
+
+class Answer(Message, frozen=True):
+    """Shapes of the arrays that follow, in this order; an absent array has an empty shape. Sequences are packed end to end.
+
+    `scores` float32 and `picks` int32 have one line per sequence or per time step, as the head decides. `embedding` is (sequences, width)
+    and `sequence` (tokens, width), both float32. `steps` counts the steps of each sequence in per-step arrays. `session_steps` counts all
+    steps of the session, this chunk included.
+    """
+
+    scores: tuple[int, ...] = ()
+    picks: tuple[int, ...] = ()
+    embedding: tuple[int, ...] = ()
+    sequence: tuple[int, ...] = ()
+    steps: list[int] = []
+    session_steps: int = 0
+
+
+class Backlog(Message, frozen=True):
+    """Predicted seconds of the work left in an engine, which counts the first `frames` frames of this channel."""
+
+    seconds: float
+    frames: int
+
+
+# Supervisor to child, and back.
+
+
+class Attach(Message, frozen=True):
+    """The socket that comes with this frame is a channel to a process of the other kind."""
+
+
+class Ready(Message, frozen=True):
+    """The child is ready to serve."""
+
+
+class Failed(Message, frozen=True):
+    """The child cannot start."""
+
+    reason: str
+
+
+class Drain(Message, frozen=True):
+    """The service is about to stop: report not ready."""
+
+
+class CollectMetrics(Message, frozen=True):
+    """Call to any child: return its metrics. The reply is MetricsCollected."""
+
+
+class PrepareModel(Message, frozen=True):
+    """Call to any child: make a model version ready to serve."""
+
+    model_version: ModelVersion
+
+
+class ServeModels(Message, frozen=True):
+    """Call to a frontend: route requests by this manifest from now on."""
+
+    manifest: Manifest
+
+
+class CloseModel(Message, frozen=True):
+    """Call to an engine: unload a version once nothing uses it. Its sessions may continue for `seconds`."""
+
+    key: ModelKey
+    seconds: float
+
+
+class ForgetModel(Message, frozen=True):
+    """To a frontend: no process has this version any more."""
+
+    key: ModelKey
+
+
+class ScrapeMetrics(Message, frozen=True):
+    """Call to the supervisor: return the metrics of all processes. The reply is MetricsCollected."""
+
+
+class ListModels(Message, frozen=True):
+    """Call to the supervisor: return every version in the models folder. The reply is ModelsListed."""
+
+
+class LoadModel(Message, frozen=True):
+    """Call to the supervisor: serve what a model's folder holds now, versions chosen by `policy` or by the folder's own."""
+
+    name: str
+    policy: str | None = None
+
+
+class UnloadModel(Message, frozen=True):
+    """Call to the supervisor: stop serving a model."""
+
+    name: str
+
+
+# Replies to calls.
+
+
+class Reply(Message, frozen=True):
+    """Base of all replies to calls."""
+
+
+class Done(Reply, frozen=True):
+    """The call succeeded; its result, if any, is in the trailing bytes."""
+
+
+class Refusal(Reply, frozen=True):
+    """A ServiceError instead of a result."""
+
+    code: str
+    message: str
+    field: str | None = None
+    retry_after: int | None = None
+    session_model: ModelKey | None = None
+    """Model version of the session, when the request is for another version of that model."""
+
+    @classmethod
+    def of(cls, error: ServiceError) -> Refusal:
+        elsewhere = error.elsewhere if isinstance(error, SessionConflict) else None
+        return cls(error.code, error.message, error.field, error.retry_after, elsewhere and ModelKey(*elsewhere))
+
+    @property
+    def error(self) -> ServiceError:
+        """Return the error as the sender raised it."""
+        if self.session_model is not None:
+            return SessionConflict(self.message, field=self.field, elsewhere=self.session_model)
+        return BY_CODE.get(self.code, InferenceFailed)(self.message, field=self.field, retry_after=self.retry_after)
+
+
+class SessionFound(Reply, frozen=True):
+    """Model version of a session; None when no such session is open."""
+
+    key: ModelKey | None
+
+
+class MetricsCollected(Reply, frozen=True):
+    """Metrics of one process, or of all."""
+
+    snapshot: Snapshot
+
+
+class ModelsListed(Reply, frozen=True):
+    """Every version in the models folder."""
+
+    entries: list[IndexEntry]
+
+
+def _concrete(base: type[Message]) -> list[type[Message]]:
+    return [kind for child in base.__subclasses__() for kind in ([child] if child is not Reply else _concrete(child))]
+
+
+ALL = tuple(_concrete(Message))
+"""Every message type."""

@@ -6,7 +6,8 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from service.ipc.channel import Frame, Kind, encode
+from service.ipc.channel import encode
+from service.ipc.messages import CollectMetrics, MetricsCollected
 from service.metrics import Metrics, Snapshot, merged, remains, without
 from service.supervisor.process import Child
 
@@ -37,13 +38,13 @@ class MetricsAggregator:
         self._last_id += 1
         scrape = self._scrapes[self._last_id] = _Scrape(frontend, id, set(children), time.monotonic() + GATHER_SECONDS)
         for child in scrape.missing:
-            child.tell(encode(Kind.GATHER, self._last_id))
+            child.tell(encode(CollectMetrics(), self._last_id))
 
-    def count(self, child: Child, frame: Frame) -> None:
+    def count(self, child: Child, id: int, snapshot: Snapshot) -> None:
         """A child's answer."""
-        child.counts = frame.read(Snapshot)
-        if frame.id in self._scrapes:
-            self._scrapes[frame.id].missing.discard(child)
+        child.counts = snapshot
+        if id in self._scrapes:
+            self._scrapes[id].missing.discard(child)
 
     def forget(self, child: Child) -> None:
         """A child has ended: its totals stay, nobody waits for it."""
@@ -65,4 +66,4 @@ class MetricsAggregator:
         total = merged([self._own.snapshot(), self._past, *(child.counts for child in children)])
         for id in done:
             scrape = self._scrapes.pop(id)
-            scrape.frontend.tell(encode(Kind.SCRAPED, scrape.id, total))
+            scrape.frontend.tell(encode(MetricsCollected(total), scrape.id))

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -26,8 +26,9 @@ from service.errors import (
     UnknownModel,
     Unsupported,
 )
-from service.ipc.channel import Frame, Kind, encode
-from service.ipc.messages import Closing, IndexEntry, Manifest, ModelKey, ModelVersion, Refusal
+from service.ipc import messages
+from service.ipc.channel import Frame, encode
+from service.ipc.messages import IndexEntry, Manifest, ModelKey, ModelVersion, Refusal
 from service.log import Log
 from service.metrics import Metrics
 from service.settings import Settings
@@ -102,34 +103,33 @@ class ModelReloader:
 
     def ask(self, frontend: Child, frame: Frame) -> None:
         """A front was asked to load or unload a model, or what there is."""
-        if frame.kind == Kind.INDEX:
+        message = frame.message
+        if isinstance(message, messages.ListModels):
             self._begin(self._index(frontend, frame.id))
             return
 
         def answer(fault: ServiceError | None) -> None:
             if fault is None:
-                frontend.tell(encode(Kind.DONE, frame.id))
+                frontend.tell(encode(messages.Done(), frame.id))
             else:
-                frontend.tell(encode(Kind.REFUSAL, frame.id, Refusal.of(fault)))
+                frontend.tell(encode(Refusal.of(fault), frame.id))
 
         if self._settings.reload == "off":
             answer(
                 Unsupported("models are loaded at the start only, as SEQSERVE_RELOAD is off: start the service anew, or set it")
             )
-        elif frame.kind == Kind.LOAD_MODEL:
-            name, policy = frame.read(tuple[str, str | None])
-            self._waiting.append(self._change(name, self._load(name, policy), answer))
-        else:
-            name = frame.read(str)
-            self._waiting.append(self._change(name, self._unload(name), answer))
+        elif isinstance(message, messages.LoadModel):
+            self._waiting.append(self._change(message.name, self._load(message.name, message.policy), answer))
+        elif isinstance(message, messages.UnloadModel):
+            self._waiting.append(self._change(message.name, self._unload(message.name), answer))
 
     def handle_reply(self, child: Child, frame: Frame) -> None:
         """A process answers."""
-        if frame.kind == Kind.CLOSED:
+        if frame.id in self._closing:
             self._left(frame.id, child)
         elif frame.id in self._rounds:
-            if frame.kind == Kind.REFUSAL:
-                self._rounds[frame.id].refused[child] = frame.read(Refusal)
+            if isinstance(frame.message, Refusal):
+                self._rounds[frame.id].refused[child] = frame.message
             self._rounds[frame.id].missing.discard(child)
 
     def forget(self, child: Child) -> None:
@@ -215,7 +215,7 @@ class ModelReloader:
         self._pending = fresh
         try:
             for model_version in fresh:
-                one = yield from self._asked(list(self._children()), Kind.PREPARE, model_version)
+                one = yield from self._asked(list(self._children()), messages.PrepareModel(model_version))
                 self._check(one)
         except ServiceError:
             self._go([model_version.key for model_version in fresh], seconds=0.0)
@@ -228,7 +228,7 @@ class ModelReloader:
         gone = [model_version.key for model_version in self.manifest.model_versions if model_version.key not in now]
         self.manifest = manifest
         frontends = [child for child in self._children() if child.role != ENGINE]
-        one = yield from self._asked(frontends, Kind.SERVE, manifest)
+        one = yield from self._asked(frontends, messages.ServeModels(manifest))
         for frontend in (*one.missing, *one.refused):
             # It would go on with what is about to go; its successor turns to what is there.
             self._log.error("frontend did not switch", child=frontend.name)
@@ -241,7 +241,7 @@ class ModelReloader:
             id, engines = next(self._ids), {child for child in self._children() if child.role == ENGINE}
             self._closing[id] = _Closing(key, engines)
             for engine in engines:
-                engine.tell(encode(Kind.CLOSE, id, Closing(key, seconds)))
+                engine.tell(encode(messages.CloseModel(key, seconds), id))
             if not engines:
                 self._gone(id)
 
@@ -256,7 +256,7 @@ class ModelReloader:
         key = self._closing.pop(id).key
         for child in self._children():
             if child.role != ENGINE:
-                child.tell(encode(Kind.FORGET, 0, key))
+                child.tell(encode(messages.ForgetModel(key)))
         if not any(model_version.key.labels == key.labels for model_version in self.manifest.model_versions):
             self._on_gone(key)
 
@@ -266,7 +266,7 @@ class ModelReloader:
         try:
             listing = yield from self._read(self._repository.listing)
         except ServiceError as fault:
-            frontend.tell(encode(Kind.REFUSAL, id, Refusal(fault.code, fault.message)))
+            frontend.tell(encode(Refusal(fault.code, fault.message), id))
             return
         served = {(one.name, one.version) for one in self.manifest.model_versions}
         loading = {(one.name, one.version) for one in self._pending}
@@ -280,7 +280,7 @@ class ModelReloader:
                 rows.append(IndexEntry(*where, "LOADING" if where in loading else "UNLOADING"))
             else:
                 rows.append(IndexEntry(*where, "UNAVAILABLE", reason or "it is not asked for"))
-        frontend.tell(encode(Kind.INDEXED, id, rows))
+        frontend.tell(encode(messages.ModelsListed(rows), id))
 
     def _poll(self) -> Steps[None]:
         """Load what has changed, and does not go on changing."""
@@ -317,12 +317,12 @@ class ModelReloader:
         except (ModelError, OSError) as fault:
             raise InvalidModel(self._within_folder(str(fault)), field="model") from fault
 
-    def _asked(self, children: list[Child], kind: Kind, body: Any) -> Steps[_Round]:
+    def _asked(self, children: list[Child], message: messages.Message) -> Steps[_Round]:
         """All of these are told; what they said against it, and who has said nothing for too long."""
         id, one = next(self._ids), _Round(set(children))
         self._rounds[id] = one
         for child in children:
-            child.tell(encode(kind, id, body))
+            child.tell(encode(message, id))
         until = time.monotonic() + self._settings.start_seconds
         yield lambda: not one.missing or time.monotonic() > until
         return self._rounds.pop(id)

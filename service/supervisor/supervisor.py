@@ -14,7 +14,8 @@ from collections.abc import Callable
 from types import FrameType
 
 from service.errors import StartError
-from service.ipc.channel import Frame, Kind, encode, pair
+from service.ipc import messages
+from service.ipc.channel import Frame, encode, pair
 from service.ipc.heartbeat import PATIENCE_SECONDS
 from service.ipc.messages import Manifest, ModelKey
 from service.ipc.session_journal import SessionJournal, journal_records
@@ -116,19 +117,21 @@ class Supervisor:
         self._drain()
 
     def _handle_frame(self, child: Child, frame: Frame) -> None:
-        if frame.kind == Kind.READY:
-            child.ready = True
-            self._look_ready()
-        elif frame.kind == Kind.FAILED:
-            self._failed(child, frame.read(str))
-        elif frame.kind == Kind.SCRAPE:
-            self._metrics_aggregator.ask(child, frame.id, self._children.values())
-        elif frame.kind == Kind.COUNTS:
-            self._metrics_aggregator.count(child, frame)
-        elif frame.kind in (Kind.LOAD_MODEL, Kind.UNLOAD_MODEL, Kind.INDEX):
-            self._model_reloader.ask(child, frame)
-        else:
-            self._model_reloader.handle_reply(child, frame)
+        message = frame.message
+        match message:
+            case messages.Ready():
+                child.ready = True
+                self._look_ready()
+            case messages.Failed(reason=reason):
+                self._failed(child, reason)
+            case messages.ScrapeMetrics():
+                self._metrics_aggregator.ask(child, frame.id, self._children.values())
+            case messages.MetricsCollected(snapshot=snapshot):
+                self._metrics_aggregator.count(child, frame.id, snapshot)
+            case messages.LoadModel() | messages.UnloadModel() | messages.ListModels():
+                self._model_reloader.ask(child, frame)
+            case messages.Reply():
+                self._model_reloader.handle_reply(child, frame)
 
     def _note_own_lateness(self) -> None:
         """When this process itself was not run for a while, nor were the engines: their lateness proves nothing."""
@@ -178,7 +181,7 @@ class Supervisor:
             if (other.role == ENGINE) != (child.role == ENGINE):
                 _join(child, other)
         if self._signal is not None:
-            child.tell(encode(Kind.DRAIN, 0))
+            child.tell(encode(messages.Drain()))
         self._children[name] = child
 
     def _reap(self, child: Child) -> None:
@@ -227,7 +230,7 @@ class Supervisor:
             self._close_at = now + self._settings.lame_duck_seconds
             self._look_ready()
             for frontend in self._frontends:
-                frontend.tell(encode(Kind.DRAIN, 0))
+                frontend.tell(encode(messages.Drain()))
         if self._kill_at is None and (now >= self._close_at or self._signal == signal.SIGINT or not self._announced):
             self._kill_at = now + self._settings.drain_seconds + 1.0
             self._close_ports()
@@ -249,7 +252,7 @@ class Supervisor:
 def _join(one: Child, other: Child) -> None:
     """A channel between a front and an engine."""
     for child, end in zip((one, other), pair(), strict=True):
-        child.control.send(encode(Kind.ATTACH, 0), attached=end)
+        child.control.send(encode(messages.Attach()), attached=end)
         child.control.flush()
         end.close()
 

@@ -11,7 +11,7 @@ from service.engine.execution.cuda_graph_runner import Between
 from service.engine.execution.device_engine import Prepared
 from service.engine.loading import CLOSING_SECONDS, LOOK_SECONDS, ModelLoader
 from service.errors import InvalidModel, ModelError, NoRoom, ServiceError, SessionLost
-from service.ipc.messages import Closing, ModelKey, ModelVersion
+from service.ipc.messages import CloseModel, ModelKey, ModelVersion
 from service.log import Log
 from tests.engine.batching.fakes import MODEL
 from tests.engine.batching.harness import House
@@ -52,7 +52,7 @@ class Shelf:
 
     def leave(self, seconds: float, *channels: str) -> None:
         """MODEL is served no more, and these channels have not said so yet."""
-        self.models.close(Closing(MODEL, seconds), set(channels), lambda: None)
+        self.models.close(CloseModel(MODEL, seconds), set(channels), lambda: None)
 
     def wait(self, seconds: float = LOOK_SECONDS) -> None:
         self.house.now += seconds
@@ -139,7 +139,7 @@ def test_a_version_stays_for_its_sessions_but_not_for_longer_than_it_was_said(sh
 
 def test_what_is_ready_when_nobody_wants_it_any_more_is_not_served(shelf: Shelf) -> None:
     shelf.closed.append(NEW.key)
-    shelf.models.close(Closing(NEW.key, 0.0), {FRONT}, lambda: None)
+    shelf.models.close(CloseModel(NEW.key, 0.0), {FRONT}, lambda: None)
     assert shelf.prepared() is None
     assert (shelf.opened, shelf.changes) == ([], 0)
 
@@ -147,5 +147,5 @@ def test_what_is_ready_when_nobody_wants_it_any_more_is_not_served(shelf: Shelf)
 def test_what_was_never_served_is_gone_at_once(shelf: Shelf) -> None:
     gone: list[bool] = []
     shelf.closed.append(MODEL)
-    shelf.models.close(Closing(MODEL, 30.0), {FRONT}, lambda: gone.append(True))
+    shelf.models.close(CloseModel(MODEL, 30.0), {FRONT}, lambda: gone.append(True))
     assert gone == [True]

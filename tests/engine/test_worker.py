@@ -14,12 +14,27 @@ from service.engine.batching.ticket import Refuse, Reply, Ticket
 from service.engine.execution.cuda_graph_runner import Between
 from service.engine.execution.device_engine import Prepared, Watcher
 from service.engine.loading import ModelLoader
-from service.engine.worker import FRAMES_AT_ONCE, Worker
-from service.ipc.channel import Channel, Frame, Kind, encode, pair
+from service.engine.worker import FRAMES_PER_BATCH, Worker
+from service.ipc.channel import Channel, Frame, encode, pair
 from service.ipc.heartbeat import Heartbeat
-from service.ipc.messages import Answer, EngineStatus, LoadedModel, ModelKey, ModelVersion, Request, Trace
+from service.ipc.messages import (
+    Answer,
+    Attach,
+    Backlog,
+    Cancel,
+    CollectMetrics,
+    Done,
+    EngineStatus,
+    LoadedModel,
+    MetricsCollected,
+    ModelKey,
+    ModelVersion,
+    RecordTrace,
+    Refusal,
+    Request,
+)
 from service.log import Log
-from service.metrics import Metrics, Snapshot
+from service.metrics import Metrics
 from tests.engine.batching.fakes import request
 
 PLACE = 3
@@ -133,7 +148,7 @@ class House:
 
     def _attached(self) -> Channel:
         mine, theirs = pair()
-        self.supervisor.send(encode(Kind.ATTACH, 0), attached=theirs)
+        self.supervisor.send(encode(Attach()), attached=theirs)
         theirs.close()
         return Channel(mine)
 
@@ -154,62 +169,64 @@ def house() -> Iterator[House]:
 
 
 def test_a_front_is_told_with_each_answer_what_is_left_and_how_many_of_its_frames_are_counted_in_that(house: House) -> None:
-    house.frontend.send(encode(Kind.SUBMIT, 7, request([2]), (b"",)))
-    house.frontend.send(encode(Kind.CANCEL, 6))
-    house.frontend.send(encode(Kind.SUBMIT, 8, request([2]), (b"",)))
+    house.frontend.send(encode(request([2]), 7, (b"",)))
+    house.frontend.send(encode(Cancel(), 6))
+    house.frontend.send(encode(request([2]), 8, (b"",)))
     house.run()
     status, *frames = house.to_front
-    assert (status.kind, status.read(EngineStatus).place) == (Kind.ENGINE_STATUS, PLACE)
-    assert [(frame.kind, frame.id) for frame in frames] == [(Kind.ANSWER, 7), (Kind.LOAD, 3), (Kind.ANSWER, 8), (Kind.LOAD, 3)]
-    assert [frame.read(float) for frame in frames if frame.kind == Kind.LOAD] == [SECONDS, 0.0]
+    assert isinstance(status.message, EngineStatus) and status.message.place == PLACE
+    assert [(type(frame.message), frame.id) for frame in frames] == [(Answer, 7), (Backlog, 0), (Answer, 8), (Backlog, 0)]
+    assert [frame.message.frames for frame in frames if isinstance(frame.message, Backlog)] == [3, 3]
+    assert [frame.message.seconds for frame in frames if isinstance(frame.message, Backlog)] == [SECONDS, 0.0]
     assert house.metrics.channel_writes.values[("engine",)] == [3], "an answer and its report are one write"
 
 
 def test_however_much_is_asked_at_once_turns_are_launched_meanwhile(house: House) -> None:
-    for id in range(3 * FRAMES_AT_ONCE):
-        house.frontend.send(encode(Kind.SUBMIT, id, request([2]), (b"",)))
+    for id in range(3 * FRAMES_PER_BATCH):
+        house.frontend.send(encode(request([2]), id, (b"",)))
     house.run()
-    assert house.batcher.most_between == FRAMES_AT_ONCE
+    assert house.batcher.most_between == FRAMES_PER_BATCH
 
 
 def test_a_front_that_is_answered_nothing_is_told_nothing(house: House) -> None:
     house.run()
-    assert [frame.kind for frame in house.to_front] == [Kind.ENGINE_STATUS]
+    assert [type(frame.message) for frame in house.to_front] == [EngineStatus]
 
 
 def test_what_an_engine_counts_says_how_much_work_is_left_in_it(house: House) -> None:
     for id in (1, 2, 3):
-        house.frontend.send(encode(Kind.SUBMIT, id, request([2]), (b"",)))
-    house.supervisor.send(encode(Kind.GATHER, 5))
+        house.frontend.send(encode(request([2]), id, (b"",)))
+    house.supervisor.send(encode(CollectMetrics(), 5))
     house.run()
-    [counts] = [frame for frame in house.to_supervisor if frame.kind == Kind.COUNTS]
-    [[labels, [seconds]]] = counts.read(Snapshot)["seqserve_backlog_seconds"]
+    [counts] = [frame for frame in house.to_supervisor if isinstance(frame.message, MetricsCollected)]
+    assert isinstance(counts.message, MetricsCollected)
+    [[labels, [seconds]]] = counts.message.snapshot["seqserve_backlog_seconds"]
     assert (counts.id, tuple(labels)) == (5, (str(PLACE),))
     assert seconds in [SECONDS * waiting for waiting in range(4)]
 
 
 def test_a_front_is_given_the_trace_that_it_asks_for(house: House) -> None:
-    house.frontend.send(encode(Kind.TRACE, 4, Trace(batches=5, seconds=0.0)))
+    house.frontend.send(encode(RecordTrace(batches=5, seconds=0.0), 4))
     house.run()
-    traced = next(frame for frame in house.to_front if frame.kind == Kind.TRACED)
+    traced = next(frame for frame in house.to_front if isinstance(frame.message, Done))
     assert traced.id == 4
     assert msgspec.json.decode(traced.tail)[0]["args"] == {"name": f"engine-{PLACE} cpu"}
 
 
 def test_a_trace_that_nobody_waits_for_makes_room_for_the_next(house: House) -> None:
     for id in (4, 5, 6):
-        house.frontend.send(encode(Kind.TRACE, id, Trace(batches=5, seconds=0.0 if id == 6 else 60.0)))
+        house.frontend.send(encode(RecordTrace(batches=5, seconds=0.0 if id == 6 else 60.0), id))
         if id == 4:
-            house.frontend.send(encode(Kind.CANCEL, id))
+            house.frontend.send(encode(Cancel(), id))
     house.run()
-    answers = [(frame.kind, frame.id) for frame in house.to_front if frame.kind in (Kind.TRACED, Kind.REFUSAL)]
-    assert answers == [(Kind.REFUSAL, 6)]
+    answers = [(type(frame.message), frame.id) for frame in house.to_front if type(frame.message) in (Done, Refusal)]
+    assert answers == [(Refusal, 6)]
     assert house.heartbeat.late_seconds() < 0
 
 
 def test_a_turn_is_not_taken_for_hung_because_a_trace_kept_the_loop(house: House) -> None:
     house.engine.running = time.monotonic() - 100, 0.0
-    house.frontend.send(encode(Kind.TRACE, 4, Trace(batches=5, seconds=0.0)))
+    house.frontend.send(encode(RecordTrace(batches=5, seconds=0.0), 4))
     house.run()
     assert house.heartbeat.late_seconds() < 0
 

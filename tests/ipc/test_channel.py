@@ -1,4 +1,4 @@
-"""Frames in, frames out, whole and in order, however the socket cuts them."""
+"""Channels deliver whole frames in order, however the socket splits them."""
 
 from __future__ import annotations
 
@@ -12,28 +12,44 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.ipc.channel import HEADER, Channel, Frame, Kind, encode, pair
+from service.ipc.channel import HEADER, Channel, Frame, encode, pair, replace_message
+from service.ipc.messages import (
+    ALL,
+    Answer,
+    Attach,
+    Cancel,
+    CollectMetrics,
+    Done,
+    Failed,
+    LoadModel,
+    Message,
+    ModelKey,
+    Ready,
+    Refusal,
+    Release,
+    Request,
+)
 
 MIB = 1 << 20
 
 
 @pytest.fixture
 def ends() -> Iterator[tuple[Channel, Channel]]:
-    one, other = (Channel(end) for end in pair())
-    yield one, other
-    one.close()
-    other.close()
+    first, second = (Channel(end) for end in pair())
+    yield first, second
+    first.close()
+    second.close()
 
 
-def to_hand_over() -> tuple[socket.socket, socket.socket]:
-    """A pair of which one end is kept; a read that waits for an end-of-file which never comes fails."""
-    mine, theirs = pair()
-    mine.settimeout(5.0)
-    return mine, theirs
+def socket_to_pass() -> tuple[socket.socket, socket.socket]:
+    """Return a pair of which one end is kept. Reading that end fails after 5 s when the other is never closed."""
+    kept, passed = pair()
+    kept.settimeout(5.0)
+    return kept, passed
 
 
 def receive_all(sender: Channel, receiver: Channel, *, count: int) -> list[Frame]:
-    """Both ends by turns, as two event loops would, until `count` frames have come."""
+    """Flush and receive alternately, as two event loops would, until `count` frames have arrived."""
     frames: list[Frame] = []
     for _ in range(1000):
         sender.flush()
@@ -43,117 +59,137 @@ def receive_all(sender: Channel, receiver: Channel, *, count: int) -> list[Frame
     return frames
 
 
-some_frames = st.lists(
-    st.tuples(st.sampled_from(list(Kind)), st.integers(0, 2**64 - 1), st.text(max_size=9) | st.none(), st.binary(max_size=40)),
-    min_size=1,
-    max_size=5,
+texts = st.text(max_size=9)
+some_messages = st.one_of(
+    st.sampled_from([Cancel(), Ready(), Done(), CollectMetrics(), Answer((2, 3), steps=[1, 2])]),
+    st.builds(Failed, texts),
+    st.builds(LoadModel, texts, texts | st.none()),
+    st.builds(Release, st.builds(ModelKey, texts, texts, st.integers(0, 9))),
+    st.builds(Refusal, texts, texts, texts | st.none()),
+    st.builds(Request, texts, texts, st.lists(st.integers(1, 99), max_size=3), st.floats(0, 9), st.floats(0, 9)),
 )
+some_frames = st.lists(st.tuples(some_messages, st.integers(0, 2**64 - 1), st.binary(max_size=40)), min_size=1, max_size=5)
 
 
-@given(sent=some_frames.filter(lambda frames: all(kind != Kind.ATTACH for kind, *_ in frames)), data=st.data())
+@given(sent=some_frames, data=st.data())
 @settings(deadline=None)
-def test_frames_come_whole_however_they_are_cut(sent: list[tuple[Kind, int, str | None, bytes]], data: st.DataObject) -> None:
-    stream = b"".join(encode(kind, id, body, (tail,)) for kind, id, body, tail in sent)
+def test_frames_arrive_whole_however_they_are_split(sent: list[tuple[Message, int, bytes]], data: st.DataObject) -> None:
+    stream = b"".join(encode(message, id, (tail,)) for message, id, tail in sent)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
     raw, end = pair()
     receiver, frames = Channel(end), list[Frame]()
     for begin, stop in pairwise([0, *cuts, len(stream)]):
         raw.sendall(stream[begin:stop])
         frames += receiver.receive()
-    assert [(frame.kind, frame.id, frame.read(str | None), frame.tail) for frame in frames] == sent  # type: ignore[arg-type]
+    assert [(frame.message, frame.id, frame.tail) for frame in frames] == sent
     assert receiver.open
     raw.close()
     receiver.close()
 
 
-def test_a_frame_s_parts_may_be_any_contiguous_buffers(ends: tuple[Channel, Channel]) -> None:
-    one, other = ends
-    one.send(encode(Kind.ANSWER, 3, ["body"], (b"ab", bytearray(b"cd"), memoryview(b"xefx")[1:3])))
-    [frame] = receive_all(one, other, count=1)
-    assert (frame.read(list[str]), frame.tail, frame.attached) == (["body"], b"abcdef", None)
+def test_every_message_has_a_tag_of_its_own() -> None:
+    tags = [kind.__struct_config__.tag for kind in ALL]
+    assert len(set(tags)) == len(tags) > 20
 
 
-def test_a_body_of_another_kind_is_refused() -> None:
-    frame = Frame(Kind.SUBMIT, 1, msgspec.msgpack.encode("text"), b"")
+def test_unknown_tag_is_refused(ends: tuple[Channel, Channel]) -> None:
+    sender, receiver = ends
+    packed = msgspec.msgpack.encode(["Surprise"])
+    sender.send(HEADER.pack(len(packed), len(packed), 1) + packed)
+    sender.flush()
     with pytest.raises(msgspec.ValidationError):
-        frame.read(int)
+        receiver.receive()
 
 
-def test_all_frames_of_one_tick_leave_in_one_write_and_come_in_one_read(ends: tuple[Channel, Channel]) -> None:
-    one, other = ends
+def test_tail_is_made_of_any_contiguous_buffers(ends: tuple[Channel, Channel]) -> None:
+    sender, receiver = ends
+    sender.send(encode(Failed("reason"), 3, (b"ab", bytearray(b"cd"), memoryview(b"xefx")[1:3])))
+    [frame] = receive_all(sender, receiver, count=1)
+    assert (frame.message, frame.tail, frame.attached) == (Failed("reason"), b"abcdef", None)
+
+
+def test_replaced_message_keeps_id_and_tail(ends: tuple[Channel, Channel]) -> None:
+    sender, receiver = ends
+    sender.send(replace_message(encode(Failed("first"), 9, (b"tail",)), Failed("another")))
+    [frame] = receive_all(sender, receiver, count=1)
+    assert frame == (Failed("another"), 9, b"tail", None)
+
+
+def test_frames_of_one_tick_leave_in_one_write(ends: tuple[Channel, Channel]) -> None:
+    sender, receiver = ends
     for id in range(50):
-        one.send(encode(Kind.SUBMIT, id))
-    assert one.writes == 0
-    assert one.flush()
-    assert (one.writes, one.bytes_sent) == (1, 50 * len(encode(Kind.SUBMIT, 0)))
-    assert [frame.id for frame in other.receive()] == list(range(50))
+        sender.send(encode(Cancel(), id))
+    assert sender.writes == 0
+    assert sender.flush()
+    assert (sender.writes, sender.bytes_sent) == (1, 50 * len(encode(Cancel())))
+    assert [frame.id for frame in receiver.receive()] == list(range(50))
 
 
-def test_nothing_has_come_before_a_frame_is_whole(ends: tuple[Channel, Channel]) -> None:
+def test_empty_channel_stays_open(ends: tuple[Channel, Channel]) -> None:
     assert ends[0].receive() == []
     assert ends[0].open
 
 
-def test_five_mebibytes_cross_a_pair_that_never_blocks(ends: tuple[Channel, Channel]) -> None:
-    one, other = ends
+def test_five_mebibytes_cross_without_blocking(ends: tuple[Channel, Channel]) -> None:
+    sender, receiver = ends
     tail = os.urandom(5 * MIB)
-    one.send(encode(Kind.ANSWER, 1, None, (tail,)))
-    assert not one.flush()
-    one.send(encode(Kind.ANSWER, 2))
-    first, second = receive_all(one, other, count=2)
+    sender.send(encode(Answer(), 1, (tail,)))
+    assert not sender.flush()
+    sender.send(encode(Answer(), 2))
+    first, second = receive_all(sender, receiver, count=2)
     assert first.tail == tail
     assert (first.id, second.id) == (1, 2)
-    assert one.flush()
-    assert one.bytes_sent == 2 * HEADER.size + 5 * MIB + 2 * len(msgspec.msgpack.encode(None))
+    assert sender.flush()
+    assert sender.bytes_sent == 2 * len(encode(Answer())) + 5 * MIB
 
 
-def test_frames_of_both_directions_do_not_meet(ends: tuple[Channel, Channel]) -> None:
-    one, other = ends
-    one.send(encode(Kind.SUBMIT, 1))
-    other.send(encode(Kind.ANSWER, 2))
-    one.flush(), other.flush()
-    assert [frame.id for frame in other.receive()] == [1]
-    assert [frame.id for frame in one.receive()] == [2]
+def test_directions_are_independent(ends: tuple[Channel, Channel]) -> None:
+    first, second = ends
+    first.send(encode(Cancel(), 1))
+    second.send(encode(Answer(), 2))
+    first.flush(), second.flush()
+    assert [frame.id for frame in second.receive()] == [1]
+    assert [frame.id for frame in first.receive()] == [2]
 
 
 @pytest.mark.parametrize("big", [0, 2 * MIB])
-def test_attached_sockets_arrive_with_their_frames_in_order(ends: tuple[Channel, Channel], big: int) -> None:
-    one, other = ends
-    kept: list[socket.socket] = []
-    one.send(encode(Kind.READY, 0, None, (bytes(big),)))
+def test_attached_sockets_arrive_with_their_frames(ends: tuple[Channel, Channel], big: int) -> None:
+    sender, receiver = ends
+    kept_ends: list[socket.socket] = []
+    sender.send(encode(Ready(), 0, (bytes(big),)))
     for id in range(1, 13):
-        mine, theirs = to_hand_over()
-        kept.append(mine)
-        one.send(encode(Kind.ATTACH, id), attached=theirs)
-        theirs.close()
-        one.send(encode(Kind.GATHER, id))
-    frames = receive_all(one, other, count=25)
-    assert [(frame.kind, frame.id) for frame in frames[1:]] == [
-        (kind, id) for id in range(1, 13) for kind in (Kind.ATTACH, Kind.GATHER)
+        kept, passed = socket_to_pass()
+        kept_ends.append(kept)
+        sender.send(encode(Attach(), id), attached=passed)
+        passed.close()
+        sender.send(encode(CollectMetrics(), id))
+    frames = receive_all(sender, receiver, count=25)
+    assert [(frame.message, frame.id) for frame in frames[1:]] == [
+        (message, id) for id in range(1, 13) for message in (Attach(), CollectMetrics())
     ]
-    for mine, frame in zip(kept, frames[1::2], strict=True):
+    for kept, frame in zip(kept_ends, frames[1::2], strict=True):
         assert frame.attached is not None
-        mine.sendall(bytes([frame.id]))
+        kept.sendall(bytes([frame.id]))
         assert frame.attached.recv(1) == bytes([frame.id])
         frame.attached.close()
-        assert mine.recv(1) == b""
-        mine.close()
+        assert kept.recv(1) == b""
+        kept.close()
     assert all(frame.attached is None for frame in frames[::2])
 
 
 def test_frames_before_an_end_of_file_are_kept(ends: tuple[Channel, Channel]) -> None:
-    one, other = ends
-    one.send(encode(Kind.ANSWER, 1))
-    one.send(encode(Kind.ANSWER, 2))
-    one.flush()
-    one.close()
-    assert [frame.id for frame in other.receive()] == [1, 2]
-    assert not other.open
+    sender, receiver = ends
+    sender.send(encode(Answer(), 1))
+    sender.send(encode(Answer(), 2))
+    sender.flush()
+    sender.close()
+    assert [frame.id for frame in receiver.receive()] == [1, 2]
+    assert not receiver.open
 
 
-def test_half_a_frame_before_an_end_of_file_is_none() -> None:
+def test_incomplete_frame_before_an_end_of_file_is_dropped() -> None:
     raw, end = pair()
-    raw.sendall(encode(Kind.ANSWER, 1) + encode(Kind.ANSWER, 2, "cut off")[:-1])
+    raw.sendall(encode(Answer(), 1) + encode(Failed("cut off"), 2)[:-1])
     raw.close()
     receiver = Channel(end)
     assert [frame.id for frame in receiver.receive()] == [1]
@@ -161,45 +197,45 @@ def test_half_a_frame_before_an_end_of_file_is_none() -> None:
     receiver.close()
 
 
-def test_a_peer_that_has_gone_is_noticed_by_a_write_and_what_it_said_before_is_kept(ends: tuple[Channel, Channel]) -> None:
-    one, other = ends
-    other.send(encode(Kind.ANSWER, 7))
-    other.flush()
-    other.close()
-    one.send(encode(Kind.SUBMIT, 1))
-    one.flush()
-    assert not one.open
-    assert [frame.id for frame in one.receive()] == [7]
+def test_write_notices_a_closed_end_and_keeps_its_frames(ends: tuple[Channel, Channel]) -> None:
+    first, second = ends
+    second.send(encode(Answer(), 7))
+    second.flush()
+    second.close()
+    first.send(encode(Cancel(), 1))
+    first.flush()
+    assert not first.open
+    assert [frame.id for frame in first.receive()] == [7]
 
 
-def test_what_is_sent_after_the_end_is_dropped_quietly(ends: tuple[Channel, Channel]) -> None:
-    one, other = ends
-    other.close()
-    assert one.receive() == []
-    one.send(encode(Kind.SUBMIT, 1))
-    assert one.flush()
-    assert one.bytes_sent == 0
+def test_frames_sent_after_the_end_are_dropped(ends: tuple[Channel, Channel]) -> None:
+    first, second = ends
+    second.close()
+    assert first.receive() == []
+    first.send(encode(Cancel(), 1))
+    assert first.flush()
+    assert first.bytes_sent == 0
 
 
-def test_closing_gives_back_the_sockets_that_were_not_handed_over() -> None:
-    one, end = (Channel(end) for end in pair())
-    mine, theirs = to_hand_over()
-    one.send(encode(Kind.ATTACH, 1), attached=theirs)
-    theirs.close()
-    one.close()
-    assert mine.recv(1) == b""
-    mine.close()
-    end.close()
+def test_closing_releases_sockets_that_were_not_passed() -> None:
+    first, second = (Channel(end) for end in pair())
+    kept, passed = socket_to_pass()
+    first.send(encode(Attach(), 1), attached=passed)
+    passed.close()
+    first.close()
+    assert kept.recv(1) == b""
+    kept.close()
+    second.close()
 
 
-def test_closing_gives_back_the_sockets_that_came_with_half_a_frame() -> None:
+def test_closing_releases_sockets_of_an_incomplete_frame() -> None:
     raw, end = pair()
-    mine, theirs = to_hand_over()
-    socket.send_fds(raw, [encode(Kind.ATTACH, 1)[:5]], [theirs.fileno()])
-    theirs.close()
+    kept, passed = socket_to_pass()
+    socket.send_fds(raw, [encode(Attach(), 1)[:5]], [passed.fileno()])
+    passed.close()
     receiver = Channel(end)
     assert receiver.receive() == []
     receiver.close()
-    assert mine.recv(1) == b""
-    mine.close()
+    assert kept.recv(1) == b""
+    kept.close()
     raw.close()

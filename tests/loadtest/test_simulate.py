@@ -20,7 +20,7 @@ from loadtest.simulation.ways import Continuous, Sequence, Way
 from service.engine.batching import scheduler
 from service.engine.batching.scheduler import Limits
 from service.engine.execution.cost_model import Cost
-from service.frontend.dispatch.connection import Backlog
+from service.frontend.dispatch.connection import PredictedWait
 
 PLAIN = Cost(1.0, 0.1, 0.0)
 """A turn of so many steps takes 1 s and a tenth of that in seconds, however many rows it has."""
@@ -135,7 +135,7 @@ def test_a_load_beyond_capacity_leaves_as_much_over_as_it_is_beyond() -> None:
 
 def test_a_front_places_as_backlogs_of_all_replicas_would_have_it() -> None:
     source, frontend = random.Random(0), Frontend(5)
-    backlogs, order = [Backlog() for _ in range(5)], list(range(5))
+    backlogs, order = [PredictedWait() for _ in range(5)], list(range(5))
     now, frame = 0.0, 0
     for _ in range(500):
         now += source.expovariate(1.0)
@@ -145,7 +145,7 @@ def test_a_front_places_as_backlogs_of_all_replicas_would_have_it() -> None:
             backlogs[place].report(seconds, frame, now)
             continue
         frame += 1
-        expected = min(order, key=lambda place: round(backlogs[place].wait_seconds(now), 9))
+        expected = min(order, key=lambda place: round(backlogs[place].seconds(now), 9))
         order.remove(expected)
         order.append(expected)
         assert frontend.place(0.25, now) == expected

@@ -22,8 +22,8 @@ KERNELS = {
     "sticky": "*(volatile int*)0x10 = 1;",
     "endless": "while (true) { __nanosleep(1000); }",
 }
-LEAKS = {"engine-leak": "ANSWER", "frontend-leak": "SUBMIT"}
-"""The kind of frame that the process which leaks sends once a request."""
+LEAKS = {"engine-leak": "Answer", "frontend-leak": "Request"}
+"""The message that the leaking process sends once per request."""
 kept: list[bytes] = []
 
 
@@ -54,12 +54,12 @@ def into_turns(graphs: Any, fault: str) -> None:
 
 
 def into_frames(channel: Any, fault: str) -> None:
-    encode, leaks = channel.encode, channel.Kind[LEAKS[fault]]
+    encode, leaking = channel.encode, LEAKS[fault]
 
-    def planted(kind: int, *said: Any) -> Any:
-        if kind == leaks:
+    def planted(message: Any, *arguments: Any) -> Any:
+        if type(message).__name__ == leaking:
             kept.append(bytes(LEAKED_BYTES))
-        return encode(kind, *said)
+        return encode(message, *arguments)
 
     channel.encode = planted
 

@@ -15,7 +15,7 @@ from service.engine.profiling.recorder import Recorder
 from service.errors import Overloaded, Unavailable
 from service.ipc.channel import Channel
 from service.ipc.heartbeat import Heartbeat
-from service.ipc.messages import EngineStatus, Trace
+from service.ipc.messages import EngineStatus, RecordTrace
 from service.log import Log
 
 STANDSTILL_SECONDS = 60.0
@@ -54,7 +54,7 @@ class ProfilingSession:
     def on(self) -> bool:
         return self._trace is not None
 
-    def begin(self, asker: tuple[Channel, int], wanted: Trace, reply: Reply, refuse: Refuse) -> None:
+    def begin(self, asker: tuple[Channel, int], wanted: RecordTrace, reply: Reply, refuse: Refuse) -> None:
         """Record from now on. The trace leaves through `reply` once it is whole; what cannot be recorded is refused at once."""
         if self._trace is not None:
             refuse(Overloaded("a trace is being recorded, and there is one at a time: retry when it has ended", retry_after=1))

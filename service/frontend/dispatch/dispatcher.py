@@ -13,10 +13,11 @@ from contextlib import suppress
 import msgspec
 
 from service.errors import DeadlineExceeded, EngineLost, Overloaded, ServiceError, Unavailable
-from service.frontend.dispatch.connection import Answered, Connection, Open
+from service.frontend.dispatch.connection import Answered, EngineConnection, PendingRequest
 from service.frontend.dispatch.placement import home
-from service.ipc.channel import Channel, Kind, encode, of_kind
-from service.ipc.messages import LoadedModel, ModelKey, Request, Trace
+from service.ipc import messages
+from service.ipc.channel import Channel, encode, replace_message
+from service.ipc.messages import LoadedModel, ModelKey, Request
 from service.metrics import Metrics
 
 TRACED_SECONDS = 60.0
@@ -42,9 +43,9 @@ class Dispatcher:
         self._metrics = metrics
         self._channel_bytes = channel_bytes
         self._clock = clock
-        self._connections: list[Connection] = []
+        self._connections: list[EngineConnection] = []
         """The one that was chosen longest ago comes first."""
-        self._homeless: dict[int, Open] = {}
+        self._homeless: dict[int, PendingRequest] = {}
         """What was left by an engine when no other was ready that could have it."""
         self._last_id = 0
         self._met = asyncio.Event()
@@ -68,7 +69,7 @@ class Dispatcher:
 
     def attach(self, channel: Channel) -> None:
         """A new engine; it is ready when its hello comes."""
-        self._connections.append(Connection(channel, self._metrics, self._clock, self._meet, self._lose))
+        self._connections.append(EngineConnection(channel, self._metrics, self._clock, self._next_id, self._meet, self._lose))
 
     async def submit(self, request: Request, tail: bytes) -> Answered:
         """Raises a ServiceError instead of an answer. When the awaiting task is cancelled, the engine is told."""
@@ -91,33 +92,32 @@ class Dispatcher:
         """What every ready engine records from now on, each as a JSON array of trace events; raises a ServiceError when one does not."""
         if not self.ready:
             raise self._not_ready()
-        wanted = Trace(batches, seconds)
-        traces = [asyncio.ensure_future(one.ask(Kind.TRACE, self._next_id(), wanted)) for one in self._ready]
+        recording = messages.RecordTrace(batches, seconds)
+        calls = [
+            asyncio.ensure_future(engine.rpc.call_done(recording, timeout=seconds + TRACED_SECONDS)) for engine in self._ready
+        ]
         try:
-            async with asyncio.timeout(seconds + TRACED_SECONDS):
-                return await asyncio.gather(*traces)
-        except TimeoutError:
-            late = "an engine did not give its trace in time: retry, or ask for fewer turns"
-            raise Unavailable(late, retry_after=1) from None
+            return await asyncio.gather(*calls)
         finally:
-            for one in traces:
-                one.cancel()
+            for call in calls:
+                call.cancel()
 
     async def export(self, session: str) -> bytes:
-        """The state of a session, which stays open; raises a ServiceError."""
-        return await self._ask_home(Kind.EXPORT, session)
+        """Return the state of a session, which stays open; raises a ServiceError."""
+        return await self._call_home(session, messages.ExportSession(session))
 
     async def adopt(self, session: str, state: bytes) -> None:
-        """Open a session with a state that `export` gave; raises a ServiceError."""
-        await self._ask_home(Kind.ADOPT, session, state)
+        """Open a session with an exported state; raises a ServiceError."""
+        await self._call_home(session, messages.ImportSession(session), state)
 
     async def model_of(self, session: str) -> ModelKey | None:
-        """The version that a session is of, if it is open; raises a ServiceError."""
-        return msgspec.msgpack.decode(await self._ask_home(Kind.MODEL_OF, session), type=ModelKey | None)
+        """Return the model version of a session, None if it is not open; raises a ServiceError."""
+        reply, _ = await self._home(session).rpc.call(messages.FindSession(session), messages.SessionFound)
+        return reply.key
 
     async def end(self, session: str) -> None:
         """End a session; raises a ServiceError when it is not open."""
-        await self._ask_home(Kind.END, session)
+        await self._call_home(session, messages.EndSession(session))
 
     def release(self, key: ModelKey) -> None:
         """Nothing begins any more with this version that has not been sent by now."""
@@ -133,24 +133,24 @@ class Dispatcher:
         self._last_id += 1
         return self._last_id
 
-    def _enter(self, request: Request, tail: bytes) -> Open:
+    def _enter(self, request: Request, tail: bytes) -> PendingRequest:
         id = self._next_id()
-        frame = encode(Kind.SUBMIT, id, request, (tail,))
+        frame = encode(request, id, (tail,))
         ready = self._serving(request.key) if request.session is None else [self._home(request.session)]
         engine = self._shortest(_with_room(ready, len(frame), self._channel_bytes))
-        waiting = Open(id, request, frame, asyncio.get_running_loop().create_future())
+        waiting = PendingRequest(id, request, frame, asyncio.get_running_loop().create_future())
         engine.submit(waiting)
         return waiting
 
     @property
-    def _ready(self) -> list[Connection]:
+    def _ready(self) -> list[EngineConnection]:
         return [one for one in self._connections if one.ready]
 
-    def _serving(self, key: ModelKey) -> list[Connection]:
+    def _serving(self, key: ModelKey) -> list[EngineConnection]:
         """The ready engines that serve it; all that are ready when none says so, as its word may still be on its way."""
         return [one for one in self._ready if key in one.models] or self._ready
 
-    def _home(self, session: str) -> Connection:
+    def _home(self, session: str) -> EngineConnection:
         """The engine that has this session, or is to have it; raises EngineLost while it is replaced."""
         place = home(session, self._places)
         for one in self._connections:
@@ -160,11 +160,12 @@ class Dispatcher:
             raise self._not_ready()
         raise EngineLost("the engine of this session is not ready: retry later, or begin another session", retry_after=1)
 
-    async def _ask_home(self, kind: Kind, session: str, tail: bytes = b"") -> bytes:
+    async def _call_home(self, session: str, message: messages.Message, tail: bytes = b"") -> bytes:
+        """Call the engine of a session; return the trailing bytes of its reply."""
         [engine] = _with_room([self._home(session)], len(tail), self._channel_bytes)
-        return await engine.ask(kind, self._next_id(), session, tail)
+        return await engine.rpc.call_done(message, tail=tail)
 
-    def _shortest(self, engines: list[Connection]) -> Connection:
+    def _shortest(self, engines: list[EngineConnection]) -> EngineConnection:
         """The one with the smallest predicted wait; of equals, the one that was chosen longest ago."""
         now = self._clock()
         chosen = min(engines, key=lambda one: one.wait_seconds(now))
@@ -172,7 +173,7 @@ class Dispatcher:
         self._connections.append(chosen)
         return chosen
 
-    def _expire(self, waiting: Open) -> None:
+    def _expire(self, waiting: PendingRequest) -> None:
         """The deadline has passed."""
         if not waiting.future.done():
             if waiting.at is not None:
@@ -184,7 +185,7 @@ class Dispatcher:
             return EngineLost("no engine is left and one is being replaced: retry later", retry_after=1)
         return Unavailable("the models are still loading: retry later, or wait for /readyz", retry_after=1)
 
-    def _meet(self, engine: Connection) -> None:
+    def _meet(self, engine: EngineConnection) -> None:
         """An engine is ready: what found no other is run again, and what waits for this one hears what became of its session."""
         self._met.set()
         self._on_ready()
@@ -198,21 +199,21 @@ class Dispatcher:
             else:
                 self._homeless[waiting.id] = waiting
 
-    def _lose(self, engine: Connection) -> None:
+    def _lose(self, engine: EngineConnection) -> None:
         """An engine has gone. What it had open goes to another at once, but a chunk of a session waits for the successor, which alone
         knows that the session is lost."""
         self._connections.remove(engine)
-        for waiting in engine.open.values():
+        for waiting in engine.pending.values():
             waiting.at, waiting.orphaned = None, True
             if waiting.future.done():
                 continue
             if waiting.request.session is None:
                 self._lose_stateless(waiting)
             else:
-                waiting.frame = of_kind(Kind.RESUBMIT, waiting.frame)
+                waiting.frame = replace_message(waiting.frame, msgspec.structs.replace(waiting.request, resubmitted=True))
                 self._homeless[waiting.id] = waiting
 
-    def _lose_stateless(self, waiting: Open) -> None:
+    def _lose_stateless(self, waiting: PendingRequest) -> None:
         """What was already run twice may be what ended the engines."""
         waiting.attempts += 1
         if waiting.attempts > 2:
@@ -223,23 +224,23 @@ class Dispatcher:
         else:
             self._homeless[waiting.id] = waiting
 
-    def _run_again(self, waiting: Open) -> None:
+    def _run_again(self, waiting: PendingRequest) -> None:
         """It had its room in a channel: it is not refused for want of it in another."""
         self._shortest(self._serving(waiting.request.key)).submit(waiting)
         self._metrics.rerun.add()
 
-    def _forget(self, waiting: Open) -> None:
+    def _forget(self, waiting: PendingRequest) -> None:
         self._homeless.pop(waiting.id, None)
         if waiting.at is not None:
             waiting.at.forget(waiting)
 
 
-def _with_room(engines: list[Connection], size: int, limit: int) -> list[Connection]:
+def _with_room(engines: list[EngineConnection], size: int, limit: int) -> list[EngineConnection]:
     """Those that may be sent so many bytes more; raises Overloaded when there is none."""
-    found = [one for one in engines if one.open_bytes + size <= limit]
+    found = [one for one in engines if one.pending_bytes + size <= limit]
     if not found:
         raise Overloaded(
-            f"{min(one.open_bytes for one in engines)} bytes of requests are unanswered, this one has {size} and "
+            f"{min(one.pending_bytes for one in engines)} bytes of requests are unanswered, this one has {size} and "
             f"SEQSERVE_CHANNEL_BYTES is {limit}: retry later, or raise SEQSERVE_CHANNEL_BYTES",
             retry_after=1,
         )
@@ -252,7 +253,7 @@ def _everywhere(loaded: list[LoadedModel]) -> LoadedModel:
     return msgspec.structs.replace(loaded[0], device=", ".join(devices), backends=list(dict.fromkeys(backends)))
 
 
-def _too_late(waiting: Open) -> ServiceError:
+def _too_late(waiting: PendingRequest) -> ServiceError:
     if waiting.orphaned:
         return EngineLost("an engine ended and no other answered before the deadline: retry", retry_after=1)
     return DeadlineExceeded("the deadline passed before the answer came: allow it more time, or send fewer requests")

@@ -15,7 +15,7 @@ from service.engine.profiling.session import ProfilingSession
 from service.errors import Overloaded, ServiceError, Unavailable
 from service.ipc.channel import Channel, pair
 from service.ipc.heartbeat import Heartbeat
-from service.ipc.messages import EngineStatus, LoadedModel, Trace
+from service.ipc.messages import EngineStatus, LoadedModel, RecordTrace
 
 
 class FakeRecorder:
@@ -81,7 +81,7 @@ class House:
     def ask(self, id: int, channel: int = 0) -> None:
         self.tracing.begin(
             (self.channels[channel], id),
-            Trace(batches=7, seconds=2.5),
+            RecordTrace(batches=7, seconds=2.5),
             lambda events: self.replies.append((id, events)),
             lambda error: self.refusals.append((id, error)),
         )

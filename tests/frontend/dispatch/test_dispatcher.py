@@ -11,8 +11,8 @@ import pytest
 from service.errors import DeadlineExceeded, EngineLost, Overloaded, Unavailable, UnknownModel
 from service.frontend.dispatch.connection import Answered
 from service.frontend.dispatch.dispatcher import Dispatcher
-from service.ipc.channel import Channel, Frame, Kind, encode, pair
-from service.ipc.messages import Answer, EngineStatus, LoadedModel, Refusal, Request
+from service.ipc.channel import Channel, Frame, encode, pair
+from service.ipc.messages import Answer, Backlog, Cancel, EngineStatus, LoadedModel, Refusal, Request
 from service.metrics import Metrics
 
 SECOND_A_TOKEN = 1.0
@@ -37,7 +37,7 @@ class Peer:
         engines.attach(Channel(theirs))
         backends = ["lstm: framework", f"head: of {place}"]
         model = LoadedModel("words", "1", f"cuda:{place}", backends, 7, per_step=0.0, per_token=SECOND_A_TOKEN)
-        self.send(encode(Kind.ENGINE_STATUS, 0, EngineStatus([model], place)))
+        self.send(encode(EngineStatus([model], place)))
 
     def send(self, frame: bytes) -> None:
         self.channel.send(frame)
@@ -53,8 +53,8 @@ class Peer:
 
     def answer(self, *frames: Frame, backlog: float) -> None:
         """Answers, and what is left to do, in one write."""
-        answers = b"".join(encode(Kind.ANSWER, frame.id, Answer((1, 1))) for frame in frames)
-        self.send(answers + encode(Kind.LOAD, self.channel.frames_received, backlog))
+        answers = b"".join(encode(Answer((1, 1)), frame.id) for frame in frames)
+        self.send(answers + encode(Backlog(backlog, self.channel.frames_received)))
 
 
 def request(seconds: float = 5.0, steps: int = 2) -> Request:
@@ -109,7 +109,7 @@ def test_an_answer_finds_its_request_whatever_the_order() -> None:
         peer = await meet(engines)
         first, second = (asyncio.ensure_future(engines.submit(request(), tail)) for tail in (b"first", b"second"))
         for frame in reversed(await peer.frames(2)):
-            peer.send(encode(Kind.ANSWER, frame.id, Answer((1, 2)), (frame.tail,)))
+            peer.send(encode(Answer((1, 2)), frame.id, (frame.tail,)))
         assert [await first, await second] == [Answered(Answer((1, 2)), b"first"), Answered(Answer((1, 2)), b"second")]
 
     run(test)
@@ -120,7 +120,7 @@ def test_what_leaves_in_one_tick_leaves_in_one_write() -> None:
         peer = await meet(engines)
         calls = [asyncio.ensure_future(engines.submit(request(), b"x")) for _ in range(20)]
         for frame in await peer.frames(20):
-            peer.send(encode(Kind.ANSWER, frame.id, Answer((1, 1)), (b"0000",)))
+            peer.send(encode(Answer((1, 1)), frame.id, (b"0000",)))
         await asyncio.gather(*calls)
         assert metrics.channel_writes.values[("frontend",)] == [1]
 
@@ -132,7 +132,7 @@ def test_a_refusal_is_raised_as_the_error_that_it_was() -> None:
         peer = await meet(engines)
         call = asyncio.ensure_future(engines.submit(request(), b""))
         (frame,) = await peer.frames(1)
-        peer.send(encode(Kind.REFUSAL, frame.id, Refusal("unknown_model", "no such model", "model", 3)))
+        peer.send(encode(Refusal("unknown_model", "no such model", "model", 3), frame.id))
         with pytest.raises(UnknownModel, match="no such model") as raised:
             await call
         assert (raised.value.field, raised.value.retry_after) == ("model", 3)
@@ -148,7 +148,7 @@ def test_a_full_channel_refuses_until_an_answer_makes_room() -> None:
         with pytest.raises(Overloaded, match="SEQSERVE_CHANNEL_BYTES is 10000") as raised:
             await engines.submit(request(), bytes(6_000))
         assert raised.value.retry_after == 1
-        peer.send(encode(Kind.ANSWER, frame.id, Answer((1, 1))))
+        peer.send(encode(Answer((1, 1)), frame.id))
         await first
         with pytest.raises(DeadlineExceeded):
             await engines.submit(request(0.01), bytes(6_000))
@@ -165,7 +165,7 @@ def test_a_passed_deadline_and_a_cancelled_caller_are_told_to_the_engine() -> No
         await asyncio.sleep(0.01)
         leaving.cancel()
         frames = await peer.frames(4)
-        assert [frame.kind for frame in frames] == [Kind.SUBMIT, Kind.CANCEL, Kind.SUBMIT, Kind.CANCEL]
+        assert [type(frame.message) for frame in frames] == [Request, Cancel, Request, Cancel]
         assert [frames[0].id, frames[2].id] == [frames[1].id, frames[3].id]
 
     run(test)
@@ -192,7 +192,7 @@ def test_what_a_lost_engine_had_is_run_once_more_and_not_twice() -> None:
             peer = await meet(engines)
             call = call or asyncio.ensure_future(engines.submit(request(), b"again"))
             (frame,) = await peer.frames(1)
-            assert (frame.kind, frame.tail) == (Kind.SUBMIT, b"again")
+            assert (type(frame.message), frame.tail) == (Request, b"again")
             assert not call.done()
             peer.channel.close()
             while engines.ready:
@@ -208,10 +208,10 @@ def test_what_a_lost_engine_had_is_run_once_more_and_not_twice() -> None:
 def test_an_answer_nobody_waits_for_is_dropped() -> None:
     async def test(engines: Dispatcher, metrics: Metrics) -> None:
         peer = await meet(engines)
-        peer.send(encode(Kind.ANSWER, 99, Answer((1, 1))))
+        peer.send(encode(Answer((1, 1)), 99))
         call = asyncio.ensure_future(engines.submit(request(), b""))
         (frame,) = await peer.frames(1)
-        peer.send(encode(Kind.ANSWER, frame.id, Answer((1, 1))))
+        peer.send(encode(Answer((1, 1)), frame.id))
         await call
 
     run(test)
@@ -282,10 +282,10 @@ def test_what_was_given_up_is_not_waited_for() -> None:
         leaving.cancel()
         await asyncio.wait([leaving])
         await send(engines, tail=b"next")
-        assert [(frame.kind, frame.tail) for frame in await one.frames(3)] == [
-            (Kind.SUBMIT, b""),
-            (Kind.CANCEL, b""),
-            (Kind.SUBMIT, b"next"),
+        assert [(type(frame.message), frame.tail) for frame in await one.frames(3)] == [
+            (Request, b""),
+            (Cancel, b""),
+            (Request, b"next"),
         ]
 
     run(test)
@@ -346,7 +346,7 @@ def test_a_caller_who_leaves_after_a_death_is_told_to_the_engine_that_has_the_re
         (again,) = await other.frames(1)
         leaving.cancel()
         (frame,) = await other.frames(1)
-        assert (frame.kind, frame.id) == (Kind.CANCEL, again.id)
+        assert (type(frame.message), frame.id) == (Cancel, again.id)
 
     run(test)
 

@@ -11,8 +11,8 @@ from service.errors import DeadlineExceeded, EngineLost, Overloaded, SessionLost
 from service.frontend.dispatch.connection import Answered
 from service.frontend.dispatch.dispatcher import Dispatcher
 from service.frontend.dispatch.placement import home
-from service.ipc.channel import Kind, encode
-from service.ipc.messages import Answer, Refusal
+from service.ipc.channel import encode
+from service.ipc.messages import Answer, Cancel, Done, EndSession, ExportSession, ImportSession, Refusal, Request
 from service.metrics import Metrics
 from tests.frontend.dispatch.test_dispatcher import Peer, meet, meet_two, request, run, send
 
@@ -85,8 +85,12 @@ def test_a_chunk_whose_engine_ended_waits_for_the_successor_at_the_same_place_an
         assert [frame.tail for frame in await other.frames(1)] == [b"of another"]
         successor = await meet(engines, 0)
         [again] = await successor.frames(1)
-        assert (again.kind, again.id, again.body, again.tail) == (Kind.RESUBMIT, sent.id, sent.body, b"lost")
-        successor.send(encode(Kind.REFUSAL, again.id, Refusal("session_lost", "its engine ended", "session")))
+        assert (again.message, again.id, again.tail) == (
+            msgspec.structs.replace(sent.message, resubmitted=True),
+            sent.id,
+            b"lost",
+        )
+        successor.send(encode(Refusal("session_lost", "its engine ended", "session"), again.id))
         with pytest.raises(SessionLost, match="its engine ended"):
             await task
         assert not metrics.rerun.values, "it was not run"
@@ -105,7 +109,7 @@ def test_a_chunk_may_wait_through_more_than_one_death_and_is_never_said_to_have_
                 await asyncio.sleep(0)
             peer = await meet(engines)
         [frame] = await peer.frames(1)
-        assert frame.kind == Kind.RESUBMIT
+        assert isinstance(frame.message, Request)
         peer.answer(frame, backlog=0.0)
         assert (await task).answer == Answer((1, 1))
 
@@ -124,7 +128,7 @@ def test_a_chunk_whose_deadline_passes_meanwhile_says_that_the_engine_was_lost()
         with pytest.raises(DeadlineExceeded):
             await (await chunk(engines, FIRST[0], b"another", seconds=0.05))
         frames = await successor.frames(2)
-        assert [(frame.kind, frame.tail) for frame in frames] == [(Kind.SUBMIT, b"another"), (Kind.CANCEL, b"")]
+        assert [(type(frame.message), frame.tail) for frame in frames] == [(Request, b"another"), (Cancel, b"")]
 
     run(test, places=2)
 
@@ -150,17 +154,17 @@ def test_a_state_is_exported_adopted_and_ended_at_the_session_s_home() -> None:
         export = asyncio.ensure_future(engines.export(FIRST[0]))
         adopt = asyncio.ensure_future(engines.adopt(SECOND[0], b"state"))
         [frame] = await one.frames(1)
-        assert (frame.kind, frame.read(str), frame.tail) == (Kind.EXPORT, FIRST[0], b"")
-        one.send(encode(Kind.DONE, frame.id, None, (b"its state",)))
+        assert (frame.message, frame.tail) == (ExportSession(FIRST[0]), b"")
+        one.send(encode(Done(), frame.id, (b"its state",)))
         assert await export == b"its state"
         [frame] = await other.frames(1)
-        assert (frame.kind, frame.read(str), frame.tail) == (Kind.ADOPT, SECOND[0], b"state")
-        other.send(encode(Kind.DONE, frame.id))
+        assert (frame.message, frame.tail) == (ImportSession(SECOND[0]), b"state")
+        other.send(encode(Done(), frame.id))
         await adopt
         end = asyncio.ensure_future(engines.end(FIRST[0]))
         [frame] = await one.frames(1)
-        assert (frame.kind, frame.read(str)) == (Kind.END, FIRST[0])
-        one.send(encode(Kind.REFUSAL, frame.id, Refusal("unknown_session", "it is not open", "session")))
+        assert frame.message == EndSession(FIRST[0])
+        one.send(encode(Refusal("unknown_session", "it is not open", "session"), frame.id))
         with pytest.raises(UnknownSession, match="not open"):
             await end
 
@@ -174,11 +178,11 @@ def test_what_was_asked_of_an_engine_that_ends_is_not_asked_of_its_successor() -
         await peer.frames(3)
         peer.channel.close()
         for one in asked:
-            with pytest.raises(EngineLost, match="before it answered"):
+            with pytest.raises(EngineLost, match="before it replied"):
                 await one
         successor = await meet(engines)
         await chunk(engines, "d")
-        assert [frame.kind for frame in await successor.frames(1)] == [Kind.SUBMIT]
+        assert [type(frame.message) for frame in await successor.frames(1)] == [Request]
 
     run(test)
 
@@ -191,7 +195,7 @@ def test_states_have_no_more_room_in_a_channel_than_requests() -> None:
         for refused in (engines.adopt("b", bytes(6_000)), engines.submit(request(), bytes(6_000))):
             with pytest.raises(Overloaded, match="SEQSERVE_CHANNEL_BYTES is 10000"):
                 await refused
-        peer.send(encode(Kind.DONE, frame.id))
+        peer.send(encode(Done(), frame.id))
         await first
         second = asyncio.ensure_future(engines.adopt("b", bytes(6_000)))
         await peer.frames(1)

@@ -9,8 +9,8 @@ import pytest
 from service.errors import EngineLost, Overloaded, Unavailable
 from service.frontend.dispatch import dispatcher as module
 from service.frontend.dispatch.dispatcher import Dispatcher
-from service.ipc.channel import Kind, encode
-from service.ipc.messages import Refusal, Trace
+from service.ipc.channel import encode
+from service.ipc.messages import Cancel, Done, RecordTrace, Refusal
 from service.metrics import Metrics
 from tests.frontend.dispatch.test_dispatcher import Peer, meet, meet_two, run
 
@@ -19,7 +19,7 @@ async def asked(engines: Dispatcher, *peers: Peer) -> tuple[asyncio.Task[list[by
     """A trace that these engines have heard of, and the ids by which they answer."""
     task = asyncio.ensure_future(engines.trace(20, 1.5))
     frames = [frame for peer in peers for frame in await peer.frames(1)]
-    assert [(frame.kind, frame.read(Trace)) for frame in frames] == [(Kind.TRACE, Trace(20, 1.5))] * len(peers)
+    assert [(type(frame.message), frame.message) for frame in frames] == [(RecordTrace, RecordTrace(20, 1.5))] * len(peers)
     return task, [frame.id for frame in frames]
 
 
@@ -27,8 +27,8 @@ def test_every_engine_records_and_the_answers_stand_in_their_order() -> None:
     async def test(engines: Dispatcher, metrics: Metrics) -> None:
         one, other = await meet_two(engines)
         task, (first, second) = await asked(engines, one, other)
-        other.send(encode(Kind.TRACED, second, None, (b"[2]",)))
-        one.send(encode(Kind.TRACED, first, None, (b"[1]",)))
+        other.send(encode(Done(), second, (b"[2]",)))
+        one.send(encode(Done(), first, (b"[1]",)))
         assert await task == [b"[1]", b"[2]"]
 
     run(test)
@@ -38,11 +38,11 @@ def test_an_engine_that_refuses_is_heard_and_the_others_are_told_to_give_up() ->
     async def test(engines: Dispatcher, metrics: Metrics) -> None:
         one, other = await meet_two(engines)
         task, (first, second) = await asked(engines, one, other)
-        one.send(encode(Kind.REFUSAL, first, Refusal("overloaded", "a trace is being recorded", None, 1)))
+        one.send(encode(Refusal("overloaded", "a trace is being recorded", None, 1), first))
         with pytest.raises(Overloaded, match="being recorded"):
             await task
         [frame] = await other.frames(1)
-        assert (frame.kind, frame.id) == (Kind.CANCEL, second)
+        assert (type(frame.message), frame.id) == (Cancel, second)
 
     run(test)
 
@@ -52,7 +52,7 @@ def test_an_engine_that_ends_meanwhile_is_named_as_the_reason() -> None:
         peer = await meet(engines)
         task, _ = await asked(engines, peer)
         peer.channel.close()
-        with pytest.raises(EngineLost, match="ended before it answered"):
+        with pytest.raises(EngineLost, match="ended before it replied"):
             await task
 
     run(test)
@@ -63,12 +63,12 @@ def test_a_caller_who_leaves_and_one_who_waited_long_enough_are_told_to_the_engi
         peer = await meet(engines)
         task, [id] = await asked(engines, peer)
         task.cancel()
-        assert [(frame.kind, frame.id) for frame in await peer.frames(1)] == [(Kind.CANCEL, id)]
+        assert [(type(frame.message), frame.id) for frame in await peer.frames(1)] == [(Cancel, id)]
         monkeypatch.setattr(module, "TRACED_SECONDS", -1.4)
-        with pytest.raises(Unavailable, match="in time"):
+        with pytest.raises(Unavailable, match="did not reply to RecordTrace within"):
             await engines.trace(20, 1.5)
-        assert [frame.kind for frame in await peer.frames(2)] == [Kind.TRACE, Kind.CANCEL]
-        peer.send(encode(Kind.TRACED, id, None, (b"[]",)))
+        assert [type(frame.message) for frame in await peer.frames(2)] == [RecordTrace, Cancel]
+        peer.send(encode(Done(), id, (b"[]",)))
 
     run(test)
 

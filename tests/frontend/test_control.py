@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from service.frontend.catalog import Catalog
+from service.frontend.control import Control
 from service.frontend.dispatch.dispatcher import Dispatcher
 from service.frontend.inference import Frontend
-from service.frontend.server import Control
-from service.ipc.channel import Channel, Kind, encode, pair
+from service.ipc.channel import Channel, encode, pair
+from service.ipc.messages import CollectMetrics, MetricsCollected, ScrapeMetrics
 from service.log import Log
 from service.metrics import Metrics
 from service.settings import Settings
@@ -21,9 +22,9 @@ def test_scrapes_that_overlap_each_get_their_own_answer() -> None:
         asked: list[int] = []
         while len(asked) < 2:
             await asyncio.sleep(0.001)
-            asked += [frame.id for frame in supervisor.receive() if frame.kind == Kind.SCRAPE]
+            asked += [frame.id for frame in supervisor.receive() if isinstance(frame.message, ScrapeMetrics)]
         for id, scrape in zip(asked, (first, second), strict=True):
-            supervisor.send(encode(Kind.SCRAPED, id, {"asked": [[[], [float(id)]]]}))
+            supervisor.send(encode(MetricsCollected({"asked": [((), [float(id)])]}), id))
             supervisor.flush()
             assert await scrape == {"asked": [((), [float(id)])]}
 
@@ -32,11 +33,11 @@ def test_scrapes_that_overlap_each_get_their_own_answer() -> None:
 
 def test_the_counts_are_given_under_the_id_that_was_asked() -> None:
     async def test(control: Control, supervisor: Channel) -> None:
-        supervisor.send(encode(Kind.GATHER, 7))
+        supervisor.send(encode(CollectMetrics(), 7))
         supervisor.flush()
         while not (frames := supervisor.receive()):
             await asyncio.sleep(0.001)
-        assert [(frame.kind, frame.id) for frame in frames] == [(Kind.COUNTS, 7)]
+        assert [(type(frame.message), frame.id) for frame in frames] == [(MetricsCollected, 7)]
 
     run(test)
 

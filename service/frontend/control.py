@@ -1,0 +1,127 @@
+"""This frontend's end of the supervisor's control channel: engines to attach, metrics to return, models to change."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from typing import Any
+
+from service.errors import InvalidModel, ModelError
+from service.frontend import catalog
+from service.frontend.inference import Frontend
+from service.ipc import messages
+from service.ipc.async_channel import AsyncChannel
+from service.ipc.channel import Channel, Frame, encode, send_now
+from service.ipc.messages import Done, IndexEntry, Message, MetricsCollected, ModelsListed, ModelVersion, Reply
+from service.ipc.rpc import Rpc
+from service.metrics import Snapshot
+
+SCRAPE_SECONDS = 1.0
+"""Longest wait for the supervisor's metrics or model index."""
+
+
+class Control:
+    """The control channel of one frontend."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._raw_channel = channel
+        self._channel: AsyncChannel | None = None
+        self._rpc = Rpc(self._send, "the supervisor")
+        self._changes: set[asyncio.Task[None]] = set()
+
+    def listen(self, frontend: Frontend) -> None:
+        """Handle messages from now on: the server accepts connections."""
+        handlers: dict[type[Message], Callable[[Frame, Any, Frontend], None]] = {
+            messages.Attach: self._handle_attach,
+            messages.Drain: self._handle_drain,
+            messages.CollectMetrics: self._handle_collect_metrics,
+            messages.ForgetModel: self._handle_forget_model,
+            messages.PrepareModel: self._handle_prepare_model,
+            messages.ServeModels: self._handle_serve_models,
+        }
+
+        def handle(frame: Frame) -> None:
+            if not self._rpc.handle_reply(frame) and type(frame.message) in handlers:
+                handlers[type(frame.message)](frame, frame.message, frontend)
+
+        # Without the supervisor there are no ports and no engine left to drain to.
+        self._channel = AsyncChannel(self._raw_channel, handle, on_close=lambda: os._exit(1))
+
+    def ready(self) -> None:
+        """Tell the supervisor that an engine has connected and requests are answered."""
+        self._send(encode(messages.Ready()))
+
+    def failed(self, reason: str) -> None:
+        """Tell the supervisor that this frontend cannot start."""
+        send_now(self._raw_channel, messages.Failed(reason))
+
+    async def scrape(self) -> Snapshot:
+        """Return the metrics of all processes; raises Unavailable when the supervisor is late."""
+        reply, _ = await self._rpc.call(messages.ScrapeMetrics(), MetricsCollected, timeout=SCRAPE_SECONDS)
+        return reply.snapshot
+
+    async def index(self) -> list[IndexEntry]:
+        """Return every version in the models folder; raises Unavailable when the supervisor is late."""
+        reply, _ = await self._rpc.call(messages.ListModels(), ModelsListed, timeout=SCRAPE_SECONDS)
+        return reply.entries
+
+    async def load(self, name: str, policy: str | None = None) -> None:
+        """Serve what the folder of a model holds now; raises a ServiceError."""
+        await self._rpc.call_done(messages.LoadModel(name, policy))
+
+    async def unload(self, name: str) -> None:
+        """Stop serving a model; raises a ServiceError."""
+        await self._rpc.call_done(messages.UnloadModel(name))
+
+    def _send(self, frame: bytes) -> None:
+        assert self._channel is not None, "listen() comes first"
+        self._channel.send(frame)
+
+    def _reply(self, frame: Frame, reply: Reply) -> None:
+        self._send(encode(reply, frame.id))
+
+    def _handle_attach(self, frame: Frame, message: messages.Attach, frontend: Frontend) -> None:
+        assert frame.attached is not None, "an Attach message carries a socket"
+        frontend.engines.attach(Channel(frame.attached))
+
+    def _handle_drain(self, frame: Frame, message: messages.Drain, frontend: Frontend) -> None:
+        frontend.draining = True
+
+    def _handle_collect_metrics(self, frame: Frame, message: messages.CollectMetrics, frontend: Frontend) -> None:
+        self._reply(frame, MetricsCollected(frontend.metrics.snapshot()))
+
+    def _handle_forget_model(self, frame: Frame, message: messages.ForgetModel, frontend: Frontend) -> None:
+        frontend.forget(message.key)
+
+    def _handle_prepare_model(self, frame: Frame, message: messages.PrepareModel, frontend: Frontend) -> None:
+        self._start_change(frame, [message.model_version], frontend, lambda: None)
+
+    def _handle_serve_models(self, frame: Frame, message: messages.ServeModels, frontend: Frontend) -> None:
+        manifest = message.manifest
+        self._start_change(frame, manifest.model_versions, frontend, lambda: frontend.serve(manifest))
+
+    def _start_change(
+        self, frame: Frame, model_versions: list[ModelVersion], frontend: Frontend, apply: Callable[[], None]
+    ) -> None:
+        """Read the versions that this frontend does not know yet, then apply the change and reply."""
+
+        async def change() -> None:
+            try:
+                await _read_new(model_versions, frontend)
+            except ModelError as error:
+                self._reply(frame, messages.Refusal.of(InvalidModel(str(error))))
+            else:
+                apply()
+                self._reply(frame, Done())
+
+        task = asyncio.ensure_future(change())
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
+
+
+async def _read_new(model_versions: list[ModelVersion], frontend: Frontend) -> None:
+    """Add the versions that this frontend does not know yet. They are read in a thread, as a tokenizer may take a while."""
+    for model_version in model_versions:
+        if model_version.key not in frontend.models:
+            frontend.models.add(await asyncio.to_thread(catalog.read, model_version))

@@ -1,0 +1,139 @@
+"""Calls over a channel: replies match calls by id, timeouts and lost processes become errors."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from service.errors import EngineLost, Unavailable, UnknownModel
+from service.ipc.async_channel import AsyncChannel
+from service.ipc.channel import Channel, Frame, encode, pair
+from service.ipc.messages import Cancel, Done, EndSession, ExportSession, Message, Refusal, Reply, SessionFound
+from service.ipc.rpc import Rpc
+
+Exchange = Callable[[Rpc, "OtherProcess"], Awaitable[None]]
+MIB = 1 << 20
+
+
+class OtherProcess:
+    """Records the frames it receives and replies when the test says so."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.frames: asyncio.Queue[Frame] = asyncio.Queue()
+        self.channel = AsyncChannel(channel, self.frames.put_nowait, lambda: None)
+
+    async def next_frame(self) -> Frame:
+        return await asyncio.wait_for(self.frames.get(), 10)
+
+    def reply(self, frame: Frame, reply: Reply, tail: bytes = b"") -> None:
+        self.channel.send(encode(reply, frame.id, (tail,)))
+
+
+def exchange(test: Exchange) -> None:
+    async def run() -> None:
+        near, far = pair()
+        other = OtherProcess(Channel(far))
+
+        def handle_frame(frame: Frame) -> None:
+            assert rpc.handle_reply(frame) or isinstance(frame.message, Done), "only a late reply is ignored"
+
+        channel = AsyncChannel(Channel(near), handle_frame, lambda: rpc.close(EngineLost("the engine ended")))
+        rpc = Rpc(channel.send, "the engine")
+        try:
+            await asyncio.wait_for(test(rpc, other), 20)
+        finally:
+            channel.close()
+            other.channel.close()
+
+    asyncio.run(run())
+
+
+def call(rpc: Rpc, message: Message, tail: bytes = b"", timeout: float | None = None) -> asyncio.Future[bytes]:
+    return asyncio.ensure_future(rpc.call_done(message, tail=tail, timeout=timeout))
+
+
+def test_replies_in_another_order_reach_their_calls() -> None:
+    async def test(rpc: Rpc, other: OtherProcess) -> None:
+        calls = [call(rpc, ExportSession(name)) for name in "abc"]
+        frames = [await other.next_frame() for _ in calls]
+        for frame in reversed(frames):
+            assert isinstance(frame.message, ExportSession)
+            other.reply(frame, Done(), frame.message.session.encode())
+        assert await asyncio.gather(*calls) == [b"a", b"b", b"c"]
+
+    exchange(test)
+
+
+def test_reply_has_the_expected_type() -> None:
+    async def test(rpc: Rpc, other: OtherProcess) -> None:
+        pending = asyncio.ensure_future(rpc.call(ExportSession("a"), SessionFound))
+        other.reply(await other.next_frame(), SessionFound(None))
+        assert await pending == (SessionFound(None), b"")
+
+    exchange(test)
+
+
+def test_refusal_raises_its_error() -> None:
+    async def test(rpc: Rpc, other: OtherProcess) -> None:
+        pending = call(rpc, EndSession("a"))
+        other.reply(await other.next_frame(), Refusal.of(UnknownModel("no such model", field="model")))
+        with pytest.raises(UnknownModel, match="no such model"):
+            await pending
+
+    exchange(test)
+
+
+def test_late_reply_raises_unavailable_and_is_ignored() -> None:
+    async def test(rpc: Rpc, other: OtherProcess) -> None:
+        late = call(rpc, EndSession("a"), timeout=0.05)
+        frame = await other.next_frame()
+        with pytest.raises(Unavailable, match=r"EndSession within 0.05 s"):
+            await late
+        cancel = await other.next_frame()
+        assert (cancel.message, cancel.id) == (Cancel(), frame.id)
+        other.reply(frame, Done())
+        following = call(rpc, EndSession("b"))
+        other.reply(await other.next_frame(), Done(), b"in time")
+        assert await following == b"in time"
+
+    exchange(test)
+
+
+def test_cancelled_call_tells_the_other_process() -> None:
+    async def test(rpc: Rpc, other: OtherProcess) -> None:
+        pending = call(rpc, EndSession("a"))
+        frame = await other.next_frame()
+        pending.cancel()
+        cancel = await other.next_frame()
+        assert (cancel.message, cancel.id) == (Cancel(), frame.id)
+        assert rpc.pending_bytes == 0
+
+    exchange(test)
+
+
+def test_end_of_the_other_process_fails_calls() -> None:
+    async def test(rpc: Rpc, other: OtherProcess) -> None:
+        pending = call(rpc, EndSession("a"))
+        await other.next_frame()
+        other.channel.close()
+        for future in (pending, call(rpc, EndSession("b"))):
+            with pytest.raises(EngineLost):
+                await future
+
+    exchange(test)
+
+
+def test_large_call_leaves_while_the_loop_goes_on() -> None:
+    """A frame that exceeds the socket's buffer leaves in pieces, without blocking the loop."""
+
+    async def test(rpc: Rpc, other: OtherProcess) -> None:
+        pending = call(rpc, EndSession("a"), bytes(15 * MIB))
+        frame = await other.next_frame()
+        assert rpc.pending_bytes > 15 * MIB
+        assert len(frame.tail) == 15 * MIB
+        other.reply(frame, Done(), frame.tail)
+        assert len(await pending) == 15 * MIB
+
+    exchange(test)
