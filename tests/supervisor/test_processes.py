@@ -321,10 +321,10 @@ def test_a_broken_model_stops_the_start_and_is_named(tmp_path: Path) -> None:
 
 
 def test_a_setting_with_a_typo_stops_the_start(models_folder: Path) -> None:
-    ended = start(models_folder, "--port", "0", SEQSERVE_FRONT="2")
+    ended = start(models_folder, "--port", "0", SEQSERVE_FRONTEND="2")
     assert ended.returncode == 2
-    assert "SEQSERVE_FRONT" in ended.stderr
-    assert "did you mean fronts" in ended.stderr
+    assert "SEQSERVE_FRONTEND" in ended.stderr
+    assert "did you mean frontends" in ended.stderr
 
 
 def test_a_device_that_is_not_there_stops_the_start(models_folder: Path) -> None:
