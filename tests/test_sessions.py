@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
-from service.frontend.dispatch.placement import home
+from service.frontend.dispatch.placement import engine_of_session
 from tests import models
 from tests.serving import Server, eventually, serving
 
@@ -127,7 +127,7 @@ def close(one: Any, other: Any) -> bool:
 
 def names_at(place: int, count: int, prefix: str) -> list[str]:
     """Sessions that have their home at one of two places."""
-    found = [name for name in (f"{prefix}-{number}" for number in range(100)) if home(name, 2) == place]
+    found = [name for name in (f"{prefix}-{number}" for number in range(100)) if engine_of_session(name, 2) == place]
     return found[:count]
 
 

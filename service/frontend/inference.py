@@ -162,7 +162,7 @@ async def _own(frontend: Frontend, model: ServedModel, session: str | None, faul
     elif session is None or not frontend.models.others(model.key):
         return None
     else:
-        key = await frontend.engines.model_of(session)
+        key = await frontend.engines.model_of_session(session)
     return frontend.models[key] if key and key != model.key and key.name == model.spec.name and key in frontend.models else None
 
 

@@ -151,7 +151,7 @@ class Server(uvicorn.Server):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if self._follows:
             self._control.listen(self._frontend)
-            await self._frontend.engines.meet_one(MEETING_SECONDS)
+            await self._frontend.engines.wait_for_engine(MEETING_SECONDS)
         await super().startup([])
         for listening in sockets or []:
             self._listeners.append(Listener(listening, self._protocol))

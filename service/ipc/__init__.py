@@ -1,1 +1,1 @@
-"""TODO"""
+"""What processes say to each other, and the shared memory between them."""

@@ -1,1 +1,1 @@
-"""TODO"""
+"""The supervisor process."""

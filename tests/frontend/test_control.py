@@ -1,4 +1,4 @@
-"""The front process's words with its supervisor, whom the test plays."""
+"""The control channel of a frontend, with a supervisor that the test plays."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from service.metrics import Metrics
 from service.settings import Settings
 
 
-def test_scrapes_that_overlap_each_get_their_own_answer() -> None:
+def test_overlapping_scrapes_get_their_own_replies() -> None:
     async def test(control: Control, supervisor: Channel) -> None:
         first, second = asyncio.ensure_future(control.scrape()), asyncio.ensure_future(control.scrape())
         asked: list[int] = []
@@ -31,7 +31,7 @@ def test_scrapes_that_overlap_each_get_their_own_answer() -> None:
     run(test)
 
 
-def test_the_counts_are_given_under_the_id_that_was_asked() -> None:
+def test_metrics_reply_has_the_id_of_the_call() -> None:
     async def test(control: Control, supervisor: Channel) -> None:
         supervisor.send(encode(CollectMetrics(), 7))
         supervisor.flush()
@@ -44,8 +44,8 @@ def test_the_counts_are_given_under_the_id_that_was_asked() -> None:
 
 def run(test: Callable[[Control, Channel], Awaitable[None]]) -> None:
     async def within_a_loop() -> None:
-        mine, theirs = pair()
-        control, supervisor = Control(Channel(theirs)), Channel(mine)
+        near, far = pair()
+        control, supervisor = Control(Channel(far)), Channel(near)
         metrics = Metrics()
         control.listen(
             Frontend(Settings(), Catalog([], {}), Dispatcher(metrics, 1_000, control.ready), metrics, Log("frontend"), control)
@@ -53,8 +53,8 @@ def run(test: Callable[[Control, Channel], Awaitable[None]]) -> None:
         try:
             await asyncio.wait_for(test(control, supervisor), 10)
         finally:
-            asyncio.get_running_loop().remove_reader(theirs.fileno())
-            theirs.close()
+            asyncio.get_running_loop().remove_reader(far.fileno())
+            far.close()
             supervisor.close()
 
     asyncio.run(within_a_loop())

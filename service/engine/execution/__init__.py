@@ -1,1 +1,1 @@
-"""TODO"""
+"""Runs batches on one device."""

@@ -1,1 +1,1 @@
-"""TODO"""
+"""Records what an engine does, batch by batch."""

@@ -1,1 +1,1 @@
-"""TODO"""
+"""Engine connections and the choice of an engine."""

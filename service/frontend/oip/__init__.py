@@ -1,1 +1,1 @@
-"""TODO"""
+"""The Open Inference Protocol over REST and gRPC."""

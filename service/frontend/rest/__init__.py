@@ -1,1 +1,1 @@
-"""TODO"""
+"""The HTTP API: routes of seqserve's own protocol."""

@@ -23,7 +23,7 @@ def add(router: APIRouter, frontend: Frontend, responses: dict[int | str, dict[s
     @router.get(PATH, responses={**responses, 200: {"content": {BYTES: _STATE}}}, openapi_extra={"parameters": [_ID]})
     async def take_state(request: Request) -> Response:
         """The state of a session as a safetensors file, which any replica with the same model takes; the session stays open."""
-        state = await unless_gone(request, frontend.engines.export(_id(request)))
+        state = await unless_gone(request, frontend.engines.export_session(_id(request)))
         return written(frontend, state, BYTES)
 
     @router.put(
@@ -35,14 +35,14 @@ def add(router: APIRouter, frontend: Frontend, responses: dict[int | str, dict[s
     async def bring_state(request: Request) -> Response:
         """Open a session that goes on where the one was of which this is the state."""
         id, state = _id(request), await read_state(request, frontend)
-        await unless_gone(request, frontend.engines.adopt(id, state))
+        await unless_gone(request, frontend.engines.import_session(id, state))
         return _named(frontend, id)
 
     @router.delete(PATH, response_model=schemas.SessionAnswer, responses=responses, openapi_extra={"parameters": [_ID]})
     async def end(request: Request) -> Response:
         """End a session; its state is gone."""
         id = _id(request)
-        await unless_gone(request, frontend.engines.end(id))
+        await unless_gone(request, frontend.engines.end_session(id))
         return _named(frontend, id)
 
     @router.post(
@@ -60,7 +60,7 @@ def add(router: APIRouter, frontend: Frontend, responses: dict[int | str, dict[s
 
 async def _fork(frontend: Frontend, id: str, copy: str) -> None:
     """From one home to the other, which may be two engines."""
-    await frontend.engines.adopt(copy, await frontend.engines.export(id))
+    await frontend.engines.import_session(copy, await frontend.engines.export_session(id))
 
 
 def _id(request: Request) -> str:

@@ -79,7 +79,7 @@ class _Stream:
             await asyncio.wait(self._unanswered)
         if ends and self._asked:
             with suppress(ServiceError):
-                await self._frontend.engines.end(self._body.session or "")
+                await self._frontend.engines.end_session(self._body.session or "")
 
     async def _take(self, arrived: float, said: Any) -> None:
         """Have a message answered, at once or when those before it are."""

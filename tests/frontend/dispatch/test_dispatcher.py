@@ -1,4 +1,4 @@
-"""The front's end of the engines, against peers that the test plays itself."""
+"""The dispatcher with engines that the test plays."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from service.ipc.channel import Channel, Frame, encode, pair
 from service.ipc.messages import Answer, Backlog, Cancel, EngineStatus, LoadedModel, Refusal, Request
 from service.metrics import Metrics
 
-SECOND_A_TOKEN = 1.0
+SECONDS_PER_TOKEN = 1.0
 
 
 class Clock:
-    """A time that passes when the test says so."""
+    """A clock that the test advances. It starts now, because deadlines use the real clock."""
 
     def __init__(self) -> None:
-        self.now = 1000.0
+        self.now = time.monotonic()
 
     def __call__(self) -> float:
         return self.now
 
 
-class Peer:
-    """An engine process as the front sees it: a request costs a second for each step of its sequences."""
+class EngineProcess:
+    """An engine as the frontend sees it. A request costs one second per time step."""
 
-    def __init__(self, engines: Dispatcher, place: int) -> None:
-        mine, theirs = pair()
-        self.channel = Channel(mine)
-        engines.attach(Channel(theirs))
+    def __init__(self, dispatcher: Dispatcher, place: int) -> None:
+        near, far = pair()
+        self.channel = Channel(near)
+        dispatcher.attach(Channel(far))
         backends = ["lstm: framework", f"head: of {place}"]
-        model = LoadedModel("words", "1", f"cuda:{place}", backends, 7, per_step=0.0, per_token=SECOND_A_TOKEN)
+        model = LoadedModel("words", "1", f"cuda:{place}", backends, 7, per_step=0.0, per_token=SECONDS_PER_TOKEN)
         self.send(encode(EngineStatus([model], place)))
 
     def send(self, frame: bytes) -> None:
@@ -44,7 +44,7 @@ class Peer:
         self.channel.flush()
 
     async def frames(self, count: int) -> list[Frame]:
-        """The next `count` frames that the front sends."""
+        """Return the next `count` frames from the frontend."""
         frames: list[Frame] = []
         while len(frames) < count:
             await asyncio.sleep(0.001)
@@ -52,7 +52,7 @@ class Peer:
         return frames
 
     def answer(self, *frames: Frame, backlog: float) -> None:
-        """Answers, and what is left to do, in one write."""
+        """Send answers and a backlog report in one write."""
         answers = b"".join(encode(Answer((1, 1)), frame.id) for frame in frames)
         self.send(answers + encode(Backlog(backlog, self.channel.frames_received)))
 
@@ -70,11 +70,11 @@ def run(
 ) -> None:
     async def within_a_loop() -> None:
         metrics = Metrics()
-        engines = Dispatcher(metrics, channel_bytes, lambda: None, places, clock)
+        dispatcher = Dispatcher(metrics, channel_bytes, lambda: None, places, clock)
         try:
-            await asyncio.wait_for(test(engines, metrics), 10)
+            await asyncio.wait_for(test(dispatcher, metrics), 10)
         finally:
-            engines.close()
+            dispatcher.close()
             while met:
                 met.pop().channel.close()
 
@@ -82,57 +82,57 @@ def run(
     asyncio.run(within_a_loop())
 
 
-met: list[Peer] = []
+met: list[EngineProcess] = []
 
 
-async def meet(engines: Dispatcher, place: int = 0) -> Peer:
-    peer = Peer(engines, place)
-    met.append(peer)
-    while not any(f"cuda:{place}" in one.device for one in engines.models):
+async def meet(dispatcher: Dispatcher, place: int = 0) -> EngineProcess:
+    engine = EngineProcess(dispatcher, place)
+    met.append(engine)
+    while not any(f"cuda:{place}" in model.device for model in dispatcher.models):
         await asyncio.sleep(0)
-    return peer
+    return engine
 
 
-async def meet_two(engines: Dispatcher) -> tuple[Peer, Peer]:
-    return await meet(engines, 0), await meet(engines, 1)
+async def meet_two(dispatcher: Dispatcher) -> tuple[EngineProcess, EngineProcess]:
+    return await meet(dispatcher, 0), await meet(dispatcher, 1)
 
 
-async def send(engines: Dispatcher, steps: int = 1, tail: bytes = b"") -> asyncio.Task[Answered]:
-    """A request that has been handed to an engine."""
-    task = asyncio.ensure_future(engines.submit(request(steps=steps), tail))
+async def send(dispatcher: Dispatcher, steps: int = 1, tail: bytes = b"") -> asyncio.Task[Answered]:
+    """Start a request and let it reach its engine."""
+    task = asyncio.ensure_future(dispatcher.submit(request(steps=steps), tail))
     await asyncio.sleep(0)
     return task
 
 
-def test_an_answer_finds_its_request_whatever_the_order() -> None:
-    async def test(engines: Dispatcher, metrics: Metrics) -> None:
-        peer = await meet(engines)
-        first, second = (asyncio.ensure_future(engines.submit(request(), tail)) for tail in (b"first", b"second"))
-        for frame in reversed(await peer.frames(2)):
-            peer.send(encode(Answer((1, 2)), frame.id, (frame.tail,)))
+def test_answers_match_their_requests_in_any_order() -> None:
+    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
+        engine = await meet(dispatcher)
+        first, second = (asyncio.ensure_future(dispatcher.submit(request(), tail)) for tail in (b"first", b"second"))
+        for frame in reversed(await engine.frames(2)):
+            engine.send(encode(Answer((1, 2)), frame.id, (frame.tail,)))
         assert [await first, await second] == [Answered(Answer((1, 2)), b"first"), Answered(Answer((1, 2)), b"second")]
 
     run(test)
 
 
-def test_what_leaves_in_one_tick_leaves_in_one_write() -> None:
-    async def test(engines: Dispatcher, metrics: Metrics) -> None:
-        peer = await meet(engines)
-        calls = [asyncio.ensure_future(engines.submit(request(), b"x")) for _ in range(20)]
-        for frame in await peer.frames(20):
-            peer.send(encode(Answer((1, 1)), frame.id, (b"0000",)))
+def test_requests_of_one_tick_leave_in_one_write() -> None:
+    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
+        engine = await meet(dispatcher)
+        calls = [asyncio.ensure_future(dispatcher.submit(request(), b"x")) for _ in range(20)]
+        for frame in await engine.frames(20):
+            engine.send(encode(Answer((1, 1)), frame.id, (b"0000",)))
         await asyncio.gather(*calls)
         assert metrics.channel_writes.values[("frontend",)] == [1]
 
     run(test)
 
 
-def test_a_refusal_is_raised_as_the_error_that_it_was() -> None:
-    async def test(engines: Dispatcher, metrics: Metrics) -> None:
-        peer = await meet(engines)
-        call = asyncio.ensure_future(engines.submit(request(), b""))
-        (frame,) = await peer.frames(1)
-        peer.send(encode(Refusal("unknown_model", "no such model", "model", 3), frame.id))
+def test_refusal_raises_the_engines_error() -> None:
+    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
+        engine = await meet(dispatcher)
+        call = asyncio.ensure_future(dispatcher.submit(request(), b""))
+        (frame,) = await engine.frames(1)
+        engine.send(encode(Refusal("unknown_model", "no such model", "model", 3), frame.id))
         with pytest.raises(UnknownModel, match="no such model") as raised:
             await call
         assert (raised.value.field, raised.value.retry_after) == ("model", 3)
@@ -140,149 +140,154 @@ def test_a_refusal_is_raised_as_the_error_that_it_was() -> None:
     run(test)
 
 
-def test_a_full_channel_refuses_until_an_answer_makes_room() -> None:
-    async def test(engines: Dispatcher, metrics: Metrics) -> None:
-        peer = await meet(engines)
-        first = asyncio.ensure_future(engines.submit(request(), bytes(6_000)))
-        (frame,) = await peer.frames(1)
+def test_full_channel_refuses_until_an_answer_makes_room() -> None:
+    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
+        engine = await meet(dispatcher)
+        first = asyncio.ensure_future(dispatcher.submit(request(), bytes(6_000)))
+        (frame,) = await engine.frames(1)
         with pytest.raises(Overloaded, match="SEQSERVE_CHANNEL_BYTES is 10000") as raised:
-            await engines.submit(request(), bytes(6_000))
+            await dispatcher.submit(request(), bytes(6_000))
         assert raised.value.retry_after == 1
-        peer.send(encode(Answer((1, 1)), frame.id))
+        engine.send(encode(Answer((1, 1)), frame.id))
         await first
         with pytest.raises(DeadlineExceeded):
-            await engines.submit(request(0.01), bytes(6_000))
+            await dispatcher.submit(request(0.01), bytes(6_000))
 
     run(test)
 
 
-def test_a_passed_deadline_and_a_cancelled_caller_are_told_to_the_engine() -> None:
-    async def test(engines: Dispatcher, metrics: Metrics) -> None:
-        peer = await meet(engines)
+def test_late_and_cancelled_requests_are_cancelled_at_the_engine() -> None:
+    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
+        engine = await meet(dispatcher)
         with pytest.raises(DeadlineExceeded):
-            await engines.submit(request(0.05), b"")
-        leaving = asyncio.ensure_future(engines.submit(request(), b""))
+            await dispatcher.submit(request(0.05), b"")
+        leaving = asyncio.ensure_future(dispatcher.submit(request(), b""))
         await asyncio.sleep(0.01)
         leaving.cancel()
-        frames = await peer.frames(4)
+        frames = await engine.frames(4)
         assert [type(frame.message) for frame in frames] == [Request, Cancel, Request, Cancel]
         assert [frames[0].id, frames[2].id] == [frames[1].id, frames[3].id]
 
     run(test)
 
 
-def test_nothing_is_taken_before_the_first_engine_and_between_two() -> None:
-    async def test(engines: Dispatcher, metrics: Metrics) -> None:
+def test_requests_without_an_engine_are_refused() -> None:
+    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
         with pytest.raises(Unavailable):
-            await engines.submit(request(), b"")
-        peer = await meet(engines)
-        peer.channel.close()
-        while engines.ready:
+            await dispatcher.submit(request(), b"")
+        engine = await meet(dispatcher)
+        engine.channel.close()
+        while dispatcher.ready:
             await asyncio.sleep(0)
         with pytest.raises(EngineLost):
-            await engines.submit(request(), b"")
+            await dispatcher.submit(request(), b"")
 
     run(test)
 
 
-def test_what_a_lost_engine_had_is_run_once_more_and_not_twice() -> None:
-    async def test(engines: Dispatcher, metrics: Metrics) -> None:
+def test_request_of_a_lost_engine_runs_once_more() -> None:
+    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
         call = None
         for _ in range(2):
-            peer = await meet(engines)
-            call = call or asyncio.ensure_future(engines.submit(request(), b"again"))
-            (frame,) = await peer.frames(1)
+            engine = await meet(dispatcher)
+            call = call or asyncio.ensure_future(dispatcher.submit(request(), b"again"))
+            (frame,) = await engine.frames(1)
             assert (type(frame.message), frame.tail) == (Request, b"again")
             assert not call.done()
-            peer.channel.close()
-            while engines.ready:
+            engine.channel.close()
+            while dispatcher.ready:
                 await asyncio.sleep(0)
         assert call is not None
-        with pytest.raises(EngineLost, match="third time"):
+        with pytest.raises(EngineLost, match="not sent to a third"):
             await call
         assert metrics.rerun.values[()] == [1]
 
     run(test)
 
 
-def test_an_answer_nobody_waits_for_is_dropped() -> None:
-    async def test(engines: Dispatcher, metrics: Metrics) -> None:
-        peer = await meet(engines)
-        peer.send(encode(Answer((1, 1)), 99))
-        call = asyncio.ensure_future(engines.submit(request(), b""))
-        (frame,) = await peer.frames(1)
-        peer.send(encode(Answer((1, 1)), frame.id))
+def test_unexpected_answer_is_dropped() -> None:
+    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
+        engine = await meet(dispatcher)
+        engine.send(encode(Answer((1, 1)), 99))
+        call = asyncio.ensure_future(dispatcher.submit(request(), b""))
+        (frame,) = await engine.frames(1)
+        engine.send(encode(Answer((1, 1)), frame.id))
         await call
 
     run(test)
 
 
-def test_engines_that_wait_equally_long_take_turns() -> None:
-    async def test(engines: Dispatcher, metrics: Metrics) -> None:
-        peers = [await meet(engines, place) for place in range(3)]
+def test_equally_busy_engines_alternate() -> None:
+    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
+        engine_processes = [await meet(dispatcher, place) for place in range(3)]
         for number in range(6):
-            await send(engines, tail=str(number).encode())
-        assert [[frame.tail for frame in await peer.frames(2)] for peer in peers] == [[b"0", b"3"], [b"1", b"4"], [b"2", b"5"]]
+            await send(dispatcher, tail=str(number).encode())
+        tails = [[frame.tail for frame in await engine.frames(2)] for engine in engine_processes]
+        assert tails == [
+            [b"0", b"3"],
+            [b"1", b"4"],
+            [b"2", b"5"],
+        ]
 
     run(test)
 
 
-def test_a_request_goes_where_what_was_sent_takes_the_shortest() -> None:
-    async def test(engines: Dispatcher, metrics: Metrics) -> None:
-        one, other = await meet_two(engines)
-        await send(engines, steps=10)
+def test_request_goes_to_the_smallest_predicted_wait() -> None:
+    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
+        first_engine, second_engine = await meet_two(dispatcher)
+        await send(dispatcher, steps=10)
         for _ in range(10):
-            await send(engines, tail=b"short")
-        assert [frame.tail for frame in await one.frames(1)] == [b""]
-        assert [frame.tail for frame in await other.frames(10)] == [b"short"] * 10
-        await send(engines, tail=b"now equal")
-        assert [frame.tail for frame in await one.frames(1)] == [b"now equal"]
+            await send(dispatcher, tail=b"short")
+        assert [frame.tail for frame in await first_engine.frames(1)] == [b""]
+        assert [frame.tail for frame in await second_engine.frames(10)] == [b"short"] * 10
+        await send(dispatcher, tail=b"now equal")
+        assert [frame.tail for frame in await first_engine.frames(1)] == [b"now equal"]
 
     run(test)
 
 
-def test_what_an_engine_reports_holds_back_requests_until_that_time_has_passed() -> None:
+def test_reported_backlog_counts_until_its_time_has_passed() -> None:
     clock = Clock()
 
-    async def test(engines: Dispatcher, metrics: Metrics) -> None:
-        one, other = await meet_two(engines)
-        calls = [await send(engines), await send(engines)]
-        one.answer(*await one.frames(1), backlog=2.5)
-        other.answer(*await other.frames(1), backlog=0.0)
+    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
+        first_engine, second_engine = await meet_two(dispatcher)
+        calls = [await send(dispatcher), await send(dispatcher)]
+        first_engine.answer(*await first_engine.frames(1), backlog=2.5)
+        second_engine.answer(*await second_engine.frames(1), backlog=0.0)
         await asyncio.gather(*calls)
         for number in range(3):
-            await send(engines, tail=str(number).encode())
-        assert [frame.tail for frame in await other.frames(3)] == [b"0", b"1", b"2"]
+            await send(dispatcher, tail=str(number).encode())
+        assert [frame.tail for frame in await second_engine.frames(3)] == [b"0", b"1", b"2"]
         clock.now += 0.5
-        await send(engines, tail=b"3")
-        assert [frame.tail for frame in await one.frames(1)] == [b"3"]
+        await send(dispatcher, tail=b"3")
+        assert [frame.tail for frame in await first_engine.frames(1)] == [b"3"]
 
     run(test, clock=clock)
 
 
-def test_what_an_engine_had_not_read_when_it_reported_is_counted_beside_the_report() -> None:
-    async def test(engines: Dispatcher, metrics: Metrics) -> None:
-        one, other = await meet_two(engines)
-        first, _ = await send(engines), await send(engines, steps=4)
-        (read,) = await one.frames(1)
-        await send(engines, steps=4)
+def test_requests_unread_at_the_report_are_added_to_it() -> None:
+    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
+        first_engine, second_engine = await meet_two(dispatcher)
+        first, _ = await send(dispatcher), await send(dispatcher, steps=4)
+        (read,) = await first_engine.frames(1)
+        await send(dispatcher, steps=4)
         await asyncio.sleep(0)
-        one.answer(read, backlog=0.0)
+        first_engine.answer(read, backlog=0.0)
         await first
-        await send(engines, tail=b"equal, and chosen longest ago")
-        assert [frame.tail for frame in await other.frames(2)] == [b"", b"equal, and chosen longest ago"]
+        await send(dispatcher, tail=b"equal, and chosen longest ago")
+        assert [frame.tail for frame in await second_engine.frames(2)] == [b"", b"equal, and chosen longest ago"]
 
     run(test)
 
 
-def test_what_was_given_up_is_not_waited_for() -> None:
-    async def test(engines: Dispatcher, metrics: Metrics) -> None:
-        one, _ = await meet_two(engines)
-        leaving, _ = await send(engines, steps=9), await send(engines, steps=3)
+def test_cancelled_request_leaves_the_predicted_wait() -> None:
+    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
+        first_engine, _ = await meet_two(dispatcher)
+        leaving, _ = await send(dispatcher, steps=9), await send(dispatcher, steps=3)
         leaving.cancel()
         await asyncio.wait([leaving])
-        await send(engines, tail=b"next")
-        assert [(type(frame.message), frame.tail) for frame in await one.frames(3)] == [
+        await send(dispatcher, tail=b"next")
+        assert [(type(frame.message), frame.tail) for frame in await first_engine.frames(3)] == [
             (Request, b""),
             (Cancel, b""),
             (Request, b"next"),
@@ -291,92 +296,92 @@ def test_what_was_given_up_is_not_waited_for() -> None:
     run(test)
 
 
-def test_the_bytes_of_a_channel_are_each_engine_s_own() -> None:
-    async def test(engines: Dispatcher, metrics: Metrics) -> None:
-        one, other = await meet_two(engines)
-        calls = [await send(engines, tail=bytes(6_000)) for _ in range(2)]
+def test_channel_bytes_are_counted_per_engine() -> None:
+    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
+        first_engine, second_engine = await meet_two(dispatcher)
+        calls = [await send(dispatcher, tail=bytes(6_000)) for _ in range(2)]
         with pytest.raises(Overloaded, match="SEQSERVE_CHANNEL_BYTES is 10000"):
-            await engines.submit(request(), bytes(6_000))
-        other.answer(*await other.frames(1), backlog=100.0)
+            await dispatcher.submit(request(), bytes(6_000))
+        second_engine.answer(*await second_engine.frames(1), backlog=100.0)
         await calls[1]
-        await send(engines, tail=bytes(6_000))
-        assert len(await other.frames(1)) == 1, "the one with room, however long it takes there"
-        assert len(await one.frames(1)) == 1
+        await send(dispatcher, tail=bytes(6_000))
+        assert len(await second_engine.frames(1)) == 1, "the engine with room, however busy"
+        assert len(await first_engine.frames(1)) == 1
 
     run(test)
 
 
-def test_what_a_lost_engine_had_runs_at_once_on_another() -> None:
-    async def test(engines: Dispatcher, metrics: Metrics) -> None:
-        one, other = await meet_two(engines)
-        calls = [await send(engines, tail=tail) for tail in (b"first", b"second", b"third")]
-        await one.frames(2)
-        one.channel.close()
-        frames = await other.frames(3)
+def test_requests_of_a_lost_engine_move_to_another() -> None:
+    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
+        first_engine, second_engine = await meet_two(dispatcher)
+        calls = [await send(dispatcher, tail=tail) for tail in (b"first", b"second", b"third")]
+        await first_engine.frames(2)
+        first_engine.channel.close()
+        frames = await second_engine.frames(3)
         assert [frame.tail for frame in frames] == [b"second", b"first", b"third"]
-        assert engines.ready
-        other.answer(*frames, backlog=0.0)
+        assert dispatcher.ready
+        second_engine.answer(*frames, backlog=0.0)
         await asyncio.gather(*calls)
         assert metrics.rerun.values[()] == [2]
 
     run(test)
 
 
-def test_what_two_of_three_engines_died_with_does_not_reach_the_third() -> None:
-    async def test(engines: Dispatcher, metrics: Metrics) -> None:
-        peers = [await meet(engines, place) for place in range(3)]
-        call = await send(engines, tail=b"deadly")
-        for peer in peers[:2]:
-            assert [frame.tail for frame in await peer.frames(1)] == [b"deadly"]
-            peer.channel.close()
-        with pytest.raises(EngineLost, match="third time"):
+def test_request_that_ended_two_engines_does_not_reach_a_third() -> None:
+    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
+        engine_processes = [await meet(dispatcher, place) for place in range(3)]
+        call = await send(dispatcher, tail=b"deadly")
+        for engine in engine_processes[:2]:
+            assert [frame.tail for frame in await engine.frames(1)] == [b"deadly"]
+            engine.channel.close()
+        with pytest.raises(EngineLost, match="not sent to a third"):
             await call
-        await send(engines, tail=b"harmless")
-        assert [frame.tail for frame in await peers[2].frames(1)] == [b"harmless"]
+        await send(dispatcher, tail=b"harmless")
+        assert [frame.tail for frame in await engine_processes[2].frames(1)] == [b"harmless"]
 
     run(test)
 
 
-def test_a_caller_who_leaves_after_a_death_is_told_to_the_engine_that_has_the_request_now() -> None:
-    async def test(engines: Dispatcher, metrics: Metrics) -> None:
-        one, other = await meet_two(engines)
-        leaving = await send(engines)
-        await one.frames(1)
-        one.channel.close()
-        (again,) = await other.frames(1)
+def test_cancellation_reaches_the_engine_that_has_the_request_now() -> None:
+    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
+        first_engine, second_engine = await meet_two(dispatcher)
+        leaving = await send(dispatcher)
+        await first_engine.frames(1)
+        first_engine.channel.close()
+        (again,) = await second_engine.frames(1)
         leaving.cancel()
-        (frame,) = await other.frames(1)
+        (frame,) = await second_engine.frames(1)
         assert (type(frame.message), frame.id) == (Cancel, again.id)
 
     run(test)
 
 
-def test_a_deadline_that_passes_without_an_engine_says_that_it_was_lost() -> None:
-    async def test(engines: Dispatcher, metrics: Metrics) -> None:
-        peer = await meet(engines)
-        call = asyncio.ensure_future(engines.submit(request(0.05), b""))
-        await peer.frames(1)
-        peer.channel.close()
+def test_deadline_passed_without_an_engine_reports_the_loss() -> None:
+    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
+        engine = await meet(dispatcher)
+        call = asyncio.ensure_future(dispatcher.submit(request(0.05), b""))
+        await engine.frames(1)
+        engine.channel.close()
         with pytest.raises(EngineLost, match="before the deadline"):
             await call
-        successor = await meet(engines)
-        await send(engines, tail=b"another")
-        assert [frame.tail for frame in await successor.frames(1)] == [b"another"], "nobody waits for the first one"
+        successor = await meet(dispatcher)
+        await send(dispatcher, tail=b"another")
+        assert [frame.tail for frame in await successor.frames(1)] == [b"another"], "nothing waits for the first one"
 
     run(test)
 
 
-def test_a_model_on_several_devices_is_listed_once_in_the_order_of_the_engines() -> None:
-    async def test(engines: Dispatcher, metrics: Metrics) -> None:
-        assert engines.models == []
-        await meet(engines, 1)
-        first = await meet(engines, 0)
-        [model] = engines.models
+def test_model_on_several_devices_is_listed_once() -> None:
+    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
+        assert dispatcher.models == []
+        await meet(dispatcher, 1)
+        first = await meet(dispatcher, 0)
+        [model] = dispatcher.models
         assert (model.device, model.weight_bytes) == ("cuda:0, cuda:1", 7)
         assert model.backends == ["lstm: framework", "head: of 0", "head: of 1"]
         first.channel.close()
-        while len(engines.models[0].backends) > 2:
+        while len(dispatcher.models[0].backends) > 2:
             await asyncio.sleep(0)
-        assert engines.models[0].device == "cuda:1"
+        assert dispatcher.models[0].device == "cuda:1"
 
     run(test)
