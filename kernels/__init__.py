@@ -1,1 +1,1 @@
-"""Sequence encoders: arrays in, arrays out. Nothing here has heard of a request."""
+"""Sequence encoders: arrays in, arrays out. This package knows nothing of requests."""

@@ -1,6 +1,7 @@
-"""CUDA source to a kernel that can be launched: NVRTC and the driver through CuPy, and what is compiled kept on disk and in memory.
+"""Compiles CUDA sources with NVRTC, keeps the machine code on disk and in memory, and launches kernels through the driver.
 
-CuPy is an optional package, imported when the first kernel is compiled. Memory is torch's: kernels are given addresses only.
+CuPy is an optional package, imported when the first kernel is compiled. It allocates nothing: kernels receive the addresses of torch's
+arrays.
 """
 
 from __future__ import annotations
@@ -21,27 +22,26 @@ from typing import Any
 import torch
 
 CACHE, DEFAULT_CACHE = "SEQSERVE_CACHE", "~/.cache/seqserve"
-"""The variable that names the folder in which compiled kernels are kept, and the folder when it is not set."""
+"""The environment variable that names the folder of compiled kernels, and the folder if it is not set."""
 
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14
 COOPERATIVE, CLUSTER_DIMENSION, PROGRAMMATIC_STREAM_SERIALIZATION = 2, 4, 6
-"""Attributes of a function and of a launch, as CUDA's driver numbers them."""
+"""The CUDA driver's numbers of function and launch attributes."""
 PORTABLE_CLUSTER = 8
-"""Blocks that a cluster may have everywhere."""
-MOST_CONFIGS = 4096
-"""That are kept."""
+"""Blocks of a cluster that every device supports."""
+MAX_CACHED_CONFIGS = 4096
 DIGEST_BYTES = 32
-"""Of SHA-256, before the code in a file of the folder."""
+"""Bytes of the SHA-256 digest that precedes the code in a file of the folder."""
 
 
 class CompileError(RuntimeError):
-    """A kernel does not compile, or not for this device; the message is the compiler's."""
+    """A kernel does not compile for this device. The message contains the compiler's log."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A compiled kernel on one device, which is the current one when it is launched, in blocks of `threads` threads."""
+    """A compiled kernel on one device, which must be the current device at a launch. A block has `threads` threads."""
 
     function: Any
     device: int
@@ -50,44 +50,44 @@ class Kernel:
     cooperative: bool
 
     def launch(
-        self, blocks: tuple[int, int, int], shared: int, members: Sequence[int], *others: bytes, early: bool = False
+        self, blocks: tuple[int, int, int], shared: int, members: Sequence[int], *arguments: bytes, early: bool = False
     ) -> None:
-        """On torch's stream; raises RuntimeError when the device refuses.
+        """Launch the kernel on torch's stream; raises RuntimeError when the driver refuses.
 
-        blocks: along each axis of the grid; shared: bytes for each block; members: those of its first argument, a structure, eight bytes
-        each; others: arguments after it; early: the kernel waits by itself for those before it in the stream (griddepcontrol.wait), and
-        may begin while they run.
+        blocks: along each axis of the grid; shared: bytes of shared memory of a block; members: of the first argument, a structure with
+        members of eight bytes; arguments: those after it; early: the kernel may start while earlier kernels of the stream run, and waits
+        for them itself (griddepcontrol.wait).
         """
-        stream = torch._C._cuda_getCurrentRawStream(self.device)  # the public way takes 5 us longer
+        stream = torch._C._cuda_getCurrentRawStream(self.device)  # the public function takes 5 us longer
         config = _config(blocks, self.threads, shared, stream, self.cooperative, early)
-        arguments = (ctypes.c_char_p * (1 + len(others)))(_packer(len(members))(*members), *others)
-        status = driver().cuLaunchKernelEx(config, self.function.ptr, arguments, None)
+        packed = (ctypes.c_char_p * (1 + len(arguments)))(_packer(len(members))(*members), *arguments)
+        status = driver().cuLaunchKernelEx(config, self.function.ptr, packed, None)
         if status:
-            raise RuntimeError(f"the kernel was not launched: CUDA error {status}")
+            raise RuntimeError(f"cuLaunchKernelEx failed: CUDA error {status}")
 
 
-def installed() -> bool:
+def cupy_installed() -> bool:
     return find_spec("cupy") is not None
 
 
 @cache
-def compiled(
+def load_kernel(
     source: Path, device: int, *, threads: int, cluster: int = 1, cooperative: bool = False, **constants: int
 ) -> Kernel:
-    """The kernel of a source file, which is named as the file's folder, specialised by its constants; raises CompileError.
+    """Return the kernel of a source file, specialised by constants; raises CompileError. The kernel has the name of the file's folder.
 
-    The first call on a machine takes half a second or so; later ones find the result in the folder of compiled kernels.
+    The first call on a machine compiles for about half a second; later processes read the result from the folder of compiled kernels.
     """
     import cupy
     from cupy.cuda import driver
     from cupy.cuda.function import Module
 
-    defined = [f"--define-macro={name}={value}" for name, value in {"THREADS": threads, **constants}.items()]
-    options = ("--std=c++17", "--ftz=true", f"--gpu-architecture={_architecture(device)}", *defined)
+    macros = [f"--define-macro={name}={value}" for name, value in {"THREADS": threads, **constants}.items()]
+    options = ("--std=c++17", "--ftz=true", f"--gpu-architecture={_architecture(device)}", *macros)
     with cupy.cuda.Device(device):
         module = Module()
         try:
-            module.load(_kept(_text(source), options))
+            module.load(_load_or_compile(_source_text(source), options))
             function = module.get_function(source.parent.name)
             driver.funcSetAttribute(function.ptr, MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_limit(device))
             if cluster > PORTABLE_CLUSTER:
@@ -98,36 +98,36 @@ def compiled(
 
 
 def shared_limit(device: int) -> int:
-    """Bytes of shared memory that a block may have."""
-    properties: Any = torch.cuda.get_device_properties(device)  # torch's own types do not name them all
+    """Return the bytes of shared memory that a block may have."""
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's type stubs lack some of them
     return int(properties.shared_memory_per_block_optin)
 
 
 def registers(threads: int) -> int:
-    """How many registers a thread has in a block that is alone on its multiprocessor."""
+    """Return the registers of a thread in a block that is alone on its multiprocessor."""
     return min(255, 65536 // threads // 8 * 8)
 
 
 def lends_registers(device: int) -> bool:
-    """Whether warps can give registers up that others of their block take."""
+    """Return whether warps can release registers for other warps of their block."""
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def resident_clusters(kernel: Kernel, shared: int) -> int:
-    """How many clusters of this kernel its device holds at once; 0 when it can hold none, or knows no clusters."""
+    """Return how many clusters of this kernel run at once; 0 if none fits or the device has no clusters."""
     config = _with_attributes((kernel.cluster, 1, 1), kernel.threads, shared, None, {CLUSTER_DIMENSION: (kernel.cluster, 1, 1)})
-    found = ctypes.c_int()
+    clusters = ctypes.c_int()
     with torch.cuda.device(kernel.device):
-        status = driver().cuOccupancyMaxActiveClusters(ctypes.byref(found), ctypes.c_void_p(kernel.function.ptr), config)
-    return 0 if status else found.value
+        status = driver().cuOccupancyMaxActiveClusters(ctypes.byref(clusters), ctypes.c_void_p(kernel.function.ptr), config)
+    return 0 if status else clusters.value
 
 
 @cache
 def driver() -> ctypes.CDLL:
-    """CUDA's, whose functions return 0 or the number of an error."""
-    found = ctypes.CDLL("libcuda.so.1")
-    found.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
-    return found
+    """Return the CUDA driver's library. Its functions return 0 or an error number."""
+    library = ctypes.CDLL("libcuda.so.1")
+    library.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
+    return library
 
 
 class _Attribute(ctypes.Structure):
@@ -149,57 +149,58 @@ class _Config(ctypes.Structure):
     )
 
 
-def _text(source: Path) -> str:
-    """The source with what it includes, by paths from its folder, as whether it was compiled before is told by its text."""
-    return re.sub(r'#include "([\w/.]+\.cuh)"', lambda found: _text(source.parent / found[1]), source.read_text())
+def _source_text(source: Path) -> str:
+    """Return a source with its includes inserted. Includes name paths relative to their file. The text identifies compiled code."""
+    return re.sub(r'#include "([\w/.]+\.cuh)"', lambda match: _source_text(source.parent / match[1]), source.read_text())
 
 
-def keep_in(folder: Path) -> None:
-    """Keep what is compiled from now on in this folder."""
+def set_cache_folder(folder: Path) -> None:
+    """Use this folder of compiled kernels from now on."""
     os.environ[CACHE] = str(folder)
 
 
-def folder() -> Path | None:
-    """Where compiled kernels are kept: what SEQSERVE_CACHE names, made if need be; None if that cannot be written."""
+def cache_folder() -> Path | None:
+    """Return the folder of compiled kernels, which SEQSERVE_CACHE names, or None if it cannot be written. Creates it if needed."""
     try:
-        wanted = Path(os.environ.get(CACHE, DEFAULT_CACHE)).expanduser()
-        wanted.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # the latter where this user has no home
+        path = Path(os.environ.get(CACHE, DEFAULT_CACHE)).expanduser()
+        path.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # RuntimeError: this user has no home folder
         return None
-    return wanted if os.access(wanted, os.W_OK) else None
+    return path if os.access(path, os.W_OK) else None
 
 
 def _architecture(device: int) -> str:
-    """With all that this very architecture has, such as registers that move from one warp to another."""
+    """Return the device's architecture, with features of exactly this architecture, such as warps that lend registers."""
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
 
 
-def _kept(text: str, options: Sequence[str]) -> bytes:
-    """The machine code of a source, from the folder if it is there and whole, and put there if not."""
+def _load_or_compile(text: str, options: Sequence[str]) -> bytes:
+    """Return the machine code of a source: from the folder, or compiled and written there if the file is missing or damaged."""
     from cupy.cuda import nvrtc
 
-    found = folder()
-    if found is None:
+    folder = cache_folder()
+    if folder is None:
         return _machine_code(text, options)
-    of = "\0".join((str(nvrtc.getVersion()), *options, text))
-    path = found / f"{hashlib.sha256(of.encode()).hexdigest()}.cubin"
-    digest, code = (kept[:DIGEST_BYTES], kept[DIGEST_BYTES:]) if (kept := _read(path)) else (b"", b"")
+    key = "\0".join((str(nvrtc.getVersion()), *options, text))
+    path = folder / f"{hashlib.sha256(key.encode()).hexdigest()}.cubin"
+    content = _read(path)
+    digest, code = content[:DIGEST_BYTES], content[DIGEST_BYTES:]
     if not code or digest != hashlib.sha256(code).digest():
         code = _machine_code(text, options)
-        _keep(hashlib.sha256(code).digest() + code, path)
+        _write(hashlib.sha256(code).digest() + code, path)
     return code
 
 
-def _keep(kept: bytes, path: Path) -> None:
-    """Where there is no room, this start goes on, and the next one compiles again."""
-    written = path.with_suffix(f".{os.getpid()}")
+def _write(content: bytes, path: Path) -> None:
+    """Write a file atomically. Without disk space nothing is written, and the next start compiles again."""
+    partial = path.with_suffix(f".{os.getpid()}")
     try:
-        written.write_bytes(kept)
-        written.replace(path)
+        partial.write_bytes(content)
+        partial.replace(path)
     except OSError:
         with suppress(OSError):
-            written.unlink(missing_ok=True)
+            partial.unlink(missing_ok=True)
 
 
 def _read(path: Path) -> bytes:
@@ -210,7 +211,7 @@ def _read(path: Path) -> bytes:
 
 
 def _machine_code(text: str, options: Sequence[str]) -> bytes:
-    """What NVRTC makes of it; raises CompileError with what it says."""
+    """Compile with NVRTC; raises CompileError with its log."""
     from cupy.cuda import nvrtc
 
     program = nvrtc.createProgram(text, "kernel.cu", (), ())
@@ -223,18 +224,18 @@ def _machine_code(text: str, options: Sequence[str]) -> bytes:
         nvrtc.destroyProgram(program)
 
 
-@lru_cache(MOST_CONFIGS)
+@lru_cache(MAX_CACHED_CONFIGS)
 def _config(blocks: tuple[int, int, int], threads: int, shared: int, stream: int, cooperative: bool, early: bool) -> Any:
-    """What a launch is told, made once: nothing of it changes."""
+    """Return the configuration of a launch. Equal launches share one, which nothing changes."""
     attributes = {COOPERATIVE: cooperative, PROGRAMMATIC_STREAM_SERIALIZATION: early}
-    return _with_attributes(blocks, threads, shared, stream, {name: (1,) for name, wanted in attributes.items() if wanted})
+    return _with_attributes(blocks, threads, shared, stream, {name: (1,) for name, enabled in attributes.items() if enabled})
 
 
 def _with_attributes(
     blocks: tuple[int, int, int], threads: int, shared: int, stream: int | None, attributes: Mapping[int, tuple[int, ...]]
 ) -> Any:
-    listed = (_Attribute * len(attributes))(*(_Attribute(name, value=value) for name, value in attributes.items()))
-    return ctypes.byref(_Config(blocks, (threads, 1, 1), shared, stream, listed, len(attributes)))
+    array = (_Attribute * len(attributes))(*(_Attribute(name, value=value) for name, value in attributes.items()))
+    return ctypes.byref(_Config(blocks, (threads, 1, 1), shared, stream, array, len(attributes)))
 
 
 @cache

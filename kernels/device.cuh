@@ -1,4 +1,4 @@
-// What kernels of several families say to the device: 16-bit values, barriers in shared memory, clusters, and launches that overlap.
+// Device operations that several families use: 16-bit values, barriers in shared memory, clusters, and overlapping launches.
 
 typedef unsigned short Half;            // the bits of a float16 or bfloat16
 
@@ -21,16 +21,16 @@ __device__ __forceinline__ unsigned narrow(float low, float high) {
     return bits;
 }
 
-// What is stored as either.
+// Reads a stored value of either type as float32.
 __device__ __forceinline__ float value_of(float value) { return value; }
 __device__ __forceinline__ float value_of(Half value) { return widen(value); }
 
-// Launches overlap: what does not depend on the kernels before this one is done while they still run.
+// Programmatic dependent launch: the next kernel may start now; this kernel waits here for the kernels before it.
 __device__ __forceinline__ void let_next_begin() { asm volatile("griddepcontrol.launch_dependents;"); }
 __device__ __forceinline__ void wait_for_last() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 __device__ __forceinline__ unsigned shared_address(const void* at) { return (unsigned)__cvta_generic_to_shared(at); }
-// A value that is the same in all lanes, told so that the compiler knows it and does not compute it anew where it is used.
+// Returns a value that all lanes share. The shuffle tells the compiler so, which then keeps it instead of computing it again.
 __device__ __forceinline__ unsigned settled(unsigned value) { return __shfl_sync(~0u, value, 0); }
 __device__ __forceinline__ void make_barrier(unsigned barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
@@ -54,11 +54,11 @@ __device__ __forceinline__ void meet(int barrier, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// An address of shared memory as it is in another block of the cluster.
+// Returns the address of the same shared memory in another block of the cluster.
 __device__ __forceinline__ unsigned in_block(unsigned address, unsigned rank) {
-    unsigned theirs;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(theirs) : "r"(address), "r"(rank));
-    return theirs;
+    unsigned remote;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+    return remote;
 }
 __device__ __forceinline__ unsigned cluster_rank() {
     unsigned rank;
@@ -69,10 +69,10 @@ __device__ __forceinline__ void meet_cluster() {
     asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Not a number when either is not.
-__device__ __forceinline__ float larger(float one, float other) {
+// Returns the larger value, or NaN if either is NaN.
+__device__ __forceinline__ float larger(float a, float b) {
     float result;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(one), "f"(other));
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
     return result;
 }
 

@@ -1,45 +1,43 @@
-"""Two directions of a layer over the same rows, as one: [forward | backward] along the width."""
+"""Bidirectional layers: two directions over the same rows, with outputs joined as [forward | backward] along the width."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels.contract import Encoded, Outputs, Ragged, reversal
-
-Run = Callable[..., Encoded]
+from kernels.ragged import Encoded, Outputs, Ragged, RunKernel, reversal_index
 
 
-def composed(run: Run) -> Run:
-    """Both directions of what `run` does in one: the backward one reads every row back to front.
+def compose_directions(run: RunKernel) -> RunKernel:
+    """Return a function that runs both directions with `run`, one after the other. The backward direction reads reversed rows.
 
-    weights: (forward, backward); states: a pair too, or None. The backward step of a token stands at that token; the state is the pair
-    of states.
+    Its weights are the pair (forward, backward), and so are its states, in and out; states may be None. The outputs of each step are in
+    the order of the tokens in both directions.
     """
 
-    def both(x: Ragged, weights: tuple[Any, Any], states: tuple[Any, Any] | None, *, want: Outputs) -> Encoded:
+    def run_both(x: Ragged, weights: tuple[Any, Any], states: tuple[Any, Any] | None, *, want: Outputs) -> Encoded:
         before = (None, None) if states is None else states
         forward = run(x, weights[0], before[0], want=want)
         backward = run(x.reversed(), weights[1], before[1], want=want)
         if backward.steps is not None:
-            back = reversal(x.offsets, len(backward.steps))
-            backward = replace(backward, steps=backward.steps.index_select(0, back))
-        return replace(side_by_side((forward, backward)), state=(forward.state, backward.state))
+            index = reversal_index(x.offsets, len(backward.steps))
+            backward = replace(backward, steps=backward.steps.index_select(0, index))
+        return replace(join_outputs((forward, backward)), state=(forward.state, backward.state))
 
-    return both
+    return run_both
 
 
-def side_by_side(parts: Sequence[Encoded]) -> Encoded:
-    """Outputs of the same rows, joined along their width; the state is the first part's."""
+def join_outputs(parts: Sequence[Encoded]) -> Encoded:
+    """Join outputs of the same rows along their width. The state is the first part's."""
     if len(parts) == 1:
         return parts[0]
 
-    def joined(name: str) -> Tensor | None:
-        given = [getattr(part, name) for part in parts]
-        return None if given[0] is None else torch.cat(given, dim=1)
+    def join(name: str) -> Tensor | None:
+        arrays = [getattr(part, name) for part in parts]
+        return None if arrays[0] is None else torch.cat(arrays, dim=1)
 
-    return Encoded(parts[0].state, *(joined(name) for name in ("steps", "last", "mean", "max")))
+    return Encoded(parts[0].state, *(join(name) for name in ("steps", "last", "mean", "max")))

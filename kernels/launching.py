@@ -1,4 +1,4 @@
-"""What the launchers of all families share: where a kernel may run, what it may read and write, and sizes in whole parts."""
+"""What the launchers of all families share: devices a kernel runs on, arrays in the form kernels read, and tile arithmetic."""
 
 from __future__ import annotations
 
@@ -12,28 +12,29 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.backend import Problem
-from kernels.compile import installed
-from kernels.contract import ContractError
+from kernels.compile import cupy_installed
+from kernels.ragged import ContractError
 
 Capability = tuple[int, int]
 PIECE = 8
-"""Columns of 16-bit inputs that are fetched at once."""
+"""Columns of 16-bit inputs in one 16-byte load."""
 
 
-def refused_by_device(
+def device_refusal(
     problem: Problem, needed: Capability, *, until: Capability | None = None, halves: bool = False
 ) -> str | None:
-    """Why no problem like this runs here, whatever its size.
+    """Return why the problem's device or dtype cannot run a kernel, or None if it can. The problem's sizes do not matter.
 
-    needed: the least compute capability; until: the first that the kernel does not know; halves: it takes no float32 weights.
+    needed: the lowest compute capability; until: the first capability that the kernel does not support; halves: the kernel supports no
+    float32 weights.
     """
     if problem.device.type != "cuda":
-        return "runs on an NVIDIA GPU"
+        return "needs an NVIDIA GPU"
     if halves and problem.storage not in (torch.float16, torch.bfloat16):
-        return "its weights are float16 or bfloat16"
-    if index_of(problem.device) >= torch.cuda.device_count():
-        return f"there is no {problem.device} here"
-    if not installed():
+        return "needs float16 or bfloat16 weights"
+    if device_index(problem.device) >= torch.cuda.device_count():
+        return f"this machine has no {problem.device}"
+    if not cupy_installed():
         return "CuPy is not installed"
     capability = torch.cuda.get_device_capability(problem.device)
     if capability < needed or (until is not None and capability >= until):
@@ -41,61 +42,67 @@ def refused_by_device(
     return None
 
 
-def current(device: torch.device) -> AbstractContextManager[Any]:
-    """Makes it the current device, if it is not, which takes longer to do than to see."""
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context manager that makes `device` the current one. Checking first is faster than setting the current device again."""
     return nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)
 
 
-def index_of(device: torch.device) -> int:
+def device_index(device: torch.device) -> int:
     return device.index or 0
 
 
-def in_either(values: Tensor, storage: torch.dtype) -> Tensor:
-    """As kernels read gates and skips: in the dtype of the weights, or in float32."""
+@cache
+def multiprocessors(device: int) -> int:
+    """Return the number of multiprocessors of a device."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def as_gate_dtype(values: Tensor, storage: torch.dtype) -> Tensor:
+    """Return gate inputs or a skip as kernels read them: contiguous, in the dtype of the weights or in float32."""
     return (values if values.dtype in (storage, torch.float32) else values.float()).contiguous()
 
 
-def check_slab(name: str, slab: Tensor) -> None:
-    """Of a state that is written in place; raises ContractError when a kernel could not."""
-    if slab.dtype != torch.float32 or not slab.is_contiguous():
+def as_int32(slots: Tensor) -> Tensor:
+    """Return state slots, (rows,), as kernels read them."""
+    return slots.int().contiguous()
+
+
+def row_sources(slots: Tensor | None, sources: Tensor | None) -> Tensor | None:
+    """Return the slots that the rows start from, as kernels read them. slots: `as_int32` of the slots that they write."""
+    return slots if sources is None else as_int32(sources)
+
+
+def aligned_inputs(values: Tensor) -> Tensor:
+    """Return 16-bit inputs, (..., inputs), as matrix products read them: aligned to 16 bytes and padded with zeros to whole pieces."""
+    missing = -values.shape[-1] % PIECE
+    padded = (functional.pad(values, (0, missing)) if missing else values).contiguous()
+    return padded if padded.data_ptr() % 16 == 0 else padded.clone()
+
+
+def check_state_cache(name: str, cache: Tensor) -> None:
+    """Raises ContractError unless a kernel can write new states into this state cache."""
+    if cache.dtype != torch.float32 or not cache.is_contiguous():
         raise ContractError(
-            f"state.{name} with slots is a contiguous float32 array, got {slab.dtype} with strides {slab.stride()}"
+            f"state.{name} with slots must be contiguous float32, got {cache.dtype} with strides {cache.stride()}"
         )
 
 
-def as_lines(places: Tensor) -> Tensor:
-    """(rows,) int32 places in a slab, as kernels read them."""
-    return places.int().contiguous()
+def pack_once(packed: dict[Any, Tensor], name: Any, pack: Callable[[], Tensor]) -> Tensor:
+    """Return packed weights by name, packing them on first use."""
+    array = packed.get(name)
+    if array is None:
+        array = packed[name] = pack()
+    return array
 
 
-def parts_of(whole: int, part: int) -> int:
-    """How many parts of this size the whole takes."""
+def address(array: Tensor | None) -> int:
+    """Return the device address of an array, or 0 for None."""
+    return 0 if array is None else array.data_ptr()
+
+
+def ceil_div(whole: int, part: int) -> int:
     return -(-whole // part)
 
 
 def round_up(size: int, multiple: int) -> int:
-    return parts_of(size, multiple) * multiple
-
-
-def in_pieces(values: Tensor) -> Tensor:
-    """(..., inputs) as products read their inputs, 16 bytes at a time: padded with zeros if need be."""
-    odd = -values.shape[-1] % PIECE
-    whole = (functional.pad(values, (0, odd)) if odd else values).contiguous()
-    return whole if whole.data_ptr() % 16 == 0 else whole.clone()
-
-
-def kept(packed: dict[Any, Tensor], name: Any, make: Callable[[], Tensor]) -> Tensor:
-    """What is made of a layer's weights once."""
-    found = packed.get(name)
-    if found is None:
-        found = packed[name] = make()
-    return found
-
-
-def address(array: Tensor | None) -> int:
-    return 0 if array is None else array.data_ptr()
-
-
-@cache
-def processors(device: int) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return ceil_div(size, multiple) * multiple

@@ -1,4 +1,4 @@
-"""The layer norm, as torch.nn.LayerNorm computes it (Ba, Kiros and Hinton 2016)."""
+"""Layer norm, as torch.nn.LayerNorm computes it (Ba, Kiros and Hinton 2016)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ EPSILON = 1e-5
 
 
 def layer_norm(values: Tensor, norm: Tensor) -> Tensor:
-    """values: (n, width); norm: (2, width) gain and offset. Returns (n, width) float32, computed in float32."""
+    """Return the normalised values, (n, width) float32. values: (n, width); norm: (2, width) gain and offset."""
     gain, offset = norm.float()
     return functional.layer_norm(values.float(), values.shape[1:], gain, offset, EPSILON)

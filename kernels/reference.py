@@ -1,4 +1,4 @@
-"""What the references have in common: from every step to what was wanted."""
+"""What the references of all families share: pooling the steps row by row."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.contract import Encoded, Outputs
+from kernels.ragged import Encoded, Outputs
 
 
-def pooled(
+def select_outputs(
     steps: Tensor, offsets: Tensor, want: Outputs, *, state: Any, last: Tensor | None = None, new_offsets: bool = False
 ) -> Encoded:
-    """steps: (tokens, width). `last` is the hidden state after each row where the family keeps one, else the last step or zero."""
+    """Return the requested outputs of steps, (tokens, width).
+
+    last: the hidden state after each row in families that have one; otherwise the output is the last step, or zero for a row without
+    steps. new_offsets: the offsets differ from those of the input, so the result names them.
+    """
     rows = [steps[begin:end] for begin, end in pairwise(offsets.tolist())]
     zero = steps.new_zeros(steps.shape[1])
 

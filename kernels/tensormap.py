@@ -1,4 +1,4 @@
-"""Maps of matrices, through which a device fetches boxes of rows and columns into shared memory by itself (TMA)."""
+"""Tensor maps, by which the device's TMA unit copies boxes of a matrix into shared memory."""
 
 from __future__ import annotations
 
@@ -8,19 +8,17 @@ from functools import lru_cache
 from kernels.compile import driver
 
 MAP_BYTES, ALIGNED = 128, 64
-MOST_MAPS = 4096
-"""That are kept."""
+MAX_CACHED_MAPS = 4096
 UINT16, NO_INTERLEAVE, SWIZZLE_128_BYTES, PROMOTION_TO_128_BYTES, ZEROS = 1, 0, 3, 2, 0
-"""As CUDA's driver numbers them."""
+"""The CUDA driver's enumeration values."""
 
 
-@lru_cache(MOST_MAPS)
-def mapped(address: int, rows: int, columns: int, box_rows: int, box_columns: int) -> bytes:
-    """Of a (rows, columns) matrix of 16-bit values at this address of the device, both a multiple of 16 bytes; raises RuntimeError when
-    the driver refuses.
+@lru_cache(MAX_CACHED_MAPS)
+def tensor_map(address: int, rows: int, columns: int, box_rows: int, box_columns: int) -> bytes:
+    """Return the map of a (rows, columns) matrix of 16-bit values; raises RuntimeError when the driver refuses.
 
-    A box is whole wherever it begins: what lies outside the matrix is zero. Of its rows of 128 bytes, 16-byte piece p of row r is
-    stored in place p ^ r % 8.
+    The matrix's address and the bytes of its rows are multiples of 16. A box is always whole: values outside the matrix are zero. Its
+    rows have 128 bytes, and 16-byte piece p of row r is stored at position p ^ r % 8.
     """
     room = ctypes.create_string_buffer(MAP_BYTES + ALIGNED)
     skipped = -ctypes.addressof(room) % ALIGNED
@@ -39,5 +37,7 @@ def mapped(address: int, rows: int, columns: int, box_rows: int, box_columns: in
         ZEROS,
     )
     if status:
-        raise RuntimeError(f"the matrix at {address:#x}, {rows} x {columns}, was not mapped: CUDA error {status}")
+        raise RuntimeError(
+            f"cuTensorMapEncodeTiled failed for the {rows} x {columns} matrix at {address:#x}: CUDA error {status}"
+        )
     return room.raw[skipped : skipped + MAP_BYTES]

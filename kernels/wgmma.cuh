@@ -1,7 +1,8 @@
-// Products of a warp group on the tensor cores (wgmma, m64nNk16), N the macro PRODUCT_COLUMNS: left (64, 16) and right (N, 16), both in
-// rows of 128 bytes in shared memory, eight of them 1 KiB, whose 16-byte pieces are swizzled: piece p of row r lies in place p ^ r % 8.
+// Tensor-core products of a warp group (wgmma, m64nNk16), where N is the macro PRODUCT_COLUMNS. Operands: left (64, 16) and right (N, 16).
+// Both are in shared memory in rows of 128 bytes, eight rows to 1 KiB. The 16-byte pieces of a row are swizzled: piece p of row r is at
+// position p ^ r % 8.
 
-// Operands of the instruction for each number of columns: its sums, then the matrices and whether to add to the sums.
+// Operands of the instruction for each number of columns: the sums, the matrices, and whether to add to the sums.
 #define TEN(t) "%" #t "0,%" #t "1,%" #t "2,%" #t "3,%" #t "4,%" #t "5,%" #t "6,%" #t "7,%" #t "8,%" #t "9,"
 #define FIRST_TEN "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,"
 #define FIRST_HUNDRED FIRST_TEN TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) TEN(6) TEN(7) TEN(8) TEN(9)
@@ -59,7 +60,7 @@
 #define TYPES ".f32.f16.f16 "
 #endif
 
-// sums = left @ right^T, or are added to; 16 columns deep, from these places on (`piece_at`).
+// sums = left @ right^T, or sums += left @ right^T if `add`, 16 columns deep. left, right: addresses in the form of `piece_at`.
 __device__ __forceinline__ void multiply(float (&sums)[PRODUCT_COLUMNS / 2], unsigned left, unsigned right, int add) {
     asm volatile("{.reg .pred p; .reg .b64 x, w; setp.ne.b32 p, " ADDS ", 0; mov.b64 x, {" LEFT ", 0x40000040}; mov.b64 w, {" RIGHT ", 0x40000040};"
                  "wgmma.mma_async.sync.aligned." SHAPE TYPES "{" SUMS "}, x, w, p, 1, 1, 0, 0;}"

@@ -1,4 +1,4 @@
-"""Windows over time in a ragged batch: each row's own steps and its own padding, never a neighbour's."""
+"""Windows over time in a ragged batch: each row has its own padding, and no window reaches into another row."""
 
 from __future__ import annotations
 
@@ -6,57 +6,57 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.contract import Ragged, Sizes, begins, whole_windows
+from kernels.ragged import Ragged, Sizes, count_windows, start_offsets
 
 
 def windows(
     x: Ragged, width: int, *, left: int = 0, right: int = 0, dilation: int = 1, stride: int = 1, context: Tensor | None = None
 ) -> Tensor:
-    """(windows, width, inputs): the steps under each position of a filter, earliest first, row after row.
+    """Return the steps that a filter covers at each of its positions, row after row: (windows, width, inputs), earliest step first.
 
-    left, right: zero steps around each row; context: (rows, left, inputs) what stands in place of the zeros on the left.
+    left, right: zero steps before and after each row; context: (rows, left, inputs), steps that replace the zeros on the left.
     """
-    places = Places(x, left, right)
-    padded = x.data.new_zeros(places.steps, *x.data.shape[1:])
-    padded[_there(places.own, x)] = x.data
+    index = WindowIndex(x, left, right)
+    padded = x.data.new_zeros(index.steps, *x.data.shape[1:])
+    padded[_to_device(index.tokens, x)] = x.data
     if context is not None:
-        padded[_there(places.left, x)] = context.to(x.data.dtype)
-    return padded[_there(places.seen(width, dilation, stride), x)]
+        padded[_to_device(index.left, x)] = context.to(x.data.dtype)
+    return padded[_to_device(index.windows(width, dilation, stride), x)]
 
 
-class Places:
-    """Where the steps of a batch stand once each row has its padding; worked out on the host, where small arrays are cheap."""
+class WindowIndex:
+    """Positions in a batch whose rows are packed with their padding. Computed on the host, where small arrays are cheap."""
 
     def __init__(self, x: Ragged, left: int, right: int) -> None:
         self._lengths = x.lengths + left + right
-        self._begins = begins(self._lengths)
+        self._starts = start_offsets(self._lengths)
         self.steps = int(self._lengths.sum())
-        self.own: Sizes = np.repeat(self._begins + left - begins(x.lengths), x.lengths) + np.arange(x.data.shape[0])
-        """(tokens,) where each token stands."""
-        self.left: Sizes = self._begins[:, None] + np.arange(left)
-        """(rows, left) where the padding before each row stands."""
+        self.tokens: Sizes = np.repeat(self._starts + left - start_offsets(x.lengths), x.lengths) + np.arange(x.data.shape[0])
+        """(tokens,) the position of each token."""
+        self.left: Sizes = self._starts[:, None] + np.arange(left)
+        """(rows, left) the positions of the padding before each row."""
 
-    def seen(self, width: int, dilation: int, stride: int) -> Sizes:
-        """(windows, width) what a filter sees at each of its positions, row after row."""
-        counts = whole_windows(self._lengths, (width - 1) * dilation + 1, stride)
-        within = np.arange(counts.sum()) - np.repeat(begins(counts), counts)
-        first: Sizes = np.repeat(self._begins, counts) + within * stride
+    def windows(self, width: int, dilation: int, stride: int) -> Sizes:
+        """Return the positions that a filter covers at each of its positions, row after row: (windows, width)."""
+        counts = count_windows(self._lengths, (width - 1) * dilation + 1, stride)
+        within = np.arange(counts.sum()) - np.repeat(start_offsets(counts), counts)
+        first: Sizes = np.repeat(self._starts, counts) + within * stride
         return first[:, None] + np.arange(width) * dilation
 
 
-def _there(places: Sizes, x: Ragged) -> Tensor:
-    return torch.from_numpy(places).to(x.data.device)
+def _to_device(positions: Sizes, x: Ragged) -> Tensor:
+    return torch.from_numpy(positions).to(x.data.device)
 
 
 def left_context(x: Ragged, left: int, context: Tensor | None) -> Tensor:
-    """(rows, left, inputs): the last steps of each row and of what stood before it, for the row's next chunk."""
-    # Only what is kept is read: a layer that goes on to nobody pays next to nothing for it.
+    """Return the last `left` steps of each row and of its context, (rows, left, inputs): the context of the row's next chunk."""
+    # Only the steps that are kept are read: a layer without a next chunk pays next to nothing.
     before = x.data.new_zeros(x.rows, left, *x.data.shape[1:]) if context is None else context.to(x.data.dtype)
     if not len(x.data):
         return before.clone()
     steps = torch.diff(x.offsets).long()[:, None]
-    position = steps - left + torch.arange(left, device=x.data.device)  # negative where it lies before the chunk
-    own = x.data[(x.offsets[:-1].long()[:, None] + position).clamp(0, len(x.data) - 1)]
-    earlier = before[torch.arange(x.rows, device=x.data.device)[:, None], (position + left).clamp(max=left - 1)]
-    ours = (position >= 0).reshape(*position.shape, *[1] * (own.dim() - 2))
-    return torch.where(ours, own, earlier)
+    position = steps - left + torch.arange(left, device=x.data.device)  # negative before the chunk's first step
+    from_chunk = x.data[(x.offsets[:-1].long()[:, None] + position).clamp(0, len(x.data) - 1)]
+    from_context = before[torch.arange(x.rows, device=x.data.device)[:, None], (position + left).clamp(max=left - 1)]
+    in_chunk = (position >= 0).reshape(*position.shape, *[1] * (from_chunk.dim() - 2))
+    return torch.where(in_chunk, from_chunk, from_context)

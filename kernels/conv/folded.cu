@@ -1,65 +1,66 @@
-// Convolutions over time of token ids through tables, into which embedding and filters were multiplied at load: a window is the sum over
-// its taps of one row of each tap's table, 16 bytes in each lane.
+// Convolutions over time of token ids through folded tables, the products of embedding and filters, which are computed at load:
 //
-// A warp has four pieces of 16 bytes and eight windows of a row at a time; SPLIT warps share the windows of a row. Where maxima are
-// wanted, they never leave the registers before all windows of the row were seen, and a linear classifier may follow: in the same block,
-// or in the first one of the row's cluster.
+//   out[window] = activation(sum over taps of table[tap, 1 + id[window + tap * dilation]] + bias)
+//
+// A lane reads 16 bytes of a table row. A warp adds up four such pieces for eight windows of a row at a time; SPLIT warps share the windows
+// of a row. Maxima stay in registers until all windows of the row are done. A linear classifier may follow, in the same block or in the
+// first block of the row's cluster.
 #define EXACT 0
 #define GATE 0
 #include "../device.cuh"
 #include "conv.cuh"
 
-constexpr int AT_ONCE = 8;                      // maps of a piece, which is 16 bytes
+constexpr int AT_ONCE = 8;                      // maps of a 16-byte piece
 constexpr int PIECES_AT_ONCE = 4, WINDOWS_AT_ONCE = 8, TAPS_AT_ONCE = 5;
-constexpr int WARPS = THREADS / 32, GROUPS = WARPS / SPLIT;     // of four pieces each, at a time
-// Of a multiprocessor: what is on its way to many hides how long it takes.
+constexpr int WARPS = THREADS / 32, GROUPS = WARPS / SPLIT;     // groups of four pieces that a block adds up at a time
+// Blocks per multiprocessor: many loads in flight hide their latency.
 constexpr int BLOCKS_AT_ONCE = THREADS > 960 ? 1 : 960 / THREADS;
 static_assert(WARPS % SPLIT == 0 && (SPLIT == 1 || GROUPS < 16) && (CTAS == 1 || CLASSIFIES), "launch shape");
 
-// What a launch is given, eight bytes each, so that the launcher is a list of integers.
+// The kernel's argument. Every member has eight bytes, so that the launcher passes a list of integers.
 struct Call {
-    const void* ids;                    // (tokens,) int32, or int64 when `wide_ids`
-    const void* steps_at;               // (rows + 1,) where each row's steps go, as wide as the offsets
+    const void* ids;                    // (tokens,) int32, or int64 if `wide_ids`
+    const void* steps_at;               // (rows + 1,) where the output steps of each row begin, in the type of the offsets
     float* steps;                       // (tokens, columns)
     float* maxima;                      // (rows, columns)
     const Half* classifier;             // (columns, labels), or null
     const Half* classifier_bias;        // (labels,)
     float* scores;                      // (rows, labels)
-    const Half* tables[BANKS];          // (width, height, stride) row 1 + n is that of id n
+    const Half* tables[BANKS];          // (width, height, stride), row 1 + n is the row of id n
     const float* bias[BANKS];           // (outputs,)
     Rows batch;
-    long long wide_ids, dilation, columns, labels, pieces, banks;       // pieces: of all banks
-    long long height, stride[BANKS], width[BANKS], outputs[BANKS], first_column[BANKS], first_piece[BANKS];     // height: of a table
+    long long wide_ids, dilation, columns, labels, pieces, banks;       // pieces: those of all banks
+    long long height, stride[BANKS], width[BANKS], outputs[BANKS], first_column[BANKS], first_piece[BANKS];     // height: rows of a table
 
     __device__ int id(int token) const { return ((const int*)ids)[wide_ids ? 2 * token : token]; }
 };
 
-// The blocks of a row are a cluster where a classifier needs what all of them have.
-__device__ __forceinline__ void to_first(float* at, float value) {
-    asm volatile("{.reg .u32 there; mapa.shared::cluster.u32 there, %0, 0; st.shared::cluster.f32 [there], %1;}" ::"r"(shared_address(at)), "f"(value) : "memory");
+// With a classifier, the blocks of a row form a cluster, and each stores its maxima in the first block.
+__device__ __forceinline__ void store_in_first_block(float* at, float value) {
+    asm volatile("{.reg .u32 remote; mapa.shared::cluster.u32 remote, %0, 0; st.shared::cluster.f32 [remote], %1;}" ::"r"(shared_address(at)), "f"(value) : "memory");
 }
-// Nobody writes to the first block before that has begun.
-__device__ __forceinline__ void come() {
+// No block may write to the first block before that block has started.
+__device__ __forceinline__ void cluster_arrive() {
     if (CTAS > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;");
 }
-__device__ __forceinline__ void await_all() {
+__device__ __forceinline__ void cluster_wait() {
     if (CTAS > 1) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 }
-__device__ __forceinline__ void meet_all() {
+__device__ __forceinline__ void cluster_sync() {
     if (CTAS > 1) asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
     else __syncthreads();
 }
 
-// What a lane adds up: one piece of the maps of one bank.
+// The piece of one bank's maps that a lane adds up.
 struct Maps {
     int width, reach;
-    bool some;                          // there are such maps
+    bool exists;                        // the piece exists
     long long stride, height;
     const Half* table;
 
     __device__ Maps(const Call& call, int piece) {
         const int bank = bank_of(call, piece);
-        width = (int)call.width[bank], reach = (width - 1) * (int)call.dilation + 1, some = piece < call.pieces;
+        width = (int)call.width[bank], reach = (width - 1) * (int)call.dilation + 1, exists = piece < call.pieces;
         stride = call.stride[bank], height = call.height;
         table = call.tables[bank] + (piece - (int)call.first_piece[bank]) * AT_ONCE;
     }
@@ -70,23 +71,23 @@ struct Maps {
     }
 };
 
-// What a lane gives: one map.
+// The map that a lane writes.
 struct Map {
-    int column, reach;                  // column: or less than zero
+    int column, reach;                  // column: -1 if the lane has no map
     float bias;
 
     __device__ Map(const Call& call, int piece, int n) {
         const int bank = Maps::bank_of(call, piece), map = (piece - (int)call.first_piece[bank]) * AT_ONCE + n;
-        const bool some = piece < call.pieces && map < call.outputs[bank];
-        column = some ? (int)call.first_column[bank] + map : -1, bias = some ? call.bias[bank][map] : 0.0f;
+        const bool exists = piece < call.pieces && map < call.outputs[bank];
+        column = exists ? (int)call.first_column[bank] + map : -1, bias = exists ? call.bias[bank][map] : 0.0f;
         reach = ((int)call.width[bank] - 1) * (int)call.dilation + 1;
     }
 };
 
-__device__ __forceinline__ void add_pair(float& one, float& other, unsigned two) { one += low_of(two), other += high_of(two); }
+__device__ __forceinline__ void add_pair(float& low, float& high, unsigned pair) { low += low_of(pair), high += high_of(pair); }
 
-// sums += what the taps of one window see. All rows are known before the first is fetched; that of a step that is not there is zero, and
-// so is not fetched.
+// sums += the table rows of one window. All ids are read before the first row is fetched, so that the fetches overlap. Steps outside the row
+// have zero rows, which are not fetched.
 __device__ __forceinline__ void add_window(const Call& call, const Maps& maps, const Row& row, int window, float (&sums)[AT_ONCE]) {
     const int first = row.origin + window * (int)call.batch.stride;
 #pragma unroll 1
@@ -119,39 +120,39 @@ __device__ __forceinline__ void classify(const Call& call, int row, const float*
 #pragma unroll 4
         for (int column = lane; column < call.columns; column += 32) sum = fmaf(maxima[column], widen(call.classifier[column * labels + label]), sum);
 #pragma unroll
-        for (int apart = 16; apart > 0; apart /= 2) sum += __shfl_xor_sync(~0u, sum, apart);
+        for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(~0u, sum, distance);
         if (lane == 0) call.scores[(long long)row * labels + label] = sum + widen(call.classifier_bias[label]);
     }
 }
 
-// Every window of a row, or each of these blocks its share of them.
+// Writes every window of a row; several blocks may share the windows of a row.
 __device__ __forceinline__ void write_steps(const Call& call, const Maps& maps, const Row& row, int number, int first, int share) {
-    const int lane = threadIdx.x % 32, piece = first + lane % PIECES_AT_ONCE, apart = WINDOWS_AT_ONCE * SPLIT * gridDim.z;
-    const int begin = (blockIdx.z * SPLIT + share) * WINDOWS_AT_ONCE + lane / PIECES_AT_ONCE, most_out = THINNED ? (int)call.batch.most_out : 0;
+    const int lane = threadIdx.x % 32, piece = first + lane % PIECES_AT_ONCE, stride = WINDOWS_AT_ONCE * SPLIT * gridDim.z;
+    const int begin = (blockIdx.z * SPLIT + share) * WINDOWS_AT_ONCE + lane / PIECES_AT_ONCE, count_out = THINNED ? (int)call.batch.count_out : 0;
     const int windows = row.windows(call.batch, maps.reach);
-    const int at = THINNED ? number * most_out : Rows::at(call.steps_at, call.batch.wide, number);
+    const int at = THINNED ? number * count_out : Rows::at(call.steps_at, call.batch.wide, number);
 #pragma unroll 1
-    for (int window = begin; window < max(windows, most_out); window += apart) {
+    for (int window = begin; window < max(windows, count_out); window += stride) {
         float sums[AT_ONCE] = {};
-        if (maps.some && window < windows) add_window(call, maps, row, window, sums);
+        if (maps.exists && window < windows) add_window(call, maps, row, window, sums);
         float* steps = call.steps + (long long)(at + window) * call.columns;
 #pragma unroll
         for (int n = 0; n < AT_ONCE; ++n) {
             const Map map(call, piece, n);
-            // Of a row without steps, the last one is zero.
+            // The last step of a row without steps is zero.
             if (map.column >= 0) steps[map.column] = window < windows ? activated<ACTIVATION>(sums[n] + map.bias) : 0.0f;
         }
     }
 }
 
 extern "C" __global__ void __cluster_dims__(1, CTAS, 1) __launch_bounds__(THREADS, BLOCKS_AT_ONCE) conv(const __grid_constant__ Call call) {
-    extern __shared__ float shared[];   // 32 maxima of each warp, then those of the row
+    extern __shared__ float shared[];   // 32 maxima of each warp, then the maxima of the row
     let_next_begin();
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = warp / SPLIT, share = warp % SPLIT, number = blockIdx.x;
     float* const maxima = shared + WARPS * 32;
-    come();
+    cluster_arrive();
     wait_for_last();
-    await_all();
+    cluster_wait();
     const Row row(call.batch, number);
 #pragma unroll 1
     for (int first = (blockIdx.y * GROUPS + group) * PIECES_AT_ONCE; first < call.pieces; first += gridDim.y * GROUPS * PIECES_AT_ONCE) {
@@ -168,31 +169,31 @@ extern "C" __global__ void __cluster_dims__(1, CTAS, 1) __launch_bounds__(THREAD
 #pragma unroll 1
         for (int window = share * WINDOWS_AT_ONCE + lane / PIECES_AT_ONCE; window < windows; window += WINDOWS_AT_ONCE * SPLIT) {
             float sums[AT_ONCE] = {};
-            if (maps.some) add_window(call, maps, row, window, sums);
+            if (maps.exists) add_window(call, maps, row, window, sums);
 #pragma unroll
             for (int n = 0; n < AT_ONCE; ++n) best[n] = larger(best[n], sums[n]);
         }
-        // Over the windows of the warp, then over the warps of the group: a map in each lane.
+        // Reduce over the windows of the warp, then over the warps of the group. Each lane then has one map.
 #pragma unroll
         for (int n = 0; n < AT_ONCE; ++n) {
 #pragma unroll
-            for (int apart = PIECES_AT_ONCE; apart < 32; apart *= 2) best[n] = larger(best[n], __shfl_xor_sync(~0u, best[n], apart));
+            for (int distance = PIECES_AT_ONCE; distance < 32; distance *= 2) best[n] = larger(best[n], __shfl_xor_sync(~0u, best[n], distance));
             if (lane < PIECES_AT_ONCE) shared[warp * 32 + lane * AT_ONCE + n] = best[n];
         }
         if (SPLIT > 1) meet(1 + group, 32 * SPLIT);
         else __syncwarp();
-        float most = LEAST;
+        float maximum = LEAST;
 #pragma unroll
-        for (int other = 0; other < SPLIT; ++other) most = larger(most, shared[(group * SPLIT + other) * 32 + lane]);
+        for (int member = 0; member < SPLIT; ++member) maximum = larger(maximum, shared[(group * SPLIT + member) * 32 + lane]);
         if (share == 0 && map.column >= 0) {
-            const float value = row.windows(call.batch, map.reach) > 0 ? activated<RELU>(most + map.bias) : 0.0f;
+            const float value = row.windows(call.batch, map.reach) > 0 ? activated<RELU>(maximum + map.bias) : 0.0f;
             call.maxima[(long long)number * call.columns + map.column] = value;
-            if (CLASSIFIES) to_first(maxima + map.column, value);
+            if (CLASSIFIES) store_in_first_block(maxima + map.column, value);
         }
         if (SPLIT > 1) meet(1 + group, 32 * SPLIT);
         else __syncwarp();
     }
     if (!CLASSIFIES) return;
-    meet_all();
+    cluster_sync();
     if (blockIdx.y == 0) classify(call, number, maxima);
 }

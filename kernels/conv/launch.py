@@ -1,7 +1,7 @@
-"""The convolution through its CUDA kernels: what each call is made of, as they want it.
+"""The fused backend: splits convolutions, stacks and text CNNs into launches of the two CUDA kernels.
 
-Inputs are multiplied on the tensor cores (`product.py`), or rows of tables added up (`folded.py`). Between the layers of a stack, steps
-are float16 or bfloat16 as the weights are; sums, and whatever leaves the stack, are float32.
+`product.py` multiplies inputs by filters on the tensor cores; `folded.py` adds up rows of folded tables. Between the layers of a stack,
+steps are stored as float16 or bfloat16, like the weights. Sums, and everything that leaves the stack, are float32.
 """
 
 from __future__ import annotations
@@ -15,226 +15,242 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.backend import Problem
-from kernels.contract import GATED, ConvBlock, ConvState, ConvWeights, Encoded, Outputs, Ragged
 from kernels.conv import framework
-from kernels.conv.composed import composed_stack, composed_text_cnn, keep_steps, only_the_last
-from kernels.conv.folded import gather
-from kernels.conv.plan import LEAST_PIECE_BYTES, WIDEST
-from kernels.conv.product import STATELESS, Context, Steps, Target, convolve, window_offsets
-from kernels.conv.rows import BANKS, most_windows
-from kernels.conv.thinning import ALL, LAST, Thinned, thinned
-from kernels.launching import PIECE, as_lines, kept, refused_by_device, round_up
-from kernels.pooling import pooled
-from kernels.slots import by_slot, moved_on
-from kernels.walk import product
+from kernels.conv.folded import add_table_rows
+from kernels.conv.geometry import ALL_STEPS, BANKS, LAST_STEP, NeededSteps, max_windows, needed_steps
+from kernels.conv.layer_by_layer import keep_steps, stack_of, text_cnn_of, wants_only_last_step
+from kernels.conv.plan import MAX_WIDTH, MIN_PIECE_BYTES
+from kernels.conv.product import STATELESS, Destination, LeftContext, PackedSteps, convolve, window_offsets
+from kernels.conv.types import GATED, ConvBlock, ConvState, ConvWeights
+from kernels.framework import linear
+from kernels.launching import PIECE, as_int32, device_refusal, pack_once, round_up
+from kernels.pooling import pool_steps
+from kernels.ragged import Encoded, Outputs, Ragged, with_state_slots, without_sources
 
-framework_run = by_slot(framework.conv)
-MAXIMUM, LAST_STEP, EVERY_STEP = Outputs(max=True), Outputs(last=True), Outputs(steps=True)
+framework_run = with_state_slots(framework.conv)
+MAXIMUM, ONLY_LAST, EVERY_STEP = Outputs(max=True), Outputs(last=True), Outputs(steps=True)
 
 
 def refused(problem: Problem) -> str | None:
-    """What `explain` shows where the kernels cannot run."""
-    return refused_by_device(problem, (9, 0), until=(10, 0), halves=True)
+    """Return why the kernels cannot run on this device or dtype, or None if they can."""
+    return device_refusal(problem, (9, 0), until=(10, 0), halves=True)
 
 
 def conv(x: Ragged, weights: ConvWeights, state: ConvState | None, *, want: Outputs) -> Encoded:
-    """Shapes as in `kernels.contract`."""
-    if not _takes(weights):
+    """Run one convolution. Shapes as in `kernels.conv.types`."""
+    if not _is_supported(weights):
         return framework_run(x, weights, state, want=want)
-    steps, needed = _taken(x, weights), LAST if want == LAST_STEP and weights.keeps_steps else ALL
-    context, after = _context(steps, weights, state)
-    encoded = _given(steps, weights, want, context, needed)
-    return replace(encoded, state=None if weights.takes_ids else _state(after, weights, state, x))
+    steps, needed = _packed_input(x, weights), LAST_STEP if want == ONLY_LAST and weights.keeps_steps else ALL_STEPS
+    context, left_after = _left_context(steps, weights, state)
+    encoded = _outputs(steps, weights, want, context, needed)
+    return replace(encoded, state=None if weights.takes_ids else _state_after(left_after, weights, state, x))
 
 
 def stack(x: Ragged, blocks: Sequence[ConvBlock], states: Sequence[ConvState] | None, *, want: Outputs) -> Encoded:
-    """Shapes as in `kernels.contract`."""
+    """Run all blocks of a stack. Shapes as in `kernels.conv.types`."""
     layers = [layer for block in blocks for layer in block.layers]
-    if not all(map(_takes, layers)):
-        return composed_stack(framework_run)(x, blocks, states, want=want)
-    needed = iter(thinned(layers) if only_the_last(blocks, states, want) else [ALL] * len(layers))
-    before = repeat(None) if states is None else iter(states)
-    after: list[ConvState] = []
-    at = _taken(x, layers[0])
+    if not all(map(_is_supported, layers)):
+        return stack_of(framework_run)(x, blocks, states, want=want)
+    needed_per_layer = iter(needed_steps(layers) if wants_only_last_step(blocks, states, want) else [ALL_STEPS] * len(layers))
+    states_before = repeat(None) if states is None else iter(states)
+    states_after: list[ConvState] = []
+    steps = _packed_input(x, layers[0])
     for number, block in enumerate(blocks):
-        entered = at
+        block_input = steps
         for position, layer in enumerate(block.layers):
-            some, state, last = next(needed), next(before), position + 1 == len(block.layers)
-            context, left = (STATELESS, None) if state is None else _context(at, layer, state)
-            added = _added(entered, block, some) if last else NOTHING
-            if last and number + 1 == len(blocks):
-                encoded = _given(at, layer, want, context, some, added)
+            needed, state, ends_block = next(needed_per_layer), next(states_before), position + 1 == len(block.layers)
+            context, left_after = (STATELESS, None) if state is None else _left_context(steps, layer, state)
+            residual = _residual(block_input, block, needed) if ends_block else NO_RESIDUAL
+            if ends_block and number + 1 == len(blocks):
+                encoded = _outputs(steps, layer, want, context, needed, residual)
             else:
-                at = _between(at, layer, context, some, added)
-            after += [] if state is None else [_state(left, layer, state, x)]
+                steps = _inner_steps(steps, layer, context, needed, residual)
+            states_after += [] if state is None else [_state_after(left_after, layer, state, x)]
     return replace(
-        encoded, state=None if states is None else tuple(after), offsets=None if keep_steps(blocks) else encoded.offsets
+        encoded,
+        state=None if states is None else tuple(states_after),
+        offsets=None if keep_steps(blocks) else encoded.offsets,
     )
 
 
 def text_cnn(x: Ragged, layers: Sequence[ConvWeights], classifier: tuple[Tensor, Tensor] | None) -> Encoded:
-    """Shapes as in `kernels.contract`."""
-    one = layers[0]
-    if len(layers) > BANKS or not all(layer.activation == "relu" and _takes(layer) and _alike(layer, one) for layer in layers):
-        return composed_text_cnn(conv)(x, layers, classifier)
-    steps = _taken(x, one)
-    if one.tables is None or classifier is None or any(part.dtype != one.tables.dtype for part in classifier):
+    """Run all layers of a text CNN, in one launch where their windows allow it. Shapes as in `kernels.conv.types`."""
+    first = layers[0]
+    fits_one_launch = len(layers) <= BANKS and all(
+        layer.activation == "relu" and _is_supported(layer) and _have_equal_windows(layer, first) for layer in layers
+    )
+    if not fits_one_launch:
+        return text_cnn_of(conv)(x, layers, classifier)
+    steps = _packed_input(x, first)
+    if first.tables is None or classifier is None or any(part.dtype != first.tables.dtype for part in classifier):
         maxima = _maxima(steps, layers)
-        return Encoded(None, max=maxima, scores=None if classifier is None else product(maxima, *classifier))
+        return Encoded(None, max=maxima, scores=None if classifier is None else linear(maxima, *classifier))
     weight, bias = (part.contiguous() for part in classifier)
-    maxima, scores = _room(steps, layers), one.bias.new_empty(x.rows, weight.shape[1], dtype=torch.float32)
-    gather(steps, layers, Target(maxima=maxima), (weight, bias), scores)
+    maxima = _empty_maxima(steps, layers)
+    scores = first.bias.new_empty(x.rows, weight.shape[1], dtype=torch.float32)
+    add_table_rows(steps, layers, Destination(maxima=maxima), (weight, bias), scores)
     return Encoded(None, max=maxima, scores=scores)
 
 
 @dataclass(frozen=True, slots=True)
-class Added:
-    """What is added to the steps that a layer gives, and the activation after that."""
+class Residual:
+    """The steps that are added to the output of a layer, and the activation after the addition."""
 
-    steps: Steps | None = None
+    steps: PackedSteps | None = None
     activation: str = "none"
 
 
-NOTHING = Added()
+NO_RESIDUAL = Residual()
 
 
-def _alike(layer: ConvWeights, other: ConvWeights) -> bool:
-    """Whether their windows begin in the same places, so that they may go over the steps in one launch."""
-    shapes = [(one.left, one.right, one.dilation) for one in (layer, other)]
-    return layer is other or (shapes[0] == shapes[1] and layer.stride == other.stride == 1)
+def _have_equal_windows(layer: ConvWeights, first: ConvWeights) -> bool:
+    """Return whether the windows of both layers begin at the same steps, so that one launch can run both."""
+    shapes = [(weights.left, weights.right, weights.dilation) for weights in (layer, first)]
+    return layer is first or (shapes[0] == shapes[1] and layer.stride == first.stride == 1)
 
 
-def _takes(weights: ConvWeights) -> bool:
-    """Whether the kernels run it: tables that are added up have no gates, and filters that are multiplied are not too wide."""
-    return weights.activation not in GATED if weights.tables is not None else weights.shape[0] <= WIDEST
+def _is_supported(weights: ConvWeights) -> bool:
+    """Return whether the kernels can run this layer: tables without gates, or filters that are not too wide."""
+    return weights.activation not in GATED if weights.tables is not None else weights.shape[0] <= MAX_WIDTH
 
 
-def _taken(x: Ragged, weights: ConvWeights) -> Steps:
-    """The inputs as the kernels read them."""
+def _packed_input(x: Ragged, weights: ConvWeights) -> PackedSteps:
+    """Return the input in the dtype and alignment that the kernels read."""
     storage = weights.filters.dtype
     if weights.tables is not None:
-        return Steps(x.data.new_empty(0), x.offsets, ids=x.data.contiguous())
+        return PackedSteps(x.data.new_empty(0), x.offsets, ids=x.data.contiguous())
     if weights.embedding is None:
-        return Steps(in_pairs(x.data.to(storage)), x.offsets)
+        return PackedSteps(in_pairs(x.data.to(storage)), x.offsets)
     vectors = weights.embedding
-    embedding = kept(weights.packed, "embedding", lambda: in_pairs(vectors.to(storage)))
-    return Steps(embedding, x.offsets, ids=x.data.contiguous())
+    embedding = pack_once(weights.packed, "embedding", lambda: in_pairs(vectors.to(storage)))
+    return PackedSteps(embedding, x.offsets, ids=x.data.contiguous())
 
 
-def _added(entered: Steps, block: ConvBlock, needed: Thinned) -> Added:
-    """What a block adds to what its last layer gives."""
+def _residual(block_input: PackedSteps, block: ConvBlock, needed: NeededSteps) -> Residual:
+    """Return what is added to the output of the block's last layer."""
     if not block.residual:
-        return NOTHING
+        return NO_RESIDUAL
     if block.projection is None:
-        return Added(entered, block.activation)
-    return Added(_between(entered, block.projection, STATELESS, needed, NOTHING), block.activation)
+        return Residual(block_input, block.activation)
+    return Residual(_inner_steps(block_input, block.projection, STATELESS, needed, NO_RESIDUAL), block.activation)
 
 
-def _between(x: Steps, weights: ConvWeights, context: Context, needed: Thinned, added: Added) -> Steps:
-    """The steps that the next layer takes, as wide as it reads them: what stands beside the outputs is zero."""
+def _inner_steps(
+    x: PackedSteps, weights: ConvWeights, context: LeftContext, needed: NeededSteps, residual: Residual
+) -> PackedSteps:
+    """Return the steps that the next layer reads, with columns padded to a whole number of pieces."""
     if weights.tables is not None:
-        steps = _summed(x, weights, needed)
-        return Steps(in_pairs(steps.to(weights.tables.dtype)), _offsets_after(x, weights), needed)
-    count = x.rows * needed.most if needed.most else x.tokens if weights.keeps_steps else _most_windows(x, weights)
+        steps = _table_sums(x, weights, needed)
+        return PackedSteps(in_pairs(steps.to(weights.tables.dtype)), _output_offsets(x, weights), needed)
+    count = x.rows * needed.count if needed.count else x.tokens if weights.keeps_steps else _max_windows(x, weights)
     steps = weights.filters.new_empty(count, round_up(weights.outputs, PIECE))
-    offsets = _offsets_after(x, weights)
-    target = Target(steps, offsets, needed, residual=added.steps, after=added.activation)
-    convolve(x, [weights], target, context, followed=True)
-    return Steps(steps, offsets, needed, exact=x.exact and weights.keeps_steps, known=weights.keeps_steps)
+    offsets = _output_offsets(x, weights)
+    destination = Destination(steps, offsets, needed, residual=residual.steps, after=residual.activation)
+    convolve(x, [weights], destination, context, followed=True)
+    return PackedSteps(steps, offsets, needed, exact=x.exact and weights.keeps_steps, known=weights.keeps_steps)
 
 
-def _given(x: Steps, weights: ConvWeights, want: Outputs, context: Context, needed: Thinned, added: Added = NOTHING) -> Encoded:
-    """What leaves the device; the state is None."""
-    offsets = _offsets_after(x, weights)
-    if want == MAXIMUM and weights.activation == "relu" and added is NOTHING:
+def _outputs(
+    x: PackedSteps,
+    weights: ConvWeights,
+    want: Outputs,
+    context: LeftContext,
+    needed: NeededSteps,
+    residual: Residual = NO_RESIDUAL,
+) -> Encoded:
+    """Return the wanted outputs of the last layer. The state is None."""
+    offsets = _output_offsets(x, weights)
+    if want == MAXIMUM and weights.activation == "relu" and residual is NO_RESIDUAL:
         return Encoded(None, max=_maxima(x, [weights], context), offsets=offsets)
     if weights.tables is not None:
-        steps = _summed(x, weights, needed)
+        steps = _table_sums(x, weights, needed)
     else:
-        steps = weights.bias.new_empty(_count(x, weights, needed), weights.outputs, dtype=torch.float32)
-        convolve(x, [weights], Target(steps, offsets, needed, residual=added.steps, after=added.activation), context)
-    if needed.most:
+        steps = weights.bias.new_empty(_output_count(x, weights, needed), weights.outputs, dtype=torch.float32)
+        destination = Destination(steps, offsets, needed, residual=residual.steps, after=residual.activation)
+        convolve(x, [weights], destination, context)
+    if needed.count:
         return Encoded(None, last=steps, offsets=offsets)
     if want == EVERY_STEP:
         return Encoded(None, steps, offsets=offsets)
-    return replace(pooled(steps, offsets, want, directions=1), offsets=offsets)
+    return replace(pool_steps(steps, offsets, want, directions=1), offsets=offsets)
 
 
-def _maxima(x: Steps, layers: Sequence[ConvWeights], context: Context = STATELESS) -> Tensor:
-    """Over time, of all layers side by side, (rows, columns) float32; they have ReLU."""
-    maxima = _room(x, layers)
+def _maxima(x: PackedSteps, layers: Sequence[ConvWeights], context: LeftContext = STATELESS) -> Tensor:
+    """Return the maxima over time of ReLU layers, concatenated: (rows, columns) float32."""
+    maxima = _empty_maxima(x, layers)
     if layers[0].tables is None:
-        convolve(x, layers, Target(maxima=maxima), context)
+        convolve(x, layers, Destination(maxima=maxima), context)
     else:
-        gather(x, layers, Target(maxima=maxima))
+        add_table_rows(x, layers, Destination(maxima=maxima))
     return maxima
 
 
-def _room(x: Steps, layers: Sequence[ConvWeights]) -> Tensor:
-    """For the maxima."""
+def _empty_maxima(x: PackedSteps, layers: Sequence[ConvWeights]) -> Tensor:
     return layers[0].bias.new_empty(x.rows, sum(layer.outputs for layer in layers), dtype=torch.float32)
 
 
-def _summed(x: Steps, weights: ConvWeights, needed: Thinned) -> Tensor:
-    """Every step that is needed, float32, of rows of tables."""
-    steps = weights.bias.new_empty(_count(x, weights, needed), weights.outputs, dtype=torch.float32)
-    gather(x, [weights], Target(steps, _offsets_after(x, weights), needed))
+def _table_sums(x: PackedSteps, weights: ConvWeights, needed: NeededSteps) -> Tensor:
+    """Return the needed steps, float32, of a layer with folded tables."""
+    steps = weights.bias.new_empty(_output_count(x, weights, needed), weights.outputs, dtype=torch.float32)
+    add_table_rows(x, [weights], Destination(steps, _output_offsets(x, weights), needed))
     return steps
 
 
 def in_pairs(values: Tensor) -> Tensor:
-    """(..., columns) as the kernel reads its inputs, at least two of them at a time: padded with zeros if need be."""
+    """Return (..., columns) with an even number of columns, because the kernel reads at least two at a time."""
     return _padded(values, round_up(values.shape[-1], 2))
 
 
 def _padded(values: Tensor, columns: int) -> Tensor:
-    """(..., columns) where the kernel can read it: padded with zeros, or copied, if need be."""
-    odd = columns - values.shape[-1]
-    whole = (functional.pad(values, (0, odd)) if odd else values).contiguous()
-    return whole if whole.data_ptr() % LEAST_PIECE_BYTES == 0 else whole.clone()
+    """Return (..., columns), contiguous and aligned, padded with zeros; copies only if necessary."""
+    missing = columns - values.shape[-1]
+    whole = (functional.pad(values, (0, missing)) if missing else values).contiguous()
+    return whole if whole.data_ptr() % MIN_PIECE_BYTES == 0 else whole.clone()
 
 
-def _most_windows(x: Steps, weights: ConvWeights) -> int:
-    return most_windows(x.tokens, x.rows, weights.left + weights.right, weights.reach, weights.stride)
+def _max_windows(x: PackedSteps, weights: ConvWeights) -> int:
+    return max_windows(x.tokens, x.rows, weights.left + weights.right, weights.reach, weights.stride)
 
 
-def _count(x: Steps, weights: ConvWeights, needed: Thinned) -> int:
-    """Steps that come out; where only the lengths tell, they are looked at, which waits for the device."""
-    if needed.most:
-        return x.rows * needed.most
+def _output_count(x: PackedSteps, weights: ConvWeights, needed: NeededSteps) -> int:
+    """Return the number of output steps. Where it depends on the lengths, this reads them, which waits for the device."""
+    if needed.count:
+        return x.rows * needed.count
     if weights.keeps_steps and x.exact:
         return x.tokens
     return int(weights.steps(Ragged(x.data, x.offsets).lengths).sum())
 
 
-def _offsets_after(x: Steps, weights: ConvWeights) -> Tensor:
+def _output_offsets(x: PackedSteps, weights: ConvWeights) -> Tensor:
     return x.offsets if weights.keeps_steps else window_offsets(x.offsets, weights)
 
 
-def _context(x: Steps, weights: ConvWeights, state: ConvState | None) -> tuple[Context, Tensor | None]:
-    """What a launch reads and writes beside its rows, and where what stands before their next chunks is then: in a slab, unless it is
-    laid out in another way than the kernel's, or an array of its own."""
+def _left_context(x: PackedSteps, weights: ConvWeights, state: ConvState | None) -> tuple[LeftContext, Tensor | None]:
+    """Return the context that a launch reads and writes, and the array in which it leaves the context of the next chunks.
+
+    That array is the state's slab if the kernel can write into it, otherwise a new one.
+    """
     if not weights.left or x.ids is not None:
         return STATELESS, None
     before = None if state is None else _padded(state.by_row().left.to(x.data.dtype), x.data.shape[1])
-    if state is not None and state.slots is not None and _in_place(state.left, x.data):
-        return Context(before, state.left, as_lines(state.slots)), state.left
+    if state is not None and state.slots is not None and _is_writable(state.left, x.data):
+        return LeftContext(before, state.left, as_int32(state.slots)), state.left
     after = x.data.new_empty(x.rows, weights.left, x.data.shape[1])
-    return Context(before, after), after
+    return LeftContext(before, after), after
 
 
-def _in_place(slab: Tensor, data: Tensor) -> bool:
-    """Whether a kernel can write into a slab."""
+def _is_writable(slab: Tensor, data: Tensor) -> bool:
+    """Return whether the kernel can write into a slab: dtype, columns and alignment are those of the data."""
     alike = slab.dtype == data.dtype and slab.shape[2] == data.shape[1]
-    return alike and slab.is_contiguous() and slab.data_ptr() % LEAST_PIECE_BYTES == 0
+    return alike and slab.is_contiguous() and slab.data_ptr() % MIN_PIECE_BYTES == 0
 
 
-def _state(after: Tensor | None, weights: ConvWeights, state: ConvState | None, x: Ragged) -> ConvState:
-    """In its slots, where the one before has such."""
+def _state_after(left_after: Tensor | None, weights: ConvWeights, state: ConvState | None, x: Ragged) -> ConvState:
+    """Return the state for the next chunks, written into its slots if the previous state has slots."""
     inputs = weights.filters.shape[1]
-    left = weights.filters.new_empty(x.rows, weights.left, inputs) if after is None else after[..., :inputs]
+    left = weights.filters.new_empty(x.rows, weights.left, inputs) if left_after is None else left_after[..., :inputs]
     if state is None or state.slots is None:
         return ConvState(left)
-    if after is not None and after is not state.left:
+    if left_after is not None and left_after is not state.left:
         state.left.index_copy_(0, state.slots.long(), left.to(state.left.dtype))
-    return moved_on(state)
+    return without_sources(state)

@@ -1,4 +1,4 @@
-"""The filters of a convolution as its kernels want them."""
+"""The layout of filters and biases that `product.cu` reads."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.contract import GATED, ConvWeights
-from kernels.launching import parts_of, round_up
+from kernels.conv.types import GATED, ConvWeights
+from kernels.launching import ceil_div, round_up
 
 DEPTH = 64
-"""Columns of the inputs that are multiplied at once."""
+"""Input columns that are multiplied at once."""
 STRIP = 16
-"""Maps whose sums one warp has, two of them in each thread: eight apart."""
+"""Maps per warp. Each thread has the sums of two of them, eight apart."""
 
 
 def packed_filters(weights: ConvWeights, maps: int) -> Tensor:
-    """As the left operands of the tensor cores' products, padded with zeros: (tiles of `maps` maps, 64 inputs, taps, maps, 64 inputs).
+    """Return the filters as left operands of the tensor cores: (tiles of `maps` maps, 64 inputs, taps, maps, 64 inputs), zero-padded.
 
-    The 16-byte pieces of a map's row of 64 inputs are swizzled: piece p of map m stands in place p ^ m % 8.
+    The 16-byte pieces of a map's row of 64 inputs are swizzled: piece p of map m is stored at position p ^ m % 8.
     """
     width, inputs, _ = weights.filters.shape
-    ordered = _strips(weights.filters, weights, maps)
-    tiles, depth = ordered.shape[-1] // maps, parts_of(inputs, DEPTH)
+    ordered = _in_strips(weights.filters, weights, maps)
+    tiles, depth = ordered.shape[-1] // maps, ceil_div(inputs, DEPTH)
     padded = functional.pad(ordered, (0, 0, 0, depth * DEPTH - inputs)).view(width, depth, 8, 8, tiles, maps)
     tap, chunk, piece, value, tile, map_ = range(6)
     rows = padded.permute(tile, chunk, tap, map_, piece, value)
@@ -31,15 +31,16 @@ def packed_filters(weights: ConvWeights, maps: int) -> Tensor:
 
 
 def packed_bias(weights: ConvWeights, maps: int) -> Tensor:
-    """(maps, padded) float32 in the same order."""
-    return _strips(weights.bias.float(), weights, maps).contiguous()
+    """Return the bias, (maps, padded) float32, with maps in the order of the packed filters."""
+    return _in_strips(weights.bias.float(), weights, maps).contiguous()
 
 
-def _strips(values: Tensor, weights: ConvWeights, maps: int) -> Tensor:
-    """(..., maps) padded to whole tiles. Gated, eight values and then their eight gates make a strip, so that a thread has both."""
+def _in_strips(values: Tensor, weights: ConvWeights, maps: int) -> Tensor:
+    """Return (..., maps) padded to whole tiles. For gated activations, eight values and then their gates form a strip, so that one thread
+    has a value and its gate."""
     if weights.activation not in GATED:
         return functional.pad(values, (0, round_up(values.shape[-1], maps) - values.shape[-1]))
-    padded = round_up(weights.outputs, maps // 2) - weights.outputs
-    halves = [functional.pad(half, (0, padded)) for half in values.chunk(2, dim=-1)]
+    padding = round_up(weights.outputs, maps // 2) - weights.outputs
+    halves = [functional.pad(half, (0, padding)) for half in values.chunk(2, dim=-1)]
     strips = [half.view(*half.shape[:-1], -1, STRIP // 2) for half in halves]
     return torch.stack(strips, dim=-2).flatten(-3)

@@ -1,6 +1,6 @@
-"""How `product.cu` is launched: the shape of its tiles, the room between rows, what is specialised, and the numbers that it is told.
+"""Launch plans of `product.cu`: tile shapes, the room between rows, the constants that specialise the kernel and its integer arguments.
 
-Everything is worked out from sizes, and kept: two calls of the same sizes are planned once.
+A plan depends on sizes only and is cached: two calls of equal sizes are planned once.
 """
 
 from __future__ import annotations
@@ -13,41 +13,40 @@ from typing import NamedTuple
 
 import torch
 
-from kernels.compile import Kernel, compiled, shared_limit
-from kernels.contract import ACTIVATIONS, GATED, ContractError
+from kernels.compile import Kernel, load_kernel, shared_limit
+from kernels.conv.geometry import NeededSteps, WindowGeometry, max_windows, per_bank, steps_apart
 from kernels.conv.packing import DEPTH
-from kernels.conv.rows import Windows, apart, most_windows, of_banks
-from kernels.conv.thinning import Thinned
-from kernels.launching import parts_of, processors, round_up
-from kernels.tuning import tuned
+from kernels.conv.types import ACTIVATIONS, GATED
+from kernels.launching import ceil_div, multiprocessors, round_up
+from kernels.ragged import ContractError
+from kernels.tuning import load_tuned
 
 HERE = Path(__file__).parent
-MOST_PLACES = 2**31 - 2**16
-"""Of one call: they are counted in 32 bits."""
+MAX_PLACES = 2**31 - 2**16
+"""Places per launch: the kernel counts them in 32 bits."""
 FILTER_BYTES = 64 * DEPTH * 2
 LINE_BYTES = DEPTH * 2
-BARRIER_BYTES, ALIGNED = 768, 1024
-"""Of barriers, at most; of all that a block has in shared memory."""
+MAX_BARRIER_BYTES, ALIGNMENT = 768, 1024
+"""Shared memory for barriers, and the alignment of a block's shared memory."""
 X_STAGES = 12
-"""Pieces of the inputs that may be on their way where they are small; where a block goes through many tiles, three are enough."""
-FILTER_STAGES, FEW_FILTERS = 24, 4
-"""Pieces of the filters that may be on their way, and how few should."""
-FEW_LINES, MORE_WAVES = 16, 1.125
-"""Lines beyond those of a tile that are always shared, and how many times as many waves of tiles there may be for that."""
-MOST_ADDED = 128
-"""Places of a tile whose residual a thread has registers for."""
-WIDE, WIDEST = 16, 256
-"""Taps up to which the table of a tile's lines fits beside any tile, and beside the smallest one."""
-MOST_PIECE_BYTES, LEAST_PIECE_BYTES = 16, 4
-"""That are fetched at once, as the inputs lie."""
-MOST_PLANS = 4096
-"""That are kept."""
-NAMES = (*ACTIVATIONS,)
-GATES = ("", *GATED)
+"""Maximum number of input pieces in flight. Three are enough for a block that runs many tiles."""
+FILTER_STAGES, MIN_FILTER_STAGES = 24, 4
+"""Maximum and desired minimum number of filter pieces in flight."""
+FEW_LINES, MAX_WAVE_RATIO = 16, 1.125
+"""Lines beyond a tile's own that taps may always share, and how many times as many waves of tiles sharing may cost."""
+MAX_RESIDUAL_PLACES = 128
+"""Places per tile for which a thread has enough registers to hold the residual."""
+WIDE, MAX_WIDTH = 16, 256
+"""Taps up to which the table of a tile's lines fits next to any tile, and next to the smallest tile."""
+MAX_PIECE_BYTES, MIN_PIECE_BYTES = 16, 4
+"""Bytes of the input that one copy fetches, depending on its alignment."""
+MAX_CACHED_PLANS = 4096
+ACTIVATION_NAMES = (*ACTIVATIONS,)
+GATE_NAMES = ("", *GATED)
 
 
-class Bank(NamedTuple):
-    """Filters over the steps; column: of what comes out, where their maps begin."""
+class FilterBank(NamedTuple):
+    """The filters of one layer. column: the output column at which its maps begin."""
 
     width: int
     maps: int
@@ -55,23 +54,26 @@ class Bank(NamedTuple):
     column: int
 
 
-class Problem(NamedTuple):
-    """All that a launch depends on but for where arrays lie. piece: bytes of the inputs that may be fetched at once; residual: columns of
-    what is added and which steps of it there are."""
+class TileProblem(NamedTuple):
+    """Everything that a launch depends on except addresses.
+
+    piece: bytes of the input that one copy may fetch; residual: the residual's columns and the steps that it has; resumes: there are
+    steps before the rows; known, followed: the kernel before this one, or after it, reads the same offsets.
+    """
 
     device: int
     storage: torch.dtype
     activation: str
-    banks: tuple[Bank, ...]
-    windows: Windows
+    banks: tuple[FilterBank, ...]
+    windows: WindowGeometry
     inputs: int
     piece: int
     columns: int
     pooled: bool
     float32: bool
-    residual: tuple[int, Thinned] | None
+    residual: tuple[int, NeededSteps] | None
     after: str
-    goes_on: bool
+    resumes: bool
     wide_ids: bool
     known: bool
     followed: bool
@@ -86,22 +88,22 @@ class Problem(NamedTuple):
 
     @property
     def places(self) -> int:
-        """Of windows that have lines of their own."""
-        rows, tokens, padding, _, stride, _, thinned_out, _ = self.windows
-        if thinned_out.most:
-            return rows * thinned_out.most
+        """Places of all windows, if every window has its own lines."""
+        rows, tokens, padding, _, stride, _, needed_out, _ = self.windows
+        if needed_out.count:
+            return rows * needed_out.count
         if stride > 1:
-            return most_windows(tokens, rows, sum(padding), max(self.reaches), stride)
-        return tokens + rows * self.more
+            return max_windows(tokens, rows, sum(padding), max(self.reaches), stride)
+        return tokens + rows * self.extra_windows
 
     @property
-    def more(self) -> int:
-        """How many more windows than steps a row may give, where they are one step apart."""
+    def extra_windows(self) -> int:
+        """How many more windows than steps a row may have, with stride 1."""
         return max(0, sum(self.windows.padding) - min(self.reaches) + 1)
 
 
-class Shape(NamedTuple):
-    """groups: warp groups, each of 64 maps; places: windows of a tile."""
+class TileShape(NamedTuple):
+    """groups: warp groups, 64 maps each; places: windows per tile."""
 
     groups: int
     places: int
@@ -111,13 +113,16 @@ class Shape(NamedTuple):
         return 64 * self.groups
 
 
-NARROWEST = Shape(1, 32)
-"""The tiles that leave the most room for a table of lines."""
+SMALLEST = TileShape(1, 32)
+"""The tile that leaves the most room for the table of lines."""
 
 
-class Lines(NamedTuple):
-    """Lines of inputs that a tile has: `stage` of them at a time, `table` in all; shared: every tap sees the same ones. gap: places
-    between the windows of two rows; places: all of them, windows or none."""
+class TileLines(NamedTuple):
+    """The input lines of a tile.
+
+    stage: lines per stage; table: lines in all; shared: every tap reads the same lines; gap: places between the windows of two rows;
+    places: all places of the launch, including gaps.
+    """
 
     stage: int
     table: int
@@ -127,9 +132,9 @@ class Lines(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """A launch without its addresses; alone: one tile has all rows, and nobody else says anything of their maxima; numbers: what the
-    kernel is told after the addresses."""
+class TilePlan:
+    """A launch without its addresses. alone: one tile has all rows, so that it writes their maxima without atomics; numbers: the members
+    of `Call` after the addresses."""
 
     kernel: Kernel
     blocks: int
@@ -139,128 +144,134 @@ class Plan:
     numbers: list[int]
 
 
-@lru_cache(MOST_PLANS)
-def shape_for(problem: Problem) -> Shape:
-    """The one that takes the least time by what was measured: that of a wave of tiles, one for each multiprocessor, as often as there are
-    waves, and of setting maxima to zero where several tiles may have a row's."""
-    measured = tuned(HERE / "tuned", torch.cuda.get_device_name(problem.device))
+@lru_cache(MAX_CACHED_PLANS)
+def shape_for(problem: TileProblem) -> TileShape:
+    """Return the tile shape with the smallest predicted time.
 
-    def time(one: Mapping[str, float]) -> float:
-        shape = _shape(one)
+    The time is the measured time of one wave of tiles, with one tile per multiprocessor, times the number of waves, plus the time to set
+    the maxima to zero where several tiles may share a row.
+    """
+    measured = load_tuned(HERE / "tuned", torch.cuda.get_device_name(problem.device))
+
+    def predicted_us(entry: Mapping[str, float]) -> float:
+        shape = _shape(entry)
         zeroed = measured["zeroed_us"] if problem.pooled and problem.places > shape.places else 0
-        return one["us"] * _waves(problem, problem.places, shape) + zeroed
+        return entry["us"] * _waves(problem, problem.places, shape) + zeroed
 
-    fastest = _shape(min(measured["shapes"], key=time))
-    return fastest if problem.residual is None else fastest._replace(places=min(fastest.places, MOST_ADDED))
-
-
-def _shape(tuned: Mapping[str, float]) -> Shape:
-    return Shape(int(tuned["groups"]), int(tuned["places"]))
+    fastest = _shape(min(measured["shapes"], key=predicted_us))
+    return fastest if problem.residual is None else fastest._replace(places=min(fastest.places, MAX_RESIDUAL_PLACES))
 
 
-def _waves(problem: Problem, places: int, shape: Shape) -> int:
-    """How many times the multiprocessors have a tile each."""
-    tiles = parts_of(places, shape.places) * sum(parts_of(bank.maps, shape.maps) for bank in problem.banks)
-    return parts_of(max(1, tiles), processors(problem.device))
+def _shape(entry: Mapping[str, float]) -> TileShape:
+    return TileShape(int(entry["groups"]), int(entry["places"]))
 
 
-@lru_cache(MOST_PLANS)
-def planned(problem: Problem, shape: Shape) -> Plan:
-    """A block is alone on its multiprocessor and goes through tiles, those of the widest filters first."""
+def _waves(problem: TileProblem, places: int, shape: TileShape) -> int:
+    """Return how many tiles each multiprocessor runs, one after the other."""
+    tiles = ceil_div(places, shape.places) * sum(ceil_div(bank.maps, shape.maps) for bank in problem.banks)
+    return ceil_div(max(1, tiles), multiprocessors(problem.device))
+
+
+@lru_cache(MAX_CACHED_PLANS)
+def planned(problem: TileProblem, shape: TileShape) -> TilePlan:
+    """Return the launch of a problem. Each multiprocessor runs one block, which runs tiles, those of the widest filters first."""
     lines = _lines(problem, shape)
     if not lines.shared and problem.width > WIDE:
-        shape = NARROWEST
+        shape = SMALLEST
         lines = _lines(problem, shape)
-    if lines.places > MOST_PLACES:
-        raise ContractError(f"x has {problem.windows.tokens} tokens, at most about {MOST_PLACES} are taken at once")
+    if lines.places > MAX_PLACES:
+        raise ContractError(f"x has {problem.windows.tokens} tokens, one launch takes about {MAX_PLACES}: split the batch")
     alone = problem.pooled and lines.places <= shape.places
-    positions = max(1, parts_of(lines.places, shape.places))
+    positions = max(1, ceil_div(lines.places, shape.places))
     order = sorted(range(len(problem.banks)), key=lambda bank: -problem.banks[bank].width)
-    firsts, tiles = [0] * len(order), 0
+    first_tiles, tiles = [0] * len(order), 0
     for bank in order:
-        firsts[bank] = tiles
-        tiles += positions * parts_of(problem.banks[bank].maps, shape.maps)
-    blocks = min(tiles, processors(problem.device))
+        first_tiles[bank] = tiles
+        tiles += positions * ceil_div(problem.banks[bank].maps, shape.maps)
+    blocks = min(tiles, multiprocessors(problem.device))
     kernel, shared = _kernel(problem, shape, lines, alone=alone, many=tiles > blocks)
     numbers = [
-        *problem.windows.numbers(lines.gap),
+        *problem.windows.members(lines.gap),
         problem.wide_ids,
         problem.inputs,
-        problem.windows.dilation // problem.windows.thinned.every,
+        problem.windows.dilation // problem.windows.needed.spacing,
         lines.stage,
         problem.columns,
-        *_residual(problem),
+        *_residual_members(problem),
         tiles,
         len(problem.banks),
         problem.known,
         problem.known or not problem.followed,
-        *of_banks(*([getattr(bank, name) for bank in problem.banks] for name in ("width", "outputs", "column")), firsts),
+        *per_bank(*([getattr(bank, name) for bank in problem.banks] for name in ("width", "outputs", "column")), first_tiles),
     ]
-    return Plan(kernel, blocks, shared, shape.maps, alone, list(map(int, numbers)))
+    return TilePlan(kernel, blocks, shared, shape.maps, alone, list(map(int, numbers)))
 
 
-def _lines(problem: Problem, shape: Shape) -> Lines:
-    """Taps see the same lines where a tile's windows are one step apart, filters do not reach too far, and the room that this needs
-    between rows makes hardly more waves of tiles: zeros may be those of two rows at once, the steps of a chunk before may not."""
+def _lines(problem: TileProblem, shape: TileShape) -> TileLines:
+    """Return the input lines of a tile.
+
+    All taps share lines if a tile's windows are one step apart, the filters do not reach too far, and the gaps between rows that this
+    needs add few waves of tiles. Two neighbouring rows may share zeros in the gap, but not the steps of an earlier chunk.
+    """
     windows, places, reach = problem.windows, problem.places, max(problem.reaches)
-    if windows.stride == 1 and not windows.thinned_out.most and reach - 1 <= max(shape.places // 2, FEW_LINES):
-        gap = max(problem.more, sum(windows.padding) if problem.goes_on else max(windows.padding))
-        together = windows.tokens + windows.rows * gap
-        if _waves(problem, together, shape) <= MORE_WAVES * _waves(problem, places, shape):
+    if windows.stride == 1 and not windows.needed_out.count and reach - 1 <= max(shape.places // 2, FEW_LINES):
+        gap = max(problem.extra_windows, sum(windows.padding) if problem.resumes else max(windows.padding))
+        with_gaps = windows.tokens + windows.rows * gap
+        if _waves(problem, with_gaps, shape) <= MAX_WAVE_RATIO * _waves(problem, places, shape):
             lines = shape.places + reach - 1
-            return Lines(lines, lines, True, gap, together)
-    gap = problem.more if windows.stride == 1 else 0
-    return Lines(shape.places, problem.width * shape.places, False, gap, places)
+            return TileLines(lines, lines, True, gap, with_gaps)
+    gap = problem.extra_windows if windows.stride == 1 else 0
+    return TileLines(shape.places, problem.width * shape.places, False, gap, places)
 
 
-def _residual(problem: Problem) -> list[int]:
+def _residual_members(problem: TileProblem) -> list[int]:
     if problem.residual is None:
         return [0] * 4
     columns, steps = problem.residual
-    return [columns, steps.most, steps.every, apart(steps, problem.windows.thinned_out)]
+    return [columns, steps.count, steps.spacing, steps_apart(steps, problem.windows.needed_out)]
 
 
-def _kernel(problem: Problem, shape: Shape, lines: Lines, *, alone: bool, many: bool) -> tuple[Kernel, int]:
-    """And the bytes of shared memory that a block has. many: a block goes through several tiles."""
-    room, table = round_up(lines.stage, 8), round_up(lines.table, 8)
-    fixed = round_up(8 * table + 16 * shape.places + BARRIER_BYTES, ALIGNED)
+def _kernel(problem: TileProblem, shape: TileShape, lines: TileLines, *, alone: bool, many: bool) -> tuple[Kernel, int]:
+    """Return the specialised kernel and the bytes of shared memory per block. many: a block runs several tiles."""
+    stage_lines, table = round_up(lines.stage, 8), round_up(lines.table, 8)
+    fixed = round_up(8 * table + 16 * shape.places + MAX_BARRIER_BYTES, ALIGNMENT)
     x_stages, filter_stages = _stages(
-        problem, shape, room * LINE_BYTES, shared_limit(problem.device) - fixed, lines.shared, many
+        problem, shape, stage_lines * LINE_BYTES, shared_limit(problem.device) - fixed, lines.shared, many
     )
-    shared = fixed + x_stages * room * LINE_BYTES + filter_stages * shape.groups * FILTER_BYTES
+    shared = fixed + x_stages * stage_lines * LINE_BYTES + filter_stages * shape.groups * FILTER_BYTES
     gated = problem.activation in GATED
     constants = {
         "BFLOAT16": problem.storage == torch.bfloat16,
-        "ACTIVATION": 0 if gated or problem.pooled else NAMES.index(problem.activation),
-        "GATE": GATES.index(problem.activation) if gated else 0,
-        "AFTER": NAMES.index(problem.after),
+        "ACTIVATION": 0 if gated or problem.pooled else ACTIVATION_NAMES.index(problem.activation),
+        "GATE": GATE_NAMES.index(problem.activation) if gated else 0,
+        "AFTER": ACTIVATION_NAMES.index(problem.after),
         "RESIDUAL": problem.residual is not None,
         "POOLED": problem.pooled,
         "ALONE": alone,
         "STEPS_FLOAT32": problem.float32,
-        "THINNED": problem.windows.thinned_out.most > 0,
+        "THINNED": problem.windows.needed_out.count > 0,
         "PIECE_BYTES": problem.piece,
         "SHARED_LINES": lines.shared,
         "GROUPS": shape.groups,
         "PLACES": shape.places,
-        "LINES": room,
+        "LINES": stage_lines,
         "TABLE": table,
         "X_STAGES": x_stages,
         "FILTER_STAGES": filter_stages,
         "SHARED": shared,
     }
     threads = 128 + 128 * shape.groups
-    named = {name: int(value) for name, value in constants.items()}
-    return compiled(HERE / "product.cu", problem.device, threads=threads, **named), shared
+    integers = {name: int(value) for name, value in constants.items()}
+    return load_kernel(HERE / "product.cu", problem.device, threads=threads, **integers), shared
 
 
-def _stages(problem: Problem, shape: Shape, stage_bytes: int, limit: int, shared: bool, many: bool) -> tuple[int, int]:
-    """Of the inputs and of the filters, as many as there is room for and use."""
-    taps = parts_of(problem.inputs, DEPTH) * problem.width
-    pieces = parts_of(problem.inputs, DEPTH) if shared else taps
+def _stages(problem: TileProblem, shape: TileShape, stage_bytes: int, limit: int, shared: bool, many: bool) -> tuple[int, int]:
+    """Return how many stages the inputs and the filters get: as many as are useful and fit into `limit` bytes."""
+    taps = ceil_div(problem.inputs, DEPTH) * problem.width
+    pieces = ceil_div(problem.inputs, DEPTH) if shared else taps
     for x_stages in range(3 if many else min(X_STAGES, max(2, pieces)), 1, -1):
         fitting = (limit - x_stages * stage_bytes) // (shape.groups * FILTER_BYTES)
         filter_stages = min(fitting, FILTER_STAGES, max(2, taps))
-        if filter_stages >= min(FEW_FILTERS, taps):
+        if filter_stages >= min(MIN_FILTER_STAGES, taps):
             return x_stages, filter_stages
-    raise ContractError(f"this device has no room for filters that are {problem.width} wide")
+    raise ContractError(f"filters of width {problem.width} do not fit into {limit} bytes of shared memory: use narrower ones")

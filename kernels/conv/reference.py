@@ -1,4 +1,4 @@
-"""The convolution over time one row, one position and one tap at a time: the oracle of every test, for the eye."""
+"""The reference convolution over time: one row, one position and one tap at a time. It is the oracle of every test."""
 
 from __future__ import annotations
 
@@ -8,71 +8,71 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from kernels.contract import ACTIVATIONS, GATED, ConvBlock, ConvState, ConvWeights, Encoded, Outputs, Ragged
+from kernels.conv.types import ACTIVATIONS, GATED, ConvBlock, ConvState, ConvWeights
 from kernels.embedding import tap_rows
-from kernels.reference import pooled
-from kernels.slots import by_slot
+from kernels.ragged import Encoded, Outputs, Ragged, with_state_slots
+from kernels.reference import select_outputs
 
 
 def conv(x: Ragged, weights: ConvWeights, state: ConvState | None, *, want: Outputs) -> Encoded:
-    """Shapes as in `kernels.contract`; every output has the dtype of `weights.bias`."""
-    data = _seen(x, weights)
+    """Run one convolution. Shapes as in `kernels.conv.types`; every output has the dtype of `weights.bias`."""
+    data = _tap_inputs(x, weights)
     left = data.new_zeros(x.rows, weights.left, *data.shape[1:]) if state is None else state.left.clone()
-    steps, ends = [], [0]
+    steps, offsets = [], [0]
     for row, (begin, end) in enumerate(pairwise(x.offsets.tolist())):
-        seen = torch.cat((left[row], data[begin:end], data.new_zeros(weights.right, *data.shape[1:])))
-        for first in range(0, len(seen) - weights.reach + 1, weights.stride):
+        padded = torch.cat((left[row], data[begin:end], data.new_zeros(weights.right, *data.shape[1:])))
+        for first in range(0, len(padded) - weights.reach + 1, weights.stride):
             maps = weights.bias
             for tap in range(weights.filters.shape[0]):
-                maps = maps + _product(seen[first + tap * weights.dilation], weights, tap)
+                maps = maps + _product(padded[first + tap * weights.dilation], weights, tap)
             steps.append(_activated(maps, weights))
-        ends.append(len(steps))
+        offsets.append(len(steps))
         left[row] = torch.cat((left[row], data[begin:end]))[end - begin :]
-    given = torch.stack(steps) if steps else weights.bias.new_zeros(0, weights.outputs)
-    after = None if weights.takes_ids else ConvState(left)
-    return pooled(given, torch.tensor(ends), want, state=after, new_offsets=True)
+    packed_steps = torch.stack(steps) if steps else weights.bias.new_zeros(0, weights.outputs)
+    state_after = None if weights.takes_ids else ConvState(left)
+    return select_outputs(packed_steps, torch.tensor(offsets), want, state=state_after, new_offsets=True)
 
 
 def stack(x: Ragged, blocks: Sequence[ConvBlock], states: Sequence[ConvState] | None, *, want: Outputs) -> Encoded:
-    """Shapes as in `kernels.contract`."""
-    before = [None] * sum(len(block.layers) for block in blocks) if states is None else list(states)
-    after: list[ConvState | None] = []
+    """Run all blocks of a stack. Shapes as in `kernels.conv.types`."""
+    states_before = [None] * sum(len(block.layers) for block in blocks) if states is None else list(states)
+    states_after: list[ConvState | None] = []
     all_kept = all(layer.keeps_steps for block in blocks for layer in block.layers)
     for block in blocks:
-        entered = x
+        block_input = x
         for layer in block.layers:
-            encoded = by_slot(conv)(x, layer, before[len(after)], want=Outputs(steps=True))
-            after.append(encoded.state)
-            x = _onward(encoded)
+            encoded = with_state_slots(conv)(x, layer, states_before[len(states_after)], want=Outputs(steps=True))
+            states_after.append(encoded.state)
+            x = _next_input(encoded)
         if block.residual:
-            added = (
-                entered
-                if block.projection is None
-                else _onward(conv(entered, block.projection, None, want=Outputs(steps=True)))
-            )
-            x = Ragged(ACTIVATIONS[block.activation](x.data + added.data), x.offsets)
-    return pooled(x.data, x.offsets, want, state=None if states is None else tuple(after), new_offsets=not all_kept)
+            residual = block_input
+            if block.projection is not None:
+                residual = _next_input(conv(block_input, block.projection, None, want=Outputs(steps=True)))
+            x = Ragged(ACTIVATIONS[block.activation](x.data + residual.data), x.offsets)
+    return select_outputs(
+        x.data, x.offsets, want, state=None if states is None else tuple(states_after), new_offsets=not all_kept
+    )
 
 
 def text_cnn(x: Ragged, layers: Sequence[ConvWeights], classifier: tuple[Tensor, Tensor] | None) -> Encoded:
-    """Shapes as in `kernels.contract`."""
+    """Run all layers of a text CNN. Shapes as in `kernels.conv.types`."""
     parts = [conv(x, layer, None, want=Outputs(max=True)).max for layer in layers]
-    highest = torch.cat([part for part in parts if part is not None], dim=1)
+    maxima = torch.cat([part for part in parts if part is not None], dim=1)
     if classifier is None:
-        return Encoded(None, max=highest)
+        return Encoded(None, max=maxima)
     weight, bias = classifier
-    return Encoded(None, max=highest, scores=highest @ weight + bias)
+    return Encoded(None, max=maxima, scores=maxima @ weight + bias)
 
 
-def _seen(x: Ragged, weights: ConvWeights) -> Tensor:
-    """What stands under the taps: (tokens, inputs), or (tokens,) rows of the tables, of which 0 is padding too."""
+def _tap_inputs(x: Ragged, weights: ConvWeights) -> Tensor:
+    """Return what a tap reads at each step: (tokens, inputs), or (tokens,) rows of the tables, in which row 0 is padding."""
     if weights.tables is not None:
         return tap_rows(x).data
     return x.data if weights.embedding is None else weights.embedding[x.data.long()]
 
 
 def _product(step: Tensor, weights: ConvWeights, tap: int) -> Tensor:
-    """(maps,)"""
+    """Return the (maps,) contribution of one tap."""
     return step @ weights.filters[tap] if weights.tables is None else weights.tables[tap, step]
 
 
@@ -83,6 +83,6 @@ def _activated(maps: Tensor, weights: ConvWeights) -> Tensor:
     return ACTIVATIONS[weights.activation](maps)
 
 
-def _onward(encoded: Encoded) -> Ragged:
+def _next_input(encoded: Encoded) -> Ragged:
     assert encoded.steps is not None and encoded.offsets is not None
     return Ragged(encoded.steps, encoded.offsets)

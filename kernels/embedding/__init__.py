@@ -1,4 +1,4 @@
-"""Token ids to vectors, and what can be computed once instead: an embedding followed by a product or a convolution is a table.
+"""Embeddings of token ids, and folded tables: an embedding followed by a product or a convolution, computed once at load.
 
 (E[id]) @ W + b  =  (E @ W + b)[id]
 sum over k of E[id[t + k]] @ F[k]  =  sum over k of (E @ F[k])[id[t + k]]
@@ -11,35 +11,35 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from kernels.contract import Ragged, Sizes
 from kernels.launching import round_up
-from kernels.windows import Places
+from kernels.ragged import Ragged, Sizes
+from kernels.windows import WindowIndex
 
 FIRST = 1
-"""The row of id 0 in a tap's table: the row before it is zero, for steps that are padding."""
+"""The row of id 0 in a tap's table. The row before it is zero and stands for padding."""
 ALIGNED_BYTES = 16
-"""What a thread of a kernel reads at once."""
+"""The bytes that a kernel thread reads at once."""
 
 
 def embed(ids: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
-    """ids: (tokens,) int32 or int64, all below vocabulary; table: (vocabulary, width). Returns (tokens, width) in `dtype`."""
+    """Return the (tokens, width) vectors of ids in `dtype`. ids: (tokens,) int32 or int64, below vocabulary; table: (vocabulary, width)."""
     return table.index_select(0, ids).to(dtype)
 
 
 def fold(embedding: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """embedding: (vocabulary, width); weight: (width, gates); bias: (gates,). Returns (vocabulary, gates).
+    """Return the table (vocabulary, gates) of an embedding (vocabulary, width) times a weight (width, gates), plus a bias (gates,).
 
-    Computed in float32 and stored as the embedding is.
+    Computed in float32 and stored in the dtype of the embedding.
     """
     table = embedding.float() @ weight.float()
     return (table if bias is None else table + bias.float()).to(embedding.dtype)
 
 
 def fold_taps(embedding: Tensor, filters: Tensor, dtype: torch.dtype | None = None, *, dense: bool = False) -> Tensor:
-    """embedding: (vocabulary, inputs); filters: (taps, inputs, outputs). Returns (taps, 1 + vocabulary, outputs).
+    """Return the tables (taps, 1 + vocabulary, outputs) of an embedding (vocabulary, inputs) times filters (taps, inputs, outputs).
 
-    Id n is row FIRST + n of each tap. Computed in float32 and stored as `dtype`, or as the embedding is. Rows begin at multiples of
-    ALIGNED_BYTES, for kernels that read so many at once, with zeros between them; or, dense, one where the other ends.
+    Id n is row FIRST + n of each tap. Computed in float32 and stored in `dtype`, or in the dtype of the embedding. Rows begin at
+    multiples of ALIGNED_BYTES with zeros between them, because kernels read that many bytes at once; `dense` rows have no padding.
     """
     stored, columns = dtype or embedding.dtype, filters.shape[2]
     width = columns if dense else _aligned(columns, stored)
@@ -50,7 +50,7 @@ def fold_taps(embedding: Tensor, filters: Tensor, dtype: torch.dtype | None = No
 
 
 def tap_rows(ids: Ragged) -> Ragged:
-    """Rows of token ids as rows of a tap's table; what is padded with zeros afterwards is padding there too."""
+    """Return the table rows of token ids. Zeros that are added later as padding select the zero row."""
     return Ragged(ids.data.long() + FIRST, ids.offsets)
 
 
@@ -65,32 +65,31 @@ def embed_taps(
     context: Tensor | None = None,
     latest_first: bool = False,
 ) -> Tensor:
-    """ids: rows of token ids; tables: (taps, 1 + vocabulary, outputs), the earliest step first, or the latest if it is said. Returns
-    (windows, outputs) float32.
+    """Return the sum over the taps of each window, (windows, outputs) float32, for the windows of `kernels.windows.windows`.
 
-    The windows are those of `kernels.windows.windows`, row after row. context: (rows, left) what stands before each row, as `tap_rows`
-    has it, in place of padding.
+    tables: (taps, 1 + vocabulary, outputs), the earliest step first, or the latest first if `latest_first`; context: (rows, left) table
+    rows of the steps before each row, instead of padding.
     """
-    places = Places(ids, left, right)
-    rows = np.zeros(places.steps, np.int64)
-    rows[places.own] = _host(ids.data) + FIRST
+    window_index = WindowIndex(ids, left, right)
+    rows = np.zeros(window_index.steps, np.int64)
+    rows[window_index.tokens] = _on_host(ids.data) + FIRST
     if context is not None:
-        rows[places.left] = _host(context)
+        rows[window_index.left] = _on_host(context)
     taps, height, columns = tables.shape
     tap = np.arange(taps)[::-1] if latest_first else np.arange(taps)
-    at = torch.from_numpy(rows[places.seen(taps, dilation, stride)] + tap * height).to(tables.device)
+    index = torch.from_numpy(rows[window_index.windows(taps, dilation, stride)] + tap * height).to(tables.device)
     if tables.dtype == torch.float32:
-        return embedding_bag(at, _whole(tables).flatten(0, 1), mode="sum")[:, :columns]
-    return tables.flatten(0, 1)[at].float().sum(dim=1)  # a bag would round its sums to what the rows are stored in
+        return embedding_bag(index, _with_padding(tables).flatten(0, 1), mode="sum")[:, :columns]
+    return tables.flatten(0, 1)[index].float().sum(dim=1)  # embedding_bag would round its sums to the dtype of the rows
 
 
-def _host(ids: Tensor) -> Sizes:
-    numbers: Sizes = ids.cpu().numpy()
-    return numbers
+def _on_host(ids: Tensor) -> Sizes:
+    host_ids: Sizes = ids.cpu().numpy()
+    return host_ids
 
 
-def _whole(tables: Tensor) -> Tensor:
-    """With the zeros between the rows, where there are such: a bag would copy tables that are not contiguous."""
+def _with_padding(tables: Tensor) -> Tensor:
+    """Return the tables including the padding between rows, if any: embedding_bag would copy tables that are not contiguous."""
     taps, height, columns = tables.shape
     between_taps, width, step = tables.stride()
     padded = step == 1 and width > columns and between_taps == height * width
@@ -99,14 +98,14 @@ def _whole(tables: Tensor) -> Tensor:
 
 
 def _aligned(columns: int, dtype: torch.dtype) -> int:
-    """So many columns that rows of them begin at multiples of ALIGNED_BYTES."""
+    """Return the columns rounded up, so that rows begin at multiples of ALIGNED_BYTES."""
     return round_up(columns * dtype.itemsize, ALIGNED_BYTES) // dtype.itemsize
 
 
 def folded_bytes(
     embedding: Tensor, columns: int, taps: int | None = None, dtype: torch.dtype | None = None, *, dense: bool = False
 ) -> int:
-    """Bytes of what `fold` makes of so many columns, or `fold_taps` of so many taps of them, held as `dtype` or as the embedding."""
+    """Return the bytes of the table that `fold` returns, or with `taps`, of the tables that `fold_taps` returns."""
     stored = dtype or embedding.dtype
     if taps is None:
         return embedding.shape[0] * columns * stored.itemsize

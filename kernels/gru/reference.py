@@ -1,15 +1,16 @@
-"""The GRU one row and one step at a time, in the precision of its arguments: the oracle of every test, for the eye."""
+"""The GRU one row and one step at a time, in the dtype of its arguments: the oracle of every test."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 
-from kernels.contract import Encoded, GRUState, GRUWeights, Outputs, Ragged
-from kernels.reference import pooled
+from kernels.gru.types import GRUState, GRUWeights
+from kernels.ragged import Encoded, Outputs, Ragged
+from kernels.reference import select_outputs
 
 
 def gru(x: Ragged, weights: GRUWeights, state: GRUState | None, *, want: Outputs) -> Encoded:
-    """Shapes as in `kernels.contract`; every output has the dtype of `weights.recurrent`."""
+    """Encode every row. Shapes as in `kernels.gru.types`; every output has the dtype of `weights.recurrent`."""
     size = weights.hidden
     hidden = weights.recurrent.new_zeros(x.rows, size) if state is None else state.hidden.clone()
     gates = x.data if weights.input is None or weights.bias is None else x.data @ weights.input + weights.bias
@@ -24,4 +25,4 @@ def gru(x: Ragged, weights: GRUWeights, state: GRUState | None, *, want: Outputs
                 n = (gates[t, 2 * size :] + r * (hidden[row] @ gates_of_new + weights.recurrent_bias)).tanh()
             hidden[row] = (1 - z) * n + z * hidden[row]
             steps[t] = hidden[row]
-    return pooled(steps, x.offsets, want, last=hidden, state=GRUState(hidden))
+    return select_outputs(steps, x.offsets, want, last=hidden, state=GRUState(hidden))

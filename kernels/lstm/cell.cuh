@@ -1,13 +1,13 @@
-// What both LSTM kernels share: the types, the matrix product of one octet of rows, the gates, and what leaves the device.
+// What both LSTM kernels share: types, the matrix product of one octet of rows, the cell, and the outputs.
 //
 //   i, f, o = sigmoid(x + h R)    g = tanh(x + h R)    c = f c + i g    h = o tanh(c)        (Hochreiter and Schmidhuber 1997)
 //
-// Rows of a batch are taken eight at a time: an octet is the eight columns of the tensor cores' m16n8k16 product, whose left operand
-// is the recurrent weights and whose right operand is the hidden vectors. Everything that is per row has the same value in whatever
-// octet, tile or launch the row stands: the products of a row are summed in an order that depends on the hidden size alone.
+// A batch is processed eight rows at a time. An octet of rows is the eight columns of the tensor cores' m16n8k16 product, whose left
+// operand is the recurrent weights and whose right operand is the hidden vectors. A row's values do not depend on the octet, tile or
+// launch that it is in: the order in which its products are summed depends on the hidden size alone.
 //
-// A piece is what moves between blocks: 16 bytes, the eight units of one group of one row. Buffers of hidden vectors hold the pieces
-// of a group side by side, and the weights are packed so that a lane's piece is its operand of two products (see `pack` in launch.py).
+// Blocks exchange pieces. A piece is 16 bytes: the eight units of one group of one row. Buffers of hidden vectors keep the pieces of a
+// group next to each other. The weights are packed so that a lane's piece is its operand of two products (see `pack` in packing.py).
 
 #define EXACT 0
 #include "../device.cuh"
@@ -19,7 +19,7 @@ struct alignas(16) Gates {
     float i, f, g, o;
 };
 struct alignas(16) Row {
-    int row, steps;                     // which row of the batch, -1 for none; how many steps it has
+    int row, steps;                     // row of the batch, or -1 for none; its number of steps
     long long begin;                    // its first token
 };
 
@@ -42,40 +42,40 @@ typedef float Gate;
 typedef Half Gate;
 #endif
 
-// sums += weights (16 gate rows x 16) @ hidden (16 x 8 rows); sums: rows g and g + 8 of columns 2q and 2q + 1, for lane 4 g + q.
+// sums += weights (16 gate rows x 16) @ hidden (16 x 8 rows). Lane 4 g + q holds the sums of rows g and g + 8, columns 2q and 2q + 1.
 __device__ __forceinline__ void multiply(float (&sums)[4], const Quad& weights, unsigned low, unsigned high) {
     asm(PRODUCT "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
         : "r"(weights.x), "r"(weights.y), "r"(weights.z), "r"(weights.w), "r"(low), "r"(high));
 }
 
-// What a launch is given. Arrays that nobody wants are null. Eight bytes each, so that the launcher is a list of integers.
+// The arguments of a launch. Outputs that are not requested are null. Every member has eight bytes: the launcher passes integers.
 struct Call {
     const Gate* gates;                  // (tokens, 4 hidden)
     const Quad* packed;                 // the recurrent weights, by group, chunk, product, lane
     const void* offsets;                // (rows + 1,) int32, or int64 when `wide`
-    const int* slots_before;            // (rows,) the line of the state that a row goes on from; null: its own
-    const int* slots_after;             // (rows,) the line of its new state
-    const float* hidden_before;         // (lines, hidden), or null for zeros
+    const int* slots_before;            // (rows,) the slot that a row starts from; null: its row number
+    const int* slots_after;             // (rows,) the slot of its new state; null: its row number
+    const float* hidden_before;         // (slots, hidden), or null for zeros
     const float* cell_before;
-    float* hidden_after;                // (lines, hidden)
+    float* hidden_after;                // (slots, hidden)
     float* cell_after;
     float* steps;                       // (tokens, hidden)
     float* last;                        // (rows, hidden)
     float* mean;
     float* max;
-    unsigned* exchange;                 // of the grid kernel: (octets, 2, pieces of 16 bytes), zeros
+    unsigned* exchange;                 // of the grid kernel: (octets, 2, pieces), zeros before the launch
     long long wide, first, until;       // the rows of this launch
     long long hidden, octets, width;    // octets of a tile, rows of an octet
 
     __device__ long long offset(long long row) const {
         return wide ? ((const long long*)offsets)[row] : (long long)((const int*)offsets)[row];
     }
-    __device__ long long line_before(int row) const { return (slots_before ? (long long)slots_before[row] : row) * hidden; }
-    __device__ long long line_after(int row) const { return (slots_after ? (long long)slots_after[row] : row) * hidden; }
+    __device__ long long start_before(int row) const { return (slots_before ? (long long)slots_before[row] : row) * hidden; }
+    __device__ long long start_after(int row) const { return (slots_after ? (long long)slots_after[row] : row) * hidden; }
 };
 
-// The rows of this tile, longest first. Rows are sorted within blocks of `SORTED` rows, each row's rank counted by one thread.
+// Writes the rows of this tile, longest first. Rows are sorted within blocks of up to SORTED rows; one thread counts a row's rank.
 // lengths: room for SORTED; rows: room for 8 octets. Ends with a barrier of the thread block.
 __device__ void choose_rows(const Call& call, int octets, long long tile, int* lengths, Row* rows) {
     const int width = (int)call.width, tile_rows = width * octets, tiles = SORTED / tile_rows;
@@ -87,38 +87,39 @@ __device__ void choose_rows(const Call& call, int octets, long long tile, int* l
     for (int row = threadIdx.x; row < 8 * octets; row += THREADS) rows[row] = Row{-1, 0, 0};
     __syncthreads();
     for (int row = threadIdx.x; row < count; row += THREADS) {
-        const int mine = lengths[row];
+        const int length = lengths[row];
         int rank = -first;
         for (int other = 0; other < count; ++other)
-            rank += lengths[other] > mine || (lengths[other] == mine && other < row);
-        if (rank >= 0 && rank < tile_rows) rows[rank / width * 8 + rank % width] = Row{(int)block + row, mine, call.offset(block + row)};
+            rank += lengths[other] > length || (lengths[other] == length && other < row);
+        if (rank >= 0 && rank < tile_rows) rows[rank / width * 8 + rank % width] = Row{(int)block + row, length, call.offset(block + row)};
     }
     __syncthreads();
 }
 
-// Which products a warp holds in registers: HELD of them, spread evenly over the others, which come from shared memory meanwhile.
+// A warp holds the weights of HELD products in registers. They are spread evenly among the products that load their weights from
+// shared memory, so that the loads overlap with products.
 __device__ constexpr int held_before(int product) { return product * HELD / PRODUCTS; }
 __device__ constexpr bool is_held(int product) { return held_before(product + 1) > held_before(product); }
 
-__device__ __forceinline__ Gates operator+(const Gates& one, const Gates& other) {
-    return Gates{one.i + other.i, one.f + other.f, one.g + other.g, one.o + other.o};
+__device__ __forceinline__ Gates operator+(const Gates& a, const Gates& b) {
+    return Gates{a.i + b.i, a.f + b.f, a.g + b.g, a.o + b.o};
 }
 
-// One step of a cell. Returns the new hidden value's bits, for which others wait.
+// Advances a cell by one step. Returns the bits of the new hidden value.
 __device__ __forceinline__ Half advance(float& cell, const Gates& gates) {
     cell = sigmoid_of(gates.f) * cell + sigmoid_of(gates.i) * tanh_of(gates.g);
     return narrow(sigmoid_of(gates.o) * tanh_of(cell));
 }
 
-// What becomes of one unit of one row.
+// The state and outputs of one unit of one row.
 struct Cell {
-    float* state;                       // [cell, sum, largest], each `stride` apart: in shared memory, its thread's own
+    float* state;                       // [cell, sum, maximum] of its thread in shared memory, `stride` apart
     int stride;
 
-    // Returns the cell that it goes on from.
+    // Returns the cell that the row starts from, and ends a row without steps.
     __device__ __forceinline__ float begin(const Call& call, const Row& row, int unit) const {
         const bool real = row.row >= 0 && unit < call.hidden;
-        const long long at = real ? call.line_before(row.row) + unit : 0;
+        const long long at = real ? call.start_before(row.row) + unit : 0;
         const float cell = real && call.cell_before ? call.cell_before[at] : 0.0f;
         if (call.mean) state[stride] = 0.0f;
         if (call.max) state[2 * stride] = __int_as_float(0xff800000);
@@ -127,7 +128,7 @@ struct Cell {
         return cell;
     }
 
-    // What leaves the device after step `t` of a row that has it, and what is kept for the pools.
+    // Writes the outputs of step `t`, which the row has, and updates the pools.
     __device__ __forceinline__ void record(const Call& call, const Row& row, int unit, int t, Half bits, float cell) const {
         const float hidden = widen(bits);
         if (call.steps) call.steps[(row.begin + t) * call.hidden + unit] = hidden;
@@ -137,24 +138,24 @@ struct Cell {
     }
 
     __device__ __forceinline__ void end(const Call& call, const Row& row, int unit, float hidden, float cell) const {
-        const long long line = call.line_after(row.row) + unit, own = (long long)row.row * call.hidden + unit;
-        call.hidden_after[line] = hidden;
-        call.cell_after[line] = cell;
-        if (call.last) call.last[own] = hidden;
-        if (call.mean) call.mean[own] = row.steps ? state[stride] / row.steps : 0.0f;
-        if (call.max) call.max[own] = row.steps ? state[2 * stride] : 0.0f;
+        const long long to = call.start_after(row.row) + unit, output = (long long)row.row * call.hidden + unit;
+        call.hidden_after[to] = hidden;
+        call.cell_after[to] = cell;
+        if (call.last) call.last[output] = hidden;
+        if (call.mean) call.mean[output] = row.steps ? state[stride] / row.steps : 0.0f;
+        if (call.max) call.max[output] = row.steps ? state[2 * stride] : 0.0f;
     }
 };
 
-// Where a buffer has a piece: by chunk of 32 units, then by row, so that the rows that there are lie together.
-__device__ __forceinline__ int place_of(int group, int column) { return group / 4 * 32 + column * 4 + group % 4; }
+// The index of a piece in a buffer: by chunk of 32 units, then by row, so that the rows of a partly filled octet are contiguous.
+__device__ __forceinline__ int piece_index(int group, int column) { return group / 4 * 32 + column * 4 + group % 4; }
 
-// The piece of one group of a row in the state that it goes on from.
+// Returns the piece of one group in the state that a row starts from.
 __device__ __forceinline__ Quad piece_before(const Call& call, const Row& row, int group) {
     Half bits[8];
     for (int unit = 0; unit < 8; ++unit) {
         const bool real = call.hidden_before && row.row >= 0 && group * 8 + unit < call.hidden;
-        bits[unit] = real ? narrow(call.hidden_before[call.line_before(row.row) + group * 8 + unit]) : 0;
+        bits[unit] = real ? narrow(call.hidden_before[call.start_before(row.row) + group * 8 + unit]) : 0;
     }
     return Quad{bits[0] | (unsigned)bits[1] << 16, bits[2] | (unsigned)bits[3] << 16, bits[4] | (unsigned)bits[5] << 16,
                 bits[6] | (unsigned)bits[7] << 16};

@@ -1,19 +1,20 @@
-// The LSTM of a layer that fits a thread-block cluster: one launch for all steps, the recurrent weights never move.
+// The LSTM of a layer that fits a thread-block cluster: one launch for all steps, and the recurrent weights never move.
 //
-// A cluster of CTAS blocks takes a tile of OCTETS octets of rows; block `rank` owns UNITS of the hidden units. Two warps share a group
-// of eight units and multiply one half of the hidden vector each, with their weights in registers (HELD products) and shared memory
-// (the rest). Lane 4 g + q then has, of unit g, all four gates of rows 2q and 2q + 1, half summed; the two warps exchange halves, so
-// that a lane of half s owns one cell of each octet: unit g of row 2q + s. The block gathers its new hidden values in its own shared
-// memory and stores them, whole lines at a time, into that of every block of the cluster (st.async), each counted by the barrier on
-// which the next step of that octet waits. No other barrier spans the cluster: a block writes step t + 1 of an octet when it has all
-// of step t, which every peer sent after it had read step t - 1.
+// A cluster of CTAS blocks owns a tile of OCTETS octets of rows. Block `rank` owns UNITS of the hidden units. Two warps share a group of
+// eight units; each multiplies one half of the hidden vector, with its weights in registers (HELD products) and shared memory (the
+// rest). Lane 4 g + q then holds half of the sum of all four gates of unit g, for rows 2q and 2q + 1. The two warps exchange halves, so
+// that a lane of half s owns one cell of each octet: unit g of row 2q + s.
+//
+// A block gathers its new hidden values in its shared memory and copies them to every block of the cluster, whole lines at a time
+// (st.async). A barrier of each octet counts the bytes that arrive, and the next step waits on it. No other barrier spans the cluster.
+// A block writes step t + 1 of an octet only when all of step t has arrived, and every block sends step t after it has read step t - 1.
 constexpr int HIDDEN = CTAS * UNITS, GROUPS = UNITS / 8, WARPS = 2 * GROUPS;
-constexpr int CHUNKS = HIDDEN / 64;                             // of 32 units, in each half
-constexpr int PRODUCTS = 4 * CHUNKS, SPILLED = PRODUCTS - HELD; // of a warp, for one octet
+constexpr int CHUNKS = HIDDEN / 64;                             // chunks of 32 units in each half
+constexpr int PRODUCTS = 4 * CHUNKS, SPILLED = PRODUCTS - HELD; // products of a warp for one octet
 #include "cell.cuh"
 
-constexpr int STRIDE = UNITS + 8;                               // of a row's outgoing values, clear of bank conflicts
-constexpr int PARCELS = (HIDDEN + THREADS - 1) / THREADS;       // pieces that a thread sends, at most
+constexpr int STRIDE = UNITS + 8;                               // stride of a row's outgoing values, without bank conflicts
+constexpr int PARCELS = (HIDDEN + THREADS - 1) / THREADS;       // pieces that a thread sends at most
 static_assert(THREADS == 32 * WARPS && HIDDEN % 64 == 0 && UNITS % 8 == 0 && HELD <= PRODUCTS, "launch shape");
 
 struct Memory {
@@ -26,15 +27,15 @@ struct Memory {
     unsigned long long barriers[OCTETS][2];
     int lengths[SORTED];
 };
-static_assert(sizeof(Memory) == SHARED, "as in launch.py");
+static_assert(sizeof(Memory) == SHARED, "SHARED differs from ClusterShape.shared in cluster.py");
 
 __device__ __forceinline__ void send(unsigned address, unsigned barrier, const Quad& piece) {
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];"
                  ::"r"(address), "r"(piece.x), "r"(piece.y), "r"(piece.z), "r"(piece.w), "r"(barrier) : "memory");
 }
 
-// The gate inputs of one unit at one step, still as they are in memory, so that nothing waits for them before they are needed;
-// zeros when the row has no such step.
+// The gate inputs of one unit at one step, or zeros if the row has no such step. They stay in the format of memory: a conversion would
+// wait for the load.
 struct Input {
     Gate i, f, g, o;
 };
@@ -45,14 +46,14 @@ __device__ __forceinline__ Gates operator+(const Gates& gates, const Input& x) {
     return gates + Gates{value_of(x.i), value_of(x.f), value_of(x.g), value_of(x.o)};
 }
 
-// By value, as a choice between two arrays' elements would put them into memory.
-__device__ __forceinline__ Gates pick(bool first, const Gates& one, const Gates& other) {
-    return Gates{first ? one.i : other.i, first ? one.f : other.f, first ? one.g : other.g, first ? one.o : other.o};
+// Selects values. Indexing an array with the condition would put the array into memory.
+__device__ __forceinline__ Gates pick(bool first, const Gates& a, const Gates& b) {
+    return Gates{first ? a.i : b.i, first ? a.f : b.f, first ? a.g : b.g, first ? a.o : b.o};
 }
 
 extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREADS, 1) lstm(const __grid_constant__ Call call) {
     extern __shared__ __align__(128) unsigned char dynamic[];
-    Memory& own = *(Memory*)dynamic;
+    Memory& shared = *(Memory*)dynamic;
     const int width = (int)call.width, hidden = (int)call.hidden;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, q = lane % 4;
     const int half = warp / GROUPS, pair = warp % GROUPS, column = 2 * q + half;
@@ -64,40 +65,40 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREAD
 #pragma unroll
     for (int product = 0; product < PRODUCTS; ++product) {
         if (is_held(product)) weights[held_before(product)] = packed[product * 32];
-        else own.spilled[warp][product - held_before(product)][lane] = packed[product * 32];
+        else shared.spilled[warp][product - held_before(product)][lane] = packed[product * 32];
     }
 
-    choose_rows(call, OCTETS, blockIdx.x / CTAS, own.lengths, own.rows);
+    choose_rows(call, OCTETS, blockIdx.x / CTAS, shared.lengths, shared.rows);
     for (int piece = threadIdx.x; piece < OCTETS * HIDDEN; piece += THREADS) {
         const int octet = piece / HIDDEN, group = piece % HIDDEN / 8, row = piece % 8;
-        own.buffers[octet][0][place_of(group, row)] = piece_before(call, own.rows[octet * 8 + row], group);
+        shared.buffers[octet][0][piece_index(group, row)] = piece_before(call, shared.rows[octet * 8 + row], group);
     }
-    const unsigned barrier = shared_address(&own.barriers[0][0]);
+    const unsigned barrier = shared_address(&shared.barriers[0][0]);
     if (threadIdx.x == 0) {
         for (int n = 0; n < 2 * OCTETS; ++n) make_barrier(barrier + n * 8, 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         for (int n = 0; n < 2 * OCTETS; ++n) expect(barrier + n * 8, width * HIDDEN * 2);
     }
 
-    // What this lane knows of its cell in each octet. A row's last step is its octet's last at the latest.
+    // This lane's cell in each octet. The first row of an octet is its longest.
     int steps[OCTETS], longest[OCTETS];
     const Gate* next[OCTETS];
     float cell[OCTETS];
     Input x[OCTETS];
 #pragma unroll
     for (int octet = 0; octet < OCTETS; ++octet) {
-        const Row row = own.rows[octet * 8 + column];
+        const Row row = shared.rows[octet * 8 + column];
         steps[octet] = unit < hidden ? row.steps : 0;
-        longest[octet] = own.rows[octet * 8].steps;
+        longest[octet] = shared.rows[octet * 8].steps;
         next[octet] = call.gates + row.begin * 4 * hidden + unit;
         x[octet] = input_at(next[octet], hidden, 0 < steps[octet]);
-        cell[octet] = Cell{&own.cells[octet][0][threadIdx.x], THREADS}.begin(call, row, unit);
+        cell[octet] = Cell{&shared.cells[octet][0][threadIdx.x], THREADS}.begin(call, row, unit);
     }
     __syncthreads();
     meet_cluster();
 
-    // What this thread sends: the pieces of a peer by row, then by group, one peer after the other. Addresses are those of the first
-    // octet and of its second buffer and barrier, to which even steps write.
+    // The pieces that this thread sends: to one peer after the other, by row, then by group. The addresses are those of the first octet's
+    // second buffer and barrier, which even steps use.
     unsigned to[PARCELS], arrived[PARCELS];
     const Quad* from[PARCELS];
     const int pieces = width * GROUPS;
@@ -105,22 +106,22 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREAD
     for (int parcel = 0; parcel < PARCELS; ++parcel) {
         const int index = parcel * THREADS + threadIdx.x, row = index % pieces / GROUPS, group = index % pieces % GROUPS;
         const int peer = index / pieces;
-        from[parcel] = peer < CTAS ? (const Quad*)&own.outgoing[0][row][group * 8] : nullptr;
-        to[parcel] = in_block(shared_address(&own.buffers[0][1][place_of((int)rank * GROUPS + group, row)]), min(peer, CTAS - 1));
-        arrived[parcel] = in_block(shared_address(&own.barriers[0][1]), min(peer, CTAS - 1));
+        from[parcel] = peer < CTAS ? (const Quad*)&shared.outgoing[0][row][group * 8] : nullptr;
+        to[parcel] = in_block(shared_address(&shared.buffers[0][1][piece_index((int)rank * GROUPS + group, row)]), min(peer, CTAS - 1));
+        arrived[parcel] = in_block(shared_address(&shared.barriers[0][1]), min(peer, CTAS - 1));
     }
-    // A column without a row reads the first row's values.
-    const Quad* const read_at = &own.buffers[0][0][half * CHUNKS * 32 + (g < width ? g : 0) * 4 + q];
-    const bool watched = call.steps || call.mean || call.max;
+    // A column without a row reads the values of the first row.
+    const Quad* const read_at = &shared.buffers[0][0][half * CHUNKS * 32 + (g < width ? g : 0) * 4 + q];
+    const bool all_steps = call.steps || call.mean || call.max;
 
-    int odd = 0, parity = 1;                // of the step; of the barriers, which change it every second step
+    int odd = 0, parity = 1;                // parity of the step; phase parity of its barrier, which serves every second step
     for (int t = 0; t < longest[0]; ++t, odd ^= 1, parity ^= odd) {
         Gates kept[OCTETS];
 #pragma unroll
         for (int octet = 0; octet < OCTETS; ++octet) {
             if (OCTETS > 1 && t >= longest[octet]) break;
             if (t > 0) await(barrier + octet * 16 + odd * 8, parity);
-            // The two quarters of this half in turn, each with sums of its own, so that they are the parts of the grid kernel.
+            // The two quarters of this half alternate and have separate sums, which are the parts of the grid kernel.
             float sums[2][2][4] = {};
 #pragma unroll
             for (int turn = 0; turn < CHUNKS; ++turn) {
@@ -129,25 +130,25 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREAD
 #pragma unroll
                 for (int part = 0; part < 4; ++part) {
                     const int product = 4 * chunk + part, held = held_before(product);
-                    const Quad w = is_held(product) ? weights[held] : own.spilled[warp][product - held][lane];
+                    const Quad w = is_held(product) ? weights[held] : shared.spilled[warp][product - held][lane];
                     multiply(sums[quarter][part % 2], w, part / 2 ? h.z : h.x, part / 2 ? h.w : h.y);
                 }
             }
-            Gates mine[2];
+            Gates totals[2];
 #pragma unroll
             for (int s = 0; s < 2; ++s)
-                mine[s] = Gates{sums[0][0][s] + sums[1][0][s], sums[0][0][2 + s] + sums[1][0][2 + s],
+                totals[s] = Gates{sums[0][0][s] + sums[1][0][s], sums[0][0][2 + s] + sums[1][0][2 + s],
                                 sums[0][1][s] + sums[1][1][s], sums[0][1][2 + s] + sums[1][1][2 + s]};
-            own.halves[octet][half ? pair : pair + GROUPS][lane] = pick(half, mine[0], mine[1]);
-            kept[octet] = pick(half, mine[1], mine[0]);
+            shared.halves[octet][half ? pair : pair + GROUPS][lane] = pick(half, totals[0], totals[1]);
+            kept[octet] = pick(half, totals[1], totals[0]);
         }
         __syncthreads();
         Half bits[OCTETS];
 #pragma unroll
         for (int octet = 0; octet < OCTETS; ++octet) {
             if (OCTETS > 1 && t >= longest[octet]) break;
-            bits[octet] = advance(cell[octet], kept[octet] + own.halves[octet][warp][lane] + x[octet]);
-            own.outgoing[octet][column][pair * 8 + g] = bits[octet];
+            bits[octet] = advance(cell[octet], kept[octet] + shared.halves[octet][warp][lane] + x[octet]);
+            shared.outgoing[octet][column][pair * 8 + g] = bits[octet];
         }
         __syncthreads();
 #pragma unroll
@@ -159,14 +160,14 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREAD
                     send(to[parcel] + (octet * 2 - odd) * HIDDEN * 16, arrived[parcel] + octet * 16 - odd * 8,
                          from[parcel][octet * STRIDE]);
         }
-        // While that is under way: what the barriers await after that, the input of the next step, and what leaves the device.
+        // While the pieces are in flight: rearm the barriers, load the next step's inputs, and write the outputs.
 #pragma unroll
         for (int octet = 0; octet < OCTETS; ++octet) {
             if (t > 0 && t < longest[octet] && threadIdx.x == 0) expect(barrier + octet * 16 + odd * 8, width * HIDDEN * 2);
             next[octet] += 4 * hidden;
             x[octet] = input_at(next[octet], hidden, t + 1 < steps[octet]);
-            if (t < steps[octet] && (watched || t + 1 == steps[octet]))
-                Cell{&own.cells[octet][0][threadIdx.x], THREADS}.record(call, own.rows[octet * 8 + column], unit, t, bits[octet], cell[octet]);
+            if (t < steps[octet] && (all_steps || t + 1 == steps[octet]))
+                Cell{&shared.cells[octet][0][threadIdx.x], THREADS}.record(call, shared.rows[octet * 8 + column], unit, t, bits[octet], cell[octet]);
         }
     }
 }

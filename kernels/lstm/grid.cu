@@ -1,24 +1,27 @@
-// The LSTM over many thread blocks, for layers that no cluster holds and for many rows: hidden values go through the L2 cache.
+// The LSTM over many thread blocks, for layers that fit no cluster and for many rows: hidden values travel through the L2 cache.
 //
-// A team of blocks takes a tile of octets of rows; every member owns UNITS hidden units and holds their recurrent weights, HELD
-// products of a warp in registers, the rest in shared memory. A turn is one step of one octet. PARTS warps of a block multiply, each
-// its part of the hidden vector, so that it fetches only that, and leave their sums in shared memory. The other warps own the cells,
-// two for each group of units as in cluster.cu: they add the parts, advance the cells and send the new hidden values. All meet once
-// a turn, so that the cells of one turn advance while the products of the next are made. Pieces are fetched a turn before that.
+// A team of blocks owns a tile of octets of rows. Every member owns UNITS hidden units and holds their recurrent weights: HELD products
+// of a warp in registers, the rest in shared memory. A turn is one step of one octet. PARTS warps of a block multiply. Each takes its
+// part of the hidden vector, so that it fetches only that part, and leaves its sums in shared memory. The other warps own the cells,
+// two warps for each group of units as in cluster.cu: they add the parts, advance the cells and send the new hidden values. All warps of
+// a block meet once a turn, so that the cells of one turn advance while the products of the next turn are computed. Pieces are fetched
+// one turn before that.
 //
-// Data are their own signal: no hidden value is larger than one, so that the top bit of its exponent is free, and the two of a word
-// tell whether a piece is this step's, or the one of two or four steps before, or none yet. Whoever needs a piece reads it until it
-// is this step's; nothing else is waited for. (A NaN loses that bit on the way and is no NaN to the other units; in its own unit it
-// stays one.) There are two buffers for each octet, all zeros at first. A member writes step t + 1 over step t - 1 when it has all of
-// step t, which everybody sent after reading step t - 1. All blocks must be resident, so that the launch is a cooperative one.
+// The data carry their own ready flag. A hidden value is at most one, so the top bit of its exponent is free. The two free bits of a
+// word are a tag, which says whether a piece belongs to this step, to an earlier step in the same buffer, or to no step yet. A reader
+// polls a piece until it has this step's tag, and waits for nothing else. (A NaN loses that bit on the way and becomes finite for the
+// other units; in its own unit it stays a NaN.) Each octet has two buffers, zeros before the launch. A member writes step t + 1 over
+// step t - 1 when all of step t has arrived, and every member sends step t after reading step t - 1. All blocks must be resident, so the
+// launch is cooperative.
 //
-// Sums: of a part, along its chunks, in PARTS / 4 chains that take the products of a chunk in turn; then of the parts, two by two.
+// Order of sums: a part sums along its chunks in PARTS / 4 chains, which take the products of a chunk in turn; then the parts are
+// added pairwise.
 constexpr int GROUPS = UNITS / 8, CELLS = UNITS * 8;
-constexpr int PRODUCTS = GROUPS * CHUNKS * 4, SPILLED = PRODUCTS - HELD; // of a warp, for one octet; CHUNKS of 32 units in its part
+constexpr int PRODUCTS = GROUPS * CHUNKS * 4, SPILLED = PRODUCTS - HELD; // products of a warp for one octet; its part has CHUNKS chunks
 constexpr int CHAINS = PARTS / 4;
 #include "cell.cuh"
 
-constexpr unsigned TAG = 0x40004000u;                                    // the bits that are free in a word
+constexpr unsigned TAG = 0x40004000u;                                    // the free bits of a word
 static_assert(THREADS >= 32 * PARTS + CELLS && UNITS % 8 == 0 && HELD <= PRODUCTS, "launch shape");
 
 struct alignas(8) Pair {
@@ -30,21 +33,21 @@ struct Memory {
     Pair parts[2][2][PARTS][2 * GROUPS][32];
     int lengths[SORTED];
 };
-static_assert(sizeof(Memory) == SHARED, "as in launch.py");
+static_assert(sizeof(Memory) == SHARED, "SHARED differs from GridShape.shared in grid.py");
 
-// Step t's tag, never that of the zeros before all steps nor of the two steps that had the same buffer before.
+// The tag of step t. It differs from the zeros before all steps, and from the tags of the two steps before it in the same buffer.
 __device__ __forceinline__ unsigned tag_of(int t) {
     const int turn = t / 2 % 3;
     return turn == 0 ? 0x00004000u : turn == 1 ? 0x40000000u : TAG;
 }
-// The bits of a piece that are not as this tag has them, among others.
+// The bits in which a piece differs from this tag; only those in TAG have a meaning.
 __device__ __forceinline__ unsigned differing(const Quad& piece, unsigned tag) {
     return (piece.x ^ tag) | (piece.y ^ tag) | (piece.z ^ tag) | (piece.w ^ tag);
 }
 __device__ __forceinline__ Quad masked(const Quad& piece, unsigned mask) {
     return Quad{piece.x & mask, piece.y & mask, piece.z & mask, piece.w & mask};
 }
-// A piece as it is at this moment.
+// Loads a piece, past caches that are not coherent.
 __device__ __forceinline__ Quad fetch(const Quad* at) {
     Quad piece;
     asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -54,17 +57,17 @@ __device__ __forceinline__ Quad fetch(const Quad* at) {
 __device__ __forceinline__ void store(unsigned* at, unsigned word, bool wanted) {
     asm volatile("{.reg .pred p; setp.ne.s32 p, %2, 0; @p st.relaxed.gpu.global.b32 [%0], %1;}" ::"l"(at), "r"(word), "r"((int)wanted) : "memory");
 }
-// The same on its way to shared memory, past all other caches than L2.
+// Copies a piece to shared memory asynchronously, past all caches except L2.
 __device__ __forceinline__ void copy(Quad* to, const Quad* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
 }
-// The word that has this gate input in it, where one is wanted.
+// Copies the word that contains this gate input asynchronously.
 __device__ __forceinline__ void copy(unsigned* to, const Gate* from, bool wanted) {
     asm volatile("{.reg .pred p; setp.ne.s32 p, %2, 0; @p cp.async.ca.shared.global [%0], [%1], 4;}"
                  ::"r"(shared_address(to)), "l"((unsigned long long)from & ~3ull), "r"((int)wanted) : "memory");
 }
-// What it is, then; shift: the bits before it.
-__device__ __forceinline__ float picked(unsigned word, int shift) {
+// Extracts the gate input from its word. shift: the bits before it.
+__device__ __forceinline__ float extract(unsigned word, int shift) {
 #if GATES_FLOAT32
     return __uint_as_float(word);
 #else
@@ -72,7 +75,7 @@ __device__ __forceinline__ float picked(unsigned word, int shift) {
 #endif
 }
 
-// A word of a piece: to lane 4 g + q, for even g, the values that lanes g' = 2q and 2q + 1 with q' = g / 2 have.
+// Returns a word of a piece. For even g, lane 4 g + q receives the values of the lanes with g' = 2q and 2q + 1 and q' = g / 2.
 __device__ __forceinline__ unsigned transposed(Half bits) {
     unsigned word;
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(word) : "r"((unsigned)bits));
@@ -85,17 +88,17 @@ struct Turn {
 
 __device__ __forceinline__ void meet() { asm volatile("bar.sync 0;" ::: "memory"); }
 
-// What all warps of a block know.
+// What all warps of a block use.
 struct Tile {
     const Call& call;
-    Memory& own;
-    Row* rows;                          // of its octets, and one more without steps
-    float* cells;                       // of its octets
-    unsigned* inputs;                   // of its octets' next steps
+    Memory& shared;
+    Row* rows;                          // rows of the octets, and a sentinel without steps
+    float* cells;                       // cells of the octets
+    unsigned* inputs;                   // gate inputs of the octets' next steps
     Quad* buffers;
     int hidden, octets, groups, room, member;
 
-    // The next octet that has this step, or the first one's next step.
+    // Returns the turn after this one: the next octet that has this step, or the first octet's next step.
     __device__ __forceinline__ Turn after(const Turn& turn) const {
         const bool wraps = turn.t >= rows[turn.octet * 8 + 8].steps;
         return Turn{turn.t + wraps, wraps ? 0 : turn.octet + 1};
@@ -103,12 +106,12 @@ struct Tile {
     __device__ __forceinline__ int buffer_of(int octet, int t) const { return (octet * 2 + t % 2) * room; }
 };
 
-// What the first warps do.
+// The multiplying warps: the first PARTS of a block.
 __device__ __forceinline__ void multiply_parts(const Tile& tile) {
-#if REGISTERS // that the others lend
+#if REGISTERS // the other warps lend theirs
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 #endif
-    Memory& own = tile.own;
+    Memory& shared = tile.shared;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, q = lane % 4;
     Quad weights[HELD];
 #pragma unroll
@@ -116,34 +119,34 @@ __device__ __forceinline__ void multiply_parts(const Tile& tile) {
         const long long group = tile.member * GROUPS + product / (4 * CHUNKS);
         const Quad w = tile.call.packed[((group * PARTS + warp) * 4 * CHUNKS + product % (4 * CHUNKS)) * 32 + lane];
         if (is_held(product)) weights[held_before(product)] = w;
-        else own.spilled[warp][product - held_before(product)][lane] = w;
+        else shared.spilled[warp][product - held_before(product)][lane] = w;
     }
 
-    // This lane's pieces are those of row g and of every fourth group from `first` on. Where the layer has no such group it takes
-    // another one, since all that is finite does for weights that are zero.
+    // This lane reads row g's pieces of every fourth group, beginning with `first`. For groups beyond the layer it reads other pieces: any
+    // finite value will do, because their weights are zero.
     const int first = warp * CHUNKS * 4 + q, furthest = max((tile.groups - 1 - first) / 4, 0) * 32;
-    const Quad* const pieces_of = tile.buffers + place_of(min(first, tile.groups - 1), g);
+    const Quad* const pieces_of = tile.buffers + piece_index(min(first, tile.groups - 1), g);
     auto from = [&](const Turn& turn) { return pieces_of + tile.buffer_of(turn.octet, turn.t); };
     auto chunk_of = [&](int chunk) { return WHOLE ? chunk * 32 : min(chunk * 32, furthest); };
-    auto ask = [&](const Turn& turn, int slot) {
+    auto request = [&](const Turn& turn, int slot) {
         const Quad* const at = from(turn);
 #pragma unroll
-        for (int chunk = 0; chunk < CHUNKS; ++chunk) copy(&own.arrived[slot][chunk][threadIdx.x], at + chunk_of(chunk));
+        for (int chunk = 0; chunk < CHUNKS; ++chunk) copy(&shared.arrived[slot][chunk][threadIdx.x], at + chunk_of(chunk));
     };
-    // The pieces of a turn that were not there when they were asked for.
+    // Waits for pieces of a turn that had not arrived when they were requested.
     auto await = [&](Quad (&pieces)[CHUNKS], const Turn& turn, int slot) {
         if (turn.t == 0) {
 #pragma unroll 1
             for (int chunk = 0; chunk < CHUNKS; ++chunk)
-                own.arrived[slot][chunk][threadIdx.x] = piece_before(tile.call, tile.rows[turn.octet * 8 + g], first + chunk * 4);
+                shared.arrived[slot][chunk][threadIdx.x] = piece_before(tile.call, tile.rows[turn.octet * 8 + g], first + chunk * 4);
 #pragma unroll
-            for (int chunk = 0; chunk < CHUNKS; ++chunk) pieces[chunk] = own.arrived[slot][chunk][threadIdx.x];
+            for (int chunk = 0; chunk < CHUNKS; ++chunk) pieces[chunk] = shared.arrived[slot][chunk][threadIdx.x];
             return;
         }
         const unsigned tag = tag_of(turn.t);
         const bool live = turn.t < tile.rows[turn.octet * 8 + g].steps;
         const Quad* const at = from(turn);
-        // Until the first piece is there nobody asks for the others: spinning on all of them would slow down their senders.
+        // Poll only the first piece: polling all of them would slow down their senders.
         do pieces[0] = fetch(at);
         while (__any_sync(~0u, live && differing(pieces[0], tag) & TAG));
 #pragma unroll
@@ -164,22 +167,22 @@ __device__ __forceinline__ void multiply_parts(const Tile& tile) {
     Turn turn{0, 0}, next = tile.after(turn);
     Quad pieces[CHUNKS];
     if (longest) await(pieces, turn, 0);
-    if (!ALONE) ask(next, 1);
+    if (!ALONE) request(next, 1);
     for (int parity = 0; turn.t < longest; parity ^= 1) {
         const Turn later = tile.after(next);
         const bool live = next.t < tile.rows[next.octet * 8 + g].steps;
         const unsigned tag = tag_of(next.t);
         Quad following[CHUNKS];
-        unsigned differs[2] = {0, 0}; // in turn, as two chains are done sooner than one
+        unsigned differs[2] = {0, 0}; // alternating, because two chains finish sooner than one
         __syncwarp();
 #pragma unroll
-        for (int of = 0; of < GROUPS; ++of) {
-            if (!ALONE && of == GROUPS / 2) {
-                // The next turn's pieces, which most often are there, while this one's are multiplied.
+        for (int group = 0; group < GROUPS; ++group) {
+            if (!ALONE && group == GROUPS / 2) {
+                // Take the next turn's pieces, which have usually arrived, while this turn's are multiplied.
                 asm volatile("cp.async.wait_all;" ::: "memory");
 #pragma unroll
-                for (int chunk = 0; chunk < CHUNKS; ++chunk) following[chunk] = own.arrived[parity ^ 1][chunk][threadIdx.x];
-                ask(later, parity);
+                for (int chunk = 0; chunk < CHUNKS; ++chunk) following[chunk] = shared.arrived[parity ^ 1][chunk][threadIdx.x];
+                request(later, parity);
             }
             float sums[CHAINS][2][4] = {};
 #pragma unroll
@@ -187,8 +190,8 @@ __device__ __forceinline__ void multiply_parts(const Tile& tile) {
                 const Quad h = pieces[chunk];
 #pragma unroll
                 for (int part = 0; part < 4; ++part) {
-                    const int product = (of * CHUNKS + chunk) * 4 + part, held = held_before(product);
-                    const Quad w = is_held(product) ? weights[held] : own.spilled[warp][product - held][lane];
+                    const int product = (group * CHUNKS + chunk) * 4 + part, held = held_before(product);
+                    const Quad w = is_held(product) ? weights[held] : shared.spilled[warp][product - held][lane];
                     multiply(sums[part / 2 % CHAINS][part % 2], w, part / 2 ? h.z : h.x, part / 2 ? h.w : h.y);
                 }
             }
@@ -197,7 +200,7 @@ __device__ __forceinline__ void multiply_parts(const Tile& tile) {
                 if (CHAINS == 2)
                     for (int value = 0; value < 4; ++value) sums[0][m][value] += sums[CHAINS - 1][m][value];
 #pragma unroll
-                for (int s = 0; s < 2; ++s) own.parts[parity][s][warp][of * 2 + m][lane] = Pair{sums[0][m][s], sums[0][m][2 + s]};
+                for (int s = 0; s < 2; ++s) shared.parts[parity][s][warp][group * 2 + m][lane] = Pair{sums[0][m][s], sums[0][m][2 + s]};
             }
         }
         if (!ALONE) {
@@ -214,7 +217,7 @@ __device__ __forceinline__ void multiply_parts(const Tile& tile) {
     }
 }
 
-// What the other warps do: of two for each group of units, one has the cells of its even rows, one those of its odd rows, one a lane.
+// The other warps: two for each group of units, one with the cells of even rows and one with those of odd rows. A lane owns one cell.
 __device__ __forceinline__ void advance_cells(const Tile& tile) {
 #if REGISTERS
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(OWNERS_REGISTERS));
@@ -225,10 +228,10 @@ __device__ __forceinline__ void advance_cells(const Tile& tile) {
     const int group = tile.member * GROUPS + pair, unit = group * 8 + g, hidden = tile.hidden;
     const Gate* const gates = call.gates + unit;
     const int shifts[2] = {(int)((unsigned long long)gates & 2) * 8, (int)((unsigned long long)(gates + hidden) & 2) * 8};
-    const bool watched = call.steps || call.mean || call.max, real = unit < hidden;
+    const bool all_steps = call.steps || call.mean || call.max, real = unit < hidden;
 
     auto cell_of = [&](int octet) { return Cell{tile.cells + octet * 3 * CELLS + index, CELLS}; };
-    auto ask = [&](int octet, const Row& row, int t) {
+    auto request = [&](int octet, const Row& row, int t) {
         const Gate* const from = gates + (row.begin + t) * 4 * hidden;
 #pragma unroll
         for (int gate = 0; gate < 4; ++gate)
@@ -238,18 +241,18 @@ __device__ __forceinline__ void advance_cells(const Tile& tile) {
     for (int octet = 0; index < CELLS && octet < tile.octets; ++octet) {
         const Row row = tile.rows[octet * 8 + column];
         cell_of(octet).state[0] = cell_of(octet).begin(call, row, unit);
-        ask(octet, row, 0);
+        request(octet, row, 0);
     }
 
     const int longest = tile.rows[0].steps;
     Turn turn{0, 0};
-    if (index >= CELLS) { // warps that only fill up the last four
+    if (index >= CELLS) { // warps that only complete the last group of four
         for (; turn.t < longest; turn = tile.after(turn)) meet();
         return;
     }
 
-    // Its share of a piece in the form that `transposed` gives.
-    unsigned* const to = (unsigned*)(tile.buffers + place_of(group, g + odd)) + q;
+    // Where this lane writes its word of a piece, as `transposed` returns it.
+    unsigned* const to = (unsigned*)(tile.buffers + piece_index(group, g + odd)) + q;
     const bool sends = g % 2 == 0 && group < tile.groups;
     int before = 0;
     for (int parity = 0; turn.t < longest; parity ^= 1) {
@@ -260,17 +263,17 @@ __device__ __forceinline__ void advance_cells(const Tile& tile) {
         float cell = owned.state[0];
         const unsigned tag = tag_of(t + 1);
         const unsigned* const x = tile.inputs + turn.octet * 4 * CELLS + index;
-        // What was asked for in the turn before may wait until it is needed, unless that is now.
+        // The inputs that the previous turn requested are needed now only if that turn had the same octet.
         if (before == turn.octet) asm volatile("cp.async.wait_group 0;" ::: "memory");
         else asm volatile("cp.async.wait_group 1;" ::: "memory");
-        const Gates input{picked(x[0], shifts[0]), picked(x[CELLS], shifts[1]), picked(x[2 * CELLS], shifts[0]), picked(x[3 * CELLS], shifts[1])};
+        const Gates input{extract(x[0], shifts[0]), extract(x[CELLS], shifts[1]), extract(x[2 * CELLS], shifts[0]), extract(x[3 * CELLS], shifts[1])};
         meet();
 
         Gates sums[PARTS];
 #pragma unroll
         for (int part = 0; part < PARTS; ++part) {
-            const Pair one = tile.own.parts[parity][odd][part][pair * 2][lane], two = tile.own.parts[parity][odd][part][pair * 2 + 1][lane];
-            sums[part] = Gates{one.low, one.high, two.low, two.high};
+            const Pair first = tile.shared.parts[parity][odd][part][pair * 2][lane], second = tile.shared.parts[parity][odd][part][pair * 2 + 1][lane];
+            sums[part] = Gates{first.low, first.high, second.low, second.high};
         }
 #pragma unroll
         for (int apart = 1; apart < PARTS; apart *= 2)
@@ -278,25 +281,25 @@ __device__ __forceinline__ void advance_cells(const Tile& tile) {
             for (int part = 0; part < PARTS; part += 2 * apart) sums[part] = sums[part] + sums[part + apart];
         const Half bits = advance(cell, sums[0] + input);
         store(to + tile.buffer_of(turn.octet, t + 1) * 4, transposed(bits) & ~TAG | tag, sends);
-        ask(turn.octet, row, t + 1);
+        request(turn.octet, row, t + 1);
         owned.state[0] = cell;
-        if (real && t < row.steps && (watched || t + 1 == row.steps)) owned.record(call, row, unit, t, bits, cell);
+        if (real && t < row.steps && (all_steps || t + 1 == row.steps)) owned.record(call, row, unit, t, bits, cell);
         before = turn.octet, turn = next;
     }
 }
 
-// The shared memory after `Memory`: the rows, and of each octet the cells and the gate inputs of their next step.
+// The shared memory behind `Memory` holds the rows and, for each octet, the cells and the gate inputs of their next step.
 extern "C" __global__ void __launch_bounds__(THREADS, 8 / PARTS) lstm(const __grid_constant__ Call call) {
     extern __shared__ __align__(128) unsigned char dynamic[];
-    Memory& own = *(Memory*)dynamic;
+    Memory& shared = *(Memory*)dynamic;
     const int hidden = (int)call.hidden, octets = (int)call.octets, groups = (hidden + 7) / 8, room = (groups + 3) / 4 * 32;
     const int members = (groups + GROUPS - 1) / GROUPS, team = blockIdx.x / members;
     Row* const rows = (Row*)(dynamic + sizeof(Memory));
     float* const cells = (float*)(rows + octets * 8 + 1);
-    const Tile tile{call, own, rows, cells, (unsigned*)(cells + octets * 3 * CELLS),
+    const Tile tile{call, shared, rows, cells, (unsigned*)(cells + octets * 3 * CELLS),
                     (Quad*)call.exchange + (long long)team * octets * 2 * room, hidden, octets, groups, room, (int)blockIdx.x % members};
     if (threadIdx.x == 0) rows[octets * 8].steps = 0;
-    choose_rows(call, octets, team, own.lengths, rows);
+    choose_rows(call, octets, team, shared.lengths, rows);
     if (threadIdx.x < PARTS * 32) multiply_parts(tile);
     else advance_cells(tile);
 }

@@ -1,4 +1,4 @@
-"""The LSTM one row and one step at a time, in the precision of its arguments: the oracle of every test, for the eye."""
+"""The LSTM one row and one step at a time, in the dtype of its arguments: the oracle of every test."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from itertools import pairwise
 
 import torch
 
-from kernels.contract import Encoded, LSTMState, LSTMWeights, Outputs, Ragged
-from kernels.reference import pooled
+from kernels.lstm.types import LSTMState, LSTMWeights
+from kernels.ragged import Encoded, Outputs, Ragged
+from kernels.reference import select_outputs
 
 
 def lstm(x: Ragged, weights: LSTMWeights, state: LSTMState | None, *, want: Outputs) -> Encoded:
-    """Shapes as in `kernels.contract`; every output has the dtype of `weights.recurrent`."""
+    """Encode every row. Shapes as in `kernels.lstm.types`; every output has the dtype of `weights.recurrent`."""
     hidden = weights.recurrent.new_zeros(x.rows, weights.hidden) if state is None else state.hidden.clone()
     cell = torch.zeros_like(hidden) if state is None else state.cell.clone()
     gates = x.data if weights.input is None or weights.bias is None else x.data @ weights.input + weights.bias
@@ -22,4 +23,4 @@ def lstm(x: Ragged, weights: LSTMWeights, state: LSTMState | None, *, want: Outp
             cell[row] = f.sigmoid() * cell[row] + i.sigmoid() * g.tanh()
             hidden[row] = o.sigmoid() * cell[row].tanh()
             steps[t] = hidden[row]
-    return pooled(steps, x.offsets, want, last=hidden, state=LSTMState(hidden, cell))
+    return select_outputs(steps, x.offsets, want, last=hidden, state=LSTMState(hidden, cell))

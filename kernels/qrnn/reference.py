@@ -1,4 +1,4 @@
-"""The QRNN one row and one step at a time, in the precision of its arguments: the oracle of every test, for the eye."""
+"""The QRNN one row and one step at a time, in the dtype of its arguments: the oracle of every test."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from kernels.contract import POOLINGS, Encoded, Outputs, QRNNState, QRNNWeights, Ragged
 from kernels.embedding import tap_rows
-from kernels.reference import pooled
+from kernels.qrnn.types import POOLINGS, QRNNState, QRNNWeights
+from kernels.ragged import Encoded, Outputs, Ragged
+from kernels.reference import select_outputs
 
 
 def qrnn(x: Ragged, weights: QRNNWeights, state: QRNNState | None, *, want: Outputs) -> Encoded:
-    """Shapes as in `kernels.contract`; every output has the dtype of `weights.bias`."""
+    """Encode every row. Shapes as in `kernels.qrnn.types`; every output has the dtype of `weights.bias`."""
     size, window = weights.hidden, weights.window
     data = x.data if weights.tables is None else tap_rows(x).data
     cell = weights.bias.new_zeros(x.rows, size) if state is None else state.cell.clone()
@@ -30,7 +31,7 @@ def qrnn(x: Ragged, weights: QRNNWeights, state: QRNNState | None, *, want: Outp
             hidden[row] = others[0].sigmoid() * cell[row] if others else cell[row]
             steps[t] = hidden[row]
         left[row] = seen[len(seen) - window + 1 :]
-    return pooled(steps, x.offsets, want, last=hidden, state=QRNNState(cell, left))
+    return select_outputs(steps, x.offsets, want, last=hidden, state=QRNNState(cell, left))
 
 
 def _gates(steps: Tensor, weights: QRNNWeights) -> Tensor:

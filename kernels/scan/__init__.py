@@ -1,1 +1,2 @@
-"""What the SRU and the QRNN have in common on a GPU: cells that wait for nothing but their own past."""
+"""The CUDA kernels of the SRU and the QRNN: a scan over time, elementwise in the hidden units. The families describe their layers to
+it; nothing here knows their weights."""

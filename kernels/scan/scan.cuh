@@ -1,21 +1,21 @@
-// What the SRU's and the QRNN's kernels share: the cells, how a team of threads goes through gates, and what leaves the device.
+// What the SRU's and the QRNN's kernels share: the cells, how a team of threads computes a stream of rows, and the outputs.
 //
 //   SRU     f = sigmoid(u1 + v_f c' + b_f)   c = f c' + (1 - f) u0   r = sigmoid(u2 + v_r c' + b_r)   h = r g(c) + (1 - r) skip
 //   QRNN    z = tanh(u0 + b_z)   f, o, i = sigmoid(u + b)            c = f c' + (1 - f) z, or + i z   h = o c
-//   (Lei et al. 2018, without v its first version; Bradbury et al. 2017)
+//   (Lei et al. 2018, whose first version has no v; Bradbury et al. 2017)
 //
-// Whole rows laid end to end are a stream, which is gone through 64 steps at a time: a tile. The gates of a tile are in shared memory,
-// 64 steps of UNITS hidden units. A team has GROUPS threads for each unit, and a thread takes runs of RUN steps. Everything that does not
-// wait for the cell is computed by all of them together; then one group after the other goes through its runs, a multiplication and an
-// addition a step, and hands its cells to the next. So a cell sees the same operations one after the other whatever the batch and
-// however a row is cut into chunks.
+// A stream is whole rows packed end to end. It is computed in tiles of 64 steps. The gates of a tile are in shared memory: 64 steps of
+// UNITS hidden units. A team has GROUPS threads for each unit, and a thread computes runs of RUN steps. All threads compute together
+// whatever does not depend on the cell. Then one group after the other computes the cells of its run, with one multiplication and one
+// addition for each step, and hands its cells to the next group. So a cell goes through the same operations in the same order, whatever
+// the batch is and however a row is cut into chunks.
 //
-// Where one row is to fill the device (RING), tiles that follow each other lie with different teams of a cluster. Each tile makes a c + b
-// of the cell c before it; the teams tell each other a and b, so that each can guess the cell before its own tile, but for rounding. To
-// be exact to the bit all the same, the guess is taken a little too low and a little too high. A step f c + q with f >= 0, rounded
-// once, never falls where c rises: where both have met at the end of the tile, every cell between them has, and what leaves the tile
-// is sent to the next team at once. Then the tile is gone through from the cell that the team before sent. A team whose guess was so
-// wrong that it had sent another cell tells all others, and the whole is computed once more without guesses.
+// When one row has to fill the device (RING), consecutive tiles belong to different teams of a cluster. Each tile maps the cell c before it
+// to a c + b. The teams exchange a and b, so that each can predict the cell before its own tile, except for rounding. To be bit-exact
+// nevertheless, a team computes two bounds: one from slightly below the prediction and one from slightly above. A step f c + q with
+// f >= 0, rounded once, is monotonic in c. So where both bounds meet at the end of the tile, every cell between them ends there too, and
+// the team sends that cell to the next team at once. Then it computes the tile from the cell that the previous team sent. If a
+// prediction was so wrong that a team had sent another cell, it tells all teams, and the whole is computed again without predictions.
 
 #include "../device.cuh"
 
@@ -25,7 +25,7 @@ typedef float Gate;
 typedef Half Gate;
 #endif
 #if TAPS > 1
-typedef float Kept;                     // what tiles hold: sums of several gates are not rounded once more
+typedef float Kept;                     // what tiles hold: sums of several gates are not rounded again
 #else
 typedef Gate Kept;
 #endif
@@ -36,64 +36,64 @@ typedef Half Skip;
 #endif
 
 constexpr int TILE = 64, RUNS = TILE / RUN;
-constexpr int TEAM = GROUPS * UNITS;                                        // threads
-constexpr int TEAMS = 2 * CTAS;                                             // of a ring
+constexpr int TEAM = GROUPS * UNITS;                                        // threads of a team
+constexpr int TEAMS = 2 * CTAS;                                             // teams of a ring
 constexpr int CANDIDATE = 0, FORGET = 1, OUTPUT = 2, LAST_BLOCK = 3;        // LAST_BLOCK: an SRU's skip, a QRNN's input gate
 constexpr bool IS_SRU = SRU, LINEAR = !OWN_CELL;
-constexpr float WIDTH = 1.0f / (1 << 21);                                   // by how much a guess may be off
+constexpr float WIDTH = 1.0f / (1 << 21);                                   // relative distance of a bound from the prediction
 constexpr int NO_SKIP = 0, SKIP_BLOCK = 1, SKIP_COLUMNS = 2;
 
-// Which blocks a tile has: all, or those that the cell needs.
+// Whether a tile has a block: it has all blocks, or the blocks that the cell needs.
 __host__ __device__ constexpr bool in_tile(int block) {
     return block < BLOCKS && (ALL_BLOCKS || block == CANDIDATE || block == FORGET || (!IS_SRU && block == LAST_BLOCK));
 }
 __host__ __device__ constexpr int slot_of(int block) { return block > OUTPUT && !ALL_BLOCKS ? OUTPUT : block; }
 __host__ __device__ constexpr int block_of(int slot) { return slot == OUTPUT && !ALL_BLOCKS ? LAST_BLOCK : slot; }
 constexpr int SLOTS = in_tile(0) + in_tile(1) + in_tile(2) + in_tile(3);
-constexpr int COLUMNS = SLOTS * UNITS;                                      // of a tile, block by block
-constexpr int STRIDE = COLUMNS + 16 / (int)sizeof(Kept);                    // of a step, clear of bank conflicts
+constexpr int COLUMNS = SLOTS * UNITS;                                      // columns of a tile, block by block
+constexpr int STRIDE = COLUMNS + 16 / (int)sizeof(Kept);                    // stride of a step, without bank conflicts
 
-// What a launch is given; of arrays in pairs, the second is the backward direction's. Arrays that nobody wants are null. Eight bytes
-// each, so that the launcher is a list of integers.
+// The arguments of a launch. The second array of a pair belongs to the backward direction. Outputs that are not requested are null. Every
+// member has eight bytes: the launcher passes integers.
 struct Call {
-    const void* data[2];                // (tokens, inputs), of the product
-    const void* source[2];              // the packed weights; (tokens, blocks x hidden) gates; or the tables of the ids
+    const void* data[2];                // (tokens, inputs), if the kernel multiplies them
+    const void* source[2];              // the packed weights; gate inputs (tokens, blocks x hidden); or tables
     const float* bias[2];               // (blocks x hidden)
     const float* own_cell[2];           // (2 x hidden) an SRU's v
-    const void* left[2];                // (rows, window - 1, inputs), or of ids (rows, window - 1) int64; null for zeros
+    const void* left[2];                // (rows, window - 1, inputs), or for ids (rows, window - 1) int64; null for zeros
     void* left_after[2];                // the same for the next chunk
-    const float* before[2];             // (lines, hidden) cells, null for zeros
-    float* after[2];                    // (lines, hidden)
-    const int* slots_before[2];         // (rows,) the line of the state that a row goes on from; null: its own
-    const int* slots_after[2];          // (rows,) the line of its new state
+    const float* before[2];             // (slots, hidden) cells, null for zeros
+    float* after[2];                    // (slots, hidden)
+    const int* slots_before[2];         // (rows,) the slot that a row starts from; null: its row number
+    const int* slots_after[2];          // (rows,) the slot of its new state; null: its row number
     long long skip_from[2];
-    double scale[2];                    // of the skip
+    double scale[2];                    // factor of the skip
     const void* offsets;                // (rows + 1,) int32, or int64 when `wide`
     const void* ids;                    // (tokens,) int32, or int64 when `wide_ids`
-    const Skip* skip;                   // (tokens, skip_stride), the skip of a unit `skip_from` columns after it
+    const Skip* skip;                   // (tokens, skip_stride); a unit's skip is in column skip_from + unit
     float* steps;                       // (tokens, width)
     float* last;                        // (rows, width)
     float* mean;
     float* max;
-    long long wide, wide_ids, rows, hidden, width, inputs, height, skip_stride;     // height: lines of a table
+    long long wide, wide_ids, rows, hidden, width, inputs, height, skip_stride;     // height: rows of a table
     long long streams, slices;
 
     __device__ long long offset(long long row) const {
         return wide ? ((const long long*)offsets)[row] : (long long)((const int*)offsets)[row];
     }
-    // Of the wide ones the low word, so that nothing waits for it before it is needed.
+    // Loads only the low word of a wide id: a conversion would wait for the load.
     __device__ int id(long long token) const { return ((const int*)ids)[wide_ids ? 2 * token : token]; }
-    __device__ long long line_before(int direction, int row) const { return slots_before[direction] ? slots_before[direction][row] : row; }
-    __device__ long long line_after(int direction, int row) const { return slots_after[direction] ? slots_after[direction][row] : row; }
-    __device__ bool watched() const { return steps || mean || max; }
+    __device__ long long slot_before(int direction, int row) const { return slots_before[direction] ? slots_before[direction][row] : row; }
+    __device__ long long slot_after(int direction, int row) const { return slots_after[direction] ? slots_after[direction][row] : row; }
+    __device__ bool all_steps() const { return steps || mean || max; }
 };
 
-// The whole rows that a team goes through, whose places are counted in the order in which it does.
+// The whole rows that a team computes. A place is the position of a step in the order of the computation.
 struct Stream {
-    long long begin;                    // its first token
-    int places;                         // as many as it has tokens
-    int first, until;                   // its rows
-    int start, stride;                  // the first tile of this team, and how far apart its tiles are
+    long long begin;                    // the first token
+    int places;                         // the number of tokens
+    int first, until;                   // the first row, and the row after the last
+    int start, stride;                  // the first tile of this team, and the distance between its tiles
     int direction;
 
     __device__ int all_tiles() const { return (places + TILE - 1) / TILE; }
@@ -102,7 +102,7 @@ struct Stream {
     __device__ int places_of(int tile) const { return min(TILE, places - tile * TILE); }
     __device__ long long token(int place) const { return begin + (direction ? places - 1 - place : place); }
     __device__ int row(int ordinal) const { return direction ? until - 1 - ordinal : first + ordinal; }
-    // The place of the row's first step; of the row after the last, the end.
+    // The place of a row's first step; for the row after the last, the end.
     __device__ int start_of(const Call& call, int ordinal) const {
         if (ordinal > until - first) return 0x7fffffff;
         return direction ? (int)(begin - call.offset(until - ordinal)) + places : (int)(call.offset(first + ordinal) - begin);
@@ -118,13 +118,13 @@ struct Stream {
     }
 };
 
-// What one thread knows of its unit.
+// The parameters of a thread's hidden unit.
 struct Unit {
-    int index;                          // among the hidden units
+    int index;                          // number of the hidden unit
     float bias[4], v_forget, v_output;
 };
 
-// One step of a cell; what p and q are, `prepare` says.
+// Advances a cell by one step. `prepare` computes p and q.
 __device__ __forceinline__ float advance(float cell, float p, float q, const Unit& unit) {
     if (LINEAR) return fmaf(p, cell, q);
 #if EXACT
@@ -137,7 +137,7 @@ __device__ __forceinline__ float advance(float cell, float p, float q, const Uni
 #endif
 }
 
-// Of a linear cell, what it is multiplied by and what is added; else what the forget gate is but for the cell, and the candidate.
+// Computes p and q: the factor and the summand of a linear cell; otherwise the forget gate without its cell term, and the candidate.
 __device__ __forceinline__ void prepare(const float (&gates)[4], const Unit& unit, float& p, float& q) {
     const float candidate = IS_SRU ? gates[CANDIDATE] : tanh_of(gates[CANDIDATE] + unit.bias[CANDIDATE]);
     const float forget = gates[FORGET] + unit.bias[FORGET];
@@ -150,7 +150,7 @@ __device__ __forceinline__ void prepare(const float (&gates)[4], const Unit& uni
     q = !IS_SRU && BLOCKS == 4 ? sigmoid_of(gates[LAST_BLOCK] + unit.bias[LAST_BLOCK]) * candidate : fmaf(-p, candidate, candidate);
 }
 
-// The hidden value of a step; cell_before: an SRU's gates may look at it.
+// Returns the hidden value of a step. cell_before: for an SRU whose gates depend on the previous cell.
 __device__ __forceinline__ float hidden_of(float output, float skip, float cell, float cell_before, const Unit& unit) {
     if (!IS_SRU) return BLOCKS == 2 ? cell : sigmoid_of(output + unit.bias[OUTPUT]) * cell;
     const float gate = output + unit.bias[OUTPUT];
@@ -158,24 +158,24 @@ __device__ __forceinline__ float hidden_of(float output, float skip, float cell,
     return fmaf(r, (TANH ? tanh_of(cell) : cell) - skip, skip);
 }
 
-// Of one team, in shared memory.
+// The shared memory of one team.
 struct Share {
     float carry[UNITS];                 // cells between two runs
-    unsigned long long handed[GROUPS];  // barriers: that a group has handed its cells over
-    float sum[UNITS], largest[UNITS];   // of the row so far
-    unsigned long long pooled[GROUPS];  // barriers: that a group has added its run to them
+    unsigned long long handed[GROUPS];  // barriers: a group has handed its cells over
+    float sum[UNITS], largest[UNITS];   // sum and maximum of the row so far
+    unsigned long long pooled[GROUPS];  // barriers: a group has added its run to the pools
 #if RING
-    float low[UNITS], high[UNITS];      // between two runs
-    unsigned long long bounded[GROUPS]; // barriers: that a group has handed these over
-    float inbox[2][UNITS];              // cells from the team before, by turns
-    float2 runs[2][GROUPS][UNITS];      // what each run of the tile makes of a cell, by turns
-    float2 maps[2][TEAMS][UNITS];       // what each team's tile does, by turns
-    unsigned long long arrived[2], credits[2], mapped[2];   // barriers: of the inbox, that the next team has read its own, of the maps
+    float low[UNITS], high[UNITS];      // bounds between two runs
+    unsigned long long bounded[GROUPS]; // barriers: a group has handed the bounds over
+    float inbox[2][UNITS];              // cells from the previous team, alternating
+    float2 runs[2][GROUPS][UNITS];      // the map of each run of the tile, alternating
+    float2 maps[2][TEAMS][UNITS];       // the map of each team's tile, alternating
+    unsigned long long arrived[2], credits[2], mapped[2];   // barriers: inbox full, next team's inbox free, maps full
     int broken;                         // a prediction was wrong
 #endif
 };
 
-// The gates of tiles in shared memory, BUFFERS of them by turns; addresses of their barriers, eight bytes apart.
+// The gates of BUFFERS tiles in shared memory, used in rotation, and the addresses of their barriers, eight bytes apart.
 struct Tiles {
     Kept* gates;
     unsigned full, empty;
@@ -183,41 +183,41 @@ struct Tiles {
 
 // The rows of a run.
 struct Rows {
-    unsigned firsts, lasts;             // which of its steps begin and end one
-    int place, start, next;             // where the run begins, where the row there does, and where the next one does
-    int ordinal, starts;                // of the row there; in each lane, of the rows after it
+    unsigned firsts, lasts;             // bit masks: the steps that begin a row, and that end one
+    int place, start, next;             // first place of the run, of the row there, and of the row after it
+    int ordinal, starts;                // ordinal of the row there; in each lane, the first place of a row after it
 
-    // The row of a step; by whole warps.
+    // Returns the row of a step. Whole warps must call it.
     __device__ int of(const Call& call, const Stream& stream, int step) const {
         const unsigned before = __ballot_sync(~0u, starts <= place + step);
-        // More than the lanes know of: many rows without steps.
+        // More rows than lanes: many rows without steps.
         if (before == ~0u) return stream.row(stream.ordinal_of(call, place + step));
         return stream.row(ordinal + __popc(before));
     }
 };
 
-// A gate of a block that is not in the tiles.
+// Reads a gate of a block that is not in the tiles.
 __device__ Gate gate_elsewhere(const Call& call, int direction, long long token, int block, int unit);
 
 struct Encoder {
     const Call& call;
     const Stream& stream;
-    Share& own;
+    Share& share;
     const Tiles& tiles;
-    int thread, barrier;                // of the team; at which all of it meets
+    int thread, barrier;                // thread of the team; the barrier where the team meets
     Unit unit;
-    bool real;                          // there is such a unit
+    bool real;                          // the layer has this unit
 
     __device__ int group() const { return thread / UNITS; }
     __device__ int column() const { return thread % UNITS; }
     __device__ bool is_last_group() const { return group() == GROUPS - 1; }
     __device__ bool pools() const { return call.mean || call.max; }
-    __device__ float begins_with(int row) const {
+    __device__ float first_cell(int row) const {
         const float* before = call.before[stream.direction];
-        return before && real ? before[call.line_before(stream.direction, row) * call.hidden + unit.index] : 0.0f;
+        return before && real ? before[call.slot_before(stream.direction, row) * call.hidden + unit.index] : 0.0f;
     }
 
-    // The rows of a run; nothing is looked up while it is inside the row that was looked up last.
+    // Finds the rows of a run. Nothing is loaded while the run is inside the row that was found last.
     __device__ __forceinline__ void look_up(int place, Rows& rows) const {
         rows.place = place, rows.firsts = rows.lasts = 0;
         if (place > rows.start && place + RUN < rows.next) return;
@@ -232,7 +232,7 @@ struct Encoder {
         rows.firsts = rows.start == place;
         for (int starts = rows.starts, ordinal = rows.ordinal;;) {
             const int after = starts - place;
-            // What starts where the stream ends is no row of it.
+            // A row that starts at the end of the stream is not in it.
             rows.firsts |= __reduce_or_sync(~0u, after < min(RUN, stream.places - place) ? 1u << after : 0u);
             rows.lasts |= __reduce_or_sync(~0u, after <= RUN ? 1u << (after - 1) : 0u);
             if (__shfl_sync(~0u, starts, 31) > place + RUN) break;
@@ -240,29 +240,29 @@ struct Encoder {
         }
     }
 
-    // Rows without steps have no token in any tile.
+    // Writes the outputs of rows without steps, which are in no tile.
     __device__ void end_empty_rows() const {
 #pragma unroll 1
         for (int base = stream.first; base < stream.until; base += 32) {
             const int row = base + threadIdx.x % 32;
             unsigned empty = __ballot_sync(~0u, row < stream.until && call.offset(row) == call.offset(row + 1));
             for (; empty; empty &= empty - 1) {
-                const int found = base + __ffs(empty) - 1;
+                const int row = base + __ffs(empty) - 1;
                 if (group() > 0 || !real) continue;
-                end(found, 0.0f, begins_with(found));
-                pooled(found, 0.0f, 0.0f);
+                end(row, 0.0f, first_cell(row));
+                pooled(row, 0.0f, 0.0f);
             }
         }
     }
 
-    __device__ long long line_out(long long line) const { return line * call.width + stream.direction * call.hidden + unit.index; }
+    __device__ long long output_index(long long row) const { return row * call.width + stream.direction * call.hidden + unit.index; }
     __device__ void end(int row, float hidden, float cell) const {
-        call.after[stream.direction][call.line_after(stream.direction, row) * call.hidden + unit.index] = cell;
-        if (call.last) call.last[line_out(row)] = hidden;
+        call.after[stream.direction][call.slot_after(stream.direction, row) * call.hidden + unit.index] = cell;
+        if (call.last) call.last[output_index(row)] = hidden;
     }
     __device__ void pooled(int row, float mean, float largest) const {
-        if (call.mean) call.mean[line_out(row)] = mean;
-        if (call.max) call.max[line_out(row)] = largest;
+        if (call.mean) call.mean[output_index(row)] = mean;
+        if (call.max) call.max[output_index(row)] = largest;
     }
 
     __device__ float gate(const Kept* at, int block) const { return value_of(at[slot_of(block) * UNITS]); }
@@ -273,16 +273,16 @@ struct Encoder {
             if (in_tile(block)) values[block] = gate(at, block);
         prepare(values, unit, p, q);
     }
-    // Where the gates of a step were that only the cell needs, its value is kept; every thread has such a place of its own.
-    __device__ static void keep(Kept* at, float value) {
+    // Stores a hidden value in place of gates that are no longer needed. Every thread has its own.
+    __device__ static void store_value(Kept* at, float value) {
         if (sizeof(Kept) == 4) *(float*)at = value;
         else at[0] = __float_as_uint(value) & 0xffff, at[UNITS] = __float_as_uint(value) >> 16;
     }
-    __device__ static float keeps(const Kept* at) {
+    __device__ static float stored_value(const Kept* at) {
         return sizeof(Kept) == 4 ? *(const float*)at : __uint_as_float((unsigned)at[0] | (unsigned)at[UNITS] << 16);
     }
 
-    // The gates of a run as `advance` wants them. For a row's first step, q is the cell after it.
+    // Reads the gates of a run as `advance` takes them. For a row's first step, q is the cell after it.
     __device__ __forceinline__ void read_run(Kept* at, const Rows& rows, float (&p)[RUN], float (&q)[RUN]) const {
 #pragma unroll
         for (int i = 0; i < RUN; ++i) read(at + i * STRIDE, p[i], q[i]);
@@ -298,15 +298,15 @@ struct Encoder {
             const int i = __ffs(firsts) - 1;
             float p_first, q_first;
             read(at + i * STRIDE, p_first, q_first);
-            const float begun = advance(begins_with(rows.of(call, stream, i)), p_first, q_first, unit);
-            if (real) keep(at + i * STRIDE, begun);
+            const float begun = advance(first_cell(rows.of(call, stream, i)), p_first, q_first, unit);
+            if (real) store_value(at + i * STRIDE, begun);
         }
 #pragma unroll
         for (int i = 0; i < RUN; ++i)
-            if (rows.firsts >> i & 1) q[i] = keeps(at + i * STRIDE);
+            if (rows.firsts >> i & 1) q[i] = stored_value(at + i * STRIDE);
     }
 
-    // From the cell before the run to the one after it; q becomes the cells.
+    // Computes the cells of a run in q, from the cell before the run. Returns the last.
     __device__ __forceinline__ float follow(float cell, unsigned firsts, const float (&p)[RUN], float (&q)[RUN]) const {
         if (!firsts) {
 #pragma unroll
@@ -318,8 +318,8 @@ struct Encoder {
         return cell;
     }
 
-    // What of a step's gates and skip is only needed for its hidden value and is not in the tile; as it is in memory, so that nothing
-    // waits for it before it is needed.
+    // Gates and skip of a step that only its hidden value needs and that are not in the tile. They stay in the format of memory: a
+    // conversion would wait for the load.
     struct Rest {
         Gate output, block;
         Skip columns;
@@ -332,12 +332,12 @@ struct Encoder {
         if constexpr (SKIP == SKIP_COLUMNS) rest.columns = call.skip[token * call.skip_stride + call.skip_from[stream.direction] + unit.index];
         return rest;
     }
-    // Asked for long before it is needed: of the first step that ends a row, and of all steps where they are watched.
-    __device__ __forceinline__ void ask_for(const Rows& rows, bool watched, Rest& rest, Rest (&rests)[RUN]) const {
+    // Loads the rest of the first step that ends a row, and of all steps if every step has outputs, long before they are needed.
+    __device__ __forceinline__ void load_rest(const Rows& rows, bool all_steps, Rest& rest, Rest (&rests)[RUN]) const {
         if (rows.lasts) rest = rest_of(stream.token(rows.place + __ffs(rows.lasts) - 1));
 #pragma unroll
         for (int i = 0; i < RUN; ++i)
-            if (watched && rows.place + i < stream.places) rests[i] = rest_of(stream.token(rows.place + i));
+            if (all_steps && rows.place + i < stream.places) rests[i] = rest_of(stream.token(rows.place + i));
     }
     __device__ __forceinline__ float hidden_at(const Kept* at, const Rest& rest, float cell, float cell_before) const {
         const float output = BLOCKS <= OUTPUT ? 0.0f : in_tile(OUTPUT) ? gate(at, OUTPUT) : value_of(rest.output);
@@ -347,7 +347,7 @@ struct Encoder {
         return hidden_of(output, skip, cell, cell_before, unit);
     }
 
-    // Ends the rows that end in a run, whose states may be where they began. rest: of the first of these steps.
+    // Writes the outputs of the rows that end in a run. Their new states may overwrite the old ones. rest: of the first such step.
     __device__ __forceinline__ void end_rows(const Kept* at, const Rows& rows, Rest rest, float cell_before, const float (&cells)[RUN]) const {
 #pragma unroll 1
         for (unsigned lasts = rows.lasts; lasts; lasts &= lasts - 1) {
@@ -359,35 +359,35 @@ struct Encoder {
                 if (i > step) continue;
                 before = cell, cell = cells[i];
             }
-            if (!LINEAR && rows.firsts >> step & 1) before = begins_with(row);
+            if (!LINEAR && rows.firsts >> step & 1) before = first_cell(row);
             if (real) end(row, hidden_at(at + step * STRIDE, rest, cell, before), cell);
         }
     }
 
-    // What every step of a run gives. rests: of its steps. Hidden values that are pooled are kept.
+    // Writes the outputs of every step of a run, and stores the hidden values for the pools.
     __device__ __forceinline__ void emit(Kept* at, const Rows& rows, const Rest (&rests)[RUN], float cell_before, const float (&cells)[RUN]) const {
-        const int there = min(RUN, stream.places - rows.place);
+        const int steps = min(RUN, stream.places - rows.place);
         const long long stride = stream.direction ? -call.width : call.width;
-        float* to = call.steps ? call.steps + line_out(stream.token(rows.place)) : nullptr;
+        float* to = call.steps ? call.steps + output_index(stream.token(rows.place)) : nullptr;
 #pragma unroll
         for (int i = 0; i < RUN; ++i) {
             float before = i ? cells[i ? i - 1 : 0] : cell_before;
-            if (!LINEAR && rows.firsts >> i & 1) before = begins_with(rows.of(call, stream, i));
+            if (!LINEAR && rows.firsts >> i & 1) before = first_cell(rows.of(call, stream, i));
             const float hidden = hidden_at(at + i * STRIDE, rests[i], cells[i], before);
-            if (i >= there || !real) continue;
+            if (i >= steps || !real) continue;
             if (to) to[i * stride] = hidden;
-            if (pools()) keep(at + i * STRIDE, hidden);
+            if (pools()) store_value(at + i * STRIDE, hidden);
         }
     }
 
-    // Adds a run to the pools, in the order of the steps.
+    // Adds the hidden values of a run to the pools, in the order of the steps.
     __device__ void pool(const Kept* at, const Rows& rows) const {
-        const int there = min(RUN, stream.places - rows.place);
-        float sum = own.sum[column()], largest = own.largest[column()];
+        const int steps = min(RUN, stream.places - rows.place);
+        float sum = share.sum[column()], largest = share.largest[column()];
 #pragma unroll 1
-        for (int i = 0; i < there; ++i) {
+        for (int i = 0; i < steps; ++i) {
             const bool first = rows.firsts >> i & 1;
-            const float hidden = keeps(at + i * STRIDE);
+            const float hidden = stored_value(at + i * STRIDE);
             sum = first ? hidden : sum + hidden;
             largest = first ? hidden : larger(largest, hidden);
             if (rows.lasts >> i & 1) {
@@ -395,43 +395,43 @@ struct Encoder {
                 if (real) pooled(row, sum / (float)(call.offset(row + 1) - call.offset(row)), largest);
             }
         }
-        own.sum[column()] = sum, own.largest[column()] = largest;
+        share.sum[column()] = sum, share.largest[column()] = largest;
     }
 
-    // Each group takes every GROUPS-th run, prepares it while those before are gone through, and hands its cells to the next group.
+    // Computes the stream. Each group takes every GROUPS-th run, prepares it while earlier runs are computed, and hands its cells on.
     __device__ __forceinline__ void run() const {
         end_empty_rows();
-        const bool watched = ALL_BLOCKS && call.watched(), pooling = ALL_BLOCKS && pools();
+        const bool all_steps = ALL_BLOCKS && call.all_steps(), pooling = ALL_BLOCKS && pools();
         const int before = (group() + GROUPS - 1) % GROUPS;
         Rows rows{0, 0, 0, 0, 0, -1, 0};
         float cell = 0.0f;
-        unsigned parity = 0;            // of this group's runs
+        unsigned parity = 0;            // parity of the number of this group's runs
 #pragma unroll 1
         for (int n = group(), place; (place = n * RUN) < stream.places; n += GROUPS) {
             const int tile = n / RUNS, buffer = tile % BUFFERS;
             Kept* const at = tiles.gates + (buffer * TILE + n % RUNS * RUN) * STRIDE + column();
             look_up(place, rows);
             Rest rest{}, rests[RUN];
-            ask_for(rows, watched, rest, rests);
+            load_rest(rows, all_steps, rest, rests);
             await(tiles.full + buffer * 8, tile / BUFFERS & 1);
             float p[RUN], q[RUN];
             read_run(at, rows, p, q);
             if (GROUPS > 1 && n > 0) {
-                await(shared_address(&own.handed[before]), group() ? parity : parity ^ 1);
-                cell = own.carry[column()];
+                await(shared_address(&share.handed[before]), group() ? parity : parity ^ 1);
+                cell = share.carry[column()];
             }
             const float cell_before = cell;
             cell = follow(cell, rows.firsts, p, q);
             if (GROUPS > 1) {
-                own.carry[column()] = cell;
-                arrive(shared_address(&own.handed[group()]));
+                share.carry[column()] = cell;
+                arrive(shared_address(&share.handed[group()]));
             }
-            if (watched) emit(at, rows, rests, cell_before, q);
+            if (all_steps) emit(at, rows, rests, cell_before, q);
             if (rows.lasts) end_rows(at, rows, rest, cell_before, q);
             if (pooling) {
-                if (GROUPS > 1 && n > 0) await(shared_address(&own.pooled[before]), group() ? parity : parity ^ 1);
+                if (GROUPS > 1 && n > 0) await(shared_address(&share.pooled[before]), group() ? parity : parity ^ 1);
                 pool(at, rows);
-                if (GROUPS > 1) arrive(shared_address(&own.pooled[group()]));
+                if (GROUPS > 1) arrive(shared_address(&share.pooled[group()]));
             }
             parity ^= 1;
             arrive(tiles.empty + buffer * 8);
@@ -441,37 +441,37 @@ struct Encoder {
 #if RING
     static_assert(GROUPS == RUNS, "launch shape");
 
-    // Where another team has what this one has at `mine`.
-    __device__ unsigned theirs(const void* mine, int team) const {
-        const unsigned first = shared_address(&own) - team_index() % 2 * (unsigned)sizeof(Share);
-        return in_block(first + team % 2 * (unsigned)sizeof(Share) + shared_address(mine) - shared_address(&own), team / 2);
+    // Returns the address at which another team has what this team has at `local`.
+    __device__ unsigned remote(const void* local, int team) const {
+        const unsigned first = shared_address(&share) - team_index() % 2 * (unsigned)sizeof(Share);
+        return in_block(first + team % 2 * (unsigned)sizeof(Share) + shared_address(local) - shared_address(&share), team / 2);
     }
     __device__ int team_index() const { return stream.start; }
     __device__ void meet_team() const { meet(barrier, TEAM); }
 
-    // To the next team, which has room for two messages.
+    // Sends a cell to the next team, which has room for two.
     __device__ void send(int turn, float cell) const {
         const int place = turn & 1, next = (team_index() + 1) % TEAMS;
-        if (turn > 1) await(shared_address(&own.credits[place]), (turn >> 1) - 1 & 1);
+        if (turn > 1) await(shared_address(&share.credits[place]), (turn >> 1) - 1 & 1);
         asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
-                     ::"r"(theirs(&own.inbox[place][column()], next)), "r"(__float_as_uint(cell)), "r"(theirs(&own.arrived[place], next)) : "memory");
+                     ::"r"(remote(&share.inbox[place][column()], next)), "r"(__float_as_uint(cell)), "r"(remote(&share.arrived[place], next)) : "memory");
     }
-    // From the team before, for the first group; the room for it is given back.
+    // Receives a cell from the previous team, for the first group, and returns the credit for its room.
     __device__ float receive(int turn) const {
         const int place = turn & 1, before = (team_index() + TEAMS - 1) % TEAMS;
-        await(shared_address(&own.arrived[place]), turn >> 1 & 1);
-        const float cell = own.inbox[place][column()];
+        await(shared_address(&share.arrived[place]), turn >> 1 & 1);
+        const float cell = share.inbox[place][column()];
         __syncwarp();
         if (thread == 0)
-            asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(theirs(&own.credits[place], before)) : "memory");
+            asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(remote(&share.credits[place], before)) : "memory");
         return cell;
     }
-    __device__ void tell_all() const {
+    __device__ void report_wrong_prediction() const {
         for (int team = 0; team < TEAMS; ++team)
-            asm volatile("st.relaxed.cluster.shared::cluster.b32 [%0], %1;" ::"r"(theirs(&own.broken, team)), "r"(1) : "memory");
+            asm volatile("st.relaxed.cluster.shared::cluster.b32 [%0], %1;" ::"r"(remote(&share.broken, team)), "r"(1) : "memory");
     }
 
-    // What a run makes of a cell: a cell + b. scale: how large cells are on the way.
+    // Returns the map of a run, cell -> x cell + y. scale: grows to the largest magnitude of a cell on the way.
     __device__ __forceinline__ float2 map_of(unsigned firsts, const float (&p)[RUN], const float (&q)[RUN], float& scale) const {
         float2 map{1.0f, 0.0f};
 #pragma unroll
@@ -482,37 +482,38 @@ struct Encoder {
         }
         return map;
     }
-    // The guess for the first cell of this team's tile, and after all tiles of this turn, which all teams tell each other.
-    __device__ __forceinline__ float guess(int turn, int active, const float2& mine, float& after) const {
+    // Exchanges the maps of this turn with all teams. Returns the predicted cell before this team's tile; `after` becomes the cell after all
+    // tiles of the turn.
+    __device__ __forceinline__ float predict(int turn, int active, const float2& run_map, float& after) const {
         const int place = turn & 1;
-        own.runs[place][group()][column()] = mine;
-        if (thread == 0) expect(shared_address(&own.mapped[place]), active * UNITS * 8);
+        share.runs[place][group()][column()] = run_map;
+        if (thread == 0) expect(shared_address(&share.mapped[place]), active * UNITS * 8);
         meet_team();
         float2 map{1.0f, 0.0f};
 #pragma unroll
         for (int run = 0; run < GROUPS; ++run) {
-            const float2 next = own.runs[place][run][column()];
+            const float2 next = share.runs[place][run][column()];
             map = float2{next.x * map.x, fmaf(next.x, map.y, next.y)};
         }
         for (int team = group(); team < TEAMS; team += GROUPS)
             asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];"
-                         ::"r"(theirs(&own.maps[place][team_index()][column()], team)), "r"(__float_as_uint(map.x)), "r"(__float_as_uint(map.y)),
-                           "r"(theirs(&own.mapped[place], team)) : "memory");
-        await(shared_address(&own.mapped[place]), turn >> 1 & 1);
-        float found = after;
+                         ::"r"(remote(&share.maps[place][team_index()][column()], team)), "r"(__float_as_uint(map.x)), "r"(__float_as_uint(map.y)),
+                           "r"(remote(&share.mapped[place], team)) : "memory");
+        await(shared_address(&share.mapped[place]), turn >> 1 & 1);
+        float predicted = after;
 #pragma unroll
         for (int team = 0; team < TEAMS; ++team) {
-            const float2 next = own.maps[place][team][column()];
-            if (team == team_index()) found = after;
+            const float2 next = share.maps[place][team][column()];
+            if (team == team_index()) predicted = after;
             if (team < active) after = fmaf(next.x, after, next.y);
         }
-        return found;
+        return predicted;
     }
 
-    // A ring: each team has every TEAMS-th tile, and each group one run of it. turn, received, sent: so far, over all runs of the whole.
+    // Computes a ring: each team has every TEAMS-th tile, and each group one run of it. turn, received, sent: counts over both rounds.
     __device__ __forceinline__ void run_ring(int& turn, int& received, int& sent, bool trusted) const {
         if (team_index() == 0) end_empty_rows();
-        const bool watched = ALL_BLOCKS && call.watched();
+        const bool all_steps = ALL_BLOCKS && call.all_steps();
         const int all = stream.all_tiles();
         Rows rows{0, 0, 0, 0, 0, -1, 0};
         float expected = 0.0f;
@@ -521,22 +522,23 @@ struct Encoder {
             const int tile = stream.tile(n), place = tile * TILE + group() * RUN, buffer = turn % BUFFERS;
             const bool hands_on = tile + 1 < all;
             Kept* const at = tiles.gates + buffer * TILE * STRIDE + group() * RUN * STRIDE + column();
-            if (thread == 0 && tile > 0) expect(shared_address(&own.arrived[received & 1]), UNITS * 4);
+            if (thread == 0 && tile > 0) expect(shared_address(&share.arrived[received & 1]), UNITS * 4);
             look_up(place, rows);
             Rest rest{}, rests[RUN];
-            ask_for(rows, watched, rest, rests);
+            load_rest(rows, all_steps, rest, rests);
             await(tiles.full + buffer * 8, turn / BUFFERS & 1);
             float p[RUN], q[RUN], scale = 0.0f;
             read_run(at, rows, p, q);
-            // Both bounds of what is guessed go through the tile; where they meet, the cell after it is known.
+            // Both bounds of the prediction go through the tile. Where they meet, the cell after the tile is known.
             float low = 0.0f, high = 1.0f;
             if (trusted) {
-                const float2 mine = map_of(rows.firsts, p, q, scale);
-                const float found = guess(turn, min(TEAMS, all - n * TEAMS), mine, expected), width = (fabsf(found) + scale) * WIDTH;
-                low = found - width, high = found + width;
+                const float2 map = map_of(rows.firsts, p, q, scale);
+                const float predicted = predict(turn, min(TEAMS, all - n * TEAMS), map, expected);
+                const float width = (fabsf(predicted) + scale) * WIDTH;
+                low = predicted - width, high = predicted + width;
                 if (group() > 0) {
-                    await(shared_address(&own.bounded[group() - 1]), turn & 1);
-                    low = own.low[column()], high = own.high[column()];
+                    await(shared_address(&share.bounded[group() - 1]), turn & 1);
+                    low = share.low[column()], high = share.high[column()];
                 }
 #pragma unroll
                 for (int i = 0; i < RUN; ++i) {
@@ -545,58 +547,58 @@ struct Encoder {
                     high = first ? low : fmaf(p[i], high, q[i]);
                 }
                 if (!is_last_group()) {
-                    own.low[column()] = low, own.high[column()] = high;
-                    arrive(shared_address(&own.bounded[group()]));
+                    share.low[column()] = low, share.high[column()] = high;
+                    arrive(shared_address(&share.bounded[group()]));
                 }
             }
             const bool known = is_last_group() && low == high;
             if (known && hands_on) send(sent, low);
 
-            // Then the cells themselves.
+            // Then the exact cells.
             float cell = 0.0f;
             if (group() > 0) {
-                await(shared_address(&own.handed[group() - 1]), turn & 1);
-                cell = own.carry[column()];
+                await(shared_address(&share.handed[group() - 1]), turn & 1);
+                cell = share.carry[column()];
             } else if (tile > 0) cell = receive(received);
             received += tile > 0;
             const float cell_before = cell;
             cell = follow(cell, rows.firsts, p, q);
             if (!is_last_group()) {
-                own.carry[column()] = cell;
-                arrive(shared_address(&own.handed[group()]));
+                share.carry[column()] = cell;
+                arrive(shared_address(&share.handed[group()]));
             } else if (hands_on && !known) send(sent, cell);
-            if (known && hands_on && real && cell != low) tell_all();
+            if (known && hands_on && real && cell != low) report_wrong_prediction();
             sent += hands_on;
-            if (watched) emit(at, rows, rests, cell_before, q);
+            if (all_steps) emit(at, rows, rests, cell_before, q);
             if (rows.lasts) end_rows(at, rows, rest, cell_before, q);
             arrive(tiles.empty + buffer * 8);
-            if (!trusted) meet_team();          // which guesses would have made it do
+            if (!trusted) meet_team();          // predictions meet the team too
         }
     }
 #endif
 };
 
-// What a block is there for.
-struct Place {
-    int slice, group, direction;        // which hidden units; which rows; which way
-    unsigned rank;                      // in its cluster
+// The part of the problem that a block computes.
+struct BlockPart {
+    int slice, group, direction;        // its hidden units, its rows, its direction
+    unsigned rank;                      // its number in the cluster
 };
-__device__ __forceinline__ Place place_of() {
-    return Place{(int)blockIdx.y, (int)blockIdx.x / CTAS, (int)blockIdx.z, CTAS > 1 ? cluster_rank() : 0};
+__device__ __forceinline__ BlockPart block_part() {
+    return BlockPart{(int)blockIdx.y, (int)blockIdx.x / CTAS, (int)blockIdx.z, CTAS > 1 ? cluster_rank() : 0};
 }
 
-// Where streams meet: the first row that begins there or later, and its first token.
+// A border between streams: the first row at or after it, and that row's first token.
 struct Edge {
     int row;
     unsigned token;
 };
-// The two streams of a block, or the one of a ring. A row belongs to the stream into whose equal share of all tokens its first one falls.
-// Each warp finds out for itself, looking at 32 rows at once: then at those between the two of them between which a stream begins.
+// The two streams of a block, or the single stream of a ring. All streams have equal shares of the tokens; a row belongs to the stream whose share has
+// its first token. Each warp searches on its own: it looks at 32 rows at once, then at the rows between the two that enclose the border.
 struct Streams {
     Edge edges[3];
 
-    __device__ __forceinline__ explicit Streams(const Call& call, const Place& place) {
-        const int lane = threadIdx.x % 32, first = RING ? place.group : 2 * place.group;
+    __device__ __forceinline__ explicit Streams(const Call& call, const BlockPart& part) {
+        const int lane = threadIdx.x % 32, first = RING ? part.group : 2 * part.group;
         const unsigned tokens = (unsigned)call.offset(call.rows), streams = (unsigned)call.streams;
         int low[3];
 #pragma unroll
@@ -610,29 +612,29 @@ struct Streams {
             for (int n = 0; n < 3; ++n) {
                 const int stride = (edges[n].row - low[n] + 31) / 32, row = min(low[n] + lane * stride, edges[n].row);
                 const unsigned token = (unsigned)call.offset(row);
-                // Not those at the edge that is known already.
+                // Rows at the known border do not count.
                 const bool earlier = (unsigned long long)token * streams < (unsigned long long)tokens * (first + n);
                 const int before = __popc(__ballot_sync(~0u, row < edges[n].row && earlier));
-                const unsigned found = __shfl_sync(~0u, token, before % 32);
+                const unsigned first_token = __shfl_sync(~0u, token, before % 32);
                 const int next = low[n] + before * stride;
                 low[n] = before ? next - stride + 1 : low[n];
-                if (before < 32 && next < edges[n].row) edges[n] = Edge{next, found};
+                if (before < 32 && next < edges[n].row) edges[n] = Edge{next, first_token};
             }
         }
     }
-    // The first or second one.
-    __device__ __forceinline__ Stream stream(const Place& place, int s) const {
+    // Returns the block's first or second stream.
+    __device__ __forceinline__ Stream stream(const BlockPart& part, int s) const {
         const Edge from = s && !RING ? edges[1] : edges[0], until = s && !RING ? edges[2] : edges[1];
         Stream stream;
-        stream.direction = place.direction;
+        stream.direction = part.direction;
         stream.first = from.row, stream.until = until.row;
         stream.begin = from.token, stream.places = (int)(until.token - from.token);
-        stream.start = RING ? 2 * place.rank + s : 0, stream.stride = RING ? TEAMS : 1;
+        stream.start = RING ? 2 * part.rank + s : 0, stream.stride = RING ? TEAMS : 1;
         return stream;
     }
 };
 
-// At the end of the whole, by every thread of a ring: whether it is to be computed once more, without predictions.
+// Returns whether the whole must be computed again without predictions. Every thread of a ring calls it at the end of a round.
 __device__ __forceinline__ bool again(const Share& team, int& round) {
 #if RING
     __syncwarp();
@@ -643,8 +645,8 @@ __device__ __forceinline__ bool again(const Share& team, int& round) {
 #endif
 }
 
-// The barriers of a team, by one thread.
-__device__ __forceinline__ void make_ready(Share& team) {
+// Initialises the barriers of a team. One thread calls it.
+__device__ __forceinline__ void init_team(Share& team) {
     for (int group = 0; group < GROUPS; ++group) {
         make_barrier(shared_address(&team.handed[group]), UNITS);
         make_barrier(shared_address(&team.pooled[group]), UNITS);
@@ -661,10 +663,10 @@ __device__ __forceinline__ void make_ready(Share& team) {
 #endif
 }
 
-// The work of a team.
-__device__ __forceinline__ void encode(const Call& call, const Place& place, const Stream& stream, Share& own, const Tiles& tiles, int s, int thread) {
+// Computes a stream: the work of a team.
+__device__ __forceinline__ void encode(const Call& call, const BlockPart& part, const Stream& stream, Share& share, const Tiles& tiles, int s, int thread) {
     Unit unit;
-    unit.index = place.slice * UNITS + thread % UNITS;
+    unit.index = part.slice * UNITS + thread % UNITS;
     const bool real = unit.index < call.hidden;
 #pragma unroll
     for (int block = 0; block < BLOCKS; ++block) unit.bias[block] = real ? call.bias[stream.direction][block * call.hidden + unit.index] : 0.0f;
@@ -673,11 +675,11 @@ __device__ __forceinline__ void encode(const Call& call, const Place& place, con
         unit.v_forget = real ? (EXACT ? 1.0f : 0.5f) * v[unit.index] : 0.0f;
         unit.v_output = real ? v[call.hidden + unit.index] : 0.0f;
     }
-    const Encoder encoder{call, stream, own, tiles, thread, 1 + s, unit, real};
+    const Encoder encoder{call, stream, share, tiles, thread, 1 + s, unit, real};
 #if RING
     int turn = 0, received = 0, sent = 0, round = 0;
     do encoder.run_ring(turn, received, sent, round == 0);
-    while (again(own, round));
+    while (again(share, round));
 #else
     encoder.run();
 #endif

@@ -3,41 +3,41 @@
     f = sigmoid(u1 + v_f * c[t-1] + b_f)         c[t] = f * c[t-1] + (1 - f) * u0
     r = sigmoid(u2 + v_r * c[t-1] + b_r)         h[t] = r * g(c[t]) + (1 - r) * skip
 
-Lei et al., EMNLP 2018; without v it is the first version of that paper. g is the identity or tanh; the skip is a block of its own,
-the scaled input, or nothing.
+Lei et al., EMNLP 2018; without v it is the first version of that paper (version 1). g is the identity or tanh. The skip is a block of
+its own, scaled columns of the input, or zero.
 """
 
-from kernels.backend import AUTO, Backend, Choice, cached_choice, only_by_name, takes_everything
-from kernels.contract import Encoded, Outputs, Ragged, SRUState, SRUWeights, check_both, check_sru
-from kernels.scan.launch import refused
-from kernels.slots import by_slot
-from kernels.sru import framework, launch, reference
+from kernels.backend import AUTO, Backend, Choice, accepts_everything, cached_choice, only_by_name
+from kernels.ragged import Encoded, Outputs, Ragged, check_both_directions, with_state_slots
+from kernels.scan.launch import refuses
+from kernels.sru import framework, fused, reference
+from kernels.sru.types import SRUState, SRUWeights, check_sru
 
 BACKENDS = (
-    Backend("fused", launch.sru, refused, together=launch.both),
-    Backend("framework", by_slot(framework.sru), takes_everything),
-    Backend("reference", by_slot(reference.sru), only_by_name),
+    Backend("fused", fused.sru, refuses, bidirectional=fused.bidirectional),
+    Backend("framework", with_state_slots(framework.sru), accepts_everything),
+    Backend("reference", with_state_slots(reference.sru), only_by_name),
 )
 _chosen = cached_choice(lambda: BACKENDS)
 
 
 def choice(weights: SRUWeights, backend: str = AUTO) -> Choice:
-    """The backend that `sru` and `both` take for these weights."""
+    """Return the backend that `sru` and `bidirectional` choose for these weights."""
     return _chosen(weights.bias.device, weights.bias.dtype, weights.hidden, backend)
 
 
 def sru(x: Ragged, weights: SRUWeights, state: SRUState | None = None, *, want: Outputs, backend: str = AUTO) -> Encoded:
-    """Encode every row of `x`, going on from `state` (zeros when None).
+    """Encode every row of `x`, starting from `state` (zeros when None).
 
-    x.data: (tokens, inputs), or (tokens, 3 or 4 x hidden) blocks when weights.input is None, or (tokens,) ids for a table. Shapes,
-    blocks and outputs are those of `kernels.contract`; raises ContractError when they do not fit.
+    x.data: (tokens, inputs), or (tokens, 3 or 4 x hidden) blocks when weights.input is None, or (tokens,) ids for a table.
+    `kernels.sru.types` describes shapes and blocks; raises ContractError for inconsistent shapes.
     """
     check_sru(x, weights, state)
     encoded: Encoded = choice(weights, backend).backend.run(x, weights, state, want=want)
     return encoded
 
 
-def both(
+def bidirectional(
     x: Ragged,
     weights: tuple[SRUWeights, SRUWeights],
     states: tuple[SRUState, SRUState] | None = None,
@@ -45,10 +45,10 @@ def both(
     want: Outputs,
     backend: str = AUTO,
 ) -> Encoded:
-    """Encode every row of `x` forward and backward, by a pair of weights of the same form, going on from a pair of states.
+    """Encode every row of `x` forward and backward with a pair of weights of the same form, starting from a pair of states.
 
-    Outputs are joined as [forward | backward], the steps in the order of the tokens; the state is the pair of states.
+    The outputs are joined as [forward | backward], the steps in the order of the tokens; the state is the pair of states.
     """
-    check_both(check_sru, x, weights, states)
-    encoded: Encoded = choice(weights[0], backend).backend.both(x, weights, states, want=want)
+    check_both_directions(check_sru, x, weights, states)
+    encoded: Encoded = choice(weights[0], backend).backend.run_bidirectional(x, weights, states, want=want)
     return encoded

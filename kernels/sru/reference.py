@@ -1,4 +1,4 @@
-"""The SRU one row and one step at a time, in the precision of its arguments: the oracle of every test, for the eye."""
+"""The SRU one row and one step at a time, in the dtype of its arguments: the oracle of every test."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from kernels.contract import Encoded, Outputs, Ragged, SRUState, SRUWeights
 from kernels.norm import EPSILON
-from kernels.reference import pooled
+from kernels.ragged import Encoded, Outputs, Ragged
+from kernels.reference import select_outputs
+from kernels.sru.types import SRUState, SRUWeights
 
 
 def sru(x: Ragged, weights: SRUWeights, state: SRUState | None, *, want: Outputs) -> Encoded:
-    """Shapes as in `kernels.contract`; every output has the dtype of `weights.bias`."""
+    """Encode every row. Shapes as in `kernels.sru.types`; every output has the dtype of `weights.bias`."""
     size = weights.hidden
     cell = weights.bias.new_zeros(x.rows, size) if state is None else state.cell.clone()
     blocks = _blocks(x.data, weights)
@@ -32,7 +33,7 @@ def sru(x: Ragged, weights: SRUWeights, state: SRUState | None, *, want: Outputs
                 skip = [x.data[t, weights.skip_from : weights.skip_from + size] * weights.scale]
             hidden[row] = r * inner + (1 - r) * skip[0] if skip else r * inner
             steps[t] = hidden[row]
-    return pooled(steps, x.offsets, want, last=hidden, state=SRUState(cell))
+    return select_outputs(steps, x.offsets, want, last=hidden, state=SRUState(cell))
 
 
 def _blocks(data: Tensor, weights: SRUWeights) -> Tensor:

@@ -1,6 +1,6 @@
-"""`python -m tests.gpu [PYTEST ARGUMENTS]` runs the tests of this folder and, when all passed, records for which kernels and where.
+"""`python -m tests.gpu [PYTEST ARGUMENTS]` runs the GPU tests and, if all passed, records the kernels' hash, the device and the versions.
 
-`python -m tests.gpu --stale` runs nothing and says on stderr when the record is missing or is of other kernels.
+`python -m tests.gpu --stale` runs no test; it prints a warning to stderr if the record is missing or belongs to other kernels.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ KERNELS = HERE.parent.parent / "kernels"
 PASSED = HERE / "passed.json"
 
 
-class Counts:
-    """A plugin of pytest: how many tests passed and how many were skipped, as its last line says."""
+class OutcomeCounts:
+    """A pytest plugin that counts passed and skipped tests."""
 
     passed = 0
     skipped = 0
@@ -34,30 +34,30 @@ class Counts:
 
 
 def main(arguments: Sequence[str], tests: Path = HERE, kernels: Path = KERNELS, record: Path = PASSED) -> int:
-    """Exit status: pytest's, or 0 where it does not run."""
+    """Return the exit status: that of pytest, or 0 for --stale."""
     if list(arguments) != ["--stale"]:
         return _run(arguments, tests, kernels, record)
-    said = warning(record, kernels)
-    if said is not None:
-        print(said, file=sys.stderr)
+    message = warning(record, kernels)
+    if message is not None:
+        print(message, file=sys.stderr)
     return 0
 
 
 def _run(arguments: Sequence[str], tests: Path, kernels: Path, record: Path) -> int:
-    # Before the tests: of a kernel that is edited while they run, nobody knows which text has passed.
-    tested, counts = kernels_hash(kernels), Counts()
+    # Hashed before the tests: a kernel may be edited while they run.
+    tested, counts = kernels_hash(kernels), OutcomeCounts()
     status = pytest.main([str(tests), *arguments], plugins=[counts])
-    # Arguments may select a few tests only, and a part proves nothing; nor do tests that were all skipped.
+    # Arguments may select a few tests only. A partial run proves nothing, and neither does a run that skips every test.
     partial = bool(arguments or os.environ.get("PYTEST_ADDOPTS"))
     if status == pytest.ExitCode.OK and counts.passed and not partial:
-        found = {"kernels": tested, **_where(), "passed": counts.passed, "skipped": counts.skipped}
-        record.write_text(f"{json.dumps(found, indent=2)}\n")
+        result = {"kernels": tested, **_where(), "passed": counts.passed, "skipped": counts.skipped}
+        record.write_text(f"{json.dumps(result, indent=2)}\n")
         print(f"written to {record}")
     return int(status)
 
 
 def _where() -> dict[str, object]:
-    import torch  # takes seconds to load, and --stale does without
+    import torch  # takes seconds to load, and --stale does not need it
 
     versions = {"torch": str(torch.__version__), "cuda": str(torch.version.cuda)}
     with suppress(PackageNotFoundError):

@@ -1,4 +1,4 @@
-"""Everything in this folder needs a GPU, and is skipped where there is none."""
+"""Marks every test of this folder with `gpu`, so that it is skipped without a GPU."""
 
 from __future__ import annotations
 

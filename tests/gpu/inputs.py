@@ -1,4 +1,4 @@
-"""Arguments on a GPU, and what comes back compared with the reference."""
+"""Arguments on a GPU, and comparisons of outputs."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from kernels.contract import Encoded, Ragged
+from kernels.ragged import Encoded, Ragged
 from kernels.scan import launch
-from kernels.scan.launch import Shape
+from kernels.scan.shape import ScanShape
 from tests.kernels import inputs
 from tests.kernels.families import Form
-from tests.kernels.inputs import OUTPUTS, Given, arrays, mapped
+from tests.kernels.inputs import OUTPUTS, Arguments, arrays, map_arrays
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 LSTM = Form("lstm")
 
 
-def on_gpu(given: Given) -> Given:
-    return given.mapped(torch.Tensor.cuda)
+def on_gpu(arguments: Arguments) -> Arguments:
+    return arguments.map_arrays(torch.Tensor.cuda)
 
 
-def stored(given: Given, dtype: torch.dtype) -> Given:
-    """With the data in this dtype, unless they are ids."""
-    data = given.x.data
-    return given._replace(x=Ragged(data.to(dtype) if data.is_floating_point() else data, given.x.offsets))
+def stored(arguments: Arguments, dtype: torch.dtype) -> Arguments:
+    """Return the arguments with data of this dtype, unless the data are ids."""
+    data = arguments.x.data
+    return arguments._replace(x=Ragged(data.to(dtype) if data.is_floating_point() else data, arguments.x.offsets))
 
 
 def made(
@@ -39,58 +39,60 @@ def made(
     *,
     storage: torch.dtype = torch.float16,
     seed: int = 0,
-) -> Given:
-    """On the GPU, the data in the dtype of the weights."""
-    return on_gpu(stored(form.given(lengths, hidden, width, storage=storage, seed=seed), storage))
+) -> Arguments:
+    """Return arguments on the GPU, the data in the dtype of the weights."""
+    return on_gpu(stored(form.arguments(lengths, hidden, width, storage=storage, seed=seed), storage))
 
 
-def gates(form: Form, lengths: Sequence[int], hidden: int, *, storage: torch.dtype = torch.float16, seed: int = 0) -> Given:
-    """With gate inputs, so that no library's product stands before the recurrence."""
-    x, weights, state = form.gated(form.given(lengths, hidden, 24, seed=seed))
-    return on_gpu(stored(Given(x, mapped(weights, lambda array: array.to(storage)), state), storage))
+def gates(form: Form, lengths: Sequence[int], hidden: int, *, storage: torch.dtype = torch.float16, seed: int = 0) -> Arguments:
+    """Return arguments on the GPU with gate inputs, so that no library product precedes the recurrence."""
+    x, weights, state = form.gated(form.arguments(lengths, hidden, 24, seed=seed))
+    return on_gpu(stored(Arguments(x, map_arrays(weights, lambda array: array.to(storage)), state), storage))
 
 
-def with_wrong_guesses(given: Given) -> Given:
-    """Gates of an SRU of which a ring guesses many cells wrong, and is certain of them: of candidates that the next step takes away
-    nothing is left but their rounding, which is larger than what is allowed for."""
-    x, weights, state = given
+def with_wrong_predictions(arguments: Arguments) -> Arguments:
+    """Return gates of an SRU for which a ring predicts many cells wrong and yet finds both bounds equal.
+
+    Large candidates cancel in the next step and leave only their rounding error, which is larger than the distance of the bounds.
+    """
+    x, weights, state = arguments
     hidden = weights.hidden
     x.data[:, hidden : 2 * hidden] = 3.0
     for step, candidate in ((20, 60000.0), (21, -30000.0)):
         x.data[step::128, :hidden] = candidate  # in every other tile
         x.data[step::128, hidden : 2 * hidden] = 0.0
-    return Given(x, replace(weights, bias=torch.zeros_like(weights.bias)), state)
+    return Arguments(x, replace(weights, bias=torch.zeros_like(weights.bias)), state)
 
 
-def lstm(lengths: Sequence[int], hidden: int, *, storage: torch.dtype = torch.float16, seed: int = 0) -> Given:
+def lstm(lengths: Sequence[int], hidden: int, *, storage: torch.dtype = torch.float16, seed: int = 0) -> Arguments:
     return made(LSTM, lengths, hidden, storage=storage, seed=seed)
 
 
-def gated(lengths: Sequence[int], hidden: int, *, storage: torch.dtype = torch.float16, seed: int = 0) -> Given:
-    """Of an LSTM."""
+def gated(lengths: Sequence[int], hidden: int, *, storage: torch.dtype = torch.float16, seed: int = 0) -> Arguments:
+    """Return arguments of an LSTM with gate inputs."""
     return gates(LSTM, lengths, hidden, storage=storage, seed=seed)
 
 
 def joined(rows: Sequence[Tensor]) -> Ragged:
-    """Rows on the GPU laid end to end."""
+    """Return rows packed end to end on the GPU."""
     x = inputs.joined(rows)
     return Ragged(x.data, x.offsets.cuda())
 
 
 @contextmanager
-def in_shape(shape: Shape) -> Iterator[None]:
-    """Every layer of an SRU or a QRNN is launched in this shape."""
+def in_shape(shape: ScanShape) -> Iterator[None]:
+    """Launch every layer of an SRU or a QRNN in this shape."""
     with patch.object(launch, "shape_for", lambda *_: shape):
         yield
 
 
 def outputs(encoded: Encoded) -> dict[str, Tensor]:
-    """What came out, the arrays of the state or of the pair of states included, by name."""
-    wanted = {name: array for name in OUTPUTS if (array := getattr(encoded, name)) is not None}
+    """Return the outputs and the arrays of the state, or of the pair of states, by name."""
+    requested = {name: array for name in OUTPUTS if (array := getattr(encoded, name)) is not None}
     if not isinstance(encoded.state, tuple):
-        return wanted | arrays(encoded.state)
+        return requested | arrays(encoded.state)
     ways = zip(("forward", "backward"), encoded.state, strict=True)
-    return wanted | {f"{name} {way}": array for way, state in ways for name, array in arrays(state).items()}
+    return requested | {f"{name} {way}": array for way, state in ways for name, array in arrays(state).items()}
 
 
 def agree(actual: Encoded, expected: Encoded, tolerance: float) -> None:
@@ -99,7 +101,7 @@ def agree(actual: Encoded, expected: Encoded, tolerance: float) -> None:
 
 
 def close(actual: Tensor, expected: Tensor, tolerance: float, name: str) -> None:
-    """On whichever devices they are, and in whichever dtypes."""
+    """Assert that two arrays are close, whatever their devices and dtypes are."""
     torch.testing.assert_close(
         actual.cpu().double(), expected.cpu().double(), rtol=tolerance, atol=2 * tolerance, msg=lambda text: f"{name}: {text}"
     )

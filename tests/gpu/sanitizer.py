@@ -1,4 +1,4 @@
-"""A module under compute-sanitizer, which watches every access of its kernels."""
+"""Runs a module under compute-sanitizer, which checks every memory access of its kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 TOOLS = ("memcheck", "racecheck")
 
 
-def finds_nothing(tool: str, module: str) -> None:
+def assert_no_findings(tool: str, module: str) -> None:
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     command = [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, "-m", module]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300)

@@ -1,19 +1,22 @@
-"""Small shapes through the CUDA kernels of the convolution, for a sanitizer that watches every access: `python -m tests.gpu.small_conv`."""
+"""Runs the convolution's CUDA kernels on small shapes, for a memory sanitizer: `python -m tests.gpu.small_conv`."""
 
 from __future__ import annotations
 
 import os
 
-os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # each array an allocation of its own, so that its end is one
+os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = (
+    "1"  # a separate allocation per array, so that the sanitizer detects reads past its end
+)
 
 from typing import Any
 from unittest.mock import patch
 
 from torch import Tensor
 
-from kernels.contract import ConvBlock, Encoded, Outputs
 from kernels.conv import product
-from kernels.conv.plan import Shape
+from kernels.conv.plan import TileShape
+from kernels.conv.types import ConvBlock
+from kernels.ragged import Encoded, Outputs
 from tests.gpu.inputs import made
 from tests.kernels.families import Form
 from tests.kernels.inputs import EVERYTHING, arrays
@@ -31,7 +34,7 @@ LONG = [150, 0, 40, 129]
 
 
 def main() -> None:
-    for shape, lengths in ((Shape(1, 32), SHORT), (Shape(2, 64), LONG)):
+    for shape, lengths in ((TileShape(1, 32), SHORT), (TileShape(2, 64), LONG)):
         with patch.object(product, "shape_for", lambda *_, shape=shape: shape):
             for form, want in (
                 (CENTRED, MAXIMUM),
@@ -57,15 +60,17 @@ def stack(lengths: list[int], *, states: bool = True) -> Any:
 
 
 def on_gpu(problem: Any) -> Any:
-    """In float16, but for ids."""
-    return problem.mapped(lambda array: (array.half() if array.is_floating_point() else array).cuda())
+    """Return the problem on the GPU in float16, with ids unchanged."""
+    return problem.map_arrays(lambda array: (array.half() if array.is_floating_point() else array).cuda())
 
 
 def check(encoded: Encoded) -> None:
     states = encoded.state if isinstance(encoded.state, tuple) else (encoded.state,)
     outputs = (encoded.steps, encoded.last, encoded.mean, encoded.max, encoded.scores)
     held = [
-        array for array in (*outputs, *(one for state in states for one in arrays(state).values())) if isinstance(array, Tensor)
+        array
+        for array in (*outputs, *(values for state in states for values in arrays(state).values()))
+        if isinstance(array, Tensor)
     ]
     assert held and all(bool(array.isfinite().all()) for array in held)
 

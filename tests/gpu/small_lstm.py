@@ -1,10 +1,12 @@
-"""Small shapes through both CUDA kernels of the LSTM, for a sanitizer that watches every access: `python -m tests.gpu.small_lstm`."""
+"""Runs both CUDA kernels of the LSTM on small shapes, under compute-sanitizer: `python -m tests.gpu.small_lstm`."""
 
 from __future__ import annotations
 
 import os
 
-os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # each array an allocation of its own, so that its end is one
+os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = (
+    "1"  # one allocation for each array, so that accesses beyond its end are detected
+)
 
 from tests.gpu.inputs import LSTM, gated, outputs
 

@@ -1,17 +1,18 @@
-"""Small shapes through the CUDA kernels of the SRU and the QRNN, for a sanitizer that watches every access:
-`python -m tests.gpu.small_scan`."""
+"""Runs the CUDA kernels of the SRU and the QRNN on small shapes, under compute-sanitizer: `python -m tests.gpu.small_scan`."""
 
 from __future__ import annotations
 
 import os
 
-os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # each array an allocation of its own, so that its end is one
+os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = (
+    "1"  # one allocation for each array, so that accesses beyond its end are detected
+)
 
-from kernels.contract import Outputs
-from kernels.scan.launch import Shape
-from tests.gpu.inputs import gates, in_shape, made, outputs, with_wrong_guesses
+from kernels.ragged import Outputs
+from kernels.scan.shape import ScanShape
+from tests.gpu.inputs import gates, in_shape, made, outputs, with_wrong_predictions
 from tests.kernels.families import Form
-from tests.kernels.inputs import EVERYTHING, Given
+from tests.kernels.inputs import EVERYTHING, Arguments
 
 SRU_1 = Form("sru", version=1, skip="columns")
 SRU_2 = Form("sru", version=2, skip="block", tanh=True)
@@ -25,18 +26,18 @@ LONG = [150, 0, 40, 129]
 
 def main() -> None:
     for form in (SRU_1, SRU_2, QRNN, SRU_OF_IDS, QRNN_OF_IDS):
-        check(form, made(form, SHORT, 40), EVERYTHING, Shape(32))
+        check(form, made(form, SHORT, 40), EVERYTHING, ScanShape(32))
     for form in (SRU_1, SRU_2, QRNN):
-        check(form, gates(form, SHORT, 41), Outputs(last=True), Shape(64))
+        check(form, gates(form, SHORT, 41), Outputs(last=True), ScanShape(64))
     for form in (SRU_1, QRNN, QRNN_OF_IDS):
-        check(form, made(form, LONG, 40), WITHOUT_POOLS, Shape(32, ring=2))
-    check(QRNN, gates(QRNN, LONG, 40), Outputs(last=True), Shape(32, ring=2))
-    check(SRU_1, with_wrong_guesses(gates(SRU_1, [300], 40)), WITHOUT_POOLS, Shape(32, ring=2))
+        check(form, made(form, LONG, 40), WITHOUT_POOLS, ScanShape(32, ring=2))
+    check(QRNN, gates(QRNN, LONG, 40), Outputs(last=True), ScanShape(32, ring=2))
+    check(SRU_1, with_wrong_predictions(gates(SRU_1, [300], 40)), WITHOUT_POOLS, ScanShape(32, ring=2))
 
 
-def check(form: Form, given: Given, want: Outputs, shape: Shape) -> None:
+def check(form: Form, arguments: Arguments, want: Outputs, shape: ScanShape) -> None:
     with in_shape(shape):
-        encoded = form.run(*given, want=want, backend="fused")
+        encoded = form.run(*arguments, want=want, backend="fused")
     assert all(bool(array.isfinite().all()) for array in outputs(encoded).values())
 
 

@@ -17,38 +17,39 @@ from torch import Tensor
 
 from kernels import launching
 from kernels.backend import explain
-from kernels.contract import ConvBlock, Encoded, Outputs, Ragged
 from kernels.conv import conv, plan, stack, text_cnn
 from kernels.conv import product as launched
-from kernels.conv.plan import WIDEST, Shape
-from kernels.conv.rows import BANKS
+from kernels.conv.geometry import BANKS
+from kernels.conv.plan import MAX_WIDTH, TileShape
+from kernels.conv.types import ConvBlock
+from kernels.ragged import Encoded, Outputs, Ragged
 from tests.gpu.inputs import TOLERANCE, close, joined, stored
-from tests.gpu.sanitizer import TOOLS, finds_nothing
+from tests.gpu.sanitizer import TOOLS, assert_no_findings
 from tests.kernels import inputs
 from tests.kernels.families import Form
 from tests.kernels.inputs import (
     EVERYTHING,
     OUTPUTS,
-    SCRAP,
-    ZERO,
-    Given,
+    SCRAP_SLOT,
+    ZERO_SLOT,
+    Arguments,
     arrays,
-    assert_only_slots_were_written,
-    assert_went_on_from_shared_places,
-    begun_in_zeros,
-    from_place_to_place,
-    from_shared_places,
+    assert_reserved_slots_unchanged,
+    assert_shared_slots_result,
+    caches_with_zero_slot,
     in_chunks,
-    in_slots,
-    mapped,
-    placed,
+    map_arrays,
     poisoned_memory,
+    put_in_slots,
+    run_from_slot_to_slot,
+    with_shared_slots,
+    with_slots,
 )
 from tests.kernels.stacks import Maker, Stack, TextCNN
 
 BACKEND = "fused"
 SUMS = 2e-3
-"""What is off by more is no rounding: sums are float32 in either dtype, and tanh is good to eleven bits."""
+"""A larger error is not rounding: sums are float32 in either dtype, and tanh is accurate to eleven bits."""
 HALF = torch.float16
 
 RAGGED = [9, 0, 3, 17, 1, 5, 12, 12, 2, 30, 0]
@@ -57,8 +58,8 @@ LONG = [1500, 0, 3, 2049, 64, 700]
 MANY = [random.Random(0).randint(0, 4) for _ in range(600)]
 MOSTLY_EMPTY = [5, *[0] * 70, 3, *[0] * 40, 12, 0, 1]
 LAST, MAXIMUM, STEPS = Outputs(last=True), Outputs(max=True), Outputs(steps=True)
-SOME = Shape(1, 64)
-SHAPES = [SOME, Shape(1, 32), Shape(1, 128), Shape(2, 64), Shape(2, 128), Shape(2, 256)]
+SOME = TileShape(1, 64)
+SHAPES = [SOME, TileShape(1, 32), TileShape(1, 128), TileShape(2, 64), TileShape(2, 128), TileShape(2, 256)]
 
 CENTRED = Form("conv", width=3, left=1, right=1, activation="relu")
 UNPADDED = Form("conv", width=3, activation="relu")
@@ -79,18 +80,18 @@ FORMS: list[tuple[Form, int, int]] = [
     (GATED, 130, 40),
     (Form("conv", width=2, left=70, dilation=70), 33, 65),
     (Form("conv", width=20, left=19, stride=2), 8, 8),
-    (Form("conv", width=WIDEST + 1, left=WIDEST, right=3), 8, 8),
+    (Form("conv", width=MAX_WIDTH + 1, left=MAX_WIDTH, right=3), 8, 8),
     (Form("conv", width=5, left=9, right=9, activation="gelu", ids="embedding"), 40, 24),
     (Form("conv", width=2, left=2, dilation=2, activation="glu", ids="embedding"), 65, 1),
     (Form("conv", width=12, left=11, activation="tanh", ids="tables"), 130, 1),
     (Form("conv", width=3, left=4, right=5, dilation=2, stride=2, activation="gelu", ids="tables"), 3, 1),
     (Form("conv", width=2, left=1, activation="gated_tanh", ids="tables"), 5, 1),
 ]
-"""With the number of outputs and of inputs of each."""
+"""Forms with their numbers of outputs and inputs."""
 every_slab = pytest.mark.parametrize(
     "slab, index", [(HALF, torch.int32), (HALF, torch.int64), (torch.float32, torch.int64)], ids=str
 )
-"""Whether a kernel can write there or not."""
+"""State caches that the kernel can write to, and one that it cannot."""
 every_way_in = pytest.mark.parametrize("ids", ["", "embedding", "tables"])
 
 
@@ -101,28 +102,28 @@ def _poisoned_memory() -> Iterator[None]:
 
 
 @contextmanager
-def in_shape(shape: Shape = SOME) -> Iterator[None]:
-    """Every product is launched in this shape."""
+def in_shape(shape: TileShape = SOME) -> Iterator[None]:
+    """Use this tile shape for every launch."""
     with patch.object(launched, "shape_for", lambda *_: shape):
         yield
 
 
 @contextmanager
 def on_few_processors() -> Iterator[None]:
-    """A block goes through many tiles."""
+    """Let each block run many tiles."""
     plan.planned.cache_clear()
     try:
-        with patch.object(plan, "processors", lambda _: 2):
+        with patch.object(plan, "multiprocessors", lambda _: 2):
             yield
     finally:
         plan.planned.cache_clear()
 
 
 @contextmanager
-def waiting_for_no_device() -> Iterator[None]:
-    """Whatever waits is an error."""
+def without_device_waits() -> Iterator[None]:
+    """Raise an error if anything waits for the device."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it does not see everything that waits
+        warnings.simplefilter("ignore")  # torch warns that it does not detect every wait
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -130,26 +131,28 @@ def waiting_for_no_device() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def given(form: Form, lengths: Sequence[int], width: int, columns: int, dtype: torch.dtype = HALF, seed: int = 0) -> Given:
-    """Not on the GPU yet, the data and the state in the dtype of the weights."""
-    x, weights, state = stored(form.given(lengths, width, columns, storage=dtype, seed=seed), dtype)
-    return Given(x, weights, mapped(state, lambda array: array.to(dtype)))
+def given(form: Form, lengths: Sequence[int], width: int, columns: int, dtype: torch.dtype = HALF, seed: int = 0) -> Arguments:
+    """Return a problem on the CPU, with data and state in the dtype of the weights."""
+    x, weights, state = stored(form.arguments(lengths, width, columns, storage=dtype, seed=seed), dtype)
+    return Arguments(x, weights, map_arrays(state, lambda array: array.to(dtype)))
 
 
-def made(form: Form, lengths: Sequence[int], width: int, columns: int = 40, dtype: torch.dtype = HALF, seed: int = 0) -> Given:
-    return given(form, lengths, width, columns, dtype, seed).mapped(Tensor.cuda)
+def made(
+    form: Form, lengths: Sequence[int], width: int, columns: int = 40, dtype: torch.dtype = HALF, seed: int = 0
+) -> Arguments:
+    return given(form, lengths, width, columns, dtype, seed).map_arrays(Tensor.cuda)
 
 
-def run(problem: Given, want: Outputs = EVERYTHING) -> Encoded:
+def run(problem: Arguments, want: Outputs = EVERYTHING) -> Encoded:
     return conv(*problem, want=want, backend=BACKEND)
 
 
-def exact(problem: Given) -> Encoded:
-    return Form("conv").exact(problem.mapped(Tensor.cpu))
+def exact(problem: Arguments) -> Encoded:
+    return Form("conv").exact(problem.map_arrays(Tensor.cpu))
 
 
 def alike(actual: Encoded, expected: Encoded, tolerance: float) -> None:
-    """Everything that came out, of which some may have been expected only, and the offsets."""
+    """Compare the outputs and the offsets. `expected` may have more outputs."""
     found, wanted = everything(actual), everything(expected)
     assert found.keys() <= wanted.keys()
     for name, array in found.items():
@@ -160,22 +163,22 @@ def alike(actual: Encoded, expected: Encoded, tolerance: float) -> None:
 
 
 def everything(encoded: Encoded) -> dict[str, Tensor]:
-    """What came out, by name, with the states of a stack's layers, and the scores of a text CNN."""
+    """Return all outputs by name, including the states of a stack and the scores of a text CNN."""
     states = encoded.state if isinstance(encoded.state, tuple) else (encoded.state,)
     found = {name: array for name in (*OUTPUTS, "scores") if (array := getattr(encoded, name)) is not None}
     return found | {f"{name} {layer}": array for layer, state in enumerate(states) for name, array in arrays(state).items()}
 
 
 def equal(actual: Encoded, expected: Encoded) -> None:
-    """To the bit."""
+    """Assert that all outputs are bit-equal."""
     found, wanted = everything(actual), everything(expected)
     assert found.keys() <= wanted.keys()
     differing = [name for name, array in found.items() if not torch.equal(array, wanted[name])]
     assert not differing
 
 
-def begun_later(array: Tensor, places: int) -> Tensor:
-    """The same values, so many places after where memory is aligned."""
+def misaligned(array: Tensor, places: int) -> Tensor:
+    """Return the same values, `places` elements after an aligned address."""
     return torch.cat([array.new_zeros(places), array.flatten()])[places:].view_as(array)
 
 
@@ -185,13 +188,12 @@ def begun_later(array: Tensor, places: int) -> Tensor:
 @pytest.mark.parametrize(
     "form, width, columns, dtype", [*((*one, HALF) for one in FORMS), *((*one, torch.bfloat16) for one in FORMS[1::5])], ids=str
 )
-def test_all_outputs_and_the_state_agree_with_the_reference(form: Form, width: int, columns: int, dtype: torch.dtype) -> None:
-    """Once more to the bit, with weights that are packed by then. Filters that are too wide for the kernel go to the framework, whose sums
-    are rounded to the dtype."""
-    tolerance = SUMS if form.options["width"] <= WIDEST else TOLERANCE[dtype]
+def test_outputs_and_state_agree_with_the_reference(form: Form, width: int, columns: int, dtype: torch.dtype) -> None:
+    """A second run with packed weights is bit-equal. Filters that are too wide run on the framework, which rounds sums to the dtype."""
+    tolerance = SUMS if form.options["width"] <= MAX_WIDTH else TOLERANCE[dtype]
     for lengths in (RAGGED, MOSTLY_EMPTY, [1], [0, 0], []):
         problem = given(form, lengths, width, columns, dtype)
-        there = problem.mapped(Tensor.cuda)
+        there = problem.map_arrays(Tensor.cuda)
         with in_shape():
             encoded, expected = run(there), exact(problem)
             assert everything(encoded).keys() == everything(expected).keys()
@@ -201,7 +203,7 @@ def test_all_outputs_and_the_state_agree_with_the_reference(form: Form, width: i
 
 @pytest.mark.parametrize("form, width", [(CENTRED, 130), (GATED, 130), (OF_VECTORS, 65), (OF_TABLES, 65)], ids=str)
 @pytest.mark.parametrize("wanted", [(), ("steps",), ("last",), ("mean",), ("max",), ("steps", "max")], ids=str)
-def test_what_is_not_wanted_is_none_and_changes_nothing(form: Form, width: int, wanted: tuple[str, ...]) -> None:
+def test_unwanted_outputs_are_none(form: Form, width: int, wanted: tuple[str, ...]) -> None:
     problem = made(form, RAGGED, width)
     with in_shape():
         encoded = run(problem, Outputs(**dict.fromkeys(wanted, True)))
@@ -210,9 +212,9 @@ def test_what_is_not_wanted_is_none_and_changes_nothing(form: Form, width: int, 
 
 
 @cache
-def prepared(form: Form, lengths: tuple[int, ...], width: int) -> tuple[Given, Encoded]:
+def prepared(form: Form, lengths: tuple[int, ...], width: int) -> tuple[Arguments, Encoded]:
     problem = given(form, lengths, width, 72)
-    return problem.mapped(Tensor.cuda), exact(problem)
+    return problem.map_arrays(Tensor.cuda), exact(problem)
 
 
 every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -220,8 +222,8 @@ every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 @every_shape
 @pytest.mark.parametrize("form, width, want", [(UNPADDED, 130, MAXIMUM), (GATED, 130, STEPS)], ids=str)
-def test_every_shape_of_a_tile(form: Form, width: int, want: Outputs, shape: Shape) -> None:
-    """Long rows over many tiles, and tiles with many rows, by two blocks at most."""
+def test_every_tile_shape_agrees(form: Form, width: int, want: Outputs, shape: TileShape) -> None:
+    """Long rows over many tiles, and tiles with many rows, with at most two blocks."""
     for lengths in (LONG, [*MANY, *MOSTLY_EMPTY]):
         problem, expected = prepared(form, tuple(lengths), width)
         with in_shape(shape), on_few_processors():
@@ -229,24 +231,24 @@ def test_every_shape_of_a_tile(form: Form, width: int, want: Outputs, shape: Sha
 
 
 @pytest.mark.parametrize("shape", SHAPES[:-1], ids=str)
-def test_what_is_added_in_every_shape_of_a_tile(shape: Shape) -> None:
+def test_residual_agrees_in_every_tile_shape(shape: TileShape) -> None:
     maker = Maker(72)
     first, second = maker.causal(130, 2, activation="relu"), maker.causal(72, 2, activation="gelu")
     problem = halves(maker.stack([*LONGER, 700, 3], ConvBlock((first, second), residual=True, activation="tanh")))
     with in_shape(shape), on_few_processors():
-        alike(problem.mapped(Tensor.cuda).run(backend=BACKEND), problem.exact(), TOLERANCE[HALF])
+        alike(problem.map_arrays(Tensor.cuda).run(backend=BACKEND), problem.exact(), TOLERANCE[HALF])
 
 
 @pytest.mark.parametrize("form", [UNPADDED, OF_TABLES], ids=str)
 @pytest.mark.parametrize("rows", [1, 3, 64, 700, 5000])
-def test_any_number_of_rows_in_the_shape_that_is_measured_for_them(form: Form, rows: int) -> None:
+def test_any_number_of_rows_in_the_tuned_shape(form: Form, rows: int) -> None:
     chance = random.Random(rows)
     problem = made(form, [chance.randint(0, 5) for _ in range(rows)], 40)
     pooled, encoded = run(problem, MAXIMUM), run(problem)
     assert pooled.max is not None and encoded.max is not None
     some = sorted(chance.sample(range(rows), min(rows, 40)))
-    each, state = inputs.rows(problem.x), mapped(problem.state, itemgetter(some))
-    expected = exact(Given(joined([each[row] for row in some]), problem.weights, state))
+    each, state = inputs.rows(problem.x), map_arrays(problem.state, itemgetter(some))
+    expected = exact(Arguments(joined([each[row] for row in some]), problem.weights, state))
     for name in ("last", "mean", "max"):
         close(getattr(encoded, name)[some], getattr(expected, name), SUMS, name)
     close(pooled.max, encoded.max, SUMS, "max")
@@ -257,12 +259,12 @@ def test_any_number_of_rows_in_the_shape_that_is_measured_for_them(form: Form, r
     [(UNPADDED, 130, MAXIMUM), (CENTRED, 130, EVERYTHING), (GATED, 40, STEPS), (OF_TABLES, 65, EVERYTHING)],
     ids=str,
 )
-def test_a_row_is_the_same_to_the_bit_alone_and_in_any_batch(form: Form, width: int, want: Outputs) -> None:
+def test_row_is_bit_equal_alone_and_in_a_batch(form: Form, width: int, want: Outputs) -> None:
     x, weights, state = made(form, [3, 41, 0, 8, 19, *[5] * 90, 300], width)
     with in_shape():
-        whole = run(Given(x, weights, state), want)
+        whole = run(Arguments(x, weights, state), want)
         for row in (0, 1, 2, 4, 60, 95):
-            mine = Given(joined([inputs.rows(x)[row]]), weights, mapped(state, itemgetter(slice(row, row + 1))))
+            mine = Arguments(joined([inputs.rows(x)[row]]), weights, map_arrays(state, itemgetter(slice(row, row + 1))))
             alone = run(mine, want)
             pairs = {name: array[0] for name, array in everything(alone).items() if name != "steps"}
             assert all(torch.equal(array, everything(whole)[name][row]) for name, array in pairs.items())
@@ -272,16 +274,16 @@ def test_a_row_is_the_same_to_the_bit_alone_and_in_any_batch(form: Form, width: 
 
 @pytest.mark.parametrize("form, width", [(GATED, 130), (CAUSAL, 65)], ids=str)
 @pytest.mark.parametrize("places", [0, 20], ids=["by row", "in slots"])
-def test_chunks_that_carry_the_state_give_the_whole_to_the_bit(form: Form, width: int, places: int) -> None:
+def test_chunks_are_bit_equal_to_the_whole_row(form: Form, width: int, places: int) -> None:
     x, weights, state = made(form, [3, 41, 0, 8, 19, 12], width)
     slots = torch.tensor([7, 3, 19, 0, 5, 1], device=x.data.device)
     with in_shape():
-        whole = run(Given(x, weights, state))
-        before = in_slots(state, slots, places) if places else state
+        whole = run(Arguments(x, weights, state))
+        before = put_in_slots(state, slots, places) if places else state
         steps: list[list[Tensor]] = [[] for _ in range(x.rows)]
         for begin, end in ((0, 1), (1, 4), (4, 4), (4, 20), (20, 41)):
             chunk = joined([row[begin:end] for row in inputs.rows(x)])
-            encoded = run(Given(chunk, weights, before))
+            encoded = run(Arguments(chunk, weights, before))
             before = encoded.state
             for so_far, part in zip(steps, inputs.steps_by_row(encoded, chunk), strict=True):
                 so_far.append(part)
@@ -293,13 +295,13 @@ def test_chunks_that_carry_the_state_give_the_whole_to_the_bit(form: Form, width
 @pytest.mark.parametrize("form", [CAUSAL, STRIDED, CENTRED], ids=str)
 @every_slab
 @pytest.mark.parametrize("columns", [33, 40])
-def test_a_state_in_slots_is_read_and_written_in_place(form: Form, slab: torch.dtype, index: torch.dtype, columns: int) -> None:
+def test_state_slots_are_read_and_written_in_place(form: Form, slab: torch.dtype, index: torch.dtype, columns: int) -> None:
     x, weights, state = made(form, RAGGED, 65, columns)
     slots = torch.randperm(40, generator=torch.Generator().manual_seed(1))[: x.rows].cuda().to(index)
-    slabs = in_slots(mapped(state, lambda array: array.to(slab)), slots, places=40)
+    slabs = put_in_slots(map_arrays(state, lambda array: array.to(slab)), slots, places=40)
     with in_shape():
-        expected = run(Given(x, weights, state))
-        encoded = run(Given(x, weights, slabs))
+        expected = run(Arguments(x, weights, state))
+        encoded = run(Arguments(x, weights, slabs))
     assert encoded.state is slabs
     assert torch.equal(slabs.by_row().left.to(HALF), expected.state.left)
     others = torch.ones(40, dtype=torch.bool, device=x.data.device).index_fill(0, slots.long(), False)
@@ -309,42 +311,40 @@ def test_a_state_in_slots_is_read_and_written_in_place(form: Form, slab: torch.d
 
 @pytest.mark.parametrize("form, width", [(GATED, 130), (CAUSAL, 65)], ids=str)
 @every_slab
-def test_rows_begin_in_one_place_go_on_from_slot_to_slot_and_end_in_one(
-    form: Form, width: int, slab: torch.dtype, index: torch.dtype
-) -> None:
+def test_rows_share_the_zero_and_scrap_slots(form: Form, width: int, slab: torch.dtype, index: torch.dtype) -> None:
     x, weights, state = made(form, [3, 41, 0, 8, 19, 1, 12], width)
-    slabs = begun_in_zeros(mapped(state, lambda array: array.to(slab)))
+    slabs = caches_with_zero_slot(map_arrays(state, lambda array: array.to(slab)))
     with in_shape():
-        whole = run(Given(x, weights, None))
-        steps, after = from_place_to_place(
-            lambda chunk, state: run(Given(chunk, weights, state)), in_chunks(x, chunks=4), slabs, index
+        whole = run(Arguments(x, weights, None))
+        steps, after = run_from_slot_to_slot(
+            lambda chunk, state: run(Arguments(chunk, weights, state)), in_chunks(x, chunks=4), slabs, index
         )
     assert whole.steps is not None
     assert torch.equal(steps, whole.steps)
     assert torch.equal(after.left.to(HALF), whole.state.left)
-    assert_only_slots_were_written(slabs)
+    assert_reserved_slots_unchanged(slabs)
 
 
 @pytest.mark.parametrize("form", [CAUSAL, STRIDED, CENTRED], ids=str)
 @every_slab
 @pytest.mark.parametrize("columns", [33, 40])
 @pytest.mark.parametrize("lengths", [RAGGED, [9, 0, 0, 0], [0, 0, 0, 0]], ids=str)
-def test_rows_with_and_without_steps_go_on_from_their_sources_and_are_written_to_their_slots(
+def test_rows_read_sources_and_write_slots(
     form: Form, slab: torch.dtype, index: torch.dtype, columns: int, lengths: list[int]
 ) -> None:
     x, weights, state = made(form, lengths, 65, columns)
-    slabs = from_shared_places(mapped(state, lambda array: array.to(slab)), index)
+    slabs = with_shared_slots(map_arrays(state, lambda array: array.to(slab)), index)
     with in_shape():
-        expected = run(Given(x, weights, slabs.by_row()))
-        encoded = run(Given(x, weights, slabs))
+        expected = run(Arguments(x, weights, slabs.by_row()))
+        encoded = run(Arguments(x, weights, slabs))
     assert all(torch.equal(getattr(encoded, name), getattr(expected, name)) for name in OUTPUTS)
-    assert_went_on_from_shared_places(encoded.state, state, expected.state)
+    assert_shared_slots_result(encoded.state, state, expected.state)
 
 
-def test_zeros_stand_before_a_row_that_has_no_state() -> None:
+def test_row_without_state_starts_from_zeros() -> None:
     x, weights, state = made(CAUSAL, RAGGED, 65)
     with in_shape():
-        equal(run(Given(x, weights, None)), run(Given(x, weights, mapped(state, torch.zeros_like))))
+        equal(run(Arguments(x, weights, None)), run(Arguments(x, weights, map_arrays(state, torch.zeros_like))))
 
 
 @pytest.mark.parametrize(
@@ -353,19 +353,19 @@ def test_zeros_stand_before_a_row_that_has_no_state() -> None:
     ids=str,
 )
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, 65504.0])
-def test_poison_in_a_row_stays_in_it(form: Form, width: int, want: Outputs, poison: float) -> None:
+def test_nan_and_inf_stay_in_their_row(form: Form, width: int, want: Outputs, poison: float) -> None:
     x, weights, state = made(form, [4, 2, 0, 7, 7, 1, 3, 5, 6, 80], width)
-    data, before = x.data.clone(), mapped(state, torch.clone)
+    data, before = x.data.clone(), map_arrays(state, torch.clone)
     data[4:6], data[-83:-80], before.left[3] = poison, poison, poison
     with in_shape():
-        clean = run(Given(x, weights, state), want)
-        encoded = run(Given(Ragged(data, x.offsets), weights, before), want)
+        clean = run(Arguments(x, weights, state), want)
+        encoded = run(Arguments(Ragged(data, x.offsets), weights, before), want)
     for row in (0, 2, 4, 5, 6, 7, 9):
         for name in everything(clean).keys() - {"steps"}:
             assert torch.equal(everything(encoded)[name][row], everything(clean)[name][row])
         if clean.steps is not None:
             assert torch.equal(inputs.steps_by_row(encoded, x)[row], inputs.steps_by_row(clean, x)[row])
-    if poison != poison and form is not UNPADDED:  # rows of two steps have no window there
+    if poison != poison and form is not UNPADDED:  # rows of two steps have no window
         assert all(array[1].isnan().any() for name, array in everything(encoded).items() if name != "steps")
     if poison != poison:
         assert all(array[8].isnan().any() for name, array in everything(encoded).items() if name in ("last", "max"))
@@ -373,14 +373,14 @@ def test_poison_in_a_row_stays_in_it(form: Form, width: int, want: Outputs, pois
 
 @pytest.mark.parametrize("form", [OF_VECTORS, OF_TABLES], ids=str)
 @pytest.mark.parametrize("want", [MAXIMUM, EVERYTHING], ids=["max", "everything"])
-def test_poison_of_one_id_stays_in_the_rows_that_have_it(form: Form, want: Outputs) -> None:
+def test_nan_of_an_id_stays_in_the_rows_with_that_id(form: Form, want: Outputs) -> None:
     x, weights, _ = made(form, [4, 2, 0, 7, 80, 1], 65)
-    ids, clean = x.data % 10, mapped(weights, torch.clone)
+    ids, clean = x.data % 10, map_arrays(weights, torch.clone)
     ids[4] = 10
     (weights.embedding if weights.tables is None else weights.tables[:, 1:])[..., 10, :] = torch.nan
     with in_shape():
-        expected = run(Given(Ragged(ids, x.offsets), clean, None), want)
-        encoded = run(Given(Ragged(ids, x.offsets), weights, None), want)
+        expected = run(Arguments(Ragged(ids, x.offsets), clean, None), want)
+        encoded = run(Arguments(Ragged(ids, x.offsets), weights, None), want)
     assert encoded.max is not None and expected.max is not None
     assert encoded.max[1].isnan().any()
     others = [0, 2, 3, 4, 5]
@@ -388,25 +388,25 @@ def test_poison_of_one_id_stays_in_the_rows_that_have_it(form: Form, want: Outpu
 
 
 @pytest.mark.parametrize("places", [1, 2, 4])
-def test_inputs_states_and_tables_begin_anywhere(places: int) -> None:
-    later = partial(begun_later, places=places)
+def test_inputs_states_and_tables_may_be_unaligned(places: int) -> None:
+    later = partial(misaligned, places=places)
     with in_shape():
         x, weights, state = made(CAUSAL, RAGGED, 65)
-        shifted = Given(Ragged(later(x.data), x.offsets), weights, mapped(state, later))
+        shifted = Arguments(Ragged(later(x.data), x.offsets), weights, map_arrays(state, later))
         assert shifted.x.data.data_ptr() % 16 == 2 * places
-        equal(run(shifted), run(Given(x, weights, state)))
+        equal(run(shifted), run(Arguments(x, weights, state)))
         for form in (OF_VECTORS, OF_TABLES):
             x, weights, _ = made(form, RAGGED, 65)
-            equal(run(Given(x, mapped(weights, later), None)), run(Given(x, weights, None)))
+            equal(run(Arguments(x, map_arrays(weights, later), None)), run(Arguments(x, weights, None)))
 
 
 @pytest.mark.parametrize("form", [CENTRED, STRIDED, OF_VECTORS, OF_TABLES], ids=str)
-def test_ids_and_offsets_are_as_wide_as_they_are(form: Form) -> None:
+def test_ids_and_offsets_may_be_int32_or_int64(form: Form) -> None:
     x, weights, state = made(form, RAGGED, 65)
     with in_shape():
-        expected = run(Given(x, weights, state))
+        expected = run(Arguments(x, weights, state))
         for wide in (Ragged(x.data, x.offsets.long()), Ragged(x.data.long() if form.takes_ids else x.data, x.offsets)):
-            equal(run(Given(wide, weights, state)), expected)
+            equal(run(Arguments(wide, weights, state)), expected)
 
 
 # Text CNNs.
@@ -418,18 +418,18 @@ MAPS = (40, 1, 65, 3, 130, 64, 8, 100, 33)
 def text(
     ids: str, lengths: Sequence[int], widths: int, *, labels: int = 0, dtype: torch.dtype = HALF, padding: int = 0
 ) -> TextCNN:
-    """Not on the GPU yet."""
+    """Return a problem on the CPU."""
     maker = Maker(40)
     made = maker.text_cnn(lengths, WIDTHS[:widths], MAPS[:widths], ids=ids, labels=labels, left=padding, right=padding)
-    return made.mapped(lambda array: array.to(dtype) if array.is_floating_point() else array)
+    return made.map_arrays(lambda array: array.to(dtype) if array.is_floating_point() else array)
 
 
 @every_way_in
 @pytest.mark.parametrize("widths", [1, 2, 3, BANKS, BANKS + 1])
-def test_a_text_cnn_agrees_with_the_reference(ids: str, widths: int) -> None:
+def test_text_cnn_agrees_with_the_reference(ids: str, widths: int) -> None:
     for lengths, labels in ((RAGGED, 6), (RAGGED, 0), ([0, 0], 6), ([], 6), ([1], 0), ([300, 2], 33)):
         problem = text(ids, lengths, widths, labels=labels)
-        there = problem.mapped(Tensor.cuda)
+        there = problem.map_arrays(Tensor.cuda)
         with in_shape():
             encoded = there.run(backend=BACKEND)
             assert (encoded.steps, encoded.last, encoded.mean, encoded.state) == (None,) * 4
@@ -440,25 +440,25 @@ def test_a_text_cnn_agrees_with_the_reference(ids: str, widths: int) -> None:
 
 @every_way_in
 @pytest.mark.parametrize("padding", [0, 4])
-def test_a_text_cnn_of_many_rows_with_padding_and_without_in_bfloat16(ids: str, padding: int) -> None:
+def test_text_cnn_of_many_rows_in_bfloat16(ids: str, padding: int) -> None:
     problem = text(ids, [*MANY, 70, *RAGGED], 3, labels=6, dtype=torch.bfloat16, padding=padding)
-    encoded = problem.mapped(Tensor.cuda).run(backend=BACKEND)
+    encoded = problem.map_arrays(Tensor.cuda).run(backend=BACKEND)
     alike(encoded, problem.exact(), TOLERANCE[torch.bfloat16])
 
 
 @every_way_in
-def test_a_text_cnn_of_windows_that_are_some_steps_apart(ids: str) -> None:
-    """Of which each width has another number."""
+def test_text_cnn_with_stride_agrees_with_the_reference(ids: str) -> None:
+    """Each width has a different number of windows."""
     for widths in ((5, 1, 3), (1, 5, 3)):
         made = Maker(40).text_cnn([*RAGGED, *[1] * 9, *[2] * 9], widths, (40, 3, 65), ids=ids, stride=2)
-        problem = made.mapped(lambda array: array.half() if array.is_floating_point() else array)
+        problem = made.map_arrays(lambda array: array.half() if array.is_floating_point() else array)
         with in_shape():
-            alike(problem.mapped(Tensor.cuda).run(backend=BACKEND), problem.exact(), SUMS)
+            alike(problem.map_arrays(Tensor.cuda).run(backend=BACKEND), problem.exact(), SUMS)
 
 
 @every_way_in
-def test_a_text_cnn_is_its_widths_one_after_the_other_to_the_bit(ids: str) -> None:
-    problem = text(ids, [*RAGGED, 300], BANKS).mapped(Tensor.cuda)
+def test_text_cnn_is_bit_equal_to_its_layers_one_by_one(ids: str) -> None:
+    problem = text(ids, [*RAGGED, 300], BANKS).map_arrays(Tensor.cuda)
     with in_shape():
         together = problem.run(backend=BACKEND).max
         alone = [conv(problem.x, layer, want=MAXIMUM, backend=BACKEND).max for layer in problem.layers]
@@ -467,8 +467,8 @@ def test_a_text_cnn_is_its_widths_one_after_the_other_to_the_bit(ids: str) -> No
 
 
 @every_way_in
-def test_a_text_cnn_takes_ids_and_offsets_of_either_width(ids: str) -> None:
-    x, layers, classifier = problem = text(ids, RAGGED, 3, labels=6).mapped(Tensor.cuda)
+def test_text_cnn_takes_int32_and_int64(ids: str) -> None:
+    x, layers, classifier = problem = text(ids, RAGGED, 3, labels=6).map_arrays(Tensor.cuda)
     with in_shape():
         expected = problem.run(backend=BACKEND)
         for wide in (Ragged(x.data, x.offsets.long()), Ragged(x.data.long() if ids else x.data, x.offsets)):
@@ -476,8 +476,8 @@ def test_a_text_cnn_takes_ids_and_offsets_of_either_width(ids: str) -> None:
 
 
 @every_way_in
-def test_a_row_of_a_text_cnn_is_the_same_to_the_bit_alone_and_in_any_batch(ids: str) -> None:
-    problem = text(ids, [*RAGGED, 300], 3).mapped(Tensor.cuda)
+def test_text_cnn_row_is_bit_equal_alone_and_in_a_batch(ids: str) -> None:
+    problem = text(ids, [*RAGGED, 300], 3).map_arrays(Tensor.cuda)
     with in_shape():
         whole = problem.run(backend=BACKEND).max
         assert whole is not None
@@ -487,8 +487,8 @@ def test_a_row_of_a_text_cnn_is_the_same_to_the_bit_alone_and_in_any_batch(ids: 
             assert torch.equal(alone[0], whole[row])
 
 
-def test_a_classifier_in_another_dtype_is_a_product_of_its_own() -> None:
-    problem = text("tables", RAGGED, 3, labels=6).mapped(Tensor.cuda)
+def test_classifier_in_another_dtype_is_a_separate_product() -> None:
+    problem = text("tables", RAGGED, 3, labels=6).map_arrays(Tensor.cuda)
     assert problem.classifier is not None
     wide = problem._replace(classifier=(problem.classifier[0].float(), problem.classifier[1].float()))
     alike(wide.run(backend=BACKEND), problem.run(backend=BACKEND), SUMS)
@@ -502,21 +502,21 @@ def tcn(maker: Maker) -> tuple[ConvBlock, ...]:
 
 
 def gated(maker: Maker) -> tuple[ConvBlock, ...]:
-    """With a residual after a layer without one, and an activation of what it adds."""
+    """A plain block, then a block with a residual and an activation after it."""
     first = maker.causal(50, 3, activation="glu")
     inner = maker.causal(33, 3, dilation=4, activation="gated_tanh"), maker.layer(50, 1)
     return ConvBlock((first,)), ConvBlock(inner, residual=True, activation="gelu"), ConvBlock((maker.causal(3, 3),))
 
 
 def centred(maker: Maker) -> tuple[ConvBlock, ...]:
-    """Below a causal layer, whose steps of the last one are not those beside it."""
+    """A centred layer below a causal layer, whose needed steps are not adjacent."""
     first = maker.layer(64, 3, left=1, right=1, activation="relu")
     second = maker.layer(40, 3, left=1, right=3, dilation=2, activation="gelu")
     return ConvBlock((first, second), residual=True), ConvBlock((maker.causal(5, 3, dilation=2, activation="relu"),))
 
 
 def strided(maker: Maker) -> tuple[ConvBlock, ...]:
-    """Fewer steps come out than in, and what is added has as many as they."""
+    """A block with fewer output steps than input steps, then a block with a residual."""
     first = ConvBlock((maker.layer(64, 3, left=1, stride=2), maker.layer(40, 3, activation="relu")))
     return first, ConvBlock((maker.causal(40, 3, activation="relu"),), residual=True, activation="relu")
 
@@ -530,7 +530,7 @@ def tables(maker: Maker) -> tuple[ConvBlock, ...]:
 
 
 def gated_tables(maker: Maker) -> tuple[ConvBlock, ...]:
-    """Which no kernel adds up."""
+    """A gated layer over tables, which no kernel supports."""
     return (ConvBlock((maker.causal(40, 3, ids="tables", activation="glu"), maker.causal(3, 3))),)
 
 
@@ -540,11 +540,11 @@ OF_IDS: list[Make] = [embedding, tables, gated_tables]
 
 
 def halves(problem: Stack, dtype: torch.dtype = HALF) -> Stack:
-    return problem.mapped(lambda array: array.to(dtype) if array.is_floating_point() else array)
+    return problem.map_arrays(lambda array: array.to(dtype) if array.is_floating_point() else array)
 
 
 def stacked(make: Make, lengths: Sequence[int], *, states: bool = False, dtype: torch.dtype = HALF) -> Stack:
-    """Not on the GPU yet."""
+    """Return a problem on the CPU."""
     maker = Maker(40)
     return halves(maker.stack(lengths, *make(maker), with_states=states), dtype)
 
@@ -556,10 +556,10 @@ def fused(problem: Stack, want: Outputs = EVERYTHING) -> Encoded:
 
 @pytest.mark.parametrize("make", [*KEEP_STEPS, strided, gated_tables])
 @pytest.mark.parametrize("want", [EVERYTHING, LAST, MAXIMUM], ids=["everything", "last", "max"])
-def test_a_stack_agrees_with_the_reference(make: Make, want: Outputs) -> None:
+def test_stack_agrees_with_the_reference(make: Make, want: Outputs) -> None:
     for lengths in (LONGER, [0, 0], [], [1]):
         problem = stacked(make, lengths)
-        there = problem.mapped(Tensor.cuda)
+        there = problem.map_arrays(Tensor.cuda)
         encoded, expected = fused(there, want), problem.exact(want)
         assert everything(encoded).keys() == everything(expected).keys()
         assert encoded.state is None
@@ -567,31 +567,31 @@ def test_a_stack_agrees_with_the_reference(make: Make, want: Outputs) -> None:
         equal(fused(there, want), encoded)
 
 
-def test_a_stack_agrees_with_the_reference_in_bfloat16() -> None:
+def test_stack_agrees_with_the_reference_in_bfloat16() -> None:
     problem = stacked(tcn, LONGER, dtype=torch.bfloat16)
-    alike(fused(problem.mapped(Tensor.cuda)), problem.exact(), TOLERANCE[torch.bfloat16])
+    alike(fused(problem.map_arrays(Tensor.cuda)), problem.exact(), TOLERANCE[torch.bfloat16])
 
 
 @pytest.mark.parametrize("make", [tcn, gated, centred, strided])
-def test_a_stack_that_goes_on_from_states_agrees_with_the_reference(make: Make) -> None:
+def test_stack_with_states_agrees_with_the_reference(make: Make) -> None:
     for lengths in (LONGER, [0, 0], []):
         problem = stacked(make, lengths, states=True)
-        encoded, expected = fused(problem.mapped(Tensor.cuda)), problem.exact()
+        encoded, expected = fused(problem.map_arrays(Tensor.cuda)), problem.exact()
         assert everything(encoded).keys() == everything(expected).keys()
         alike(encoded, expected, TOLERANCE[HALF])
 
 
 @pytest.mark.parametrize("make", KEEP_STEPS)
-def test_the_last_step_is_the_same_where_nothing_else_is_asked_for(make: Make) -> None:
-    problem = stacked(make, [*LONGER, *MANY[:20]]).mapped(Tensor.cuda)
+def test_last_step_alone_equals_the_last_of_all_steps(make: Make) -> None:
+    problem = stacked(make, [*LONGER, *MANY[:20]]).map_arrays(Tensor.cuda)
     only, whole = fused(problem, LAST).last, fused(problem).last
     assert only is not None and whole is not None
     close(only, whole, SUMS, "last")
 
 
 @pytest.mark.parametrize("make", [tcn, centred])
-def test_a_row_of_a_stack_is_the_same_to_the_bit_alone_and_in_any_batch(make: Make) -> None:
-    problem = stacked(make, [3, 141, 0, 8, *[5] * 10, 200]).mapped(Tensor.cuda)
+def test_stack_row_is_bit_equal_alone_and_in_a_batch(make: Make) -> None:
+    problem = stacked(make, [3, 141, 0, 8, *[5] * 10, 200]).map_arrays(Tensor.cuda)
     for want in (EVERYTHING, LAST):
         whole = everything(fused(problem, want))
         for row in (0, 1, 2, 9):
@@ -601,13 +601,13 @@ def test_a_row_of_a_stack_is_the_same_to_the_bit_alone_and_in_any_batch(make: Ma
 
 @pytest.mark.parametrize("make", [tcn, gated])
 @pytest.mark.parametrize("places", [0, 20], ids=["by row", "in slots"])
-def test_chunks_of_a_stack_give_the_whole_to_the_bit(make: Make, places: int) -> None:
-    problem = stacked(make, [3, 41, 0, 8, 19, 12], states=True).mapped(Tensor.cuda)
+def test_stack_chunks_are_bit_equal_to_the_whole_row(make: Make, places: int) -> None:
+    problem = stacked(make, [3, 41, 0, 8, 19, 12], states=True).map_arrays(Tensor.cuda)
     whole, states = fused(problem), problem.states
     slots = torch.tensor([7, 3, 19, 0, 5, 1], device=problem.x.data.device)
     assert states is not None and whole.steps is not None
     if places:
-        states = tuple(in_slots(state, slots, places) for state in states)
+        states = tuple(put_in_slots(state, slots, places) for state in states)
     steps: list[list[Tensor]] = [[] for _ in range(problem.x.rows)]
     for begin, end in ((0, 1), (1, 4), (4, 4), (4, 20), (20, 41)):
         chunk = joined([row[begin:end] for row in inputs.rows(problem.x)])
@@ -621,11 +621,11 @@ def test_chunks_of_a_stack_give_the_whole_to_the_bit(make: Make, places: int) ->
         assert torch.equal(carried.by_row().left, expected.left)
 
 
-def test_slots_of_a_stack_that_no_row_is_in_stay_as_they_are() -> None:
-    problem = stacked(gated, [4, 0, 2], states=True).mapped(Tensor.cuda)
+def test_stack_leaves_unused_slots_untouched() -> None:
+    problem = stacked(gated, [4, 0, 2], states=True).map_arrays(Tensor.cuda)
     assert problem.states is not None
     slots = torch.tensor([3, 0, 4], device=problem.x.data.device)
-    slabs = tuple(in_slots(state, slots, 6) for state in problem.states)
+    slabs = tuple(put_in_slots(state, slots, 6) for state in problem.states)
     expected, encoded = fused(problem), fused(problem._replace(states=slabs))
     assert all(after is slab for after, slab in zip(encoded.state, slabs, strict=True))
     assert all(torch.equal(getattr(encoded, name), getattr(expected, name)) for name in OUTPUTS)
@@ -633,24 +633,24 @@ def test_slots_of_a_stack_that_no_row_is_in_stay_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("make", [tcn, gated])
-def test_rows_of_a_stack_begin_in_one_place_go_on_from_slot_to_slot_and_end_in_one(make: Make) -> None:
-    problem = stacked(make, [3, 41, 0, 8, 19, 1, 12], states=True).mapped(Tensor.cuda)
-    slabs = tuple(map(begun_in_zeros, problem.states or ()))
-    whole = fused(problem._replace(states=tuple(mapped(state, torch.zeros_like) for state in problem.states or ())))
-    steps, after = from_place_to_place(
+def test_stack_rows_share_the_zero_and_scrap_slots(make: Make) -> None:
+    problem = stacked(make, [3, 41, 0, 8, 19, 1, 12], states=True).map_arrays(Tensor.cuda)
+    slabs = tuple(map(caches_with_zero_slot, problem.states or ()))
+    whole = fused(problem._replace(states=tuple(map_arrays(state, torch.zeros_like) for state in problem.states or ())))
+    steps, after = run_from_slot_to_slot(
         lambda chunk, states: fused(Stack(chunk, problem.blocks, states)), in_chunks(problem.x, chunks=4), slabs
     )
     assert whole.steps is not None
     assert torch.equal(steps, whole.steps)
     for carried, expected, slab in zip(after, whole.state, slabs, strict=True):
         assert torch.equal(carried.left, expected.left)
-        assert_only_slots_were_written(slab)
+        assert_reserved_slots_unchanged(slab)
 
 
 @pytest.mark.parametrize("make", [tcn, centred])
 @pytest.mark.parametrize("want", [EVERYTHING, LAST], ids=["everything", "last"])
-def test_poison_in_a_row_of_a_stack_stays_in_it(make: Make, want: Outputs) -> None:
-    problem = stacked(make, [4, 2, 0, 70, 7, 1]).mapped(Tensor.cuda)
+def test_nan_stays_in_its_row_of_a_stack(make: Make, want: Outputs) -> None:
+    problem = stacked(make, [4, 2, 0, 70, 7, 1]).map_arrays(Tensor.cuda)
     data = problem.x.data.clone()
     data[4:6] = torch.nan
     clean, encoded = fused(problem, want), fused(problem._replace(x=Ragged(data, problem.x.offsets)), want)
@@ -672,8 +672,8 @@ def captured(launch: Callable[[], Encoded]) -> tuple[torch.cuda.CUDAGraph, Encod
     return graph, encoded
 
 
-def replays_as_it_runs(x: Ragged, others: Sequence[Ragged], run: Callable[[Ragged], Encoded]) -> None:
-    """Other rows, as many steps in all, are what the graph encodes when they stand where the first ones stood."""
+def assert_replays(x: Ragged, others: Sequence[Ragged], run: Callable[[Ragged], Encoded]) -> None:
+    """Replay the captured graph with other rows of the same total length, and compare with a direct run."""
     graph, encoded = captured(lambda: run(Ragged(x.data, x.offsets)))
     for other in others:
         x.data.copy_(other.data)
@@ -690,35 +690,35 @@ BEFORE, AFTER = [5, 9, 0, 330], [20, 301, 17, 6]
     [(UNPADDED, MAXIMUM), (GATED, EVERYTHING), (GATED, LAST), (OF_VECTORS, MAXIMUM), (OF_TABLES, EVERYTHING)],
     ids=str,
 )
-def test_a_graph_runs_with_other_lengths_and_values(form: Form, want: Outputs) -> None:
+def test_graph_replays_with_other_lengths_and_values(form: Form, want: Outputs) -> None:
     first, second = made(form, BEFORE, 40), made(form, AFTER, 40, seed=1)
     x = Ragged(first.x.data.clone(), first.x.offsets.clone())
     with in_shape():
-        replays_as_it_runs(x, (first.x, second.x), lambda x: run(Given(x, first.weights, None), want))
+        assert_replays(x, (first.x, second.x), lambda x: run(Arguments(x, first.weights, None), want))
 
 
 @every_way_in
-def test_a_graph_of_a_text_cnn_runs_with_other_lengths_and_values(ids: str) -> None:
-    problem, other = (text(ids, lengths, 3, labels=6).mapped(Tensor.cuda) for lengths in (BEFORE, AFTER))
+def test_text_cnn_graph_replays_with_other_lengths(ids: str) -> None:
+    problem, other = (text(ids, lengths, 3, labels=6).map_arrays(Tensor.cuda) for lengths in (BEFORE, AFTER))
     x = Ragged(problem.x.data.clone(), problem.x.offsets.clone())
     with in_shape():
-        replays_as_it_runs(x, (problem.x, other.x), lambda x: text_cnn(x, problem.layers, problem.classifier, backend=BACKEND))
+        assert_replays(x, (problem.x, other.x), lambda x: text_cnn(x, problem.layers, problem.classifier, backend=BACKEND))
 
 
 @pytest.mark.parametrize("make", [tcn, embedding, tables])
-def test_a_graph_of_a_stack_runs_with_other_lengths_and_values(make: Make) -> None:
-    problem, other = (stacked(make, lengths).mapped(Tensor.cuda) for lengths in (BEFORE, AFTER))
+def test_stack_graph_replays_with_other_lengths(make: Make) -> None:
+    problem, other = (stacked(make, lengths).map_arrays(Tensor.cuda) for lengths in (BEFORE, AFTER))
     x = Ragged(problem.x.data.clone(), problem.x.offsets.clone())
-    replays_as_it_runs(x, (problem.x, other.x), lambda x: fused(problem._replace(x=x)))
+    assert_replays(x, (problem.x, other.x), lambda x: fused(problem._replace(x=x)))
 
 
-def test_a_graph_goes_on_in_other_slots() -> None:
-    """Each replay goes on from what the one before it left."""
-    problem = stacked(tcn, BEFORE, states=True).mapped(Tensor.cuda)
+def test_graph_replays_with_other_slots() -> None:
+    """Each replay resumes from the states that the previous replay wrote."""
+    problem = stacked(tcn, BEFORE, states=True).map_arrays(Tensor.cuda)
     assert problem.states is not None
     slots = torch.tensor([3, 1, 0, 2], dtype=torch.int32).cuda()
-    slabs = tuple(in_slots(state, slots, 5) for state in problem.states)
-    mine = tuple(mapped(slab, torch.clone) for slab in slabs)
+    slabs = tuple(put_in_slots(state, slots, 5) for state in problem.states)
+    mine = tuple(map_arrays(slab, torch.clone) for slab in slabs)
     graph, encoded = captured(lambda: fused(problem._replace(states=slabs)))
     for slab, beginning in zip(slabs, mine, strict=True):
         slab.left.copy_(beginning.left)
@@ -732,16 +732,16 @@ def test_a_graph_goes_on_in_other_slots() -> None:
 
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
-def test_a_graph_goes_on_from_other_places_than_those_that_it_was_made_with(index: torch.dtype) -> None:
-    """Where all rows begin in one place at first, then where they end in one."""
-    first, second = (stacked(tcn, lengths, states=True).mapped(Tensor.cuda) for lengths in ([5, 9, 0, 30], [20, 0, 18, 6]))
+def test_graph_replays_with_other_sources(index: torch.dtype) -> None:
+    """The first replay reads one shared source, the second writes one shared slot."""
+    first, second = (stacked(tcn, lengths, states=True).map_arrays(Tensor.cuda) for lengths in ([5, 9, 0, 30], [20, 0, 18, 6]))
     x = Ragged(first.x.data.clone(), first.x.offsets.clone())
-    slots, sources = torch.tensor([[3, 4, 5, 6], [ZERO] * 4], dtype=index, device=x.data.device)
-    begun, middle = tuple(map(begun_in_zeros, first.states or ())), [5, 3, 2, 7]
-    slabs = placed(begun, slots=slots, sources=sources)
+    slots, sources = torch.tensor([[3, 4, 5, 6], [ZERO_SLOT] * 4], dtype=index, device=x.data.device)
+    begun, middle = tuple(map(caches_with_zero_slot, first.states or ())), [5, 3, 2, 7]
+    slabs = with_slots(begun, slots=slots, sources=sources)
     graph, encoded = captured(lambda: fused(Stack(x, first.blocks, slabs)))
-    states = tuple(mapped(state, torch.zeros_like) for state in first.states or ())
-    for problem, origins, ends in ((first, [ZERO] * 4, middle), (second, middle, [SCRAP] * 4)):
+    states = tuple(map_arrays(state, torch.zeros_like) for state in first.states or ())
+    for problem, origins, ends in ((first, [ZERO_SLOT] * 4, middle), (second, middle, [SCRAP_SLOT] * 4)):
         x.data.copy_(problem.x.data)
         x.offsets.copy_(problem.x.offsets)
         slots.copy_(torch.tensor(ends))
@@ -752,66 +752,66 @@ def test_a_graph_goes_on_from_other_places_than_those_that_it_was_made_with(inde
         states = expected.state if ends == middle else states
         for slab, state in zip(begun, states, strict=True):
             assert torch.equal(slab.left[middle], state.left)
-            assert_only_slots_were_written(slab)
+            assert_reserved_slots_unchanged(slab)
 
 
-def test_a_stack_that_goes_on_from_sources_waits_for_no_device() -> None:
-    problem = stacked(tcn, LONGER, states=True).mapped(Tensor.cuda)
-    slabs = tuple(map(from_shared_places, problem.states or ()))
+def test_stack_with_sources_does_not_wait_for_the_device() -> None:
+    problem = stacked(tcn, LONGER, states=True).map_arrays(Tensor.cuda)
+    slabs = tuple(map(with_shared_slots, problem.states or ()))
     expected = fused(problem._replace(states=slabs))
-    with waiting_for_no_device():
+    with without_device_waits():
         encoded = fused(problem._replace(states=slabs))
     assert all(torch.equal(getattr(encoded, name), getattr(expected, name)) for name in OUTPUTS)
 
 
 @pytest.mark.parametrize("form", [CENTRED, GATED, OF_VECTORS, OF_TABLES], ids=str)
-def test_a_convolution_that_keeps_its_steps_waits_for_no_device(form: Form) -> None:
+def test_convolution_does_not_wait_for_the_device(form: Form) -> None:
     problem = made(form, RAGGED, 65)
     for want in (EVERYTHING, LAST, MAXIMUM):
         with in_shape():
             expected = run(problem, want)
-            with waiting_for_no_device():
+            with without_device_waits():
                 encoded = run(problem, want)
             equal(encoded, expected)
 
 
 @every_way_in
-def test_a_text_cnn_waits_for_no_device(ids: str) -> None:
-    problem = text(ids, RAGGED, 3, labels=6).mapped(Tensor.cuda)
+def test_text_cnn_does_not_wait_for_the_device(ids: str) -> None:
+    problem = text(ids, RAGGED, 3, labels=6).map_arrays(Tensor.cuda)
     with in_shape():
         expected = problem.run(backend=BACKEND)
-        with waiting_for_no_device():
+        with without_device_waits():
             encoded = problem.run(backend=BACKEND)
     equal(encoded, expected)
 
 
 @pytest.mark.parametrize("make", KEEP_STEPS)
-def test_a_stack_that_keeps_its_steps_waits_for_no_device(make: Make) -> None:
-    problem = stacked(make, LONGER, states=make not in OF_IDS).mapped(Tensor.cuda)
+def test_stack_does_not_wait_for_the_device(make: Make) -> None:
+    problem = stacked(make, LONGER, states=make not in OF_IDS).map_arrays(Tensor.cuda)
     for one, want in ((problem, EVERYTHING), (problem._replace(states=None), LAST)):
         expected = fused(one, want)
-        with waiting_for_no_device():
+        with without_device_waits():
             encoded = fused(one, want)
         equal(encoded, expected)
 
 
 @pytest.mark.parametrize("made_by", [partial(made, UNPADDED), partial(made, STRIDED)], ids=["unpadded", "strided"])
-def test_only_steps_whose_number_is_not_known_are_waited_for(made_by: Callable[..., Given]) -> None:
-    """Their maximum alone needs no such number."""
+def test_only_an_unknown_number_of_steps_waits(made_by: Callable[..., Arguments]) -> None:
+    """The maximum alone does not need the number of steps."""
     problem = made_by(RAGGED, 40)
     relu = replace(problem.weights, activation="relu")
     with in_shape():
-        expected = run(Given(problem.x, relu, problem.state))
-        with waiting_for_no_device():
-            encoded = run(Given(problem.x, relu, problem.state), MAXIMUM)
-        with waiting_for_no_device(), pytest.raises(RuntimeError, match="synchroniz"):
+        expected = run(Arguments(problem.x, relu, problem.state))
+        with without_device_waits():
+            encoded = run(Arguments(problem.x, relu, problem.state), MAXIMUM)
+        with without_device_waits(), pytest.raises(RuntimeError, match="synchroniz"):
             run(problem, STEPS)
     equal(encoded, expected)
 
 
-def test_launches_that_begin_early_wait_for_those_before() -> None:
-    """Each goes on from what the one before writes at its end."""
-    problem = stacked(tcn, [1280], states=True).mapped(Tensor.cuda)
+def test_early_launches_wait_for_earlier_kernels() -> None:
+    """Each launch reads what the previous launch writes at its end."""
+    problem = stacked(tcn, [1280], states=True).map_arrays(Tensor.cuda)
     whole, states = fused(problem), problem.states
     steps: list[Tensor | None] = []
     for part in torch.split(problem.x.data, 32):
@@ -825,29 +825,29 @@ def test_launches_that_begin_early_wait_for_those_before() -> None:
 # What runs.
 
 
-def test_what_runs_and_why() -> None:
+def test_explain_reports_the_chosen_backend() -> None:
     for dtype, width in (("float16", 1), ("bfloat16", 300), ("float16", 5000)):
         assert explain("conv", device="cuda:0", dtype=dtype, hidden=width) == "fused: chosen"
     asked = partial(explain, "conv", hidden=96)
-    wide = "fused: its weights are float16 or bfloat16\nframework: chosen"
+    wide = "fused: needs float16 or bfloat16 weights\nframework: chosen"
     assert asked(device="cuda:0", dtype="float32") == wide
-    for device, why in (("cuda:9", "there is no cuda:9 here"), ("cpu", "runs on an NVIDIA GPU")):
+    for device, why in (("cuda:9", "this machine has no cuda:9"), ("cpu", "needs an NVIDIA GPU")):
         assert asked(device=device, dtype="float16") == f"fused: {why}\nframework: chosen"
 
 
-def test_without_cupy_or_on_another_gpu_the_framework_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_framework_runs_without_cupy_or_on_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = partial(explain, "conv", device="cuda:0", dtype="float16", hidden=96)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
     assert asked() == "fused: needs compute capability 9.0, this device has 8.6\nframework: chosen"
-    monkeypatch.setattr(launching, "installed", lambda: False)
+    monkeypatch.setattr(launching, "cupy_installed", lambda: False)
     assert asked() == "fused: CuPy is not installed\nframework: chosen"
 
 
-def test_the_choice_is_what_runs() -> None:
+def test_chosen_backend_is_the_one_that_runs() -> None:
     problem, blocks, texts = (
         made(CENTRED, [3, 4], 40),
-        stacked(tcn, [3, 4]).mapped(Tensor.cuda),
-        text("", [3, 4], 3).mapped(Tensor.cuda),
+        stacked(tcn, [3, 4]).map_arrays(Tensor.cuda),
+        text("", [3, 4], 3).map_arrays(Tensor.cuda),
     )
     with in_shape():
         equal(conv(*problem, want=EVERYTHING), run(problem))
@@ -856,5 +856,5 @@ def test_the_choice_is_what_runs() -> None:
 
 
 @pytest.mark.parametrize("tool", TOOLS)
-def test_the_sanitizer_finds_nothing(tool: str) -> None:
-    finds_nothing(tool, "tests.gpu.small_conv")
+def test_sanitizer_finds_nothing(tool: str) -> None:
+    assert_no_findings(tool, "tests.gpu.small_conv")

@@ -1,4 +1,4 @@
-"""Turns on a GPU: by graphs and without, two in flight, in memory that was there before."""
+"""Batches on a GPU: with and without graphs, two in flight, without allocations."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ import torch
 from numpy.testing import assert_allclose
 
 from service.engine.batch import Batch, Chunk
+from service.engine.batching.state_slots import DISCARD_SLOT, FIRST_SLOT, ZERO_SLOT
 from service.engine.execution import cuda_graph_runner
-from service.engine.execution.cuda_graph_runner import CudaGraphRunner, Pool
-from service.engine.execution.device import DeviceMemory, OutputCollector, hold
+from service.engine.execution.cuda_graph_runner import CudaGraphRunner, GraphPool
+from service.engine.execution.device import DeviceMemory, OutputCollector, use_device
 from service.engine.execution.device_engine import DeviceEngine
 from service.engine.execution.in_flight import ChunkResult
 from service.errors import OutOfMemory
-from service.ipc.messages import FEATURES, FIRST, IDS, SCRAP, ZEROS, ModelKey, Returns
+from service.ipc.messages import FEATURES, IDS, ModelKey, Returns
 from service.metrics import Metrics
 from service.modeling import store
 from service.modeling.encoder import Encoder
@@ -28,8 +29,9 @@ from tests import models
 
 CUDA, CPU = torch.device("cuda:0"), torch.device("cpu")
 LIMITS: dict[str, Any] = {"max_batch_sequences": 16, "max_batch_tokens": 256}
-BY_LAUNCHES = {"reader", "halver", "tagger"}
-"""Each row's best span, how many steps come out of a strided convolution, and the order of a GRU's rows are worked out on the host."""
+WITHOUT_GRAPH = {"reader", "halver", "tagger"}
+"""Models whose batches wait for the host, which finds the best span of a row, the output lengths of a strided convolution, or the order of
+a GRU's rows."""
 LABELLER = {"kind": "sru", "hidden": 6, "depth": 2, "bidirectional": True}
 HALVES = 2e-2
 PLAIN, VECTOR, STEPS = Returns(), Returns(embedding=True), Returns(embedding=True, sequence=True)
@@ -37,19 +39,19 @@ PLAIN, VECTOR, STEPS = Returns(), Returns(embedding=True), Returns(embedding=Tru
 
 @pytest.fixture(scope="module")
 def specs(tmp_path_factory: pytest.TempPathFactory) -> dict[ModelKey, tuple[ModelSpec, dict[str, torch.Tensor]]]:
-    """Models of every head in float16, and a deeper one over features."""
+    """Return a model of every head and a deeper model over features, all in float16."""
     root = tmp_path_factory.mktemp("models")
     made = [make(root) for make in models.OF_EVERY_HEAD.values()] + [models.sensors(root, hidden=32, max_steps=300)]
     labels = {"kind": "tag", "labels": models.LABELS}
     made.append(models.made_up(root, "labeller", models.TEXT, models.EMBEDDING, LABELLER, head=labels))
     counter = {"kind": "sru", "hidden": 6, "depth": 2}
     made.append(models.made_up(root, "counter", models.IDS, models.EMBEDDING, counter, head={"kind": "embed", "pool": "mean"}))
-    found = {}
+    results = {}
     for spec in made:
         arrays = store.read_arrays(root / spec.name / "1", spec)
         half = spec.model_copy(update={"precision": "float16"})
-        found[ModelKey(spec.name, "1")] = half, {name: array.half() for name, array in arrays.items()}
-    return found
+        results[ModelKey(spec.name, "1")] = half, {name: array.half() for name, array in arrays.items()}
+    return results
 
 
 def encoders(specs: dict[ModelKey, tuple[ModelSpec, dict[str, torch.Tensor]]], device: torch.device) -> dict[ModelKey, Encoder]:
@@ -64,14 +66,14 @@ def metrics() -> Metrics:
 @pytest.fixture(scope="module")
 def on_gpu(specs: dict[ModelKey, tuple[ModelSpec, dict[str, torch.Tensor]]], metrics: Metrics) -> Iterator[DeviceEngine]:
     before = torch.cuda.current_stream()
-    hold(CUDA)
+    use_device(CUDA)
     yield DeviceEngine(encoders(specs, CUDA), metrics, **LIMITS)
     torch.cuda.set_stream(before)
 
 
 @pytest.fixture(scope="module")
-def of_long_rows(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceEngine]:
-    """A wide QRNN, whose product is the library's where few rows are long."""
+def long_row_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceEngine]:
+    """A wide QRNN, whose product comes from the library when a few rows are long."""
     root = tmp_path_factory.mktemp("long")
     qrnn = {"kind": "qrnn", "hidden": 320, "window": 2}
     series = {"kind": "features", "features": 3, "max_steps": 1000}
@@ -79,18 +81,18 @@ def of_long_rows(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceEng
     arrays = {name: array.half() for name, array in store.read_arrays(root / "long" / "1", spec).items()}
     half = spec.model_copy(update={"precision": "float16"})
     before = torch.cuda.current_stream()
-    hold(CUDA)
+    use_device(CUDA)
     yield DeviceEngine(
         {ModelKey("long", "1"): Encoder(half, arrays, CUDA, 1 << 20)}, Metrics(), max_batch_sequences=8, max_batch_tokens=1000
     )
     torch.cuda.set_stream(before)
 
 
-def test_a_long_row_is_answered_the_same_in_every_bucket(of_long_rows: DeviceEngine) -> None:
-    spec = of_long_rows.spec(ModelKey("long", "1"))
-    one = batch(spec, [800], seed=1)
-    [alone] = ran(of_long_rows, one)
-    [among, _] = ran(of_long_rows, Batch(one.model, [*one.chunks, *batch(spec, [130], seed=2).chunks]))
+def test_long_row_has_the_same_result_in_every_bucket(long_row_engine: DeviceEngine) -> None:
+    spec = long_row_engine.spec(ModelKey("long", "1"))
+    single = batch(spec, [800], seed=1)
+    [alone] = run(long_row_engine, single)
+    [among, _] = run(long_row_engine, Batch(single.model, [*single.chunks, *batch(spec, [130], seed=2).chunks]))
     assert_alike([alone], [among])
 
 
@@ -118,29 +120,29 @@ def batch(spec: ModelSpec, lengths: list[int], seed: int, returns: Returns = PLA
 
 
 def mixed(spec: ModelSpec, seed: int, returns: Returns = PLAIN) -> Batch:
-    """As many rows as there may be or fewer, and steps."""
+    """Return a batch of a random size within the limits."""
     chance = np.random.default_rng(seed)
     rows = int(chance.integers(1, LIMITS["max_batch_sequences"] + 1))
     most = min(spec.input.max_steps, LIMITS["max_batch_tokens"] // rows)
     return batch(spec, [int(steps) for steps in chance.integers(min(4, most), most + 1, size=rows)], seed, returns)
 
 
-def ran(engine: DeviceEngine, one: Batch) -> list[ChunkResult]:
+def run(engine: DeviceEngine, one: Batch) -> list[ChunkResult]:
     engine.launch(one)
-    return [encoded for _, encoded in collected(engine, one.rows)]
+    return [result for _, result in collected(engine, one.rows)]
 
 
 def collected(engine: DeviceEngine, count: int) -> list[tuple[Chunk, ChunkResult]]:
-    found: list[tuple[Chunk, ChunkResult]] = []
+    results: list[tuple[Chunk, ChunkResult]] = []
     until = time.monotonic() + 10
-    while len(found) < count and time.monotonic() < until:
-        found += engine.finished()
-    assert len(found) == count
-    return found
+    while len(results) < count and time.monotonic() < until:
+        results += engine.finished()
+    assert len(results) == count
+    return results
 
 
-def assert_alike(mine: list[ChunkResult], others: list[ChunkResult]) -> None:
-    for one, other in zip(mine, others, strict=True):
+def assert_alike(results: list[ChunkResult], expected: list[ChunkResult]) -> None:
+    for one, other in zip(results, expected, strict=True):
         assert one.steps == other.steps
         for name in ("scores", "embedding", "sequence"):
             ours, theirs = getattr(one, name), getattr(other, name)
@@ -153,21 +155,21 @@ def by(metrics: Metrics, key: ModelKey, how: str) -> float:
     return metrics.batches.values.get((*key.labels, how), [0.0])[0]
 
 
-def test_a_turn_runs_by_a_graph_unless_something_has_to_wait(
+def test_batch_runs_by_graph_unless_the_host_must_wait(
     on_gpu: DeviceEngine, metrics: Metrics, specs: dict[ModelKey, tuple[ModelSpec, dict[str, torch.Tensor]]], key: ModelKey
 ) -> None:
-    how = "launches" if key.name in BY_LAUNCHES else "graph"
+    how = "launches" if key.name in WITHOUT_GRAPH else "graph"
     before = by(metrics, key, how)
-    ran(on_gpu, mixed(specs[key][0], seed=1))
+    run(on_gpu, mixed(specs[key][0], seed=1))
     assert by(metrics, key, how) == before + 1
     before = by(metrics, key, "launches")
-    ran(on_gpu, mixed(specs[key][0], seed=1, returns=STEPS))
-    assert by(metrics, key, "launches") == before + 1, "every step is asked for"
+    run(on_gpu, mixed(specs[key][0], seed=1, returns=STEPS))
+    assert by(metrics, key, "launches") == before + 1, "a sequence output has no graph"
 
 
 @pytest.mark.parametrize("returns", [PLAIN, VECTOR, STEPS], ids=["plain", "vector", "steps"])
 @pytest.mark.parametrize("seed", range(4))
-def test_answers_are_those_of_the_cpu(
+def test_results_match_the_cpu(
     on_gpu: DeviceEngine,
     on_cpu: DeviceEngine,
     specs: dict[ModelKey, tuple[ModelSpec, dict[str, torch.Tensor]]],
@@ -175,44 +177,44 @@ def test_answers_are_those_of_the_cpu(
     returns: Returns,
     seed: int,
 ) -> None:
-    one = mixed(specs[key][0], seed, returns)
-    assert_alike(ran(on_gpu, one), ran(on_cpu, one))
+    single = mixed(specs[key][0], seed, returns)
+    assert_alike(run(on_gpu, single), run(on_cpu, single))
 
 
-def test_every_size_up_to_the_largest_is_answered(
+def test_every_batch_size_matches_the_cpu(
     on_gpu: DeviceEngine, on_cpu: DeviceEngine, specs: dict[ModelKey, tuple[ModelSpec, dict[str, torch.Tensor]]]
 ) -> None:
     spec = specs[ModelKey("words", "1")][0]
     for lengths in ([1], [64], [1] * 16, [16] * 16, [64, 64, 64, 64], [64, 1, 1, 64], [3] * 9, [64]):
-        one = batch(spec, lengths, seed=len(lengths))
-        assert_alike(ran(on_gpu, one), ran(on_cpu, one))
+        single = batch(spec, lengths, seed=len(lengths))
+        assert_alike(run(on_gpu, single), run(on_cpu, single))
 
 
-def test_a_sequence_longer_than_a_turn_runs_alone(
+def test_sequence_longer_than_a_batch_runs_alone(
     on_gpu: DeviceEngine, on_cpu: DeviceEngine, specs: dict[ModelKey, tuple[ModelSpec, dict[str, torch.Tensor]]]
 ) -> None:
-    one = batch(specs[ModelKey("sensors", "1")][0], [300], seed=5)
-    assert_alike(ran(on_gpu, one), ran(on_cpu, one))
+    single = batch(specs[ModelKey("sensors", "1")][0], [300], seed=5)
+    assert_alike(run(on_gpu, single), run(on_cpu, single))
 
 
-def test_two_turns_are_in_flight_and_end_in_their_order(
+def test_batches_in_flight_end_in_launch_order(
     on_gpu: DeviceEngine, on_cpu: DeviceEngine, specs: dict[ModelKey, tuple[ModelSpec, dict[str, torch.Tensor]]]
 ) -> None:
     names = ["sensors", "words", "tagger", "reader", "words", "embedder"]
     batches = [mixed(specs[ModelKey(name, "1")][0], seed, VECTOR) for seed, name in enumerate(names)]
     for one in batches:
         on_gpu.launch(one)
-    found = collected(on_gpu, sum(one.rows for one in batches))
-    assert [chunk for chunk, _ in found] == [chunk for one in batches for chunk in one.chunks]
-    assert_alike([encoded for _, encoded in found], [encoded for one in batches for encoded in ran(on_cpu, one)])
+    results = collected(on_gpu, sum(one.rows for one in batches))
+    assert [chunk for chunk, _ in results] == [chunk for one in batches for chunk in one.chunks]
+    assert_alike([result for _, result in results], [result for one in batches for result in run(on_cpu, one)])
 
 
-def test_the_next_turn_is_taken_shortly_before_the_last_one_ends(
+def test_engine_accepts_a_batch_when_the_device_is_free(
     on_gpu: DeviceEngine, specs: dict[ModelKey, tuple[ModelSpec, dict[str, torch.Tensor]]]
 ) -> None:
     assert on_gpu.accepts_batch and on_gpu.running is None
-    one = batch(specs[ModelKey("sensors", "1")][0], [300], seed=1)
-    on_gpu.launch(one)
+    single = batch(specs[ModelKey("sensors", "1")][0], [300], seed=1)
+    on_gpu.launch(single)
     assert on_gpu.running is not None and on_gpu.running[1] > 0
     collected(on_gpu, 1)
     assert on_gpu.accepts_batch and on_gpu.running is None and on_gpu.remaining_seconds == 0.0
@@ -221,7 +223,7 @@ def test_the_next_turn_is_taken_shortly_before_the_last_one_ends(
 @pytest.mark.parametrize(
     "name, how", [("sensors", "graph"), ("speller", "graph"), ("counter", "graph"), ("forecaster", "launches")]
 )
-def test_sequences_that_come_in_chunks_are_answered_as_whole_ones(
+def test_chunks_match_whole_sequences(
     on_gpu: DeviceEngine,
     on_cpu: DeviceEngine,
     metrics: Metrics,
@@ -233,33 +235,35 @@ def test_sequences_that_come_in_chunks_are_answered_as_whole_ones(
     assert on_gpu.streams(key)
     whole = mixed(specs[key][0], seed=3, returns=VECTOR)
     first, second, third = (
-        Batch(key, [piece(chunk, number, FIRST + row) for row, chunk in enumerate(whole.chunks)]) for number in range(3)
+        Batch(key, [piece(chunk, number, FIRST_SLOT + row) for row, chunk in enumerate(whole.chunks)]) for number in range(3)
     )
-    ran(on_gpu, first)
-    ran(on_gpu, second)
+    run(on_gpu, first)
+    run(on_gpu, second)
     before = by(metrics, key, how)
-    mine = ran(on_gpu, third)
+    last = run(on_gpu, third)
     assert by(metrics, key, how) == before + 1
-    assert_alike([one._replace(steps=0) for one in mine], [one._replace(steps=0) for one in ran(on_cpu, whole)])
+    assert_alike([one._replace(steps=0) for one in last], [one._replace(steps=0) for one in run(on_cpu, whole)])
 
 
 @pytest.mark.parametrize("name", ["sensors", "speller", "counter", "forecaster"])
-def test_a_state_that_was_on_the_host_goes_on_in_another_place(
+def test_restored_state_continues_in_another_slot(
     on_gpu: DeviceEngine, specs: dict[ModelKey, tuple[ModelSpec, dict[str, torch.Tensor]]], name: str
 ) -> None:
     key = ModelKey(name, "1")
     whole = mixed(specs[key][0], seed=4, returns=VECTOR)
-    elsewhere = FIRST + LIMITS["max_batch_sequences"]
-    begun = [Batch(key, [piece(chunk, number, FIRST + row) for row, chunk in enumerate(whole.chunks)]) for number in (0, 1)]
-    for turn_of_pieces in begun:
-        ran(on_gpu, turn_of_pieces)
+    other_slots = FIRST_SLOT + LIMITS["max_batch_sequences"]
+    begun = [
+        Batch(key, [piece(chunk, number, FIRST_SLOT + row) for row, chunk in enumerate(whole.chunks)]) for number in (0, 1)
+    ]
+    for chunk_batch in begun:
+        run(on_gpu, chunk_batch)
     reserved = DeviceMemory.of(CUDA).reserved_bytes
     for row in range(whole.rows):
-        on_gpu.restore(key, elsewhere + row, on_gpu.save(key, FIRST + row))
+        on_gpu.restore(key, other_slots + row, on_gpu.save(key, FIRST_SLOT + row))
     assert DeviceMemory.of(CUDA).reserved_bytes == reserved
     stayed, moved = (
-        ran(on_gpu, Batch(key, [piece(chunk, 2, begin + row) for row, chunk in enumerate(whole.chunks)]))
-        for begin in (FIRST, elsewhere)
+        run(on_gpu, Batch(key, [piece(chunk, 2, begin + row) for row, chunk in enumerate(whole.chunks)]))
+        for begin in (FIRST_SLOT, other_slots)
     )
     for one, other in zip(stayed, moved, strict=True):
         for part in ("scores", "embedding"):
@@ -267,54 +271,54 @@ def test_a_state_that_was_on_the_host_goes_on_in_another_place(
             assert (ours is None and theirs is None) or (ours == theirs).all(), part
 
 
-def piece(chunk: Chunk, number: int, place: int) -> Chunk:
-    """One of three pieces of a sequence, which is kept in a place between them."""
+def piece(chunk: Chunk, number: int, slot: int) -> Chunk:
+    """Return one of the three chunks of a sequence, whose state is in `slot` between them."""
     cuts = (0, chunk.steps // 3, chunk.steps // 2 + 1, chunk.steps)
     begin, end, step = cuts[number], cuts[number + 1], len(chunk.data) // chunk.steps
-    source, slot = ZEROS if number == 0 else place, SCRAP if number == 2 else place
-    return Chunk(chunk.data[begin * step : end * step], end - begin, chunk.returns, None, source, slot)
+    read_slot, write_slot = ZERO_SLOT if number == 0 else slot, DISCARD_SLOT if number == 2 else slot
+    return Chunk(chunk.data[begin * step : end * step], end - begin, chunk.returns, None, read_slot, write_slot)
 
 
-def test_nothing_is_allocated_once_it_is_warm(
+def test_warm_engine_allocates_nothing(
     on_gpu: DeviceEngine, specs: dict[ModelKey, tuple[ModelSpec, dict[str, torch.Tensor]]]
 ) -> None:
-    by_graph = [key for key in specs if key.name not in BY_LAUNCHES]
+    by_graph = [key for key in specs if key.name not in WITHOUT_GRAPH]
     batches = [mixed(specs[key][0], seed, VECTOR if seed % 3 else PLAIN) for seed in range(40) for key in by_graph]
     before = DeviceMemory.of(CUDA)
     for one in batches:
-        ran(on_gpu, one)
+        run(on_gpu, one)
     assert DeviceMemory.of(CUDA) == before
     for seed in range(40):
         for key in specs:
-            ran(on_gpu, mixed(specs[key][0], seed, STEPS))
+            run(on_gpu, mixed(specs[key][0], seed, STEPS))
     after = DeviceMemory.of(CUDA)
     assert (after.mallocs, after.reserved_bytes) == (before.mallocs, before.reserved_bytes)
 
 
-def test_what_a_long_row_takes_is_known_without_running_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hold(CUDA)
+def test_memory_of_a_long_row_is_extrapolated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_device(CUDA)
     spec = models.sensors(tmp_path, hidden=5, max_steps=20_000)
     encoder = Encoder(spec, store.read_arrays(tmp_path / spec.name / "1", spec), CUDA, 0)
-    runner = CudaGraphRunner(encoder, [OutputCollector(0, 1 << 20)], Pool(CUDA), **LIMITS, slots=1)
-    assert runner.why, "its steps are launched one by one"
+    runner = CudaGraphRunner(encoder, [OutputCollector(0, 1 << 20)], GraphPool(CUDA), **LIMITS, slots=1)
+    assert runner.fallback_reason, "its steps are launched one by one"
     began = time.monotonic()
     known = runner.largest_bytes()
-    assert time.monotonic() - began < 4 * cuda_graph_runner.LONGEST_TRY_SECONDS
-    monkeypatch.setattr(cuda_graph_runner, "LONGEST_TRY_SECONDS", 60.0)
+    assert time.monotonic() - began < 4 * cuda_graph_runner.MAX_TRIAL_SECONDS
+    monkeypatch.setattr(cuda_graph_runner, "MAX_TRIAL_SECONDS", 60.0)
     assert known == pytest.approx(runner.largest_bytes(), rel=0.05)
 
 
-def test_what_finds_no_memory_is_refused_and_the_next_turn_runs(
+def test_batch_without_memory_fails_and_the_next_runs(
     on_gpu: DeviceEngine,
     on_cpu: DeviceEngine,
     specs: dict[ModelKey, tuple[ModelSpec, dict[str, torch.Tensor]]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     key = ModelKey("words", "1")
-    one = mixed(specs[key][0], seed=1, returns=STEPS)
+    single = mixed(specs[key][0], seed=1, returns=STEPS)
     with monkeypatch.context() as planted:
         planted.setattr(Encoder, "__call__", lambda *_, **__: torch.empty(1 << 45, dtype=torch.uint8, device=CUDA))
         with pytest.raises(OutOfMemory, match="has no memory for"):
-            on_gpu.launch(one)
+            on_gpu.launch(single)
     assert on_gpu.finished() == []
-    assert_alike(ran(on_gpu, one), ran(on_cpu, one))
+    assert_alike(run(on_gpu, single), run(on_cpu, single))

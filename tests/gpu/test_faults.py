@@ -1,4 +1,4 @@
-"""What a device that fails, hangs or is full does to requests. Each test has a server of its own, with a planted fault."""
+"""Requests while the device fails, hangs or runs out of memory. Each test starts a server with a planted fault."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def assert_right_or_lost(answers: list[httpx.Response], expected: Any) -> None:
 
 
 @pytest.mark.parametrize("fault, reason", [("sticky", "device_lost"), ("endless", "hung")])
-def test_an_engine_whose_device_fails_or_hangs_is_replaced(fault: str, reason: str, serve: Serve) -> None:
+def test_engine_with_a_failed_or_hung_device_is_replaced(fault: str, reason: str, serve: Serve) -> None:
     with serve(fault) as server:
         [expected] = ask(server, [QUESTION]).json()["outputs"]
         with asking(server, *[GOOD] * 4) as answers:
             time.sleep(BUSY_SECONDS)
             refused = ask(server, [poison()])
             died = time.monotonic()
-            assert (refused.status_code, refused.json()["code"]) == (503, "engine_lost"), "two engines died of it"
+            assert (refused.status_code, refused.json()["code"]) == (503, "engine_lost"), "the request ended two engines"
             eventually(server.ready, READY_SECONDS)
             assert time.monotonic() - died < READY_SECONDS
             eventually(lambda: ask(server, [QUESTION]).status_code == 200, 5)
@@ -71,7 +71,7 @@ def test_an_engine_whose_device_fails_or_hangs_is_replaced(fault: str, reason: s
         assert server.metric("seqserve_process_restarts_total") == 2
 
 
-def test_a_request_for_which_there_is_no_memory_is_refused_alone(serve: Serve) -> None:
+def test_request_without_device_memory_is_refused_alone(serve: Serve) -> None:
     with serve("memory") as server:
         [expected] = ask(server, [QUESTION]).json()["outputs"]
         with asking(server, *[GOOD] * 4) as answers:

@@ -1,4 +1,4 @@
-"""Models that are loaded on a GPU while it answers: on a stream of their own until they serve."""
+"""Reloads of models on a GPU that serves requests. Each model is prepared on its own stream."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from tests.serving import eventually, serving
 EMBEDDED = Path(__file__).resolve().parent.parent.parent / "models" / "question-type-cnn" / "1"
 NAME = EMBEDDED.parent.name
 RELOADS, WARM = 24, 4
-"""How many, and after how many of them memory is as large as it will be."""
+"""Number of reloads, and of reloads until the memory has its final size."""
 SEGMENTS = 2
-"""Of small blocks, by which memory may rise even so, as those of models that come and go lie between each other."""
+"""Segments of small blocks by which the memory may still grow: blocks of old and new models fragment them."""
 SEGMENT_BYTES = 2 << 20
 SHARE = 0.5
-"""Of the capacity. Graphs are captured on the device that answers."""
+"""Share of the capacity that the load uses: the same device captures the graphs."""
 RESERVED = "seqserve_device_reserved_bytes"
 
 
 def put(root: Path, version: int) -> None:
-    """A version of an embedded model that leans to other labels than those before it."""
+    """Write a version of an embedded model that prefers another label than the versions before it."""
     model = spec.read(EMBEDDED)
     arrays = store.read_arrays(EMBEDDED, model)
     arrays["head.bias"][version % len(arrays["head.bias"])] += 0.01 * version
@@ -33,13 +33,13 @@ def put(root: Path, version: int) -> None:
     store.write(root / NAME / str(version), model, arrays, card="made up", tokenizer=tokenizer)
 
 
-def test_reloads_under_load_lose_no_request_mix_no_versions_and_leave_no_memory_behind(tmp_path: Path) -> None:
+def test_reloads_under_load_lose_no_request_and_no_memory(tmp_path: Path) -> None:
     root = tmp_path / "models"
     put(root, 1)
     (root / NAME / POLICY).write_text('serve = "latest"')
     with serving(root, tmp_path, "--device", "cuda:0") as server, ThreadPoolExecutor(1) as thread:
         rate = SHARE * uvloop.run(Load(server, NAME).capacity())
-        load_of, expected, held = Load(server, NAME), {"1": answered(server, NAME)[1]}, list[float]()
+        load_of, expected, reserved = Load(server, NAME), {"1": answered(server, NAME)[1]}, list[float]()
         running = thread.submit(uvloop.run, load_of.keep(rate))
         try:
             for version in range(2, RELOADS + 2):
@@ -48,10 +48,10 @@ def test_reloads_under_load_lose_no_request_mix_no_versions_and_leave_no_memory_
                 newest, expected[str(version)] = answered(server, NAME)
                 assert newest == str(version)
                 eventually(lambda version=version: len(server.events("unloaded")) == version - 1, within_seconds=10)  # type: ignore[misc]
-                held.append(server.metric(RESERVED))
+                reserved.append(server.metric(RESERVED))
         finally:
             load_of.ended.set()
         running.result()
-        print(f"{load_of.check(expected)} requests at {rate:.0f}/s, {RELOADS} reloads: 0 failed; reserved {held}")
-        assert held[-1] - held[WARM] <= SEGMENTS * SEGMENT_BYTES, "each reload leaves some"
+        print(f"{load_of.check(expected)} requests at {rate:.0f}/s, {RELOADS} reloads: 0 failed; reserved {reserved}")
+        assert reserved[-1] - reserved[WARM] <= SEGMENTS * SEGMENT_BYTES, "each reload leaves memory reserved"
         assert server.metric("seqserve_graphs", model=NAME) > 0

@@ -23,7 +23,7 @@ QUESTIONS = ["how far is the sea ?", "who", "who was the first ?", "is the sea f
 
 @pytest.fixture(scope="module")
 def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
-    """The embedded models on a GPU and on the CPU."""
+    """Serve the embedded models on a GPU and on the CPU."""
     scratch = tmp_path_factory.mktemp("log")
     with (
         serving(ROOT / "models", scratch, "--device", "cuda:0") as on_gpu,
@@ -41,21 +41,21 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server,
         ("sensor-forecast", "persistent"),
     ],
 )
-def test_embedded_models_run_through_kernels_of_their_own(model: str, backend: str, embedded: tuple[Server, Server]) -> None:
+def test_embedded_models_use_fused_kernels_on_a_gpu(model: str, backend: str, embedded: tuple[Server, Server]) -> None:
     on_gpu, on_cpu = ({one["name"]: one for one in server.client.get("/models").json()["models"]} for server in embedded)
     assert backend in " ".join(on_gpu[model]["backends"])
     assert "framework" in " ".join(on_cpu[model]["backends"])
 
 
 @pytest.mark.parametrize("model", ["question-type-cnn", "question-type-lstm", "question-type-sru"])
-def test_the_embedded_models_have_the_same_labels_on_a_gpu(model: str, embedded: tuple[Server, Server]) -> None:
+def test_embedded_models_have_the_same_labels_on_a_gpu(model: str, embedded: tuple[Server, Server]) -> None:
     on_gpu, on_cpu = (server.infer(model, EMBEDDED).json()["outputs"] for server in embedded)
     assert [one["label"] for one in on_gpu] == [one["label"] for one in on_cpu]
     for one, other in zip(on_gpu, on_cpu, strict=True):
         assert one["scores"] == pytest.approx(other["scores"], abs=5e-3), "float16 products"
 
 
-def test_a_gpu_answers_as_the_cpu_does(server: Server, models_folder: Path, tmp_path: Path) -> None:
+def test_gpu_matches_the_cpu(server: Server, models_folder: Path, tmp_path: Path) -> None:
     with serving(models_folder, tmp_path, "--device", "cuda:0") as on_gpu:
         ours, theirs = (one.infer("words", QUESTIONS).json()["outputs"] for one in (on_gpu, server))
         assert on_gpu.client.get("/models").json()["models"][0]["device"] == "cuda:0"
@@ -64,10 +64,10 @@ def test_a_gpu_answers_as_the_cpu_does(server: Server, models_folder: Path, tmp_
         assert one["scores"] == pytest.approx(other["scores"], abs=1e-4)
 
 
-def test_sessions_go_on_chunk_by_chunk_whether_their_state_is_in_a_slot_or_on_the_host(tmp_path: Path) -> None:
+def test_sessions_continue_from_slots_and_from_the_host(tmp_path: Path) -> None:
     chance = random.Random(0)
     streams = [[[round(chance.gauss(0, 1), 3) for _ in range(3)] for _ in range(60)] for _ in range(12)]
-    with serving(ROOT / "models", tmp_path, "--device", "cuda:0", slots="4") as own:
+    with serving(ROOT / "models", tmp_path, "--device", "cuda:0", state_slots="4") as own:
         whole = [own.infer("sensor-forecast", [one]).json()["outputs"][0]["value"] for one in streams]
         for begin, end in ((0, 1), (1, 20), (20, 60)):
             answers = [

@@ -1,4 +1,4 @@
-"""A trace of turns on a GPU, and what the device did in them."""
+"""Traces of batches on a GPU, with the work of the device."""
 
 from __future__ import annotations
 
@@ -10,75 +10,75 @@ import pytest
 
 from tests import traces
 from tests.serving import Server, answering, serving
-from tests.traces import Slice
+from tests.traces import DrawnSlice
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MODELS = ["question-type-cnn", "question-type-lstm", "question-type-sru"]
 QUESTIONS = ["How far is it from Denver to Aspen ?", "Who wrote Hamlet ?", "What is an atom ?"]
-TURNS = 60
+BATCHES = 60
 SLACK = 200_000
-"""Nanoseconds by which the profiler's clock may be wrong."""
+"""Tolerance for the profiler's clock, in nanoseconds."""
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The embedded models on a GPU, with debug on."""
+    """Serve the embedded models on a GPU with debug endpoints."""
     with serving(ROOT / "models", tmp_path_factory.mktemp("log"), "--device", "cuda:0", "--debug") as running:
         yield running
 
 
 @pytest.fixture(scope="module", params=["first", "second"])
-def rows(request: pytest.FixtureRequest, server: Server) -> dict[str, list[Slice]]:
-    """The rows of the first trace of an engine, which starts the profiler, and of one after it."""
+def tracks(request: pytest.FixtureRequest, server: Server) -> dict[str, list[DrawnSlice]]:
+    """The tracks of an engine's first trace, which starts the profiler, and of its second."""
     plain: list[dict[str, Any]] = [{"model": model, "inputs": QUESTIONS} for model in MODELS]
     steps = {"model": "question-type-lstm", "inputs": QUESTIONS, "return": ["sequence"]}
     with answering(server, *plain, *plain, steps):
-        answer = server.client.post("/debug/trace", params={"batches": TURNS, "seconds": 20}, timeout=120)
+        answer = server.client.post("/debug/trace", params={"batches": BATCHES, "seconds": 20}, timeout=120)
     assert answer.status_code == 200, answer.text
     assert list(traces.processes(answer.json())) == ["engine-0 cuda:0"]
-    return traces.rows(answer.json())
+    return traces.tracks(answer.json())
 
 
-def of(rows: dict[str, list[Slice]], *names: str) -> list[Slice]:
-    """All slices of the rows whose names begin so."""
-    return [one for name, slices in rows.items() if name.startswith(names) for one in slices]
+def slices_of(tracks: dict[str, list[DrawnSlice]], *names: str) -> list[DrawnSlice]:
+    """Return the slices of all tracks with these prefixes."""
+    return [one for name, slices in tracks.items() if name.startswith(names) for one in slices]
 
 
-def held(slices: list[Slice], by: list[Slice]) -> float:
-    """The share of slices that lie within another."""
-    return sum(any(one.holds(other, SLACK) for one in by) for other in slices) / len(slices)
+def share_within(slices: list[DrawnSlice], outer: list[DrawnSlice]) -> float:
+    """Return the share of slices that lie within one of `outer`."""
+    return sum(any(one.holds(other, SLACK) for one in outer) for other in slices) / len(slices)
 
 
-def test_every_turn_is_there_with_its_stages_and_its_time_on_the_device(rows: dict[str, list[Slice]]) -> None:
-    batches = [one for one in of(rows, "batches") if one.args]
-    assert sorted(one.args["batch"] for one in batches) == list(range(TURNS))
+def test_every_batch_has_its_stages_and_device_time(tracks: dict[str, list[DrawnSlice]]) -> None:
+    batches = [one for one in slices_of(tracks, "batches") if one.args]
+    assert sorted(one.args["batch"] for one in batches) == list(range(BATCHES))
     assert {one.args["model"] for one in batches} == set(MODELS)
     assert {one.args["by"] for one in batches} == {"graph", "launches"}
     for stage in ("stage_in", "launch", "stage_out", "reply"):
-        assert sum(one.name == stage for one in of(rows, "batches")) == TURNS
-    assert [one.args["batch"] for one in rows["device"]] == list(range(TURNS))
+        assert sum(one.name == stage for one in slices_of(tracks, "batches")) == BATCHES
+    assert [one.args["batch"] for one in tracks["device"]] == list(range(BATCHES))
 
 
-def test_launches_lie_where_their_turns_were_launched(rows: dict[str, list[Slice]]) -> None:
-    launches = [one for one in of(rows, "launches") if "Launch" in one.name]
-    assert len(launches) >= TURNS
-    assert held(launches, [one for one in of(rows, "batches") if one.name == "launch"]) == 1
+def test_launches_lie_within_the_launch_stage(tracks: dict[str, list[DrawnSlice]]) -> None:
+    launches = [one for one in slices_of(tracks, "launches") if "Launch" in one.name]
+    assert len(launches) >= BATCHES
+    assert share_within(launches, [one for one in slices_of(tracks, "batches") if one.name == "launch"]) == 1
 
 
-@pytest.mark.parametrize("what", ["copies", "kernels"])
-def test_what_the_device_did_lies_within_the_turns_that_it_had(rows: dict[str, list[Slice]], what: str) -> None:
-    work = of(rows, what)
-    assert len(work) >= TURNS
-    assert held(work, rows["device"]) == 1
-    for batch in rows["device"]:
+@pytest.mark.parametrize("kind", ["copies", "kernels"])
+def test_device_work_lies_within_its_batches(tracks: dict[str, list[DrawnSlice]], kind: str) -> None:
+    work = slices_of(tracks, kind)
+    assert len(work) >= BATCHES
+    assert share_within(work, tracks["device"]) == 1
+    for batch in tracks["device"]:
         assert any(batch.holds(one, SLACK) for one in work)
 
 
-def test_the_log_stays_one_object_a_line(server: Server, rows: dict[str, list[Slice]]) -> None:
+def test_log_stays_one_object_per_line(server: Server, tracks: dict[str, list[DrawnSlice]]) -> None:
     assert not server.events("child ended")
 
 
-def test_turns_are_as_before_once_nothing_is_traced(server: Server, rows: dict[str, list[Slice]]) -> None:
+def test_engine_serves_normally_after_a_trace(server: Server, tracks: dict[str, list[DrawnSlice]]) -> None:
     for model in MODELS:
         assert server.infer(model, QUESTIONS).status_code == 200
     assert server.metric("seqserve_process_restarts_total") == 0

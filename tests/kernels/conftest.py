@@ -1,4 +1,4 @@
-"""Memory that a kernel did not write is NaN, so that an output left out shows."""
+"""Fills unwritten memory with NaN, so that a missing output is noticed."""
 
 from __future__ import annotations
 

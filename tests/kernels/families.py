@@ -1,4 +1,4 @@
-"""The kernel families in the forms in which they are tested, with made-up arguments for each."""
+"""The forms of the kernel families under test, and random arguments for each."""
 
 from __future__ import annotations
 
@@ -11,33 +11,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels import contract
 from kernels.backend import AUTO, Backend, Problem
-from kernels.contract import (
-    POOLINGS,
-    ConvState,
-    ConvWeights,
-    Encoded,
-    GRUState,
-    GRUWeights,
-    LSTMState,
-    LSTMWeights,
-    Outputs,
-    QRNNState,
-    QRNNWeights,
-    Ragged,
-    SRUState,
-    SRUWeights,
-)
+from kernels.conv.types import GATED as CONV_GATED
+from kernels.conv.types import ConvState, ConvWeights
 from kernels.embedding import tap_rows
-from tests.kernels.inputs import EVERYTHING, Given, mapped, ragged, rows, widened
+from kernels.gru.types import GRUState, GRUWeights
+from kernels.lstm.types import LSTMState, LSTMWeights
+from kernels.qrnn.types import POOLINGS, QRNNState, QRNNWeights
+from kernels.ragged import Encoded, Outputs, Ragged
+from kernels.sru.types import SRUState, SRUWeights
+from tests.kernels.inputs import EVERYTHING, Arguments, as_float64, map_arrays, ragged, rows
 
 Normal = Callable[..., Tensor]
 VOCABULARY = 11
 
 
 class Form:
-    """One family with the options of its weights, such as ``Form("gru", reset="before")``."""
+    """A family with options of its weights, such as ``Form("gru", reset="before")``."""
 
     def __init__(self, family: str, **options: Any) -> None:
         self.family = family
@@ -48,36 +38,36 @@ class Form:
     def __str__(self) -> str:
         return "-".join([self.family, *(f"{name}={value}" for name, value in self.options.items())])
 
-    def given(
+    def arguments(
         self, lengths: Sequence[int], hidden: int, inputs: int, *, storage: torch.dtype = torch.float32, seed: int = 0
-    ) -> Given:
-        """Normal values, weights scaled so that gates neither vanish nor saturate; the weights in `storage`, the rest float32."""
+    ) -> Arguments:
+        """Return normal values. Weights are scaled so that gates neither vanish nor saturate, and have the dtype `storage`."""
         generator = torch.Generator().manual_seed(seed)
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator)
 
-        weights, state = MADE_UP[self.family](normal, len(lengths), hidden, inputs, **self.options)
-        weights = mapped(weights, lambda array: array.to(storage))
+        weights, state = MAKERS[self.family](normal, len(lengths), hidden, inputs, **self.options)
+        weights = map_arrays(weights, lambda array: array.to(storage))
         if self.takes_ids:
-            return Given(ragged(whole(normal, sum(lengths), below=VOCABULARY).int(), lengths), weights, state)
+            return Arguments(ragged(whole(normal, sum(lengths), below=VOCABULARY).int(), lengths), weights, state)
         first = weights.filters if self.family == "conv" else getattr(weights, "projection", None)
         columns = (weights.input if first is None else first).shape[-2]
-        return Given(ragged(normal(sum(lengths), columns), lengths), weights, state)
+        return Arguments(ragged(normal(sum(lengths), columns), lengths), weights, state)
 
     def run(self, x: Ragged, weights: Any, state: Any = None, *, want: Outputs = EVERYTHING, backend: str = AUTO) -> Encoded:
         encoded: Encoded = getattr(self.module, self.family)(x, weights, state, want=want, backend=backend)
         return encoded
 
-    def both(
+    def bidirectional(
         self, x: Ragged, weights: tuple[Any, Any], states: Any = None, *, want: Outputs = EVERYTHING, backend: str = AUTO
     ) -> Encoded:
-        encoded: Encoded = self.module.both(x, weights, states, want=want, backend=backend)
+        encoded: Encoded = self.module.bidirectional(x, weights, states, want=want, backend=backend)
         return encoded
 
-    def exact(self, given: Given) -> Encoded:
-        """What the reference makes of these values in float64."""
-        return self.run(*widened(given), backend="reference")
+    def exact(self, arguments: Arguments) -> Encoded:
+        """Return the reference's encoding of these values in float64."""
+        return self.run(*as_float64(arguments), backend="reference")
 
     @property
     def takes_ids(self) -> bool:
@@ -87,13 +77,13 @@ class Form:
     def takes_gates(self) -> bool:
         return self.family in GATED
 
-    def gated(self, given: Given) -> Given:
-        """The same problem with its gate inputs computed beforehand."""
-        return GATED[self.family](*given)
+    def gated(self, arguments: Arguments) -> Arguments:
+        """Return the same problem with its gate inputs as the data."""
+        return GATED[self.family](*arguments)
 
 
 def whole(normal: Normal, *shape: int, below: int) -> Tensor:
-    """Whole numbers from 0 on."""
+    """Return random integers from 0 up to `below`."""
     return (normal(*shape) * 1000).long() % below
 
 
@@ -129,7 +119,7 @@ def _sru(
     norm: bool = False,
     ids: bool = False,
 ) -> tuple[SRUWeights, SRUState]:
-    """skip: a block of its own; hidden columns from the middle of an input that is wider by as much; or none. ids: of a table."""
+    """skip: "block", "none", or "columns": hidden columns in the middle of an input that is wider by as many. ids: with a table."""
     columns = inputs + hidden if skip == "columns" else inputs
     projected = (columns + 1) // 2 if projection else columns
     blocks = (4 if skip == "block" else 3) * hidden
@@ -137,7 +127,7 @@ def _sru(
         input=None if ids else normal(projected, blocks) * projected**-0.5,
         projection=normal(columns, projected) * columns**-0.5 if projection else None,
         bias=normal(2 * hidden),
-        cell=normal(2 * hidden) * 0.25 if version == 2 else None,  # with larger ones the cell runs away from its rounding
+        cell=normal(2 * hidden) * 0.25 if version == 2 else None,  # larger values amplify rounding errors
         skip_from=inputs // 2 if skip == "columns" else None,
         scale=1.7 if skip == "columns" else 1.0,
         tanh=tanh,
@@ -150,7 +140,7 @@ def _sru(
 def _qrnn(
     normal: Normal, rows: int, hidden: int, inputs: int, *, pooling: str = "fo", window: int = 2, ids: bool = False
 ) -> tuple[QRNNWeights, QRNNState]:
-    """ids: of tables."""
+    """ids: with tables."""
     blocks = POOLINGS[pooling] * hidden
     if ids:
         tables = normal(window, 1 + VOCABULARY, blocks) * window**-0.5
@@ -173,8 +163,8 @@ def _conv(
     ids: str = "",
     **others: Any,
 ) -> tuple[ConvWeights, ConvState | None]:
-    """ids: of an "embedding" or of "tables"; without a state then."""
-    maps = (2 if activation in contract.GATED else 1) * hidden
+    """ids: with an "embedding" or "tables", and without a state."""
+    maps = (2 if activation in CONV_GATED else 1) * hidden
     filters, bias = normal(width, inputs, maps) * (width * inputs) ** -0.5, normal(maps)
     weights = ConvWeights(filters, bias, left, activation=activation, **others)
     if not ids:
@@ -186,7 +176,7 @@ def _conv(
     return replace(weights, tables=tables), None
 
 
-MADE_UP: dict[str, Callable[..., tuple[Any, Any]]] = {"lstm": _lstm, "gru": _gru, "sru": _sru, "qrnn": _qrnn, "conv": _conv}
+MAKERS: dict[str, Callable[..., tuple[Any, Any]]] = {"lstm": _lstm, "gru": _gru, "sru": _sru, "qrnn": _qrnn, "conv": _conv}
 
 FORMS = (
     Form("lstm"),
@@ -225,26 +215,26 @@ FORMS = (
 )
 
 
-def _gates(x: Ragged, weights: Any, state: Any) -> Given:
-    """Of an LSTM or a GRU."""
+def _gates(x: Ragged, weights: Any, state: Any) -> Arguments:
+    """Return the problem of an LSTM or a GRU with gate inputs as the data."""
     gates = x.data @ weights.input + weights.bias
-    return Given(Ragged(gates, x.offsets), replace(weights, input=None, bias=None), state)
+    return Arguments(Ragged(gates, x.offsets), replace(weights, input=None, bias=None), state)
 
 
-def _blocks(x: Ragged, weights: Any, state: Any) -> Given:
-    """Of an SRU: with the skip as a block, wherever it comes from."""
+def _blocks(x: Ragged, weights: Any, state: Any) -> Arguments:
+    """Return the problem of an SRU with blocks as the data. Every skip becomes a block."""
     rest = replace(weights, input=None, projection=None, skip_from=None, norm=None, table=None)
     if weights.table is not None:
-        return Given(Ragged(weights.table[x.data.long()], x.offsets), rest, state)
+        return Arguments(Ragged(weights.table[x.data.long()], x.offsets), rest, state)
     seen = x.data if weights.norm is None else functional.layer_norm(x.data, x.data.shape[1:], *weights.norm)
     blocks = [(seen if weights.projection is None else seen @ weights.projection) @ weights.input]
     if weights.skip_from is not None:
         blocks.append(x.data[:, weights.skip_from :][:, : weights.hidden] * weights.scale)
-    return Given(Ragged(torch.cat(blocks, 1), x.offsets), rest, state)
+    return Arguments(Ragged(torch.cat(blocks, 1), x.offsets), rest, state)
 
 
-def _convolved(x: Ragged, weights: Any, state: Any) -> Given:
-    """Of a QRNN: the masked convolution, whose taps are newest first. What it leaves sees no step but its own."""
+def _convolved(x: Ragged, weights: Any, state: Any) -> Arguments:
+    """Return the problem of a QRNN with its masked convolution as the data, and a window of one step."""
     taps, seen_by = (weights.input, x) if weights.tables is None else (weights.tables, tap_rows(x))
     window, _, blocks = taps.shape
     gates = taps.new_zeros(len(x.data), blocks)
@@ -254,11 +244,11 @@ def _convolved(x: Ragged, weights: Any, state: Any) -> Given:
             steps = seen[window - 1 - back : len(seen) - back]
             gates[begin : begin + len(data)] += steps @ tap if weights.tables is None else tap[steps]
     alone = replace(state, left=taps.new_zeros(x.rows, 0, blocks))
-    return Given(Ragged(gates, x.offsets), replace(weights, input=None, tables=None), alone)
+    return Arguments(Ragged(gates, x.offsets), replace(weights, input=None, tables=None), alone)
 
 
-GATED: dict[str, Callable[..., Given]] = {"lstm": _gates, "gru": _gates, "sru": _blocks, "qrnn": _convolved}
+GATED: dict[str, Callable[..., Arguments]] = {"lstm": _gates, "gru": _gates, "sru": _blocks, "qrnn": _convolved}
 
 
-def runs_on_a_cpu(backend: Backend) -> bool:
+def runs_on_cpu(backend: Backend) -> bool:
     return backend.name == "reference" or backend.refuses(Problem(torch.device("cpu"), torch.float32, 1)) is None

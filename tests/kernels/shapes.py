@@ -1,23 +1,30 @@
-"""The LSTM's launch shapes, which are found once for a device, on a device that a test makes up."""
+"""The caches of the LSTM's launch shapes, for tests that replace the device."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kernels.lstm import launch
+from kernels import launching
+from kernels.lstm import persistent
 
 
 @contextmanager
-def found_anew() -> Iterator[None]:
-    """Nothing that was found before is used, and nothing that is found meanwhile is used after."""
-    _forget()
+def fresh_shape_caches() -> Iterator[None]:
+    """Clear the caches of launch shapes before and after the block."""
+    _clear()
     try:
         yield
     finally:
-        _forget()
+        _clear()
 
 
-def _forget() -> None:
-    for found in (launch._either_shape, launch._cluster_shape, launch._grid_shape, launch._plan):
-        found.cache_clear()
+def _clear() -> None:
+    for function in (
+        persistent.fastest_shape,
+        persistent.cluster_shape,
+        persistent.grid_shape,
+        persistent._plan,
+        launching.multiprocessors,
+    ):
+        function.cache_clear()

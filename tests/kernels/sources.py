@@ -1,4 +1,4 @@
-"""What a CUDA source asks of its launcher: the names that are to be defined, and the members of its structures."""
+"""What a CUDA source needs from its launcher: names that must be defined, and members of its structures."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from kernels.compile import _text
+from kernels.compile import _source_text
 
 
 class Member(NamedTuple):
-    """One declaration of a structure, such as ``const Half* filters[BANKS]``; align: what it says of it, or 0."""
+    """A member of a structure, such as ``const Half* filters[BANKS]``. align: its alignas, or 0."""
 
     kind: str
     name: str
@@ -19,12 +19,12 @@ class Member(NamedTuple):
 
 
 def text(source: Path) -> str:
-    """A source with what it includes, without its comments."""
-    return re.sub(r"//.*", "", _text(source))
+    """Return a source with its includes and without comments."""
+    return re.sub(r"//.*", "", _source_text(source))
 
 
-def told(source: Path) -> set[str]:
-    """Names in capitals that a source uses and does not define."""
+def undefined_names(source: Path) -> set[str]:
+    """Return the names in capitals that a source uses and does not define."""
     code = re.sub(r'"[^"\n]*"', "", text(source))
     used = set(re.findall(r"\b[A-Z][A-Z0-9_]+\b", code))
     defined = set(re.findall(r"#define (\w+)|template <int (\w+)>", code))
@@ -35,11 +35,11 @@ def told(source: Path) -> set[str]:
 
 
 def members(source: Path, structure: str) -> list[Member]:
-    """Those of a structure before its first blank line, in their order."""
-    found = re.search(rf"struct {structure} \{{(.*?)\n(\n|\}})", text(source), re.DOTALL)
-    assert found is not None, structure
+    """Return the members of a structure before its first blank line, in order."""
+    match = re.search(rf"struct {structure} \{{(.*?)\n(\n|\}})", text(source), re.DOTALL)
+    assert match is not None, structure
     declared = re.findall(
-        r"^    (?:alignas\((\d+)\) )?(?:const )?((?:unsigned )?(?:long long|\w+)\*?) ([^;(]+);", found[1], re.MULTILINE
+        r"^    (?:alignas\((\d+)\) )?(?:const )?((?:unsigned )?(?:long long|\w+)\*?) ([^;(]+);", match[1], re.MULTILINE
     )
     return [_member(kind, name, align) for align, kind, names in declared for name in names.split(", ")]
 

@@ -1,4 +1,4 @@
-"""Stacks of convolutions and text CNNs with made-up weights, and what is done to all arrays of one."""
+"""Stacks of convolutions and text CNNs with random weights, for tests."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import torch
 from torch import Tensor
 
 from kernels.backend import AUTO
-from kernels.contract import GATED, ConvBlock, ConvState, ConvWeights, Encoded, Outputs, Ragged
 from kernels.conv import stack, text_cnn
+from kernels.conv.types import GATED, ConvBlock, ConvState, ConvWeights
+from kernels.ragged import Encoded, Outputs, Ragged
 from tests.kernels.families import VOCABULARY, whole
-from tests.kernels.inputs import EVERYTHING, mapped, ragged
+from tests.kernels.inputs import EVERYTHING, map_arrays, ragged
 
 Change = Callable[[Tensor], Tensor]
 
 
 class Stack(NamedTuple):
-    """The arguments of one call."""
+    """The arguments of a call of `stack`."""
 
     x: Ragged
     blocks: tuple[ConvBlock, ...]
@@ -28,13 +29,13 @@ class Stack(NamedTuple):
     def run(self, *, want: Outputs = EVERYTHING, backend: str = AUTO) -> Encoded:
         return stack(*self, want=want, backend=backend)
 
-    def mapped(self, change: Change) -> Stack:
-        states = None if self.states is None else tuple(mapped(state, change) for state in self.states)
-        return Stack(mapped(self.x, change), tuple(block_mapped(block, change) for block in self.blocks), states)
+    def map_arrays(self, change: Change) -> Stack:
+        states = None if self.states is None else tuple(map_arrays(state, change) for state in self.states)
+        return Stack(map_arrays(self.x, change), tuple(block_mapped(block, change) for block in self.blocks), states)
 
     def exact(self, want: Outputs = EVERYTHING) -> Encoded:
-        """What the reference makes of these values in float64."""
-        wide = self.mapped(lambda array: array.double() if array.is_floating_point() else array)
+        """Return the result of the reference in float64."""
+        wide = self.map_arrays(lambda array: array.double() if array.is_floating_point() else array)
         return wide.run(want=want, backend="reference")
 
     @property
@@ -43,7 +44,7 @@ class Stack(NamedTuple):
 
 
 class TextCNN(NamedTuple):
-    """The arguments of one call."""
+    """The arguments of a call of `text_cnn`."""
 
     x: Ragged
     layers: tuple[ConvWeights, ...]
@@ -52,25 +53,25 @@ class TextCNN(NamedTuple):
     def run(self, *, backend: str = AUTO) -> Encoded:
         return text_cnn(*self, backend=backend)
 
-    def mapped(self, change: Change) -> TextCNN:
-        """What is one array for all layers stays one."""
+    def map_arrays(self, change: Change) -> TextCNN:
+        """Change every array. An embedding that all layers share stays shared."""
         made: dict[int, Tensor] = {}
 
         def once(array: Tensor) -> Tensor:
             return made.setdefault(id(array), change(array))
 
-        layers = tuple(mapped(layer, once) for layer in self.layers)
+        layers = tuple(map_arrays(layer, once) for layer in self.layers)
         classifier = None if self.classifier is None else (once(self.classifier[0]), once(self.classifier[1]))
-        return TextCNN(mapped(self.x, once), layers, classifier)
+        return TextCNN(map_arrays(self.x, once), layers, classifier)
 
     def exact(self) -> Encoded:
-        """What the reference makes of these values in float64."""
-        wide = self.mapped(lambda array: array.double() if array.is_floating_point() else array)
+        """Return the result of the reference in float64."""
+        wide = self.map_arrays(lambda array: array.double() if array.is_floating_point() else array)
         return wide.run(backend="reference")
 
 
 class Maker:
-    """Makes weights from one seed; sizes follow each other."""
+    """Makes weights from a seed; the inputs of a layer are the outputs of the layer made before it."""
 
     def __init__(self, inputs: int, seed: int = 0) -> None:
         self._generator = torch.Generator().manual_seed(seed)
@@ -80,7 +81,7 @@ class Maker:
         return torch.randn(shape, generator=self._generator)
 
     def layer(self, outputs: int, width: int = 2, *, ids: str = "", **others: Any) -> ConvWeights:
-        """A convolution of what the one before it gives; ids: of an "embedding" or of "tables"."""
+        """Return a convolution over the outputs of the previous layer. ids: "", "embedding" or "tables"."""
         maps = (2 if others.get("activation") in GATED else 1) * outputs
         filters, bias = self.normal(width, self.columns, maps) * (width * self.columns) ** -0.5, self.normal(maps)
         made = ConvWeights(filters, bias, **others)
@@ -97,11 +98,11 @@ class Maker:
         return self.layer(outputs, width, left=(width - 1) * dilation, dilation=dilation, **others)
 
     def tcn(self, channels: Sequence[int], width: int = 2) -> tuple[ConvBlock, ...]:
-        """Bai et al. 2018: one level for each number of channels."""
+        """Return the blocks of Bai et al. 2018, one level per number of channels."""
         return tuple(self._level(number, outputs, width) for number, outputs in enumerate(channels))
 
     def stack(self, lengths: Sequence[int], *blocks: ConvBlock, with_states: bool = False) -> Stack:
-        """Rows for blocks that this has made, and what stands before them."""
+        """Return rows for blocks that this Maker has made, and states if `with_states`."""
         layers = [layer for block in blocks for layer in block.layers]
         states = tuple(ConvState(self.normal(len(lengths), one.left, one.filters.shape[1])) for one in layers)
         return Stack(self._rows(lengths, layers[0].takes_ids), blocks, states if with_states else None)
@@ -116,7 +117,7 @@ class Maker:
         labels: int = 0,
         **others: Any,
     ) -> TextCNN:
-        """Rows, a layer of each width, and a classifier where there are labels."""
+        """Return rows, a layer of each width, and a classifier if there are labels."""
         columns, layers = self._inputs, []
         for width, number in zip(widths, outputs, strict=True):
             self.columns = columns
@@ -141,6 +142,6 @@ class Maker:
 
 
 def block_mapped(block: ConvBlock, change: Change) -> ConvBlock:
-    layers = tuple(mapped(layer, change) for layer in block.layers)
-    projection = None if block.projection is None else mapped(block.projection, change)
+    layers = tuple(map_arrays(layer, change) for layer in block.layers)
+    projection = None if block.projection is None else map_arrays(block.projection, change)
     return replace(block, layers=layers, projection=projection)

@@ -1,4 +1,4 @@
-"""Where compiled kernels are kept, and what is compiled."""
+"""Tests of compilation, of the folder of compiled kernels, and of launches."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ KERNELS = Path(compiler.__file__).parent
 SOURCES = sorted(KERNELS.glob("*/*.cu"))
 
 
-def test_the_variable_names_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variable_names_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SEQSERVE_CACHE", str(tmp_path / "new" / "kernels"))
-    assert compiler.folder() == tmp_path / "new" / "kernels"
+    assert compiler.cache_folder() == tmp_path / "new" / "kernels"
     assert (tmp_path / "new" / "kernels").is_dir()
 
 
-def test_without_it_the_folder_is_this_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_folder_is_in_the_users_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SEQSERVE_CACHE", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert compiler.folder() == tmp_path / ".cache" / "seqserve"
+    assert compiler.cache_folder() == tmp_path / ".cache" / "seqserve"
 
 
 @pytest.fixture
 def nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers what it compiles."""
+    """Replace NVRTC by a compiler that numbers its results."""
     numbers = count(1)
     cupy, cuda, nvrtc = ModuleType("cupy"), ModuleType("cupy.cuda"), ModuleType("cupy.cuda.nvrtc")
     vars(nvrtc)["getVersion"] = lambda: (13, 0)
@@ -48,35 +48,35 @@ def nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("nvrtc")
-def test_a_kernel_is_compiled_once_for_each_text_and_each_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_is_compiled_once_per_text_and_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SEQSERVE_CACHE", str(tmp_path))
-    assert [compiler._kept("text", options) for options in (("one",), ("one",), ("two",), ("one",))] == [
+    assert [compiler._load_or_compile("text", options) for options in (("one",), ("one",), ("two",), ("one",))] == [
         b"code 1 of text",
         b"code 1 of text",
         b"code 2 of text",
         b"code 1 of text",
     ]
-    assert compiler._kept("other", ("one",)) == b"code 3 of other"
+    assert compiler._load_or_compile("other", ("one",)) == b"code 3 of other"
     assert len(list(tmp_path.iterdir())) == 3
 
 
 @pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize("harm", [lambda kept: kept[:0], lambda kept: kept[:40], lambda kept: kept[:-1] + b"!"])
-def test_what_is_kept_is_compiled_again_when_it_is_not_whole(
+def test_damaged_file_is_compiled_again(
     harm: Callable[[bytes], bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SEQSERVE_CACHE", str(tmp_path))
-    compiler._kept("text", ())
+    compiler._load_or_compile("text", ())
     (kept,) = tmp_path.iterdir()
     kept.write_bytes(harm(kept.read_bytes()))
-    assert compiler._kept("text", ()) == b"code 2 of text"
-    assert compiler._kept("text", ()) == b"code 2 of text"
+    assert compiler._load_or_compile("text", ()) == b"code 2 of text"
+    assert compiler._load_or_compile("text", ()) == b"code 2 of text"
 
 
 @pytest.mark.parametrize(
     "capability, architecture", [((8, 0), "sm_80"), ((8, 9), "sm_89"), ((9, 0), "sm_90a"), ((10, 0), "sm_100a")]
 )
-def test_the_architecture_is_the_device_s_own(
+def test_architecture_is_specific_to_the_device(
     capability: tuple[int, int], architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
@@ -85,16 +85,16 @@ def test_the_architecture_is_the_device_s_own(
 
 
 @pytest.mark.usefixtures("nvrtc")
-def test_kernels_are_kept_in_memory_where_no_folder_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_compile_without_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SEQSERVE_CACHE", str(tmp_path / "file" / "kernels"))
-    assert compiler.folder() is None
-    assert compiler._kept("text", ()) == b"code 1 of text"
-    assert compiler._kept("text", ()) == b"code 2 of text"
+    assert compiler.cache_folder() is None
+    assert compiler._load_or_compile("text", ()) == b"code 1 of text"
+    assert compiler._load_or_compile("text", ()) == b"code 2 of text"
 
 
 @pytest.mark.usefixtures("nvrtc")
-def test_a_full_disk_is_no_reason_not_to_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_does_not_prevent_compilation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def write_some(path: Path, kept: bytes) -> int:
         with path.open("wb") as file:
             file.write(kept[:3])
@@ -102,45 +102,45 @@ def test_a_full_disk_is_no_reason_not_to_start(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setenv("SEQSERVE_CACHE", str(tmp_path))
     monkeypatch.setattr(Path, "write_bytes", write_some)
-    assert compiler._kept("text", ()) == b"code 1 of text"
+    assert compiler._load_or_compile("text", ()) == b"code 1 of text"
     assert not list(tmp_path.iterdir())
 
 
-def test_kernels_are_kept_in_memory_where_the_folder_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_only_folder_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SEQSERVE_CACHE", str(tmp_path))
     monkeypatch.setattr(os, "access", lambda *_: False)
-    assert compiler.folder() is None
+    assert compiler.cache_folder() is None
 
 
-def test_the_service_and_the_kernels_mean_the_same_folder_when_none_is_named() -> None:
+def test_service_and_kernels_have_the_same_default_folder() -> None:
     assert Settings().cache == Path(compiler.DEFAULT_CACHE)
 
 
-def test_the_service_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_set_cache_folder_overrides_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SEQSERVE_CACHE", "elsewhere")
-    compiler.keep_in(tmp_path)
-    assert compiler.folder() == tmp_path
+    compiler.set_cache_folder(tmp_path)
+    assert compiler.cache_folder() == tmp_path
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: f"{source.parent.name}/{source.name}")
-def test_a_source_is_compiled_with_what_it_includes(source: Path) -> None:
-    text = compiler._text(source)
+def test_source_text_contains_its_includes(source: Path) -> None:
+    text = compiler._source_text(source)
     assert "#include" in source.read_text()
     assert "#include" not in text
-    assert text.count((KERNELS / "device.cuh").read_text()) == 1, "which a source includes, or what it includes does"
-    own = [header.read_text() for header in source.parent.glob("*.cuh")]
-    assert all(line in text for header in own for line in header.splitlines() if not line.startswith("#include"))
+    assert text.count((KERNELS / "device.cuh").read_text()) == 1, "included by the source or by one of its headers"
+    headers = [header.read_text() for header in source.parent.glob("*.cuh")]
+    assert all(line in text for header in headers for line in header.splitlines() if not line.startswith("#include"))
 
 
-def test_every_thread_of_a_block_has_its_share_of_the_registers() -> None:
+def test_registers_are_shared_by_the_threads_of_a_block() -> None:
     assert [compiler.registers(threads) for threads in (64, 256, 320, 384, 512, 1024)] == [255, 255, 200, 168, 128, 64]
 
 
 # Launches.
 
 
-class Driver:
-    """Stands for CUDA's: what kernels were launched with, and what it answers."""
+class FakeLaunchDriver:
+    """A fake CUDA driver that records launches and returns `status`."""
 
     def __init__(self) -> None:
         self.launches: list[dict[str, Any]] = []
@@ -148,10 +148,10 @@ class Driver:
         self.cuLaunchKernelEx = self.launch
 
     def launch(self, config: Any, function: int, arguments: Any, _: None) -> int:
-        told = ctypes.cast(config, ctypes.POINTER(compiler._Config)).contents
-        launch = {name: getattr(told, name) for name in ("shared", "stream")}
-        launch |= {"grid": tuple(told.grid), "block": tuple(told.block), "function": function}
-        launch["attributes"] = {one.id: one.value[0] for one in told.attributes[: told.count]}
+        settings = ctypes.cast(config, ctypes.POINTER(compiler._Config)).contents
+        launch = {name: getattr(settings, name) for name in ("shared", "stream")}
+        launch |= {"grid": tuple(settings.grid), "block": tuple(settings.block), "function": function}
+        launch["attributes"] = {attribute.id: attribute.value[0] for attribute in settings.attributes[: settings.count]}
         first, second = ctypes.cast(arguments, ctypes.POINTER(ctypes.c_void_p))[:2]
         launch["members"], launch["other"] = struct.unpack("3q", ctypes.string_at(first, 24)), ctypes.string_at(second, 5)
         self.launches.append(launch)
@@ -159,18 +159,20 @@ class Driver:
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
-    found = Driver()
-    monkeypatch.setattr(compiler, "driver", lambda: found)
+def driver(monkeypatch: pytest.MonkeyPatch) -> FakeLaunchDriver:
+    fake = FakeLaunchDriver()
+    monkeypatch.setattr(compiler, "driver", lambda: fake)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 70 + device, raising=False)
-    return found
+    return fake
 
 
 @pytest.mark.parametrize(
     "cooperative, early, attributes",
     [(False, False, {}), (True, False, {2: 1}), (False, True, {6: 1}), (True, True, {2: 1, 6: 1})],
 )
-def test_a_launch_tells_the_driver_all(cooperative: bool, early: bool, attributes: dict[int, int], driver: Driver) -> None:
+def test_launch_passes_its_configuration_to_the_driver(
+    cooperative: bool, early: bool, attributes: dict[int, int], driver: FakeLaunchDriver
+) -> None:
     kernel = compiler.Kernel(SimpleNamespace(ptr=1234), device=3, threads=96, cluster=1, cooperative=cooperative)
     kernel.launch((2, 5, 1), 4096, [0, -1, 2**40], b"\0map\0", early=early)
     assert driver.launches == [
@@ -187,8 +189,8 @@ def test_a_launch_tells_the_driver_all(cooperative: bool, early: bool, attribute
     ]
 
 
-def test_what_the_driver_refuses_is_an_error(driver: Driver) -> None:
+def test_driver_error_raises(driver: FakeLaunchDriver) -> None:
     driver.status = 719
     kernel = compiler.Kernel(SimpleNamespace(ptr=1234), device=0, threads=32, cluster=1, cooperative=False)
-    with pytest.raises(RuntimeError, match="not launched: CUDA error 719"):
+    with pytest.raises(RuntimeError, match="cuLaunchKernelEx failed: CUDA error 719"):
         kernel.launch((1, 1, 1), 0, [1, 2, 3], b"other")

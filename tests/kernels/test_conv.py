@@ -1,4 +1,4 @@
-"""The reference of the convolution is torch's, row by row; rows of any length, padding and stride."""
+"""The convolution's reference compared with torch row by row, and every backend compared with the reference."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import conv1d, gelu, glu, pad
 
-from kernels.contract import ContractError, ConvState, ConvWeights, Encoded, Ragged
+from kernels.conv.types import ConvState, ConvWeights
 from kernels.embedding import fold_taps
-from tests.kernels.families import Form, runs_on_a_cpu
-from tests.kernels.inputs import assert_close, assert_encodes_alike, encoding, rows, steps_by_row, widened
+from kernels.ragged import ContractError, Encoded, Ragged
+from tests.kernels.families import Form, runs_on_cpu
+from tests.kernels.inputs import as_float64, assert_close, assert_encodings_close, encoding, rows, steps_by_row
 
 LENGTHS = [9, 0, 1, 3, 14, 2]
 TORCH: dict[str, Callable[[Tensor], Tensor]] = {
@@ -28,7 +29,7 @@ TORCH: dict[str, Callable[[Tensor], Tensor]] = {
     "glu": glu,
     "gated_tanh": lambda maps: maps[:, :5].tanh() * maps[:, 5:].sigmoid(),
 }
-BACKENDS = [backend.name for backend in Form("conv").backends if runs_on_a_cpu(backend)]
+BACKENDS = [backend.name for backend in Form("conv").backends if runs_on_cpu(backend)]
 
 some_options = st.fixed_dictionaries(
     {
@@ -44,31 +45,31 @@ some_options = st.fixed_dictionaries(
 
 @hypothesis.given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=5), options=some_options, seed=st.integers(0, 2**31))
 @hypothesis.settings(deadline=None)
-def test_the_reference_is_torch_conv1d_of_every_padded_row(lengths: list[int], options: dict[str, Any], seed: int) -> None:
+def test_reference_agrees_with_torch_conv1d(lengths: list[int], options: dict[str, Any], seed: int) -> None:
     form = Form("conv", **options)
-    x, weights, _ = given = widened(form.given(lengths, 5, 3, seed=seed))
+    x, weights, _ = given = as_float64(form.arguments(lengths, 5, 3, seed=seed))
     padded = [pad(row, (0, 0, weights.left, 0)) for row in rows(x)]
     encoded = form.run(x, weights, backend="reference")
-    assert_encodes_alike(encoded, torch_conv(padded, weights), steps=0, dtype=torch.float64)
+    assert_encodings_close(encoded, torch_conv(padded, weights), steps=0, dtype=torch.float64)
     continued = [torch.cat((left, row)) for left, row in zip(given.state.left, rows(x), strict=True)]
     encoded = form.run(*given, backend="reference")
-    assert_encodes_alike(encoded, torch_conv(continued, weights), steps=0, dtype=torch.float64)
+    assert_encodings_close(encoded, torch_conv(continued, weights), steps=0, dtype=torch.float64)
 
 
 @hypothesis.given(lengths=st.lists(st.integers(0, 9), max_size=5), options=some_options, seed=st.integers(0, 2**31))
 @hypothesis.settings(deadline=None)
 def test_any_filter_agrees_with_the_reference(lengths: list[int], options: dict[str, Any], seed: int) -> None:
     form = Form("conv", **options)
-    given = form.given(lengths, 5, 3, seed=seed)
-    assert_encodes_alike(form.run(*given), form.exact(given), steps=max(lengths, default=0))
+    given = form.arguments(lengths, 5, 3, seed=seed)
+    assert_encodings_close(form.run(*given), form.exact(given), steps=max(lengths, default=0))
 
 
 def torch_conv(continued: list[Tensor], weights: ConvWeights) -> Encoded:
-    """What torch makes of rows that have their steps on the left already; its filters are (outputs, inputs, width)."""
+    """Return torch's result for rows that include their left context. torch's filters are (outputs, inputs, width)."""
     steps = []
     for row in continued:
         padded = pad(row, (0, 0, 0, weights.right))
-        if len(padded) < weights.reach:  # torch refuses them
+        if len(padded) < weights.reach:  # torch rejects rows that are shorter than the filter
             steps.append(row.new_zeros(0, len(weights.bias)))
             continue
         filters = weights.filters.permute(2, 1, 0)
@@ -80,31 +81,31 @@ def torch_conv(continued: list[Tensor], weights: ConvWeights) -> Encoded:
 @pytest.mark.parametrize("backend", BACKENDS)
 @hypothesis.given(lengths=st.lists(st.integers(0, 9), max_size=5), options=some_options, seed=st.integers(0, 2**31))
 @hypothesis.settings(max_examples=30, deadline=None)
-def test_an_embedding_before_the_filters_and_one_folded_into_them_give_what_its_vectors_do(
-    backend: str, lengths: list[int], options: dict[str, Any], seed: int
-) -> None:
+def test_embedding_and_tables_agree_with_vectors(backend: str, lengths: list[int], options: dict[str, Any], seed: int) -> None:
     form = Form("conv", ids="embedding", **options)
-    x, weights, _ = form.given(lengths, 5, 3, seed=seed)
+    x, weights, _ = form.arguments(lengths, 5, 3, seed=seed)
     embedding = weights.embedding
     plain, folded = replace(weights, embedding=None), fold_taps(embedding, weights.filters)
     expected = form.run(Ragged(embedding[x.data.long()], x.offsets), plain, backend=backend)
     for one in (weights, replace(plain, tables=folded)):
         given = form.run(x, one, backend=backend)
         assert given.state is None
-        assert_encodes_alike(replace(given, state=expected.state), expected, steps=max(lengths, default=0))
+        assert_encodings_close(replace(given, state=expected.state), expected, steps=max(lengths, default=0))
 
 
 @pytest.mark.parametrize("ids", ["embedding", "tables"])
-def test_a_convolution_over_ids_keeps_no_state_and_takes_none(ids: str) -> None:
-    x, weights, _ = Form("conv", left=2, ids=ids).given([3, 1], 5, 3)
-    with pytest.raises(ContractError, match="state is given although the data are ids: a convolution over ids keeps none"):
+def test_convolution_over_ids_has_no_state(ids: str) -> None:
+    x, weights, _ = Form("conv", left=2, ids=ids).arguments([3, 1], 5, 3)
+    with pytest.raises(
+        ContractError, match="state must be None because the data are ids: a convolution over ids keeps no state"
+    ):
         Form("conv").run(x, weights, ConvState(torch.zeros(2, 2, 3)))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("width", [3, 4, 5])
-def test_a_text_cnn_may_take_its_relu_before_or_after_the_maximum_over_time(backend: str, width: int) -> None:
-    x, before, _ = Form("conv", width=width, activation="relu").given(LENGTHS, 7, 5)
+def test_relu_and_maximum_over_time_commute(backend: str, width: int) -> None:
+    x, before, _ = Form("conv", width=width, activation="relu").arguments(LENGTHS, 7, 5)
     after = ConvWeights(before.filters, before.bias)
     one, other = (Form("conv").run(x, weights, backend=backend).max for weights in (before, after))
     assert one is not None and other is not None
@@ -125,17 +126,17 @@ def test_a_text_cnn_may_take_its_relu_before_or_after_the_maximum_over_time(back
     ],
     ids=str,
 )
-def test_the_steps_that_come_out_are_as_many_as_the_weights_say(backend: str, options: dict[str, int]) -> None:
+def test_number_of_output_steps_agrees_with_the_weights(backend: str, options: dict[str, int]) -> None:
     form = Form("conv", **options)
-    x, weights, state = form.given(LENGTHS, 5, 3)
+    x, weights, state = form.arguments(LENGTHS, 5, 3)
     written = steps_by_row(form.run(x, weights, state, backend=backend), x)
     assert [len(row) for row in written] == weights.steps(np.array(LENGTHS)).tolist()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_row_shorter_than_the_filter_gives_no_step_and_pools_to_zero(backend: str) -> None:
+def test_row_shorter_than_the_filter_pools_to_zero(backend: str) -> None:
     form = Form("conv", width=4)
-    given = form.given([3, 5, 0], 5, 3)
+    given = form.arguments([3, 5, 0], 5, 3)
     encoded = form.run(*given, backend=backend)
     assert [len(row) for row in steps_by_row(encoded, given.x)] == [0, 2, 0]
     for pooled in (encoded.last, encoded.mean, encoded.max):
@@ -143,9 +144,9 @@ def test_a_row_shorter_than_the_filter_gives_no_step_and_pools_to_zero(backend: 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_wide_padding_gives_steps_even_to_a_row_without_any(backend: str) -> None:
+def test_wide_padding_creates_steps_in_an_empty_row(backend: str) -> None:
     form = Form("conv", width=3, left=2, right=3)
-    x, weights, _ = form.given([0], 5, 3)
+    x, weights, _ = form.arguments([0], 5, 3)
     encoded = form.run(x, weights, backend=backend)
     assert encoded.steps is not None
     assert_close(encoded.steps, weights.bias.expand(3, 5), steps=0)

@@ -1,4 +1,4 @@
-"""Filters as the convolution's kernel wants them, beside a loop over every one of their values."""
+"""Packed filters compared with a loop over every value."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from itertools import product
 import pytest
 import torch
 
-from kernels.contract import GATED, ConvWeights
 from kernels.conv.packing import DEPTH, STRIP, packed_bias, packed_filters
+from kernels.conv.types import GATED, ConvWeights
 from tests.kernels.families import Form
 
 every_tile = pytest.mark.parametrize("maps", [64, 128])
@@ -18,13 +18,13 @@ every_size = pytest.mark.parametrize("width, inputs, outputs", [(1, 1, 1), (3, 6
 
 def weights_of(width: int, inputs: int, outputs: int, activation: str) -> ConvWeights:
     made: ConvWeights = (
-        Form("conv", width=width, activation=activation).given([], outputs, inputs, storage=torch.float16).weights
+        Form("conv", width=width, activation=activation).arguments([], outputs, inputs, storage=torch.float16).weights
     )
     return made
 
 
 def source_of(weights: ConvWeights, number: int) -> int | None:
-    """Which map of the weights is this one of those that are packed; None is padding. Of a strip, the second half are gates."""
+    """Return the map of the weights at a packed position, or None for padding. The second half of a strip has gates."""
     strip, place = divmod(number, STRIP)
     if weights.activation not in GATED:
         return number if number < weights.outputs else None
@@ -49,7 +49,7 @@ def test_packed_filters_are_swizzled_rows_of_each_map(
         tile, row = divmod(number, maps)
         values = weights.filters[tap, chunk * DEPTH + piece * 8 :, source][:8]
         expected[tile, chunk, tap, row, piece ^ row % 8, : len(values)] = values
-    assert len(sources) == len(weights.bias), "each map is in one place"
+    assert len(sources) == len(weights.bias), "each map has one position"
     assert torch.equal(packed, expected)
     assert packed.is_contiguous()
 
@@ -57,7 +57,7 @@ def test_packed_filters_are_swizzled_rows_of_each_map(
 @every_tile
 @every_activation
 @every_size
-def test_a_packed_bias_stands_beside_its_map(width: int, inputs: int, outputs: int, activation: str, maps: int) -> None:
+def test_packed_bias_has_the_order_of_the_maps(width: int, inputs: int, outputs: int, activation: str, maps: int) -> None:
     weights = weights_of(width, inputs, outputs, activation)
     packed = packed_bias(weights, maps)
     sources = [source_of(weights, number) for number in range(len(packed))]
@@ -67,7 +67,7 @@ def test_a_packed_bias_stands_beside_its_map(width: int, inputs: int, outputs: i
 
 
 @every_activation
-def test_a_thread_has_an_output_and_its_gate_eight_maps_apart(activation: str) -> None:
+def test_value_and_gate_are_eight_maps_apart(activation: str) -> None:
     weights = weights_of(1, 1, 40, activation)
     apart = [
         (source_of(weights, strip + row), source_of(weights, strip + row + 8)) for strip in range(0, 32, 16) for row in range(8)
@@ -79,7 +79,7 @@ def test_a_thread_has_an_output_and_its_gate_eight_maps_apart(activation: str) -
 
 
 @every_tile
-def test_sums_over_what_is_packed_are_those_of_the_filters(maps: int) -> None:
+def test_packed_filters_give_the_same_sums(maps: int) -> None:
     weights = weights_of(3, 70, 33, "glu")
     steps = torch.randn(5, 3, 70, generator=torch.Generator().manual_seed(1)).half().float()
     packed = packed_filters(weights, maps).float()

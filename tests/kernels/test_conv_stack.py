@@ -1,4 +1,4 @@
-"""Stacks of convolutions: blocks with and without residuals, beside the reference and torch's own modules."""
+"""Stacks of convolutions, with and without residuals, compared with the reference and with torch's modules."""
 
 from __future__ import annotations
 
@@ -14,23 +14,25 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from kernels import conv
-from kernels.backend import takes_everything
-from kernels.contract import ConvBlock, ConvState, ConvWeights, Encoded, Outputs, Ragged
+from kernels.backend import accepts_everything
 from kernels.conv import framework
-from kernels.conv.composed import ConvBackend, composed_stack, last_steps, seen_by_the_last
+from kernels.conv.backend import ConvBackend
+from kernels.conv.layer_by_layer import last_steps, receptive_field, stack_of
+from kernels.conv.types import ConvBlock, ConvState, ConvWeights
+from kernels.ragged import Encoded, Outputs, Ragged
 from tests.kernels import inputs
 from tests.kernels.inputs import (
     OUTPUTS,
     assert_close,
-    assert_only_slots_were_written,
-    assert_states_alike,
-    assert_went_on_from_shared_places,
-    begun_in_zeros,
-    from_place_to_place,
-    from_shared_places,
+    assert_reserved_slots_unchanged,
+    assert_shared_slots_result,
+    assert_states_close,
+    caches_with_zero_slot,
     in_chunks,
-    in_slots,
-    mapped,
+    map_arrays,
+    put_in_slots,
+    run_from_slot_to_slot,
+    with_shared_slots,
 )
 from tests.kernels.stacks import Maker, Stack
 
@@ -45,7 +47,7 @@ def tcn(maker: Maker) -> tuple[ConvBlock, ...]:
 
 
 def gated(maker: Maker) -> tuple[ConvBlock, ...]:
-    """With a residual after a layer without one, and an activation of what it adds."""
+    """A plain block, then a block with a residual and an activation after it."""
     first = ConvBlock((maker.causal(5, 3, activation="glu"),))
     inner = maker.causal(4, 2, dilation=4, activation="gated_tanh"), maker.layer(5, 1)
     return first, ConvBlock(inner, residual=True, activation="tanh"), ConvBlock((maker.causal(3, 2),))
@@ -58,7 +60,7 @@ def centred(maker: Maker) -> tuple[ConvBlock, ...]:
 
 
 def strided(maker: Maker) -> tuple[ConvBlock, ...]:
-    """Fewer steps come out than in, and what is added has as many as they."""
+    """A block with fewer output steps than input steps, then a block with a residual."""
     first = ConvBlock((maker.layer(5, 3, left=1, stride=2), maker.layer(4, 2, activation="relu")))
     return first, ConvBlock((maker.causal(4, 2),), residual=True, activation="relu")
 
@@ -86,7 +88,7 @@ def made(make: Any, lengths: list[int] = LENGTHS, *, with_states: bool = False, 
 
 
 def assert_stacks_alike(actual: Encoded, expected: Encoded, *, steps: int) -> None:
-    """Every output that was expected, the offsets, and the state of every layer."""
+    """Compare every expected output, the offsets and the state of every layer."""
     for name in OUTPUTS:
         one, other = getattr(actual, name), getattr(expected, name)
         assert (one is None) == (other is None), name
@@ -97,19 +99,19 @@ def assert_stacks_alike(actual: Encoded, expected: Encoded, *, steps: int) -> No
         assert actual.offsets.tolist() == expected.offsets.tolist()
     assert (actual.state is None) == (expected.state is None)
     for one, other in zip(actual.state or (), expected.state or (), strict=True):
-        assert_states_alike(one, other, steps=steps)
+        assert_states_close(one, other, steps=steps)
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, [0, 0], [], [1]], ids=str)
 @every_stack
-def test_a_stack_agrees_with_the_reference(make: Any, lengths: list[int]) -> None:
+def test_stack_agrees_with_the_reference(make: Any, lengths: list[int]) -> None:
     given = made(make, lengths)
     assert_stacks_alike(given.run(), given.exact(), steps=max(lengths, default=0))
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, [0, 0], [], [1]], ids=str)
 @every_stack_of_vectors
-def test_a_stack_that_goes_on_from_states_agrees_with_the_reference(make: Any, lengths: list[int]) -> None:
+def test_stack_with_states_agrees_with_the_reference(make: Any, lengths: list[int]) -> None:
     given = made(make, lengths, with_states=True)
     assert_stacks_alike(given.run(), given.exact(), steps=max(lengths, default=0))
 
@@ -151,7 +153,7 @@ def test_any_stack_agrees_with_the_reference(
 
 @hypothesis.given(lengths=some_lengths, plans=st.lists(some_residuals, min_size=1, max_size=3), seed=some_seeds)
 @hypothesis.settings(deadline=None)
-def test_of_any_stack_the_last_step_alone_is_the_last_of_all(lengths: list[int], plans: list[Any], seed: int) -> None:
+def test_last_step_alone_equals_the_last_of_all_steps(lengths: list[int], plans: list[Any], seed: int) -> None:
     maker = Maker(3, seed)
     given = maker.stack(lengths, *(planned(maker, plan) for plan in plans))
     alone, everything = given.run(want=LAST), given.exact()
@@ -160,7 +162,7 @@ def test_of_any_stack_the_last_step_alone_is_the_last_of_all(lengths: list[int],
 
 
 def planned(maker: Maker, plan: Any) -> ConvBlock:
-    """Layers in a row, or two in a residual, the first of which sees some steps to come."""
+    """Return a plain block, or a residual block whose first layer reads later steps."""
     if isinstance(plan, list):
         return ConvBlock(tuple(maker.layer(**layer) for layer in plan))
     outputs, width, dilation, activation = plan
@@ -174,7 +176,7 @@ def planned(maker: Maker, plan: Any) -> ConvBlock:
 
 
 class TorchBlock(nn.Module):
-    """Bai et al. 2018 with torch's modules, (channels, steps); the weights are those of a block of ours."""
+    """Bai et al. 2018 with torch's modules over (channels, steps), and the weights of a ConvBlock."""
 
     def __init__(self, block: ConvBlock) -> None:
         super().__init__()
@@ -197,18 +199,18 @@ def torch_conv(weights: ConvWeights) -> nn.Conv1d:
 
 
 @every_backend
-def test_a_temporal_convolutional_network_is_torch_s_on_each_row(backend: str) -> None:
+def test_tcn_agrees_with_torch_on_each_row(backend: str) -> None:
     given = made(tcn)
     network = nn.Sequential(*(TorchBlock(block) for block in given.blocks))
     encoded = given.run(backend=backend)
     for data, ours in zip(inputs.rows(given.x), inputs.steps_by_row(encoded, given.x), strict=True):
-        if len(data):  # torch refuses none
+        if len(data):  # torch rejects empty rows
             assert_close(ours, network(data.double().T).T, steps=len(data))
 
 
 @every_backend
 @every_stack
-def test_a_row_encodes_the_same_alone_and_in_any_batch(make: Any, backend: str) -> None:
+def test_row_is_encoded_alike_alone_and_in_a_batch(make: Any, backend: str) -> None:
     given = made(make)
     together = given.run(backend=backend)
     for row, data in enumerate(inputs.rows(given.x)):
@@ -220,7 +222,7 @@ def test_a_row_encodes_the_same_alone_and_in_any_batch(make: Any, backend: str) 
 
 
 @every_stack_of_vectors
-def test_what_stands_in_other_rows_does_not_reach_a_row(make: Any) -> None:
+def test_rows_do_not_affect_each_other(make: Any) -> None:
     given = made(make, [3, 1, 0, 5, 2], with_states=True)
     clean, own = given.run(), inputs.rows(given.x)
     assert given.states is not None
@@ -237,7 +239,7 @@ def test_what_stands_in_other_rows_does_not_reach_a_row(make: Any) -> None:
 @every_backend
 @pytest.mark.parametrize("cuts", [[0, 7, 31], [0, 1, 2, 3, 31], [0, 0, 13, 31]], ids=str)
 @every_causal_stack
-def test_chunks_that_carry_the_states_give_the_whole(make: Any, cuts: list[int], backend: str) -> None:
+def test_chunks_give_the_same_steps_as_the_whole_row(make: Any, cuts: list[int], backend: str) -> None:
     given = made(make, with_states=True)
     whole, states = given.run(backend=backend), given.states
     written: list[list[Tensor]] = [[] for _ in LENGTHS]
@@ -250,15 +252,15 @@ def test_chunks_that_carry_the_states_give_the_whole(make: Any, cuts: list[int],
     assert whole.steps is not None and states is not None
     assert_close(torch.cat([steps for row in written for steps in row]), whole.steps, steps=max(LENGTHS))
     for carried, expected in zip(states, whole.state, strict=True):
-        assert_states_alike(carried, expected, steps=max(LENGTHS))
+        assert_states_close(carried, expected, steps=max(LENGTHS))
 
 
 @every_backend
 @every_causal_stack
-def test_states_of_zeros_are_as_good_as_none(make: Any, backend: str) -> None:
+def test_zero_states_equal_no_states(make: Any, backend: str) -> None:
     given = made(make, with_states=True)
     assert given.states is not None
-    zeros = given._replace(states=tuple(mapped(state, torch.zeros_like) for state in given.states)).run(backend=backend)
+    zeros = given._replace(states=tuple(map_arrays(state, torch.zeros_like) for state in given.states)).run(backend=backend)
     without = given._replace(states=None).run(backend=backend)
     assert without.state is None and zeros.state is not None
     for name in OUTPUTS:
@@ -267,11 +269,11 @@ def test_states_of_zeros_are_as_good_as_none(make: Any, backend: str) -> None:
 
 @every_backend
 @every_stack_of_vectors
-def test_states_in_slots_are_read_and_written_in_place(make: Any, backend: str) -> None:
+def test_state_slots_are_read_and_written_in_place(make: Any, backend: str) -> None:
     given = made(make, [4, 0, 2], with_states=True)
     expected = given.run(backend=backend)
     assert given.states is not None
-    slabs = tuple(in_slots(state, torch.tensor([3, 0, 4]), places=6) for state in given.states)
+    slabs = tuple(put_in_slots(state, torch.tensor([3, 0, 4]), places=6) for state in given.states)
     encoded = given._replace(states=slabs).run(backend=backend)
     for name in OUTPUTS:
         assert torch.equal(getattr(encoded, name), getattr(expected, name))
@@ -283,40 +285,40 @@ def test_states_in_slots_are_read_and_written_in_place(make: Any, backend: str) 
 
 @every_backend
 @every_causal_stack
-def test_rows_begin_in_one_place_go_on_from_slot_to_slot_and_end_in_one(make: Any, backend: str) -> None:
+def test_rows_share_the_zero_and_scrap_slots(make: Any, backend: str) -> None:
     given = made(make, with_states=True)
-    whole, slabs = given._replace(states=None).run(backend=backend), tuple(map(begun_in_zeros, given.states or ()))
+    whole, slabs = given._replace(states=None).run(backend=backend), tuple(map(caches_with_zero_slot, given.states or ()))
 
     def run(chunk: Ragged, states: tuple[ConvState, ...]) -> Encoded:
         return Stack(chunk, given.blocks, states).run(backend=backend)
 
-    steps, after = from_place_to_place(run, in_chunks(given.x, chunks=4), slabs)
-    zeros = tuple(mapped(state, torch.zeros_like) for state in given.states or ())
+    steps, after = run_from_slot_to_slot(run, in_chunks(given.x, chunks=4), slabs)
+    zeros = tuple(map_arrays(state, torch.zeros_like) for state in given.states or ())
     expected = given._replace(states=zeros).run(backend=backend).state
     assert whole.steps is not None
     assert_close(steps, whole.steps, steps=max(LENGTHS))
     for carried, state, slab in zip(after, expected, slabs, strict=True):
-        assert_states_alike(carried, state, steps=max(LENGTHS))
-        assert_only_slots_were_written(slab)
+        assert_states_close(carried, state, steps=max(LENGTHS))
+        assert_reserved_slots_unchanged(slab)
 
 
 @every_backend
 @every_stack_of_vectors
-def test_rows_go_on_from_their_sources_and_are_written_to_their_slots(make: Any, backend: str) -> None:
+def test_rows_read_sources_and_write_slots(make: Any, backend: str) -> None:
     given = made(make, [4, 0, 2, 3, 0, 0], with_states=True)
     assert given.states is not None
-    slabs = tuple(map(from_shared_places, given.states))
+    slabs = tuple(map(with_shared_slots, given.states))
     expected = given._replace(states=tuple(slab.by_row() for slab in slabs)).run(backend=backend)
     encoded = given._replace(states=slabs).run(backend=backend)
     for name in OUTPUTS:
         assert torch.equal(getattr(encoded, name), getattr(expected, name))
     for after, state, one in zip(encoded.state, given.states, expected.state, strict=True):
-        assert_went_on_from_shared_places(after, state, one)
+        assert_shared_slots_result(after, state, one)
 
 
 @every_backend
 @every_stack
-def test_what_is_not_wanted_is_none_and_changes_nothing(make: Any, backend: str) -> None:
+def test_unwanted_outputs_are_none(make: Any, backend: str) -> None:
     given = made(make)
     everything = given.run(backend=backend)
     for wanted in OUTPUTS:
@@ -327,12 +329,12 @@ def test_what_is_not_wanted_is_none_and_changes_nothing(make: Any, backend: str)
 
 @every_backend
 @every_stack
-def test_all_that_comes_out_is_float32(make: Any, backend: str) -> None:
+def test_all_outputs_are_float32(make: Any, backend: str) -> None:
     encoded = made(make).run(backend=backend)
     assert {getattr(encoded, name).dtype for name in OUTPUTS} == {torch.float32}
 
 
-def test_what_comes_in_as_float16_is_added_in_float32() -> None:
+def test_residual_of_float16_is_added_in_float32() -> None:
     given = made(tcn)
     halved = given._replace(x=Ragged(given.x.data.half(), given.x.offsets))
     same = given._replace(x=Ragged(given.x.data.half().float(), given.x.offsets))
@@ -341,7 +343,7 @@ def test_what_comes_in_as_float16_is_added_in_float32() -> None:
 
 
 @pytest.mark.parametrize("states", [False, True])
-def test_only_the_steps_that_the_last_one_depends_on_are_computed_where_nothing_else_is_asked_for(states: bool) -> None:
+def test_last_step_alone_computes_only_the_needed_steps(states: bool) -> None:
     given, computed = made(tcn, [100, 3, 0], with_states=states), []
 
     def counted(x: Ragged, weights: ConvWeights, state: ConvState | None, *, want: Outputs) -> Encoded:
@@ -349,17 +351,17 @@ def test_only_the_steps_that_the_last_one_depends_on_are_computed_where_nothing_
         return framework.conv(x, weights, state, want=want)
 
     needed = 1 + 2 * (2 + 4 + 8)
-    encoded = composed_stack(counted)(*given, want=LAST)
+    encoded = stack_of(counted)(*given, want=LAST)
     assert all(lengths == [100 if states else needed, 3, 0] for lengths in computed)
     assert (encoded.state is None) != states
-    assert seen_by_the_last(given.blocks) == needed
+    assert receptive_field(given.blocks) == needed
 
 
 @every_stack_that_keeps_its_steps
-def test_no_step_is_left_out_that_the_last_one_depends_on(make: Any) -> None:
-    """The first of them matters, and the one before it does not."""
+def test_receptive_field_is_exact(make: Any) -> None:
+    """The first step of the receptive field matters, and the step before it does not."""
     given = made(make, [60])
-    needed, changed = seen_by_the_last(given.blocks), []
+    needed, changed = receptive_field(given.blocks), []
     for step in (60 - needed, 60 - needed - 1):
         data = given.x.data.clone()
         data[step] = (data[step] + 1) % 11 if given.layers[0].takes_ids else torch.nan
@@ -368,32 +370,32 @@ def test_no_step_is_left_out_that_the_last_one_depends_on(make: Any) -> None:
 
 
 def last_of_all(given: Stack) -> Tensor:
-    """The last step where all of them are asked for."""
+    """Return the last step of a call that returns all steps."""
     last = given.run(want=Outputs(last=True, steps=True)).last
     assert last is not None
     return last
 
 
-def test_a_strided_stack_has_no_steps_to_leave_out() -> None:
+def test_strided_stack_computes_all_steps() -> None:
     given = made(strided)
     assert_stacks_alike(given.run(want=LAST), given.exact(LAST), steps=max(LENGTHS))
 
 
 @pytest.mark.parametrize("steps", [1, 3, 9, 40])
-def test_the_last_steps_of_rows_are_cut_from_each(steps: int) -> None:
+def test_last_steps_of_each_row(steps: int) -> None:
     x = inputs.ragged(torch.arange(sum(LENGTHS)), LENGTHS)
     expected = [row[max(0, len(row) - steps) :].tolist() for row in inputs.rows(x)]
     cut = last_steps(x, steps)
     assert [row.tolist() for row in inputs.rows(cut)] == expected
 
 
-def test_a_backend_with_a_stack_of_its_own_is_asked_for_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backend_with_a_stack_function_runs_whole_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
     given, own = made(tcn), Encoded(None)
 
     def whole(x: Ragged, blocks: Sequence[ConvBlock], states: None, *, want: Outputs) -> Encoded:
         assert (x, blocks, states, want) == (*given, LAST)
         return own
 
-    backend = ConvBackend("with a stack", framework.conv, takes_everything, stack=whole)
+    backend = ConvBackend("with a stack", framework.conv, accepts_everything, stack=whole)
     monkeypatch.setattr(conv, "BACKENDS", (backend,))
     assert given.run(want=LAST, backend=backend.name) is own

@@ -1,4 +1,4 @@
-"""An embedding, and the embedding and its projection as one table."""
+"""Embeddings and folded tables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ every_storage = pytest.mark.parametrize("storage", STORAGES, ids=str)
 
 
 def made_up(storage: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """An embedding, a projection and its bias."""
+    """Return a random embedding, projection and bias."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((VOCABULARY, WIDTH), (WIDTH, GATES), (GATES,))
     embedding, weight, bias = (torch.randn(shape, generator=generator).to(storage) for shape in shapes)
@@ -29,7 +29,7 @@ def made_up(storage: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @every_storage
-def test_an_id_is_its_row_of_the_table_in_the_dtype_asked_for(storage: torch.dtype, dtype: torch.dtype) -> None:
+def test_embed_returns_table_rows_in_the_requested_dtype(storage: torch.dtype, dtype: torch.dtype) -> None:
     table = made_up(storage)[0]
     vectors = embed(torch.tensor([12, 0, 3, 3], dtype=dtype), table, torch.float32)
     assert vectors.dtype == torch.float32
@@ -40,20 +40,20 @@ def test_no_ids_give_no_vectors() -> None:
     assert embed(torch.tensor([], dtype=torch.int32), made_up(torch.float32)[0], torch.float32).shape == (0, WIDTH)
 
 
-def test_a_folded_table_gives_what_embedding_and_projection_give() -> None:
+def test_folded_table_agrees_with_embedding_and_projection() -> None:
     embedding, weight, bias = made_up(torch.float32)
     ids = torch.tensor([12, 0, 3, 3, 7])
     expected = embedding[ids].double() @ weight.double() + bias.double()
     assert_close(fold(embedding, weight, bias)[ids], expected, steps=0)
 
 
-def test_folding_without_a_bias_folds_a_bias_of_zeros() -> None:
+def test_fold_without_bias_uses_zeros() -> None:
     embedding, weight, bias = made_up(torch.float32)
     assert_close(fold(embedding, weight), fold(embedding, weight, torch.zeros_like(bias)), steps=0)
 
 
 @every_storage
-def test_of_folded_taps_each_is_a_table_after_a_row_of_zeros(storage: torch.dtype) -> None:
+def test_folded_taps_are_tables_after_a_zero_row(storage: torch.dtype) -> None:
     embedding, weight, _ = made_up(storage)
     tables = fold_taps(embedding, torch.stack((weight, -weight)))
     assert tables.shape == (2, 1 + VOCABULARY, GATES) and tables.dtype == storage
@@ -62,7 +62,7 @@ def test_of_folded_taps_each_is_a_table_after_a_row_of_zeros(storage: torch.dtyp
 
 
 @every_storage
-def test_embedded_taps_are_the_sums_over_each_window_in_float32(storage: torch.dtype) -> None:
+def test_embed_taps_sums_each_window_in_float32(storage: torch.dtype) -> None:
     embedding, weight, _ = made_up(storage)
     tables = fold_taps(embedding, torch.stack((weight, weight.flip(0), -weight)))
     ids = torch.tensor([12, 0, 3, 3, 7, 1], dtype=torch.int32)
@@ -75,7 +75,7 @@ def test_embedded_taps_are_the_sums_over_each_window_in_float32(storage: torch.d
 
 
 @every_storage
-def test_taps_may_come_with_the_latest_step_first(storage: torch.dtype) -> None:
+def test_embed_taps_with_the_latest_step_first(storage: torch.dtype) -> None:
     embedding, weight, _ = made_up(storage)
     tables = fold_taps(embedding, torch.stack((weight, weight.flip(0), -weight)))
     ids = ragged(torch.tensor([12, 0, 3, 3, 7, 1], dtype=torch.int32), [4, 0, 2])
@@ -84,7 +84,7 @@ def test_taps_may_come_with_the_latest_step_first(storage: torch.dtype) -> None:
 
 @pytest.mark.parametrize("columns", [1, 5, 8, 20])
 @every_storage
-def test_rows_of_folded_taps_begin_at_multiples_of_16_bytes_with_zeros_between_them(storage: torch.dtype, columns: int) -> None:
+def test_rows_of_folded_taps_are_aligned_to_16_bytes(storage: torch.dtype, columns: int) -> None:
     embedding, weight, _ = made_up(storage)
     tables = fold_taps(embedding, torch.stack((weight, -weight))[..., :columns])
     assert tables.shape == (2, 1 + VOCABULARY, columns)
@@ -96,7 +96,7 @@ def test_rows_of_folded_taps_begin_at_multiples_of_16_bytes_with_zeros_between_t
 
 
 @every_storage
-def test_folded_taps_may_be_dense(storage: torch.dtype) -> None:
+def test_dense_folded_taps_have_no_padding(storage: torch.dtype) -> None:
     embedding, weight, _ = made_up(storage)
     taps = torch.stack((weight, -weight))[..., :5]
     dense = fold_taps(embedding, taps, dense=True)
@@ -104,7 +104,7 @@ def test_folded_taps_may_be_dense(storage: torch.dtype) -> None:
     assert folded_bytes(embedding, 5, taps=2, dense=True) == dense.untyped_storage().nbytes()
 
 
-def test_folded_taps_may_be_held_wider_than_the_embedding_and_are_then_not_rounded_to_it() -> None:
+def test_folded_taps_in_a_wider_dtype_are_not_rounded() -> None:
     embedding, weight, _ = made_up(torch.float16)
     tables = fold_taps(embedding, weight[None], torch.float32)
     assert tables.dtype == torch.float32
@@ -113,7 +113,7 @@ def test_folded_taps_may_be_held_wider_than_the_embedding_and_are_then_not_round
 
 
 @every_storage
-def test_taps_whose_rows_are_apart_are_added_up_as_dense_ones_are_without_a_copy_of_them(storage: torch.dtype) -> None:
+def test_padded_tables_are_added_up_without_a_copy(storage: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     embedding, filters = torch.randn(1000, 3, generator=generator).to(storage), torch.randn(3, 3, 5, generator=generator)
     ids = ragged(torch.tensor([12, 0, 3, 3, 7, 999], dtype=torch.int32), [4, 0, 2])
@@ -125,7 +125,7 @@ def test_taps_whose_rows_are_apart_are_added_up_as_dense_ones_are_without_a_copy
 
 
 @pytest.mark.parametrize("storage", [torch.float32, torch.float16], ids=str)
-def test_columns_cut_out_of_wider_tables_are_added_up_too(storage: torch.dtype) -> None:
+def test_column_slices_of_wider_tables_are_added_up(storage: torch.dtype) -> None:
     tables = torch.randn(2, 1 + VOCABULARY, 9, generator=torch.Generator().manual_seed(0)).to(storage)
     ids = ragged(torch.tensor([12, 0, 3], dtype=torch.int32), [3])
     for cut in (tables[..., 4:], tables[..., :4], tables[..., 1:8:2]):
@@ -133,13 +133,13 @@ def test_columns_cut_out_of_wider_tables_are_added_up_too(storage: torch.dtype) 
 
 
 @every_storage
-def test_a_folded_table_is_stored_as_the_embedding_is(storage: torch.dtype) -> None:
+def test_folded_table_has_the_dtype_of_the_embedding(storage: torch.dtype) -> None:
     embedding, weight, bias = made_up(storage)
     assert fold(embedding, weight.float(), bias.float()).dtype == storage
 
 
 @every_storage
-def test_folding_rounds_to_the_storage_only_once(storage: torch.dtype) -> None:
+def test_fold_rounds_only_once(storage: torch.dtype) -> None:
     embedding, weight, bias = made_up(storage)
     exact = embedding.double() @ weight.double() + bias.double()
     halfway = float(torch.finfo(storage).eps) / 2 * exact.abs()
@@ -148,7 +148,7 @@ def test_folding_rounds_to_the_storage_only_once(storage: torch.dtype) -> None:
 
 
 @every_storage
-def test_the_bytes_of_a_folded_table_are_known_before_it_is_made(storage: torch.dtype) -> None:
+def test_folded_bytes_predict_the_size_of_a_table(storage: torch.dtype) -> None:
     embedding, weight, bias = made_up(storage)
     table = fold(embedding, weight, bias)
     assert folded_bytes(embedding, GATES) == table.numel() * table.element_size()

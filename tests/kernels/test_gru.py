@@ -1,4 +1,4 @@
-"""The reference of the GRU is torch.nn.GRU where it resets after the product, and Cho's formula where it resets before."""
+"""Tests of the GRU's reference against torch.nn.GRU (reset after the product) and the formula of Cho et al. (reset before)."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.contract import GRUState, GRUWeights
+from kernels.gru.types import GRUState, GRUWeights
 from tests.kernels.families import Form
-from tests.kernels.inputs import assert_encodes_alike, encoding, rows, widened
+from tests.kernels.inputs import as_float64, assert_encodings_close, encoding, rows
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_the_reference_is_torch_nn_gru_in_float64(backward: bool) -> None:
+def test_reference_matches_torch_nn_gru(backward: bool) -> None:
     form = Form("gru", reset="after")
-    x, weights, state = widened(form.given([9, 1, 14], 5, 3))
-    turned = x.reversed() if backward else x
-    peer = torch_gru(weights)
-    answers = [peer(data, hidden) for data, hidden in zip(rows(turned), state.hidden.split(1), strict=True)]
-    after = GRUState(torch.cat([hidden for _, hidden in answers]))
-    encoded = form.run(turned, weights, state, backend="reference")
-    assert_encodes_alike(encoded, encoding([steps for steps, _ in answers], after), steps=14, dtype=torch.float64)
+    x, weights, state = as_float64(form.arguments([9, 1, 14], 5, 3))
+    ordered = x.reversed() if backward else x
+    baseline = torch_gru(weights)
+    results = [baseline(data, hidden) for data, hidden in zip(rows(ordered), state.hidden.split(1), strict=True)]
+    after = GRUState(torch.cat([hidden for _, hidden in results]))
+    encoded = form.run(ordered, weights, state, backend="reference")
+    assert_encodings_close(encoded, encoding([steps for steps, _ in results], after), steps=14, dtype=torch.float64)
 
 
 def torch_gru(weights: GRUWeights) -> torch.nn.GRU:
-    """torch.nn.GRU has two biases that are added, save that the recurrent one of the new gate stands inside the reset."""
+    """Return torch.nn.GRU with these weights. It adds two biases, but the reset gate scales the recurrent bias of the new gate."""
     assert weights.input is not None and weights.bias is not None and weights.recurrent_bias is not None
     of_input, of_recurrent = weights.bias * 0.25, weights.bias * 0.75
     of_input[-weights.hidden :], of_recurrent[-weights.hidden :] = weights.bias[-weights.hidden :], weights.recurrent_bias
-    peer = torch.nn.GRU(weights.input.shape[0], weights.hidden, dtype=torch.float64).requires_grad_(False)
-    peer.load_state_dict(
+    baseline = torch.nn.GRU(weights.input.shape[0], weights.hidden, dtype=torch.float64).requires_grad_(False)
+    baseline.load_state_dict(
         {
             "weight_ih_l0": weights.input.T,
             "weight_hh_l0": weights.recurrent.T,
@@ -37,16 +37,16 @@ def torch_gru(weights: GRUWeights) -> torch.nn.GRU:
             "bias_hh_l0": of_recurrent,
         }
     )
-    return peer
+    return baseline
 
 
-def test_with_the_reset_before_the_product_the_reference_is_the_formula_of_cho() -> None:
+def test_reference_with_reset_before_matches_cho() -> None:
     form = Form("gru", reset="before")
-    x, weights, state = widened(form.given([9, 1, 14], 5, 3))
+    x, weights, state = as_float64(form.arguments([9, 1, 14], 5, 3))
     steps = [cho(data, hidden, weights) for data, hidden in zip(rows(x), state.hidden, strict=True)]
     after = GRUState(torch.stack([row[-1] for row in steps]))
     encoded = form.run(x, weights, state, backend="reference")
-    assert_encodes_alike(encoded, encoding(steps, after), steps=14, dtype=torch.float64)
+    assert_encodings_close(encoded, encoding(steps, after), steps=14, dtype=torch.float64)
 
 
 def cho(x: Tensor, hidden: Tensor, weights: GRUWeights) -> Tensor:
@@ -62,9 +62,9 @@ def cho(x: Tensor, hidden: Tensor, weights: GRUWeights) -> Tensor:
     return torch.stack(steps)
 
 
-def test_without_a_recurrent_bias_and_with_an_open_reset_both_resets_are_one() -> None:
-    x, weights, state = widened(Form("gru", reset="before").given([9, 1, 14], 5, 3))
+def test_both_resets_agree_when_the_reset_gate_is_open() -> None:
+    x, weights, state = as_float64(Form("gru", reset="before").arguments([9, 1, 14], 5, 3))
     weights.bias[:5] = 40.0  # the sigmoid of 40 is 1 in float64
     after = GRUWeights(weights.input, weights.recurrent, weights.bias, torch.zeros(5, dtype=torch.float64))
-    one, other = (Form("gru").run(x, each, state, backend="reference") for each in (weights, after))
-    assert_encodes_alike(one, other, steps=14, dtype=torch.float64)
+    before_result, after_result = (Form("gru").run(x, each, state, backend="reference") for each in (weights, after))
+    assert_encodings_close(before_result, after_result, steps=14, dtype=torch.float64)

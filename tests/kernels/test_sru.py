@@ -1,4 +1,4 @@
-"""The reference of the SRU is the published package's arithmetic, in the package's own layout of weights."""
+"""Tests of the SRU's reference against the arithmetic of the published package, in that package's layout of weights."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.contract import SRUState, SRUWeights
-from tests.kernels.families import Form, runs_on_a_cpu
-from tests.kernels.inputs import Given, assert_encodes_alike, encoding, ragged
+from kernels.sru.types import SRUState, SRUWeights
+from tests.kernels.families import Form, runs_on_cpu
+from tests.kernels.inputs import Arguments, assert_encodings_close, encoding, ragged
 
 STEPS, ROWS, HIDDEN = 11, 4, 5
 
@@ -19,7 +19,7 @@ every_version = pytest.mark.parametrize("version", [1, 2])
 
 
 class Package:
-    """One direction of a layer of the published package: time major, the columns of one unit side by side, v and b as (2 x hidden)."""
+    """One direction of a layer of the published package: time-major, the columns of a unit adjacent, v and b as (2 x hidden)."""
 
     def __init__(self, *, inputs: int, blocks: int, version: int, tanh: bool, projected: int | None = None) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -36,7 +36,7 @@ class Package:
         self.blocks, self.tanh = blocks, tanh
 
     def forward(self, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(steps, rows, hidden) and the last cell; with four blocks the residual is the last of them."""
+        """Return the steps, (steps, rows, hidden), and the last cell. With four blocks, the last block is the residual."""
         x = self.x if self.weight_proj is None else self.x @ self.weight_proj
         u = (x @ self.weight).view(STEPS, ROWS, HIDDEN, self.blocks)
         v_forget, v_reset = self.weight_c.view(2, HIDDEN)
@@ -52,63 +52,63 @@ class Package:
             steps.append(inner * reset if residual is None else (inner - residual[t]) * reset + residual[t])
         return torch.stack(steps), cell
 
-    def ours(self, *, skip_from: int | None = None, scale: float = 1.0) -> Given:
-        """The same problem as the kernels take it: blocks side by side, rows end to end."""
+    def arguments(self, *, skip_from: int | None = None, scale: float = 1.0) -> Arguments:
+        """Return the same problem in the kernels' layout: blocks adjacent, rows packed end to end."""
         weight = self.weight.view(-1, HIDDEN, self.blocks).transpose(1, 2).reshape(len(self.weight), -1)
         cell = self.weight_c if self.weight_c.any() else None
         weights = SRUWeights(weight, self.bias, cell, self.weight_proj, skip_from=skip_from, scale=scale, tanh=self.tanh)
-        return Given(ragged(self.x.transpose(0, 1).flatten(0, 1), [STEPS] * ROWS), weights, SRUState(self.initial))
+        return Arguments(ragged(self.x.transpose(0, 1).flatten(0, 1), [STEPS] * ROWS), weights, SRUState(self.initial))
 
-    def assert_is(self, given: Given, residual: Tensor | None) -> None:
-        """That the reference encodes `given` as the package does."""
+    def assert_matches(self, arguments: Arguments, residual: Tensor | None) -> None:
+        """Assert that the reference encodes the arguments as the package does."""
         steps, cell = self.forward(residual)
-        encoded = Form("sru").run(*given, backend="reference")
-        assert_encodes_alike(encoded, encoding(list(steps.unbind(1)), SRUState(cell)), steps=STEPS, dtype=torch.float64)
+        encoded = Form("sru").run(*arguments, backend="reference")
+        assert_encodings_close(encoded, encoding(list(steps.unbind(1)), SRUState(cell)), steps=STEPS, dtype=torch.float64)
 
 
 @every_version
 @every_activation
-def test_with_four_blocks_the_skip_is_the_last_of_them(version: int, tanh: bool) -> None:
+def test_skip_is_the_fourth_block(version: int, tanh: bool) -> None:
     package = Package(inputs=3, blocks=4, version=version, tanh=tanh)
-    package.assert_is(package.ours(), None)
+    package.assert_matches(package.arguments(), None)
 
 
 @every_version
 @every_activation
 @pytest.mark.parametrize("direction", [0, 1])
-def test_with_three_blocks_the_skip_is_the_scaled_input_of_the_direction(version: int, tanh: bool, direction: int) -> None:
+def test_skip_is_the_scaled_input_with_three_blocks(version: int, tanh: bool, direction: int) -> None:
     package = Package(inputs=2 * HIDDEN, blocks=3, version=version, tanh=tanh)
     residual = package.x.view(STEPS, ROWS, 2, HIDDEN)[:, :, direction] * 3**0.5
-    package.assert_is(package.ours(skip_from=direction * HIDDEN, scale=3**0.5), residual)
+    package.assert_matches(package.arguments(skip_from=direction * HIDDEN, scale=3**0.5), residual)
 
 
 @every_version
 @every_activation
-def test_without_a_skip_the_reset_scales_the_cell(version: int, tanh: bool) -> None:
+def test_reset_scales_the_cell_without_a_skip(version: int, tanh: bool) -> None:
     package = Package(inputs=7, blocks=3, version=version, tanh=tanh)
-    package.assert_is(package.ours(), None)
+    package.assert_matches(package.arguments(), None)
 
 
 @every_version
-def test_a_projection_stands_before_the_product_and_not_before_the_skip(version: int) -> None:
+def test_projection_does_not_affect_the_skip(version: int) -> None:
     package = Package(inputs=HIDDEN, blocks=3, version=version, tanh=False, projected=2)
-    package.assert_is(package.ours(skip_from=0), package.x)
+    package.assert_matches(package.arguments(skip_from=0), package.x)
 
 
 @every_version
-def test_a_layer_norm_stands_before_projection_and_product_and_not_before_the_skip(version: int) -> None:
+def test_layer_norm_does_not_affect_the_skip(version: int) -> None:
     package = Package(inputs=HIDDEN, blocks=3, version=version, tanh=False, projected=2)
-    x, weights, state = package.ours(skip_from=0)
+    x, weights, state = package.arguments(skip_from=0)
     norm = torch.nn.LayerNorm(HIDDEN, dtype=torch.float64).requires_grad_(False)
     norm.weight.normal_(), norm.bias.normal_()
     residual, package.x = package.x, norm(package.x)
-    package.assert_is(Given(x, replace(weights, norm=torch.stack((norm.weight, norm.bias))), state), residual)
+    package.assert_matches(Arguments(x, replace(weights, norm=torch.stack((norm.weight, norm.bias))), state), residual)
 
 
-@pytest.mark.parametrize("backend", [backend.name for backend in Form("sru").backends if runs_on_a_cpu(backend)])
-def test_version_1_is_version_2_with_a_zero_v(backend: str) -> None:
+@pytest.mark.parametrize("backend", [backend.name for backend in Form("sru").backends if runs_on_cpu(backend)])
+def test_version_1_equals_version_2_with_zero_v(backend: str) -> None:
     form = Form("sru", version=1)
-    x, weights, state = form.given([7, 1, 0, 13], 5, 3)
+    x, weights, state = form.arguments([7, 1, 0, 13], 5, 3)
     with_zeros = replace(weights, cell=torch.zeros(10))
-    one, other = (form.run(x, each, state, backend=backend) for each in (weights, with_zeros))
-    assert_encodes_alike(one, other, steps=0)
+    without_v, with_zero_v = (form.run(x, each, state, backend=backend) for each in (weights, with_zeros))
+    assert_encodings_close(without_v, with_zero_v, steps=0)

@@ -1,4 +1,4 @@
-"""What the driver is told of a matrix. That it is right, the kernels that fetch through such maps show on a GPU."""
+"""Tests of the driver call that makes a tensor map. The GPU tests of the kernels check the maps themselves."""
 
 from __future__ import annotations
 
@@ -11,43 +11,45 @@ import pytest
 from kernels import tensormap
 
 
-class Driver:
-    """Stands for CUDA's: what was asked for."""
+class FakeEncodeDriver:
+    """A fake CUDA driver that records calls and returns `status`."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[Any, ...]] = []
+        self.calls: list[tuple[Any, ...]] = []
         self.status = 0
         self.cuTensorMapEncodeTiled = self.encode
 
-    def encode(self, room: Any, *others: Any) -> int:
-        self.asked.append(tuple(tuple(one) if isinstance(one, ctypes.Array) else getattr(one, "value", one) for one in others))
+    def encode(self, room: Any, *arguments: Any) -> int:
+        self.calls.append(
+            tuple(tuple(each) if isinstance(each, ctypes.Array) else getattr(each, "value", each) for each in arguments)
+        )
         at = ctypes.cast(room, ctypes.c_void_p).value or 0
         assert at % 64 == 0
-        ctypes.memset(at, len(self.asked), tensormap.MAP_BYTES)
+        ctypes.memset(at, len(self.calls), tensormap.MAP_BYTES)
         return self.status
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
-    found = Driver()
-    monkeypatch.setattr(tensormap, "driver", lambda: found)
-    tensormap.mapped.cache_clear()
-    yield found
-    tensormap.mapped.cache_clear()
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeEncodeDriver]:
+    fake = FakeEncodeDriver()
+    monkeypatch.setattr(tensormap, "driver", lambda: fake)
+    tensormap.tensor_map.cache_clear()
+    yield fake
+    tensormap.tensor_map.cache_clear()
 
 
-def test_the_driver_is_told_of_columns_before_rows(driver: Driver) -> None:
-    assert tensormap.mapped(4096, 1000, 24, 64, 32) == b"\1" * tensormap.MAP_BYTES
-    assert driver.asked == [(1, 2, 4096, (24, 1000), (48,), (32, 64), (1, 1), 0, 3, 2, 0)]
+def test_driver_receives_columns_before_rows(driver: FakeEncodeDriver) -> None:
+    assert tensormap.tensor_map(4096, 1000, 24, 64, 32) == b"\1" * tensormap.MAP_BYTES
+    assert driver.calls == [(1, 2, 4096, (24, 1000), (48,), (32, 64), (1, 1), 0, 3, 2, 0)]
 
 
-def test_a_matrix_is_mapped_once(driver: Driver) -> None:
-    maps = [tensormap.mapped(address, 10, 8, 64, 64) for address in (16, 32, 16)]
+def test_tensor_map_is_cached(driver: FakeEncodeDriver) -> None:
+    maps = [tensormap.tensor_map(address, 10, 8, 64, 64) for address in (16, 32, 16)]
     assert maps[0] == maps[2] != maps[1]
-    assert len(driver.asked) == 2
+    assert len(driver.calls) == 2
 
 
-def test_what_the_driver_refuses_is_an_error(driver: Driver) -> None:
+def test_driver_error_raises(driver: FakeEncodeDriver) -> None:
     driver.status = 1
-    with pytest.raises(RuntimeError, match=r"at 0x10, 10 x 8, was not mapped: CUDA error 1"):
-        tensormap.mapped(16, 10, 8, 64, 64)
+    with pytest.raises(RuntimeError, match=r"10 x 8 matrix at 0x10: CUDA error 1"):
+        tensormap.tensor_map(16, 10, 8, 64, 64)

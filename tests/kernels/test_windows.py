@@ -17,8 +17,8 @@ some_lengths = st.lists(st.integers(0, 7), max_size=6)
 few = st.integers(0, 5)
 
 
-class Rows(NamedTuple):
-    """Rows whose every step is a number of its own, none of them 0, and what stood before them."""
+class NumberedRows(NamedTuple):
+    """NumberedRows of distinct non-zero numbers, and the context before them."""
 
     steps: list[list[int]]
     before: list[list[int]]
@@ -37,21 +37,23 @@ def column(row: list[int]) -> Tensor:
     return torch.tensor(row, dtype=torch.float32)[:, None]
 
 
-def numbered(lengths: list[int], left: int) -> Rows:
+def numbered(lengths: list[int], left: int) -> NumberedRows:
     numbers = count(1)
-    return Rows(*([[next(numbers) for _ in range(length)] for length in each] for each in (lengths, [left] * len(lengths))))
+    return NumberedRows(
+        *([[next(numbers) for _ in range(length)] for length in each] for each in (lengths, [left] * len(lengths)))
+    )
 
 
 @given(some_lengths, st.integers(1, 4), few, few, st.integers(1, 3), st.integers(1, 3))
 @settings(deadline=None)
-def test_windows_are_those_of_each_padded_row(
+def test_windows_match_those_of_each_padded_row(
     lengths: list[int], width: int, left: int, right: int, dilation: int, stride: int
 ) -> None:
     rows = numbered([*lengths, 1], left)  # a batch without rows has no context to stack
     for context, before in ((None, [[0] * left for _ in rows.steps]), (rows.context, rows.before)):
         expected = []
-        for row, own in zip(rows.steps, before, strict=True):
-            padded = [*own, *row, *[0] * right]
+        for row, context_steps in zip(rows.steps, before, strict=True):
+            padded = [*context_steps, *row, *[0] * right]
             firsts = range(0, len(padded) - (width - 1) * dilation, stride)
             expected += [[padded[first + tap * dilation] for tap in range(width)] for first in firsts]
         seen = windows(joined(rows.data), width, left=left, right=right, dilation=dilation, stride=stride, context=context)
@@ -61,29 +63,29 @@ def test_windows_are_those_of_each_padded_row(
 
 @given(some_lengths, few)
 @settings(deadline=None)
-def test_the_left_context_is_the_last_steps_of_a_row_and_of_what_stood_before_it(lengths: list[int], left: int) -> None:
+def test_left_context_is_the_last_steps_of_context_and_row(lengths: list[int], left: int) -> None:
     rows = numbered([*lengths, 1], left)
     for context, before in ((None, [[0] * left for _ in rows.steps]), (rows.context, rows.before)):
-        expected = [[*own, *row][len(row) :] for row, own in zip(rows.steps, before, strict=True)]
+        expected = [[*context_steps, *row][len(row) :] for row, context_steps in zip(rows.steps, before, strict=True)]
         assert left_context(joined(rows.data), left, context)[..., 0].tolist() == expected
 
 
-def test_a_row_shorter_than_the_filter_has_no_window() -> None:
+def test_row_shorter_than_the_filter_has_no_window() -> None:
     assert windows(ragged(torch.ones(6, 2), [2, 0, 3, 1]), 3).shape == (1, 3, 2)
 
 
-def test_a_batch_without_rows_has_no_windows_and_no_context() -> None:
+def test_batch_without_rows_has_no_windows() -> None:
     x = ragged(torch.zeros(0, 2), [])
     assert windows(x, 3, left=2).shape == (0, 3, 2)
     assert left_context(x, 2, None).shape == (0, 2, 2)
 
 
-def test_windows_move_whole_steps() -> None:
+def test_windows_contain_whole_steps() -> None:
     x = ragged(torch.arange(12.0).reshape(4, 3), [1, 3])
     assert windows(x, 2).tolist() == [[[3, 4, 5], [6, 7, 8]], [[6, 7, 8], [9, 10, 11]]]
 
 
-def test_neither_the_batch_nor_the_context_is_modified() -> None:
+def test_batch_and_context_are_not_modified() -> None:
     x, context = ragged(torch.ones(4, 3), [1, 3]), torch.ones(2, 2, 3)
     windows(x, 2, left=2, right=1, context=context).zero_()
     left_context(x, 2, context).zero_()

@@ -1,36 +1,36 @@
-// The recurrence of an SRU or a QRNN whose gates are in memory: as they come, or in the rows of tables that ids name (GATHER), of
-// which a window sums one for each of its steps (TAPS).
+// The recurrence of an SRU or a QRNN with gate inputs in memory: a line for each step, or rows of tables that ids select (GATHER). With
+// TAPS > 1 they are sums over a window, with a table for each of its steps.
 //
-// A block has two streams of whole rows, or two places in a ring, and UNITS hidden units. 64 threads for each stream copy gates into
-// shared memory, BUFFERS tiles of 64 steps ahead of the team that takes them from there. What is not needed in every step is not
-// copied, but read where it is needed, unless all steps are watched (ALL_BLOCKS).
+// A block has two streams of whole rows, or two places in a ring, and UNITS hidden units. 64 threads for each stream copy gate inputs into
+// shared memory, up to BUFFERS tiles of 64 steps ahead of the team that consumes them. Gates that are not needed in every step are not
+// copied; they are read when they are needed, unless every step has outputs (ALL_BLOCKS).
 constexpr int BUFFERS = STAGES;
 #include "scan.cuh"
 
-constexpr int FETCHERS = 64;                                    // of each stream
-constexpr int PIECE = PIECE_BYTES / (int)sizeof(Gate);          // gates that are copied at once
-constexpr int PIECES = UNITS / PIECE;                           // of a block of a step
-constexpr int FETCHES = SLOTS * PIECES;                         // of each thread; a warp has every step's pieces of 32 steps
-constexpr int TOGETHER = FETCHES % 8 == 0 ? 8 : FETCHES % 6 == 0 ? 6 : 4;   // of these, whose places are known before the first
-constexpr int AHEAD = !GATHER ? 1 : TAPS == 1 ? 4 : 2;          // tiles whose ids are asked for early, as gates cannot be before they are there
+constexpr int FETCHERS = 64;                                    // copying threads of each stream
+constexpr int PIECE = PIECE_BYTES / (int)sizeof(Gate);          // gates of one copy
+constexpr int PIECES = UNITS / PIECE;                           // pieces of a block of a step
+constexpr int FETCHES = SLOTS * PIECES;                         // copies of a thread for a tile; a warp copies 32 steps
+constexpr int TOGETHER = FETCHES % 8 == 0 ? 8 : FETCHES % 6 == 0 ? 6 : 4;   // copies whose addresses are computed together
+constexpr int AHEAD = !GATHER ? 1 : TAPS == 1 ? 4 : 2;          // tiles whose ids are loaded early: gates are copied only once ids are there
 static_assert(THREADS >= 2 * FETCHERS + 2 * TEAM && UNITS % PIECE == 0 && FETCHES % TOGETHER == 0 && (TAPS == 1 || ALL_BLOCKS), "launch shape");
 
 struct Memory {
     alignas(16) Kept gates[2][BUFFERS][TILE * STRIDE];
-    const Gate* lines[2][2][TAPS][TILE];                        // a tile's gates, by turns: in memory or in the tables
+    const Gate* lines[2][2][TAPS][TILE];                        // the gates of a tile in memory or in the tables, alternating
     Share teams[2];
     unsigned long long full[2][BUFFERS], empty[2][BUFFERS];
 };
-static_assert(sizeof(Memory) <= SHARED, "as in launch.py");
+static_assert(sizeof(Memory) <= SHARED, "SHARED is less than sizeof(Memory): see gate_inputs.py");
 
-// The gates of a line, one block after the other.
+// Returns the gates of a line, one block after the other.
 __device__ __forceinline__ const Gate* line_at(const Call& call, int direction, long long line) {
     return (const Gate*)call.source[direction] + line * BLOCKS * call.hidden;
 }
-constexpr int FIRST = GATHER ? FIRST_LINE : 0;                  // an id's line is that after the zeros
-// What a step shows: its id, or where it is.
-__device__ __forceinline__ int seen_at(const Call& call, long long token) { return GATHER ? call.id(token) : (int)token; }
-// What stands before each row's next chunk.
+constexpr int FIRST = GATHER ? FIRST_LINE : 0;                  // the first id's line, after the line of zeros
+// Returns the id of a step, or its position.
+__device__ __forceinline__ int id_at(const Call& call, long long token) { return GATHER ? call.id(token) : (int)token; }
+// Writes the context of each row's next chunk.
 __device__ __forceinline__ void keep_left(const Call& call, const Stream& stream, int thread) {
     constexpr int STEPS = TAPS > 1 ? TAPS - 1 : 1;
     const long long* left = (const long long*)call.left[stream.direction];
@@ -38,16 +38,16 @@ __device__ __forceinline__ void keep_left(const Call& call, const Stream& stream
     if (!after || stream.start > 0) return;
     for (long long index = (long long)stream.first * STEPS + thread; index < (long long)stream.until * STEPS; index += FETCHERS) {
         const long long row = index / STEPS, begin = call.offset(row), end = call.offset(row + 1), step = end - begin - STEPS + index % STEPS;
-        if (step >= 0) after[index] = seen_at(call, stream.direction ? end - 1 - step : begin + step) + FIRST;
+        if (step >= 0) after[index] = id_at(call, stream.direction ? end - 1 - step : begin + step) + FIRST;
         else after[index] = left ? left[row * STEPS + STEPS + step] : 0;
     }
 }
 
 __device__ Gate gate_elsewhere(const Call& call, int direction, long long token, int block, int unit) {
-    return line_at(call, direction, seen_at(call, token) + FIRST)[block * call.hidden + unit];
+    return line_at(call, direction, id_at(call, token) + FIRST)[block * call.hidden + unit];
 }
 
-// Nothing is said of memory to the compiler: nobody reads what is copied before a barrier says that it is there.
+// There is no memory clobber: nothing reads the copy before a barrier.
 __device__ __forceinline__ void copy(unsigned to, const Gate* from) {
 #if PIECE_BYTES == 16
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from));
@@ -62,36 +62,36 @@ struct alignas(PIECE_BYTES) Piece {
     Gate gates[PIECE];
 };
 
-// What a thread's step of a tile sees, once for each step of the window; it may still be on its way.
-struct Sight {
+// The ids in the window of a thread's step. Their loads may still be in flight.
+struct WindowIds {
     int ids[TAPS];
 
     __device__ __forceinline__ void look_up(const Call& call, const Stream& stream, int place) {
         if (place >= stream.places) return;
-        ids[0] = seen_at(call, stream.token(place));
+        ids[0] = id_at(call, stream.token(place));
         if (TAPS == 1) return;
         const long long* left = (const long long*)call.left[stream.direction];
         const int ordinal = stream.ordinal_of(call, place), before = place - stream.start_of(call, ordinal), row = stream.row(ordinal);
 #pragma unroll
         for (int tap = 1; tap < TAPS; ++tap) {
-            if (before >= tap) ids[tap] = seen_at(call, stream.token(place - tap));
+            if (before >= tap) ids[tap] = id_at(call, stream.token(place - tap));
             else ids[tap] = (left ? (int)left[(long long)row * (TAPS - 1) + TAPS - 1 - tap + before] : 0) - FIRST;
         }
     }
-    // Its gates, in the tables one after the other, or as they lie.
+    // Returns the gates of one step of the window: in its table, or in memory.
     __device__ __forceinline__ const Gate* gates(const Call& call, int direction, int tap) const {
         return line_at(call, direction, tap * call.height + ids[tap] + FIRST);
     }
 };
 
-// Copies what a thread has of a tile, `there` steps. lines: of all its steps.
-__device__ __forceinline__ void copy_tile(const Call& call, const Gate* const (&lines)[TAPS][TILE], Kept* to, int there, long long first_unit) {
+// Copies a thread's part of a tile of `steps` steps. lines: of all its steps.
+__device__ __forceinline__ void copy_tile(const Call& call, const Gate* const (&lines)[TAPS][TILE], Kept* to, int steps, long long first_unit) {
     const int thread = threadIdx.x % FETCHERS;
 #pragma unroll 1
     for (int copied = 0; copied < FETCHES; copied += TOGETHER) {
         const Gate* from[TOGETHER][TAPS];
         Kept* place[TOGETHER];
-        bool wanted[TOGETHER];
+        bool copies[TOGETHER];
 #pragma unroll
         for (int i = 0; i < TOGETHER; ++i) {
             const int index = (copied + i) * 32 + thread % 32, piece = index % PIECES, slot = index / PIECES % SLOTS;
@@ -99,19 +99,19 @@ __device__ __forceinline__ void copy_tile(const Call& call, const Gate* const (&
 #pragma unroll
             for (int tap = 0; tap < TAPS; ++tap) from[i][tap] = lines[tap][step] + column;
             place[i] = to + step * STRIDE + slot * UNITS + piece * PIECE;
-            wanted[i] = step < there && first_unit + piece * PIECE < call.hidden;
+            copies[i] = step < steps && first_unit + piece * PIECE < call.hidden;
         }
 #pragma unroll
         for (int i = 0; i < TOGETHER; ++i) {
-            if (!wanted[i]) continue;
+            if (!copies[i]) continue;
             if constexpr (TAPS == 1) copy(shared_address(place[i]), from[i][0]);
             else {
                 float sums[PIECE] = {};
 #pragma unroll
                 for (int tap = 0; tap < TAPS; ++tap) {
-                    const Piece found = *(const Piece*)from[i][tap];
+                    const Piece line = *(const Piece*)from[i][tap];
 #pragma unroll
-                    for (int gate = 0; gate < PIECE; ++gate) sums[gate] += value_of(found.gates[gate]);
+                    for (int gate = 0; gate < PIECE; ++gate) sums[gate] += value_of(line.gates[gate]);
                 }
 #pragma unroll
                 for (int gate = 0; gate < PIECE; ++gate) place[i][gate] = sums[gate];
@@ -120,27 +120,27 @@ __device__ __forceinline__ void copy_tile(const Call& call, const Gate* const (&
     }
 }
 
-// Copies the tiles of one stream. tiles: so far.
-__device__ __forceinline__ void fetch(const Call& call, Memory& own, const Stream& stream, int s, int slice, int tiles) {
-    const int thread = threadIdx.x % FETCHERS, mine = stream.tiles();
+// Copies the tiles of one stream. tiles: number of tiles in earlier rounds.
+__device__ __forceinline__ void fetch(const Call& call, Memory& shared, const Stream& stream, int s, int slice, int tiles) {
+    const int thread = threadIdx.x % FETCHERS, count = stream.tiles();
     const long long first_unit = (long long)slice * UNITS;
-    Sight ahead[AHEAD] = {};
+    WindowIds ahead[AHEAD] = {};
 #pragma unroll
     for (int n = 0; n < AHEAD; ++n) ahead[n].look_up(call, stream, stream.tile(n) * TILE + thread);
 #pragma unroll 1
-    for (int begun = 0; begun < mine; begun += AHEAD) {
+    for (int begun = 0; begun < count; begun += AHEAD) {
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) {
             const int n = begun + i, turn = tiles + n, buffer = turn % BUFFERS;
-            if (n >= mine) return;
-            const Gate* (&lines)[TAPS][TILE] = own.lines[s][n % 2];
+            if (n >= count) return;
+            const Gate* (&lines)[TAPS][TILE] = shared.lines[s][n % 2];
 #pragma unroll
             for (int tap = 0; tap < TAPS; ++tap) lines[tap][thread] = ahead[i].gates(call, stream.direction, tap) + first_unit;
             __syncwarp();
             ahead[i].look_up(call, stream, stream.tile(n + AHEAD) * TILE + thread);
-            await(shared_address(&own.empty[s][buffer]), (turn / BUFFERS & 1) ^ 1);
-            copy_tile(call, lines, own.gates[s][buffer], stream.places_of(stream.tile(n)), first_unit);
-            const unsigned full = shared_address(&own.full[s][buffer]);
+            await(shared_address(&shared.empty[s][buffer]), (turn / BUFFERS & 1) ^ 1);
+            copy_tile(call, lines, shared.gates[s][buffer], stream.places_of(stream.tile(n)), first_unit);
+            const unsigned full = shared_address(&shared.full[s][buffer]);
             if (TAPS == 1 && PIECE_BYTES >= 4) asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(full) : "memory");
             else arrive(full);
         }
@@ -149,28 +149,28 @@ __device__ __forceinline__ void fetch(const Call& call, Memory& own, const Strea
 
 extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREADS, 1) scan(const __grid_constant__ Call call) {
     extern __shared__ __align__(128) unsigned char dynamic[];
-    Memory& own = *(Memory*)dynamic;
-    const Place place = place_of();
+    Memory& shared = *(Memory*)dynamic;
+    const BlockPart part = block_part();
     let_next_begin();
     if (threadIdx.x < 2 * BUFFERS) {
-        make_barrier(shared_address(&own.full[0][threadIdx.x]), FETCHERS);
-        make_barrier(shared_address(&own.empty[0][threadIdx.x]), RUNS * UNITS);
+        make_barrier(shared_address(&shared.full[0][threadIdx.x]), FETCHERS);
+        make_barrier(shared_address(&shared.empty[0][threadIdx.x]), RUNS * UNITS);
     }
-    if (threadIdx.x < 2) make_ready(own.teams[threadIdx.x]);
+    if (threadIdx.x < 2) init_team(shared.teams[threadIdx.x]);
     if (RING) meet_cluster();
     else __syncthreads();
     wait_for_last();
 
     const int thread = threadIdx.x, encode_first = 2 * FETCHERS;
     const int s = thread < encode_first ? thread / FETCHERS : (thread - encode_first) / TEAM;
-    const Stream stream = Streams(call, place).stream(place, s);
+    const Stream stream = Streams(call, part).stream(part, s);
     if (thread < encode_first) {
         int round = 0;
-        do fetch(call, own, stream, s, place.slice, round * stream.tiles());
-        while (again(own.teams[0], round));
-        if (TAPS > 1 && place.slice == 0) keep_left(call, stream, thread % FETCHERS);
+        do fetch(call, shared, stream, s, part.slice, round * stream.tiles());
+        while (again(shared.teams[0], round));
+        if (TAPS > 1 && part.slice == 0) keep_left(call, stream, thread % FETCHERS);
     } else {
-        const Tiles tiles{own.gates[s][0], settled(shared_address(own.full[s])), settled(shared_address(own.empty[s]))};
-        encode(call, place, stream, own.teams[s], tiles, s, (thread - encode_first) % TEAM);
+        const Tiles tiles{shared.gates[s][0], settled(shared_address(shared.full[s])), settled(shared_address(shared.empty[s]))};
+        encode(call, part, stream, shared.teams[s], tiles, s, (thread - encode_first) % TEAM);
     }
 }

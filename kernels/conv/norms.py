@@ -1,6 +1,6 @@
-"""Norms of a convolution that are known before any data: folded into its filters once, they cost nothing afterwards.
+"""Weight norm and batch norm, folded into the filters at load, so that they cost nothing per request.
 
-Computed in float32 and stored as the filters are.
+Computed in float32 and stored in the dtype of the filters.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ EPSILON = 1e-5
 
 
 def fold_weight_norm(direction: Tensor, magnitude: Tensor) -> Tensor:
-    """direction: (width, inputs, maps); magnitude: (maps,). Returns the filters, (width, inputs, maps).
+    """Return the filters (width, inputs, maps) of a direction (width, inputs, maps) and a magnitude (maps,).
 
-    w = g v / ||v||, the norm over width and inputs of each map (Salimans and Kingma 2016).
+    w = g v / ||v||, with the norm over the width and inputs of each map (Salimans and Kingma 2016).
     """
     wide = direction.float()
     norm: Tensor = torch.linalg.vector_norm(wide, dim=(0, 1))
@@ -22,9 +22,10 @@ def fold_weight_norm(direction: Tensor, magnitude: Tensor) -> Tensor:
 
 
 def fold_batch_norm(filters: Tensor, bias: Tensor, norm: Tensor, epsilon: float = EPSILON) -> tuple[Tensor, Tensor]:
-    """filters: (width, inputs, maps); bias: (maps,); norm: (4, maps) gain, offset, mean and variance. Returns filters and bias.
+    """Return filters and bias that include a batch norm.
 
-    gain * (y - mean) / sqrt(variance + epsilon) + offset, of each map before its activation (Ioffe and Szegedy 2015).
+    filters: (width, inputs, maps); bias: (maps,); norm: (4, maps) gain, offset, mean and variance.
+    gain * (y - mean) / sqrt(variance + epsilon) + offset, applied to each map before its activation (Ioffe and Szegedy 2015).
     """
     gain, offset, mean, variance = norm.float()
     scale = gain / torch.sqrt(variance + epsilon)

@@ -1,0 +1,161 @@
+"""Launch shapes of grid.cu, which runs a layer in teams of blocks spread over the whole device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kernels.compile import Kernel, lends_registers, registers, shared_limit
+from kernels.launching import ceil_div, multiprocessors, round_up
+from kernels.lstm.packing import (
+    OCTET,
+    PIECE_BYTES,
+    PRODUCT_BYTES,
+    ROW_BYTES,
+    SAME_SUMS,
+    SORTED,
+    LSTMLaunch,
+    LSTMVariant,
+)
+
+OWNERS_REGISTERS = 72
+"""Registers of a thread that owns a cell, where warps lend registers."""
+
+
+@dataclass(frozen=True)
+class GridShape:
+    """Teams of blocks with `units` hidden units in each block."""
+
+    copies_state: ClassVar[bool] = True
+    """A state in slots is copied: a block may finish and overwrite it before another block starts."""
+    variant: LSTMVariant
+    units: int
+
+    def __str__(self) -> str:
+        return f"the grid with {self.units} units per block"
+
+    @property
+    def parts(self) -> int:
+        """Warps that multiply, each its part of the hidden vector: the quarters that a cluster sums, or eighths."""
+        return 4 if self.variant.hidden <= SAME_SUMS else 8
+
+    @property
+    def blocks_per_multiprocessor(self) -> int:
+        return 8 // self.parts
+
+    @property
+    def members(self) -> int:
+        """Blocks of a team, which runs the whole layer."""
+        return ceil_div(self.variant.hidden, self.units)
+
+    @property
+    def groups(self) -> int:
+        """Groups of 8 hidden units, as in `pack`."""
+        return self.members * self.units // 8
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of 32 hidden units, as in `pack`."""
+        return ceil_div(self.variant.hidden, 32 * self.parts) * self.parts
+
+    @property
+    def teams(self) -> int:
+        """Teams that run at once."""
+        return multiprocessors(self.variant.device) * self.blocks_per_multiprocessor // self.members
+
+    @property
+    def lends(self) -> bool:
+        """Whether the warps that own cells lend most of their registers to the warps that multiply."""
+        return self.units > OCTET and lends_registers(self.variant.device)
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: a warp for each part and two for each 8 units, in fours where warps lend registers."""
+        threads = 32 * self.parts + 8 * self.units
+        return round_up(threads, 128) if self.lends else threads
+
+    @property
+    def registers(self) -> int:
+        """Registers of a thread that multiplies."""
+        if not self.lends:
+            return registers(self.threads * self.blocks_per_multiprocessor)
+        multiply = 32 * self.parts
+        return (65536 // self.blocks_per_multiprocessor - (self.threads - multiply) * OWNERS_REGISTERS) // multiply // 8 * 8
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of one launch: as many as all teams have room for."""
+        return self.teams * OCTET * next(octets for octets in range(SORTED // OCTET, 0, -1) if self.fits(octets))
+
+    def runs(self) -> bool:
+        """Return whether the device has room for one team."""
+        return self.teams > 0 and self.fits(1)
+
+    def fits(self, octets: int) -> bool:
+        """Return whether a block has room for a tile of this many octets. The compiler finds up to 12 products more in registers."""
+        return self.shared(octets) <= self._limit and self._products_in_registers(octets) <= self._register_room(octets) + 12
+
+    def shared(self, octets: int) -> int:
+        """Return the bytes of shared memory of a block: sizeof(Memory) and the octets' memory behind it."""
+        spilled = max(1, self._products - self._products_in_registers(octets)) * self.parts * PRODUCT_BYTES
+        return spilled + self._other_bytes(octets)
+
+    def launch(self, rows: int) -> LSTMLaunch:
+        """Return the launch for this many rows, which are spread over all teams."""
+        rows_each = ceil_div(rows, self.teams)
+        octets = ceil_div(rows_each, OCTET)
+        width = ceil_div(rows_each, octets)
+        teams = ceil_div(rows, octets * width)
+        words = teams * octets * 2 * round_up(self.variant.hidden, 32) * PIECE_BYTES // 4
+        return LSTMLaunch(self._kernel(min(octets, 2)), teams * self.members, self.shared(octets), octets, width, words)
+
+    def _kernel(self, octets: int) -> Kernel:
+        """Return the kernel for one octet, or the kernel for any other number of them."""
+        return self.variant.load(
+            "grid.cu",
+            threads=self.threads,
+            cooperative=True,
+            UNITS=self.units,
+            PARTS=self.parts,
+            CHUNKS=self.chunks // self.parts,
+            WHOLE=int(self.variant.hidden == 32 * self.chunks),
+            HELD=self._products_in_registers(octets),
+            ALONE=int(octets == 1),
+            REGISTERS=self.registers if self.lends else 0,
+            OWNERS_REGISTERS=OWNERS_REGISTERS,
+            SHARED=self.shared(octets) - self._octet_bytes(octets),
+        )
+
+    @property
+    def _products(self) -> int:
+        """Products of a warp for each octet and step."""
+        return self.units // 2 * self.chunks // self.parts
+
+    def _products_in_registers(self, octets: int) -> int:
+        """Return how many products' weights a warp holds in registers: as many as fit, or more if shared memory lacks the room."""
+        spilled = (self._limit - self._other_bytes(1 if octets == 1 else 4)) // (self.parts * PRODUCT_BYTES)
+        return min(self._products, max(self._register_room(octets), self._products - spilled))
+
+    def _register_room(self, octets: int) -> int:
+        """Return how many products' weights fit into the registers that remain after a lane's pieces and the compiler's needs.
+
+        With several octets, a lane also holds the pieces of the next octet.
+        """
+        pieces = 4 * self.chunks // self.parts
+        needed = pieces + 5 * self.parts if octets == 1 else 2 * pieces + 8 * self.parts - 8
+        return (self.registers - needed) // 4
+
+    @property
+    def _limit(self) -> int:
+        """Bytes of shared memory of a block. Each block takes 1 KiB more than it requests."""
+        return (shared_limit(self.variant.device) + 1024) // self.blocks_per_multiprocessor - 1024
+
+    def _other_bytes(self, octets: int) -> int:
+        """Return the bytes besides weights: arriving pieces, partial sums, lengths, and the octets' memory."""
+        arriving = (1 if octets == 1 else 2) * self.chunks * PRODUCT_BYTES
+        sums = 2 * 2 * self.parts * (self.units // 4) * 32 * 8
+        return arriving + sums + 4 * SORTED + self._octet_bytes(octets)
+
+    def _octet_bytes(self, octets: int) -> int:
+        """Return the bytes of the rows and a sentinel, and of cells, pooled values and gate inputs."""
+        return (8 * octets + 1) * ROW_BYTES + octets * 28 * 8 * self.units

@@ -1,0 +1,73 @@
+"""What cluster.cu and grid.cu share on the host: tile constants, the packing of the recurrent weights, and compilation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
+
+from kernels.compile import Kernel, load_kernel
+
+HERE = Path(__file__).parent
+OCTET = 8
+"""Rows that one tensor-core product covers."""
+SORTED = 512
+"""Rows that a tile sorts by length, so that its octets have rows of similar length."""
+SAME_SUMS = 512
+"""Hidden units up to which both kernels sum in the same order, so that the number of rows may choose between them."""
+ROW_BYTES, PIECE_BYTES, PRODUCT_BYTES = 16, 16, 512
+
+
+class LSTMVariant(NamedTuple):
+    """What both kernels are specialised for besides their launch shape.
+
+    gates_float32: gate inputs are float32; otherwise they have the dtype of the weights.
+    """
+
+    device: int
+    bfloat16: bool
+    gates_float32: bool
+    hidden: int
+
+    def load(self, source: str, *, threads: int, cluster: int = 1, cooperative: bool = False, **constants: int) -> Kernel:
+        """Return the kernel of a source file, specialised by this variant and the constants."""
+        return load_kernel(
+            HERE / source,
+            self.device,
+            threads=threads,
+            cluster=cluster,
+            cooperative=cooperative,
+            SORTED=SORTED,
+            BFLOAT16=int(self.bfloat16),
+            GATES_FLOAT32=int(self.gates_float32),
+            **constants,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LSTMLaunch:
+    """A kernel and its grid. A cluster or team owns a tile of `octets` octets, each of up to `width` rows."""
+
+    kernel: Kernel
+    blocks: int
+    shared: int
+    octets: int
+    width: int
+    exchange_words: int = 0
+
+
+def pack(recurrent: Tensor, groups: int, chunks: int) -> Tensor:
+    """Return the recurrent weights, (hidden, 4 x hidden), as left operands of tensor-core products, padded with zeros.
+
+    Shape: (groups of 8 units, chunks of 32 entries of the hidden vector, 2 products by 2 tiles, lane, 8 values). Lane 4 g + q
+    multiplies the entries 8 q + 4 product + (0, 1, 2, 3) of the chunk. Its gates are input and forget of unit g of the group, or cell
+    and output in the other tile.
+    """
+    hidden = recurrent.shape[0]
+    padded = recurrent.new_zeros(32 * chunks, 4, 8 * groups)
+    padded[:hidden, :, :hidden] = recurrent.reshape(hidden, 4, hidden)
+    chunk, q, product, upper, value, tile, lower, group, g = range(9)
+    split = padded.view(chunks, 4, 2, 2, 2, 2, 2, groups, 8)
+    return split.permute(group, chunk, product, tile, g, q, upper, lower, value).contiguous()

@@ -1,0 +1,126 @@
+"""The QRNN's weights and state, and the check of a call's shapes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.ragged import (
+    ContractError,
+    Ragged,
+    check_absent,
+    check_ids,
+    check_ragged,
+    check_shape,
+    form_of,
+    source_slots,
+    state_entries,
+)
+
+POOLINGS = {"f": 2, "fo": 3, "ifo": 4}
+"""Number of blocks of each pooling: candidate, forget, then output, then input gate."""
+
+
+@dataclass(frozen=True)
+class QRNNWeights:
+    """The weights of one layer in one direction, in blocks of `hidden` columns: candidate, forget, output, input, as many as `pooling`
+    has. Values must not change after the first call.
+
+    input: (window, inputs, blocks x hidden), the present step first, then the step before it and so on; or None when the data are
+    already the masked convolution without its bias; bias: (blocks x hidden,).
+
+    tables: (window, 1 + vocabulary, blocks x hidden), the present step first, or None. With tables, the data are ids, (tokens,) int32
+    or int64, input is None, and the convolution is a sum over the window: each table contributes its row of the id at its step. Id n is
+    row `kernels.embedding.FIRST` + n; row 0 is zeros, for steps of padding.
+    """
+
+    input: Tensor | None
+    bias: Tensor
+    pooling: str = "fo"
+    tables: Tensor | None = None
+
+    @property
+    def hidden(self) -> int:
+        return self.bias.shape[0] // POOLINGS[self.pooling]
+
+    @property
+    def window(self) -> int:
+        taps = self.input if self.tables is None else self.tables
+        return 1 if taps is None else taps.shape[0]
+
+    @cached_property
+    def columns(self) -> int | None:
+        """The data's number of columns, or None for ids. The first access checks these shapes and raises ContractError if they
+        are inconsistent."""
+        return _columns(self)
+
+    @cached_property
+    def form(self) -> dict[str, Any]:
+        """What both directions of a layer must have in common."""
+        return form_of(self)
+
+    @cached_property
+    def packed(self) -> dict[Any, Tensor]:
+        """The weights in the layouts that kernels read, by layout; each is made once and kept."""
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
+class QRNNState:
+    """cell: (rows, hidden) float32; left: (rows, window - 1, inputs), the steps before the next chunk, oldest first.
+
+    With tables, left is (rows, window - 1) int64: rows of the tables as `kernels.embedding.tap_rows` returns them, 0 for padding. With
+    slots, cell and left are state caches, (slots, ...). slots, sources: as in `kernels.ragged.RowState`.
+    """
+
+    cell: Tensor
+    left: Tensor
+    slots: Tensor | None = None
+    sources: Tensor | None = None
+
+    def by_row(self) -> QRNNState:
+        """Return the state without slots: a copy of the slots that the rows start from, or itself if it has no slots."""
+        slots = source_slots(self)
+        return self if slots is None else QRNNState(self.cell[slots], self.left[slots])
+
+
+def check_qrnn(x: Ragged, weights: QRNNWeights, state: QRNNState | None) -> None:
+    """Raises ContractError unless data, weights and state have consistent shapes."""
+    columns = weights.columns
+    if columns is None:
+        check_ids(x)
+    else:
+        check_shape("x.data", x.data, (None, columns))
+    check_ragged(x)
+    if state is None:
+        return
+    check_shape("state.cell", state.cell, (state_entries(x, state), weights.hidden))
+    entries, before = len(state.cell), weights.window - 1
+    check_shape("state.left", state.left, (entries, before) if columns is None else (entries, before, columns))
+    if columns is None and state.left.dtype != torch.int64:
+        raise ContractError(f"state.left is {state.left.dtype}, expected rows of weights.tables: torch.int64")
+
+
+def _columns(weights: QRNNWeights) -> int | None:
+    if weights.pooling not in POOLINGS:
+        raise ContractError(f"weights.pooling is {weights.pooling!r}, expected one of {', '.join(POOLINGS)}")
+    check_shape("weights.bias", weights.bias, (None,))
+    blocks = POOLINGS[weights.pooling] * weights.hidden
+    check_shape("weights.bias", weights.bias, (blocks,))
+    if weights.tables is not None:
+        check_absent(weights, ("input",), "the data are ids")
+    name, taps = ("input", weights.input) if weights.tables is None else ("tables", weights.tables)
+    if taps is None:
+        return blocks
+    check_shape(f"weights.{name}", taps, (None, None, blocks))
+    if weights.window < 1:
+        raise ContractError(f"weights.{name} has a window of 0 steps, expected at least the present step")
+    if weights.tables is None:
+        return taps.shape[1]
+    if not taps.shape[1]:
+        raise ContractError("weights.tables has no rows, expected at least the row of padding")
+    return None

@@ -1,0 +1,93 @@
+"""What a family tells the scan kernels about a layer: its arithmetic, where its gates come from, and the arrays of each direction."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+NO_SKIP, SKIP_BLOCK, SKIP_COLUMNS = range(3)
+
+
+class ScanForm(NamedTuple):
+    """What a layer computes, whatever its size.
+
+    blocks: gate blocks; sru: an SRU rather than a QRNN; own_cell: the gates depend on the previous cell; skip: one of NO_SKIP,
+    SKIP_BLOCK and SKIP_COLUMNS; tanh: of the cell.
+    """
+
+    blocks: int
+    sru: bool = False
+    own_cell: bool = False
+    skip: int = NO_SKIP
+    tanh: bool = False
+
+
+class GateSource(NamedTuple):
+    """Where the gates come from.
+
+    product: the kernel multiplies the inputs; otherwise it reads gate inputs. window: steps of the product or of a sum of tables;
+    gather: gate inputs are table rows, selected by ids; float32: of the gate inputs; piece_bytes: alignment of the gate inputs' rows.
+    """
+
+    product: bool
+    window: int
+    gather: bool = False
+    float32: bool = False
+    piece_bytes: int = 16
+
+
+class ScanVariant(NamedTuple):
+    """What a kernel is specialised for besides its launch shape. all_steps: outputs depend on every step, not only on the last one."""
+
+    device: int
+    storage: torch.dtype
+    form: ScanForm
+    gates: GateSource
+    directions: int
+    hidden: int
+    inputs: int
+    skip_float32: bool
+    all_steps: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Direction:
+    """The arrays of one direction.
+
+    bias: (blocks x hidden,) and own_cell: (2 x hidden,), float32. source: gate inputs or tables, for kernels that read them; otherwise
+    data: (tokens, inputs), the weights of the product, (window x inputs, blocks x hidden), and `packed`, where their packed form is
+    kept. left: the steps before each row; left_after: receives those of its next chunk. before: the cells that the rows start from;
+    with slots, a state cache that also receives the new cells, in these slots; sources: the slots that the rows start from, if they
+    differ. skip_from, scale: of a skip of SKIP_COLUMNS.
+    """
+
+    bias: Tensor
+    source: Tensor | None = None
+    data: Tensor | None = None
+    weights: Tensor | None = None
+    packed: dict[Any, Tensor] = field(default_factory=dict)
+    own_cell: Tensor | None = None
+    left: Tensor | None = None
+    left_after: Tensor | None = None
+    before: Tensor | None = None
+    slots: Tensor | None = None
+    sources: Tensor | None = None
+    skip_from: int = 0
+    scale: float = 1.0
+
+
+def product_gates(window: int) -> GateSource:
+    """Return the source of gates that the kernel computes as a product of the inputs."""
+    return GateSource(product=True, window=window)
+
+
+def array_gates(arrays: Sequence[Tensor], hidden: int, *, window: int = 1, gather: bool = False) -> GateSource:
+    """Return the source of gates in these arrays, an array for each direction. gather: the arrays are tables."""
+    size = arrays[0].element_size()
+    piece_bytes = math.gcd(hidden * size, *(array.data_ptr() for array in arrays), 16)
+    return GateSource(False, window, gather, arrays[0].dtype == torch.float32, piece_bytes)

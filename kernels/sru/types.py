@@ -1,0 +1,132 @@
+"""The SRU's weights and state, and the check of a call's shapes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from kernels.ragged import (
+    ContractError,
+    Ragged,
+    check_absent,
+    check_ids,
+    check_ragged,
+    check_shape,
+    form_of,
+    source_slots,
+    state_entries,
+)
+
+
+@dataclass(frozen=True)
+class SRUWeights:
+    """The weights of one layer in one direction, in blocks of `hidden` columns: candidate, forget, reset and, in some layers, skip.
+    Values must not change after the first call.
+
+    input: (inputs, 3 x hidden or 4 x hidden), or None when the data are already its product; projection: (columns, inputs), applied
+    to the data first, or None; bias: (2 x hidden,) of forget and reset; cell: (2 x hidden,), the factors of the previous cell in both
+    gates, or None (version 1). Without a skip block, the skip is `hidden` of the data's columns from `skip_from` on times `scale`, or
+    zero when `skip_from` is None.
+
+    table: (vocabulary, 3 x hidden or 4 x hidden), or None. With a table, the data are ids, (tokens,) int32 or int64, the table's rows
+    are the blocks, and input, projection, skip_from and norm are None. norm: (2, columns) gain and offset of a layer norm of the data,
+    as torch.nn.LayerNorm computes it, or None. It precedes the projection and the product and does not affect the skip.
+    """
+
+    input: Tensor | None
+    bias: Tensor
+    cell: Tensor | None
+    projection: Tensor | None = None
+    skip_from: int | None = None
+    scale: float = 1.0
+    tanh: bool = False
+    table: Tensor | None = None
+    norm: Tensor | None = None
+
+    @property
+    def hidden(self) -> int:
+        return self.bias.shape[0] // 2
+
+    @cached_property
+    def columns(self) -> int | None:
+        """The data's number of columns, or None for ids and blocks. The first access checks these shapes and raises ContractError if they
+        are inconsistent."""
+        return _columns(self)
+
+    @cached_property
+    def form(self) -> dict[str, Any]:
+        """What both directions of a layer must have in common. Their skips may start at different columns."""
+        return form_of(self) | {"skip_from": self.skip_from is not None}
+
+    @cached_property
+    def packed(self) -> dict[Any, Tensor]:
+        """The weights in the layouts that kernels read, by layout; each is made once and kept."""
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
+class SRUState:
+    """cell: (rows, hidden) float32, or with slots a (slots, hidden) state cache. slots, sources: as in `kernels.ragged.RowState`."""
+
+    cell: Tensor
+    slots: Tensor | None = None
+    sources: Tensor | None = None
+
+    def by_row(self) -> SRUState:
+        """Return the state without slots: a copy of the slots that the rows start from, or itself if it has no slots."""
+        slots = source_slots(self)
+        return self if slots is None else SRUState(self.cell[slots])
+
+
+def check_sru(x: Ragged, weights: SRUWeights, state: SRUState | None) -> None:
+    """Raises ContractError unless data, weights and state have consistent shapes."""
+    columns = weights.columns
+    if weights.table is not None:
+        check_ids(x)
+    elif columns is None:
+        _check_blocks("x.data", x.data, weights.hidden)
+    else:
+        check_shape("x.data", x.data, (None, columns))
+    check_ragged(x)
+    if state is not None:
+        check_shape("state.cell", state.cell, (state_entries(x, state), weights.hidden))
+
+
+def _columns(weights: SRUWeights) -> int | None:
+    check_shape("weights.bias", weights.bias, (None,))
+    hidden = weights.hidden
+    check_shape("weights.bias", weights.bias, (2 * hidden,))
+    if weights.cell is not None:
+        check_shape("weights.cell", weights.cell, (2 * hidden,))
+    if weights.table is not None:
+        _check_blocks("weights.table", weights.table, hidden)
+        check_absent(weights, ("input", "projection", "skip_from", "norm"), "the data are ids")
+        return None
+    if weights.input is None:
+        check_absent(weights, ("projection", "skip_from", "norm"), "the data are already the product with weights.input")
+        return None
+    _check_blocks("weights.input", weights.input, hidden)
+    columns = weights.input.shape[0]
+    if weights.projection is not None:
+        check_shape("weights.projection", weights.projection, (None, columns))
+        columns = weights.projection.shape[0]
+    if weights.norm is not None:
+        check_shape("weights.norm", weights.norm, (2, columns))
+    if weights.skip_from is not None:
+        if weights.input.shape[1] == 4 * hidden:
+            raise ContractError("weights.skip_from must be None because weights.input has a skip block")
+        if not 0 <= weights.skip_from <= columns - hidden:
+            raise ContractError(
+                f"weights.skip_from is {weights.skip_from}, expected 0 to {columns - hidden}: "
+                f"the skip takes {hidden} of the data's {columns} columns"
+            )
+    return columns
+
+
+def _check_blocks(name: str, array: Tensor, hidden: int) -> None:
+    check_shape(name, array, (None, None))
+    if array.shape[1] not in (3 * hidden, 4 * hidden):
+        raise ContractError(f"{name} has the shape {tuple(array.shape)}, expected 3 or 4 blocks of {hidden} columns")

@@ -1,0 +1,274 @@
+"""Tests of the LSTM's launchers without a GPU: packed weights, launch shapes, tuned shapes and arguments."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.backend import Problem
+from kernels.lstm import cluster, grid, persistent
+from kernels.lstm.cluster import OCTETS, ClusterShape
+from kernels.lstm.grid import OWNERS_REGISTERS, GridShape
+from kernels.lstm.packing import HERE, SAME_SUMS, SORTED, LSTMVariant, pack
+from kernels.lstm.types import LSTMState
+from kernels.ragged import ContractError, Outputs, Ragged
+from kernels.tuning import load_tuned, matching_shapes
+from tests.kernels.families import Form
+from tests.kernels.shapes import fresh_shape_caches
+
+H200_SHARED_BYTES = 232_448
+CELL = (HERE / "cell.cuh").read_text()
+
+
+class Properties:
+    multi_processor_count = 132
+
+
+@pytest.fixture(autouse=True)
+def _h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (cluster, grid):
+        monkeypatch.setattr(module, "shared_limit", lambda _: H200_SHARED_BYTES)
+    monkeypatch.setattr(grid, "lends_registers", lambda _: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
+
+
+def through_fragments(packed: Tensor, hidden: Tensor) -> Tensor:
+    """Return the gates of 8 rows, (8, 4, units), as m16n8k16 products compute them. hidden: (8, 32 x chunks)."""
+    groups, chunks = packed.shape[:2]
+    gates = torch.zeros(8, 4, groups, 8)
+    for group in range(groups):
+        for chunk in range(chunks):
+            pieces = hidden[:, 32 * chunk : 32 * chunk + 32].view(8, 4, 8)  # row, q, unit of the piece
+            for product in range(2):
+                for tile in range(2):
+                    lanes = packed[group, chunk, product, tile].view(8, 4, 2, 2, 2)  # g, q, upper, lower, value
+                    # Rows g and g + 8 of the left operand; columns 2q, 2q + 1 and then 2q + 8, 2q + 9.
+                    left = lanes.permute(3, 0, 2, 1, 4).reshape(16, 16)
+                    right = pieces[:, :, 4 * product : 4 * product + 4].view(8, 4, 2, 2).permute(0, 2, 1, 3).reshape(8, 16)
+                    two_gates = (right @ left.T).view(8, 2, 8)
+                    gates[:, 2 * tile : 2 * tile + 2, group] += two_gates
+    return gates.view(8, 4, groups * 8)
+
+
+def test_packed_weights_are_tensor_core_operands() -> None:
+    generator = torch.Generator().manual_seed(0)
+    recurrent = torch.randn(40, 160, generator=generator)
+    hidden = torch.zeros(8, 64)
+    hidden[:, :40] = torch.randn(8, 40, generator=generator)
+    gates = through_fragments(pack(recurrent, groups=6, chunks=2), hidden)
+    torch.testing.assert_close(gates[:, :, :40].reshape(8, 160), hidden[:, :40] @ recurrent, rtol=1e-5, atol=1e-5)
+    assert not gates[:, :, 40:].any(), "padding units have no weights"
+
+
+@pytest.mark.parametrize("hidden", [1, 64, 65, 128, 200, 512, 700, 768])
+def test_packing_does_not_depend_on_the_cluster_size(hidden: int) -> None:
+    shapes = [ClusterShape(LSTMVariant(0, False, False, hidden), blocks) for blocks in (4, 8, 16)]
+    fitting = [shape for shape in shapes if shape.fits(1)]
+    assert fitting
+    assert len({(shape.groups, shape.chunks) for shape in fitting}) == 1
+    for shape in fitting:
+        assert shape.units * shape.blocks >= hidden
+        assert shape.threads <= 1024
+        assert shape.chunks % 2 == 0, "each half has whole chunks"
+
+
+def test_too_large_layer_does_not_fit_a_cluster() -> None:
+    assert not any(ClusterShape(LSTMVariant(0, False, False, 1024), blocks).fits(1) for blocks in (4, 8, 16))
+    assert ClusterShape(LSTMVariant(0, False, False, 768), 16).fits(1)
+    assert not ClusterShape(LSTMVariant(0, False, False, 768), 8).fits(1)
+
+
+@pytest.mark.parametrize(
+    "rows, octets, width, tiles",
+    [(1, 1, 1, 1), (7, 1, 1, 7), (8, 1, 2, 4), (56, 1, 8, 7), (57, 2, 5, 6), (100, 2, 8, 7), (256, 5, 8, 7), (4096, 5, 8, 103)],
+)
+def test_rows_are_spread_over_resident_clusters(
+    rows: int, octets: int, width: int, tiles: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ClusterShape, "resident", lambda _: 7)
+    monkeypatch.setattr(ClusterShape, "kernel", lambda *_: None)
+    plan = ClusterShape(LSTMVariant(0, False, False, 512), 16).launch(rows)
+    assert (plan.octets, plan.width, plan.blocks) == (octets, width, 16 * tiles)
+    assert plan.octets in OCTETS
+    assert plan.shared <= H200_SHARED_BYTES
+
+
+@pytest.mark.parametrize("rows", [1, 8, 100, 500])
+@pytest.mark.parametrize("lends", [True, False])
+@pytest.mark.parametrize(
+    "hidden, units", [(100, 16), (256, 16), (512, 16), (768, 8), (768, 24), (1024, 8), (1024, 16), (1500, 16), (2048, 16)]
+)
+def test_all_teams_of_a_grid_are_resident(
+    hidden: int, units: int, lends: bool, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grid, "lends_registers", lambda _: lends)
+    monkeypatch.setattr(GridShape, "_kernel", lambda *_: None)
+    shape = GridShape(LSTMVariant(0, False, False, hidden), units)
+    assert shape.runs()
+    rows = min(rows, shape.max_rows)
+    plan = shape.launch(rows)
+    assert plan.blocks <= 132 * shape.blocks_per_multiprocessor
+    assert plan.blocks // shape.members * plan.octets * plan.width >= rows
+    assert (plan.shared + 1024) * shape.blocks_per_multiprocessor <= H200_SHARED_BYTES + 1024
+    assert plan.octets * plan.width <= SORTED
+    multiply = 32 * shape.parts
+    lent = multiply * shape.registers + (shape.threads - multiply) * OWNERS_REGISTERS
+    assert shape.blocks_per_multiprocessor * (lent if shape.lends else shape.threads * shape.registers) <= 65536
+    assert not shape.lends or shape.threads % 128 == 0, "registers move between groups of four warps"
+
+
+@pytest.mark.parametrize("hidden", [130, 256, 300, 512])
+def test_both_kernels_share_the_chunks_of_packed_weights(hidden: int) -> None:
+    variant = LSTMVariant(0, False, False, hidden)
+    clusters, teams = ClusterShape(variant, 16), GridShape(variant, 16)
+    assert clusters.chunks == teams.chunks
+    assert teams.chunks % teams.parts == 0
+    assert clusters.groups >= teams.groups
+
+
+def test_rows_decide_only_between_kernels_with_the_same_sums() -> None:
+    shapes = load_tuned(HERE / "tuned", "NVIDIA H200")["shapes"]
+    for hidden in range(1, 2113):
+        kinds = {
+            next(matching_shapes(shapes, ("blocks", "units"), hidden=hidden, rows=rows))[0]
+            for rows in (1, 8, 32, 64, 256, 4096)
+        }
+        assert hidden <= SAME_SUMS or kinds == {"units"}
+
+
+class FakeLSTMKernel:
+    """A fake kernel that records its launches, with the members of Call by name."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, int]] = []
+
+    def launch(self, blocks: int, shared: int, members: Sequence[int]) -> None:
+        self.calls.append(dict(zip(CALL, members, strict=True)) | {"blocks": blocks, "shared": shared})
+
+
+@pytest.fixture
+def fake_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeLSTMKernel]:
+    fake = FakeLSTMKernel()
+    monkeypatch.setattr(ClusterShape, "resident", lambda _: 7)
+    monkeypatch.setattr(ClusterShape, "kernel", lambda *_: fake)
+    monkeypatch.setattr(persistent, "on_device", lambda _: nullcontext())
+    monkeypatch.setattr(persistent, "_tuned_shapes", lambda _: load_tuned(HERE / "tuned", "NVIDIA H200")["shapes"])
+    with fresh_shape_caches():
+        yield fake
+
+
+CALL = [
+    name
+    for declared in re.findall(
+        r"^    (?:const )?(?:\w+\*|long long) ([\w, ]+);", CELL[CELL.index("struct Call") :], re.MULTILINE
+    )
+    for name in declared.split(", ")
+][:20]
+
+
+def test_launcher_passes_the_members_of_call_in_order(fake_kernel: FakeLSTMKernel) -> None:
+    assert CALL[0] == "gates"
+    assert CALL[-1] == "width"
+    x, weights, state = Form("lstm").arguments([3, 0, 4], 40, 8, storage=torch.float16)
+    x = Ragged(x.data.half(), x.offsets.long())
+    encoded = persistent.cluster(x, weights, state, want=Outputs(steps=True, mean=True))
+    (call,) = fake_kernel.calls
+    assert {name: call[name] for name in ("wide", "first", "until", "hidden", "octets", "width")} == {
+        "wide": 1,
+        "first": 0,
+        "until": 3,
+        "hidden": 40,
+        "octets": 1,
+        "width": 1,
+    }
+    addresses = {
+        "packed": weights.packed[8, 2],
+        "offsets": x.offsets,
+        "hidden_before": state.hidden,
+        "cell_before": state.cell,
+        "hidden_after": encoded.state.hidden,
+        "cell_after": encoded.state.cell,
+        "steps": encoded.steps,
+        "mean": encoded.mean,
+    }
+    assert {name: call[name] for name in addresses} == {name: array.data_ptr() for name, array in addresses.items()}
+    assert [name for name in CALL[:14] if call[name] == 0] == ["slots_before", "slots_after", "last", "max", "exchange"]
+
+
+def test_state_in_slots_is_updated_in_place(fake_kernel: FakeLSTMKernel) -> None:
+    x, weights, _ = Form("lstm").arguments([3, 0, 4], 40, 8, storage=torch.float16)
+    caches = LSTMState(torch.zeros(9, 40), torch.zeros(9, 40), torch.tensor([8, 1, 2], dtype=torch.int32))
+    encoded = persistent.cluster(x, weights, caches, want=Outputs(last=True))
+    (call,) = fake_kernel.calls
+    assert encoded.state is caches
+    assert call["slots_before"] == call["slots_after"] == caches.slots.data_ptr()
+    assert call["hidden_before"] == call["hidden_after"] == caches.hidden.data_ptr()
+    assert encoded.last is not None
+    assert call["last"] == encoded.last.data_ptr()
+    with pytest.raises(ContractError, match=r"state.cell with slots must be contiguous float32"):
+        persistent.cluster(x, weights, LSTMState(caches.hidden, caches.cell.half(), caches.slots), want=Outputs())
+
+
+def test_state_is_read_from_sources_and_written_to_slots(fake_kernel: FakeLSTMKernel) -> None:
+    x, weights, _ = Form("lstm").arguments([3, 0, 4], 40, 8, storage=torch.float16)
+    slots, sources = torch.tensor([8, 1, 2], dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    caches = LSTMState(torch.zeros(9, 40), torch.zeros(9, 40), slots, sources)
+    after = persistent.cluster(x, weights, caches, want=Outputs(last=True)).state
+    (call,) = fake_kernel.calls
+    assert (call["slots_before"], call["slots_after"]) == (sources.data_ptr(), slots.data_ptr())
+    assert call["hidden_before"] == call["hidden_after"] == caches.hidden.data_ptr()
+    assert after.hidden is caches.hidden and after.slots is slots and after.sources is None
+
+
+def test_weights_are_packed_once(fake_kernel: FakeLSTMKernel) -> None:
+    x, weights, state = Form("lstm").arguments([3, 0, 4], 40, 8, storage=torch.bfloat16)
+    for _ in range(2):
+        persistent.cluster(x, weights, state, want=Outputs())
+    first, second = fake_kernel.calls
+    assert first["packed"] == second["packed"]
+    assert len(weights.packed) == 1
+
+
+def test_batch_without_rows_launches_nothing(fake_kernel: FakeLSTMKernel) -> None:
+    x, weights, state = Form("lstm").arguments([], 40, 8, storage=torch.float16)
+    encoded = persistent.cluster(x, weights, state, want=Outputs(steps=True, last=True, mean=True, max=True))
+    assert not fake_kernel.calls
+    assert encoded.steps is not None
+    assert encoded.steps.shape == (0, 40)
+
+
+def test_matching_shapes_respects_the_bounds() -> None:
+    shapes = [{"hidden": 128, "rows": 8, "blocks": 4}, {"hidden": 128, "units": 2}, {"rows": 9, "blocks": 1}]
+    assert list(matching_shapes(shapes, ("blocks", "units"), hidden=128, rows=8)) == [
+        ("blocks", 4),
+        ("units", 2),
+        ("blocks", 1),
+    ]
+    assert list(matching_shapes(shapes, ("blocks",), hidden=128, rows=8)) == [("blocks", 4), ("blocks", 1)]
+    assert list(matching_shapes(shapes, ("blocks", "units"), hidden=1, rows=9)) == [("units", 2), ("blocks", 1)]
+    assert list(matching_shapes(shapes, ("blocks", "units"), hidden=129, rows=10)) == []
+
+
+def test_describe_names_the_kernel_for_each_number_of_rows(fake_kernel: FakeLSTMKernel) -> None:
+    for hidden, description in (
+        (128, "clusters of 8 blocks up to 64 rows, clusters of 2 blocks"),
+        (512, "clusters of 16 blocks up to 128 rows, the grid with 16 units per block"),
+        (1024, "the grid with 8 units per block up to 8 rows, the grid with 16 units per block"),
+    ):
+        assert persistent.describe_persistent(Problem(torch.device("cuda:0"), torch.float16, hidden)) == description
+
+
+def test_device_uses_the_shapes_with_its_name(tmp_path: Path) -> None:
+    for name in ("h200", "h100"):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"device": name}))
+    assert load_tuned(tmp_path, "NVIDIA H100 80GB HBM3")["device"] == "h100"
+    assert load_tuned(tmp_path, "NVIDIA H200")["device"] == "h200"
+    assert load_tuned(tmp_path, "NVIDIA B200")["device"] == "h200", "the default for devices that were not measured"
