@@ -1,4 +1,4 @@
-"""Questions to train on: holding out a tenth, words to numbers, batches."""
+"""Prepares questions for training: the holdout split, the tokenizer and batches."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ SPLIT_SEED, TENTHS = 0, 10
 
 
 @dataclass(frozen=True)
-class Row:
-    """A question in numbers."""
+class TokenisedQuestion:
+    """A question as token ids."""
 
     label: int
     tokens: Tensor
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Rows side by side: tokens (rows, longest), padded with anything beyond each row's length."""
+class PaddedBatch:
+    """Padded rows. tokens: (rows, longest); the padding is arbitrary."""
 
     tokens: Tensor
     lengths: Tensor
@@ -34,7 +34,7 @@ class Batch:
 
 
 def hold_out(questions: list[Question], fold: int) -> tuple[list[Question], list[Question]]:
-    """Nine tenths to train on and the tenth number `fold` that judges settings, the same for every seed of a training."""
+    """Return nine tenths for training and tenth number `fold` for evaluation. The split is the same for every training seed."""
     shuffled = list(questions)
     random.Random(SPLIT_SEED).shuffle(shuffled)
     tenth = len(questions) // TENTHS
@@ -43,7 +43,7 @@ def hold_out(questions: list[Question], fold: int) -> tuple[list[Question], list
 
 
 def make_tokenizer(questions: Iterable[Question], minimum_count: int) -> Tokenizer:
-    """Whole words and single punctuation marks, lower case, every digit a 0; the unknown token is number 0."""
+    """Return a tokenizer of lower-case words and single punctuation marks, with digits replaced by 0. The unknown token has id 0."""
     tokenizer = Tokenizer(models.WordLevel({UNKNOWN_WORD: UNKNOWN}, UNKNOWN_WORD))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), normalizers.Replace(Regex("[0-9]"), "0")])
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -52,21 +52,23 @@ def make_tokenizer(questions: Iterable[Question], minimum_count: int) -> Tokeniz
     return tokenizer
 
 
-def numbered(questions: Iterable[Question], tokenizer: Tokenizer) -> list[Row]:
-    return [Row(question.label, torch.tensor(tokenizer.encode(question.text).ids)) for question in questions]
+def tokenised(questions: Iterable[Question], tokenizer: Tokenizer) -> list[TokenisedQuestion]:
+    return [TokenisedQuestion(question.label, torch.tensor(tokenizer.encode(question.text).ids)) for question in questions]
 
 
-def batches(rows: list[Row], size: int) -> Iterator[Batch]:
+def batches(rows: list[TokenisedQuestion], size: int) -> Iterator[PaddedBatch]:
     for start in range(0, len(rows), size):
-        chosen = rows[start : start + size]
-        tokens = pad_sequence([row.tokens for row in chosen], batch_first=True)
-        yield Batch(tokens, torch.tensor([len(row.tokens) for row in chosen]), torch.tensor([row.label for row in chosen]))
+        batch_rows = rows[start : start + size]
+        tokens = pad_sequence([row.tokens for row in batch_rows], batch_first=True)
+        yield PaddedBatch(
+            tokens, torch.tensor([len(row.tokens) for row in batch_rows]), torch.tensor([row.label for row in batch_rows])
+        )
 
 
-def shuffled_batches(rows: list[Row], size: int, shuffler: random.Random) -> list[Batch]:
-    """Every row once, in random order; rows of like length come together, so that little is padding."""
+def shuffled_batches(rows: list[TokenisedQuestion], size: int, shuffler: random.Random) -> list[PaddedBatch]:
+    """Return batches with every row once, in random order. Rows of similar length share a batch, which keeps padding small."""
     shuffled = shuffler.sample(rows, len(rows))
-    stretches = (shuffled[start : start + 8 * size] for start in range(0, len(rows), 8 * size))
-    made = [batch for stretch in stretches for batch in batches(sorted(stretch, key=lambda row: len(row.tokens)), size)]
-    shuffler.shuffle(made)
-    return made
+    groups = (shuffled[start : start + 8 * size] for start in range(0, len(rows), 8 * size))
+    batch_list = [batch for group in groups for batch in batches(sorted(group, key=lambda row: len(row.tokens)), size)]
+    shuffler.shuffle(batch_list)
+    return batch_list

@@ -1,7 +1,7 @@
-"""Made-up readings of three sensors on one machine, seeded and without end: what `train_sensors.py` learns from and is judged on.
+"""Simulated readings of three sensors on one machine, the data of `train_sensors.py`. Requires NumPy only.
 
-They have what makes real streams hard to forecast: waves whose frequency and height wander, slow drift, levels that jump, noise, and
-a sensor that follows the others late and not in proportion. Nothing but NumPy.
+They have what makes real streams hard to forecast: waves with changing frequency and amplitude, slow drift, levels that jump, noise, and a
+sensor that follows the others with a delay and a saturation.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 CHANNELS = ("vibration", "temperature", "pressure")
 NOISE = 0.05
-"""Standard deviation of what nobody can forecast, in every reading."""
+"""Standard deviation of the noise in every reading, which cannot be forecast."""
 JUMP_EVERY, JUMP_SPREAD = 150, 0.7
-"""The temperature's level: steps from one jump to the next in the mean, and the standard deviation of levels."""
+"""The level of the temperature: mean number of steps between jumps, and standard deviation of the levels."""
 DELAY = 4
-"""Steps after which the pressure follows the vibration."""
+"""Steps by which the pressure lags the vibration."""
 
 Readings = NDArray[np.float32]
 """(streams, steps, channels)"""
@@ -27,11 +27,11 @@ Series = NDArray[np.float64]
 
 
 def streams(seed: Sequence[int], count: int, steps: int) -> Readings:
-    """So many streams of so many readings; the same seed gives the same ones.
+    """Return `count` streams of `steps` readings. The same seed returns the same streams.
 
-    The vibration is two waves on a slow drift: how it goes on depends on how fast it goes now, which no fixed rule of the last
-    readings knows. The temperature is a slow wave on a level that jumps: the past before a jump misleads. The pressure follows both
-    through a saturation, with a wave of its own: it can be told from the other sensors.
+    The vibration is two waves on a slow drift: a forecast depends on the current frequency, which no fixed function of the last readings
+    captures. The temperature is a slow wave on a level that jumps: readings before a jump are misleading. The pressure is a saturated sum
+    of both plus another wave, so that the other sensors help to forecast it.
     """
     random = np.random.default_rng(seed)
     shape = count, steps + DELAY
@@ -44,24 +44,24 @@ def streams(seed: Sequence[int], count: int, steps: int) -> Readings:
 
 
 def wave(random: Generator, shape: tuple[int, int], period: float) -> Series:
-    """A sine of about this period; frequency and height wander, each within some tens of percent."""
+    """Return sines of about this period, whose frequency and amplitude wander by some tens of percent."""
     frequency = np.exp(wander(random, shape, 100, 0.4)) / period
-    height = np.exp(wander(random, shape, 150, 0.3))
-    return height * np.sin(2 * np.pi * (random.random((shape[0], 1)) + np.cumsum(frequency, axis=1)))
+    amplitude = np.exp(wander(random, shape, 150, 0.3))
+    return amplitude * np.sin(2 * np.pi * (random.random((shape[0], 1)) + np.cumsum(frequency, axis=1)))
 
 
 def wander(random: Generator, shape: tuple[int, int], memory: float, spread: float) -> Series:
-    """A random walk that is drawn back to zero (Ornstein-Uhlenbeck): forgotten after some `memory` steps, as wide as `spread`."""
-    kept = np.exp(-1 / memory)
+    """Return random walks that revert to zero (Ornstein-Uhlenbeck) within about `memory` steps, with standard deviation `spread`."""
+    decay = np.exp(-1 / memory)
     walk = spread * random.normal(size=shape)
-    walk[:, 1:] *= np.sqrt(1 - kept**2)
+    walk[:, 1:] *= np.sqrt(1 - decay**2)
     for step in range(1, shape[1]):
-        walk[:, step] += kept * walk[:, step - 1]
+        walk[:, step] += decay * walk[:, step - 1]
     return walk
 
 
 def levels(random: Generator, shape: tuple[int, int]) -> Series:
-    """Constant until it jumps to a level that has nothing to do with the last one."""
+    """Return levels that are constant between jumps. Each level is independent of the previous level."""
     jumps = random.random(shape) < 1 / JUMP_EVERY
     jumps[:, 0] = True
     since = np.maximum.accumulate(np.where(jumps, np.arange(shape[1]), 0), axis=1)

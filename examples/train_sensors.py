@@ -1,7 +1,7 @@
 """Train the model sensor-forecast in plain PyTorch and write it as a model folder: a stream of readings in, the next reading out.
 
-The data is made up by `signals.py`, so nothing is fetched. Settings are judged with `--holdout`, on streams that are neither trained
-on nor those of the card. These are made once, at the end of a full training, for the weights as they were read back from the folder.
+`signals.py` simulates the data, so nothing has to be downloaded. `--holdout` evaluates settings on streams that are used neither for
+training nor for the card. The card's figures are measured at the end of a full training, with the weights read back from the folder.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from forecasts import Forecast, Regression, errors_by_seed, last_reading_again
+from forecasts import Forecast, Regression, errors_by_seed, repeat_last_reading
 from signals import CHANNELS, JUMP_EVERY, JUMP_SPREAD, NOISE, Readings, streams
 from torch import Tensor, nn
 
@@ -26,18 +26,18 @@ from service.modeling.spec import LSTMLayer, ModelSpec, RegressHead, SequenceInp
 NAME = "sensor-forecast"
 CARD_TEMPLATE = Path(__file__).with_name("sensor-forecast.card.md")
 STEPS, MAX_STEPS = 1024, 4096
-"""Forecasts in a stream that is trained on, and the most that the model is served with at once."""
+"""Forecasts per training stream, and the model's `max_steps`."""
 TRAINING, SETTINGS, TEST = range(3)
-"""The first number of every seed says what its streams are for."""
-SEEDS, JUDGED = 5, 32
-"""Seeds that are judged, and streams of each."""
+"""The first number of every seed, by the purpose of its streams."""
+SEEDS, STREAMS_PER_SEED = 5, 32
+"""Seeds of an evaluation, and streams of each seed."""
 
 State = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a training depends on; every field is a flag. A round is `streams` new streams, learned `batch` at a time."""
+    """The settings of a training; every field is a flag. A round trains on `streams` new streams, `batch` at a time."""
 
     hidden: int = 64
     rounds: int = 160
@@ -49,29 +49,29 @@ class Settings:
 
 
 class Forecaster(nn.Module):
-    """LSTM and a linear layer over its every step. It goes on from the state that it gave for the chunk before."""
+    """An LSTM and a linear layer over each of its steps. The state carries over from chunk to chunk."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
         self.layer = LSTMLayer(kind="lstm", hidden=hidden)
         self.lstm = nn.LSTM(len(CHANNELS), hidden, batch_first=True)
-        # PyTorch has two biases where the folder has one: the second stays zero.
+        # PyTorch has two biases and the model folder has one: the second stays zero.
         nn.init.zeros_(self.lstm.get_parameter("bias_hh_l0")).requires_grad_(False)
         self.head = nn.Linear(hidden, len(CHANNELS))
 
     def forward(self, readings: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        """(streams, steps, channels) to the forecasts after each step, and the state after the last."""
+        """Return the forecasts after each step and the state after the last step. readings: (streams, steps, channels)."""
         steps, state = self.lstm(readings, state)
         return self.head(steps), state
 
     @torch.no_grad()
     def forecast(self, readings: Readings) -> Readings:
-        """As `forecasts.Forecast` has it."""
+        """Return forecasts of readings, as a `forecasts.Forecast`."""
         forecasts: Readings = self(torch.from_numpy(readings))[0].numpy()
         return forecasts
 
     def tensors(self) -> dict[str, Tensor]:
-        """Views of the parameters under the names and in the layouts of the model folder."""
+        """Return views of the parameters, in the names and layouts of the model folder."""
         return {
             "layers.0.0.forward.input": self.lstm.get_parameter("weight_ih_l0").T,
             "layers.0.0.forward.recurrent": self.lstm.get_parameter("weight_hh_l0").T,
@@ -81,7 +81,7 @@ class Forecaster(nn.Module):
         }
 
     def spec(self) -> ModelSpec:
-        """The head pools by the last step: whatever a caller has sent so far, the answer is the forecast of what comes next."""
+        """Return the spec of the model. The head pools the last step, so the answer is the forecast after all readings so far."""
         return ModelSpec(
             name=NAME,
             description=f"The next reading of three sensors: {', '.join(CHANNELS)}",
@@ -93,22 +93,22 @@ class Forecaster(nn.Module):
 
 
 def train(settings: Settings) -> Forecaster:
-    """The model after the last round. The rate falls to zero, so that no round has to be picked."""
+    """Return the model after the last round. The learning rate falls to zero, so there is no need to choose a round."""
     torch.manual_seed(settings.seed)
     model = Forecaster(settings.hidden).train()
     learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.Adam(learned, settings.rate, fused=True)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, settings.rounds)
     for number in range(settings.rounds):
-        made_up = torch.from_numpy(streams((TRAINING, settings.seed, number), settings.streams, STEPS + 1))
-        for batch in torch.split(made_up, settings.batch):
+        new_streams = torch.from_numpy(streams((TRAINING, settings.seed, number), settings.streams, STEPS + 1))
+        for batch in torch.split(new_streams, settings.batch):
             learn(model, batch, optimizer, settings.chunk)
         schedule.step()
     return model.eval()
 
 
 def learn(model: Forecaster, batch: Tensor, optimizer: torch.optim.Optimizer, chunk: int) -> None:
-    """Chunk after chunk from the error of every forecast. The state goes on from chunk to chunk, as in a stream; the gradient ends."""
+    """Train on one batch, chunk by chunk. The state carries over to the next chunk, the gradient does not."""
     state: State | None = None
     chunks = zip(torch.split(batch[:, :-1], chunk, dim=1), torch.split(batch[:, 1:], chunk, dim=1), strict=True)
     for readings, following in chunks:
@@ -122,7 +122,7 @@ def learn(model: Forecaster, batch: Tensor, optimizer: torch.optim.Optimizer, ch
 
 @torch.no_grad()
 def read_back(folder: Path) -> Forecaster:
-    """The model as it lies in `folder`, in float32."""
+    """Read the model in `folder`, in float32."""
     described = spec.read(folder)
     layer = described.layers[0]
     assert isinstance(layer, LSTMLayer)
@@ -134,27 +134,30 @@ def read_back(folder: Path) -> Forecaster:
 
 
 def baselines() -> dict[str, Forecast]:
-    """What a forecast is held against. The regression knows streams that the model was trained on, and none that is judged."""
+    """Return the forecasts to compare with. The regression is fitted on training streams."""
     fitted = Regression.fitted(streams((TRAINING, Settings().seed, 0), Settings().streams, STEPS + 1))
-    return {"the last reading again": last_reading_again, f"linear regression over the last {fitted.steps} readings": fitted}
+    return {
+        "the last reading, repeated": repeat_last_reading,
+        f"linear regression over the last {fitted.steps} readings": fitted,
+    }
 
 
 def table(model: Forecaster, purpose: int) -> Iterator[str]:
-    """Medians over the seeds of this purpose; of all channels together with the lowest and the highest."""
+    """Yield a Markdown table of errors: medians over the seeds of a purpose, and for all channels also the lowest and highest."""
     seeds = [(purpose, number) for number in range(SEEDS)]
     yield f"| forecast | {' | '.join(CHANNELS)} | all |"
     yield f"|---|{'---|' * len(CHANNELS)}---|"
     for name, forecast in {f"**{NAME}**": model.forecast, **baselines()}.items():
-        yield line(name, errors_by_seed(forecast, seeds, JUDGED, STEPS + 1))
+        yield line(name, errors_by_seed(forecast, seeds, STREAMS_PER_SEED, STEPS + 1))
     late = MAX_STEPS - STEPS
-    long = errors_by_seed(model.forecast, seeds, JUDGED, MAX_STEPS + 1, first=late)
+    long = errors_by_seed(model.forecast, seeds, STREAMS_PER_SEED, MAX_STEPS + 1, first=late)
     yield line(f"{NAME}, steps {late + 1:,} to {MAX_STEPS:,} of longer streams", long)
 
 
-def line(name: str, found: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> str:
-    medians = " | ".join(f"{median:.3f}" for median in np.median(found, axis=0))
-    together = found[:, -1]
-    return f"| {name} | {medians} ({together.min():.3f} to {together.max():.3f}) |"
+def line(name: str, errors: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> str:
+    medians = " | ".join(f"{median:.3f}" for median in np.median(errors, axis=0))
+    all_channels = errors[:, -1]
+    return f"| {name} | {medians} ({all_channels.min():.3f} to {all_channels.max():.3f}) |"
 
 
 def train_and_write(settings: Settings, models: Path) -> None:
@@ -172,24 +175,24 @@ def train_and_write(settings: Settings, models: Path) -> None:
 def card(settings: Settings, measured: str) -> str:
     flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in asdict(settings).items())
     steps = settings.rounds * settings.streams * STEPS
-    known = asdict(settings) | {"name": NAME, "flags": flags, "measured": measured, "steps": f"{steps / 1e6:.0f} million"}
-    said = {"noise": NOISE, "jump_every": JUMP_EVERY, "jump_spread": JUMP_SPREAD, "max_steps": f"{MAX_STEPS:,}"}
-    return string.Template(CARD_TEMPLATE.read_text()).substitute(known | said)
+    values = asdict(settings) | {"name": NAME, "flags": flags, "measured": measured, "steps": f"{steps / 1e6:.0f} million"}
+    values |= {"noise": NOISE, "jump_every": JUMP_EVERY, "jump_spread": JUMP_SPREAD, "max_steps": f"{MAX_STEPS:,}"}
+    return string.Template(CARD_TEMPLATE.read_text()).substitute(values)
 
 
 def arguments(words: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", type=Path, default="models", help="folder of models to write to, %(default)s unless given")
-    parser.add_argument("--holdout", action="store_true", help="report on streams to judge settings on, write nothing")
-    for one in fields(Settings):
-        parser.add_argument(f"--{one.name}", type=type(one.default), default=one.default, help="%(default)s unless given")
+    parser.add_argument("--models", type=Path, default="models", help="models folder to write to (default: %(default)s)")
+    parser.add_argument("--holdout", action="store_true", help="evaluate on held-out streams, write nothing")
+    for field in fields(Settings):
+        parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default, help="default: %(default)s")
     return parser.parse_args(words)
 
 
 def main(words: list[str] | None = None) -> int:
     flags = arguments(words)
-    torch.set_num_threads(1)  # the model is small, and one thread adds up in one order
-    settings = Settings(**{one.name: getattr(flags, one.name) for one in fields(Settings)})
+    torch.set_num_threads(1)  # the model is small, and one thread sums in a fixed order
+    settings = Settings(**{field.name: getattr(flags, field.name) for field in fields(Settings)})
     if flags.holdout:
         print("\n".join(table(train(settings), SETTINGS)))
     else:

@@ -1,7 +1,7 @@
 """Train the models question-type-lstm, -sru and -cnn in plain PyTorch and write each as a model folder.
 
-Settings are judged with `--holdout`, on fixed tenths of the training file. The test file is read once, at the end of a full
-training, to report the accuracy of the float16 weights as they were read back from the folder.
+`--holdout` evaluates settings on fixed tenths of the training file. The test file is read once, at the end of a full training, to report
+the accuracy of the float16 weights read back from the folder.
 """
 
 from __future__ import annotations
@@ -19,10 +19,20 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from questions import TENTHS, UNKNOWN, Batch, Row, batches, hold_out, make_tokenizer, numbered, shuffled_batches
+from questions import (
+    TENTHS,
+    UNKNOWN,
+    PaddedBatch,
+    TokenisedQuestion,
+    batches,
+    hold_out,
+    make_tokenizer,
+    shuffled_batches,
+    tokenised,
+)
 from text_encoders import ENCODERS
 from torch import Tensor, nn
-from trec import LABELS, TEST_FILE, TRAIN_FILE, Question, is_missing, read_questions, what_to_fetch
+from trec import LABELS, TEST_FILE, TRAIN_FILE, Question, download_instructions, is_missing, read_questions
 
 from service.modeling import spec, store
 from service.modeling.spec import ClassifyHead, EmbeddingLayer, ModelSpec, SequenceInput
@@ -32,7 +42,7 @@ CARD_TEMPLATE = Path(__file__).with_name("question-type.card.md")
 
 @dataclass(frozen=True)
 class Settings:
-    """What a training depends on besides its data; every field is a flag. `hidden` counts a CNN's filters of each width."""
+    """The settings of a training; every field is a flag. For a CNN, `hidden` is the number of filters of each width."""
 
     encoder: str
     width: int = 300
@@ -52,7 +62,7 @@ DEFAULTS = {"lstm": Settings(encoder="lstm"), "sru": Settings(encoder="sru"), "c
 
 
 class Classifier(nn.Module):
-    """Embedding, encoder with its maximum over time, linear layer."""
+    """An embedding, an encoder with maximum over time, and a linear layer."""
 
     def __init__(self, vocabulary: int, settings: Settings) -> None:
         super().__init__()
@@ -69,7 +79,7 @@ class Classifier(nn.Module):
         return scores
 
     def tensors(self) -> dict[str, Tensor]:
-        """Views of the parameters under the names and in the layouts of the model folder."""
+        """Return views of the parameters, in the names and layouts of the model folder."""
         encoder = {f"layers.1.{name}": view for name, view in self.encoder.tensors().items()}
         head = {"head.weight": self.head.weight.T, "head.bias": self.head.bias}
         return {"layers.0.weight": self.embedding.weight, **encoder, **head}
@@ -86,8 +96,8 @@ class Classifier(nn.Module):
         )
 
 
-def train(rows: list[Row], vocabulary: int, settings: Settings) -> Classifier:
-    """The model after the last epoch. The rate falls to zero, so that no epoch has to be picked."""
+def train(rows: list[TokenisedQuestion], vocabulary: int, settings: Settings) -> Classifier:
+    """Return the model after the last epoch. The learning rate falls to zero, so there is no need to choose an epoch."""
     torch.manual_seed(settings.seed)
     shuffler = random.Random(settings.seed)
     model = Classifier(vocabulary, settings).train()
@@ -96,13 +106,13 @@ def train(rows: list[Row], vocabulary: int, settings: Settings) -> Classifier:
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
     for _ in range(settings.epochs):
         for batch in shuffled_batches(rows, settings.batch, shuffler):
-            step(model, with_words_left_out(batch, settings.word_dropout), optimizer, settings)
+            step(model, with_word_dropout(batch, settings.word_dropout), optimizer, settings)
             schedule.step()
     return model.eval()
 
 
-def step(model: Classifier, batch: Batch, optimizer: torch.optim.Optimizer, settings: Settings) -> None:
-    """Learn from the batch, and once more from the batch with its embeddings pushed to where the loss is higher."""
+def step(model: Classifier, batch: PaddedBatch, optimizer: torch.optim.Optimizer, settings: Settings) -> None:
+    """Train on the batch, and on the same batch with embeddings that are moved towards a higher loss."""
     optimizer.zero_grad()
     torch.autograd.backward(loss(model, batch, settings.smoothing))
     with pushed(model.embedding.weight, settings.push):
@@ -111,13 +121,13 @@ def step(model: Classifier, batch: Batch, optimizer: torch.optim.Optimizer, sett
     optimizer.step()
 
 
-def loss(model: Classifier, batch: Batch, smoothing: float) -> Tensor:
+def loss(model: Classifier, batch: PaddedBatch, smoothing: float) -> Tensor:
     return nn.functional.cross_entropy(model(batch.tokens, batch.lengths), batch.labels, label_smoothing=smoothing)
 
 
 @contextmanager
 def pushed(weight: Tensor, distance: float) -> Iterator[None]:
-    """Inside, `weight` lies `distance` further along its gradient: adversarial training (Miyato et al., 2017)."""
+    """Within the context, move `weight` by `distance` along its gradient: adversarial training (Miyato et al., 2017)."""
     assert weight.grad is not None
     before = weight.detach().clone()
     weight.data.add_(weight.grad / weight.grad.norm().clamp_min(1e-9), alpha=distance)
@@ -125,21 +135,21 @@ def pushed(weight: Tensor, distance: float) -> Iterator[None]:
     weight.data.copy_(before)
 
 
-def with_words_left_out(batch: Batch, share: float) -> Batch:
-    """Some words become the unknown token, which is trained by them."""
+def with_word_dropout(batch: PaddedBatch, share: float) -> PaddedBatch:
+    """Replace some words by the unknown token, so that its embedding is trained."""
     return replace(batch, tokens=batch.tokens.masked_fill(torch.rand(batch.tokens.shape) < share, UNKNOWN))
 
 
 @torch.no_grad()
-def accuracy(model: Classifier, rows: list[Row]) -> float:
-    """Percent of the rows that get their label."""
+def accuracy(model: Classifier, rows: list[TokenisedQuestion]) -> float:
+    """Return the percentage of rows with the correct prediction."""
     right = [model(batch.tokens, batch.lengths).argmax(1) == batch.labels for batch in batches(rows, 50)]
     return 100 * torch.cat(right).double().mean().item()
 
 
 @torch.no_grad()
 def read_back(folder: Path, settings: Settings) -> Classifier:
-    """The model as it lies in `folder`, in float32."""
+    """Read the model in `folder`, in float32."""
     described = spec.read(folder)
     model = Classifier(described.input.vocabulary or 0, settings).eval()
     arrays = store.read_arrays(folder, described)
@@ -151,18 +161,18 @@ def read_back(folder: Path, settings: Settings) -> Classifier:
 def report_holdout(questions: list[Question], settings: Settings, fold: int) -> None:
     rest, held_out = hold_out(questions, fold)
     tokenizer = make_tokenizer(rest, settings.minimum_count)
-    model = train(numbered(rest, tokenizer), tokenizer.get_vocab_size(), settings)
-    print(f"{accuracy(model, numbered(held_out, tokenizer)):.1f} % of the {len(held_out)} held-out questions of tenth {fold}")
+    model = train(tokenised(rest, tokenizer), tokenizer.get_vocab_size(), settings)
+    print(f"{accuracy(model, tokenised(held_out, tokenizer)):.1f} % of the {len(held_out)} held-out questions of tenth {fold}")
 
 
 def train_and_write(questions: list[Question], test: list[Question], settings: Settings, models: Path) -> None:
     start = time.monotonic()
     tokenizer = make_tokenizer(questions, settings.minimum_count)
-    model = train(numbered(questions, tokenizer), tokenizer.get_vocab_size(), settings)
+    model = train(tokenised(questions, tokenizer), tokenizer.get_vocab_size(), settings)
     seconds = time.monotonic() - start
     folder = models / model.name / "1"
     store.write(folder, model.spec(), model.tensors(), tokenizer=tokenizer.to_str(pretty=True), card="")
-    measured = f"{accuracy(read_back(folder, settings), numbered(test, tokenizer)):.1f} % of the {len(test)} test questions"
+    measured = f"{accuracy(read_back(folder, settings), tokenised(test, tokenizer)):.1f} % of the {len(test)} test questions"
     (folder / spec.CARD).write_text(card(model, settings, measured))
     size = sum(file.stat().st_size for file in folder.iterdir())
     print(f"{measured}, trained in {seconds:.0f} s, {folder} has {size:,} bytes")
@@ -170,32 +180,39 @@ def train_and_write(questions: list[Question], test: list[Question], settings: S
 
 def card(model: Classifier, settings: Settings, measured: str) -> str:
     flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in asdict(settings).items())
-    known = asdict(settings) | {"name": model.name, "says": model.encoder.says, "flags": flags, "measured": measured}
-    return string.Template(CARD_TEMPLATE.read_text()).substitute(known)
+    values = asdict(settings) | {
+        "name": model.name,
+        "encoder_description": model.encoder.description,
+        "flags": flags,
+        "measured": measured,
+    }
+    return string.Template(CARD_TEMPLATE.read_text()).substitute(values)
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, default=os.environ.get("DATA"), help="folder of the two files, $DATA unless given")
-    parser.add_argument("--models", type=Path, default="models", help="folder of models to write to, %(default)s unless given")
-    parser.add_argument("--holdout", type=int, choices=range(TENTHS), help="leave this tenth out, report on it, write nothing")
-    parser.add_argument("--encoder", choices=tuple(DEFAULTS), default="lstm", help="%(default)s unless given")
+    parser.add_argument("--data", type=Path, default=os.environ.get("DATA"), help="folder of the two files (default: $DATA)")
+    parser.add_argument("--models", type=Path, default="models", help="models folder to write to (default: %(default)s)")
+    parser.add_argument(
+        "--holdout", type=int, choices=range(TENTHS), help="hold out this tenth and evaluate on it, write nothing"
+    )
+    parser.add_argument("--encoder", choices=tuple(DEFAULTS), default="lstm", help="default: %(default)s")
     for name, default in asdict(DEFAULTS["lstm"]).items():
         if name != "encoder":
-            each = ", ".join(f"{getattr(settings, name)} for {encoder}" for encoder, settings in DEFAULTS.items())
+            defaults = ", ".join(f"{getattr(settings, name)} for {encoder}" for encoder, settings in DEFAULTS.items())
             flag = f"--{name.replace('_', '-')}"
-            parser.add_argument(flag, type=type(default), default=argparse.SUPPRESS, help=f"unless given {each}")
+            parser.add_argument(flag, type=type(default), default=argparse.SUPPRESS, help=f"default: {defaults}")
     return parser.parse_args()
 
 
 def main() -> int:
     flags = arguments()
     if is_missing(flags.data, TRAIN_FILE, TEST_FILE):
-        print(what_to_fetch(TRAIN_FILE, TEST_FILE), file=sys.stderr)
+        print(download_instructions(TRAIN_FILE, TEST_FILE), file=sys.stderr)
         return 2
-    torch.set_num_threads(1)  # the model is small, and one thread adds up in one order
-    given = {name: value for name, value in vars(flags).items() if name in asdict(DEFAULTS["lstm"])}
-    settings = replace(DEFAULTS[flags.encoder], **given)
+    torch.set_num_threads(1)  # the model is small, and one thread sums in a fixed order
+    overrides = {name: value for name, value in vars(flags).items() if name in asdict(DEFAULTS["lstm"])}
+    settings = replace(DEFAULTS[flags.encoder], **overrides)
     questions = read_questions(flags.data / TRAIN_FILE)
     if flags.holdout is not None:
         report_holdout(questions, settings, flags.holdout)

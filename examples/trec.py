@@ -1,4 +1,4 @@
-"""The TREC question classification set as it is published: file names, labels, lines. Nothing but the standard library."""
+"""Reads the files of the TREC question classification set. Requires the standard library only."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def read_questions(file: Path) -> list[Question]:
 
 
 def is_missing(folder: Path | None, *files: str) -> bool:
-    """Whether the folder was not named, or has not all of the files."""
+    """Return whether the folder is None or lacks one of the files."""
     return folder is None or not all((folder / name).is_file() for name in files)
 
 
-def what_to_fetch(*files: str) -> str:
-    """What to tell someone whose folder has not all of the files."""
+def download_instructions(*files: str) -> str:
+    """Return instructions for a user whose folder lacks one of the files."""
     listed = "\n".join(f"  {name:16}{QUESTIONS[name]}" for name in files)
     return f"""\
 The TREC question classification set (Li and Roth, 2002) is needed; the project does not ship it. Make a folder with
 {listed}
-one question a line, "LABEL text", tokens separated by spaces, latin-1, with the labels
+one question per line, "LABEL text", tokens separated by spaces, latin-1, with the labels
   {", ".join(f"{index} {label}" for index, label in enumerate(LABELS))}
-and name the folder with --data or in the environment variable DATA."""
+and pass the folder with --data or in the environment variable DATA."""

@@ -1,4 +1,4 @@
-"""The examples, run as a user runs them."""
+"""The evaluation example, run the way a user runs it."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ def evaluate(monkeypatch: pytest.MonkeyPatch) -> Any:
     return runpy.run_path(str(ROOT / "examples" / "evaluate.py"))["main"]
 
 
-def test_eval_says_how_many_questions_each_model_labels_right(
-    evaluate: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_evaluate_prints_the_accuracy_of_each_model(evaluate: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "trec.test.txt").write_text("\n".join(QUESTIONS) + "\n", "latin-1")
     with serving(ROOT / "models", tmp_path) as server:
         assert evaluate(["--data", str(tmp_path), "--url", server.address]) == 0
     printed = capsys.readouterr().out
-    assert "of 4 questions right" in printed
+    assert "correct of 4 questions" in printed
     assert "| question-type-lstm 1 | 3 | 75.0 % |" in printed, "the last question has a wrong label on purpose"
 
 
-def test_eval_without_questions_says_what_to_fetch(evaluate: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluate_without_questions_explains_the_download(
+    evaluate: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert evaluate(["--data", str(tmp_path)]) == 2
     assert "trec.test.txt" in capsys.readouterr().err
 
 
-def test_eval_without_a_service_says_how_to_start_it(
+def test_evaluate_without_a_service_explains_how_to_start_it(
     evaluate: Any, server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "trec.test.txt").write_text(QUESTIONS[0] + "\n")

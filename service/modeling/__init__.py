@@ -1,1 +1,1 @@
-"""What a model is: its folder, its layers, its head, its tokenizer."""
+"""Models: their folders, layers, heads and tokenizers."""

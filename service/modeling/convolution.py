@@ -1,6 +1,6 @@
-"""Convolutional layers on a device, and their ways in from token ids.
+"""Convolutional layers on a device, over vectors or over token ids.
 
-Convolutions that follow each other are one stack, so that what runs them may keep the maps between them as it likes.
+Consecutive convolutions form one stack, so that the backend is free to choose how it stores the steps between them.
 """
 
 from __future__ import annotations
@@ -12,57 +12,58 @@ import torch
 from torch import Tensor
 
 from kernels import conv as conv_kernel
-from kernels.contract import ContractError, ConvBlock, ConvState, ConvWeights, Encoded, Outputs, Ragged, arithmetic
-from kernels.conv.folding import fold_batch_norm, fold_weight_norm
+from kernels.conv.norms import fold_batch_norm, fold_weight_norm
+from kernels.conv.types import ConvBlock, ConvState, ConvWeights
 from kernels.embedding import fold_taps, folded_bytes
-from service.modeling.layer import EMBEDDED, FOLDED, Runs, embedded, once, tensors_of
+from kernels.ragged import ContractError, Encoded, Outputs, Ragged, compute_dtype
+from service.modeling.runnable_layer import EMBEDDED, FOLDED, RunnableLayer, embed_ids, unique_tensors, weight_tensors
 from service.modeling.spec import ConvLayer, TCNLayer, TextCNNLayer
 
 
-class Convolutions(Runs):
-    """Blocks of convolutions, one after the other."""
+class ConvStack(RunnableLayer):
+    """Blocks of convolutions, run one after the other."""
 
     def __init__(self, blocks: Sequence[ConvBlock]) -> None:
         self._blocks = tuple(blocks)
-        self._of_ids: ConvBlock | None = None
-        """The first block as it takes ids, if it does."""
+        self._first_over_ids: ConvBlock | None = None
+        """The first block with an embedding or tables, if it takes ids."""
         self._embedding: Tensor | None = None
 
     def __call__(self, x: Ragged, want: Outputs) -> Encoded:
-        if self._of_ids is not None:
-            return conv_kernel.stack(x, (self._of_ids, *self._blocks[1:]), want=want)
+        if self._first_over_ids is not None:
+            return conv_kernel.stack(x, (self._first_over_ids, *self._blocks[1:]), want=want)
         return conv_kernel.stack(self._vectors(x), self._blocks, want=want)
 
-    def chunk(self, x: Ragged, want: Outputs, states: Sequence[ConvState] | None) -> tuple[Encoded, list[ConvState]]:
-        """Goes on from `states`, layer by layer; returns what comes out and the states after it.
+    def run_chunk(self, x: Ragged, want: Outputs, states: Sequence[ConvState] | None) -> tuple[Encoded, list[ConvState]]:
+        """Run the stack from `states`, one per layer; return the outputs and the new states.
 
-        Of causal layers with stride 1, the chunks of a row give what the whole row gives. Raises ContractError where the ids go through
-        tables.
+        For causal layers with stride 1, the chunks of a row give what the whole row gives. Raises ContractError if the stack looks ids up
+        in folded tables.
         """
         if self.takes_ids == FOLDED:
-            raise ContractError("tables keep no state: embed the ids as they are")
+            raise ContractError("a convolution over folded tables keeps no state: call embed() instead of fold()")
         x = self._vectors(x)
-        before = self._beginning(x) if states is None else states
-        encoded = conv_kernel.stack(x, self._blocks, before, want=want)
+        states_before = self._zero_states(x) if states is None else states
+        encoded = conv_kernel.stack(x, self._blocks, states_before, want=want)
         return encoded, list(encoded.state)
 
     @property
     def streams(self) -> bool:
-        # Tables keep no state, and which way of taking ids is the faster one is not known before both were tried.
-        return self.takes_ids is None and all(one.keeps_steps and not one.right for one in self._layers())
+        # Folded tables keep no state, and whether they will be used is unknown until both options were timed.
+        return self.takes_ids is None and all(layer.keeps_steps and not layer.right for layer in self._layers())
 
-    def slabs(self, places: int) -> list[ConvState]:
-        return [ConvState(one.filters.new_zeros(places, one.left, one.filters.shape[1])) for one in self._layers()]
+    def allocate_states(self, slots: int) -> list[ConvState]:
+        return [ConvState(layer.filters.new_zeros(slots, layer.left, layer.filters.shape[1])) for layer in self._layers()]
 
     def embed(self, table: Tensor) -> None:
-        # What is added to what a block gives are vectors: they are looked up before it.
+        # A residual adds vectors to the block's output, so the ids of such a block are embedded before it.
         first = self._blocks[0]
-        self._of_ids = None if first.residual else _with_first(first, replace(first.layers[0], embedding=table))
+        self._first_over_ids = None if first.residual else _with_first_layer(first, replace(first.layers[0], embedding=table))
         self._embedding, self.takes_ids = table, EMBEDDED
 
     def fold(self, table: Tensor) -> None:
         first = self._blocks[0]
-        self._of_ids = _with_first(first, _folded(first.layers[0], table))
+        self._first_over_ids = _with_first_layer(first, _folded(first.layers[0], table))
         self._embedding, self.takes_ids = None, FOLDED
 
     def folded_bytes(self, table: Tensor) -> int | None:
@@ -74,38 +75,40 @@ class Convolutions(Runs):
 
     def tensors(self) -> list[Tensor]:
         projections = [block.projection for block in self._blocks if block.projection is not None]
-        of_ids = [] if self._of_ids is None else [self._of_ids.layers[0]]
-        held = [tensor for weights in (*self._layers(), *projections, *of_ids) for tensor in tensors_of(weights)]
-        return once(held if self._embedding is None else [*held, self._embedding])
+        first_over_ids = [] if self._first_over_ids is None else [self._first_over_ids.layers[0]]
+        tensors = [tensor for weights in (*self._layers(), *projections, *first_over_ids) for tensor in weight_tensors(weights)]
+        return unique_tensors(tensors if self._embedding is None else [*tensors, self._embedding])
 
     def _layers(self) -> list[ConvWeights]:
         return [layer for block in self._blocks for layer in block.layers]
 
     def _vectors(self, x: Ragged) -> Ragged:
-        return x if self._embedding is None else embedded(x, self._embedding)
+        return x if self._embedding is None else embed_ids(x, self._embedding)
 
-    def _beginning(self, x: Ragged) -> list[ConvState]:
-        """Of rows that have not begun."""
-        return [ConvState(torch.zeros(x.rows, one.left, one.filters.shape[1], device=x.data.device)) for one in self._layers()]
+    def _zero_states(self, x: Ragged) -> list[ConvState]:
+        """Return the states of rows that have no earlier chunk."""
+        return [
+            ConvState(torch.zeros(x.rows, layer.left, layer.filters.shape[1], device=x.data.device)) for layer in self._layers()
+        ]
 
 
-class TextCNN(Runs):
-    """Convolutions of several widths over the same steps, each pooled by its maximum over time, side by side."""
+class TextCNN(RunnableLayer):
+    """Convolutions of several widths over the same steps, each pooled by its maximum over time and concatenated."""
 
     def __init__(self, layers: Sequence[ConvWeights]) -> None:
         self._layers = tuple(layers)
-        self._of_ids: tuple[ConvWeights, ...] | None = None
-        """The layers as they take ids, if they do."""
+        self._layers_over_ids: tuple[ConvWeights, ...] | None = None
+        """The layers with an embedding or tables, if they take ids."""
 
     def __call__(self, x: Ragged, want: Outputs) -> Encoded:
-        return conv_kernel.text_cnn(x, self._of_ids or self._layers, self.linear)
+        return conv_kernel.text_cnn(x, self._layers_over_ids or self._layers, self.linear)
 
     def embed(self, table: Tensor) -> None:
-        self._of_ids = tuple(replace(layer, embedding=table) for layer in self._layers)
+        self._layers_over_ids = tuple(replace(layer, embedding=table) for layer in self._layers)
         self.takes_ids = EMBEDDED
 
     def fold(self, table: Tensor) -> None:
-        self._of_ids = tuple(_folded(layer, table) for layer in self._layers)
+        self._layers_over_ids = tuple(_folded(layer, table) for layer in self._layers)
         self.takes_ids = FOLDED
 
     def folded_bytes(self, table: Tensor) -> int:
@@ -115,62 +118,63 @@ class TextCNN(Runs):
         return conv_kernel.choice(conv_kernel.widest(self._layers)).backend.name
 
     def tensors(self) -> list[Tensor]:
-        return once([tensor for layer in (*self._layers, *(self._of_ids or ())) for tensor in tensors_of(layer)])
+        layers = (*self._layers, *(self._layers_over_ids or ()))
+        return unique_tensors([tensor for layer in layers for tensor in weight_tensors(layer)])
 
 
-def build_conv(layer: ConvLayer, held: Mapping[str, Tensor]) -> list[ConvBlock]:
-    """The blocks of a layer, of its weights, which are on their device."""
-    left, right = layer.sides
-    filters, bias = _filters(held, ""), held["bias"]
+def build_conv(layer: ConvLayer, weights: Mapping[str, Tensor]) -> list[ConvBlock]:
+    """Return the blocks of a `conv` layer. Its weights are on their device already."""
+    left, right = layer.padding_steps
+    filters, bias = _filters(weights, ""), weights["bias"]
     if layer.batch_norm:
-        filters, bias = fold_batch_norm(filters, bias, held["norm"])
+        filters, bias = fold_batch_norm(filters, bias, weights["norm"])
     return [ConvBlock((ConvWeights(filters, bias, left, right, layer.dilation, layer.stride, layer.activation),))]
 
 
-def build_tcn(layer: TCNLayer, held: Mapping[str, Tensor]) -> list[ConvBlock]:
-    """The blocks of a layer, of its weights, which are on their device."""
-    return [_tcn_level(layer, level, held) for level in range(layer.levels)]
+def build_tcn(layer: TCNLayer, weights: Mapping[str, Tensor]) -> list[ConvBlock]:
+    """Return the blocks of a `tcn` layer. Its weights are on their device already."""
+    return [_tcn_level(layer, level, weights) for level in range(layer.levels)]
 
 
-def build_text_cnn(layer: TextCNNLayer, held: Mapping[str, Tensor]) -> TextCNN:
-    """The layer of its weights, which are on their device."""
+def build_text_cnn(layer: TextCNNLayer, weights: Mapping[str, Tensor]) -> TextCNN:
+    """Return a `text_cnn` layer. Its weights are on their device already."""
 
     def of_width(width: int) -> ConvWeights:
-        filters, bias = held[f"{width}.filters"], held[f"{width}.bias"]
+        filters, bias = weights[f"{width}.filters"], weights[f"{width}.bias"]
         return ConvWeights(filters, bias, left=layer.padding, right=layer.padding, activation="relu")
 
     return TextCNN([of_width(width) for width in layer.widths])
 
 
-def _tcn_level(layer: TCNLayer, level: int, held: Mapping[str, Tensor]) -> ConvBlock:
+def _tcn_level(layer: TCNLayer, level: int, weights: Mapping[str, Tensor]) -> ConvBlock:
     dilation = 2**level
     left = (layer.width - 1) * dilation
 
-    def convolution(place: int) -> ConvWeights:
-        name = f"{level}.{place}."
-        return ConvWeights(_filters(held, name), held[f"{name}bias"], left, dilation=dilation, activation="relu")
+    def convolution(position: int) -> ConvWeights:
+        name = f"{level}.{position}."
+        return ConvWeights(_filters(weights, name), weights[f"{name}bias"], left, dilation=dilation, activation="relu")
 
     name = f"{level}.projection."
-    projection = ConvWeights(held[f"{name}filters"], held[f"{name}bias"]) if f"{name}filters" in held else None
+    projection = ConvWeights(weights[f"{name}filters"], weights[f"{name}bias"]) if f"{name}filters" in weights else None
     return ConvBlock((convolution(0), convolution(1)), residual=True, projection=projection, activation="relu")
 
 
-def _filters(held: Mapping[str, Tensor], name: str) -> Tensor:
-    """As they are, or of their direction and magnitude."""
-    if f"{name}filters" in held:
-        return held[f"{name}filters"]
-    return fold_weight_norm(held[f"{name}direction"], held[f"{name}magnitude"])
+def _filters(weights: Mapping[str, Tensor], name: str) -> Tensor:
+    """Return the stored filters, or the filters of a stored direction and magnitude."""
+    if f"{name}filters" in weights:
+        return weights[f"{name}filters"]
+    return fold_weight_norm(weights[f"{name}direction"], weights[f"{name}magnitude"])
 
 
-def _with_first(block: ConvBlock, layer: ConvWeights) -> ConvBlock:
+def _with_first_layer(block: ConvBlock, layer: ConvWeights) -> ConvBlock:
     return replace(block, layers=(layer, *block.layers[1:]))
 
 
 def _folded(weights: ConvWeights, table: Tensor) -> ConvWeights:
-    # Held as it is added up: widening every row that is gathered would cost more than the memory is worth.
-    return replace(weights, tables=fold_taps(table, weights.filters, arithmetic(table.dtype, table.device)))
+    # Stored in the dtype of the sum: converting every gathered row would cost more than the memory is worth.
+    return replace(weights, tables=fold_taps(table, weights.filters, compute_dtype(table.dtype, table.device)))
 
 
 def _folded_bytes(weights: ConvWeights, table: Tensor) -> int:
     width, _, maps = weights.filters.shape
-    return folded_bytes(table, maps, taps=width, dtype=arithmetic(table.dtype, table.device))
+    return folded_bytes(table, maps, taps=width, dtype=compute_dtype(table.dtype, table.device))

@@ -1,4 +1,4 @@
-"""A model on a device: its layers front to back, then its head. What can be computed at load is computed here."""
+"""The encoder: one model version on a device, from its input to the output of its head."""
 
 from __future__ import annotations
 
@@ -10,25 +10,27 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kernels.contract import Encoded, Outputs, Ragged
-from service.modeling import heads, layers
-from service.modeling.heads import Verdict
-from service.modeling.layer import Runs, held_bytes
-from service.modeling.layers import Placed
-from service.modeling.memory import Memory, Places, RunningPool
+from kernels.ragged import Encoded, Outputs, Ragged
+from service.modeling import heads, layer_builder
+from service.modeling.heads import HeadOutput
+from service.modeling.layer_builder import NamedLayer
+from service.modeling.runnable_layer import RunnableLayer, device_bytes
 from service.modeling.spec import EmbeddingLayer, ModelSpec
+from service.modeling.state_slabs import RowSlots, RunningPool, StateSlabs
 
 TRIAL_ROWS, TRIAL_STEPS, TRIAL_RUNS = 4, 16, 5
+"""The batch that decides between an embedding and its folded table, and how many times it is timed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """What a model gives for a batch: the head's verdict, and, if wanted, sequence: (steps, width) float32 of the last layer.
+    """The output of a model for a batch.
 
-    offsets: (rows + 1,) where each row's steps begin in what is given per step.
+    head_output: the output of the head; sequence: (steps, width) float32, the last layer's steps, if they were requested;
+    offsets: (rows + 1,) where the steps of each row begin in outputs that have one entry per step.
     """
 
-    verdict: Verdict
+    head_output: HeadOutput
     sequence: Tensor | None
     offsets: Tensor
 
@@ -39,106 +41,109 @@ class Encoder:
     def __init__(self, spec: ModelSpec, arrays: Mapping[str, Tensor], device: torch.device, fold_limit_bytes: int) -> None:
         self.spec = spec
         self.device = device
-        self._parts = layers.build_all(_placed(spec, arrays), device)
+        self._parts = layer_builder.build_parts(_named_layers(spec, arrays), device)
         self._head = heads.build(spec.head, arrays, device)
-        self._top.linear = self._head.linear
-        self._memory: Memory | None = None
+        self._layers[-1].linear = self._head.linear
+        self._slabs: StateSlabs | None = None
         if isinstance(spec.layers[0], EmbeddingLayer):
-            self._take_ids(arrays["layers.0.weight"].to(device), fold_limit_bytes)
+            self._choose_embedding(arrays["layers.0.weight"].to(device), fold_limit_bytes)
 
     @property
     def streams(self) -> bool:
-        """Whether a sequence may come in chunks, one after the other."""
-        return self._head.streams and all(part.runs.streams for part in self._parts)
+        """Whether a sequence may arrive in chunks."""
+        return self._head.streams and all(layer.streams for layer in self._layers)
 
     @property
-    def free_states(self) -> bool:
-        """Whether a batch that goes on from places takes no longer than one that begins."""
-        return all(part.runs.free_states for part in self._parts)
+    def resumes_for_free(self) -> bool:
+        """Whether a batch that resumes from state slots takes no longer than one that starts from zeros."""
+        return all(layer.resumes_for_free for layer in self._layers)
 
-    def remember(self, places: int) -> None:
-        """Make room for the states of sequences that come in chunks; `places` counts ZEROS and SCRAP."""
+    def allocate_states(self, slots: int) -> None:
+        """Allocate the state slabs of sequences that arrive in chunks. `slots` includes ZERO_SLOT and DISCARD_SLOT."""
         pools = [name for name in ("mean", "max") if getattr(self._head.wants, name)]
         width = self.spec.layers[-1].outputs
-        pool = RunningPool(pools[0], places, width, self.device) if pools else None  # type: ignore[arg-type]
-        self._memory = Memory([part.runs.slabs(places) for part in self._parts], pool)
+        pool = RunningPool(pools[0], slots, width, self.device) if pools else None  # type: ignore[arg-type]
+        self._slabs = StateSlabs([layer.allocate_states(slots) for layer in self._layers], pool)
 
     @torch.inference_mode()
-    def save(self, place: int) -> dict[str, Tensor]:
-        """The state in one place, on the host, by layer and name."""
-        assert self._memory is not None, "remember() makes room for states"
-        return {name: slab[place].to("cpu", copy=True) for name, slab in self._memory.slabs().items()}
+    def save(self, slot: int) -> dict[str, Tensor]:
+        """Return the state in one slot, on the host, by layer and array name."""
+        return {name: slab[slot].to("cpu", copy=True) for name, slab in self._allocated_slabs().slabs().items()}
 
     @torch.inference_mode()
-    def restore(self, place: int, state: Mapping[str, Tensor]) -> None:
-        """A state that `save` gave into one place."""
-        assert self._memory is not None, "remember() makes room for states"
-        for name, slab in self._memory.slabs().items():
-            slab[place].copy_(state[name])
+    def restore(self, slot: int, state: Mapping[str, Tensor]) -> None:
+        """Write a state that `save` returned into one slot."""
+        for name, slab in self._allocated_slabs().slabs().items():
+            slab[slot].copy_(state[name])
 
     @torch.inference_mode()
-    def __call__(self, x: Ragged, *, sequence: bool = False, places: Places | None = None) -> Encoding:
-        """x.data: (tokens,) ids or (tokens, features) float32. `sequence` also asks for every step of the last layer.
+    def __call__(self, x: Ragged, *, sequence: bool = False, slots: RowSlots | None = None) -> Encoding:
+        """Run the model on a batch.
 
-        places: from which rows go on and to which they are written, once there is room for them; None begins and forgets all rows.
+        x.data: (tokens,) ids or (tokens, features) float32; sequence: return every step of the last layer as well;
+        slots: where the states of the rows are read and written, or None to start every row from zeros and keep no state.
         """
         want = replace(self._head.wants, steps=self._head.wants.steps or sequence)
         for number in range(len(self._parts) - 1):
-            encoded = self._run(number, x, Outputs(steps=True), places)
+            encoded = self._run_part(number, x, Outputs(steps=True), slots)
             assert encoded.steps is not None
             x = Ragged(encoded.steps, x.offsets if encoded.offsets is None else encoded.offsets)
-        encoded = self._run(len(self._parts) - 1, x, want, places)
+        encoded = self._run_part(len(self._parts) - 1, x, want, slots)
         offsets = x.offsets if encoded.offsets is None else encoded.offsets
-        if places is not None and self._memory is not None and self._memory.pool is not None:
-            encoded = self._memory.pool(encoded, offsets, places)
+        if slots is not None and self._slabs is not None and self._slabs.pool is not None:
+            encoded = self._slabs.pool(encoded, offsets, slots)
         return Encoding(self._head(encoded, offsets), encoded.steps if sequence else None, offsets)
 
     def backends(self) -> dict[str, str]:
-        """What runs each layer, by the layer's name."""
-        first = self._parts[0].runs.takes_ids
-        embedding = {"layers.0": first} if first is not None else {}
-        return embedding | {name: part.runs.backend() for part in self._parts for name in part.names}
+        """Return the kernel backend of each layer, by layer name; for an embedding, how its ids are looked up."""
+        takes_ids = self._layers[0].takes_ids
+        embedding = {"layers.0": takes_ids} if takes_ids is not None else {}
+        return embedding | {name: part.layer.backend() for part in self._parts for name in part.names}
 
     def weight_bytes(self) -> int:
-        """Bytes of weights and tables held on the device, without states."""
-        return held_bytes([tensor for part in self._parts for tensor in part.runs.tensors()] + self._head.tensors())
+        """Return the bytes of weights and tables on the device, without states."""
+        return device_bytes([tensor for layer in self._layers for tensor in layer.tensors()] + self._head.tensors())
 
-    def trial(self, rows: int, steps: int) -> float:
-        """Seconds of one batch of equal rows, made up and thrown away; rows have at least the steps that the model needs."""
-        x = self._made_up(rows, steps)
+    def time_batch(self, rows: int, steps: int) -> float:
+        """Return the seconds that a made-up batch of equal rows takes. Rows have at least the model's minimum number of steps."""
+        x = self._made_up_batch(rows, steps)
         start = time.perf_counter()
         self(x)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter() - start
 
-    def _run(self, number: int, x: Ragged, want: Outputs, places: Places | None) -> Encoded:
-        runs = self._parts[number].runs
-        if places is None:
-            return runs(x, want)
-        assert self._memory is not None, "remember() makes room for states"
-        return runs.chunk(x, want, self._memory.states(number, places))[0]
+    def _run_part(self, number: int, x: Ragged, want: Outputs, slots: RowSlots | None) -> Encoded:
+        layer = self._parts[number].layer
+        if slots is None:
+            return layer(x, want)
+        return layer.run_chunk(x, want, self._allocated_slabs().states(number, slots))[0]
 
     @property
-    def _top(self) -> Runs:
-        return self._parts[-1].runs
+    def _layers(self) -> list[RunnableLayer]:
+        return [part.layer for part in self._parts]
 
-    def _take_ids(self, table: Tensor, fold_limit_bytes: int) -> None:
-        """The embedding folded into the first layer where that fits the limit and measures faster, else as it is."""
-        first = self._parts[0].runs
-        needed = first.folded_bytes(table)
-        if needed is None or needed > fold_limit_bytes:
+    def _allocated_slabs(self) -> StateSlabs:
+        assert self._slabs is not None, "call allocate_states() first"
+        return self._slabs
+
+    def _choose_embedding(self, table: Tensor, fold_limit_bytes: int) -> None:
+        """Fold the embedding into the first layer if the tables fit the limit and measure faster; embed the ids otherwise."""
+        first = self._layers[0]
+        folded_bytes = first.folded_bytes(table)
+        if folded_bytes is None or folded_bytes > fold_limit_bytes:
             first.embed(table)
             return
-        ways: list[Callable[[Tensor], None]] = [first.fold, first.embed]
-        min(ways, key=lambda way: self._seconds_after(way, table))(table)
+        options: list[Callable[[Tensor], None]] = [first.fold, first.embed]
+        fastest = min(options, key=lambda option: self._seconds_with(option, table))
+        fastest(table)
 
-    def _seconds_after(self, way: Callable[[Tensor], None], table: Tensor) -> float:
-        way(table)
-        self.trial(TRIAL_ROWS, TRIAL_STEPS)  # the first run of anything is slower
-        return statistics.median(self.trial(TRIAL_ROWS, TRIAL_STEPS) for _ in range(TRIAL_RUNS))
+    def _seconds_with(self, option: Callable[[Tensor], None], table: Tensor) -> float:
+        option(table)
+        self.time_batch(TRIAL_ROWS, TRIAL_STEPS)  # the first run is always slower
+        return statistics.median(self.time_batch(TRIAL_ROWS, TRIAL_STEPS) for _ in range(TRIAL_RUNS))
 
-    def _made_up(self, rows: int, steps: int) -> Ragged:
+    def _made_up_batch(self, rows: int, steps: int) -> Ragged:
         steps = max(steps, self.spec.min_steps)
         offsets = torch.arange(rows + 1, device=self.device, dtype=torch.int32) * steps
         if self.spec.input.features is not None:
@@ -147,17 +152,18 @@ class Encoder:
         return Ragged(ids, offsets)
 
 
-def _placed(spec: ModelSpec, arrays: Mapping[str, Tensor]) -> list[Placed]:
-    """The layers after the embedding, if there is one."""
-    placed = []
+def _named_layers(spec: ModelSpec, arrays: Mapping[str, Tensor]) -> list[NamedLayer]:
+    """Return the layers after the embedding, or all layers if there is none."""
+    named_layers = []
     inputs = spec.input.vocabulary or spec.input.features or 0
     for index, layer in enumerate(spec.layers):
         name = f"layers.{index}"
         if not isinstance(layer, EmbeddingLayer):
-            placed.append(Placed(name, layer, inputs, _under(arrays, f"{name}.")))
+            named_layers.append(NamedLayer(name, layer, inputs, _without_prefix(arrays, f"{name}.")))
         inputs = layer.outputs
-    return placed
+    return named_layers
 
 
-def _under(arrays: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def _without_prefix(arrays: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Return the arrays whose names have the prefix, by the rest of their names."""
     return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}

@@ -1,4 +1,4 @@
-"""Recurrent layers on a device: depth composed around the kernels, and the ways in from token ids."""
+"""Recurrent layers on a device: stacks of kernel calls, over vectors or over token ids."""
 
 from __future__ import annotations
 
@@ -14,94 +14,86 @@ from kernels import gru as gru_kernel
 from kernels import lstm as lstm_kernel
 from kernels import qrnn as qrnn_kernel
 from kernels import sru as sru_kernel
-from kernels.contract import (
-    Encoded,
-    GRUState,
-    GRUWeights,
-    LSTMState,
-    LSTMWeights,
-    Outputs,
-    QRNNState,
-    QRNNWeights,
-    Ragged,
-    SRUState,
-    SRUWeights,
-)
-from kernels.directions import composed
+from kernels.directions import compose_directions
 from kernels.embedding import fold, fold_taps, folded_bytes
+from kernels.gru.types import GRUState, GRUWeights
+from kernels.lstm.types import LSTMState, LSTMWeights
 from kernels.norm import layer_norm
-from kernels.pooling import pooled
-from service.modeling.layer import EMBEDDED, FOLDED, Runs, embedded, once, tensors_of
+from kernels.pooling import pool_steps
+from kernels.qrnn.types import QRNNState, QRNNWeights
+from kernels.ragged import Encoded, Outputs, Ragged
+from kernels.sru.types import SRUState, SRUWeights
+from service.modeling.runnable_layer import EMBEDDED, FOLDED, RunnableLayer, embed_ids, unique_tensors, weight_tensors
 from service.modeling.spec import GRULayer, LSTMLayer, QRNNLayer, RecurrentLayer, SRULayer
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
-    """What a stack has to know of a recurrent kernel: how it runs one direction, and both, and which backend it takes.
+class RecurrentFamily:
+    """The functions of a recurrent kernel family that a stack calls.
 
-    `fold` gives the weights of one direction as they take ids, from those that take vectors and the embedding; `bytes` what the tables
-    in them will hold; `slab` room for the states of so many sequences in one direction.
+    run: runs one direction; run_both: runs both; choice: picks the backend; fold: returns one direction's weights with the embedding folded
+    in, so that they take ids; folded_bytes: returns the bytes of its tables; allocate: returns zeroed state slabs for a number of slots.
     """
 
     run: Callable[..., Encoded]
-    both: Callable[..., Encoded]
+    run_both: Callable[..., Encoded]
     choice: Callable[..., Any]
     fold: Callable[[Any, Tensor], Any]
-    bytes: Callable[[Any, Tensor], int]
-    slab: Callable[[Any, int], Any]
+    folded_bytes: Callable[[Any, Tensor], int]
+    allocate: Callable[[Any, int], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
-    """The weights of each direction, forward first. norm: (2, outputs) of a layer norm of all that comes out, or None."""
+class RecurrentLevel:
+    """The weights of one level: each direction, forward first, and (2, outputs) of a layer norm over the level's output, or None."""
 
     directions: tuple[Any, ...]
     norm: Tensor | None = None
 
     def tensors(self) -> list[Tensor]:
-        held = [tensor for weights in self.directions for tensor in tensors_of(weights)]
-        return held if self.norm is None else [*held, self.norm]
+        tensors = [tensor for weights in self.directions for tensor in weight_tensors(weights)]
+        return tensors if self.norm is None else [*tensors, self.norm]
 
 
-class Stack(Runs):
-    """`depth` levels of a recurrent layer, each in one or two directions; a level's directions are joined as [forward | backward]."""
+class RecurrentStack(RunnableLayer):
+    """`depth` levels of a recurrent layer, each in one or two directions. A level's output is [forward | backward]."""
 
-    def __init__(self, family: Family, levels: list[Level]) -> None:
+    def __init__(self, family: RecurrentFamily, levels: list[RecurrentLevel]) -> None:
         self._family = family
         self._levels = levels
         self._embedding: Tensor | None = None
-        self._folded: Level | None = None
-        """The first level as it takes ids, if it does."""
+        self._folded: RecurrentLevel | None = None
+        """The first level with the embedding folded in, if it takes ids that way."""
 
     def __call__(self, x: Ragged, want: Outputs) -> Encoded:
-        return self.chunk(x, want, None)[0]
+        return self.run_chunk(x, want, None)[0]
 
-    def chunk(self, x: Ragged, want: Outputs, states: Sequence[Any] | None) -> tuple[Encoded, list[Any]]:
-        """Goes on from `states`, which go level by level, forward first; returns what comes out and the states after it."""
-        left = repeat(None) if states is None else iter(states)
-        after: list[Any] = []
+    def run_chunk(self, x: Ragged, want: Outputs, states: Sequence[Any] | None) -> tuple[Encoded, list[Any]]:
+        """Run the stack from `states`, one per level and direction, forward first; return the outputs and the new states."""
+        states_before = repeat(None) if states is None else iter(states)
+        states_after: list[Any] = []
         if self._embedding is not None:
-            x = embedded(x, self._embedding)
+            x = embed_ids(x, self._embedding)
         levels = [self._folded or self._levels[0], *self._levels[1:]]
         for level in levels:
-            wanted = want if level is levels[-1] else Outputs(steps=True)
-            encoded = self._level(level, x, wanted, tuple(islice(left, len(level.directions))))
-            after += encoded.state
+            level_want = want if level is levels[-1] else Outputs(steps=True)
+            encoded = self._run_level(level, x, level_want, tuple(islice(states_before, len(level.directions))))
+            states_after += encoded.state
             if encoded.steps is not None:
                 x = Ragged(encoded.steps, x.offsets)
-        return encoded, after
+        return encoded, states_after
 
     @property
     def streams(self) -> bool:
         return all(len(level.directions) == 1 for level in self._levels)
 
     @property
-    def free_states(self) -> bool:
+    def resumes_for_free(self) -> bool:
         return True
 
-    def slabs(self, places: int) -> list[Any]:
+    def allocate_states(self, slots: int) -> list[Any]:
         levels = [self._folded or self._levels[0], *self._levels[1:]]
-        return [self._family.slab(weights, places) for level in levels for weights in level.directions]
+        return [self._family.allocate(weights, slots) for level in levels for weights in level.directions]
 
     def embed(self, table: Tensor) -> None:
         self._embedding, self._folded, self.takes_ids = table, None, EMBEDDED
@@ -112,7 +104,7 @@ class Stack(Runs):
         self._embedding, self._folded, self.takes_ids = None, replace(first, directions=folded), FOLDED
 
     def folded_bytes(self, table: Tensor) -> int:
-        return sum(self._family.bytes(weights, table) for weights in self._levels[0].directions)
+        return sum(self._family.folded_bytes(weights, table) for weights in self._levels[0].directions)
 
     def backend(self) -> str:
         name: str = self._family.choice(self._levels[0].directions[0]).backend.name
@@ -120,39 +112,37 @@ class Stack(Runs):
 
     def tensors(self) -> list[Tensor]:
         levels = self._levels if self._folded is None else [*self._levels, self._folded]
-        held = [tensor for level in levels for tensor in level.tensors()]
-        return once(held if self._embedding is None else [*held, self._embedding])
+        tensors = [tensor for level in levels for tensor in level.tensors()]
+        return unique_tensors(tensors if self._embedding is None else [*tensors, self._embedding])
 
-    def _level(self, level: Level, x: Ragged, want: Outputs, states: tuple[Any, ...]) -> Encoded:
-        """What one level gives, with the states of its directions."""
-        wanted = want if level.norm is None else Outputs(steps=True)
+    def _run_level(self, level: RecurrentLevel, x: Ragged, want: Outputs, states: tuple[Any, ...]) -> Encoded:
+        """Run one level. The state is a tuple with one entry per direction."""
+        kernel_want = want if level.norm is None else Outputs(steps=True)
         if len(level.directions) == 1:
-            encoded = self._family.run(x, level.directions[0], states[0], want=wanted)
+            encoded = self._family.run(x, level.directions[0], states[0], want=kernel_want)
             encoded = replace(encoded, state=(encoded.state,))
         else:
-            encoded = self._family.both(x, level.directions, None if states[0] is None else states, want=wanted)
-        return encoded if level.norm is None else _normalised(encoded, x, want, level)
+            encoded = self._family.run_both(x, level.directions, None if states[0] is None else states, want=kernel_want)
+        return encoded if level.norm is None else _normalise(encoded, x, want, level)
 
 
-def build(layer: RecurrentLayer, inputs: int, held: Mapping[str, Tensor]) -> Stack:
-    """The layer of its weights, which are on their device; `inputs` is the width of what comes in."""
+def build(layer: RecurrentLayer, inputs: int, weights: Mapping[str, Tensor]) -> RecurrentStack:
+    """Return the stack of a recurrent layer. Its weights are on their device already; inputs: the layer's input width."""
     levels = []
     for level in range(layer.depth):
-        shared = {name: held[f"{level}.{name}"] for name in layer.shared(inputs)}
-        directions = tuple(
-            _weights(
-                layer, inputs, backward, {name: held[f"{level}.{direction}.{name}"] for name in layer.weights(inputs)} | shared
-            )
-            for backward, direction in enumerate(layer.directions)
-        )
-        after = isinstance(layer, SRULayer) and layer.layer_norm == "after"
-        levels.append(Level(directions, shared["norm"] if after else None))
+        shared = {name: weights[f"{level}.{name}"] for name in layer.shared(inputs)}
+        directions = []
+        for backward, direction in enumerate(layer.directions):
+            arrays = {name: weights[f"{level}.{direction}.{name}"] for name in layer.weights(inputs)}
+            directions.append(_weights(layer, inputs, backward, arrays | shared))
+        norm_after = isinstance(layer, SRULayer) and layer.layer_norm == "after"
+        levels.append(RecurrentLevel(tuple(directions), shared["norm"] if norm_after else None))
         inputs = layer.outputs
-    return Stack(FAMILIES[type(layer)], levels)
+    return RecurrentStack(FAMILIES[type(layer)], levels)
 
 
 def _weights(layer: RecurrentLayer, inputs: int, backward: int, arrays: Mapping[str, Tensor]) -> Any:
-    """One level in one direction, as the kernel of its family takes it."""
+    """Return the kernel weights of one level in one direction. backward: 0 or 1."""
     if isinstance(layer, LSTMLayer):
         return LSTMWeights(arrays["input"], arrays["recurrent"], arrays["bias"])
     if isinstance(layer, GRULayer):
@@ -160,48 +150,48 @@ def _weights(layer: RecurrentLayer, inputs: int, backward: int, arrays: Mapping[
     if isinstance(layer, QRNNLayer):
         return QRNNWeights(arrays["input"], arrays["bias"], layer.pooling)
     assert isinstance(layer, SRULayer)
-    own_columns = backward * layer.hidden if layer.skip and layer.blocks(inputs) == 3 else None
+    skip_column = backward * layer.hidden if layer.skip and layer.blocks(inputs) == 3 else None
     return SRUWeights(
         arrays["input"],
         arrays["bias"],
         arrays.get("cell"),
         arrays.get("projection"),
-        skip_from=own_columns,
+        skip_from=skip_column,
         scale=layer.scale,
         tanh=layer.activation == "tanh",
         norm=arrays["norm"] if layer.layer_norm == "before" else None,
     )
 
 
-def _normalised(encoded: Encoded, x: Ragged, want: Outputs, level: Level) -> Encoded:
-    """Every output of the level's normalised steps."""
+def _normalise(encoded: Encoded, x: Ragged, want: Outputs, level: RecurrentLevel) -> Encoded:
+    """Return the wanted outputs after the layer norm over the level's steps."""
     assert encoded.steps is not None and level.norm is not None
     steps = layer_norm(encoded.steps, level.norm)
-    return replace(pooled(steps, x.offsets, want, directions=len(level.directions)), state=encoded.state)
+    return replace(pool_steps(steps, x.offsets, want, directions=len(level.directions)), state=encoded.state)
 
 
 @dataclass(frozen=True, slots=True)
-class GatesOfIds:
-    """An LSTM's or a GRU's weights without its product, and the table of its gate inputs."""
+class FoldedGates:
+    """The weights of an LSTM or GRU whose input product is folded into a table of gate inputs, one row per token id."""
 
     table: Tensor
-    rest: LSTMWeights | GRUWeights
+    weights: LSTMWeights | GRUWeights
 
 
-def _of_ids_too(run: Callable[..., Encoded]) -> Callable[..., Encoded]:
-    """A kernel that takes no ids, whose gate inputs are gathered for it where its weights are GatesOfIds."""
+def _with_folded_gates(run: Callable[..., Encoded]) -> Callable[..., Encoded]:
+    """Return `run`, extended to FoldedGates: their gate inputs are gathered first, because the kernel takes no ids."""
 
-    def run_of_ids_too(x: Ragged, weights: Any, state: Any, *, want: Outputs) -> Encoded:
-        if isinstance(weights, GatesOfIds):
-            return run(embedded(x, weights.table), weights.rest, state, want=want)
+    def run_vectors_or_ids(x: Ragged, weights: Any, state: Any, *, want: Outputs) -> Encoded:
+        if isinstance(weights, FoldedGates):
+            return run(embed_ids(x, weights.table), weights.weights, state, want=want)
         return run(x, weights, state, want=want)
 
-    return run_of_ids_too
+    return run_vectors_or_ids
 
 
-def _fold_gates(weights: LSTMWeights | GRUWeights, table: Tensor) -> GatesOfIds:
+def _fold_gates(weights: LSTMWeights | GRUWeights, table: Tensor) -> FoldedGates:
     assert weights.input is not None
-    return GatesOfIds(fold(table, weights.input, weights.bias), replace(weights, input=None, bias=None))
+    return FoldedGates(fold(table, weights.input, weights.bias), replace(weights, input=None, bias=None))
 
 
 def _gate_bytes(weights: LSTMWeights | GRUWeights, table: Tensor) -> int:
@@ -210,14 +200,14 @@ def _gate_bytes(weights: LSTMWeights | GRUWeights, table: Tensor) -> int:
 
 
 def _fold_sru(weights: SRUWeights, table: Tensor) -> SRUWeights:
-    """A skip that is the input itself becomes a block of the table."""
+    """Return weights over ids. A skip connection that is the input itself becomes a block of the table."""
     assert weights.input is not None
     product = weights.input if weights.projection is None else weights.projection.float() @ weights.input.float()
-    seen = table if weights.norm is None else layer_norm(table, weights.norm)
-    blocks = fold(seen, product)
+    normalised = table if weights.norm is None else layer_norm(table, weights.norm)
+    blocks = fold(normalised, product)
     if weights.skip_from is not None:
-        own = table[:, weights.skip_from : weights.skip_from + weights.hidden].float() * weights.scale
-        blocks = torch.cat((blocks, own.to(blocks.dtype)), dim=1)
+        skip = table[:, weights.skip_from : weights.skip_from + weights.hidden].float() * weights.scale
+        blocks = torch.cat((blocks, skip.to(blocks.dtype)), dim=1)
     return replace(weights, input=None, projection=None, skip_from=None, norm=None, table=blocks.to(table.dtype))
 
 
@@ -236,39 +226,43 @@ def _qrnn_bytes(weights: QRNNWeights, table: Tensor) -> int:
     return folded_bytes(table, weights.input.shape[2], taps=weights.window, dense=True)
 
 
-def _lstm_slab(weights: LSTMWeights | GatesOfIds, places: int) -> LSTMState:
-    return LSTMState(_zeros(weights, places), _zeros(weights, places))
+def _lstm_states(weights: LSTMWeights | FoldedGates, slots: int) -> LSTMState:
+    return LSTMState(_zeros(weights, slots), _zeros(weights, slots))
 
 
-def _gru_slab(weights: GRUWeights | GatesOfIds, places: int) -> GRUState:
-    return GRUState(_zeros(weights, places))
+def _gru_states(weights: GRUWeights | FoldedGates, slots: int) -> GRUState:
+    return GRUState(_zeros(weights, slots))
 
 
-def _sru_slab(weights: SRUWeights, places: int) -> SRUState:
-    return SRUState(_zeros(weights, places))
+def _sru_states(weights: SRUWeights, slots: int) -> SRUState:
+    return SRUState(_zeros(weights, slots))
 
 
-def _qrnn_slab(weights: QRNNWeights, places: int) -> QRNNState:
-    before = weights.window - 1
+def _qrnn_states(weights: QRNNWeights, slots: int) -> QRNNState:
+    earlier_steps = weights.window - 1
     if weights.tables is not None:
-        left = torch.zeros(places, before, dtype=torch.int64, device=weights.bias.device)
+        left = torch.zeros(slots, earlier_steps, dtype=torch.int64, device=weights.bias.device)
     else:
         assert weights.input is not None
-        left = weights.input.new_zeros(places, before, weights.input.shape[1])
-    return QRNNState(_zeros(weights, places), left)
+        left = weights.input.new_zeros(slots, earlier_steps, weights.input.shape[1])
+    return QRNNState(_zeros(weights, slots), left)
 
 
-def _zeros(weights: Any, places: int) -> Tensor:
-    """(places, hidden) float32."""
-    one = weights.rest.recurrent if isinstance(weights, GatesOfIds) else weights.bias
-    hidden = weights.rest.hidden if isinstance(weights, GatesOfIds) else weights.hidden
-    return torch.zeros(places, hidden, dtype=torch.float32, device=one.device)
+def _zeros(weights: Any, slots: int) -> Tensor:
+    """Return (slots, hidden) float32 zeros on the device of the weights."""
+    if isinstance(weights, FoldedGates):
+        device, hidden = weights.weights.recurrent.device, weights.weights.hidden
+    else:
+        device, hidden = weights.bias.device, weights.hidden
+    return torch.zeros(slots, hidden, dtype=torch.float32, device=device)
 
 
-_lstm, _gru = _of_ids_too(lstm_kernel.lstm), _of_ids_too(gru_kernel.gru)
-FAMILIES: dict[type[RecurrentLayer], Family] = {
-    LSTMLayer: Family(_lstm, composed(_lstm), lstm_kernel.choice, _fold_gates, _gate_bytes, _lstm_slab),
-    GRULayer: Family(_gru, composed(_gru), gru_kernel.choice, _fold_gates, _gate_bytes, _gru_slab),
-    SRULayer: Family(sru_kernel.sru, sru_kernel.both, sru_kernel.choice, _fold_sru, _sru_bytes, _sru_slab),
-    QRNNLayer: Family(qrnn_kernel.qrnn, qrnn_kernel.both, qrnn_kernel.choice, _fold_qrnn, _qrnn_bytes, _qrnn_slab),
+_lstm, _gru = _with_folded_gates(lstm_kernel.lstm), _with_folded_gates(gru_kernel.gru)
+FAMILIES: dict[type[RecurrentLayer], RecurrentFamily] = {
+    LSTMLayer: RecurrentFamily(_lstm, compose_directions(_lstm), lstm_kernel.choice, _fold_gates, _gate_bytes, _lstm_states),
+    GRULayer: RecurrentFamily(_gru, compose_directions(_gru), gru_kernel.choice, _fold_gates, _gate_bytes, _gru_states),
+    SRULayer: RecurrentFamily(sru_kernel.sru, sru_kernel.bidirectional, sru_kernel.choice, _fold_sru, _sru_bytes, _sru_states),
+    QRNNLayer: RecurrentFamily(
+        qrnn_kernel.qrnn, qrnn_kernel.bidirectional, qrnn_kernel.choice, _fold_qrnn, _qrnn_bytes, _qrnn_states
+    ),
 }

@@ -1,4 +1,4 @@
-"""Model folders on disk: read with every check, written so that the checks pass. No pickle is ever read."""
+"""Reads and writes the weights of model folders, with every check. Never reads a pickle."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from kernels.contract import STORAGE
+from kernels.ragged import STORAGE
 from service.errors import ModelError
-from service.modeling.spec import CARD, MODEL, TOKENIZER, WEIGHTS, ModelSpec, digest, read, verified
+from service.modeling.spec import CARD, MODEL, TOKENIZER, WEIGHTS, ModelSpec, digest, read, read_verified
 
 
 def read_arrays(folder: Path, spec: ModelSpec) -> dict[str, Tensor]:
-    """The tensors that `spec` names, on the CPU, in the model's precision; raises ModelError naming file and tensor."""
-    data = verified(folder / WEIGHTS, spec)
+    """Return the tensors of a version folder, on the CPU; raises ModelError unless they are exactly those that `spec` describes."""
+    data = read_verified(folder / WEIGHTS, spec)
     try:
         arrays = load(data)
-    except SafetensorError as fault:
-        raise ModelError(f"{folder / WEIGHTS} is not a whole safetensors file: {fault}") from fault
+    except SafetensorError as error:
+        raise ModelError(f"{folder / WEIGHTS} is not a complete safetensors file: {error}") from error
     _check(folder / WEIGHTS, arrays, spec)
     return arrays
 
 
 def write(folder: Path, spec: ModelSpec, arrays: Mapping[str, Tensor], *, card: str, tokenizer: str | None = None) -> ModelSpec:
-    """Write one version; returns the spec with the digests of its files. Raises ModelError if the arrays are not the spec's."""
+    """Write a version folder and return `spec` with the digests of its files; raises ModelError if the arrays do not match `spec`."""
     if folder.parent.name != spec.name:
-        raise ModelError(f"the model is {spec.name!r} and its folder would be {folder.parent.name!r}: make them the same")
+        raise ModelError(f"the model is named {spec.name!r} and its folder {folder.parent.name!r}: use the same name for both")
     stored = {name: array.to(STORAGE[spec.precision]).contiguous() for name, array in arrays.items()}
     _check(folder / WEIGHTS, stored, spec)
     files = {WEIGHTS: save(stored)} | ({TOKENIZER: tokenizer.encode()} if tokenizer is not None else {})
@@ -46,6 +46,7 @@ def write(folder: Path, spec: ModelSpec, arrays: Mapping[str, Tensor], *, card: 
 
 
 def _check(file: Path, arrays: Mapping[str, Tensor], spec: ModelSpec) -> None:
+    """Raise ModelError unless `arrays` have the names, shapes and dtype that `spec` describes, and finite values."""
     shapes = spec.tensors()
     for name in sorted(shapes.keys() | arrays.keys()):
         if name not in arrays:
@@ -54,7 +55,7 @@ def _check(file: Path, arrays: Mapping[str, Tensor], spec: ModelSpec) -> None:
             raise ModelError(f"{file}: the tensor {name} belongs to no layer of {MODEL}")
         array = arrays[name]
         if tuple(array.shape) != shapes[name]:
-            raise ModelError(f"{file}: {name} has the shape {tuple(array.shape)} and {MODEL} asks for {shapes[name]}")
+            raise ModelError(f"{file}: {name} has shape {tuple(array.shape)}, {MODEL} requires {shapes[name]}")
         if array.dtype != STORAGE[spec.precision]:
             raise ModelError(f"{file}: {name} is {array.dtype} and the precision in {MODEL} is {spec.precision}")
         if not bool(torch.isfinite(array).all()):
@@ -62,7 +63,7 @@ def _check(file: Path, arrays: Mapping[str, Tensor], spec: ModelSpec) -> None:
 
 
 def _toml(values: Mapping[str, Any], path: str = "") -> str:
-    """TOML of nested tables; plain values come before the tables, as TOML asks."""
+    """Return nested tables as TOML, plain values before tables as TOML requires."""
     lines = [f"{_key(key)} = {_value(value)}" for key, value in values.items() if not _nested(value)]
     for key, value in values.items():
         if isinstance(value, Mapping):
@@ -73,12 +74,12 @@ def _toml(values: Mapping[str, Any], path: str = "") -> str:
 
 
 def _value(value: Any) -> str:
-    """A string, number, boolean or list as TOML, which is written as in JSON but for one character that has to be escaped."""
+    """Return a string, number, boolean or list as TOML, which differs from JSON in one character that needs an escape."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _nested(value: Any) -> bool:
-    return isinstance(value, Mapping) or (isinstance(value, tuple | list) and any(isinstance(one, Mapping) for one in value))
+    return isinstance(value, Mapping) or (isinstance(value, tuple | list) and any(isinstance(item, Mapping) for item in value))
 
 
 def _key(key: str) -> str:

@@ -1,4 +1,4 @@
-"""Texts to token ids, by the `tokenizer.json` of a model folder (Hugging Face tokenizers)."""
+"""Text to token ids with the `tokenizer.json` of a model folder (Hugging Face tokenizers)."""
 
 from __future__ import annotations
 
@@ -7,38 +7,40 @@ from pathlib import Path
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from service.errors import InvalidInput, ModelError
-from service.modeling.spec import MODEL, TOKENIZER, ModelSpec, verified
+from service.modeling.spec import MODEL, TOKENIZER, ModelSpec, read_verified
 
 
 class Tokenizer:
-    """One model's tokenizer."""
+    """The tokenizer of one model."""
 
     def __init__(self, tokenizer: HuggingFaceTokenizer) -> None:
         self._tokenizer = tokenizer
 
     @classmethod
     def read(cls, folder: Path, spec: ModelSpec) -> Tokenizer:
-        """Raises ModelError when the file is not the one that the model was written with."""
+        """Read the tokenizer of a version folder; raises ModelError if the file or its vocabulary does not match `spec`."""
         file = folder / TOKENIZER
         try:
-            tokenizer = HuggingFaceTokenizer.from_buffer(verified(file, spec))
+            tokenizer = HuggingFaceTokenizer.from_buffer(read_verified(file, spec))
         except ModelError:
             raise
-        except Exception as fault:  # the library raises plain Exception for every kind of broken file
-            raise ModelError(f"{file}: {fault}") from fault
+        except Exception as error:  # the library raises plain Exception for every kind of broken file
+            raise ModelError(f"{file}: {error}") from error
         tokens = 1 + max(tokenizer.get_vocab().values(), default=-1)
         if tokens != spec.input.vocabulary:
-            raise ModelError(f"{file} has token ids below {tokens} and input.vocabulary in {MODEL} is {spec.input.vocabulary}")
+            raise ModelError(
+                f"{file} needs a vocabulary of {tokens} and input.vocabulary in {MODEL} is {spec.input.vocabulary}: make them equal"
+            )
         tokenizer.no_padding()
         tokenizer.no_truncation()
         return cls(tokenizer)
 
     def ids(self, text: str, field: str) -> list[int]:
-        """The token ids of one text; raises InvalidInput for a text that cannot be tokenised."""
+        """Return the token ids of a text; raises InvalidInput if it cannot be tokenised. field: the request field that has the text."""
         try:
             ids: list[int] = self._tokenizer.encode(text).ids
-        except BaseException as fault:  # a panic in the library is no Exception
-            if isinstance(fault, KeyboardInterrupt | SystemExit):
+        except BaseException as error:  # a panic in the library is not an Exception
+            if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
-            raise InvalidInput(f"{field} cannot be tokenised: {fault}", field=field) from fault
+            raise InvalidInput(f"{field} cannot be tokenised: {error}", field=field) from error
         return ids

@@ -1,4 +1,4 @@
-"""A model folder that tests may break."""
+"""Fixtures: a model folder that tests may break."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole model: what it gives is what the same model gives in plain PyTorch."""
+"""A whole model compared with the same model in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import torch
 from torch import Tensor
 
 from kernels import conv
-from kernels.contract import STORAGE, Encoded, Outputs, Ragged
+from kernels.ragged import STORAGE, Encoded, Outputs, Ragged
 from service.modeling.encoder import Encoder, Encoding
 from service.modeling.heads import Linear
 from service.modeling.spec import ModelSpec
 from tests.kernels import inputs
 from tests.kernels.inputs import assert_close
-from tests.modeling import baselines
-from tests.modeling.baselines import Form
-from tests.modeling.whole import LABELS, Peer, peer
+from tests.modeling import reference_layers
+from tests.modeling.reference_layers import Form
+from tests.modeling.reference_model import LABELS, ReferenceModel, reference_model
 
 CPU = torch.device("cpu")
 LENGTHS = [9, 5, 14, 7]
 AMPLE = 1 << 20
 EMBEDDED, FOLDED = "embedding and product", "folded table"
-GATED = [form for form in (*baselines.RECURRENT, *baselines.BOTH_WAYS) if form.kind in ("lstm", "gru")]
+GATED = [form for form in (*reference_layers.RECURRENT, *reference_layers.BOTH_WAYS) if form.kind in ("lstm", "gru")]
 
 STACKS: list[tuple[Form, ...]] = [
     (Form("lstm"),),
@@ -46,136 +46,134 @@ POOLED_BY_MAXIMUM: list[tuple[Form, ...]] = [
     (Form("tcn"), Form("conv"), Form("text_cnn", widths=(3, 2))),
 ]
 every_stack = pytest.mark.parametrize("forms", STACKS + POOLED_BY_MAXIMUM, ids=lambda forms: "+".join(map(str, forms)))
-every_layer = pytest.mark.parametrize("form", baselines.EVERY_LAYER, ids=str)
+every_layer = pytest.mark.parametrize("form", reference_layers.EVERY_LAYER, ids=str)
 every_layer_that_folds = pytest.mark.parametrize(
-    "form", [form for form in baselines.EVERY_LAYER if form.kind != "tcn"], ids=str
+    "form", [form for form in reference_layers.EVERY_LAYER if form.kind != "tcn"], ids=str
 )
 
 
-def encoder(model: Peer, fold_limit_bytes: int = AMPLE) -> Encoder:
+def encoder(model: ReferenceModel, fold_limit_bytes: int = AMPLE) -> Encoder:
     return Encoder(model.spec(), model.arrays(), CPU, fold_limit_bytes)
 
 
-def batch(model: Peer, lengths: list[int] = LENGTHS) -> Ragged:
-    return inputs.ragged(baselines.made_up_rows(lengths, embedded=model.embedding is not None), lengths)
+def batch(model: ReferenceModel, lengths: list[int] = LENGTHS) -> Ragged:
+    return inputs.ragged(reference_layers.made_up_rows(lengths, embedded=model.embedding is not None), lengths)
 
 
 def scores(encoding: Encoding) -> Tensor:
-    assert encoding.verdict.scores is not None
-    return encoding.verdict.scores
+    assert encoding.head_output.scores is not None
+    return encoding.head_output.scores
 
 
-def assert_is(model: Peer, encoder: Encoder) -> None:
-    """Scores, embedding and steps of every row are the plain computation's."""
+def assert_agrees(model: ReferenceModel, encoder: Encoder) -> None:
+    """Assert that scores, embedding and steps of every row agree with the reference."""
     x = batch(model)
     encoding = encoder(x, sequence=True)
-    verdict = encoding.verdict
-    assert verdict.embedding is not None and verdict.scores is not None
+    output = encoding.head_output
+    assert output.embedding is not None and output.scores is not None
     assert (encoding.sequence is not None) == encoder.spec.has_steps
-    ours = None if encoding.sequence is None else inputs.rows(Ragged(encoding.sequence, encoding.offsets))
+    actual = None if encoding.sequence is None else inputs.rows(Ragged(encoding.sequence, encoding.offsets))
     for row, data in enumerate(inputs.rows(x)):
         scores, pooled, steps = model(data)
-        assert_close(verdict.scores[row], scores, steps=len(data))
-        assert_close(verdict.embedding[row], pooled, steps=len(data))
-        if ours is not None:
-            assert ours[row].shape == steps.shape
-            assert_close(ours[row], steps, steps=len(data))
+        assert_close(output.scores[row], scores, steps=len(data))
+        assert_close(output.embedding[row], pooled, steps=len(data))
+        if actual is not None:
+            assert actual[row].shape == steps.shape
+            assert_close(actual[row], steps, steps=len(data))
 
 
-def assert_scores(model: Peer, encoder: Encoder) -> None:
+def assert_scores(model: ReferenceModel, encoder: Encoder) -> None:
     x = batch(model)
-    for data, ours in zip(inputs.rows(x), scores(encoder(x)), strict=True):
-        assert_close(ours, model(data).scores, steps=len(data))
+    for data, actual in zip(inputs.rows(x), scores(encoder(x)), strict=True):
+        assert_close(actual, model(data).scores, steps=len(data))
 
 
 @pytest.mark.parametrize("pool", ["last", "mean", "max"])
 @pytest.mark.parametrize("embedded", [False, True])
 @pytest.mark.parametrize("forms", STACKS, ids=lambda forms: "+".join(map(str, forms)))
-def test_a_model_gives_what_plain_torch_gives(forms: tuple[Form, ...], embedded: bool, pool: str) -> None:
-    model = peer(*forms, embedded=embedded, pool=pool)
-    assert_is(model, encoder(model))
+def test_model_agrees_with_torch(forms: tuple[Form, ...], embedded: bool, pool: str) -> None:
+    model = reference_model(*forms, embedded=embedded, pool=pool)
+    assert_agrees(model, encoder(model))
 
 
 @pytest.mark.parametrize("embedded", [False, True])
 @pytest.mark.parametrize("forms", POOLED_BY_MAXIMUM, ids=lambda forms: "+".join(map(str, forms)))
-def test_a_model_that_ends_in_a_text_cnn_gives_what_plain_torch_gives(forms: tuple[Form, ...], embedded: bool) -> None:
-    model = peer(*forms, embedded=embedded)
-    assert_is(model, encoder(model))
+def test_model_with_text_cnn_agrees_with_torch(forms: tuple[Form, ...], embedded: bool) -> None:
+    model = reference_model(*forms, embedded=embedded)
+    assert_agrees(model, encoder(model))
 
 
 @every_stack
-def test_a_row_is_encoded_the_same_alone_and_in_a_batch(forms: tuple[Form, ...]) -> None:
-    model = peer(*forms)
+def test_row_is_encoded_alike_alone_and_in_a_batch(forms: tuple[Form, ...]) -> None:
+    model = reference_model(*forms)
     made, x = encoder(model), batch(model)
     together = made(x)
     for row, data in enumerate(inputs.rows(x)):
         alone = made(inputs.joined([data]))
-        assert together.verdict.embedding is not None and alone.verdict.embedding is not None
+        assert together.head_output.embedding is not None and alone.head_output.embedding is not None
         assert_close(scores(together)[row], scores(alone)[0], steps=len(data))
-        assert_close(together.verdict.embedding[row], alone.verdict.embedding[0], steps=len(data))
+        assert_close(together.head_output.embedding[row], alone.head_output.embedding[0], steps=len(data))
 
 
 @pytest.mark.parametrize("pool", ["last", "mean", "max"])
 def test_scores_are_probabilities(pool: str) -> None:
-    model = peer(pool=pool)
+    model = reference_model(pool=pool)
     given = scores(encoder(model)(batch(model)))
     assert given.dtype == torch.float32
     assert bool((given > 0).all())
     assert_close(given.sum(1), torch.ones(len(LENGTHS)), steps=0)
 
 
-def test_the_steps_are_given_only_when_asked_for() -> None:
-    model = peer(pool="last")
+def test_sequence_is_returned_only_on_request() -> None:
+    model = reference_model(pool="last")
     assert encoder(model)(batch(model)).sequence is None
 
 
 def measured_faster(monkeypatch: pytest.MonkeyPatch, faster: str) -> None:
-    """Every trial with this way in takes a second, every other one two."""
+    """Let every trial with this embedding mode take one second, and every other trial two."""
 
-    def trial(tried: Encoder, rows: int, steps: int) -> float:
+    def time_batch(tried: Encoder, rows: int, steps: int) -> float:
         return 1.0 if tried.backends()["layers.0"] == faster else 2.0
 
-    monkeypatch.setattr(Encoder, "trial", trial)
+    monkeypatch.setattr(Encoder, "time_batch", time_batch)
 
 
 @pytest.mark.parametrize("faster", [EMBEDDED, FOLDED])
 @every_layer_that_folds
-def test_the_faster_way_in_is_taken_and_gives_the_same(monkeypatch: pytest.MonkeyPatch, faster: str, form: Form) -> None:
+def test_faster_embedding_mode_is_chosen(monkeypatch: pytest.MonkeyPatch, faster: str, form: Form) -> None:
     measured_faster(monkeypatch, faster)
-    model = peer(form)
+    model = reference_model(form)
     made = encoder(model)
     assert made.backends() == {"layers.0": faster, "layers.1": "framework"}
-    assert_is(model, made)
+    assert_agrees(model, made)
 
 
 @pytest.mark.parametrize("form", GATED, ids=str)
-def test_a_table_over_the_limit_is_not_folded(monkeypatch: pytest.MonkeyPatch, form: Form) -> None:
+def test_table_over_the_limit_is_not_folded(monkeypatch: pytest.MonkeyPatch, form: Form) -> None:
     measured_faster(monkeypatch, FOLDED)
-    model = peer(form)
+    model = reference_model(form)
     gates = {"lstm": 4, "gru": 3}[form.kind]
     directions = 1 + form.options.get("bidirectional", False)
-    table_bytes = baselines.VOCABULARY * gates * baselines.HIDDEN * 4 * directions
+    table_bytes = reference_layers.VOCABULARY * gates * reference_layers.HIDDEN * 4 * directions
     taken = {limit: encoder(model, limit).backends()["layers.0"] for limit in (0, table_bytes - 1, table_bytes)}
     assert taken == {0: EMBEDDED, table_bytes - 1: EMBEDDED, table_bytes: FOLDED}
 
 
 @every_layer
-def test_a_limit_of_no_bytes_folds_nothing(monkeypatch: pytest.MonkeyPatch, form: Form) -> None:
+def test_limit_of_zero_bytes_folds_nothing(monkeypatch: pytest.MonkeyPatch, form: Form) -> None:
     measured_faster(monkeypatch, FOLDED)
-    assert encoder(peer(form), fold_limit_bytes=0).backends()["layers.0"] == EMBEDDED
+    assert encoder(reference_model(form), fold_limit_bytes=0).backends()["layers.0"] == EMBEDDED
 
 
 @every_stack
-def test_a_model_over_features_has_no_way_in(forms: tuple[Form, ...]) -> None:
-    backends = encoder(peer(*forms, embedded=False)).backends()
+def test_model_over_features_has_no_embedding_mode(forms: tuple[Form, ...]) -> None:
+    backends = encoder(reference_model(*forms, embedded=False)).backends()
     assert backends == {f"layers.{index}": "framework" for index in range(len(forms))}
 
 
 @pytest.mark.parametrize("embedded", [False, True])
-def test_convolutions_that_follow_each_other_are_one_stack_of_which_leaves_what_the_head_wants(
-    monkeypatch: pytest.MonkeyPatch, embedded: bool
-) -> None:
-    model = peer(
+def test_consecutive_convolutions_run_as_one_stack(monkeypatch: pytest.MonkeyPatch, embedded: bool) -> None:
+    model = reference_model(
         Form("conv"), Form("tcn"), Form("gru"), Form("conv", padding="causal"), Form("conv"), embedded=embedded, pool="last"
     )
     made, calls, stack = encoder(model), [], conv.stack
@@ -190,10 +188,8 @@ def test_convolutions_that_follow_each_other_are_one_stack_of_which_leaves_what_
 
 
 @pytest.mark.parametrize("head", [{"kind": "classify", "labels": LABELS}, {"kind": "regress", "outputs": 3}], ids=str)
-def test_a_linear_layer_over_a_text_cnn_is_the_text_cnn_s_to_compute(
-    monkeypatch: pytest.MonkeyPatch, head: dict[str, Any]
-) -> None:
-    model = peer(Form("text_cnn"))
+def test_text_cnn_computes_the_scores_of_the_head(monkeypatch: pytest.MonkeyPatch, head: dict[str, Any]) -> None:
+    model = reference_model(Form("text_cnn"))
     spec = ModelSpec.model_validate({**model.spec().model_dump(), "head": {**head, "pool": "max"}})
     made, x = Encoder(spec, model.arrays(), CPU, AMPLE), batch(model)
     pooled = torch.stack([model(data).pooled for data in inputs.rows(x)])
@@ -203,48 +199,46 @@ def test_a_linear_layer_over_a_text_cnn_is_the_text_cnn_s_to_compute(
         pytest.fail("the head did it again")
 
     monkeypatch.setattr(Linear, "__call__", by_the_head)
-    verdict = made(x).verdict
-    assert verdict.scores is not None and verdict.embedding is not None
-    assert_close(verdict.scores, expected.softmax(1) if head["kind"] == "classify" else expected, steps=max(LENGTHS))
-    assert_close(verdict.embedding, pooled, steps=max(LENGTHS))
+    output = made(x).head_output
+    assert output.scores is not None and output.embedding is not None
+    assert_close(output.scores, expected.softmax(1) if head["kind"] == "classify" else expected, steps=max(LENGTHS))
+    assert_close(output.embedding, pooled, steps=max(LENGTHS))
 
 
-def test_the_weight_bytes_are_those_of_all_parameters() -> None:
-    model = peer(Form("lstm", depth=2, bidirectional=True))
-    second_biases = 4 * 4 * baselines.HIDDEN
+def test_weight_bytes_count_all_parameters() -> None:
+    model = reference_model(Form("lstm", depth=2, bidirectional=True))
+    second_biases = 4 * 4 * reference_layers.HIDDEN
     parameters = sum(one.numel() for one in model.parameters()) - second_biases
     assert encoder(model, fold_limit_bytes=0).weight_bytes() == 4 * parameters
 
 
 @pytest.mark.parametrize("embedded", [False, True])
 @every_stack
-def test_the_weight_bytes_are_those_of_the_tensors_in_the_folder(forms: tuple[Form, ...], embedded: bool) -> None:
-    model = peer(*forms, embedded=embedded)
+def test_weight_bytes_equal_the_tensors_of_the_folder(forms: tuple[Form, ...], embedded: bool) -> None:
+    model = reference_model(*forms, embedded=embedded)
     held = sum(array.numel() * array.element_size() for array in model.arrays().values())
     assert encoder(model, fold_limit_bytes=0).weight_bytes() == held
 
 
 @pytest.mark.parametrize("precision", list(STORAGE))
 @every_layer
-def test_a_model_in_any_precision_is_the_one_with_its_rounded_weights(form: Form, precision: str) -> None:
-    model = peer(form)
+def test_precision_only_rounds_the_weights(form: Form, precision: str) -> None:
+    model = reference_model(form)
     stored = {name: array.to(STORAGE[precision]) for name, array in model.arrays().items()}
     rounded = {name: array.float() for name, array in stored.items()}
-    ours = Encoder(model.spec(precision), stored, CPU, 0)(batch(model))
+    actual = Encoder(model.spec(precision), stored, CPU, 0)(batch(model))
     expected = Encoder(model.spec(), rounded, CPU, 0)(batch(model))
-    assert ours.verdict.embedding is not None and expected.verdict.embedding is not None
-    assert ours.verdict.embedding.dtype == scores(ours).dtype == torch.float32
-    assert torch.equal(scores(ours), scores(expected))
-    assert torch.equal(ours.verdict.embedding, expected.verdict.embedding)
+    assert actual.head_output.embedding is not None and expected.head_output.embedding is not None
+    assert actual.head_output.embedding.dtype == scores(actual).dtype == torch.float32
+    assert torch.equal(scores(actual), scores(expected))
+    assert torch.equal(actual.head_output.embedding, expected.head_output.embedding)
 
 
 @pytest.mark.parametrize("precision", list(STORAGE))
 @every_layer_that_folds
-def test_a_folded_model_in_any_precision_is_near_the_one_in_float32(
-    monkeypatch: pytest.MonkeyPatch, form: Form, precision: str
-) -> None:
+def test_folded_model_in_low_precision_is_close_to_float32(monkeypatch: pytest.MonkeyPatch, form: Form, precision: str) -> None:
     measured_faster(monkeypatch, FOLDED)
-    model = peer(form)
+    model = reference_model(form)
     stored = {name: array.to(STORAGE[precision]) for name, array in model.arrays().items()}
     made = Encoder(model.spec(precision), stored, CPU, AMPLE)
     assert made.backends()["layers.0"] == FOLDED
@@ -268,16 +262,14 @@ every_shortest = pytest.mark.parametrize("min_steps, forms", SHORTEST)
 
 
 @every_shortest
-def test_the_fewest_steps_that_a_model_needs_follow_from_its_layers(min_steps: int, forms: tuple[Form, ...]) -> None:
+def test_min_steps_follow_from_the_layers(min_steps: int, forms: tuple[Form, ...]) -> None:
     for embedded in (False, True):
-        assert peer(*forms, embedded=embedded).spec().min_steps == min_steps
+        assert reference_model(*forms, embedded=embedded).spec().min_steps == min_steps
 
 
 @pytest.mark.parametrize("min_steps, forms", [(least, forms) for least, forms in SHORTEST if forms[-1].kind != "text_cnn"])
-def test_a_row_of_the_fewest_steps_has_one_step_to_judge_and_a_shorter_one_none(
-    min_steps: int, forms: tuple[Form, ...]
-) -> None:
-    model = peer(*forms, embedded=False)
+def test_row_of_min_steps_has_one_output_step(min_steps: int, forms: tuple[Form, ...]) -> None:
+    model = reference_model(*forms, embedded=False)
     made = encoder(model)
     sizes = [min_steps - 1, min_steps, min_steps + 1]
     encoding = made(batch(model, sizes), sequence=True)
@@ -287,23 +279,23 @@ def test_a_row_of_the_fewest_steps_has_one_step_to_judge_and_a_shorter_one_none(
 
 
 @every_shortest
-def test_a_model_is_tried_out_with_the_steps_that_it_needs(min_steps: int, forms: tuple[Form, ...]) -> None:
+def test_timed_batch_has_at_least_min_steps(min_steps: int, forms: tuple[Form, ...]) -> None:
     for embedded in (False, True):
-        assert encoder(peer(*forms, embedded=embedded)).trial(rows=2, steps=1) > 0
+        assert encoder(reference_model(*forms, embedded=embedded)).time_batch(rows=2, steps=1) > 0
 
 
-def test_a_head_that_needs_a_step_is_tried_out_with_one() -> None:
-    layers = peer(Form("conv", width=5, padding="none"))
+def test_timed_batch_has_a_step_for_every_head() -> None:
+    layers = reference_model(Form("conv", width=5, padding="none"))
     spec = ModelSpec.model_validate({**layers.spec().model_dump(), "head": {"kind": "span"}})
-    arrays = {**layers.arrays(), "head.weight": torch.ones(baselines.HIDDEN, 2), "head.bias": torch.ones(2)}
-    assert Encoder(spec, arrays, CPU, AMPLE).trial(rows=2, steps=1) > 0
+    arrays = {**layers.arrays(), "head.weight": torch.ones(reference_layers.HIDDEN, 2), "head.bias": torch.ones(2)}
+    assert Encoder(spec, arrays, CPU, AMPLE).time_batch(rows=2, steps=1) > 0
 
 
-def test_a_trial_takes_time_and_leaves_nothing_behind() -> None:
-    model = peer(embedded=False)
+def test_timing_a_batch_leaves_no_state() -> None:
+    model = reference_model(embedded=False)
     made = encoder(model)
     before = made(batch(model))
-    assert made.trial(rows=3, steps=5) > 0
+    assert made.time_batch(rows=3, steps=5) > 0
     assert torch.equal(scores(made(batch(model))), scores(before))
 
 
@@ -320,8 +312,8 @@ HEADS = [
 
 @pytest.mark.parametrize("asked", [False, True])
 @pytest.mark.parametrize("head", HEADS, ids=lambda head: head["kind"])
-def test_every_head_has_its_lines_and_a_strided_model_as_many_steps_as_come_out(head: dict[str, object], asked: bool) -> None:
-    layers = peer(Form("conv", stride=2), Form("gru", bidirectional=True))
+def test_every_head_works_on_a_strided_model(head: dict[str, object], asked: bool) -> None:
+    layers = reference_model(Form("conv", stride=2), Form("gru", bidirectional=True))
     spec = ModelSpec.model_validate({**layers.spec().model_dump(), "head": head})
     kept = {name: array for name, array in layers.arrays().items() if not name.startswith("head.")}
     shapes = {name: shape for name, shape in spec.tensors().items() if name.startswith("head.")}
@@ -330,7 +322,10 @@ def test_every_head_has_its_lines_and_a_strided_model_as_many_steps_as_come_out(
     steps = [-(-length // 2) for length in LENGTHS]
     assert torch.diff(encoding.offsets).tolist() == steps
     lines = sum(steps) if head["kind"] == "tag" else len(LENGTHS)
-    assert encoding.verdict.scores is None or len(encoding.verdict.scores) == lines
-    assert encoding.verdict.embedding is None or encoding.verdict.embedding.shape == (len(LENGTHS), 2 * baselines.HIDDEN)
+    assert encoding.head_output.scores is None or len(encoding.head_output.scores) == lines
+    assert encoding.head_output.embedding is None or encoding.head_output.embedding.shape == (
+        len(LENGTHS),
+        2 * reference_layers.HIDDEN,
+    )
     assert (encoding.sequence is not None) == asked
-    assert encoding.sequence is None or encoding.sequence.shape == (sum(steps), 2 * baselines.HIDDEN)
+    assert encoding.sequence is None or encoding.sequence.shape == (sum(steps), 2 * reference_layers.HIDDEN)

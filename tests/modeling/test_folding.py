@@ -1,4 +1,4 @@
-"""Every layer may be the first one over tokens: it embeds them, or gathers from folded tables, and both are the same."""
+"""Every layer can be the first layer over tokens, with an embedding or with folded tables. Both give the same result."""
 
 from __future__ import annotations
 
@@ -6,46 +6,46 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.contract import Encoded, Ragged
-from service.modeling import layers
-from service.modeling.layer import Runs, held_bytes
-from service.modeling.recurrent import Stack
+from kernels.ragged import Encoded, Ragged
+from service.modeling import layer_builder
+from service.modeling.recurrent import RecurrentStack
+from service.modeling.runnable_layer import RunnableLayer, device_bytes
 from tests.kernels import inputs
 from tests.kernels.inputs import EVERYTHING, assert_close, rounding
-from tests.modeling import baselines
-from tests.modeling.baselines import Form
+from tests.modeling import reference_layers
+from tests.modeling.reference_layers import Form
 
 CPU = torch.device("cpu")
 LENGTHS = [9, 1, 14, 3]
-WIDE = [form for form in (*baselines.RECURRENT, *baselines.BOTH_WAYS) if form.kind == "sru"]
-"""An embedding as wide as an SRU's output makes its own columns the skip."""
-FIRST = [(form, baselines.WIDTH) for form in baselines.EVERY_LAYER] + [(form, form.spec.outputs) for form in WIDE]
+WIDE = [form for form in (*reference_layers.RECURRENT, *reference_layers.BOTH_WAYS) if form.kind == "sru"]
+"""Widths of the embedding. If it is as wide as an SRU's output, its columns are the skip connection."""
+FIRST = [(form, reference_layers.WIDTH) for form in reference_layers.EVERY_LAYER] + [(form, form.spec.outputs) for form in WIDE]
 every_first_layer = pytest.mark.parametrize("form, width", FIRST, ids=str)
 every_first_layer_that_folds = pytest.mark.parametrize(
     "form, width", [(form, width) for form, width in FIRST if form.kind != "tcn"], ids=str
 )
 
 
-def first(form: Form, width: int, storage: torch.dtype = torch.float32) -> Runs:
-    """The layer, its weights rounded to `storage`."""
-    arrays = {name: array.to(storage) for name, array in form.peer(width).arrays().items()}
-    return layers.build(form.spec, width, arrays, CPU)
+def first(form: Form, width: int, storage: torch.dtype = torch.float32) -> RunnableLayer:
+    """Return the layer with its weights rounded to `storage`."""
+    arrays = {name: array.to(storage) for name, array in form.reference(width).arrays().items()}
+    return layer_builder.build_layer(form.spec, width, arrays, CPU)
 
 
 def embedding(width: int, storage: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(baselines.VOCABULARY, width, generator=torch.Generator().manual_seed(3)).to(storage)
+    return torch.randn(reference_layers.VOCABULARY, width, generator=torch.Generator().manual_seed(3)).to(storage)
 
 
 def ids(lengths: list[int]) -> Ragged:
-    return inputs.ragged(baselines.made_up_rows(lengths, embedded=True), lengths)
+    return inputs.ragged(reference_layers.made_up_rows(lengths, embedded=True), lengths)
 
 
-def nbytes(runs: Runs) -> int:
-    return held_bytes(runs.tensors())
+def nbytes(runnable: RunnableLayer) -> int:
+    return device_bytes(runnable.tensors())
 
 
 def assert_gives_alike(ours: Encoded, theirs: Encoded, tolerance: float) -> None:
-    """Every output, and the offsets; of a convolution that folds, the state is not kept."""
+    """Compare every output and the offsets. A folded convolution keeps no state."""
     for name in inputs.OUTPUTS:
         one, other = getattr(ours, name), getattr(theirs, name)
         assert (one is None) == (other is None), name
@@ -58,19 +58,19 @@ def assert_gives_alike(ours: Encoded, theirs: Encoded, tolerance: float) -> None
 
 @pytest.mark.parametrize("storage", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @every_first_layer_that_folds
-def test_a_folded_and_a_plain_embedding_encode_alike(form: Form, width: int, storage: torch.dtype) -> None:
+def test_folded_tables_agree_with_the_embedding(form: Form, width: int, storage: torch.dtype) -> None:
     folded, embedded, table = first(form, width, storage), first(form, width, storage), embedding(width, storage)
     folded.fold(table)
     embedded.embed(table)
     assert (folded.takes_ids, embedded.takes_ids) == ("folded table", "embedding and product")
     x = ids(LENGTHS)
-    # A table is rounded once for each tap of a window; a few steps later that is all there is.
+    # A table is rounded once for each tap of a window, so the error is that of a few steps.
     tolerance = rounding(torch.float32, max(LENGTHS)) if storage == torch.float32 else 8 * torch.finfo(storage).eps
     assert_gives_alike(folded(x, EVERYTHING), embedded(x, EVERYTHING), tolerance)
 
 
 @every_first_layer
-def test_an_embedded_row_is_encoded_as_its_vectors_are(form: Form, width: int) -> None:
+def test_embedded_ids_are_encoded_like_their_vectors(form: Form, width: int) -> None:
     embedded, plain, table, x = first(form, width), first(form, width), embedding(width), ids(LENGTHS)
     embedded.embed(table)
     vectors = Ragged(table[x.data.long()], x.offsets)
@@ -78,16 +78,16 @@ def test_an_embedded_row_is_encoded_as_its_vectors_are(form: Form, width: int) -
 
 
 @pytest.mark.parametrize(
-    "form, width, way",
-    [(*one, way) for one in FIRST for way in ("fold", "embed") if (one[0].kind, way) != ("tcn", "fold")],
+    "form, width, mode",
+    [(*one, mode) for one in FIRST for mode in ("fold", "embed") if (one[0].kind, mode) != ("tcn", "fold")],
     ids=str,
 )
-def test_a_row_of_ids_encodes_the_same_alone_and_in_a_batch(form: Form, width: int, way: str) -> None:
-    runs, x = first(form, width), ids(LENGTHS)
-    getattr(runs, way)(embedding(width))
-    together = runs(x, EVERYTHING)
+def test_row_of_ids_is_encoded_alike_alone_and_in_a_batch(form: Form, width: int, mode: str) -> None:
+    runnable, x = first(form, width), ids(LENGTHS)
+    getattr(runnable, mode)(embedding(width))
+    together = runnable(x, EVERYTHING)
     for row, data in enumerate(inputs.rows(x)):
-        alone = runs(inputs.joined([data]), EVERYTHING)
+        alone = runnable(inputs.joined([data]), EVERYTHING)
         for name in ("last", "mean", "max"):
             if getattr(together, name) is not None:
                 assert_close(getattr(together, name)[row], getattr(alone, name)[0], steps=len(data))
@@ -95,23 +95,23 @@ def test_a_row_of_ids_encodes_the_same_alone_and_in_a_batch(form: Form, width: i
 
 @pytest.mark.parametrize("storage", [torch.float32, torch.float16], ids=str)
 @every_first_layer_that_folds
-def test_the_bytes_of_folded_tables_are_known_before_they_are_made(form: Form, width: int, storage: torch.dtype) -> None:
-    runs, table = first(form, width, storage), embedding(width, storage)
-    expected, without = runs.folded_bytes(table), nbytes(runs)
-    runs.fold(table)
-    assert nbytes(runs) - without == expected
+def test_folded_bytes_predict_the_size_of_the_tables(form: Form, width: int, storage: torch.dtype) -> None:
+    runnable, table = first(form, width, storage), embedding(width, storage)
+    expected, without = runnable.folded_bytes(table), nbytes(runnable)
+    runnable.fold(table)
+    assert nbytes(runnable) - without == expected
 
 
 @every_first_layer
-def test_an_embedding_that_is_not_folded_is_held_once(form: Form, width: int) -> None:
-    runs, table = first(form, width), embedding(width)
-    without = nbytes(runs)
-    runs.embed(table)
-    assert nbytes(runs) - without == table.numel() * table.element_size()
+def test_embedding_is_held_once(form: Form, width: int) -> None:
+    runnable, table = first(form, width), embedding(width)
+    without = nbytes(runnable)
+    runnable.embed(table)
+    assert nbytes(runnable) - without == table.numel() * table.element_size()
 
 
 @every_first_layer_that_folds
-def test_who_folds_and_then_embeds_holds_no_table_any_more(form: Form, width: int) -> None:
+def test_embed_after_fold_releases_the_tables(form: Form, width: int) -> None:
     both, embedded, table, x = first(form, width), first(form, width), embedding(width), ids(LENGTHS)
     both.fold(table)
     both.embed(table)
@@ -121,23 +121,23 @@ def test_who_folds_and_then_embeds_holds_no_table_any_more(form: Form, width: in
     assert_gives_alike(both(x, EVERYTHING), embedded(x, EVERYTHING), 0.0)
 
 
-@pytest.mark.parametrize("way", ["fold", "embed"])
-@pytest.mark.parametrize("form", baselines.RECURRENT, ids=str)
-def test_ids_in_chunks_that_carry_the_states_give_the_whole(form: Form, way: str) -> None:
-    runs, x = first(form.also(depth=2), baselines.WIDTH), ids(LENGTHS)
-    assert isinstance(runs, Stack)
-    getattr(runs, way)(embedding(baselines.WIDTH))
-    whole, _ = runs.chunk(x, EVERYTHING, None)
+@pytest.mark.parametrize("mode", ["fold", "embed"])
+@pytest.mark.parametrize("form", reference_layers.RECURRENT, ids=str)
+def test_chunks_of_ids_give_the_same_steps_as_the_whole_row(form: Form, mode: str) -> None:
+    runnable, x = first(form.also(depth=2), reference_layers.WIDTH), ids(LENGTHS)
+    assert isinstance(runnable, RecurrentStack)
+    getattr(runnable, mode)(embedding(reference_layers.WIDTH))
+    whole, _ = runnable.run_chunk(x, EVERYTHING, None)
     pieces = [inputs.joined([row[begin:end] for row in inputs.rows(x)]) for begin, end in ((0, 5), (5, 7), (7, 14))]
     states, written = None, []
     for piece in pieces:
-        encoded, states = runs.chunk(piece, EVERYTHING, states)
+        encoded, states = runnable.run_chunk(piece, EVERYTHING, states)
         written.append(inputs.steps_by_row(encoded, piece))
     joined = [torch.cat(row) for row in zip(*written, strict=True)]
     assert whole.steps is not None
     assert_close(torch.cat(joined), whole.steps, steps=max(LENGTHS))
 
 
-@pytest.mark.parametrize("form", baselines.TCNS, ids=str)
-def test_a_layer_that_adds_its_input_to_what_it_gives_needs_vectors_and_folds_nothing(form: Form) -> None:
-    assert first(form, baselines.WIDTH).folded_bytes(embedding(baselines.WIDTH)) is None
+@pytest.mark.parametrize("form", reference_layers.TCNS, ids=str)
+def test_layer_with_residual_cannot_fold(form: Form) -> None:
+    assert first(form, reference_layers.WIDTH).folded_bytes(embedding(reference_layers.WIDTH)) is None

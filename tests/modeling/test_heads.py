@@ -1,4 +1,4 @@
-"""Each head beside a few lines of plain PyTorch, row by row and in float64."""
+"""Each head compared with a few lines of plain PyTorch, row by row and in float64."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from kernels.contract import Encoded, Outputs
+from kernels.ragged import Encoded, Outputs
 from service.modeling import heads
-from service.modeling.heads import Judge, Verdict
+from service.modeling.heads import HeadOutput, RunnableHead
 from service.modeling.spec import Head
 from tests.kernels import inputs
 from tests.kernels.inputs import assert_close
@@ -55,21 +55,21 @@ def arrays(head: dict[str, Any], storage: torch.dtype = torch.float32) -> dict[s
     return {f"head.{name}": torch.randn(shape, generator=generator).to(storage) for name, shape in shapes.items()}
 
 
-def built(head: dict[str, Any], storage: torch.dtype = torch.float32) -> Judge:
+def built(head: dict[str, Any], storage: torch.dtype = torch.float32) -> RunnableHead:
     return heads.build(_HEAD.validate_python(head), arrays(head, storage), CPU)
 
 
 def encoding(lengths: Sequence[int] = LENGTHS, seed: int = 0) -> Encoded:
-    """What a top layer could give, its state aside."""
+    """Return possible outputs of a last layer, without a state."""
     generator = torch.Generator().manual_seed(seed)
     return inputs.encoding([torch.randn(steps, WIDTH, generator=generator) for steps in lengths], None)
 
 
-def judged(judge: Judge, lengths: Sequence[int] = LENGTHS, encoded: Encoded | None = None) -> Verdict:
-    """The verdict on a batch, when nothing is there but what the head asks for."""
-    given = encoding(lengths) if encoded is None else encoded
-    asked = {name: getattr(given, name) for name in inputs.OUTPUTS if getattr(judge.wants, name)}
-    return judge(Encoded(None, **asked), inputs.ragged(torch.empty(sum(lengths)), lengths).offsets)
+def run_head(runnable: RunnableHead, lengths: Sequence[int] = LENGTHS, encoded: Encoded | None = None) -> HeadOutput:
+    """Return the output of a head that gets only the encoder outputs that it wants."""
+    outputs = encoding(lengths) if encoded is None else encoded
+    wanted = {name: getattr(outputs, name) for name in inputs.OUTPUTS if getattr(runnable.wants, name)}
+    return runnable(Encoded(None, **wanted), inputs.ragged(torch.empty(sum(lengths)), lengths).offsets)
 
 
 def logits(head: dict[str, Any], x: Tensor) -> Tensor:
@@ -78,95 +78,95 @@ def logits(head: dict[str, Any], x: Tensor) -> Tensor:
 
 
 @every_pool
-def test_classify_gives_the_softmax_of_a_linear_layer_over_the_pooled_vector(pool: str) -> None:
+def test_classify_is_softmax_of_a_linear_layer(pool: str) -> None:
     head = {"kind": "classify", "pool": pool, "labels": LABELS}
-    verdict = judged(built(head))
-    assert verdict.scores is not None and verdict.picks is None and not verdict.per_step
-    assert_close(verdict.scores, logits(head, getattr(encoding(), pool)).softmax(1), steps=0)
-    assert_close(verdict.scores.sum(1), torch.ones(len(LENGTHS)), steps=0)
+    output = run_head(built(head))
+    assert output.scores is not None and output.picks is None and not output.per_step
+    assert_close(output.scores, logits(head, getattr(encoding(), pool)).softmax(1), steps=0)
+    assert_close(output.scores.sum(1), torch.ones(len(LENGTHS)), steps=0)
 
 
 @every_pool
 @pytest.mark.parametrize("outputs", [1, 3])
-def test_regress_gives_a_linear_layer_over_the_pooled_vector(pool: str, outputs: int) -> None:
+def test_regress_is_a_linear_layer(pool: str, outputs: int) -> None:
     head = {"kind": "regress", "pool": pool, "outputs": outputs}
-    verdict = judged(built(head))
-    assert verdict.scores is not None and verdict.scores.shape == (len(LENGTHS), outputs)
-    assert verdict.picks is None and not verdict.per_step
-    assert_close(verdict.scores, logits(head, getattr(encoding(), pool)), steps=0)
+    output = run_head(built(head))
+    assert output.scores is not None and output.scores.shape == (len(LENGTHS), outputs)
+    assert output.picks is None and not output.per_step
+    assert_close(output.scores, logits(head, getattr(encoding(), pool)), steps=0)
 
 
 @pytest.mark.parametrize("head", [head for head in EVERY if head["kind"] in ("classify", "regress", "next")], ids=named)
-def test_the_embedding_is_the_vector_under_the_head(head: dict[str, Any]) -> None:
-    verdict = judged(built(head))
-    assert verdict.embedding is not None
-    assert torch.equal(verdict.embedding, getattr(encoding(), head.get("pool", "last")))
+def test_embedding_is_the_vector_that_the_head_works_on(head: dict[str, Any]) -> None:
+    output = run_head(built(head))
+    assert output.embedding is not None
+    assert torch.equal(output.embedding, getattr(encoding(), head.get("pool", "last")))
 
 
-def test_tag_gives_each_step_its_likeliest_label_and_the_probability() -> None:
+def test_tag_returns_the_most_likely_label_of_each_step() -> None:
     head = {"kind": "tag", "labels": LABELS}
-    verdict, steps = judged(built(head)), encoding().steps
-    assert steps is not None and verdict.scores is not None and verdict.picks is not None
-    assert verdict.per_step and verdict.embedding is None
+    output, steps = run_head(built(head)), encoding().steps
+    assert steps is not None and output.scores is not None and output.picks is not None
+    assert output.per_step and output.embedding is None
     likeliest = logits(head, steps).softmax(1).max(1)
-    assert verdict.picks.shape == verdict.scores.shape == (sum(LENGTHS), 1)
-    assert verdict.picks[:, 0].tolist() == likeliest.indices.tolist()
-    assert_close(verdict.scores[:, 0], likeliest.values, steps=0)
+    assert output.picks.shape == output.scores.shape == (sum(LENGTHS), 1)
+    assert output.picks[:, 0].tolist() == likeliest.indices.tolist()
+    assert_close(output.scores[:, 0], likeliest.values, steps=0)
 
 
-def test_next_gives_the_likeliest_tokens_after_the_last_step_the_likeliest_first() -> None:
+def test_next_returns_the_most_likely_tokens_in_order() -> None:
     head = {"kind": "next", "top": 4}
-    verdict, last = judged(built(head)), encoding().last
-    assert last is not None and verdict.scores is not None and verdict.picks is not None and not verdict.per_step
+    output, last = run_head(built(head)), encoding().last
+    assert last is not None and output.scores is not None and output.picks is not None and not output.per_step
     likely = logits(head, last).softmax(1).sort(descending=True)
-    assert verdict.picks.tolist() == likely.indices[:, :4].tolist()
-    assert_close(verdict.scores, likely.values[:, :4], steps=0)
+    assert output.picks.tolist() == likely.indices[:, :4].tolist()
+    assert_close(output.scores, likely.values[:, :4], steps=0)
 
 
-def test_next_may_give_the_whole_vocabulary() -> None:
-    verdict = judged(built({"kind": "next", "top": VOCABULARY}))
-    assert verdict.scores is not None and verdict.picks is not None
-    assert all(sorted(row) == list(range(VOCABULARY)) for row in verdict.picks.tolist())
-    assert_close(verdict.scores.sum(1), torch.ones(len(LENGTHS)), steps=0)
-
-
-@every_pool
-def test_embed_gives_the_pooled_vector_and_nothing_else(pool: str) -> None:
-    verdict = judged(built({"kind": "embed", "pool": pool}))
-    assert verdict.embedding is not None and verdict.scores is None and verdict.picks is None
-    assert torch.equal(verdict.embedding, getattr(encoding(), pool))
+def test_next_can_return_the_whole_vocabulary() -> None:
+    output = run_head(built({"kind": "next", "top": VOCABULARY}))
+    assert output.scores is not None and output.picks is not None
+    assert all(sorted(row) == list(range(VOCABULARY)) for row in output.picks.tolist())
+    assert_close(output.scores.sum(1), torch.ones(len(LENGTHS)), steps=0)
 
 
 @every_pool
-def test_a_normalized_embedding_has_the_same_direction_and_length_1(pool: str) -> None:
-    verdict, pooled = judged(built({"kind": "embed", "pool": pool, "normalize": True})), getattr(encoding(), pool).double()
-    assert verdict.embedding is not None
-    assert_close(verdict.embedding, pooled / (pooled * pooled).sum(1, keepdim=True).sqrt(), steps=0)
-    assert_close(verdict.embedding.norm(dim=1), torch.ones(len(LENGTHS)), steps=0)
+def test_embed_returns_the_pooled_vector_only(pool: str) -> None:
+    output = run_head(built({"kind": "embed", "pool": pool}))
+    assert output.embedding is not None and output.scores is None and output.picks is None
+    assert torch.equal(output.embedding, getattr(encoding(), pool))
 
 
-def test_an_embedding_of_zeros_stays_zeros_when_it_is_normalized() -> None:
+@every_pool
+def test_normalized_embedding_has_length_1(pool: str) -> None:
+    output, pooled = run_head(built({"kind": "embed", "pool": pool, "normalize": True})), getattr(encoding(), pool).double()
+    assert output.embedding is not None
+    assert_close(output.embedding, pooled / (pooled * pooled).sum(1, keepdim=True).sqrt(), steps=0)
+    assert_close(output.embedding.norm(dim=1), torch.ones(len(LENGTHS)), steps=0)
+
+
+def test_normalizing_zeros_returns_zeros() -> None:
     zeros = inputs.encoding([torch.zeros(2, WIDTH)], None)
-    verdict = judged(built({"kind": "embed", "pool": "max", "normalize": True}), [2], zeros)
-    assert verdict.embedding is not None and not verdict.embedding.any()
+    output = run_head(built({"kind": "embed", "pool": "max", "normalize": True}), [2], zeros)
+    assert output.embedding is not None and not output.embedding.any()
 
 
-def test_sequence_has_nothing_of_its_own_and_wants_the_steps() -> None:
-    judge = built({"kind": "sequence"})
-    assert judge.wants == Outputs(steps=True)
-    assert judged(judge) == Verdict()
+def test_sequence_head_wants_the_steps_and_has_no_output() -> None:
+    runnable = built({"kind": "sequence"})
+    assert runnable.wants == Outputs(steps=True)
+    assert run_head(runnable) == HeadOutput()
 
 
-def spans(steps: Tensor, head: Judge) -> tuple[float, tuple[int, int]]:
-    verdict = judged(head, [len(steps)], inputs.encoding([steps], None))
-    assert verdict.scores is not None and verdict.picks is not None
-    assert verdict.scores.shape == (1, 1) and verdict.picks.shape == (1, 2)
-    start, end = verdict.picks[0].tolist()
-    return float(verdict.scores[0, 0]), (start, end)
+def spans(steps: Tensor, head: RunnableHead) -> tuple[float, tuple[int, int]]:
+    output = run_head(head, [len(steps)], inputs.encoding([steps], None))
+    assert output.scores is not None and output.picks is not None
+    assert output.scores.shape == (1, 1) and output.picks.shape == (1, 2)
+    start, end = output.picks[0].tolist()
+    return float(output.scores[0, 0]), (start, end)
 
 
 def span_over(scores: Sequence[Sequence[float]]) -> tuple[float, tuple[int, int], dict[tuple[int, int], float]]:
-    """What the head says of rows of start and end scores as they are; and the probability of every span."""
+    """Return the head's output for start and end scores, and the probability of every span."""
     head = heads.build(_HEAD.validate_python({"kind": "span"}), {"head.weight": torch.eye(2), "head.bias": torch.zeros(2)}, CPU)
     steps = torch.tensor(scores)
     start, end = steps.double().softmax(0).unbind(1)
@@ -176,7 +176,7 @@ def span_over(scores: Sequence[Sequence[float]]) -> tuple[float, tuple[int, int]
 
 @given(st.lists(st.tuples(*[st.floats(-6, 6, width=32)] * 2), min_size=1, max_size=17))
 @settings(deadline=None)
-def test_span_gives_the_likeliest_of_all_spans_that_do_not_end_before_they_start(scores: list[tuple[float, float]]) -> None:
+def test_span_is_the_most_likely_valid_span(scores: list[tuple[float, float]]) -> None:
     score, pair, every = span_over(scores)
     assert pair in every
     assert every[pair] == pytest.approx(max(every.values()), rel=1e-5)
@@ -185,37 +185,37 @@ def test_span_gives_the_likeliest_of_all_spans_that_do_not_end_before_they_start
 
 @given(st.lists(st.tuples(*[st.sampled_from([-1.0, 0.0, 2.0])] * 2), min_size=1, max_size=9))
 @settings(deadline=None)
-def test_span_is_a_best_one_among_equals(scores: list[tuple[float, float]]) -> None:
+def test_span_with_equal_scores_is_a_best_span(scores: list[tuple[float, float]]) -> None:
     score, pair, every = span_over(scores)
     assert every[pair] == pytest.approx(max(every.values()), rel=1e-5)
     assert score == pytest.approx(every[pair], rel=1e-5)
 
 
-def test_a_span_does_not_end_before_it_starts_although_that_were_likelier() -> None:
+def test_span_never_ends_before_it_starts() -> None:
     _, pair, _ = span_over([(0.0, 9.0), (0.0, 1.0), (9.0, 0.0), (0.0, 2.0)])
     assert pair == (2, 3)
 
 
-def test_a_span_stays_within_its_row() -> None:
-    judge = built({"kind": "span"})
-    verdict = judged(judge)
-    assert verdict.picks is not None and not verdict.per_step and verdict.embedding is None
-    for (start, end), steps in zip(verdict.picks.tolist(), LENGTHS, strict=True):
+def test_span_stays_within_its_row() -> None:
+    runnable = built({"kind": "span"})
+    output = run_head(runnable)
+    assert output.picks is not None and not output.per_step and output.embedding is None
+    for (start, end), steps in zip(output.picks.tolist(), LENGTHS, strict=True):
         assert 0 <= start <= end < steps
 
 
 @pytest.mark.parametrize("scale", [1e4, 1e30])
-def test_a_span_of_huge_scores_is_finite(scale: float) -> None:
+def test_span_of_huge_scores_is_finite(scale: float) -> None:
     score, pair, _ = span_over([(0.0, 0.0), (scale, 0.0), (0.0, scale)])
     assert (score, pair) == (1.0, (1, 2))
 
 
 @every_head
-def test_a_row_is_judged_the_same_alone_and_in_a_batch(head: dict[str, Any]) -> None:
-    judge, whole = built(head), encoding()
-    together = judged(judge)
+def test_head_output_is_alike_alone_and_in_a_batch(head: dict[str, Any]) -> None:
+    runnable, whole = built(head), encoding()
+    together = run_head(runnable)
     rows = inputs.steps_by_row(whole, inputs.ragged(torch.empty(sum(LENGTHS)), LENGTHS))
-    alone = [judged(judge, [len(row)], inputs.encoding([row], None)) for row in rows]
+    alone = [run_head(runnable, [len(row)], inputs.encoding([row], None)) for row in rows]
     for name in ("scores", "picks", "embedding"):
         mine = getattr(together, name)
         parts = [getattr(one, name) for one in alone]
@@ -226,27 +226,27 @@ def test_a_row_is_judged_the_same_alone_and_in_a_batch(head: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("storage", [torch.float16, torch.bfloat16], ids=str)
 @every_head
-def test_weights_in_half_the_bytes_are_the_rounded_weights(head: dict[str, Any], storage: torch.dtype) -> None:
+def test_16_bit_weights_are_the_rounded_weights(head: dict[str, Any], storage: torch.dtype) -> None:
     rounded = {name: array.float() for name, array in arrays(head, storage).items()}
-    expected = judged(heads.build(_HEAD.validate_python(head), rounded, CPU))
-    ours = judged(built(head, storage))
+    rounded_output = run_head(heads.build(_HEAD.validate_python(head), rounded, CPU))
+    output = run_head(built(head, storage))
     for name in ("scores", "picks", "embedding"):
-        mine, theirs = getattr(ours, name), getattr(expected, name)
-        assert (mine is None and theirs is None) or torch.equal(mine, theirs)
+        actual, expected = getattr(output, name), getattr(rounded_output, name)
+        assert (actual is None and expected is None) or torch.equal(actual, expected)
 
 
 @every_head
-def test_what_leaves_is_float32_and_picks_are_int32(head: dict[str, Any]) -> None:
-    verdict = judged(built(head))
+def test_outputs_are_float32_and_picks_int32(head: dict[str, Any]) -> None:
+    output = run_head(built(head))
     kinds = {"scores": torch.float32, "picks": torch.int32, "embedding": torch.float32}
-    held = {name: getattr(verdict, name) for name in kinds}
+    held = {name: getattr(output, name) for name in kinds}
     assert {name: array.dtype for name, array in held.items() if array is not None}.items() <= kinds.items()
 
 
 @every_head
-def test_a_head_wants_one_output_only_and_holds_its_weights(head: dict[str, Any]) -> None:
-    judge = built(head)
-    wanted = [name for name in inputs.OUTPUTS if getattr(judge.wants, name)]
+def test_head_wants_one_output_and_holds_its_weights(head: dict[str, Any]) -> None:
+    runnable = built(head)
+    wanted = [name for name in inputs.OUTPUTS if getattr(runnable.wants, name)]
     expected = {"tag": "steps", "span": "steps", "sequence": "steps", "next": "last"}.get(head["kind"]) or head["pool"]
     assert wanted == [expected]
-    assert sum(one.numel() for one in judge.tensors()) == sum(one.numel() for one in arrays(head).values())
+    assert sum(one.numel() for one in runnable.tensors()) == sum(one.numel() for one in arrays(head).values())

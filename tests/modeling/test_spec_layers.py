@@ -1,4 +1,4 @@
-"""What each kind of layer and head may say in a model.toml, which tensors it then has, and what fits after what."""
+"""The keys and tensors of each kind of layer and head, and which combinations are valid."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def model(*layers: Table, head: Table = CLASSIFY, input: Table = FEATURES) -> Mo
     )
 
 
-def complaints(*layers: Table, head: Table = CLASSIFY, input: Table = FEATURES) -> list[str]:
-    """Each fault as `key: message`."""
+def error_messages(*layers: Table, head: Table = CLASSIFY, input: Table = FEATURES) -> list[str]:
+    """Return each error as `key: message`."""
     with pytest.raises(ValidationError) as caught:
         model(*layers, head=head, input=input)
     return [f"{error['loc'][-1] if error['loc'] else 'whole'}: {error['msg']}" for error in caught.value.errors()]
 
 
 def shapes(*layers: Table) -> dict[str, tuple[int, ...]]:
-    """Of the layers over 7 features, without `layers.`."""
+    """Return the tensor shapes of these layers over 7 features, by name without `layers.`."""
     return {name.removeprefix("layers."): shape for name, shape in model(*layers, head=SEQUENCE).tensors().items()}
 
 
@@ -61,21 +61,23 @@ def of_level(**tensors: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
     ],
     ids=str,
 )
-def test_a_recurrent_level_has_the_tensors_of_its_form(layer: Table, expected: Table) -> None:
+def test_tensors_of_a_recurrent_level(layer: Table, expected: Table) -> None:
     assert shapes({"hidden": 5, **layer}) == expected
 
 
 @pytest.mark.parametrize("layer", [{"kind": kind} for kind in ("lstm", "gru", "sru", "qrnn")], ids=str)
-def test_the_second_level_takes_both_directions_of_the_first(layer: Table) -> None:
+def test_second_level_reads_both_directions(layer: Table) -> None:
     both = shapes({**layer, "hidden": 5, "depth": 2, "bidirectional": True})
     tensors = {name.rpartition(".")[2] for name in both}
-    assert set(both) == {f"0.{level}.{way}.{one}" for level in (0, 1) for way in ("forward", "backward") for one in tensors}
-    for way in ("forward", "backward"):
-        assert both[f"0.0.{way}.input"][-2:-1] == (7,)
-        assert both[f"0.1.{way}.input"][-2:-1] == (10,)
+    assert set(both) == {
+        f"0.{level}.{direction}.{name}" for level in (0, 1) for direction in ("forward", "backward") for name in tensors
+    }
+    for direction in ("forward", "backward"):
+        assert both[f"0.0.{direction}.input"][-2:-1] == (7,)
+        assert both[f"0.1.{direction}.input"][-2:-1] == (10,)
 
 
-def test_an_sru_has_a_block_for_its_skip_only_where_the_widths_differ_and_projects_only_what_is_wider() -> None:
+def test_sru_skip_block_and_projection_depend_on_widths() -> None:
     both = shapes({"kind": "sru", "hidden": 5, "depth": 2, "bidirectional": True, "projection": 8})
     assert both["0.0.forward.input"] == (7, 20) and "0.0.forward.projection" not in both
     assert both["0.1.forward.input"] == (8, 15) and both["0.1.forward.projection"] == (10, 8)
@@ -90,29 +92,29 @@ def test_an_sru_has_a_block_for_its_skip_only_where_the_widths_differ_and_projec
     ],
     ids=str,
 )
-def test_an_sru_s_layer_norm_belongs_to_both_directions_of_a_level(layer_norm: str, expected: Table) -> None:
+def test_sru_directions_share_the_layer_norm(layer_norm: str, expected: Table) -> None:
     both = shapes({"kind": "sru", "hidden": 5, "depth": 2, "bidirectional": True, "layer_norm": layer_norm})
     assert {name: shape for name, shape in both.items() if name.endswith("norm")} == expected
 
 
-def test_a_convolution_has_its_filters_with_the_earliest_step_first() -> None:
+def test_tensors_of_a_convolution() -> None:
     assert shapes({"kind": "conv", "filters": 4, "width": 3}) == {"0.filters": (3, 7, 4), "0.bias": (4,)}
 
 
 @pytest.mark.parametrize("activation", ["glu", "gated_tanh"])
-def test_a_gated_convolution_has_a_map_for_each_value_and_each_gate_and_gives_half_as_many(activation: str) -> None:
+def test_gated_convolution_has_two_maps_per_output(activation: str) -> None:
     gated = {"kind": "conv", "filters": 4, "width": 3, "activation": activation}
     made = shapes({**gated, "batch_norm": True}, {"kind": "conv", "filters": 2, "width": 1})
     assert made["0.filters"] == (3, 7, 8) and made["0.bias"] == (8,) and made["0.norm"] == (4, 8)
     assert made["1.filters"] == (1, 4, 2)
 
 
-def test_a_weight_norm_has_a_direction_and_a_magnitude_in_place_of_the_filters() -> None:
+def test_weight_norm_replaces_the_filters() -> None:
     made = shapes({"kind": "conv", "filters": 4, "width": 3, "weight_norm": True})
     assert made == {"0.direction": (3, 7, 4), "0.magnitude": (4,), "0.bias": (4,)}
 
 
-def test_a_tcn_has_two_convolutions_a_level_and_a_projection_where_the_widths_differ() -> None:
+def test_tensors_of_a_tcn() -> None:
     assert shapes({"kind": "tcn", "filters": 4, "levels": 2, "width": 3}) == {
         "0.0.0.filters": (3, 7, 4),
         "0.0.0.bias": (4,),
@@ -128,7 +130,7 @@ def test_a_tcn_has_two_convolutions_a_level_and_a_projection_where_the_widths_di
     assert not any("projection" in name for name in shapes({"kind": "tcn", "filters": 7, "levels": 2}))
 
 
-def test_a_tcn_s_projection_has_no_weight_norm() -> None:
+def test_tcn_projection_has_no_weight_norm() -> None:
     made = shapes({"kind": "tcn", "filters": 4, "levels": 1, "weight_norm": True})
     assert {name.removeprefix("0.0."): shape for name, shape in made.items()} == {
         "0.direction": (2, 7, 4),
@@ -142,7 +144,7 @@ def test_a_tcn_s_projection_has_no_weight_norm() -> None:
     }
 
 
-def test_a_text_cnn_has_filters_of_each_width_and_gives_them_side_by_side() -> None:
+def test_tensors_of_a_text_cnn() -> None:
     made = model(TEXT_CNN)
     assert made.tensors() == {
         "layers.0.3.filters": (3, 7, 4),
@@ -154,7 +156,7 @@ def test_a_text_cnn_has_filters_of_each_width_and_gives_them_side_by_side() -> N
     }
 
 
-def test_each_layer_takes_what_the_one_before_it_gives() -> None:
+def test_layer_inputs_are_the_outputs_of_the_layer_below() -> None:
     made = shapes(
         {"kind": "lstm", "hidden": 5, "bidirectional": True},
         {"kind": "conv", "filters": 4, "width": 2},
@@ -181,14 +183,14 @@ def test_each_layer_takes_what_the_one_before_it_gives() -> None:
     ],
     ids=str,
 )
-def test_a_head_has_a_linear_layer_or_nothing(head: Table, weight: tuple[int, int] | None) -> None:
+def test_tensors_of_a_head(head: Table, weight: tuple[int, int] | None) -> None:
     made = model(EMBEDDING, LSTM, head=head, input=IDS).tensors()
     held = {name: shape for name, shape in made.items() if name.startswith("head.")}
     assert held == ({"head.weight": weight, "head.bias": weight[1:]} if weight else {})
 
 
 @pytest.mark.parametrize(
-    "layer, key, said",
+    "layer, key, message",
     [
         ({"kind": "lstm"}, "hidden", "Field required"),
         ({"kind": "lstm", "hidden": 5.0}, "hidden", "valid integer"),
@@ -225,21 +227,21 @@ def test_a_head_has_a_linear_layer_or_nothing(head: Table, weight: tuple[int, in
         ({"kind": "text_cnn", "widths": [], "filters": 4}, "widths", "at least 1 item"),
         ({"kind": "text_cnn", "widths": [3, 0], "filters": 4}, "1", "greater than 0"),
         ({"kind": "text_cnn", "widths": [3], "filters": 4, "padding": -1}, "padding", "greater than or equal to 0"),
-        ({"kind": "text_cnn", "widths": [3, 2, 3], "filters": 4}, "text_cnn", "differ from each other: raise filters instead"),
+        ({"kind": "text_cnn", "widths": [3, 2, 3], "filters": 4}, "text_cnn", "widths must be unique: raise filters instead"),
         ({"kind": "text_cnn", "widths": [3], "filters": 4, "stride": 2}, "stride", "not permitted"),
     ],
     ids=str,
 )
-def test_a_layer_that_makes_no_sense_is_refused_by_its_key(layer: Table, key: str, said: str) -> None:
-    assert any(one.startswith(f"{key}: ") and said in one for one in complaints(layer))
+def test_invalid_layer_error_names_the_key(layer: Table, key: str, message: str) -> None:
+    assert any(one.startswith(f"{key}: ") and message in one for one in error_messages(layer))
 
 
 @pytest.mark.parametrize(
-    "head, key, said",
+    "head, key, message",
     [
         ({"kind": "tag"}, "labels", "Field required"),
         ({"kind": "tag", "labels": ["near"]}, "labels", "at least 2 items"),
-        ({"kind": "tag", "labels": ["near", "near"]}, "tag", "labels must differ from each other"),
+        ({"kind": "tag", "labels": ["near", "near"]}, "tag", "labels must be unique"),
         ({"kind": "tag", "labels": LABELS, "pool": "max"}, "pool", "not permitted"),
         ({"kind": "regress"}, "pool", "Field required"),
         ({"kind": "regress", "pool": "max", "outputs": 0}, "outputs", "greater than 0"),
@@ -251,18 +253,18 @@ def test_a_layer_that_makes_no_sense_is_refused_by_its_key(layer: Table, key: st
     ],
     ids=str,
 )
-def test_a_head_that_makes_no_sense_is_refused_by_its_key(head: Table, key: str, said: str) -> None:
-    assert any(one.startswith(f"{key}: ") and said in one for one in complaints(head=head, input=FEATURES))
+def test_invalid_head_error_names_the_key(head: Table, key: str, message: str) -> None:
+    assert any(one.startswith(f"{key}: ") and message in one for one in error_messages(head=head, input=FEATURES))
 
 
-def whole(*layers: Table, head: Table = CLASSIFY, input: Table = FEATURES) -> str:
-    """What is said of tables that are good one by one."""
-    [said] = complaints(*layers, head=head, input=input)
-    return said.removeprefix("whole: Value error, ")
+def model_error(*layers: Table, head: Table = CLASSIFY, input: Table = FEATURES) -> str:
+    """Return the error of tables that are valid on their own."""
+    [message] = error_messages(*layers, head=head, input=input)
+    return message.removeprefix("whole: Value error, ")
 
 
-def test_a_text_cnn_can_only_be_the_last_layer() -> None:
-    assert whole(TEXT_CNN, LSTM) == "a text_cnn gives one vector a row: it can only be the last layer"
+def test_text_cnn_must_be_the_last_layer() -> None:
+    assert model_error(TEXT_CNN, LSTM) == "a text_cnn outputs one vector per sequence: it can only be the last layer"
 
 
 @pytest.mark.parametrize(
@@ -278,39 +280,41 @@ def test_a_text_cnn_can_only_be_the_last_layer() -> None:
     ],
     ids=str,
 )
-def test_after_a_text_cnn_stands_no_head_that_needs_steps(head: Table) -> None:
-    said = 'after a text_cnn, the head is classify, regress or embed and its pool is "max"'
-    assert whole(EMBEDDING, TEXT_CNN, head=head, input=IDS) == said
+def test_text_cnn_rejects_heads_that_need_steps(head: Table) -> None:
+    message = 'a text_cnn needs a head of kind classify, regress or embed with pool = "max"'
+    assert model_error(EMBEDDING, TEXT_CNN, head=head, input=IDS) == message
 
 
 @pytest.mark.parametrize("kind", ["classify", "regress", "embed"])
-def test_after_a_text_cnn_stands_a_head_that_pools_by_the_maximum(kind: str) -> None:
+def test_text_cnn_accepts_heads_that_pool_by_max(kind: str) -> None:
     labels = {"labels": LABELS} if kind == "classify" else {}
     made = model(TEXT_CNN, head={"kind": kind, "pool": "max", **labels})
     assert made.has_embedding and not made.has_steps
 
 
-def test_the_next_token_is_one_of_a_vocabulary() -> None:
+def test_next_head_needs_a_vocabulary() -> None:
     head = {"kind": "next", "top": 13}
-    assert whole(LSTM, head=head) == 'a head of kind "next" needs an input of text or ids'
+    assert model_error(LSTM, head=head) == 'a head of kind "next" needs an input of kind "text" or "ids"'
     assert model(EMBEDDING, LSTM, head=head, input=IDS).has_embedding
-    said = "head.top is 14 and input.vocabulary is 13: lower head.top"
-    assert whole(EMBEDDING, LSTM, head={"kind": "next", "top": 14}, input=IDS) == said
+    message = "head.top is 14 and input.vocabulary is 13: lower head.top"
+    assert model_error(EMBEDDING, LSTM, head={"kind": "next", "top": 14}, input=IDS) == message
 
 
 @pytest.mark.parametrize("layer", [LSTM, {"kind": "conv", "filters": 4, "width": 3}, TEXT_CNN], ids=str)
-def test_tokens_are_embedded_first_and_features_never(layer: Table) -> None:
-    kind = layer["kind"]
-    assert whole(layer, input=IDS) == f"an input of kind 'ids' and a first layer of kind '{kind}' do not fit together"
-    said = "an input of kind 'features' and a first layer of kind 'embedding' do not fit together"
-    assert whole(EMBEDDING, layer) == said
+def test_text_and_ids_need_an_embedding_and_features_none(layer: Table) -> None:
+    kind, way_out = layer["kind"], "text and ids need an embedding, features have none"
+    assert model_error(layer, input=IDS) == f"an input of kind 'ids' does not fit a first layer of kind '{kind}': {way_out}"
+    assert (
+        model_error(EMBEDDING, layer)
+        == f"an input of kind 'features' does not fit a first layer of kind 'embedding': {way_out}"
+    )
 
 
-def test_a_model_that_needs_more_steps_than_it_takes_is_refused_with_both() -> None:
+def test_max_steps_below_min_steps_is_rejected() -> None:
     wide = {"kind": "conv", "filters": 4, "width": 9, "padding": "none", "dilation": 2}
     assert model(wide, input={**FEATURES, "max_steps": 17}).min_steps == 17
-    said = "the layers need 17 steps and input.max_steps is 16: raise it"
-    assert whole(wide, input={**FEATURES, "max_steps": 16}) == said
+    message = "the layers need 17 steps and input.max_steps is 16: raise it"
+    assert model_error(wide, input={**FEATURES, "max_steps": 16}) == message
 
 
 @pytest.mark.parametrize(
@@ -326,8 +330,6 @@ def test_a_model_that_needs_more_steps_than_it_takes_is_refused_with_both() -> N
     ],
     ids=str,
 )
-def test_a_head_over_one_vector_a_sequence_has_an_embedding_and_every_layer_but_a_text_cnn_has_steps(
-    head: Table, has_embedding: bool
-) -> None:
+def test_has_embedding_and_has_steps(head: Table, has_embedding: bool) -> None:
     made = model(EMBEDDING, LSTM, head=head, input=IDS)
     assert (made.has_embedding, made.has_steps) == (has_embedding, True)

@@ -1,4 +1,4 @@
-"""Model folders round trip, and every way in which one can be broken is refused by name."""
+"""Model folders round trip, and every broken folder is rejected with an error that names the defect."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 from torch import Tensor
 
-from kernels.contract import STORAGE
+from kernels.ragged import STORAGE
 from service.errors import ModelError
 from service.modeling import store
 from service.modeling.spec import ClassifyHead, ModelSpec, SRULayer, read
@@ -23,8 +23,8 @@ from tests import models
 BIAS = "layers.1.0.backward.bias"
 
 
-def refusal(folder: Path, model: ModelSpec, content: bytes) -> str:
-    """What is said of a weights file whose digest is right and whose content is not."""
+def read_error(folder: Path, model: ModelSpec, content: bytes) -> str:
+    """Return the error of a weights file with a correct digest and wrong content."""
     (folder / "weights.safetensors").write_bytes(content)
     signed = {**model.sha256, "weights.safetensors": hashlib.sha256(content).hexdigest()}
     with pytest.raises(ModelError) as caught:
@@ -33,7 +33,7 @@ def refusal(folder: Path, model: ModelSpec, content: bytes) -> str:
 
 
 @pytest.mark.parametrize("precision", list(STORAGE))
-def test_a_model_reads_back_as_it_was_written(tmp_path: Path, model: ModelSpec, precision: str) -> None:
+def test_model_round_trips(tmp_path: Path, model: ModelSpec, precision: str) -> None:
     wanted = model.model_copy(update={"precision": precision})
     given = models.weights(model, seed=5)
     folder = tmp_path / precision / model.name / "1"
@@ -45,7 +45,7 @@ def test_a_model_reads_back_as_it_was_written(tmp_path: Path, model: ModelSpec, 
 
 
 @pytest.mark.parametrize("name", models.OF_EVERY_HEAD)
-def test_a_model_of_any_layers_and_head_reads_back_as_it_was_written(tmp_path: Path, name: str) -> None:
+def test_every_layer_and_head_round_trips(tmp_path: Path, name: str) -> None:
     written = models.OF_EVERY_HEAD[name](tmp_path)
     folder = tmp_path / name / "1"
     assert read(folder) == written
@@ -54,7 +54,7 @@ def test_a_model_of_any_layers_and_head_reads_back_as_it_was_written(tmp_path: P
 
 
 @pytest.mark.parametrize("scale", [1.0, -0.0, 1e-7, 1e22, 1.7976931348623157e308])
-def test_a_number_with_a_point_reads_back_as_it_was_written(tmp_path: Path, scale: float) -> None:
+def test_float_round_trips(tmp_path: Path, scale: float) -> None:
     sru = {"kind": "sru", "hidden": 4, "scale": scale}
     written = models.made_up(tmp_path, "scaled", models.IDS, models.EMBEDDING, sru, head={"kind": "span"})
     again = read(tmp_path / "scaled" / "1").layers[1]
@@ -62,7 +62,7 @@ def test_a_number_with_a_point_reads_back_as_it_was_written(tmp_path: Path, scal
     assert isinstance(again, SRULayer) and math.copysign(1, again.scale) == math.copysign(1, scale)
 
 
-def test_an_sru_s_layer_norm_is_read_back_with_its_tensors(tmp_path: Path) -> None:
+def test_sru_layer_norm_round_trips(tmp_path: Path) -> None:
     sru = {"kind": "sru", "hidden": 4, "depth": 2, "layer_norm": "after"}
     written = models.made_up(tmp_path, "normalised", models.IDS, models.EMBEDDING, sru, head={"kind": "span"})
     folder = tmp_path / "normalised" / "1"
@@ -70,7 +70,7 @@ def test_an_sru_s_layer_norm_is_read_back_with_its_tensors(tmp_path: Path) -> No
     assert store.read_arrays(folder, written)["layers.1.1.norm"].shape == (2, 4)
 
 
-def test_weights_that_are_no_contiguous_arrays_are_written_as_their_values(tmp_path: Path, model: ModelSpec) -> None:
+def test_non_contiguous_weights_are_written(tmp_path: Path, model: ModelSpec) -> None:
     given = {name: array.repeat_interleave(2, dim=-1)[..., ::2] for name, array in models.weights(model).items()}
     assert not any(array.is_contiguous() for array in given.values())
     folder = tmp_path / "strided" / model.name / "1"
@@ -84,9 +84,7 @@ def test_weights_that_are_no_contiguous_arrays_are_written_as_their_values(tmp_p
 )
 @example(labels=["a", "b\x7f"], description="")
 @settings(max_examples=60, deadline=None)
-def test_the_toml_that_write_makes_reads_back_equal_whatever_the_characters(
-    tmp_path_factory: pytest.TempPathFactory, labels: list[str], description: str
-) -> None:
+def test_toml_round_trips_any_characters(tmp_path_factory: pytest.TempPathFactory, labels: list[str], description: str) -> None:
     root = tmp_path_factory.mktemp("odd")
     model = models.words(root)
     head = ClassifyHead(kind="classify", pool="mean", labels=tuple(labels))
@@ -96,14 +94,14 @@ def test_the_toml_that_write_makes_reads_back_equal_whatever_the_characters(
     assert read(folder) == written
 
 
-def test_the_toml_that_write_makes_has_the_digest_of_every_file_that_is_read(folder: Path) -> None:
-    said = tomllib.loads((folder / "model.toml").read_text())["sha256"]
-    assert said == {
+def test_toml_has_the_digest_of_every_file(folder: Path) -> None:
+    message = tomllib.loads((folder / "model.toml").read_text())["sha256"]
+    assert message == {
         name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in ("weights.safetensors", "tokenizer.json")
     }
 
 
-def test_a_wrong_digest_is_refused(folder: Path, model: ModelSpec) -> None:
+def test_wrong_digest_is_rejected(folder: Path, model: ModelSpec) -> None:
     file = folder / "weights.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
@@ -112,67 +110,67 @@ def test_a_wrong_digest_is_refused(folder: Path, model: ModelSpec) -> None:
         store.read_arrays(folder, model)
 
 
-def test_a_missing_digest_is_refused_with_the_way_out(folder: Path, model: ModelSpec) -> None:
+def test_missing_digest_error_has_a_hint(folder: Path, model: ModelSpec) -> None:
     unsigned = model.model_copy(update={"sha256": {}})
     with pytest.raises(ModelError) as caught:
         store.read_arrays(folder, unsigned)
-    said = "sha256 has no entry for weights.safetensors: add the digest that sha256sum prints"
-    assert str(caught.value) == f"{folder / 'model.toml'}: {said}"
+    message = "sha256 has no entry for weights.safetensors: add the digest that sha256sum prints"
+    assert str(caught.value) == f"{folder / 'model.toml'}: {message}"
 
 
-def test_a_missing_file_is_refused(folder: Path, model: ModelSpec) -> None:
+def test_missing_file_is_rejected(folder: Path, model: ModelSpec) -> None:
     (folder / "weights.safetensors").unlink()
     with pytest.raises(ModelError, match=r"weights.safetensors cannot be read: No such file"):
         store.read_arrays(folder, model)
 
 
 @pytest.mark.parametrize("kept", [0, 7, 8, 100, -1])
-def test_a_truncated_file_is_refused(folder: Path, model: ModelSpec, kept: int) -> None:
+def test_truncated_file_is_rejected(folder: Path, model: ModelSpec, kept: int) -> None:
     content = (folder / "weights.safetensors").read_bytes()[:kept]
-    assert "is not a whole safetensors file" in refusal(folder, model, content)
+    assert "is not a complete safetensors file" in read_error(folder, model, content)
 
 
 @given(st.binary(max_size=64) | st.binary(max_size=64).map(lambda header: len(header).to_bytes(8, "little") + header))
 @settings(max_examples=50, deadline=None)
-def test_a_file_of_any_other_bytes_is_refused(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+def test_file_of_random_bytes_is_rejected(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     root = tmp_path_factory.mktemp("bytes")
     model = models.words(root)
-    assert refusal(root / model.name / "1", model, content)
+    assert read_error(root / model.name / "1", model, content)
 
 
 def changed(model: ModelSpec, changes: dict[str, Tensor | None]) -> bytes:
-    """The weights with some of them replaced, or left out."""
+    """Return the weights file with some tensors replaced, or removed."""
     arrays: dict[str, Tensor | None] = {**models.weights(model), **changes}
     return save({name: array for name, array in arrays.items() if array is not None})
 
 
-def test_a_missing_tensor_is_refused_by_name_and_shape(folder: Path, model: ModelSpec) -> None:
-    said = refusal(folder, model, changed(model, {BIAS: None}))
-    assert said == f"the tensor {BIAS} of shape (20,) is missing"
+def test_missing_tensor_error_names_name_and_shape(folder: Path, model: ModelSpec) -> None:
+    message = read_error(folder, model, changed(model, {BIAS: None}))
+    assert message == f"the tensor {BIAS} of shape (20,) is missing"
 
 
-def test_an_extra_tensor_is_refused_by_name(folder: Path, model: ModelSpec) -> None:
-    said = refusal(folder, model, changed(model, {"layers.9.weight": torch.zeros(3)}))
-    assert said == "the tensor layers.9.weight belongs to no layer of model.toml"
+def test_extra_tensor_error_names_it(folder: Path, model: ModelSpec) -> None:
+    message = read_error(folder, model, changed(model, {"layers.9.weight": torch.zeros(3)}))
+    assert message == "the tensor layers.9.weight belongs to no layer of model.toml"
 
 
-def test_a_wrong_shape_is_refused_with_both_shapes(folder: Path, model: ModelSpec) -> None:
-    said = refusal(folder, model, changed(model, {BIAS: torch.zeros(21)}))
-    assert said == f"{BIAS} has the shape (21,) and model.toml asks for (20,)"
+def test_wrong_shape_error_has_both_shapes(folder: Path, model: ModelSpec) -> None:
+    message = read_error(folder, model, changed(model, {BIAS: torch.zeros(21)}))
+    assert message == f"{BIAS} has shape (21,), model.toml requires (20,)"
 
 
-def test_a_wrong_dtype_is_refused_with_both_dtypes(folder: Path, model: ModelSpec) -> None:
-    said = refusal(folder, model, changed(model, {BIAS: torch.zeros(20, dtype=torch.float16)}))
-    assert said == f"{BIAS} is torch.float16 and the precision in model.toml is float32"
+def test_wrong_dtype_error_has_both_dtypes(folder: Path, model: ModelSpec) -> None:
+    message = read_error(folder, model, changed(model, {BIAS: torch.zeros(20, dtype=torch.float16)}))
+    assert message == f"{BIAS} is torch.float16 and the precision in model.toml is float32"
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_weights_that_are_not_finite_are_refused_by_name(folder: Path, model: ModelSpec, value: float) -> None:
-    said = refusal(folder, model, changed(model, {BIAS: torch.tensor([0.0] * 19 + [value])}))
-    assert said == f"{BIAS} has values that are not finite"
+def test_non_finite_weights_are_rejected(folder: Path, model: ModelSpec, value: float) -> None:
+    message = read_error(folder, model, changed(model, {BIAS: torch.tensor([0.0] * 19 + [value])}))
+    assert message == f"{BIAS} has values that are not finite"
 
 
-def test_weights_too_large_for_the_precision_are_not_written(tmp_path: Path, model: ModelSpec) -> None:
+def test_weights_that_overflow_the_precision_are_rejected(tmp_path: Path, model: ModelSpec) -> None:
     half = model.model_copy(update={"precision": "float16"})
     folder = tmp_path / "half" / model.name / "1"
     with pytest.raises(ModelError, match="has values that are not finite"):

@@ -1,4 +1,4 @@
-"""Texts to token ids, and which tokenizer files are refused."""
+"""Tokenisation, and tokenizer files that are rejected."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests import models
 
 
 def with_file(folder: Path, model: ModelSpec, content: str) -> ModelSpec:
-    """The spec of the folder once it has this tokenizer."""
+    """Replace the tokenizer of the folder and return the updated spec."""
     (folder / "tokenizer.json").write_text(content)
     signed = {**model.sha256, "tokenizer.json": hashlib.sha256(content.encode()).hexdigest()}
     return model.model_copy(update={"sha256": signed})
@@ -34,28 +34,28 @@ def numbered(size: int) -> dict[str, int]:
     return {"[UNK]": 0, **{f"word{id}": id for id in range(1, size)}}
 
 
-def test_words_become_their_ids_and_unknown_ones_the_unknown_id(folder: Path, model: ModelSpec) -> None:
+def test_unknown_words_become_the_unknown_id(folder: Path, model: ModelSpec) -> None:
     tokenizer = Tokenizer.read(folder, model)
     assert tokenizer.ids("how far is the moon ?", "inputs[0]") == [1, 2, 3, 4, 0, 9]
 
 
 @pytest.mark.parametrize("text", ["", "   ", "\n\t"])
-def test_a_text_without_words_has_no_ids(folder: Path, model: ModelSpec, text: str) -> None:
+def test_text_without_words_has_no_ids(folder: Path, model: ModelSpec, text: str) -> None:
     assert Tokenizer.read(folder, model).ids(text, "inputs[0]") == []
 
 
 @pytest.mark.parametrize("text", ["\0", "🙂" * 99, "\u202e", "é\u0301", "\ufffd", "a" * 10_000])
-def test_odd_text_becomes_known_ids(folder: Path, model: ModelSpec, text: str) -> None:
+def test_unusual_text_becomes_known_ids(folder: Path, model: ModelSpec, text: str) -> None:
     assert set(Tokenizer.read(folder, model).ids(text, "inputs[0]")) <= set(range(len(models.WORDS)))
 
 
-def test_a_text_that_is_no_unicode_is_refused_naming_the_field(folder: Path, model: ModelSpec) -> None:
+def test_invalid_unicode_error_names_the_field(folder: Path, model: ModelSpec) -> None:
     with pytest.raises(InvalidInput, match=r"inputs\[3\] cannot be tokenised") as caught:
         Tokenizer.read(folder, model).ids("how \ud800 far", "inputs[3]")
     assert caught.value.field == "inputs[3]"
 
 
-def test_an_unknown_word_of_a_tokenizer_without_an_unknown_token_is_refused(folder: Path, model: ModelSpec) -> None:
+def test_unknown_word_without_unknown_token_is_rejected(folder: Path, model: ModelSpec) -> None:
     known = {f"word{id}": id for id in range(len(models.WORDS))}
     tokenizer = Tokenizer.read(folder, with_file(folder, model, word_level(known, unknown=None).to_str()))
     assert tokenizer.ids("word3 word1", "inputs[0]") == [3, 1]
@@ -63,7 +63,7 @@ def test_an_unknown_word_of_a_tokenizer_without_an_unknown_token_is_refused(fold
         tokenizer.ids("word3 moon", "inputs[0]")
 
 
-def test_padding_and_truncation_of_the_file_are_not_applied(folder: Path, model: ModelSpec) -> None:
+def test_padding_and_truncation_of_the_file_are_ignored(folder: Path, model: ModelSpec) -> None:
     made = word_level(numbered(len(models.WORDS)))
     made.enable_padding(length=8)
     made.enable_truncation(max_length=2)
@@ -71,41 +71,43 @@ def test_padding_and_truncation_of_the_file_are_not_applied(folder: Path, model:
     assert tokenizer.ids("word1 word2 word3", "inputs[0]") == [1, 2, 3]
 
 
-def test_a_vocabulary_of_another_size_is_refused_with_both_sizes(folder: Path, model: ModelSpec) -> None:
+def test_vocabulary_size_error_has_both_sizes(folder: Path, model: ModelSpec) -> None:
     other = with_file(folder, model, word_level(numbered(7)).to_str())
     with pytest.raises(ModelError) as caught:
         Tokenizer.read(folder, other)
-    assert str(caught.value) == f"{folder / 'tokenizer.json'} has token ids below 7 and input.vocabulary in model.toml is 10"
+    assert str(caught.value) == (
+        f"{folder / 'tokenizer.json'} needs a vocabulary of 7 and input.vocabulary in model.toml is 10: make them equal"
+    )
 
 
-def test_ids_beyond_the_vocabulary_are_refused_although_their_number_fits(folder: Path, model: ModelSpec) -> None:
+def test_ids_beyond_the_vocabulary_are_rejected(folder: Path, model: ModelSpec) -> None:
     vocabulary = {**numbered(9), "beyond": 77}
     assert len(vocabulary) == len(models.WORDS)
     other = with_file(folder, model, word_level(vocabulary).to_str())
-    with pytest.raises(ModelError, match="below 78"):
+    with pytest.raises(ModelError, match="needs a vocabulary of 78"):
         Tokenizer.read(folder, other)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", json.dumps({"version": "1.0", "model": {"type": "Abacus"}})])
-def test_a_broken_file_is_refused_by_name(folder: Path, model: ModelSpec, content: str) -> None:
+def test_broken_file_error_names_the_file(folder: Path, model: ModelSpec, content: str) -> None:
     broken = with_file(folder, model, content)
     with pytest.raises(ModelError) as caught:
         Tokenizer.read(folder, broken)
     assert str(caught.value).startswith(f"{folder / 'tokenizer.json'}: ")
 
 
-def test_a_missing_file_is_refused_by_name(folder: Path, model: ModelSpec) -> None:
+def test_missing_file_error_names_the_file(folder: Path, model: ModelSpec) -> None:
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ModelError, match=r"tokenizer\.json cannot be read"):
         Tokenizer.read(folder, model)
 
 
-def test_another_file_than_the_one_the_model_was_written_with_is_refused(folder: Path, model: ModelSpec) -> None:
+def test_changed_file_is_rejected(folder: Path, model: ModelSpec) -> None:
     with_file(folder, model, word_level(numbered(len(models.WORDS))).to_str())
     with pytest.raises(ModelError, match=r"tokenizer.json does not have the digest in model.toml"):
         Tokenizer.read(folder, model)
 
 
-def test_a_missing_digest_is_refused_with_the_way_out(folder: Path, model: ModelSpec) -> None:
+def test_missing_digest_error_has_a_hint(folder: Path, model: ModelSpec) -> None:
     with pytest.raises(ModelError, match=r"sha256 has no entry for tokenizer.json: add the digest that sha256sum prints"):
         Tokenizer.read(folder, model.model_copy(update={"sha256": {}}))

@@ -1,8 +1,10 @@
-"""What a model is, as its `model.toml` says it. Reads no weights and loads no tensor library, so that fronts may use it.
+"""The description of a model, read from its `model.toml`, and the layout of model folders.
 
-A model folder is models/<name>/<version>/ with `model.toml`, `weights.safetensors`, `card.md` and, for text,
-`tokenizer.json`. Names are letters, digits, dot, dash and underscore; versions are whole numbers from 1. models/aliases.toml may
-give a model, or one version of it, other names.
+Reads no weights and loads no tensor library, so that frontends may import it.
+
+A version folder is models/<name>/<version>/ with `model.toml`, `weights.safetensors`, `card.md` and, for text, `tokenizer.json`. Names
+have letters, digits, dots, dashes and underscores; versions are whole numbers from 1. models/aliases.toml may define other names for a
+model or for one of its versions.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from service.errors import ModelError
+from service.modeling.spec.files import read_file
 from service.modeling.spec.heads import (
     HEAD_KINDS,
     ClassifyHead,
@@ -64,13 +67,14 @@ __all__ = [
     "TCNLayer",
     "TagHead",
     "TextCNNLayer",
-    "aliases",
     "digest",
-    "find",
-    "folders",
+    "find_models",
     "read",
-    "verified",
-    "versions",
+    "read_aliases",
+    "read_file",
+    "read_verified",
+    "version_folders",
+    "visible_folders",
 ]
 
 MODEL, WEIGHTS, TOKENIZER, CARD = "model.toml", "weights.safetensors", "tokenizer.json", "card.md"
@@ -78,10 +82,11 @@ ALIASES = "aliases.toml"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 VERSION = re.compile(r"[1-9][0-9]{0,8}")
 CHARACTERS_PER_STEP = 32
+"""No tokeniser is expected to produce fewer tokens than one per 32 characters."""
 
 
 class SequenceInput(Table):
-    """What one sequence is: a text, token ids below `vocabulary`, or rows of `features` floats."""
+    """The input of a model: text, token ids below `vocabulary`, or steps of `features` floats."""
 
     kind: Literal["text", "ids", "features"]
     max_steps: Size
@@ -90,21 +95,21 @@ class SequenceInput(Table):
 
     @model_validator(mode="after")
     def _sizes_fit_the_kind(self) -> SequenceInput:
-        wanted, other = ("features", "vocabulary") if self.kind == "features" else ("vocabulary", "features")
-        if getattr(self, wanted) is None:
-            raise ValueError(f"an input of kind {self.kind!r} needs {wanted}")
-        if getattr(self, other) is not None:
-            raise ValueError(f"an input of kind {self.kind!r} has no {other}: remove it")
+        required, forbidden = ("features", "vocabulary") if self.kind == "features" else ("vocabulary", "features")
+        if getattr(self, required) is None:
+            raise ValueError(f"an input of kind {self.kind!r} requires {required}")
+        if getattr(self, forbidden) is not None:
+            raise ValueError(f"an input of kind {self.kind!r} has no {forbidden}: remove it")
         return self
 
     @property
     def max_characters(self) -> int:
-        """Longest text that is worth tokenising."""
+        """Length of the longest text that is tokenised; a longer one would exceed `max_steps` in any case."""
         return CHARACTERS_PER_STEP * self.max_steps
 
 
 class ModelSpec(Table):
-    """A whole model.toml. `sha256` has the digest of every other file that is read to serve the model."""
+    """The content of model.toml. `sha256` has the digest of every other file that is read to serve the model."""
 
     name: Annotated[str, Field(pattern=f"^{NAME.pattern}$")]
     description: str = ""
@@ -120,15 +125,18 @@ class ModelSpec(Table):
         if "embedding" in kinds[1:]:
             raise ValueError("an embedding can only be the first layer")
         if (kinds[0] == "embedding") != (self.input.kind != "features"):
-            raise ValueError(f"an input of kind {self.input.kind!r} and a first layer of kind {kinds[0]!r} do not fit together")
+            raise ValueError(
+                f"an input of kind {self.input.kind!r} does not fit a first layer of kind {kinds[0]!r}: "
+                "text and ids need an embedding, features have none"
+            )
         if kinds[-1] == "embedding":
-            raise ValueError("an encoder needs a layer after its embedding")
+            raise ValueError("an embedding needs a layer after it: add one")
         if "text_cnn" in kinds[:-1]:
-            raise ValueError("a text_cnn gives one vector a row: it can only be the last layer")
+            raise ValueError("a text_cnn outputs one vector per sequence: it can only be the last layer")
         return self
 
     @model_validator(mode="after")
-    def _a_sequence_is_long_enough(self) -> ModelSpec:
+    def _max_steps_is_at_least_min_steps(self) -> ModelSpec:
         if self.min_steps > self.input.max_steps:
             raise ValueError(f"the layers need {self.min_steps} steps and input.max_steps is {self.input.max_steps}: raise it")
         return self
@@ -136,15 +144,15 @@ class ModelSpec(Table):
     @model_validator(mode="after")
     def _head_fits_the_encoder(self) -> ModelSpec:
         if not self.has_steps and getattr(self.head, "pool", None) != "max":
-            raise ValueError('after a text_cnn, the head is classify, regress or embed and its pool is "max"')
+            raise ValueError('a text_cnn needs a head of kind classify, regress or embed with pool = "max"')
         if self.head.kind == "next" and self.input.vocabulary is None:
-            raise ValueError('a head of kind "next" needs an input of text or ids')
+            raise ValueError('a head of kind "next" needs an input of kind "text" or "ids"')
         if self.head.kind == "next" and self.input.vocabulary is not None and self.head.top > self.input.vocabulary:
             raise ValueError(f"head.top is {self.head.top} and input.vocabulary is {self.input.vocabulary}: lower head.top")
         return self
 
     def tensors(self) -> Shapes:
-        """Name and shape of every tensor in weights.safetensors."""
+        """Return the name and shape of every tensor in weights.safetensors."""
         shapes: Shapes = {}
         inputs = self.input.vocabulary or self.input.features or 0
         for index, layer in enumerate(self.layers):
@@ -155,7 +163,7 @@ class ModelSpec(Table):
 
     @property
     def min_steps(self) -> int:
-        """Fewest steps of a sequence of which every layer has an output."""
+        """The shortest sequence, in steps, for which every layer has an output."""
         steps = 1
         for layer in reversed(self.layers):
             steps = layer.steps_for(steps)
@@ -163,102 +171,105 @@ class ModelSpec(Table):
 
     @property
     def has_steps(self) -> bool:
-        """Whether the last layer gives a vector for every step, which `return` may ask for."""
+        """Whether the last layer outputs a vector per step, so that a request may return the sequence."""
         return self.layers[-1].kind != "text_cnn"
 
     @property
     def has_embedding(self) -> bool:
-        """Whether the head works on one vector a sequence, which `return` may ask for."""
+        """Whether the head works on one vector per sequence, so that a request may return the embedding."""
         return self.head.kind in ("classify", "regress", "next", "embed")
 
 
 def read(folder: Path) -> ModelSpec:
-    """The spec of one version; raises ModelError naming the file, the key and the way out."""
+    """Read the model.toml of a version folder; raises ModelError if it is missing or invalid."""
     file = folder / MODEL
     try:
-        spec = ModelSpec.model_validate(tomllib.loads(file.read_text()))
+        spec = ModelSpec.model_validate(tomllib.loads(read_file(file).decode()))
     except FileNotFoundError:
         raise ModelError(f"{file} is missing: a version folder needs {MODEL}, {WEIGHTS} and, for text, {TOKENIZER}") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as fault:
-        raise ModelError(f"{file}: {fault}") from fault
-    except ValidationError as fault:
-        raise ModelError("; ".join(f"{file}: {_complaint(dict(error))}" for error in fault.errors())) from fault
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ModelError(f"{file}: {error}") from error
+    except ValidationError as error:
+        raise ModelError("; ".join(f"{file}: {_error_message(dict(detail))}" for detail in error.errors())) from error
     if spec.name != folder.parent.name:
-        raise ModelError(f"{file}: name is {spec.name!r} and its folder is {folder.parent.name!r}: make them the same")
+        raise ModelError(f"{file}: name is {spec.name!r} and the folder is {folder.parent.name!r}: use the same name for both")
     return spec
 
 
-def verified(file: Path, spec: ModelSpec) -> bytes:
-    """The content of one file of a version folder; raises ModelError unless its digest is the one in `spec`."""
+def read_verified(file: Path, spec: ModelSpec) -> bytes:
+    """Return the content of a file of a version folder; raises ModelError unless its digest is the one in `spec`."""
     try:
-        data = file.read_bytes()
-    except OSError as fault:
-        raise ModelError(f"{file} cannot be read: {fault.strerror}") from fault
-    wanted = spec.sha256.get(file.name)
-    if wanted is None:
+        data = read_file(file)
+    except OSError as error:
+        raise ModelError(f"{file} cannot be read: {error.strerror}") from error
+    expected = spec.sha256.get(file.name)
+    if expected is None:
         raise ModelError(f"{file.parent / MODEL}: sha256 has no entry for {file.name}: add the digest that sha256sum prints")
-    if digest(data) != wanted:
-        raise ModelError(f"{file} does not have the digest in {MODEL}: the copy is broken, or the digest was not updated")
+    if digest(data) != expected:
+        raise ModelError(
+            f"{file} does not have the digest in {MODEL}: copy the file again, or update sha256 if you changed it on purpose"
+        )
     return data
 
 
 def digest(data: bytes) -> str:
-    """SHA-256 as `sha256sum` prints it."""
+    """Return the SHA-256 digest in the form that `sha256sum` prints."""
     return hashlib.sha256(data).hexdigest()
 
 
-def find(root: Path) -> dict[str, dict[str, Path]]:
-    """Version folders by model name, versions rising; raises ModelError for names that cannot be served, and when there is none."""
+def find_models(root: Path) -> dict[str, dict[str, Path]]:
+    """Return each model's version folders in ascending order; raises ModelError for invalid names and for an empty models folder."""
     if not root.is_dir():
-        raise ModelError(f"models folder {root} does not exist: name another with --models")
-    for folder in folders(root):
+        raise ModelError(f"models folder {root} does not exist: create it, or name another folder with --models")
+    for folder in visible_folders(root):
         if not NAME.fullmatch(folder.name):
             raise ModelError(f"{folder}: a model name has letters, digits, '.', '_' and '-' only: rename the folder")
-    found = {folder.name: versions(folder) for folder in folders(root)}
-    if not found:
+    models = {folder.name: version_folders(folder) for folder in visible_folders(root)}
+    if not models:
         raise ModelError(f"models folder {root} has no model: put one there, or name another folder with --models")
-    return found
+    return models
 
 
-def versions(folder: Path) -> dict[str, Path]:
-    """The version folders of a model, rising; raises ModelError for names that cannot be, and when there is none."""
-    for version in folders(folder):
+def version_folders(folder: Path) -> dict[str, Path]:
+    """Return the version folders of a model, in ascending order; raises ModelError for invalid names or no version."""
+    for version in visible_folders(folder):
         if not VERSION.fullmatch(version.name):
             raise ModelError(f"{version}: a version is a whole number from 1 without leading zeros: rename the folder")
-    found = {version.name: version for version in sorted(folders(folder), key=lambda path: int(path.name))}
-    if not found:
+    versions = {version.name: version for version in sorted(visible_folders(folder), key=lambda path: int(path.name))}
+    if not versions:
         raise ModelError(f"{folder} has no version folder: put the model's files into {folder / '1'}")
-    return found
+    return versions
 
 
-def aliases(root: Path, models: Mapping[str, Collection[str]]) -> dict[str, str]:
-    """Other names, by alias, from aliases.toml, each for a model or for `model/version`; raises ModelError for one that leads nowhere.
+def read_aliases(root: Path, models: Mapping[str, Collection[str]]) -> dict[str, str]:
+    """Return the aliases of aliases.toml, each for a `model` or a `model/version`; raises ModelError for an alias without a target.
 
-    models: the versions of each.
+    models: the versions of each model.
     """
     file = root / ALIASES
     try:
-        found = tomllib.loads(file.read_text()) if file.exists() else {}
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as fault:
-        raise ModelError(f"{file}: {fault}") from fault
-    for alias, name in found.items():
+        alias_targets = tomllib.loads(read_file(file).decode()) if file.exists() else {}
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ModelError(f"{file}: {error}") from error
+    for alias, target in alias_targets.items():
         if alias in models or not NAME.fullmatch(alias):
-            raise ModelError(f"{file}: {alias!r} is a model's own name, or cannot be a name: choose another")
-        model, pinned, version = name.partition("/") if isinstance(name, str) else ("", "", "")
+            raise ModelError(f"{file}: the alias {alias!r} is the name of a model, or not a valid name: choose another")
+        model, pinned, version = target.partition("/") if isinstance(target, str) else ("", "", "")
         if model not in models:
-            raise ModelError(f"{file}: {alias} stands for {name!r}, which is no model here: known are {', '.join(models)}")
+            raise ModelError(f"{file}: {alias} stands for {target!r}, which does not exist: the models are {', '.join(models)}")
         if pinned and version not in models[model]:
-            raise ModelError(f"{file}: {alias} stands for {name!r}, and {model} has the versions {', '.join(models[model])}")
-    return found
+            raise ModelError(f"{file}: {alias} stands for {target!r}, and {model} has the versions {', '.join(models[model])}")
+    return alias_targets
 
 
-def folders(root: Path) -> Iterator[Path]:
-    """What may be the folder of a model, or of a version."""
+def visible_folders(root: Path) -> Iterator[Path]:
+    """Return the folders within `root` that are not hidden: models in the models folder, versions in a model folder."""
     return (path for path in sorted(root.iterdir()) if path.is_dir() and not path.name.startswith("."))
 
 
-def _complaint(error: Mapping[str, Any]) -> str:
-    # A discriminated union adds its tag to the location; the reader of a TOML file knows only keys and indices.
+def _error_message(error: Mapping[str, Any]) -> str:
+    """Return one pydantic error in terms of the TOML file."""
+    # A discriminated union adds its tag to the location; the author of a TOML file knows only keys and indices.
     key = ".".join(str(part) for part in error["loc"] if part not in (*LAYER_KINDS, *HEAD_KINDS))
     unknown = error["type"] == "extra_forbidden"
     message = "unknown key: remove it or correct its name" if unknown else str(error["msg"]).removeprefix("Value error, ")

@@ -1,4 +1,4 @@
-"""What a model answers: the heads, and the tensors that each of them has."""
+"""The heads of model.toml, and the tensors of each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Labelled(Table):
     @model_validator(mode="after")
     def _labels_differ(self) -> Labelled:
         if len(set(self.labels)) != len(self.labels):
-            raise ValueError("labels must differ from each other")
+            raise ValueError("labels must be unique")
         return self
 
     def tensors(self, inputs: int, vocabulary: int | None) -> Shapes:
@@ -41,7 +41,7 @@ class TagHead(Labelled):
 
 
 class RegressHead(Table):
-    """Numbers for a whole sequence: pool over time, then a linear layer."""
+    """`outputs` numbers for a whole sequence: pool over time, then a linear layer."""
 
     kind: Literal["regress"]
     pool: Pool
@@ -52,7 +52,7 @@ class RegressHead(Table):
 
 
 class SpanHead(Table):
-    """The likeliest stretch of steps: a linear layer to a start and an end score, softmax over each row's steps."""
+    """The most likely span of steps: a linear layer to a start and an end score, softmax over the steps of each sequence."""
 
     kind: Literal["span"]
 
@@ -61,7 +61,7 @@ class SpanHead(Table):
 
 
 class NextHead(Table):
-    """The likeliest next tokens after the last step: a linear layer to the vocabulary and softmax; the `top` best are answered."""
+    """The `top` most likely tokens after the last step: a linear layer to the vocabulary and softmax."""
 
     kind: Literal["next"]
     top: Size = 5
@@ -71,7 +71,7 @@ class NextHead(Table):
 
 
 class EmbedHead(Table):
-    """The pooled vector itself, of length 1 when `normalize` is set."""
+    """The pooled vector itself, scaled to length 1 if `normalize` is set."""
 
     kind: Literal["embed"]
     pool: Pool

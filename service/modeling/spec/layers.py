@@ -1,4 +1,4 @@
-"""The layers that an encoder is made of, and the tensors that each of them has."""
+"""The layers of model.toml, and the tensors of each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GATED = ("glu", "gated_tanh")
 
 
 class EmbeddingLayer(LayerTable):
-    """Token ids to vectors of `width`."""
+    """A lookup table from token ids to vectors of `width`."""
 
     kind: Literal["embedding"]
     width: Size
@@ -28,7 +28,7 @@ class EmbeddingLayer(LayerTable):
 
 
 class RecurrentLayer(LayerTable):
-    """`depth` levels of `hidden` units; a bidirectional level gives [forward | backward] to the next one."""
+    """`depth` levels of `hidden` units. The output of a bidirectional level is [forward | backward]."""
 
     hidden: Size
     depth: Size = 1
@@ -52,11 +52,11 @@ class RecurrentLayer(LayerTable):
         return shapes
 
     def weights(self, inputs: int) -> Shapes:
-        """One level in one direction."""
+        """Return the name and shape of each tensor of one level in one direction."""
         raise NotImplementedError
 
     def shared(self, inputs: int) -> Shapes:
-        """One level, of all its directions together."""
+        """Return the name and shape of each tensor that the directions of one level share."""
         return {}
 
 
@@ -71,7 +71,7 @@ class LSTMLayer(RecurrentLayer):
 
 
 class GRULayer(RecurrentLayer):
-    """Gate blocks reset, update, new. With `reset_after` the reset gate is applied to the recurrent product and its bias."""
+    """Gate blocks reset, update, new. With `reset_after`, the reset gate is applied to the recurrent product and its bias."""
 
     kind: Literal["gru"]
     reset_after: StrictBool = True
@@ -83,11 +83,11 @@ class GRULayer(RecurrentLayer):
 
 
 class SRULayer(RecurrentLayer):
-    """Blocks candidate, forget, reset and, when a skip is wanted and the input has another width than the output, skip.
+    """Blocks candidate, forget, reset, and skip if `skip` is set and the input width differs from the output width.
 
-    `cell_gates` lets the old cell into both gates (version 2); `scale` multiplies a skip that is the input itself; a `projection`
-    that is smaller than a level's input and output stands before its product. A layer norm normalises each level's input before
-    projection and product, though not the skip that is the input itself, or else each level's whole output after it.
+    `cell_gates` feeds the previous cell into both gates (SRU version 2). `scale` multiplies a skip connection that is the input itself.
+    A `projection` is applied before a level's product if it is narrower than the level's input and output. `layer_norm` normalises
+    each level's input before projection and product, except for a skip connection that is the input itself, or each level's output.
     """
 
     kind: Literal["sru"]
@@ -99,7 +99,7 @@ class SRULayer(RecurrentLayer):
     layer_norm: Literal["none", "before", "after"] = "none"
 
     def projected(self, inputs: int) -> int | None:
-        """Width of the projection before a level of so many inputs, if it has one."""
+        """Return the width of the projection of a level with `inputs` inputs, or None if it has none."""
         return self.projection if self.projection is not None and self.projection < min(inputs, self.outputs) else None
 
     def blocks(self, inputs: int) -> int:
@@ -118,7 +118,7 @@ class SRULayer(RecurrentLayer):
 
 
 class QRNNLayer(RecurrentLayer):
-    """Blocks candidate, forget, output, input, as many as `pooling` asks for; tap 0 of the window is the present step."""
+    """Blocks candidate, forget, output, input, as far as `pooling` uses them. Tap 0 of the window is the current step."""
 
     kind: Literal["qrnn"]
     window: Size = 1
@@ -130,10 +130,10 @@ class QRNNLayer(RecurrentLayer):
 
 
 class ConvLayer(LayerTable):
-    """A convolution over time. `same` pads both sides, `causal` the left one, so that with stride 1 every step has an output.
+    """A convolution over time. `same` pads both sides, `causal` the left side, so that with stride 1 every step has an output.
 
-    A gated activation has twice the maps: values, then their gates. Of a `weight_norm`, the filters are a direction and a magnitude;
-    a `batch_norm` stands before the activation.
+    A gated activation has twice as many maps: values, then their gates. With `weight_norm`, the filters are stored as a direction and
+    a magnitude. `batch_norm` is applied before the activation.
     """
 
     kind: Literal["conv"]
@@ -151,8 +151,8 @@ class ConvLayer(LayerTable):
         return self.filters
 
     @property
-    def sides(self) -> tuple[int, int]:
-        """Zero steps before and after each row."""
+    def padding_steps(self) -> tuple[int, int]:
+        """Zero steps before and after each sequence."""
         reach = (self.width - 1) * self.dilation
         return {"same": (reach // 2, reach - reach // 2), "causal": (reach, 0), "none": (0, 0)}[self.padding]
 
@@ -163,12 +163,12 @@ class ConvLayer(LayerTable):
 
     def steps_for(self, steps: int) -> int:
         reach = (self.width - 1) * self.dilation + 1
-        return max(1, (steps - 1) * self.stride + reach - sum(self.sides))
+        return max(1, (steps - 1) * self.stride + reach - sum(self.padding_steps))
 
 
 class TCNLayer(LayerTable):
-    """`levels` of two causal convolutions, each with ReLU, their dilation twice that of the level before; what came in is added, by a
-    projection where it has another width, and ReLU stands after that (Bai et al. 2018)."""
+    """`levels` of two causal convolutions with ReLU; each level doubles the dilation. The level's input, projected if its width
+    differs, is added to its output, followed by ReLU (Bai et al. 2018)."""
 
     kind: Literal["tcn"]
     filters: Size
@@ -183,20 +183,20 @@ class TCNLayer(LayerTable):
     def tensors(self, inputs: int) -> Shapes:
         shapes: Shapes = {}
         for level in range(self.levels):
-            for place, columns in enumerate((inputs, self.filters)):
-                own = convolution(self.width, columns, self.filters, weight_norm=self.weight_norm)
-                shapes |= {f"{level}.{place}.{name}": shape for name, shape in own.items()}
+            for position, columns in enumerate((inputs, self.filters)):
+                tensors = convolution(self.width, columns, self.filters, weight_norm=self.weight_norm)
+                shapes |= {f"{level}.{position}.{name}": shape for name, shape in tensors.items()}
             if inputs != self.filters:
-                own = convolution(1, inputs, self.filters)
-                shapes |= {f"{level}.projection.{name}": shape for name, shape in own.items()}
+                tensors = convolution(1, inputs, self.filters)
+                shapes |= {f"{level}.projection.{name}": shape for name, shape in tensors.items()}
             inputs = self.filters
         return shapes
 
 
 class TextCNNLayer(LayerTable):
-    """Convolutions of several widths, each with ReLU and the maximum over time, side by side (Kim 2014).
+    """Convolutions of several widths with ReLU, each pooled by its maximum over time, concatenated (Kim 2014).
 
-    Each row gets `padding` zero steps before and after it. What comes out is one vector a row: the head pools by "max".
+    Each sequence gets `padding` zero steps before and after it. The output is one vector per sequence, so the head's pool is "max".
     """
 
     kind: Literal["text_cnn"]
@@ -207,7 +207,7 @@ class TextCNNLayer(LayerTable):
     @model_validator(mode="after")
     def _widths_differ(self) -> TextCNNLayer:
         if len(set(self.widths)) != len(self.widths):
-            raise ValueError("widths must differ from each other: raise filters instead")
+            raise ValueError("widths must be unique: raise filters instead")
         return self
 
     @property
@@ -230,6 +230,6 @@ LAYER_KINDS = ("embedding", "lstm", "gru", "sru", "qrnn", "conv", "tcn", "text_c
 
 
 def convolution(width: int, inputs: int, maps: int, *, weight_norm: bool = False) -> Shapes:
-    """Name and shape of the tensors of one convolution."""
+    """Return the name and shape of each tensor of one convolution."""
     filters = width, inputs, maps
     return {"bias": (maps,)} | ({"direction": filters, "magnitude": (maps,)} if weight_norm else {"filters": filters})

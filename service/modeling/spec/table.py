@@ -1,4 +1,4 @@
-"""What every table of model.toml has in common."""
+"""The base classes of the tables in model.toml."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 class Table(BaseModel):
-    """A table of model.toml: no key is unknown, none changes."""
+    """A table of model.toml: immutable, unknown keys are rejected."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -21,13 +21,13 @@ class LayerTable(Table):
 
     @property
     def outputs(self) -> int:
-        """Width of what comes out."""
+        """Width of the output."""
         raise NotImplementedError
 
     def tensors(self, inputs: int) -> Shapes:
-        """Name and shape of its tensors when `inputs` is the width of what comes in."""
+        """Return the name and shape of each tensor of this layer. inputs: the input width."""
         raise NotImplementedError
 
     def steps_for(self, steps: int) -> int:
-        """Steps that must come in, at least one, for so many to come out."""
+        """Return how many input steps, at least one, are needed for `steps` output steps."""
         return steps

@@ -1,4 +1,4 @@
-"""The same layers in plain PyTorch, in float64 and one row at a time, and their weights in our layout."""
+"""Reference layers in plain PyTorch, in float64 and one row at a time, with their weights in the layout of a model folder."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from service.modeling.spec import ConvLayer, GRULayer, Layer, LSTMLayer, RecurrentLayer, TCNLayer, TextCNNLayer
-from tests.modeling import blocks
-from tests.modeling.cells import CELLS, Cell
+from tests.modeling import reference_blocks
+from tests.modeling.reference_cells import CELLS, Cell
 
 VOCABULARY, WIDTH, HIDDEN, FEATURES = 13, 7, 5, 3
 SIZES: dict[str, dict[str, Any]] = {
@@ -28,7 +28,7 @@ _LAYERS: TypeAdapter[Layer] = TypeAdapter(Layer)
 
 
 class Form:
-    """A layer as model.toml says it, such as ``Form("gru", depth=2)``; sizes that are left out are odd ones."""
+    """A layer of model.toml, such as ``Form("gru", depth=2)``. Default sizes are odd."""
 
     def __init__(self, kind: str, **options: Any) -> None:
         self.kind = kind
@@ -41,30 +41,30 @@ class Form:
     def also(self, **options: Any) -> Form:
         return Form(self.kind, **{**self.options, **options})
 
-    def peer(self, inputs: int, seed: int = 0) -> LayerPeer:
-        """The layer over `inputs` columns."""
+    def reference(self, inputs: int, seed: int = 0) -> ReferenceLayer:
+        """Return the reference layer over `inputs` columns."""
         torch.manual_seed(seed)
-        made = _peer_of(self.spec, inputs)
+        made = _reference_of(self.spec, inputs)
         made.requires_grad_(False).double()
         return made
 
 
-class LayerPeer(nn.Module):
-    """One layer, on one row: (steps, inputs) to (steps, outputs)."""
+class ReferenceLayer(nn.Module):
+    """A layer that maps one row, (steps, inputs), to (steps, outputs)."""
 
     def forward(self, row: Tensor) -> Tensor:
         raise NotImplementedError
 
     def arrays(self) -> dict[str, Tensor]:
-        """The weights under the names and in the layout of a model folder, float32."""
+        """Return the weights in the names and layout of a model folder, float32."""
         return {name: array.float() for name, array in self.named().items()}
 
     def named(self) -> dict[str, Tensor]:
         raise NotImplementedError
 
 
-class TorchPeer(LayerPeer):
-    """torch.nn.LSTM or torch.nn.GRU, whose gate orders are ours; two biases that are always added are one with us."""
+class ReferenceTorchRNN(ReferenceLayer):
+    """torch.nn.LSTM or torch.nn.GRU, which have the same gate order. Two biases of torch that are always added become one."""
 
     def __init__(self, spec: LSTMLayer | GRULayer, inputs: int) -> None:
         super().__init__()
@@ -90,13 +90,13 @@ class TorchPeer(LayerPeer):
         return named
 
 
-class LevelsPeer(LayerPeer):
-    """Levels of cells."""
+class ReferenceLevels(ReferenceLayer):
+    """A stack of ReferenceLevel."""
 
     def __init__(self, spec: RecurrentLayer, inputs: int) -> None:
         super().__init__()
         widths = [inputs, *[spec.outputs] * spec.depth]
-        self.levels = nn.ModuleList(Level(spec, width) for width, _ in pairwise(widths))
+        self.levels = nn.ModuleList(ReferenceLevel(spec, width) for width, _ in pairwise(widths))
 
     def forward(self, row: Tensor) -> Tensor:
         for level in self.levels:
@@ -104,13 +104,13 @@ class LevelsPeer(LayerPeer):
         return row
 
     def named(self) -> dict[str, Tensor]:
-        levels = [level.named() for level in self.levels if isinstance(level, Level)]
+        levels = [level.named() for level in self.levels if isinstance(level, ReferenceLevel)]
         return {f"{index}.{name}": array for index, named in enumerate(levels) for name, array in named.items()}
 
 
-class Level(nn.Module):
-    """A cell for each direction. The backward one reads the reversed row, and what it gives is reversed again. The layer norm of an
-    SRU is of what both cells' products see, or of all that comes out."""
+class ReferenceLevel(nn.Module):
+    """A cell per direction. The backward cell reads the reversed row, and its output is reversed again. The layer norm of an SRU covers
+    the input of both cells' products, or the output of the level."""
 
     def __init__(self, spec: RecurrentLayer, inputs: int) -> None:
         super().__init__()
@@ -136,18 +136,18 @@ class Level(nn.Module):
         return named if self.norm is None else {**named, "norm": torch.stack((self.norm.weight, self.norm.bias))}
 
 
-class ConvPeer(LayerPeer):
-    """torch.nn.Conv1d without a stride, of which every `stride`-th step is kept; its norms are torch's."""
+class ReferenceConv(ReferenceLayer):
+    """torch.nn.Conv1d without stride, with every `stride`-th step kept, and the norms of torch."""
 
     def __init__(self, spec: ConvLayer, inputs: int) -> None:
         super().__init__()
         self.spec = spec
         maps = spec.filters * (2 if spec.activation in GATED else 1)
         padding = "same" if spec.padding == "same" else 0
-        self.conv = blocks.convolution(
+        self.conv = reference_blocks.convolution(
             inputs, maps, spec.width, dilation=spec.dilation, padding=padding, normed=spec.weight_norm
         )
-        self.norm = blocks.batch_norm(maps) if spec.batch_norm else None
+        self.norm = reference_blocks.batch_norm(maps) if spec.batch_norm else None
 
     def forward(self, row: Tensor) -> Tensor:
         before = (self.spec.width - 1) * self.spec.dilation
@@ -155,14 +155,14 @@ class ConvPeer(LayerPeer):
         if columns.shape[1] <= before and self.spec.padding == "none":
             return row.new_zeros(0, self.spec.filters)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Using padding='same' with even kernel")  # one copy more does not matter here
+            warnings.filterwarnings("ignore", "Using padding='same' with even kernel")  # the extra copy does not matter here
             maps = self.conv(columns)
         steps = self.norm(maps[None])[0].T if self.norm else maps.T
         return self._activated(steps)[:: self.spec.stride]
 
     def named(self) -> dict[str, Tensor]:
-        named = blocks.tensors(self.conv)
-        return {**named, "norm": blocks.statistics(self.norm)} if self.norm else named
+        named = reference_blocks.tensors(self.conv)
+        return {**named, "norm": reference_blocks.statistics(self.norm)} if self.norm else named
 
     def _activated(self, maps: Tensor) -> Tensor:
         name = self.spec.activation
@@ -173,14 +173,14 @@ class ConvPeer(LayerPeer):
         return (value if name == "glu" else value.tanh()) * gate.sigmoid()
 
 
-class TCNPeer(LayerPeer):
-    """Levels whose dilation doubles."""
+class ReferenceTCN(ReferenceLayer):
+    """Levels with doubling dilation."""
 
     def __init__(self, spec: TCNLayer, inputs: int) -> None:
         super().__init__()
         widths = [inputs, *[spec.filters] * spec.levels]
         self.levels = nn.ModuleList(
-            blocks.TCNLevel(columns, channels, spec.width, 2**level, normed=spec.weight_norm)
+            reference_blocks.TCNLevel(columns, channels, spec.width, 2**level, normed=spec.weight_norm)
             for level, (columns, channels) in enumerate(pairwise(widths))
         )
 
@@ -193,13 +193,13 @@ class TCNPeer(LayerPeer):
     def named(self) -> dict[str, Tensor]:
         named: dict[str, Tensor] = {}
         for index, level in enumerate(self.levels):
-            assert isinstance(level, blocks.TCNLevel)
-            named |= blocks.prefixed(f"{index}.", level.named())
+            assert isinstance(level, reference_blocks.TCNLevel)
+            named |= reference_blocks.prefixed(f"{index}.", level.named())
         return named
 
 
-class TextCNNPeer(LayerPeer):
-    """Kim 2014: (1, outputs). A filter that is wider than its row saw nothing and gives zeros."""
+class ReferenceTextCNN(ReferenceLayer):
+    """Kim 2014: (1, outputs). A filter that is wider than its row outputs zeros."""
 
     def __init__(self, spec: TextCNNLayer, inputs: int) -> None:
         super().__init__()
@@ -221,28 +221,28 @@ class TextCNNPeer(LayerPeer):
         return named
 
 
-def _peer_of(spec: Layer, inputs: int) -> LayerPeer:
+def _reference_of(spec: Layer, inputs: int) -> ReferenceLayer:
     if isinstance(spec, LSTMLayer) or (isinstance(spec, GRULayer) and spec.reset_after):
-        return TorchPeer(spec, inputs)
+        return ReferenceTorchRNN(spec, inputs)
     if isinstance(spec, ConvLayer):
-        return ConvPeer(spec, inputs)
+        return ReferenceConv(spec, inputs)
     if isinstance(spec, TCNLayer):
-        return TCNPeer(spec, inputs)
+        return ReferenceTCN(spec, inputs)
     if isinstance(spec, TextCNNLayer):
-        return TextCNNPeer(spec, inputs)
+        return ReferenceTextCNN(spec, inputs)
     assert isinstance(spec, RecurrentLayer)
-    return LevelsPeer(spec, inputs)
+    return ReferenceLevels(spec, inputs)
 
 
 def last(steps: Tensor, spec: Layer) -> Tensor:
-    """What each direction gives after it has read the whole row."""
+    """Return the output of each direction after it has read the whole row."""
     if not isinstance(spec, RecurrentLayer) or not spec.bidirectional:
         return steps[-1]
     return torch.cat((steps[-1, : spec.hidden], steps[0, spec.hidden :]))
 
 
 def made_up_rows(lengths: Sequence[int], *, embedded: bool = False, width: int = FEATURES, seed: int = 0) -> Tensor:
-    """Tokens for rows of these lengths: ids, or rows of floats."""
+    """Return random tokens for rows of these lengths: ids if `embedded`, otherwise floats."""
     generator = torch.Generator().manual_seed(seed)
     if embedded:
         return torch.randint(VOCABULARY, (sum(lengths),), generator=generator, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Convolutions in plain PyTorch, with the norms that torch has for them, on one row at a time, and their weights in our layout."""
+"""Reference convolutions in plain PyTorch, with torch's norms, on one row at a time, and their weights in the layout of a model folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn.utils.parametrizations import weight_norm
 def convolution(
     inputs: int, maps: int, width: int, *, dilation: int = 1, padding: str | int = 0, normed: bool = False
 ) -> nn.Conv1d:
-    """torch.nn.Conv1d; with a weight norm, its magnitude is not the length of its direction, as it is at first."""
+    """Return a torch.nn.Conv1d. With weight norm, the magnitude differs from the norm of the direction, unlike torch's initial values."""
     conv = nn.Conv1d(inputs, maps, width, dilation=dilation, padding=padding)
     if normed:
         weight_norm(conv)
@@ -22,7 +22,7 @@ def convolution(
 
 
 def batch_norm(maps: int) -> nn.BatchNorm1d:
-    """As it is after a training."""
+    """Return a batch norm with statistics as after training."""
     norm = nn.BatchNorm1d(maps).eval()
     assert norm.running_mean is not None and norm.running_var is not None
     norm.weight.data.uniform_(0.5, 1.5)
@@ -33,7 +33,7 @@ def batch_norm(maps: int) -> nn.BatchNorm1d:
 
 
 class TCNLevel(nn.Module):
-    """Bai et al. 2018: two causal convolutions with ReLU, and what came in added before another ReLU."""
+    """Bai et al. 2018: two causal convolutions with ReLU, a residual connection, and another ReLU."""
 
     def __init__(self, inputs: int, channels: int, width: int, dilation: int, *, normed: bool) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class TCNLevel(nn.Module):
         self.projection = nn.Conv1d(inputs, channels, 1) if inputs != channels else None
 
     def forward(self, columns: Tensor) -> Tensor:
-        """(inputs, steps) to (channels, steps)."""
+        """Return (channels, steps) of (inputs, steps)."""
         convolved = columns
         for conv in (self.first, self.second):
             convolved = conv(functional.pad(convolved, (self.before, 0))).relu()
@@ -63,7 +63,7 @@ def tensors(conv: nn.Conv1d) -> dict[str, Tensor]:
 
 
 def statistics(norm: nn.BatchNorm1d) -> Tensor:
-    """(4, maps)"""
+    """Return gain, offset, mean and variance, (4, maps)."""
     assert norm.running_mean is not None and norm.running_var is not None
     return torch.stack((norm.weight, norm.bias, norm.running_mean, norm.running_var))
 

@@ -1,4 +1,4 @@
-"""The recurrent cells that torch has not, in plain PyTorch: one level in one direction, on one row at a time."""
+"""Reference cells that torch does not have, in plain PyTorch: one level in one direction, on one row at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BLOCKS = {"f": 2, "fo": 3, "ifo": 4}
 
 
 class Cell(nn.Module):
-    """One level in one direction, read from the first step to the last; `columns` says where a skip's own columns begin."""
+    """One level in one direction, from the first step to the last. columns: the first input column of the skip connection."""
 
     def __init__(self, spec: Any, inputs: int, columns: int) -> None:
         super().__init__()
@@ -50,12 +50,12 @@ class ResetBeforeCell(Cell):
         return torch.stack(steps)
 
     def named(self) -> dict[str, Tensor]:
-        return {"input": self.input.weight.T, "recurrent": _side_by_side(self.recurrent), "bias": self.input.bias}
+        return {"input": self.input.weight.T, "recurrent": _concatenated(self.recurrent), "bias": self.input.bias}
 
 
 class SRUCell(Cell):
-    """Lei et al. 2018. The skip is a product of its own, or, where the widths agree, the scaled input, or nothing. A norm is what the
-    products see of the input."""
+    """Lei et al. 2018. The skip is a separate product, the scaled input if the widths agree, or absent. A norm applies to the input of the
+    products."""
 
     def make(self, spec: SRULayer, inputs: int) -> None:
         hidden, outputs = spec.hidden, spec.hidden * (1 + spec.bidirectional)
@@ -82,13 +82,13 @@ class SRUCell(Cell):
         return torch.stack(steps)
 
     def named(self) -> dict[str, Tensor]:
-        named = {"input": _side_by_side(self.products), "bias": self.biases.flatten()}
+        named = {"input": _concatenated(self.products), "bias": self.biases.flatten()}
         named |= {"cell": self.by_cell.flatten()} if self.spec.cell_gates else {}
         return named | ({"projection": self.narrow.weight.T} if self.narrow else {})
 
 
 class QRNNCell(Cell):
-    """Bradbury et al. 2017: a convolution that sees no step to come, then pooling."""
+    """Bradbury et al. 2017: a causal convolution, then pooling."""
 
     def make(self, spec: QRNNLayer, inputs: int) -> None:
         self.conv = nn.Conv1d(inputs, BLOCKS[spec.pooling] * spec.hidden, spec.window)
@@ -109,8 +109,8 @@ class QRNNCell(Cell):
         return {"input": self.conv.weight.permute(2, 1, 0).flip(0), "bias": self.conv.bias}
 
 
-def _side_by_side(linears: nn.ModuleList) -> Tensor:
-    """Their weights as the blocks of one."""
+def _concatenated(linears: nn.ModuleList) -> Tensor:
+    """Return the weights as the blocks of one matrix."""
     return torch.cat([one.weight.T for one in linears if isinstance(one, nn.Linear)], dim=1)
 
 

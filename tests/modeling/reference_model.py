@@ -1,4 +1,4 @@
-"""Whole classifiers in plain PyTorch, in float64 and one row at a time, and their weights in our layout."""
+"""Reference classifiers in plain PyTorch, in float64 and one row at a time, with their weights in the layout of a model folder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from service.modeling.spec import EmbeddingLayer, ModelSpec
-from tests.modeling.baselines import FEATURES, VOCABULARY, WIDTH, Form, LayerPeer, last
+from tests.modeling.reference_layers import FEATURES, VOCABULARY, WIDTH, Form, ReferenceLayer, last
 
 LABELS = ("near", "far", "unknown")
 
@@ -22,8 +22,8 @@ class Expected(NamedTuple):
     steps: Tensor
 
 
-class Peer(nn.Module):
-    """A classifier: an embedding when it reads ids, layers, a pool and a linear layer, for one row at a time."""
+class ReferenceModel(nn.Module):
+    """A classifier: an optional embedding, layers, a pool and a linear layer. Runs one row at a time."""
 
     def __init__(self, forms: Sequence[Form], *, embedded: bool, pool: str, seed: int) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Peer(nn.Module):
         self.embedding = nn.Embedding(VOCABULARY, WIDTH) if embedded else None
         self.linear = nn.Linear(widths[-1], len(LABELS))
         self.layers = nn.ModuleList(
-            form.peer(width, seed + index) for index, (form, width) in enumerate(zip(forms, widths, strict=False))
+            form.reference(width, seed + index) for index, (form, width) in enumerate(zip(forms, widths, strict=False))
         )
 
     def forward(self, row: Tensor) -> Expected:
@@ -50,7 +50,7 @@ class Peer(nn.Module):
         layers = [form.spec for form in self.forms]
         return ModelSpec.model_validate(
             {
-                "name": "peer",
+                "name": "reference",
                 "precision": precision,
                 "input": {**kind, "max_steps": 64},
                 "layers": [EmbeddingLayer(kind="embedding", width=WIDTH), *layers] if over_ids else layers,
@@ -59,18 +59,18 @@ class Peer(nn.Module):
         )
 
     def arrays(self) -> dict[str, Tensor]:
-        """The weights under the names and in the layout of a model folder."""
+        """Return the weights in the names and layout of a model folder."""
         arrays: dict[str, Tensor] = {"head.weight": self.linear.weight.T, "head.bias": self.linear.bias}
         if self.embedding is not None:
             arrays["layers.0.weight"] = self.embedding.weight
         for index, layer in enumerate(self.layers, start=0 if self.embedding is None else 1):
-            assert isinstance(layer, LayerPeer)
+            assert isinstance(layer, ReferenceLayer)
             arrays |= {f"layers.{index}.{name}": array for name, array in layer.named().items()}
         return {name: array.detach().float() for name, array in arrays.items()}
 
 
-def peer(*forms: Form, embedded: bool = True, pool: str = "max", seed: int = 0) -> Peer:
-    """A classifier of these layers, of one LSTM when none is named."""
-    made = Peer(forms or (Form("lstm"),), embedded=embedded, pool=pool, seed=seed)
+def reference_model(*forms: Form, embedded: bool = True, pool: str = "max", seed: int = 0) -> ReferenceModel:
+    """Return a classifier with these layers, or with one LSTM by default."""
+    made = ReferenceModel(forms or (Form("lstm"),), embedded=embedded, pool=pool, seed=seed)
     made.requires_grad_(False).double()
     return made

@@ -1,0 +1,73 @@
+"""Builds the runnable layers of an encoder from the layers of its model.toml."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from kernels.conv.types import ConvBlock
+from kernels.ragged import compute_dtype
+from service.modeling import convolution, recurrent
+from service.modeling.runnable_layer import RunnableLayer
+from service.modeling.spec import ConvLayer, Layer, RecurrentLayer, TCNLayer, TextCNNLayer
+
+
+@dataclass(frozen=True, slots=True)
+class NamedLayer:
+    """A layer of model.toml with its name, its input width and its own arrays."""
+
+    name: str
+    layer: Layer
+    inputs: int
+    arrays: Mapping[str, Tensor]
+
+    @property
+    def is_convolution(self) -> bool:
+        return isinstance(self.layer, ConvLayer | TCNLayer)
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderPart:
+    """A runnable layer and the names of the model's layers that it runs."""
+
+    names: tuple[str, ...]
+    layer: RunnableLayer
+
+
+def build_parts(named_layers: Sequence[NamedLayer], device: torch.device) -> list[EncoderPart]:
+    """Return the parts of an encoder, first layer first, with weights on `device`. Consecutive convolutions become one part."""
+    parts: list[EncoderPart] = []
+    for is_convolution, group in groupby(named_layers, key=lambda named: named.is_convolution):
+        run = list(group)
+        if is_convolution:
+            blocks = [block for named in run for block in _blocks(named.layer, _on_device(named.arrays, device))]
+            parts.append(EncoderPart(tuple(named.name for named in run), convolution.ConvStack(blocks)))
+        else:
+            parts += [EncoderPart((named.name,), build_layer(named.layer, named.inputs, named.arrays, device)) for named in run]
+    return parts
+
+
+def build_layer(layer: Layer, inputs: int, arrays: Mapping[str, Tensor], device: torch.device) -> RunnableLayer:
+    """Return one runnable layer with weights on `device`. inputs: its input width; arrays: its own arrays."""
+    weights = _on_device(arrays, device)
+    if isinstance(layer, RecurrentLayer):
+        return recurrent.build(layer, inputs, weights)
+    if isinstance(layer, TextCNNLayer):
+        return convolution.build_text_cnn(layer, weights)
+    return convolution.ConvStack(_blocks(layer, weights))
+
+
+def _blocks(layer: Layer, weights: Mapping[str, Tensor]) -> list[ConvBlock]:
+    if isinstance(layer, ConvLayer):
+        return convolution.build_conv(layer, weights)
+    assert isinstance(layer, TCNLayer), "the encoder hands an embedding to the layer after it"
+    return convolution.build_tcn(layer, weights)
+
+
+def _on_device(arrays: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Return the arrays on `device`, in its arithmetic dtype."""
+    return {name: array.to(device, compute_dtype(array.dtype, device)) for name, array in arrays.items()}
