@@ -1,6 +1,6 @@
-"""Callers who know to the last digit what every session of theirs has to answer, and a count of all that they asked for.
+"""Clients that know the exact answer of every chunk of their sessions, and a ledger of all their requests.
 
-The model is `models.accumulator`: integers that a recurrent state sums, exact as long as no more than LONGEST steps are counted.
+The model is `models.accumulator`: its recurrent state sums integers, exactly for up to LONGEST steps.
 """
 
 from __future__ import annotations
@@ -19,39 +19,39 @@ from typing import NamedTuple
 import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 
-from loadtest.callers import Caller, Reply, Target
+from loadtest.callers import Caller, Response, Target
 from tests import models
 from tests.serving import Server, eventually
 
 SMALL = {"state_slots": "64", "max_sessions": "1024", "session_idle_seconds": "600", "batch_budget_ms": "0.1"}
-"""Settings of a server on which sessions move to the host and back, and turns take so little of a chunk that many are cut."""
+"""Settings with few state slots and a small batch budget: sessions move to the host and back, and chunks run in several batches."""
 REST = ("requests_in_flight", "queue_depth", "sequences_begun", "sessions", "state_slots_used")
 REST_SECONDS = 5.0
-"""Nothing is held so long after the last caller has gone; on a quiet machine it is a tenth of a second."""
+"""Time limit until nothing is held after the last client has disconnected; a quiet machine needs a tenth of a second."""
 LONGEST = 8192
-ANEW_STEPS = 4096
-"""A session that may be as long as this is begun anew."""
+RESTART_STEPS = 4096
+"""A session that may have this many steps is restarted."""
 CALLERS = 256
 USUAL, RARE = 2, 2
-"""Names of each caller's own; all callers have them in their turn, so that no more sessions are open than there are names."""
+"""Session names per client, often and rarely used. They bound the number of open sessions."""
 MOST_STEPS, LONG_STEPS = 24, 400
-RARELY, LONG, OPEN_ENDED, GOES_ON, BEGINS, HANGS_UP = 0.1, 0.03, 0.25, 0.4, 0.5, 0.05
-"""Shares: sequences on a rare name; chunks that are cut, as no turn takes so many steps; sequences without an end; of sequences on a name
-that is open, those that go on with it; of the others, those that say that they begin; sequences whose caller hangs up in one chunk."""
+RARELY, LONG, OPEN_ENDED, RESUMES, BEGINS, HANGS_UP = 0.1, 0.03, 0.25, 0.4, 0.5, 0.05
+"""Shares: sequences on a rare name; chunks too long for one batch; sequences without an end; sequences on an open name that resume it;
+sequences on other names that state a start; sequences whose client hangs up during one chunk."""
 HALF_SENT = 0.3
-"""Share of those who hang up before the body is whole. Of the others half do so in a chunk that is cut."""
+"""Share of the hang-ups that happen before the body is complete. Half of the others happen during a long chunk."""
 HANGING_UP_SECONDS = (0.001, 0.05)
-"""How long who hangs up has waited. By the least of it a request has left."""
+"""How long a client waits before it hangs up. The shortest wait is long enough to send a request."""
 PATIENCE_SECONDS = 60.0
 SCRAPE_SECONDS = 0.25
 NOBODY_HEARD = "client_gone"
 
 
-# What a session has to answer.
+# Expected answers of a session.
 
 
 class Account(NamedTuple):
-    """The sum of the steps of a session, and how many there were."""
+    """The sum and the number of the steps of a session."""
 
     sum: int = 0
     steps: int = 0
@@ -61,7 +61,7 @@ class Account(NamedTuple):
 
     @classmethod
     def told(cls, value: Sequence[float]) -> Account:
-        """What an answer of the model says."""
+        """Return the account that an answer reports."""
         return cls(*map(integer, value))
 
 
@@ -69,13 +69,13 @@ NEW = Account()
 
 
 def integer(value: float) -> int:
-    """How many steps a cell has counted whose tanh this is."""
+    """Return the count of a cell from its tanh."""
     return round(math.atanh(value) / models.COUNT) if abs(value) < 1 else sys.maxsize
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Some steps of a session, of -1, 0 and 1 each, and what is said of where it begins and ends."""
+    """Steps of a session, each -1, 0 or 1, with the flags that start and end the session."""
 
     values: Sequence[int]
     starts: bool | None = None
@@ -86,15 +86,18 @@ class Chunk:
         return target.request(json.dumps(body if self.starts is None else body | {"start": self.starts}).encode())
 
 
-class Session:
-    """One session as its only caller knows it. `possible` has more than one account where he hung up, and cannot know what had run; a
-    session that is not open has had nothing."""
+class AccumulatorSession:
+    """A session as its only client knows it.
+
+    possible: accounts that the session may have; several after a hang-up, because the client does not know whether the chunk ran. A session
+        that is not open has the account NEW.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.possible = {NEW}
         self.unsettled = False
-        """Whether the last chunk was not heard of."""
+        """Whether the last chunk had no reply."""
 
     @property
     def open(self) -> bool:
@@ -102,35 +105,35 @@ class Session:
 
     @property
     def distinct(self) -> bool:
-        """Whether the number of steps will tell which account is the right one, and none is too long."""
+        """Whether the number of steps identifies the account, and no account is too long."""
         steps = [account.steps for account in self.possible]
-        return len(set(steps)) == len(steps) and max(steps) < ANEW_STEPS
+        return len(set(steps)) == len(steps) and max(steps) < RESTART_STEPS
 
     def expected(self, chunk: Chunk) -> set[Account]:
-        """What the answer to a chunk may say."""
+        """Return the accounts that the answer to a chunk may report."""
         return {account.plus(chunk.values) for account in ({NEW} if chunk.starts else self.possible)}
 
     def answered(self, chunk: Chunk, answer: bytes) -> str | None:
-        """What is wrong with an answer; it is believed all the same, so that one fault is counted once."""
-        said = json.loads(answer)
-        told, expected = Account.told(said["outputs"][0]["value"]), self.expected(chunk)
-        steps = said["session"]["steps"]
+        """Return what is wrong with an answer. The session takes over the reported account, so one error is counted once."""
+        reply_body = json.loads(answer)
+        told, expected = Account.told(reply_body["outputs"][0]["value"]), self.expected(chunk)
+        steps = reply_body["session"]["steps"]
         self.possible, self.unsettled = {NEW if chunk.ends else told}, False
         if told in expected and steps == told.steps:
             return None
         return f"{self.name}: {told} and {steps} steps, not {expected}, after {chunk}"
 
     def unheard(self, chunk: Chunk) -> None:
-        """Its caller has gone: it was run, or it was not, and then it may still have ended what it was to begin anew."""
+        """Note a chunk without a reply. It may have run or not; if it was a restart, the old session may have ended either way."""
         untouched = self.possible | {NEW} if chunk.starts else self.possible
         self.possible, self.unsettled = untouched | ({NEW} if chunk.ends else self.expected(chunk)), True
 
 
-# What was asked for.
+# Counts of requests.
 
 
 class Counts(NamedTuple):
-    """What a server says of its requests: how many it accepted, how many are in flight, and what became of the others."""
+    """A server's counts of requests: accepted, in flight, and finished by outcome."""
 
     accepted: int
     in_flight: int
@@ -138,9 +141,9 @@ class Counts(NamedTuple):
 
     @classmethod
     def of(cls, metrics: str) -> Counts:
-        """Out of the text of /metrics."""
+        """Read the counts from the text of /metrics."""
         accepted, in_flight, outcomes = 0, 0, Counter[str]()
-        for sample in (one for family in text_string_to_metric_families(metrics) for one in family.samples):
+        for sample in (sample for family in text_string_to_metric_families(metrics) for sample in family.samples):
             if sample.name == "seqserve_requests_accepted_total":
                 accepted += int(sample.value)
             elif sample.name == "seqserve_requests_in_flight":
@@ -150,7 +153,7 @@ class Counts(NamedTuple):
         return cls(accepted, in_flight, outcomes)
 
     def check(self) -> None:
-        """Whatever was accepted is in flight or has one outcome."""
+        """Check that every accepted request is in flight or has one outcome."""
         assert self.accepted == self.in_flight + self.outcomes.total(), self
 
     def since(self, before: Counts) -> Counts:
@@ -163,41 +166,41 @@ def counts(server: Server) -> Counts:
 
 
 def at_rest(server: Server) -> Counts:
-    """What is counted when nothing is held any more."""
+    """Return the counts once nothing is held any more."""
     eventually(lambda: rests(server), REST_SECONDS)
     return counts(server)
 
 
 def held(server: Server) -> dict[str, float]:
-    """Whatever requests and sessions take hold of and have to give back."""
+    """Return the metrics of everything that requests and sessions acquire and must release."""
     return {name: server.metric(f"seqserve_{name}") for name in REST}
 
 
 def rests(server: Server) -> bool:
-    """Nothing is held for anybody."""
+    """Return whether nothing is held."""
     return not any(held(server).values())
 
 
 @dataclass
 class Ledger:
-    """The callers' side: how many requests they sent, what they were told, and how often they had gone before they were told anything."""
+    """The clients' counts: requests sent, replies by code, and hang-ups before a reply."""
 
     sent: int = 0
     told: Counter[str] = field(default_factory=Counter)
     gone: int = 0
 
-    def heard(self, reply: Reply) -> str:
-        """The code of an answer."""
+    def heard(self, reply: Response) -> str:
+        """Count a reply and return its code."""
         code: str = "ok" if reply.status == 200 else json.loads(reply.body)["code"]
         self.told[code] += 1
         return code
 
     def check(self, counts: Counts) -> None:
-        """At rest, what a server says of these requests is what their callers know."""
+        """Check that the server's counts, at rest, match the clients' counts."""
         counts.check()
         assert counts.in_flight == 0
         assert self.sent == self.told.total() + self.gone == counts.accepted, (self, counts)
-        assert not self.told - counts.outcomes, f"told, and not counted so: {self} {counts}"
+        assert not self.told - counts.outcomes, f"the server counted other outcomes: {self} {counts}"
         assert NOBODY_HEARD not in self.told
 
 
@@ -208,7 +211,7 @@ async def scrape(caller: Caller, target: Target) -> Counts:
 
 
 async def watch(target: Target, in_flight: list[int], ended: asyncio.Event) -> None:
-    """At every scrape, whatever was accepted is in flight, which is noted, or has an outcome."""
+    """Scrape the metrics repeatedly, check the counts, and note how many requests are in flight."""
     caller = await Caller.connect(target)
     try:
         while not ended.is_set():
@@ -220,19 +223,19 @@ async def watch(target: Target, in_flight: list[int], ended: asyncio.Event) -> N
         caller.hang_up()
 
 
-# The callers.
+# The clients.
 
 
 @dataclass
 class Told:
-    """What came of all sequences. in_flight: at each scrape; faults: whatever an answer should not have said."""
+    """The outcome of all sequences. in_flight: requests at each scrape; faults: wrong answers."""
 
     ledger: Ledger = field(default_factory=Ledger)
     faults: list[str] = field(default_factory=list)
     in_flight: list[int] = field(default_factory=list)
     sequences: int = 0
     again: int = 0
-    """Chunks that were sent again as one before them, whose caller had gone, had not run."""
+    """Chunks that were sent again because the chunk before them had been cancelled and not run."""
     seconds: float = 0.0
 
     def __str__(self) -> str:
@@ -244,8 +247,10 @@ class Told:
 
 
 def tell(url: str, *, callers: int, sequences: int, seed: int = 0, wrong: int = 0) -> Told:
-    """So many callers with so many sequences each, one after the other. wrong: how many of them send, once, another step than they account
-    for."""
+    """Run `callers` clients, each with `sequences` sequences one after the other.
+
+    wrong: how many clients once send another step than they count.
+    """
     return uvloop.run(_tell(Target.of(url, "/infer"), callers, sequences, seed, wrong))
 
 
@@ -270,19 +275,19 @@ async def _tell(target: Target, callers: int, sequences: int, seed: int, wrong: 
 
 
 class Teller:
-    """One caller, on one connection at a time, with sessions of its own. lies: how many chunks it will not send as it accounts for them."""
+    """One client, on one connection at a time, with its own sessions. lies: chunks that it will send with another step than it counts."""
 
     def __init__(self, target: Target, name: str, chance: random.Random, told: Told) -> None:
         self._target = target
         self._chance = chance
         self._told = told
         self._caller: Caller | None = None
-        self._usual = [Session(f"{name} usual {number}") for number in range(USUAL)]
-        self._rare = [Session(f"{name} rare {number}") for number in range(RARE)]
+        self._usual = [AccumulatorSession(f"{name} usual {number}") for number in range(USUAL)]
+        self._rare = [AccumulatorSession(f"{name} rare {number}") for number in range(RARE)]
         self.lies = 0
 
     async def tell(self, sequences: int) -> None:
-        """So many sequences, and then the ends of those that were left open."""
+        """Send this many sequences, then end the open sessions."""
         for _ in range(sequences):
             chance = self._chance
             session = chance.choice(self._rare if chance.random() < RARELY else self._usual)
@@ -295,7 +300,7 @@ class Teller:
         if self._caller is not None:
             self._caller.hang_up()
 
-    async def _sequence(self, session: Session) -> None:
+    async def _sequence(self, session: AccumulatorSession) -> None:
         chance, chunks = self._chance, list(self._chunks())
         unheard = chance.randrange(len(chunks)) if chance.random() < HANGS_UP else -1
         for number, (values, ends) in enumerate(chunks):
@@ -307,7 +312,7 @@ class Teller:
                 await self._ask(session, chunk)
 
     def _chunks(self) -> Iterator[tuple[list[int], bool]]:
-        """Of one sequence, which has a drift of its own, so that no two sums are likely to be the same; the last one may end it."""
+        """Yield the chunks of one sequence. A random drift makes equal sums unlikely; the last chunk may end it."""
         chance = self._chance
         count, drift = chance.randint(1, 4), chance.random()
         open_ended = chance.random() < OPEN_ENDED
@@ -316,17 +321,17 @@ class Teller:
             values = chance.choices((1, -1, 0), (drift, 1 - drift, 0.2), k=steps)
             yield values, number == count - 1 and not open_ended
 
-    def _starts(self, session: Session, *, first: bool) -> bool | None:
-        """Whatever can be said, and what it means is known."""
+    def _starts(self, session: AccumulatorSession, *, first: bool) -> bool | None:
+        """Return a random start flag among the values whose effect the client can predict."""
         chance = self._chance
         if not session.distinct:
             return True
         if first or session.unsettled:
-            anew = chance.random() < (1 - GOES_ON if session.open else BEGINS)
-            return True if anew else None
+            restart = chance.random() < (1 - RESUMES if session.open else BEGINS)
+            return True if restart else None
         return chance.choice((None, False)) if session.open else None
 
-    async def _ask(self, session: Session, chunk: Chunk) -> None:
+    async def _ask(self, session: AccumulatorSession, chunk: Chunk) -> None:
         request = self._request(session, chunk)
         while (reply := await self._reply(request, PATIENCE_SECONDS)) is not None:
             if self._settled(session, chunk, reply):
@@ -336,8 +341,8 @@ class Teller:
         self._told.faults.append(f"{session.name}: no answer in {PATIENCE_SECONDS} s to {chunk}")
         session.unheard(chunk)
 
-    async def _leave(self, session: Session, chunk: Chunk) -> None:
-        """Hang up while a chunk is under way: before its body is whole, or when it is."""
+    async def _leave(self, session: AccumulatorSession, chunk: Chunk) -> None:
+        """Hang up during a chunk, before or after its body is complete."""
         request, chance = self._request(session, chunk), self._chance
         if chance.random() < HALF_SENT:
             whole = request.index(b"\r\n\r\n") + 4
@@ -349,9 +354,8 @@ class Teller:
             return
         self._settled(session, chunk, reply)
 
-    def _settled(self, session: Session, chunk: Chunk, reply: Reply) -> bool:
-        """Takes an answer into account. False when the chunk is to be sent again: the one before it, whose caller has gone, did not run, or
-        ends the session."""
+    def _settled(self, session: AccumulatorSession, chunk: Chunk, reply: Response) -> bool:
+        """Process a reply. Returns False if the chunk must be sent again, because the cancelled chunk before it interfered."""
         code = self._told.ledger.heard(reply)
         if code == "session_conflict" and session.unsettled:
             return False
@@ -363,15 +367,15 @@ class Teller:
         self._told.faults += [fault] if fault else []
         return True
 
-    def _request(self, session: Session, chunk: Chunk) -> bytes:
+    def _request(self, session: AccumulatorSession, chunk: Chunk) -> bytes:
         if self.lies:
             self.lies -= 1
             first, *others = chunk.values
             chunk = Chunk([1 if first < 1 else -1, *others], chunk.starts, chunk.ends)
         return chunk.request(self._target, session.name)
 
-    async def _reply(self, request: bytes, patience_seconds: float) -> Reply | None:
-        """None when the caller lost patience, and hung up."""
+    async def _reply(self, request: bytes, patience_seconds: float) -> Response | None:
+        """Return the reply, or None after hanging up because it took too long."""
         self._told.ledger.sent += 1
         if self._caller is None or not self._caller.connected:
             self._caller = await Caller.connect(self._target)
@@ -385,5 +389,5 @@ class Teller:
 
 
 def faults_of(told: Iterable[str]) -> str:
-    """Some of them, for a message."""
+    """Return some of the errors for a message."""
     return "\n".join(list(told)[:5])

@@ -1,1 +1,1 @@
-"""One device: turns in, encodings out."""
+"""The engine process: batches requests and runs them on one device."""

@@ -1,4 +1,4 @@
-"""What the scheduler hands to the engine: which sequences run next, of one model. Plain values, no tensor library."""
+"""A batch: the chunks that the engine runs together. Plain values, without a tensor library."""
 
 from __future__ import annotations
 
@@ -7,39 +7,44 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from service.ipc.messages import SCRAP, ZEROS, ModelKey, Returns
+from service.engine.batching.state_slots import DISCARD_SLOT, ZERO_SLOT
+from service.ipc.messages import ModelKey, Returns
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The steps of one sequence that run in one turn; `data` are its ids or feature rows as bytes, `owner` is the batcher's.
+    """The steps of one sequence that run in one batch.
 
-    source, slot: the places from which the sequence goes on, and where it is kept for its next chunk; a whole sequence begins from ZEROS
-    and ends in SCRAP.
+    data: token ids or feature rows as bytes.
+    owner: any object; the engine returns it with the result.
+    read_slot, write_slot: the state slots from which the chunk continues and to which its state is written. A chunk that is a whole
+        sequence reads ZERO_SLOT and writes DISCARD_SLOT.
     """
 
     data: bytes | memoryview
     steps: int
     returns: Returns
     owner: Any
-    source: int = ZEROS
-    slot: int = SCRAP
+    read_slot: int = ZERO_SLOT
+    write_slot: int = DISCARD_SLOT
 
     @property
     def whole(self) -> bool:
-        return self.source == ZEROS and self.slot == SCRAP
+        return self.read_slot == ZERO_SLOT and self.write_slot == DISCARD_SLOT
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Chunks that run together. Never empty, all of one model. since: when the first of them could have run, on the clock of
-    time.monotonic, if that is known."""
+    """One or more chunks of one model that run in one forward pass.
+
+    since: when the first chunk could have run, on the clock of time.monotonic; infinite if unknown.
+    """
 
     model: ModelKey
     chunks: list[Chunk]
     since: float = math.inf
 
-    # Asked for many times a turn, and each a walk over all chunks.
+    # Cached: each of these walks over all chunks and is read several times per batch.
 
     @cached_property
     def rows(self) -> int:
@@ -55,7 +60,7 @@ class Batch:
 
     @cached_property
     def whole(self) -> bool:
-        """Whether every sequence begins and ends in it."""
+        """Whether every chunk is a whole sequence."""
         return all(chunk.whole for chunk in self.chunks)
 
     @cached_property

@@ -11,11 +11,11 @@ import torch
 
 from kernels import compile as compiler
 from service.engine.batching.batcher import Batcher
-from service.engine.batching.scheduler import Limits
-from service.engine.batching.sessions import Sessions
-from service.engine.execution.cuda_graph_runner import Between
-from service.engine.execution.device import available_bytes, hold
-from service.engine.execution.device_engine import DeviceEngine, Prepared
+from service.engine.batching.scheduler import SchedulerLimits
+from service.engine.batching.session_table import SessionTable
+from service.engine.execution.cuda_graph_runner import RunBetweenBatches
+from service.engine.execution.device import available_bytes, use_device
+from service.engine.execution.device_engine import DeviceEngine, PreparedModel
 from service.errors import ModelError, NoRoom, SettingsError
 from service.ipc.messages import ModelKey, ModelVersion
 from service.ipc.session_journal import SessionJournal, journal_records
@@ -42,10 +42,10 @@ def build_engine(
 
     A version that cannot be loaded raises StartError, or is logged and left out unless `strict`.
     """
-    torch.set_num_threads(compute_threads(len(os.sched_getaffinity(0)), settings))
-    compiler.keep_in(settings.cache)
+    torch.set_num_threads(compute_threads(_cores(), settings))
+    compiler.set_cache_folder(settings.cache)
     device = _device(settings.devices[place])
-    hold(device)
+    use_device(device)
     encoders: dict[ModelKey, Encoder] = {}
     for version in model_versions:
         try:
@@ -69,7 +69,7 @@ def build_batcher(
 ) -> Batcher:
     """Build the queue and the sessions of an engine. Without a journal, session ids do not outlive this process."""
     budget_ms = settings.batch_budget_ms or BATCH_BUDGET_MS[engine.device.type]
-    limits = Limits(
+    limits = SchedulerLimits(
         max_waiting=settings.max_waiting,
         max_batch_sequences=settings.max_batch_sequences,
         max_batch_tokens=settings.max_batch_tokens,
@@ -77,11 +77,13 @@ def build_batcher(
         continuous=settings.batching == "continuous",
     )
     journal = journal or SessionJournal(journal_records(settings))
-    sessions = Sessions(settings.max_sessions, settings.session_idle_seconds, journal, metrics)
-    return Batcher(limits, engine, sessions, metrics, time.monotonic, log)
+    table = SessionTable(settings.max_sessions, settings.session_idle_seconds, journal, metrics)
+    return Batcher(limits, engine, table, metrics, time.monotonic, log)
 
 
-def prepare_model(settings: Settings, engine: DeviceEngine, version: ModelVersion, between_batches: Between) -> Prepared:
+def prepare_model(
+    settings: Settings, engine: DeviceEngine, version: ModelVersion, between_batches: RunBetweenBatches
+) -> PreparedModel:
     """Prepare a version while the engine serves others; raises ModelError, or NoRoom when it does not fit."""
 
     def load() -> Encoder:
@@ -91,7 +93,12 @@ def prepare_model(settings: Settings, engine: DeviceEngine, version: ModelVersio
             _check_memory(version, encoder.weight_bytes(), settings.max_model_bytes - engine.weight_bytes)
         return encoder
 
-    return engine.prepared(load, between_batches)
+    return engine.prepare(load, between_batches)
+
+
+def _cores() -> int:
+    """Return the number of cores that this process may use. Only Linux knows it; elsewhere it is that of the machine."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def compute_threads(cores: int, settings: Settings) -> int:

@@ -1,4 +1,4 @@
-"""Models made ready while others are served: a thread beside the engine's own, which alone launches turns."""
+"""A second thread that prepares models while the engine's main thread launches batches."""
 
 from __future__ import annotations
 
@@ -13,76 +13,80 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 U = TypeVar("U")
 SWITCH_SECONDS = 1e-4
-"""How long the thread that loads may keep Python from the one that serves; as a rule it is fifty times as long."""
-Done = Callable[[Future[T]], None]
+"""How long the loader thread may hold the interpreter while the serving thread waits for it. Python's default is fifty times as long."""
+OnDone = Callable[[Future[T]], None]
 
 
 class LoaderThread(Generic[T]):
-    """Does one piece of work after the other, and has the serving thread hear of each when it calls `settle`.
+    """Runs jobs in order. The serving thread collects their results with `settle`.
 
-    Its descriptor is readable when there is something to settle.
+    Its descriptor is readable when `settle` has work.
     """
 
     def __init__(self) -> None:
-        self._descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._work: SimpleQueue[tuple[Callable[[], T], Future[T], Done[T]]] = SimpleQueue()
-        self._ended: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        # A pipe with one byte per queued call: only Linux has eventfd.
+        self._readable, self._writable = os.pipe()
+        os.set_blocking(self._readable, False)
+        self._jobs: SimpleQueue[tuple[Callable[[], T], Future[T], OnDone[T]]] = SimpleQueue()
+        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        """Calls that the serving thread makes in `settle`."""
         self._thread: Thread | None = None
-        self._open = 0
+        self._unfinished = 0
         self._switch_seconds = sys.getswitchinterval()
 
     def fileno(self) -> int:
-        return self._descriptor
+        return self._readable
 
-    def begin(self, work: Callable[[], T], done: Done[T]) -> None:
-        """Have `work` done in the other thread, and `done` called in this one with what came of it."""
+    def begin(self, job: Callable[[], T], on_done: OnDone[T]) -> None:
+        """Run `job` in the loader thread, then call `on_done` in the serving thread with its future."""
         if self._thread is None:
             self._thread = Thread(target=self._run, name="loader", daemon=True)
             self._thread.start()
-        self._open += 1
+        self._unfinished += 1
         sys.setswitchinterval(SWITCH_SECONDS)
-        self._work.put((work, Future(), done))
+        self._jobs.put((job, Future(), on_done))
 
     def between_batches(self, work: Callable[[], U]) -> U:
-        """From the other thread: have something done in the serving one, and wait until it was; raises what it raises."""
-        done = Future[U]()
-        self._tell(lambda: _fulfil(done, work))
-        return done.result()
+        """Run `work` in the serving thread and return its result, or raise its error. Called by the loader thread."""
+        future = Future[U]()
+        self._call(lambda: _fulfil(future, work))
+        return future.result()
 
     def settle(self) -> None:
-        """Hear what has ended, and do what was asked of the serving thread."""
-        if self._ended.empty():
-            return  # asked before and after each turn: as a rule there is nothing, and no system call is needed to see that
+        """Make the calls that the loader thread has queued."""
+        if self._calls.empty():
+            return  # the usual case, before and after every batch: it costs no system call
         try:
-            told = os.eventfd_read(self._descriptor)
+            calls = os.read(self._readable, 4096)
         except BlockingIOError:
             return
-        for _ in range(told):
-            self._ended.get()()
+        for _ in calls:
+            self._calls.get()()
 
     def _run(self) -> None:
         while True:
-            work, future, done = self._work.get()
-            _fulfil(future, work)
-            self._tell(lambda future=future, done=done: self._end(future, done))  # type: ignore[misc]
-            # What was made is the serving thread's now: kept here, it would outlive its service.
-            del work, future, done
+            job, future, on_done = self._jobs.get()
+            _fulfil(future, job)
+            self._call(lambda future=future, on_done=on_done: self._end(future, on_done))  # type: ignore[misc]
+            # The result belongs to the serving thread now: a reference here would keep a model alive after its unload.
+            del job, future, on_done
 
-    def _end(self, future: Future[T], done: Done[T]) -> None:
-        self._open -= 1
-        if not self._open:
+    def _end(self, future: Future[T], on_done: OnDone[T]) -> None:
+        self._unfinished -= 1
+        if not self._unfinished:
             sys.setswitchinterval(self._switch_seconds)
-        done(future)
+        on_done(future)
 
-    def _tell(self, word: Callable[[], None]) -> None:
-        self._ended.put(word)
-        os.eventfd_write(self._descriptor, 1)
+    def _call(self, call: Callable[[], None]) -> None:
+        self._calls.put(call)
+        os.write(self._writable, b"1")
 
 
 def _fulfil(future: Future[T], work: Callable[[], T]) -> None:
     try:
         future.set_result(work())
-    except BaseException as fault:
-        future.set_exception(fault)
-        # The fault holds this frame: if that held the future, what was half made would stay until garbage is collected.
+    except BaseException as error:
+        future.set_exception(error)
+        # The error references this frame. Without this line the frame would keep the future, and with it a half-made model, until the
+        # garbage collector runs.
         del future

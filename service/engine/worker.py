@@ -6,18 +6,19 @@ import selectors
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from service.engine.batch import Batch
 from service.engine.batching.batcher import Batcher
 from service.engine.batching.ticket import Ticket
+from service.engine.engine import Engine
 from service.engine.loading import ModelLoader
-from service.engine.profiling.session import ProfilingSession, Watched
+from service.engine.profiling.session import ProfilingSession
 from service.errors import ServiceError
 from service.ipc import messages
 from service.ipc.channel import Channel, Frame, encode, send_now
 from service.ipc.heartbeat import IDLE_SECONDS, PATIENCE_SECONDS, Heartbeat
-from service.ipc.messages import Answer, Backlog, Done, EngineStatus, LoadedModel, Message, MetricsCollected, Ready, Refusal
+from service.ipc.messages import Answer, Backlog, Done, EngineStatus, Message, MetricsCollected, Ready, Refusal
 from service.metrics import Metrics
 
 HANG_FACTOR = 10.0
@@ -25,22 +26,6 @@ HANG_FACTOR = 10.0
 FRAMES_PER_BATCH = 64
 """The loop launches a batch, if the device accepts one, after this many frames. Otherwise, under overload, refusing requests would keep
 the device idle."""
-
-
-class Runs(Watched, Protocol):
-    """What the loop needs of an engine in addition to the batcher."""
-
-    @property
-    def running(self) -> tuple[float, float] | None: ...
-
-    def predicted_seconds(self, batch: Batch) -> float: ...
-
-    def count_memory(self) -> None: ...
-
-    def loaded(self) -> list[LoadedModel]: ...
-
-    @property
-    def device(self) -> object: ...
 
 
 class Worker:
@@ -51,7 +36,7 @@ class Worker:
         control: Channel,
         heartbeat: Heartbeat,
         batcher: Batcher,
-        engine: Runs,
+        engine: Engine,
         models: ModelLoader,
         place: int,
         metrics: Metrics,
@@ -159,9 +144,10 @@ class Worker:
         return EngineStatus(self._engine.loaded(), self._place, str(self._engine.device))
 
     def _send_status(self) -> None:
-        """Tell every frontend which models this engine serves now."""
-        for channel in self._tickets:
+        """Tell every frontend which models this engine serves now, before the supervisor hears that a load is done."""
+        for channel in list(self._tickets):
             channel.send(encode(self._status()))
+            self._flush(channel)
 
     # Messages of the frontends.
 
@@ -191,13 +177,13 @@ class Worker:
         try:
             match message:
                 case messages.ExportSession(session=session):
-                    state = self._batcher.export(session)
+                    state = self._batcher.sessions.export_state(session)
                 case messages.ImportSession(session=session):
-                    self._batcher.adopt(session, frame.tail)
+                    self._batcher.sessions.import_state(session, frame.tail)
                 case messages.FindSession(session=session):
-                    reply = messages.SessionFound(self._batcher.model_of(session))
+                    reply = messages.SessionFound(self._batcher.sessions.model_of(session))
                 case messages.EndSession(session=session):
-                    self._batcher.end(session)
+                    self._batcher.sessions.end(session)
         except ServiceError as error:
             reply = Refusal.of(error)
         self._send(channel, frame.id, encode(reply, frame.id, (state,)))

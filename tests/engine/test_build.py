@@ -1,4 +1,4 @@
-"""What is decided where things are built."""
+"""Decisions of the code that builds an engine."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ from service.settings import Settings
     "cores, frontends, device, threads",
     [(8, 1, "auto", 7), (8, 2, "cpu,cpu", 3), (8, 1, "cpu,cpu,cpu", 2), (2, 1, "cpu,cpu", 1), (1, 4, "cpu", 1)],
 )
-def test_the_cores_that_fronts_leave_are_shared_by_the_engines(cores: int, frontends: int, device: str, threads: int) -> None:
+def test_engines_share_the_cores_that_frontends_leave(cores: int, frontends: int, device: str, threads: int) -> None:
     assert compute_threads(cores, Settings(frontends=frontends, device=device)) == threads

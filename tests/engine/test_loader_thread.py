@@ -1,4 +1,4 @@
-"""A thread beside the serving one: what it makes, and what it has that one do."""
+"""The loader thread: jobs that it runs, and calls that it makes in the serving thread."""
 
 from __future__ import annotations
 
@@ -20,57 +20,55 @@ class HasFileno(Protocol):
     def fileno(self) -> int: ...
 
 
-def readable(one: HasFileno) -> None:
-    """Wait until there is something to settle."""
+def wait_until_readable(source: HasFileno) -> None:
     with selectors.DefaultSelector() as selector:
-        selector.register(one, selectors.EVENT_READ)
+        selector.register(source, selectors.EVENT_READ)
         assert selector.select(10)
 
 
-def settled(loader: LoaderThread[int]) -> None:
-    """Wait for that, and do it."""
-    readable(loader)
+def settle(loader: LoaderThread[int]) -> None:
+    wait_until_readable(loader)
     loader.settle()
 
 
-def test_work_is_done_in_another_thread_and_heard_of_in_this_one() -> None:
-    loader, heard = LoaderThread[int](), list[tuple[int, int]]()
+def test_job_runs_in_another_thread_and_reports_to_this_one() -> None:
+    loader, reported = LoaderThread[int](), list[tuple[int, int]]()
 
-    def done(future: Future[int]) -> None:
-        heard.append((future.result(), threading.get_ident()))
+    def on_done(future: Future[int]) -> None:
+        reported.append((future.result(), threading.get_ident()))
 
-    loader.begin(threading.get_ident, done)
-    assert not heard
-    settled(loader)
-    [(there, here)] = heard
-    assert here == threading.get_ident() != there
+    loader.begin(threading.get_ident, on_done)
+    assert not reported
+    settle(loader)
+    [(job_thread, report_thread)] = reported
+    assert report_thread == threading.get_ident() != job_thread
 
 
-def test_pieces_of_work_are_done_one_after_the_other() -> None:
-    loader, heard = LoaderThread[int](), list[int]()
+def test_jobs_run_in_order() -> None:
+    loader, reported = LoaderThread[int](), list[int]()
     for number in range(5):
-        loader.begin(lambda number=number: number, lambda future: heard.append(future.result()))  # type: ignore[misc]
-    while len(heard) < 5:
-        settled(loader)
-    assert heard == list(range(5))
+        loader.begin(lambda number=number: number, lambda future: reported.append(future.result()))  # type: ignore[misc]
+    while len(reported) < 5:
+        settle(loader)
+    assert reported == list(range(5))
 
 
-def test_what_is_raised_is_heard_of() -> None:
-    loader, heard = LoaderThread[int](), list[BaseException | None]()
+def test_error_of_a_job_is_reported_and_the_next_job_runs() -> None:
+    loader, reported = LoaderThread[int](), list[BaseException | None]()
 
     def fail() -> int:
         raise ValueError("broken")
 
-    loader.begin(fail, lambda future: heard.append(future.exception()))
-    settled(loader)
-    assert isinstance(heard[0], ValueError)
-    loader.begin(lambda: 1, lambda future: heard.append(future.exception()))
-    settled(loader)
-    assert heard[1] is None, "it goes on after that"
+    loader.begin(fail, lambda future: reported.append(future.exception()))
+    settle(loader)
+    assert isinstance(reported[0], ValueError)
+    loader.begin(lambda: 1, lambda future: reported.append(future.exception()))
+    settle(loader)
+    assert reported[1] is None
 
 
-def test_what_failed_work_had_made_is_gone_once_that_was_heard_of() -> None:
-    loader, made, heard = LoaderThread[int](), list[weakref.ref[set[int]]](), list[str]()
+def test_failed_job_leaves_nothing_alive_once_reported() -> None:
+    loader, made, reported = LoaderThread[int](), list[weakref.ref[set[int]]](), list[str]()
 
     def fail() -> int:
         half_made = {1, 2, 3}
@@ -79,45 +77,45 @@ def test_what_failed_work_had_made_is_gone_once_that_was_heard_of() -> None:
 
     gc.disable()
     try:
-        loader.begin(fail, lambda future: heard.append(str(future.exception())))
-        settled(loader)
-        assert heard == ["broken"]
-        # The other thread lets go of it after it has told.
+        loader.begin(fail, lambda future: reported.append(str(future.exception())))
+        settle(loader)
+        assert reported == ["broken"]
+        # The loader thread drops its references after it has reported.
         eventually(lambda: made[0]() is None, within_seconds=5)
     finally:
         gc.enable()
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_other_thread_has_something_done_between_turns(fails: bool) -> None:
-    loader, heard, ran_in = LoaderThread[int](), list[Future[int]](), list[int]()
+def test_job_runs_work_in_the_serving_thread(fails: bool) -> None:
+    loader, reported, ran_in = LoaderThread[int](), list[Future[int]](), list[int]()
 
-    def here() -> None:
+    def work() -> None:
         ran_in.append(threading.get_ident())
         if fails:
             raise ValueError("broken")
 
-    def work() -> int:
-        loader.between_batches(here)
+    def job() -> int:
+        loader.between_batches(work)
         return 7
 
-    loader.begin(work, heard.append)
-    while not heard:
-        settled(loader)
+    loader.begin(job, reported.append)
+    while not reported:
+        settle(loader)
     assert ran_in == [threading.get_ident()]
-    assert isinstance(heard[0].exception(), ValueError) if fails else heard[0].result() == 7
+    assert isinstance(reported[0].exception(), ValueError) if fails else reported[0].result() == 7
 
 
-def test_the_serving_thread_gets_python_back_sooner_while_something_is_made() -> None:
+def test_switch_interval_is_short_only_while_a_job_runs() -> None:
     loader, usual = LoaderThread[float](), sys.getswitchinterval()
-    heard: list[float] = []
-    loader.begin(sys.getswitchinterval, lambda future: heard.append(future.result()))
-    while not heard:
-        readable(loader)
+    reported: list[float] = []
+    loader.begin(sys.getswitchinterval, lambda future: reported.append(future.result()))
+    while not reported:
+        wait_until_readable(loader)
         loader.settle()
-    assert heard == [pytest.approx(SWITCH_SECONDS)]
+    assert reported == [pytest.approx(SWITCH_SECONDS)]
     assert sys.getswitchinterval() == pytest.approx(usual)
 
 
-def test_there_is_nothing_to_settle_where_nothing_was_begun() -> None:
+def test_settle_without_jobs_does_nothing() -> None:
     LoaderThread[int]().settle()

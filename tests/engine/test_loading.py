@@ -1,39 +1,46 @@
-"""Versions of an engine that come and go: what is refused, and what has to have ended before one goes."""
+"""Versions that an engine loads and unloads: which errors are reported, and what must end before a version is unloaded."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
-from service.engine.execution.cuda_graph_runner import Between
-from service.engine.execution.device_engine import Prepared
-from service.engine.loading import CLOSING_SECONDS, LOOK_SECONDS, ModelLoader
+from service.engine.execution.cuda_graph_runner import RunBetweenBatches
+from service.engine.execution.device_engine import PreparedModel
+from service.engine.loading import CHECK_SECONDS, CLOSING_SECONDS, ModelLoader
 from service.errors import InvalidModel, ModelError, NoRoom, ServiceError, SessionLost
 from service.ipc.messages import CloseModel, ModelKey, ModelVersion
 from service.log import Log
 from tests.engine.batching.fakes import MODEL
-from tests.engine.batching.harness import House
-from tests.engine.test_loader_thread import readable
+from tests.engine.batching.harness import BatcherHarness, FakeEngine
+from tests.engine.test_loader_thread import wait_until_readable
 
 NEW = ModelVersion("words", "1", 7, "/models/words/1", "{}")
-FRONT, OTHER_FRONT = "a channel", "another channel"
+FRONTEND, OTHER_FRONTEND = "a channel", "another channel"
+NO_RUNNER: Any = None
 
 
-class Shelf:
-    """An engine that says what was opened and closed, and a clock that the test turns."""
+def load_nothing(model_version: ModelVersion, run_between_batches: RunBetweenBatches) -> PreparedModel:
+    return PreparedModel(NO_RUNNER)
 
-    def __init__(self, load: Callable[[ModelVersion, Between], Prepared] = lambda *_: Prepared(None)) -> None:  # type: ignore[arg-type]
-        self.house = House()
+
+class LoadingEngine(FakeEngine):
+    """An engine that notes which models it opens and closes, with their loader and a clock that the test moves."""
+
+    def __init__(self, load: Callable[[ModelVersion, RunBetweenBatches], PreparedModel] = load_nothing) -> None:
+        super().__init__()
+        self.batching = BatcherHarness()
         self.opened: list[ModelKey] = []
         self.closed: list[ModelKey] = []
-        self.told: list[ServiceError | None] = []
+        self.outcomes: list[ServiceError | None] = []
         self.changes = 0
-        self.models = ModelLoader(self, self.house.batcher, load, Log("engine-0"), lambda: self.house.now)
-        self.models.changed = self._count
+        self.loader = ModelLoader(self, self.batching.batcher, load, Log("engine-0"), lambda: self.batching.now)
+        self.loader.changed = self._count_change
 
-    def open(self, key: ModelKey, prepared: Prepared) -> None:
+    def open(self, key: ModelKey, prepared: PreparedModel) -> None:
         self.opened.append(key)
 
     def close(self, key: ModelKey) -> None:
@@ -42,110 +49,112 @@ class Shelf:
     def serves(self, key: ModelKey) -> bool:
         return key not in self.closed
 
-    def prepared(self) -> ServiceError | None:
-        """What comes of NEW."""
-        self.models.prepare(NEW, self.told.append)
-        while not self.told:
-            readable(self.models)
-            self.models.settle()
-        return self.told.pop()
+    def prepare_new(self) -> ServiceError | None:
+        """Prepare NEW, and return the reported error."""
+        self.loader.prepare(NEW, self.outcomes.append)
+        while not self.outcomes:
+            wait_until_readable(self.loader)
+            self.loader.settle()
+        return self.outcomes.pop()
 
-    def leave(self, seconds: float, *channels: str) -> None:
-        """MODEL is served no more, and these channels have not said so yet."""
-        self.models.close(CloseModel(MODEL, seconds), set(channels), lambda: None)
+    def unload(self, seconds: float, *channels: str) -> None:
+        """Close MODEL while these channels have not released it. seconds: for its sessions."""
+        self.loader.close(CloseModel(MODEL, seconds), set(channels), lambda: None)
 
-    def wait(self, seconds: float = LOOK_SECONDS) -> None:
-        self.house.now += seconds
-        self.models.settle()
+    def wait(self, seconds: float = CHECK_SECONDS) -> None:
+        self.batching.now += seconds
+        self.loader.settle()
 
-    def _count(self) -> None:
+    def _count_change(self) -> None:
         self.changes += 1
 
 
 @pytest.fixture
-def shelf() -> Iterator[Shelf]:
-    yield Shelf()
+def engine() -> Iterator[LoadingEngine]:
+    yield LoadingEngine()
 
 
-def test_what_is_ready_is_served_and_all_are_told(shelf: Shelf) -> None:
-    assert shelf.prepared() is None
-    assert (shelf.opened, shelf.changes) == ([NEW.key], 1)
+def test_prepared_version_is_served_and_announced(engine: LoadingEngine) -> None:
+    assert engine.prepare_new() is None
+    assert (engine.opened, engine.changes) == ([NEW.key], 1)
 
 
 @pytest.mark.parametrize(
-    ("fault", "kind", "said"),
+    ("error", "kind", "message"),
     [
         (ModelError("weights.safetensors is broken"), InvalidModel, "weights.safetensors is broken"),
         (ValueError("no such layer"), InvalidModel, "/models/words/1 cannot be served: ValueError: no such layer"),
-        (MemoryError(), NoRoom, "there is no memory for words version 1 beside what is served"),
-        (torch.OutOfMemoryError("2 GiB"), NoRoom, "there is no memory for words version 1"),
+        (MemoryError(), NoRoom, "not enough memory for words version 1 next to the models already served"),
+        (torch.OutOfMemoryError("2 GiB"), NoRoom, "not enough memory for words version 1"),
         (NoRoom("5 bytes are left"), NoRoom, "5 bytes are left"),
     ],
 )
-def test_what_cannot_be_made_ready_is_refused_with_the_reason(fault: Exception, kind: type[ServiceError], said: str) -> None:
-    def fail(model_version: ModelVersion, between_batches: Between) -> Prepared:
-        raise fault
+def test_version_that_cannot_load_is_reported_with_its_reason(error: Exception, kind: type[ServiceError], message: str) -> None:
+    def fail(model_version: ModelVersion, run_between_batches: RunBetweenBatches) -> PreparedModel:
+        raise error
 
-    shelf = Shelf(fail)
-    refusal = shelf.prepared()
-    assert type(refusal) is kind
-    assert said in str(refusal)
-    assert (shelf.opened, shelf.changes) == ([], 0)
-
-
-def test_a_version_goes_when_no_front_may_bring_anything_for_it(shelf: Shelf) -> None:
-    shelf.models.release(FRONT, MODEL)
-    shelf.leave(30.0, FRONT, OTHER_FRONT)
-    shelf.wait()
-    assert not shelf.closed
-    shelf.models.release(OTHER_FRONT, MODEL)
-    shelf.wait()
-    assert (shelf.closed, shelf.changes) == ([MODEL], 1)
+    engine = LoadingEngine(fail)
+    reported = engine.prepare_new()
+    assert type(reported) is kind
+    assert message in str(reported)
+    assert (engine.opened, engine.changes) == ([], 0)
 
 
-def test_a_front_that_has_gone_or_never_had_it_is_not_waited_for(shelf: Shelf) -> None:
-    shelf.leave(30.0, FRONT)
-    shelf.models.forget(FRONT)
-    shelf.wait()
-    assert shelf.closed == [MODEL]
-    other = Shelf()
-    other.leave(30.0, FRONT)
-    other.wait(CLOSING_SECONDS)
-    assert other.closed == [MODEL]
+def test_version_is_unloaded_after_every_frontend_released_it(engine: LoadingEngine) -> None:
+    engine.loader.release(FRONTEND, MODEL)
+    engine.unload(30.0, FRONTEND, OTHER_FRONTEND)
+    engine.wait()
+    assert not engine.closed
+    engine.loader.release(OTHER_FRONTEND, MODEL)
+    engine.wait()
+    assert (engine.closed, engine.changes) == ([MODEL], 1)
 
 
-def test_a_version_stays_until_what_waits_for_it_was_answered(shelf: Shelf) -> None:
-    shelf.house.call([1, 2])
-    shelf.leave(0.0)
-    shelf.wait()
-    assert not shelf.closed
-    shelf.house.batcher.step()
-    shelf.house.batcher.step()
-    shelf.wait()
-    assert shelf.closed == [MODEL]
+def test_unload_does_not_wait_for_an_ended_frontend(engine: LoadingEngine) -> None:
+    engine.unload(30.0, FRONTEND)
+    engine.loader.forget(FRONTEND)
+    engine.wait()
+    assert engine.closed == [MODEL]
 
 
-def test_a_version_stays_for_its_sessions_but_not_for_longer_than_it_was_said(shelf: Shelf) -> None:
-    shelf.house.call([1, 2], session="s")
-    shelf.house.batcher.step()
-    shelf.leave(5.0)
-    shelf.wait(4.0)
-    assert not shelf.closed
-    shelf.wait(1.5)
-    assert shelf.closed == [MODEL]
-    [told] = shelf.house.call([1], session="s").errors
-    assert isinstance(told, SessionLost)
+def test_unload_does_not_wait_for_a_frontend_that_never_releases(engine: LoadingEngine) -> None:
+    engine.unload(30.0, FRONTEND)
+    engine.wait(CLOSING_SECONDS)
+    assert engine.closed == [MODEL]
 
 
-def test_what_is_ready_when_nobody_wants_it_any_more_is_not_served(shelf: Shelf) -> None:
-    shelf.closed.append(NEW.key)
-    shelf.models.close(CloseModel(NEW.key, 0.0), {FRONT}, lambda: None)
-    assert shelf.prepared() is None
-    assert (shelf.opened, shelf.changes) == ([], 0)
+def test_version_stays_until_its_queued_requests_are_answered(engine: LoadingEngine) -> None:
+    engine.batching.call([1, 2])
+    engine.unload(0.0)
+    engine.wait()
+    assert not engine.closed
+    engine.batching.batcher.step()
+    engine.batching.batcher.step()
+    engine.wait()
+    assert engine.closed == [MODEL]
 
 
-def test_what_was_never_served_is_gone_at_once(shelf: Shelf) -> None:
-    gone: list[bool] = []
-    shelf.closed.append(MODEL)
-    shelf.models.close(CloseModel(MODEL, 30.0), {FRONT}, lambda: gone.append(True))
-    assert gone == [True]
+def test_version_stays_for_its_sessions_until_the_time_limit(engine: LoadingEngine) -> None:
+    engine.batching.call([1, 2], session="s")
+    engine.batching.batcher.step()
+    engine.unload(5.0)
+    engine.wait(4.0)
+    assert not engine.closed
+    engine.wait(1.5)
+    assert engine.closed == [MODEL]
+    [error] = engine.batching.call([1], session="s").errors
+    assert isinstance(error, SessionLost)
+
+
+def test_version_closed_while_it_loads_is_not_served(engine: LoadingEngine) -> None:
+    engine.closed.append(NEW.key)
+    engine.loader.close(CloseModel(NEW.key, 0.0), {FRONTEND}, lambda: None)
+    assert engine.prepare_new() is None
+    assert (engine.opened, engine.changes) == ([], 0)
+
+
+def test_closing_a_version_that_is_not_served_ends_at_once(engine: LoadingEngine) -> None:
+    closed: list[bool] = []
+    engine.closed.append(MODEL)
+    engine.loader.close(CloseModel(MODEL, 30.0), {FRONTEND}, lambda: closed.append(True))
+    assert closed == [True]

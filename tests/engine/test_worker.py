@@ -1,4 +1,4 @@
-"""The engine process's loop, with its supervisor and a front whom the test plays."""
+"""The loop of the engine process. The test plays the supervisor and a frontend."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 
-from service.engine.batch import Batch
 from service.engine.batching.batcher import Batcher
-from service.engine.batching.ticket import Refuse, Reply, Ticket
-from service.engine.execution.cuda_graph_runner import Between
-from service.engine.execution.device_engine import Prepared, Watcher
+from service.engine.batching.ticket import SendAnswer, SendRefusal, Ticket
+from service.engine.execution.cuda_graph_runner import RunBetweenBatches
+from service.engine.execution.device_engine import PreparedModel
 from service.engine.loading import ModelLoader
 from service.engine.worker import FRAMES_PER_BATCH, Worker
 from service.ipc.channel import Channel, Frame, encode, pair
@@ -25,7 +24,6 @@ from service.ipc.messages import (
     CollectMetrics,
     Done,
     EngineStatus,
-    LoadedModel,
     MetricsCollected,
     ModelKey,
     ModelVersion,
@@ -36,24 +34,25 @@ from service.ipc.messages import (
 from service.log import Log
 from service.metrics import Metrics
 from tests.engine.batching.fakes import request
+from tests.engine.batching.harness import FakeEngine
 
 PLACE = 3
 SECONDS = 2.5
-"""Of each request that waits."""
-TURNS = 6
-"""Enough for every test. In the one that follows the front has gone, in the one after that the supervisor."""
+"""Predicted seconds of each waiting request."""
+BATCHES = 6
+"""Batches per test. Then the frontend closes its channel, and one batch later the supervisor closes the control channel."""
 
 
-class OneATurn(Batcher):
-    """Answers one request a turn, then calls `after` with the number of the turn."""
+class OneRequestPerBatch(Batcher):
+    """Answers one request per batch, then calls `after` with the number of the batch."""
 
     def __init__(self, after: Callable[[int], None]) -> None:
         self._after = after
-        self._turns = 0
-        self._replies: list[Reply] = []
+        self._batches = 0
+        self._replies: list[SendAnswer] = []
         self._since = 0
         self.most_between = 0
-        """Requests between two turns."""
+        """The most requests submitted between two batches."""
 
     @property
     def waiting(self) -> int:
@@ -69,7 +68,7 @@ class OneATurn(Batcher):
     def backlog_seconds(self) -> float:
         return SECONDS * len(self._replies)
 
-    def submit(self, request: Request, data: bytes, reply: Reply, refuse: Refuse, *, again: bool = False) -> Ticket:
+    def submit(self, request: Request, data: bytes, reply: SendAnswer, refuse: SendRefusal, *, again: bool = False) -> Ticket:
         self._replies.append(reply)
         self._since += 1
         self.most_between = max(self.most_between, self._since)
@@ -82,54 +81,30 @@ class OneATurn(Batcher):
         self._since = 0
         if self._replies:
             self._replies.pop(0)(Answer((1, 1)), [b"1234"])
-        self._turns += 1
-        self._after(self._turns)
+        self._batches += 1
+        self._after(self._batches)
         return True
 
 
-class Idle:
+class Idle(FakeEngine):
     """An engine that has nothing to do."""
 
-    running: tuple[float, float] | None = None
+    def __init__(self) -> None:
+        super().__init__()
+        self.served = [ModelKey("words", "1")]
 
-    device = "cpu"
+
+class WorkerHarness:
+    """A worker with one frontend. Keeps the frames that the worker sends to both."""
 
     def __init__(self) -> None:
-        self.versions = [ModelKey("words", "1")]
-
-    def predicted_seconds(self, batch: Batch) -> float:
-        return 0.0
-
-    def loaded(self) -> list[LoadedModel]:
-        return [LoadedModel(*key.labels, self.device, [], 0, generation=key.generation) for key in self.versions]
-
-    def serves(self, key: ModelKey) -> bool:
-        return key in self.versions
-
-    def open(self, key: ModelKey, prepared: Prepared) -> None:
-        self.versions.append(key)
-
-    def close(self, key: ModelKey) -> None:
-        self.versions.remove(key)
-
-    def count_memory(self) -> None:
-        pass
-
-    def watch(self, watcher: Watcher | None) -> None:
-        pass
-
-
-class House:
-    """A worker that a supervisor has told of one front. What it said to both is kept."""
-
-    def __init__(self) -> None:
-        mine, theirs = pair()
-        self.supervisor, self._control = Channel(mine), Channel(theirs)
+        near, far = pair()
+        self.supervisor, self._control = Channel(near), Channel(far)
         self.frontend, self.heartbeat, self.metrics = self._attached(), Heartbeat(), Metrics()
         self.engine = Idle()
-        self.to_front: list[Frame] = []
+        self.to_frontend: list[Frame] = []
         self.to_supervisor: list[Frame] = []
-        self.batcher = OneATurn(self._after)
+        self.batcher = OneRequestPerBatch(self._after)
         models = ModelLoader(self.engine, self.batcher, self._prepared, Log("worker"))
         self._worker = Worker(self._control, self.heartbeat, self.batcher, self.engine, models, PLACE, self.metrics)
 
@@ -143,95 +118,95 @@ class House:
             channel.close()
         self.heartbeat.close()
 
-    def _prepared(self, model_version: ModelVersion, between_batches: Between) -> Prepared:
+    def _prepared(self, model_version: ModelVersion, between_batches: RunBetweenBatches) -> PreparedModel:
         raise AssertionError("nothing is loaded")
 
     def _attached(self) -> Channel:
-        mine, theirs = pair()
-        self.supervisor.send(encode(Attach()), attached=theirs)
-        theirs.close()
-        return Channel(mine)
+        near, far = pair()
+        self.supervisor.send(encode(Attach()), attached=far)
+        far.close()
+        return Channel(near)
 
     def _after(self, batch: int) -> None:
-        if batch == TURNS:
-            self.to_front = self.frontend.receive()
+        if batch == BATCHES:
+            self.to_frontend = self.frontend.receive()
             self.frontend.close()
-        elif batch == TURNS + 1:
+        elif batch == BATCHES + 1:
             self.to_supervisor = self.supervisor.receive()
             self.supervisor.close()
 
 
 @pytest.fixture
-def house() -> Iterator[House]:
-    made = House()
+def harness() -> Iterator[WorkerHarness]:
+    made = WorkerHarness()
     yield made
     made.close()
 
 
-def test_a_front_is_told_with_each_answer_what_is_left_and_how_many_of_its_frames_are_counted_in_that(house: House) -> None:
-    house.frontend.send(encode(request([2]), 7, (b"",)))
-    house.frontend.send(encode(Cancel(), 6))
-    house.frontend.send(encode(request([2]), 8, (b"",)))
-    house.run()
-    status, *frames = house.to_front
+def test_answers_carry_the_backlog_and_the_frames_it_counts(harness: WorkerHarness) -> None:
+    harness.frontend.send(encode(request([2]), 7, (b"",)))
+    harness.frontend.send(encode(Cancel(), 6))
+    harness.frontend.send(encode(request([2]), 8, (b"",)))
+    harness.run()
+    status, *frames = harness.to_frontend
     assert isinstance(status.message, EngineStatus) and status.message.place == PLACE
     assert [(type(frame.message), frame.id) for frame in frames] == [(Answer, 7), (Backlog, 0), (Answer, 8), (Backlog, 0)]
     assert [frame.message.frames for frame in frames if isinstance(frame.message, Backlog)] == [3, 3]
     assert [frame.message.seconds for frame in frames if isinstance(frame.message, Backlog)] == [SECONDS, 0.0]
-    assert house.metrics.channel_writes.values[("engine",)] == [3], "an answer and its report are one write"
+    assert harness.metrics.channel_writes.values[("engine",)] == [3], "an answer and its report are one write"
 
 
-def test_however_much_is_asked_at_once_turns_are_launched_meanwhile(house: House) -> None:
+def test_batches_are_launched_between_many_requests(harness: WorkerHarness) -> None:
     for id in range(3 * FRAMES_PER_BATCH):
-        house.frontend.send(encode(request([2]), id, (b"",)))
-    house.run()
-    assert house.batcher.most_between == FRAMES_PER_BATCH
+        harness.frontend.send(encode(request([2]), id, (b"",)))
+    harness.run()
+    assert harness.batcher.most_between == FRAMES_PER_BATCH
 
 
-def test_a_front_that_is_answered_nothing_is_told_nothing(house: House) -> None:
-    house.run()
-    assert [type(frame.message) for frame in house.to_front] == [EngineStatus]
+def test_frontend_without_answers_gets_no_backlog(harness: WorkerHarness) -> None:
+    harness.run()
+    assert [type(frame.message) for frame in harness.to_frontend] == [EngineStatus]
 
 
-def test_what_an_engine_counts_says_how_much_work_is_left_in_it(house: House) -> None:
+def test_metrics_include_the_backlog(harness: WorkerHarness) -> None:
     for id in (1, 2, 3):
-        house.frontend.send(encode(request([2]), id, (b"",)))
-    house.supervisor.send(encode(CollectMetrics(), 5))
-    house.run()
-    [counts] = [frame for frame in house.to_supervisor if isinstance(frame.message, MetricsCollected)]
+        harness.frontend.send(encode(request([2]), id, (b"",)))
+    harness.supervisor.send(encode(CollectMetrics(), 5))
+    harness.run()
+    [counts] = [frame for frame in harness.to_supervisor if isinstance(frame.message, MetricsCollected)]
     assert isinstance(counts.message, MetricsCollected)
     [[labels, [seconds]]] = counts.message.snapshot["seqserve_backlog_seconds"]
     assert (counts.id, tuple(labels)) == (5, (str(PLACE),))
     assert seconds in [SECONDS * waiting for waiting in range(4)]
 
 
-def test_a_front_is_given_the_trace_that_it_asks_for(house: House) -> None:
-    house.frontend.send(encode(RecordTrace(batches=5, seconds=0.0), 4))
-    house.run()
-    traced = next(frame for frame in house.to_front if isinstance(frame.message, Done))
+def test_frontend_receives_the_trace_it_asked_for(harness: WorkerHarness) -> None:
+    harness.frontend.send(encode(RecordTrace(batches=5, seconds=0.0), 4))
+    harness.run()
+    traced = next(frame for frame in harness.to_frontend if isinstance(frame.message, Done))
     assert traced.id == 4
     assert msgspec.json.decode(traced.tail)[0]["args"] == {"name": f"engine-{PLACE} cpu"}
 
 
-def test_a_trace_that_nobody_waits_for_makes_room_for_the_next(house: House) -> None:
+def test_cancelled_trace_makes_room_for_the_next(harness: WorkerHarness) -> None:
     for id in (4, 5, 6):
-        house.frontend.send(encode(RecordTrace(batches=5, seconds=0.0 if id == 6 else 60.0), id))
+        harness.frontend.send(encode(RecordTrace(batches=5, seconds=0.0 if id == 6 else 60.0), id))
         if id == 4:
-            house.frontend.send(encode(Cancel(), id))
-    house.run()
-    answers = [(type(frame.message), frame.id) for frame in house.to_front if type(frame.message) in (Done, Refusal)]
+            harness.frontend.send(encode(Cancel(), id))
+    harness.run()
+    answers = [(type(frame.message), frame.id) for frame in harness.to_frontend if type(frame.message) in (Done, Refusal)]
     assert answers == [(Refusal, 6)]
-    assert house.heartbeat.late_seconds() < 0
+    assert harness.heartbeat.late_seconds() < 0
 
 
-def test_a_turn_is_not_taken_for_hung_because_a_trace_kept_the_loop(house: House) -> None:
-    house.engine.running = time.monotonic() - 100, 0.0
-    house.frontend.send(encode(RecordTrace(batches=5, seconds=0.0), 4))
-    house.run()
-    assert house.heartbeat.late_seconds() < 0
+def test_recording_a_trace_does_not_count_as_a_hang(harness: WorkerHarness) -> None:
+    harness.engine.running = time.monotonic() - 100, 0.0
+    harness.frontend.send(encode(RecordTrace(batches=5, seconds=0.0), 4))
+    harness.run()
+    assert harness.heartbeat.late_seconds() < 0
 
 
-def test_a_turn_that_hangs_is_taken_for_hung(house: House) -> None:
-    house.engine.running = time.monotonic() - 100, 0.0
-    house.run()
-    assert house.heartbeat.late_seconds() > 90
+def test_hung_batch_misses_the_heartbeat(harness: WorkerHarness) -> None:
+    harness.engine.running = time.monotonic() - 100, 0.0
+    harness.run()
+    assert harness.heartbeat.late_seconds() > 90

@@ -1,12 +1,17 @@
-"""Who runs in the next turn, and how far. Pure: the time is an argument, and nothing here knows a device, a socket or a caller.
+"""Decides which sequences run in the next batch, and how many steps of each.
 
-A batch forms because the engine is busy, never because a timer runs: whatever waits when a turn ends may be in the next one. A turn takes
-at most K steps of each sequence: as many as its budget of time allows, and no more than the shortest sequence has left, unless so short a
-turn would hardly be worth its launch. What has steps left goes on in the next turn.
+The scheduler is pure: the time is an argument, and nothing here knows about a device, a socket or a client.
 
-Where more wait than a turn has rows, a sequence is due the later the longer it takes alone, so that long ones never block a short one, and
-of equals who came first is first done: whoever is accepted is not held up by those who come after. Each level of priority is worth a fixed
-head start in time, so that higher levels go first and none starves. Models share the engine by the seconds that their turns take.
+- **A batch never waits for more requests.** It starts when the device is free and takes what is queued at that moment. Batches form
+  because the device is busy, not because a timer expires.
+- **A batch takes up to K steps of each sequence.** K is the number of steps that fit into the time budget of a batch, but no more than the
+  shortest sequence needs, so that a short sequence finishes early. K does not become so small that launches would dominate. A sequence with
+  steps left continues in the next batch.
+- **The sequence that is due first runs first.** The longer a sequence takes alone, the later it is due, so a long sequence never blocks a
+  short one. Sequences of equal length run in the order of their arrival, so later requests never delay an accepted request. A priority
+  level is a fixed head start in seconds: a higher level runs earlier, and no level starves.
+- **Models share the device by time.** The model whose batches have taken the fewest seconds runs next.
+- **A request that would miss its deadline is rejected when it arrives**, by the predicted cost of the work queued before it.
 """
 
 from __future__ import annotations
@@ -24,61 +29,66 @@ from service.ipc.messages import ModelKey
 
 HEAD_START_SECONDS = 1.0
 LEAST_STEPS = 16
-"""Of a turn, whatever the budget says: less would be spent on what every turn and every row in it costs the host."""
+"""Lower limit of K. Fewer steps would cost less than the host's work for a batch and each sequence in it."""
 PACE = 0.8
-"""Sequences keep this share of the pace that they have in turns of the whole budget, however short the shortest is: many short turns
-would spend their time on launches."""
+"""K keeps this share of the throughput that a batch of the whole time budget reaches, however short the shortest sequence is."""
 NEWEST = 0.05
-"""Share of the newest turn in the mean of how far turns go."""
+"""Weight of the newest batch in the running mean of the steps per batch."""
 STRETCH = 5.0
-"""A sequence is due so many times as long after its arrival as it takes alone."""
+"""A sequence is due at its arrival plus this multiple of the time that it takes alone."""
 SLACK = 3.0
-"""And so many times as long before its deadline: beside others it takes longer than alone."""
+"""A sequence is due at least this multiple of the time that it takes alone before its deadline: in a batch it takes longer than alone."""
 CAUTION = 1.25
-"""A deadline counts as met when so many times as long is left as the answer is expected to take."""
-ENDLESS = 1 << 30
+"""A request is admitted if this multiple of its expected time fits before its deadline."""
+UNLIMITED = 1 << 30
 """More steps than any sequence has."""
 
 
-class Waiting:
-    """One sequence from its arrival until its last step has been taken into a turn.
+class QueuedSequence:
+    """One sequence, from its arrival until its last step has been scheduled.
 
-    `left` counts its steps that are still to run; `cuts` says whether these may be spread over turns, `stateful` whether it goes on from a
-    state or leaves one, `ready` whether all that has to run before it has. `due` orders the queue: some time after arrival, less its
-    priority's head start.
+    remaining: steps that have not been scheduled.
+    divisible: whether several batches may share its steps.
+    stateful: whether it continues from a state or leaves one behind.
+    ready: whether every chunk before it has run.
+    begun: whether some of its steps have been scheduled.
+    due: its position in the queue: arrival plus an allowance, minus the head start of its priority.
     """
 
-    __slots__ = ("arrived", "cuts", "deadline", "due", "head_start", "left", "ready", "stateful", "taken")
+    __slots__ = ("arrived", "begun", "deadline", "divisible", "due", "head_start", "ready", "remaining", "stateful")
 
-    def __init__(self, steps: int, deadline: float, priority: int = 0, *, cuts: bool = True, stateful: bool = False) -> None:
-        self.left = steps
+    def __init__(
+        self, steps: int, deadline: float, priority: int = 0, *, divisible: bool = True, stateful: bool = False
+    ) -> None:
+        self.remaining = steps
         self.deadline = deadline
         self.head_start = priority * HEAD_START_SECONDS
-        self.cuts = cuts
+        self.divisible = divisible
         self.stateful = stateful
         self.ready = True
-        self.taken = False
-        """Whether some of it has run."""
+        self.begun = False
         self.arrived = 0.0
         self.due = 0.0
 
 
-W = TypeVar("W", bound=Waiting)
+S = TypeVar("S", bound=QueuedSequence)
 
 
-class Cut(NamedTuple, Generic[W]):
-    """So many steps of one sequence; first: it waited until now; last: none are left."""
+class ScheduledSteps(NamedTuple, Generic[S]):
+    """The steps of one sequence that run in a batch. first, last: whether the sequence begins or ends with them."""
 
-    of: W
+    sequence: S
     steps: int
     first: bool
     last: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """Of the queue and of a turn. continuous: whether sequences are cut and turns mixed as they come; else every turn runs whole
-    sequences, in the order in which they came."""
+class SchedulerLimits:
+    """Limits of the queue and of a batch.
+
+    continuous: whether sequences join and leave at every batch. Otherwise each batch runs whole sequences in the order of their arrival.
+    """
 
     max_waiting: int
     max_batch_sequences: int
@@ -87,9 +97,11 @@ class Limits:
     continuous: bool = True
 
 
-class Refused(NamedTuple):
-    """Somebody who could not be in time: whoever has as much to do, less time than he would have needed and no priority before him cannot
-    either."""
+class Rejection(NamedTuple):
+    """A request that was rejected because it would have missed its deadline.
+
+    A request with at least as many steps, less time than `needed` and no higher priority would miss its deadline too.
+    """
 
     steps: int
     needed: float
@@ -97,67 +109,78 @@ class Refused(NamedTuple):
     message: str
     retry_after: int
 
-    def covers(self, steps: int, left: float, head_start: float) -> bool:
-        return steps >= self.steps and left < self.needed and head_start <= self.head_start
+    def covers(self, steps: int, time_left: float, head_start: float) -> bool:
+        return steps >= self.steps and time_left < self.needed and head_start <= self.head_start
 
 
-class Queue(Generic[W]):
-    """The sequences of one model, in the order in which they are due. used: seconds of turns that it has had, on the scheduler's count;
-    reach: how many steps of its longest row a turn takes in the mean; cost: of its turns, as of the last one; refused: since then."""
+class ModelQueue(Generic[S]):
+    """The queued sequences of one model, in the order of their due times.
 
-    __slots__ = ("cost", "lines", "reach", "refused", "serial", "steps", "used")
+    steps: remaining steps of all sequences.
+    used: seconds that the model's batches have taken, on the scheduler's account.
+    reach: running mean of the steps that a batch takes of its longest sequence.
+    cost: of the model's batches, as of the last batch.
+    rejection: the last rejection since then.
+    """
+
+    __slots__ = ("cost", "reach", "rejection", "sequences", "serial", "steps", "used")
 
     def __init__(self, cost: Cost, used: float) -> None:
-        self.lines: list[W] = []
+        self.sequences: list[S] = []
         self.steps = 0
         self.used = used
         self.reach = 0.0
-        self.price(cost)
+        self.update_cost(cost)
 
-    def price(self, cost: Cost) -> None:
-        self.refused: Refused | None = None
+    def update_cost(self, cost: Cost) -> None:
+        self.rejection: Rejection | None = None
         self.cost = cost
         self.serial = cost.fixed / LEAST_STEPS + cost.per_step + cost.per_token
-        """Seconds of a step when no two rows run side by side: beside the cost of one turn for each, nothing takes longer."""
+        """Upper bound of the seconds per step: no two sequences share a batch, and every batch takes LEAST_STEPS."""
 
-    def insert(self, one: W) -> None:
-        lines = self.lines
-        # Most come in order: a search takes longer than a look.
-        if not lines or lines[-1].due <= one.due:
-            lines.append(one)
+    def insert(self, sequence: S) -> None:
+        sequences = self.sequences
+        # Most sequences arrive in due order, and a comparison is cheaper than a search.
+        if not sequences or sequences[-1].due <= sequence.due:
+            sequences.append(sequence)
         else:
-            insort(lines, one, key=_due)
-        self.steps += one.left
+            insort(sequences, sequence, key=_due)
+        self.steps += sequence.remaining
 
 
-def _endless(model: ModelKey) -> int:
-    """Room without end."""
-    return ENDLESS
+def _unlimited_room(model: ModelKey) -> int:
+    return UNLIMITED
 
 
-class Scheduler(Generic[W]):
-    """A bounded queue per model and the rule by which turns are taken from it.
+class Scheduler(Generic[S]):
+    """A bounded queue per model, and the policy that takes batches from the queues.
 
-    cost: what a turn of a model is expected to take. room: how many more sequences of a model may begin to be kept from turn to turn.
+    cost: returns the predicted cost of a model's batches.
+    room: returns how many more sequences of a model may keep a state between batches.
     """
 
-    def __init__(self, limits: Limits, cost: Callable[[ModelKey], Cost], room: Callable[[ModelKey], int] = _endless) -> None:
+    def __init__(
+        self, limits: SchedulerLimits, cost: Callable[[ModelKey], Cost], room: Callable[[ModelKey], int] = _unlimited_room
+    ) -> None:
         self._limits = limits
         self._cost = cost
         self._room = room
-        self._queues: dict[ModelKey, Queue[W]] = {}
-        self._soonest = math.inf
-        """No deadline in any queue is sooner."""
+        self._queues: dict[ModelKey, ModelQueue[S]] = {}
+        self._earliest_deadline = math.inf
+        """Lower bound of all queued deadlines."""
         self._used = 0.0
-        """Of the model that had the last turn: who comes anew begins there, and has no claim for the time before."""
+        """`used` of the model that ran last. A new queue starts here: a model earns no credit while it has no requests."""
         self.waiting = 0
-        """Sequences of which nothing has run."""
+        """Sequences that have not begun."""
         self.begun = 0
-        """Sequences of which some has run, and some is left."""
+        """Sequences that have begun and have steps left."""
 
-    def add(self, model: ModelKey, sequences: list[W], *, now: float, busy: float = 0.0) -> None:
-        """Queue all sequences of one request, or none: raises Overloaded when they do not fit, or cannot be in time behind what is there,
-        DeadlineExceeded when they could not alone. busy: seconds that the turns in flight still take."""
+    def add(self, model: ModelKey, sequences: list[S], *, now: float, busy: float = 0.0) -> None:
+        """Queue all sequences of one request, or none of them. busy: seconds until the batches in flight end.
+
+        Raises Overloaded if the queue is full or the request would miss its deadline behind the queued work, and DeadlineExceeded if the
+        request would miss its deadline even alone.
+        """
         if self.waiting + len(sequences) > self._limits.max_waiting:
             raise Overloaded(
                 f"{self.waiting} sequences wait, this request has {len(sequences)} and "
@@ -166,207 +189,215 @@ class Scheduler(Generic[W]):
             )
         if not sequences:
             return
-        queue = self._queues.get(model) or Queue[W](self._cost(model), self._used)
+        queue = self._queues.get(model) or ModelQueue[S](self._cost(model), self._used)
         if busy or self._queues:
             self._check_deadline(model, queue, sequences, now, busy)
         self._queues[model] = queue
-        for one in sequences:
-            one.arrived, one.due = now, self._due(queue.cost, one, one.left, now)
-            queue.insert(one)
-        self._soonest = min(self._soonest, sequences[0].deadline)
+        for sequence in sequences:
+            sequence.arrived, sequence.due = now, self._due(queue.cost, sequence, sequence.remaining, now)
+            queue.insert(sequence)
+        self._earliest_deadline = min(self._earliest_deadline, sequences[0].deadline)
         self.waiting += len(sequences)
 
     def holds(self, model: ModelKey) -> bool:
-        """Whether anything of it waits, or has begun and is not done."""
+        """Return whether any sequence of this model has steps left."""
         return model in self._queues
 
     def waiting_by_model(self) -> dict[ModelKey, int]:
-        """Sequences of which nothing has run."""
-        return {model: sum([not one.taken for one in queue.lines]) for model, queue in self._queues.items()}
+        """Return the number of sequences that have not begun, by model."""
+        return {model: sum([not one.begun for one in queue.sequences]) for model, queue in self._queues.items()}
 
-    def drop(self, sequences: list[W]) -> int:
-        """Take what still waits of these out of the queue; returns how many there were. All are of one request."""
-        gone = {id(one) for one in sequences}
-        return len(self._take(lambda one: id(one) in gone))
+    def drop(self, sequences: list[S]) -> int:
+        """Remove these sequences of one request from the queue. Returns how many of them were queued."""
+        dropped = {id(sequence) for sequence in sequences}
+        return len(self._remove(lambda sequence: id(sequence) in dropped))
 
-    def drop_late(self, now: float) -> list[W]:
-        """Take out and return what has passed its deadline, so that nothing more is computed for it."""
-        if now < self._soonest:
+    def drop_late(self, now: float) -> list[S]:
+        """Remove and return the sequences whose deadline has passed."""
+        if now < self._earliest_deadline:
             return []
-        late = self._take(lambda one: one.deadline <= now)
-        self._soonest = min((one.deadline for queue in self._queues.values() for one in queue.lines), default=math.inf)
+        late = self._remove(lambda sequence: sequence.deadline <= now)
+        deadlines = (sequence.deadline for queue in self._queues.values() for sequence in queue.sequences)
+        self._earliest_deadline = min(deadlines, default=math.inf)
         return late
 
     def backlog_seconds(self) -> float:
-        """What all that is in the queues is expected to take."""
-        return sum(self._seconds(queue, len(queue.lines), queue.steps) for queue in self._queues.values())
+        """Return the predicted time of all queued work."""
+        return sum(self._seconds(queue, len(queue.sequences), queue.steps) for queue in self._queues.values())
 
-    def next_batch(self) -> tuple[ModelKey, list[Cut[W]]] | None:
-        """The model whose turn it is, and what of which sequences runs; None when nothing waits that can run now."""
+    def next_batch(self) -> tuple[ModelKey, list[ScheduledSteps[S]]] | None:
+        """Choose the model that runs next and the steps of its sequences. Returns None if no sequence can run now."""
         for model in sorted(self._queues, key=self._claim) if len(self._queues) > 1 else list(self._queues):
             queue = self._queues[model]
-            queue.price(self._cost(model))
-            taken = self._fitting(model, queue)
-            if taken:
-                longest = max([cut.steps for cut in taken])
+            queue.update_cost(self._cost(model))
+            scheduled = self._choose(model, queue)
+            if scheduled:
+                longest = max([part.steps for part in scheduled])
                 self._used = queue.used
-                queue.used += queue.cost.of(longest, sum([cut.steps for cut in taken]))
+                queue.used += queue.cost.of(longest, sum([part.steps for part in scheduled]))
                 queue.reach += NEWEST * (longest - queue.reach) if queue.reach else longest
-                self._advance(model, queue, taken)
-                return model, taken
+                self._advance(model, queue, scheduled)
+                return model, scheduled
         return None
 
     def _claim(self, model: ModelKey) -> float:
-        """Who has had the least runs next; a level of priority is worth as much here as it is within a queue."""
+        """Sort key of the models: the smallest runs next. A priority level is worth as much as within a queue."""
         queue = self._queues[model]
-        return queue.used - queue.lines[0].head_start
+        return queue.used - queue.sequences[0].head_start
 
-    def _fitting(self, model: ModelKey, queue: Queue[W]) -> list[Cut[W]]:
-        """The longest-due sequences that may run together, at least one if any may, however long it is."""
+    def _choose(self, model: ModelKey, queue: ModelQueue[S]) -> list[ScheduledSteps[S]]:
+        """Take sequences in due order until the batch is full. The first sequence is taken however long it is."""
         limits = self._limits
-        first = list(islice((one for one in queue.lines if one.ready), limits.max_batch_sequences))
+        first = list(islice((one for one in queue.sequences if one.ready), limits.max_batch_sequences))
         if not first:
             return []
-        steps, most = self._steps(first, queue.cost), _rounded(first[0].left)
-        taken: list[Cut[W]] = []
+        limit, first_steps = self._step_limit(first, queue.cost), _rounded(first[0].remaining)
+        scheduled: list[ScheduledSteps[S]] = []
         tokens, longest, room = 0, 0, -1
-        for one in queue.lines:
-            if not one.ready:
+        for sequence in queue.sequences:
+            if not sequence.ready:
                 continue
-            mine = min(one.left, steps) if one.cuts else one.left
-            if not one.taken and (one.stateful or mine < one.left):
+            steps = min(sequence.remaining, limit) if sequence.divisible else sequence.remaining
+            if not sequence.begun and (sequence.stateful or steps < sequence.remaining):
                 room = self._room(model) if room < 0 else room
                 if room == 0:
                     continue
                 room -= 1
-            if taken:
-                if tokens + mine > limits.max_batch_tokens or len(taken) == limits.max_batch_sequences:
+            if scheduled:
+                if tokens + steps > limits.max_batch_tokens or len(scheduled) == limits.max_batch_sequences:
                     break
-                # What cannot be cut may not hold up shorter ones beyond the budget; first in line, it runs with its like.
-                if mine > max(most, steps) and queue.cost.of(max(longest, mine), tokens + mine) > limits.batch_seconds:
+                # A long indivisible sequence would delay shorter ones beyond the budget. It runs when it is first in the queue.
+                if (
+                    steps > max(first_steps, limit)
+                    and queue.cost.of(max(longest, steps), tokens + steps) > limits.batch_seconds
+                ):
                     continue
-            tokens, longest = tokens + mine, max(longest, mine)
-            taken.append(Cut(one, mine, not one.taken, mine == one.left))
-        return taken
+            tokens, longest = tokens + steps, max(longest, steps)
+            scheduled.append(ScheduledSteps(sequence, steps, not sequence.begun, steps == sequence.remaining))
+        return scheduled
 
-    def _steps(self, ready: list[W], cost: Cost) -> int:
-        """K: the most steps that a turn takes of a sequence which may be cut."""
+    def _step_limit(self, ready: list[S], cost: Cost) -> int:
+        """Return K: the most steps that the next batch takes of a divisible sequence."""
         if not self._limits.continuous:
-            return ENDLESS
-        within = max(LEAST_STEPS, cost.steps_within(self._limits.batch_seconds, len(ready)))
-        shortest = _rounded(min([one.left for one in ready]))
-        return min(within, max(shortest, cost.steps_at_pace(PACE, within, len(ready))))
+            return UNLIMITED
+        within_budget = max(LEAST_STEPS, cost.steps_within(self._limits.batch_seconds, len(ready)))
+        shortest = _rounded(min([sequence.remaining for sequence in ready]))
+        return min(within_budget, max(shortest, cost.steps_at_pace(PACE, within_budget, len(ready))))
 
-    def _advance(self, model: ModelKey, queue: Queue[W], taken: list[Cut[W]]) -> None:
-        """What was taken has run, as far as this queue goes."""
-        done = 0
-        for cut in taken:
-            one = cut.of
-            queue.steps -= cut.steps
-            one.left -= cut.steps
-            one.taken = True
-            done += cut.last
-            self.waiting -= cut.first
-            self.begun += (not cut.last) - (not cut.first)
-        if done == len(queue.lines):
-            self._leave(model)
-        elif done:
-            # They are among the first, as a rule: who waits behind them is not looked at.
-            seen = queue.lines.index(taken[-1].of) + 1
-            queue.lines[:seen] = [one for one in queue.lines[:seen] if one.left]
+    def _advance(self, model: ModelKey, queue: ModelQueue[S], scheduled: list[ScheduledSteps[S]]) -> None:
+        """Update the counts, and remove the sequences that have no steps left."""
+        finished = 0
+        for part in scheduled:
+            sequence = part.sequence
+            queue.steps -= part.steps
+            sequence.remaining -= part.steps
+            sequence.begun = True
+            finished += part.last
+            self.waiting -= part.first
+            self.begun += (not part.last) - (not part.first)
+        if finished == len(queue.sequences):
+            del self._queues[model]
+        elif finished:
+            # The batch usually is a prefix of the queue: the sequences behind it need no check.
+            end = queue.sequences.index(scheduled[-1].sequence) + 1
+            queue.sequences[:end] = [sequence for sequence in queue.sequences[:end] if sequence.remaining]
 
-    def _leave(self, model: ModelKey) -> None:
-        """A model without sequences has no claim: when it comes back it begins where the others are."""
-        del self._queues[model]
-
-    def _take(self, unwanted: Callable[[W], bool]) -> list[W]:
-        """Out of all queues."""
-        gone: list[W] = []
+    def _remove(self, matches: Callable[[S], bool]) -> list[S]:
+        """Remove and return the matching sequences of all queues."""
+        removed: list[S] = []
         for model, queue in list(self._queues.items()):
-            found = [one for one in queue.lines if unwanted(one)]
-            if found:
-                queue.lines = [one for one in queue.lines if not unwanted(one)]
-                queue.steps -= sum([one.left for one in found])
-                queue.refused = None
-                gone += found
-                if not queue.lines:
-                    self._leave(model)
-        begun = sum([one.taken for one in gone])
+            matching = [sequence for sequence in queue.sequences if matches(sequence)]
+            if matching:
+                queue.sequences = [sequence for sequence in queue.sequences if not matches(sequence)]
+                queue.steps -= sum([sequence.remaining for sequence in matching])
+                queue.rejection = None
+                removed += matching
+                if not queue.sequences:
+                    del self._queues[model]
+        begun = sum([sequence.begun for sequence in removed])
         self.begun -= begun
-        self.waiting -= len(gone) - begun
-        return gone
+        self.waiting -= len(removed) - begun
+        return removed
 
-    # What is expected.
+    # Predictions.
 
-    def _due(self, cost: Cost, one: W, steps: int, now: float) -> float:
-        """When a sequence of so many steps that comes now is due."""
+    def _due(self, cost: Cost, sequence: S, steps: int, now: float) -> float:
+        """Return the due time of a sequence of `steps` steps that arrives now."""
         if not self._limits.continuous:
-            return now - one.head_start
+            return now - sequence.head_start
         alone = cost.of(steps, steps)
-        return now - one.head_start + max(0.0, min(STRETCH * alone, one.deadline - now - SLACK * alone))
+        return now - sequence.head_start + max(0.0, min(STRETCH * alone, sequence.deadline - now - SLACK * alone))
 
-    def _seconds(self, queue: Queue[W], rows: int, steps: int, longest: int = 0) -> float:
-        """Of so many sequences of one model with so many steps together, the longest as long as that if not as the mean."""
-        cost, most = queue.cost, self._limits.max_batch_sequences
-        longest = max(longest, steps // max(1, rows))
-        # One after the other in every row, and the longest last.
-        each = longest if rows <= most else (steps - longest) // most + longest
-        side_by_side = min(rows, most)
-        batches = max(-(-rows // most), -(-each // self._reach(queue, side_by_side)))
-        return cost.fixed * batches + (cost.per_step + cost.per_token * side_by_side) * each
+    def _seconds(self, queue: ModelQueue[S], count: int, steps: int, longest: int = 0) -> float:
+        """Return the predicted time of `count` sequences of one model that have `steps` steps together.
 
-    def _reach(self, queue: Queue[W], rows: int) -> int:
-        """How many steps a turn is likely to take: as of late, or as the budget allows."""
+        longest: steps of the longest sequence, if it is longer than the mean.
+        """
+        cost, max_sequences = queue.cost, self._limits.max_batch_sequences
+        longest = max(longest, steps // max(1, count))
+        # Sequences follow each other in each row of the batch, and the longest comes last.
+        steps_per_row = longest if count <= max_sequences else (steps - longest) // max_sequences + longest
+        rows = min(count, max_sequences)
+        batches = max(-(-count // max_sequences), -(-steps_per_row // self._expected_steps(queue, rows)))
+        return cost.fixed * batches + (cost.per_step + cost.per_token * rows) * steps_per_row
+
+    def _expected_steps(self, queue: ModelQueue[S], rows: int) -> int:
+        """Return how many steps a batch is likely to take: the recent mean, or before the first batch the steps that the budget allows."""
         if not self._limits.continuous:
-            return ENDLESS
+            return UNLIMITED
         return int(queue.reach) or max(LEAST_STEPS, queue.cost.steps_within(self._limits.batch_seconds, rows))
 
-    def _check_deadline(self, model: ModelKey, queue: Queue[W], sequences: list[W], now: float, busy: float) -> None:
-        first, steps = sequences[0], sum([one.left for one in sequences])
-        left = first.deadline - now
-        if queue.refused is not None and queue.refused.covers(steps, left, first.head_start):
-            # Where far too much is asked for, refusing must cost little.
-            raise Overloaded(queue.refused.message, retry_after=queue.refused.retry_after)
+    def _check_deadline(self, model: ModelKey, queue: ModelQueue[S], sequences: list[S], now: float, busy: float) -> None:
+        """Raise Overloaded or DeadlineExceeded if a request would miss its deadline."""
+        first, steps = sequences[0], sum([sequence.remaining for sequence in sequences])
+        time_left = first.deadline - now
+        if queue.rejection is not None and queue.rejection.covers(steps, time_left, first.head_start):
+            # Under heavy overload a rejection must cost little.
+            raise Overloaded(queue.rejection.message, retry_after=queue.rejection.retry_after)
         serial = len(sequences) * queue.cost.fixed + steps * queue.serial
-        for other in self._queues.values():
-            serial += len(other.lines) * other.cost.fixed + other.steps * other.serial
-        if (CAUTION + STRETCH) * (busy + serial) <= left:
+        for queued in self._queues.values():
+            serial += len(queued.sequences) * queued.cost.fixed + queued.steps * queued.serial
+        if (CAUTION + STRETCH) * (busy + serial) <= time_left:
             return
-        longest = max([one.left for one in sequences])
+        longest = max([sequence.remaining for sequence in sequences])
         due = self._due(queue.cost, first, longest, now)
-        expected = busy + self._expected(model, queue, len(sequences), steps, longest, due)
-        # Until it is due, those who come after it may have its place in a turn.
-        full = len(queue.lines) >= self._limits.max_batch_sequences
+        expected = busy + self._expected_seconds(model, queue, len(sequences), steps, longest, due)
+        # Until the due time, later arrivals may take this request's place in a full batch.
+        full = len(queue.sequences) >= self._limits.max_batch_sequences
         needed = CAUTION * expected + (max(0.0, due - now) if full else 0.0)
-        if needed <= left:
+        if needed <= time_left:
             return
         alone = self._seconds(queue, len(sequences), steps, longest)
-        if CAUTION * alone > left:
+        if CAUTION * alone > time_left:
             raise DeadlineExceeded(
-                f"it takes about {alone:.3g} s alone and its deadline is in {left:.3g} s: allow it more time"
+                f"the request takes about {alone:.3g} s alone and its deadline is in {time_left:.3g} s: allow it more time"
             )
-        message = (
-            f"an answer is expected in {expected:.3g} s and the deadline is in {left:.3g} s: retry later, or allow it more time"
-        )
-        queue.refused = Refused(steps, needed, first.head_start, message, math.ceil(expected))
-        raise Overloaded(message, retry_after=queue.refused.retry_after)
+        message = f"an answer is expected in {expected:.3g} s and the deadline is in {time_left:.3g} s: retry later, or allow it more time"
+        queue.rejection = Rejection(steps, needed, first.head_start, message, math.ceil(expected))
+        raise Overloaded(message, retry_after=queue.rejection.retry_after)
 
-    def _expected(self, model: ModelKey, queue: Queue[W], rows: int, steps: int, longest: int, due: float) -> float:
-        """Until so many sequences have run of which the last is due then: with what is due before it of their own model, and of each other
-        model no more than as long again."""
-        ahead = bisect_right(queue.lines, due, key=_due)
-        before = queue.steps - sum([one.left for one in queue.lines[ahead:]])
-        own = self._seconds(queue, rows + ahead, steps + before, longest)
+    def _expected_seconds(
+        self, model: ModelKey, queue: ModelQueue[S], count: int, steps: int, longest: int, due: float
+    ) -> float:
+        """Return the expected completion time of a request, including the work of its model that is due before it.
+
+        Each other model adds its queued work, but at most as much again: models share the device by time.
+        """
+        ahead = bisect_right(queue.sequences, due, key=_due)
+        steps_ahead = queue.steps - sum([sequence.remaining for sequence in queue.sequences[ahead:]])
+        own = self._seconds(queue, count + ahead, steps + steps_ahead, longest)
         others = [
-            min(own, self._seconds(other, len(other.lines), other.steps)) for key, other in self._queues.items() if key != model
+            min(own, self._seconds(other, len(other.sequences), other.steps))
+            for key, other in self._queues.items()
+            if key != model
         ]
         return own + sum(others)
 
 
 def _rounded(steps: int) -> int:
-    """To a power of two, and LEAST_STEPS at least."""
+    """Round up to a power of two, and to at least LEAST_STEPS."""
     return max(LEAST_STEPS, 1 << (steps - 1).bit_length())
 
 
-def _due(waiting: Waiting) -> float:
-    return waiting.due
+def _due(sequence: QueuedSequence) -> float:
+    return sequence.due

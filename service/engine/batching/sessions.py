@@ -1,199 +1,180 @@
-"""The sessions of one engine: sequences whose next chunk may still come. Pure: the time is an argument.
+"""The life of sessions: chunks start, continue and end them; clients export, import and close them; idle ones expire.
 
-Who goes on with a session that has ended without him is told so once, and never goes on from somewhere else without knowing it: ids of
-sessions that are open or have ended so stand in a journal, which outlives the engine.
+`session_table` records which sessions are open, `state_cache` where their states are. This module keeps the two consistent.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from hashlib import blake2b
-from typing import NamedTuple, Protocol
+from collections import deque
+from collections.abc import Callable
 
-from service.engine.batching.ticket import Held, Session
-from service.errors import (
-    ServiceError,
-    SessionConflict,
-    SessionExpired,
-    SessionLost,
-    TooManySessions,
-    UnknownSession,
-)
-from service.ipc.messages import DIGEST_BYTES, ModelKey, Request
+from service.engine.batching import session_state
+from service.engine.batching.session_state import Origin
+from service.engine.batching.session_table import SessionTable
+from service.engine.batching.state_cache import StateCache
+from service.engine.batching.state_slots import ZERO_SLOT
+from service.engine.batching.ticket import RequestSequence, Session, Ticket
+from service.engine.engine import Engine
+from service.errors import InvalidInput, ServiceError, SessionConflict, SessionLost
+from service.ipc.messages import ModelKey, Request
 from service.metrics import Metrics
 
 
-class Journal(Protocol):
-    """Records of DIGEST_BYTES each, zeros where there is none."""
-
-    @property
-    def records(self) -> int: ...
-
-    def read(self, record: int) -> bytes: ...
-
-    def write(self, record: int, digest: bytes) -> None: ...
-
-
-class _Gone(NamedTuple):
-    """Why a session has ended, one of UNTOLD, and where that is recorded."""
-
-    why: str
-    record: int
-
-
-UNTOLD: dict[str, type[ServiceError]] = {"expired": SessionExpired, "lost": SessionLost, "unloaded": SessionLost}
-"""What who goes on with a session is told of its end that he does not know of: idle, with its engine, or with its version."""
-
-
 class Sessions:
-    """At most `limit` of them, each idle for `idle_seconds` at most. A journal has more records than there may be sessions: the rest tell
-    of those that have ended."""
+    """The sessions of one engine. `refuse` is the batcher's: it refuses a ticket and removes its sequences from the queue."""
 
-    def __init__(self, limit: int, idle_seconds: float, journal: Journal, metrics: Metrics) -> None:
-        self._limit = limit
-        self._idle_seconds = idle_seconds
-        self._journal = journal
+    def __init__(
+        self,
+        engine: Engine,
+        table: SessionTable,
+        states: StateCache,
+        metrics: Metrics,
+        clock: Callable[[], float],
+        refuse: Callable[[Ticket, ServiceError], None],
+    ) -> None:
+        self._engine = engine
+        self._table = table
+        self._states = states
         self._metrics = metrics
-        self._open: dict[str, Session] = {}
-        self._idle: OrderedDict[Session, None] = OrderedDict()
-        """The one that was left first comes first."""
-        self._gone: OrderedDict[bytes, _Gone] = OrderedDict()
-        self._records = list(range(journal.records))[::-1]
-        self._take_over()
+        self._clock = clock
+        self._refuse = refuse
 
-    def __len__(self) -> int:
-        return len(self._open)
+    # Calls of clients.
 
-    def get(self, id: str) -> Session:
-        """Raises what became of it when it is not open."""
-        if id not in self._open:
-            raise self._tell(id) or UnknownSession(f"no session {id!r} is open", field="session")
-        return self._open[id]
+    def export_state(self, id: str) -> bytes:
+        """Return the state of a session as a safetensors file; raises ServiceError."""
+        session = self._table.get(id)
+        if session.chunks:
+            raise SessionConflict(f"a chunk of session {id!r} is still to run: wait for its answer", field="session")
+        state = self._states.read(session.location)
+        assert state is not None, "an idle session has at least one answered chunk"
+        return session_state.pack(state, self._origin(session.key, session.steps))
 
-    def find(self, id: str) -> Session | None:
-        return self._open.get(id)
+    def import_state(self, id: str, data: bytes) -> None:
+        """Open a session with an exported state; raises ServiceError."""
+        if self._table.find(id) is not None:
+            raise SessionConflict(f"session {id!r} is open: delete it first, or name another session", field="session")
+        state, origin = session_state.unpack(data)
+        key = self._engine.newest(origin.model, origin.version)
+        if key is None or not self._engine.streams(key):
+            raise SessionConflict(
+                f"the state is from {origin.model!r:.100} version {origin.version!r:.100}, which has no sessions here",
+                field="session",
+            )
+        session_state.check(state, self._engine.save(key, ZERO_SLOT), origin, self._origin(key, origin.steps))
+        session = self._table.open(id, key)
+        session.location.on_host, session.steps = state, origin.steps
+        self._table.rest(session, self._clock())
 
-    def going_on(self, request: Request, again: bool) -> Session | None:
-        """The session of which a request is a chunk, None when it begins one; raises what became of it, or why it is no chunk of it.
+    def model_of(self, id: str) -> ModelKey | None:
+        """Return the model version of a session, None if it is not open."""
+        session = self._table.find(id)
+        return None if session is None else session.key
 
-        again: the session that it was sent for ended with its engine; one of its name that is open is another.
-        """
+    def end(self, id: str) -> None:
+        """End a session and refuse its waiting chunks; raises ServiceError if it is not open."""
+        self._end(self._table.get(id), "deleted")
+
+    # Chunks.
+
+    def check(self, request: Request) -> None:
+        """Validate a chunk; raises InvalidInput."""
+        if len(request.lengths) != 1:
+            raise InvalidInput(f"{len(request.lengths)} inputs for one session: send its chunks one by one", field="inputs")
+        if not self._engine.streams(request.key):
+            raise InvalidInput(
+                f"{request.model} needs a whole sequence before it answers and has no sessions: leave session out",
+                field="session",
+            )
+
+    def check_resubmitted(self, request: Request) -> None:
+        """Raise SessionLost if a chunk continues a session that ended with its engine."""
+        self._table.resume(request, again=True)
+
+    def session_of(self, request: Request, again: bool) -> Session:
+        """Return the session that a chunk starts or continues; raises ServiceError. again: another engine ended while it had the chunk."""
         id = request.session
         assert id is not None
-        session = self._open.get(id)
-        if again and not request.session_starts:
-            self._forget(_digest(id))
-            raise self._lost("lost", id)
-        if session is None:
-            self._absent(id, request)
-            return None
-        if session.key != request.key:
-            raise _of_another(session, request)
-        if session.ending:
-            raise SessionConflict(f"session {id!r} ends with a chunk that came before this one", field="session")
-        return session
+        if request.session_starts and (old := self._table.find(id)) is not None:
+            self._end(old, "restarted")
+        return self._table.resume(request, again) or self._table.open(id, request.key)
 
-    def open(self, id: str, key: ModelKey) -> Session:
-        """A new one; raises TooManySessions at the limit."""
-        if len(self._open) >= self._limit:
-            raise TooManySessions(
-                f"{len(self._open)} sessions are open and SEQSERVE_MAX_SESSIONS is {self._limit}: "
-                "end one, retry later, or raise SEQSERVE_MAX_SESSIONS",
-                field="session",
-                retry_after=1,
-            )
-        self._forget(_digest(id))
-        if not self._records:
-            self._forget(next(iter(self._gone)))
-        session = self._open[id] = Session(id, Held(key), self._records.pop())
-        self._journal.write(session.record, _digest(id))
-        return session
+    def append(self, session: Session, chunk: RequestSequence) -> None:
+        """Add a queued chunk to its session. It is ready once every chunk before it has been answered."""
+        chunk.ready = not session.chunks
+        session.chunks.append(chunk)
+        self._table.wake(session)
 
-    def of(self, key: ModelKey) -> list[Session]:
-        """All that are open of one version of a model."""
-        return [session for session in self._open.values() if session.key == key]
+    def advance(self, session: Session, chunk: RequestSequence) -> int:
+        """Keep the state of a chunk that has run. Returns the steps of its session so far."""
+        session.steps += sum(result.steps for result in chunk.results)
+        session.chunks.popleft()
+        if not chunk.keeps_state:
+            self._states.release(chunk)
+            self._states.discard(session.location)
+            self._table.close(session, "ended")
+        else:
+            self._states.commit(chunk)
+            if session.chunks:
+                session.chunks[0].ready = True
+            else:
+                self._table.rest(session, self._clock())
+        return session.steps
 
-    def lose(self, session: Session) -> None:
-        """Its version is served no longer: it has ended without its caller's knowledge; its state is the caller's business."""
-        self._end_untold(session, "unloaded")
+    def skip(self, session: Session, chunk: RequestSequence) -> None:
+        """Remove a chunk that will not run, and refuse the chunks that arrived after it."""
+        if chunk not in session.chunks:
+            return
+        index = session.chunks.index(chunk)
+        later = list(session.chunks)[index + 1 :]
+        while len(session.chunks) > index:
+            session.chunks.pop()
+        message = f"an earlier chunk of session {session.id!r} was not run: send both again, in their order"
+        for sequence in later:
+            self._refuse(sequence.ticket, SessionConflict(message, field="session"))
+        self.leave(session)
 
-    def close(self, session: Session, reason: str) -> None:
-        """It has ended as its caller knows, for one of metrics.SESSION_ENDS; its state is the caller's business."""
-        self._drop(session, reason)
-        self._journal.write(session.record, bytes(DIGEST_BYTES))
-        self._records.append(session.record)
+    def leave(self, session: Session) -> None:
+        """Let a session without chunks idle, or close it if none of its chunks was ever answered."""
+        if session.chunks:
+            return
+        if session.steps:
+            self._table.rest(session, self._clock())
+        else:
+            self._table.close(session, "unbegun")
 
-    def rest(self, session: Session, now: float) -> None:
-        """It has no chunk any more, for now."""
-        session.touched = now
-        self._idle[session] = None
-        self._idle.move_to_end(session)
+    # Ends that no client asked for.
 
-    def wake(self, session: Session) -> None:
-        """A chunk of it has come."""
-        self._idle.pop(session, None)
+    def expire(self) -> None:
+        """End the sessions that were idle for too long."""
+        for session in self._table.expire(self._clock()):
+            self._states.discard(session.location)
 
-    def expire(self, now: float) -> list[Session]:
-        """Those that were idle for too long have ended, without their callers' knowledge; their states are the caller's business."""
-        ended = []
-        while self._idle and (session := next(iter(self._idle))).touched + self._idle_seconds <= now:
-            self._end_untold(session, "expired")
-            ended.append(session)
-        return ended
+    def unload(self, key: ModelKey) -> None:
+        """End the sessions of a model version. Waiting chunks are refused; other clients get an error once, when they resume."""
+        for session in self._table.of(key):
+            if session.chunks:
+                self._end(session, "unloaded", SessionLost)
+            else:
+                self._states.discard(session.location)
+                self._table.lose(session)
 
-    def _take_over(self) -> None:
-        """What a predecessor left: every session that it had is lost."""
-        for record in list(self._records):
-            digest = self._journal.read(record)
-            if any(digest):
-                self._gone[digest] = _Gone("lost", record)
-        taken = {gone.record for gone in self._gone.values()}
-        self._records = [record for record in self._records if record not in taken]
+    def holds(self, key: ModelKey) -> bool:
+        """Return whether a session of this model version is open."""
+        return bool(self._table.of(key))
 
-    def _absent(self, id: str, request: Request) -> None:
-        """Nothing of this name is open: that is told to who goes on with it, once."""
-        gone = None if request.session_starts else self._tell(id)
-        if gone is not None:
-            raise gone
-        if request.session_starts is False:
-            raise UnknownSession(f"no session {id!r} is open to go on with: begin it with start = true", field="session")
+    def count(self) -> None:
+        """Update the gauges."""
+        self._metrics.sessions.set(len(self._table))
+        self._states.count()
 
-    def _tell(self, id: str) -> ServiceError | None:
-        gone = self._forget(_digest(id))
-        return None if gone is None else self._lost(gone.why, id)
+    def _end(self, session: Session, reason: str, kind: type[ServiceError] = SessionConflict) -> None:
+        chunks, session.chunks = session.chunks, deque()
+        for chunk in chunks:
+            message = f"session {session.id!r} was {reason} before this chunk was answered"
+            self._refuse(chunk.ticket, kind(message, field="session"))
+        self._states.discard(session.location)
+        self._table.close(session, reason)
 
-    def _lost(self, why: str, id: str) -> ServiceError:
-        said = {
-            "expired": f"session {id!r} was idle for longer than SEQSERVE_SESSION_IDLE_SECONDS, {self._idle_seconds:g} s",
-            "lost": f"the engine that had the state of session {id!r} ended",
-            "unloaded": f"the version of the model that session {id!r} began with is served no longer",
-        }
-        return UNTOLD[why](f"{said[why]}: begin it anew, with all of its steps", field="session")
-
-    def _forget(self, digest: bytes) -> _Gone | None:
-        gone = self._gone.pop(digest, None)
-        if gone is not None:
-            self._journal.write(gone.record, bytes(DIGEST_BYTES))
-            self._records.append(gone.record)
-        return gone
-
-    def _end_untold(self, session: Session, why: str) -> None:
-        self._drop(session, why)
-        self._gone[_digest(session.id)] = _Gone(why, session.record)
-
-    def _drop(self, session: Session, reason: str) -> None:
-        del self._open[session.id]
-        self._idle.pop(session, None)
-        self._metrics.sessions_ended.add(reason)
-
-
-def _of_another(session: Session, request: Request) -> SessionConflict:
-    """Why this is no chunk of the session, which is of another version of the model, or of another model."""
-    key = session.key
-    said = f"session {session.id!r} is of {key.name} version {key.version}: name that, or another session"
-    meant = key.labels == request.key.labels or (key.name == request.model and not request.exactly)
-    return SessionConflict(said, field="session", elsewhere=key if meant else None)
-
-
-def _digest(id: str) -> bytes:
-    return blake2b(id.encode(), digest_size=DIGEST_BYTES).digest()
+    def _origin(self, key: ModelKey, steps: int) -> Origin:
+        return Origin.of(self._engine.spec(key), key, steps)

@@ -1,162 +1,165 @@
-"""Where the state of every row and session is: in a slot of its model, or on the host when slots are wanted by others.
+"""Where the states of sequences and sessions are: in a state slot on the device, or on the host while others need the slots.
 
-A turn reads a row's state from one place and writes it to another, so that a turn which fails has changed nothing; what a session has is
-replaced only when a chunk of it was answered. Nothing here knows a queue.
+A batch reads a state from one slot and writes it to another, so a batch that fails has changed nothing. The state of a session is replaced
+only when one of its chunks is answered. This module knows no queue.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from service.engine.batch import Chunk
-from service.engine.batching.scheduler import Cut
-from service.engine.batching.state_slots import Slot, Slots
-from service.engine.batching.ticket import Held, Row
-from service.engine.session_state import State
-from service.ipc.messages import SCRAP, ZEROS, ModelKey
+from service.engine.batching.scheduler import ScheduledSteps
+from service.engine.batching.session_state import State
+from service.engine.batching.state_slots import DISCARD_SLOT, ZERO_SLOT, SlotAllocator, StateSlot
+from service.engine.batching.ticket import RequestSequence, StateLocation
+from service.engine.engine import Engine
+from service.ipc.messages import ModelKey
 from service.metrics import Metrics
 
 
-class Keeps(Protocol):
-    """What is asked of an engine. Its slots are `count` of a model, and `spare` ones for a turn."""
-
-    def slots(self, key: ModelKey) -> tuple[int, int]: ...
-
-    def save(self, key: ModelKey, place: int) -> State: ...
-
-    def restore(self, key: ModelKey, place: int, state: State) -> None: ...
-
-
 @dataclass(slots=True)
-class _OfModel:
-    slots: Slots
-    resting: OrderedDict[Held, None] = field(default_factory=OrderedDict)
-    """In a slot, and not read by a turn: the one that has rested longest goes to the host first."""
-    passing: int = 0
-    """Slots that turns read which are about to be launched: they are free as soon as that has happened."""
+class _ModelSlots:
+    """The slots of one model.
+
+    resting: states in a slot that no batch reads, oldest first: the oldest moves to the host first.
+    releasing: slots that only the batch about to be launched reads; they are free as soon as it is launched.
+    """
+
+    allocator: SlotAllocator
+    resting: OrderedDict[StateLocation, None] = field(default_factory=OrderedDict)
+    releasing: int = 0
 
     @property
     def free(self) -> int:
-        """How many more states may be kept from turn to turn while the others stay where they are."""
-        return max(0, self.slots.count - self.slots.used + self.passing)
+        """How many more states fit while every other state stays in its slot."""
+        return max(0, self.allocator.count - self.allocator.used + self.releasing)
 
 
-class States:
-    """All slots of all models of one engine."""
+class StateCache:
+    """The state slots of all models of one engine."""
 
-    def __init__(self, engine: Keeps, metrics: Metrics) -> None:
+    def __init__(self, engine: Engine, metrics: Metrics) -> None:
         self._engine = engine
         self._metrics = metrics
-        self._models: dict[ModelKey, _OfModel] = {}
+        self._models: dict[ModelKey, _ModelSlots] = {}
 
     def room(self, model: ModelKey) -> int:
-        """How many more rows may begin to be kept. Each may have two places for a while, its session's and its own."""
-        mine = self._of(model)
-        free, resting = mine.free, len(mine.resting)
+        """Return how many more sequences may keep a state. Each may need two slots for a while: its session's and its own."""
+        slots = self._slots_of(model)
+        free, resting = slots.free, len(slots.resting)
         return free + max(0, resting - free + 1) // 2
 
-    def chunk(self, model: ModelKey, cut: Cut[Row]) -> Chunk:
-        """The next steps of a row, from where its state is to where it will be."""
-        row, mine = cut.of, self._of(model)
-        keeps = row.keeps or not cut.last
-        if cut.first and row.session is not None:
-            mine.resting.pop(row.session.held, None)
-        if cut.first and keeps:
-            self._make_room(mine, row)
-        source = self._source(mine, row, cut.first)
-        row.source = None if cut.first and row.session is not None and source is row.session.held.slot else source
-        mine.passing += row.source is not None
-        row.slot = mine.slots.take() if keeps else None
-        places = (ZEROS if source is None else source.place, SCRAP if row.slot is None else row.slot.place)
-        row.launched += 1
-        return Chunk(row.next_bytes(cut.steps), cut.steps, row.ticket.request.returns, row, *places)
+    def chunk(self, model: ModelKey, scheduled: ScheduledSteps[RequestSequence]) -> Chunk:
+        """Return the scheduled steps of a sequence as a chunk, with the slots that it reads and writes."""
+        sequence, slots = scheduled.sequence, self._slots_of(model)
+        session = sequence.session
+        keeps_state = sequence.keeps_state or not scheduled.last
+        if scheduled.first and session is not None:
+            slots.resting.pop(session.location, None)
+        if scheduled.first and keeps_state:
+            self._make_room(slots, sequence)
+        source = self._source(slots, sequence, scheduled.first)
+        # The session keeps its own slot until the chunk is answered.
+        of_session = scheduled.first and session is not None and source is session.location.slot
+        sequence.read_slot = None if of_session else source
+        slots.releasing += sequence.read_slot is not None
+        sequence.slot = slots.allocator.allocate() if keeps_state else None
+        sequence.launched += 1
+        return Chunk(
+            sequence.take_bytes(scheduled.steps),
+            scheduled.steps,
+            sequence.ticket.request.returns,
+            sequence,
+            ZERO_SLOT if source is None else source.number,
+            DISCARD_SLOT if sequence.slot is None else sequence.slot.number,
+        )
 
-    def launched(self, row: Row) -> None:
-        """Its turn was launched: what that reads is read before any later turn writes."""
-        if row.source is not None:
-            mine = self._of(row.ticket.key)
-            mine.slots.give_back(row.source)
-            mine.passing -= 1
-            row.source = None
+    def launched(self, sequence: RequestSequence) -> None:
+        """Free the slot that a launched batch reads: later batches write only after it has read."""
+        if sequence.read_slot is not None:
+            slots = self._slots_of(sequence.ticket.key)
+            slots.allocator.free(sequence.read_slot)
+            slots.releasing -= 1
+            sequence.read_slot = None
 
-    def release(self, row: Row) -> None:
-        """The row runs no more, and nobody goes on from it."""
-        self.launched(row)
-        if row.slot is not None:
-            self._of(row.ticket.key).slots.give_back(row.slot)
-            row.slot = None
-        if row.session is not None and row.launched:
-            self._rest(row.session.held)
+    def release(self, sequence: RequestSequence) -> None:
+        """Free the slots of a sequence that does not run any more and that nothing continues."""
+        self.launched(sequence)
+        if sequence.slot is not None:
+            self._slots_of(sequence.ticket.key).allocator.free(sequence.slot)
+            sequence.slot = None
+        if sequence.session is not None and sequence.launched:
+            self._rest(sequence.session.location)
 
-    def keep(self, row: Row) -> None:
-        """The row was answered: its session goes on from it."""
-        assert row.session is not None
-        held = row.session.held
-        self.forget(held)
-        held.slot, row.slot = row.slot, None
-        self._rest(held)
+    def commit(self, sequence: RequestSequence) -> None:
+        """Make the state of an answered chunk the state of its session."""
+        assert sequence.session is not None
+        location = sequence.session.location
+        self.discard(location)
+        location.slot, sequence.slot = sequence.slot, None
+        self._rest(location)
 
-    def forget(self, held: Held) -> None:
-        """Nobody goes on from it."""
-        mine = self._of(held.key)
-        mine.resting.pop(held, None)
-        if held.slot is not None:
-            mine.slots.give_back(held.slot)
-        held.slot = held.cold = None
+    def discard(self, location: StateLocation) -> None:
+        """Free a state that nothing continues from."""
+        slots = self._slots_of(location.key)
+        slots.resting.pop(location, None)
+        if location.slot is not None:
+            slots.allocator.free(location.slot)
+        location.slot = location.on_host = None
 
-    def read(self, held: Held) -> State | None:
-        """A copy on the host; None at the beginning."""
-        if held.slot is not None:
-            return self._engine.save(held.key, held.slot.place)
-        return held.cold
+    def read(self, location: StateLocation) -> State | None:
+        """Return a copy of a state on the host, None at the beginning of a session."""
+        if location.slot is not None:
+            return self._engine.save(location.key, location.slot.number)
+        return location.on_host
 
     def count(self) -> None:
-        """Bring the gauges up to date."""
-        for key, mine in self._models.items():
-            self._metrics.state_slots_used.set(mine.slots.used, *key.labels)
+        """Update the gauges."""
+        for key, slots in self._models.items():
+            self._metrics.state_slots_used.set(slots.allocator.used, *key.labels)
 
     def close(self, model: ModelKey) -> None:
-        """No row of it runs, and it has no session."""
+        """Forget the slots of a model that has neither sequences nor sessions."""
         self._models.pop(model, None)
 
-    def _of(self, model: ModelKey) -> _OfModel:
+    def _slots_of(self, model: ModelKey) -> _ModelSlots:
         if model not in self._models:
             count, spare = self._engine.slots(model)
-            self._models[model] = _OfModel(Slots(count, spare))
+            self._models[model] = _ModelSlots(SlotAllocator(count, spare))
             self._metrics.state_slots.set(count, *model.labels)
         return self._models[model]
 
-    def _source(self, mine: _OfModel, row: Row, first: bool) -> Slot | None:
-        """The slot from which a row goes on; None at the beginning."""
-        if not first or row.session is None:
-            return row.slot
-        held = row.session.held
-        if held.cold is None:
-            return held.slot
-        slot = mine.slots.take()
-        self._engine.restore(held.key, slot.place, held.cold)
+    def _source(self, slots: _ModelSlots, sequence: RequestSequence, first: bool) -> StateSlot | None:
+        """Return the slot from which a sequence continues, None at its beginning."""
+        if not first or sequence.session is None:
+            return sequence.slot
+        location = sequence.session.location
+        if location.on_host is None:
+            return location.slot
+        slot = slots.allocator.allocate()
+        self._engine.restore(location.key, slot.number, location.on_host)
         self._metrics.session_moves.add("slot")
         return slot
 
-    def _make_room(self, mine: _OfModel, row: Row) -> None:
-        """The session that has rested longest goes to the host when no slot is free, or else the row's own."""
-        if mine.free:
+    def _make_room(self, slots: _ModelSlots, sequence: RequestSequence) -> None:
+        """If no slot is free, move a session's state to the host: the longest resting state, or the state of the sequence's session."""
+        if slots.free:
             return
-        if mine.resting:
-            held, _ = mine.resting.popitem(last=False)
+        if slots.resting:
+            location, _ = slots.resting.popitem(last=False)
         else:
-            assert row.session is not None, "the scheduler asks for no more rows than there is room for"
-            held = row.session.held
-        assert held.slot is not None
-        held.cold = self._engine.save(held.key, held.slot.place)
-        mine.slots.give_back(held.slot)
-        held.slot = None
+            assert sequence.session is not None, "the scheduler begins no more sequences than there is room for"
+            location = sequence.session.location
+        assert location.slot is not None
+        location.on_host = self._engine.save(location.key, location.slot.number)
+        slots.allocator.free(location.slot)
+        location.slot = None
         self._metrics.session_moves.add("host")
 
-    def _rest(self, held: Held) -> None:
-        if held.slot is not None:
-            mine = self._of(held.key)
-            mine.resting[held] = None
-            mine.resting.move_to_end(held)
+    def _rest(self, location: StateLocation) -> None:
+        if location.slot is not None:
+            slots = self._slots_of(location.key)
+            slots.resting[location] = None
+            slots.resting.move_to_end(location)

@@ -1,25 +1,27 @@
-"""Who owns which place of a model's states. Pure: a place is a number, and nothing here knows a device or a tensor."""
+"""Which sequence owns which state slot of a model. A slot is a number here: this module knows neither devices nor tensors."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from service.ipc.messages import FIRST
+ZERO_SLOT, DISCARD_SLOT, FIRST_SLOT = 0, 1, 2
+"""ZERO_SLOT holds the state in which every sequence begins and is never written. DISCARD_SLOT takes the states that nothing continues from
+and is never read. FIRST_SLOT is the first slot that a sequence may own."""
 
 
-class Slot(NamedTuple):
-    """A place and the generation in which it was handed out: who gives back a slot of an older one gives back what is another's."""
+class StateSlot(NamedTuple):
+    """A slot number and its generation, which changes with every free: a stale holder cannot free the slot of its next owner."""
 
-    place: int
+    number: int
     generation: int
 
 
 class StaleSlot(Exception):
-    """A slot was given back, or asked about, that its holder does not own any more."""
+    """A slot was freed by a holder that does not own it any more."""
 
 
-class Slots:
-    """The places of one model's states: `count` of them to be held from turn to turn, and `spare` that only a launch needs."""
+class SlotAllocator:
+    """The state slots of one model: `count` that sequences hold between batches, and `spare` that only a launch needs."""
 
     def __init__(self, count: int, spare: int) -> None:
         self.count = count
@@ -31,22 +33,22 @@ class Slots:
     def used(self) -> int:
         return len(self._generations) - len(self._free)
 
-    def take(self) -> Slot:
-        """A place that nobody owns, spare ones included; raises IndexError when there is none."""
+    def allocate(self) -> StateSlot:
+        """Return a free slot, spare ones included; raises IndexError if none is free."""
         index = self._free.pop()
         self._owned[index] = True
-        return Slot(FIRST + index, self._generations[index])
+        return StateSlot(FIRST_SLOT + index, self._generations[index])
 
-    def give_back(self, slot: Slot) -> None:
-        """Raises StaleSlot when it was given back before, whoever may own the place by now."""
+    def free(self, slot: StateSlot) -> None:
+        """Free a slot. Raises StaleSlot if it was freed before, even if another sequence owns it by now."""
         if not self.owns(slot):
-            raise StaleSlot(f"place {slot.place} of generation {slot.generation} is not its holder's any more")
-        index = slot.place - FIRST
+            raise StaleSlot(f"state slot {slot.number} of generation {slot.generation} was freed before")
+        index = slot.number - FIRST_SLOT
         self._owned[index] = False
         self._generations[index] += 1
         self._free.append(index)
 
-    def owns(self, slot: Slot) -> bool:
-        """Whether whoever holds this slot still owns its place."""
-        index = slot.place - FIRST
+    def owns(self, slot: StateSlot) -> bool:
+        """Return whether the slot has not been freed since it was allocated."""
+        index = slot.number - FIRST_SLOT
         return self._owned[index] and self._generations[index] == slot.generation

@@ -1,5 +1,4 @@
-"""One request's promise of one answer, the rows of which it is made, and the sessions of which they are chunks. Nothing here knows a queue
-or an engine."""
+"""A request in the engine: its ticket, its sequences, and the session that a sequence continues. Knows neither a queue nor a device."""
 
 from __future__ import annotations
 
@@ -8,57 +7,65 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from service.engine.batching.scheduler import Waiting
-from service.engine.batching.state_slots import Slot
+from service.engine.batching.scheduler import QueuedSequence
+from service.engine.batching.session_state import State
+from service.engine.batching.state_slots import StateSlot
 from service.engine.execution.in_flight import ChunkResult
-from service.engine.session_state import State
 from service.errors import ServiceError
 from service.ipc.messages import Answer, ModelKey, Request
 
-Reply = Callable[[Answer, list[bytes]], None]
-Refuse = Callable[[ServiceError], None]
+SendAnswer = Callable[[Answer, list[bytes]], None]
+SendRefusal = Callable[[ServiceError], None]
 ARRAYS = ("scores", "picks", "embedding", "sequence")
 
 
 @dataclass(slots=True, eq=False)
-class Held:
-    """Where one session's state is: in a slot, on the host, or, while neither, at the beginning."""
+class StateLocation:
+    """Where the state of a session is: in a slot, or on the host. In neither place while the session is at its beginning."""
 
     key: ModelKey
-    slot: Slot | None = None
-    cold: State | None = None
+    slot: StateSlot | None = None
+    on_host: State | None = None
 
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One sequence that comes in chunks. rows: the chunks that have come and are not answered, of which only the first runs; steps: of all
-    chunks that were answered; touched: when it was last left without a chunk."""
+    """A sequence that arrives in chunks.
+
+    record: its record in the journal.
+    steps: of all chunks that were answered.
+    idle_since: when its last chunk left.
+    chunks: chunks without an answer, oldest first; only the first may run.
+    """
 
     id: str
-    held: Held
+    location: StateLocation
     record: int
     steps: int = 0
-    touched: float = 0.0
-    rows: deque[Row] = field(default_factory=deque)
+    idle_since: float = 0.0
+    chunks: deque[RequestSequence] = field(default_factory=deque)
 
     @property
     def key(self) -> ModelKey:
-        return self.held.key
+        return self.location.key
 
     @property
     def ending(self) -> bool:
-        """Whether its last chunk has come."""
-        return bool(self.rows) and not self.rows[-1].keeps
+        """Whether its last chunk has arrived."""
+        return bool(self.chunks) and not self.chunks[-1].keeps_state
 
 
-class Row(Waiting):
-    """One sequence of a request on its way through turns. Its chunks end in the order in which they were launched.
+class RequestSequence(QueuedSequence):
+    """One sequence of a request. Its chunks finish in the order of their launches.
 
-    data: the steps that are left as bytes, so many a step; slot: where its state is after the last turn that it was in; source: where that
-    turn reads it, until it was launched; session: what it is a chunk of, whose state it goes on from.
+    data: the bytes of the steps that have not been launched, `step_bytes` per step.
+    session: the session whose next chunk this sequence is.
+    slot: where its state is after its newest batch.
+    read_slot: where that batch reads its state, until the batch is launched.
+    results: of its finished chunks.
     """
 
-    __slots__ = ("data", "ended", "launched", "parts", "session", "slot", "source", "step_bytes", "ticket")
+    __slots__ = ("data", "finished", "launched", "read_slot", "results", "session", "slot", "step_bytes", "ticket")
 
     def __init__(
         self,
@@ -67,71 +74,73 @@ class Row(Waiting):
         steps: int,
         *,
         step_bytes: int,
-        cuts: bool,
+        divisible: bool,
         session: Session | None = None,
     ) -> None:
         request = ticket.request
-        super().__init__(steps, request.deadline, request.priority, cuts=cuts, stateful=session is not None)
+        super().__init__(steps, request.deadline, request.priority, divisible=divisible, stateful=session is not None)
         self.ticket = ticket
         self.data = data
         self.step_bytes = step_bytes
         self.session = session
-        self.slot: Slot | None = None
-        self.source: Slot | None = None
+        self.slot: StateSlot | None = None
+        self.read_slot: StateSlot | None = None
         self.launched = 0
-        self.ended = 0
-        self.parts: list[ChunkResult] = []
+        self.finished = 0
+        self.results: list[ChunkResult] = []
 
     @property
-    def keeps(self) -> bool:
-        """Whether somebody goes on from the state after it."""
+    def keeps_state(self) -> bool:
+        """Whether its session continues after it."""
         return self.session is not None and not self.ticket.request.session_ends
 
-    def next_bytes(self, steps: int) -> memoryview:
-        """Its next steps, as many as that; they do not come again."""
-        mine, self.data = self.data[: steps * self.step_bytes], self.data[steps * self.step_bytes :]
-        return mine
+    def take_bytes(self, steps: int) -> memoryview:
+        """Remove and return the data of the next `steps` steps."""
+        size = steps * self.step_bytes
+        taken, self.data = self.data[:size], self.data[size:]
+        return taken
 
-    def take(self, encoded: ChunkResult) -> bool:
-        """What one of its chunks gave; true when that was the last one."""
-        self.parts.append(encoded)
-        self.ended += 1
-        return not self.left and self.ended == self.launched
+    def add_result(self, result: ChunkResult) -> bool:
+        """Add the result of the next chunk. Returns whether the sequence is complete."""
+        self.results.append(result)
+        self.finished += 1
+        return not self.remaining and self.finished == self.launched
 
 
 class Ticket:
-    """It has ended once it was answered, refused or given up."""
+    """The promise of one reply to one request. It ends exactly once: answered, refused or abandoned."""
 
-    def __init__(self, request: Request, reply: Reply, refuse: Refuse) -> None:
+    def __init__(self, request: Request, reply: SendAnswer, refuse: SendRefusal) -> None:
         self.request = request
         self.key = request.key
         self._reply = reply
         self._refuse = refuse
-        self._missing = 0
-        self.rows: list[Row] = []
+        self._incomplete = 0
+        self.sequences: list[RequestSequence] = []
         self.ended = False
 
-    def open(self, rows: list[Row]) -> None:
-        """These are to be answered."""
-        self.rows, self._missing = rows, len(rows)
+    def open(self, sequences: list[RequestSequence]) -> None:
+        self.sequences, self._incomplete = sequences, len(sequences)
 
-    def row_done(self) -> bool:
-        """One more of its rows has all that it is to give; true when it was the last one."""
-        self._missing -= 1
-        return not self._missing
+    def sequence_done(self) -> bool:
+        """Count one more complete sequence. Returns whether all are complete."""
+        self._incomplete -= 1
+        return not self._incomplete
 
     def answer(self, session_steps: int = 0) -> None:
-        """Every row has all that it is to give. session_steps: how far the session is now, of which it was a chunk."""
+        """SendAnswer with the results of all sequences. session_steps: steps of the session so far, if the request is a chunk of one."""
         shapes, data = {}, []
-        whole = all(len(row.parts) == 1 for row in self.rows)
-        first = self.rows[0].parts[-1]
-        for place, name in enumerate(ARRAYS):
-            if first[place] is None:
+        single_chunks = all(len(sequence.results) == 1 for sequence in self.sequences)
+        first = self.sequences[0].results[-1]
+        for index, name in enumerate(ARRAYS):
+            if first[index] is None:
                 continue
-            given: list[Any] = [row.parts[0][place] for row in self.rows] if whole else _given(self.rows, place)
-            shapes[name] = (sum([len(one) for one in given]), *given[0].shape[1:])
-            data += [one.tobytes() for one in given]
-        steps = [sum([part.steps for part in row.parts]) for row in self.rows]
+            arrays: list[Any] = (
+                [sequence.results[0][index] for sequence in self.sequences] if single_chunks else _arrays(self.sequences, index)
+            )
+            shapes[name] = (sum([len(array) for array in arrays]), *arrays[0].shape[1:])
+            data += [array.tobytes() for array in arrays]
+        steps = [sum([result.steps for result in sequence.results]) for sequence in self.sequences]
         self._end()
         self._reply(Answer(**shapes, steps=steps, session_steps=session_steps), data)
 
@@ -139,18 +148,18 @@ class Ticket:
         self._end()
         self._refuse(error)
 
-    def give_up(self) -> None:
-        """Its caller has gone; its batch-mates have not."""
+    def abandon(self) -> None:
+        """End without a reply: the client has disconnected."""
         self._end()
 
     def _end(self) -> None:
         assert not self.ended, "a ticket ends once"
         self.ended = True
-        # Rows know their ticket: apart, both go at once, and the collector has nothing to look for.
-        self.rows = []
+        # Breaks the reference cycle with the sequences: both are freed at once, without the garbage collector.
+        self.sequences = []
 
 
-def _given(rows: list[Row], place: int) -> list[Any]:
-    """What the chunks of rows gave of one kind: all of it where there is a line for each step, else what the last one says of them all."""
-    per_step = ARRAYS[place] == "sequence" or (rows[0].parts[-1].per_step and ARRAYS[place] != "embedding")
-    return [part[place] for row in rows for part in (row.parts if per_step else row.parts[-1:])]
+def _arrays(sequences: list[RequestSequence], index: int) -> list[Any]:
+    """Return the arrays of one kind from sequences of several chunks: every chunk's if they have a line per step, else the last chunk's."""
+    per_step = ARRAYS[index] == "sequence" or (sequences[0].results[-1].per_step and ARRAYS[index] != "embedding")
+    return [result[index] for sequence in sequences for result in (sequence.results if per_step else sequence.results[-1:])]

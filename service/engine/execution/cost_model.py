@@ -1,4 +1,4 @@
-"""What a turn is expected to take. Pure: nothing here knows a device or a clock."""
+"""The predicted time of batches. Pure: nothing here knows a device or a clock."""
 
 from __future__ import annotations
 
@@ -7,31 +7,32 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 NEWEST = 0.1
-"""Share of the newest turn in what is known of how far predictions are off."""
+"""Weight of the newest batch in the running mean of the correction."""
 FARTHEST = 4.0
-"""A single turn counts as off by this factor at most: it may have been held up by something else."""
+"""Limit of the factor that one batch contributes: something else may have held it up."""
 
 
 class Cost(NamedTuple):
-    """Seconds: of any turn, of each step of the longest row, and of each step of all rows."""
+    """Seconds per batch, per step of the longest row, and per token of all rows."""
 
     fixed: float
     per_step: float
     per_token: float
 
     def of(self, longest: int, tokens: int) -> float:
+        """Return the seconds of a batch."""
         return self.fixed + self.per_step * longest + self.per_token * tokens
 
     def steps_within(self, seconds: float, rows: int) -> int:
-        """How many steps of each of so many rows fit into these seconds."""
-        a_step = self.per_step + self.per_token * rows
-        return int((seconds - self.fixed) / a_step) if a_step > 0 else 1 << 30
+        """Return how many steps of each row fit into a time budget."""
+        step_seconds = self.per_step + self.per_token * rows
+        return int((seconds - self.fixed) / step_seconds) if step_seconds > 0 else 1 << 30
 
     def steps_at_pace(self, pace: float, most: int, rows: int) -> int:
-        """The fewest steps a turn of so many rows in which they come as far in a second as in turns of `most` steps, but for this share."""
-        a_step = self.per_step + self.per_token * rows
-        each = self.fixed + a_step * most * (1 - pace)
-        return math.ceil(pace * most * self.fixed / each) if each > 0 else 1
+        """Return the fewest steps per batch that reach this share of the throughput of batches of `most` steps."""
+        step_seconds = self.per_step + self.per_token * rows
+        seconds = self.fixed + step_seconds * most * (1 - pace)
+        return math.ceil(pace * most * self.fixed / seconds) if seconds > 0 else 1
 
     def times(self, factor: float) -> Cost:
         return Cost(self.fixed * factor, self.per_step * factor, self.per_token * factor)
@@ -39,12 +40,12 @@ class Cost(NamedTuple):
 
 @dataclass(slots=True)
 class Correction:
-    """By which factor turns take longer than warm-up said: a running mean of what was observed."""
+    """The factor by which batches take longer than warm-up predicted: a running mean."""
 
     factor: float = 1.0
 
-    def observe(self, predicted: float, took: float) -> None:
-        """predicted: as warm-up said."""
+    def observe(self, predicted: float, seconds: float) -> None:
+        """Include a batch that took `seconds`. predicted: by warm-up, without correction."""
         if predicted > 0:
-            seen = min(FARTHEST, max(1 / FARTHEST, took / predicted))
-            self.factor += NEWEST * (seen - self.factor)
+            observed = min(FARTHEST, max(1 / FARTHEST, seconds / predicted))
+            self.factor += NEWEST * (observed - self.factor)

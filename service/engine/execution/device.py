@@ -1,8 +1,9 @@
-"""The device of an engine: its stream, its memory, and whether it still answers."""
+"""The device of an engine: its stream, its memory, its copies, and whether it still works."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -16,43 +17,45 @@ from kernels.launching import round_up
 
 HIGH_PRIORITY = -1
 SMALL_BYTES, SMALL_BLOCKS = 1 << 20, 32
-"""torch's allocator keeps blocks up to this size apart from the larger ones."""
+"""torch's allocator keeps blocks up to SMALL_BYTES apart from larger blocks."""
 ALIGNED_BYTES = 16
 
 
 class DeviceLost(Exception):
-    """The device failed in a way that this process cannot mend: whatever it is asked from now on fails as well."""
+    """The device failed and every later call to it fails too: this process cannot recover."""
 
 
-def hold(device: torch.device) -> None:
-    """Make a GPU, and the one stream of high priority on it, this thread's own: all that it launches from now on goes there in order."""
+def use_device(device: torch.device) -> None:
+    """Make a GPU current in this thread, with its one high-priority stream: all later launches of the thread run there in order."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.cuda.set_stream(_stream(device))
 
 
-def raise_if_lost(device: torch.device, fault: BaseException) -> None:
-    """After `fault`: raises DeviceLost when the device does not work any more; what is in flight on it is waited for."""
+def raise_if_lost(device: torch.device, error: BaseException) -> None:
+    """Raise DeviceLost if the device does not work any more after `error`. Waits for the batches in flight."""
     if device.type != "cuda":
         return
     try:
         torch.cuda.synchronize(device)
     except RuntimeError as lost:
-        raise DeviceLost(f"{device} is lost: {str(fault).splitlines()[0]}") from lost
+        raise DeviceLost(f"{device} is lost: {str(error).splitlines()[0]}") from lost
 
 
-def reserve(device: torch.device, most_bytes: int) -> None:
-    """Have torch's allocator hold so many bytes in one piece, or half of what is free, and room for small blocks: for turns that no graph
-    serves."""
+def reserve_memory(device: torch.device, max_bytes: int) -> None:
+    """Let torch's allocator hold one block of `max_bytes` (at most half of the free memory) and some small blocks.
+
+    Batches that no CUDA graph serves allocate from them.
+    """
     free, _ = torch.cuda.mem_get_info(device)
     blocks = [torch.empty(SMALL_BYTES, dtype=torch.uint8, device=device) for _ in range(SMALL_BLOCKS)]
-    blocks.append(torch.empty(min(most_bytes, free // 2), dtype=torch.uint8, device=device))
+    blocks.append(torch.empty(min(max_bytes, free // 2), dtype=torch.uint8, device=device))
     del blocks
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """What torch's allocator says of a device: cudaMalloc calls and blocks handed out, both since the start, and bytes held."""
+    """Counts of torch's allocator: cudaMalloc calls and allocated blocks since the start, and bytes held now."""
 
     mallocs: int = 0
     allocations: int = 0
@@ -62,23 +65,27 @@ class DeviceMemory:
     def of(cls, device: torch.device) -> DeviceMemory:
         if device.type != "cuda":
             return cls()
-        found = torch.cuda.memory_stats(device)
-        return cls(found["num_device_alloc"], found["allocation.all.allocated"], found["reserved_bytes.all.current"])
+        stats = torch.cuda.memory_stats(device)
+        return cls(stats["num_device_alloc"], stats["allocation.all.allocated"], stats["reserved_bytes.all.current"])
 
 
 def available_bytes(device: torch.device) -> int:
-    """Memory of a device that nothing holds, or that its allocator could give again."""
+    """Return the free memory of a device, including what torch's allocator holds and does not use."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    lines = Path("/proc/meminfo").read_text().splitlines()
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        # Only Linux has the file. The whole memory is then the limit.
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
 
 
-class Streams:
-    """For models that are made ready beside turns: a stream for each, which no other that is served was made ready on.
+class StreamPool:
+    """Streams on which models are prepared while others serve. No two served models share one.
 
-    What a library keeps for a stream, a graph that was captured on it goes on using: the next capture there would write to it.
+    A library keeps workspaces per stream, and a captured graph goes on using them: another capture on the stream would overwrite them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -89,63 +96,63 @@ class Streams:
         stream: torch.cuda.Stream = self._free.pop() if self._free else torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         return stream
 
-    def give_back(self, stream: torch.cuda.Stream) -> None:
-        """The model that was made ready on it has gone."""
+    def put_back(self, stream: torch.cuda.Stream) -> None:
+        """Return the stream of a model that is not served any more."""
         self._free.append(stream)
 
 
 class Copy:
-    """The same bytes from one array to another, again and again, on one stream: between the device and pinned memory.
+    """A copy between the device and pinned memory, always of the same arrays, that runs once per batch.
 
-    The driver is asked directly, as torch's way takes longer than everything else that a small turn asks for.
+    It calls the driver: torch's copy costs the host more than everything else in the launch of a small batch.
     """
 
     def __init__(self, target: Tensor, source: Tensor, stream: int) -> None:
-        """Both stay where they are for as long as the copy is used. stream: as the driver knows it."""
+        """Both arrays must keep their addresses. stream: the driver's handle."""
         assert target.nbytes == source.nbytes and target.is_contiguous() and source.is_contiguous()
         self._arrays = target, source
         self._arguments = target.data_ptr(), source.data_ptr(), source.nbytes, stream
 
     def start(self) -> None:
-        """Raises RuntimeError when the device refuses."""
+        """Queue the copy on its stream; raises RuntimeError if the device fails."""
         _check(_driver().cuMemcpyAsync(*self._arguments))
 
 
 class OutputCollector:
-    """One of the turns that may be in flight: pinned host memory for what it gives, and the event after which that is whole.
+    """Collects the outputs of one batch in flight: pinned host memory, and the event after which the outputs are complete.
 
-    The memory is one array of bytes, handed out from its beginning again for each turn.
+    There is one for each batch that may be in flight. Its memory is one array of bytes that every batch divides again from its beginning.
     """
 
-    def __init__(self, index: int, most_bytes: int) -> None:
+    def __init__(self, index: int, size_bytes: int) -> None:
         self.index = index
-        self._bytes = torch.zeros(most_bytes, dtype=torch.uint8, pin_memory=True)
+        self._bytes = torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=True)
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._event.record()  # which makes it: torch waits until then
+        self._event.record()  # torch creates the event only now
         self.stream: int = torch.cuda.current_stream().cuda_stream
-        """On which turns run, as the driver knows it."""
+        """The driver's handle of the stream on which batches run."""
         self._recorded = self._event.cuda_event, self.stream
 
-    def room(self, arrays: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """A host array for each of these, side by side; None for None, and for what finds no room any more."""
-        begin, found = 0, list[Tensor | None]()
+    def host_arrays(self, arrays: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return a host array for each device array, side by side; None for None and for an array that does not fit."""
+        begin, host_arrays = 0, list[Tensor | None]()
         for array in arrays:
-            size = 0 if array is None else array.numel() * array.element_size()
-            fits = array is not None and begin + size <= len(self._bytes)
-            found.append(
-                self._bytes[begin : begin + size].view(array.dtype).view(array.shape) if fits and array is not None else None
-            )
-            begin += round_up(size, ALIGNED_BYTES) if fits else 0
-        return found
+            size = 0 if array is None else array.nbytes
+            if array is None or begin + size > len(self._bytes):
+                host_arrays.append(None)
+                continue
+            host_arrays.append(self._bytes[begin : begin + size].view(array.dtype).view(array.shape))
+            begin += round_up(size, ALIGNED_BYTES)
+        return host_arrays
 
-    def end(self) -> None:
-        """All of the turn has been asked for; raises RuntimeError when the device refuses."""
+    def record_end(self) -> None:
+        """Record the event behind the last launch of a batch; raises RuntimeError if the device fails."""
         _check(_driver().cuEventRecord(*self._recorded))
 
-    def reached(self) -> bool:
-        """Whether the device has done it; raises RuntimeError when the device failed."""
-        reached: bool = self._event.query()  # type: ignore[no-untyped-call]
-        return reached
+    def complete(self) -> bool:
+        """Return whether the device has finished the batch; raises RuntimeError if the device failed."""
+        complete: bool = self._event.query()  # type: ignore[no-untyped-call]
+        return complete
 
     def wait(self) -> None:
         self._event.synchronize()
@@ -164,7 +171,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 @cache
 def _driver() -> ctypes.CDLL:
-    found = driver()
-    found.cuMemcpyAsync.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
-    found.cuEventRecord.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-    return found
+    library = driver()
+    library.cuMemcpyAsync.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
+    library.cuEventRecord.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    return library

@@ -1,4 +1,4 @@
-"""One device: turns in, encodings out. Nothing here knows a queue, a caller or a socket."""
+"""The engine of one device: batches in, results out. Knows nothing of queues, clients or sockets."""
 
 from __future__ import annotations
 
@@ -10,12 +10,19 @@ from typing import Any, NamedTuple
 import torch
 
 from service.engine.batch import Batch, Chunk
+from service.engine.batching.session_state import State
 from service.engine.execution.cost_model import NEWEST, Correction, Cost
-from service.engine.execution.cuda_graph_runner import Between, CudaGraphRunner, Pool
-from service.engine.execution.device import DeviceLost, DeviceMemory, OutputCollector, Streams, raise_if_lost, reserve
-from service.engine.execution.in_flight import ChunkResult, InFlightBatch
+from service.engine.execution.cuda_graph_runner import CudaGraphRunner, GraphPool, RunBetweenBatches
+from service.engine.execution.device import (
+    DeviceLost,
+    DeviceMemory,
+    OutputCollector,
+    StreamPool,
+    raise_if_lost,
+    reserve_memory,
+)
+from service.engine.execution.in_flight import ChunkResult, EndObserver, InFlightBatch
 from service.engine.execution.model_runner import ModelRunner
-from service.engine.session_state import State
 from service.errors import OutOfMemory
 from service.ipc.messages import LoadedModel, ModelKey
 from service.log import Log
@@ -24,19 +31,17 @@ from service.modeling.encoder import Encoder
 from service.modeling.spec import ModelSpec
 
 IN_FLIGHT = 2
-"""Turns on a GPU: one runs, and the next one is laid and asked for shortly before it ends."""
-PLACE_BYTES = 64 << 20
-"""On the host, for what one turn gives; of a turn that gives more, some is waited for."""
+"""Batches on a GPU at once: the next batch is launched shortly before the running batch ends."""
+COLLECTOR_BYTES = 64 << 20
+"""Host memory for the outputs of one batch. Outputs that do not fit are copied while the host waits."""
 ARENA_FACTOR = 1.5
-"""Memory for turns without a graph, as a multiple of what the largest takes: blocks of many sizes leave gaps."""
+"""Reserved memory for batches without a graph, as a multiple of what the largest needs: blocks of many sizes leave gaps."""
 LEAD_FACTOR = 1.5
-"""The next turn is laid so much earlier than laying and asking take."""
-Watcher = Callable[[InFlightBatch, float], None]
+"""The next batch is launched this multiple of the host's launch time before the running batch should end."""
 
 
-class Prepared(NamedTuple):
-    """A model that is ready to be served. stream: on which it was made ready, and largest_bytes: what its largest turns take when no graph
-    serves them, both on a GPU only."""
+class PreparedModel(NamedTuple):
+    """A loaded and warmed-up model. On a GPU: the stream of its preparation, and the memory of its largest batches without a graph."""
 
     runner: ModelRunner
     stream: torch.cuda.Stream | None = None
@@ -44,7 +49,10 @@ class Prepared(NamedTuple):
 
 
 class DeviceEngine:
-    """Runs turns on a device. A turn is launched, then collected from `finished`; turns end in the order of their launches."""
+    """Implements `Engine` on one device. Batches end in the order of their launches.
+
+    All calls come from one thread, except that `prepare` may run in a second thread. Calls raise DeviceLost once the device has failed.
+    """
 
     def __init__(
         self,
@@ -56,9 +64,11 @@ class DeviceEngine:
         slots: int = 256,
         device: torch.device | None = None,
     ) -> None:
-        """The encoders are on one device, `device` if there are none; on a GPU all turns go to the stream that is this thread's
-        (`device.hold`). slots: of each model, for the states of sequences that are kept from turn to turn; a turn has as many again as it
-        has rows."""
+        """Warm up a model per encoder. All encoders are on one device; `device` names it if there are none.
+
+        On a GPU every batch runs on the current stream of this thread (`device.use_device`).
+        slots: state slots per model that sequences hold between batches. A launch may use max_batch_sequences more.
+        """
         self._metrics = metrics
         self._slots = slots, max_batch_sequences
         self._limits: dict[str, Any] = {
@@ -67,30 +77,33 @@ class DeviceEngine:
             "slots": sum(self._slots),
         }
         self.device = next((encoder.device for encoder in encoders.values()), device or torch.device("cpu"))
-        self._places = [OutputCollector(index, PLACE_BYTES) for index in range(IN_FLIGHT)] if self.device.type == "cuda" else []
+        on_gpu = self.device.type == "cuda"
+        self._collectors = [OutputCollector(index, COLLECTOR_BYTES) for index in range(IN_FLIGHT)] if on_gpu else []
         self._arena_bytes = 0
-        self._pool: Pool | None = None
-        self._runners = self._opened(encoders)
-        self._streams = Streams(self.device)
-        self._made_ready_on: dict[ModelKey, torch.cuda.Stream] = {}
+        self._pool: GraphPool | None = None
+        self._runners = self._make_runners(encoders)
+        self._streams = StreamPool(self.device)
+        self._prepared_on: dict[ModelKey, torch.cuda.Stream] = {}
         self._corrections = {key: Correction() for key in self._runners}
         self._in_flight: deque[InFlightBatch] = deque()
         self._done: list[tuple[Chunk, ChunkResult]] = []
         self._launches = 0
         self._launch_seconds = 0.0
-        self._taken_at = 0.0
-        """When the engine last said that it takes a turn: from then on one is made for it."""
+        """Running mean of the host's time from accepting a batch to its launch."""
+        self._accepted_at = 0.0
         self._launched_at = 0.0
         self._free_at = 0.0
+        """When the batches in flight should have ended."""
         self._last_ended = 0.0
         self._memory = DeviceMemory()
-        self._watcher: Watcher | None = None
+        self._observer: EndObserver | None = None
         metrics.max_batch_sequences.set(max_batch_sequences)
         for key, runner in self._runners.items():
-            self._show(key, runner)
+            self._report(key, runner)
+
+    # Models.
 
     def loaded(self) -> list[LoadedModel]:
-        """What is served, and what runs it."""
         return [
             LoadedModel(
                 name=key.name,
@@ -109,88 +122,87 @@ class DeviceEngine:
         return key in self._runners
 
     def newest(self, name: str, version: str) -> ModelKey | None:
-        """What was opened last under this name and version, if anything."""
         return max((key for key in self._runners if key.labels == (name, version)), default=None)
+
+    def spec(self, key: ModelKey) -> ModelSpec:
+        return self._runners[key].encoder.spec
+
+    def streams(self, key: ModelKey) -> bool:
+        return self._runners[key].streams
 
     @property
     def weight_bytes(self) -> int:
-        """Of all models."""
+        """Weights of all models on the device."""
         return sum(runner.encoder.weight_bytes() for runner in list(self._runners.values()))
 
-    def prepared(self, make: Callable[[], Encoder], between_batches: Between) -> Prepared:
-        """A model made ready for `open`, in another thread than the one that launches turns, and while that goes on; raises whatever making
-        it raises."""
-        if not self._places:
-            return Prepared(ModelRunner(make(), **self._limits))
+    def prepare(self, make: Callable[[], Encoder], run_between_batches: RunBetweenBatches) -> PreparedModel:
+        """Warm up a model for `open` in a second thread, while this thread's engine serves others; raises whatever `make` raises."""
+        if not self._collectors:
+            return PreparedModel(ModelRunner(make(), **self._limits))
         torch.cuda.set_device(self.device)
         stream = self._streams.take()
         try:
             with torch.cuda.stream(stream):
                 assert self._pool is not None, "a GPU has one"
-                runner = CudaGraphRunner(make(), self._places, self._pool, **self._limits, between_batches=between_batches)
-                largest = runner.largest_bytes()
+                runner = CudaGraphRunner(
+                    make(), self._collectors, self._pool, **self._limits, run_between_batches=run_between_batches
+                )
+                largest_bytes = runner.largest_bytes()
                 stream.synchronize()
         except BaseException:
-            self._streams.give_back(stream)
+            self._streams.put_back(stream)
             raise
-        return Prepared(runner, stream, largest)
+        return PreparedModel(runner, stream, largest_bytes)
 
-    def open(self, key: ModelKey, prepared: Prepared) -> None:
-        """Serve it from now on."""
+    def open(self, key: ModelKey, prepared: PreparedModel) -> None:
         if prepared.stream is not None:
-            self._made_ready_on[key] = prepared.stream
+            self._prepared_on[key] = prepared.stream
             self._reserve(prepared.largest_bytes)
         self._runners[key] = prepared.runner
         self._corrections[key] = Correction()
-        self._show(key, prepared.runner)
-
-    def runs(self, key: ModelKey) -> bool:
-        """Whether a turn of it is in flight."""
-        return any(in_flight.batch.model == key for in_flight in self._in_flight)
+        self._report(key, prepared.runner)
 
     def close(self, key: ModelKey) -> None:
-        """Serve it no more; none of its turns is in flight."""
-        assert not self.runs(key), f"a turn of {key} is in flight"
+        assert not self.runs(key), f"a batch of {key} is in flight"
         del self._runners[key], self._corrections[key]
-        if key in self._made_ready_on:
-            self._streams.give_back(self._made_ready_on.pop(key))
-        if not any(other.labels == key.labels for other in self._runners):
+        if key in self._prepared_on:
+            self._streams.put_back(self._prepared_on.pop(key))
+        if not any(served.labels == key.labels for served in self._runners):
             self._metrics.forget(*key.labels)
 
-    def streams(self, key: ModelKey) -> bool:
-        """Whether a sequence of this model may come in chunks, each of which goes on from where the one before it was kept."""
-        return self._runners[key].streams
+    # States.
 
     def slots(self, key: ModelKey) -> tuple[int, int]:
-        """How many states may be kept from turn to turn, and how many more places a turn may use."""
         return self._slots
 
-    def save(self, key: ModelKey, place: int) -> State:
-        """The state in a place, on the host, once all that was launched has written it; raises DeviceLost."""
+    def save(self, key: ModelKey, slot: int) -> State:
         try:
-            return self._runners[key].encoder.save(place)
-        except RuntimeError as fault:
-            raise_if_lost(self.device, fault)
+            return self._runners[key].encoder.save(slot)
+        except RuntimeError as error:
+            raise_if_lost(self.device, error)
             raise
 
-    def restore(self, key: ModelKey, place: int, state: State) -> None:
-        """A state into a place, for turns that are launched from now on; raises DeviceLost."""
+    def restore(self, key: ModelKey, slot: int, state: State) -> None:
         try:
-            self._runners[key].encoder.restore(place, state)
-        except RuntimeError as fault:
-            raise_if_lost(self.device, fault)
+            self._runners[key].encoder.restore(slot, state)
+        except RuntimeError as error:
+            raise_if_lost(self.device, error)
             raise
+
+    # Batches.
 
     def cost(self, key: ModelKey) -> Cost:
-        """What turns of a model take, as measured at warm-up and corrected by those that ran."""
+        """Return the cost of a model's batches, as measured at warm-up and corrected by the batches that ran."""
         return self._runners[key].cost.times(self._corrections[key].factor)
 
     def predicted_seconds(self, batch: Batch) -> float:
         return self._runners[batch.model].predicted_seconds(batch) * self._corrections[batch.model].factor
 
+    def runs(self, key: ModelKey) -> bool:
+        return any(in_flight.batch.model == key for in_flight in self._in_flight)
+
     @property
     def running(self) -> tuple[float, float] | None:
-        """Since when the device has had its turn, on the clock of time.monotonic, and the seconds that this was predicted to take."""
         if not self._in_flight:
             return None
         in_flight = self._in_flight[0]
@@ -198,58 +210,60 @@ class DeviceEngine:
 
     @property
     def remaining_seconds(self) -> float:
-        """What is left of the turns in flight, as they were predicted."""
         return max(0.0, self._free_at - time.monotonic()) if self._in_flight else 0.0
 
     @property
     def accepts_batch(self) -> bool:
-        """Whether to launch one now: the device is free, or will be by the time that it has been asked for another.
+        """Whether to launch a batch now: the device is free, or will be by the time that the host has launched the batch.
 
-        Not sooner: what comes until then may still be in that turn.
+        Requests that arrive until then may still join the batch, so a batch is not accepted earlier.
         """
-        takes = not self._in_flight or (
+        accepts = not self._in_flight or (
             len(self._in_flight) < IN_FLIGHT and self.remaining_seconds <= LEAD_FACTOR * self._launch_seconds
         )
-        if takes:
-            self._taken_at = time.monotonic()
-        return takes
+        if accepts:
+            self._accepted_at = time.monotonic()
+        return accepts
 
     def launch(self, batch: Batch) -> None:
-        """Run a turn. Whatever the model raises on the host passes through, and nothing of the turn is then finished; raises OutOfMemory
-        when the device has too little for it, and DeviceLost when the device does not work any more."""
-        while len(self._in_flight) >= max(1, len(self._places)):
+        """Launch a batch. Waits first for the oldest batch if too many are in flight.
+
+        If the launch raises, no chunk of the batch will finish. Raises OutOfMemory if the device has too little memory for the batch,
+        DeviceLost if the device does not work any more, and whatever the model raises on the host.
+        """
+        while len(self._in_flight) >= max(1, len(self._collectors)):
             self._in_flight[0].wait()
             self._collect()
         try:
             in_flight = self._runners[batch.model].launch(
-                batch, self._places[self._launches % IN_FLIGHT] if self._places else None
+                batch, self._collectors[self._launches % IN_FLIGHT] if self._collectors else None
             )
-        except torch.OutOfMemoryError as fault:
-            raise OutOfMemory(_no_memory(batch, self.device), retry_after=1) from fault
-        except Exception as fault:
-            raise_if_lost(self.device, fault)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory(
+                f"{self.device} has no memory for {batch.rows} sequences of {batch.tokens} steps: "
+                "retry later, or send shorter sequences",
+                retry_after=1,
+            ) from error
+        except Exception as error:
+            raise_if_lost(self.device, error)
             raise
         self._launches += 1
         self._in_flight.append(in_flight)
         self._free_at = max(self._free_at, in_flight.launched) + self._predicted(in_flight)
-        self._launch_seconds += NEWEST * (in_flight.launched - max(self._taken_at, self._launched_at) - self._launch_seconds)
+        launch_seconds = in_flight.launched - max(self._accepted_at, self._launched_at)
+        self._launch_seconds += NEWEST * (launch_seconds - self._launch_seconds)
         self._launched_at = in_flight.launched
 
-    def spec(self, key: ModelKey) -> ModelSpec:
-        return self._runners[key].encoder.spec
-
-    def watch(self, watcher: Watcher | None) -> None:
-        """Have each turn told from now on, with the moment at which the device had done it, once its answers are apart."""
-        self._watcher = watcher
-
     def finished(self) -> list[tuple[Chunk, ChunkResult]]:
-        """The chunks that ended since the last call, each with its answer; raises DeviceLost when the device failed."""
+        """Return the chunks that finished since the last call, with their results; raises DeviceLost if the device failed."""
         self._collect()
         done, self._done = self._done, []
         return done
 
+    def watch(self, observer: EndObserver | None) -> None:
+        self._observer = observer
+
     def count_memory(self) -> None:
-        """Bring the counts of the device's memory up to date."""
         now, before = DeviceMemory.of(self.device), self._memory
         self._metrics.device_mallocs.add(by=now.mallocs - before.mallocs)
         self._metrics.device_allocations.add(by=now.allocations - before.allocations)
@@ -257,28 +271,30 @@ class DeviceEngine:
         self._memory = now
 
     def _collect(self) -> None:
+        """Take the results of the batches that have ended."""
         try:
             while self._in_flight and self._in_flight[0].ended:
                 in_flight, ended = self._in_flight.popleft(), time.monotonic()
-                self._done += in_flight.answers()
-                if self._watcher is not None:
-                    self._watcher(in_flight, ended)
+                self._done += in_flight.results()
+                if self._observer is not None:
+                    self._observer(in_flight, ended)
                 self._count(in_flight, ended)
-        except RuntimeError as fault:
-            raise DeviceLost(f"{self.device} is lost: {str(fault).splitlines()[0]}") from fault
+        except RuntimeError as error:
+            raise DeviceLost(f"{self.device} is lost: {str(error).splitlines()[0]}") from error
 
     def _predicted(self, in_flight: InFlightBatch) -> float:
         return in_flight.predicted * self._corrections[in_flight.batch.model].factor
 
     def _count(self, in_flight: InFlightBatch, ended: float) -> None:
+        """Count a batch in the metrics, and correct the predictions for its model."""
         metrics, batch = self._metrics, in_flight.batch
-        computed = in_flight.launched if in_flight.place is None else ended
+        computed = in_flight.launched if in_flight.collector is None else ended
         stages = {
             "stage_in": in_flight.staged - in_flight.began,
             "compute": computed - max(in_flight.staged, self._last_ended),
             "stage_out": time.monotonic() - ended,
         }
-        # What the host takes while somebody waits counts too: it will take as long with the next.
+        # The host's time counts as long as a request waited: the next batch will take it as well.
         labels = batch.model.labels
         began = max(min(batch.since, in_flight.began), self._last_ended)
         self._corrections[batch.model].observe(in_flight.predicted, computed - began)
@@ -293,34 +309,37 @@ class DeviceEngine:
         metrics.padded_tokens.add(*labels, by=in_flight.padded_tokens)
         metrics.padding_avoided.add(*labels, by=batch.rows * batch.longest - batch.tokens)
 
-    def _opened(self, encoders: Mapping[ModelKey, Encoder]) -> dict[ModelKey, ModelRunner]:
-        """The lane of every model. On a GPU all of it is asked for here that turns will need."""
-        if not self._places:
+    # Warm-up.
+
+    def _make_runners(self, encoders: Mapping[ModelKey, Encoder]) -> dict[ModelKey, ModelRunner]:
+        """Warm up all models. On a GPU this allocates all memory that batches will need."""
+        if not self._collectors:
             return {key: ModelRunner(encoder, **self._limits) for key, encoder in encoders.items()}
-        self._pool = pool = Pool(self.device)
-        runners = {key: CudaGraphRunner(encoder, self._places, pool, **self._limits) for key, encoder in encoders.items()}
-        largest = max((runner.largest_bytes() for runner in runners.values()), default=0)
+        self._pool = pool = GraphPool(self.device)
+        runners = {key: CudaGraphRunner(encoder, self._collectors, pool, **self._limits) for key, encoder in encoders.items()}
+        largest_bytes = max((runner.largest_bytes() for runner in runners.values()), default=0)
         torch.cuda.empty_cache()
-        self._reserve(largest)
+        self._reserve(largest_bytes)
         return dict(runners)
 
     def _reserve(self, largest_bytes: int) -> None:
-        """Room for turns without a graph that take so much, if there is not as much."""
-        wanted = int(ARENA_FACTOR * largest_bytes)
-        if wanted > self._arena_bytes:
-            reserve(self.device, wanted)
-            self._arena_bytes = wanted
+        """Reserve memory for batches without a graph, unless enough is reserved."""
+        arena_bytes = int(ARENA_FACTOR * largest_bytes)
+        if arena_bytes > self._arena_bytes:
+            reserve_memory(self.device, arena_bytes)
+            self._arena_bytes = arena_bytes
 
-    def _show(self, key: ModelKey, runner: ModelRunner) -> None:
+    def _report(self, key: ModelKey, runner: ModelRunner) -> None:
+        """Show a model in the metrics, and log if some of its batches have no graph."""
         self._metrics.weight_bytes.set(runner.encoder.weight_bytes(), *key.labels)
         self._metrics.graphs.set(runner.graphs, *key.labels)
         for layer, backend in runner.encoder.backends().items():
             self._metrics.backend.set(1, *key.labels, layer, backend)
-        if runner.why:
+        if runner.fallback_reason:
             Log("engine").warning(
-                "not all turns by graphs", model=key.name, version=key.version, graphs=runner.graphs, why=runner.why
+                "some batches run without a graph",
+                model=key.name,
+                version=key.version,
+                graphs=runner.graphs,
+                reason=runner.fallback_reason,
             )
-
-
-def _no_memory(batch: Batch, device: torch.device) -> str:
-    return f"{device} has no memory for {batch.rows} sequences of {batch.tokens} steps: retry later, or send shorter ones"

@@ -1,7 +1,7 @@
-"""The sizes of which CUDA graphs are made. Pure: nothing here knows a device.
+"""The sizes for which CUDA graphs are captured. Pure: nothing here knows a device.
 
-A graph is made for so many rows and tokens and serves every turn that has no more of either: its other rows are empty, and its other
-tokens belong to none.
+A graph is captured for a number of rows and tokens and serves every batch with no more of either. Its other rows are empty, and its other
+tokens belong to no row.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 GROWTH = 1.25
-"""From one number of tokens to the next, at most."""
+"""Largest factor from one token count to the next."""
 LEAST_TOKENS = 16
 MOST_GRAPHS = 64
 FEW_ROWS = 8
-"""Between one row and as many as a turn may have."""
+"""A row count between one row and a full batch."""
 
 
 class Bucket(NamedTuple):
@@ -28,34 +28,34 @@ class Bucket(NamedTuple):
 class GraphBuckets:
     """The buckets of one model, at most MOST_GRAPHS."""
 
-    def __init__(self, most_rows: int, most_tokens: int, most_steps: int) -> None:
-        """most_steps: of one row."""
-        self._rungs: dict[int, Sequence[int]] = {}
-        left = MOST_GRAPHS
-        # A full turn and a single row are served whole; few rows have what is left, the shortest turns first.
-        for rows in dict.fromkeys((most_rows, 1, min(FEW_ROWS, most_rows))):
-            found = _rungs(max(LEAST_TOKENS, rows), min(most_tokens, rows * most_steps))
-            self._rungs[rows] = found[:left]
-            left -= len(self._rungs[rows])
-        self._rungs = dict(sorted(self._rungs.items()))
+    def __init__(self, max_rows: int, max_tokens: int, max_steps: int) -> None:
+        """max_steps: of one row."""
+        token_counts: dict[int, Sequence[int]] = {}
+        remaining = MOST_GRAPHS
+        # Full batches and single rows get all their token counts. FEW_ROWS gets what remains, smallest first.
+        for rows in dict.fromkeys((max_rows, 1, min(FEW_ROWS, max_rows))):
+            counts = _token_counts(max(LEAST_TOKENS, rows), min(max_tokens, rows * max_steps))
+            token_counts[rows] = counts[:remaining]
+            remaining -= len(token_counts[rows])
+        self._token_counts = dict(sorted(token_counts.items()))
 
     @property
     def buckets(self) -> list[Bucket]:
-        """The smallest first: those are asked for most, and are there if time is too short for all."""
-        every = [Bucket(rows, tokens) for rows, rungs in self._rungs.items() for tokens in rungs]
-        return sorted(every, key=lambda bucket: (bucket.tokens, bucket.rows))
+        """All buckets, smallest first: small batches are the most frequent, and capturing may run out of time."""
+        buckets = [Bucket(rows, tokens) for rows, counts in self._token_counts.items() for tokens in counts]
+        return sorted(buckets, key=lambda bucket: (bucket.tokens, bucket.rows))
 
     def bucket(self, rows: int, tokens: int) -> Bucket | None:
-        """The smallest that has room for a turn: the fewest rows, then the fewest tokens."""
-        for count, rungs in self._rungs.items():
-            if rows <= count and rungs and tokens <= rungs[-1]:
-                return Bucket(count, rungs[bisect_left(rungs, tokens)])
+        """Return the smallest bucket that holds a batch: the fewest rows, then the fewest tokens."""
+        for bucket_rows, counts in self._token_counts.items():
+            if rows <= bucket_rows and counts and tokens <= counts[-1]:
+                return Bucket(bucket_rows, counts[bisect_left(counts, tokens)])
         return None
 
 
-def _rungs(least: int, most: int) -> Sequence[int]:
-    """Numbers of tokens, each at most GROWTH times the one before."""
-    rungs = [min(least, most)]
-    while rungs[-1] < most:
-        rungs.append(min(most, int(rungs[-1] * GROWTH)))
-    return rungs
+def _token_counts(least: int, most: int) -> Sequence[int]:
+    """Return token counts from `least` to `most`, each at most GROWTH times its predecessor."""
+    counts = [min(least, most)]
+    while counts[-1] < most:
+        counts.append(min(most, int(counts[-1] * GROWTH)))
+    return counts

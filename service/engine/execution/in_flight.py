@@ -1,7 +1,8 @@
-"""A turn on its way through the device, and what comes out of it."""
+"""A batch in flight, and the results of its chunks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -15,10 +16,11 @@ Array = NDArray[Any]
 
 
 class ChunkResult(NamedTuple):
-    """One chunk's answer; None is what the head has not, or the caller did not ask for.
+    """The result of one chunk. An array is None if the head does not produce it or the request does not ask for it.
 
-    scores: (lines, n) float32 and picks: (lines, m) int32, where a line is the whole chunk or one step; embedding: (1, width);
-    sequence: (steps, width); steps: how many came out of the encoder; per_step: whether a line is one step.
+    scores: (lines, n) float32, picks: (lines, m) int32. A line is one step if `per_step`, else the whole chunk.
+    embedding: (1, width) float32, sequence: (steps, width) float32.
+    steps: how many steps the encoder returned.
     """
 
     scores: Array | None
@@ -31,8 +33,9 @@ class ChunkResult(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BatchArrays:
-    """What a turn gives, on the host: as in Encoded, of all chunks, with a line for each step or each chunk. offsets: where each chunk's
-    steps begin in what is given per step, or None when there are as many as came in. There may be more lines than the turn has.
+    """The outputs of all chunks of a batch on the host, with the arrays of ChunkResult. They may have more lines than the batch.
+
+    offsets: where the steps of each chunk begin in arrays with a line per step; None if the encoder returns every step.
     """
 
     scores: Array | None
@@ -45,9 +48,13 @@ class BatchArrays:
 
 @dataclass(slots=True, eq=False)
 class InFlightBatch:
-    """A turn that was launched. ends: where each chunk ends in what was laid; arrays: whole once `place` is reached, or at once where there
-    is none. predicted: seconds; began, staged, launched: moments on the clock of time.monotonic; by_graph: as one CUDA graph,
-    which also computed `padded_tokens` that belong to no chunk.
+    """A launched batch.
+
+    ends: where each chunk ends in the staged tokens.
+    arrays: the outputs; complete when `collector` is, or at once without one.
+    predicted: seconds that the batch should take.
+    began, staged, launched: moments on the clock of time.monotonic.
+    by_graph: whether one CUDA graph ran the batch. The graph also computed `padded_tokens`, which belong to no chunk.
     """
 
     batch: Batch
@@ -57,42 +64,46 @@ class InFlightBatch:
     began: float
     staged: float
     launched: float
-    place: OutputCollector | None = None
+    collector: OutputCollector | None = None
     by_graph: bool = False
     padded_tokens: int = 0
 
     @property
     def ended(self) -> bool:
-        return self.place is None or self.place.reached()
+        return self.collector is None or self.collector.complete()
 
     def wait(self) -> None:
-        if self.place is not None:
-            self.place.wait()
+        if self.collector is not None:
+            self.collector.wait()
 
-    def answers(self) -> list[tuple[Chunk, ChunkResult]]:
-        """Chunk by chunk, once the flight has ended; what a caller did not ask for stays behind."""
+    def results(self) -> list[tuple[Chunk, ChunkResult]]:
+        """Return the result of each chunk, once the batch has ended."""
         batch, arrays = self.batch, self.arrays
         offsets = [0, *self.ends] if arrays.offsets is None else arrays.offsets[: batch.rows + 1].tolist()
         lines = offsets[batch.rows] if arrays.per_step else batch.rows
         scores, picks = self._kept(arrays.scores, lines), self._kept(arrays.picks, lines)
         embedding = self._kept(arrays.embedding, batch.rows) if batch.returns_embedding else None
         sequence = self._kept(arrays.sequence, offsets[batch.rows]) if batch.returns_sequence else None
-        parts = []
+        results = []
         for row, (chunk, (begin, end)) in enumerate(zip(batch.chunks, pairwise(offsets), strict=True)):
-            own = slice(begin, end) if arrays.per_step else slice(row, row + 1)
-            encoded = ChunkResult(
-                None if scores is None else scores[own],
-                None if picks is None else picks[own],
+            chunk_lines = slice(begin, end) if arrays.per_step else slice(row, row + 1)
+            result = ChunkResult(
+                None if scores is None else scores[chunk_lines],
+                None if picks is None else picks[chunk_lines],
                 embedding[row : row + 1] if embedding is not None and chunk.returns.embedding else None,
                 sequence[begin:end] if sequence is not None and chunk.returns.sequence else None,
                 end - begin,
                 arrays.per_step,
             )
-            parts.append((chunk, encoded))
-        return parts
+            results.append((chunk, result))
+        return results
 
     def _kept(self, array: Array | None, lines: int) -> Array | None:
-        """So many lines of it, which stay as they are when the place takes another turn."""
+        """Return the first lines of an array, copied if the next batch overwrites the array."""
         if array is None:
             return None
-        return array[:lines] if self.place is None else array[:lines].copy()
+        return array[:lines] if self.collector is None else array[:lines].copy()
+
+
+EndObserver = Callable[[InFlightBatch, float], None]
+"""Called at the end of each batch, with the moment at which the device had finished it and after its results were split."""

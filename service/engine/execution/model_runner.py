@@ -1,45 +1,46 @@
-"""One model's way through a device: its buffers, and what a turn of it is expected to take."""
+"""Runs the batches of one model, and predicts how long they take. This runner is for a CPU; `CudaGraphRunner` extends it for a GPU."""
 
 from __future__ import annotations
 
 import statistics
 import time
 
-from kernels.contract import Ragged
+from kernels.ragged import Ragged
 from service.engine.batch import Batch
+from service.engine.batching.state_slots import FIRST_SLOT
 from service.engine.execution.cost_model import Cost
 from service.engine.execution.device import OutputCollector
 from service.engine.execution.in_flight import BatchArrays, InFlightBatch
 from service.engine.execution.staging import Staging
-from service.ipc.messages import FIRST
 from service.modeling.encoder import Encoder, Encoding
 
-TRIED_STEPS = 16
-"""Of a row, where warm-up measures what steps cost."""
+TRIAL_STEPS = 16
+"""Steps per row in the trials of warm-up."""
 TRIALS = 3
 
 
 class ModelRunner:
-    """Runs turns at once, as on a CPU: whoever launches one has waited for it."""
+    """Runs each batch to its end when it is launched."""
 
-    why: str | None = None
-    """What kept turns out of graphs, where there are such."""
+    fallback_reason: str | None = None
+    """Why some batches run without a CUDA graph, on a GPU."""
 
     def __init__(
-        self, encoder: Encoder, *, max_batch_sequences: int, max_batch_tokens: int, slots: int, places: int = 1
+        self, encoder: Encoder, *, max_batch_sequences: int, max_batch_tokens: int, slots: int, in_flight: int = 1
     ) -> None:
+        """slots: state slots that sequences may own. in_flight: how many batches may be staged or running at once."""
         shape = encoder.spec.input
         self.encoder = encoder
         if encoder.streams:
-            encoder.remember(FIRST + slots)
+            encoder.allocate_states(FIRST_SLOT + slots)
         tokens = max(max_batch_tokens, shape.max_steps)
-        self._staging = Staging(max_batch_sequences, tokens, shape.features, encoder.device, places)
-        steps = max(min(TRIED_STEPS, shape.max_steps), encoder.spec.min_steps)
-        self.cost = _measured(encoder, rows=max_batch_sequences, steps=steps, tokens=tokens)
+        self._staging = Staging(max_batch_sequences, tokens, shape.features, encoder.device, in_flight)
+        steps = max(min(TRIAL_STEPS, shape.max_steps), encoder.spec.min_steps)
+        self.cost = _measure_cost(encoder, rows=max_batch_sequences, steps=steps, tokens=tokens)
 
     @property
     def graphs(self) -> int:
-        """How many sizes of turns are captured."""
+        """Number of captured CUDA graphs."""
         return 0
 
     def predicted_seconds(self, batch: Batch) -> float:
@@ -47,53 +48,51 @@ class ModelRunner:
 
     @property
     def streams(self) -> bool:
-        """Whether a sequence may come in chunks."""
+        """Whether sequences may run in chunks."""
         return self.encoder.streams
 
-    def _encoded(self, rows: int, tokens: int, *, sequence: bool = False, whole: bool = True) -> tuple[Ragged, Encoding]:
-        """What was laid last, as the encoder takes it, and what it gives; whole: every row begins and ends in it."""
-        ragged = self._staging.ragged(rows, tokens)
-        places = None if whole else self._staging.places(rows)
-        return ragged, self.encoder(ragged, sequence=sequence, places=places)
-
-    def launch(self, batch: Batch, place: OutputCollector | None = None) -> InFlightBatch:
-        """Whatever the model raises passes through."""
+    def launch(self, batch: Batch, collector: OutputCollector | None = None) -> InFlightBatch:
+        """Run a batch; raises whatever the model raises."""
         began = time.monotonic()
-        ends = self._staging.lay(batch)
+        ends = self._staging.stage(batch)
         staged = time.monotonic()
-        encoding = self._encoded(batch.rows, batch.tokens, sequence=batch.returns_sequence, whole=batch.whole)[1]
+        encoding = self._encode(batch.rows, batch.tokens, sequence=batch.returns_sequence, whole=batch.whole)[1]
         return InFlightBatch(batch, ends, _on_host(encoding), self.predicted_seconds(batch), began, staged, time.monotonic())
 
+    def _encode(self, rows: int, tokens: int, *, sequence: bool = False, whole: bool = True) -> tuple[Ragged, Encoding]:
+        """Run the encoder on the staged batch. whole: every row is a whole sequence. Returns the encoder's input and output."""
+        ragged = self._staging.ragged(rows, tokens)
+        slots = None if whole else self._staging.row_slots(rows)
+        return ragged, self.encoder(ragged, sequence=sequence, slots=slots)
 
-def _measured(encoder: Encoder, rows: int, steps: int, tokens: int) -> Cost:
-    """One short and one longer row tell the cost of a turn and of a step, many rows what each further token adds.
 
-    Before that every size is tried, on a GPU up to as many tokens as a turn may have: whatever a first batch of a size compiles or makes is
-    then there before any caller.
+def _measure_cost(encoder: Encoder, rows: int, steps: int, tokens: int) -> Cost:
+    """Measure the cost model: a short and a longer row give the cost of a batch and of a step, many rows the cost of a further token.
+
+    Runs every size once before, on a GPU up to the tokens of the largest batch: the first run of a size may compile kernels and allocate.
     """
     for size in _doubling(rows):
-        encoder.trial(size, steps)
+        encoder.time_batch(size, steps)
     if encoder.device.type == "cuda":
-        for longer in _doubling(max(1, tokens // (rows * steps)))[1:]:
-            encoder.trial(rows, min(steps * longer, encoder.spec.input.max_steps))
+        for factor in _doubling(max(1, tokens // (rows * steps)))[1:]:
+            encoder.time_batch(rows, min(steps * factor, encoder.spec.input.max_steps))
     longer = max(steps, min(4 * steps, encoder.spec.input.max_steps))
-    alone, long, together = (_trial(encoder, *size) for size in ((1, steps), (1, longer), (rows, steps)))
+    alone, long, together = (_median_trial(encoder, *size) for size in ((1, steps), (1, longer), (rows, steps)))
     per_step = max(0.0, long - alone) / (longer - steps) if longer > steps else alone / steps
     return Cost(max(0.0, alone - per_step * steps), per_step, max(0.0, together - alone) / (rows * steps))
 
 
-def _trial(encoder: Encoder, rows: int, steps: int) -> float:
-    """The median of a few."""
-    return statistics.median(encoder.trial(rows, steps) for _ in range(TRIALS))
+def _median_trial(encoder: Encoder, rows: int, steps: int) -> float:
+    return statistics.median(encoder.time_batch(rows, steps) for _ in range(TRIALS))
 
 
 def _on_host(encoding: Encoding) -> BatchArrays:
-    verdict = encoding.verdict
-    given = (verdict.scores, verdict.picks, verdict.embedding, encoding.sequence)
-    scores, picks, embedding, sequence = (None if array is None else array.numpy() for array in given)
-    return BatchArrays(scores, picks, embedding, sequence, encoding.offsets.numpy(), verdict.per_step)
+    head = encoding.head_output
+    arrays = (head.scores, head.picks, head.embedding, encoding.sequence)
+    scores, picks, embedding, sequence = (None if array is None else array.numpy() for array in arrays)
+    return BatchArrays(scores, picks, embedding, sequence, encoding.offsets.numpy(), head.per_step)
 
 
 def _doubling(most: int) -> list[int]:
-    """1, 2, 4 and so on, and `most`."""
+    """Return 1, 2, 4 and so on up to `most`, and `most` itself."""
     return [1 << power for power in range(most.bit_length()) if 1 << power < most] + [most]

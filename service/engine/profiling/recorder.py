@@ -1,4 +1,4 @@
-"""Records turns while an engine runs them, and what torch's profiler sees of them: operations, launches, copies and kernels."""
+"""Records the batches that an engine runs, and what torch's profiler sees meanwhile: operations, launches, copies and kernels."""
 
 from __future__ import annotations
 
@@ -15,104 +15,103 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from service.engine.batch import Batch
 from service.engine.execution.in_flight import InFlightBatch
-from service.engine.profiling.timeline import Event, Mark, Profiled, TracedBatch, events
+from service.engine.profiling.timeline import ClockMark, ProfilerEvent, TracedBatch, events
 
 MARKS = 8
-"""The first ones take long; the shortest is the one that counts."""
+"""The first marks take long. The shortest of all is used."""
 SILENT = "KINETO_LOG_LEVEL", "99"
-"""The profiler would say on standard error what it does, where the log has a line of JSON for each event."""
+"""Keeps the profiler from writing to standard error, where every line of the log is a JSON object."""
 
 
-class Recorder:
-    """Records the turns that begin from now on, until it has so many or so many seconds have passed.
+class BatchRecorder:
+    """Records the batches that begin from now on, until it has `batches` of them or `seconds` have passed.
 
-    To begin, to stop and to abandon it takes up to seconds, in which nothing else happens.
+    Creating, stopping and abandoning a recorder may block for seconds.
     """
 
     def __init__(self, place: int, device: str, batches: int, seconds: float) -> None:
-        """Raises OSError when there is no folder for a file of the profiler."""
+        """Raises OSError if the profiler's file has no folder to go to."""
         self._place = place
         self._device = device
-        self._wanted = batches
-        self._profiling = Profiling(device)
-        self._taken: dict[int, tuple[Batch, Sequence[float]]] = {}
-        self._turns: list[TracedBatch] = []
-        self._unanswered = 0
-        self._free = self._began = time.monotonic()
+        self._limit = batches
+        self._profiler = Profiler(device)
+        self._launched: dict[int, tuple[Batch, Sequence[float]]] = {}
+        self._batches: list[TracedBatch] = []
+        self._unreplied = 0
+        self._device_free = self._began = time.monotonic()
         self._until = self._began + seconds
 
     @property
     def over(self) -> bool:
-        """Whether enough was recorded, or enough time has passed."""
-        return (len(self._turns) >= self._wanted and not self._unanswered) or time.monotonic() >= self._until
+        """Whether enough batches are recorded, or the time has passed."""
+        return (len(self._batches) >= self._limit and not self._unreplied) or time.monotonic() >= self._until
 
-    def take(self, batch: Batch, arrivals: Sequence[float]) -> None:
-        """A turn is about to be launched."""
-        # Kept with its turn: another one could have the same id as soon as this one is gone.
-        self._taken[id(batch)] = batch, arrivals
+    def launching(self, batch: Batch, arrivals: Sequence[float]) -> None:
+        """Note a batch before its launch."""
+        # The entry keeps the batch alive: its id could otherwise be reused.
+        self._launched[id(batch)] = batch, arrivals
 
-    def end(self, in_flight: InFlightBatch, ended: float) -> None:
-        """A turn has ended, and its answers are apart."""
-        _, arrivals = self._taken.pop(id(in_flight.batch), (None, ()))
-        if in_flight.began >= self._began and len(self._turns) < self._wanted:
-            self._turns.append(_traced(in_flight, arrivals, self._free, ended))
-            self._unanswered += 1
-        self._free = ended
+    def ended(self, in_flight: InFlightBatch, ended: float) -> None:
+        """Record a batch that has ended and whose results are split."""
+        _, arrivals = self._launched.pop(id(in_flight.batch), (None, ()))
+        if in_flight.began >= self._began and len(self._batches) < self._limit:
+            self._batches.append(_traced(in_flight, arrivals, self._device_free, ended))
+            self._unreplied += 1
+        self._device_free = ended
 
-    def answer(self) -> None:
-        """What has ended so far is answered."""
+    def replied(self) -> None:
+        """Note that the replies of all batches that have ended are written."""
         now = time.monotonic()
-        for batch in self._turns[len(self._turns) - self._unanswered :]:
+        for batch in self._batches[len(self._batches) - self._unreplied :]:
             batch.replied = now
-        self._unanswered = 0
+        self._unreplied = 0
 
     def stop(self) -> bytes:
-        """All that was recorded, as a JSON array of trace events; raises RuntimeError when the profiler gave nothing."""
-        with _uncollected():
-            profiled = self._profiling.stop()
-            found: list[Event] = events(self._place, self._device, self._turns, profiled, self._profiling.marks)
-            return msgspec.json.encode(found)
+        """Stop recording. Returns a JSON array of trace events; raises RuntimeError if the profiler fails."""
+        with _no_garbage_collection():
+            profiled = self._profiler.stop()
+            return msgspec.json.encode(events(self._place, self._device, self._batches, profiled, self._profiler.marks))
 
     def abandon(self) -> None:
-        self._profiling.abandon()
+        self._profiler.abandon()
 
 
-class Profiling:
-    """torch's profiler, which runs from here on. The first time in a process this loads what it needs, on a GPU for seconds."""
+class Profiler:
+    """torch's profiler, running. The first profiler in a process loads its libraries, which takes seconds on a GPU."""
 
     def __init__(self, device: str) -> None:
         os.environ.setdefault(*SILENT)
         self._folder = tempfile.TemporaryDirectory(prefix="seqserve-")
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.startswith("cuda") else [])]
-        self._profiler = profile(activities=activities, acc_events=True)  # or it warns that events are cleared
-        self._profiler.start()
+        self._profile = profile(activities=activities, acc_events=True)  # without acc_events it warns that events are cleared
+        self._profile.start()
         self.marks = [_mark(f"mark {number}") for number in range(MARKS)]
 
-    def stop(self) -> list[Profiled]:
-        """What it saw; raises RuntimeError when it cannot say."""
+    def stop(self) -> list[ProfilerEvent]:
+        """Return the events; raises RuntimeError if there are none to read."""
         with self._folder as folder:
-            self._profiler.stop()
+            self._profile.stop()
             file = Path(folder) / "trace.json"
-            self._profiler.export_chrome_trace(str(file))
+            self._profile.export_chrome_trace(str(file))
             try:
-                return msgspec.json.decode(file.read_bytes(), type=_Exported).events
-            except (OSError, msgspec.MsgspecError) as fault:
-                raise RuntimeError(f"the profiler's file cannot be read: {fault}") from fault
+                return msgspec.json.decode(file.read_bytes(), type=_ExportedTrace).events
+            except (OSError, msgspec.MsgspecError) as error:
+                raise RuntimeError(f"the profiler's file cannot be read: {error}") from error
 
     def abandon(self) -> None:
         with self._folder:
-            self._profiler.stop()
+            self._profile.stop()
 
 
-class _Exported(msgspec.Struct):
+class _ExportedTrace(msgspec.Struct):
     """The profiler's file."""
 
-    events: list[Profiled] = msgspec.field(name="traceEvents")
+    events: list[ProfilerEvent] = msgspec.field(name="traceEvents")
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without the collector, which would look at hundreds of thousands of events again and again: it all takes half as long."""
+def _no_garbage_collection() -> Iterator[None]:
+    """Disable the garbage collector, which would scan hundreds of thousands of events again and again: stopping takes half the time."""
     gc.disable()
     try:
         yield
@@ -120,15 +119,15 @@ def _uncollected() -> Iterator[None]:
         gc.enable()
 
 
-def _mark(name: str) -> Mark:
+def _mark(name: str) -> ClockMark:
     before = time.monotonic()
     with record_function(name):
         pass
-    return Mark(name, before, time.monotonic())
+    return ClockMark(name, before, time.monotonic())
 
 
-def _traced(in_flight: InFlightBatch, arrivals: Sequence[float], free: float, ended: float) -> TracedBatch:
-    """What is told of it later; its arrays and its sequences are not kept."""
+def _traced(in_flight: InFlightBatch, arrivals: Sequence[float], device_free: float, ended: float) -> TracedBatch:
+    """Return what the timeline needs of a batch; its arrays and chunks are not kept."""
     batch, now = in_flight.batch, time.monotonic()
     return TracedBatch(
         model=batch.model,
@@ -137,13 +136,13 @@ def _traced(in_flight: InFlightBatch, arrivals: Sequence[float], free: float, en
         longest=batch.longest,
         padded_tokens=in_flight.padded_tokens,
         by="graph" if in_flight.by_graph else "launches",
-        asynchronous=in_flight.place is not None,
+        asynchronous=in_flight.collector is not None,
         arrivals=arrivals,
         began=in_flight.began,
         staged=in_flight.staged,
         launched=in_flight.launched,
-        free=free,
+        device_free=device_free,
         ended=ended,
-        apart=now,
+        split=now,
         replied=now,
     )

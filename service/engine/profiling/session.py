@@ -1,4 +1,4 @@
-"""One trace at a time of an engine's turns, for the front that asked. Costs nothing while there is none."""
+"""Records a trace of an engine's batches for a frontend, one trace at a time. Costs nothing while no trace is recorded."""
 
 from __future__ import annotations
 
@@ -6,120 +6,111 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Protocol
 
 from service.engine.batching.batcher import Batcher
-from service.engine.batching.ticket import Refuse
-from service.engine.execution.device_engine import Watcher
-from service.engine.profiling.recorder import Recorder
+from service.engine.batching.ticket import SendRefusal
+from service.engine.engine import Engine
+from service.engine.profiling.recorder import BatchRecorder
 from service.errors import Overloaded, Unavailable
 from service.ipc.channel import Channel
 from service.ipc.heartbeat import Heartbeat
 from service.ipc.messages import EngineStatus, RecordTrace
 from service.log import Log
 
-STANDSTILL_SECONDS = 60.0
-"""The loop may stand still for so long while the profiler of a GPU starts for the first time, or says what it saw."""
-Reply = Callable[[bytes], None]
-
-
-class Watched(Protocol):
-    """What a trace asks of an engine."""
-
-    def watch(self, watcher: Watcher | None) -> None: ...
+BLOCKED_SECONDS = 60.0
+"""How long the engine's loop may block while the profiler of a GPU starts for the first time or exports its events."""
+TraceReply = Callable[[bytes], None]
 
 
 @dataclass(frozen=True, slots=True)
-class _Trace:
-    """`asker` is the front's channel and the id by which it asked."""
+class _RunningTrace:
+    """A trace that is being recorded. requester: the channel of the frontend, and the id of its request."""
 
-    asker: tuple[Channel, int]
-    recorder: Recorder
-    reply: Reply
-    refuse: Refuse
+    requester: tuple[Channel, int]
+    recorder: BatchRecorder
+    reply: TraceReply
+    refuse: SendRefusal
 
 
 class ProfilingSession:
-    """Begins, goes on with and ends what fronts ask for. `resumed` is when the loop last went on after it had stood still for that."""
+    """Starts, continues and ends the traces that frontends request.
 
-    def __init__(self, engine: Watched, batcher: Batcher, status: EngineStatus, heartbeat: Heartbeat) -> None:
+    resumed: when the engine's loop last continued after the profiler had blocked it.
+    """
+
+    def __init__(self, engine: Engine, batcher: Batcher, status: EngineStatus, heartbeat: Heartbeat) -> None:
         self._engine = engine
         self._batcher = batcher
         self._status = status
         self._heartbeat = heartbeat
-        self._trace: _Trace | None = None
+        self._trace: _RunningTrace | None = None
         self.resumed = 0.0
 
     @property
     def on(self) -> bool:
         return self._trace is not None
 
-    def begin(self, asker: tuple[Channel, int], wanted: RecordTrace, reply: Reply, refuse: Refuse) -> None:
-        """Record from now on. The trace leaves through `reply` once it is whole; what cannot be recorded is refused at once."""
+    def begin(self, requester: tuple[Channel, int], request: RecordTrace, reply: TraceReply, refuse: SendRefusal) -> None:
+        """Start a trace, or refuse it at once. Calls `reply` with the events when the trace is complete."""
         if self._trace is not None:
             refuse(Overloaded("a trace is being recorded, and there is one at a time: retry when it has ended", retry_after=1))
             return
         try:
-            with self._standstill():
-                recorder = Recorder(self._status.place, self._device, wanted.batches, wanted.seconds)
-        except (OSError, RuntimeError) as fault:
-            refuse(self._failed(fault))
+            with self._blocking():
+                recorder = BatchRecorder(self._status.place, self._status.device, request.batches, request.seconds)
+        except (OSError, RuntimeError) as error:
+            refuse(self._failure(error))
             return
-        self._trace = _Trace(asker, recorder, reply, refuse)
-        self._engine.watch(recorder.end)
-        self._batcher.watch(recorder.take)
+        self._trace = _RunningTrace(requester, recorder, reply, refuse)
+        self._engine.watch(recorder.ended)
+        self._batcher.watch(recorder.launching)
 
     def step(self) -> None:
-        """What ended in this turn of the loop has been answered; a trace that has enough by now leaves."""
+        """Note that the replies of the ended batches are written, and end the trace if it is complete."""
         if self._trace is None:
             return
-        self._trace.recorder.answer()
+        self._trace.recorder.replied()
         if self._trace.recorder.over:
-            self._leave(self._unwatched(self._trace))
+            self._complete(self._stop_watching(self._trace))
 
     def cancel(self, channel: Channel, id: int) -> None:
-        """Who asked by this id waits for nothing any more, which may have been a trace."""
-        if self._trace is not None and self._trace.asker == (channel, id):
+        """Abandon the trace if this request started it."""
+        if self._trace is not None and self._trace.requester == (channel, id):
             self._abandon(self._trace)
 
     def forget(self, channel: Channel) -> None:
-        """This front has ended."""
-        if self._trace is not None and self._trace.asker[0] is channel:
+        """Abandon the trace if a frontend that has ended requested it."""
+        if self._trace is not None and self._trace.requester[0] is channel:
             self._abandon(self._trace)
 
-    def _abandon(self, trace: _Trace) -> None:
-        with self._standstill(), suppress(OSError, RuntimeError):
-            self._unwatched(trace).recorder.abandon()
+    def _abandon(self, trace: _RunningTrace) -> None:
+        with self._blocking(), suppress(OSError, RuntimeError):
+            self._stop_watching(trace).recorder.abandon()
 
-    def _leave(self, trace: _Trace) -> None:
+    def _complete(self, trace: _RunningTrace) -> None:
         try:
-            with self._standstill():
-                found = trace.recorder.stop()
-        except (OSError, RuntimeError) as fault:
-            trace.refuse(self._failed(fault))
+            with self._blocking():
+                events = trace.recorder.stop()
+        except (OSError, RuntimeError) as error:
+            trace.refuse(self._failure(error))
         else:
-            trace.reply(found)
+            trace.reply(events)
 
-    def _unwatched(self, trace: _Trace) -> _Trace:
-        """The trace, of which no more is recorded."""
+    def _stop_watching(self, trace: _RunningTrace) -> _RunningTrace:
         self._trace = None
         self._engine.watch(None)
         self._batcher.watch(None)
         return trace
 
-    @property
-    def _device(self) -> str:
-        return self._status.device
-
     @contextmanager
-    def _standstill(self) -> Iterator[None]:
-        """Neither this process nor the turn that runs is taken for hung meanwhile."""
-        self._heartbeat.beat(STANDSTILL_SECONDS)
+    def _blocking(self) -> Iterator[None]:
+        """Announce that the loop blocks, so that the supervisor takes neither the process nor its running batch for hung."""
+        self._heartbeat.beat(BLOCKED_SECONDS)
         try:
             yield
         finally:
             self.resumed = time.monotonic()
 
-    def _failed(self, fault: Exception) -> Unavailable:
-        Log(f"engine-{self._status.place}").error("trace failed", error=f"{type(fault).__name__}: {fault}")
-        return Unavailable(f"the trace could not be recorded: {fault}")
+    def _failure(self, error: Exception) -> Unavailable:
+        Log(f"engine-{self._status.place}").error("trace failed", error=f"{type(error).__name__}: {error}")
+        return Unavailable(f"the trace could not be recorded: {error}")

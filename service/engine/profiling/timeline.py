@@ -1,6 +1,9 @@
-"""What an engine did, turn by turn, as the slices that ui.perfetto.dev and chrome://tracing draw.
+"""The batches of one engine as trace events, which ui.perfetto.dev and chrome://tracing draw as slices on tracks.
 
-Pure: turns and a profiler's events in, trace events out. Nothing here knows a clock, a device or a profiler.
+Pure: batches and the profiler's events in, trace events out. Nothing here knows a clock, a device or a profiler.
+
+The profiler's export is not used as it is. It shows every call between start and stop, in processes and threads of its own numbering and on
+its own clock. A trace of several engines needs one process per engine, the calls of the recorded batches only, and one clock.
 """
 
 from __future__ import annotations
@@ -17,22 +20,24 @@ from service.ipc.messages import ModelKey
 
 OPERATION = "cpu_op"
 HOST = {"cuda_runtime": "launches", "cuda_driver": "launches", OPERATION: "operations"}
-"""The profiler's categories of what the host did, and the rows on which it is drawn."""
+"""The profiler's categories of host work, and their tracks."""
 DEVICE = {"gpu_memcpy": "copies", "gpu_memset": "copies", "kernel": "kernels"}
-"""The same of what the device did, with a row for each of its streams."""
+"""The profiler's categories of device work, and their tracks; each stream has a track."""
 POLLS = "cudaEventQuery"
-"""The loop asks again and again whether a turn has ended: that is no launch."""
+"""The engine's loop polls with this call for the end of a batch: it is not a launch."""
 MARK = "user_annotation"
 Event = dict[str, Any]
 
 
 @dataclass(slots=True)
 class TracedBatch:
-    """One turn that was recorded. Moments are seconds on the clock of time.monotonic.
+    """A recorded batch. Moments are seconds on the clock of time.monotonic.
 
-    arrivals: of its sequences, none where it was run again row by row; by: graph or launches; asynchronous: the device worked while
-    the host went on; free: when the turn before it had ended; ended: when the device had done it; apart: when each answer was by
-    itself; replied: when the answers were written.
+    by: "graph" or "launches".
+    asynchronous: whether the host continued while the device worked.
+    arrivals: of the sequences; empty if the batch is a part of a failed batch that runs again.
+    device_free: when the previous batch had ended.
+    ended: when the engine saw that the device had finished; split: when the results were split; replied: when the replies were written.
     """
 
     model: ModelKey
@@ -46,14 +51,14 @@ class TracedBatch:
     began: float
     staged: float
     launched: float
-    free: float
+    device_free: float
     ended: float
-    apart: float
+    split: float
     replied: float
 
 
-class Profiled(msgspec.Struct, frozen=True):
-    """An event as torch's profiler exports it: ts and dur are microseconds on the profiler's clock; tid is a stream, or a thread."""
+class ProfilerEvent(msgspec.Struct, frozen=True):
+    """An event of torch's profiler. ts and dur are microseconds on the profiler's clock; tid is a stream or a thread."""
 
     name: str = ""
     cat: str = ""
@@ -63,78 +68,76 @@ class Profiled(msgspec.Struct, frozen=True):
     args: dict[str, Any] = {}
 
 
-class Mark(NamedTuple):
-    """An event by which the profiler's clock is known: it began and ended between two moments of time.monotonic."""
+class ClockMark(NamedTuple):
+    """An event that relates the profiler's clock to time.monotonic: it lies between these two moments."""
 
     name: str
     before: float
     after: float
 
 
-class Slice(NamedTuple):
-    """A stretch of time on a row, in nanoseconds on the clock of time.monotonic; `parts` lie within it."""
+class TraceSlice(NamedTuple):
+    """A span of a track, in nanoseconds on the clock of time.monotonic. `parts` lie within it."""
 
     name: str
     begin: int
     end: int
     args: dict[str, Any]
-    parts: tuple[Slice, ...] = ()
+    parts: tuple[TraceSlice, ...] = ()
 
 
-class Row(NamedTuple):
-    """Slices of which each two are apart, or one lies within the other."""
+class Track(NamedTuple):
+    """Slices of one line of the drawing. Two slices are either disjoint or nested."""
 
     name: str
-    slices: Iterable[Slice]
+    slices: Iterable[TraceSlice]
 
 
 def events(
-    place: int, device: str, batches: Sequence[TracedBatch], profiled: Sequence[Profiled], marks: Sequence[Mark]
+    place: int, device: str, batches: Sequence[TracedBatch], profiled: Sequence[ProfilerEvent], marks: Sequence[ClockMark]
 ) -> list[Event]:
-    """The trace events of one engine, which is a process of the trace; turns come in the order in which they ended."""
-    found = [_named("process", place, 0, f"engine-{place} {device}"), _sorted("process", place, 0, place)]
-    for number, row in enumerate(_rows(batches, profiled, marks), start=1):
-        found += [_named("thread", place, number, row.name), _sorted("thread", place, number, number)]
-        found += [event for one in row.slices for event in _drawn(one, place, number)]
-    return found
+    """Return the trace events of engine number `place`, which is one process of the trace. Batches come in the order of their ends."""
+    trace = [_named("process", place, 0, f"engine-{place} {device}"), _sorted("process", place, 0, place)]
+    for number, track in enumerate(_tracks(batches, profiled, marks), start=1):
+        trace += [_named("thread", place, number, track.name), _sorted("thread", place, number, number)]
+        trace += [event for piece in track.slices for event in _drawn(piece, place, number)]
+    return trace
 
 
-def _rows(batches: Sequence[TracedBatch], profiled: Sequence[Profiled], marks: Sequence[Mark]) -> Iterator[Row]:
-    """From the queue down to the device's own work."""
-    yield from _apart("queue", (_queued(number, batch) for number, batch in enumerate(batches) if batch.arrivals))
-    yield from _apart("batches", (_turn(number, batch) for number, batch in enumerate(batches)))
+def _tracks(batches: Sequence[TracedBatch], profiled: Sequence[ProfilerEvent], marks: Sequence[ClockMark]) -> Iterator[Track]:
+    """Yield the tracks from the queue down to the kernels."""
+    yield from _disjoint("queue", (_queue_slice(number, batch) for number, batch in enumerate(batches) if batch.arrivals))
+    yield from _disjoint("batches", (_batch_slice(number, batch) for number, batch in enumerate(batches)))
     if batches:
-        on_host, on_device = _seen(profiled, marks)
-        work = _device(batches, on_host["launches"], [one for slices in on_device.values() for one in slices])
-        yield from _apart("device", work)
-        for name, slices in sorted(on_host.items()):
-            yield from _some(name, _nested(_within(slices, _ns(batches[0].began), _ns(batches[-1].ended))))
-        for name, slices in sorted(on_device.items()):
-            yield from _apart(name, _within(slices, work[0].begin, work[-1].end) if work else ())
+        host, device = _profiled_slices(profiled, marks)
+        work = _device_slices(batches, host["launches"], [piece for slices in device.values() for piece in slices])
+        yield from _disjoint("device", work)
+        for name, slices in sorted(host.items()):
+            nested = _nested(_begun_within(slices, _ns(batches[0].began), _ns(batches[-1].ended)))
+            if nested:
+                yield Track(name, nested)
+        for name, slices in sorted(device.items()):
+            yield from _disjoint(name, _begun_within(slices, work[0].begin, work[-1].end) if work else ())
 
 
-def _queued(number: int, batch: TracedBatch) -> Slice:
-    """From its oldest sequence's arrival until the turn began."""
+def _queue_slice(number: int, batch: TracedBatch) -> TraceSlice:
+    """Return the time from the arrival of the oldest sequence until the batch begins."""
     waited = [batch.began - arrived for arrived in batch.arrivals]
     args = {"batch": number, "rows": batch.rows, "mean_us": round(1e6 * sum(waited) / len(waited), 1)}
-    return Slice(batch.model.name, _ns(min(batch.arrivals)), _ns(batch.began), args)
+    return TraceSlice(batch.model.name, _ns(min(batch.arrivals)), _ns(batch.began), args)
 
 
-def _turn(number: int, batch: TracedBatch) -> Slice:
-    """With its stages. Between launch and stage_out of a turn on a GPU the host is free for other turns."""
-    moments = (batch.began, batch.staged, batch.launched, batch.ended, batch.apart, batch.replied)
-    began, staged, launched, ended, apart, replied = (_ns(moment) for moment in moments)
+def _batch_slice(number: int, batch: TracedBatch) -> TraceSlice:
+    """Return a batch with its stages. Between launch and stage_out of a batch on a GPU the host is free for other batches."""
+    moments = (batch.began, batch.staged, batch.launched, batch.ended, batch.split, batch.replied)
+    began, staged, launched, ended, split, replied = map(_ns, moments)
     stages = (
-        Slice("stage_in", began, staged, {}),
-        Slice("launch" if batch.asynchronous else "compute", staged, launched, {}),
-        Slice("stage_out", ended, apart, {}),
-        Slice("reply", apart, replied, {}),
+        TraceSlice("stage_in", began, staged, {}),
+        TraceSlice("launch" if batch.asynchronous else "compute", staged, launched, {}),
+        TraceSlice("stage_out", ended, split, {}),
+        TraceSlice("reply", split, replied, {}),
     )
-    return Slice(batch.model.name, began, replied, _described(number, batch), stages)
-
-
-def _described(number: int, batch: TracedBatch) -> dict[str, Any]:
-    return {
+    args = {
         "batch": number,
         "model": batch.model.name,
         "version": batch.model.version,
@@ -144,118 +147,117 @@ def _described(number: int, batch: TracedBatch) -> dict[str, Any]:
         "by": batch.by,
         "padded_tokens": batch.padded_tokens,
     }
+    return TraceSlice(batch.model.name, began, replied, args, stages)
 
 
-def _device(batches: Sequence[TracedBatch], calls: Sequence[Slice], works: Sequence[Slice]) -> list[Slice]:
-    """When the device had each turn: one after the other, from what it was asked first, or its last turn's end, until it was seen to have
-    ended. An end is seen late when the host is busy: where the next turn's work is known to have begun before, it ended then.
+def _device_slices(
+    batches: Sequence[TracedBatch], launches: Sequence[TraceSlice], work: Sequence[TraceSlice]
+) -> list[TraceSlice]:
+    """Return the time that each batch had the device.
+
+    It begins with the first work of the batch that the profiler saw, else when the batch was staged and the device was free. It ends when
+    the engine saw its end, or earlier if the next batch has begun by then: a busy host sees an end late.
     """
-    begins = [max(_ns(batch.staged), _ns(batch.free)) for batch in batches]
-    for number, first in _first_works(batches, calls, works).items():
+    begins = [max(_ns(batch.staged), _ns(batch.device_free)) for batch in batches]
+    for number, first in _first_work(batches, launches, work).items():
         begins[number] = min(begins[number], first)
     ends = [_ns(batch.ended) for batch in batches]
-    cut = [min(end, following) for end, following in zip(ends, [*begins[1:], ends[-1]], strict=True)]
+    cut = [min(end, next_begin) for end, next_begin in zip(ends, [*begins[1:], ends[-1]], strict=True)]
     return [
-        Slice(batch.model.name, begin, max(begin, end), {"batch": number})
+        TraceSlice(batch.model.name, begin, max(begin, end), {"batch": number})
         for number, (batch, begin, end) in enumerate(zip(batches, begins, cut, strict=True))
         if batch.asynchronous
     ]
 
 
-def _first_works(batches: Sequence[TracedBatch], calls: Sequence[Slice], works: Sequence[Slice]) -> dict[int, int]:
-    """When the device began with each turn, as far as the calls are known that asked for its work."""
-    asked = {call.args["correlation"]: call.begin for call in calls if "correlation" in call.args}
-    begins, firsts = [_ns(batch.began) for batch in batches], dict[int, int]()
-    for work in works:
-        at = asked.get(work.args.get("correlation"))
+def _first_work(batches: Sequence[TracedBatch], launches: Sequence[TraceSlice], work: Sequence[TraceSlice]) -> dict[int, int]:
+    """Return when the device began with each batch whose launches the profiler saw."""
+    launched_at = {call.args["correlation"]: call.begin for call in launches if "correlation" in call.args}
+    begins, first = [_ns(batch.began) for batch in batches], dict[int, int]()
+    for piece in work:
+        at = launched_at.get(piece.args.get("correlation"))
         number = -1 if at is None else bisect_right(begins, at) - 1
         if at is not None and number >= 0 and at <= _ns(batches[number].launched):
-            firsts[number] = min(firsts.get(number, work.begin), work.begin)
-    return firsts
+            first[number] = min(first.get(number, piece.begin), piece.begin)
+    return first
 
 
-def _seen(
-    profiled: Sequence[Profiled], marks: Sequence[Mark]
-) -> tuple[defaultdict[str, list[Slice]], defaultdict[str, list[Slice]]]:
-    """What the host and what the device did, by row; nothing when no mark says how late it was."""
-    on_host, on_device = defaultdict[str, list[Slice]](list), defaultdict[str, list[Slice]](list)
-    shift = _shift(profiled, marks)
-    for one in profiled if shift is not None else ():
-        assert shift is not None
-        if one.cat in HOST and one.name != POLLS:
-            on_host[HOST[one.cat]].append(_slice(one, shift))
-        elif one.cat in DEVICE:
-            on_device[f"{DEVICE[one.cat]}, stream {one.tid}"].append(_slice(one, shift))
-    return on_host, on_device
+def _profiled_slices(
+    profiled: Sequence[ProfilerEvent], marks: Sequence[ClockMark]
+) -> tuple[defaultdict[str, list[TraceSlice]], defaultdict[str, list[TraceSlice]]]:
+    """Return the work of the host and of the device by track. Both are empty if the profiler saw none of the marks."""
+    host, device = defaultdict[str, list[TraceSlice]](list), defaultdict[str, list[TraceSlice]](list)
+    shift = _clock_shift(profiled, marks)
+    if shift is not None:
+        for event in profiled:
+            if event.cat in HOST and event.name != POLLS:
+                host[HOST[event.cat]].append(_profiled_slice(event, shift))
+            elif event.cat in DEVICE:
+                device[f"{DEVICE[event.cat]}, stream {event.tid}"].append(_profiled_slice(event, shift))
+    return host, device
 
 
-def _slice(one: Profiled, shift: int) -> Slice:
-    begin = round(1000 * one.ts) + shift
-    # Of operations there are hundreds in a turn, and what is said of them are numbers of the profiler's own.
-    return Slice(one.name, begin, begin + round(1000 * one.dur), {} if one.cat == OPERATION else one.args)
+def _profiled_slice(event: ProfilerEvent, shift: int) -> TraceSlice:
+    begin = round(1000 * event.ts) + shift
+    # A batch has hundreds of operations, and their arguments are numbers that only the profiler understands.
+    return TraceSlice(event.name, begin, begin + round(1000 * event.dur), {} if event.cat == OPERATION else event.args)
 
 
-def _shift(profiled: Sequence[Profiled], marks: Sequence[Mark]) -> int | None:
-    """How many nanoseconds the profiler's clock is behind: by the mark that took the shortest, and so leaves the least doubt."""
-    found = {one.name: one for one in profiled if one.cat == MARK}
-    known = [mark for mark in marks if mark.name in found]
+def _clock_shift(profiled: Sequence[ProfilerEvent], marks: Sequence[ClockMark]) -> int | None:
+    """Return by how many nanoseconds the profiler's clock is behind, None without a mark. The shortest mark is the most exact."""
+    seen = {event.name: event for event in profiled if event.cat == MARK}
+    known = [mark for mark in marks if mark.name in seen]
     if not known:
         return None
     best = min(known, key=lambda mark: mark.after - mark.before)
-    event = found[best.name]
+    event = seen[best.name]
     return _ns((best.before + best.after) / 2) - round(1000 * (event.ts + event.dur / 2))
 
 
-def _within(slices: Iterable[Slice], begin: int, end: int) -> list[Slice]:
-    """Those that began then: others are of turns that were not recorded."""
-    return [one for one in slices if begin <= one.begin <= end]
+def _begun_within(slices: Iterable[TraceSlice], begin: int, end: int) -> list[TraceSlice]:
+    """Return the slices that begin in this time; others belong to batches that were not recorded."""
+    return [piece for piece in slices if begin <= piece.begin <= end]
 
 
-def _apart(name: str, slices: Iterable[Slice]) -> Iterator[Row]:
-    """As many rows as it takes for none to overlap another."""
-    rows: list[list[Slice]] = []
-    for one in sorted(slices, key=lambda one: one.begin):
-        row = next((row for row in rows if row[-1].end <= one.begin), None)
-        if row is None:
-            rows.append([one])
+def _disjoint(name: str, slices: Iterable[TraceSlice]) -> Iterator[Track]:
+    """Spread slices over as many tracks as they need not to overlap."""
+    tracks: list[list[TraceSlice]] = []
+    for piece in sorted(slices, key=lambda piece: piece.begin):
+        track = next((track for track in tracks if track[-1].end <= piece.begin), None)
+        if track is None:
+            tracks.append([piece])
         else:
-            row.append(one)
-    for number, row in enumerate(rows, start=1):
-        yield Row(name if number == 1 else f"{name} ({number})", row)
+            track.append(piece)
+    for number, track in enumerate(tracks, start=1):
+        yield Track(name if number == 1 else f"{name} ({number})", track)
 
 
-def _some(name: str, slices: Sequence[Slice]) -> Iterator[Row]:
-    """One row, if there is anything to draw."""
-    if slices:
-        yield Row(name, slices)
-
-
-def _nested(slices: Iterable[Slice]) -> list[Slice]:
-    """Calls of the engine's one thread, each within its caller; what stands out, as clocks are read to the nanosecond, is cut."""
-    found: list[Slice] = []
-    callers: list[Slice] = []
-    for one in sorted(slices, key=lambda one: (one.begin, -one.end)):
-        while callers and callers[-1].end <= one.begin:
+def _nested(slices: Iterable[TraceSlice]) -> list[TraceSlice]:
+    """Nest the calls of the engine's one thread. A call that ends after its caller, by a rounding of the clock, is cut."""
+    nested: list[TraceSlice] = []
+    callers: list[TraceSlice] = []
+    for piece in sorted(slices, key=lambda piece: (piece.begin, -piece.end)):
+        while callers and callers[-1].end <= piece.begin:
             callers.pop()
-        callers.append(one._replace(end=callers[-1].end) if callers and callers[-1].end < one.end else one)
-        found.append(callers[-1])
-    return found
+        callers.append(piece._replace(end=callers[-1].end) if callers and callers[-1].end < piece.end else piece)
+        nested.append(callers[-1])
+    return nested
 
 
-def _drawn(one: Slice, pid: int, tid: int) -> Iterator[Event]:
-    """A slice before its parts: of two that begin together, the first is the outer one."""
-    times = {"ts": one.begin / 1000, "dur": (one.end - one.begin) / 1000}
-    yield {"ph": "X", "name": one.name, "pid": pid, "tid": tid, **times, "args": one.args}
-    for part in one.parts:
+def _drawn(piece: TraceSlice, pid: int, tid: int) -> Iterator[Event]:
+    """Yield a slice, then its parts: if two slices begin together, viewers take the first as the outer slice."""
+    times = {"ts": piece.begin / 1000, "dur": (piece.end - piece.begin) / 1000}
+    yield {"ph": "X", "name": piece.name, "pid": pid, "tid": tid, **times, "args": piece.args}
+    for part in piece.parts:
         yield from _drawn(part, pid, tid)
 
 
-def _named(what: str, pid: int, tid: int, name: str) -> Event:
-    return {"ph": "M", "name": f"{what}_name", "pid": pid, "tid": tid, "args": {"name": name}}
+def _named(kind: str, pid: int, tid: int, name: str) -> Event:
+    return {"ph": "M", "name": f"{kind}_name", "pid": pid, "tid": tid, "args": {"name": name}}
 
 
-def _sorted(what: str, pid: int, tid: int, index: int) -> Event:
-    return {"ph": "M", "name": f"{what}_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": index}}
+def _sorted(kind: str, pid: int, tid: int, index: int) -> Event:
+    return {"ph": "M", "name": f"{kind}_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": index}}
 
 
 def _ns(seconds: float) -> int:

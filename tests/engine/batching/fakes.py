@@ -1,4 +1,4 @@
-"""Chunks, sequences and requests in a few words."""
+"""Short constructors for sequences, limits and requests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from service.engine.batching.scheduler import Limits, Waiting
+from service.engine.batching.scheduler import QueuedSequence, SchedulerLimits
 from service.engine.execution.cost_model import Cost
 from service.ipc.messages import IDS, ModelKey, Request, Returns
 
@@ -15,13 +15,13 @@ OTHER = ModelKey("sensors", "1")
 PLAIN = Returns()
 NEVER = 1e9
 COST = Cost(1.0, 0.0, 0.0)
-"""Of every turn, however long: a budget cuts nothing."""
+"""Every batch costs the same, so the time budget never limits its steps."""
 
 
 def sequences(
-    *steps: int, deadline: float = NEVER, priority: int = 0, cuts: bool = False, stateful: bool = False
-) -> list[Waiting]:
-    return [Waiting(one, deadline, priority, cuts=cuts, stateful=stateful) for one in steps]
+    *steps: int, deadline: float = NEVER, priority: int = 0, divisible: bool = False, stateful: bool = False
+) -> list[QueuedSequence]:
+    return [QueuedSequence(count, deadline, priority, divisible=divisible, stateful=stateful) for count in steps]
 
 
 def limits(
@@ -30,8 +30,8 @@ def limits(
     max_batch_tokens: int = 100,
     batch_seconds: float = 100.0,
     continuous: bool = True,
-) -> Limits:
-    return Limits(max_waiting, max_batch_sequences, max_batch_tokens, batch_seconds, continuous)
+) -> SchedulerLimits:
+    return SchedulerLimits(max_waiting, max_batch_sequences, max_batch_tokens, batch_seconds, continuous)
 
 
 def request(
@@ -63,5 +63,5 @@ def request(
 
 
 def ids(sequences: Sequence[Sequence[int]]) -> bytes:
-    """Sequences of token ids as a front sends them."""
-    return b"".join(np.array(one, IDS).tobytes() for one in sequences)
+    """Return sequences of token ids in the format of the frontend."""
+    return b"".join(np.array(sequence, IDS).tobytes() for sequence in sequences)

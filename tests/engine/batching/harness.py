@@ -1,4 +1,4 @@
-"""A batcher over a fake engine and a clock that stands still, and callers who remember what they were told."""
+"""A batcher with a fake engine and a clock that the test moves, and clients that keep their replies."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ import torch
 
 from service.engine.batch import Batch, Chunk
 from service.engine.batching.batcher import Batcher
-from service.engine.batching.sessions import Sessions
+from service.engine.batching.session_state import State
+from service.engine.batching.session_table import SessionTable
+from service.engine.batching.state_slots import ZERO_SLOT
 from service.engine.batching.ticket import Ticket
 from service.engine.execution.cost_model import Cost
 from service.engine.execution.device import DeviceLost
-from service.engine.execution.in_flight import ChunkResult
-from service.engine.session_state import State
+from service.engine.execution.device_engine import PreparedModel
+from service.engine.execution.in_flight import ChunkResult, EndObserver
 from service.errors import OutOfMemory, ServiceError
-from service.ipc.messages import FEATURES, IDS, ZEROS, Answer, ModelKey, Returns
+from service.ipc.messages import FEATURES, IDS, Answer, LoadedModel, ModelKey, Returns
 from service.ipc.session_journal import SessionJournal
 from service.log import Log
 from service.metrics import Counter, Metrics
@@ -31,58 +33,75 @@ IDLE_SECONDS = 60.0
 
 
 class FakeEngine:
-    """Adds up the ids of each sequence, and goes on with the sum in its place; a turn with a poisoned one raises."""
+    """An engine whose state is the sum and the number of a sequence's ids. A batch that contains POISON raises."""
 
     accepts_batch = True
     remaining_seconds = 0.0
+    running: tuple[float, float] | None = None
+    device = "cpu"
     per_row = Cost(1.0, 0.0, 0.001)
 
     def __init__(self, slots: int = 4) -> None:
         self.ran: list[list[int]] = []
-        self.states: dict[ModelKey, list[list[float]]] = {key: [[0.0, 0.0] for _ in range(100)] for key in (MODEL, OTHER)}
+        """The first id of each chunk, by batch."""
+        self.served = [MODEL, OTHER]
+        self.states: dict[ModelKey, list[list[float]]] = {key: [[0.0, 0.0] for _ in range(100)] for key in self.served}
+        self.observer: EndObserver | None = None
         self._slots = slots
         self._done: list[tuple[Chunk, ChunkResult]] = []
 
-    def cost(self, key: ModelKey) -> Cost:
-        return self.per_row
+    def loaded(self) -> list[LoadedModel]:
+        return [LoadedModel(*key.labels, self.device, [], 0, generation=key.generation) for key in self.served]
 
     def serves(self, key: ModelKey) -> bool:
-        return key in (MODEL, OTHER)
+        return key in self.served
 
     def newest(self, name: str, version: str) -> ModelKey | None:
-        return next((key for key in (MODEL, OTHER) if key.labels == (name, version)), None)
-
-    def runs(self, key: ModelKey) -> bool:
-        return False
-
-    def streams(self, key: ModelKey) -> bool:
-        return key == MODEL
+        return next((key for key in self.served if key.labels == (name, version)), None)
 
     def spec(self, key: ModelKey) -> Any:
         return SimpleNamespace(sha256={"weights.safetensors": "abc"})
 
+    def streams(self, key: ModelKey) -> bool:
+        return key == MODEL
+
+    def open(self, key: ModelKey, prepared: PreparedModel) -> None:
+        self.served.append(key)
+
+    def close(self, key: ModelKey) -> None:
+        self.served.remove(key)
+
     def slots(self, key: ModelKey) -> tuple[int, int]:
         return self._slots, 8
 
-    def save(self, key: ModelKey, place: int) -> State:
-        return {"sum": torch.tensor(self.states[key][place])}
+    def save(self, key: ModelKey, slot: int) -> State:
+        return {"sum": torch.tensor(self.states[key][slot])}
 
-    def restore(self, key: ModelKey, place: int, state: State) -> None:
-        self.states[key][place] = state["sum"].tolist()
+    def restore(self, key: ModelKey, slot: int, state: State) -> None:
+        self.states[key][slot] = state["sum"].tolist()
+
+    def runs(self, key: ModelKey) -> bool:
+        return False
+
+    def cost(self, key: ModelKey) -> Cost:
+        return self.per_row
+
+    def predicted_seconds(self, batch: Batch) -> float:
+        return self.cost(batch.model).of(batch.longest, batch.tokens)
 
     def launch(self, batch: Batch) -> None:
         rows = [np.frombuffer(chunk.data, IDS) for chunk in batch.chunks]
         self.ran.append([int(row[0]) for row in rows])
         states = self.states[batch.model]
-        read = [states[chunk.source] for chunk in batch.chunks]
+        read = [states[chunk.read_slot] for chunk in batch.chunks]
         for chunk, (total, count), row in zip(batch.chunks, read, rows, strict=True):
-            # Before a fault, so that a turn which fails leaves behind what it wrote.
-            states[chunk.slot] = [total + float(row.sum()), count + len(row)]
-        assert states[ZEROS] == [0.0, 0.0]
+            # Written before the failure: a batch that fails on a device leaves its writes behind too.
+            states[chunk.write_slot] = [total + float(row.sum()), count + len(row)]
+        assert states[ZERO_SLOT] == [0.0, 0.0]
         if any(POISON in row for row in rows):
             raise ValueError("poisoned")
         self._done += [
-            (chunk, encoded(row, total, count, chunk.returns))
+            (chunk, result_of(row, total, count, chunk.returns))
             for chunk, (total, count), row in zip(batch.chunks, read, rows, strict=True)
         ]
 
@@ -90,8 +109,14 @@ class FakeEngine:
         done, self._done = self._done, []
         return done
 
+    def watch(self, observer: EndObserver | None) -> None:
+        self.observer = observer
 
-def encoded(row: np.ndarray[tuple[int], np.dtype[np.int32]], total: float, count: float, returns: Returns) -> ChunkResult:
+    def count_memory(self) -> None:
+        pass
+
+
+def result_of(row: np.ndarray[tuple[int], np.dtype[np.int32]], total: float, count: float, returns: Returns) -> ChunkResult:
     steps = row.astype(FEATURES)[:, None]
     return ChunkResult(
         scores=np.array([[total + row.sum(), count + len(row)]], FEATURES),
@@ -103,7 +128,7 @@ def encoded(row: np.ndarray[tuple[int], np.dtype[np.int32]], total: float, count
 
 
 class EngineOfSteps(FakeEngine):
-    """Gives half of each sequence's steps, a pick for each of them and no scores."""
+    """Returns every second step of each sequence, with a pick per step and no scores."""
 
     def launch(self, batch: Batch) -> None:
         for chunk in batch.chunks:
@@ -112,7 +137,7 @@ class EngineOfSteps(FakeEngine):
 
 
 class EngineOfSmallMemory(FakeEngine):
-    """Has no room for more than ROOM steps at once."""
+    """Has memory for batches of up to ROOM steps."""
 
     def launch(self, batch: Batch) -> None:
         if batch.tokens > ROOM:
@@ -121,14 +146,14 @@ class EngineOfSmallMemory(FakeEngine):
 
 
 class LostEngine(FakeEngine):
-    """Its device does not answer any more."""
+    """Has lost its device."""
 
     def launch(self, batch: Batch) -> None:
         raise DeviceLost("the device is lost")
 
 
 class AsynchronousEngine(FakeEngine):
-    """Answers a turn when it is told that the device has done it, and takes so many at a time."""
+    """Finishes a batch when the test calls `end`, with up to `in_flight` batches at once."""
 
     def __init__(self, slots: int = 4, in_flight: int = 1) -> None:
         super().__init__(slots)
@@ -153,39 +178,39 @@ class AsynchronousEngine(FakeEngine):
         return bool(self._in_flight or self._ready)
 
     def end(self) -> None:
-        """The device has done the turn that was launched first."""
+        """Finish the oldest batch in flight."""
         if self._in_flight:
             self._ready += self._in_flight.pop(0)
 
 
 @dataclass
-class Caller:
-    """Who sent one request, and everything that he was told."""
+class FakeClient:
+    """A client with one request, and all replies to it."""
 
     sequences: Sequence[Sequence[int]]
     answers: list[tuple[Answer, bytes]] = field(default_factory=list)
     errors: list[ServiceError] = field(default_factory=list)
     ticket: Ticket | None = None
-    gone: bool = False
+    disconnected: bool = False
 
     @property
-    def told(self) -> int:
+    def replies(self) -> int:
         return len(self.answers) + len(self.errors)
 
     @property
     def sums(self) -> list[float]:
-        """The one answer's first score of each sequence."""
+        """The first score of each sequence in the only answer."""
         [(answer, data)] = self.answers
         scores = np.frombuffer(data, FEATURES, int(np.prod(answer.scores))).reshape(answer.scores)
         return [float(score) for score in scores[:, 0]]
 
     @property
     def expected(self) -> list[float]:
-        return [float(sum(one)) for one in self.sequences]
+        return [float(sum(sequence)) for sequence in self.sequences]
 
 
-class House:
-    """A batcher over a fake engine and a clock that stands still."""
+class BatcherHarness:
+    """A batcher with a fake engine and a clock that the test moves."""
 
     def __init__(
         self,
@@ -202,10 +227,10 @@ class House:
         self.engine = engine or FakeEngine()
         self.metrics = Metrics()
         self.journal = journal or SessionJournal(2 * max_sessions)
-        sessions = Sessions(max_sessions, IDLE_SECONDS, self.journal, self.metrics)
-        limited = limits(max_waiting, max_batch_sequences, max_batch_tokens, batch_seconds)
-        self.batcher = Batcher(limited, self.engine, sessions, self.metrics, lambda: self.now, Log("engine"))
-        self.callers: list[Caller] = []
+        sessions = SessionTable(max_sessions, IDLE_SECONDS, self.journal, self.metrics)
+        scheduler_limits = limits(max_waiting, max_batch_sequences, max_batch_tokens, batch_seconds)
+        self.batcher = Batcher(scheduler_limits, self.engine, sessions, self.metrics, lambda: self.now, Log("engine"))
+        self.clients: list[FakeClient] = []
 
     def call(
         self,
@@ -220,12 +245,12 @@ class House:
         ends: bool = False,
         exactly: bool = True,
         again: bool = False,
-    ) -> Caller:
-        """One request over these sequences; `lengths` are those that it states, their own when left out."""
-        caller = Caller(sequences)
-        self.callers.append(caller)
-        asked = request(
-            lengths or [len(one) for one in sequences],
+    ) -> FakeClient:
+        """Submit a request with these sequences. lengths: the lengths that it claims, by default the real ones."""
+        client = FakeClient(sequences)
+        self.clients.append(client)
+        sent = request(
+            lengths or [len(sequence) for sequence in sequences],
             model=model,
             deadline=self.now + allowed,
             priority=priority,
@@ -235,28 +260,28 @@ class House:
             ends=ends,
             exactly=exactly,
         )
-        caller.ticket = self.batcher.submit(
-            asked,
+        client.ticket = self.batcher.submit(
+            sent,
             ids(sequences),
-            lambda answer, arrays: caller.answers.append((answer, b"".join(arrays))),
-            caller.errors.append,
+            lambda answer, arrays: client.answers.append((answer, b"".join(arrays))),
+            client.errors.append,
             again=again,
         )
-        return caller
+        return client
 
-    def hang_up(self, caller: Caller) -> None:
-        assert caller.ticket is not None
-        caller.gone = caller.gone or not caller.told
-        self.batcher.cancel(caller.ticket)
+    def disconnect(self, client: FakeClient) -> None:
+        assert client.ticket is not None
+        client.disconnected = client.disconnected or not client.replies
+        self.batcher.cancel(client.ticket)
 
     def run(self) -> None:
-        """Turns until nothing waits; each takes at least one sequence, or finds them too late."""
+        """Run batches until no sequence waits. Each step launches a batch or empties the queue of late sequences."""
         while not self.batcher.idle:
             assert self.batcher.step() or self.batcher.idle
         assert not self.batcher.step()
 
-    def during_the_turn(self, act: Callable[[], object]) -> None:
-        """One turn, with something that happens when its chunks have left the queue."""
+    def during_batch(self, act: Callable[[], object]) -> None:
+        """Run a batch, and call `act` when its chunks have left the queue."""
 
         def before_launch(batch: Batch) -> None:
             act()
@@ -269,5 +294,5 @@ def total(counter: Counter) -> int:
 
 
 def counted(counter: Counter) -> dict[str, float]:
-    """A counter of one label, by its value."""
+    """Return the values of a counter with one label."""
     return {label: values[0] for (label,), values in counter.values.items()}

@@ -1,4 +1,4 @@
-"""Every ticket is answered once, whatever is cancelled, late, refused or broken. The engine is a few lines."""
+"""The batcher replies to every request once, whatever is cancelled, late, refused or broken."""
 
 from __future__ import annotations
 
@@ -18,199 +18,199 @@ from tests.engine.batching.fakes import MODEL, OTHER
 from tests.engine.batching.harness import (
     POISON,
     AsynchronousEngine,
+    BatcherHarness,
     EngineOfSmallMemory,
     EngineOfSteps,
-    House,
     LostEngine,
     counted,
     total,
 )
 
 
-def test_requests_that_wait_run_in_one_turn_and_each_gets_its_own_answer() -> None:
-    house = House()
-    callers = [house.call([1, 2]), house.call([10]), house.call([100, 100, 100])]
-    house.run()
-    assert house.engine.ran == [[10, 1, 100]]
-    assert [caller.sums for caller in callers] == [[3.0], [10.0], [300.0]]
+def test_waiting_requests_share_a_batch() -> None:
+    harness = BatcherHarness()
+    clients = [harness.call([1, 2]), harness.call([10]), harness.call([100, 100, 100])]
+    harness.run()
+    assert harness.engine.ran == [[10, 1, 100]]
+    assert [client.sums for client in clients] == [[3.0], [10.0], [300.0]]
 
 
-def test_a_request_of_several_sequences_is_answered_once_in_their_order_although_they_run_in_different_turns() -> None:
-    house = House(max_batch_sequences=2)
-    many = house.call([5], [4, 4], [3], [2, 2, 2], [1])
-    between = house.call([7], priority=1)
-    while house.batcher.step():
-        assert len(many.answers) == (0 if house.batcher.waiting else 1)
-    assert len(house.engine.ran) == 3
+def test_sequences_of_several_batches_give_one_answer_in_order() -> None:
+    harness = BatcherHarness(max_batch_sequences=2)
+    many = harness.call([5], [4, 4], [3], [2, 2, 2], [1])
+    between = harness.call([7], priority=1)
+    while harness.batcher.step():
+        assert len(many.answers) == (0 if harness.batcher.waiting else 1)
+    assert len(harness.engine.ran) == 3
     assert many.sums == many.expected
     assert between.sums == [7.0]
 
 
-def test_an_answer_has_the_arrays_that_were_asked_for_laid_end_to_end() -> None:
-    house = House(max_batch_sequences=1)
-    caller = house.call([1, 2], [3], [4, 5, 6], returns=Returns(embedding=True, sequence=True))
-    plain = house.call([9])
-    house.run()
-    [(answer, data)] = caller.answers
+def test_answer_packs_the_requested_arrays_end_to_end() -> None:
+    harness = BatcherHarness(max_batch_sequences=1)
+    client = harness.call([1, 2], [3], [4, 5, 6], returns=Returns(embedding=True, sequence=True))
+    plain = harness.call([9])
+    harness.run()
+    [(answer, data)] = client.answers
     assert answer == Answer(scores=(3, 2), embedding=(3, 1), sequence=(6, 1), steps=[2, 1, 3])
     assert np.frombuffer(data, FEATURES).tolist() == [3, 2, 3, 1, 15, 3, 2, 3, 6, 1, 2, 3, 4, 5, 6]
     assert plain.answers[0][0] == Answer(scores=(1, 2), steps=[1])
 
 
-def test_an_answer_with_a_line_a_step_says_how_many_steps_each_sequence_has_and_has_no_shape_for_what_there_is_not() -> None:
-    house = House(max_batch_sequences=2, engine=EngineOfSteps())
-    caller = house.call([1, 2, 3, 4, 5], [6], [7, 8])
-    house.run()
-    [(answer, data)] = caller.answers
+def test_per_step_answer_counts_steps_and_omits_absent_arrays() -> None:
+    harness = BatcherHarness(max_batch_sequences=2, engine=EngineOfSteps())
+    client = harness.call([1, 2, 3, 4, 5], [6], [7, 8])
+    harness.run()
+    [(answer, data)] = client.answers
     assert answer == Answer(picks=(5, 1), steps=[3, 1, 1])
     assert np.frombuffer(data, IDS).tolist() == [1, 3, 5, 6, 7]
 
 
-def test_a_cancelled_caller_does_not_take_its_batch_mates_along() -> None:
-    house = House()
-    first, gone, last = house.call([1]), house.call([2], [3]), house.call([4])
-    house.hang_up(gone)
-    house.run()
-    assert house.engine.ran == [[1, 4]]
-    assert (first.sums, last.sums, gone.told) == ([1.0], [4.0], 0)
-    assert counted(house.metrics.cancelled) == {"waiting": 1}
+def test_cancelled_request_keeps_its_batch_mates() -> None:
+    harness = BatcherHarness()
+    first, cancelled, last = harness.call([1]), harness.call([2], [3]), harness.call([4])
+    harness.disconnect(cancelled)
+    harness.run()
+    assert harness.engine.ran == [[1, 4]]
+    assert (first.sums, last.sums, cancelled.replies) == ([1.0], [4.0], 0)
+    assert counted(harness.metrics.cancelled) == {"waiting": 1}
 
 
-def test_a_caller_that_goes_while_its_turn_runs_is_told_nothing_and_its_batch_mates_their_answers() -> None:
-    house = House()
-    stays, goes = house.call([1]), house.call([2])
-    house.during_the_turn(lambda: house.hang_up(goes))
-    assert (stays.sums, goes.told) == ([1.0], 0)
-    assert counted(house.metrics.cancelled) == {"running": 1}
+def test_request_cancelled_while_running_gets_no_reply() -> None:
+    harness = BatcherHarness()
+    mate, cancelled = harness.call([1]), harness.call([2])
+    harness.during_batch(lambda: harness.disconnect(cancelled))
+    assert (mate.sums, cancelled.replies) == ([1.0], 0)
+    assert counted(harness.metrics.cancelled) == {"running": 1}
 
 
-def test_a_caller_that_goes_between_its_turns_has_the_rest_taken_out_of_the_queue() -> None:
-    house = House(max_batch_sequences=1)
-    goes, stays = house.call([1], [2], [3]), house.call([4])
-    house.batcher.step()
-    house.hang_up(goes)
-    house.run()
-    assert house.engine.ran == [[1], [4]]
-    assert (stays.sums, goes.told) == ([4.0], 0)
+def test_request_cancelled_between_batches_leaves_the_queue() -> None:
+    harness = BatcherHarness(max_batch_sequences=1)
+    cancelled, mate = harness.call([1], [2], [3]), harness.call([4])
+    harness.batcher.step()
+    harness.disconnect(cancelled)
+    harness.run()
+    assert harness.engine.ran == [[1], [4]]
+    assert (mate.sums, cancelled.replies) == ([4.0], 0)
 
 
-def test_cancelling_after_the_answer_or_twice_counts_nothing() -> None:
-    house = House()
-    answered, gone = house.call([1]), house.call([2])
-    house.hang_up(gone)
-    house.run()
-    house.hang_up(answered)
-    house.hang_up(gone)
-    assert counted(house.metrics.cancelled) == {"waiting": 1}
+def test_late_or_repeated_cancel_counts_nothing() -> None:
+    harness = BatcherHarness()
+    answered, cancelled = harness.call([1]), harness.call([2])
+    harness.disconnect(cancelled)
+    harness.run()
+    harness.disconnect(answered)
+    harness.disconnect(cancelled)
+    assert counted(harness.metrics.cancelled) == {"waiting": 1}
 
 
-def test_a_row_that_makes_the_model_raise_fails_alone() -> None:
-    house = House()
-    first, bad, last = house.call([1]), house.call([POISON]), house.call([3], [4])
-    house.run()
+def test_sequence_that_makes_the_model_raise_fails_alone() -> None:
+    harness = BatcherHarness()
+    first, bad, last = harness.call([1]), harness.call([POISON]), harness.call([3], [4])
+    harness.run()
     assert (first.sums, last.sums) == ([1.0], [3.0, 4.0])
     [error] = bad.errors
     assert isinstance(error, InferenceFailed)
     assert error.message == "the model raised ValueError: poisoned"
 
 
-def test_the_log_says_which_model_raised_what(capsys: pytest.CaptureFixture[str]) -> None:
-    house = House()
-    house.call([POISON])
-    house.run()
-    [line] = [json.loads(one) for one in capsys.readouterr().err.splitlines()]
-    assert (line["event"], line["level"]) == ("model raised", "error")
-    assert (line["model"], line["version"], line["error"]) == (*MODEL.labels, "ValueError: poisoned")
+def test_log_names_the_model_and_its_error(capfd: pytest.CaptureFixture[str]) -> None:
+    harness = BatcherHarness()
+    harness.call([POISON])
+    harness.run()
+    [entry] = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
+    assert (entry["event"], entry["level"]) == ("model raised", "error")
+    assert (entry["model"], entry["version"], entry["error"]) == (*MODEL.labels, "ValueError: poisoned")
 
 
-def test_a_caller_that_goes_while_its_row_fails_is_counted_once() -> None:
-    house = House()
-    goes = house.call([POISON])
-    house.during_the_turn(lambda: house.hang_up(goes))
-    assert goes.told == 0
-    assert counted(house.metrics.cancelled) == {"running": 1}
-    assert total(house.metrics.failed) == 0
+def test_failing_request_cancelled_meanwhile_counts_once() -> None:
+    harness = BatcherHarness()
+    cancelled = harness.call([POISON])
+    harness.during_batch(lambda: harness.disconnect(cancelled))
+    assert cancelled.replies == 0
+    assert counted(harness.metrics.cancelled) == {"running": 1}
+    assert total(harness.metrics.failed) == 0
 
 
-def test_a_request_with_one_row_that_fails_fails_once_and_its_waiting_rows_are_not_computed() -> None:
-    house = House(max_batch_sequences=2)
-    bad = house.call([POISON], [POISON], [3], [4])
-    house.run()
+def test_failed_request_computes_no_further_sequence() -> None:
+    harness = BatcherHarness(max_batch_sequences=2)
+    bad = harness.call([POISON], [POISON], [3], [4])
+    harness.run()
     assert [type(error) for error in bad.errors] == [InferenceFailed]
     assert not bad.answers
-    assert not any(3 in batch or 4 in batch for batch in house.engine.ran)
+    assert not any(3 in batch or 4 in batch for batch in harness.engine.ran)
 
 
-def test_rows_of_a_request_that_has_failed_are_not_run_again_alone() -> None:
-    house = House()
-    house.call([POISON], [5])
-    house.run()
-    assert house.engine.ran == [[POISON, 5], [POISON]]
+def test_retry_skips_sequences_of_a_failed_request() -> None:
+    harness = BatcherHarness()
+    harness.call([POISON], [5])
+    harness.run()
+    assert harness.engine.ran == [[POISON, 5], [POISON]]
 
 
-def test_a_turn_for_which_there_is_no_memory_is_run_row_by_row_and_only_what_does_not_fit_alone_is_refused() -> None:
-    house = House(engine=EngineOfSmallMemory())
-    fitting, large, other = house.call([1, 2]), house.call([1, 1, 1, 1]), house.call([4])
-    house.run()
+def test_batch_without_memory_runs_sequence_by_sequence() -> None:
+    harness = BatcherHarness(engine=EngineOfSmallMemory())
+    fitting, large, other = harness.call([1, 2]), harness.call([1, 1, 1, 1]), harness.call([4])
+    harness.run()
     assert (fitting.sums, other.sums) == ([3.0], [4.0])
     [error] = large.errors
     assert isinstance(error, OutOfMemory) and error.retry_after == 1
-    assert counted(house.metrics.refused) == {"out_of_memory": 1}
-    assert total(house.metrics.failed) == 0
+    assert counted(harness.metrics.refused) == {"out_of_memory": 1}
+    assert total(harness.metrics.failed) == 0
 
 
-def test_without_a_device_nobody_is_told_anything_and_no_row_is_run_alone() -> None:
-    house = House(engine=LostEngine())
-    callers = [house.call([1]), house.call([2])]
+def test_lost_device_answers_nothing_and_retries_nothing() -> None:
+    harness = BatcherHarness(engine=LostEngine())
+    clients = [harness.call([1]), harness.call([2])]
     with pytest.raises(DeviceLost):
-        house.batcher.step()
-    assert [caller.told for caller in callers] == [0, 0]
+        harness.batcher.step()
+    assert [client.replies for client in clients] == [0, 0]
 
 
-def test_who_comes_while_the_device_works_is_in_the_next_turn_and_answers_come_when_it_has_ended() -> None:
+def test_requests_that_arrive_while_a_batch_runs_join_the_next() -> None:
     engine = AsynchronousEngine()
-    house = House(engine=engine)
-    first = house.call([1])
-    assert house.batcher.step()
-    second, third = house.call([2]), house.call([3])
-    assert not house.batcher.step() and not first.told
+    harness = BatcherHarness(engine=engine)
+    first = harness.call([1])
+    assert harness.batcher.step()
+    second, third = harness.call([2]), harness.call([3])
+    assert not harness.batcher.step() and not first.replies
     engine.end()
-    assert house.batcher.step()
+    assert harness.batcher.step()
     assert first.sums == [1.0] and engine.ran == [[1], [2, 3]]
     engine.end()
-    assert not house.batcher.step()
+    assert not harness.batcher.step()
     assert (second.sums, third.sums) == ([2.0], [3.0])
 
 
-def test_the_backlog_is_what_runs_and_all_that_waits() -> None:
-    house = House(max_batch_sequences=1)
-    house.call([1] * 4)
-    house.call([1], [1], model=OTHER)
-    assert house.batcher.backlog_seconds() == pytest.approx(1.004 + 2.002)
-    house.batcher.step()
-    house.engine.remaining_seconds = 7.0
-    assert house.batcher.backlog_seconds() == pytest.approx(7.0 + 2.002)
+def test_backlog_includes_running_and_queued_work() -> None:
+    harness = BatcherHarness(max_batch_sequences=1)
+    harness.call([1] * 4)
+    harness.call([1], [1], model=OTHER)
+    assert harness.batcher.backlog_seconds() == pytest.approx(1.004 + 2.002)
+    harness.batcher.step()
+    harness.engine.remaining_seconds = 7.0
+    assert harness.batcher.backlog_seconds() == pytest.approx(7.0 + 2.002)
 
 
-def test_a_deadline_that_passes_in_the_queue_is_refused_and_nothing_is_computed_for_it() -> None:
-    house = House()
-    late, patient = house.call([1], [2], allowed=5.0), house.call([3], allowed=5.001)
-    house.now = 5.0
-    house.run()
+def test_deadline_that_passes_in_the_queue_is_refused_unrun() -> None:
+    harness = BatcherHarness()
+    late, patient = harness.call([1], [2], allowed=5.0), harness.call([3], allowed=5.001)
+    harness.now = 5.0
+    harness.run()
     assert [type(error) for error in late.errors] == [DeadlineExceeded]
-    assert house.engine.ran == [[3]]
+    assert harness.engine.ran == [[3]]
     assert patient.sums == [3.0]
-    assert counted(house.metrics.refused) == {"deadline_exceeded": 1}
+    assert counted(harness.metrics.refused) == {"deadline_exceeded": 1}
 
 
-def test_a_deadline_that_passes_between_two_turns_of_a_request_ends_it() -> None:
-    house = House(max_batch_sequences=1)
-    late = house.call([1], [2], allowed=5.0)
-    house.batcher.step()
-    house.now = 6.0
-    house.run()
+def test_deadline_that_passes_between_batches_ends_the_request() -> None:
+    harness = BatcherHarness(max_batch_sequences=1)
+    late = harness.call([1], [2], allowed=5.0)
+    harness.batcher.step()
+    harness.now = 6.0
+    harness.run()
     assert [type(error) for error in late.errors] == [DeadlineExceeded]
-    assert house.engine.ran == [[1]]
+    assert harness.engine.ran == [[1]]
 
 
 @pytest.mark.parametrize(
@@ -225,65 +225,65 @@ def test_a_deadline_that_passes_between_two_turns_of_a_request_ends_it() -> None
         ([[1]] * 5, MODEL, 1.0, Overloaded),
     ],
 )
-def test_what_cannot_be_queued_is_refused_at_once(
+def test_invalid_request_is_refused_at_once(
     sequences: list[list[int]], model: ModelKey, allowed: float, error: type[ServiceError]
 ) -> None:
-    house = House(max_waiting=4)
-    caller = house.call(*sequences, model=model, allowed=allowed)
-    assert [type(one) for one in caller.errors] == [error]
-    assert caller.ticket is not None and caller.ticket.ended
-    assert house.batcher.waiting == 0
-    assert counted(house.metrics.refused) == {error.code: 1}
-    assert not house.batcher.step()
+    harness = BatcherHarness(max_waiting=4)
+    client = harness.call(*sequences, model=model, allowed=allowed)
+    assert [type(refusal) for refusal in client.errors] == [error]
+    assert client.ticket is not None and client.ticket.ended
+    assert harness.batcher.waiting == 0
+    assert counted(harness.metrics.refused) == {error.code: 1}
+    assert not harness.batcher.step()
 
 
-def test_data_that_do_not_match_the_lengths_fail_alone() -> None:
-    house = House()
-    mate, wrong = house.call([1]), house.call([2], lengths=[3])
-    house.run()
+def test_request_whose_data_does_not_match_its_lengths_fails_alone() -> None:
+    harness = BatcherHarness()
+    mate, wrong = harness.call([1]), harness.call([2], lengths=[3])
+    harness.run()
     assert mate.sums == [1.0]
     assert [type(error) for error in wrong.errors] == [InferenceFailed]
 
 
-def test_the_time_in_the_queue_is_observed_once_a_sequence() -> None:
-    house = House(max_batch_sequences=2)
-    house.call([1], [2], [3])
-    house.now = 4.0
-    house.run()
-    queued = house.metrics.stage_seconds.values[*MODEL.labels, "queue"]
+def test_queue_time_is_observed_once_per_sequence() -> None:
+    harness = BatcherHarness(max_batch_sequences=2)
+    harness.call([1], [2], [3])
+    harness.now = 4.0
+    harness.run()
+    queued = harness.metrics.stage_seconds.values[*MODEL.labels, "queue"]
     assert sum(queued[:-1]) == 3
     assert queued[-1] == 12.0
 
 
-def test_sequences_counts_what_was_answered_and_not_what_was_thrown_away() -> None:
-    house = House()
-    house.call([1], [2])
-    house.call([POISON], [3])
-    gone = house.call([4])
-    house.during_the_turn(lambda: house.hang_up(gone))
-    house.run()
-    assert total(house.metrics.sequences) == 2
+def test_sequences_metric_counts_answered_sequences_only() -> None:
+    harness = BatcherHarness()
+    harness.call([1], [2])
+    harness.call([POISON], [3])
+    cancelled = harness.call([4])
+    harness.during_batch(lambda: harness.disconnect(cancelled))
+    harness.run()
+    assert total(harness.metrics.sequences) == 2
 
 
-def test_a_turn_is_announced_before_it_is_launched_each_time() -> None:
-    house, announced = House(), list[list[int]]()
+def test_every_launch_is_announced_before_it_happens() -> None:
+    harness, announced = BatcherHarness(), list[list[int]]()
 
     def announce(batch: Batch) -> None:
-        assert len(house.engine.ran) == len(announced)
+        assert len(harness.engine.ran) == len(announced)
         announced.append([chunk.steps for chunk in batch.chunks])
 
-    house.call([1, 1])
-    house.call([POISON])
-    assert house.batcher.step(announce)
+    harness.call([1, 1])
+    harness.call([POISON])
+    assert harness.batcher.step(announce)
     assert announced == [[1, 2], [1], [2]]
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Any order of requests, turns, cancellations, deadlines and failures."""
+    """Requests, batches, cancellations, deadlines and failures in any order."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.house = House(max_waiting=8, max_batch_sequences=3, max_batch_tokens=7)
+        self.harness = BatcherHarness(max_waiting=8, max_batch_sequences=3, max_batch_tokens=7)
 
     @rule(
         sequences=st.lists(st.lists(st.sampled_from([1, 2, 3, POISON]), max_size=5), max_size=4),
@@ -292,47 +292,47 @@ class AnyOrder(RuleBasedStateMachine):
         priority=st.integers(-1, 1),
     )
     def call(self, sequences: list[list[int]], model: ModelKey, allowed: float, priority: int) -> None:
-        self.house.call(*sequences, model=model, allowed=allowed, priority=priority)
+        self.harness.call(*sequences, model=model, allowed=allowed, priority=priority)
 
     @rule(seconds=st.sampled_from([0.5, 1.0]))
     def time_passes(self, seconds: float) -> None:
-        self.house.now += seconds
+        self.harness.now += seconds
 
     @rule(which=st.integers(0, 99))
-    def hang_up(self, which: int) -> None:
+    def disconnect(self, which: int) -> None:
         self._hang_up(which)
 
     @rule()
     def batch(self) -> None:
-        self.house.batcher.step()
+        self.harness.batcher.step()
 
     @rule(which=st.integers(0, 99))
-    def turn_during_which_somebody_hangs_up(self, which: int) -> None:
-        self.house.during_the_turn(lambda: self._hang_up(which))
+    def batch_during_which_a_client_disconnects(self, which: int) -> None:
+        self.harness.during_batch(lambda: self._hang_up(which))
 
     def _hang_up(self, which: int) -> None:
-        if self.house.callers:
-            self.house.hang_up(self.house.callers[which % len(self.house.callers)])
+        if self.harness.clients:
+            self.harness.disconnect(self.harness.clients[which % len(self.harness.clients)])
 
     @invariant()
-    def everybody_is_told_once_at_most_and_the_truth(self) -> None:
-        for caller in self.house.callers:
-            assert caller.told <= (0 if caller.gone else 1)
-            assert not caller.answers or caller.sums == caller.expected
+    def every_client_gets_at_most_one_correct_reply(self) -> None:
+        for client in self.harness.clients:
+            assert client.replies <= (0 if client.disconnected else 1)
+            assert not client.answers or client.sums == client.expected
 
     @invariant()
-    def every_request_is_somewhere(self) -> None:
-        callers, metrics = self.house.callers, self.house.metrics
-        answered = sum(len(caller.answers) for caller in callers)
-        waiting = sum(caller.ticket is not None and not caller.ticket.ended for caller in callers)
-        assert len(callers) == answered + sum(map(total, (metrics.failed, metrics.refused, metrics.cancelled))) + waiting
-        assert (self.house.batcher.waiting > 0) == (waiting > 0)
+    def every_request_is_counted_once(self) -> None:
+        clients, metrics = self.harness.clients, self.harness.metrics
+        answered = sum(len(client.answers) for client in clients)
+        waiting = sum(client.ticket is not None and not client.ticket.ended for client in clients)
+        assert len(clients) == answered + sum(map(total, (metrics.failed, metrics.refused, metrics.cancelled))) + waiting
+        assert (self.harness.batcher.waiting > 0) == (waiting > 0)
 
     def teardown(self) -> None:
-        self.house.run()
-        assert self.house.batcher.waiting == 0
-        assert all(caller.told == (0 if caller.gone else 1) for caller in self.house.callers)
-        self.every_request_is_somewhere()
+        self.harness.run()
+        assert self.harness.batcher.waiting == 0
+        assert all(client.replies == (0 if client.disconnected else 1) for client in self.harness.clients)
+        self.every_request_is_counted_once()
 
 
 TestAnyOrder = AnyOrder.TestCase

@@ -1,4 +1,4 @@
-"""Who runs in the next turn, and how far. The time is an argument, so nothing here waits."""
+"""Which sequences the scheduler puts into the next batch, and how many steps of each. Time is an argument: no test waits."""
 
 from __future__ import annotations
 
@@ -9,14 +9,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from service.engine.batching.scheduler import CAUTION, HEAD_START_SECONDS, LEAST_STEPS, STRETCH, Cut, Scheduler, Waiting
+from service.engine.batching.scheduler import (
+    CAUTION,
+    HEAD_START_SECONDS,
+    LEAST_STEPS,
+    STRETCH,
+    QueuedSequence,
+    ScheduledSteps,
+    Scheduler,
+)
 from service.engine.execution.cost_model import Cost
 from service.errors import DeadlineExceeded, Overloaded
 from service.ipc.messages import ModelKey
 from tests.engine.batching.fakes import COST, MODEL, NEVER, OTHER, limits, sequences
 
-BY_STEP = Cost(0.0, 1.0, 0.0)
-"""A second for each step of the longest row."""
+STEP_COST = Cost(0.0, 1.0, 0.0)
+"""One second per step of the longest row."""
 
 
 def scheduler(
@@ -28,48 +36,48 @@ def scheduler(
     batch_seconds: float = 100.0,
     room: int = 1000,
     continuous: bool = True,
-) -> Scheduler[Waiting]:
-    said = limits(max_waiting, max_batch_sequences, max_batch_tokens, batch_seconds, continuous)
-    return Scheduler(said, lambda _: cost, lambda _: room)
+) -> Scheduler[QueuedSequence]:
+    scheduler_limits = limits(max_waiting, max_batch_sequences, max_batch_tokens, batch_seconds, continuous)
+    return Scheduler(scheduler_limits, lambda _: cost, lambda _: room)
 
 
 def add(
-    to: Scheduler[Waiting],
+    to: Scheduler[QueuedSequence],
     *steps: int,
     now: float = 0.0,
     model: ModelKey = MODEL,
     priority: int = 0,
     deadline: float = NEVER,
-    cuts: bool = False,
+    divisible: bool = False,
     stateful: bool = False,
     busy: float = 0.0,
-) -> list[Waiting]:
-    made = sequences(*steps, deadline=deadline, priority=priority, cuts=cuts, stateful=stateful)
+) -> list[QueuedSequence]:
+    made = sequences(*steps, deadline=deadline, priority=priority, divisible=divisible, stateful=stateful)
     to.add(model, made, now=now, busy=busy)
     return made
 
 
-def batch(of: Scheduler[Waiting]) -> tuple[ModelKey, list[Cut[Waiting]]]:
+def batch(of: Scheduler[QueuedSequence]) -> tuple[ModelKey, list[ScheduledSteps[QueuedSequence]]]:
     taken = of.next_batch()
     assert taken is not None
     return taken
 
 
-def batches(of: Scheduler[Waiting]) -> list[tuple[ModelKey, list[int]]]:
-    """All turns until nothing waits: the model, and the steps of each sequence that run."""
+def batches(of: Scheduler[QueuedSequence]) -> list[tuple[ModelKey, list[int]]]:
+    """Return all batches until the queue is empty: the model, and the steps of each sequence."""
     taken = []
     while (next_batch := of.next_batch()) is not None:
-        assert next_batch[1], "a turn is never empty"
-        taken.append((next_batch[0], [cut.steps for cut in next_batch[1]]))
+        assert next_batch[1], "a batch is never empty"
+        taken.append((next_batch[0], [part.steps for part in next_batch[1]]))
     return taken
 
 
-# The bound.
+# The queue limit.
 
 
 @given(limit=st.integers(1, 20), requests=st.lists(st.integers(1, 12), max_size=12))
 @settings(deadline=None)
-def test_a_request_is_refused_exactly_when_it_does_not_fit(limit: int, requests: list[int]) -> None:
+def test_request_is_refused_exactly_when_the_queue_is_full(limit: int, requests: list[int]) -> None:
     queue, waiting = scheduler(max_waiting=limit), 0
     for count in requests:
         if waiting + count > limit:
@@ -83,15 +91,13 @@ def test_a_request_is_refused_exactly_when_it_does_not_fit(limit: int, requests:
 
 @given(limit=st.sampled_from([1, 7, 64]), offered=st.lists(st.integers(1, 60), max_size=60), data=st.data())
 @settings(deadline=None)
-def test_what_is_refused_is_what_was_offered_less_what_runs_and_what_may_wait(
-    limit: int, offered: list[int], data: st.DataObject
-) -> None:
-    """Sequences that have begun wait in no line, however much of them is left."""
-    queue, refused, accepted, ran = scheduler(max_waiting=limit, cost=BY_STEP, batch_seconds=10.0), 0, 0, 0
+def test_queue_limit_counts_only_sequences_that_have_not_begun(limit: int, offered: list[int], data: st.DataObject) -> None:
+    """A sequence that has begun does not count, however many steps it has left."""
+    queue, refused, accepted, ran = scheduler(max_waiting=limit, cost=STEP_COST, batch_seconds=10.0), 0, 0, 0
     for steps in offered:
         before = queue.waiting
         try:
-            add(queue, steps, cuts=True)
+            add(queue, steps, divisible=True)
             accepted += 1
             assert before < limit
         except Overloaded:
@@ -99,12 +105,12 @@ def test_what_is_refused_is_what_was_offered_less_what_runs_and_what_may_wait(
             assert before == limit
         if data.draw(st.booleans()):
             taken = queue.next_batch()
-            ran += sum(cut.first for cut in taken[1]) if taken else 0
+            ran += sum(part.first for part in taken[1]) if taken else 0
         assert queue.waiting == accepted - ran <= limit
     assert refused + accepted == len(offered)
 
 
-def test_nothing_of_a_refused_request_is_queued() -> None:
+def test_refused_request_queues_no_sequence() -> None:
     queue = scheduler(max_waiting=4)
     add(queue, 1, 2)
     with pytest.raises(Overloaded):
@@ -112,24 +118,24 @@ def test_nothing_of_a_refused_request_is_queued() -> None:
     assert batches(queue) == [(MODEL, [1, 2])]
 
 
-def test_the_bound_is_over_all_models() -> None:
+def test_queue_limit_covers_all_models() -> None:
     queue = scheduler(max_waiting=3)
     add(queue, 1, 1, model=OTHER)
     with pytest.raises(Overloaded):
         add(queue, 1, 1)
 
 
-def test_a_refusal_names_the_knob_both_values_and_when_to_retry() -> None:
+def test_refusal_names_the_setting_both_values_and_retry_time() -> None:
     queue = scheduler(max_waiting=4)
     add(queue, 1, 1, 1)
     with pytest.raises(Overloaded) as caught:
         add(queue, 1, 1)
-    said = "3 sequences wait, this request has 2 and SEQSERVE_MAX_WAITING is 4: retry later, or raise SEQSERVE_MAX_WAITING"
-    assert caught.value.message == said
+    message = "3 sequences wait, this request has 2 and SEQSERVE_MAX_WAITING is 4: retry later, or raise SEQSERVE_MAX_WAITING"
+    assert caught.value.message == message
     assert caught.value.retry_after == 1
 
 
-def test_a_request_that_was_refused_fits_once_a_turn_has_left() -> None:
+def test_refused_request_fits_after_the_next_batch() -> None:
     queue = scheduler(max_waiting=4, max_batch_sequences=3)
     add(queue, 1, 1, 1, 1)
     with pytest.raises(Overloaded):
@@ -139,61 +145,61 @@ def test_a_request_that_was_refused_fits_once_a_turn_has_left() -> None:
     assert queue.waiting == 4
 
 
-def test_a_request_without_sequences_changes_nothing() -> None:
+def test_empty_request_changes_nothing() -> None:
     queue = scheduler()
     add(queue)
     assert queue.next_batch() is None
 
 
-# Turns of whole sequences.
+# Batches of whole sequences.
 
 
-def test_nothing_runs_when_nothing_waits() -> None:
+def test_empty_queue_gives_no_batch() -> None:
     assert scheduler().next_batch() is None
 
 
-def test_whatever_waits_runs_together() -> None:
+def test_waiting_sequences_run_together() -> None:
     queue = scheduler()
     for now in (0.0, 5.0, 9.0):
         add(queue, 7, now=now)
     assert batches(queue) == [(MODEL, [7, 7, 7])]
 
 
-def test_a_turn_has_at_most_so_many_rows() -> None:
+def test_batch_respects_max_batch_sequences() -> None:
     queue = scheduler(max_batch_sequences=3)
     add(queue, 1, 2, 3, 4, 5, 6, 7)
     assert batches(queue) == [(MODEL, [1, 2, 3]), (MODEL, [4, 5, 6]), (MODEL, [7])]
 
 
-def test_a_turn_has_at_most_so_many_steps() -> None:
+def test_batch_respects_max_batch_tokens() -> None:
     queue = scheduler(max_batch_tokens=10)
     add(queue, 4, 6, 1, 9, 2)
     assert batches(queue) == [(MODEL, [4, 6]), (MODEL, [1, 9]), (MODEL, [2])]
 
 
 @pytest.mark.parametrize("steps", [(500, 1, 1), (1, 500, 1), (1, 1, 500)], ids=str)
-def test_a_sequence_longer_than_a_turn_that_cannot_be_cut_runs_alone(steps: tuple[int, ...]) -> None:
+def test_indivisible_sequence_longer_than_a_batch_runs_alone(steps: tuple[int, ...]) -> None:
     queue = scheduler(max_batch_tokens=10)
     add(queue, *steps)
     taken = batches(queue)
     assert (MODEL, [500]) in taken
-    assert [one for _, run in taken for one in run] == list(steps)
+    assert [count for _, run in taken for count in run] == list(steps)
 
 
-def test_what_cannot_be_cut_and_is_long_does_not_hold_up_short_ones_and_has_its_own_turn_after_them() -> None:
-    queue = scheduler(cost=BY_STEP, batch_seconds=20.0, max_batch_tokens=1000)
+def test_long_indivisible_sequence_runs_after_short_ones() -> None:
+    queue = scheduler(cost=STEP_COST, batch_seconds=20.0, max_batch_tokens=1000)
     add(queue, 10, 90, 10, 12)
     assert batches(queue) == [(MODEL, [10, 10, 12]), (MODEL, [90])]
 
 
-def test_a_long_one_that_cannot_be_cut_and_is_due_first_runs_with_whoever_waits() -> None:
-    queue = scheduler(cost=BY_STEP, batch_seconds=20.0, max_batch_tokens=1000)
+def test_long_indivisible_sequence_that_is_due_runs_with_others() -> None:
+    queue = scheduler(cost=STEP_COST, batch_seconds=20.0, max_batch_tokens=1000)
     add(queue, 90)
     add(queue, 10, 80, now=90 * STRETCH)
     assert batches(queue) == [(MODEL, [90, 10, 80])]
 
 
-def test_within_a_priority_who_came_first_runs_first() -> None:
+def test_equal_priority_runs_in_order_of_arrival() -> None:
     queue = scheduler(max_batch_sequences=1)
     for steps in (5, 3, 4):
         add(queue, steps, now=7.0)
@@ -201,14 +207,14 @@ def test_within_a_priority_who_came_first_runs_first() -> None:
     assert batches(queue) == [(MODEL, [steps]) for steps in (5, 3, 4, 1, 2)]
 
 
-def test_a_higher_priority_runs_first() -> None:
+def test_higher_priority_runs_first() -> None:
     queue = scheduler(max_batch_sequences=1)
     for priority in (0, 2, -1, 1):
         add(queue, 10 + priority, priority=priority)
     assert batches(queue) == [(MODEL, [10 + priority]) for priority in (2, 1, 0, -1)]
 
 
-def test_a_level_of_priority_is_worth_its_head_start_and_no_more() -> None:
+def test_priority_level_is_worth_its_head_start() -> None:
     queue = scheduler(max_batch_sequences=1)
     add(queue, 1, now=0.0)
     add(queue, 2, now=0.999 * HEAD_START_SECONDS, priority=1)
@@ -216,92 +222,95 @@ def test_a_level_of_priority_is_worth_its_head_start_and_no_more() -> None:
     assert batches(queue) == [(MODEL, [2]), (MODEL, [1]), (MODEL, [3])]
 
 
-def test_the_lowest_priority_does_not_starve_behind_a_stream_of_the_highest() -> None:
+def test_lowest_priority_does_not_starve() -> None:
     queue = scheduler(max_batch_sequences=1)
     add(queue, 7, now=0.0, priority=-10)
     ran: list[int] = []
     for second in range(1, 30):
         add(queue, 1, now=second * HEAD_START_SECONDS, priority=10)
-        ran += [cut.steps for cut in batch(queue)[1]]
+        ran += [part.steps for part in batch(queue)[1]]
     assert ran.index(7) == 19
 
 
-# Turns of parts.
+# Batches of chunks.
 
 
-def test_a_turn_takes_as_many_steps_as_its_budget_allows() -> None:
+def test_batch_takes_the_steps_that_fit_its_budget() -> None:
     queue = scheduler(cost=Cost(4.0, 1.0, 0.5), batch_seconds=100.0, max_batch_tokens=1000)
-    add(queue, 200, cuts=True)
+    add(queue, 200, divisible=True)
     assert batches(queue) == [(MODEL, [64]), (MODEL, [64]), (MODEL, [64]), (MODEL, [8])]
 
 
-def test_more_rows_leave_fewer_steps_to_each() -> None:
+def test_more_rows_leave_fewer_steps_for_each() -> None:
     queue = scheduler(cost=Cost(0.0, 1.0, 1.0), batch_seconds=60.0, max_batch_tokens=1000)
-    add(queue, 100, 100, cuts=True)
+    add(queue, 100, 100, divisible=True)
     assert batch(queue)[1][0].steps == 20
 
 
-def test_a_turn_takes_no_more_than_the_shortest_has_left_rounded_to_a_power_of_two() -> None:
-    queue = scheduler(cost=BY_STEP, max_batch_tokens=1000)
-    add(queue, 90, 18, 80, cuts=True)
+def test_shortest_sequence_limits_the_steps_of_a_batch() -> None:
+    queue = scheduler(cost=STEP_COST, max_batch_tokens=1000)
+    add(queue, 90, 18, 80, divisible=True)
     assert batches(queue) == [(MODEL, [18, 32, 32]), (MODEL, [48, 58])]
 
 
-def test_a_turn_takes_so_many_steps_at_least() -> None:
-    queue = scheduler(cost=BY_STEP, batch_seconds=0.001)
-    add(queue, 2 * LEAST_STEPS + 3, cuts=True)
+def test_batch_takes_at_least_the_least_steps() -> None:
+    queue = scheduler(cost=STEP_COST, batch_seconds=0.001)
+    add(queue, 2 * LEAST_STEPS + 3, divisible=True)
     assert batches(queue) == [(MODEL, [LEAST_STEPS]), (MODEL, [LEAST_STEPS]), (MODEL, [3])]
 
 
-def test_who_comes_joins_the_next_turn_and_leaves_when_it_has_run_while_a_long_one_goes_on() -> None:
-    queue = scheduler(cost=BY_STEP, batch_seconds=16.0)
-    [long] = add(queue, 64, cuts=True)
-    assert [cut.steps for cut in batch(queue)[1]] == [16]
-    [short] = add(queue, 10, now=1.0, cuts=True)
+def test_short_sequence_joins_and_leaves_while_a_long_one_runs() -> None:
+    queue = scheduler(cost=STEP_COST, batch_seconds=16.0)
+    [long] = add(queue, 64, divisible=True)
+    assert [part.steps for part in batch(queue)[1]] == [16]
+    [short] = add(queue, 10, now=1.0, divisible=True)
     taken = batch(queue)[1]
-    assert {(cut.of, cut.steps, cut.first, cut.last) for cut in taken} == {(long, 16, False, False), (short, 10, True, True)}
-    assert [cut.of for cut in batch(queue)[1]] == [long]
+    assert {(part.sequence, part.steps, part.first, part.last) for part in taken} == {
+        (long, 16, False, False),
+        (short, 10, True, True),
+    }
+    assert [part.sequence for part in batch(queue)[1]] == [long]
 
 
-def test_long_ones_do_not_keep_a_short_one_out_however_many_they_are() -> None:
-    queue = scheduler(cost=BY_STEP, batch_seconds=10.0, max_batch_sequences=4)
-    add(queue, *[1000] * 12, cuts=True)
+def test_many_long_sequences_do_not_block_a_short_one() -> None:
+    queue = scheduler(cost=STEP_COST, batch_seconds=10.0, max_batch_sequences=4)
+    add(queue, *[1000] * 12, divisible=True)
     batch(queue)
-    [short] = add(queue, 5, now=1.5, cuts=True)
-    assert any(cut.of is short for cut in batch(queue)[1])
+    [short] = add(queue, 5, now=1.5, divisible=True)
+    assert any(part.sequence is short for part in batch(queue)[1])
 
 
-def test_of_equals_who_came_first_is_first_done_whoever_comes_after() -> None:
-    queue = scheduler(cost=BY_STEP, batch_seconds=20.0, max_batch_sequences=4)
-    first = add(queue, *[100] * 4, cuts=True)
+def test_later_equal_sequences_do_not_delay_earlier_ones() -> None:
+    queue = scheduler(cost=STEP_COST, batch_seconds=20.0, max_batch_sequences=4)
+    first = add(queue, *[100] * 4, divisible=True)
     for now in range(1, 6):
-        add(queue, *[100] * 4, now=now, cuts=True)
-        assert [cut.of for cut in batch(queue)[1]] == first
-    assert all(one.left == 0 for one in first)
+        add(queue, *[100] * 4, now=now, divisible=True)
+        assert [part.sequence for part in batch(queue)[1]] == first
+    assert all(sequence.remaining == 0 for sequence in first)
 
 
-def test_a_long_one_is_not_held_up_for_ever_by_a_stream_of_short_ones() -> None:
-    queue = scheduler(cost=BY_STEP, batch_seconds=100.0, max_batch_sequences=1)
-    [long] = add(queue, 10, cuts=True)
+def test_stream_of_short_sequences_does_not_starve_a_long_one() -> None:
+    queue = scheduler(cost=STEP_COST, batch_seconds=100.0, max_batch_sequences=1)
+    [long] = add(queue, 10, divisible=True)
     waited = 0
-    while long.left:
+    while long.remaining:
         waited += 1
-        add(queue, 1, now=waited, cuts=True)
+        add(queue, 1, now=waited, divisible=True)
         batch(queue)
     assert waited == pytest.approx(9 * STRETCH, abs=2)
 
 
-def test_who_would_have_to_be_kept_waits_for_room_and_others_run() -> None:
-    queue = scheduler(cost=BY_STEP, batch_seconds=10.0, room=1)
-    first, second = add(queue, 50, 60, cuts=True)
-    [short] = add(queue, 9, now=1.0, cuts=True)
-    assert [cut.of for cut in batch(queue)[1]] == [short, first]
-    [kept] = add(queue, 9, now=3.0, cuts=True, stateful=True)
-    taken = [cut.of for cut in batch(queue)[1]]
-    assert taken == [kept, first] and second.left == 60, "there is room again, and who is due first has it"
+def test_sequence_without_room_for_its_state_waits() -> None:
+    queue = scheduler(cost=STEP_COST, batch_seconds=10.0, room=1)
+    first, second = add(queue, 50, 60, divisible=True)
+    [short] = add(queue, 9, now=1.0, divisible=True)
+    assert [part.sequence for part in batch(queue)[1]] == [short, first]
+    [kept] = add(queue, 9, now=3.0, divisible=True, stateful=True)
+    taken = [part.sequence for part in batch(queue)[1]]
+    assert taken == [kept, first] and second.remaining == 60, "the sequence that is due first takes the free room"
 
 
-def test_who_is_not_ready_waits_and_holds_nobody_up() -> None:
+def test_sequence_that_is_not_ready_blocks_no_other() -> None:
     queue = scheduler()
     [blocked] = add(queue, 5)
     blocked.ready = False
@@ -313,24 +322,24 @@ def test_who_is_not_ready_waits_and_holds_nobody_up() -> None:
     assert batches(queue) == [(MODEL, [5])]
 
 
-def test_behind_many_who_are_not_ready_others_still_fill_a_turn() -> None:
+def test_sequences_behind_blocked_ones_fill_a_batch() -> None:
     queue = scheduler(max_batch_sequences=3)
-    for one in add(queue, *[9] * 5):
-        one.ready = False
+    for sequence in add(queue, *[9] * 5):
+        sequence.ready = False
     add(queue, 1, 2, 3, 4, now=1.0)
     assert batches(queue) == [(MODEL, [1, 2, 3]), (MODEL, [4])]
 
 
-def test_static_batching_cuts_nothing_and_mixes_all() -> None:
-    queue = scheduler(cost=BY_STEP, batch_seconds=10.0, continuous=False)
-    add(queue, 50, 10, 40, cuts=True)
+def test_static_batching_runs_whole_sequences() -> None:
+    queue = scheduler(cost=STEP_COST, batch_seconds=10.0, continuous=False)
+    add(queue, 50, 10, 40, divisible=True)
     assert batches(queue) == [(MODEL, [50, 10, 40])]
 
 
-# Models side by side.
+# Several models.
 
 
-def test_a_turn_is_of_one_model() -> None:
+def test_batch_has_one_model() -> None:
     queue = scheduler(max_batch_sequences=2)
     add(queue, 1)
     add(queue, 10, 11, 12, model=OTHER)
@@ -338,7 +347,7 @@ def test_a_turn_is_of_one_model() -> None:
     assert batches(queue) == [(MODEL, [1, 2]), (OTHER, [10, 11]), (MODEL, [3]), (OTHER, [12])]
 
 
-def test_a_model_with_a_long_line_does_not_keep_another_waiting() -> None:
+def test_long_queue_of_one_model_does_not_delay_another() -> None:
     queue = scheduler(max_batch_sequences=1)
     add(queue, *[1] * 50)
     batch(queue)
@@ -346,15 +355,17 @@ def test_a_model_with_a_long_line_does_not_keep_another_waiting() -> None:
     assert batch(queue)[0] == OTHER
 
 
-def test_models_share_the_engine_by_time_and_not_by_turns() -> None:
-    queue: Scheduler[Waiting] = Scheduler(limits(max_batch_sequences=1), {MODEL: COST, OTHER: Cost(3.0, 0, 0)}.__getitem__)
+def test_models_share_the_device_by_time() -> None:
+    queue: Scheduler[QueuedSequence] = Scheduler(
+        limits(max_batch_sequences=1), {MODEL: COST, OTHER: Cost(3.0, 0, 0)}.__getitem__
+    )
     add(queue, *[1] * 40)
     add(queue, *[1] * 40, model=OTHER)
     ran = [batch(queue)[0] for _ in range(40)]
     assert ran.count(MODEL) == 30
 
 
-def test_a_model_that_was_away_has_no_claim_for_that_time() -> None:
+def test_idle_model_earns_no_credit() -> None:
     queue = scheduler(max_batch_sequences=1)
     add(queue, *[1] * 40)
     for _ in range(20):
@@ -364,21 +375,21 @@ def test_a_model_that_was_away_has_no_claim_for_that_time() -> None:
     assert ran.count(MODEL) == 5
 
 
-# Who leaves before it has run.
+# Sequences that leave before they have run.
 
 
-def test_dropping_takes_out_what_is_named_and_nothing_else() -> None:
+def test_drop_removes_only_the_named_sequences() -> None:
     queue = scheduler()
-    gone = add(queue, 1, 2)
+    dropped = add(queue, 1, 2)
     add(queue, 3)
-    gone += add(queue, 4, model=OTHER)
-    assert queue.drop(gone) == 3
+    dropped += add(queue, 4, model=OTHER)
+    assert queue.drop(dropped) == 3
     assert queue.waiting == 1
-    assert queue.drop(gone) == 0
+    assert queue.drop(dropped) == 0
     assert batches(queue) == [(MODEL, [3])]
 
 
-def test_what_has_passed_its_deadline_is_taken_out_and_returned() -> None:
+def test_drop_late_removes_and_returns_late_sequences() -> None:
     queue = scheduler()
     late = add(queue, 1, 2, deadline=5.0)
     late += add(queue, 3, deadline=4.0, model=OTHER)
@@ -389,9 +400,9 @@ def test_what_has_passed_its_deadline_is_taken_out_and_returned() -> None:
     assert batches(queue) == [(MODEL, [4])]
 
 
-def test_a_sequence_whose_deadline_passes_between_two_of_its_turns_is_taken_out() -> None:
-    queue = scheduler(cost=BY_STEP, batch_seconds=10.0)
-    [long] = add(queue, 100, deadline=150.0, cuts=True)
+def test_drop_late_removes_a_begun_sequence() -> None:
+    queue = scheduler(cost=STEP_COST, batch_seconds=10.0)
+    [long] = add(queue, 100, deadline=150.0, divisible=True)
     batch(queue)
     assert (queue.waiting, queue.begun) == (0, 1)
     assert queue.drop_late(150.0) == [long]
@@ -401,7 +412,7 @@ def test_a_sequence_whose_deadline_passes_between_two_of_its_turns_is_taken_out(
 # Deadlines that cannot be met.
 
 
-def test_what_cannot_be_in_time_behind_what_waits_is_refused_at_once_and_told_when_to_retry() -> None:
+def test_request_that_would_miss_its_deadline_is_refused() -> None:
     queue = scheduler(max_batch_sequences=1, cost=Cost(2.0, 0, 0), continuous=False)
     add(queue, 1, 1, 1)
     with pytest.raises(Overloaded) as caught:
@@ -411,8 +422,8 @@ def test_what_cannot_be_in_time_behind_what_waits_is_refused_at_once_and_told_wh
     add(queue, 1, deadline=10.0)
 
 
-def test_who_asks_for_as_much_as_one_who_was_refused_is_refused_until_something_has_run_or_left() -> None:
-    queue = scheduler(max_batch_sequences=1, cost=BY_STEP, continuous=False)
+def test_rejection_covers_similar_requests_until_the_queue_moves() -> None:
+    queue = scheduler(max_batch_sequences=1, cost=STEP_COST, continuous=False)
     [first, _] = add(queue, 8, 8)
     for deadline, steps in ((20.0, 4), (24.9, 4), (19.0, 6)):
         with pytest.raises(Overloaded, match="expected in 20 s and the deadline is in 20 s"):
@@ -424,44 +435,44 @@ def test_who_asks_for_as_much_as_one_who_was_refused_is_refused_until_something_
     add(queue, 4, deadline=20.0)
 
 
-def test_where_turns_are_full_time_is_left_for_those_who_will_be_due_before() -> None:
-    queue = scheduler(max_batch_sequences=1, cost=BY_STEP, batch_seconds=8.0)
-    add(queue, 8, 8, cuts=True)
+def test_full_batches_leave_time_for_sequences_due_earlier() -> None:
+    queue = scheduler(max_batch_sequences=1, cost=STEP_COST, batch_seconds=8.0)
+    add(queue, 8, 8, divisible=True)
     with pytest.raises(Overloaded, match="expected in 24 s"):
-        add(queue, 8, deadline=CAUTION * 24 + STRETCH * 8 - 1, cuts=True)
-    add(queue, 8, deadline=CAUTION * 24 + STRETCH * 8, cuts=True)
+        add(queue, 8, deadline=CAUTION * 24 + STRETCH * 8 - 1, divisible=True)
+    add(queue, 8, deadline=CAUTION * 24 + STRETCH * 8, divisible=True)
 
 
-def test_what_runs_now_counts_too() -> None:
+def test_running_batches_count_against_the_deadline() -> None:
     queue = scheduler(cost=Cost(2.0, 0, 0))
     with pytest.raises(Overloaded):
         add(queue, 1, deadline=5.0, busy=3.0)
     add(queue, 1, deadline=7.0, busy=3.0)
 
 
-def test_what_takes_longer_alone_than_it_may_is_told_so() -> None:
-    queue = scheduler(cost=BY_STEP)
+def test_request_too_slow_alone_exceeds_its_deadline() -> None:
+    queue = scheduler(cost=STEP_COST)
     add(queue, 1)
     with pytest.raises(DeadlineExceeded, match="about 50 s alone"):
         add(queue, 50, deadline=40.0)
 
 
-def test_nobody_is_refused_by_a_prediction_when_nothing_else_is_there() -> None:
+def test_idle_engine_refuses_nothing_by_prediction() -> None:
     queue = scheduler(cost=Cost(1e6, 0, 0))
     add(queue, 1, deadline=0.1)
     assert queue.waiting == 1
 
 
-def test_a_short_one_is_not_refused_for_what_long_ones_do_after_it() -> None:
-    queue = scheduler(cost=BY_STEP, batch_seconds=16.0, max_batch_tokens=10_000)
-    add(queue, *[1000] * 4, cuts=True)
+def test_short_request_is_admitted_next_to_long_ones() -> None:
+    queue = scheduler(cost=STEP_COST, batch_seconds=16.0, max_batch_tokens=10_000)
+    add(queue, *[1000] * 4, divisible=True)
     batch(queue)
-    add(queue, 10, deadline=100.0, cuts=True)
+    add(queue, 10, deadline=100.0, divisible=True)
     with pytest.raises((Overloaded, DeadlineExceeded)):
-        add(queue, 1000, deadline=100.0, cuts=True)
+        add(queue, 1000, deadline=100.0, divisible=True)
 
 
-def test_a_higher_priority_is_not_refused_for_what_waits_behind_it() -> None:
+def test_higher_priority_ignores_the_work_behind_it() -> None:
     queue = scheduler(max_batch_sequences=1)
     add(queue, *[1] * 50, priority=-1)
     with pytest.raises(Overloaded):
@@ -471,45 +482,45 @@ def test_a_higher_priority_is_not_refused_for_what_waits_behind_it() -> None:
 
 @dataclass(frozen=True)
 class Queued:
-    """One sequence as a plain list sees it."""
+    """A sequence in the reference list."""
 
     model: ModelKey
-    one: Waiting
+    sequence: QueuedSequence
 
 
 class Queueing(RuleBasedStateMachine):
-    """Any order of requests, turns, cancellations and deadlines, beside one plain list."""
+    """Requests, batches, cancellations and deadlines in any order, checked against a plain list."""
 
     ROWS, TOKENS, LIMIT, BUDGET = 3, 30, 12, 10.0
 
     def __init__(self) -> None:
         super().__init__()
         self.room = 2
-        said = limits(self.LIMIT, self.ROWS, self.TOKENS, self.BUDGET)
-        self.queue: Scheduler[Waiting] = Scheduler(said, lambda _: Cost(0.0, 1.0, 0.0), lambda _: self.room)
+        scheduler_limits = limits(self.LIMIT, self.ROWS, self.TOKENS, self.BUDGET)
+        self.queue: Scheduler[QueuedSequence] = Scheduler(scheduler_limits, lambda _: Cost(0.0, 1.0, 0.0), lambda _: self.room)
         self.plain: list[Queued] = []
-        self.steps: dict[Waiting, int] = {}
+        self.steps: dict[QueuedSequence, int] = {}
         self.now = 0.0
 
     @rule(
         steps=st.lists(st.integers(1, 40), min_size=1, max_size=5),
         model=st.sampled_from([MODEL, OTHER]),
-        cuts=st.booleans(),
+        divisible=st.booleans(),
         priority=st.integers(-2, 2),
         allowed=st.sampled_from([1.0, 50.0, 1e9]),
     )
-    def request(self, steps: list[int], model: ModelKey, cuts: bool, priority: int, allowed: float) -> None:
-        made = sequences(*steps, deadline=self.now + allowed, priority=priority, cuts=cuts)
-        waiting = sum(not queued.one.taken for queued in self.plain)
+    def request(self, steps: list[int], model: ModelKey, divisible: bool, priority: int, allowed: float) -> None:
+        made = sequences(*steps, deadline=self.now + allowed, priority=priority, divisible=divisible)
+        waiting = sum(not queued.sequence.begun for queued in self.plain)
         try:
             self.queue.add(model, made, now=self.now)
         except (Overloaded, DeadlineExceeded) as refused:
             full = waiting + len(steps) > self.LIMIT
             assert full == ("SEQSERVE_MAX_WAITING" in refused.message)
-            assert full or self.plain, "alone, nobody is refused"
+            assert full or self.plain, "an empty queue refuses nothing by prediction"
             return
         assert waiting + len(steps) <= self.LIMIT
-        self.plain += [Queued(model, one) for one in made]
+        self.plain += [Queued(model, sequence) for sequence in made]
         self.steps |= dict(zip(made, steps, strict=True))
 
     @rule(seconds=st.sampled_from([0.0, 0.5, 1.0, 60.0]))
@@ -519,53 +530,55 @@ class Queueing(RuleBasedStateMachine):
     @rule(which=st.integers(0, 20))
     def cancel(self, which: int) -> None:
         if self.plain:
-            gone = self.plain.pop(which % len(self.plain))
-            assert self.queue.drop([gone.one]) == 1
-            self._leaves(gone.one)
+            dropped = self.plain.pop(which % len(self.plain))
+            assert self.queue.drop([dropped.sequence]) == 1
+            self._free_room(dropped.sequence)
 
     @rule()
-    def look_at_the_clock(self) -> None:
-        late = {queued.one for queued in self.plain if queued.one.deadline <= self.now}
+    def drop_late(self) -> None:
+        late = {queued.sequence for queued in self.plain if queued.sequence.deadline <= self.now}
         assert set(self.queue.drop_late(self.now)) == late
-        self.plain = [queued for queued in self.plain if queued.one not in late]
-        for one in late:
-            self._leaves(one)
+        self.plain = [queued for queued in self.plain if queued.sequence not in late]
+        for sequence in late:
+            self._free_room(sequence)
 
     @rule()
     def batch(self) -> None:
-        before = {queued.one: (queued.one.left, queued.one.due, queued.one.taken) for queued in self.plain}
+        before = {
+            queued.sequence: (queued.sequence.remaining, queued.sequence.due, queued.sequence.begun) for queued in self.plain
+        }
         taken = self.queue.next_batch()
         if taken is None:
             assert not self.plain
             return
-        model, cuts = taken
-        mine = {queued.one for queued in self.plain if queued.model == model}
-        assert len(cuts) <= self.ROWS and {cut.of for cut in cuts} <= mine
-        assert len(cuts) == len({cut.of for cut in cuts})
-        assert len(cuts) == 1 or sum(cut.steps for cut in cuts) <= self.TOKENS
-        for cut in cuts:
-            left, _, begun = before[cut.of]
-            assert 1 <= cut.steps <= left and cut.of.left == left - cut.steps
-            assert (cut.first, cut.last) == (not begun, cut.of.left == 0)
-            assert cut.of.cuts or cut.last
-            assert cut.last or cut.steps <= max(LEAST_STEPS, self.BUDGET)
-            self.room -= cut.first and not cut.last
-            self.room += cut.last and begun
+        model, parts = taken
+        queued_sequences = {queued.sequence for queued in self.plain if queued.model == model}
+        assert len(parts) <= self.ROWS and {part.sequence for part in parts} <= queued_sequences
+        assert len(parts) == len({part.sequence for part in parts})
+        assert len(parts) == 1 or sum(part.steps for part in parts) <= self.TOKENS
+        for part in parts:
+            left, _, begun = before[part.sequence]
+            assert 1 <= part.steps <= left and part.sequence.remaining == left - part.steps
+            assert (part.first, part.last) == (not begun, part.sequence.remaining == 0)
+            assert part.sequence.divisible or part.last
+            assert part.last or part.steps <= max(LEAST_STEPS, self.BUDGET)
+            self.room -= part.first and not part.last
+            self.room += part.last and begun
         assert self.room >= 0
-        self.plain = [queued for queued in self.plain if queued.one.left]
+        self.plain = [queued for queued in self.plain if queued.sequence.remaining]
 
-    def _leaves(self, one: Waiting) -> None:
-        self.room += one.taken
+    def _free_room(self, sequence: QueuedSequence) -> None:
+        self.room += sequence.begun
 
     @invariant()
     def the_counts_are_what_is_queued(self) -> None:
-        assert self.queue.waiting == sum(not queued.one.taken for queued in self.plain)
-        assert self.queue.begun == sum(queued.one.taken for queued in self.plain)
+        assert self.queue.waiting == sum(not queued.sequence.begun for queued in self.plain)
+        assert self.queue.begun == sum(queued.sequence.begun for queued in self.plain)
 
     def teardown(self) -> None:
-        for _ in range(sum(-(-self.steps[queued.one] // LEAST_STEPS) for queued in self.plain)):
+        for _ in range(sum(-(-self.steps[queued.sequence] // LEAST_STEPS) for queued in self.plain)):
             self.batch()
-        assert not self.plain, "every sequence comes to its end"
+        assert not self.plain, "every sequence completes"
 
 
 TestQueueing = Queueing.TestCase

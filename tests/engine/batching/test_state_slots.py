@@ -1,39 +1,38 @@
-"""Who owns which place."""
+"""The allocator of state slots."""
 
 from __future__ import annotations
 
 import pytest
 
-from service.engine.batching.state_slots import Slot, Slots, StaleSlot
-from service.ipc.messages import FIRST
+from service.engine.batching.state_slots import FIRST_SLOT, SlotAllocator, StaleSlot, StateSlot
 
 
-def test_every_place_is_handed_out_once_until_it_is_given_back() -> None:
-    slots = Slots(3, 2)
-    taken = [slots.take() for _ in range(5)]
-    assert sorted(slot.place for slot in taken) == list(range(FIRST, FIRST + 5))
+def test_slot_is_allocated_once_until_it_is_freed() -> None:
+    slots = SlotAllocator(3, 2)
+    taken = [slots.allocate() for _ in range(5)]
+    assert sorted(slot.number for slot in taken) == list(range(FIRST_SLOT, FIRST_SLOT + 5))
     assert slots.used == 5
     with pytest.raises(IndexError):
-        slots.take()
-    slots.give_back(taken[2])
-    assert slots.take().place == taken[2].place
+        slots.allocate()
+    slots.free(taken[2])
+    assert slots.allocate().number == taken[2].number
 
 
-def test_who_gives_back_twice_is_told_so_and_takes_nothing_from_the_new_owner() -> None:
-    slots = Slots(1, 0)
-    old = slots.take()
-    slots.give_back(old)
+def test_second_free_fails_and_keeps_the_new_owner() -> None:
+    slots = SlotAllocator(1, 0)
+    old = slots.allocate()
+    slots.free(old)
     with pytest.raises(StaleSlot):
-        slots.give_back(old)
-    new = slots.take()
-    assert new.place == old.place and new != old
+        slots.free(old)
+    new = slots.allocate()
+    assert new.number == old.number and new != old
     with pytest.raises(StaleSlot):
-        slots.give_back(old)
+        slots.free(old)
     assert slots.owns(new) and not slots.owns(old)
-    slots.give_back(new)
+    slots.free(new)
     assert slots.used == 0
 
 
-def test_a_slot_that_was_never_handed_out_cannot_be_given_back() -> None:
+def test_free_of_an_unallocated_slot_fails() -> None:
     with pytest.raises(StaleSlot):
-        Slots(2, 0).give_back(Slot(FIRST, 0))
+        SlotAllocator(2, 0).free(StateSlot(FIRST_SLOT, 0))

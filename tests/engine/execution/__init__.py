@@ -1,1 +1,1 @@
-"""TODO"""
+"""Tests of batches on a device."""

@@ -1,4 +1,4 @@
-"""Sequences that come in chunks: each goes on from the place in which the one before it was kept."""
+"""Chunks on a real engine: each continues from the state slot that the chunk before it wrote."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import torch
 from numpy.testing import assert_allclose
 
 from service.engine.batch import Batch, Chunk
+from service.engine.batching.session_state import Origin, pack, unpack
+from service.engine.batching.state_slots import DISCARD_SLOT, FIRST_SLOT, ZERO_SLOT
 from service.engine.execution.device_engine import DeviceEngine
 from service.engine.execution.in_flight import ChunkResult
-from service.engine.session_state import Origin, pack, unpack
-from service.ipc.messages import FEATURES, FIRST, SCRAP, ZEROS, ModelKey, Returns
+from service.ipc.messages import FEATURES, ModelKey, Returns
 from service.metrics import Metrics
 from service.modeling import store
 from service.modeling.encoder import Encoder
@@ -43,7 +44,7 @@ HEADS: dict[str, dict[str, Any]] = {
 EVERYTHING = Returns(embedding=True, sequence=True)
 
 
-def built(root: Path, layer: str, head: str) -> tuple[ModelSpec, DeviceEngine]:
+def make_engine(root: Path, layer: str, head: str) -> tuple[ModelSpec, DeviceEngine]:
     spec = models.made_up(root, "streamed", FLOATS, LAYERS[layer], head=HEADS[head])
     arrays = store.read_arrays(root / "streamed" / "1", spec)
     encoder = Encoder(spec, arrays, torch.device("cpu"), 1 << 20)
@@ -56,61 +57,67 @@ def rows(seed: int) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
 
 def run(engine: DeviceEngine, *chunks: Chunk) -> list[ChunkResult]:
     engine.launch(Batch(ModelKey("streamed", "1"), list(chunks)))
-    return [encoded for _, encoded in engine.finished()]
+    return [result for _, result in engine.finished()]
 
 
-def chunk(data: np.ndarray[tuple[int, int], np.dtype[np.float32]], source: int = ZEROS, slot: int = SCRAP) -> Chunk:
-    return Chunk(data.tobytes(), len(data), EVERYTHING, None, source, slot)
+def chunk(
+    data: np.ndarray[tuple[int, int], np.dtype[np.float32]], read_slot: int = ZERO_SLOT, write_slot: int = DISCARD_SLOT
+) -> Chunk:
+    return Chunk(data.tobytes(), len(data), EVERYTHING, None, read_slot, write_slot)
 
 
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("layer", LAYERS)
-def test_chunks_that_go_on_from_their_places_give_what_the_whole_gives(layer: str, head: str, tmp_path: Path) -> None:
-    _, engine = built(tmp_path, layer, head)
+def test_chunks_give_the_result_of_the_whole_sequence(layer: str, head: str, tmp_path: Path) -> None:
+    _, engine = make_engine(tmp_path, layer, head)
     data = [rows(seed) for seed in range(3)]
     whole = run(engine, *map(chunk, data))
     parts: list[list[ChunkResult]] = [[] for _ in data]
     for number, (begin, end) in enumerate(CUTS):
-        made = [
-            chunk(one[begin:end], ZEROS if begin == 0 else FIRST + row, SCRAP if end == STEPS else FIRST + row)
-            for row, one in enumerate(data)
+        chunks = [
+            chunk(
+                steps[begin:end],
+                ZERO_SLOT if begin == 0 else FIRST_SLOT + row,
+                DISCARD_SLOT if end == STEPS else FIRST_SLOT + row,
+            )
+            for row, steps in enumerate(data)
         ]
         between = [chunk(rows(seed=9))] if number == 1 else []
-        for part, encoded in zip(parts, run(engine, *made, *between), strict=False):
-            part.append(encoded)
-    for mine, part in zip(whole, parts, strict=True):
+        for part, result in zip(parts, run(engine, *chunks, *between), strict=False):
+            part.append(result)
+    for expected, part in zip(whole, parts, strict=True):
         for name in ("sequence", "picks" if head == "tag" else "sequence"):
-            joined = np.concatenate([getattr(one, name) for one in part])
-            assert_allclose(joined, getattr(mine, name), atol=ROUNDING)
+            joined = np.concatenate([getattr(result, name) for result in part])
+            assert_allclose(joined, getattr(expected, name), atol=ROUNDING)
         if head in ("last", "mean", "max"):
-            assert part[-1].embedding is not None and mine.embedding is not None
-            assert_allclose(part[-1].embedding, mine.embedding, atol=ROUNDING)
+            assert part[-1].embedding is not None and expected.embedding is not None
+            assert_allclose(part[-1].embedding, expected.embedding, atol=ROUNDING)
 
 
-def test_places_are_handed_from_one_sequence_to_another_without_a_trace(tmp_path: Path) -> None:
-    _, engine = built(tmp_path, "lstm", "max")
+def test_reused_slot_keeps_nothing_of_its_last_sequence(tmp_path: Path) -> None:
+    _, engine = make_engine(tmp_path, "lstm", "max")
     [alone] = run(engine, chunk(rows(1)))
-    run(engine, chunk(rows(2), slot=FIRST))
-    run(engine, chunk(rows(1)[:4], slot=FIRST))
-    [again] = run(engine, chunk(rows(1)[4:], source=FIRST))
+    run(engine, chunk(rows(2), write_slot=FIRST_SLOT))
+    run(engine, chunk(rows(1)[:4], write_slot=FIRST_SLOT))
+    [again] = run(engine, chunk(rows(1)[4:], read_slot=FIRST_SLOT))
     assert again.embedding is not None and alone.embedding is not None
     assert_allclose(again.embedding, alone.embedding, atol=ROUNDING)
 
 
 @pytest.mark.parametrize("head", ["last", "mean", "max"])
 @pytest.mark.parametrize("layer", LAYERS)
-def test_a_state_that_was_on_the_host_goes_on_in_another_place_to_the_bit(layer: str, head: str, tmp_path: Path) -> None:
-    spec, engine = built(tmp_path, layer, head)
+def test_restored_state_continues_bit_for_bit(layer: str, head: str, tmp_path: Path) -> None:
+    spec, engine = make_engine(tmp_path, layer, head)
     key = ModelKey("streamed", "1")
-    run(engine, chunk(rows(1)[:5], slot=FIRST))
-    state, origin = unpack(pack(engine.save(key, FIRST), Origin.of(spec, key, 5)))
-    run(engine, chunk(rows(2), slot=FIRST + 1))
-    engine.restore(key, FIRST + 1, state)
-    [stayed] = run(engine, chunk(rows(1)[5:], source=FIRST))
-    [moved] = run(engine, chunk(rows(1)[5:], source=FIRST + 1))
+    run(engine, chunk(rows(1)[:5], write_slot=FIRST_SLOT))
+    state, origin = unpack(pack(engine.save(key, FIRST_SLOT), Origin.of(spec, key, 5)))
+    run(engine, chunk(rows(2), write_slot=FIRST_SLOT + 1))
+    engine.restore(key, FIRST_SLOT + 1, state)
+    [stayed] = run(engine, chunk(rows(1)[5:], read_slot=FIRST_SLOT))
+    [moved] = run(engine, chunk(rows(1)[5:], read_slot=FIRST_SLOT + 1))
     for name in ("scores", "embedding", "sequence"):
-        one, two = getattr(stayed, name), getattr(moved, name)
-        assert (one is None and two is None) or (one == two).all()
+        expected, actual = getattr(stayed, name), getattr(moved, name)
+        assert (expected is None and actual is None) or (expected == actual).all()
     assert origin == Origin("streamed", "1", spec.sha256["weights.safetensors"], 5)
 
 
@@ -124,13 +131,13 @@ def test_a_state_that_was_on_the_host_goes_on_in_another_place_to_the_bit(layer:
     ],
     ids=["one direction", "both directions", "centred", "strided"],
 )
-def test_who_sees_ahead_does_not_stream(layer: dict[str, Any], head: str, streams: bool, tmp_path: Path) -> None:
+def test_model_that_looks_ahead_does_not_stream(layer: dict[str, Any], head: str, streams: bool, tmp_path: Path) -> None:
     spec = models.made_up(tmp_path, "streamed", FLOATS, layer, head=HEADS[head])
     encoder = Encoder(spec, store.read_arrays(tmp_path / "streamed" / "1", spec), torch.device("cpu"), 1 << 20)
     assert encoder.streams == streams
 
 
-def test_a_span_needs_the_whole_sequence(tmp_path: Path) -> None:
+def test_span_head_does_not_stream(tmp_path: Path) -> None:
     spec = models.made_up(tmp_path, "streamed", FLOATS, LAYERS["lstm"], head={"kind": "span"})
     encoder = Encoder(spec, store.read_arrays(tmp_path / "streamed" / "1", spec), torch.device("cpu"), 1 << 20)
     assert not encoder.streams

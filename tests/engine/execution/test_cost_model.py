@@ -1,4 +1,4 @@
-"""What a turn is expected to take."""
+"""Predicted times of batches, and their measurement."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ SECONDS = st.floats(1e-7, 1e-2)
 
 
 @given(fixed=SECONDS, per_step=SECONDS, per_token=SECONDS, rows=st.integers(1, 64), budget=st.floats(1e-4, 1.0))
-def test_as_many_steps_fit_into_a_budget_as_take_no_longer(
-    fixed: float, per_step: float, per_token: float, rows: int, budget: float
-) -> None:
+def test_steps_within_fills_the_budget(fixed: float, per_step: float, per_token: float, rows: int, budget: float) -> None:
     cost = Cost(fixed, per_step, per_token)
     steps = cost.steps_within(budget, rows)
     rounding = 1e-9 * budget
@@ -27,40 +25,40 @@ def test_as_many_steps_fit_into_a_budget_as_take_no_longer(
     assert cost.of(steps + 1, (steps + 1) * rows) >= budget - rounding
 
 
-def test_what_costs_nothing_a_step_is_never_cut() -> None:
+def test_steps_without_cost_are_unlimited() -> None:
     assert Cost(1.0, 0.0, 0.0).steps_within(0.5, 3) > 1 << 20
 
 
-def test_warm_up_finds_the_cost_of_a_turn_a_step_and_a_token() -> None:
-    real = Cost(3.0, 0.5, 0.25)
+def test_warm_up_measures_the_cost_of_batch_step_and_token() -> None:
+    actual = Cost(3.0, 0.5, 0.25)
     encoder: Any = SimpleNamespace(
         device=torch.device("cpu"),
         spec=SimpleNamespace(input=SimpleNamespace(max_steps=1000)),
-        trial=lambda rows, steps: real.of(steps, rows * steps),
+        time_batch=lambda rows, steps: actual.of(steps, rows * steps),
     )
-    found = model_runner._measured(encoder, rows=8, steps=4, tokens=500)
-    assert found.of(1, 1) == pytest.approx(real.of(1, 1), rel=0.1)
-    assert found.of(100, 800) == pytest.approx(real.of(100, 800), rel=0.1)
+    measured = model_runner._measure_cost(encoder, rows=8, steps=4, tokens=500)
+    assert measured.of(1, 1) == pytest.approx(actual.of(1, 1), rel=0.1)
+    assert measured.of(100, 800) == pytest.approx(actual.of(100, 800), rel=0.1)
 
 
-def test_a_model_of_one_size_alone_has_a_cost_too() -> None:
+def test_warm_up_measures_a_model_of_one_size() -> None:
     encoder: Any = SimpleNamespace(
         device=torch.device("cpu"),
         spec=SimpleNamespace(input=SimpleNamespace(max_steps=4)),
-        trial=lambda _, steps: 0.5 * steps,
+        time_batch=lambda _, steps: 0.5 * steps,
     )
-    assert model_runner._measured(encoder, rows=8, steps=4, tokens=500) == Cost(0.0, 0.5, 0.0)
+    assert model_runner._measure_cost(encoder, rows=8, steps=4, tokens=500) == Cost(0.0, 0.5, 0.0)
 
 
-def test_predictions_come_to_what_is_observed() -> None:
+def test_correction_converges_to_the_observed_times() -> None:
     correction = Correction()
     for _ in range(100):
-        correction.observe(predicted=1.0, took=2.0)
+        correction.observe(predicted=1.0, seconds=2.0)
     assert correction.factor == pytest.approx(2.0, rel=0.01)
 
 
-def test_one_turn_that_was_held_up_changes_little_and_one_without_a_prediction_nothing() -> None:
+def test_outlier_changes_the_correction_little() -> None:
     correction = Correction()
-    correction.observe(predicted=1.0, took=1000.0)
-    correction.observe(predicted=0.0, took=1.0)
+    correction.observe(predicted=1.0, seconds=1000.0)
+    correction.observe(predicted=0.0, seconds=1.0)
     assert correction.factor < 1 + FARTHEST / 10

@@ -1,4 +1,4 @@
-"""Chunks laid end to end in buffers that are made once."""
+"""Chunks packed end to end in buffers that are allocated once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kernels.contract import Ragged
+from kernels.ragged import Ragged
 from service.engine.batch import Batch, Chunk
 from service.engine.execution.staging import Staging
 from service.ipc.messages import FEATURES, IDS, ModelKey, Returns
@@ -21,9 +21,9 @@ CPU = torch.device("cpu")
 ROWS, TOKENS = 5, 40
 
 
-def laid(staging: Staging, one: Batch) -> Ragged:
-    assert staging.lay(one) == list(accumulate(chunk.steps for chunk in one.chunks))
-    return staging.ragged(one.rows, one.tokens)
+def stage(staging: Staging, staged: Batch) -> Ragged:
+    assert staging.stage(staged) == list(accumulate(chunk.steps for chunk in staged.chunks))
+    return staging.ragged(staged.rows, staged.tokens)
 
 
 def batch(arrays: Sequence[NDArray[np.generic]]) -> Batch:
@@ -31,7 +31,7 @@ def batch(arrays: Sequence[NDArray[np.generic]]) -> Batch:
 
 
 def ids(*lengths: int) -> list[NDArray[np.int32]]:
-    """Ids that count on from one chunk to the next."""
+    """Return ids that count from 0 across all chunks."""
     return np.split(np.arange(sum(lengths), dtype=IDS), np.cumsum(lengths)[:-1])
 
 
@@ -42,8 +42,8 @@ def features(width: int, *lengths: int) -> list[NDArray[np.float32]]:
 
 @given(st.lists(st.integers(1, TOKENS // ROWS), min_size=1, max_size=ROWS))
 @settings(deadline=None)
-def test_ids_lie_end_to_end(lengths: list[int]) -> None:
-    x = laid(Staging(ROWS, TOKENS, None, CPU), batch(ids(*lengths)))
+def test_ids_are_packed_end_to_end(lengths: list[int]) -> None:
+    x = stage(Staging(ROWS, TOKENS, None, CPU), batch(ids(*lengths)))
     assert x.data.dtype == torch.int32
     assert x.data.tolist() == list(range(sum(lengths)))
     assert x.offsets.dtype == torch.int32
@@ -52,34 +52,34 @@ def test_ids_lie_end_to_end(lengths: list[int]) -> None:
 
 @given(st.integers(1, 7), st.lists(st.integers(1, TOKENS // ROWS), min_size=1, max_size=ROWS))
 @settings(deadline=None)
-def test_rows_of_features_lie_end_to_end(width: int, lengths: list[int]) -> None:
-    x = laid(Staging(ROWS, TOKENS, width, CPU), batch(features(width, *lengths)))
+def test_features_are_packed_end_to_end(width: int, lengths: list[int]) -> None:
+    x = stage(Staging(ROWS, TOKENS, width, CPU), batch(features(width, *lengths)))
     assert x.data.dtype == torch.float32
     assert x.data.tolist() == np.concatenate(features(width, *lengths)).tolist()
     assert x.lengths.tolist() == lengths
 
 
-def test_a_full_turn_fits() -> None:
-    x = laid(Staging(ROWS, TOKENS, None, CPU), batch(ids(*[TOKENS // ROWS] * ROWS)))
+def test_full_batch_fits() -> None:
+    x = stage(Staging(ROWS, TOKENS, None, CPU), batch(ids(*[TOKENS // ROWS] * ROWS)))
     assert x.lengths.tolist() == [TOKENS // ROWS] * ROWS
 
 
-def test_nothing_of_a_longer_turn_before_is_left() -> None:
+def test_staging_overwrites_a_longer_batch() -> None:
     staging = Staging(ROWS, TOKENS, None, CPU)
-    staging.lay(batch(ids(8, 8, 8)))
-    x = laid(staging, batch(ids(3, 1)))
+    staging.stage(batch(ids(8, 8, 8)))
+    x = stage(staging, batch(ids(3, 1)))
     assert x.data.tolist() == [0, 1, 2, 3]
     assert x.offsets.tolist() == [0, 3, 4]
 
 
-def test_chunks_may_be_views_into_a_larger_buffer() -> None:
+def test_chunks_may_be_views_of_a_larger_buffer() -> None:
     whole = memoryview(np.arange(9, dtype=IDS).tobytes())
     pieces = [Chunk(whole[8:20], 3, Returns(), None), Chunk(whole[0:4], 1, Returns(), None)]
-    assert laid(Staging(ROWS, TOKENS, None, CPU), Batch(ModelKey("words", "1"), pieces)).data.tolist() == [2, 3, 4, 0]
+    assert stage(Staging(ROWS, TOKENS, None, CPU), Batch(ModelKey("words", "1"), pieces)).data.tolist() == [2, 3, 4, 0]
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-def test_a_chunk_whose_bytes_do_not_match_its_steps_is_refused(steps: int) -> None:
+def test_chunk_whose_bytes_do_not_match_its_steps_fails(steps: int) -> None:
     wrong = Batch(ModelKey("words", "1"), [Chunk(bytes(8), steps, Returns(), None)])
     with pytest.raises(ValueError, match="different"):
-        Staging(ROWS, TOKENS, None, CPU).lay(wrong)
+        Staging(ROWS, TOKENS, None, CPU).stage(wrong)

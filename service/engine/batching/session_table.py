@@ -1,0 +1,194 @@
+"""Which sessions are open, which are idle, and which ended without their client's knowledge. Pure: the time is an argument.
+
+A client that resumes a session which ended without its knowledge gets an error once, so it never continues from another state unnoticed.
+A journal therefore records the ids of open sessions and of sessions that ended this way. The journal outlives the engine process.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from hashlib import blake2b
+from typing import NamedTuple
+
+from service.engine.batching.ticket import Session, StateLocation
+from service.errors import (
+    ServiceError,
+    SessionConflict,
+    SessionExpired,
+    SessionLost,
+    TooManySessions,
+    UnknownSession,
+)
+from service.ipc.messages import DIGEST_BYTES, ModelKey, Request
+from service.ipc.session_journal import SessionJournal
+from service.metrics import Metrics
+
+
+class _EndedSession(NamedTuple):
+    """Why a session ended without its client's knowledge, a key of UNREPORTED_ENDS, and its record in the journal."""
+
+    reason: str
+    record: int
+
+
+UNREPORTED_ENDS: dict[str, type[ServiceError]] = {"expired": SessionExpired, "lost": SessionLost, "unloaded": SessionLost}
+"""Errors for a client that resumes a session which ended without its knowledge: idle too long, or with its engine or model version."""
+
+
+class SessionTable:
+    """Up to `limit` open sessions, each idle for up to `idle_seconds`.
+
+    The journal has more records than there may be open sessions. The others remember sessions that have ended.
+    """
+
+    def __init__(self, limit: int, idle_seconds: float, journal: SessionJournal, metrics: Metrics) -> None:
+        self._limit = limit
+        self._idle_seconds = idle_seconds
+        self._journal = journal
+        self._metrics = metrics
+        self._open: dict[str, Session] = {}
+        self._idle: OrderedDict[Session, None] = OrderedDict()
+        """Sessions without a chunk, idle longest first."""
+        self._ended: OrderedDict[bytes, _EndedSession] = OrderedDict()
+        self._free_records: list[int] = []
+        self._read_journal()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def get(self, id: str) -> Session:
+        """Return an open session; raises the error that describes its end if it is not open."""
+        if id not in self._open:
+            raise self._unreported_end(id) or UnknownSession(f"no session {id!r} is open", field="session")
+        return self._open[id]
+
+    def find(self, id: str) -> Session | None:
+        return self._open.get(id)
+
+    def resume(self, request: Request, again: bool) -> Session | None:
+        """Return the session that a request continues, None if the request starts one.
+
+        again: another engine ended while it had the request. The session ended with it, so an open session of the same id is a new one.
+        Raises the error that describes the end of the session, or SessionConflict if the request cannot be its next chunk.
+        """
+        id = request.session
+        assert id is not None
+        session = self._open.get(id)
+        if again and not request.session_starts:
+            self._forget(_digest(id))
+            raise self._end_error("lost", id)
+        if session is None:
+            self._check_absent(id, request)
+            return None
+        if session.key != request.key:
+            raise _other_version(session, request)
+        if session.ending:
+            raise SessionConflict(f"session {id!r} ends with an earlier chunk", field="session")
+        return session
+
+    def open(self, id: str, key: ModelKey) -> Session:
+        """Open a session; raises TooManySessions at the limit."""
+        if len(self._open) >= self._limit:
+            raise TooManySessions(
+                f"{len(self._open)} sessions are open and SEQSERVE_MAX_SESSIONS is {self._limit}: "
+                "end one, retry later, or raise SEQSERVE_MAX_SESSIONS",
+                field="session",
+                retry_after=1,
+            )
+        self._forget(_digest(id))
+        if not self._free_records:
+            self._forget(next(iter(self._ended)))
+        session = self._open[id] = Session(id, StateLocation(key), self._free_records.pop())
+        self._journal.write(session.record, _digest(id))
+        return session
+
+    def of(self, key: ModelKey) -> list[Session]:
+        """Return the open sessions of one model version."""
+        return [session for session in self._open.values() if session.key == key]
+
+    def lose(self, session: Session) -> None:
+        """End a session whose model version is unloaded, without its client's knowledge. The caller discards its state."""
+        self._end_unreported(session, "unloaded")
+
+    def close(self, session: Session, reason: str) -> None:
+        """End a session with its client's knowledge, for one of metrics.SESSION_ENDS. The caller discards its state."""
+        self._remove(session, reason)
+        self._free_record(session.record)
+
+    def rest(self, session: Session, now: float) -> None:
+        """Start the idle time of a session: it has no chunk left."""
+        session.idle_since = now
+        self._idle[session] = None
+        self._idle.move_to_end(session)
+
+    def wake(self, session: Session) -> None:
+        """End the idle time of a session: a chunk has arrived."""
+        self._idle.pop(session, None)
+
+    def expire(self, now: float) -> list[Session]:
+        """End and return the sessions that were idle for too long, without their clients' knowledge. The caller discards their states."""
+        expired = []
+        while self._idle and (session := next(iter(self._idle))).idle_since + self._idle_seconds <= now:
+            self._end_unreported(session, "expired")
+            expired.append(session)
+        return expired
+
+    def _read_journal(self) -> None:
+        """Take over the journal of the previous engine: every session in it is lost."""
+        for record in reversed(range(self._journal.records)):
+            digest = self._journal.read(record)
+            if any(digest) and digest not in self._ended:
+                self._ended[digest] = _EndedSession("lost", record)
+            else:
+                self._free_records.append(record)
+
+    def _check_absent(self, id: str, request: Request) -> None:
+        """Raise, once, the error for a client that resumes a session which is not open."""
+        error = None if request.session_starts else self._unreported_end(id)
+        if error is not None:
+            raise error
+        if request.session_starts is False:
+            raise UnknownSession(f"no session {id!r} is open: start it with start = true", field="session")
+
+    def _unreported_end(self, id: str) -> ServiceError | None:
+        ended = self._forget(_digest(id))
+        return None if ended is None else self._end_error(ended.reason, id)
+
+    def _end_error(self, reason: str, id: str) -> ServiceError:
+        causes = {
+            "expired": f"session {id!r} was idle for longer than SEQSERVE_SESSION_IDLE_SECONDS, {self._idle_seconds:g} s",
+            "lost": f"the engine that held the state of session {id!r} ended",
+            "unloaded": f"the model version of session {id!r} was unloaded",
+        }
+        return UNREPORTED_ENDS[reason](f"{causes[reason]}: start the session again from its first step", field="session")
+
+    def _forget(self, digest: bytes) -> _EndedSession | None:
+        ended = self._ended.pop(digest, None)
+        if ended is not None:
+            self._free_record(ended.record)
+        return ended
+
+    def _free_record(self, record: int) -> None:
+        self._journal.write(record, bytes(DIGEST_BYTES))
+        self._free_records.append(record)
+
+    def _end_unreported(self, session: Session, reason: str) -> None:
+        self._remove(session, reason)
+        self._ended[_digest(session.id)] = _EndedSession(reason, session.record)
+
+    def _remove(self, session: Session, reason: str) -> None:
+        del self._open[session.id]
+        self._idle.pop(session, None)
+        self._metrics.sessions_ended.add(reason)
+
+
+def _other_version(session: Session, request: Request) -> SessionConflict:
+    """Return the error for a chunk of another model or version. `elsewhere` is the session's version if the client may have meant it."""
+    key = session.key
+    message = f"session {session.id!r} belongs to {key.name} version {key.version}: name that version, or another session"
+    meant = key.labels == request.key.labels or (key.name == request.model and not request.exactly)
+    return SessionConflict(message, field="session", elsewhere=key if meant else None)
+
+
+def _digest(id: str) -> bytes:
+    return blake2b(id.encode(), digest_size=DIGEST_BYTES).digest()

@@ -1,0 +1,85 @@
+"""What the engine process needs from the engine that runs its batches."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from service.engine.batch import Batch, Chunk
+from service.engine.batching.session_state import State
+from service.engine.execution.cost_model import Cost
+from service.engine.execution.device_engine import PreparedModel
+from service.engine.execution.in_flight import ChunkResult, EndObserver
+from service.ipc.messages import LoadedModel, ModelKey
+from service.modeling.spec import ModelSpec
+
+
+class Engine(Protocol):
+    """Runs batches and keeps states. `DeviceEngine` implements it on a device; tests have a fake."""
+
+    # Models.
+
+    def loaded(self) -> list[LoadedModel]:
+        """Return the served models and the backends that run them."""
+
+    def serves(self, key: ModelKey) -> bool: ...
+
+    def newest(self, name: str, version: str) -> ModelKey | None:
+        """Return the newest generation of a model version, None if the version is not served."""
+
+    def spec(self, key: ModelKey) -> ModelSpec: ...
+
+    def streams(self, key: ModelKey) -> bool:
+        """Return whether sequences of a model may run in chunks that continue from a state."""
+
+    def open(self, key: ModelKey, prepared: PreparedModel) -> None:
+        """Serve a prepared model from now on."""
+
+    def close(self, key: ModelKey) -> None:
+        """Stop serving a model that has no batch in flight."""
+
+    # States.
+
+    def slots(self, key: ModelKey) -> tuple[int, int]:
+        """Return how many state slots sequences may hold between batches, and how many more a launch may use."""
+
+    def save(self, key: ModelKey, slot: int) -> State:
+        """Return the state in a slot as a copy on the host, after all launched batches have written it."""
+
+    def restore(self, key: ModelKey, slot: int, state: State) -> None:
+        """Write a state to a slot, for batches launched from now on."""
+
+    # Batches.
+
+    @property
+    def device(self) -> object: ...
+
+    @property
+    def accepts_batch(self) -> bool:
+        """Whether to launch a batch now."""
+
+    @property
+    def running(self) -> tuple[float, float] | None:
+        """When the device began its current batch, on the clock of time.monotonic, and the predicted seconds; None without one."""
+
+    @property
+    def remaining_seconds(self) -> float:
+        """Predicted time until the batches in flight end."""
+
+    def runs(self, key: ModelKey) -> bool:
+        """Return whether a batch of a model is in flight."""
+
+    def cost(self, key: ModelKey) -> Cost: ...
+
+    def predicted_seconds(self, batch: Batch) -> float: ...
+
+    def launch(self, batch: Batch) -> None:
+        """Launch a batch. If the launch raises, no chunk of the batch will finish."""
+
+    def finished(self) -> list[tuple[Chunk, ChunkResult]]:
+        """Return the chunks that finished since the last call."""
+
+    def watch(self, observer: EndObserver | None) -> None:
+        """Call `observer` at each end of a batch, instead of the previous observer."""
+
+    def count_memory(self) -> None:
+        """Update the memory metrics of the device."""
