@@ -1,18 +1,29 @@
-"""Structured lines: one JSON object a line on standard error, so that no value can forge a second line."""
+"""Structured log: one JSON object a line on standard error, so that no value can forge a second line. Logging never raises."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from typing import Any
 
+STDERR = 2
+
 
 class Log:
-    """Writes events of one process; `process` names it (supervisor, front, engine-0)."""
+    """Writes the events of one process; `process` names it (supervisor, frontend, engine-0).
 
-    def __init__(self, process: str) -> None:
+    A line that cannot be written is dropped, as on a full disk or after the reader of a pipe has ended. The next line that can be written
+    is preceded by the number of dropped lines.
+    """
+
+    def __init__(self, process: str, descriptor: int = STDERR) -> None:
         self._process = process
+        self._descriptor = descriptor
+        self._dropped = 0
+        self._torn = False
+        """Whether the last write stopped in the middle of a line."""
 
     def info(self, event: str, **values: Any) -> None:
         self._write("info", event, values)
@@ -24,8 +35,32 @@ class Log:
         self._write("error", event, values)
 
     def _write(self, level: str, event: str, values: dict[str, Any]) -> None:
-        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime())
-        line = {"time": stamp + "Z", "level": level, "process": self._process, "event": event, **values}
-        # One write call a line: the processes share this file, and a whole line is never torn.
-        sys.stderr.write(json.dumps(line, default=str) + "\n")
-        sys.stderr.flush()
+        line = self._format(level, event, values)
+        if self._dropped:
+            line = self._format("warning", "log lines dropped", {"lines": self._dropped}) + line
+        if self._torn:
+            line = b"\n" + line
+        try:
+            self._write_all(line)
+        except OSError:
+            self._dropped += 1
+        else:
+            self._dropped, self._torn = 0, False
+
+    def _format(self, level: str, event: str, values: dict[str, Any]) -> bytes:
+        time_stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        line = {"time": time_stamp, "level": level, "process": self._process, "event": event, **values}
+        try:
+            text = json.dumps(line, default=str)
+        except Exception as error:  # str() of a value may raise anything
+            text = json.dumps({**line, **dict.fromkeys(values), "log_error": type(error).__name__})
+        return text.encode() + b"\n"
+
+    def _write_all(self, data: bytes) -> None:
+        """Write in one call: the processes share the stream, and a whole line is never torn. Only a disk that fills up splits a line."""
+        if self._descriptor == STDERR and sys.stderr is None:
+            raise OSError("the process started without a standard error: the descriptor belongs to another file")
+        written = os.write(self._descriptor, data)
+        while written < len(data):
+            self._torn = True
+            written += os.write(self._descriptor, data[written:])

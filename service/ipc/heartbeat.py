@@ -1,41 +1,54 @@
-"""A child process's sign of life: one shared page that it writes and the supervisor reads."""
+"""Heartbeats: each child process writes one shared page, which the supervisor reads."""
 
 from __future__ import annotations
 
+import asyncio
 import mmap
 import os
 import time
 
+from service.ipc.shared_file import create_shared_file
+
 IDLE_SECONDS = 0.5
 """An idle process beats at least this often."""
 PATIENCE_SECONDS = 2.0
-"""Default time until the next beat is due."""
+"""Default time until an engine's next beat is due."""
+FRONTEND_PATIENCE_SECONDS = 10.0
+"""Time until a frontend's next beat is due: reading a large tokenizer may occupy its interpreter for seconds."""
 
 
 class Heartbeat:
-    """One page of shared memory: the moment, on the machine's monotonic clock, by which the next sign of life is due.
+    """A page of shared memory with the time, on the machine's monotonic clock, at which the next beat is due.
 
-    A page costs the engine nothing per turn, where a frame would cost a write and wake the supervisor.
+    A beat is one store: a frame would cost the engine a write for each batch and wake the supervisor.
     """
 
     def __init__(self, descriptor: int | None = None) -> None:
-        self.descriptor = os.memfd_create("seqserve-pulse") if descriptor is None else descriptor
-        if descriptor is None:
-            os.ftruncate(self.descriptor, mmap.PAGESIZE)
-        self._page = mmap.mmap(self.descriptor, mmap.PAGESIZE)
-        # One store and one load: struct.pack_into writes zeros first, which the other side may read as long overdue.
+        """descriptor: the page that this process inherited; None creates a page."""
+        self.descriptor = create_shared_file("seqserve-heartbeat", mmap.PAGESIZE) if descriptor is None else descriptor
+        try:
+            self._page = mmap.mmap(self.descriptor, mmap.PAGESIZE)
+        except OSError:
+            os.close(self.descriptor)
+            raise
+        # One store and one load: struct.pack_into writes zeros first, which the supervisor could read as long overdue.
         self._due = memoryview(self._page).cast("d")
 
     def beat(self, next_seconds: float = PATIENCE_SECONDS) -> None:
-        """Alive now; the next beat comes within `next_seconds`."""
+        """Beat now; the next beat is due within `next_seconds`."""
         self.beat_by(time.monotonic() + next_seconds)
 
-    def beat_by(self, moment: float) -> None:
-        """Alive until then at least, on the machine's monotonic clock."""
-        self._due[0] = moment
+    def beat_by(self, due: float) -> None:
+        """Beat now; the next beat is due at `due`, on the machine's monotonic clock."""
+        self._due[0] = due
+
+    def beat_from_loop(self) -> None:
+        """Beat now and then from a timer of the running event loop: a loop that stands still misses its beats."""
+        self.beat(FRONTEND_PATIENCE_SECONDS)
+        asyncio.get_running_loop().call_later(IDLE_SECONDS, self.beat_from_loop)
 
     def late_seconds(self) -> float:
-        """How long the next sign of life is overdue; negative while it is not."""
+        """Return how long the next beat is overdue; negative while it is not."""
         return time.monotonic() - self._due[0]
 
     def close(self) -> None:

@@ -17,9 +17,6 @@ IDS = "int32"
 """Dtype of token ids between processes."""
 FEATURES = "float32"
 """Dtype of features and of every floating-point output between processes."""
-ZEROS, SCRAP, FIRST = 0, 1, 2
-"""State slots that belong to no sequence, and the first that does. New sequences start from ZEROS, which is never written. A state that
-nothing resumes from is written to SCRAP, which is never read."""
 
 DIGEST_BYTES = 16
 """Size of a session id's digest in the session journal."""

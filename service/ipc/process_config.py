@@ -1,13 +1,16 @@
-"""What the supervisor tells a child process at its start, and how a child is bound to its supervisor's life."""
+"""The configuration that a child process receives at its start, and what ends the child when its supervisor ends."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
 import os
+import select
 import signal
 import socket
 import sys
+import threading
+import time
 
 import msgspec
 
@@ -16,15 +19,16 @@ from service.ipc.messages import Manifest
 from service.settings import Settings
 
 PR_SET_PDEATHSIG = 1
+PARENT_CHECK_SECONDS = 0.1
 DEVICE_LOST = 70
-"""Exit status of an engine whose device failed."""
+"""Exit status of an engine after a device failure."""
 
 
 class ProcessConfig(msgspec.Struct, frozen=True):
-    """What a child reads from its standard input: settings as JSON, its supervisor, and the descriptors that it inherited.
+    """What a child reads from its standard input: settings as JSON, the supervisor's process id, and inherited descriptors.
 
-    `place` numbers those of its kind from 0: an engine runs on the device that has this place in the settings. `grpc` is the address on
-    which a front takes gRPC. `manifest` says which models to serve, and `strict` that it cannot start without one of them.
+    `place` is the child's number, counted from 0 in each role: an engine runs on the device with this number in the settings. `grpc` is the
+    address of a frontend's gRPC server. `manifest` names the models to serve; with `strict`, a model that cannot be loaded fails the start.
     """
 
     supervisor: int
@@ -40,10 +44,15 @@ class ProcessConfig(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls) -> ProcessConfig:
-        """This process's own, once it is tied to its supervisor."""
-        process_config = msgspec.json.decode(sys.stdin.buffer.read(), type=cls)
-        _die_with(process_config.supervisor)
-        return process_config
+        """Return this process's configuration and bind its life to the supervisor's."""
+        config = msgspec.json.decode(sys.stdin.buffer.read(), type=cls)
+        _die_with(config.supervisor, config.control)
+        return config
+
+    @property
+    def descriptors(self) -> list[int]:
+        """Return the descriptors that the child inherits."""
+        return [descriptor for descriptor in (self.control, self.listening, self.heartbeat, self.journal) if descriptor >= 0]
 
     def read_settings(self) -> Settings:
         return Settings.model_validate_json(self.settings)
@@ -60,9 +69,27 @@ def freeze_startup_objects() -> None:
     gc.collect()
 
 
-def _die_with(supervisor: int) -> None:
-    """Have the kernel end this process when the supervisor ends, however that happens."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def _die_with(supervisor: int, control: int) -> None:
+    """End this process when the supervisor ends, however that happens."""
+    if not _request_death_signal():
+        threading.Thread(target=_exit_after, args=(supervisor, control), daemon=True).start()
     if os.getppid() != supervisor:
-        raise SystemExit("the supervisor has gone")
+        raise SystemExit("the supervisor has ended")
+
+
+def _request_death_signal() -> bool:
+    """Have the kernel kill this process when its parent ends; false where the kernel cannot."""
+    if not sys.platform.startswith("linux"):
+        return False
+    result: int = ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    return result == 0
+
+
+def _exit_after(supervisor: int, control: int) -> None:
+    """Exit when the supervisor has ended. A supervisor that only closes the control channel waits for this process to finish."""
+    poll = select.poll()
+    poll.register(control, 0)  # no event is requested: a hang-up is always reported
+    poll.poll()
+    while os.getppid() == supervisor:
+        time.sleep(PARENT_CHECK_SECONDS)
+    os._exit(1)

@@ -1,139 +1,215 @@
-"""One child process as its supervisor holds it."""
+"""One child process of the supervisor: its start, its messages, its heartbeat and its end."""
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import os
+import socket
 import subprocess
 import sys
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TypeVar
 
 import msgspec
 
-from service.ipc.channel import Channel, pair
-from service.ipc.heartbeat import PATIENCE_SECONDS, Heartbeat
-from service.ipc.messages import Manifest
+from service.errors import Unavailable
+from service.ipc.async_channel import AsyncChannel
+from service.ipc.channel import Channel, Frame, encode, pair
+from service.ipc.heartbeat import Heartbeat
+from service.ipc.messages import Attach, Manifest, Message, Reply
 from service.ipc.process_config import DEVICE_LOST, ProcessConfig
+from service.ipc.rpc import Rpc
 from service.ipc.session_journal import SessionJournal
+from service.ipc.shared_file import create_shared_file
 from service.metrics import Snapshot
 from service.settings import Settings
 
-ENGINE = "engine"
-LAST_WORD_SECONDS = 0.5
-"""How long a process that has closed its control channel may take to end by itself."""
-QUIET = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0", "TOKENIZERS_PARALLELISM": "false", "GRPC_VERBOSITY": "NONE"}
-"""Compute threads that wait must sleep: the fronts share the cores. What gRPC's core says is no line of the log."""
+R = TypeVar("R", bound=Reply)
+ENGINE, FRONTEND = "engine", "frontend"
+EXIT_SECONDS = 0.5
+"""How long a process that has closed its control channel may take to exit by itself."""
+KILL_SECONDS = 2.0
+"""How long a killed process may take to end. One that a device or a network disk holds in the kernel is left behind."""
+CHILD_ENVIRONMENT = {
+    "OMP_WAIT_POLICY": "PASSIVE",  # idle compute threads sleep: the frontends share the cores
+    "KMP_BLOCKTIME": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+    "GRPC_VERBOSITY": "NONE",  # gRPC's core does not write log lines of our format
+}
 
 
-@dataclass(slots=True, eq=False)
 class Child:
-    """`name` is its place in the house (engine-0, front-0), which its successor takes over; `verdict` is why it ended."""
+    """A running child process. `name` is its role and number (engine-0, frontend-1), which its successor takes over.
 
-    name: str
-    process: subprocess.Popen[bytes]
-    control: Channel
-    heartbeat: Heartbeat | None
-    ready: bool = False
-    counts: Snapshot = field(default_factory=dict)
-    verdict: str = "ended"
+    `ended` is set when the process is gone or has to go; `exit_reason` tells why. `metrics` are the last that it sent. `failure` is its own
+    account of why it cannot start.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        process: subprocess.Popen[bytes],
+        control: Channel,
+        heartbeat: Heartbeat | None,
+        handle_message: Callable[[Child, Frame], None],
+    ) -> None:
+        """handle_message: receives every frame except replies to `call`."""
+        self.name = name
+        self.process = process
+        self.ready = False
+        self.metrics: Snapshot = {}
+        self.exit_reason = "ended"
+        self.failure: str | None = None
+        self.ended = asyncio.Event()
+        self._heartbeat = heartbeat
+        self._handle_message = handle_message
+        self._channel = AsyncChannel(control, self._handle_frame, self._handle_close)
+        self._rpc = Rpc(self._channel.send, name)
 
     @property
     def role(self) -> str:
-        """engine or front."""
         return self.name.partition("-")[0]
 
+    def send(self, message: Message, id: int = 0) -> None:
+        """Queue a message; it leaves as fast as the process reads."""
+        self._channel.send_message(message, id)
+
+    def attach(self, end: socket.socket) -> None:
+        """Pass one end of a channel to a process of the other role; the caller closes its own copy. Raises OSError."""
+        self._channel.send(encode(Attach()), attached=end)
+
+    async def call(self, message: Message, reply: type[R], *, timeout: float | None = None) -> R:
+        """Send a call and return its reply. Raises a ServiceError when it is refused or late, or when the process ends."""
+        return (await self._rpc.call(message, reply, timeout=timeout))[0]
+
     @property
-    def ended(self) -> bool:
-        return not self.control.open or self.process.poll() is not None
+    def exited(self) -> bool:
+        return self.process.poll() is not None
 
-    def tell(self, frame: bytes) -> None:
-        self.control.send(frame)
-        self.control.flush()
+    @property
+    def hung(self) -> bool:
+        """Whether its next heartbeat is overdue: the process is stopped, or busy with something that does not end."""
+        return self._heartbeat is not None and self._heartbeat.late_seconds() > 0
 
-    def kill_if_hung(self) -> None:
-        """End a process whose next sign of life is overdue: a stopped one, or one in a turn without end."""
-        if self.heartbeat is not None and self.heartbeat.late_seconds() > 0:
-            self.verdict = "hung"
-            self.process.kill()
-            self.process.wait()
-
-    def reap(self) -> int:
-        """Make sure that it has ended and give back what it held; returns its exit status, which may be the verdict."""
-        # Its end of the channel closes a moment before it ends: killed in that moment, it could not say why.
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(LAST_WORD_SECONDS)
+    def kill(self, exit_reason: str) -> None:
+        """End the process now. It counts as ended even when the kernel does not let it go."""
+        self.exit_reason = exit_reason
         self.process.kill()
-        status = self.process.wait()
-        if self.role == ENGINE and self.verdict == "ended" and status == DEVICE_LOST:
-            self.verdict = "device_lost"
-        self.control.close()
-        if self.heartbeat is not None:
-            self.heartbeat.close()
+        self.ended.set()
+
+    def close_channel(self) -> None:
+        """Close the control channel, which tells the process to exit; calls that wait for a reply fail."""
+        self._channel.close()
+        self._handle_close()
+
+    async def reap(self, exit_seconds: float = EXIT_SECONDS) -> int | None:
+        """Wait for the exit, kill the process if it is late, and release what it held.
+
+        Returns the exit status, or None when the kernel does not let the process go.
+        """
+        self.close_channel()
+        # The process closes its end a moment before it exits: killed in that moment, it could not report its exit status.
+        if not await self._wait(exit_seconds):
+            self.process.kill()
+            await self._wait(KILL_SECONDS)
+        status = self.process.returncode
+        if self.role == ENGINE and self.exit_reason == "ended" and status == DEVICE_LOST:
+            self.exit_reason = "device_lost"
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+            self._heartbeat = None
         return status
 
-    def end(self) -> None:
-        """Close its control channel, which tells it to end, and see that it does."""
-        self.control.close()
-        try:
-            self.process.wait(PATIENCE_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+    def abandon(self) -> None:
+        """End a process that could not be connected, and release what it held."""
+        self.close_channel()
+        self.process.kill()
+        self.process.wait()
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+            self._heartbeat = None
+
+    async def _wait(self, seconds: float) -> bool:
+        """Return whether the process exits within `seconds`."""
+        until, pause = time.monotonic() + seconds, 0.001
+        while not self.exited and time.monotonic() < until:
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        return self.exited
+
+    def _handle_frame(self, frame: Frame) -> None:
+        if not self._rpc.handle_reply(frame):
+            self._handle_message(self, frame)
+
+    def _handle_close(self) -> None:
+        self._rpc.close(Unavailable(f"{self.name} has ended: retry", retry_after=1))
+        self.ended.set()
 
 
 def start(
     name: str,
     settings: Settings,
-    listening: int,
-    grpc: str | None = None,
-    journal: SessionJournal | None = None,
+    handle_message: Callable[[Child, Frame], None],
     *,
+    listening: int,
+    grpc: str | None,
+    journal: SessionJournal | None,
     manifest: Manifest,
     strict: bool,
 ) -> Child:
-    """A new process. An engine has a pulse, whose first beat is due when its models must be loaded, and its place's journal; a front has
-    the port, and the address of the one that it opens itself. strict: it cannot start without one of the models."""
+    """Start a process; raises OSError, with nothing left behind, when the system lacks the resources.
+
+    Its first heartbeat is due when its models must be loaded. listening: descriptor of the HTTP port, for frontends; grpc: the address that
+    a frontend opens itself; journal: session ids of the previous engine; strict: a model that cannot be loaded fails the start.
+    """
     role, _, place = name.partition("-")
-    mine, theirs = pair()
-    heartbeat = Heartbeat() if role == ENGINE else None
-    if heartbeat is not None:
+    with ExitStack() as inherited, ExitStack() as on_error:
+        near, far = pair()
+        on_error.enter_context(near)
+        inherited.enter_context(far)
+        heartbeat = Heartbeat()
+        on_error.callback(heartbeat.close)
         heartbeat.beat(settings.start_seconds)
-    process_config = ProcessConfig(
-        supervisor=os.getpid(),
-        settings=settings.model_dump_json(),
-        control=theirs.fileno(),
-        place=int(place),
-        listening=-1 if heartbeat else listening,
-        grpc=None if heartbeat else grpc,
-        heartbeat=heartbeat.descriptor if heartbeat else -1,
-        journal=journal.descriptor if journal else -1,
-        manifest=manifest,
-        strict=strict,
-    )
-    child = Child(name, _spawn(role, process_config), Channel(mine), heartbeat)
-    theirs.close()
+        config = ProcessConfig(
+            supervisor=os.getpid(),
+            settings=settings.model_dump_json(),
+            control=far.fileno(),
+            place=int(place),
+            listening=listening if role == FRONTEND else -1,
+            grpc=grpc if role == FRONTEND else None,
+            heartbeat=heartbeat.descriptor,
+            journal=journal.descriptor if journal else -1,
+            manifest=manifest,
+            strict=strict,
+        )
+        process = _spawn(role, config)
+        on_error.callback(process.wait)
+        on_error.callback(process.kill)
+        child = Child(name, process, Channel(near), heartbeat, handle_message)
+        on_error.pop_all()
     return child
 
 
-def _spawn(role: str, process_config: ProcessConfig) -> subprocess.Popen[bytes]:
-    """In a process group of its own, so that an interrupt at the keyboard reaches only the supervisor."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", f"service.{role}"],
-        stdin=subprocess.PIPE,
-        pass_fds=[
-            descriptor
-            for descriptor in (
-                process_config.control,
-                process_config.listening,
-                process_config.heartbeat,
-                process_config.journal,
-            )
-            if descriptor >= 0
-        ],
-        env={**os.environ, **QUIET},
-        process_group=0,
-    )
-    assert process.stdin is not None
-    process.stdin.write(msgspec.json.encode(process_config))
-    process.stdin.close()
-    return process
+def connect(frontend: Child, engine: Child) -> None:
+    """Connect a frontend and an engine by a new channel; raises OSError."""
+    near, far = pair()
+    with near, far:
+        frontend.attach(near)
+        engine.attach(far)
+
+
+def _spawn(role: str, config: ProcessConfig) -> subprocess.Popen[bytes]:
+    """Start the process in a new process group: an interrupt from the keyboard reaches the supervisor alone."""
+    # A file, not a pipe: a large configuration would block the supervisor until the process has imported its modules.
+    with os.fdopen(create_shared_file("seqserve-config"), "w+b") as config_file:
+        config_file.write(msgspec.json.encode(config))
+        config_file.seek(0)
+        return subprocess.Popen(
+            [sys.executable, "-m", f"service.{role}"],
+            stdin=config_file,
+            pass_fds=config.descriptors,
+            env={**os.environ, **CHILD_ENVIRONMENT},
+            process_group=0,
+        )

@@ -1,24 +1,25 @@
-"""What is served changes while it is served: one change after the other, and all processes are told of each step of it.
+"""Changes what the service serves while it serves: one change at a time, carried out by all processes.
 
-Engines make what is new ready beside what they serve, and fronts read it; then the fronts turn to it, all at once each; then what is not
-served any more may go, as soon as nothing of it is left. A change that fails before the fronts turn has not happened.
+Engines and frontends first prepare the new versions while they serve the old ones. Then every frontend switches, each at one moment.
+Then the engines unload versions that are no longer served, as soon as nothing uses them. A change that fails or is cancelled before the
+switch has no effect.
 """
 
 from __future__ import annotations
 
-import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable
+from contextlib import asynccontextmanager
 from functools import partial
-from itertools import count
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from service.errors import (
     InferenceFailed,
+    InvalidInput,
     InvalidModel,
     ModelError,
     ServiceError,
@@ -26,41 +27,36 @@ from service.errors import (
     UnknownModel,
     Unsupported,
 )
-from service.ipc import messages
-from service.ipc.channel import Frame, encode
-from service.ipc.messages import IndexEntry, Manifest, ModelKey, ModelVersion, Refusal
+from service.ipc.messages import (
+    CloseModel,
+    Done,
+    ForgetModel,
+    IndexEntry,
+    Manifest,
+    Message,
+    ModelKey,
+    ModelVersion,
+    PrepareModel,
+    Refusal,
+    ServeModels,
+)
 from service.log import Log
-from service.metrics import Metrics
+from service.metrics import GONE, Metrics
+from service.modeling.spec import NAME
 from service.settings import Settings
-from service.supervisor.process import ENGINE, Child
-from service.supervisor.repository import Fingerprint, Repository, renewed
+from service.supervisor.process import ENGINE, FRONTEND, Child
+from service.supervisor.repository import Fingerprint, FolderReader, Repository, keep_unchanged, read_in_thread
 
 T = TypeVar("T")
-Steps = Generator[Callable[[], bool], None, T]
-"""Goes on when what it gave says so."""
-Answer = Callable[[ServiceError | None], None]
-
-
-@dataclass(slots=True, eq=False)
-class _Round:
-    """A word that several processes have to answer. missing: those that have not."""
-
-    missing: set[Child]
-    refused: dict[Child, Refusal] = field(default_factory=dict)
-
-
-@dataclass(slots=True, eq=False)
-class _Closing:
-    """A version on its way out. missing: the engines that still have it."""
-
-    key: ModelKey
-    missing: set[Child]
+READ_SECONDS = 10.0
+"""Longest read of names and small files in the models folder. Weights may take SEQSERVE_START_SECONDS."""
+MAX_POLICY_CHARACTERS = 1000
 
 
 class ModelReloader:
-    """`manifest` is what fronts serve. on_gone hears of each version of which nothing is left anywhere.
+    """Loads and unloads models at run time. `manifest` is what frontends serve.
 
-    The models folder is read in a thread of its own: where it hangs, changes wait, and nothing else does.
+    `on_unloaded` is called with each version that no process has any more.
     """
 
     def __init__(
@@ -68,7 +64,7 @@ class ModelReloader:
         repository: Repository,
         settings: Settings,
         children: Callable[[], Iterable[Child]],
-        on_gone: Callable[[ModelKey], None],
+        on_unloaded: Callable[[ModelKey], None],
         metrics: Metrics,
         log: Log,
     ) -> None:
@@ -76,274 +72,270 @@ class ModelReloader:
         self._repository = repository
         self._settings = settings
         self._children = children
-        self._on_gone = on_gone
+        self._on_unloaded = on_unloaded
         self._metrics = metrics
         self._log = log
-        self.manifest = repository.manifest()
-        self._pending: list[ModelVersion] = []
+        self.manifest, self._loaded = self._read_at_start()
+        """`_loaded` has the fingerprint of each model when it was last loaded, successfully or not."""
+        self._preparing: list[ModelVersion] = []
+        self._closing: Counter[ModelKey] = Counter()
+        """Versions that were served and are being unloaded."""
         self._policies: dict[str, str] = {}
+        """Policies that clients chose, by model; they hold until another is chosen."""
         self._reasons: dict[str, str] = {}
-        """Why a model could not be loaded when that was last tried."""
-        self._tried: dict[str, Fingerprint] = repository.fingerprints()
-        """What each folder looked like then."""
-        self._seen: dict[str, Fingerprint] = {}
-        self._poll_at = time.monotonic() + settings.poll_seconds
-        self._reader = ThreadPoolExecutor(1, "repository")
-        self._ids = count(1)
-        self._rounds: dict[int, _Round] = {}
-        self._closing: dict[int, _Closing] = {}
-        self._waiting: deque[Steps[None]] = deque()
-        """Changes that have not begun."""
-        self._under_way: list[tuple[Steps[None], Callable[[], bool]]] = []
-        self._changing = False
+        """Why the last change of a model failed."""
+        self._reader = FolderReader()
+        self._lock = asyncio.Lock()
+        self._closed = False
+        self._background: set[asyncio.Task[None]] = set()
 
-    def to_load(self) -> Manifest:
-        """What an engine that starts now is to have."""
-        return Manifest([*self.manifest.model_versions, *self._pending], self.manifest.aliases)
+    def engine_manifest(self) -> Manifest:
+        """Return the versions that a starting engine has to load: those in service and those in preparation."""
+        return Manifest([*self.manifest.model_versions, *self._preparing], self.manifest.aliases)
 
-    def ask(self, frontend: Child, frame: Frame) -> None:
-        """A front was asked to load or unload a model, or what there is."""
-        message = frame.message
-        if isinstance(message, messages.ListModels):
-            self._begin(self._index(frontend, frame.id))
-            return
-
-        def answer(fault: ServiceError | None) -> None:
-            if fault is None:
-                frontend.tell(encode(messages.Done(), frame.id))
-            else:
-                frontend.tell(encode(Refusal.of(fault), frame.id))
-
-        if self._settings.reload == "off":
-            answer(
-                Unsupported("models are loaded at the start only, as SEQSERVE_RELOAD is off: start the service anew, or set it")
+    async def load(self, name: str, policy: str | None = None) -> None:
+        """Serve what the folder of a model holds now; raises a ServiceError. policy: from now on, instead of the model's own."""
+        if policy is not None and len(policy) > MAX_POLICY_CHARACTERS:
+            raise InvalidInput(
+                f"the version policy has {len(policy)} characters and at most {MAX_POLICY_CHARACTERS} are allowed: shorten it",
+                field="parameters.config",
             )
-        elif isinstance(message, messages.LoadModel):
-            self._waiting.append(self._change(message.name, self._load(message.name, message.policy), answer))
-        elif isinstance(message, messages.UnloadModel):
-            self._waiting.append(self._change(message.name, self._unload(message.name), answer))
+        async with self._change(name):
+            await self._load(name, policy)
 
-    def handle_reply(self, child: Child, frame: Frame) -> None:
-        """A process answers."""
-        if frame.id in self._closing:
-            self._left(frame.id, child)
-        elif frame.id in self._rounds:
-            if isinstance(frame.message, Refusal):
-                self._rounds[frame.id].refused[child] = frame.message
-            self._rounds[frame.id].missing.discard(child)
+    async def unload(self, name: str) -> None:
+        """Stop serving a model; raises a ServiceError."""
+        async with self._change(name):
+            rest = [version for version in self.manifest.model_versions if version.name != name]
+            if len(rest) == len(self.manifest.model_versions):
+                served = ", ".join(sorted({version.name for version in rest})) or "none"
+                raise UnknownModel(f"{name!r} is not served: served are {served}", field="model")
+            await self._switch(Manifest(rest, self.manifest.aliases))
 
-    def forget(self, child: Child) -> None:
-        """A process has ended: nobody waits for it."""
-        for one in self._rounds.values():
-            one.missing.discard(child)
-        for id in list(self._closing):
-            self._left(id, child)
+    async def index(self) -> list[IndexEntry]:
+        """Return every version in the models folder or in service, with its state; raises a ServiceError."""
+        listing = await self._read(self._repository.listing)
+        served = {(version.name, version.version) for version in self.manifest.model_versions}
+        preparing = {(version.name, version.version) for version in self._preparing}
+        closing = {key.labels for key in self._closing}
+        entries = []
+        in_folder = ((name, version) for name, versions in listing.items() for version in versions)
+        for name, version in sorted({*served, *in_folder}):
+            reason = self._reasons.get(name, "")
+            if (name, version) in served:
+                entries.append(IndexEntry(name, version, "READY", reason))
+            elif (name, version) in preparing:
+                entries.append(IndexEntry(name, version, "LOADING"))
+            elif (name, version) in closing:
+                entries.append(IndexEntry(name, version, "UNLOADING"))
+            else:
+                entries.append(IndexEntry(name, version, "UNAVAILABLE", reason or "the version policy does not select it"))
+        return entries
 
-    def step(self) -> None:
-        """Go on with whatever can."""
-        if self._settings.reload == "poll" and time.monotonic() >= self._poll_at:
-            self._poll_at = float("inf")
-            self._begin(self._poll())
-        if self._waiting and not self._changing:
-            self._changing = True
-            self._begin(self._waiting.popleft())
-        for one in list(self._under_way):
-            steps, ready = one
-            if ready():
-                self._under_way.remove(one)
-                self._begin(steps)
+    async def poll(self) -> None:
+        """Load what has changed in the models folder, every `poll_seconds`."""
+        seen: dict[str, Fingerprint] = {}
+        while not self._closed:
+            await asyncio.sleep(self._settings.poll_seconds)
+            try:
+                now = await self._read(self._repository.fingerprints)
+            except ServiceError as error:
+                self._log.error("models folder cannot be read", error=error.message)
+            else:
+                await self._load_changes(now, seen)
+                seen = now
 
     def close(self) -> None:
-        """Read no more."""
-        self._reader.shutdown(wait=False, cancel_futures=True)
+        """Begin no further change, and stop waiting for engines to unload."""
+        self._closed = True
+        for task in self._background:
+            task.cancel()
 
-    # What a change consists of.
+    # A change.
 
-    def _change(self, name: str, steps: Steps[None], answer: Answer) -> Steps[None]:
-        """One change, whatever comes of it."""
-        fault: ServiceError | None = None
+    @asynccontextmanager
+    async def _change(self, name: str) -> AsyncIterator[None]:
+        """Hold the lock for one change of a model; log and count its outcome."""
+        if self._settings.reload == "off":
+            raise Unsupported("SEQSERVE_RELOAD is off: restart the service to change its models, or set it to request or poll")
+        outcome = InferenceFailed.code
         try:
-            yield from steps
-        except ServiceError as refused:
-            fault = refused
-            # Whoever asks for what there is not fills no log.
-            if not isinstance(refused, UnknownModel):
-                self._reasons[name] = refused.message
-                self._log.warning("not changed", model=name, reason=refused.message)
-        except Exception as raised:
-            fault = InferenceFailed("the service failed on this change: its log says why")
-            self._log.error("bug", error=f"{type(raised).__name__}: {raised}")
+            if name and not NAME.fullmatch(name):
+                raise UnknownModel(
+                    f"{name[:100]!r} cannot be the name of a model: see POST /v2/repository/index", field="model"
+                )
+            async with self._lock:
+                if self._closed:
+                    raise Unavailable("the service is shutting down")
+                yield
+        except asyncio.CancelledError:
+            outcome = GONE
+            self._log.info("change cancelled", model=name)
+            raise
+        except ServiceError as error:
+            outcome = error.code
+            # Unknown names are not logged: clients could flood the log.
+            if not isinstance(error, UnknownModel):
+                self._reasons[name] = error.message
+                self._log.warning("not changed", model=name, reason=error.message)
+            raise
         else:
+            outcome = "ok"
             self._reasons.pop(name, None)
-            self._log.info(
-                "changed", model=name, serves=[one.version for one in self.manifest.model_versions if one.name == name]
-            )
-        self._changing = False
-        self._metrics.model_changes.add("ok" if fault is None else fault.code)
-        answer(fault)
+            self._log.info("changed", model=name, serves=[v.version for v in self.manifest.model_versions if v.name == name])
+        finally:
+            self._metrics.model_changes.add(outcome)
 
-    def _load(self, name: str, policy: str | None) -> Steps[None]:
-        if not (yield from self._read(lambda: self._repository.has(name))):
-            raise UnknownModel(f"the models folder has no folder {name!r:.100}", field="model")
+    async def _load(self, name: str, policy: str | None) -> None:
+        if not await self._read(partial(self._repository.has, name)):
+            raise UnknownModel(f"the models folder has no folder {name!r}", field="model")
         policy = policy or self._policies.get(name)
-        model_versions = yield from self._read(lambda: self._repository.read(name, policy))
-        served = {(one.name, one.version): one for one in self.manifest.model_versions}
-        mine = renewed(model_versions, served)
-        for model_version in mine:
-            if model_version in self.manifest.model_versions:
-                yield from self._read(partial(self._repository.check, model_version))
-        wanted = [*(one for one in self.manifest.model_versions if one.name != name), *mine]
-        aliases = yield from self._read(self._repository.aliases)
-        yield from self._make_ready([one for one in wanted if one not in self.manifest.model_versions])
-        yield from self._serve(Manifest(sorted(wanted, key=_place), aliases))
+        found = await self._read(partial(self._repository.read, name, policy))
+        served = {(version.name, version.version): version for version in self.manifest.model_versions}
+        selected = keep_unchanged(found, served)
+        for version in selected:
+            if version in self.manifest.model_versions:
+                await self._read(partial(self._repository.check, version), self._settings.start_seconds)
+        others = [version for version in self.manifest.model_versions if version.name != name]
+        aliases = await self._read(self._repository.aliases)
+        await self._prepare([version for version in selected if version not in self.manifest.model_versions])
+        await self._switch(Manifest(sorted([*others, *selected], key=_manifest_order), aliases))
         if policy is not None:
             self._policies[name] = policy
 
-    def _unload(self, name: str) -> Steps[None]:
-        left = [one for one in self.manifest.model_versions if one.name != name]
-        if len(left) == len(self.manifest.model_versions):
-            served = ", ".join(sorted({one.name for one in left})) or "none"
-            raise UnknownModel(f"{name!r:.100} is not served: served are {served}", field="model")
-        yield from self._serve(Manifest(left, self.manifest.aliases))
+    async def _load_changes(self, now: dict[str, Fingerprint], before: dict[str, Fingerprint]) -> None:
+        """Load models with a folder that has changed since the last load and is stable now; unload models without a folder."""
+        for name, fingerprint in now.items():
+            if fingerprint != self._loaded.get(name) and fingerprint == before.get(name):
+                self._loaded[name] = fingerprint
+                with contextlib.suppress(ServiceError):  # the log and the index have the error
+                    await (self.load(name) if name else self._load_aliases())
+        for name in sorted({version.name for version in self.manifest.model_versions} - now.keys()):
+            self._loaded.pop(name, None)
+            with contextlib.suppress(ServiceError):
+                await self.unload(name)
 
-    def _rename(self) -> Steps[None]:
-        aliases = yield from self._read(self._repository.aliases)
-        yield from self._serve(Manifest(self.manifest.model_versions, aliases))
+    async def _load_aliases(self) -> None:
+        async with self._change(""):
+            aliases = await self._read(self._repository.aliases)
+            await self._switch(Manifest(self.manifest.model_versions, aliases))
 
-    def _make_ready(self, fresh: list[ModelVersion]) -> Steps[None]:
-        """Every engine and every front has it all, or none of it."""
-        self._pending = fresh
+    async def _prepare(self, model_versions: list[ModelVersion]) -> None:
+        """Prepare versions in every engine and frontend, all versions or none; raises a ServiceError."""
+        self._preparing = model_versions
         try:
-            for model_version in fresh:
-                one = yield from self._asked(list(self._children()), messages.PrepareModel(model_version))
-                self._check(one)
-        except ServiceError:
-            self._go([model_version.key for model_version in fresh], seconds=0.0)
+            for model_version in model_versions:
+                errors = await self._call_all(list(self._children()), PrepareModel(model_version))
+                for error in errors.values():
+                    raise error
+        except BaseException:
+            # Also after a cancellation: engines unload what they have prepared, or are still preparing.
+            self._unload([version.key for version in model_versions], session_seconds=0.0)
             raise
         finally:
-            self._pending = []
+            self._preparing = []
 
-    def _serve(self, manifest: Manifest) -> Steps[None]:
-        now = {model_version.key for model_version in manifest.model_versions}
-        gone = [model_version.key for model_version in self.manifest.model_versions if model_version.key not in now]
+    async def _switch(self, manifest: Manifest) -> None:
+        """Switch all frontends to a manifest and unload the versions that it leaves out. A cancellation comes too late for this step."""
+        await _run_to_the_end(self._switch_frontends(manifest))
+
+    async def _switch_frontends(self, manifest: Manifest) -> None:
+        keys = {version.key for version in manifest.model_versions}
+        replaced = [version.key for version in self.manifest.model_versions if version.key not in keys]
         self.manifest = manifest
-        frontends = [child for child in self._children() if child.role != ENGINE]
-        one = yield from self._asked(frontends, messages.ServeModels(manifest))
-        for frontend in (*one.missing, *one.refused):
-            # It would go on with what is about to go; its successor turns to what is there.
-            self._log.error("frontend did not switch", child=frontend.name)
-            frontend.process.kill()
-        self._go(gone, self._settings.unload_seconds)
+        errors = await self._call_all(self._children_with(FRONTEND), ServeModels(manifest))
+        for frontend, error in errors.items():
+            # It would send requests to versions that are about to be unloaded; its successor starts with this manifest.
+            self._log.error("frontend did not switch", child=frontend.name, error=error.message)
+            frontend.kill("ended")
+        self._closing.update(replaced)
+        self._unload(replaced, self._settings.unload_seconds)
 
-    def _go(self, keys: list[ModelKey], seconds: float) -> None:
-        """These may go when nothing of them is left."""
+    def _unload(self, keys: list[ModelKey], session_seconds: float) -> None:
+        """Have the engines unload versions in the background, each when nothing uses it any more."""
         for key in keys:
-            id, engines = next(self._ids), {child for child in self._children() if child.role == ENGINE}
-            self._closing[id] = _Closing(key, engines)
-            for engine in engines:
-                engine.tell(encode(messages.CloseModel(key, seconds), id))
-            if not engines:
-                self._gone(id)
+            task = asyncio.get_running_loop().create_task(self._unload_one(key, session_seconds))
+            self._background.add(task)
+            task.add_done_callback(self._background.discard)
 
-    def _left(self, id: int, engine: Child) -> None:
-        closing = self._closing.get(id)
-        if closing is not None:
-            closing.missing.discard(engine)
-            if not closing.missing:
-                self._gone(id)
+    async def _unload_one(self, key: ModelKey, session_seconds: float) -> None:
+        # An engine that ends meanwhile has unloaded the version as well.
+        calls = [engine.call(CloseModel(key, session_seconds), Done) for engine in self._children_with(ENGINE)]
+        await asyncio.gather(*calls, return_exceptions=True)
+        self._closing -= Counter([key])
+        for frontend in self._children_with(FRONTEND):
+            frontend.send(ForgetModel(key))
+        if not any(version.key.labels == key.labels for version in self.manifest.model_versions):
+            self._on_unloaded(key)
 
-    def _gone(self, id: int) -> None:
-        key = self._closing.pop(id).key
-        for child in self._children():
-            if child.role != ENGINE:
-                child.tell(encode(messages.ForgetModel(key)))
-        if not any(model_version.key.labels == key.labels for model_version in self.manifest.model_versions):
-            self._on_gone(key)
+    # Calls and reads.
 
-    # What there is.
+    def _children_with(self, role: str) -> list[Child]:
+        return [child for child in self._children() if child.role == role]
 
-    def _index(self, frontend: Child, id: int) -> Steps[None]:
+    async def _call_all(self, children: Collection[Child], message: Message) -> dict[Child, ServiceError]:
+        """Call several children at once; return the error of each child that refuses or is late.
+
+        A child that ends meanwhile counts as successful: its successor starts with the manifest of that time.
+        """
+        errors = await asyncio.gather(*(self._call(child, message) for child in children))
+        return {child: error for child, error in zip(children, errors, strict=True) if error is not None}
+
+    async def _call(self, child: Child, message: Message) -> ServiceError | None:
+        limit = self._settings.start_seconds
         try:
-            listing = yield from self._read(self._repository.listing)
-        except ServiceError as fault:
-            frontend.tell(encode(Refusal(fault.code, fault.message), id))
-            return
-        served = {(one.name, one.version) for one in self.manifest.model_versions}
-        loading = {(one.name, one.version) for one in self._pending}
-        leaving = {one.key.labels for one in self._closing.values()}
-        rows = []
-        for where in sorted({*served, *((name, version) for name, versions in listing.items() for version in versions)}):
-            reason = self._reasons.get(where[0], "")
-            if where in served:
-                rows.append(IndexEntry(*where, "READY", reason))
-            elif where in loading or where in leaving:
-                rows.append(IndexEntry(*where, "LOADING" if where in loading else "UNLOADING"))
-            else:
-                rows.append(IndexEntry(*where, "UNAVAILABLE", reason or "it is not asked for"))
-        frontend.tell(encode(messages.ModelsListed(rows), id))
+            async with asyncio.timeout(limit):
+                await child.call(message, Done)
+        except TimeoutError:
+            return Unavailable(
+                f"{child.name} did not reply within {limit:g} s: retry, or raise SEQSERVE_START_SECONDS", retry_after=1
+            )
+        except ServiceError as error:
+            refusal = Refusal.of(error)
+            return (
+                None if child.ended.is_set() else msgspec.structs.replace(refusal, message=self._relative(error.message)).error
+            )
+        return None
 
-    def _poll(self) -> Steps[None]:
-        """Load what has changed, and does not go on changing."""
+    async def _read(self, read: Callable[[], T], seconds: float = READ_SECONDS) -> T:
+        """Read from the models folder. Raises InvalidModel for an error in it, and Unavailable when the read takes too long."""
         try:
-            now = yield from self._read(self._repository.fingerprints)
-        except ServiceError as fault:
-            self._log.error("models folder cannot be read", error=fault.message)
-        else:
-            for name in now:
-                if now[name] != self._tried.get(name) and now[name] == self._seen.get(name):
-                    self._tried[name] = now[name]
-                    self._waiting.append(self._change(name, self._load(name, None) if name else self._rename(), _unheard))
-            for name in sorted({one.name for one in self.manifest.model_versions} - now.keys()):
-                self._tried.pop(name, None)
-                self._waiting.append(self._change(name, self._unload(name), _unheard))
-            self._seen = now
-        self._poll_at = time.monotonic() + self._settings.poll_seconds
+            return await self._reader.run(read, seconds)
+        except TimeoutError:
+            raise Unavailable(
+                f"the models folder did not answer within {seconds:g} s: check its disk or network mount, then retry",
+                retry_after=1,
+            ) from None
+        except (ModelError, OSError) as error:
+            raise InvalidModel(self._relative(str(error)), field="model") from error
 
-    # How a step waits.
-
-    def _begin(self, steps: Steps[None]) -> None:
-        """Do as much as can be done now."""
+    def _read_at_start(self) -> tuple[Manifest, dict[str, Fingerprint]]:
+        limit = self._settings.start_seconds
         try:
-            self._under_way.append((steps, next(steps)))
-        except StopIteration:
-            return
+            # In a thread: a signal then ends the start even when the models folder hangs.
+            return read_in_thread(lambda: (self._repository.manifest(), self._repository.fingerprints())).result(limit)
+        except TimeoutError:
+            raise ModelError(
+                f"models folder {self._settings.models} did not answer within {limit:g} s: check its disk or network mount, "
+                "or raise SEQSERVE_START_SECONDS"
+            ) from None
 
-    def _read(self, read: Callable[[], T]) -> Steps[T]:
-        """Something of the models folder; raises InvalidModel."""
-        future = self._reader.submit(read)
-        yield future.done
-        try:
-            return future.result()
-        except (ModelError, OSError) as fault:
-            raise InvalidModel(self._within_folder(str(fault)), field="model") from fault
-
-    def _asked(self, children: list[Child], message: messages.Message) -> Steps[_Round]:
-        """All of these are told; what they said against it, and who has said nothing for too long."""
-        id, one = next(self._ids), _Round(set(children))
-        self._rounds[id] = one
-        for child in children:
-            child.tell(encode(message, id))
-        until = time.monotonic() + self._settings.start_seconds
-        yield lambda: not one.missing or time.monotonic() > until
-        return self._rounds.pop(id)
-
-    def _check(self, one: _Round) -> None:
-        """Raises what one of them said against it."""
-        for refusal in one.refused.values():
-            raise msgspec.structs.replace(refusal, message=self._within_folder(refusal.message)).error
-        if one.missing:
-            slow = ", ".join(sorted(child.name for child in one.missing))
-            limit = f"SEQSERVE_START_SECONDS, {self._settings.start_seconds:g} s"
-            raise Unavailable(f"{slow} did not do it within {limit}: retry, or raise it", retry_after=1)
-
-    def _within_folder(self, message: str) -> str:
-        """Without the way to the models folder, which is no caller's business."""
+    def _relative(self, message: str) -> str:
+        """Return a message without the path of the models folder, which clients must not learn."""
         return message.replace(f"{self._settings.models}/", "")
 
 
-def _place(model_version: ModelVersion) -> tuple[str, int]:
+async def _run_to_the_end(work: Coroutine[Any, Any, None]) -> None:
+    """Run `work` to its end even when the caller is cancelled meanwhile. The cancellation is dropped: the work has taken effect."""
+    task, caller = asyncio.ensure_future(work), asyncio.current_task()
+    assert caller is not None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            caller.uncancel()
+    task.result()
+
+
+def _manifest_order(model_version: ModelVersion) -> tuple[str, int]:
     return model_version.name, int(model_version.version)
-
-
-def _unheard(fault: ServiceError | None) -> None:
-    """Nobody asked for it: the log and the index have it."""

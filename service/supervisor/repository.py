@@ -1,127 +1,180 @@
-"""The models folder: which versions it has, which of them are to be served, and what stands in each. Reads files and starts nothing."""
+"""The models folder: which versions it has, which of them to serve, and what each contains. Reads files and starts no process."""
 
 from __future__ import annotations
 
+import asyncio
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from itertools import count
 from pathlib import Path
+from threading import Thread
+from typing import Any, TypeVar
 
 from service.errors import ModelError
 from service.ipc.messages import Manifest, ModelVersion
 from service.modeling import spec
 from service.settings import VERSIONS
 
+T = TypeVar("T")
 POLICY = "versions.toml"
-"""In the folder of a model: `serve`, which of its versions are served."""
+"""File in a model's folder; its key `serve` chooses the versions to serve."""
 Fingerprint = frozenset[tuple[str, int, int]]
-"""Path, size and time of the last change of every file: whatever is copied there changes it."""
+"""Path, size and modification time of every file: any copy into the folder changes it."""
+MAX_HUNG_READS = 8
+"""Threads that may hang in the models folder before further reads are refused."""
 
 
-def chosen(policy: str, versions: Sequence[str]) -> list[str]:
-    """Those of the versions, rising, that a policy names; raises ModelError for one that is not there."""
+def choose(policy: str, versions: Sequence[str]) -> list[str]:
+    """Return the versions that a policy selects, in ascending order; raises ModelError for a version that does not exist."""
     if policy == "all":
         return list(versions)
     if policy.startswith("latest"):
         return list(versions[-int(policy.partition(":")[2] or 1) :])
-    wanted = sorted(set(policy.split(",")), key=int)
-    missing = [version for version in wanted if version not in versions]
+    selected = sorted(set(policy.split(",")), key=int)
+    missing = [version for version in selected if version not in versions]
     if missing:
-        raise ModelError(f"version {missing[0]} is to be served and there is none: there are {', '.join(versions)}")
-    return wanted
+        raise ModelError(
+            f"the version policy selects version {missing[0]:.20}, which does not exist: choose from {', '.join(versions)}"
+        )
+    return selected
 
 
 class Repository:
-    """A models folder, looked at again each time that it is asked for something. policy: of the models that have none of their own."""
+    """A models folder, read again at every call. `policy` applies to models without a versions.toml."""
 
     def __init__(self, root: Path, policy: str = "all") -> None:
         self._root = root
         self._policy = policy
         self._generations = count(1)
-        self._whole: dict[Path, Fingerprint] = {}
-        """What folders looked like when their files were last read and found to be what their specs name."""
+        self._verified: dict[Path, Fingerprint] = {}
+        """Fingerprints of version folders when all digests were last found to match."""
 
     def manifest(self) -> Manifest:
-        """All that is to be served; raises ModelError at the first fault."""
-        model_versions = [model_version for name in spec.find(self._root) for model_version in self.read(name)]
-        return Manifest(model_versions, spec.aliases(self._root, by_name(model_versions)))
+        """Return everything to serve; raises ModelError at the first error."""
+        model_versions = [model_version for name in spec.find_models(self._root) for model_version in self.read(name)]
+        return Manifest(model_versions, spec.read_aliases(self._root, by_name(model_versions)))
 
     def read(self, name: str, policy: str | None = None) -> list[ModelVersion]:
-        """The versions of a model that are to be served, by its own policy if none is given, each of a generation of its own; raises
-        ModelError. name: of a folder in the models folder."""
+        """Return the versions of a model to serve, each with a new generation; raises ModelError.
+
+        name: a folder in the models folder; policy: instead of the model's own policy.
+        """
         folder = self._root / name
-        versions = spec.versions(folder)
-        return [
-            self._model_version(versions[version]) for version in chosen(policy or self._own_policy(folder), list(versions))
-        ]
+        versions = spec.version_folders(folder)
+        selected = choose(policy or self._read_policy(folder), list(versions))
+        return [self._model_version(versions[version]) for version in selected]
 
     def check(self, model_version: ModelVersion) -> None:
-        """Whether the folder of an edition still has the files that its spec names; raises ModelError. Files that look as before are not
-        read again."""
+        """Raise ModelError unless the version's folder still has the files that its spec names. Unchanged files are not read again."""
         folder = Path(model_version.folder)
-        now = frozenset(_files(folder))
-        if now != self._whole.get(folder):
+        fingerprint = frozenset(_files(folder))
+        if fingerprint != self._verified.get(folder):
             model = spec.ModelSpec.model_validate_json(model_version.spec)
             for name in model.sha256:
-                spec.verified(folder / name, model)
-            self._whole[folder] = now
+                spec.read_verified(folder / name, model)
+            self._verified[folder] = fingerprint
 
     def aliases(self) -> dict[str, str]:
-        """Other names of whatever is in the folder, served or not; raises ModelError for one that leads nowhere."""
-        return spec.aliases(self._root, self.listing())
+        """Return the aliases of all models in the folder, served or not; raises ModelError for an alias of an unknown model."""
+        return spec.read_aliases(self._root, self.listing())
 
     def listing(self) -> dict[str, list[str]]:
-        """The names and versions of all that looks like a model."""
+        """Return the versions in the folder by model name, valid or not."""
         return {
-            folder.name: [version.name for version in spec.folders(folder)]
-            for folder in spec.folders(self._root)
+            folder.name: [version.name for version in spec.visible_folders(folder)]
+            for folder in spec.visible_folders(self._root)
             if spec.NAME.fullmatch(folder.name)
         }
 
     def has(self, name: str) -> bool:
-        """Whether there is a folder of this name, which may be whatever a caller sent."""
+        """Return whether a model has this name; any string of a client is safe."""
         return bool(spec.NAME.fullmatch(name)) and (self._root / name).is_dir()
 
     def fingerprints(self) -> dict[str, Fingerprint]:
-        """Of each model; and, under no name, of the aliases."""
-        found = {folder.name: frozenset(_files(folder)) for folder in spec.folders(self._root)}
+        """Return the fingerprint of each model and, under the empty name, of the aliases."""
+        models = {folder.name: frozenset(_files(folder)) for folder in spec.visible_folders(self._root)}
         aliases = self._root / spec.ALIASES
-        return found | {"": frozenset(_stat(aliases, self._root) if aliases.exists() else ())}
+        return models | {"": frozenset(_stat(aliases, self._root) if aliases.exists() else ())}
 
     def _model_version(self, folder: Path) -> ModelVersion:
         model = spec.read(folder)
         return ModelVersion(model.name, folder.name, next(self._generations), str(folder), model.model_dump_json())
 
-    def _own_policy(self, folder: Path) -> str:
+    def _read_policy(self, folder: Path) -> str:
+        """Return the policy in a model's versions.toml, or the default."""
         file = folder / POLICY
         try:
-            said = tomllib.loads(file.read_text()) if file.exists() else {}
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as fault:
-            raise ModelError(f"{file}: {fault}") from fault
-        policy = said.pop("serve", self._policy)
-        if said or not isinstance(policy, str) or not VERSIONS.fullmatch(policy):
-            raise ModelError(f'{file}: it has one key, serve, which is "all", "latest", "latest:2" or versions such as "1,3"')
+            values = tomllib.loads(spec.read_file(file).decode()) if file.exists() else {}
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise ModelError(f"{file}: {error}") from error
+        policy = values.pop("serve", self._policy)
+        if values or not isinstance(policy, str) or not VERSIONS.fullmatch(policy):
+            raise ModelError(f'{file}: its only key is serve, with "all", "latest", "latest:2" or versions such as "1,3"')
         return policy
 
 
+class FolderReader:
+    """Runs reads of the models folder one after the other, each in a daemon thread.
+
+    A read that hangs, as on a network disk, is abandoned: it holds up neither later reads nor the end of the service.
+    """
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+        self._abandoned: list[Future[Any]] = []
+
+    async def run(self, read: Callable[[], T], seconds: float) -> T:
+        """Return the result of `read`, or raise its error; raises TimeoutError when it takes longer than `seconds`."""
+        async with self._lock:
+            self._abandoned = [future for future in self._abandoned if not future.done()]
+            if len(self._abandoned) >= MAX_HUNG_READS:
+                raise TimeoutError
+            future = read_in_thread(read)
+            try:
+                async with asyncio.timeout(seconds):
+                    return await asyncio.wrap_future(future)
+            finally:
+                if not future.done():
+                    self._abandoned.append(future)
+
+
+def read_in_thread(read: Callable[[], T]) -> Future[T]:
+    """Run `read` in a new daemon thread."""
+    future = Future[T]()
+    future.set_running_or_notify_cancel()  # nothing can cancel it from here on: only the thread completes it
+
+    def run() -> None:
+        try:
+            result = read()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    Thread(target=run, name="models-folder", daemon=True).start()
+    return future
+
+
 def by_name(model_versions: Sequence[ModelVersion]) -> dict[str, list[str]]:
-    """The versions of each model, in their order."""
-    found: dict[str, list[str]] = {}
+    """Return the versions of each model, in their order."""
+    versions: dict[str, list[str]] = {}
     for model_version in model_versions:
-        found.setdefault(model_version.name, []).append(model_version.version)
-    return found
+        versions.setdefault(model_version.name, []).append(model_version.version)
+    return versions
 
 
-def renewed(model_versions: Sequence[ModelVersion], served: Mapping[tuple[str, str], ModelVersion]) -> list[ModelVersion]:
-    """These, and in the place of each that says what is served already, that one: it need not be loaded again."""
+def keep_unchanged(
+    model_versions: Sequence[ModelVersion], served: Mapping[tuple[str, str], ModelVersion]
+) -> list[ModelVersion]:
+    """Replace each version that is served already, with the same content, by the served one, which need not be loaded again."""
 
-    def same(model_version: ModelVersion) -> ModelVersion:
+    def unchanged(model_version: ModelVersion) -> ModelVersion:
         old = served.get((model_version.name, model_version.version))
-        return (
-            old if old is not None and (old.spec, old.folder) == (model_version.spec, model_version.folder) else model_version
-        )
+        same = old is not None and (old.spec, old.folder) == (model_version.spec, model_version.folder)
+        return old if old is not None and same else model_version
 
-    return [same(model_version) for model_version in model_versions]
+    return [unchanged(model_version) for model_version in model_versions]
 
 
 def _files(folder: Path) -> Iterator[tuple[str, int, int]]:
@@ -131,5 +184,5 @@ def _files(folder: Path) -> Iterator[tuple[str, int, int]]:
 
 
 def _stat(path: Path, root: Path) -> Iterator[tuple[str, int, int]]:
-    found = path.stat()
-    yield str(path.relative_to(root)), found.st_size, found.st_mtime_ns
+    status = path.stat()
+    yield str(path.relative_to(root)), status.st_size, status.st_mtime_ns

@@ -1,45 +1,48 @@
-"""Starts, watches and replaces the other processes; opens the ports; gathers the metrics. Answers no request itself.
+"""Starts, watches and restarts the other processes, opens the ports and aggregates metrics. Answers no inference request itself.
 
-Down is up reversed: say not ready, serve on for the lame-duck time, close the ports, let the fronts drain, end the engines.
+Shutdown is start-up reversed: report not ready, serve for the lame-duck time, close the ports, let the frontends drain, end the engines.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import random
-import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable
-from types import FrameType
+from collections.abc import Awaitable, Callable
+from typing import Any
 
-from service.errors import StartError
+from service.errors import InferenceFailed, ServiceError, StartError
 from service.ipc import messages
-from service.ipc.channel import Frame, encode, pair
-from service.ipc.heartbeat import PATIENCE_SECONDS
-from service.ipc.messages import Manifest, ModelKey
+from service.ipc.channel import Frame
+from service.ipc.heartbeat import IDLE_SECONDS, PATIENCE_SECONDS
+from service.ipc.messages import Done, Drain, Manifest, Message, MetricsCollected, ModelKey, ModelsListed, Refusal, Reply
 from service.ipc.session_journal import SessionJournal, journal_records
 from service.log import Log
 from service.metrics import Metrics
 from service.settings import Settings
 from service.supervisor.metrics_aggregator import MetricsAggregator
-from service.supervisor.process import ENGINE, Child, start
+from service.supervisor.process import ENGINE, FRONTEND, Child, connect, start
 from service.supervisor.reload import ModelReloader
 from service.supervisor.repository import Repository
 
-TICK_SECONDS = 0.05
 BACKLOG = 2048
 LONGEST_DELAY_SECONDS = 5.0
 FORGIVEN_SECONDS = 60.0
-"""A death is forgiven, and the next successor starts at once, after this long."""
+"""After this time an exit no longer delays the next restart."""
 STARTS_ALLOWED = 3
 """A process that ends this often before the service was ever ready stops the start."""
+KILL_MARGIN_SECONDS = 1.0
+"""How much longer than drain_seconds a frontend may take to exit."""
 
 
 class Supervisor:
-    """`serve` runs it all. `announce` is called once, with the addresses of HTTP and of gRPC, when requests are answered."""
+    """`serve` runs the service. `announce` is called once, with the addresses of HTTP and gRPC, when all processes are ready."""
 
     def __init__(self, settings: Settings, log: Log, announce: Callable[[str, str | None], None]) -> None:
+        """Raises StartError when the models folder cannot be served or a port is taken."""
         self._settings = settings
         self._log = log
         self._announce = announce
@@ -47,242 +50,329 @@ class Supervisor:
         self._metrics = Metrics()
         self._metrics.ready.set(0.0)
         self._metrics_aggregator = MetricsAggregator(self._metrics)
-        self._selector = selectors.DefaultSelector()
-        engines, frontends = range(len(settings.devices)), range(settings.frontends)
-        self._names = [*(f"{ENGINE}-{place}" for place in engines), *(f"frontend-{place}" for place in frontends)]
-        self._journals = {f"{ENGINE}-{place}": SessionJournal(journal_records(settings)) for place in engines}
         self._children: dict[str, Child] = {}
+        self._exits: dict[str, list[float]] = {}
+        """Times of the recent exits and failed starts of each process."""
+        self._calls: dict[tuple[Child, int], asyncio.Task[None]] = {}
+        self._stop_requested = asyncio.Event()
+        self._interrupted = asyncio.Event()
+        self._draining = False
+        self._frontends_closed = False
+        self._handlers: dict[type[Message], Callable[[Child, int, Any], None]] = {
+            messages.Ready: self._handle_ready,
+            messages.Failed: self._handle_failed,
+            messages.MetricsCollected: self._handle_late_metrics,
+            messages.ScrapeMetrics: self._handle_scrape,
+            messages.ListModels: self._handle_list_models,
+            messages.LoadModel: self._handle_load,
+            messages.UnloadModel: self._handle_unload,
+            messages.Cancel: self._handle_cancel,
+        }
         repository = Repository(settings.models, settings.versions)
-        self._model_reloader = ModelReloader(repository, settings, self._children.values, self._forget, self._metrics, log)
+        self._model_reloader = ModelReloader(
+            repository, settings, self._children.values, self._forget_model, self._metrics, log
+        )
+        self._engine_names = [f"{ENGINE}-{place}" for place in range(len(settings.devices))]
+        self._names = [*self._engine_names, *(f"{FRONTEND}-{place}" for place in range(settings.frontends))]
+        self._journals = {name: SessionJournal(journal_records(settings)) for name in self._engine_names}
         self._listening = _open_port(settings)
         self._grpc = _reserve_port(settings) if settings.grpc else None
-        self._due = dict.fromkeys(self._names, 0.0)
-        self._deaths: dict[str, list[float]] = {name: [] for name in self._names}
-        self._fault: str | None = None
-        self._last_tick = time.monotonic()
-        self._patient_until = 0.0
-        self._signal: int | None = None
-        self._close_at: float | None = None
-        self._kill_at: float | None = None
 
     @property
     def manifest(self) -> Manifest:
-        """What is served, or will be as soon as it is loaded."""
+        """Return what is served, or will be as soon as it is loaded."""
         return self._model_reloader.manifest
 
     def serve(self) -> None:
-        """Run until a signal and through the drain after it; raises StartError when the service cannot start."""
-        signal.signal(signal.SIGTERM, self._on_signal)
-        signal.signal(signal.SIGINT, self._on_signal)
+        """Run the service until SIGTERM or an interrupt, and drain it; raises StartError when it cannot start."""
         try:
-            while not self._over():
-                self._tick()
-        finally:
-            self._close_ports()
-            self._model_reloader.close()
-            # All are told before one is waited for: they end side by side.
-            for child in self._children.values():
-                child.control.close()
-            for child in self._children.values():
-                child.end()
-            for journal in self._journals.values():
-                journal.close()
-        if self._fault is not None:
-            raise StartError(self._fault)
+            asyncio.run(self._run())
+        except BaseExceptionGroup as group:
+            start_errors = [error for error in group.exceptions if isinstance(error, StartError)]
+            if not start_errors:
+                raise
+            raise start_errors[0] from None
         self._log.info("ended")
 
-    @property
-    def _engines(self) -> list[Child]:
-        return [child for child in self._children.values() if child.role == ENGINE]
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(self._log_bug)
+        loop.add_signal_handler(signal.SIGTERM, self._stop_requested.set)
+        loop.add_signal_handler(signal.SIGINT, self._interrupt)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = {name: tasks.create_task(self._keep_running(name)) for name in self._names}
+                watching = [tasks.create_task(self._watch_heartbeats())]
+                if self._settings.reload == "poll":
+                    watching.append(tasks.create_task(self._model_reloader.poll()))
+                await self._stop_requested.wait()
+                await self._drain(running)
+                self._model_reloader.close()
+                for task in (*watching, *running.values()):
+                    task.cancel()
+        finally:
+            await self._end()
 
-    @property
-    def _frontends(self) -> list[Child]:
-        return [child for child in self._children.values() if child.role != ENGINE]
+    async def _end(self) -> None:
+        """End all processes and free what the supervisor holds."""
+        self._close_ports()
+        self._model_reloader.close()
+        for call in self._calls.values():
+            call.cancel()
+        children = self._children.values()
+        # Close all channels before waiting for the first process: they all exit at the same time.
+        for child in children:
+            child.close_channel()
+        await asyncio.gather(*(child.reap(PATIENCE_SECONDS) for child in children))
+        await asyncio.gather(*self._calls.values(), return_exceptions=True)
+        for journal in self._journals.values():
+            journal.close()
 
-    def _tick(self) -> None:
-        """Who spoke, who hangs, who has ended, who is due, how far the drain is."""
-        for key, _ in self._selector.select(TICK_SECONDS):
-            for frame in key.data.control.receive():
-                self._handle_frame(key.data, frame)
-        self._note_own_lateness()
-        for child in list(self._children.values()):
-            child.control.flush()
-            if time.monotonic() > self._patient_until:
-                child.kill_if_hung()
-            if child.ended:
-                self._reap(child)
-        self._start_due()
-        self._model_reloader.step()
-        self._metrics_aggregator.answer(self._children.values())
-        self._drain()
+    # Start, watch, restart.
 
-    def _handle_frame(self, child: Child, frame: Frame) -> None:
-        message = frame.message
-        match message:
-            case messages.Ready():
-                child.ready = True
-                self._look_ready()
-            case messages.Failed(reason=reason):
-                self._failed(child, reason)
-            case messages.ScrapeMetrics():
-                self._metrics_aggregator.ask(child, frame.id, self._children.values())
-            case messages.MetricsCollected(snapshot=snapshot):
-                self._metrics_aggregator.count(child, frame.id, snapshot)
-            case messages.LoadModel() | messages.UnloadModel() | messages.ListModels():
-                self._model_reloader.ask(child, frame)
-            case messages.Reply():
-                self._model_reloader.handle_reply(child, frame)
+    async def _keep_running(self, name: str) -> None:
+        """Run one process after another under this name; raises StartError when none becomes ready."""
+        while not self._is_closed(name):
+            try:
+                child = self._start(name)
+            except OSError as error:
+                delay = self._restart_delay(name)
+                self._log.error("process not started", child=name, error=str(error), retry_seconds=round(delay, 2))
+            else:
+                await child.ended.wait()
+                await self._reap(child)
+                if self._is_closed(name):
+                    return
+                delay = self._restart_delay(name)
+            await asyncio.sleep(delay)
 
-    def _note_own_lateness(self) -> None:
-        """When this process itself was not run for a while, nor were the engines: their lateness proves nothing."""
-        now = time.monotonic()
-        if now - self._last_tick > PATIENCE_SECONDS / 2:
-            self._patient_until = now + PATIENCE_SECONDS
-        self._last_tick = now
+    def _is_closed(self, name: str) -> bool:
+        """Whether this process is not restarted any more: while frontends drain, they still need the engines."""
+        return self._frontends_closed and name not in self._engine_names
 
-    def _look_ready(self) -> None:
-        """Ready while an engine is loaded and a front has met one; announced once all of them are."""
-        engine, frontend = (any(child.ready for child in children) for children in (self._engines, self._frontends))
-        self._metrics.ready.set(float(engine and frontend and self._signal is None))
-        ready = [child for child in self._children.values() if child.ready]
-        if not self._announced and len(ready) == len(self._names):
-            self._announced = True
-            self._announce(_address(self._listening), self._grpc_address)
-
-    @property
-    def _grpc_address(self) -> str | None:
-        return None if self._grpc is None else _address(self._grpc)
-
-    def _forget(self, key: ModelKey) -> None:
-        """A version is not served any more, and nothing is left of it."""
-        self._metrics_aggregator.forget_model(*key.labels)
-
-    # Birth and death.
-
-    def _start_due(self) -> None:
-        for name, due in list(self._due.items()):
-            if due <= time.monotonic() and (name.startswith(ENGINE) or self._kill_at is None):
-                del self._due[name]
-                self._start(name)
-
-    def _start(self, name: str) -> None:
+    def _start(self, name: str) -> Child:
+        """Start a process and connect it with all processes of the other role; raises OSError, with nothing left behind."""
+        is_engine = name in self._engine_names
         child = start(
             name,
             self._settings,
-            self._listening.fileno(),
-            self._grpc_address,
-            self._journals.get(name),
-            manifest=self._model_reloader.to_load() if name.startswith(ENGINE) else self.manifest,
+            self._handle_message,
+            listening=self._listening.fileno(),
+            grpc=self._grpc_address,
+            journal=self._journals.get(name),
+            manifest=self._model_reloader.engine_manifest() if is_engine else self.manifest,
             strict=not self._announced,
         )
+        try:
+            for other in self._children.values():
+                if is_engine and other.role == FRONTEND:
+                    connect(other, child)
+                elif not is_engine and other.role == ENGINE:
+                    connect(child, other)
+        except OSError:
+            child.abandon()
+            raise
         self._log.info("started", child=name, pid=child.process.pid)
-        self._selector.register(child.control, selectors.EVENT_READ, child)
-        for other in self._children.values():
-            if (other.role == ENGINE) != (child.role == ENGINE):
-                _join(child, other)
-        if self._signal is not None:
-            child.tell(encode(messages.Drain()))
+        if self._draining:
+            child.send(Drain())
         self._children[name] = child
+        return child
 
-    def _reap(self, child: Child) -> None:
-        """Take a child that has ended out of the house; its place is filled, unless the house closes."""
-        self._selector.unregister(child.control)
-        status = child.reap()
+    async def _reap(self, child: Child) -> None:
+        """Release what a dead child process held, keep its totals and log why it ended."""
+        status = await child.reap()
+        for (caller, _), call in self._calls.items():
+            if caller is child:
+                call.cancel()
         del self._children[child.name]
-        self._metrics_aggregator.forget(child)
-        self._model_reloader.forget(child)
-        if self._kill_at is not None and child.role != ENGINE:
+        self._metrics_aggregator.keep_totals(child)
+        if child.failure is not None and not self._announced:
+            raise StartError(child.failure)
+        if self._is_closed(child.name):
             return
-        self._log.warning("child ended", child=child.name, status=status, verdict=child.verdict)
-        self._metrics.restarts.add(child.role, child.verdict)
-        self._look_ready()
-        self._due[child.name] = time.monotonic() + self._delay(child.name)
+        self._log.warning("child ended", child=child.name, status=status, reason=child.exit_reason)
+        self._metrics.restarts.add(child.role, child.exit_reason)
+        self._update_ready()
 
-    def _delay(self, name: str) -> float:
-        """Seconds until the successor starts: none after a first death, then doubling with jitter."""
+    def _restart_delay(self, name: str) -> float:
+        """Return the seconds until the next start: none after a first exit, then doubling with jitter."""
         now = time.monotonic()
-        deaths = self._deaths[name] = [then for then in self._deaths[name] if now - then < FORGIVEN_SECONDS] + [now]
-        if not self._announced and len(deaths) >= STARTS_ALLOWED:
-            self._fault = self._fault or f"the {name} process ended {len(deaths)} times before it was ready: its log says why"
-        if len(deaths) == 1:
+        exits = self._exits[name] = [exit for exit in self._exits.get(name, []) if now - exit < FORGIVEN_SECONDS] + [now]
+        if not self._announced and len(exits) >= STARTS_ALLOWED:
+            raise StartError(f"the {name} process ended {len(exits)} times before it was ready: see its log lines")
+        if len(exits) == 1:
             return 0.0
-        return min(LONGEST_DELAY_SECONDS, 0.1 * 2.0 ** len(deaths)) * random.uniform(0.5, 1.0)
+        return min(LONGEST_DELAY_SECONDS, 0.1 * 2.0 ** len(exits)) * random.uniform(0.5, 1.0)
 
-    def _failed(self, child: Child, reason: str) -> None:
-        child.verdict = "failed"
-        self._log.error("child failed", child=child.name, reason=reason)
-        if not self._announced:
-            self._fault = reason
+    async def _watch_heartbeats(self) -> None:
+        """Kill children with late heartbeats, and notice an exit even when another process holds the channel open."""
+        patient_until = 0.0
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(IDLE_SECONDS)
+            now = time.monotonic()
+            if now - before > PATIENCE_SECONDS / 2:
+                # This process did not run for a while. Neither did the children then: their lateness proves nothing.
+                patient_until = now + PATIENCE_SECONDS
+            for child in self._children.values():
+                if child.exited:
+                    # Its last messages come first.
+                    asyncio.get_running_loop().call_later(IDLE_SECONDS, child.ended.set)
+                elif child.hung and now >= patient_until and not child.ended.is_set():
+                    child.kill("hung")
 
-    # The end.
+    def _update_ready(self) -> None:
+        """The service is ready while an engine and a frontend are. It is announced once all processes are."""
+        ready = [child for child in self._children.values() if child.ready]
+        self._metrics.ready.set(float({child.role for child in ready} == {ENGINE, FRONTEND} and not self._draining))
+        if not self._announced and len(ready) == len(self._names):
+            self._announced = True
+            try:
+                self._announce(_address(self._listening), self._grpc_address)
+            except OSError as error:
+                self._log.warning("standard output cannot be written", error=str(error))
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """A second SIGTERM does not restart the drain; an interrupt, from a keyboard, cuts the lame-duck time short."""
-        if self._signal is None or number == signal.SIGINT:
-            self._signal = number
+    # Messages of the children.
 
-    def _drain(self) -> None:
-        if self._signal is None:
-            return
-        now = time.monotonic()
-        if self._close_at is None:
-            self._log.info("draining", lame_duck_seconds=self._settings.lame_duck_seconds, seconds=self._settings.drain_seconds)
-            self._close_at = now + self._settings.lame_duck_seconds
-            self._look_ready()
-            for frontend in self._frontends:
-                frontend.tell(encode(messages.Drain()))
-        if self._kill_at is None and (now >= self._close_at or self._signal == signal.SIGINT or not self._announced):
-            self._kill_at = now + self._settings.drain_seconds + 1.0
-            self._close_ports()
-            for frontend in self._frontends:
-                frontend.process.terminate()
-        if self._kill_at is not None and now > self._kill_at:
-            for frontend in self._frontends:
-                frontend.process.kill()
+    def _handle_message(self, child: Child, frame: Frame) -> None:
+        handler = self._handlers.get(type(frame.message))
+        if handler is not None:
+            handler(child, frame.id, frame.message)
+
+    def _handle_ready(self, child: Child, id: int, message: messages.Ready) -> None:
+        child.ready = True
+        self._update_ready()
+
+    def _handle_failed(self, child: Child, id: int, message: messages.Failed) -> None:
+        child.failure, child.exit_reason = message.reason, "failed"
+        self._log.error("child failed", child=child.name, reason=message.reason)
+        child.ended.set()
+
+    def _handle_late_metrics(self, child: Child, id: int, message: MetricsCollected) -> None:
+        child.metrics = message.snapshot
+
+    def _handle_scrape(self, child: Child, id: int, message: messages.ScrapeMetrics) -> None:
+        async def scrape() -> Reply:
+            return MetricsCollected(await self._metrics_aggregator.collect(list(self._children.values())))
+
+        self._answer(child, id, scrape)
+
+    def _handle_list_models(self, child: Child, id: int, message: messages.ListModels) -> None:
+        async def list_models() -> Reply:
+            return ModelsListed(await self._model_reloader.index())
+
+        self._answer(child, id, list_models)
+
+    def _handle_load(self, child: Child, id: int, message: messages.LoadModel) -> None:
+        async def load() -> Reply:
+            await self._model_reloader.load(message.name, message.policy)
+            return Done()
+
+        self._answer(child, id, load)
+
+    def _handle_unload(self, child: Child, id: int, message: messages.UnloadModel) -> None:
+        async def unload() -> Reply:
+            await self._model_reloader.unload(message.name)
+            return Done()
+
+        self._answer(child, id, unload)
+
+    def _handle_cancel(self, child: Child, id: int, message: messages.Cancel) -> None:
+        """The client of a call has disconnected, or the frontend no longer waits for its reply."""
+        call = self._calls.get((child, id))
+        if call is not None:
+            call.cancel()
+
+    def _answer(self, child: Child, id: int, handle_call: Callable[[], Awaitable[Reply]]) -> None:
+        """Handle a call in a task and send its reply."""
+
+        async def answer() -> None:
+            try:
+                reply = await handle_call()
+            except ServiceError as error:
+                reply = Refusal.of(error)
+            except Exception as error:
+                self._log.error("bug", error=f"{type(error).__name__}: {error}")
+                reply = Refusal.of(InferenceFailed("the supervisor failed on this call: its log has the error"))
+            child.send(reply, id)
+
+        task = self._calls[child, id] = asyncio.get_running_loop().create_task(answer())
+        task.add_done_callback(lambda _: self._calls.pop((child, id), None))
+
+    # Shutdown.
+
+    def _interrupt(self) -> None:
+        """An interrupt, from a keyboard, also cuts the lame-duck time short."""
+        self._stop_requested.set()
+        self._interrupted.set()
+
+    async def _drain(self, running: dict[str, asyncio.Task[None]]) -> None:
+        """Report not ready, serve for the lame-duck time, close the ports and let the frontends finish their requests."""
+        self._log.info("draining", lame_duck_seconds=self._settings.lame_duck_seconds, seconds=self._settings.drain_seconds)
+        self._draining = True
+        self._update_ready()
+        for frontend in self._frontends:
+            frontend.send(Drain())
+        if self._announced:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._interrupted.wait(), self._settings.lame_duck_seconds)
+        self._frontends_closed = True
+        self._close_ports()
+        for frontend in self._frontends:
+            frontend.process.terminate()
+        draining = [running[frontend.name] for frontend in self._frontends]
+        if draining:
+            await asyncio.wait(draining, timeout=self._settings.drain_seconds + KILL_MARGIN_SECONDS)
+        for frontend in self._frontends:
+            frontend.kill("ended")
 
     def _close_ports(self) -> None:
         self._listening.close()
         if self._grpc is not None:
             self._grpc.close()
 
-    def _over(self) -> bool:
-        return self._fault is not None or (self._kill_at is not None and not self._frontends)
+    @property
+    def _frontends(self) -> list[Child]:
+        return [child for child in self._children.values() if child.role == FRONTEND]
 
+    @property
+    def _grpc_address(self) -> str | None:
+        return None if self._grpc is None else _address(self._grpc)
 
-def _join(one: Child, other: Child) -> None:
-    """A channel between a front and an engine."""
-    for child, end in zip((one, other), pair(), strict=True):
-        child.control.send(encode(messages.Attach()), attached=end)
-        child.control.flush()
-        end.close()
+    def _forget_model(self, key: ModelKey) -> None:
+        self._metrics_aggregator.forget_model(*key.labels)
+
+    def _log_bug(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """An exception in a callback fails what it served, and nothing else."""
+        self._log.error("bug", error=repr(context.get("exception") or context["message"]))
 
 
 def _open_port(settings: Settings) -> socket.socket:
-    """The HTTP port, on which every front takes connections from one queue: where one of them stands still, the others go on."""
-    listening = _bound(settings.host, settings.port, socket.SO_REUSEADDR, "choose another with --host or --port")
+    """Return the listening HTTP socket. All frontends accept from its one queue: where one stands still, the others continue."""
+    listening = _bind(settings.host, settings.port, socket.SO_REUSEADDR, "choose another with --host or --port")
     listening.listen(BACKLOG)
     return listening
 
 
 def _reserve_port(settings: Settings) -> socket.socket:
-    """The gRPC port, which each front opens itself: bound so that nobody else gets it, and never listened to.
+    """Return a socket that is bound to the gRPC port and never listens: each frontend opens the port itself.
 
-    A socket that nobody shares a port with is bound to it first: whoever else has it stops the start, and none of the fronts.
+    An exclusive bind comes first: a port that another program uses stops the start here and not in the frontends.
     """
-    way_out = "choose another with --grpc-port, or do without gRPC with SEQSERVE_GRPC=0"
-    _bound(settings.host, settings.grpc_port, socket.SO_REUSEADDR, way_out).close()
-    return _bound(settings.host, settings.grpc_port, socket.SO_REUSEPORT, way_out)
+    way_out = "choose another with --grpc-port, or disable gRPC with SEQSERVE_GRPC=0"
+    _bind(settings.host, settings.grpc_port, socket.SO_REUSEADDR, way_out).close()
+    return _bind(settings.host, settings.grpc_port, socket.SO_REUSEPORT, way_out)
 
 
-def _bound(host: str, port: int, shared: int, way_out: str) -> socket.socket:
-    made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    made.setsockopt(socket.SOL_SOCKET, shared, 1)
+def _bind(host: str, port: int, option: int, way_out: str) -> socket.socket:
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, option, 1)
     try:
-        made.bind((host, port))
-    except OSError as fault:
-        made.close()
-        raise StartError(f"cannot listen on {host} port {port}: {fault.strerror}; {way_out}") from fault
-    return made
+        bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        raise StartError(f"cannot listen on {host} port {port}: {error.strerror}; {way_out}") from error
+    return bound
 
 
 def _address(bound: socket.socket) -> str:

@@ -1,12 +1,16 @@
-"""The sign of life that an engine shows its supervisor."""
+"""Heartbeats, which child processes show their supervisor."""
 
 from __future__ import annotations
 
+import asyncio
+import os
 import subprocess
 import sys
 import time
 
-from service.ipc.heartbeat import PATIENCE_SECONDS, Heartbeat
+import pytest
+
+from service.ipc.heartbeat import FRONTEND_PATIENCE_SECONDS, IDLE_SECONDS, PATIENCE_SECONDS, Heartbeat
 
 BEATS = """
 import sys
@@ -18,18 +22,18 @@ while True:
 """
 
 
-def test_a_pulse_is_due_after_what_was_announced() -> None:
+def test_heartbeat_is_due_when_the_last_one_said() -> None:
     heartbeat = Heartbeat()
-    for announced in (PATIENCE_SECONDS, 60.0):
-        heartbeat.beat(announced)
-        assert -announced <= heartbeat.late_seconds() < 1 - announced
+    for seconds in (PATIENCE_SECONDS, 60.0):
+        heartbeat.beat(seconds)
+        assert -seconds <= heartbeat.late_seconds() < 1 - seconds
     heartbeat.beat(-5.0)
     assert 5 <= heartbeat.late_seconds() < 6
     heartbeat.close()
 
 
-def test_a_process_that_beats_without_pause_is_never_seen_late() -> None:
-    """What is read while the other process writes is the moment before or after, and nothing between."""
+def check_beating_process_is_never_late() -> None:
+    """What the supervisor reads while the other process writes is the time before or after, and nothing between."""
     heartbeat = Heartbeat()
     heartbeat.beat(60.0)
     command = [sys.executable, "-c", BEATS, str(heartbeat.descriptor)]
@@ -39,4 +43,28 @@ def test_a_process_that_beats_without_pause_is_never_seen_late() -> None:
         latest = max(heartbeat.late_seconds() for _ in iter(lambda: time.monotonic() < until, False))
         beating.kill()
     assert latest < 0
+    heartbeat.close()
+
+
+def test_process_that_beats_without_pause_is_never_late() -> None:
+    check_beating_process_is_never_late()
+
+
+def test_heartbeat_needs_no_memfd_create(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unlinked temporary file is shared as well."""
+    monkeypatch.delattr(os, "memfd_create", raising=False)
+    check_beating_process_is_never_late()
+
+
+def test_event_loop_beats_as_long_as_it_runs() -> None:
+    heartbeat = Heartbeat()
+
+    async def run() -> None:
+        heartbeat.beat_from_loop()
+        heartbeat.beat(-5.0)  # overwritten by the next beat of the timer
+        while heartbeat.late_seconds() > 0:
+            await asyncio.sleep(IDLE_SECONDS / 10)
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+    assert -FRONTEND_PATIENCE_SECONDS <= heartbeat.late_seconds() < 0
     heartbeat.close()

@@ -1,36 +1,58 @@
-"""Why a process ended, as its supervisor tells it."""
+"""One child process: why it ended, and messages that it does not read."""
 
 from __future__ import annotations
 
-import socket
+import asyncio
 import subprocess
 import sys
+from collections.abc import Awaitable, Callable
 
 import pytest
 
-from service.ipc.channel import Channel, pair
+from service.errors import Unavailable
+from service.ipc.channel import Channel, Frame, pair
+from service.ipc.messages import CollectMetrics, LoadModel, MetricsCollected
 from service.ipc.process_config import DEVICE_LOST
 from service.supervisor.process import Child
 
 
-def ending(name: str, code: str) -> Child:
-    """A process that runs `code` with the other end of its control channel as `control`."""
-    mine, theirs = pair()
-    start = f"import os, socket, sys, time; control = socket.socket(fileno={theirs.fileno()}); {code}"
-    process = subprocess.Popen([sys.executable, "-c", start], pass_fds=[theirs.fileno()])
-    theirs.close()
-    return Child(name, process, Channel(mine), None)
+def ignore(child: Child, frame: Frame) -> None:
+    """Handle no message."""
 
 
-def read_to_the_end(child: Child) -> None:
-    """Wait for its end of the control channel to close."""
-    with socket.socket(fileno=socket.dup(child.control.fileno())) as own:
-        own.settimeout(20)
-        assert own.recv(1) == b""
+def run_child(name: str, code: str, test: Callable[[Child], Awaitable[None]]) -> None:
+    """Run `test` with a process that executes `code`, where `control` is its end of the control channel."""
+    near, far = pair()
+    start = f"import os, socket, sys, time; control = socket.socket(fileno={far.fileno()}); {code}"
+    process = subprocess.Popen([sys.executable, "-c", start], pass_fds=[far.fileno()])
+    far.close()
+
+    async def run() -> None:
+        child = Child(name, process, Channel(near), None, ignore)
+        try:
+            await asyncio.wait_for(test(child), 60)
+        finally:
+            child.abandon()
+
+    asyncio.run(run())
+
+
+def reap(name: str, code: str, exit_reason: str = "ended") -> tuple[int | None, str]:
+    """Return the exit status of a process that ends by itself, and why it ended."""
+    result: tuple[int | None, str] = (None, "")
+
+    async def test(child: Child) -> None:
+        nonlocal result
+        child.exit_reason = exit_reason
+        await child.ended.wait()
+        result = await child.reap(), child.exit_reason
+
+    run_child(name, code, test)
+    return result
 
 
 @pytest.mark.parametrize(
-    "name, status, verdict",
+    "name, status, exit_reason",
     [
         ("engine-0", DEVICE_LOST, "device_lost"),
         ("engine-11", DEVICE_LOST, "device_lost"),
@@ -38,29 +60,50 @@ def read_to_the_end(child: Child) -> None:
         ("frontend-0", DEVICE_LOST, "ended"),
     ],
 )
-def test_an_engine_s_exit_status_says_that_its_device_was_lost(name: str, status: int, verdict: str) -> None:
-    child = ending(name, f"os._exit({status})")
-    read_to_the_end(child)
-    assert child.reap() == status
-    assert child.verdict == verdict
+def test_exit_status_of_an_engine_reports_a_lost_device(name: str, status: int, exit_reason: str) -> None:
+    assert reap(name, f"os._exit({status})") == (status, exit_reason)
 
 
-def test_a_process_that_still_tidies_up_says_why_it_ended() -> None:
-    child = ending("engine-0", f"control.close(); time.sleep(0.1); sys.exit({DEVICE_LOST})")
-    read_to_the_end(child)
-    assert child.reap() == DEVICE_LOST
-    assert child.verdict == "device_lost"
+def test_process_that_is_still_exiting_reports_why() -> None:
+    assert reap("engine-0", f"control.close(); time.sleep(0.1); sys.exit({DEVICE_LOST})") == (DEVICE_LOST, "device_lost")
 
 
-def test_a_process_that_does_not_end_by_itself_is_ended() -> None:
-    child = ending("engine-0", "control.close(); time.sleep(60)")
-    read_to_the_end(child)
-    assert child.reap() < 0
-    assert child.verdict == "ended"
+def test_process_that_does_not_exit_is_killed() -> None:
+    status, exit_reason = reap("engine-0", "control.close(); time.sleep(600)")
+    assert status is not None and status < 0
+    assert exit_reason == "ended"
 
 
-def test_an_engine_that_was_seen_to_hang_or_to_fail_keeps_this_verdict() -> None:
-    child = ending("engine-0", f"os._exit({DEVICE_LOST})")
-    child.verdict = "failed"
-    child.reap()
-    assert child.verdict == "failed"
+def test_known_exit_reason_is_kept() -> None:
+    assert reap("engine-0", f"os._exit({DEVICE_LOST})", "failed")[1] == "failed"
+
+
+def test_call_fails_when_the_process_ends() -> None:
+    async def test(child: Child) -> None:
+        with pytest.raises(Unavailable, match="engine-0 has ended"):
+            await child.call(CollectMetrics(), MetricsCollected)
+
+    run_child("engine-0", "control.recv(1)", test)
+
+
+def test_large_message_does_not_wait_for_its_reader() -> None:
+    """It leaves as fast as the process reads, and the event loop runs on meanwhile."""
+    size = 15 << 20
+
+    async def test(child: Child) -> None:
+        child.send(LoadModel("n" * size))
+        await asyncio.sleep(0)
+        assert not child.ended.is_set()
+        await child.ended.wait()  # the process ends when it has read everything
+
+    read = f"size = {size}; exec('while size > 0: size -= len(control.recv(1 << 20))')"
+    run_child("frontend-0", read, test)
+
+
+def test_abandoned_process_leaves_nothing_behind() -> None:
+    async def test(child: Child) -> None:
+        child.abandon()
+        assert child.process.returncode is not None
+        assert child.ended.is_set()
+
+    run_child("engine-0", "time.sleep(600)", test)

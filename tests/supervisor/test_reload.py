@@ -1,5 +1,4 @@
-"""Models come, change and go while the real server answers: whoever asks meanwhile is answered by one version or the other, and every
-answer is that of the version which it names."""
+"""Models are loaded, replaced and unloaded while a real server answers: every request gets the answer of the version that it names."""
 
 from __future__ import annotations
 
@@ -23,33 +22,34 @@ from tests.reloading import TEXT, Load, answered, load, unload
 from tests.serving import Server, eventually, serving
 
 RELOADS = 20
-SHARE = 0.8
-"""Of the capacity, while models are reloaded."""
+LOAD_SHARE = 0.8
+"""Request rate during reloads, as a share of the capacity."""
 POLL_SECONDS = 0.1
 
 
 def index(server: Server, name: str) -> dict[str, tuple[str, str]]:
-    """State and reason of every version."""
+    """Return the state and reason of every version."""
     rows = server.client.post("/v2/repository/index").json()
     return {row["version"]: (row["state"], row["reason"]) for row in rows if row["name"] == name}
 
 
 def summed(server: Server, values: Sequence[int], session: str, model: str = "accumulator", **options: Any) -> tuple[str, int]:
-    """The version, and the steps that a session of an accumulator has had."""
-    said = server.infer(model, [[value + 1 for value in values]], session=session, **options)
-    assert said.status_code == 200, said.text
-    return said.json()["version"], said.json()["session"]["steps"]
+    """Send a chunk to a session of an accumulator; return the version that answered and the steps of the session."""
+    reply = server.infer(model, [[value + 1 for value in values]], session=session, **options)
+    assert reply.status_code == 200, reply.text
+    return reply.json()["version"], reply.json()["session"]["steps"]
 
 
 def refused(server: Server, status: int, code: str, model: str = "accumulator", **options: Any) -> str:
-    said = server.infer(model, [[1, 2]], **options)
-    assert (said.status_code, said.json()["code"]) == (status, code), said.text
-    message: str = said.json()["error"]
+    """Send a request that is refused; return the error message."""
+    reply = server.infer(model, [[1, 2]], **options)
+    assert (reply.status_code, reply.json()["code"]) == (status, code), reply.text
+    message: str = reply.json()["error"]
     return message
 
 
-def newer(root: Path, name: str, version: int) -> None:
-    """A version with the files of the first."""
+def copy_version(root: Path, name: str, version: int) -> None:
+    """Add a version with the files of version 1."""
     shutil.copytree(root / name / "1", root / name / str(version))
 
 
@@ -71,11 +71,11 @@ def reloaded(tmp_path: Path) -> Iterator[tuple[Server, Path]]:
 # Under load.
 
 
-def test_twenty_reloads_under_load_lose_no_request_and_mix_no_versions(reloaded: tuple[Server, Path]) -> None:
+def test_reloads_under_load_lose_no_request_and_mix_no_versions(reloaded: tuple[Server, Path]) -> None:
     server, root = reloaded
     (root / "words" / POLICY).write_text('serve = "latest"')
     load_of = Load(server)
-    rate = SHARE * uvloop.run(load_of.capacity())
+    rate = LOAD_SHARE * uvloop.run(load_of.capacity())
     load_of = Load(server)
     expected = {"1": answered(server)[1]}
     with ThreadPoolExecutor(1) as thread:
@@ -93,7 +93,7 @@ def test_twenty_reloads_under_load_lose_no_request_and_mix_no_versions(reloaded:
     sent = load_of.check(expected)
     assert len(load_of.answers) > RELOADS / 2, "requests were answered between most reloads"
     assert len({json.dumps(scores) for scores in expected.values()}) == RELOADS + 1, "each version has its own answer"
-    print(f"{sent} requests at {rate:.0f}/s, {SHARE} of capacity, {RELOADS} reloads: 0 failed")
+    print(f"{sent} requests at {rate:.0f}/s, {LOAD_SHARE} of capacity, {RELOADS} reloads: 0 failed")
     eventually(lambda: list(index(server, "words").values()).count(("READY", "")) == 1, within_seconds=10)
     eventually(lambda: len(server.events("unloaded")) == RELOADS, within_seconds=10)
 
@@ -101,7 +101,7 @@ def test_twenty_reloads_under_load_lose_no_request_and_mix_no_versions(reloaded:
 # What is served.
 
 
-def test_the_same_version_with_other_files_is_loaded_anew(reloaded: tuple[Server, Path]) -> None:
+def test_version_with_changed_files_is_loaded_again(reloaded: tuple[Server, Path]) -> None:
     server, root = reloaded
     _, before = answered(server)
     load(server, "words")
@@ -112,7 +112,7 @@ def test_the_same_version_with_other_files_is_loaded_anew(reloaded: tuple[Server
     assert (version, before == after) == ("1", False)
 
 
-def test_versions_are_served_as_the_policy_says(reloaded: tuple[Server, Path]) -> None:
+def test_policy_of_a_load_selects_the_versions(reloaded: tuple[Server, Path]) -> None:
     server, root = reloaded
     for version in (2, 3):
         models.words(root, version=version, seed=version)
@@ -126,7 +126,7 @@ def test_versions_are_served_as_the_policy_says(reloaded: tuple[Server, Path]) -
     assert [answered(server, version=version)[0] for version in (1, 2, 3)] == ["1", "2", "3"]
 
 
-def test_what_is_unloaded_is_not_found_and_its_series_are_gone(reloaded: tuple[Server, Path]) -> None:
+def test_unloaded_model_is_unknown_and_has_no_metrics(reloaded: tuple[Server, Path]) -> None:
     server, _ = reloaded
     answered(server)
     unload(server, "words")
@@ -139,7 +139,7 @@ def test_what_is_unloaded_is_not_found_and_its_series_are_gone(reloaded: tuple[S
     assert answered(server)[0] == "1"
 
 
-def test_the_last_model_may_go_and_another_come(reloaded: tuple[Server, Path]) -> None:
+def test_last_model_can_be_replaced_by_another(reloaded: tuple[Server, Path]) -> None:
     server, root = reloaded
     unload(server, "words")
     unload(server, "accumulator")
@@ -150,17 +150,21 @@ def test_the_last_model_may_go_and_another_come(reloaded: tuple[Server, Path]) -
     assert server.infer("tagger", [TEXT]).status_code == 200
 
 
-def test_an_alias_follows_when_models_are_loaded(reloaded: tuple[Server, Path]) -> None:
+def test_aliases_are_read_again_with_each_load(reloaded: tuple[Server, Path]) -> None:
     server, root = reloaded
     models.words(root, version=2, seed=2)
     (root / spec.ALIASES).write_text('any = "words"\nstable = "words/1"')
     load(server, "words")
     assert [answered(server, name)[0] for name in ("any", "stable")] == ["2", "1"]
-    listed = {one["version"]: one["aliases"] for one in server.client.get("/models").json()["models"] if one["name"] == "words"}
+    listed = {
+        model["version"]: model["aliases"]
+        for model in server.client.get("/models").json()["models"]
+        if model["name"] == "words"
+    }
     assert listed == {"1": ["any", "stable"], "2": ["any"]}
     unload(server, "words")
     load(server, "accumulator")
-    assert "unknown model any" in refused(server, 404, "unknown_model", "any"), "it stands for what is not served"
+    assert "unknown model any" in refused(server, 404, "unknown_model", "any"), "its model is not served"
     load(server, "words")
     (root / spec.ALIASES).write_text('any = "nobody"')
     assert "any stands for 'nobody'" in load(server, "words", status=400)["error"]
@@ -170,49 +174,50 @@ def test_an_alias_follows_when_models_are_loaded(reloaded: tuple[Server, Path]) 
 # What is refused.
 
 
-def test_a_model_that_cannot_be_served_is_refused_with_the_reason_while_the_old_one_serves(
+def test_invalid_model_is_refused_while_the_old_one_serves(
     reloaded: tuple[Server, Path],
 ) -> None:
     server, root = reloaded
     before = answered(server)
     models.words(root, version=2, seed=2)
-    half = root / "words" / "2" / spec.WEIGHTS
-    half.write_bytes(half.read_bytes()[:100])
-    said = load(server, "words", status=400)
-    assert said["code"] == "invalid_model"
-    assert said["error"].startswith("words/2/weights.safetensors does not have the digest"), "and nobody hears where that is"
-    assert index(server, "words")["2"] == ("UNAVAILABLE", said["error"])
-    half.unlink()
+    truncated = root / "words" / "2" / spec.WEIGHTS
+    truncated.write_bytes(truncated.read_bytes()[:100])
+    refusal = load(server, "words", status=400)
+    assert refusal["code"] == "invalid_model"
+    message = refusal["error"]
+    assert message.startswith("words/2/weights.safetensors does not have the digest"), "without the path of the models folder"
+    assert index(server, "words")["2"] == ("UNAVAILABLE", message)
+    truncated.unlink()
     assert "cannot be read" in load(server, "words", status=400)["error"]
     (root / "words" / "2" / spec.MODEL).unlink()
     assert "model.toml is missing" in load(server, "words", status=400)["error"]
     assert answered(server) == before
     assert server.metric("seqserve_model_changes_total", outcome="invalid_model") == 3
     weights = root / "words" / "1" / spec.WEIGHTS
-    whole = weights.read_bytes()
-    weights.write_bytes(whole[::-1])
+    content = weights.read_bytes()
+    weights.write_bytes(content[::-1])
     assert "does not have the digest" in load(server, "words", status=400, policy={"specific": {"versions": [1]}})["error"]
-    weights.write_bytes(whole)
+    weights.write_bytes(content)
     shutil.rmtree(root / "words" / "2")
     load(server, "words")
     assert index(server, "words") == {"1": ("READY", "")}
 
 
 @pytest.mark.parametrize("name", ["nobody", "..%2Fmodels", "%2Fetc", "."])
-def test_only_what_is_in_the_models_folder_can_be_loaded(tmp_path: Path, name: str) -> None:
+def test_only_folders_in_the_models_folder_can_be_loaded(tmp_path: Path, name: str) -> None:
     with reloading(tmp_path) as (server, _):
         answer = server.client.post(f"/v2/repository/models/{name}/load")
         assert answer.status_code in (400, 404), answer.text
 
 
-def test_what_does_not_fit_beside_the_old_version_is_refused(tmp_path: Path) -> None:
+def test_version_without_memory_next_to_the_old_one_is_refused(tmp_path: Path) -> None:
     with reloading(tmp_path, max_model_bytes="3000", fold_limit_bytes="0") as (server, root):
         weights = server.metric("seqserve_model_weight_bytes", model="words")
         assert weights > 1500
         models.words(root, version=2, seed=2)
-        said = load(server, "words", status=507)
-        assert said["code"] == "no_room"
-        assert "unload another version" in said["error"]
+        refusal = load(server, "words", status=507)
+        assert refusal["code"] == "no_room"
+        assert "unload another version" in refusal["error"]
         assert answered(server)[0] == "1"
         unload(server, "words")
         eventually(lambda: len(server.events("unloaded")) == 1, within_seconds=10)
@@ -220,7 +225,7 @@ def test_what_does_not_fit_beside_the_old_version_is_refused(tmp_path: Path) -> 
         assert answered(server)[0] == "2"
 
 
-def test_nothing_is_loaded_where_reloading_is_off(tmp_path: Path) -> None:
+def test_load_is_refused_when_reload_is_off(tmp_path: Path) -> None:
     with reloading(tmp_path, reload="off") as (server, root):
         models.words(root, version=2, seed=2)
         assert load(server, "words", status=501)["code"] == "unsupported"
@@ -230,18 +235,18 @@ def test_nothing_is_loaded_where_reloading_is_off(tmp_path: Path) -> None:
 # Sessions.
 
 
-def test_a_session_stays_with_the_version_that_it_began_with(reloaded: tuple[Server, Path]) -> None:
+def test_session_stays_with_its_first_version(reloaded: tuple[Server, Path]) -> None:
     server, root = reloaded
     assert summed(server, [1, 1], "old") == ("1", 2)
-    newer(root, "accumulator", 2)
+    copy_version(root, "accumulator", 2)
     load(server, "accumulator")
     assert summed(server, [1], "old") == ("1", 3)
     assert summed(server, [1], "new") == ("2", 1)
-    assert "is of accumulator version 1" in refused(server, 409, "session_conflict", session="old", version="2")
-    assert summed(server, [1], "old", start=True) == ("2", 1), "it began anew"
+    assert "belongs to accumulator version 1" in refused(server, 409, "session_conflict", session="old", version="2")
+    assert summed(server, [1], "old", start=True) == ("2", 1), "the session was restarted"
 
 
-def test_a_chunk_that_only_the_session_s_own_version_takes_is_laid_out_for_that(tmp_path: Path) -> None:
+def test_chunk_is_validated_for_the_session_s_version(tmp_path: Path) -> None:
     root = tmp_path / "models"
     models.sensors(root, features=3)
     with serving(root, tmp_path) as server:
@@ -250,14 +255,16 @@ def test_a_chunk_that_only_the_session_s_own_version_takes_is_laid_out_for_that(
         shutil.move(tmp_path / "wider" / "sensors" / "1", root / "sensors" / "2")
         load(server, "sensors")
         for session, row, version in (("old", [0.1] * 3, "1"), ("new", [0.1] * 4, "2"), ("old", [0.2] * 3, "1")):
-            said = server.infer("sensors", [[row]], session=session)
-            assert (said.status_code, said.json().get("version")) == (200, version), said.text
+            reply = server.infer("sensors", [[row]], session=session)
+            assert (reply.status_code, reply.json().get("version")) == (200, version), reply.text
         assert server.infer("sensors", [[[0.1] * 4]], session="old").json()["field"] == "inputs[0][0]"
-        assert server.infer("sensors", [[[0.1] * 3]], session="old", version="2").status_code == 400, "it is named"
+        assert server.infer("sensors", [[[0.1] * 3]], session="old", version="2").status_code == 400, (
+            "the request names the version"
+        )
         assert server.infer("sensors", [[[0.1] * 3]], session="other").status_code == 400
 
 
-def test_sessions_of_an_unloaded_version_go_on_until_they_end(reloaded: tuple[Server, Path]) -> None:
+def test_sessions_of_an_unloaded_version_continue_to_their_end(reloaded: tuple[Server, Path]) -> None:
     server, _ = reloaded
     assert summed(server, [1, 1], "old") == ("1", 2)
     unload(server, "accumulator")
@@ -270,19 +277,19 @@ def test_sessions_of_an_unloaded_version_go_on_until_they_end(reloaded: tuple[Se
     refused(server, 404, "unknown_model", session="old")
 
 
-def test_sessions_that_outlast_their_version_are_told_so_once(tmp_path: Path) -> None:
+def test_session_that_outlasts_its_version_gets_one_409(tmp_path: Path) -> None:
     with reloading(tmp_path, unload_seconds="0.3") as (server, root):
         assert summed(server, [1, 1], "old") == ("1", 2)
-        newer(root, "accumulator", 2)
+        copy_version(root, "accumulator", 2)
         load(server, "accumulator", policy={"latest": {"num_versions": 1}})
         assert summed(server, [1], "old") == ("1", 3)
         eventually(lambda: server.events("unloaded"), within_seconds=10)
-        assert "served no longer" in refused(server, 409, "session_lost", session="old")
+        assert "was unloaded" in refused(server, 409, "session_lost", session="old")
         assert summed(server, [1], "old") == ("2", 1)
         assert server.metric("seqserve_sessions_ended_total", reason="unloaded") == 1
 
 
-def test_a_replaced_version_s_sessions_go_on_with_its_old_weights(reloaded: tuple[Server, Path]) -> None:
+def test_sessions_of_a_replaced_version_keep_its_weights(reloaded: tuple[Server, Path]) -> None:
     server, root = reloaded
     assert summed(server, [1, 1], "old") == ("1", 2)
     text = root / "accumulator" / "1" / spec.MODEL
@@ -296,7 +303,7 @@ def test_a_replaced_version_s_sessions_go_on_with_its_old_weights(reloaded: tupl
 # Processes.
 
 
-def test_an_engine_that_is_replaced_has_what_was_loaded_last(reloaded: tuple[Server, Path]) -> None:
+def test_restarted_engine_serves_what_was_loaded_last(reloaded: tuple[Server, Path]) -> None:
     server, root = reloaded
     models.words(root, version=2, seed=2)
     load(server, "words", policy={"latest": {"num_versions": 1}})
@@ -305,7 +312,7 @@ def test_an_engine_that_is_replaced_has_what_was_loaded_last(reloaded: tuple[Ser
     assert answered(server) == before
 
 
-def test_a_process_that_is_replaced_goes_without_a_model_whose_folder_was_broken_meanwhile(
+def test_restarted_processes_leave_out_a_broken_model(
     reloaded: tuple[Server, Path],
 ) -> None:
     server, root = reloaded
@@ -321,16 +328,16 @@ def test_a_process_that_is_replaced_goes_without_a_model_whose_folder_was_broken
 
 
 def kill(server: Server, child: str) -> None:
-    """End a process, and wait until its successor serves."""
+    """Kill a process and wait until its successor serves."""
     before = len(server.events("started"))
     os.kill(server.pid(child), signal.SIGKILL)
     eventually(lambda: len(server.events("started")) > before and server.ready(), within_seconds=30)
 
 
-# A folder that is watched.
+# A polled folder.
 
 
-def test_a_folder_that_is_watched_is_served_as_it_changes(tmp_path: Path) -> None:
+def test_polled_folder_is_served_as_it_changes(tmp_path: Path) -> None:
     with reloading(tmp_path, reload="poll", poll_seconds=str(POLL_SECONDS), versions="latest") as (server, root):
         models.words(root, version=2, seed=2)
         eventually(lambda: answered(server)[0] == "2", within_seconds=10)
@@ -342,17 +349,17 @@ def test_a_folder_that_is_watched_is_served_as_it_changes(tmp_path: Path) -> Non
         eventually(lambda: server.infer("tagger", [TEXT]).status_code == 404, within_seconds=10)
 
 
-def test_a_version_that_is_still_being_copied_is_served_when_it_is_whole(tmp_path: Path) -> None:
+def test_version_is_served_when_its_copy_is_complete(tmp_path: Path) -> None:
     with reloading(tmp_path, reload="poll", poll_seconds=str(POLL_SECONDS)) as (server, root):
         models.words(tmp_path / "elsewhere", version=2, seed=2)
-        whole, copy = tmp_path / "elsewhere" / "words" / "2", root / "words" / "2"
+        source, copy = tmp_path / "elsewhere" / "words" / "2", root / "words" / "2"
         copy.mkdir()
-        shutil.copy(whole / spec.MODEL, copy)
+        shutil.copy(source / spec.MODEL, copy)
         eventually(
             lambda: index(server, "words")["2"][0] == "UNAVAILABLE" and index(server, "words")["2"][1], within_seconds=10
         )
         assert answered(server)[0] == "1"
         for file in (spec.TOKENIZER, spec.WEIGHTS):
-            shutil.copy(whole / file, copy)
+            shutil.copy(source / file, copy)
         eventually(lambda: answered(server)[0] == "2", within_seconds=10)
         assert set(index(server, "words").values()) == {("READY", "")}

@@ -1,20 +1,24 @@
-"""What the models folder says: which versions are served, under which names, and whether anything has changed."""
+"""The models folder: which versions are served, under which names, and which files have changed."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import os
+import threading
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from service.errors import ModelError
-from service.modeling.spec import ALIASES
-from service.supervisor.repository import POLICY, Repository, chosen, renewed
+from service.modeling.spec import ALIASES, MODEL, WEIGHTS
+from service.supervisor.repository import MAX_HUNG_READS, POLICY, FolderReader, Repository, choose, keep_unchanged
 from tests import models
 
 
-def serve(root: Path, said: str, name: str = "words") -> None:
-    (root / name / POLICY).write_text(said)
+def write_policy(root: Path, text: str, name: str = "words") -> None:
+    (root / name / POLICY).write_text(text)
 
 
 def versions(root: Path, policy: str | None = None) -> list[str]:
@@ -39,83 +43,142 @@ def root(tmp_path: Path) -> Path:
         ("10,1,1", ["1", "10"]),
     ],
 )
-def test_a_policy_chooses_versions(policy: str, served: list[str]) -> None:
-    assert chosen(policy, ["1", "2", "10"]) == served
+def test_policy_chooses_versions(policy: str, served: list[str]) -> None:
+    assert choose(policy, ["1", "2", "10"]) == served
 
 
-def test_a_version_that_is_not_there_cannot_be_chosen() -> None:
-    with pytest.raises(ModelError, match="version 3 is to be served and there is none: there are 1, 2"):
-        chosen("2,3", ["1", "2"])
+def test_missing_version_cannot_be_chosen() -> None:
+    with pytest.raises(ModelError, match="selects version 3, which does not exist: choose from 1, 2"):
+        choose("2,3", ["1", "2"])
 
 
-def test_a_model_s_own_policy_goes_before_that_of_the_service_and_a_caller_s_before_both(root: Path) -> None:
+def test_client_policy_precedes_the_model_s_and_the_service_s(root: Path) -> None:
     assert [model_version.version for model_version in Repository(root, "latest").read("words")] == ["10"]
-    serve(root, 'serve = "latest:2"')
+    write_policy(root, 'serve = "latest:2"')
     assert [model_version.version for model_version in Repository(root, "latest").read("words")] == ["2", "10"]
     assert versions(root, "1") == ["1"]
 
 
-@pytest.mark.parametrize("said", ['serve = "newest"', "serve = 2", 'serve = "all"\nalso = 1', "serve ="])
-def test_a_policy_that_is_none_is_named_with_its_file(root: Path, said: str) -> None:
-    serve(root, said)
+@pytest.mark.parametrize("text", ['serve = "newest"', "serve = 2", 'serve = "all"\nalso = 1', "serve ="])
+def test_invalid_policy_names_its_file(root: Path, text: str) -> None:
+    write_policy(root, text)
     with pytest.raises(ModelError, match=POLICY):
         versions(root)
 
 
-def test_an_alias_stands_for_a_model_or_for_one_of_its_versions(root: Path) -> None:
+def test_alias_names_a_model_or_a_version(root: Path) -> None:
     (root / ALIASES).write_text('any = "words"\nstable = "words/2"')
     assert Repository(root).manifest().aliases == {"any": "words", "stable": "words/2"}
     with pytest.raises(ModelError, match="stable stands for 'words/2', and words has the versions 10"):
         Repository(root, "latest").manifest()
 
 
-def test_what_has_not_changed_is_what_is_served_already(root: Path) -> None:
+def test_unchanged_version_is_not_loaded_again(root: Path) -> None:
     repository = Repository(root)
     before = repository.read("words")
     again = repository.read("words")
     assert not {model_version.generation for model_version in before} & {model_version.generation for model_version in again}
     served = {(model_version.name, model_version.version): model_version for model_version in before}
-    assert renewed(again, served) == before
+    assert keep_unchanged(again, served) == before
     models.words(root, version=2, seed=5)
-    now = renewed(repository.read("words"), served)
+    now = keep_unchanged(repository.read("words"), served)
     assert [model_version in before for model_version in now] == [True, False, True]
 
 
-def test_files_that_were_exchanged_behind_a_model_s_back_are_found(root: Path) -> None:
+def test_replaced_weights_of_a_served_version_are_detected(root: Path) -> None:
     repository = Repository(root, "latest")
     [model_version] = repository.read("words")
     repository.check(model_version)
     weights = root / "words" / "10" / "weights.safetensors"
-    whole = weights.read_bytes()
-    weights.write_bytes(whole[:-1] + b"!")
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1] + b"!")
     with pytest.raises(ModelError, match="does not have the digest"):
         repository.check(model_version)
-    weights.write_bytes(whole)
+    weights.write_bytes(content)
     repository.check(model_version)
 
 
-def test_an_alias_may_stand_for_what_is_not_served_now(root: Path) -> None:
+def test_alias_may_name_a_version_that_is_not_served(root: Path) -> None:
     (root / ALIASES).write_text('old = "words/1"')
     assert Repository(root, "latest").aliases() == {"old": "words/1"}
 
 
-def test_an_edition_has_all_that_a_front_needs_to_know_of_a_model(root: Path) -> None:
+def test_model_version_has_what_a_frontend_needs(root: Path) -> None:
     [model_version] = Repository(root, "latest").read("words")
     assert (model_version.name, model_version.version, Path(model_version.folder)) == ("words", "10", root / "words" / "10")
     assert msgspec.json.decode(model_version.spec)["head"]["labels"] == list(models.LABELS)
 
 
-def test_every_change_below_a_model_s_folder_and_of_the_aliases_is_seen(root: Path) -> None:
+def test_fingerprints_change_with_files_and_aliases(root: Path) -> None:
     repository = Repository(root)
     before = repository.fingerprints()
     assert repository.fingerprints() == before
     (root / ALIASES).write_text('any = "words"')
-    serve(root, 'serve = "all"')
+    write_policy(root, 'serve = "all"')
     after = repository.fingerprints()
     assert before.keys() == after.keys() == {"", "words"}
     assert all(before[name] != after[name] for name in after)
 
 
 @pytest.mark.parametrize("name", ["words", "nobody", "../words", "words/1", "", ".", "words\0"])
-def test_only_the_name_of_a_folder_in_the_models_folder_is_one(root: Path, name: str) -> None:
+def test_only_folder_names_are_model_names(root: Path, name: str) -> None:
     assert Repository(root).has(name) == (name == "words")
+
+
+@pytest.mark.parametrize("file", [ALIASES, f"words/{POLICY}", f"words/10/{MODEL}"])
+def test_fifo_is_not_read(root: Path, file: str) -> None:
+    (root / file).unlink(missing_ok=True)
+    os.mkfifo(root / file)
+    with pytest.raises(ModelError, match="not a regular file"):
+        Repository(root).manifest()
+
+
+def test_fifo_among_a_version_s_files_is_not_read(root: Path) -> None:
+    repository = Repository(root, "latest")
+    [model_version] = repository.read("words")
+    (root / "words" / "10" / WEIGHTS).unlink()
+    os.mkfifo(root / "words" / "10" / WEIGHTS)
+    with pytest.raises(ModelError, match="not a regular file"):
+        repository.check(model_version)
+
+
+def test_hung_read_is_abandoned_and_the_next_one_runs() -> None:
+    stall = threading.Event()
+
+    async def run() -> None:
+        reader = FolderReader()
+        with pytest.raises(TimeoutError):
+            await reader.run(stall.wait, 0.05)
+        assert await reader.run(lambda: "read", 60) == "read"
+        with pytest.raises(ModelError, match="broken"):
+            await reader.run(raise_broken, 60)
+
+    def raise_broken() -> None:
+        raise ModelError("broken")
+
+    asyncio.run(run())
+    stall.set()
+
+
+def test_reads_are_refused_while_too_many_hang() -> None:
+    stall, started = threading.Event(), 0
+
+    def hang() -> None:
+        nonlocal started
+        started += 1
+        stall.wait()
+
+    async def run() -> None:
+        reader = FolderReader()
+        for _ in range(MAX_HUNG_READS + 2):
+            with pytest.raises(TimeoutError):
+                await reader.run(hang, 0.01)
+        assert started == MAX_HUNG_READS
+        stall.set()
+        while True:  # until the threads have ended
+            with contextlib.suppress(TimeoutError):
+                assert await reader.run(lambda: "read", 60) == "read"
+                return
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(run(), 60))

@@ -1,0 +1,210 @@
+"""The service survives what its environment does to it: a lost log, exhausted descriptors, a models folder that hangs, huge names."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from tritonclient import grpc as triton
+from tritonclient.utils import InferenceServerException
+
+from service.modeling import spec
+from service.supervisor.repository import POLICY
+from tests import models, planted
+from tests.reloading import answered, load, unload
+from tests.serving import Server, alive, eventually, serving
+
+PATIENT_SECONDS = 60
+"""Deadline of steps that take a moment: the machine may be busy."""
+
+
+# Standard error.
+
+
+@contextmanager
+def running(folder: Path, stderr: int) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server with this standard error, and its address."""
+    command = [sys.executable, "-m", "service", "serve", "--models", str(folder), "--port", "0", "--grpc-port", "0"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
+    try:
+        assert server.stdout is not None
+        line = next(line for line in server.stdout if "ready on" in line)
+        yield server, line.split("ready on ")[1].split()[0]
+    finally:
+        server.send_signal(signal.SIGINT)
+        server.wait(PATIENT_SECONDS)
+        server.stdout and server.stdout.close()
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def check_restarts(server: subprocess.Popen[str], address: str) -> None:
+    """End every child, which the supervisor logs, and wait until their successors serve."""
+
+    def serves() -> bool:
+        try:
+            return httpx.get(f"{address}/readyz", timeout=5, trust_env=False).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    before = children(server.pid)
+    assert len(before) == 2
+    for child in before:
+        os.kill(child, signal.SIGKILL)
+    eventually(lambda: not set(before) & set(children(server.pid)), PATIENT_SECONDS)
+    eventually(serves, PATIENT_SECONDS)
+    assert server.poll() is None
+
+
+def test_service_survives_a_full_disk_under_its_log(models_folder: Path) -> None:
+    with Path("/dev/full").open("w") as full, running(models_folder, full.fileno()) as (server, address):
+        check_restarts(server, address)
+
+
+def test_service_survives_the_end_of_its_log_s_reader(models_folder: Path) -> None:
+    read_end, write_end = os.pipe()
+    with running(models_folder, write_end) as (server, address):
+        os.close(write_end)
+        os.close(read_end)
+        check_restarts(server, address)
+
+
+# File descriptors.
+
+
+def test_restart_is_retried_while_descriptors_are_exhausted(models_folder: Path, tmp_path: Path) -> None:
+    with serving(models_folder, tmp_path) as server:
+        limits = resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (3, limits[1]))
+        os.kill(server.pid("engine-0"), signal.SIGKILL)
+        failures = eventually(
+            lambda: len(server.events("process not started")) > 2 and server.events("process not started"), 60
+        )
+        assert server.process.poll() is None
+        resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, limits)
+        eventually(server.ready, PATIENT_SECONDS)
+        assert answered(server)[0] == "2"
+    assert os.strerror(errno.EMFILE) in failures[0]["error"]
+    assert failures[2]["retry_seconds"] > failures[0]["retry_seconds"], "it waits longer each time"
+
+
+# Names.
+
+
+def test_huge_model_name_is_refused_at_once(models_folder: Path, tmp_path: Path) -> None:
+    with serving(models_folder, tmp_path) as server, triton.InferenceServerClient(server.grpc) as client:
+        for change in (client.load_model, client.unload_model):
+            with pytest.raises(InferenceServerException, match="cannot be the name of a model"):
+                change("n" * (15 << 20), client_timeout=PATIENT_SECONDS)
+            assert server.client.get("/metrics").status_code == 200
+        load(server, "words")
+
+
+# The models folder.
+
+
+@contextmanager
+def reloadable(tmp_path: Path, **settings: str) -> Iterator[tuple[Server, Path]]:
+    root = tmp_path / "models"
+    models.words(root)
+    models.sensors(root)
+    with serving(root, tmp_path, **settings) as server:
+        yield server, root
+
+
+@pytest.fixture
+def stalling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Server, Path]]:
+    """A server, and a file: while it exists, reading the folder of the model `words` does not return."""
+    planted.plant("stalled-read", monkeypatch)
+    with reloadable(tmp_path) as (server, root):
+        yield server, root / "words" / "1" / planted.STALL
+
+
+def test_fifo_in_the_models_folder_is_refused(tmp_path: Path) -> None:
+    with reloadable(tmp_path) as (server, root):
+        for file in (root / spec.ALIASES, root / "words" / POLICY, root / "words" / "1" / spec.MODEL):
+            kept = file.read_bytes() if file.exists() else None
+            file.unlink(missing_ok=True)
+            os.mkfifo(file)
+            assert "not a regular file" in load(server, "words", status=400)["error"]
+            file.unlink()
+            if kept is not None:
+                file.write_bytes(kept)
+        load(server, "words")
+        weights = root / "words" / "1" / spec.WEIGHTS
+        weights.unlink()
+        os.mkfifo(weights)
+        assert "not a regular file" in load(server, "words", status=400)["error"]
+        assert answered(server)[0] == "1"
+
+
+def test_hung_models_folder_delays_one_change_only(stalling: tuple[Server, Path]) -> None:
+    server, stall = stalling
+    stall.touch()
+    refusal = load(server, "words", status=503)
+    assert "did not answer" in refusal["error"]
+    unload(server, "sensors")
+    load(server, "sensors")
+    assert answered(server)[0] == "1"
+    stall.unlink()
+    load(server, "words")
+
+
+def test_sigterm_ends_a_service_whose_models_folder_hangs(stalling: tuple[Server, Path]) -> None:
+    server, stall = stalling
+    stall.touch()
+    with pytest.raises(httpx.ReadTimeout):
+        server.client.post("/v2/repository/models/words/load", json={}, timeout=0.5)
+    server.process.terminate()
+    server.client.close()
+    assert server.process.wait(PATIENT_SECONDS) == 0
+
+
+def test_load_whose_client_disconnects_is_cancelled(stalling: tuple[Server, Path]) -> None:
+    server, stall = stalling
+    stall.touch()
+    with pytest.raises(httpx.ReadTimeout):
+        server.client.post("/v2/repository/models/words/load", json={}, timeout=0.5)
+    eventually(lambda: server.events("change cancelled"), PATIENT_SECONDS)
+    assert answered(server)[0] == "1"
+    load(server, "sensors")
+    assert server.metric("seqserve_model_changes_total", outcome="client_gone") == 1
+
+
+def test_start_with_a_fifo_in_the_models_folder_names_it(tmp_path: Path) -> None:
+    models.words(tmp_path)
+    text = tmp_path / "words" / "1" / spec.MODEL
+    text.unlink()
+    os.mkfifo(text)
+    command = [sys.executable, "-m", "service", "serve", "--models", str(tmp_path), "--port", "0"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENT_SECONDS, check=False)
+    assert ended.returncode == 1
+    assert spec.MODEL in ended.stderr and "not a regular file" in ended.stderr
+
+
+# Stopped processes.
+
+
+def test_stopped_frontend_is_noticed_and_replaced(models_folder: Path, tmp_path: Path) -> None:
+    with serving(models_folder, tmp_path, "--frontends", "2") as server:
+        stopped = server.pid("frontend-1")
+        os.kill(stopped, signal.SIGSTOP)
+        eventually(lambda: not alive(stopped), PATIENT_SECONDS)
+        eventually(lambda: server.pid("frontend-1") != stopped, PATIENT_SECONDS)
+        eventually(
+            lambda: httpx.get(f"{server.address}/metrics", trust_env=False, timeout=PATIENT_SECONDS).status_code == 200,
+            PATIENT_SECONDS,
+        )
+        assert server.metric("seqserve_process_restarts_total", process="frontend", reason="hung") == 1
+        assert answered(server)[0] == "2"

@@ -1,0 +1,94 @@
+"""The log: one line an event, and no event that ends the process."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.log import Log
+
+
+@pytest.fixture
+def descriptor() -> Iterator[int]:
+    """A descriptor that tests point at other files."""
+    descriptor = os.open(os.devnull, os.O_WRONLY)
+    yield descriptor
+    os.close(descriptor)
+
+
+def point(descriptor: int, file: Path) -> None:
+    opened = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.dup2(opened, descriptor)
+    os.close(opened)
+
+
+def lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_dropped_lines_are_counted_when_the_stream_works_again(descriptor: int, tmp_path: Path) -> None:
+    log, file = Log("test", descriptor), tmp_path / "log"
+    point(descriptor, Path("/dev/full"))
+    for number in range(3):
+        log.info("lost", number=number)
+    point(descriptor, file)
+    log.error("written", number=3)
+    log.info("written", number=4)
+    assert [(line["event"], line.get("lines"), line.get("number")) for line in lines(file)] == [
+        ("log lines dropped", 3, None),
+        ("written", None, 3),
+        ("written", None, 4),
+    ]
+    assert {line["process"] for line in lines(file)} == {"test"}
+
+
+def test_end_of_the_reader_raises_nothing() -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    Log("test", write_end).info("lost")
+    os.close(write_end)
+
+
+def test_line_torn_by_a_full_disk_does_not_swallow_the_next(
+    descriptor: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, file, write = Log("test", descriptor), tmp_path / "log", os.write
+    point(descriptor, file)
+    room = 30
+
+    def write_until_full(descriptor: int, data: bytes) -> int:
+        nonlocal room
+        if not room:
+            raise OSError("full")
+        written, room = write(descriptor, data[:room]), 0
+        return written
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", write_until_full)
+        log.info("torn")
+    log.info("written")
+    torn, *whole = file.read_text().splitlines()
+    assert len(torn) == 30
+    assert [json.loads(line)["event"] for line in whole] == ["log lines dropped", "written"]
+
+
+def test_value_without_a_text_raises_nothing(descriptor: int, tmp_path: Path) -> None:
+    class Broken:
+        def __str__(self) -> str:
+            raise ValueError
+
+    point(descriptor, tmp_path / "log")
+    Log("test", descriptor).info("written", broken=Broken())
+    [line] = lines(tmp_path / "log")
+    assert (line["event"], line["broken"], line["log_error"]) == ("written", None, "ValueError")
+
+
+def test_line_break_in_a_value_forges_no_line(descriptor: int, tmp_path: Path) -> None:
+    point(descriptor, tmp_path / "log")
+    Log("test", descriptor).info("written", text='a\n{"event": "forged"}')
+    assert [line["event"] for line in lines(tmp_path / "log")] == ["written"]
