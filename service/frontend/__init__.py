@@ -1,1 +1,1 @@
-"""The doors. They translate; the core decides."""
+"""The frontend process: every API of the service. The APIs translate requests, and inference.py runs them."""

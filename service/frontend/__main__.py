@@ -5,12 +5,13 @@ from __future__ import annotations
 import socket
 
 from service.errors import StartError
-from service.frontend import app
+from service.frontend.app import build_app
 from service.frontend.catalog import build_catalog
 from service.frontend.control import Control
 from service.frontend.dispatch.dispatcher import Dispatcher
 from service.frontend.inference import Frontend
 from service.frontend.server import serve
+from service.ipc.heartbeat import Heartbeat
 from service.ipc.process_config import ProcessConfig, freeze_startup_objects
 from service.log import Log
 from service.metrics import Metrics
@@ -20,7 +21,7 @@ def main() -> None:
     """Serve clients until SIGTERM, then drain."""
     config = ProcessConfig.read()
     settings, metrics = config.read_settings(), Metrics()
-    control = Control(config.open_control())
+    control = Control(config.open_control(), Heartbeat(config.heartbeat))
     log = Log("frontend")
     try:
         catalog = build_catalog(config.manifest, log, strict=config.strict)
@@ -29,10 +30,10 @@ def main() -> None:
         return
     dispatcher = Dispatcher(metrics, settings.channel_bytes, control.ready, len(settings.devices))
     frontend = Frontend(settings, catalog, dispatcher, metrics, log, control)
-    application = app.build(frontend)
+    application = build_app(frontend)
     freeze_startup_objects()
     listening = socket.socket(fileno=config.listening)
-    serve(application, frontend, control, listening, config.grpc, follows=not config.strict)
+    serve(application, frontend, control, listening, config.grpc, is_restart=not config.strict)
 
 
 if __name__ == "__main__":

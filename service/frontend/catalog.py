@@ -1,20 +1,39 @@
-"""What a front serves: every version with its spec and its tokenizer, found by name, by alias and by what the engines call it."""
+"""The models of a frontend: each version with its spec and tokenizer, found by name, by alias or by the engines' key."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from service.errors import ModelError, UnknownModel
-from service.frontend.served_model import ModelIndex, ServedModel, find
+from service.frontend.quoting import quote
 from service.ipc.messages import Manifest, ModelKey, ModelVersion
 from service.log import Log
 from service.modeling.spec import ModelSpec
 from service.modeling.tokenizer import Tokenizer
 
 
-def read(model_version: ModelVersion) -> ServedModel:
-    """An edition as a face sees it; raises ModelError when its tokenizer is not, or no longer, the one that its spec names."""
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """One version of a model. `generation` identifies the content of its folder, as in the engines' ModelKey."""
+
+    spec: ModelSpec
+    version: str
+    tokenizer: Tokenizer | None
+    generation: int = 0
+
+    @property
+    def key(self) -> ModelKey:
+        return ModelKey(self.spec.name, self.version, self.generation)
+
+
+ModelIndex = Mapping[str, Mapping[str, ServedModel]]
+"""Served models by name or alias, then by version in ascending order."""
+
+
+def read_served_model(model_version: ModelVersion) -> ServedModel:
+    """Return a model version with its tokenizer; raises ModelError when the tokenizer file does not match the spec."""
     spec = ModelSpec.model_validate_json(model_version.spec)
     tokenizer = Tokenizer.read(Path(model_version.folder), spec) if spec.input.kind == "text" else None
     return ServedModel(spec, model_version.version, tokenizer, model_version.generation)
@@ -25,7 +44,7 @@ def build_catalog(manifest: Manifest, log: Log, *, strict: bool) -> Catalog:
     models = []
     for version in manifest.model_versions:
         try:
-            models.append(read(version))
+            models.append(read_served_model(version))
         except ModelError as error:
             if strict:
                 raise
@@ -34,12 +53,15 @@ def build_catalog(manifest: Manifest, log: Log, *, strict: bool) -> Catalog:
 
 
 class Catalog:
-    """`catalog` has what is served now; of what is not, or not yet, the rest is kept, for the sessions that began with it."""
+    """The known model versions, and an index of the served versions.
 
-    def __init__(self, served: Iterable[ServedModel], aliases: Mapping[str, str]) -> None:
-        self._known = {one.key: one for one in served}
+    A version that is not served yet, or no longer, stays known: sessions that began with it continue with it.
+    """
+
+    def __init__(self, models: Iterable[ServedModel], aliases: Mapping[str, str]) -> None:
+        self._known = {model.key: model for model in models}
         self._aliases = aliases
-        self.catalog = _catalog(self._known.values(), aliases)
+        self.index = _build_index(self._known.values(), aliases)
 
     def __getitem__(self, key: ModelKey) -> ServedModel:
         return self._known[key]
@@ -49,62 +71,74 @@ class Catalog:
 
     @property
     def served(self) -> list[ServedModel]:
-        """Every version that is served, once."""
-        return list({one.key: one for versions in self.catalog.values() for one in versions.values()}.values())
-
-    def others(self, key: ModelKey) -> bool:
-        """Whether a session may be of another version of this model."""
-        return any(other.name == key.name and other != key for other in self._known)
-
-    def add(self, one: ServedModel) -> None:
-        """To be served soon."""
-        self._known[one.key] = one
-
-    def serve(self, keys: Iterable[ModelKey], aliases: Mapping[str, str]) -> list[ModelKey]:
-        """Serve these from now on, as far as they are known, versions of a model rising; returns what was served until now only."""
-        before = [one.key for one in self.served]
-        self.catalog, self._aliases = _catalog([self._known[key] for key in keys if key in self._known], aliases), aliases
-        now = {one.key for one in self.served}
-        return [key for key in before if key not in now]
-
-    def forget(self, key: ModelKey) -> None:
-        """No session began with it any more."""
-        self._known.pop(key, None)
+        """Every served version once, although the index lists it under each alias too."""
+        return list({model.key: model for versions in self.index.values() for model in versions.values()}.values())
 
     def find(self, name: str, version: str | int | None) -> ServedModel:
-        """What a caller names; raises UnknownModel."""
-        return find(self.catalog, name, version)
+        """Return a served model by name or alias, its newest version for None; raises UnknownModel, which lists what is served."""
+        versions = self.index.get(name)
+        if versions is None:
+            raise UnknownModel(f"unknown model {quote(name)}: served are {', '.join(sorted(self.index))}", field="model")
+        number = list(versions)[-1] if version is None else str(version)
+        if number not in versions:
+            raise UnknownModel(
+                f"{name} has no version {quote(number)}: served are {', '.join(versions)}; leave version out for the newest",
+                field="version",
+            )
+        return versions[number]
 
-    def retired(self, name: str, version: str | int | None) -> ServedModel | None:
-        """What a caller names who goes on with a session that may have begun when it was still served."""
+    def find_retired(self, name: str, version: str | int | None) -> ServedModel | None:
+        """Return the latest known version that matches, served or not: an open session may have begun with it."""
         model, _, pinned = self._aliases.get(name, name).partition("/")
-        wanted = pinned or ("" if version is None else str(version))
-        found = [key for key in self._known if key.name == model and wanted in ("", key.version)]
-        return self._known[max(found, key=lambda key: key.generation)] if found else None
+        number = pinned or ("" if version is None else str(version))
+        keys = [key for key in self._known if key.name == model and number in ("", key.version)]
+        return self._known[max(keys, key=lambda key: key.generation)] if keys else None
+
+    def find_or_retired(self, name: str, version: str | int | None) -> tuple[ServedModel, UnknownModel | None]:
+        """Return a served model and None, or a retired one and the error for requests that do not continue a session.
+
+        Raises UnknownModel when neither exists.
+        """
+        try:
+            return self.find(name, version), None
+        except UnknownModel as error:
+            retired = self.find_retired(name, version)
+            if retired is None:
+                raise
+            return retired, error
+
+    def has_other_versions(self, key: ModelKey) -> bool:
+        """Return whether a session of this model may have begun with another version."""
+        return any(known.name == key.name and known != key for known in self._known)
+
+    def add(self, model: ServedModel) -> None:
+        """Make a version known before it is served."""
+        self._known[model.key] = model
+
+    def serve(self, keys: Iterable[ModelKey], aliases: Mapping[str, str]) -> list[ModelKey]:
+        """Serve exactly these versions, ascending for each model, and return the versions served no longer. Skips unknown keys."""
+        before = [model.key for model in self.served]
+        self._aliases = aliases
+        self.index = _build_index([self._known[key] for key in keys if key in self._known], aliases)
+        after = {model.key for model in self.served}
+        return [key for key in before if key not in after]
+
+    def forget(self, key: ModelKey) -> None:
+        """Drop a version that no session uses any more."""
+        self._known.pop(key, None)
 
 
-def unless_known(models: Catalog, name: str, version: str | int | None) -> tuple[ServedModel, UnknownModel | None]:
-    """What a caller names, or what a session may have begun with, and then why nothing else finds it; raises UnknownModel for neither."""
-    try:
-        return models.find(name, version), None
-    except UnknownModel as fault:
-        retired = models.retired(name, version)
-        if retired is None:
-            raise
-        return retired, fault
-
-
-def _catalog(served: Iterable[ServedModel], aliases: Mapping[str, str]) -> ModelIndex:
-    found: dict[str, dict[str, ServedModel]] = {}
-    for one in served:
-        found.setdefault(one.spec.name, {})[one.version] = one
-    names: dict[str, Mapping[str, ServedModel]] = dict(found)
-    for alias, meant in aliases.items():
-        model, pinned, version = meant.partition("/")
-        versions = found.get(model, {})
-        # An alias of what is not served now finds nothing, until it is served again.
+def _build_index(models: Iterable[ServedModel], aliases: Mapping[str, str]) -> ModelIndex:
+    by_name: dict[str, dict[str, ServedModel]] = {}
+    for model in models:
+        by_name.setdefault(model.spec.name, {})[model.version] = model
+    index: dict[str, Mapping[str, ServedModel]] = dict(by_name)
+    for alias, target in aliases.items():
+        name, pinned, version = target.partition("/")
+        versions = by_name.get(name, {})
+        # An alias finds nothing while its target is not served.
         if not pinned and versions:
-            names[alias] = versions
+            index[alias] = versions
         elif version in versions:
-            names[alias] = {version: versions[version]}
-    return names
+            index[alias] = {version: versions[version]}
+    return index

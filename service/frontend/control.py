@@ -3,32 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Callable
 from typing import Any
 
-from service.errors import InvalidModel, ModelError
-from service.frontend import catalog
+from service.errors import InvalidModel, ModelError, Unavailable, UnknownModel
+from service.frontend.catalog import read_served_model
 from service.frontend.inference import Frontend
 from service.ipc import messages
 from service.ipc.async_channel import AsyncChannel
 from service.ipc.channel import Channel, Frame, encode, send_now
+from service.ipc.heartbeat import Heartbeat
 from service.ipc.messages import Done, IndexEntry, Message, MetricsCollected, ModelsListed, ModelVersion, Reply
 from service.ipc.rpc import Rpc
 from service.metrics import Snapshot
+from service.modeling.spec import NAME
 
-SCRAPE_SECONDS = 1.0
-"""Longest wait for the supervisor's metrics or model index."""
+SCRAPE_SECONDS = 0.26
+"""Longest wait for the metrics that the supervisor collects: /metrics answers within 300 ms."""
+INDEX_SECONDS = 1.0
+"""Longest wait for the supervisor's model index."""
 
 
 class Control:
     """The control channel of one frontend."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, heartbeat: Heartbeat | None = None) -> None:
         self._raw_channel = channel
+        self._heartbeat = heartbeat
         self._channel: AsyncChannel | None = None
         self._rpc = Rpc(self._send, "the supervisor")
         self._changes: set[asyncio.Task[None]] = set()
+        self._last_scrape: Snapshot = {}
 
     def listen(self, frontend: Frontend) -> None:
         """Handle messages from now on: the server accepts connections."""
@@ -45,6 +52,9 @@ class Control:
             if not self._rpc.handle_reply(frame) and type(frame.message) in handlers:
                 handlers[type(frame.message)](frame, frame.message, frontend)
 
+        self._last_scrape = frontend.metrics.snapshot()
+        if self._heartbeat is not None:
+            self._heartbeat.beat_from_loop()
         # Without the supervisor there are no ports and no engine left to drain to.
         self._channel = AsyncChannel(self._raw_channel, handle, on_close=lambda: os._exit(1))
 
@@ -57,21 +67,25 @@ class Control:
         send_now(self._raw_channel, messages.Failed(reason))
 
     async def scrape(self) -> Snapshot:
-        """Return the metrics of all processes; raises Unavailable when the supervisor is late."""
-        reply, _ = await self._rpc.call(messages.ScrapeMetrics(), MetricsCollected, timeout=SCRAPE_SECONDS)
-        return reply.snapshot
+        """Return the metrics of all processes, or the last known ones when the supervisor is late."""
+        with contextlib.suppress(Unavailable):
+            reply, _ = await self._rpc.call(messages.ScrapeMetrics(), MetricsCollected, timeout=SCRAPE_SECONDS)
+            self._last_scrape = reply.snapshot
+        return self._last_scrape
 
     async def index(self) -> list[IndexEntry]:
         """Return every version in the models folder; raises Unavailable when the supervisor is late."""
-        reply, _ = await self._rpc.call(messages.ListModels(), ModelsListed, timeout=SCRAPE_SECONDS)
+        reply, _ = await self._rpc.call(messages.ListModels(), ModelsListed, timeout=INDEX_SECONDS)
         return reply.entries
 
     async def load(self, name: str, policy: str | None = None) -> None:
         """Serve what the folder of a model holds now; raises a ServiceError."""
+        _check_name(name)
         await self._rpc.call_done(messages.LoadModel(name, policy))
 
     async def unload(self, name: str) -> None:
         """Stop serving a model; raises a ServiceError."""
+        _check_name(name)
         await self._rpc.call_done(messages.UnloadModel(name))
 
     def _send(self, frame: bytes) -> None:
@@ -83,7 +97,7 @@ class Control:
 
     def _handle_attach(self, frame: Frame, message: messages.Attach, frontend: Frontend) -> None:
         assert frame.attached is not None, "an Attach message carries a socket"
-        frontend.engines.attach(Channel(frame.attached))
+        frontend.dispatcher.attach(Channel(frame.attached))
 
     def _handle_drain(self, frame: Frame, message: messages.Drain, frontend: Frontend) -> None:
         frontend.draining = True
@@ -120,8 +134,14 @@ class Control:
         task.add_done_callback(self._changes.discard)
 
 
+def _check_name(name: str) -> None:
+    """Raise UnknownModel for a string that cannot be a model's name: it may be as large as a request."""
+    if not NAME.fullmatch(name):
+        raise UnknownModel(f"{name[:100]!r} cannot be the name of a model: see POST /v2/repository/index", field="model")
+
+
 async def _read_new(model_versions: list[ModelVersion], frontend: Frontend) -> None:
     """Add the versions that this frontend does not know yet. They are read in a thread, as a tokenizer may take a while."""
     for model_version in model_versions:
-        if model_version.key not in frontend.models:
-            frontend.models.add(await asyncio.to_thread(catalog.read, model_version))
+        if model_version.key not in frontend.catalog:
+            frontend.catalog.add(await asyncio.to_thread(read_served_model, model_version))

@@ -1,4 +1,4 @@
-"""The arrays of an answer as plain values, in the words of the model's head."""
+"""An engine's answer as arrays, and as the JSON outputs of a model's head."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from service.modeling.spec import ClassifyHead, EmbedHead, ModelSpec, NextHead, 
 Array = NDArray[Any]
 
 
-class Output(BaseModel):
-    """One output of POST /infer; which fields it has, the model's head says.
+class InferOutput(BaseModel):
+    """One output of POST /infer. The model's head determines its fields.
 
     classify: label, score, scores by label. regress: value. tag: labels and scores by step. span: start, end (the last step of the
-    span), score. next: ids and scores, the likeliest first. embed: embedding. sequence: sequence.
+    span), score. next: ids and scores, most likely first. embed: embedding. sequence: sequence.
     """
 
     model_config = ConfigDict(use_attribute_docstrings=True)
@@ -36,14 +36,17 @@ class Output(BaseModel):
     end: int | None = None
     ids: list[int] | None = None
     embedding: list[float] | None = None
-    """The vector under the head."""
+    """The pooled vector before the head."""
     sequence: list[list[float]] | None = None
     """The encoder's vector of every step."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Line:
-    """What belongs to one sequence: scores and picks (lines, n), embedding (width,), sequence (steps, width)."""
+class _SequenceArrays:
+    """The part of an answer that belongs to one sequence.
+
+    scores and picks: (1, n), or (steps, n) for a head that answers for every step. embedding: (width,). sequence: (steps, width).
+    """
 
     scores: Array
     picks: Array
@@ -58,19 +61,24 @@ class _Line:
 
 
 def input_field(index: int) -> str:
-    """How an error names one of the inputs of a request."""
+    """Return the name of one input of a request for an error message."""
     return f"inputs[{index}]"
 
 
-def outputs(spec: ModelSpec, answer: Answer, data: bytes, field_of: Callable[[int], str] = input_field) -> list[dict[str, Any]]:
-    """One output per sequence, in their order; raises InvalidInput for a sequence that drove the model beyond float32."""
-    say, found = _SAYINGS[type(spec.head)], arrays(spec, answer, data, field_of)
-    return [say(spec.head, line) | _extras(line) for line in _lines(spec, answer, found)]
+def format_outputs(
+    spec: ModelSpec, answer: Answer, data: bytes, field_of: Callable[[int], str] = input_field
+) -> list[dict[str, Any]]:
+    """Return one JSON output per sequence, in their order; raises InvalidInput as `decode_arrays` does."""
+    format_head, arrays = _FORMATS[type(spec.head)], decode_arrays(spec, answer, data, field_of)
+    return [format_head(spec.head, part) | _format_vectors(part) for part in _split(spec, answer, arrays)]
 
 
-def arrays(spec: ModelSpec, answer: Answer, data: bytes, field_of: Callable[[int], str] = input_field) -> list[Array]:
-    """Scores, picks, embedding and sequence; what there is not is empty. Raises InvalidInput as `outputs` does."""
-    at, found = 0, []
+def decode_arrays(spec: ModelSpec, answer: Answer, data: bytes, field_of: Callable[[int], str] = input_field) -> list[Array]:
+    """Return the scores, picks, embedding and sequence of an answer; an array that the answer lacks is empty.
+
+    Raises InvalidInput for an input that produced values beyond float32.
+    """
+    start, arrays = 0, []
     for shape, dtype in (
         (answer.scores, FEATURES),
         (answer.picks, IDS),
@@ -78,73 +86,72 @@ def arrays(spec: ModelSpec, answer: Answer, data: bytes, field_of: Callable[[int
         (answer.sequence, FEATURES),
     ):
         count = int(np.prod(shape)) if shape else 0
-        found.append(np.frombuffer(data, dtype, count, at).reshape(shape or (0,)))
-        at += found[-1].nbytes
-    if not all(np.isfinite(array).all() for array in found if array.size):
-        field = field_of(next(index for index, line in enumerate(_lines(spec, answer, found)) if not line.finite))
+        arrays.append(np.frombuffer(data, dtype, count, start).reshape(shape or (0,)))
+        start += arrays[-1].nbytes
+    if not all(np.isfinite(array).all() for array in arrays if array.size):
+        field = field_of(next(index for index, part in enumerate(_split(spec, answer, arrays)) if not part.finite))
         raise InvalidInput(f"{field} drives {spec.name} to values that are not finite: send smaller numbers", field=field)
-    return found
+    return arrays
 
 
-def shortest(values: Array) -> list[float]:
-    """The shortest decimals that stand for each float32: half the bytes of a float64's, and nothing is lost."""
+def shortest_decimals(values: Array) -> list[float]:
+    """Return each float32 as the shortest decimal that identifies it: half the bytes of a float64's digits, without loss."""
     return [float(value) for value in values.astype(str)]
 
 
-def _classify(head: ClassifyHead, line: _Line) -> dict[str, Any]:
-    scores = shortest(line.scores[0])
-    best = int(line.scores[0].argmax())
+def _classify(head: ClassifyHead, part: _SequenceArrays) -> dict[str, Any]:
+    scores = shortest_decimals(part.scores[0])
+    best = int(part.scores[0].argmax())
     return {"label": head.labels[best], "score": scores[best], "scores": dict(zip(head.labels, scores, strict=True))}
 
 
-def _regress(head: RegressHead, line: _Line) -> dict[str, Any]:
-    values = shortest(line.scores[0])
+def _regress(head: RegressHead, part: _SequenceArrays) -> dict[str, Any]:
+    values = shortest_decimals(part.scores[0])
     return {"value": values[0] if head.outputs == 1 else values}
 
 
-def _tag(head: TagHead, line: _Line) -> dict[str, Any]:
-    return {"labels": [head.labels[pick] for pick in line.picks[:, 0]], "scores": shortest(line.scores[:, 0])}
+def _tag(head: TagHead, part: _SequenceArrays) -> dict[str, Any]:
+    return {"labels": [head.labels[pick] for pick in part.picks[:, 0]], "scores": shortest_decimals(part.scores[:, 0])}
 
 
-def _span(head: SpanHead, line: _Line) -> dict[str, Any]:
-    start, end = line.picks[0].tolist()
-    return {"start": start, "end": end, "score": shortest(line.scores[0])[0]}
+def _span(head: SpanHead, part: _SequenceArrays) -> dict[str, Any]:
+    start, end = part.picks[0].tolist()
+    return {"start": start, "end": end, "score": shortest_decimals(part.scores[0])[0]}
 
 
-def _next(head: NextHead, line: _Line) -> dict[str, Any]:
-    return {"ids": line.picks[0].tolist(), "scores": shortest(line.scores[0])}
+def _next(head: NextHead, part: _SequenceArrays) -> dict[str, Any]:
+    return {"ids": part.picks[0].tolist(), "scores": shortest_decimals(part.scores[0])}
 
 
-def _nothing(head: EmbedHead | SequenceHead, line: _Line) -> dict[str, Any]:
-    """The vectors are the answer."""
+def _vectors_only(head: EmbedHead | SequenceHead, part: _SequenceArrays) -> dict[str, Any]:
     return {}
 
 
-_SAYINGS: dict[type, Callable[[Any, _Line], dict[str, Any]]] = {
+_FORMATS: dict[type, Callable[[Any, _SequenceArrays], dict[str, Any]]] = {
     ClassifyHead: _classify,
     RegressHead: _regress,
     TagHead: _tag,
     SpanHead: _span,
     NextHead: _next,
-    EmbedHead: _nothing,
-    SequenceHead: _nothing,
+    EmbedHead: _vectors_only,
+    SequenceHead: _vectors_only,
 }
 
 
-def _extras(line: _Line) -> dict[str, Any]:
-    embedding = {} if line.embedding is None else {"embedding": line.embedding.tolist()}
-    return embedding | ({} if line.sequence is None else {"sequence": line.sequence.tolist()})
+def _format_vectors(part: _SequenceArrays) -> dict[str, Any]:
+    embedding = {} if part.embedding is None else {"embedding": part.embedding.tolist()}
+    return embedding | ({} if part.sequence is None else {"sequence": part.sequence.tolist()})
 
 
-def _lines(spec: ModelSpec, answer: Answer, found: list[Array]) -> Iterator[_Line]:
-    """The arrays sequence by sequence."""
-    scores, picks, embedding, sequence = found
+def _split(spec: ModelSpec, answer: Answer, arrays: list[Array]) -> Iterator[_SequenceArrays]:
+    """Yield the arrays of each sequence."""
+    scores, picks, embedding, sequence = arrays
     per_step = isinstance(spec.head, TagHead)
-    for row, (begin, end) in enumerate(pairwise(accumulate(answer.steps, initial=0))):
-        lines = slice(begin, end) if per_step else slice(row, row + 1)
-        yield _Line(
-            scores[lines],
-            picks[lines],
-            embedding[row] if answer.embedding else None,
+    for index, (begin, end) in enumerate(pairwise(accumulate(answer.steps, initial=0))):
+        part = slice(begin, end) if per_step else slice(index, index + 1)
+        yield _SequenceArrays(
+            scores[part],
+            picks[part],
+            embedding[index] if answer.embedding else None,
             sequence[begin:end] if answer.sequence else None,
         )

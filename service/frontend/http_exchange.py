@@ -1,4 +1,4 @@
-"""What the HTTP routes share: a body is read, a caller may leave, an answer or an error is written."""
+"""What all HTTP routes share: read the request body, notice that the client disconnects, write a reply or an error."""
 
 from __future__ import annotations
 
@@ -13,19 +13,22 @@ from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 
 from service.errors import STATUS, InvalidRequest, ServiceError, TooLarge, UnsupportedMedia
-from service.frontend.inference import CallerGone, Frontend
-from service.frontend.rest import schemas
+from service.frontend.inference import ClientDisconnected, Frontend
 
 T = TypeVar("T")
-BYTES = "application/octet-stream"
-PACKED = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
-"""Encodings of a body by their names, as zlib calls them."""
-DISCARDED_BODIES = 4
-"""A body over the limit is read and thrown away up to this many times the limit: who still sends cannot hear an answer."""
+JSON = "application/json"
+OCTET_STREAM = "application/octet-stream"
+COMPRESSIONS = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
+"""The accepted content encodings, with the window bits that select each format in zlib."""
+DISCARD_FACTOR = 4
+"""A body over the limit is read and discarded up to this many times the limit: a client reads no reply while it still sends."""
 
 
-class Direct(APIRoute):
-    """A route whose endpoint takes the request and gives the response, with nothing between them and the server."""
+class DirectRoute(APIRoute):
+    """A FastAPI route that calls its endpoint with the request and sends the response, without FastAPI's validation and serialisation.
+
+    `get_route_handler` is FastAPI's documented hook for this. FastAPI still describes the route in the OpenAPI document.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler: Callable[[Request], Coroutine[Any, Any, Response]] = self.endpoint
@@ -33,126 +36,138 @@ class Direct(APIRoute):
 
 
 async def read_json(request: Request, frontend: Frontend) -> bytes:
-    """The whole body, when its type, encoding and size are ones that are read here; it may not be JSON all the same."""
-    media = _media(request)
-    if media and media != "application/json" and not media.endswith("+json"):
+    """Return the whole body after checks of its content type, encoding and size. The body may still not be JSON."""
+    media_type = _media_type(request)
+    if media_type and media_type != JSON and not media_type.endswith("+json"):
         raise UnsupportedMedia("the content type is not JSON: send Content-Type: application/json, or none")
     return await _read(request, "SEQSERVE_MAX_BODY_BYTES", frontend.settings.max_body_bytes)
 
 
 async def read_state(request: Request, frontend: Frontend) -> bytes:
-    """The whole body, when its type, encoding and size may be those of a session's state."""
-    if _media(request) not in ("", BYTES):
-        raise UnsupportedMedia(f"the content type is not that of a state: send Content-Type: {BYTES}, or none")
+    """Return the whole body that should contain a session state, after checks of its content type, encoding and size."""
+    if _media_type(request) not in ("", OCTET_STREAM):
+        raise UnsupportedMedia(f"the content type is not that of a session state: send Content-Type: {OCTET_STREAM}, or none")
     return await _read(request, "SEQSERVE_MAX_STATE_BYTES", frontend.settings.max_state_bytes)
 
 
 async def read_tensors(request: Request, frontend: Frontend) -> bytes:
-    """The whole body, unpacked when it is compressed, when its size is one that is read here. What it is its other headers say: clients of
-    the Open Inference Protocol name no content type, or any."""
+    """Return the whole body, decompressed, after checks of its encoding and size.
+
+    The content type is not checked: clients of the Open Inference Protocol send none, or any, and describe the body in other headers.
+    """
     encoding, limit = request.headers.get("content-encoding", "identity").lower(), frontend.settings.max_body_bytes
-    if encoding not in ("identity", *PACKED):
-        raise UnsupportedMedia("the content encoding is none that is read here: send gzip, deflate, or the body as it is")
-    data = await _read(request, "SEQSERVE_MAX_BODY_BYTES", limit, packed=True)
-    return _unpacked(data, PACKED[encoding], limit) if encoding in PACKED else data
+    if encoding not in ("identity", *COMPRESSIONS):
+        raise UnsupportedMedia("the content encoding is not supported: send gzip, deflate, or an uncompressed body")
+    data = await _read(request, "SEQSERVE_MAX_BODY_BYTES", limit, compressed=True)
+    return _decompress(data, COMPRESSIONS[encoding], limit) if encoding in COMPRESSIONS else data
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`; raises CallerGone, with `work` cancelled, when the caller closes the connection first."""
-    working, gone = asyncio.current_task(), False
-    assert working is not None
+async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`. Cancels it and raises ClientDisconnected when the client closes the connection first."""
+    task, disconnected = asyncio.current_task(), False
+    assert task is not None
 
-    def stop(listening: asyncio.Future[None]) -> None:
-        nonlocal gone
-        if not listening.cancelled() and not ended:
-            gone = True
-            working.cancel()
+    def cancel(watcher: asyncio.Future[None]) -> None:
+        nonlocal disconnected
+        if not watcher.cancelled() and not done:
+            disconnected = True
+            task.cancel()
 
-    ended, listening = False, asyncio.ensure_future(_gone(request))
-    listening.add_done_callback(stop)
+    done, watcher = False, asyncio.ensure_future(_wait_for_disconnect(request))
+    watcher.add_done_callback(cancel)
     try:
         return await work
     except asyncio.CancelledError:
-        if gone:
-            working.uncancel()
-            raise CallerGone from None
+        if disconnected:
+            task.uncancel()
+            raise ClientDisconnected from None
         raise
     finally:
-        ended = True
-        listening.cancel()
+        done = True
+        watcher.cancel()
 
 
-def written(frontend: Frontend, content: bytes, media: str = "application/json") -> Response:
-    """A good answer; the last one on its connection when the service is about to end."""
-    response = Response(content, media_type=media)
+def respond(frontend: Frontend, content: bytes, media_type: str = JSON) -> Response:
+    """Return a successful response; it closes the connection while the service shuts down."""
+    response = Response(content, media_type=media_type)
     if frontend.draining:
         response.headers["connection"] = "close"
     return response
 
 
-def error(frontend: Frontend, fault: ServiceError, headers: dict[str, str] | None = None) -> Response:
-    """The one body of every error, with the code of its kind."""
-    response = Response(
-        msgspec.json.encode(schemas.error_body(fault)), STATUS[type(fault)].http, headers, media_type="application/json"
-    )
-    if fault.retry_after is not None:
-        response.headers["retry-after"] = str(fault.retry_after)
-    if frontend.draining or isinstance(fault, TooLarge):
+def respond_json(frontend: Frontend, value: Any) -> Response:
+    """Return a successful response with this value as JSON."""
+    return respond(frontend, msgspec.json.encode(value))
+
+
+def respond_error(frontend: Frontend, error: ServiceError, headers: dict[str, str] | None = None) -> Response:
+    """Return the response for an error. It closes the connection after a body that was not read to its end."""
+    response = Response(error_body(error), STATUS[type(error)].http, headers, media_type=JSON)
+    if error.retry_after is not None:
+        response.headers["retry-after"] = str(error.retry_after)
+    if frontend.draining or isinstance(error, TooLarge):
         response.headers["connection"] = "close"
     return response
 
 
-def _media(request: Request) -> str:
+def error_body(error: ServiceError) -> bytes:
+    """Return {"error", "code"} as JSON, with "field" when one field caused the error."""
+    body = {"error": error.message, "code": error.code}
+    return msgspec.json.encode(body | ({"field": error.field} if error.field else {}))
+
+
+def _media_type(request: Request) -> str:
     return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
-async def _read(request: Request, knob: str, limit: int, *, packed: bool = False) -> bytes:
-    if not packed and request.headers.get("content-encoding", "identity").lower() != "identity":
+async def _read(request: Request, setting: str, limit: int, *, compressed: bool = False) -> bytes:
+    """Return the body; raises TooLarge above `limit`, which `setting` names, and UnsupportedMedia for an unexpected compression."""
+    if not compressed and request.headers.get("content-encoding", "identity").lower() != "identity":
         raise UnsupportedMedia("the body is compressed: send it without Content-Encoding")
     parts, size = [], 0
-    if _declared(request) > DISCARDED_BODIES * limit:
-        raise _too_large(knob, limit)
+    if _content_length(request) > DISCARD_FACTOR * limit:
+        raise _too_large(setting, limit)
     try:
         async for part in request.stream():
             size += len(part)
-            if size > DISCARDED_BODIES * limit:
+            if size > DISCARD_FACTOR * limit:
                 break
             if size <= limit:
                 parts.append(part)
             else:
                 parts.clear()
     except ClientDisconnect:
-        raise CallerGone from None
+        raise ClientDisconnected from None
     if size > limit:
-        raise _too_large(knob, limit)
+        raise _too_large(setting, limit)
     return b"".join(parts)
 
 
-def _unpacked(data: bytes, window: int, limit: int) -> bytes:
-    """What was compressed, of which no more than the limit is ever unpacked."""
-    unpacker = zlib.decompressobj(window)
+def _decompress(data: bytes, window_bits: int, limit: int) -> bytes:
+    """Return the decompressed body. Decompresses at most one byte more than the limit: a small body may expand a thousandfold."""
+    decompressor = zlib.decompressobj(window_bits)
     try:
-        whole = unpacker.decompress(data, limit + 1)
-    except zlib.error as fault:
-        raise InvalidRequest(f"the body is not compressed as Content-Encoding says: {fault}") from None
-    if len(whole) > limit:
+        body = decompressor.decompress(data, limit + 1)
+    except zlib.error as error:
+        raise InvalidRequest(f"the body is not compressed as Content-Encoding says: {error}") from None
+    if len(body) > limit:
         raise _too_large("SEQSERVE_MAX_BODY_BYTES", limit)
-    if not unpacker.eof or unpacker.unused_data:
-        raise InvalidRequest("the compressed body does not end where it should: send all of it, and nothing behind it")
-    return whole
+    if not decompressor.eof or decompressor.unused_data:
+        raise InvalidRequest("the compressed body is incomplete, or data follows it: send exactly one compressed stream")
+    return body
 
 
-def _declared(request: Request) -> int:
+def _content_length(request: Request) -> int:
     length = request.headers.get("content-length", "0")
     if not (length.isascii() and length.isdigit() and len(length) <= 19):
-        raise InvalidRequest("Content-Length is not a number of bytes")
+        raise InvalidRequest("Content-Length is not a number of bytes: send the size of the body")
     return int(length)
 
 
-def _too_large(knob: str, limit: int) -> TooLarge:
-    return TooLarge(f"the body is larger than {knob}, which is {limit} bytes: send less at once, or raise the limit")
+def _too_large(setting: str, limit: int) -> TooLarge:
+    return TooLarge(f"the body is larger than {setting}, which is {limit} bytes: send a smaller body, or raise {setting}")
 
 
-async def _gone(request: Request) -> None:
+async def _wait_for_disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass

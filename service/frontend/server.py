@@ -1,4 +1,4 @@
-"""The front process: one uvicorn server on the port that the supervisor opened, and the supervisor's words beside it."""
+"""Serve a frontend: accept connections on the shared port, run uvicorn and the gRPC server, and drain both on SIGTERM."""
 
 from __future__ import annotations
 
@@ -11,157 +11,125 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
-from uvicorn._types import ASGISendEvent
-from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from service.errors import StartError
 from service.frontend.control import Control
 from service.frontend.inference import Frontend
 from service.frontend.oip.grpc_server import GrpcServer
-from service.frontend.rest.websocket import SERVICE_RESTART
+from service.frontend.websocket_protocol import WebSocketProtocol
 from service.log import Log
 
-MEETING_SECONDS = 1.0
-"""How long a front that follows another waits for an engine before it says that there is none."""
+ENGINE_WAIT_SECONDS = 1.0
+"""Longest wait of a restarted frontend for an engine before it accepts connections."""
 KEEP_ALIVE_SECONDS = 15
 PING_SECONDS = 20.0
-"""A socket is asked so often whether somebody is still there, and closed when nobody answers for so long."""
-MOMENT_SECONDS, MOST_AT_ONCE = 0.001, 64
-"""How long connections are left to other fronts after some were taken, and how many are taken at most before that."""
-PAUSE_SECONDS = 1.0
-"""How long no connection is taken when one could not be."""
-GOODBYE_SECONDS = 1.0
-"""How long the end of the service waits for a caller to close his side of a socket."""
-
-
-class Socket(WebSocketsSansIOProtocol):
-    """uvicorn's, which may not hold up the end of the service, and may not be cut off by it either."""
-
-    def shutdown(self) -> None:
-        """The service ends: whoever serves the socket hears of it behind the messages that came, answers these, and closes."""
-        if self.handshake_complete and not self.close_sent:
-            self.stop_keepalive()
-            self.close_timeout = GOODBYE_SECONDS
-            self.queue.put_nowait({"type": "websocket.disconnect", "code": SERVICE_RESTART, "reason": None})
-        else:
-            super().shutdown()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self.conn.handshake_exc is not None and not self.handshake_initiated:
-            # What asks for an upgrade and is no handshake would keep its connection for nothing.
-            self.transport.close()
-
-    def handle_parser_exception(self) -> None:
-        """A message is too large, or none at all. Who closes while data comes takes back what he has just sent: the code that says why."""
-        if self.close_timer is not None:
-            return
-        assert self.conn.close_sent is not None, "the parser has failed the connection"
-        self.queue.put_nowait({"type": "websocket.disconnect", "code": self.conn.close_sent.code, "reason": None})
-        self.transport.write(b"".join(self.conn.data_to_send()))
-        self.close_sent = True
-        self.close_timer = self.loop.call_later(GOODBYE_SECONDS, self.transport.close)
-        if self.read_paused:
-            self.read_paused = False
-            self.transport.resume_reading()
-
-    async def send(self, message: ASGISendEvent) -> None:
-        await super().send(message)
-        if message["type"] == "websocket.http.response.body":
-            # A handshake that is refused is one that was answered: an error would be logged for it.
-            self.handshake_complete = True
+"""Interval of WebSocket pings, and the wait for a pong before the socket is closed."""
+ACCEPT_PAUSE_SECONDS, MAX_ACCEPTS = 0.001, 64
+"""Pause between two rounds of accepting connections, and the most connections of one round."""
+ERROR_PAUSE_SECONDS = 1.0
+"""Pause after accepting a connection has failed."""
 
 
 class Listener:
-    """The port that all fronts share. A front that took all connections that wait there, as servers do by themselves, would leave none to
-    the others: it takes one, leaves them a moment, and takes twice as many while there still are some."""
+    """Accepts connections on the socket that all frontends inherit, so that each frontend gets its share of them.
 
-    def __init__(self, listening: socket.socket, make: Callable[[], asyncio.Protocol]) -> None:
-        """make: what serves one connection."""
+    The other ways to share a port break a promise that this class keeps:
+    - uvicorn's `sockets=` accepts until no connection waits. The first frontend to wake would take a whole burst.
+    - With SO_REUSEPORT the kernel assigns each connection to a frontend by a hash. Connections to a hanging frontend would wait although
+      other frontends are free. The kernel would reset the connections that a frontend has not accepted when it dies.
+
+    A frontend accepts one connection, pauses while the others accept, and doubles the number while connections keep waiting.
+    """
+
+    def __init__(self, listening: socket.socket, make_protocol: Callable[[], asyncio.Protocol]) -> None:
+        """make_protocol: returns the protocol for a new connection."""
         listening.setblocking(False)
         self._listening = listening
-        self._make = make
-        self._taken: set[asyncio.Task[Any]] = set()
-        self._later: asyncio.TimerHandle | None = None
-        self._at_once = 1
-        self._took_at = 0.0
+        self._make_protocol = make_protocol
+        self._connecting: set[asyncio.Task[Any]] = set()
+        self._reopening: asyncio.TimerHandle | None = None
+        self._accepts_per_round = 1
+        self._last_round = 0.0
 
     def open(self) -> None:
-        """Take connections from now on."""
-        asyncio.get_running_loop().add_reader(self._listening.fileno(), self._take)
+        """Start to accept connections."""
+        asyncio.get_running_loop().add_reader(self._listening.fileno(), self._accept_round)
 
     def close(self) -> None:
-        """Take none any more."""
-        if self._later is not None:
-            self._later.cancel()
+        """Stop accepting connections; other frontends accept the waiting connections."""
+        if self._reopening is not None:
+            self._reopening.cancel()
         asyncio.get_running_loop().remove_reader(self._listening.fileno())
 
-    def _take(self) -> None:
+    def _accept_round(self) -> None:
         now = asyncio.get_running_loop().time()
-        self._at_once = min(MOST_AT_ONCE, 2 * self._at_once) if now - self._took_at < 5 * MOMENT_SECONDS else 1
-        self._took_at = now
+        busy = now - self._last_round < 5 * ACCEPT_PAUSE_SECONDS
+        self._accepts_per_round = min(MAX_ACCEPTS, 2 * self._accepts_per_round) if busy else 1
+        self._last_round = now
         try:
-            for _ in range(self._at_once):
-                self._begin(self._listening.accept()[0])
+            for _ in range(self._accepts_per_round):
+                self._start(self._listening.accept()[0])
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-            pass  # another front was faster, or the caller has gone
+            pass  # another frontend was faster, or the client disconnected
         except OSError:
-            # As a rule there are no descriptors left: the loop would do nothing but try.
-            self._pause(PAUSE_SECONDS)
+            # Usually no file descriptor is left. Without the pause the event loop would do nothing but try again.
+            self._pause(ERROR_PAUSE_SECONDS)
             return
-        self._pause(MOMENT_SECONDS)
+        self._pause(ACCEPT_PAUSE_SECONDS)
 
     def _pause(self, seconds: float) -> None:
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._listening.fileno())
-        self._later = loop.call_later(seconds, self.open)
+        self._reopening = loop.call_later(seconds, self.open)
 
-    def _begin(self, connection: socket.socket) -> None:
+    def _start(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        task = asyncio.get_running_loop().create_task(self._serve(connection))
-        self._taken.add(task)
-        task.add_done_callback(self._taken.discard)
+        task = asyncio.get_running_loop().create_task(self._connect(connection))
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
 
-    async def _serve(self, connection: socket.socket) -> None:
+    async def _connect(self, connection: socket.socket) -> None:
         try:
-            await asyncio.get_running_loop().connect_accepted_socket(self._make, connection)
+            await asyncio.get_running_loop().connect_accepted_socket(self._make_protocol, connection)
         except OSError:
-            connection.close()  # the caller has gone
+            connection.close()  # the client disconnected
 
 
-class Server(uvicorn.Server):
-    """uvicorn, with the gRPC door beside it, listening to the supervisor once both take connections. SIGTERM drains it; an interrupt is
-    not its business.
+class FrontendServer(uvicorn.Server):
+    """uvicorn's server with a Listener for each socket, next to the gRPC server. SIGTERM drains both; SIGINT is the supervisor's.
 
-    follows: another front was here before, and engines are likely to be there: what waits on the port is not taken before one is met.
+    A restarted frontend (`is_restart`) accepts no connection before it has met an engine: clients wait in the socket's backlog instead
+    of getting 503.
     """
 
     def __init__(
-        self, config: uvicorn.Config, control: Control, frontend: Frontend, grpc: GrpcServer | None, *, follows: bool
+        self, config: uvicorn.Config, control: Control, frontend: Frontend, grpc: GrpcServer | None, *, is_restart: bool
     ) -> None:
         super().__init__(config)
-        self._follows = follows
+        self._is_restart = is_restart
         self._listeners: list[Listener] = []
         self._control = control
         self._frontend = frontend
         self._grpc = grpc
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start to accept connections, and handle the supervisor's messages."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if self._follows:
+        if self._is_restart:
             self._control.listen(self._frontend)
-            await self._frontend.engines.wait_for_engine(MEETING_SECONDS)
-        await super().startup([])
+            await self._frontend.dispatcher.wait_for_engine(ENGINE_WAIT_SECONDS)
+        await super().startup([])  # without sockets: the listeners accept instead of uvicorn
         for listening in sockets or []:
-            self._listeners.append(Listener(listening, self._protocol))
+            self._listeners.append(Listener(listening, self._make_protocol))
             self._listeners[-1].open()
         if self._grpc is not None:
             await self._grpc.open()
-        if not self._follows:
+        if not self._is_restart:
             self._control.listen(self._frontend)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop accepting connections, and wait for open requests until the drain deadline."""
         self._frontend.draining = True
         for listener in self._listeners:
             listener.close()
@@ -170,43 +138,43 @@ class Server(uvicorn.Server):
             closing.append(self._grpc.close())
         await asyncio.gather(*closing)
 
-    def _protocol(self) -> asyncio.Protocol:
-        made: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[call-arg]
+    def _make_protocol(self) -> asyncio.Protocol:
+        """Return a protocol for one connection, as uvicorn's own startup creates it."""
+        protocol: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[call-arg]
             config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )
-        return made
+        return protocol
 
 
-class _Lines(logging.Handler):
-    """What others say in this process becomes a line of ours."""
+class _JsonLogHandler(logging.Handler):
+    """Writes the warnings of libraries as JSON lines to the service's log."""
 
     def __init__(self, log: Log) -> None:
         super().__init__(logging.WARNING)
         self._log = log
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._log.warning(
-            "server said", said=record.getMessage().strip(), error=repr(record.exc_info[1]) if record.exc_info else None
-        )
+        error = repr(record.exc_info[1]) if record.exc_info else None
+        self._log.warning("library warning", message=record.getMessage().strip(), error=error)
 
 
 def serve(
-    app: FastAPI, frontend: Frontend, control: Control, listening: socket.socket, grpc: str | None, *, follows: bool
+    app: FastAPI, frontend: Frontend, control: Control, listening: socket.socket, grpc: str | None, *, is_restart: bool
 ) -> None:
-    """Serve until SIGTERM, gRPC on this address; requests in flight then have `drain_seconds` to end. follows: as `Server` has it."""
-    frontend.metrics.start(one.key.labels for one in frontend.models.served)
-    for said in ("uvicorn.error", "grpc", "asyncio"):
-        logging.getLogger(said).addHandler(_Lines(frontend.log))
+    """Serve until SIGTERM, with gRPC on the address `grpc`. Requests then have `drain_seconds` to finish."""
+    frontend.metrics.start(model.key.labels for model in frontend.catalog.served)
+    for logger in ("uvicorn.error", "grpc", "asyncio"):
+        logging.getLogger(logger).addHandler(_JsonLogHandler(frontend.log))
     config = uvicorn.Config(
         app,
         http="httptools",
         loop="uvloop",
-        ws=Socket,
+        ws=WebSocketProtocol,
         ws_max_size=frontend.settings.max_body_bytes,
         ws_ping_interval=PING_SECONDS,
-        # A socket whose caller has sent far ahead is not read, and no pong seen, before a chunk is answered or late.
+        # uvicorn stops reading a socket while a message waits for its reply, so a pong may come as late as the longest deadline.
         ws_ping_timeout=PING_SECONDS + frontend.settings.max_deadline_ms / 1000,
-        # Chunks are small, and what is compressed may be large.
+        # Chunks are small, and a small compressed message may decompress to a large one.
         ws_per_message_deflate=False,
         lifespan="off",
         log_config=None,
@@ -215,9 +183,8 @@ def serve(
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=max(1, round(frontend.settings.drain_seconds)),
     )
+    server = FrontendServer(config, control, frontend, GrpcServer(frontend, grpc) if grpc else None, is_restart=is_restart)
     try:
-        Server(config, control, frontend, GrpcServer(frontend, grpc) if grpc else None, follows=follows).run(
-            sockets=[listening]
-        )
-    except StartError as fault:
-        control.failed(str(fault))
+        server.run(sockets=[listening])
+    except StartError as error:
+        control.failed(str(error))

@@ -1,8 +1,14 @@
-"""One sequence of a caller's as the engine has it: (steps,) token ids or (steps, features) numbers, within every limit of the model."""
+"""Validation that REST and OIP share: the inputs of a request, its options and its limits.
+
+An input becomes an array as the engine takes it: (steps,) token ids or (steps, features) numbers, within every limit of the model.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import numpy as np
@@ -10,155 +16,248 @@ from numpy.typing import NDArray
 from pydantic import FailFast, Field, TypeAdapter, ValidationError
 
 from service.errors import InvalidInput, TooLarge
-from service.frontend.served_model import ServedModel
-from service.frontend.wording import kind, shown
-from service.ipc.messages import FEATURES, IDS
+from service.frontend.catalog import ServedModel
+from service.frontend.quoting import describe_value, quote
+from service.ipc.messages import FEATURES, IDS, Request, Returns
+from service.modeling.spec import ModelSpec
+from service.settings import Settings
 
-Place = Callable[[int], str]
-"""How an error names a step of those in an array, or one of several inputs."""
+FieldOf = Callable[[int], str]
+"""Returns the name of an array's step, or of an input, for an error message."""
+RESERVED_SESSION_PREFIX = "stream:"
+"""Session ids that the service creates begin with this; clients may not use it."""
+_SESSION_ID = re.compile(rf"(?!{RESERVED_SESSION_PREFIX})[!-~]([ -~]{{0,126}}[!-~])?", re.ASCII)
+SESSION_ID_SCHEMA = {"type": "string", "minLength": 1, "maxLength": 128, "pattern": f"^{_SESSION_ID.pattern}$"}
 
-# The first fault is the one that is named: a million of them cost no more.
+# Validation stops at the first wrong element: a list with a million wrong elements costs no more than one.
 _IDS = TypeAdapter(Annotated[list[Annotated[int, Field(strict=True)]], FailFast()])
 _ROW = Annotated[list[Annotated[float, Field(strict=True, allow_inf_nan=False)]], FailFast()]
 _FEATURES = TypeAdapter(Annotated[list[_ROW], FailFast()])
 
 
-def array(value: Any, field: str, model: ServedModel) -> NDArray[Any]:
-    """One input as (steps,) ids or (steps, features) rows, within every limit of the model."""
-    shape = model.spec.input
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a request asks for besides its inputs, in the same form for every API. InferBody describes each option.
+
+    `exact_version` is true when the client named a version instead of the newest.
+    """
+
+    returns: Returns
+    deadline_ms: float
+    priority: int = 0
+    session: str | None = None
+    session_starts: bool | None = None
+    session_ends: bool = False
+    exact_version: bool = False
+
+
+def engine_request(lengths: list[int], options: Options, model: ServedModel, arrived: float) -> Request:
+    """Return the engine's message for validated sequences of these lengths. `arrived` is the monotonic time of arrival in seconds."""
+    return Request(
+        model=model.spec.name,
+        version=model.version,
+        lengths=lengths,
+        deadline=arrived + options.deadline_ms / 1000,
+        sent=time.monotonic(),
+        priority=options.priority,
+        returns=options.returns,
+        session=options.session,
+        session_starts=options.session_starts,
+        session_ends=options.session_ends,
+        generation=model.generation,
+        exactly=options.exact_version,
+    )
+
+
+def requested_returns(names: Iterable[str], spec: ModelSpec) -> Returns:
+    """Return which vectors the engine must return: the vectors that the client names, and the output of the head itself."""
+    outputs = {*names, spec.head.kind.replace("embed", "embedding")}
+    return Returns(embedding="embedding" in outputs, sequence="sequence" in outputs)
+
+
+def resolve_deadline_ms(requested: float | None, settings: Settings, field: str = "deadline_ms") -> float:
+    """Return the requested deadline, or the default for None; raises InvalidInput above the maximum."""
+    if requested is None:
+        return settings.default_deadline_ms
+    if requested > settings.max_deadline_ms:
+        raise InvalidInput(
+            f"{field} is {requested:g} milliseconds and SEQSERVE_MAX_DEADLINE_MS is {settings.max_deadline_ms}: "
+            "set a shorter deadline, or raise SEQSERVE_MAX_DEADLINE_MS",
+            field=field,
+        )
+    return requested
+
+
+def check_session_id(id: str, *, field: str = "session") -> str:
+    """Return the session id that a client chose; raises InvalidInput for a malformed or reserved id."""
+    if not _SESSION_ID.fullmatch(id):
+        raise InvalidInput(
+            f"{field} must be 1 to 128 printable ASCII characters without leading or trailing spaces, "
+            f"and must not begin with {RESERVED_SESSION_PREFIX!r}: choose another session id",
+            field=field,
+        )
+    return id
+
+
+def check_input_count(count: int, settings: Settings, field: str = "inputs") -> None:
+    """Raise TooLarge when one request has more inputs than the setting allows."""
+    if count > settings.max_inputs:
+        raise TooLarge(
+            f"the request has {count} inputs and SEQSERVE_MAX_INPUTS is {settings.max_inputs}: "
+            "send several requests, or raise SEQSERVE_MAX_INPUTS",
+            field=field,
+        )
+
+
+def check_single_input(count: int, field: str = "inputs") -> None:
+    """Raise InvalidInput when a request to a session has more than one input."""
+    if count > 1:
+        raise InvalidInput(
+            f"the request has {count} inputs and names a session, which takes 1 at a time: send its chunks one by one",
+            field=field,
+        )
+
+
+def parse_input(value: Any, field: str, model: ServedModel) -> NDArray[Any]:
+    """Return one JSON or binary input as (steps,) token ids or (steps, features) numbers; raises InvalidInput or TooLarge."""
+    spec = model.spec.input
     if isinstance(value, bytes):
-        found = _raw(value, field, model)
+        array = _parse_bytes(value, field, model)
     elif isinstance(value, str) and model.tokenizer is not None:
-        found = np.array(text_ids(value, field, model), IDS)
-    elif isinstance(value, list) and shape.features is None:
-        found = _ids(value, field, model)
-    elif isinstance(value, list) and shape.features is not None:
-        found = _features(value, field, model, shape.features)
+        array = np.array(tokenize(value, field, model), IDS)
+    elif isinstance(value, list) and spec.features is None:
+        array = _parse_ids(value, field, model)
+    elif isinstance(value, list) and spec.features is not None:
+        array = _parse_features(value, field, model, spec.features)
     else:
-        raise InvalidInput(f"{field} is {kind(value)} and {model.spec.name} takes {_taken(model)}", field=field)
-    check_steps(len(found), field, model)
-    return found
+        raise InvalidInput(f"{field} is {describe_value(value)} and {model.spec.name} takes {_accepted(model)}", field=field)
+    check_steps(len(array), field, model)
+    return array
 
 
 def check_steps(steps: int, field: str, model: ServedModel) -> None:
-    """Whether the model takes a sequence of so many steps; raises InvalidInput or TooLarge."""
+    """Raise InvalidInput for a sequence with too few steps for the model, TooLarge for too many."""
     if steps == 0:
-        raise InvalidInput(f"{field} is empty: a sequence has at least one step", field=field)
-    _check_most(steps, field, model)
+        raise InvalidInput(f"{field} is empty: send at least one step", field=field)
+    _check_max_steps(steps, field, model)
     if steps < model.spec.min_steps:
-        said = f"{field} has {steps} steps and {model.spec.name} needs at least {model.spec.min_steps}: lengthen it"
-        raise InvalidInput(said, field=field)
+        raise InvalidInput(
+            f"{field} has {steps} steps and {model.spec.name} needs at least {model.spec.min_steps}: send a longer sequence",
+            field=field,
+        )
 
 
-def ids(values: NDArray[Any], place: Place, model: ServedModel) -> NDArray[Any]:
-    """(steps,) whole numbers as the engine has them; raises InvalidInput for one that is no token id of the model."""
-    for step in np.flatnonzero((values < 0) | (values > _highest_id(model)))[:1]:
-        raise _no_id(values[step], place(step), model)
+def engine_ids(values: NDArray[Any], field_of: FieldOf, model: ServedModel) -> NDArray[Any]:
+    """Return (steps,) whole numbers as the engine's token ids; raises InvalidInput for the first id outside the vocabulary."""
+    for step in np.flatnonzero((values < 0) | (values > _max_id(model)))[:1]:
+        raise _id_out_of_range(values[step], field_of(step), model)
     return values.astype(IDS, copy=False)
 
 
-def features(values: NDArray[Any], place: Place, model: ServedModel) -> NDArray[Any]:
-    """(steps, features) numbers as the engine has them; raises InvalidInput for one that a float32 cannot hold."""
+def engine_features(values: NDArray[Any], field_of: FieldOf, model: ServedModel) -> NDArray[Any]:
+    """Return (steps, features) numbers as the engine's float32; raises InvalidInput for the first number beyond float32."""
     wrong = np.argwhere(~(np.abs(values) <= np.finfo(FEATURES).max))
     if len(wrong):
         step, index = wrong[0]
-        at = f"{place(step)}[{index}]"
-        raise InvalidInput(f"{at} is {values[step, index]:g}: {_a_step(model)}", field=at)
+        field = f"{field_of(step)}[{index}]"
+        raise InvalidInput(f"{field} is {values[step, index]:g}: {_step_format(model)}", field=field)
     return values.astype(FEATURES, copy=False)
 
 
-def text_ids(text: str, field: str, model: ServedModel) -> list[int]:
-    """The token ids of a text, for a model that takes one; raises InvalidInput or TooLarge."""
+def tokenize(text: str, field: str, model: ServedModel) -> list[int]:
+    """Return the token ids of a text, for a model that has a tokenizer; raises InvalidInput or TooLarge."""
     limit = model.spec.input.max_characters
     if len(text) > limit:
         raise TooLarge(
-            f"{field} has {len(text)} characters and {model.spec.name} takes at most {limit}: shorten it", field=field
+            f"{field} has {len(text)} characters and {model.spec.name} takes at most {limit}: "
+            "send a shorter text, or raise input.max_steps in model.toml",
+            field=field,
         )
     assert model.tokenizer is not None
-    found = model.tokenizer.ids(text, field)
-    if not found:
+    ids = model.tokenizer.ids(text, field)
+    if not ids:
         raise InvalidInput(f"{field} has no words: send a text with at least one", field=field)
-    return found
+    return ids
 
 
-def _ids(values: list[Any], field: str, model: ServedModel) -> NDArray[Any]:
-    _check_most(len(values), field, model)
+def _parse_ids(values: list[Any], field: str, model: ServedModel) -> NDArray[Any]:
+    _check_max_steps(len(values), field, model)
     try:
-        found = _IDS.validate_python(values)
-    except ValidationError as fault:
-        raise _wrong(fault, field, " and a token id is a whole number") from None
-    highest = _highest_id(model)
-    if found and not 0 <= min(found) <= max(found) <= highest:
-        # A whole number may be one that no array of integers holds.
-        step = next(step for step, id in enumerate(found) if not 0 <= id <= highest)
-        raise _no_id(found[step], f"{field}[{step}]", model)
-    return np.array(found, IDS)
+        ids = _IDS.validate_python(values)
+    except ValidationError as error:
+        raise _wrong_element(error, field, " and a token id is a whole number") from None
+    limit = _max_id(model)
+    if ids and not 0 <= min(ids) <= max(ids) <= limit:
+        # JSON integers are unbounded: an id may not fit into an array of integers, so the range check comes before the conversion.
+        step = next(step for step, id in enumerate(ids) if not 0 <= id <= limit)
+        raise _id_out_of_range(ids[step], f"{field}[{step}]", model)
+    return np.array(ids, IDS)
 
 
-def _highest_id(model: ServedModel) -> int:
+def _max_id(model: ServedModel) -> int:
     return (model.spec.input.vocabulary or 0) - 1
 
 
-def _no_id(id: int, at: str, model: ServedModel) -> InvalidInput:
-    said = f"{shown(str(id))} and the token ids of {model.spec.name} go from 0 to {_highest_id(model)}"
-    return InvalidInput(f"{at} is {said}", field=at)
+def _id_out_of_range(id: int, field: str, model: ServedModel) -> InvalidInput:
+    limits = f"the token ids of {model.spec.name} go from 0 to {_max_id(model)}"
+    return InvalidInput(f"{field} is {quote(str(id))} and {limits}", field=field)
 
 
-def _features(values: list[Any], field: str, model: ServedModel, width: int) -> NDArray[Any]:
-    _check_most(len(values), field, model)
+def _parse_features(values: list[Any], field: str, model: ServedModel, width: int) -> NDArray[Any]:
+    _check_max_steps(len(values), field, model)
     try:
         rows = _FEATURES.validate_python(values)
-    except ValidationError as fault:
-        raise _wrong(fault, field, f": {_a_step(model)}") from None
+    except ValidationError as error:
+        raise _wrong_element(error, field, f": {_step_format(model)}") from None
     for step, row in enumerate(rows):
         if len(row) != width:
             at = f"{field}[{step}]"
-            raise InvalidInput(f"{at} has {len(row)} numbers: {_a_step(model)}", field=at)
-    return features(np.array(rows, np.float64).reshape(len(rows), width), _step_of(field), model)
+            raise InvalidInput(f"{at} has {len(row)} numbers: {_step_format(model)}", field=at)
+    return engine_features(np.array(rows, np.float64).reshape(len(rows), width), _field_of_step(field), model)
 
 
-def _raw(data: bytes, field: str, model: ServedModel) -> NDArray[Any]:
-    """The values themselves, little-endian: int32 ids, or rows of float32."""
+def _parse_bytes(data: bytes, field: str, model: ServedModel) -> NDArray[Any]:
+    """Return a binary input, little-endian: int32 token ids, or rows of float32."""
     width = model.spec.input.features
     size = 4 * (width or 1)
     if len(data) % size:
         raise InvalidInput(
             f"{field} has {len(data)} bytes and a step of {model.spec.name} has {size}: send whole steps", field=field
         )
-    _check_most(len(data) // size, field, model)
+    _check_max_steps(len(data) // size, field, model)
     if width is None:
-        return ids(np.frombuffer(data, "<i4"), _step_of(field), model)
-    return features(np.frombuffer(data, "<f4").reshape(-1, width), _step_of(field), model)
+        return engine_ids(np.frombuffer(data, "<i4"), _field_of_step(field), model)
+    return engine_features(np.frombuffer(data, "<f4").reshape(-1, width), _field_of_step(field), model)
 
 
-def _step_of(field: str) -> Place:
+def _field_of_step(field: str) -> FieldOf:
     return lambda step: f"{field}[{step}]"
 
 
-def _a_step(model: ServedModel) -> str:
+def _step_format(model: ServedModel) -> str:
     return f"a step of {model.spec.name} is a list of {model.spec.input.features} finite float32 numbers"
 
 
-def _wrong(fault: ValidationError, field: str, meant: str) -> InvalidInput:
-    """Of the first fault in `field`: where it is, what stands there, and what was meant to."""
-    error = fault.errors(include_url=False)[0]
-    at = field + "".join(f"[{index}]" for index in error["loc"])
-    return InvalidInput(f"{at} is {kind(error['input'])}{meant}", field=at)
+def _wrong_element(error: ValidationError, field: str, expected: str) -> InvalidInput:
+    """Return the error for the first element of `field` with the wrong type: its position, its value and the expected type."""
+    first = error.errors(include_url=False)[0]
+    at = field + "".join(f"[{index}]" for index in first["loc"])
+    return InvalidInput(f"{at} is {describe_value(first['input'])}{expected}", field=at)
 
 
-def _check_most(steps: int, field: str, model: ServedModel) -> None:
-    """A list is checked before it is read: what is far too long costs nothing."""
+def _check_max_steps(steps: int, field: str, model: ServedModel) -> None:
+    """Raise TooLarge. Called before the elements are read: a list that is far too long costs nothing."""
     limit = model.spec.input.max_steps
     if steps > limit:
         raise TooLarge(
             f"{field} has {steps} steps and {model.spec.name} takes at most {limit}: "
-            "shorten it, or raise input.max_steps in its model.toml",
+            "send a shorter sequence, or raise input.max_steps in model.toml",
             field=field,
         )
 
 
-def _taken(model: ServedModel) -> str:
-    shape = model.spec.input
-    if shape.features is not None:
-        return f"a list of steps, each a list of {shape.features} finite float32 numbers"
+def _accepted(model: ServedModel) -> str:
+    spec = model.spec.input
+    if spec.features is not None:
+        return f"a list of steps, each a list of {spec.features} finite float32 numbers"
     return "a string or a list of token ids" if model.tokenizer is not None else "a list of token ids"

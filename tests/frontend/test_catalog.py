@@ -1,4 +1,4 @@
-"""What a front finds by a name: what is served, what an alias stands for, and what sessions may have begun with."""
+"""What the catalog finds by name and alias: served versions, and retired versions for open sessions."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from service.errors import UnknownModel
-from service.frontend.catalog import Catalog, read, unless_known
-from service.frontend.served_model import ServedModel
+from service.frontend.catalog import Catalog, ServedModel, read_served_model
 from service.ipc.messages import ModelKey
 from service.modeling.spec import ModelSpec
 from service.supervisor.repository import Repository
@@ -21,54 +20,54 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
 
 
 def served(spec: ModelSpec, *versions: int) -> list[ServedModel]:
-    """Each of the generation that its number is."""
+    """Return these versions; the generation of each is its number."""
     return [ServedModel(spec, str(version), None, version) for version in versions]
 
 
-def test_a_name_finds_the_newest_and_an_alias_what_it_stands_for(spec: ModelSpec) -> None:
-    found = Catalog(served(spec, 1, 2, 10), {"any": "words", "stable": "words/2", "gone": "words/3", "nobody": "others"})
-    assert [found.find("words", version).version for version in (None, "1", 2)] == ["10", "1", "2"]
-    assert [found.find(alias, None).version for alias in ("any", "stable")] == ["10", "2"]
-    assert sorted(found.catalog) == ["any", "stable", "words"]
-    assert [one.version for one in found.served] == ["1", "2", "10"]
+def test_name_finds_the_newest_version_and_alias_its_target(spec: ModelSpec) -> None:
+    catalog = Catalog(served(spec, 1, 2, 10), {"any": "words", "stable": "words/2", "gone": "words/3", "unknown": "others"})
+    assert [catalog.find("words", version).version for version in (None, "1", 2)] == ["10", "1", "2"]
+    assert [catalog.find(alias, None).version for alias in ("any", "stable")] == ["10", "2"]
+    assert sorted(catalog.index) == ["any", "stable", "words"]
+    assert [model.version for model in catalog.served] == ["1", "2", "10"]
     with pytest.raises(UnknownModel):
-        found.find("stable", "10")
+        catalog.find("stable", "10")
 
 
-def test_what_is_no_longer_served_is_found_by_who_goes_on_with_it_until_it_is_forgotten(spec: ModelSpec) -> None:
+def test_retired_version_is_found_for_sessions_until_forgotten(spec: ModelSpec) -> None:
     first, second = served(spec, 1, 2)
-    found = Catalog([first], {"stable": "words/1"})
-    found.add(second)
-    assert found.others(first.key) and found.find("words", None) is first, "it is known, and not yet served"
-    assert found.serve([second.key], {"stable": "words/1"}) == [first.key]
-    assert found.find("words", None) is second
-    assert unless_known(found, "words", None) == (second, None)
+    catalog = Catalog([first], {"stable": "words/1"})
+    catalog.add(second)
+    assert catalog.has_other_versions(first.key) and catalog.find("words", None) is first, "a known version is not served yet"
+    assert catalog.serve([second.key], {"stable": "words/1"}) == [first.key]
+    assert catalog.find("words", None) is second
+    assert catalog.find_or_retired("words", None) == (second, None)
     for name, version in (("words", "1"), ("stable", None)):
-        retired, unknown = unless_known(found, name, version)
+        retired, unknown = catalog.find_or_retired(name, version)
         assert retired is first and isinstance(unknown, UnknownModel)
-    found.forget(first.key)
+    catalog.forget(first.key)
     with pytest.raises(UnknownModel):
-        unless_known(found, "words", "1")
-    assert first.key not in found and second.key in found
+        catalog.find_or_retired("words", "1")
+    assert first.key not in catalog and second.key in catalog
 
 
-def test_of_several_that_had_one_number_the_last_is_found(spec: ModelSpec) -> None:
+def test_retired_version_is_that_of_the_last_generation(spec: ModelSpec) -> None:
     old, new = ServedModel(spec, "1", None, 3), ServedModel(spec, "1", None, 8)
-    found = Catalog([old, new], {})
-    assert found.serve([], {}) == [new.key]
-    assert found.retired("words", None) is new
-    assert found.retired("words", "2") is None
+    catalog = Catalog([old, new], {})
+    assert catalog.serve([], {}) == [new.key]
+    assert catalog.find_retired("words", None) is new
+    assert catalog.find_retired("words", "2") is None
 
 
-def test_what_is_to_be_served_and_is_not_known_is_gone_without(spec: ModelSpec) -> None:
-    found = Catalog(served(spec, 1), {})
-    assert found.serve([ModelKey("words", "1", 1), ModelKey("words", "2", 2)], {}) == []
-    assert found.find("words", None).version == "1"
+def test_unknown_versions_are_not_served(spec: ModelSpec) -> None:
+    catalog = Catalog(served(spec, 1), {})
+    assert catalog.serve([ModelKey("words", "1", 1), ModelKey("words", "2", 2)], {}) == []
+    assert catalog.find("words", None).version == "1"
 
 
-def test_an_edition_is_read_with_the_tokenizer_that_its_spec_names(tmp_path: Path) -> None:
+def test_model_version_is_read_with_its_tokenizer(tmp_path: Path) -> None:
     models.words(tmp_path)
     [model_version] = Repository(tmp_path).read("words")
-    one = read(model_version)
-    assert one.key == model_version.key and one.tokenizer is not None
-    assert one.tokenizer.ids("how far", "inputs[0]") == [1, 2]
+    model = read_served_model(model_version)
+    assert model.key == model_version.key and model.tokenizer is not None
+    assert model.tokenizer.ids("how far", "inputs[0]") == [1, 2]

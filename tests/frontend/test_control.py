@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+import pytest
+
+from service.errors import UnknownModel
 from service.frontend.catalog import Catalog
 from service.frontend.control import Control
 from service.frontend.dispatch.dispatcher import Dispatcher
@@ -38,6 +41,38 @@ def test_metrics_reply_has_the_id_of_the_call() -> None:
         while not (frames := supervisor.receive()):
             await asyncio.sleep(0.001)
         assert [(type(frame.message), frame.id) for frame in frames] == [(MetricsCollected, 7)]
+
+    run(test)
+
+
+def test_late_supervisor_gives_the_last_known_metrics() -> None:
+    async def test(control: Control, supervisor: Channel) -> None:
+        scrape = asyncio.ensure_future(control.scrape())
+        while not (frames := supervisor.receive()):
+            await asyncio.sleep(0.001)
+        supervisor.send(encode(MetricsCollected({"known": [((), [1.0])]}), frames[0].id))
+        supervisor.flush()
+        known = await scrape
+        assert await control.scrape() == known, "nothing replies to this one"
+
+    run(test)
+
+
+def test_metrics_of_the_frontend_stand_in_before_the_first_reply() -> None:
+    async def test(control: Control, supervisor: Channel) -> None:
+        assert await control.scrape() == Metrics().snapshot()
+
+    run(test)
+
+
+def test_huge_model_name_never_reaches_the_supervisor() -> None:
+    async def test(control: Control, supervisor: Channel) -> None:
+        for change in (control.load, control.unload):
+            with pytest.raises(UnknownModel) as refused:
+                await change("n" * (15 << 20))
+            assert len(refused.value.message) < 500
+        await asyncio.sleep(0)
+        assert not supervisor.receive()
 
     run(test)
 

@@ -1,4 +1,4 @@
-"""The arrays of an answer in the words of each head, from arrays that are written down here."""
+"""The JSON outputs of every kind of head, from arrays that the tests define."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from service.errors import InvalidInput
-from service.frontend.head_outputs import Output, outputs
+from service.frontend.head_outputs import InferOutput, format_outputs
 from service.ipc.messages import FEATURES, IDS, Answer
 from service.modeling.spec import ModelSpec
 
@@ -23,7 +23,7 @@ Rows = Sequence[Sequence[float]]
 
 def spec(**head: Any) -> ModelSpec:
     tables = {
-        "name": "made-up",
+        "name": "test",
         "precision": "float32",
         "input": {"kind": "ids", "vocabulary": 13, "max_steps": 64},
         "layers": [{"kind": "embedding", "width": 6}, {"kind": "lstm", "hidden": 2}],
@@ -32,7 +32,7 @@ def spec(**head: Any) -> ModelSpec:
     return ModelSpec.model_validate(tables)
 
 
-def said(
+def outputs_of(
     head: dict[str, Any],
     steps: Sequence[int],
     *,
@@ -41,57 +41,61 @@ def said(
     embedding: Rows = (),
     sequence: Rows = (),
 ) -> list[dict[str, Any]]:
-    """The outputs of an answer that has these arrays, and what is left out has no shape."""
-    given = {"scores": (scores, FEATURES), "picks": (picks, IDS), "embedding": (embedding, FEATURES)}
-    arrays = {name: np.array(rows, dtype) for name, (rows, dtype) in {**given, "sequence": (sequence, FEATURES)}.items()}
+    """Return the outputs of an answer with these arrays; an omitted array has no shape."""
+    arrays_by_name = {"scores": (scores, FEATURES), "picks": (picks, IDS), "embedding": (embedding, FEATURES)}
+    arrays = {
+        name: np.array(rows, dtype) for name, (rows, dtype) in {**arrays_by_name, "sequence": (sequence, FEATURES)}.items()
+    }
     held = {name: array for name, array in arrays.items() if len(array)}
     shapes: dict[str, Any] = {name: array.shape for name, array in held.items()}
     answer = Answer(**shapes, steps=list(steps))
-    made = outputs(spec(**head), answer, b"".join(array.tobytes() for array in held.values()))
-    assert all(set(one) <= set(Output.model_fields) for one in made)
-    assert json.loads(msgspec.json.encode(made)) == made, "plain values, whole in JSON"
-    return made
+    outputs = format_outputs(spec(**head), answer, b"".join(array.tobytes() for array in held.values()))
+    assert all(set(output) <= set(InferOutput.model_fields) for output in outputs)
+    assert json.loads(msgspec.json.encode(outputs)) == outputs, "plain values that survive JSON"
+    return outputs
 
 
-def test_classify_says_the_likeliest_label_and_all_scores_by_label() -> None:
-    first, second = said(CLASSIFY, [4, 1], scores=[[0.125, 0.75, 0.125], [0.5, 0.25, 0.25]])
+def test_classify_has_the_best_label_and_all_scores() -> None:
+    first, second = outputs_of(CLASSIFY, [4, 1], scores=[[0.125, 0.75, 0.125], [0.5, 0.25, 0.25]])
     assert first == {"label": "far", "score": 0.75, "scores": {"near": 0.125, "far": 0.75, "unknown": 0.125}}
     assert second == {"label": "near", "score": 0.5, "scores": {"near": 0.5, "far": 0.25, "unknown": 0.25}}
 
 
-def test_regress_says_one_number_as_a_number_and_several_as_a_list() -> None:
-    one = {"kind": "regress", "pool": "last"}
-    assert said(one, [3, 1], scores=[[-2.5], [7.0]]) == [{"value": -2.5}, {"value": 7.0}]
-    assert said({**one, "outputs": 2}, [3], scores=[[-2.5, 0.25]]) == [{"value": [-2.5, 0.25]}]
+def test_regress_has_a_number_or_a_list_of_numbers() -> None:
+    regress = {"kind": "regress", "pool": "last"}
+    assert outputs_of(regress, [3, 1], scores=[[-2.5], [7.0]]) == [{"value": -2.5}, {"value": 7.0}]
+    assert outputs_of({**regress, "outputs": 2}, [3], scores=[[-2.5, 0.25]]) == [{"value": [-2.5, 0.25]}]
 
 
-def test_tag_says_a_label_and_a_score_for_every_step_of_each_sequence() -> None:
-    made = said(TAG, [2, 1, 3], scores=[[0.5], [0.75], [1.0], [0.25], [0.5], [0.125]], picks=[[0], [2], [1], [1], [0], [2]])
-    assert made == [
+def test_tag_has_a_label_and_a_score_for_every_step() -> None:
+    outputs = outputs_of(
+        TAG, [2, 1, 3], scores=[[0.5], [0.75], [1.0], [0.25], [0.5], [0.125]], picks=[[0], [2], [1], [1], [0], [2]]
+    )
+    assert outputs == [
         {"labels": ["near", "unknown"], "scores": [0.5, 0.75]},
         {"labels": ["far"], "scores": [1.0]},
         {"labels": ["far", "near", "unknown"], "scores": [0.25, 0.5, 0.125]},
     ]
 
 
-def test_span_says_the_first_and_the_last_step_and_the_score() -> None:
-    made = said({"kind": "span"}, [9, 1], scores=[[0.25], [1.0]], picks=[[3, 7], [0, 0]])
-    assert made == [{"start": 3, "end": 7, "score": 0.25}, {"start": 0, "end": 0, "score": 1.0}]
+def test_span_has_first_step_last_step_and_score() -> None:
+    outputs = outputs_of({"kind": "span"}, [9, 1], scores=[[0.25], [1.0]], picks=[[3, 7], [0, 0]])
+    assert outputs == [{"start": 3, "end": 7, "score": 0.25}, {"start": 0, "end": 0, "score": 1.0}]
 
 
-def test_next_says_the_token_ids_and_their_scores_the_likeliest_first() -> None:
-    made = said({"kind": "next", "top": 2}, [5, 2], scores=[[0.5, 0.25], [0.75, 0.125]], picks=[[12, 0], [3, 4]])
-    assert made == [{"ids": [12, 0], "scores": [0.5, 0.25]}, {"ids": [3, 4], "scores": [0.75, 0.125]}]
+def test_next_has_token_ids_and_scores_best_first() -> None:
+    outputs = outputs_of({"kind": "next", "top": 2}, [5, 2], scores=[[0.5, 0.25], [0.75, 0.125]], picks=[[12, 0], [3, 4]])
+    assert outputs == [{"ids": [12, 0], "scores": [0.5, 0.25]}, {"ids": [3, 4], "scores": [0.75, 0.125]}]
 
 
-def test_embed_says_the_vector() -> None:
-    made = said({"kind": "embed", "pool": "mean"}, [5, 2], embedding=[[0.5, -1.0], [0.0, 2.0]])
-    assert made == [{"embedding": [0.5, -1.0]}, {"embedding": [0.0, 2.0]}]
+def test_embed_has_the_vector() -> None:
+    outputs = outputs_of({"kind": "embed", "pool": "mean"}, [5, 2], embedding=[[0.5, -1.0], [0.0, 2.0]])
+    assert outputs == [{"embedding": [0.5, -1.0]}, {"embedding": [0.0, 2.0]}]
 
 
-def test_sequence_says_the_vectors_of_every_step_of_each_sequence() -> None:
-    made = said({"kind": "sequence"}, [1, 2], sequence=[[0.5, -1.0], [1.5, 2.0], [3.0, 4.0]])
-    assert made == [{"sequence": [[0.5, -1.0]]}, {"sequence": [[1.5, 2.0], [3.0, 4.0]]}]
+def test_sequence_has_the_vector_of_every_step() -> None:
+    outputs = outputs_of({"kind": "sequence"}, [1, 2], sequence=[[0.5, -1.0], [1.5, 2.0], [3.0, 4.0]])
+    assert outputs == [{"sequence": [[0.5, -1.0]]}, {"sequence": [[1.5, 2.0], [3.0, 4.0]]}]
 
 
 ANSWERS: list[tuple[dict[str, Any], dict[str, Rows], list[set[str]]]] = [
@@ -105,30 +109,30 @@ ANSWERS: list[tuple[dict[str, Any], dict[str, Rows], list[set[str]]]] = [
 ]
 
 
-@pytest.mark.parametrize("wanted", [(), ("embedding",), ("sequence",), ("embedding", "sequence")], ids=str)
+@pytest.mark.parametrize("returned", [(), ("embedding",), ("sequence",), ("embedding", "sequence")], ids=str)
 @pytest.mark.parametrize("head, arrays, fields", ANSWERS, ids=lambda value: value.get("kind") if "kind" in value else "")
-def test_an_output_has_the_fields_of_its_head_and_the_vectors_that_came_with_it(
-    head: dict[str, Any], arrays: dict[str, Rows], fields: list[set[str]], wanted: tuple[str, ...]
+def test_output_has_the_fields_of_its_head_and_returned_vectors(
+    head: dict[str, Any], arrays: dict[str, Rows], fields: list[set[str]], returned: tuple[str, ...]
 ) -> None:
     vectors: dict[str, Rows] = {"embedding": [[1.0, 2.0], [3.0, 4.0]], "sequence": [[5.0, 6.0], [7.0, 8.0], [9.0, 10.0]]}
-    first, second = said(head, [1, 2], **arrays, **{name: vectors[name] for name in wanted})
-    assert [set(first), set(second)] == [own | set(wanted) for own in fields]
-    if "embedding" in wanted:
+    first, second = outputs_of(head, [1, 2], **arrays, **{name: vectors[name] for name in returned})
+    assert [set(first), set(second)] == [head_fields | set(returned) for head_fields in fields]
+    if "embedding" in returned:
         assert [first["embedding"], second["embedding"]] == vectors["embedding"]
-    if "sequence" in wanted:
+    if "sequence" in returned:
         assert [first["sequence"], second["sequence"]] == [[[5.0, 6.0]], [[7.0, 8.0], [9.0, 10.0]]]
 
 
-def test_a_score_is_the_shortest_decimal_that_stands_for_it() -> None:
+def test_score_is_the_shortest_decimal_of_its_float32() -> None:
     third = float(np.float32(1 / 3))
-    [made] = said({"kind": "regress", "pool": "last", "outputs": 4}, [1], scores=[[third, 0.1, 1e-30, 3e38]])
-    assert made["value"] == [0.33333334, 0.1, 1e-30, 3e38]
-    assert float(np.float32(made["value"][0])) == third
+    [outputs] = outputs_of({"kind": "regress", "pool": "last", "outputs": 4}, [1], scores=[[third, 0.1, 1e-30, 3e38]])
+    assert outputs["value"] == [0.33333334, 0.1, 1e-30, 3e38]
+    assert float(np.float32(outputs["value"][0])) == third
 
 
-def test_what_there_is_not_takes_no_bytes_of_what_follows() -> None:
-    [made] = said(TAG, [2], scores=[[0.5], [0.25]], picks=[[1], [2]], sequence=[[9.0, 8.0, 7.0], [6.0, 5.0, 4.0]])
-    assert made == {
+def test_missing_array_takes_no_bytes_of_the_next_array() -> None:
+    [outputs] = outputs_of(TAG, [2], scores=[[0.5], [0.25]], picks=[[1], [2]], sequence=[[9.0, 8.0, 7.0], [6.0, 5.0, 4.0]])
+    assert outputs == {
         "labels": ["far", "unknown"],
         "scores": [0.5, 0.25],
         "sequence": [[9.0, 8.0, 7.0], [6.0, 5.0, 4.0]],
@@ -136,10 +140,10 @@ def test_what_there_is_not_takes_no_bytes_of_what_follows() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_a_sequence_that_drove_the_model_beyond_float32_is_named(value: float) -> None:
+def test_input_with_a_result_that_is_not_finite_is_named(value: float) -> None:
     regress = {"kind": "regress", "pool": "last"}
     with pytest.raises(InvalidInput, match="not finite") as raised:
-        said(regress, [2, 3], scores=[[1.0], [value]])
+        outputs_of(regress, [2, 3], scores=[[1.0], [value]])
     assert raised.value.field == "inputs[1]"
     with pytest.raises(InvalidInput, match="not finite"):
-        said({"kind": "sequence"}, [1, 1], sequence=[[value, 0.0], [0.0, 0.0]])
+        outputs_of({"kind": "sequence"}, [1, 1], sequence=[[value, 0.0], [0.0, 0.0]])

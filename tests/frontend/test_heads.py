@@ -1,4 +1,4 @@
-"""Models of every head behind the real server: the documented fields, and the values of a direct computation."""
+"""Models with every kind of head behind a real server: documented fields, and values equal to a direct computation."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.contract import Ragged
-from service.frontend.head_outputs import Output
+from kernels.ragged import Ragged
+from service.frontend.head_outputs import InferOutput
 from service.ipc.messages import FEATURES, IDS
 from service.modeling import spec as specs
 from service.modeling import store
@@ -30,14 +30,14 @@ every_model = pytest.mark.parametrize("name", models.OF_EVERY_HEAD)
 
 @dataclass(frozen=True, slots=True)
 class Direct:
-    """One model without a server."""
+    """A model without a server."""
 
     spec: ModelSpec
     encoder: Encoder
     tokenizer: Tokenizer | None
 
     def __call__(self, value: Any) -> Encoding:
-        """One input, as a caller sends it."""
+        """Run the model on one input, in the form that a client sends."""
         if isinstance(value, str):
             assert self.tokenizer is not None
             value = self.tokenizer.ids(value, "value")
@@ -45,17 +45,17 @@ class Direct:
         return self.encoder(Ragged(torch.from_numpy(array), torch.tensor([0, len(array)])), sequence=True)
 
     def inputs(self, lengths: Sequence[int]) -> list[Any]:
-        """Made-up inputs of so many steps, as a caller sends them."""
-        chance = np.random.default_rng(len(self.spec.name))
+        """Return random inputs of these lengths, in the form that a client sends."""
+        random = np.random.default_rng(len(self.spec.name))
         shape = self.spec.input
         if shape.features is not None:
-            return [chance.normal(size=(steps, shape.features)).round(3).tolist() for steps in lengths]
-        ids = [chance.integers(shape.vocabulary or 0, size=steps).tolist() for steps in lengths]
-        return ids if self.tokenizer is None else [" ".join(known(id) for id in row) for row in ids]
+            return [random.normal(size=(steps, shape.features)).round(3).tolist() for steps in lengths]
+        ids = [random.integers(shape.vocabulary or 0, size=steps).tolist() for steps in lengths]
+        return ids if self.tokenizer is None else [" ".join(word_of(id) for id in row) for row in ids]
 
 
-def known(id: int) -> str:
-    """The word of a token id; no text has the unknown one by name."""
+def word_of(id: int) -> str:
+    """Return the word of a token id; the unknown id gets a word that is not in the vocabulary."""
     return WORDS[id] if id else "moon"
 
 
@@ -89,20 +89,20 @@ def near(values: Any) -> Any:
 
 
 def vectors(output: dict[str, Any], encoding: Encoding) -> None:
-    """The vectors in an output, where there are any, are the computation's."""
+    """Check the vectors in an output against the direct computation."""
     if "embedding" in output:
-        assert encoding.verdict.embedding is not None
-        assert output["embedding"] == near(encoding.verdict.embedding[0].tolist())
+        assert encoding.head_output.embedding is not None
+        assert output["embedding"] == near(encoding.head_output.embedding[0].tolist())
     if "sequence" in output:
         assert encoding.sequence is not None
         assert len(output["sequence"]) == len(encoding.sequence)
-        for ours, theirs in zip(output["sequence"], encoding.sequence.tolist(), strict=True):
-            assert ours == near(theirs)
+        for step, expected in zip(output["sequence"], encoding.sequence.tolist(), strict=True):
+            assert step == near(expected)
 
 
 def words(output: dict[str, Any], encoding: Encoding, steps: int) -> None:
-    assert encoding.verdict.scores is not None
-    scores = encoding.verdict.scores[0]
+    assert encoding.head_output.scores is not None
+    scores = encoding.head_output.scores[0]
     assert output["label"] == LABELS[int(scores.argmax())]
     assert list(output["scores"]) == list(LABELS)
     assert list(output["scores"].values()) == near(scores.tolist())
@@ -110,30 +110,30 @@ def words(output: dict[str, Any], encoding: Encoding, steps: int) -> None:
 
 
 def forecaster(output: dict[str, Any], encoding: Encoding, steps: int) -> None:
-    assert encoding.verdict.scores is not None
+    assert encoding.head_output.scores is not None
     assert len(output["value"]) == 2
-    assert output["value"] == near(encoding.verdict.scores[0].tolist())
+    assert output["value"] == near(encoding.head_output.scores[0].tolist())
 
 
 def tagger(output: dict[str, Any], encoding: Encoding, steps: int) -> None:
-    assert encoding.verdict.scores is not None and encoding.verdict.picks is not None
+    assert encoding.head_output.scores is not None and encoding.head_output.picks is not None
     assert len(output["labels"]) == len(output["scores"]) == steps
-    assert output["labels"] == [LABELS[pick] for pick in encoding.verdict.picks[:, 0]]
-    assert output["scores"] == near(encoding.verdict.scores[:, 0].tolist())
+    assert output["labels"] == [LABELS[pick] for pick in encoding.head_output.picks[:, 0]]
+    assert output["scores"] == near(encoding.head_output.scores[:, 0].tolist())
 
 
 def reader(output: dict[str, Any], encoding: Encoding, steps: int) -> None:
-    assert encoding.verdict.scores is not None and encoding.verdict.picks is not None
+    assert encoding.head_output.scores is not None and encoding.head_output.picks is not None
     assert 0 <= output["start"] <= output["end"] < steps
-    assert [output["start"], output["end"]] == encoding.verdict.picks[0].tolist()
-    assert output["score"] == near(float(encoding.verdict.scores[0, 0]))
+    assert [output["start"], output["end"]] == encoding.head_output.picks[0].tolist()
+    assert output["score"] == near(float(encoding.head_output.scores[0, 0]))
 
 
 def speller(output: dict[str, Any], encoding: Encoding, steps: int) -> None:
-    assert encoding.verdict.scores is not None and encoding.verdict.picks is not None
+    assert encoding.head_output.scores is not None and encoding.head_output.picks is not None
     assert len(output["ids"]) == len(output["scores"]) == 4
-    assert output["ids"] == encoding.verdict.picks[0].tolist()
-    assert output["scores"] == near(encoding.verdict.scores[0].tolist())
+    assert output["ids"] == encoding.head_output.picks[0].tolist()
+    assert output["scores"] == near(encoding.head_output.scores[0].tolist())
     assert output["scores"] == sorted(output["scores"], reverse=True)
 
 
@@ -147,7 +147,7 @@ def halver(output: dict[str, Any], encoding: Encoding, steps: int) -> None:
 
 
 AGREES: dict[str, Callable[[dict[str, Any], Encoding, int], None]] = {
-    one.__name__: one for one in (words, forecaster, tagger, reader, speller, embedder, halver)
+    check.__name__: check for check in (words, forecaster, tagger, reader, speller, embedder, halver)
 }
 FIELDS = {
     "words": {"label", "score", "scores"},
@@ -169,7 +169,7 @@ HAS = {
 }
 
 
-def answered(server: Server, name: str, inputs: list[Any], **options: Any) -> list[dict[str, Any]]:
+def infer(server: Server, name: str, inputs: list[Any], **options: Any) -> list[dict[str, Any]]:
     answer = server.infer(name, inputs, **options)
     assert answer.status_code == 200, answer.text
     outputs: list[dict[str, Any]] = answer.json()["outputs"]
@@ -178,39 +178,35 @@ def answered(server: Server, name: str, inputs: list[Any], **options: Any) -> li
 
 
 @every_model
-def test_an_answer_is_that_of_the_direct_computation_input_by_input_in_their_order(
-    server: Server, direct: Mapping[str, Direct], name: str
-) -> None:
+def test_outputs_equal_the_direct_computation(server: Server, direct: Mapping[str, Direct], name: str) -> None:
     inputs = direct[name].inputs(LENGTHS)
-    for output, value, steps in zip(answered(server, name, inputs), inputs, LENGTHS, strict=True):
+    for output, value, steps in zip(infer(server, name, inputs), inputs, LENGTHS, strict=True):
         encoding = direct[name](value)
         AGREES[name](output, encoding, steps)
         vectors(output, encoding)
 
 
 @every_model
-def test_an_output_has_the_documented_fields_of_its_head_and_no_other(
-    server: Server, direct: Mapping[str, Direct], name: str
-) -> None:
-    for output in answered(server, name, direct[name].inputs(LENGTHS)):
+def test_output_has_exactly_the_documented_fields(server: Server, direct: Mapping[str, Direct], name: str) -> None:
+    for output in infer(server, name, direct[name].inputs(LENGTHS)):
         assert set(output) == FIELDS[name]
-        assert Output.model_validate(output).model_dump(exclude_none=True) == output
+        assert InferOutput.model_validate(output).model_dump(exclude_none=True) == output
 
 
 @every_model
-def test_alone_and_in_a_batch_an_input_has_the_same_answer(server: Server, direct: Mapping[str, Direct], name: str) -> None:
+def test_input_gets_the_same_output_alone_and_in_a_batch(server: Server, direct: Mapping[str, Direct], name: str) -> None:
     inputs = direct[name].inputs(LENGTHS)
-    for together, value, steps in zip(answered(server, name, inputs), inputs, LENGTHS, strict=True):
-        [alone] = answered(server, name, [value])
+    for together, value, steps in zip(infer(server, name, inputs), inputs, LENGTHS, strict=True):
+        [alone] = infer(server, name, [value])
         encoding = direct[name](value)
         for output in (together, alone):
             AGREES[name](output, encoding, steps)
 
 
 @every_model
-def test_return_adds_what_the_model_has(server: Server, direct: Mapping[str, Direct], name: str) -> None:
+def test_return_adds_the_vectors_of_the_model(server: Server, direct: Mapping[str, Direct], name: str) -> None:
     inputs = direct[name].inputs(LENGTHS)
-    outputs = answered(server, name, inputs, **{"return": sorted(HAS[name])})
+    outputs = infer(server, name, inputs, **{"return": sorted(HAS[name])})
     for output, value, steps in zip(outputs, inputs, LENGTHS, strict=True):
         assert set(output) == FIELDS[name] | HAS[name]
         encoding = direct[name](value)
@@ -219,18 +215,19 @@ def test_return_adds_what_the_model_has(server: Server, direct: Mapping[str, Dir
 
 
 @pytest.mark.parametrize(
-    "name, wish", [(name, wish) for name, has in HAS.items() for wish in ("embedding", "sequence") if wish not in has]
+    "name, vectors",
+    [(name, vectors) for name, has in HAS.items() for vectors in ("embedding", "sequence") if vectors not in has],
 )
-def test_a_return_that_the_model_has_not_is_refused(server: Server, direct: Mapping[str, Direct], name: str, wish: str) -> None:
-    answer = server.infer(name, direct[name].inputs([4]), **{"return": [wish]})
+def test_return_of_missing_vectors_is_refused(server: Server, direct: Mapping[str, Direct], name: str, vectors: str) -> None:
+    answer = server.infer(name, direct[name].inputs([4]), **{"return": [vectors]})
     assert answer.status_code == 400
     body = answer.json()
     assert (body["code"], body["field"]) == ("invalid_input", "return")
-    assert body["error"] == f"{name} has no {wish} to return: leave it out of return"
+    assert body["error"] == f"{name} has no {vectors} to return: leave {vectors} out of return"
 
 
 @pytest.mark.parametrize("name, least", [("halver", 3), ("embedder", 3)])
-def test_a_sequence_that_is_too_short_for_the_model_is_refused_with_the_fewest_steps(
+def test_too_short_sequence_is_refused_with_the_minimum(
     server: Server, direct: Mapping[str, Direct], name: str, least: int
 ) -> None:
     for steps in range(1, least):
@@ -238,24 +235,24 @@ def test_a_sequence_that_is_too_short_for_the_model_is_refused_with_the_fewest_s
         assert answer.status_code == 400
         body = answer.json()
         assert (body["code"], body["field"]) == ("invalid_input", "inputs[1]")
-        assert body["error"] == f"inputs[1] has {steps} steps and {name} needs at least {least}: lengthen it"
-    assert len(answered(server, name, direct[name].inputs([least]))) == 1
+        assert body["error"] == f"inputs[1] has {steps} steps and {name} needs at least {least}: send a longer sequence"
+    assert len(infer(server, name, direct[name].inputs([least]))) == 1
 
 
 @pytest.mark.parametrize("name", [name for name in models.OF_EVERY_HEAD if name not in ("halver", "embedder")])
-def test_one_step_is_enough_for_every_other_model(server: Server, direct: Mapping[str, Direct], name: str) -> None:
+def test_other_models_accept_a_single_step(server: Server, direct: Mapping[str, Direct], name: str) -> None:
     [value] = direct[name].inputs([1])
-    [output] = answered(server, name, [value])
+    [output] = infer(server, name, [value])
     AGREES[name](output, direct[name](value), 1)
 
 
-def test_a_text_and_its_token_ids_have_the_same_tags(server: Server) -> None:
-    text, tokens = answered(server, "tagger", [" ".join(WORDS[1:6]), [1, 2, 3, 4, 5]])
+def test_text_and_its_token_ids_get_the_same_tags(server: Server) -> None:
+    text, tokens = infer(server, "tagger", [" ".join(WORDS[1:6]), [1, 2, 3, 4, 5]])
     assert text == tokens
 
 
-def test_the_models_are_listed_with_their_heads(server: Server) -> None:
-    listed = {one["name"]: one for one in server.client.get("/models").json()["models"]}
+def test_models_are_listed_with_their_heads(server: Server) -> None:
+    listed = {model["name"]: model for model in server.client.get("/models").json()["models"]}
     kinds = ["classify", "regress", "tag", "span", "next", "embed", "sequence"]
     assert {name: listed[name]["head"]["kind"] for name in models.OF_EVERY_HEAD} == dict(
         zip(models.OF_EVERY_HEAD, kinds, strict=True)

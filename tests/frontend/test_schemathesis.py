@@ -1,4 +1,4 @@
-"""Every route of HTTP as its own description has it: whatever that allows is answered, refused by name, and never by a fault of ours."""
+"""Requests generated from the OpenAPI document: every route replies as the document says, and never with an internal error."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, Phase, settings
 from schemathesis import checks
 
 from service.errors import STATUS, InferenceFailed
-from service.frontend import app
+from service.frontend.app import build_app
 from service.frontend.catalog import Catalog
 from service.frontend.dispatch.dispatcher import Dispatcher
-from service.frontend.inference import Frontend, Supervised
+from service.frontend.inference import Frontend, SupervisorClient
 from service.log import Log
 from service.metrics import Metrics
 from service.settings import Settings
@@ -33,11 +33,11 @@ KNOWN = {"name": "words", "version": "1", "model": "words", "inputs": ["how far 
 
 
 def description() -> dict[str, Any]:
-    """What a server says of its routes, which is known before one runs."""
+    """Return the OpenAPI document, which needs no running server."""
     metrics = Metrics()
     engines = Dispatcher(metrics, 1, lambda: None)
-    frontend = Frontend(Settings(), Catalog([], {}), engines, metrics, Log("frontend"), cast(Supervised, None))
-    return app.build(frontend).openapi()
+    frontend = Frontend(Settings(), Catalog([], {}), engines, metrics, Log("frontend"), cast(SupervisorClient, None))
+    return build_app(frontend).openapi()
 
 
 schema = schemathesis.openapi.from_dict(description())
@@ -45,11 +45,11 @@ schema = schemathesis.openapi.from_dict(description())
 
 @pytest.fixture(scope="module")
 def server(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One of its own, whose sessions and models are anybody's."""
+    """A separate server: the generated requests change its sessions and models."""
     with serving(models_folder, tmp_path_factory.mktemp("log")) as running:
         yield running
         eventually(lambda: running.metric("seqserve_requests_in_flight") == 0, 5)
-        assert not running.events("bug") and not running.events("server said")
+        assert not running.events("bug") and not running.events("library warning")
         assert running.metric("seqserve_process_restarts_total") == 0
 
 
@@ -61,10 +61,10 @@ def server(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
-def test_whatever_a_route_may_be_sent_has_an_answer_that_it_describes(case: Any, server: Server) -> None:
+def test_generated_requests_get_documented_replies(case: Any, server: Server) -> None:
     answers = [case.call_and_validate(base_url=server.address, checks=[*CHECKS, checks.negative_data_rejection])]
     if not case.path.endswith("unload"):
-        # What is made up hardly ever names a model that there is.
+        # A generated name is hardly ever the name of a model.
         for place in (case.path_parameters, case.query, case.body):
             if isinstance(place, dict):
                 place.update({name: value for name, value in KNOWN.items() if name in place})
@@ -72,5 +72,5 @@ def test_whatever_a_route_may_be_sent_has_an_answer_that_it_describes(case: Any,
     assert all(answer.status_code != STATUS[InferenceFailed].http for answer in answers)
 
 
-def test_the_description_is_that_of_a_server(server: Server) -> None:
+def test_server_publishes_the_same_document(server: Server) -> None:
     assert server.client.get("/openapi.json").json() == description()

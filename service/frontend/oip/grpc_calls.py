@@ -1,4 +1,4 @@
-"""What the gRPC methods share: a message is read and counted, its caller may leave, an answer or an error is written."""
+"""What the gRPC methods share: reading a message, counting the call, running inference and writing an error."""
 
 from __future__ import annotations
 
@@ -12,69 +12,74 @@ from typing import Any, NoReturn
 import grpc
 
 from service.errors import STATUS, ServiceError, TooLarge
-from service.frontend.inference import Call, CallerGone, Frontend, counted
-from service.frontend.oip import protobuf_codec, types
-from service.frontend.oip.protobuf import Message, Method
+from service.frontend.inference import ClientDisconnected, Frontend, TrackedRequest, track_request
+from service.frontend.oip import infer, protobuf
+from service.frontend.oip.protobuf import MethodMessages, ProtoMessage
+from service.frontend.oip.types import InferRequest
 
-Context = Any
-"""gRPC's view of one call."""
-DISCARDED_MESSAGES = 2
-"""A message over the limit is read and thrown away up to this many times the limit: gRPC's own refusal names no setting."""
-TOLD_CHARACTERS = 2000
-"""Of an error's message: a client gives up a status that is longer than the headers that he takes."""
+GrpcContext = Any
+"""The grpc.aio.ServicerContext of one call."""
+RECEIVE_LIMIT_FACTOR = 2
+"""gRPC accepts messages of up to this many times the size limit: its own error for larger messages names no setting."""
+MAX_DETAILS_CHARACTERS = 2000
+"""Longer error messages are cut: a client rejects a status that exceeds its header limit."""
 
 
 @dataclass(slots=True, eq=False)
-class Ending:
-    """How far the end of the service has come. begun: streams take no more messages; over: calls end, and not as their callers left.
+class GrpcShutdown:
+    """The progress of the server's shutdown.
 
-    open: the calls whose callers wait for an answer.
+    begun: streams read no more messages. over: cancelled calls were cancelled by the server, not by their clients.
+    open_calls: the inference calls that still need a reply.
     """
 
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     over: bool = False
-    open: set[asyncio.Task[Any]] = field(default_factory=set)
+    open_calls: set[asyncio.Task[Any]] = field(default_factory=set)
 
-    def waits_for_me(self) -> None:
-        """The call that this task serves, until its answer is written, is one of them."""
+    def wait_for_this_call(self) -> None:
+        """Add the current task to `open_calls` until it is done."""
         task = asyncio.current_task()
         assert task is not None
-        self.open.add(task)
-        task.add_done_callback(self.open.discard)
+        self.open_calls.add(task)
+        task.add_done_callback(self.open_calls.discard)
 
 
 @contextmanager
-def accepted(frontend: Frontend, ending: Ending, arrived: float) -> Iterator[Call]:
-    """A request for an answer, counted; raises CallerGone when its caller ends it first."""
-    with counted(frontend.metrics, arrived) as call:
+def track_call(frontend: Frontend, shutdown: GrpcShutdown, arrived: float) -> Iterator[TrackedRequest]:
+    """Track an inference request in the metrics; raises ClientDisconnected if its client cancels it."""
+    with track_request(frontend.metrics, arrived) as tracked:
         try:
-            yield call
+            yield tracked
         except asyncio.CancelledError:
-            if ending.over:
+            if shutdown.over:
                 raise
-            raise CallerGone from None
+            raise ClientDisconnected from None
 
 
-def read(method: Method, data: bytes, frontend: Frontend) -> Message:
-    """The message that a caller sent; raises TooLarge or InvalidRequest."""
+def read_message(messages: MethodMessages, data: bytes, frontend: Frontend) -> ProtoMessage:
+    """Parse a request message; raises TooLarge or InvalidRequest."""
     limit = frontend.settings.max_body_bytes
     if len(data) > limit:
         raise TooLarge(
-            f"the message has {len(data)} bytes and SEQSERVE_MAX_BODY_BYTES is {limit}: send less at once, or raise the limit"
+            f"the message has {len(data)} bytes, but SEQSERVE_MAX_BODY_BYTES is {limit}: "
+            "send a smaller message, or raise SEQSERVE_MAX_BODY_BYTES"
         )
-    return method.read(data)
+    return messages.parse(data)
 
 
-async def answer(frontend: Frontend, call: Call, asked: types.InferRequest, context: Context) -> Message:
-    """The ModelInferResponse; raises a ServiceError. The call's own deadline is one more that the request has."""
-    left = context.time_remaining()
-    return protobuf_codec.response(await types.infer(frontend, call, asked, math.inf if left is None else left))
+async def infer_message(
+    frontend: Frontend, tracked: TrackedRequest, request: InferRequest, context: GrpcContext
+) -> ProtoMessage:
+    """Run a request and return its ModelInferResponse; raises a ServiceError. The call's gRPC deadline limits the request's."""
+    seconds = context.time_remaining()
+    return protobuf.infer_response(await infer.infer(frontend, tracked, request, math.inf if seconds is None else seconds))
 
 
-async def refuse(context: Context, fault: ServiceError) -> NoReturn:
-    """End a call with the status of an error. What else there is to it stands in the trailing metadata."""
-    said = {"seqserve-code": fault.code, "seqserve-field": fault.field, "retry-after": fault.retry_after}
-    metadata = tuple((name, str(value)) for name, value in said.items() if value is not None)
-    status = grpc.StatusCode[STATUS[type(fault)].grpc]
-    await context.abort(status, fault.message[:TOLD_CHARACTERS], trailing_metadata=metadata)
+async def abort_with(context: GrpcContext, error: ServiceError) -> NoReturn:
+    """End a call with the status of an error. Its code, field and retry delay follow in the trailing metadata."""
+    values = {"seqserve-code": error.code, "seqserve-field": error.field, "retry-after": error.retry_after}
+    metadata = tuple((name, str(value)) for name, value in values.items() if value is not None)
+    status = grpc.StatusCode[STATUS[type(error)].grpc]
+    await context.abort(status, error.message[:MAX_DETAILS_CHARACTERS], trailing_metadata=metadata)
     raise AssertionError("abort raises")

@@ -1,7 +1,7 @@
-"""ModelStreamInfer: requests on one call, each answered by one message in the order in which they came.
+"""ModelStreamInfer: many requests on one call. Each gets one response message, in the order of the requests.
 
-A request that is refused is answered with an error, and the call goes on; unless its caller asked for gRPC's own errors, of which the first
-one ends it. When the service ends, what was read is answered, and then the call ends with UNAVAILABLE.
+A request that fails gets an error response, and the call continues. If the client asked for gRPC errors, the first error ends
+the call. When the service shuts down, the requests that were read are answered, and then the call ends with UNAVAILABLE.
 """
 
 from __future__ import annotations
@@ -12,144 +12,149 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, NamedTuple
 
 from service.errors import ServiceError, Unavailable
-from service.frontend.inference import CallerGone, Frontend, bug
-from service.frontend.oip import protobuf_codec, types
-from service.frontend.oip.grpc_calls import Context, Ending, accepted, answer, read, refuse
-from service.frontend.oip.protobuf import METHODS, Message
+from service.frontend.inference import ClientDisconnected, Frontend
+from service.frontend.oip import protobuf
+from service.frontend.oip.grpc_calls import GrpcContext, GrpcShutdown, abort_with, infer_message, read_message, track_call
+from service.frontend.oip.protobuf import METHODS, ProtoMessage
+from service.frontend.oip.types import InferRequest
 
-IN_FLIGHT = 32
-"""Requests of one call that are read before they are answered."""
-LAST_WORD_SECONDS = 0.2
-"""How long a call is still read when the service ends: what is on its way comes within this time."""
-OWN_ERRORS = ("triton_grpc_error", "true")
-"""Metadata of a caller who wants the call to end with the status of the first error."""
-FINAL_WANTED, FINAL = "triton_enable_empty_final_response", "triton_final_response"
-"""Parameters. Every response is the only one, and so the final one, of its request."""
-RESPONSE = METHODS["ModelStreamInfer"].gives
-Begin = Callable[[], Coroutine[Any, Any, Message]]
-
-
-class _Answered(NamedTuple):
-    """The message for a request, and the error in it, if there is one."""
-
-    message: Message
-    fault: ServiceError | None = None
+MAX_UNANSWERED = 32
+"""Requests of one call that are read before the first of them is answered."""
+LAST_READ_SECONDS = 0.2
+"""How long a call is still read after the shutdown begins: messages in transit arrive within this time."""
+GRPC_ERRORS = ("triton_grpc_error", "true")
+"""Metadata of a call that ends with the status of its first error, as the client requested."""
+FINAL_REQUESTED, FINAL = "triton_enable_empty_final_response", "triton_final_response"
+"""Parameter of a request, and of its response. Every response is the only and therefore final response of its request."""
+RESPONSE = METHODS["ModelStreamInfer"].response_type
+StartChunk = Callable[[], Coroutine[Any, Any, ProtoMessage]]
 
 
-class Stream:
-    """One call. Requests of different sequences, and of none, run side by side."""
+class _StreamReply(NamedTuple):
+    """The response message of a request, and the error in it if the request failed."""
 
-    def __init__(self, frontend: Frontend, ending: Ending, context: Context) -> None:
+    message: ProtoMessage
+    error: ServiceError | None = None
+
+
+class InferStream:
+    """One ModelStreamInfer call. Requests of different sessions, and requests without a session, run concurrently."""
+
+    def __init__(self, frontend: Frontend, shutdown: GrpcShutdown, context: GrpcContext) -> None:
         self._frontend = frontend
-        self._ending = ending
+        self._shutdown = shutdown
         self._context = context
-        self._lanes: dict[str, _Lane] = {}
-        self._room = asyncio.Semaphore(IN_FLIGHT)
-        self._unanswered: asyncio.Queue[asyncio.Task[_Answered] | None] = asyncio.Queue()
-        """Behind the last one comes None."""
-        self._running: set[asyncio.Task[_Answered]] = set()
+        self._sessions: dict[str, _SessionQueue] = {}
+        self._capacity = asyncio.Semaphore(MAX_UNANSWERED)
+        self._replies: asyncio.Queue[asyncio.Task[_StreamReply] | None] = asyncio.Queue()
+        """Replies in the order of the requests; None is the end."""
+        self._running: set[asyncio.Task[_StreamReply]] = set()
 
     async def run(self, requests: AsyncIterator[bytes]) -> None:
-        """Until the caller has sent and heard all, or leaves, or the service ends."""
+        """Read requests and write replies until the client has sent all, cancels the call, or the service shuts down."""
         reading = asyncio.ensure_future(self._read(requests))
-        stopping = asyncio.ensure_future(self._stop(reading))
+        stopping = asyncio.ensure_future(self._stop_reading(reading))
         try:
             await self._write()
             await asyncio.wait([reading])
             if reading.cancelled():
-                await refuse(self._context, Unavailable("the service ends: go on with another call", retry_after=1))
+                shutting_down = Unavailable("the service is shutting down: continue on a new call", retry_after=1)
+                await abort_with(self._context, shutting_down)
             reading.result()
         finally:
-            left = [reading, stopping, *self._running]
-            for task in left:
+            tasks = [reading, stopping, *self._running]
+            for task in tasks:
                 task.cancel()
-            await asyncio.wait(left)
+            await asyncio.wait(tasks)
 
     async def _read(self, requests: AsyncIterator[bytes]) -> None:
-        """Tasks begin in the order in which they are made, and so chunks leave for the engine in the order in which they came."""
+        """Start a task for each request. Tasks start in this order, so the chunks of a session reach the engine in order."""
         try:
-            await self._room.acquire()
+            await self._capacity.acquire()
             async for data in requests:
-                task = asyncio.ensure_future(self._answer(data, time.monotonic()))
+                task = asyncio.ensure_future(self._reply(data, time.monotonic()))
                 self._running.add(task)
                 task.add_done_callback(self._running.discard)
-                self._unanswered.put_nowait(task)
-                await self._room.acquire()
+                self._replies.put_nowait(task)
+                await self._capacity.acquire()
         finally:
-            self._unanswered.put_nowait(None)
+            self._replies.put_nowait(None)
 
-    async def _stop(self, reading: asyncio.Task[None]) -> None:
-        await self._ending.begun.wait()
-        await asyncio.sleep(LAST_WORD_SECONDS)
+    async def _stop_reading(self, reading: asyncio.Task[None]) -> None:
+        await self._shutdown.begun.wait()
+        await asyncio.sleep(LAST_READ_SECONDS)
         reading.cancel()
 
     async def _write(self) -> None:
-        while (task := await self._unanswered.get()) is not None:
-            said = await task
-            if said.fault is not None and OWN_ERRORS in self._context.invocation_metadata():
-                await refuse(self._context, said.fault)
-            await self._context.write(said.message.SerializeToString())
-            self._room.release()
+        while (task := await self._replies.get()) is not None:
+            reply = await task
+            if reply.error is not None and GRPC_ERRORS in self._context.invocation_metadata():
+                await abort_with(self._context, reply.error)
+            await self._context.write(reply.message.SerializeToString())
+            self._capacity.release()
 
-    async def _answer(self, data: bytes, arrived: float) -> _Answered:
+    async def _reply(self, data: bytes, arrived: float) -> _StreamReply:
         id = ""
         try:
-            with accepted(self._frontend, self._ending, arrived) as call:
-                message = read(METHODS["ModelInfer"], data, self._frontend)
+            with track_call(self._frontend, self._shutdown, arrived) as tracked:
+                message = read_message(METHODS["ModelInfer"], data, self._frontend)
                 id = message.id
-                asked = protobuf_codec.request(message)
-                response = await self._in_order(asked, lambda: answer(self._frontend, call, asked, self._context))
-        except CallerGone:
+                request = protobuf.infer_request(message)
+                response = await self._in_session_order(
+                    request, lambda: infer_message(self._frontend, tracked, request, self._context)
+                )
+        except ClientDisconnected:
             raise asyncio.CancelledError from None
-        except ServiceError as fault:
-            return _refused(id, fault)
-        except Exception as raised:
-            return _refused(id, bug(self._frontend, raised))
-        if asked.parameters.get(FINAL_WANTED):
+        except ServiceError as error:
+            return _error_reply(id, error)
+        except Exception as error:
+            return _error_reply(id, self._frontend.internal_error(error))
+        if request.parameters.get(FINAL_REQUESTED):
             response.parameters[FINAL].bool_param = True
-        return _Answered(RESPONSE(infer_response=response))
+        return _StreamReply(RESPONSE(infer_response=response))
 
-    async def _in_order(self, asked: types.InferRequest, begin: Begin) -> Message:
-        """The answer to a request, begun when it is the turn of this chunk of its sequence."""
-        said = asked.parameters
-        sequence = str(said.get("sequence_id") or "")
-        if not sequence:
-            return await begin()
-        lane = self._lanes.setdefault(sequence, _Lane())
+    async def _in_session_order(self, request: InferRequest, start: StartChunk) -> ProtoMessage:
+        """Start a request after the earlier chunks of its session, and return the response."""
+        parameters = request.parameters
+        id = str(parameters.get("sequence_id") or "")
+        if not id:
+            return await start()
+        session = self._sessions.setdefault(id, _SessionQueue())
         try:
-            return await lane.run(begin, alone=bool(said.get("sequence_start") or said.get("sequence_end")))
+            return await session.run(start, alone=bool(parameters.get("sequence_start") or parameters.get("sequence_end")))
         finally:
-            if not lane.waited_for:
-                self._lanes.pop(sequence, None)
+            if not session.pending:
+                self._sessions.pop(id, None)
 
 
-class _Lane:
-    """The chunks of one sequence, in the order in which they came.
+class _SessionQueue:
+    """The chunks of one session, in the order of arrival.
 
-    One that begins or ends the sequence is answered before another leaves for the engine, which would refuse what comes too early.
+    A chunk that starts or ends the session is answered before the next chunk is sent: the engine would reject a chunk that comes
+    too early.
     """
 
     def __init__(self) -> None:
-        self._turn = asyncio.Lock()
-        self._begun: set[asyncio.Task[Message]] = set()
-        self.waited_for = 0
+        self._order = asyncio.Lock()
+        self._running: set[asyncio.Task[ProtoMessage]] = set()
+        self.pending = 0
 
-    async def run(self, begin: Begin, *, alone: bool) -> Message:
-        """alone: the chunk begins or ends the sequence."""
-        self.waited_for += 1
+    async def run(self, start: StartChunk, *, alone: bool) -> ProtoMessage:
+        """Run a chunk. alone: the chunk starts or ends the session, so no other chunk may run at the same time."""
+        self.pending += 1
         try:
-            async with self._turn:
-                if alone and self._begun:
-                    await asyncio.wait(self._begun)
-                task = asyncio.ensure_future(begin())
-                self._begun.add(task)
-                task.add_done_callback(self._begun.discard)
+            async with self._order:
+                if alone and self._running:
+                    await asyncio.wait(self._running)
+                task = asyncio.ensure_future(start())
+                self._running.add(task)
+                task.add_done_callback(self._running.discard)
                 if alone:
                     return await task
             return await task
         finally:
-            self.waited_for -= 1
+            self.pending -= 1
 
 
-def _refused(id: str, fault: ServiceError) -> _Answered:
-    return _Answered(RESPONSE(error_message=fault.message, infer_response={"id": id}), fault)
+def _error_reply(id: str, error: ServiceError) -> _StreamReply:
+    return _StreamReply(RESPONSE(error_message=error.message, infer_response={"id": id}), error)

@@ -1,4 +1,4 @@
-"""The JSON of the Open Inference Protocol V2, and the raw bytes of tensors behind it. Bytes to values and back; nothing here knows HTTP."""
+"""The JSON bodies of the Open Inference Protocol V2, and the raw tensor bytes after the JSON. Nothing here knows HTTP."""
 
 from __future__ import annotations
 
@@ -10,58 +10,62 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from service.errors import InvalidInput, InvalidRequest, ServiceError
-from service.frontend.head_outputs import shortest
-from service.frontend.oip import types
-from service.frontend.oip.tensors import BYTES, Tensor, decode, encode, listed, wrong
+from service.frontend.head_outputs import shortest_decimals
+from service.frontend.oip.parameters import boolean, check_no_shared_memory, requested_output
+from service.frontend.oip.tensors import BYTES, Tensor, decode, encode, from_list, tensor_error
 from service.frontend.oip.types import InferRequest, InferResponse
-from service.frontend.wording import kind, shown
+from service.frontend.quoting import describe_value, quote
 from service.modeling.spec import ModelSpec
 
 T = TypeVar("T")
 HEADER_LENGTH = "Inference-Header-Content-Length"
-SIZE = "binary_data_size"
+BINARY_SIZE = "binary_data_size"
 VECTORS = ("embedding", "sequence")
-"""Outputs of many numbers, of which the shortest decimals would take too long to find."""
+"""Outputs with many numbers. Finding the shortest decimals for them would take too long."""
 
-Name = Annotated[str, Meta(description="Of the tensor, as the model's metadata has it.")]
+Name = Annotated[str, Meta(description="Name of the tensor in the model's metadata.")]
 Datatype = Annotated[str, Meta(description="BOOL, INT8 to INT64, UINT8 to UINT64, FP16 to FP64, BF16 or BYTES.")]
-Shape = Annotated[list[int], Meta(description="Rows come first.")]
+Shape = Annotated[list[int], Meta(description="Dimensions of the tensor. The first counts the sequences.")]
 Parameters = Annotated[
-    dict[str, Any] | None, Meta(description="A string, a number or a boolean each. Those that are not known are ignored.")
+    dict[str, Any] | None, Meta(description="Parameters by name: strings, numbers and booleans. Unknown names are ignored.")
 ]
 
 
-class InputTensor(msgspec.Struct):
-    """One input. Its values are in `data`, or raw behind the JSON: parameters.binary_data_size says how many bytes."""
+class InputTensorJson(msgspec.Struct):
+    """An input. Its values are in `data`, or follow the JSON as raw bytes: parameters.binary_data_size is their size."""
 
     name: Name
     datatype: Datatype
     shape: Shape
     parameters: Parameters = None
-    data: Annotated[list[Any], Meta(description="Flat and row-major, or nested as the shape is.")] | UnsetType = UNSET
+    data: Annotated[list[Any], Meta(description="Values, flat and row-major or nested like the shape.")] | UnsetType = UNSET
 
 
-class RequestedOutput(msgspec.Struct):
-    """One output. parameters.binary_data says whether it comes raw, parameters.classification how many of the best classes are wanted."""
+class RequestedOutputJson(msgspec.Struct):
+    """A requested output. parameters.binary_data returns raw bytes, parameters.classification the best classes only."""
 
     name: Name
     parameters: Parameters = None
 
 
-class InferBody(msgspec.Struct):
-    """A request for an answer."""
+class InferRequestJson(msgspec.Struct):
+    """An inference request."""
 
-    inputs: list[InputTensor]
-    id: Annotated[str | None, Meta(description="The answer has it too.")] = None
+    inputs: list[InputTensorJson]
+    id: Annotated[str | None, Meta(description="Identifier of the request. The response repeats it.")] = None
     parameters: Annotated[
         dict[str, Any] | None,
-        Meta(description="Among others sequence_id, sequence_start, sequence_end, priority, timeout and binary_data_output."),
+        Meta(
+            description="sequence_id, sequence_start, sequence_end, priority, timeout, binary_data_output. Others are ignored."
+        ),
     ] = None
-    outputs: Annotated[list[RequestedOutput] | None, Meta(description="All that the model's head says when left out.")] = None
+    outputs: Annotated[
+        list[RequestedOutputJson] | None, Meta(description="Outputs to return. Without it, all outputs of the model's head.")
+    ] = None
 
 
-class OutputTensor(msgspec.Struct, omit_defaults=True):
-    """One output. Its values are in `data`, or raw behind the JSON: parameters.binary_data_size says how many bytes."""
+class OutputTensorJson(msgspec.Struct, omit_defaults=True):
+    """An output. Its values are in `data`, or follow the JSON as raw bytes: parameters.binary_data_size is their size."""
 
     name: str
     datatype: str
@@ -70,139 +74,146 @@ class OutputTensor(msgspec.Struct, omit_defaults=True):
     data: list[Any] | UnsetType = UNSET
 
 
-class InferAnswer(msgspec.Struct, omit_defaults=True):
-    """An answer. parameters: of a sequence, how many steps it has had."""
+class InferResponseJson(msgspec.Struct, omit_defaults=True):
+    """An inference response. For a session, parameters.sequence_steps counts its time steps so far."""
 
     model_name: str
     model_version: str
-    outputs: list[OutputTensor]
+    outputs: list[OutputTensorJson]
     id: str = ""
     parameters: dict[str, int] = {}
 
 
-class Asked(NamedTuple):
-    """A request, and which of the outputs its caller wants raw."""
+class ParsedRequest(NamedTuple):
+    """A request. raw: returns whether an output is sent as raw bytes, by its name."""
 
     request: InferRequest
     raw: Callable[[str], bool]
 
 
-def parse(wanted: type[T], data: bytes | memoryview) -> T:
-    """Raises InvalidRequest for what is not JSON, InvalidInput naming the field that is wrong."""
+def parse(body: type[T], data: bytes | memoryview) -> T:
+    """Decode a JSON body; raises InvalidRequest for invalid JSON, and InvalidInput that names an invalid field."""
     try:
-        return msgspec.json.decode(data, type=wanted)
-    except msgspec.ValidationError as fault:
-        raise _complaint(str(fault)) from None
+        return msgspec.json.decode(data, type=body)
+    except msgspec.ValidationError as error:
+        raise _validation_error(str(error)) from None
     except RecursionError:
-        raise InvalidRequest("the body is JSON that is nested too deeply: send what the API describes") from None
-    except ValueError as fault:
-        raise InvalidRequest(f"the body is not JSON: {shown(str(fault))}") from None
+        raise InvalidRequest("the JSON body is nested too deeply: send a body as the API description defines it") from None
+    except ValueError as error:
+        raise InvalidRequest(f"the body is not JSON: {quote(str(error))}") from None
 
 
-def read(body: bytes, header: int | None, model: str, version: str) -> Asked:
-    """A request in JSON, which has so many bytes, or, None, is the whole body; raises a ServiceError. Tensors are not copied."""
-    end = len(body) if header is None else header
+def parse_request(body: bytes, header_length: int | None, model: str, version: str) -> ParsedRequest:
+    """Parse an inference request; raises a ServiceError. Raw tensors are not copied.
+
+    header_length: the size of the JSON in bytes, or None if the whole body is JSON.
+    """
+    end = len(body) if header_length is None else header_length
     if end > len(body):
-        told = f"{HEADER_LENGTH} is {end} and the body has {len(body)} bytes: it says how many of these are JSON"
-        raise InvalidRequest(told)
+        problem = f"{HEADER_LENGTH} is {end}, but the body has {len(body)} bytes"
+        raise InvalidRequest(f"{problem}: send the size of the JSON at the start of the body")
     whole = memoryview(body)
-    said = parse(InferBody, whole[:end])
-    parameters = said.parameters or {}
-    all_raw = types.flag(parameters, "binary_data_output")
-    named = {one.name: types.flag(one.parameters or {}, "binary_data", one.name, all_raw) for one in said.outputs or []}
+    parsed = parse(InferRequestJson, whole[:end])
+    parameters = parsed.parameters or {}
+    all_raw = boolean(parameters, "binary_data_output")
+    outputs = parsed.outputs or []
+    raw = {output.name: boolean(output.parameters or {}, "binary_data", output.name, all_raw) for output in outputs}
     request = InferRequest(
         model=model,
         version=version,
-        id=said.id or "",
+        id=parsed.id or "",
         parameters=parameters,
-        inputs=_inputs(said.inputs, whole[end:]),
-        outputs=[types.wanted(one.name, one.parameters or {}) for one in said.outputs or []],
+        inputs=_input_tensors(parsed.inputs, whole[end:]),
+        outputs=[requested_output(output.name, output.parameters or {}) for output in outputs],
     )
-    return Asked(request, lambda name: named.get(name, all_raw))
+    return ParsedRequest(request, lambda name: raw.get(name, all_raw))
 
 
-def read_raw(body: bytes, spec: ModelSpec, model: str, version: str) -> Asked:
-    """A request that is nothing but the values of one row; all that is answered is raw, too."""
+def parse_raw_sequence(body: bytes, spec: ModelSpec, model: str, version: str) -> ParsedRequest:
+    """Parse a body that is the raw values of one sequence, without JSON. All outputs are sent as raw bytes."""
     if spec.input.kind == "text":
         tensor = Tensor("text", BYTES, (1,), [body])
     elif spec.input.features is None:
         tensor = decode("ids", "INT32", [len(body) // 4], body)
     else:
         tensor = decode("inputs", "FP32", [len(body) // (4 * spec.input.features), spec.input.features], body)
-    return Asked(InferRequest(model, version, "", {}, [tensor], []), lambda _: True)
+    return ParsedRequest(InferRequest(model, version, "", {}, [tensor], []), lambda _: True)
 
 
-def written(response: InferResponse, raw: Callable[[str], bool]) -> tuple[bytes, int | None]:
-    """The answer, and how many bytes of it are JSON when others follow."""
+def encode_response(response: InferResponse, raw: Callable[[str], bool]) -> tuple[bytes, int | None]:
+    """Return the body of a response, and the size of its JSON if raw bytes follow it."""
     outputs, tail = [], []
     for tensor in response.outputs:
-        output = OutputTensor(tensor.name, tensor.datatype, list(tensor.shape))
+        output = OutputTensorJson(tensor.name, tensor.datatype, list(tensor.shape))
         if raw(tensor.name):
             tail.append(encode(tensor))
-            output.parameters = {SIZE: len(tail[-1])}
+            output.parameters = {BINARY_SIZE: len(tail[-1])}
         else:
-            output.data = _plain(tensor)
+            output.data = _json_values(tensor)
         outputs.append(output)
-    answer = InferAnswer(response.model, response.version, outputs, response.id, dict(response.parameters))
-    header = msgspec.json.encode(answer)
+    header = msgspec.json.encode(
+        InferResponseJson(response.model, response.version, outputs, response.id, dict(response.parameters))
+    )
     return b"".join((header, *tail)), len(header) if tail else None
 
 
-def schema(described: type[msgspec.Struct]) -> dict[str, Any]:
-    """As the API's description has it, which knows no other place for what it refers to."""
-    [found], parts = msgspec.json.schema_components([described], ref_template="{name}")
+def inline_schema(body: type[msgspec.Struct]) -> dict[str, Any]:
+    """Return the JSON schema of a body without references: the API description does not resolve them."""
+    [root], components = msgspec.json.schema_components([body], ref_template="{name}")
 
-    def whole(node: Any) -> Any:
+    def resolve(node: Any) -> Any:
         if isinstance(node, list):
-            return [whole(one) for one in node]
+            return [resolve(item) for item in node]
         if isinstance(node, dict):
-            return whole(parts[node["$ref"]]) if "$ref" in node else {name: whole(one) for name, one in node.items()}
+            return resolve(components[node["$ref"]]) if "$ref" in node else {name: resolve(item) for name, item in node.items()}
         return node
 
-    inlined: dict[str, Any] = whole(found)
-    return inlined
+    schema: dict[str, Any] = resolve(root)
+    return schema
 
 
-def _inputs(inputs: list[InputTensor], tail: memoryview) -> list[Tensor]:
-    """The tensors of a request; what is raw lies end to end, in their order."""
-    tensors, at = [], 0
-    for one in inputs:
-        parameters = one.parameters or {}
-        types.check_place(one.name, parameters)
-        size = parameters.get(SIZE)
-        if (size is None) == (one.data is UNSET):
-            raise wrong(one.name, f"needs either data or parameters.{SIZE}: send one of them")
-        if one.data is not UNSET:
-            tensors.append(listed(one.name, one.datatype, one.shape, one.data))
+def _input_tensors(inputs: list[InputTensorJson], tail: memoryview) -> list[Tensor]:
+    """Return the tensors of a request. The raw bytes follow each other in the order of the inputs."""
+    tensors, offset = [], 0
+    for input in inputs:
+        parameters = input.parameters or {}
+        check_no_shared_memory(input.name, parameters)
+        size = parameters.get(BINARY_SIZE)
+        if (size is None) == (input.data is UNSET):
+            raise tensor_error(input.name, f"needs either data or parameters.{BINARY_SIZE}: send exactly one of them")
+        if input.data is not UNSET:
+            tensors.append(from_list(input.name, input.datatype, input.shape, input.data))
             continue
-        if type(size) is not int or not 0 <= size <= len(tail) - at:
-            left = f"{len(tail) - at} bytes are left behind the JSON"
-            raise wrong(one.name, f"has {kind(size)} as parameters.{SIZE} and {left}: send as many as it says")
-        tensors.append(decode(one.name, one.datatype, one.shape, tail[at : at + size]))
-        at += size
-    if at < len(tail):
-        raise InvalidRequest(f"{len(tail)} bytes follow the JSON and the inputs have {at} of them: send no others")
+        if type(size) is not int or not 0 <= size <= len(tail) - offset:
+            problem = (
+                f"has {describe_value(size)} as parameters.{BINARY_SIZE}, but {len(tail) - offset} bytes remain after the JSON"
+            )
+            raise tensor_error(input.name, f"{problem}: send the size of this tensor's raw bytes")
+        tensors.append(decode(input.name, input.datatype, input.shape, tail[offset : offset + size]))
+        offset += size
+    if offset < len(tail):
+        raise InvalidRequest(f"{len(tail)} bytes follow the JSON, but the inputs have {offset}: send no other bytes")
     return tensors
 
 
-def _plain(tensor: Tensor) -> list[Any]:
-    """The values as JSON has them."""
+def _json_values(tensor: Tensor) -> list[Any]:
+    """Return the values of a tensor as JSON values."""
     if isinstance(tensor.values, list):
         return [element.decode() for element in tensor.values]
     flat = tensor.values.ravel()
-    plain: list[Any] = shortest(flat) if tensor.datatype == "FP32" and tensor.name not in VECTORS else flat.tolist()
-    return plain
+    values: list[Any] = shortest_decimals(flat) if tensor.datatype == "FP32" and tensor.name not in VECTORS else flat.tolist()
+    return values
 
 
-def _complaint(said: str) -> ServiceError:
-    """What msgspec says of a body that is JSON, in our words."""
-    message, _, path = said.partition(" - at `$")
+def _validation_error(text: str) -> ServiceError:
+    """Return the service's error for a validation error of msgspec."""
+    message, _, path = text.partition(" - at `$")
     field = path.removesuffix("`").removeprefix(".")
     missing = re.fullmatch(r"Object missing required field `(\w+)`", message)
     if missing:
         field = f"{field}.{missing[1]}" if field else missing[1]
         return InvalidInput(f"{field} is missing: send it", field=field)
-    told = message[0].lower() + message[1:]
+    reason = message[0].lower() + message[1:]
     if not field:
-        return InvalidRequest(f"the body is not an object of the kind that is read here: {told}")
-    return InvalidInput(f"{field}: {told}", field=field)
+        return InvalidRequest(f"the body is not an object as the API description defines it: {reason}")
+    return InvalidInput(f"{field}: {reason}", field=field)

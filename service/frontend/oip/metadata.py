@@ -1,6 +1,6 @@
-"""What the Open Inference Protocol says of the service and its models: their tensors, metadata, configuration and versions.
+"""Metadata of the service and its models in the Open Inference Protocol: tensors, configuration, versions and repository.
 
-Both faces of the protocol say it in these words. Nothing here knows HTTP or gRPC.
+REST and gRPC return the same values. Nothing here knows HTTP or gRPC.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from msgspec import Meta
 
 from service import __version__
 from service.errors import InvalidInput, Unsupported
+from service.frontend.catalog import ServedModel
 from service.frontend.inference import Frontend
-from service.frontend.oip import statistics as counts_by_model
+from service.frontend.oip import statistics
 from service.frontend.oip.tensors import BYTES
-from service.frontend.served_model import ServedModel
-from service.frontend.wording import shown
+from service.frontend.quoting import quote
 from service.modeling.spec import ClassifyHead, EmbedHead, ModelSpec, NextHead, RegressHead, SequenceHead, SpanHead, TagHead
 
 EXTENSIONS = (
@@ -25,38 +25,38 @@ EXTENSIONS = (
     *("model_configuration", "model_repository", "statistics"),
 )
 PLATFORM = "seqserve"
-NOT_HERE = "shared memory, traces and logs are not set up by this protocol here: send tensors with the request"
-"""What is told to who asks for an extension that this service has not."""
+UNSUPPORTED_EXTENSION = "shared memory, trace settings and log settings are not supported: send tensors with the request"
+"""The error message for extensions of Triton that this service does not have."""
 LENGTHS, OFFSETS = "lengths", "offsets"
-POLICY = "version_policy"
+VERSION_POLICY = "version_policy"
 
 
-class _All(msgspec.Struct, forbid_unknown_fields=True):
-    """Every version."""
+class _AllVersions(msgspec.Struct, forbid_unknown_fields=True):
+    """Serve every version."""
 
 
-class _Latest(msgspec.Struct, forbid_unknown_fields=True):
-    """The newest ones."""
+class _LatestVersions(msgspec.Struct, forbid_unknown_fields=True):
+    """Serve the newest versions."""
 
     num_versions: Annotated[int, Meta(ge=1, le=9999)]
 
 
-class _Specific(msgspec.Struct, forbid_unknown_fields=True):
-    """These."""
+class _SpecificVersions(msgspec.Struct, forbid_unknown_fields=True):
+    """Serve the listed versions."""
 
     versions: Annotated[list[Annotated[int, Meta(ge=1, lt=10**9)]], Meta(min_length=1)]
 
 
-class _Policy(msgspec.Struct, forbid_unknown_fields=True):
-    """Triton's ModelVersionPolicy, which is one of these."""
+class _VersionPolicy(msgspec.Struct, forbid_unknown_fields=True):
+    """Triton's ModelVersionPolicy. Exactly one field must be set."""
 
-    all: _All | None = None
-    latest: _Latest | None = None
-    specific: _Specific | None = None
+    all: _AllVersions | None = None
+    latest: _LatestVersions | None = None
+    specific: _SpecificVersions | None = None
 
 
-class Port(NamedTuple):
-    """A tensor that a model takes or gives. dims: those of one row, -1 where any size will do."""
+class TensorMetadata(NamedTuple):
+    """An input or output tensor of a model. dims: the dimensions of one sequence; -1 accepts any size."""
 
     name: str
     datatype: str
@@ -64,149 +64,163 @@ class Port(NamedTuple):
     optional: bool = False
 
 
-def inputs(spec: ModelSpec) -> list[Port]:
-    """What a model takes: the values, and how rows stand in them when they are not all of one length."""
-    rows = [Port(LENGTHS, "INT32", (1,), optional=True), Port(OFFSETS, "INT32", (-1,), optional=True)]
+def inputs(spec: ModelSpec) -> list[TensorMetadata]:
+    """Return the inputs of a model: the values, and the optional layout of sequences with different lengths."""
+    layout = [TensorMetadata(LENGTHS, "INT32", (1,), optional=True), TensorMetadata(OFFSETS, "INT32", (-1,), optional=True)]
     if spec.input.features is not None:
-        return [Port("inputs", "FP32", (-1, spec.input.features)), *rows]
+        return [TensorMetadata("inputs", "FP32", (-1, spec.input.features)), *layout]
     if spec.input.kind == "text":
-        return [Port("text", BYTES, (1,)), Port("ids", "INT32", (-1,), optional=True), *rows]
-    return [Port("ids", "INT32", (-1,)), *rows]
+        return [TensorMetadata("text", BYTES, (1,)), TensorMetadata("ids", "INT32", (-1,), optional=True), *layout]
+    return [TensorMetadata("ids", "INT32", (-1,)), *layout]
 
 
-def outputs(spec: ModelSpec) -> list[Port]:
-    """What a model gives: what its head says, and then what else may be asked for."""
-    own = said(spec)
-    more = [Port("embedding", "FP32", (_width(spec),))] if spec.has_embedding else []
+def outputs(spec: ModelSpec) -> list[TensorMetadata]:
+    """Return the outputs of a model: the head's outputs, then the outputs that a request must name to receive them."""
+    head = head_outputs(spec)
+    extra = [TensorMetadata("embedding", "FP32", (_width(spec),))] if spec.has_embedding else []
     if spec.has_steps:
-        steps = [Port(LENGTHS, "INT32", (1,)), Port(OFFSETS, "INT32", (-1,))]
-        more += [Port("sequence", "FP32", (-1, _width(spec))), *steps]
-    return [*own, *(port for port in more if port not in own)]
+        layout = [TensorMetadata(LENGTHS, "INT32", (1,)), TensorMetadata(OFFSETS, "INT32", (-1,))]
+        extra += [TensorMetadata("sequence", "FP32", (-1, _width(spec))), *layout]
+    return [*head, *(tensor for tensor in extra if tensor not in head)]
 
 
-def said(spec: ModelSpec) -> list[Port]:
-    """What the head of a model says."""
+def head_outputs(spec: ModelSpec) -> list[TensorMetadata]:
+    """Return the outputs of a model's head."""
     match spec.head:
         case ClassifyHead(labels=labels):
-            return [Port("label", BYTES, (1,)), Port("score", "FP32", (1,)), Port("scores", "FP32", (len(labels),))]
+            return [
+                TensorMetadata("label", BYTES, (1,)),
+                TensorMetadata("score", "FP32", (1,)),
+                TensorMetadata("scores", "FP32", (len(labels),)),
+            ]
         case RegressHead(outputs=count):
-            return [Port("value", "FP32", (count,))]
+            return [TensorMetadata("value", "FP32", (count,))]
         case TagHead():
-            return [Port("labels", BYTES, (-1,)), Port("scores", "FP32", (-1,))]
+            return [TensorMetadata("labels", BYTES, (-1,)), TensorMetadata("scores", "FP32", (-1,))]
         case SpanHead():
-            return [Port("start", "INT32", (1,)), Port("end", "INT32", (1,)), Port("score", "FP32", (1,))]
+            return [
+                TensorMetadata("start", "INT32", (1,)),
+                TensorMetadata("end", "INT32", (1,)),
+                TensorMetadata("score", "FP32", (1,)),
+            ]
         case NextHead(top=top):
-            return [Port("ids", "INT32", (top,)), Port("scores", "FP32", (top,))]
+            return [TensorMetadata("ids", "INT32", (top,)), TensorMetadata("scores", "FP32", (top,))]
         case EmbedHead():
-            return [Port("embedding", "FP32", (_width(spec),))]
+            return [TensorMetadata("embedding", "FP32", (_width(spec),))]
         case SequenceHead():
-            return [Port("sequence", "FP32", (-1, _width(spec)))]
+            return [TensorMetadata("sequence", "FP32", (-1, _width(spec)))]
 
 
 def server_metadata() -> dict[str, Any]:
-    """Who this is, and which extensions of the protocol it has."""
+    """Return the name and version of the server and the protocol extensions that it supports."""
     return {"name": "seqserve", "version": __version__, "extensions": list(EXTENSIONS)}
 
 
 def model_metadata(frontend: Frontend, name: str, version: str) -> dict[str, Any]:
-    """The tensors of a model, rows first; raises UnknownModel. version: empty for the newest, here and below."""
-    served = frontend.models.find(name, version or None)
+    """Return the versions and tensors of a model; raises UnknownModel. version: empty for the newest version, as below."""
+    served = frontend.catalog.find(name, version or None)
     return {
         "name": served.spec.name,
-        "versions": list(frontend.catalog[name]),
+        "versions": list(frontend.catalog.index[name]),
         "platform": PLATFORM,
-        "inputs": [_described(port) for port in inputs(served.spec)],
-        "outputs": [_described(port) for port in outputs(served.spec)],
+        "inputs": [_tensor_metadata(tensor) for tensor in inputs(served.spec)],
+        "outputs": [_tensor_metadata(tensor) for tensor in outputs(served.spec)],
     }
 
 
 def model_config(frontend: Frontend, name: str, version: str) -> dict[str, Any]:
-    """A model in the words of Triton's ModelConfig; raises UnknownModel."""
-    served = frontend.models.find(name, version or None)
+    """Return a model's configuration as Triton's ModelConfig; raises UnknownModel."""
+    served = frontend.catalog.find(name, version or None)
     return {
         "name": served.spec.name,
         "platform": PLATFORM,
         "backend": PLATFORM,
-        POLICY: {"specific": {"versions": [int(one) for one in frontend.catalog[name]]}},
+        VERSION_POLICY: {"specific": {"versions": [int(number) for number in frontend.catalog.index[name]]}},
         "max_batch_size": frontend.settings.max_inputs,
-        "input": [{**_configured(port), "optional": port.optional} for port in inputs(served.spec)],
-        "output": [_configured(port) for port in outputs(served.spec)],
+        "input": [{**_tensor_config(tensor), "optional": tensor.optional} for tensor in inputs(served.spec)],
+        "output": [_tensor_config(tensor) for tensor in outputs(served.spec)],
         **_scheduling(frontend, served),
     }
 
 
-def ready(frontend: Frontend, name: str, version: str) -> bool:
-    """Whether a model is answered for; raises UnknownModel."""
-    key = frontend.models.find(name, version or None).key
-    return frontend.ready and any(one.key == key for one in frontend.engines.models)
+def model_ready(frontend: Frontend, name: str, version: str) -> bool:
+    """Return whether an engine serves a model; raises UnknownModel."""
+    key = frontend.catalog.find(name, version or None).key
+    return frontend.ready and any(loaded.key == key for loaded in frontend.dispatcher.models)
 
 
-async def statistics(frontend: Frontend, name: str = "", version: str = "") -> dict[str, Any]:
-    """What became of the requests to a version, to all versions of a model, or to all models, in Triton's words; raises UnknownModel."""
+async def model_statistics(frontend: Frontend, name: str = "", version: str = "") -> dict[str, Any]:
+    """Return Triton's statistics of a version, of all versions of a model, or of all models; raises UnknownModel."""
     if version:
-        served = [frontend.models.find(name, version)]
+        served = [frontend.catalog.find(name, version)]
     else:
-        served = list(frontend.catalog[frontend.models.find(name, None).spec.name].values()) if name else frontend.models.served
-    counts = await frontend.supervisor.scrape()
-    return {"model_stats": counts_by_model.statistics(counts, [one.key.labels for one in served])}
+        served = (
+            list(frontend.catalog.index[frontend.catalog.find(name, None).spec.name].values())
+            if name
+            else frontend.catalog.served
+        )
+    snapshot = await frontend.supervisor.scrape()
+    return {"model_stats": statistics.statistics(snapshot, [model.key.labels for model in served])}
 
 
-async def index(frontend: Frontend, *, ready: bool) -> list[dict[str, Any]]:
-    """Every version in the models folder, or those alone that are ready."""
-    listed = await frontend.supervisor.index()
-    return [msgspec.structs.asdict(one) for one in listed if one.state == "READY" or not ready]
+async def repository_index(frontend: Frontend, *, ready: bool) -> list[dict[str, Any]]:
+    """Return every version in the models folder, or only the versions that are ready."""
+    entries = await frontend.supervisor.index()
+    return [msgspec.structs.asdict(entry) for entry in entries if entry.state == "READY" or not ready]
 
 
-def policy(parameters: Mapping[str, Any]) -> str | None:
-    """By which rule the caller who has a model loaded wants its versions chosen, as `Supervised.load` takes it; None when he does not say.
+def version_policy(parameters: Mapping[str, Any]) -> str | None:
+    """Return the version policy of a load request in the syntax of the setting `versions`, or None if the request has none.
 
-    Raises Unsupported for all else that such a caller may want of a model, which its folder alone says.
+    Raises InvalidInput for an invalid policy, and Unsupported for parameters that only the model's folder can set.
     """
     for name in parameters:
         if name.startswith("file:"):
-            field = f"parameters.{shown(name)}"
-            raise Unsupported("a model's files are read from the models folder: put them there, and load it", field=field)
+            field = f"parameters.{quote(name)}"
+            problem = "model files cannot be uploaded: copy them to the models folder, and load the model again"
+            raise Unsupported(problem, field=field)
     if "config" not in parameters:
         return None
-    config = _object(parameters["config"])
+    config = _json_object(parameters["config"])
     for name in config:
-        if name != POLICY:
-            said = f"config has {shown(name)}, and all but {POLICY} is said in the model's folder: leave it out"
-            raise Unsupported(said, field="parameters.config")
-    return _rule(config[POLICY]) if config else None
+        if name != VERSION_POLICY:
+            problem = f"config sets {quote(name)}, but only {VERSION_POLICY} can be set here"
+            raise Unsupported(f"{problem}: leave it out, or set it in the model's folder", field="parameters.config")
+    return _versions_setting(config[VERSION_POLICY]) if config else None
 
 
-def _object(config: Any) -> dict[str, Any]:
+def _json_object(config: Any) -> dict[str, Any]:
     try:
         return msgspec.json.decode(config, type=dict[str, Any])
     except (TypeError, ValueError, RecursionError):
-        raise _no_policy("config is not a JSON object in a string") from None
+        raise _policy_error("config is not a JSON object in a string") from None
 
 
-def _rule(policy: Any) -> str:
-    """In the words of the setting `versions`."""
+def _versions_setting(policy: Any) -> str:
+    """Return a version policy in the syntax of the setting `versions`."""
     try:
-        said = msgspec.convert(policy, _Policy)
-    except msgspec.ValidationError as fault:
-        raise _no_policy(f"{POLICY} is none that there is ({fault})") from None
-    match said:
-        case _Policy(all=_All(), latest=None, specific=None):
+        converted = msgspec.convert(policy, _VersionPolicy)
+    except msgspec.ValidationError as error:
+        raise _policy_error(f"{VERSION_POLICY} is invalid ({error})") from None
+    match converted:
+        case _VersionPolicy(all=_AllVersions(), latest=None, specific=None):
             return "all"
-        case _Policy(all=None, latest=_Latest(count), specific=None):
+        case _VersionPolicy(all=None, latest=_LatestVersions(count), specific=None):
             return f"latest:{count}"
-        case _Policy(all=None, latest=None, specific=_Specific(versions)):
+        case _VersionPolicy(all=None, latest=None, specific=_SpecificVersions(versions)):
             return ",".join(map(str, versions))
-    raise _no_policy(f"{POLICY} is not exactly one")
+    raise _policy_error(f"{VERSION_POLICY} must have exactly one of all, latest and specific")
 
 
-def _no_policy(said: str) -> InvalidInput:
-    like = f'{{"{POLICY}": {{"latest": {{"num_versions": 1}}}}}}, or all {{}}, or specific {{"versions": [1, 2]}}'
-    return InvalidInput(f"{said}: send {like}", field="parameters.config")
+def _policy_error(problem: str) -> InvalidInput:
+    example = f'{{"{VERSION_POLICY}": {{"latest": {{"num_versions": 1}}}}}}'
+    others = '"all": {} or "specific": {"versions": [1, 2]}'
+    return InvalidInput(f"{problem}: send {example}, or {others} instead of latest", field="parameters.config")
 
 
 def _scheduling(frontend: Frontend, served: ServedModel) -> dict[str, Any]:
-    """Triton's name for it: whether a request may be the next chunk of a sequence."""
-    if any(one.key == served.key and one.streams for one in frontend.engines.models):
+    """Return Triton's scheduling choice: sequence batching if the model supports sessions."""
+    if any(loaded.key == served.key and loaded.streams for loaded in frontend.dispatcher.models):
         return {"sequence_batching": {"max_sequence_idle_microseconds": round(frontend.settings.session_idle_seconds * 1e6)}}
     return {"dynamic_batching": {}}
 
@@ -215,10 +229,10 @@ def _width(spec: ModelSpec) -> int:
     return spec.layers[-1].outputs
 
 
-def _described(port: Port) -> dict[str, Any]:
-    return {"name": port.name, "datatype": port.datatype, "shape": [-1, *port.dims]}
+def _tensor_metadata(tensor: TensorMetadata) -> dict[str, Any]:
+    return {"name": tensor.name, "datatype": tensor.datatype, "shape": [-1, *tensor.dims]}
 
 
-def _configured(port: Port) -> dict[str, Any]:
-    datatype = "STRING" if port.datatype == BYTES else port.datatype
-    return {"name": port.name, "data_type": f"TYPE_{datatype}", "dims": list(port.dims)}
+def _tensor_config(tensor: TensorMetadata) -> dict[str, Any]:
+    datatype = "STRING" if tensor.datatype == BYTES else tensor.datatype
+    return {"name": tensor.name, "data_type": f"TYPE_{datatype}", "dims": list(tensor.dims)}

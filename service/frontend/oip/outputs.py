@@ -1,7 +1,7 @@
-"""The arrays of an answer as output tensors of the Open Inference Protocol, row by row as the model's head says it.
+"""The arrays of an engine's answer as output tensors of the Open Inference Protocol.
 
-What is said of every step is padded to the longest row with zeros and empty strings, beside `lengths`; or, for a request whose rows lay end
-to end, it lies so too, beside `offsets`.
+Outputs per time step are padded to the longest sequence with zeros and empty strings, and come with `lengths`. If the sequences
+of the request are packed end to end, these outputs are packed too, and come with `offsets`.
 """
 
 from __future__ import annotations
@@ -15,127 +15,128 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.errors import InvalidInput, TooLarge
-from service.frontend.head_outputs import shortest
+from service.frontend.head_outputs import shortest_decimals
 from service.frontend.oip import metadata
 from service.frontend.oip.metadata import LENGTHS, OFFSETS
 from service.frontend.oip.tensors import BYTES, Tensor
-from service.frontend.wording import shown
+from service.frontend.oip.types import RequestedOutput
+from service.frontend.quoting import quote
 from service.modeling.spec import ClassifyHead, ModelSpec, NextHead, SequenceHead, SpanHead, TagHead
 
 Array = NDArray[Any]
 
-PADDED_BYTES = 64 << 20
-"""No output is padded to more than this: one long row among many short ones would make much of little."""
-PER_STEP = ("labels", "sequence")
+MAX_PADDED_BYTES = 64 << 20
+"""Size limit of a padded output: a single long sequence among many short sequences could inflate a small answer."""
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """An output that a caller names. classes: of how many of the best labels he wants a line of text each; 0 for the scores themselves."""
+def check_requested(outputs: Sequence[RequestedOutput], spec: ModelSpec) -> None:
+    """Raise InvalidInput unless the model has these outputs.
 
-    name: str
-    classes: int = 0
-
-
-def check(wanted: Sequence[Wanted], spec: ModelSpec) -> None:
-    """Whether the model gives this; raises InvalidInput. There are callers who want whatever its metadata names, so that all of it is given
-    together, lengths and offsets among it."""
-    named = [one.name for one in wanted]
-    known = [port.name for port in metadata.outputs(spec)]
-    for index, one in enumerate(wanted):
-        if one.name not in known:
-            raise _wrong(f"{shown(one.name)} is no output of {spec.name}: known are {', '.join(known)}")
-        if one.name in named[:index]:
-            raise _wrong(f"{one.name} is named twice: name it once")
-        if one.classes and not (one.name == "scores" and isinstance(spec.head, ClassifyHead)):
-            raise _wrong(f"{one.name} of {spec.name} has no classes to name: leave out classification")
-    if not per_step(spec) and {LENGTHS, OFFSETS} & set(named) and "sequence" not in named:
-        raise _wrong(f"{LENGTHS} and {OFFSETS} are those of sequence: name it too, or leave them out")
+    Some clients request every output that the metadata lists, so `lengths` and `offsets` may be requested together.
+    """
+    names = [output.name for output in outputs]
+    known = [tensor.name for tensor in metadata.outputs(spec)]
+    for index, output in enumerate(outputs):
+        if output.name not in known:
+            raise _outputs_error(f"{quote(output.name)} is not an output of {spec.name}: its outputs are {', '.join(known)}")
+        if output.name in names[:index]:
+            raise _outputs_error(f"{output.name} is requested twice: request it once")
+        if output.classes and not (output.name == "scores" and isinstance(spec.head, ClassifyHead)):
+            raise _outputs_error(f"{output.name} of {spec.name} has no classes: leave classification out")
+    if not has_step_outputs(spec) and {LENGTHS, OFFSETS} & set(names) and "sequence" not in names:
+        raise _outputs_error(f"{LENGTHS} and {OFFSETS} describe sequence: request sequence too, or leave them out")
 
 
-def per_step(spec: ModelSpec) -> bool:
-    """Whether the head says something of every step."""
+def has_step_outputs(spec: ModelSpec) -> bool:
+    """Return whether the head has outputs per time step."""
     return isinstance(spec.head, TagHead | SequenceHead)
 
 
-def outputs(spec: ModelSpec, arrays: list[Array], steps: list[int], wanted: Sequence[Wanted], ragged: bool) -> list[Tensor]:
-    """What the caller wants in his order, or all that the head says. arrays: as `answers.arrays` has them; steps: of each row."""
-    said = _Said(spec, arrays, _Rows(steps, ragged))
-    if not wanted:
-        own = [port.name for port in metadata.said(spec)]
-        wanted = [Wanted(name) for name in (*own, *([OFFSETS if ragged else LENGTHS] if per_step(spec) else []))]
-    return [said.classes(one.classes) if one.classes else said.tensor(one.name) for one in wanted]
+def output_tensors(
+    spec: ModelSpec, arrays: list[Array], steps: list[int], requested: Sequence[RequestedOutput], ragged: bool
+) -> list[Tensor]:
+    """Return the requested outputs in their order, or the head's outputs if the request names none.
+
+    arrays: from `head_outputs.decode_arrays`. steps: the length of each sequence. ragged: sequences are packed end to end.
+    """
+    answer = _AnswerTensors(spec, arrays, _SequenceLayout(steps, ragged))
+    if not requested:
+        names = [tensor.name for tensor in metadata.head_outputs(spec)]
+        layout = [OFFSETS if ragged else LENGTHS] if has_step_outputs(spec) else []
+        requested = [RequestedOutput(name) for name in (*names, *layout)]
+    return [answer.classes(output.classes) if output.classes else answer.tensor(output.name) for output in requested]
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
-    """How rows stand in what is given per step."""
+class _SequenceLayout:
+    """The arrangement of sequences in outputs per time step: padded, or packed end to end (ragged)."""
 
     steps: list[int]
     ragged: bool
 
-    def spread(self, values: Array, fill: int = 0) -> Array:
-        """(steps, ...) of all rows as (1, steps, ...) or (rows, longest, ...)."""
+    def arrange(self, values: Array, fill: int = 0) -> Array:
+        """Return the packed values (steps, ...) as (1, steps, ...) or padded as (sequences, longest, ...)."""
         if self.ragged:
             return values[None]
         shape = (len(self.steps), max(self.steps), *values.shape[1:])
         if len(values) == shape[0] * shape[1]:
             return values.reshape(shape)
         size = int(np.prod(shape)) * values.itemsize
-        if size > PADDED_BYTES:
+        if size > MAX_PADDED_BYTES:
             raise TooLarge(
-                f"the answer has {size} bytes when it is padded and {PADDED_BYTES} is the most: send the rows end to end, with offsets"
+                f"a padded output would have {size} bytes, but at most {MAX_PADDED_BYTES} are allowed: "
+                "send the sequences packed end to end, with offsets"
             )
-        spread = np.full(shape, fill, values.dtype)
-        spread[np.arange(shape[1]) < np.array(self.steps)[:, None]] = values
-        return spread
+        padded = np.full(shape, fill, values.dtype)
+        padded[np.arange(shape[1]) < np.array(self.steps)[:, None]] = values
+        return padded
 
 
-class _Said:
-    """All that there is in one answer; a tensor is made when it is asked for."""
+class _AnswerTensors:
+    """All outputs of one answer; a tensor is built when it is requested."""
 
-    def __init__(self, spec: ModelSpec, arrays: list[Array], rows: _Rows) -> None:
+    def __init__(self, spec: ModelSpec, arrays: list[Array], layout: _SequenceLayout) -> None:
         self._head = spec.head
         self._scores, self._picks, self._embedding, self._sequence = arrays
-        self._rows = rows
+        self._layout = layout
 
     def tensor(self, name: str) -> Tensor:
-        """One output by its name."""
+        """Return an output by its name."""
         match name, self._head:
             case "label", ClassifyHead(labels=labels):
                 best = self._scores.argmax(axis=1)[:, None]
                 return _strings(name, best, labels)
             case "labels", TagHead(labels=labels):
-                return _strings(name, self._rows.spread(self._picks[:, 0], fill=len(labels)), (*labels, ""))
+                return _strings(name, self._layout.arrange(self._picks[:, 0], fill=len(labels)), (*labels, ""))
             case "scores", TagHead():
-                return _numbers(name, self._rows.spread(self._scores[:, 0]))
+                return _numbers(name, self._layout.arrange(self._scores[:, 0]))
             case "score", ClassifyHead():
                 return _numbers(name, self._scores.max(axis=1, keepdims=True))
             case "start" | "end", SpanHead():
-                at = ("start", "end").index(name)
-                return _numbers(name, self._picks[:, at : at + 1])
+                column = ("start", "end").index(name)
+                return _numbers(name, self._picks[:, column : column + 1])
             case "ids", NextHead():
                 return _numbers(name, self._picks)
             case "embedding", _:
                 return _numbers(name, self._embedding)
             case "sequence", _:
-                return _numbers(name, self._rows.spread(self._sequence))
+                return _numbers(name, self._layout.arrange(self._sequence))
             case "lengths", _:
-                return _numbers(name, np.array(self._rows.steps, np.int32)[:, None])
+                return _numbers(name, np.array(self._layout.steps, np.int32)[:, None])
             case "offsets", _:
-                return _numbers(name, np.array([[0, *accumulate(self._rows.steps)]], np.int32))
+                return _numbers(name, np.array([[0, *accumulate(self._layout.steps)]], np.int32))
         # scores of classify and next, value of regress, score of span
         return _numbers(name, self._scores)
 
     def classes(self, count: int) -> Tensor:
-        """The best labels of each row, best first, as score:index:label."""
+        """Return the best labels of each sequence as strings score:index:label, best first."""
         assert isinstance(self._head, ClassifyHead)
         labels = self._head.labels
         best = np.argsort(-self._scores, axis=1, kind="stable")[:, :count]
         lines = [
             f"{score}:{index}:{labels[index]}".encode()
             for scores, picks in zip(self._scores, best, strict=True)
-            for score, index in zip(shortest(scores[picks]), picks.tolist(), strict=True)
+            for score, index in zip(shortest_decimals(scores[picks]), picks.tolist(), strict=True)
         ]
         return Tensor("scores", BYTES, best.shape, lines)
 
@@ -149,5 +150,5 @@ def _strings(name: str, picks: Array, strings: Sequence[str]) -> Tensor:
     return Tensor(name, BYTES, picks.shape, [encoded[pick] for pick in picks.ravel().tolist()])
 
 
-def _wrong(said: str) -> InvalidInput:
-    return InvalidInput(said, field="outputs")
+def _outputs_error(problem: str) -> InvalidInput:
+    return InvalidInput(problem, field="outputs")

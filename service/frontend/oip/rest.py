@@ -1,4 +1,4 @@
-"""The REST face of the Open Inference Protocol V2, with Triton's extensions of it. It translates; `oip` and `oip_models` decide."""
+"""REST routes of the Open Inference Protocol V2, with Triton's extensions. They translate; `infer` and `metadata` decide."""
 
 from __future__ import annotations
 
@@ -13,226 +13,240 @@ from fastapi import APIRouter, Request, Response
 from msgspec import Meta
 
 from service.errors import InvalidRequest, Unavailable, Unsupported
-from service.frontend.http_exchange import BYTES, PACKED, read_tensors, unless_gone, written
-from service.frontend.inference import Frontend, check_ready, counted
-from service.frontend.oip import json, types
-from service.frontend.oip import metadata as oip_models
+from service.frontend.http_exchange import (
+    COMPRESSIONS,
+    JSON,
+    OCTET_STREAM,
+    cancel_on_disconnect,
+    read_tensors,
+    respond,
+    respond_json,
+)
+from service.frontend.inference import Frontend, track_request
+from service.frontend.oip import infer as oip_infer
+from service.frontend.oip import json, metadata
 from service.frontend.oip.json import HEADER_LENGTH
 from service.modeling.spec import NAME, VERSION
 
 MODEL = "/v2/models/{name}"
 VERSIONED = MODEL + "/versions/{version}"
-LEAST_PACKED = 1024
-"""Bytes of the smallest answer that is compressed for who asks for it: what is smaller gains nothing."""
-ELSEWHERE = (
+MIN_COMPRESSED_BYTES = 1024
+"""Smaller responses are not compressed: they would not shrink enough."""
+UNSUPPORTED_PATHS = (
     *("/v2/systemsharedmemory/{rest:path}", "/v2/cudasharedmemory/{rest:path}"),
     *("/v2/trace/setting", MODEL + "/trace/setting", "/v2/logging"),
 )
-"""What Triton has and this service has not."""
+"""Endpoints of Triton that this service does not support."""
 _NAME = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "pattern": f"^{NAME.pattern}$"}}
 _VERSION = {"name": "version", "in": "path", "required": True, "schema": {"type": "string", "pattern": f"^{VERSION.pattern}$"}}
-PATHS = ((MODEL, [_NAME]), (VERSIONED, [_NAME, _VERSION]))
-"""The newest version, and one that is named."""
+MODEL_PATHS = ((MODEL, [_NAME]), (VERSIONED, [_NAME, _VERSION]))
+"""Path prefixes and their parameters: without a version the newest is used."""
 _HEADER = {
     "name": HEADER_LENGTH,
     "in": "header",
     "required": False,
-    "description": "How many bytes of the body are JSON: the whole body when left out, and none of one that is a single row of values.",
+    "description": "Size in bytes of the JSON at the start of the body. Without it, the whole body is JSON. "
+    "With 0, the body is the raw values of a single sequence.",
     "schema": {"type": "integer", "minimum": 0},
 }
 
 Responses = dict[int | str, dict[str, Any]]
 
 
-class IndexBody(msgspec.Struct):
-    """Which versions to list."""
+class RepositoryIndexJson(msgspec.Struct):
+    """The versions to list."""
 
-    ready: Annotated[bool | None, Meta(description="true for those alone that are ready.")] = None
+    ready: Annotated[bool | None, Meta(description="true lists only the versions that are ready.")] = None
 
 
-class RepositoryBody(msgspec.Struct):
-    """How to load a model."""
+class RepositoryLoadJson(msgspec.Struct):
+    """Options for loading a model."""
 
     parameters: Annotated[
         dict[str, Any] | None,
-        Meta(description="config: JSON in a string, of which version_policy may say which versions are to be served."),
+        Meta(description="config: a JSON object in a string; its version_policy selects the versions to serve."),
     ] = None
 
 
-def add(router: APIRouter, frontend: Frontend, responses: Responses) -> None:
-    """Serve it, with these error responses described."""
+def add_routes(router: APIRouter, frontend: Frontend, responses: Responses) -> None:
+    """Add the protocol's routes. responses: descriptions of the error responses."""
     _add_infer(router, frontend, responses)
-    _add_service(router, frontend, responses)
+    _add_server(router, frontend, responses)
     _add_models(router, frontend, responses)
     _add_repository(router, frontend, responses)
 
-    async def not_here(request: Request) -> Response:
-        raise Unsupported(oip_models.NOT_HERE)
+    async def unsupported(request: Request) -> Response:
+        raise Unsupported(metadata.UNSUPPORTED_EXTENSION)
 
-    for path in ELSEWHERE:
-        router.add_api_route(path, not_here, methods=["GET", "POST"], include_in_schema=False)
+    for path in UNSUPPORTED_PATHS:
+        router.add_api_route(path, unsupported, methods=["GET", "POST"], include_in_schema=False)
 
 
 def _add_infer(router: APIRouter, frontend: Frontend, responses: Responses) -> None:
     async def infer(request: Request) -> Response:
-        """Answer with the model's head. Raw tensors may follow the JSON, of which Inference-Header-Content-Length then gives the size."""
+        """Run inference. Raw tensors may follow the JSON; Inference-Header-Content-Length is then the size of the JSON."""
         return await _infer(frontend, request)
 
-    for path, parameters in PATHS:
-        described: dict[str, Any] = {"parameters": [*parameters, _HEADER], **_QUESTION}
-        answers: Responses = {**responses, 200: {"content": _ANSWERS}}
-        router.add_api_route(path + "/infer", infer, methods=["POST"], responses=answers, openapi_extra=described)
+    for path, parameters in MODEL_PATHS:
+        description: dict[str, Any] = {"parameters": [*parameters, _HEADER], **_INFER_REQUEST}
+        all_responses: Responses = {**responses, 200: {"content": _INFER_RESPONSE}}
+        router.add_api_route(path + "/infer", infer, methods=["POST"], responses=all_responses, openapi_extra=description)
 
 
-def _add_service(router: APIRouter, frontend: Frontend, responses: Responses) -> None:
+def _add_server(router: APIRouter, frontend: Frontend, responses: Responses) -> None:
     @router.get("/v2/", include_in_schema=False)
     @router.get("/v2", responses=responses)
     async def server_metadata(request: Request) -> Response:
-        """Name, version and the extensions of the protocol that are served."""
-        return _json(frontend, oip_models.server_metadata())
+        """Return the name and version of the server and the supported protocol extensions."""
+        return respond_json(frontend, metadata.server_metadata())
 
     @router.get("/v2/health/live", responses=responses)
     async def live(request: Request) -> Response:
-        """200 as long as this process answers."""
-        return _json(frontend, {"live": True})
+        """Return 200 while the process responds."""
+        return respond_json(frontend, {"live": True})
 
     @router.get("/v2/health/ready", responses=responses)
     async def ready(request: Request) -> Response:
-        """200 when requests are answered, else 503."""
-        check_ready(frontend)
-        return _json(frontend, {"ready": True})
+        """Return 200 if the server accepts inference requests, otherwise 503."""
+        frontend.check_ready()
+        return respond_json(frontend, {"ready": True})
 
 
 def _add_models(router: APIRouter, frontend: Frontend, responses: Responses) -> None:
-    async def metadata(request: Request) -> Response:
-        """The tensors that a model takes and gives, rows first."""
-        return _json(frontend, oip_models.model_metadata(frontend, *_model(request)))
+    async def model_metadata(request: Request) -> Response:
+        """Return the inputs and outputs of a model. The first dimension of every shape counts the sequences."""
+        return respond_json(frontend, metadata.model_metadata(frontend, *_path_model(request)))
 
     async def ready(request: Request) -> Response:
-        """200 when requests to this model are answered, else 503."""
-        name, version = _model(request)
-        if not oip_models.ready(frontend, name, version):
+        """Return 200 if the model accepts inference requests, otherwise 503."""
+        name, version = _path_model(request)
+        if not metadata.model_ready(frontend, name, version):
             raise Unavailable(f"{name} is not ready: retry later", field="model", retry_after=1)
-        return _json(frontend, {"name": name, "ready": True})
+        return respond_json(frontend, {"name": name, "ready": True})
 
     async def config(request: Request) -> Response:
-        """The model in the words of Triton's ModelConfig."""
-        return _json(frontend, oip_models.model_config(frontend, *_model(request)))
+        """Return the model configuration as Triton's ModelConfig."""
+        return respond_json(frontend, metadata.model_config(frontend, *_path_model(request)))
 
     async def statistics(request: Request) -> Response:
-        """How many requests there were, and where their time went."""
-        return _json(frontend, await unless_gone(request, oip_models.statistics(frontend, *_model(request))))
+        """Return request counts and durations of a model."""
+        return respond_json(
+            frontend, await cancel_on_disconnect(request, metadata.model_statistics(frontend, *_path_model(request)))
+        )
 
     @router.get("/v2/models/stats", responses=responses)
     async def all_statistics(request: Request) -> Response:
-        """How many requests there were, and where their time went, of every model."""
-        return _json(frontend, await unless_gone(request, oip_models.statistics(frontend)))
+        """Return request counts and durations of all models."""
+        return respond_json(frontend, await cancel_on_disconnect(request, metadata.model_statistics(frontend)))
 
-    for path, parameters in PATHS:
+    for path, parameters in MODEL_PATHS:
         extra: dict[str, Any] = {"parameters": parameters}
-        for end, answer in (("", metadata), ("/ready", ready), ("/config", config), ("/stats", statistics)):
-            router.add_api_route(path + end, answer, methods=["GET"], responses=responses, openapi_extra=extra)
+        for end, endpoint in (("", model_metadata), ("/ready", ready), ("/config", config), ("/stats", statistics)):
+            router.add_api_route(path + end, endpoint, methods=["GET"], responses=responses, openapi_extra=extra)
 
 
 def _add_repository(router: APIRouter, frontend: Frontend, responses: Responses) -> None:
-    @router.post("/v2/repository/index", responses=responses, openapi_extra=_optional(IndexBody, {"ready": True}))
-    async def index(request: Request) -> Response:
-        """Every version in the models folder, and whether it is served."""
-        body = json.parse(IndexBody, await read_tensors(request, frontend) or b"{}")
-        return _json(frontend, await unless_gone(request, oip_models.index(frontend, ready=bool(body.ready))))
+    index_body = _optional_body(RepositoryIndexJson, {"ready": True})
 
-    extra = {"parameters": [_NAME], **_optional(RepositoryBody, {"parameters": {"config": '{"version_policy": {"all": {}}}'}})}
+    @router.post("/v2/repository/index", responses=responses, openapi_extra=index_body)
+    async def index(request: Request) -> Response:
+        """List every version in the models folder and its state."""
+        body = json.parse(RepositoryIndexJson, await read_tensors(request, frontend) or b"{}")
+        versions = await cancel_on_disconnect(request, metadata.repository_index(frontend, ready=bool(body.ready)))
+        return respond_json(frontend, versions)
+
+    example = {"parameters": {"config": '{"version_policy": {"all": {}}}'}}
+    extra = {"parameters": [_NAME], **_optional_body(RepositoryLoadJson, example)}
 
     @router.post("/v2/repository/models/{name}/load", responses=responses, openapi_extra=extra)
     async def load(request: Request) -> Response:
-        """Serve what the folder of a model holds now; answered when it is served."""
-        name, parameters = await _of_repository(frontend, request)
-        await unless_gone(request, frontend.supervisor.load(name, oip_models.policy(parameters)))
-        return _json(frontend, {"name": name})
+        """Load or reload a model from the models folder. Returns when the model is served."""
+        name, parameters = await _repository_request(frontend, request)
+        await cancel_on_disconnect(request, frontend.supervisor.load(name, metadata.version_policy(parameters)))
+        return respond_json(frontend, {"name": name})
 
     @router.post("/v2/repository/models/{name}/unload", responses=responses, openapi_extra=extra)
     async def unload(request: Request) -> Response:
-        """Take a model out of service."""
-        name, _ = await _of_repository(frontend, request)
-        await unless_gone(request, frontend.supervisor.unload(name))
-        return _json(frontend, {"name": name})
+        """Unload a model."""
+        name, _ = await _repository_request(frontend, request)
+        await cancel_on_disconnect(request, frontend.supervisor.unload(name))
+        return respond_json(frontend, {"name": name})
 
 
 async def _infer(frontend: Frontend, request: Request) -> Response:
-    with counted(frontend.metrics, time.monotonic()) as call:
-        (name, version), header = _model(request), _header_length(request)
+    with track_request(frontend.metrics, time.monotonic()) as tracked:
+        (name, version), header_length = _path_model(request), _header_length(request)
         body = await read_tensors(request, frontend)
-        if header == 0:
-            asked = json.read_raw(body, frontend.models.find(name, version or None).spec, name, version)
+        if header_length == 0:
+            parsed = json.parse_raw_sequence(body, frontend.catalog.find(name, version or None).spec, name, version)
         else:
-            asked = json.read(body, header, name, version)
-        response = await unless_gone(request, types.infer(frontend, call, asked.request))
-        return await _answered(frontend, request, *json.written(response, asked.raw))
+            parsed = json.parse_request(body, header_length, name, version)
+        response = await cancel_on_disconnect(request, oip_infer.infer(frontend, tracked, parsed.request))
+        return await _infer_response(frontend, request, *json.encode_response(response, parsed.raw))
 
 
-async def _answered(frontend: Frontend, request: Request, content: bytes, header: int | None) -> Response:
-    """header: how many bytes are JSON when others follow, before all of them are compressed for who asks for it."""
-    encoding = _encoding(request) if len(content) >= LEAST_PACKED else None
+async def _infer_response(frontend: Frontend, request: Request, content: bytes, header_length: int | None) -> Response:
+    """Return the response, compressed if the client accepts it. header_length: the size of the JSON if raw bytes follow it."""
+    encoding = _accepted_encoding(request) if len(content) >= MIN_COMPRESSED_BYTES else None
     if encoding is not None:
-        # Which may take longer than everybody else should have to wait.
-        content = await asyncio.to_thread(_packed, content, encoding)
-    response = written(frontend, content, "application/json" if header is None else BYTES)
-    if header is not None:
-        response.headers[HEADER_LENGTH] = str(header)
+        # In a thread: a large response would hold up every other request on the event loop.
+        content = await asyncio.to_thread(_compress, content, encoding)
+    response = respond(frontend, content, JSON if header_length is None else OCTET_STREAM)
+    if header_length is not None:
+        response.headers[HEADER_LENGTH] = str(header_length)
     if encoding is not None:
         response.headers["content-encoding"] = encoding
     return response
 
 
-def _model(request: Request) -> tuple[str, str]:
-    """Name and version of the path."""
+def _path_model(request: Request) -> tuple[str, str]:
+    """Return the model name and version in the path. The version is empty if the path has none."""
     return request.path_params["name"], request.path_params.get("version", "")
 
 
-async def _of_repository(frontend: Frontend, request: Request) -> tuple[str, dict[str, Any]]:
-    """A model's name, and what is said of it."""
-    body = json.parse(RepositoryBody, await read_tensors(request, frontend) or b"{}")
+async def _repository_request(frontend: Frontend, request: Request) -> tuple[str, dict[str, Any]]:
+    """Return the model name and the parameters of a load or unload request."""
+    body = json.parse(RepositoryLoadJson, await read_tensors(request, frontend) or b"{}")
     return request.path_params["name"], body.parameters or {}
 
 
 def _header_length(request: Request) -> int | None:
-    said = request.headers.getlist(HEADER_LENGTH)
-    if not said:
+    values = request.headers.getlist(HEADER_LENGTH)
+    if not values:
         return None
-    if len(said) > 1 or not re.fullmatch("[0-9]{1,18}", said[0]):
-        raise InvalidRequest(f"{HEADER_LENGTH} is no single number of bytes: send how many of the body are JSON")
-    return int(said[0])
+    if len(values) > 1 or not re.fullmatch("[0-9]{1,18}", values[0]):
+        raise InvalidRequest(f"{HEADER_LENGTH} is not a single whole number: send the size of the JSON in bytes")
+    return int(values[0])
 
 
-def _encoding(request: Request) -> str | None:
-    """The compression that a caller asks for by its name; one that takes any gets none."""
+def _accepted_encoding(request: Request) -> str | None:
+    """Return the first supported encoding that the client names. `*` selects none."""
     for part in request.headers.get("accept-encoding", "").lower().split(","):
         name, _, quality = part.partition(";")
-        if name.strip() in PACKED and not re.fullmatch(r"\s*q=0(\.0*)?\s*", quality):
+        if name.strip() in COMPRESSIONS and not re.fullmatch(r"\s*q=0(\.0*)?\s*", quality):
             return name.strip()
     return None
 
 
-def _packed(content: bytes, encoding: str) -> bytes:
-    packer = zlib.compressobj(1, wbits=PACKED[encoding])
-    return packer.compress(content) + packer.flush()
+def _compress(content: bytes, encoding: str) -> bytes:
+    compressor = zlib.compressobj(1, wbits=COMPRESSIONS[encoding])
+    return compressor.compress(content) + compressor.flush()
 
 
-def _json(frontend: Frontend, value: Any) -> Response:
-    return written(frontend, msgspec.json.encode(value))
-
-
-def _optional(body: type[msgspec.Struct], example: dict[str, Any]) -> dict[str, Any]:
-    content = {"application/json": {"schema": json.schema(body), "example": example}}
+def _optional_body(body: type[msgspec.Struct], example: dict[str, Any]) -> dict[str, Any]:
+    content = {JSON: {"schema": json.inline_schema(body), "example": example}}
     return {"requestBody": {"required": False, "content": content}}
 
 
 _EXAMPLE = {"inputs": [{"name": "text", "datatype": "BYTES", "shape": [1], "data": ["How far is it from Denver to Aspen ?"]}]}
-_RAW = {"schema": {"type": "string", "format": "binary"}}
-_ANSWERS = {"application/json": {"schema": json.schema(json.InferAnswer)}, BYTES: _RAW}
-_QUESTION = {
+_BINARY = {"schema": {"type": "string", "format": "binary"}}
+_INFER_RESPONSE = {JSON: {"schema": json.inline_schema(json.InferResponseJson)}, OCTET_STREAM: _BINARY}
+_INFER_REQUEST = {
     "requestBody": {
         "required": True,
-        "content": {"application/json": {"schema": json.schema(json.InferBody), "example": _EXAMPLE}, BYTES: _RAW},
+        "content": {
+            JSON: {"schema": json.inline_schema(json.InferRequestJson), "example": _EXAMPLE},
+            OCTET_STREAM: _BINARY,
+        },
     }
 }

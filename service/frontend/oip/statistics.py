@@ -1,7 +1,7 @@
-"""The same counts by the names and in the units that Triton Inference Server has for them, so that its dashboards and clients read them.
+"""Model statistics with the names and units of Triton Inference Server, for its dashboards and clients.
 
-What Triton counts by request is here counted by sequence where a request may have several: the times in a queue and on a device. As there,
-each sequence of a turn counts the whole of the turn's time.
+Queue and device times are summed over sequences, where Triton sums over requests: a request may have several sequences. As in
+Triton, each sequence of a batch adds the whole duration of the batch.
 """
 
 from __future__ import annotations
@@ -23,116 +23,124 @@ from service.errors import (
 from service.metrics import CUT_OFF, GONE, OK, UNLOADED, Metrics, Rows
 
 MICRO, NANO = 1e6, 1e9
-MODEL = ("model", "version")
-REASONS = {
+MODEL_LABELS = ("model", "version")
+FAILURE_REASONS = {
     **dict.fromkeys((kind.code for kind in (Overloaded, DeadlineExceeded, TooManySessions, Unavailable)), "REJECTED"),
     **dict.fromkeys((GONE, CUT_OFF), "CANCELED"),
     **dict.fromkeys((kind.code for kind in (InferenceFailed, OutOfMemory, EngineLost)), "BACKEND"),
 }
-"""Of a failure, by its outcome; of every other it is OTHER."""
+"""Triton's reason for a failed request, by outcome. The reason for every other outcome is OTHER."""
 STAGES = {"queue": "queue", "stage_in": "compute_input", "compute": "compute_infer", "stage_out": "compute_output"}
-"""Triton's names."""
-Values = dict[tuple[str, ...], float]
-"""By labels."""
+"""Triton's names of the stages."""
+ValuesByLabels = dict[tuple[str, ...], float]
 
 
 def families(snapshot: Mapping[str, Rows]) -> Iterator[Metric]:
-    """Triton's time series. They have no `_total` in their names, and so no type that Prometheus would call a counter."""
-    counts = _Counts(snapshot)
-    plain: dict[str, tuple[str, Values]] = {
+    """Yield Triton's time series. They are untyped: their names lack the suffix `_total` of a Prometheus counter."""
+    counts = _ModelCounts(snapshot)
+    untyped: dict[str, tuple[str, ValuesByLabels]] = {
         "nv_inference_request_success": ("Requests answered.", counts.successes),
         "nv_inference_count": ("Sequences answered.", counts.sequences),
-        "nv_inference_exec_count": ("Turns run.", counts.batches),
-        "nv_inference_request_duration_us": ("Time of requests, whatever came of them.", _in(MICRO, counts.stage("total"))),
+        "nv_inference_exec_count": ("Batches run.", counts.batches),
+        "nv_inference_request_duration_us": (
+            "Total duration of requests, successful or not.",
+            _scaled(MICRO, counts.stage_seconds("total")),
+        ),
         **{
-            f"nv_inference_{name}_duration_us": (f"Time of sequences: {stage}.", _in(MICRO, counts.stage(stage)))
+            f"nv_inference_{name}_duration_us": (
+                f"Total duration of the stage {stage}, summed over sequences.",
+                _scaled(MICRO, counts.stage_seconds(stage)),
+            )
             for stage, name in STAGES.items()
         },
     }
-    for name, (help, values) in plain.items():
-        yield _filled(UnknownMetricFamily(name, help, labels=MODEL), values)
-    failures = UnknownMetricFamily("nv_inference_request_failure", "Requests that failed.", labels=(*MODEL, "reason"))
-    yield _filled(failures, counts.failures)
-    waiting = GaugeMetricFamily("nv_inference_pending_request_count", "Sequences of which no step has run.", labels=MODEL)
-    yield _filled(waiting, counts.of(counts.metrics.sequences_waiting.name))
+    for name, (help, values) in untyped.items():
+        yield _with_values(UnknownMetricFamily(name, help, labels=MODEL_LABELS), values)
+    failures = UnknownMetricFamily("nv_inference_request_failure", "Requests that failed.", labels=(*MODEL_LABELS, "reason"))
+    yield _with_values(failures, counts.failures)
+    pending = GaugeMetricFamily(
+        "nv_inference_pending_request_count", "Sequences that wait for their first batch.", labels=MODEL_LABELS
+    )
+    yield _with_values(pending, counts.values(counts.metrics.sequences_waiting.name))
 
 
 def statistics(snapshot: Mapping[str, Rows], models: Iterable[tuple[str, str]]) -> list[dict[str, Any]]:
-    """Triton's model_stats of these, each a name and a version."""
-    counts = _Counts(snapshot)
-    return [_statistics(counts, model) for model in models]
+    """Return Triton's ModelStatistics of the given models, each a name and a version."""
+    counts = _ModelCounts(snapshot)
+    return [_model_statistics(counts, model) for model in models]
 
 
-def _filled(family: UnknownMetricFamily | GaugeMetricFamily, values: Values) -> Metric:
+def _with_values(family: UnknownMetricFamily | GaugeMetricFamily, values: ValuesByLabels) -> Metric:
     for labels, value in values.items():
         family.add_metric(labels, value)
     return family
 
 
-def _statistics(counts: _Counts, model: tuple[str, str]) -> dict[str, Any]:
-    """One entry, which has no times by batch size."""
+def _model_statistics(counts: _ModelCounts, model: tuple[str, str]) -> dict[str, Any]:
+    """Return the statistics of one model. Times by batch size are not available."""
 
-    def duration(values: Values, count: float) -> dict[str, int]:
+    def duration(values: ValuesByLabels, count: float) -> dict[str, int]:
         return {"count": round(count), "ns": round(NANO * values.get(model, 0.0))}
 
     sequences = counts.sequences.get(model, 0.0)
-    failed = sum(value for labels, value in counts.failures.items() if labels[:2] == model)
-    failing = counts.failing_seconds.get(model, 0.0)
-    succeeding: Values = {model: counts.stage("total").get(model, 0.0) - failing}
+    failures = sum(value for labels, value in counts.failures.items() if labels[:2] == model)
+    failed_seconds = counts.failed_seconds.get(model, 0.0)
+    success_seconds = counts.stage_seconds("total").get(model, 0.0) - failed_seconds
     name, version = model
     return {
         "name": name,
         "version": version,
-        "last_inference": round(1000 * counts.of(counts.metrics.last_answer.name).get(model, 0.0)),
+        "last_inference": round(1000 * counts.values(counts.metrics.last_answer.name).get(model, 0.0)),
         "inference_count": round(sequences),
         "execution_count": round(counts.batches.get(model, 0.0)),
         "inference_stats": {
-            "success": duration(succeeding, counts.successes.get(model, 0.0)),
-            "fail": duration({model: failing}, failed),
-            **{theirs: duration(counts.stage(stage), sequences) for stage, theirs in STAGES.items()},
+            "success": duration({model: success_seconds}, counts.successes.get(model, 0.0)),
+            "fail": duration({model: failed_seconds}, failures),
+            **{triton_name: duration(counts.stage_seconds(stage), sequences) for stage, triton_name in STAGES.items()},
         },
         "batch_stats": [],
     }
 
 
-class _Counts:
+class _ModelCounts:
     """The counts of a snapshot, by model and version."""
 
     def __init__(self, snapshot: Mapping[str, Rows]) -> None:
         self.metrics = Metrics()
         self._snapshot = snapshot
-        requests = self._rows(self.metrics.requests.name)
-        self.successes: Values = {
+        requests = self._series(self.metrics.requests.name)
+        self.successes: ValuesByLabels = {
             (model, version): values[0] for (model, version, outcome), values in requests if outcome == OK
         }
-        self.failures: Values = {}
+        self.failures: ValuesByLabels = {}
         for (model, version, outcome), values in requests:
             if outcome != OK:
-                labels = (model, version, REASONS.get(outcome, "OTHER"))
+                labels = (model, version, FAILURE_REASONS.get(outcome, "OTHER"))
                 self.failures[labels] = self.failures.get(labels, 0.0) + values[0]
-        self.sequences = self.of(self.metrics.sequences.name)
-        self.batches = self._summed(self.metrics.batches.name)
-        self.failing_seconds = self.of(self.metrics.failed_seconds.name)
+        self.sequences = self.values(self.metrics.sequences.name)
+        self.batches = self._sums(self.metrics.batches.name)
+        self.failed_seconds = self.values(self.metrics.failed_seconds.name)
 
-    def of(self, name: str) -> Values:
-        """A series that is by model and version only."""
-        return {tuple(labels): values[0] for labels, values in self._rows(name)}
+    def values(self, name: str) -> ValuesByLabels:
+        """Return a series that has no labels other than model and version."""
+        return {tuple(labels): values[0] for labels, values in self._series(name)}
 
-    def stage(self, stage: str) -> Values:
-        """Seconds in a stage: of requests or sequences, each for itself, and of turns, once for each sequence in them."""
+    def stage_seconds(self, stage: str) -> ValuesByLabels:
+        """Return the seconds in a stage. Each sequence of a batch adds the whole duration of the batch."""
         name = (self.metrics.stage_seconds if stage in ("queue", "total") else self.metrics.sequence_seconds).name
-        return {(model, version): values[-1] for (model, version, one), values in self._rows(name) if one == stage}
+        return {(model, version): values[-1] for (model, version, label), values in self._series(name) if label == stage}
 
-    def _summed(self, name: str) -> Values:
-        found: Values = {}
-        for (model, version, *_), values in self._rows(name):
-            found[model, version] = found.get((model, version), 0.0) + values[0]
-        return found
+    def _sums(self, name: str) -> ValuesByLabels:
+        """Return a series summed over all labels other than model and version."""
+        sums: ValuesByLabels = {}
+        for (model, version, *_), values in self._series(name):
+            sums[model, version] = sums.get((model, version), 0.0) + values[0]
+        return sums
 
-    def _rows(self, name: str) -> Rows:
+    def _series(self, name: str) -> Rows:
         return [(labels, values) for labels, values in self._snapshot.get(name, []) if tuple(labels[:2]) != UNLOADED]
 
 
-def _in(unit: float, seconds: Values) -> Values:
-    """Whole ones."""
+def _scaled(unit: float, seconds: ValuesByLabels) -> ValuesByLabels:
+    """Return durations in whole units."""
     return {labels: float(round(unit * value)) for labels, value in seconds.items()}

@@ -1,6 +1,6 @@
-"""Tensors of the Open Inference Protocol: bytes or lists to values and back. Nothing here knows a model or a transport.
+"""Tensors of the Open Inference Protocol: decoding from bytes or lists, and encoding to bytes. Knows no model and no transport.
 
-Every fault is InvalidInput and names the tensor; sizes are compared before anything is made of them.
+Every error is an InvalidInput that names the tensor. Sizes are checked before any memory is allocated for the values.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.errors import InvalidInput
-from service.frontend.wording import kind, shown
+from service.frontend.quoting import describe_value, quote
 
 Array = NDArray[Any]
 
@@ -24,24 +24,24 @@ BYTES = "BYTES"
 DATATYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype("?"),
     **{
-        f"{called}{8 * size}": np.dtype(f"<{code}{size}")
-        for called, code in (("INT", "i"), ("UINT", "u"))
+        f"{prefix}{8 * size}": np.dtype(f"<{code}{size}")
+        for prefix, code in (("INT", "i"), ("UINT", "u"))
         for size in (1, 2, 4, 8)
     },
     **{f"FP{8 * size}": np.dtype(f"<f{size}") for size in (2, 4, 8)},
-    # There is no such type in NumPy: the upper half of a float32.
+    # NumPy has no bfloat16: these are the upper 16 bits of a float32.
     "BF16": np.dtype("<u2"),
 }
-"""What an element is in bytes. Each of BYTES is as long as the four bytes before it say."""
+"""Numeric datatypes and their representation in bytes. An element of BYTES follows its length as 4 bytes."""
 RAW_ONLY = ("FP16", "BF16")
-"""No list says what these are in decimals."""
+"""Datatypes that the protocol does not allow in lists."""
 MAX_DIMENSIONS, MAX_SIZE = 8, 2**31 - 1
 _LENGTH = struct.Struct("<I")
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """values: of this shape, BF16 as float32; those of BYTES in a flat list."""
+    """A named tensor. values: an array of this shape, BF16 as float32; for BYTES a flat list."""
 
     name: str
     datatype: str
@@ -50,44 +50,46 @@ class Tensor:
 
 
 def decode(name: str, datatype: str, shape: Sequence[int], data: bytes | memoryview) -> Tensor:
-    """What raw bytes say: little-endian, row-major. Numbers are not copied."""
-    count = _count(name, shape)
+    """Return the tensor in raw bytes: little-endian, row-major. Numbers are not copied."""
+    count = _element_count(name, shape)
     if datatype == BYTES:
-        return Tensor(name, datatype, tuple(shape), _elements(name, count, data))
+        return Tensor(name, datatype, tuple(shape), _split_elements(name, count, data))
     dtype = _dtype(name, datatype)
-    if count * dtype.itemsize != len(data):
-        needed = f"{datatype} of shape {_listed(shape)} has {count * dtype.itemsize}"
-        raise wrong(name, f"has {len(data)} bytes and {needed}: send as many as the shape says")
+    size = count * dtype.itemsize
+    if size != len(data):
+        required = f"{datatype} with the shape {_shape_text(shape)} requires {size}"
+        raise tensor_error(name, f"has {len(data)} bytes, but {required}: send exactly {size} bytes, or correct the shape")
     values = np.frombuffer(data, dtype)
     if datatype == "BOOL":
-        # Any other byte than 0 and 1 would be a bool that equals neither.
+        # A byte other than 0 and 1 would become a bool that equals neither True nor False.
         values = values.view(np.uint8) != 0
     elif datatype == "BF16":
         values = (values.astype(np.uint32) << 16).view(np.float32)
     return Tensor(name, datatype, tuple(shape), values.reshape(shape))
 
 
-def listed(name: str, datatype: str, shape: Sequence[int], values: Sequence[Any]) -> Tensor:
-    """What a list says: flat and row-major, or nested as the shape is. Elements of BYTES are str or bytes."""
-    count, dtype = _count(name, shape), None if datatype == BYTES else _dtype(name, datatype)
+def from_list(name: str, datatype: str, shape: Sequence[int], values: Sequence[Any]) -> Tensor:
+    """Return the tensor in a list, which is flat and row-major or nested like the shape. Elements of BYTES are str or bytes."""
+    count, dtype = _element_count(name, shape), None if datatype == BYTES else _dtype(name, datatype)
     if datatype in RAW_ONLY:
-        raise wrong(name, f"is {datatype}, of which only raw bytes are read: send it in binary, or as FP32")
+        raise tensor_error(name, f"is {datatype}, which is accepted only as raw bytes: send raw bytes, or FP32")
     nested = bool(values) and isinstance(values[0], list)
-    flat = _unnested(name, shape, values) if nested else values
+    flat = _flatten(name, shape, values) if nested else values
     if len(flat) != count:
-        raise wrong(name, f"has {len(flat)} values and the shape {_listed(shape)} has {count}: send as many as the shape says")
+        required = f"the shape {_shape_text(shape)} requires {count}"
+        raise tensor_error(name, f"has {len(flat)} values, but {required}: send {count} values, or correct the shape")
     if dtype is None:
-        return Tensor(name, datatype, tuple(shape), _encoded(name, flat))
-    _check_kinds(name, datatype, flat, _KINDS[dtype.kind])
+        return Tensor(name, datatype, tuple(shape), _to_bytes(name, flat))
+    _check_types(name, datatype, flat, _PYTHON_TYPES[dtype.kind])
     try:
-        with np.errstate(over="ignore"):  # a float that is too large becomes infinite, which is for a model to refuse
+        with np.errstate(over="ignore"):  # a float that is too large becomes infinite, and the model's input check rejects it
             return Tensor(name, datatype, tuple(shape), np.array(flat, dtype).reshape(shape))
     except OverflowError:
-        raise wrong(name, f"has a value that {datatype} cannot hold: send smaller numbers") from None
+        raise tensor_error(name, f"has a value that {datatype} cannot hold: send smaller numbers") from None
 
 
 def encode(tensor: Tensor) -> bytes:
-    """The raw bytes that say this."""
+    """Return the raw bytes of a tensor: little-endian, row-major."""
     values = tensor.values
     if isinstance(values, list):
         return b"".join([part for element in values for part in (_LENGTH.pack(len(element)), element)])
@@ -96,76 +98,81 @@ def encode(tensor: Tensor) -> bytes:
     return values.astype(DATATYPES[tensor.datatype], copy=False).tobytes()
 
 
-_KINDS: dict[str, set[type]] = {"b": {bool}, "i": {int}, "u": {int}, "f": {int, float}}
-_CALLED = {"b": "true or false", "i": "a whole number", "u": "a whole number from 0", "f": "a number"}
+def tensor_error(name: str, problem: str) -> InvalidInput:
+    """Return the error for a tensor. The name is shortened: a client may send any text as a name."""
+    field = quote(name)
+    return InvalidInput(f"{field} {problem}", field=field)
 
 
-def _count(name: str, shape: Sequence[int]) -> int:
-    """How many elements there are."""
+_PYTHON_TYPES: dict[str, set[type]] = {"b": {bool}, "i": {int}, "u": {int}, "f": {int, float}}
+_EXPECTED = {"b": "true or false", "i": "a whole number", "u": "a whole number of at least 0", "f": "a number"}
+
+
+def _element_count(name: str, shape: Sequence[int]) -> int:
+    """Return the number of elements of a shape; raises InvalidInput for an invalid shape."""
     if len(shape) > MAX_DIMENSIONS:
-        raise wrong(name, f"has {len(shape)} dimensions, and {MAX_DIMENSIONS} is the most that a tensor may have")
+        raise tensor_error(name, f"has {len(shape)} dimensions, but at most {MAX_DIMENSIONS} are allowed: send fewer")
     if not all(1 <= size <= MAX_SIZE for size in shape):
-        raise wrong(name, f"has the shape {_listed(shape)}: each dimension has to be from 1 to {MAX_SIZE}")
+        raise tensor_error(name, f"has the shape {_shape_text(shape)}: each dimension must be between 1 and {MAX_SIZE}")
     return math.prod(shape)
 
 
 def _dtype(name: str, datatype: str) -> np.dtype[Any]:
     if datatype not in DATATYPES:
-        raise wrong(name, f"has the datatype {shown(datatype)!r}: known are {', '.join((*DATATYPES, BYTES))}")
+        known = ", ".join((*DATATYPES, BYTES))
+        raise tensor_error(name, f"has the unknown datatype {quote(datatype)!r}: send one of {known}")
     return DATATYPES[datatype]
 
 
-def _elements(name: str, count: int, data: bytes | memoryview) -> list[bytes]:
-    """The elements of BYTES, each behind its length."""
+def _split_elements(name: str, count: int, data: bytes | memoryview) -> list[bytes]:
+    """Return the elements of BYTES. Each is preceded by its length."""
     if count * _LENGTH.size > len(data):
-        raise wrong(
-            name, f"has {len(data)} bytes, and {count} elements of BYTES have {count * _LENGTH.size} for their lengths alone"
-        )
-    elements, at = [], 0
+        required = f"{count} elements of BYTES require at least {count * _LENGTH.size} for their lengths alone"
+        raise tensor_error(name, f"has {len(data)} bytes, but {required}: send all elements")
+    elements, end = [], 0
     for index in range(count):
-        begin = at + _LENGTH.size
-        left = len(data) - begin
-        length = _LENGTH.unpack_from(data, at)[0] if left >= 0 else 0
-        if length > left:
-            raise wrong(name, f"says that element {index} has {length} bytes, and {max(left, 0)} are left: send all of it")
-        at = begin + length
-        elements.append(bytes(data[begin:at]))
-    if at < len(data):
-        raise wrong(name, f"has {len(data)} bytes, and its {count} elements end after {at}: send as many as the shape says")
+        begin = end + _LENGTH.size
+        remaining = len(data) - begin
+        if remaining < 0:
+            raise tensor_error(name, f"ends before the length of element {index}: send all {count} elements")
+        length = _LENGTH.unpack_from(data, end)[0]
+        if length > remaining:
+            problem = f"declares {length} bytes for element {index}, but only {remaining} remain"
+            raise tensor_error(name, f"{problem}: send the whole element")
+        end = begin + length
+        elements.append(bytes(data[begin:end]))
+    if end < len(data):
+        problem = f"has {len(data)} bytes, but its {count} elements end at byte {end}"
+        raise tensor_error(name, f"{problem}: send no other bytes, or correct the shape")
     return elements
 
 
-def _unnested(name: str, shape: Sequence[int], values: Sequence[Any]) -> Sequence[Any]:
-    """The values of a list of lists of lists, which has to be nested as the shape is."""
+def _flatten(name: str, shape: Sequence[int], values: Sequence[Any]) -> Sequence[Any]:
+    """Return the values of nested lists as a flat list; raises InvalidInput unless they are nested like the shape."""
     level: Sequence[Any] = [values]
-    for depth, size in enumerate(shape):
+    for dimension, size in enumerate(shape):
         if not all(isinstance(part, list) and len(part) == size for part in level):
-            raise wrong(
-                name, f"is not nested as the shape {_listed(shape)} says: dimension {depth} has other lists than of {size}"
-            )
+            problem = f"is not nested like its shape {_shape_text(shape)}"
+            raise tensor_error(name, f"{problem}: every list in dimension {dimension} must have {size} entries")
         level = list(chain.from_iterable(level))
     return level
 
 
-def _check_kinds(name: str, datatype: str, values: Sequence[Any], kinds: set[type]) -> None:
-    if not set(map(type, values)) <= kinds:
-        index = next(index for index, value in enumerate(values) if type(value) not in kinds)
-        called = _CALLED[DATATYPES[datatype].kind]
-        raise wrong(name, f"has {kind(values[index])} at {index} and {datatype} is {called}: send {called}")
+def _check_types(name: str, datatype: str, values: Sequence[Any], types: set[type]) -> None:
+    if not set(map(type, values)) <= types:
+        index = next(index for index, value in enumerate(values) if type(value) not in types)
+        expected = _EXPECTED[DATATYPES[datatype].kind]
+        raise tensor_error(
+            name, f"has {describe_value(values[index])} at index {index}: each element of {datatype} must be {expected}"
+        )
 
 
-def _encoded(name: str, values: Sequence[Any]) -> list[bytes]:
+def _to_bytes(name: str, values: Sequence[Any]) -> list[bytes]:
     for index, value in enumerate(values):
         if not isinstance(value, str | bytes):
-            raise wrong(name, f"has {kind(value)} at {index} and an element of BYTES is a string: send a string")
+            raise tensor_error(name, f"has {describe_value(value)} at index {index}: each element of BYTES must be a string")
     return [value.encode() if isinstance(value, str) else value for value in values]
 
 
-def _listed(shape: Sequence[int]) -> str:
-    return shown(str(list(shape)))
-
-
-def wrong(name: str, said: str) -> InvalidInput:
-    """What is wrong with a tensor, whose name may be whatever a caller sent."""
-    field = shown(name)
-    return InvalidInput(f"{field} {said}", field=field)
+def _shape_text(shape: Sequence[int]) -> str:
+    return quote(str(list(shape)))

@@ -1,1 +1,1 @@
-"""The HTTP API: routes of seqserve's own protocol."""
+"""The REST API and the WebSocket of the service: one module per group of routes."""

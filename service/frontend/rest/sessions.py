@@ -1,71 +1,82 @@
-"""The HTTP routes of sessions themselves: a state is taken along, brought back, copied, or given up. Chunks go to /infer and /stream."""
+"""The routes of sessions: export, import, fork and close a session. Chunks go to /infer and /stream."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import msgspec
 from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel
 
-from service.frontend.http_exchange import BYTES, read_json, read_state, unless_gone, written
+from service.frontend.http_exchange import OCTET_STREAM, cancel_on_disconnect, read_json, read_state, respond, respond_json
 from service.frontend.inference import Frontend
-from service.frontend.rest import schemas
+from service.frontend.rest.schemas import ERRORS, JsonBody, SessionId, describe_body
+from service.frontend.validation import SESSION_ID_SCHEMA, check_session_id
 
-PATH = "/sessions/{id:path}/state"
+STATE_PATH = "/sessions/{id:path}/state"
 FORK_PATH = "/sessions/{id:path}/fork"
-_ID = {"name": "id", "in": "path", "required": True, "schema": schemas.SESSION_SCHEMA}
+_ID = {"name": "id", "in": "path", "required": True, "schema": SESSION_ID_SCHEMA}
 _STATE = {"schema": {"type": "string", "format": "binary"}}
 
 
-def add(router: APIRouter, frontend: Frontend, responses: dict[int | str, dict[str, Any]]) -> None:
-    """Serve them, with these error responses described."""
+class ForkBody(JsonBody):
+    """Body of POST /sessions/{id}/fork."""
 
-    @router.get(PATH, responses={**responses, 200: {"content": {BYTES: _STATE}}}, openapi_extra={"parameters": [_ID]})
-    async def take_state(request: Request) -> Response:
-        """The state of a session as a safetensors file, which any replica with the same model takes; the session stays open."""
-        state = await unless_gone(request, frontend.engines.export_session(_id(request)))
-        return written(frontend, state, BYTES)
+    endpoint = "/sessions/{id}/fork"
+    example = '{"session": "..."}'
+
+    session: SessionId
+    """Id of the copy."""
+
+
+class SessionReply(BaseModel):
+    """Reply of the session routes."""
+
+    session: str
+
+
+def add_routes(router: APIRouter, frontend: Frontend) -> None:
+    """Add the routes of sessions."""
+
+    @router.get(STATE_PATH, responses={**ERRORS, 200: {"content": {OCTET_STREAM: _STATE}}}, openapi_extra={"parameters": [_ID]})
+    async def export_state(request: Request) -> Response:
+        """Return the state of a session as a safetensors file, which any replica with the same model accepts. It stays open."""
+        state = await cancel_on_disconnect(request, frontend.dispatcher.export_session(_id(request)))
+        return respond(frontend, state, OCTET_STREAM)
 
     @router.put(
-        PATH,
-        response_model=schemas.SessionAnswer,
-        responses=responses,
-        openapi_extra={"parameters": [_ID], "requestBody": {"required": True, "content": {BYTES: _STATE}}},
+        STATE_PATH,
+        response_model=SessionReply,
+        responses=ERRORS,
+        openapi_extra={"parameters": [_ID], "requestBody": {"required": True, "content": {OCTET_STREAM: _STATE}}},
     )
-    async def bring_state(request: Request) -> Response:
-        """Open a session that goes on where the one was of which this is the state."""
+    async def import_state(request: Request) -> Response:
+        """Open a session that continues from an exported state."""
         id, state = _id(request), await read_state(request, frontend)
-        await unless_gone(request, frontend.engines.import_session(id, state))
-        return _named(frontend, id)
+        await cancel_on_disconnect(request, frontend.dispatcher.import_session(id, state))
+        return respond_json(frontend, {"session": id})
 
-    @router.delete(PATH, response_model=schemas.SessionAnswer, responses=responses, openapi_extra={"parameters": [_ID]})
-    async def end(request: Request) -> Response:
-        """End a session; its state is gone."""
+    @router.delete(STATE_PATH, response_model=SessionReply, responses=ERRORS, openapi_extra={"parameters": [_ID]})
+    async def close(request: Request) -> Response:
+        """Close a session and drop its state."""
         id = _id(request)
-        await unless_gone(request, frontend.engines.end_session(id))
-        return _named(frontend, id)
+        await cancel_on_disconnect(request, frontend.dispatcher.end_session(id))
+        return respond_json(frontend, {"session": id})
 
     @router.post(
         FORK_PATH,
-        response_model=schemas.SessionAnswer,
-        responses=responses,
-        openapi_extra={"parameters": [_ID], **schemas.described(schemas.ForkBody, {"session": "the-copy"})},
+        response_model=SessionReply,
+        responses=ERRORS,
+        openapi_extra={"parameters": [_ID], **describe_body(ForkBody, {"session": "the-copy"})},
     )
     async def fork(request: Request) -> Response:
-        """Open another session that goes on from where this one is now."""
-        id, body = _id(request), schemas.ForkBody.parse(await read_json(request, frontend))
-        await unless_gone(request, _fork(frontend, id, body.session))
-        return _named(frontend, body.session)
+        """Open another session that continues from the current state of this session."""
+        id, body = _id(request), ForkBody.parse(await read_json(request, frontend))
+        await cancel_on_disconnect(request, _fork(frontend, id, body.session))
+        return respond_json(frontend, {"session": body.session})
 
 
 async def _fork(frontend: Frontend, id: str, copy: str) -> None:
-    """From one home to the other, which may be two engines."""
-    await frontend.engines.import_session(copy, await frontend.engines.export_session(id))
+    """Copy a session. The two ids may belong to two engines, so the state passes through the frontend."""
+    await frontend.dispatcher.import_session(copy, await frontend.dispatcher.export_session(id))
 
 
 def _id(request: Request) -> str:
-    return schemas.session_id(request.path_params["id"])
-
-
-def _named(frontend: Frontend, id: str) -> Response:
-    return written(frontend, msgspec.json.encode({"session": id}))
+    return check_session_id(request.path_params["id"])

@@ -1,7 +1,8 @@
-"""The WebSocket door: a socket is a session, a message its next chunk, answered by one message in the order in which they came.
+"""The WebSocket /stream: a socket is a session, each message is its next chunk, and each reply follows in the order of the messages.
 
-A chunk that is refused leaves the session where it was, and the socket open. The service closes it with 1009 after a message that is too
-large, with 1011 after a fault of its own or when nothing answers its pings, and with 1012 when it ends, all answers given.
+A chunk that is refused changes neither the session nor the socket. The service closes the socket with 1009 after a message that is too
+large, with 1011 after an internal error or when the client answers no pings, and with 1012 when the service shuts down, after all
+replies.
 """
 
 from __future__ import annotations
@@ -10,139 +11,234 @@ import asyncio
 import time
 import uuid
 from collections import deque
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Annotated, Any, Literal
 
-import msgspec
+from fastapi import APIRouter, Request, Response
+from pydantic import Field, StrictBool
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketDisconnected
 
-from service.errors import ServiceError
-from service.frontend.inference import CallerGone, Frontend, answer, bug, counted
-from service.frontend.rest import schemas
+from service.errors import InvalidRequest, ServiceError, UnknownRoute
+from service.frontend.http_exchange import error_body
+from service.frontend.inference import ClientDisconnected, Frontend, track_request
+from service.frontend.rest.infer import InferBody, answer, check_returns
+from service.frontend.rest.schemas import ERRORS, JsonBody, QueryParameters, SessionId, describe_query
+from service.frontend.validation import RESERVED_SESSION_PREFIX, resolve_deadline_ms
+from service.modeling.spec import ModelSpec
+from service.settings import Settings
 
-IN_FLIGHT = 32
-"""Messages of one socket that are read before they are answered. More wait in the socket, as does, behind them, its end."""
+MAX_IN_FLIGHT = 32
+"""Number of messages of one socket that are read before they are answered. Later messages, and the end of the socket, wait."""
 SERVICE_RESTART = 1012
 INTERNAL_ERROR = 1011
 
 
-async def stream(frontend: Frontend, socket: WebSocket) -> None:
-    """Serve one socket until its end. Raises a ServiceError, which refuses the handshake, when it asks for what is not served."""
-    query = schemas.StreamQuery.parse(socket.query_params.multi_items())
-    session = schemas.OWN_SESSION + uuid.uuid4().hex if query.session is None else query.session
-    model = frontend.models.find(query.model, query.version)
-    body = schemas.stream_body(query, session, model.spec, frontend.settings)
+class StreamQuery(QueryParameters):
+    """Query parameters of /stream: the options that all chunks of a socket share."""
+
+    endpoint = "/stream"
+
+    model: str
+    """Name or alias of a served model."""
+    version: str | None = None
+    """Version of the model; the newest by default."""
+    session: SessionId | None = None
+    """Id of a session that stays open when the socket closes. By default a new session opens and closes with the socket."""
+    returns: list[Literal["embedding", "sequence"]] = Field([], alias="return")
+    """Adds vectors to each reply: the pooled vector (embedding) or the vector of every step (sequence). Repeat the parameter for both,
+    or separate the names with commas."""
+    deadline_ms: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Milliseconds from a chunk's arrival after which its reply is useless to the client."""
+    priority: Annotated[int, Field(ge=-10, le=10)] = 0
+    """A request with a higher priority runs sooner."""
+
+    @classmethod
+    def collect(cls, items: Iterable[tuple[str, str]]) -> dict[str, Any]:
+        pairs = list(items)
+        returns = [part for name, value in pairs if name == "return" for part in value.split(",")]
+        return dict(pairs) | ({"return": returns} if returns else {})
+
+
+class StreamMessage(JsonBody):
+    """One text message on /stream."""
+
+    endpoint = "a message on /stream"
+    noun = "the message"
+    example = '{"input": ...}'
+
+    input: Any
+    """The next chunk: a string, a list of token ids, or a list of steps with a list of floats each, depending on the model."""
+    start: StrictBool | None = None
+    """true restarts the session with this chunk; false only continues an open session."""
+    end: StrictBool = False
+    """true closes the session after this chunk; the next chunk starts it again."""
+
+    @classmethod
+    def read(cls, event: Mapping[str, Any]) -> StreamMessage:
+        """Return the message of a websocket.receive event. A binary message consists of the chunk alone."""
+        data = event.get("bytes")
+        return cls.parse(event["text"]) if data is None else cls.model_construct(input=bytes(data))
+
+
+class ChunkBody(InferBody):
+    """The body of POST /infer for one message on /stream, with the options of its socket."""
+
+    def field_of(self, index: int) -> str:
+        return "input"
+
+    def with_message(self, message: StreamMessage, *, session_begun: bool) -> ChunkBody:
+        """Return the body for a message. Once the session has begun, a message without `start` only continues it."""
+        start = False if message.start is None and session_begun else message.start
+        return self.model_copy(update={"inputs": [message.input], "start": start, "end": message.end})
+
+
+def add_routes(router: APIRouter, frontend: Frontend) -> None:
+    """Add /stream. WebSocket handshakes at other paths are refused with the error of an unknown route."""
+
+    @router.get("/stream", responses=ERRORS, openapi_extra=describe_query(StreamQuery))
+    async def describe_stream(request: Request) -> Response:
+        """A WebSocket: each message is the next chunk of a session, and each reply has the form of /infer."""
+        raise InvalidRequest("this path is a WebSocket: connect with ws:// or wss://, or send chunks to /infer")
+
+    @router.websocket("/stream")
+    async def stream(socket: WebSocket) -> None:
+        await serve_socket(frontend, socket)
+
+    @router.websocket("/{path:path}")
+    async def unknown_path(socket: WebSocket) -> None:
+        raise UnknownRoute("no WebSocket is served at this path: see /docs")
+
+
+async def serve_socket(frontend: Frontend, socket: WebSocket) -> None:
+    """Serve one socket until it closes. Raises a ServiceError, which refuses the handshake, for an invalid query."""
+    query = StreamQuery.parse(socket.query_params.multi_items())
+    session = RESERVED_SESSION_PREFIX + uuid.uuid4().hex if query.session is None else query.session
+    model = frontend.catalog.find(query.model, query.version)
+    body = body_of_stream(query, session, model.spec, frontend.settings)
     await socket.accept()
-    served = _Stream(frontend, socket, body, model.key.labels)
+    chunks = _ChunkStream(frontend, socket, body, model.key.labels)
     try:
-        await served.run()
+        await chunks.run()
     finally:
-        await served.leave(ends=query.session is None)
+        await chunks.leave(close_session=query.session is None)
 
 
-class _Stream:
-    """One socket. `body` is what all its chunks have in common; labels: of those that cannot even be read.
+def body_of_stream(query: StreamQuery, session: str, spec: ModelSpec, settings: Settings) -> ChunkBody:
+    """Return the body that all chunks of a socket share; raises a ServiceError for options that every chunk would be refused for."""
+    body = ChunkBody.model_construct(
+        model=query.model,
+        inputs=[],
+        version=query.version,
+        returns=query.returns,
+        session=session,
+        deadline_ms=query.deadline_ms,
+        priority=query.priority,
+    )
+    check_returns(body, spec)
+    resolve_deadline_ms(body.deadline_ms, settings)
+    return body
 
-    Its first chunk begins the session or goes on with it, and every other goes on with it unless it says otherwise: a session that was
-    lost is never begun again by accident. A chunk that begins or ends the session is answered before another is sent to the engine, as
-    only its answer says what the next one is.
+
+class _ChunkStream:
+    """The chunks of one socket, answered in their order. `labels` are the metric labels of messages that cannot be parsed.
+
+    The first chunk starts or continues the session. Every later chunk only continues it unless the message has `start`, so a session
+    that was lost never restarts by accident. A chunk that starts or ends the session is answered before the next chunk leaves for the
+    engine: only its reply tells whether the next chunk starts the session or continues it.
     """
 
-    def __init__(self, frontend: Frontend, socket: WebSocket, body: schemas.ChunkBody, labels: tuple[str, str]) -> None:
+    def __init__(self, frontend: Frontend, socket: WebSocket, body: ChunkBody, labels: tuple[str, str]) -> None:
         self._frontend = frontend
         self._labels = labels
         self._socket = socket
         self._body = body
-        self._begun = False
-        self._gone = False
-        self._asked = False
+        self._session_begun = False
+        self._disconnected = False
+        self._submitted = False
         self._unanswered: deque[asyncio.Task[bool]] = deque()
 
     async def run(self) -> None:
-        """Until the caller closes, or the service ends; what came before that is then answered."""
-        while (said := await self._socket.receive())["type"] == "websocket.receive":
-            await self._take(time.monotonic(), said)
-            while len(self._unanswered) >= IN_FLIGHT:
+        """Answer messages until the client disconnects or the service shuts down; on shutdown, answer what arrived before it."""
+        while (event := await self._socket.receive())["type"] == "websocket.receive":
+            await self._handle_message(time.monotonic(), event)
+            while len(self._unanswered) >= MAX_IN_FLIGHT:
                 await asyncio.wait([self._unanswered[0]])
                 self._unanswered.popleft()
-        self._gone = not (self._frontend.draining and said["code"] == SERVICE_RESTART)
-        if not self._gone:
-            await self._settle()
+        self._disconnected = not (self._frontend.draining and event["code"] == SERVICE_RESTART)
+        if not self._disconnected:
+            await self._wait_for_replies()
             with suppress(WebSocketDisconnect):
                 await self._socket.close(SERVICE_RESTART)
 
-    async def leave(self, *, ends: bool) -> None:
-        """Nobody waits for what is left unanswered; whether the session ends with the socket."""
+    async def leave(self, *, close_session: bool) -> None:
+        """Cancel the unanswered chunks, and close the session if it belongs to this socket alone."""
         for task in self._unanswered:
             task.cancel()
         if self._unanswered:
             await asyncio.wait(self._unanswered)
-        if ends and self._asked:
+        if close_session and self._submitted:
             with suppress(ServiceError):
-                await self._frontend.engines.end_session(self._body.session or "")
+                await self._frontend.dispatcher.end_session(self._body.session or "")
 
-    async def _take(self, arrived: float, said: Any) -> None:
-        """Have a message answered, at once or when those before it are."""
+    async def _handle_message(self, arrived: float, event: Any) -> None:
+        """Start the reply to a message, after the replies to earlier messages if the chunk starts or ends the session."""
         try:
-            message = schemas.Message.read(said)
-        except ServiceError as fault:
-            self._answer(arrived, fault)
+            message = StreamMessage.read(event)
+        except ServiceError as error:
+            self._start_reply(arrived, error)
             return
-        body = self._body.chunk(message, goes_on=self._begun)
+        body = self._body.with_message(message, session_begun=self._session_begun)
         if body.start is False and not body.end:
-            self._answer(arrived, body)
+            self._start_reply(arrived, body)
             return
-        await self._settle()
-        task = self._answer(arrived, body)
-        await self._settle()
+        await self._wait_for_replies()
+        task = self._start_reply(arrived, body)
+        await self._wait_for_replies()
         if not task.cancelled() and task.result():
-            self._begun = not body.end
+            self._session_begun = not body.end
 
-    def _answer(self, arrived: float, body: schemas.ChunkBody | ServiceError) -> asyncio.Task[bool]:
-        """Tasks begin in the order in which they are made, and so chunks leave for the engine in the order of their messages."""
-        before = self._unanswered[-1] if self._unanswered else None
-        task = asyncio.ensure_future(self._reply(arrived, body, before))
+    def _start_reply(self, arrived: float, body: ChunkBody | ServiceError) -> asyncio.Task[bool]:
+        """Start a task for one reply. Tasks run in the order of their creation, so chunks leave in the order of their messages."""
+        previous = self._unanswered[-1] if self._unanswered else None
+        task = asyncio.ensure_future(self._reply(arrived, body, previous))
         self._unanswered.append(task)
         return task
 
-    async def _settle(self) -> None:
-        """Wait until all that came is answered: the last answer is the last one to be sent."""
+    async def _wait_for_replies(self) -> None:
+        """Wait until every message has its reply: replies are sent in order, so the last reply ends the wait."""
         if self._unanswered:
             await asyncio.wait([self._unanswered[-1]])
             self._unanswered.clear()
 
-    async def _reply(self, arrived: float, body: schemas.ChunkBody | ServiceError, before: asyncio.Task[bool] | None) -> bool:
-        """Answer one message when the one before it is answered; true when with no error."""
-        fault: Exception | None = None
+    async def _reply(self, arrived: float, body: ChunkBody | ServiceError, previous: asyncio.Task[bool] | None) -> bool:
+        """Reply to one message after the previous reply. Return true unless the reply is an error."""
+        internal, succeeded = False, True
         try:
-            said = await self._said(arrived, body)
-        except CallerGone:
+            text = await self._answer(arrived, body)
+        except ClientDisconnected:
             return False
-        except ServiceError as refused:
-            fault, said = refused, _error(refused)
-        except Exception as raised:
-            fault, said = raised, _error(bug(self._frontend, raised))
-        if before is not None:
-            await asyncio.wait([before])
+        except ServiceError as error:
+            succeeded, text = False, error_body(error)
+        except Exception as error:
+            internal, succeeded, text = True, False, error_body(self._frontend.internal_error(error))
+        if previous is not None:
+            await asyncio.wait([previous])
         with suppress(WebSocketDisconnect, WebSocketDisconnected):
-            await self._socket.send_text(said.decode())
-            if fault is not None and not isinstance(fault, ServiceError):
+            await self._socket.send_text(text.decode())
+            if internal:
                 await self._socket.close(INTERNAL_ERROR)
-        return fault is None
+        return succeeded
 
-    async def _said(self, arrived: float, body: schemas.ChunkBody | ServiceError) -> bytes:
-        with counted(self._frontend.metrics, arrived) as call:
-            call.labels = self._labels
+    async def _answer(self, arrived: float, body: ChunkBody | ServiceError) -> bytes:
+        with track_request(self._frontend.metrics, arrived) as tracked:
+            tracked.labels = self._labels
             if isinstance(body, ServiceError):
                 raise body
-            self._asked = True
+            self._submitted = True
             try:
-                return await answer(self._frontend, call, body)
+                return await answer(self._frontend, tracked, body)
             except asyncio.CancelledError:
-                if self._gone:
-                    raise CallerGone from None
+                if self._disconnected:
+                    raise ClientDisconnected from None
                 raise
-
-
-def _error(fault: ServiceError) -> bytes:
-    return msgspec.json.encode(schemas.error_body(fault))

@@ -20,7 +20,7 @@ NAMES = [str(number) for number in range(20)]
 FIRST, SECOND = ([name for name in NAMES if engine_of_session(name, 2) == place] for place in (0, 1))
 
 
-async def chunk(dispatcher: Dispatcher, session: str, tail: bytes = b"", seconds: float = 5.0) -> asyncio.Task[Answered]:
+async def chunk(dispatcher: Dispatcher, session: str, tail: bytes = b"", seconds: float = 60.0) -> asyncio.Task[Answered]:
     """Start a chunk and let it reach its engine."""
     asked = msgspec.structs.replace(request(seconds, steps=1), session=session)
     task = asyncio.ensure_future(dispatcher.submit(asked, tail))
@@ -119,7 +119,7 @@ def test_waiting_chunk_survives_several_engine_failures() -> None:
 def test_late_chunk_reports_the_lost_engine() -> None:
     async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
         first_engine, _ = await meet_two(dispatcher)
-        task = await chunk(dispatcher, FIRST[0], seconds=0.05)
+        task = await chunk(dispatcher, FIRST[0], seconds=1.0)
         await first_engine.frames(1)
         first_engine.channel.close()
         with pytest.raises(EngineLost, match="before the deadline"):

@@ -1,4 +1,4 @@
-"""The REST face of the Open Inference Protocol over a real socket: Triton's own clients, and bodies that no client would send."""
+"""The REST API of the Open Inference Protocol over a socket, with Triton's clients and with invalid bodies."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from tests import models
 from tests.frontend.rest.test_infer import raw, refused
 from tests.serving import Server, check_unharmed, serving
 
-EMBEDDED = Path(__file__).resolve().parents[3] / "models"
+SHIPPED = Path(__file__).resolve().parents[3] / "models"
 QUESTIONS = ["How far is it from Denver to Aspen ?", "Who was the first American in space ?", "What does NASA stand for ?"]
 WAVE = np.sin(np.arange(3 * 48, dtype="f4") / 9).reshape(48, 3)
 INFER = "/v2/models/words/infer"
-GOOD: dict[str, Any] = {"inputs": [{"name": "text", "datatype": "BYTES", "shape": [1], "data": ["how far is the sea ?"]}]}
+VALID: dict[str, Any] = {"inputs": [{"name": "text", "datatype": "BYTES", "shape": [1], "data": ["how far is the sea ?"]}]}
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The embedded models, and a made-up one of every head."""
-    root = tmp_path_factory.mktemp("house") / "models"
-    shutil.copytree(EMBEDDED, root)
-    for made in models.OF_EVERY_HEAD.values():
-        made(root)
+    """A server with the models that ship with seqserve, and one test model for each kind of head."""
+    root = tmp_path_factory.mktemp("service") / "models"
+    shutil.copytree(SHIPPED, root)
+    for make in models.OF_EVERY_HEAD.values():
+        make(root)
     with serving(root, tmp_path_factory.mktemp("log")) as running:
         yield running
 
@@ -60,16 +60,16 @@ def unharmed(server: Server) -> Iterator[None]:
 
 def input(name: str, values: Any, datatype: str = "FP32", *, binary: bool = True) -> Any:
     array = np.asarray(values)
-    made = triton.InferInput(name, array.shape, datatype)
-    made.set_data_from_numpy(array, binary_data=binary)
-    return made
+    tensor = triton.InferInput(name, array.shape, datatype)
+    tensor.set_data_from_numpy(array, binary_data=binary)
+    return tensor
 
 
-def texts(*said: str, binary: bool = True) -> Any:
-    return input("text", np.array([[text.encode()] for text in said], object), "BYTES", binary=binary)
+def text_input(*texts: str, binary: bool = True) -> Any:
+    return input("text", np.array([[text.encode()] for text in texts], object), "BYTES", binary=binary)
 
 
-def wanted(*names: str, binary: bool = True) -> list[Any]:
+def requested(*names: str, binary: bool = True) -> list[Any]:
     return [triton.InferRequestedOutput(name, binary_data=binary) for name in names]
 
 
@@ -78,14 +78,14 @@ def post(server: Server, body: Any, path: str = INFER, **options: Any) -> httpx.
 
 
 def values(server: Server, model: str, rows: Sequence[Any], field: str = "value", **options: Any) -> list[Any]:
-    """What POST /infer answers."""
+    """Return one field of each output of POST /infer."""
     return [output[field] for output in server.infer(model, list(rows), **options).json()["outputs"]]
 
 
 # Triton's client.
 
 
-def test_the_service_and_its_models_describe_themselves_to_the_client(client: Any) -> None:
+def test_client_reads_metadata_of_server_and_models(client: Any) -> None:
     assert client.is_server_live() and client.is_server_ready()
     assert client.is_model_ready("words") and client.is_model_ready("words", "1")
     assert not client.is_model_ready("nobody") and not client.is_model_ready("words", "2")
@@ -99,9 +99,11 @@ def test_the_service_and_its_models_describe_themselves_to_the_client(client: An
 
 @pytest.mark.parametrize("model", ["question-type", "question-type-lstm", "question-type-cnn", "question-type-sru"])
 @pytest.mark.parametrize("binary", [True, False])
-def test_texts_have_the_answers_of_the_simple_door(server: Server, client: Any, model: str, binary: bool) -> None:
+def test_texts_get_the_outputs_of_post_infer(server: Server, client: Any, model: str, binary: bool) -> None:
     names = ("label", "score", "scores")
-    answer = client.infer(model, [texts(*QUESTIONS, binary=binary)], outputs=wanted(*names, binary=binary), request_id="mine")
+    answer = client.infer(
+        model, [text_input(*QUESTIONS, binary=binary)], outputs=requested(*names, binary=binary), request_id="mine"
+    )
     assert answer.get_response()["id"] == "mine"
     assert answer.get_response()["model_version"] == "1"
     outputs = server.infer(model, QUESTIONS).json()["outputs"]
@@ -113,22 +115,22 @@ def test_texts_have_the_answers_of_the_simple_door(server: Server, client: Any, 
     np.testing.assert_allclose(answer.as_numpy("scores"), scores, rtol=2e-3, atol=1e-6)
 
 
-def test_outputs_come_as_they_are_named_and_raw_or_not_one_by_one(client: Any) -> None:
-    outputs = [*wanted("scores"), *wanted("label", binary=False), *wanted("score")]
-    answer = client.infer("words", [texts("how far", "sea")], outputs=outputs)
+def test_each_output_is_raw_or_json_as_requested(client: Any) -> None:
+    outputs = [*requested("scores"), *requested("label", binary=False), *requested("score")]
+    answer = client.infer("words", [text_input("how far", "sea")], outputs=outputs)
     described = answer.get_response()["outputs"]
-    assert [one["name"] for one in described] == ["scores", "label", "score"]
-    assert [one.get("parameters") for one in described] == [{"binary_data_size": 24}, None, {"binary_data_size": 8}]
+    assert [output["name"] for output in described] == ["scores", "label", "score"]
+    assert [output.get("parameters") for output in described] == [{"binary_data_size": 24}, None, {"binary_data_size": 8}]
     np.testing.assert_array_equal(answer.as_numpy("score"), answer.as_numpy("scores").max(axis=1, keepdims=True))
 
 
 @pytest.mark.parametrize("algorithm", [None, "gzip", "deflate"])
-def test_both_ways_may_be_compressed(server: Server, client: Any, algorithm: str | None) -> None:
+def test_requests_and_responses_may_be_compressed(server: Server, client: Any, algorithm: str | None) -> None:
     rows = np.sin(np.arange(2 * 100 * 3, dtype="f4")).reshape(2, 100, 3)
     answer = client.infer(
         "forecaster",
         [input("inputs", rows)],
-        outputs=wanted("value", "sequence"),
+        outputs=requested("value", "sequence"),
         request_compression_algorithm=algorithm,
         response_compression_algorithm=algorithm,
     )
@@ -136,68 +138,68 @@ def test_both_ways_may_be_compressed(server: Server, client: Any, algorithm: str
     np.testing.assert_allclose(answer.as_numpy("value"), values(server, "forecaster", rows.tolist()), rtol=1e-5)
 
 
-def test_rows_of_many_lengths_are_answered_padded_and_end_to_end_as_one_by_one(server: Server, client: Any) -> None:
+def test_padded_and_packed_sequences_equal_post_infer(server: Server, client: Any) -> None:
     lengths = [3, 1, 5]
     rows = [np.cos(np.arange(3 * length, dtype="f4")).reshape(length, 3) for length in lengths]
-    padded = np.full((3, 5, 3), np.nan, "f4")
-    for row, one in enumerate(rows):
-        padded[row, : len(one)] = one
-    sizes = input("lengths", np.array(lengths, "i4")[:, None], "INT32")
+    padded_rows = np.full((3, 5, 3), np.nan, "f4")
+    for index, row in enumerate(rows):
+        padded_rows[index, : len(row)] = row
+    padded_inputs = [input("inputs", padded_rows), input("lengths", np.array(lengths, "i4")[:, None], "INT32")]
     offsets = input("offsets", np.cumsum([0, *lengths])[None], "INT64")
-    outputs = wanted("value", "sequence")
-    one = client.infer("forecaster", [input("inputs", padded), sizes], outputs=[*outputs, *wanted("lengths")])
-    other = client.infer(
-        "forecaster", [input("inputs", np.concatenate(rows)[None]), offsets], outputs=[*outputs, *wanted("offsets")]
-    )
+    packed_inputs = [input("inputs", np.concatenate(rows)[None]), offsets]
+    outputs = requested("value", "sequence")
+    padded = client.infer("forecaster", padded_inputs, outputs=[*outputs, *requested("lengths")])
+    packed = client.infer("forecaster", packed_inputs, outputs=[*outputs, *requested("offsets")])
     expected = values(server, "forecaster", [row.tolist() for row in rows])
-    for answer in (one, other):
+    for answer in (padded, packed):
         np.testing.assert_allclose(answer.as_numpy("value"), expected, rtol=1e-5, atol=1e-7)
-    assert one.as_numpy("lengths").tolist() == [[3], [1], [5]]
-    assert other.as_numpy("offsets").tolist() == [[0, 3, 4, 9]]
-    assert (one.as_numpy("sequence")[1, 1:] == 0).all()
-    ends = [one.as_numpy("sequence")[row, :length] for row, length in enumerate(lengths)]
-    np.testing.assert_allclose(np.concatenate(ends), other.as_numpy("sequence")[0], rtol=1e-5, atol=1e-7)
+    assert padded.as_numpy("lengths").tolist() == [[3], [1], [5]]
+    assert packed.as_numpy("offsets").tolist() == [[0, 3, 4, 9]]
+    assert (padded.as_numpy("sequence")[1, 1:] == 0).all()
+    without_padding = [padded.as_numpy("sequence")[row, :length] for row, length in enumerate(lengths)]
+    np.testing.assert_allclose(np.concatenate(without_padding), packed.as_numpy("sequence")[0], rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("datatype", ["FP16", "BF16", "FP64"])
-def test_features_may_have_another_datatype(server: Server, client: Any, datatype: str) -> None:
-    rows = np.round(np.sin(np.arange(15).reshape(1, 5, 3)) * 8) / 8  # which all of them hold
-    made = triton.InferInput("inputs", rows.shape, datatype)
-    made.set_data_from_numpy(rows.astype({"FP16": "f2", "BF16": ml_dtypes.bfloat16, "FP64": "f8"}[datatype]))
-    answer = client.infer("forecaster", [made]).as_numpy("value")
+def test_features_may_have_any_float_datatype(server: Server, client: Any, datatype: str) -> None:
+    rows = np.round(np.sin(np.arange(15).reshape(1, 5, 3)) * 8) / 8  # exact in every datatype
+    tensor = triton.InferInput("inputs", rows.shape, datatype)
+    tensor.set_data_from_numpy(rows.astype({"FP16": "f2", "BF16": ml_dtypes.bfloat16, "FP64": "f8"}[datatype]))
+    answer = client.infer("forecaster", [tensor]).as_numpy("value")
     np.testing.assert_allclose(answer, values(server, "forecaster", rows.tolist()), rtol=1e-5)
 
 
 @pytest.mark.parametrize("datatype", ["INT32", "INT64"])
 @pytest.mark.parametrize("binary", [True, False])
-def test_ids_are_whole_numbers_of_either_size(server: Server, client: Any, datatype: str, binary: bool) -> None:
+def test_ids_may_be_int32_or_int64(server: Server, client: Any, datatype: str, binary: bool) -> None:
     ids = np.array([[1, 2, 3], [4, 5, 6]], {"INT32": "i4", "INT64": "i8"}[datatype])
     answer = client.infer("speller", [input("ids", ids, datatype, binary=binary)])
     assert answer.as_numpy("ids").tolist() == values(server, "speller", ids.tolist(), "ids")
 
 
-def test_tags_come_padded_with_empty_strings(server: Server, client: Any) -> None:
-    answer = client.infer("tagger", [texts("how far is the sea", "who")])
-    said = values(server, "tagger", ["how far is the sea", "who"], "labels")
-    assert answer.as_numpy("labels").tolist() == [[label.encode() for label in [*one, *[""] * (5 - len(one))]] for one in said]
+def test_tags_are_padded_with_empty_strings(server: Server, client: Any) -> None:
+    answer = client.infer("tagger", [text_input("how far is the sea", "who")])
+    labels = values(server, "tagger", ["how far is the sea", "who"], "labels")
+    padded = [[label.encode() for label in [*row, *[""] * (5 - len(row))]] for row in labels]
+    assert answer.as_numpy("labels").tolist() == padded
     assert answer.as_numpy("lengths").tolist() == [[5], [1]]
 
 
-def test_spans_vectors_and_steps_have_the_answers_of_the_simple_door(server: Server, client: Any) -> None:
+def test_spans_vectors_and_steps_equal_those_of_post_infer(server: Server, client: Any) -> None:
     span = client.infer("reader", [input("ids", [[1, 2, 3, 4]], "INT64")])
     assert [[span.as_numpy(name)[0, 0] for name in ("start", "end")]] == [
         [output["start"], output["end"]] for output in server.infer("reader", [[1, 2, 3, 4]]).json()["outputs"]
     ]
-    vector = client.infer("embedder", [texts("how far is the sea")]).as_numpy("embedding")
+    vector = client.infer("embedder", [text_input("how far is the sea")]).as_numpy("embedding")
     np.testing.assert_allclose(vector, values(server, "embedder", ["how far is the sea"], "embedding"), rtol=1e-5)
     rows = np.arange(14, dtype="f4").reshape(1, 7, 2) / 14
     steps = client.infer("halver", [input("inputs", rows)])
     np.testing.assert_allclose(steps.as_numpy("sequence"), values(server, "halver", rows.tolist(), "sequence"), rtol=1e-5)
-    assert steps.as_numpy("lengths").tolist() == [[3]], "fewer than went in"
+    assert steps.as_numpy("lengths").tolist() == [[3]], "fewer steps than in the input"
 
 
-def test_classes_are_named_best_first(server: Server, client: Any) -> None:
-    answer = client.infer("words", [texts("how far")], outputs=[triton.InferRequestedOutput("scores", class_count=2)])
+def test_classes_are_sorted_best_first(server: Server, client: Any) -> None:
+    answer = client.infer("words", [text_input("how far")], outputs=[triton.InferRequestedOutput("scores", class_count=2)])
     [output] = server.infer("words", ["how far"]).json()["outputs"]
     scores = list(output["scores"].items())
     best = sorted(range(3), key=lambda index: -scores[index][1])[:2]
@@ -205,12 +207,12 @@ def test_classes_are_named_best_first(server: Server, client: Any) -> None:
 
 
 @pytest.mark.parametrize("id", [7, "the-seventh"])
-def test_a_sequence_in_chunks_has_the_answer_of_the_whole(server: Server, client: Any, id: int | str) -> None:
+def test_session_in_chunks_gets_the_output_of_the_whole(server: Server, client: Any, id: int | str) -> None:
     def chunk(begin: int, end: int, **options: Any) -> Any:
         return client.infer("sensor-forecast", [input("inputs", WAVE[begin:end])], sequence_id=id, **options)
 
     expected = values(server, "sensor-forecast", [WAVE.tolist()])[0]
-    for _ in range(2):  # the second time it begins anew, whatever there was
+    for _ in range(2):  # sequence_start discards the state of the first round
         assert chunk(0, 7, sequence_start=True).get_response()["parameters"] == {"sequence_steps": 7}
         chunk(7, 40)
     last = chunk(40, 48, sequence_end=True)
@@ -221,61 +223,61 @@ def test_a_sequence_in_chunks_has_the_answer_of_the_whole(server: Server, client
     assert raised.value.status() == "404"
 
 
-def test_a_sequence_of_a_model_that_sees_the_whole_is_refused(client: Any) -> None:
-    with pytest.raises(InferenceServerException, match="sees the whole of a sequence") as raised:
-        client.infer("words", [texts("how far")], sequence_id=7, sequence_start=True)
+def test_model_without_sessions_rejects_a_sequence_id(client: Any) -> None:
+    with pytest.raises(InferenceServerException, match="needs a whole sequence before it answers") as raised:
+        client.infer("words", [text_input("how far")], sequence_id=7, sequence_start=True)
     assert raised.value.status() == "400"
 
 
 @pytest.mark.parametrize(
-    ("options", "status", "said"),
+    ("options", "status", "text"),
     [
         ({"model_name": "nobody"}, "404", "unknown model nobody"),
         ({"model_version": "9"}, "404", "no version 9"),
         ({"inputs": [triton.InferInput("text", [1], "BYTES")]}, "400", "binary_data_size"),
-        ({"outputs": wanted("logits")}, "400", "known are label, score, scores"),
+        ({"outputs": requested("logits")}, "400", "its outputs are label, score, scores"),
         ({"timeout": 10**9}, "400", "SEQSERVE_MAX_DEADLINE_MS"),
         ({"timeout": 1}, "504", "deadline"),
     ],
 )
-def test_the_client_reads_what_is_refused(client: Any, options: dict[str, Any], status: str, said: str) -> None:
-    with pytest.raises(InferenceServerException, match=said) as raised:
-        client.infer(**{"model_name": "words", "inputs": [texts("how far")], **options})
+def test_client_reads_errors(client: Any, options: dict[str, Any], status: str, text: str) -> None:
+    with pytest.raises(InferenceServerException, match=text) as raised:
+        client.infer(**{"model_name": "words", "inputs": [text_input("how far")], **options})
     assert raised.value.status() == status
 
 
-def test_statistics_count_what_was_asked(client: Any) -> None:
-    client.infer("words", [texts("how far")])
-    [told] = client.get_inference_statistics("words")["model_stats"]
-    assert (told["name"], told["version"]) == ("words", "1")
-    assert told["inference_stats"]["success"]["count"] >= 1
-    assert told["inference_stats"]["success"]["ns"] > told["inference_stats"]["compute_infer"]["ns"] > 0
+def test_statistics_count_requests(client: Any) -> None:
+    client.infer("words", [text_input("how far")])
+    [model] = client.get_inference_statistics("words")["model_stats"]
+    assert (model["name"], model["version"]) == ("words", "1")
+    assert model["inference_stats"]["success"]["count"] >= 1
+    assert model["inference_stats"]["success"]["ns"] > model["inference_stats"]["compute_infer"]["ns"] > 0
 
 
-def test_the_repository_is_listed_and_models_come_and_go(client: Any) -> None:
+def test_repository_is_listed_and_models_are_unloaded_and_loaded(client: Any) -> None:
     listed = {"name": "halver", "version": "1", "state": "READY", "reason": ""}
     assert listed in client.get_model_repository_index()
     client.unload_model("halver")
     assert not client.is_model_ready("halver")
     client.load_model("halver", config=json.dumps({"version_policy": {"latest": {"num_versions": 1}}}))
     assert client.is_model_ready("halver") and listed in client.get_model_repository_index()
-    wrong: list[tuple[Any, str]] = [
+    invalid: list[tuple[Any, str]] = [
         (lambda: client.load_model("nobody"), "404"),
         (lambda: client.unload_model("nobody"), "404"),
         (lambda: client.load_model("halver", files={"file:1/model.bin": b"x"}, config="{}"), "501"),
         (lambda: client.load_model("halver", config='{"max_batch_size": 8}'), "501"),
     ]
-    for ask, status in wrong:
+    for call, status in invalid:
         with pytest.raises(InferenceServerException) as raised:
-            ask()
+            call()
         assert raised.value.status() == status
     assert client.is_model_ready("halver")
 
 
-def test_shared_memory_and_the_like_are_refused_for_what_they_are(client: Any) -> None:
+def test_unsupported_extensions_get_501(client: Any) -> None:
     shared = triton.InferInput("text", [1], "BYTES")
     shared.set_shared_memory("mine", 8)
-    for ask in (
+    for call in (
         lambda: client.infer("words", [shared]),
         lambda: client.register_system_shared_memory("mine", "/mine", 8),
         client.get_system_shared_memory_status,
@@ -284,16 +286,16 @@ def test_shared_memory_and_the_like_are_refused_for_what_they_are(client: Any) -
         client.get_log_settings,
     ):
         with pytest.raises(InferenceServerException, match="send") as raised:
-            ask()
+            call()
         assert raised.value.status() == "501"
 
 
-def test_the_asynchronous_client_is_answered_too(server: Server) -> None:
-    async def asked() -> list[list[str]]:
+def test_asynchronous_client(server: Server) -> None:
+    async def infer() -> list[list[str]]:
         async with aio.InferenceServerClient(server.address.removeprefix("http://")) as client:
             assert await client.is_server_ready()
             rows = np.ones((4, 100, 3), "f4")
-            outputs = wanted("sequence")
+            outputs = requested("sequence")
             for algorithm in (None, "gzip", "deflate"):
                 answer = await client.infer(
                     "forecaster",
@@ -303,11 +305,11 @@ def test_the_asynchronous_client_is_answered_too(server: Server) -> None:
                     response_compression_algorithm=algorithm,
                 )
                 assert answer.as_numpy("sequence").shape == (4, 100, 5)
-            answers = await asyncio.gather(*(client.infer("words", [texts(question)]) for question in QUESTIONS * 5))
+            answers = await asyncio.gather(*(client.infer("words", [text_input(question)]) for question in QUESTIONS * 5))
             return [[label.decode() for label in answer.as_numpy("label")[:, 0]] for answer in answers]
 
     labels = values(server, "words", QUESTIONS, "label")
-    assert asyncio.run(asked()) == [[label] for label in labels] * 5
+    assert asyncio.run(infer()) == [[label] for label in labels] * 5
 
 
 # Bodies.
@@ -350,51 +352,51 @@ BODIES = st.fixed_dictionaries(
     model=st.sampled_from(["words", "speller", "forecaster", "tagger"]),
     body=BODIES,
     tail=st.binary(max_size=24),
-    more=st.sampled_from([None, 0, 0, 0, 1, -1]),
+    excess=st.sampled_from([None, 0, 0, 0, 1, -1]),
 )
-def test_whatever_is_sent_gets_an_answer_or_a_named_error(
-    server: Server, model: str, body: Any, tail: bytes, more: int | None
+def test_random_body_gets_an_answer_or_a_known_error(
+    server: Server, model: str, body: Any, tail: bytes, excess: int | None
 ) -> None:
     header = json.dumps(body).encode()
-    headers = {} if more is None else {HEADER_LENGTH: str(len(header) + more)}
+    headers = {} if excess is None else {HEADER_LENGTH: str(len(header) + excess)}
     answer = post(server, header + tail, f"/v2/models/{model}/infer", headers=headers)
     assert answer.status_code in (200, 400, 413, 504), answer.text
     assert answer.status_code == 200 or {"error", "code"} <= set(answer.json())
 
 
-def test_no_content_type_is_needed_and_any_will_do(server: Server) -> None:
+def test_any_content_type_is_accepted(server: Server) -> None:
     for media in (None, "application/json", "application/octet-stream", "text/plain"):
-        assert post(server, GOOD, headers={} if media is None else {"content-type": media}).status_code == 200
+        assert post(server, VALID, headers={} if media is None else {"content-type": media}).status_code == 200
 
 
-def test_an_answer_in_json_has_the_shortest_decimals(server: Server) -> None:
-    answer = post(server, {**GOOD, "id": "ü"}).json()
+def test_json_outputs_have_the_shortest_decimals(server: Server) -> None:
+    answer = post(server, {**VALID, "id": "ü"}).json()
     assert (answer["id"], answer["model_name"], answer["model_version"]) == ("ü", "words", "1")
-    [output] = server.infer("words", GOOD["inputs"][0]["data"]).json()["outputs"]
-    assert {one["name"]: one["data"] for one in answer["outputs"]} == {
+    [output] = server.infer("words", VALID["inputs"][0]["data"]).json()["outputs"]
+    assert {tensor["name"]: tensor["data"] for tensor in answer["outputs"]} == {
         "label": [output["label"]],
         "score": [output["score"]],
         "scores": list(output["scores"].values()),
     }
 
 
-def test_both_spellings_of_the_root_are_served(server: Server) -> None:
+def test_root_is_served_with_and_without_a_slash(server: Server) -> None:
     assert server.client.get("/v2").json() == server.client.get("/v2/").json()
     assert server.client.get("/v2/health/live").json() == {"live": True}
     assert server.client.get("/v2/models/words/ready").json() == {"name": "words", "ready": True}
 
 
 def tensors(body: dict[str, Any], *tail: bytes) -> tuple[bytes, dict[str, str]]:
-    """A body with raw bytes behind it, and its headers."""
+    """Return a body with raw bytes after the JSON, and its headers."""
     header = json.dumps(body).encode()
     return b"".join((header, *tail)), {HEADER_LENGTH: str(len(header))}
 
 
-def binary(size: Any, **others: Any) -> dict[str, Any]:
-    return {"name": "ids", "datatype": "INT32", "shape": [2], "parameters": {"binary_data_size": size}, **others}
+def binary(size: Any) -> dict[str, Any]:
+    return {"name": "ids", "datatype": "INT32", "shape": [2], "parameters": {"binary_data_size": size}}
 
 
-def test_raw_tensors_are_taken_in_the_order_of_the_inputs(server: Server) -> None:
+def test_raw_tensors_follow_in_the_order_of_the_inputs(server: Server) -> None:
     lengths = {"name": "lengths", "datatype": "INT64", "shape": [1, 1], "parameters": {"binary_data_size": 8}}
     content, headers = tensors({"inputs": [lengths, binary(8)]}, struct.pack("<q", 1), struct.pack("<2i", 3, 4))
     answer = post(server, content, headers=headers).json()
@@ -402,21 +404,21 @@ def test_raw_tensors_are_taken_in_the_order_of_the_inputs(server: Server) -> Non
 
 
 @pytest.mark.parametrize(
-    ("model", "body", "alone"),
+    ("model", "body", "row"),
     [
         ("words", b"how far is the sea ?", "how far is the sea ?"),
         ("speller", struct.pack("<3i", 1, 2, 3), [1, 2, 3]),
         ("forecaster", struct.pack("<6f", 1, 2, 3, 4, 5, 6), [[1, 2, 3], [4, 5, 6]]),
     ],
 )
-def test_a_body_may_be_nothing_but_one_row(server: Server, model: str, body: bytes, alone: Any) -> None:
+def test_body_may_be_one_raw_sequence(server: Server, model: str, body: bytes, row: Any) -> None:
     answer = post(server, body, f"/v2/models/{model}/versions/1/infer", headers={HEADER_LENGTH: "0"})
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"] == "application/octet-stream"
     size = int(answer.headers[HEADER_LENGTH])
     header = json.loads(answer.content[:size])
-    [output] = server.infer(model, [alone]).json()["outputs"]
-    sizes = [one["parameters"]["binary_data_size"] for one in header["outputs"]]
+    [output] = server.infer(model, [row]).json()["outputs"]
+    sizes = [tensor["parameters"]["binary_data_size"] for tensor in header["outputs"]]
     assert len(answer.content) == size + sum(sizes)
     if model == "words":
         label = output["label"].encode()
@@ -436,33 +438,33 @@ def test_a_body_may_be_nothing_but_one_row(server: Server, model: str, body: byt
         ("forecaster", b"1234", "inputs"),
     ],
 )
-def test_a_body_that_is_no_row_gets_400(server: Server, model: str, body: bytes, field: str) -> None:
+def test_invalid_raw_sequence_gets_400(server: Server, model: str, body: bytes, field: str) -> None:
     answer = post(server, body, f"/v2/models/{model}/infer", headers={HEADER_LENGTH: "0"})
     refused(answer, 400, "invalid_input", field=field)
 
 
 NOT_JSON: list[bytes] = [
     *(b"", b"{", b"status", b'{"x":' + b"[" * 250_000, b'{"x":' * 250_000),
-    *(b'{"inputs": [{"name": "\xff"}]}', b'{"id": "\\ud800"}', b"\x00", json.dumps(GOOD).encode() + b"x"),
+    *(b'{"inputs": [{"name": "\xff"}]}', b'{"id": "\\ud800"}', b"\x00", json.dumps(VALID).encode() + b"x"),
     *(
-        b'{"inputs": [{"name": "ids", "datatype": "FP32", "shape": [1], "data": [%s]}]}' % said
-        for said in (b"NaN", b"Infinity")
+        b'{"inputs": [{"name": "ids", "datatype": "FP32", "shape": [1], "data": [%s]}]}' % number
+        for number in (b"NaN", b"Infinity")
     ),
 ]
 
 
 @pytest.mark.parametrize("body", NOT_JSON, ids=range(len(NOT_JSON)))
-def test_what_is_not_json_gets_400(server: Server, body: bytes) -> None:
+def test_invalid_json_gets_400(server: Server, body: bytes) -> None:
     refused(post(server, body), 400, "invalid_request", "JSON")
 
 
 @pytest.mark.parametrize("body", [b"null", b"3", b"[]", b'"inputs"', b"[" * 250_000])
-def test_json_that_is_no_object_gets_400(server: Server, body: bytes) -> None:
+def test_json_that_is_not_an_object_gets_400(server: Server, body: bytes) -> None:
     refused(post(server, body), 400, "invalid_request", "not an object")
 
 
-TEXT = GOOD["inputs"][0]
-WRONG: list[tuple[dict[str, Any], str, str]] = [
+TEXT = VALID["inputs"][0]
+INVALID: list[tuple[dict[str, Any], str, str]] = [
     ({}, "inputs", "missing"),
     ({"inputs": {}}, "inputs", "expected `array`"),
     ({"inputs": [[]]}, "inputs[0]", "expected `object`"),
@@ -476,61 +478,61 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"inputs": [{**TEXT, "datatype": "STRING"}]}, "text", "'STRING'"),
     ({"inputs": [{**TEXT, "datatype": "BF16"}]}, "text", "raw bytes"),
     ({"inputs": [{**TEXT, "data": "how"}]}, "inputs[0].data", "expected `array`"),
-    ({"inputs": [{**TEXT, "data": [3]}]}, "text", "3 at 0"),
+    ({"inputs": [{**TEXT, "data": [3]}]}, "text", "3 at index 0"),
     ({"inputs": [{**TEXT, "data": [["how"], ["far"]], "shape": [3]}]}, "text", "nested"),
     ({"inputs": [{**TEXT, "parameters": 3}]}, "inputs[0].parameters", "expected `object"),
     ({"inputs": [{"name": "text", "datatype": "BYTES", "shape": [1]}]}, "text", "either data or parameters.binary_data_size"),
-    ({"inputs": [{**TEXT, "parameters": {"binary_data_size": 4}}]}, "text", "send one of them"),
-    ({**GOOD, "outputs": [{}]}, "outputs[0].name", "missing"),
+    ({"inputs": [{**TEXT, "parameters": {"binary_data_size": 4}}]}, "text", "send exactly one of them"),
+    ({**VALID, "outputs": [{}]}, "outputs[0].name", "missing"),
     (
-        {**GOOD, "outputs": [{"name": "score", "parameters": {"binary_data": 1}}]},
+        {**VALID, "outputs": [{"name": "score", "parameters": {"binary_data": 1}}]},
         "score.parameters.binary_data",
         "true or false",
     ),
     (
-        {**GOOD, "outputs": [{"name": "score", "parameters": {"classification": "2"}}]},
+        {**VALID, "outputs": [{"name": "score", "parameters": {"classification": "2"}}]},
         "score.parameters.classification",
         "a string",
     ),
-    ({**GOOD, "parameters": {"binary_data_output": "yes"}}, "parameters.binary_data_output", "true or false"),
-    ({**GOOD, "parameters": []}, "parameters", "expected `object"),
-    ({**GOOD, "id": 7}, "id", "expected `str"),
+    ({**VALID, "parameters": {"binary_data_output": "yes"}}, "parameters.binary_data_output", "true or false"),
+    ({**VALID, "parameters": []}, "parameters", "expected `object"),
+    ({**VALID, "id": 7}, "id", "expected `str"),
 ]
 
 
-@pytest.mark.parametrize(("body", "field", "part"), WRONG, ids=range(len(WRONG)))
-def test_a_wrong_field_gets_400_and_is_named(server: Server, body: dict[str, Any], field: str, part: str) -> None:
-    refused(post(server, body), 400, "invalid_input", part, field=field)
+@pytest.mark.parametrize(("body", "field", "text"), INVALID, ids=range(len(INVALID)))
+def test_invalid_field_gets_400_with_its_name(server: Server, body: dict[str, Any], field: str, text: str) -> None:
+    refused(post(server, body), 400, "invalid_input", text, field=field)
 
 
-@pytest.mark.parametrize("said", ["-1", "+5", "5.0", "0x5", "five", "", "9" * 30, "1 2", "٥".encode()])
-def test_a_header_length_that_is_no_number_gets_400(server: Server, said: Any) -> None:
-    refused(post(server, GOOD, headers={HEADER_LENGTH: said}), 400, "invalid_request", HEADER_LENGTH)
+@pytest.mark.parametrize("value", ["-1", "+5", "5.0", "0x5", "five", "", "9" * 30, "1 2", "٥".encode()])
+def test_header_length_that_is_not_a_number_gets_400(server: Server, value: Any) -> None:
+    refused(post(server, VALID, headers={HEADER_LENGTH: value}), 400, "invalid_request", HEADER_LENGTH)
 
 
 def test_two_header_lengths_get_400(server: Server) -> None:
-    size = str(len(json.dumps(GOOD)))
-    answer = post(server, GOOD, headers=[(HEADER_LENGTH, size), (HEADER_LENGTH, size)])
-    refused(answer, 400, "invalid_request", "no single number")
+    size = str(len(json.dumps(VALID)))
+    answer = post(server, VALID, headers=[(HEADER_LENGTH, size), (HEADER_LENGTH, size)])
+    refused(answer, 400, "invalid_request", "not a single whole number")
 
 
-def test_a_header_length_beyond_the_body_gets_400_with_both_values(server: Server) -> None:
+def test_header_length_beyond_the_body_gets_400(server: Server) -> None:
     refused(post(server, b"{}", headers={HEADER_LENGTH: "3"}), 400, "invalid_request", "is 3", "has 2 bytes")
 
 
 @pytest.mark.parametrize("size", [-1, 7, 9, 2**70, 8.0, "8", True])
-def test_a_size_of_raw_bytes_that_cannot_be_gets_400(server: Server, size: Any) -> None:
+def test_invalid_size_of_raw_bytes_gets_400(server: Server, size: Any) -> None:
     content, headers = tensors({"inputs": [binary(size)]}, struct.pack("<2i", 3, 4))
     refused(post(server, content, headers=headers), 400, "invalid_input", field="ids")
 
 
-def test_bytes_that_belong_to_no_tensor_get_400(server: Server) -> None:
+def test_extra_raw_bytes_get_400(server: Server) -> None:
     content, headers = tensors({"inputs": [binary(8)]}, struct.pack("<3i", 3, 4, 5))
     refused(post(server, content, headers=headers), 400, "invalid_request", "12 bytes follow", "have 8")
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "identity", "GZIP"])
-def test_a_compressed_body_is_read_and_its_header_length_is_that_of_the_whole(server: Server, encoding: str) -> None:
+def test_header_length_applies_after_decompression(server: Server, encoding: str) -> None:
     content, headers = tensors({"inputs": [binary(8)]}, struct.pack("<2i", 3, 4))
     pack: Any = {"gzip": gzip.compress, "deflate": zlib.compress, "identity": bytes}[encoding.lower()]
     answer = post(server, pack(content), headers={**headers, "content-encoding": encoding})
@@ -538,55 +540,55 @@ def test_a_compressed_body_is_read_and_its_header_length_is_that_of_the_whole(se
 
 
 @pytest.mark.parametrize("encoding", ["br", "zstd", "gzip, deflate", "*"])
-def test_another_encoding_gets_415(server: Server, encoding: str) -> None:
-    refused(post(server, GOOD, headers={"content-encoding": encoding}), 415, "unsupported_media", "gzip")
+def test_unknown_encoding_gets_415(server: Server, encoding: str) -> None:
+    refused(post(server, VALID, headers={"content-encoding": encoding}), 415, "unsupported_media", "gzip")
 
 
 @pytest.mark.parametrize(("encoding", "pack"), [("gzip", gzip.compress), ("deflate", zlib.compress)])
-def test_a_compressed_body_that_is_broken_gets_400(server: Server, encoding: str, pack: Any) -> None:
-    whole = pack(json.dumps(GOOD).encode())
-    for content in (b"", b"garbage", whole[:-1], whole[:10], whole + b"x", json.dumps(GOOD).encode()):
+def test_broken_compressed_body_gets_400(server: Server, encoding: str, pack: Any) -> None:
+    whole = pack(json.dumps(VALID).encode())
+    for content in (b"", b"garbage", whole[:-1], whole[:10], whole + b"x", json.dumps(VALID).encode()):
         refused(post(server, content, headers={"content-encoding": encoding}), 400, "invalid_request", "compressed")
 
 
 @pytest.mark.parametrize(("encoding", "pack"), [("gzip", gzip.compress), ("deflate", zlib.compress)])
-def test_a_bomb_gets_413_and_a_body_at_the_limit_is_read(server: Server, encoding: str, pack: Any) -> None:
+def test_decompressed_size_is_limited(server: Server, encoding: str, pack: Any) -> None:
     limit = 16 << 20
     headers = {"content-encoding": encoding}
-    at = json.dumps(GOOD).encode().ljust(limit)
-    assert post(server, pack(at), headers=headers).status_code == 200
-    for content in (at + b" ", bytes(40 * limit)):
+    at_limit = json.dumps(VALID).encode().ljust(limit)
+    assert post(server, pack(at_limit), headers=headers).status_code == 200
+    for content in (at_limit + b" ", bytes(40 * limit)):
         refused(post(server, pack(content), headers=headers), 413, "too_large", "SEQSERVE_MAX_BODY_BYTES", str(limit))
 
 
 @pytest.mark.parametrize(
-    ("asked", "given"),
+    ("accepted", "chosen"),
     [
         *(("gzip", "gzip"), ("deflate", "deflate"), ("br, GZIP;q=0.5", "gzip"), ("gzip;q=0, deflate", "deflate")),
         *(("*", None), ("identity", None), ("br", None), ("gzip; q=0.00", None)),
     ],
 )
-def test_an_answer_is_compressed_for_who_names_how(server: Server, asked: str, given: str | None) -> None:
+def test_response_has_an_accepted_encoding(server: Server, accepted: str, chosen: str | None) -> None:
     rows = {"name": "inputs", "datatype": "FP32", "shape": [60, 3], "data": [0.5] * 180}
     body = {"inputs": [rows], "outputs": [{"name": "sequence"}]}
     plain = post(server, body, "/v2/models/forecaster/infer", headers={"accept-encoding": "identity"})
-    answer = post(server, body, "/v2/models/forecaster/infer", headers={"accept-encoding": asked})
-    assert (answer.status_code, answer.headers.get("content-encoding")) == (200, given)
+    answer = post(server, body, "/v2/models/forecaster/infer", headers={"accept-encoding": accepted})
+    assert (answer.status_code, answer.headers.get("content-encoding")) == (200, chosen)
     assert answer.json()["outputs"] == plain.json()["outputs"]
 
 
-def test_a_small_answer_is_not_compressed(server: Server) -> None:
-    assert "content-encoding" not in post(server, GOOD, headers={"accept-encoding": "gzip"}).headers
+def test_small_response_is_not_compressed(server: Server) -> None:
+    assert "content-encoding" not in post(server, VALID, headers={"accept-encoding": "gzip"}).headers
 
 
 @pytest.mark.parametrize(
     "path", ["/v2/models/words/versions/latest/infer", "/v2/models/words/versions/01/infer", "/v2/models/%2e/infer"]
 )
-def test_a_version_or_model_that_cannot_be_gets_404(server: Server, path: str) -> None:
-    refused(post(server, GOOD, path), 404, "unknown_model", field="version" if "versions" in path else "model")
+def test_invalid_version_or_model_gets_404(server: Server, path: str) -> None:
+    refused(post(server, VALID, path), 404, "unknown_model", field="version" if "versions" in path else "model")
 
 
-def test_another_method_gets_405_and_another_path_404(server: Server) -> None:
+def test_wrong_method_gets_405_and_unknown_path_404(server: Server) -> None:
     answer = server.client.get(INFER)
     refused(answer, 405, "method_not_allowed", "POST")
     assert answer.headers["allow"] == "POST"
@@ -594,54 +596,56 @@ def test_another_method_gets_405_and_another_path_404(server: Server) -> None:
         refused(server.client.post(path), 404, "unknown_route")
 
 
-def test_what_is_asked_of_the_repository_is_validated(server: Server) -> None:
+def test_repository_requests_are_validated(server: Server) -> None:
     load = "/v2/repository/models/words/load"
     for body in (b"{", b'{"x":' + b"[" * 250_000):
         for path in ("/v2/repository/index", load):
             refused(server.client.post(path, content=body), 400, "invalid_request", "JSON")
     refused(server.client.post("/v2/repository/index", json={"ready": 1}), 400, "invalid_input", field="ready")
-    wrong: Any = {"parameters": {"config": "{"}}
-    refused(server.client.post(load, json=wrong), 400, "invalid_input", field="parameters.config")
-    wrong = {"parameters": {"file:1/model.onnx": "AAAA"}}
-    refused(server.client.post(load, json=wrong), 501, "unsupported", field="parameters.file:1/model.onnx")
+    config: Any = {"parameters": {"config": "{"}}
+    refused(server.client.post(load, json=config), 400, "invalid_input", field="parameters.config")
+    upload = {"parameters": {"file:1/model.onnx": "AAAA"}}
+    refused(server.client.post(load, json=upload), 501, "unsupported", field="parameters.file:1/model.onnx")
 
 
-def test_requests_are_counted_as_those_of_every_door(server: Server) -> None:
+def test_requests_are_counted_by_outcome(server: Server) -> None:
     def counts() -> list[float]:
         labels = [
             {"model": "words", "outcome": "ok"},
             {"model": "unknown", "outcome": "unknown_model"},
             {"outcome": "invalid_input"},
         ]
-        return [server.metric("seqserve_requests_total", **one) for one in labels]
+        return [server.metric("seqserve_requests_total", **selection) for selection in labels]
 
     before = counts()
-    assert post(server, GOOD).status_code == 200
-    assert post(server, GOOD, "/v2/models/nobody/infer").status_code == 404
-    assert post(server, {**GOOD, "parameters": {"priority": -1}}).status_code == 400
+    assert post(server, VALID).status_code == 200
+    assert post(server, VALID, "/v2/models/nobody/infer").status_code == 404
+    assert post(server, {**VALID, "parameters": {"priority": -1}}).status_code == 400
     assert counts() == [count + 1 for count in before]
 
 
-def test_the_api_s_description_has_the_protocol(server: Server) -> None:
+def test_openapi_describes_the_protocol(server: Server) -> None:
     paths = server.client.get("/openapi.json").json()["paths"]
-    model = {
+    model_paths = {
         f"/v2/models/{{name}}{version}{end}"
         for version in ("", "/versions/{version}")
         for end in ("", "/ready", "/config", "/stats", "/infer")
     }
-    repository = {f"/v2/repository/{end}" for end in ("index", "models/{name}/load", "models/{name}/unload")}
+    repository_paths = {f"/v2/repository/{end}" for end in ("index", "models/{name}/load", "models/{name}/unload")}
     assert {path for path in paths if path.startswith("/v2")} == {
         "/v2",
         "/v2/health/live",
         "/v2/health/ready",
         "/v2/models/stats",
-    } | model | repository
+    } | model_paths | repository_paths
     infer = paths["/v2/models/{name}/infer"]["post"]
     schema = infer["requestBody"]["content"]["application/json"]["schema"]
     assert set(schema["properties"]) == {"id", "inputs", "outputs", "parameters"}
     assert "$ref" not in json.dumps(schema)
     assert set(infer["responses"]["200"]["content"]) == {"application/json", "application/octet-stream"}
+    example = infer["requestBody"]["content"]["application/json"]["example"]
+    assert post(server, example, "/v2/models/question-type-cnn/infer").status_code == 200
 
 
-def test_a_caller_who_leaves_in_the_middle_of_its_body_harms_nobody(server: Server) -> None:
+def test_disconnect_inside_a_body_is_harmless(server: Server) -> None:
     assert raw(server, b"POST /v2/models/words/infer HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{") == b""

@@ -1,4 +1,4 @@
-"""The counts by Triton's names: what each of them is in ours."""
+"""Statistics with Triton's names and units, computed from the service's own metrics."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ COUNTS = ("request_success", "count", "exec_count")
 TIMES = ("request", "queue", "compute_input", "compute_infer", "compute_output")
 
 
-def busy() -> Metrics:
-    """Two requests of a model were answered, one of three sequences and one of one, in one turn, and two were not."""
+def example_metrics() -> Metrics:
+    """Return the metrics after two answered requests, with three sequences and one sequence in one batch, and two failed requests."""
     metrics = Metrics()
     words = ("words", "1")
     for outcome, count in (("ok", 2), ("overloaded", 1), ("invalid_input", 1)):
@@ -37,7 +37,8 @@ def busy() -> Metrics:
     return metrics
 
 
-def shown(metrics: Metrics) -> dict[tuple[str, ...], float]:
+def rendered(metrics: Metrics) -> dict[tuple[str, ...], float]:
+    """Return the rendered samples of Triton's time series, by name and labels."""
     text = render(metrics.snapshot(), families(metrics.snapshot())).decode()
     return {
         (sample.name, *(sample.labels[name] for name in ("model", "version", "reason") if name in sample.labels)): sample.value
@@ -47,8 +48,8 @@ def shown(metrics: Metrics) -> dict[tuple[str, ...], float]:
     }
 
 
-def test_they_have_triton_s_names_and_units() -> None:
-    assert shown(busy()) == {
+def test_time_series_have_the_names_and_units_of_triton() -> None:
+    assert rendered(example_metrics()) == {
         ("nv_inference_request_success", "words", "1"): 2,
         ("nv_inference_count", "words", "1"): 4,
         ("nv_inference_exec_count", "words", "1"): 1,
@@ -61,10 +62,10 @@ def test_they_have_triton_s_names_and_units() -> None:
     }
 
 
-def test_statistics_say_the_same() -> None:
-    [said] = statistics(busy().snapshot(), [("words", "1")])
-    times = said.pop("inference_stats")
-    assert said == {
+def test_model_statistics_equal_the_time_series() -> None:
+    [model] = statistics(example_metrics().snapshot(), [("words", "1")])
+    times = model.pop("inference_stats")
+    assert model == {
         "name": "words",
         "version": "1",
         "last_inference": 1_000_000_000_250,
@@ -78,13 +79,10 @@ def test_statistics_say_the_same() -> None:
     assert times["compute_infer"] == {"count": 4, "ns": 4_000_000}
 
 
-def test_a_model_of_which_nothing_is_known_has_counts_of_nothing() -> None:
-    [said] = statistics(Metrics().snapshot(), [("words", "1")])
-    assert (said["inference_count"], said["inference_stats"]["success"], said["last_inference"]) == (
-        0,
-        {"count": 0, "ns": 0},
-        0,
-    )
+def test_statistics_of_an_unused_model_are_zero() -> None:
+    [model] = statistics(Metrics().snapshot(), [("words", "1")])
+    assert (model["inference_count"], model["last_inference"]) == (0, 0)
+    assert model["inference_stats"]["success"] == {"count": 0, "ns": 0}
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +94,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-def test_a_server_that_was_asked_says_how_often_and_for_how_long(server: Server) -> None:
+def test_server_counts_and_times_its_requests(server: Server) -> None:
     for _ in range(5):
         assert server.infer("words", [TEXT, TEXT]).status_code == 200
     assert server.infer("words", [1]).status_code == 400
@@ -108,23 +106,23 @@ def test_a_server_that_was_asked_says_how_often_and_for_how_long(server: Server)
 
 
 @pytest.mark.parametrize(
-    ("path", "named"),
+    ("path", "names"),
     [
         ("/v2/models/stats", ["sensors", "words"]),
         ("/v2/models/words/stats", ["words"]),
         ("/v2/models/words/versions/1/stats", ["words"]),
     ],
 )
-def test_statistics_are_of_a_version_of_a_model_or_of_all(server: Server, path: str, named: list[str]) -> None:
+def test_statistics_of_a_version_a_model_or_all(server: Server, path: str, names: list[str]) -> None:
     server.infer("words", [TEXT])
-    told = server.client.get(path).json()["model_stats"]
-    assert [one["name"] for one in told] == named
-    words = told[-1]
+    models = server.client.get(path).json()["model_stats"]
+    assert [model["name"] for model in models] == names
+    words = models[-1]
     assert words["inference_stats"]["success"]["count"] >= 1
     assert 0 < words["inference_stats"]["compute_infer"]["ns"] < words["inference_stats"]["success"]["ns"]
     assert words["last_inference"] > 1_600_000_000_000
 
 
-def test_statistics_of_what_is_not_served_are_not_found(server: Server) -> None:
+def test_statistics_of_an_unknown_model_are_not_found(server: Server) -> None:
     for path in ("/v2/models/nobody/stats", "/v2/models/words/versions/2/stats"):
         assert server.client.get(path).status_code == 404

@@ -1,4 +1,4 @@
-"""The HTTP door over a real socket: good questions, every kind of bad one, and callers who leave."""
+"""The HTTP API over a real socket: valid requests, invalid requests, and clients that disconnect."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DENSE = [[0.1, 0.2, 0.3]] * 30_000
 
 @pytest.fixture(autouse=True)
 def unharmed(server: Server) -> Iterator[None]:
-    """Whatever a test sent, a good request is answered afterwards and nothing ended in a 500."""
+    """After every test, check that a valid request is answered, no request got 500, and no process restarted."""
     yield
     assert server.infer("words", [QUESTION]).status_code == 200
     assert server.metric("seqserve_requests_total", outcome="inference_failed") == 0
@@ -34,7 +34,7 @@ def unharmed(server: Server) -> Iterator[None]:
 
 
 def refused(answer: httpx.Response, status: int, code: str, *parts: str, field: str | None = None) -> None:
-    """One error body, with everything in it that a caller needs."""
+    """Check the status, code and field of an error, and that its message has these parts."""
     body = answer.json()
     assert (answer.status_code, body["code"], body.get("field")) == (status, code, field), body
     assert set(body) <= {"error", "code", "field"}
@@ -42,46 +42,46 @@ def refused(answer: httpx.Response, status: int, code: str, *parts: str, field: 
         assert part in body["error"], body["error"]
 
 
-# Good questions.
+# Valid requests.
 
 
-def test_a_question_comes_back_with_its_label(server: Server) -> None:
+def test_text_gets_a_label_and_scores(server: Server) -> None:
     answer = server.infer("words", [QUESTION]).json()
     assert answer["model"] == "words"
-    assert answer["version"] == "2", "the newest version when none is named"
+    assert answer["version"] == "2", "the newest version by default"
     (output,) = answer["outputs"]
     assert set(output["scores"]) == set(LABELS)
     assert output["score"] == max(output["scores"].values()) == output["scores"][output["label"]]
     assert sum(output["scores"].values()) == pytest.approx(1, abs=1e-6)
 
 
-def test_a_text_and_its_token_ids_have_the_same_answer(server: Server) -> None:
+def test_text_and_its_token_ids_get_the_same_output(server: Server) -> None:
     ids = [WORDS.index(word) for word in QUESTION.split()]
     text, tokens = server.infer("words", [QUESTION, ids]).json()["outputs"]
     assert text == tokens
 
 
-def test_outputs_come_in_the_order_of_the_inputs_and_alone_they_are_the_same(server: Server) -> None:
+def test_outputs_keep_the_order_of_inputs_and_match_single_requests(server: Server) -> None:
     questions = ["how far", "who was the first ?", "sea", "is the sea far ?", "nothing known here"]
     together = server.infer("words", questions).json()["outputs"]
     alone = [server.infer("words", [question]).json()["outputs"][0] for question in questions]
-    for one, other in zip(together, alone, strict=True):
-        assert one["label"] == other["label"]
-        assert one["scores"] == pytest.approx(other["scores"], rel=1e-5)
+    for batched, single in zip(together, alone, strict=True):
+        assert batched["label"] == single["label"]
+        assert batched["scores"] == pytest.approx(single["scores"], rel=1e-5)
 
 
-def test_versions_are_served_side_by_side(server: Server) -> None:
+def test_two_versions_are_served_at_once(server: Server) -> None:
     first, second = (server.infer("words", [QUESTION], version=version).json() for version in ("1", 2))
     assert (first["version"], second["version"]) == ("1", "2")
     assert first["outputs"] != second["outputs"]
 
 
-def test_return_adds_the_embedding_and_the_sequence(server: Server) -> None:
-    plain, rich = (
+def test_return_adds_embedding_and_sequence(server: Server) -> None:
+    plain, extended = (
         server.infer("words", ["who", QUESTION]),
         server.infer("words", ["who", QUESTION], **{"return": ["embedding", "sequence"]}),
     )
-    for without, output, steps in zip(plain.json()["outputs"], rich.json()["outputs"], (1, 6), strict=True):
+    for without, output, steps in zip(plain.json()["outputs"], extended.json()["outputs"], (1, 6), strict=True):
         assert set(without) == {"label", "score", "scores"}
         assert len(output["embedding"]) == 10
         assert [len(step) for step in output["sequence"]] == [10] * steps
@@ -89,23 +89,23 @@ def test_return_adds_the_embedding_and_the_sequence(server: Server) -> None:
         assert pooled == output["embedding"], "the model pools by the maximum over time"
 
 
-def test_rows_of_floats_are_answered(server: Server) -> None:
+def test_float_features_are_accepted(server: Server) -> None:
     outputs = server.infer("sensors", [[[0.1, -2, 3e3]], [[0, 0, 0]] * 7]).json()["outputs"]
     assert [output["label"] in LABELS for output in outputs] == [True, True]
 
 
-def test_no_content_type_is_needed(server: Server) -> None:
+def test_content_type_is_optional(server: Server) -> None:
     assert server.client.post("/infer", content=json.dumps(GOOD)).status_code == 200
 
 
 @pytest.mark.parametrize("media", ["application/json", "application/json; charset=utf-8", "application/vnd.api+json"])
-def test_every_json_content_type_is_read(server: Server, media: str) -> None:
+def test_every_json_content_type_is_accepted(server: Server, media: str) -> None:
     assert server.client.post("/infer", content=json.dumps(GOOD), headers={"content-type": media}).status_code == 200
 
 
-def test_the_models_and_what_runs_them_are_listed(server: Server) -> None:
+def test_models_are_listed_with_device_and_backends(server: Server) -> None:
     listed = server.client.get("/models").json()["models"]
-    assert [(one["name"], one["version"], one["ready"]) for one in listed] == [
+    assert [(model["name"], model["version"], model["ready"]) for model in listed] == [
         ("sensors", "1", True),
         ("words", "1", True),
         ("words", "2", True),
@@ -113,15 +113,15 @@ def test_the_models_and_what_runs_them_are_listed(server: Server) -> None:
     assert listed[0]["device"] == "cpu"
     assert listed[0]["backends"] == ["layers.0: framework"]
     assert listed[1]["head"]["labels"] == list(LABELS)
-    assert [one["streams"] for one in listed] == [True, False, False]
+    assert [model["streams"] for model in listed] == [True, False, False]
 
 
-def test_health_says_live_and_ready(server: Server) -> None:
+def test_health_routes_report_live_and_ready(server: Server) -> None:
     assert server.client.get("/healthz").json() == {"live": True}
     assert server.client.get("/readyz").json() == {"ready": True}
 
 
-def test_the_api_describes_itself(server: Server) -> None:
+def test_openapi_describes_every_route(server: Server) -> None:
     assert "swagger" in server.client.get("/docs").text
     schema = server.client.get("/openapi.json").json()
     body = schema["paths"]["/infer"]["post"]["requestBody"]["content"]["application/json"]["schema"]
@@ -129,15 +129,16 @@ def test_the_api_describes_itself(server: Server) -> None:
     assert set(body["properties"]) == {"model", "inputs"} | options
     states = schema["paths"]["/sessions/{id}/state"]
     assert set(states) == {"get", "put", "delete"}
-    assert [one["name"] for one in states["put"]["parameters"]] == ["id"]
-    assert [one["name"] for one in schema["paths"]["/stream"]["get"]["parameters"] if one["required"]] == ["model"]
+    assert [parameter["name"] for parameter in states["put"]["parameters"]] == ["id"]
+    parameters = schema["paths"]["/stream"]["get"]["parameters"]
+    assert [parameter["name"] for parameter in parameters if parameter["required"]] == ["model"]
     assert {path for path in schema["paths"] if not path.startswith("/v2")} == {
         *("/infer", "/stream", "/sessions/{id}/state", "/sessions/{id}/fork"),
         *("/models", "/healthz", "/readyz", "/metrics"),
     }
 
 
-def test_metrics_say_where_the_time_went(server: Server) -> None:
+def test_each_stage_of_a_request_is_timed(server: Server) -> None:
     before = {stage: server.metric("seqserve_stage_seconds_count", model="words", stage=stage) for stage in STAGES}
     answered = server.metric("seqserve_requests_total", model="words", outcome="ok")
     assert server.infer("words", [QUESTION, "who"]).status_code == 200
@@ -152,23 +153,23 @@ def test_metrics_say_where_the_time_went(server: Server) -> None:
 STAGES = {"parse": 1, "queue": 2, "stage_in": 1, "compute": 1, "stage_out": 1, "encode": 1, "total": 1}
 
 
-# Bad ones.
+# Invalid requests.
 
 NOT_JSON = ["", "{", "status", '{"model": "words", "inputs": [', "\x00", '{"model": "words" "inputs": []}', "[" * 100_000]
 
 
 @pytest.mark.parametrize("body", NOT_JSON, ids=range(len(NOT_JSON)))
-def test_what_is_not_json_gets_400(server: Server, body: str) -> None:
+def test_body_that_is_not_json_gets_400(server: Server, body: str) -> None:
     refused(server.client.post("/infer", content=body), 400, "invalid_request", "not JSON")
 
 
 @pytest.mark.parametrize("body", [b"\xff\xfe", b'{"model": "\xff", "inputs": ["a"]}', b'{"model": "\\ud800", "inputs": ["a"]}'])
-def test_what_is_not_unicode_gets_400(server: Server, body: bytes) -> None:
+def test_body_that_is_not_unicode_gets_400(server: Server, body: bytes) -> None:
     refused(server.client.post("/infer", content=body), 400, "invalid_request", "not JSON")
 
 
 @pytest.mark.parametrize("body", ["null", "3", "[]", '"words"'])
-def test_json_that_is_no_object_gets_400(server: Server, body: str) -> None:
+def test_json_that_is_not_an_object_gets_400(server: Server, body: str) -> None:
     refused(server.client.post("/infer", content=body), 400, "invalid_request", '"inputs"')
 
 
@@ -203,13 +204,13 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     (
         {**GOOD, "colour": "red"},
         "colour",
-        "known are model, inputs, version, return, session, start, end, deadline_ms, priority",
+        "known fields are model, inputs, version, return, session, start, end, deadline_ms, priority",
     ),
-    ({**GOOD, "session": "s"}, "session", "words sees the whole of a sequence"),
+    ({**GOOD, "session": "s"}, "session", "words needs a whole sequence"),
     ({**GOOD, "session": 7}, "session", "string"),
     ({**GOOD, "session": "s", "start": "yes"}, "start", "boolean"),
     ({**GOOD, "session": "s", "end": None}, "end", "boolean"),
-    ({**GOOD, "end": True}, "end", "none is named"),
+    ({**GOOD, "end": True}, "end", "requires session"),
     ({**GOOD, "return": ["everything"]}, "return[0]", "embedding"),
     ({**GOOD, "return": "embedding"}, "return", "array"),
     ({**GOOD, "deadline_ms": 0}, "deadline_ms", "greater than 0"),
@@ -225,37 +226,37 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
 @pytest.mark.parametrize(
     ("body", "field", "part"), WRONG, ids=[f"{field}-{index}" for index, (_, field, _) in enumerate(WRONG)]
 )
-def test_a_wrong_field_gets_400_and_is_named(server: Server, body: dict[str, Any], field: str, part: str) -> None:
+def test_invalid_field_gets_400_and_is_named(server: Server, body: dict[str, Any], field: str, part: str) -> None:
     refused(server.client.post("/infer", content=json.dumps(body)), 400, "invalid_input", part, field=field)
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e400"])
-def test_not_a_number_and_infinity_get_400(server: Server, value: str) -> None:
+def test_nan_and_infinity_get_400(server: Server, value: str) -> None:
     body = json.dumps({"model": "sensors", "inputs": [[[1, "VALUE", 3]]]}).replace('"VALUE"', value)
     refused(server.client.post("/infer", content=body), 400, "invalid_input", "finite", field="inputs[0][0][1]")
 
 
 @pytest.mark.parametrize("name", ["nobody", "", "../words", "words/1", "x" * 100_000, "wörds", "a\nb"])
-def test_an_unknown_model_gets_404_and_the_known_ones_are_named(server: Server, name: str) -> None:
+def test_unknown_model_gets_404_with_the_known_models(server: Server, name: str) -> None:
     refused(server.infer(name, ["a"]), 404, "unknown_model", "sensors, words", field="model")
 
 
 @pytest.mark.parametrize("version", ["3", 0, "latest", "01", -1])
-def test_an_unknown_version_gets_404_and_the_known_ones_are_named(server: Server, version: str | int) -> None:
+def test_unknown_version_gets_404_with_the_known_versions(server: Server, version: str | int) -> None:
     refused(server.infer("words", ["a"], version=version), 404, "unknown_model", "served are 1, 2", field="version")
 
 
-def test_a_million_steps_get_413_and_the_limit_is_named(server: Server) -> None:
+def test_too_many_steps_get_413_with_the_limit(server: Server) -> None:
     refused(server.infer("words", [[1] * 1_000_000]), 413, "too_large", "1000000 steps", "at most 64", field="inputs[0]")
     refused(server.infer("words", ["who " * 65]), 413, "too_large", "65 steps", "max_steps", field="inputs[0]")
     assert server.infer("words", ["who " * 64]).status_code == 200
 
 
-def test_a_long_text_gets_413_before_it_is_tokenised(server: Server) -> None:
+def test_long_text_gets_413_before_tokenisation(server: Server) -> None:
     refused(server.infer("words", ["x" * 1_000_000]), 413, "too_large", "1000000 characters", "at most 2048", field="inputs[0]")
 
 
-def test_ten_thousand_inputs_get_413_and_the_knob_is_named(server: Server) -> None:
+def test_too_many_inputs_get_413_with_the_setting(server: Server) -> None:
     refused(
         server.infer("words", ["who"] * 10_000), 413, "too_large", "10000 inputs", "SEQSERVE_MAX_INPUTS is 64", field="inputs"
     )
@@ -263,43 +264,43 @@ def test_ten_thousand_inputs_get_413_and_the_knob_is_named(server: Server) -> No
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_a_body_of_64_mebibytes_gets_413_and_the_knob_is_named(server: Server, chunked: bool) -> None:
+def test_large_body_gets_413_with_the_setting(server: Server, chunked: bool) -> None:
     piece = b" " * (1 << 20)
     content: Any = (piece for _ in range(64)) if chunked else piece * 64
     refused(server.client.post("/infer", content=content), 413, "too_large", "SEQSERVE_MAX_BODY_BYTES", str(16 << 20))
 
 
-def test_a_body_at_the_limit_is_read(server: Server) -> None:
+def test_body_at_the_size_limit_is_accepted(server: Server) -> None:
     body = json.dumps(GOOD).encode()
     assert server.client.post("/infer", content=body.ljust(16 << 20)).status_code == 200
     assert server.client.post("/infer", content=body.ljust((16 << 20) + 1)).status_code == 413
 
 
-def test_a_body_that_is_declared_far_too_large_is_refused_unread(server: Server) -> None:
+def test_body_with_huge_content_length_gets_413_unread(server: Server) -> None:
     answer = raw(server, b"POST /infer HTTP/1.1\r\nHost: a\r\nContent-Length: 9999999999999999\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 413 ")
 
 
 @pytest.mark.parametrize("media", ["text/plain", "application/x-www-form-urlencoded", "application/octet-stream"])
-def test_another_content_type_gets_415(server: Server, media: str) -> None:
+def test_other_content_type_gets_415(server: Server, media: str) -> None:
     answer = server.client.post("/infer", content=json.dumps(GOOD), headers={"content-type": media})
     refused(answer, 415, "unsupported_media", "application/json")
 
 
-def test_a_compressed_body_gets_415(server: Server) -> None:
+def test_compressed_body_gets_415(server: Server) -> None:
     answer = server.client.post("/infer", content=b"\x1f\x8b", headers={"content-encoding": "gzip"})
     refused(answer, 415, "unsupported_media", "Content-Encoding")
 
 
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "PATCH"])
-def test_another_method_gets_405_and_the_right_one_is_named(server: Server, method: str) -> None:
+def test_other_method_gets_405_with_the_allowed_method(server: Server, method: str) -> None:
     answer = server.client.request(method, "/infer")
     refused(answer, 405, "method_not_allowed", "POST")
     assert answer.headers["allow"] == "POST"
 
 
 @pytest.mark.parametrize("path", ["/", "/infer/x", "/v3", "/models/words", "/../etc/passwd", "/%00"])
-def test_an_unknown_path_gets_404(server: Server, path: str) -> None:
+def test_unknown_path_gets_404(server: Server, path: str) -> None:
     refused(server.client.get(path), 404, "unknown_route", "/docs")
 
 
@@ -321,7 +322,7 @@ def test_an_unknown_path_gets_404(server: Server, path: str) -> None:
     ),
     model=st.sampled_from(["words", "sensors", None]),
 )
-def test_whatever_is_sent_gets_an_answer_or_a_named_error(server: Server, body: Any, model: str | None) -> None:
+def test_random_json_gets_a_reply_or_an_error_body(server: Server, body: Any, model: str | None) -> None:
     if isinstance(body, dict) and model is not None:
         body["model"] = model
     answer = server.client.post("/infer", content=json.dumps(body))
@@ -329,37 +330,38 @@ def test_whatever_is_sent_gets_an_answer_or_a_named_error(server: Server, body: 
     assert answer.status_code == 200 or {"error", "code"} <= set(answer.json())
 
 
-# Deadlines, priorities, full queues, callers who leave.
+# Deadlines, priorities, full queues, clients that disconnect.
 
 
 @pytest.fixture(scope="module")
 def static(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server whose engine one long sequence keeps busy: it is not cut, and nobody joins it."""
+    """A server that batches statically: a long sequence keeps the engine busy, because no request joins its batch."""
     with serving(models_folder, tmp_path_factory.mktemp("log"), batching="static") as running:
         yield running
 
 
 def busy(server: Server, pool: ThreadPoolExecutor, times: int = 3) -> Future[httpx.Response]:
-    """Occupy the engine with one long turn; returns its future answer."""
+    """Keep the engine busy with one long batch, and return the future response to it."""
     parsed = server.metric("seqserve_stage_seconds_count", model="sensors", stage="parse")
     future = pool.submit(server.infer, "sensors", [DENSE * times], deadline_ms=60_000)
     eventually(lambda: server.metric("seqserve_stage_seconds_count", model="sensors", stage="parse") > parsed, 10)
-    time.sleep(0.1)  # from the front's hands into the turn
+    time.sleep(0.1)  # until the engine has started the batch
     return future
 
 
-def test_a_deadline_that_passes_gets_504_in_time(static: Server) -> None:
+def test_missed_deadline_gets_504_at_once(static: Server) -> None:
     with ThreadPoolExecutor() as pool:
         long = busy(static, pool)
         start = time.monotonic()
         answer = static.infer("words", [QUESTION], deadline_ms=100)
         waited = time.monotonic() - start
+        assert not long.done(), "the reply does not wait for the batch before it"
         assert long.result().status_code == 200
     refused(answer, 504, "deadline_exceeded", "deadline")
-    assert 0.1 <= waited < 0.6
+    assert waited >= 0.1
 
 
-def test_nothing_is_computed_after_its_deadline(static: Server) -> None:
+def test_expired_requests_are_not_computed(static: Server) -> None:
     with ThreadPoolExecutor() as pool:
         long = busy(static, pool)
         computed = static.metric("seqserve_sequences_total", model="words")
@@ -369,7 +371,7 @@ def test_nothing_is_computed_after_its_deadline(static: Server) -> None:
     assert static.metric("seqserve_sequences_total", model="words") == computed + 1
 
 
-def test_batches_form_because_the_engine_is_busy(static: Server) -> None:
+def test_batches_form_while_the_engine_is_busy(static: Server) -> None:
     with ThreadPoolExecutor(20) as pool:
         long = busy(static, pool)
         batches = static.metric("seqserve_batch_sequences_count", model="words")
@@ -379,39 +381,39 @@ def test_batches_form_because_the_engine_is_busy(static: Server) -> None:
     assert static.metric("seqserve_batch_sequences_count", model="words") <= batches + 3
 
 
-def test_a_caller_who_goes_away_leaves_at_once_and_its_batch_mates_are_unharmed(static: Server) -> None:
-    gone = static.metric("seqserve_requests_total", outcome="client_gone")
+def test_disconnected_client_is_cancelled_without_harm_to_its_batch(static: Server) -> None:
+    before = static.metric("seqserve_requests_total", outcome="client_gone")
     with ThreadPoolExecutor(20) as pool:
         long = busy(static, pool)
         computed = static.metric("seqserve_sequences_total", model="words")
         body = json.dumps(GOOD).encode()
-        leaving = connect(static)
-        leaving.sendall(b"POST /infer HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+        connection = connect(static)
+        connection.sendall(b"POST /infer HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
         mates = [pool.submit(static.infer, "words", [QUESTION]) for _ in range(5)]
         eventually(lambda: static.metric("seqserve_requests_in_flight") == 7, 5)
-        leaving.close()
-        eventually(lambda: static.metric("seqserve_requests_total", outcome="client_gone") == gone + 1, 1)
-        assert not long.done(), "the caller's leaving was seen while the engine was busy"
+        connection.close()
+        eventually(lambda: static.metric("seqserve_requests_total", outcome="client_gone") == before + 1, 1)
+        assert not long.done(), "the disconnect was noticed while the engine was busy"
         assert [mate.result().status_code for mate in mates] == [200] * 5
         assert long.result().status_code == 200
     assert static.metric("seqserve_sequences_total", model="words") == computed + 5
 
 
-def test_a_full_queue_gets_503_with_retry_after(models_folder: Path, tmp_path: Path) -> None:
+def test_full_queue_gets_503_with_retry_after(models_folder: Path, tmp_path: Path) -> None:
     limits = {"max_waiting": "4", "max_inputs": "4", "batching": "static"}
     with serving(models_folder, tmp_path, **limits) as small, ThreadPoolExecutor(20) as pool:
         long = busy(small, pool)
-        asked = [pool.submit(small.infer, "words", [QUESTION] * 2, deadline_ms=20_000) for _ in range(5)]
-        answers = [one.result() for one in asked]
+        requests = [pool.submit(small.infer, "words", [QUESTION] * 2, deadline_ms=20_000) for _ in range(5)]
+        answers = [request.result() for request in requests]
         assert long.result().status_code == 200
         assert sorted(answer.status_code for answer in answers) == [200, 200, 503, 503, 503]
-        turned_away = next(answer for answer in answers if answer.status_code == 503)
-        refused(turned_away, 503, "overloaded", "4 sequences wait", "SEQSERVE_MAX_WAITING is 4")
-        assert turned_away.headers["retry-after"] == "1"
+        rejected = next(answer for answer in answers if answer.status_code == 503)
+        refused(rejected, 503, "overloaded", "4 sequences wait", "SEQSERVE_MAX_WAITING is 4")
+        assert rejected.headers["retry-after"] == "1"
         assert small.metric("seqserve_refused_total", reason="overloaded") == 3
 
 
-def test_a_higher_priority_runs_first(static: Server) -> None:
+def test_higher_priority_runs_first(static: Server) -> None:
     order: list[int] = []
     with ThreadPoolExecutor(20) as pool:
         long = busy(static, pool)
@@ -422,8 +424,8 @@ def test_a_higher_priority_runs_first(static: Server) -> None:
 
         waiting = [pool.submit(ask, priority) for priority in (0, 5, -5)]
         eventually(lambda: static.metric("seqserve_requests_in_flight") == 4, 5)
-        for one in waiting:
-            one.result()
+        for request in waiting:
+            request.result()
         assert long.result().status_code == 200
     assert order == [5, 0, -5]
 
@@ -437,7 +439,7 @@ def connect(server: Server) -> socket.socket:
 
 
 def raw(server: Server, data: bytes) -> bytes:
-    """What comes back until the server closes the connection or one second passes."""
+    """Send bytes, and return what the server sends until it closes the connection or for one second."""
     with connect(server) as connection:
         connection.sendall(data)
         connection.settimeout(1)
@@ -462,20 +464,20 @@ def raw(server: Server, data: bytes) -> bytes:
     ],
     ids=["empty", "garbage", "negative", "smuggled", "bad chunk", "TLS"],
 )
-def test_what_is_not_http_harms_nobody(server: Server, data: bytes) -> None:
+def test_malformed_http_gets_400_or_a_closed_connection(server: Server, data: bytes) -> None:
     answer = raw(server, data)
     assert answer == b"" or answer.startswith(b"HTTP/1.1 4")
 
 
-def test_a_caller_who_leaves_in_the_middle_of_its_body_harms_nobody(server: Server) -> None:
+def test_disconnect_inside_the_body_ends_the_request(server: Server) -> None:
     with connect(server) as connection:
         connection.sendall(b"POST /infer HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{")
     eventually(lambda: server.metric("seqserve_requests_in_flight") == 0, 5)
 
 
-def test_requests_in_one_packet_are_answered_in_order(server: Server) -> None:
+def test_pipelined_requests_are_answered_in_order(server: Server) -> None:
     body = json.dumps(GOOD).encode()
-    one = b"POST /infer HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
-    answer = raw(server, one + b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n" + one)
+    request = b"POST /infer HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+    answer = raw(server, request + b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n" + request)
     assert [answer.count(part) for part in (b"HTTP/1.1 200", b'"outputs"', b'"live"')] == [3, 2, 1]
     assert answer.index(b'"outputs"') < answer.index(b'"live"')

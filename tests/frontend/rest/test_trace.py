@@ -1,4 +1,4 @@
-"""A trace as a front asks for it, of engines that the test plays itself."""
+"""Traces from the dispatcher, with engines that the test plays."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from service.metrics import Metrics
 from tests.frontend.dispatch.test_dispatcher import EngineProcess, meet, meet_two, run
 
 
-async def asked(dispatcher: Dispatcher, *engine_processes: EngineProcess) -> tuple[asyncio.Task[list[bytes]], list[int]]:
-    """A trace that these engines have heard of, and the ids by which they answer."""
+async def start_trace(dispatcher: Dispatcher, *engine_processes: EngineProcess) -> tuple[asyncio.Task[list[bytes]], list[int]]:
+    """Start a trace; return its task and the id of the call to each engine."""
     task = asyncio.ensure_future(dispatcher.trace(20, 1.5))
     frames = [frame for engine in engine_processes for frame in await engine.frames(1)]
     assert [(type(frame.message), frame.message) for frame in frames] == [(RecordTrace, RecordTrace(20, 1.5))] * len(
@@ -25,10 +25,10 @@ async def asked(dispatcher: Dispatcher, *engine_processes: EngineProcess) -> tup
     return task, [frame.id for frame in frames]
 
 
-def test_every_engine_records_and_the_answers_stand_in_their_order() -> None:
+def test_traces_come_in_the_order_of_the_engines() -> None:
     async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
         first_engine, second_engine = await meet_two(dispatcher)
-        task, (first, second) = await asked(dispatcher, first_engine, second_engine)
+        task, (first, second) = await start_trace(dispatcher, first_engine, second_engine)
         second_engine.send(encode(Done(), second, (b"[2]",)))
         first_engine.send(encode(Done(), first, (b"[1]",)))
         assert await task == [b"[1]", b"[2]"]
@@ -36,10 +36,10 @@ def test_every_engine_records_and_the_answers_stand_in_their_order() -> None:
     run(test)
 
 
-def test_an_engine_that_refuses_is_heard_and_the_others_are_told_to_give_up() -> None:
+def test_refusal_of_one_engine_cancels_the_others() -> None:
     async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
         first_engine, second_engine = await meet_two(dispatcher)
-        task, (first, second) = await asked(dispatcher, first_engine, second_engine)
+        task, (first, second) = await start_trace(dispatcher, first_engine, second_engine)
         first_engine.send(encode(Refusal("overloaded", "a trace is being recorded", None, 1), first))
         with pytest.raises(Overloaded, match="being recorded"):
             await task
@@ -49,10 +49,10 @@ def test_an_engine_that_refuses_is_heard_and_the_others_are_told_to_give_up() ->
     run(test)
 
 
-def test_an_engine_that_ends_meanwhile_is_named_as_the_reason() -> None:
+def test_trace_fails_when_an_engine_ends() -> None:
     async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
         engine = await meet(dispatcher)
-        task, _ = await asked(dispatcher, engine)
+        task, _ = await start_trace(dispatcher, engine)
         engine.channel.close()
         with pytest.raises(EngineLost, match="ended before it replied"):
             await task
@@ -60,10 +60,10 @@ def test_an_engine_that_ends_meanwhile_is_named_as_the_reason() -> None:
     run(test)
 
 
-def test_a_caller_who_leaves_and_one_who_waited_long_enough_are_told_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disconnect_and_timeout_cancel_the_trace_in_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
         engine = await meet(dispatcher)
-        task, [id] = await asked(dispatcher, engine)
+        task, [id] = await start_trace(dispatcher, engine)
         task.cancel()
         assert [(type(frame.message), frame.id) for frame in await engine.frames(1)] == [(Cancel, id)]
         monkeypatch.setattr(module, "TRACE_GRACE_SECONDS", -1.4)
@@ -75,7 +75,7 @@ def test_a_caller_who_leaves_and_one_who_waited_long_enough_are_told_to_the_engi
     run(test)
 
 
-def test_without_an_engine_nothing_is_recorded() -> None:
+def test_trace_without_an_engine_is_unavailable() -> None:
     async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
         with pytest.raises(Unavailable, match="loading"):
             await dispatcher.trace(20, 1.5)

@@ -1,0 +1,34 @@
+"""Health checks and metrics."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+from starlette.responses import PlainTextResponse
+
+from service.frontend.http_exchange import respond_json
+from service.frontend.inference import Frontend
+from service.frontend.oip import statistics
+from service.frontend.rest.schemas import ERRORS
+from service.metrics import render
+
+
+def add_routes(router: APIRouter, frontend: Frontend) -> None:
+    """Add /healthz, /readyz and /metrics."""
+
+    @router.get("/healthz")
+    async def healthz(request: Request) -> Response:
+        """200 while this process answers."""
+        return respond_json(frontend, {"live": True})
+
+    @router.get("/readyz", responses=ERRORS)
+    async def readyz(request: Request) -> Response:
+        """200 when requests are answered; 503 while models load, while no engine is ready, and during shutdown."""
+        frontend.check_ready()
+        return respond_json(frontend, {"ready": True})
+
+    @router.get("/metrics", response_class=PlainTextResponse, responses=ERRORS)
+    async def metrics(request: Request) -> Response:
+        """The metrics of all processes in Prometheus' text format."""
+        snapshot = await frontend.supervisor.scrape()
+        text = render(snapshot, statistics.families(snapshot))
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -1,0 +1,140 @@
+"""POST /infer: inputs in, outputs of the model's head out."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any, Literal
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr
+
+from service.errors import InvalidInput
+from service.frontend import validation
+from service.frontend.catalog import ServedModel
+from service.frontend.head_outputs import InferOutput, format_outputs, input_field
+from service.frontend.http_exchange import cancel_on_disconnect, read_json, respond
+from service.frontend.inference import Frontend, TrackedRequest, run_inference, track_request
+from service.frontend.rest.schemas import ERRORS, JsonBody, SessionId, describe_body
+from service.ipc import messages
+from service.modeling.spec import ModelSpec
+from service.settings import Settings
+
+_EXAMPLE = {"model": "question-type", "inputs": ["How far is it from Denver to Aspen ?"]}
+
+
+class InferBody(JsonBody):
+    """Body of POST /infer."""
+
+    endpoint = "/infer"
+    example = '{"model": "...", "inputs": [...]}'
+
+    model: StrictStr
+    """Name or alias of a served model."""
+    inputs: Annotated[list[Any], Field(min_length=1)]
+    """One sequence each: a string, a list of token ids, or a list of steps with a list of floats each, depending on the model."""
+    version: StrictStr | Annotated[int, Field(strict=True)] | None = None
+    """Version of the model; the newest by default."""
+    returns: list[Literal["embedding", "sequence"]] = Field([], alias="return")
+    """Adds vectors to each output: the pooled vector (embedding) or the vector of every step (sequence)."""
+    session: SessionId | None = None
+    """Id of a session. The request then has one input, the session's next chunk, and the output covers all steps so far."""
+    start: StrictBool | None = None
+    """Requires session. true restarts the session with this chunk, false only continues an open session; by default the chunk
+    continues an open session or starts a new one."""
+    end: StrictBool = False
+    """Requires session. true closes the session after this chunk."""
+    deadline_ms: Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)] | None = None
+    """Milliseconds from arrival after which the reply is useless to the client."""
+    priority: Annotated[int, Field(ge=-10, le=10, strict=True)] = 0
+    """A request with a higher priority runs sooner."""
+
+    def field_of(self, index: int) -> str:
+        """Return the name of one input for an error message."""
+        return input_field(index)
+
+
+class SessionSteps(BaseModel):
+    """The progress of a session."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    id: str
+    steps: int
+    """Number of steps since the session began, including this chunk."""
+
+
+class InferReply(BaseModel):
+    """Reply to POST /infer: one output per input, in the order of the inputs, and the session's progress if there is a session."""
+
+    model: str
+    version: str
+    outputs: list[InferOutput]
+    session: SessionSteps | None = None
+
+
+def add_routes(router: APIRouter, frontend: Frontend) -> None:
+    """Add POST /infer."""
+
+    @router.post("/infer", response_model=InferReply, responses=ERRORS, openapi_extra=describe_body(InferBody, _EXAMPLE))
+    async def infer(request: Request) -> Response:
+        """Run a model on each input."""
+        with track_request(frontend.metrics, time.monotonic()) as tracked:
+            body = InferBody.parse(await read_json(request, frontend))
+            return respond(frontend, await cancel_on_disconnect(request, answer(frontend, tracked, body)))
+
+
+async def answer(frontend: Frontend, tracked: TrackedRequest, body: InferBody) -> bytes:
+    """Return the JSON reply to a body of POST /infer, or to a chunk from /stream; raises a ServiceError."""
+
+    def build(model: ServedModel) -> tuple[messages.Request, bytes]:
+        return build_request(body, model, frontend.settings, tracked.arrived)
+
+    model, (shapes, data) = await run_inference(frontend, tracked, body.model, body.version, body.session, build)
+    start = time.monotonic()
+    reply: dict[str, Any] = {
+        "model": model.spec.name,
+        "version": model.version,
+        "outputs": format_outputs(model.spec, shapes, data, body.field_of),
+    }
+    if body.session is not None:
+        reply["session"] = {"id": body.session, "steps": shapes.session_steps}
+    encoded = msgspec.json.encode(reply)
+    frontend.metrics.stage_seconds.observe(time.monotonic() - start, *tracked.labels, "encode")
+    return encoded
+
+
+def build_request(body: InferBody, model: ServedModel, settings: Settings, arrived: float) -> tuple[messages.Request, bytes]:
+    """Return the engine's request and its tensor bytes; raises InvalidInput or TooLarge, which name the first wrong field."""
+    validation.check_input_count(len(body.inputs), settings)
+    _check_session_fields(body)
+    arrays = [validation.parse_input(value, body.field_of(index), model) for index, value in enumerate(body.inputs)]
+    options = validation.Options(
+        returns=check_returns(body, model.spec),
+        deadline_ms=validation.resolve_deadline_ms(body.deadline_ms, settings),
+        priority=body.priority,
+        session=body.session,
+        session_starts=body.start,
+        session_ends=body.end,
+        exact_version=body.version is not None,
+    )
+    request = validation.engine_request([len(array) for array in arrays], options, model, arrived)
+    return request, b"".join(array.tobytes() for array in arrays)
+
+
+def check_returns(body: InferBody, spec: ModelSpec) -> messages.Returns:
+    """Validate `return`. Raises InvalidInput for vectors that the model does not have."""
+    for name, available in (("embedding", spec.has_embedding), ("sequence", spec.has_steps)):
+        if name in body.returns and not available:
+            raise InvalidInput(f"{spec.name} has no {name} to return: leave {name} out of return", field="return")
+    return validation.requested_returns(body.returns, spec)
+
+
+def _check_session_fields(body: InferBody) -> None:
+    """Raise InvalidInput for several inputs to one session, or for a field that requires a session without one."""
+    if body.session is not None:
+        validation.check_single_input(len(body.inputs))
+        return
+    for field, present in (("start", body.start is not None), ("end", "end" in body.model_fields_set)):
+        if present:
+            raise InvalidInput(f"{field} requires session: name the session, or leave {field} out", field=field)

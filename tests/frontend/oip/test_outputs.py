@@ -1,0 +1,116 @@
+"""The engine's arrays become the output tensors that a request names, in the layout of its sequences."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from service.errors import InvalidInput, TooLarge
+from service.frontend.oip.tensors import BYTES, Tensor
+from service.frontend.oip.types import RequestedOutput
+from tests.frontend.oip.harness import ANSWERS, OFFSETS, TWO_IDS, InferHarness, integers, three_sequences, values
+
+PACKED = [integers("ids", [1] * 6), integers("offsets", OFFSETS)]
+
+
+def test_each_head_has_its_own_outputs(harness: InferHarness) -> None:
+    words = harness.infer("words", *three_sequences("words"))
+    assert (words.model, words.version, words.id, words.parameters) == ("words", "1", "7", {})
+    assert [output.name for output in words.outputs] == ["label", "score", "scores"]
+    assert values(words)["label"] == [b"far", b"near", b"unknown"]
+    assert values(words)["score"] == [[0.5], [0.5], [0.75]]
+    assert values(words)["scores"] == ANSWERS["words"]["scores"]
+    assert values(harness.infer("forecaster", *three_sequences("forecaster"))) == {"value": ANSWERS["forecaster"]["scores"]}
+    reader = values(harness.infer("reader", *three_sequences("reader")))
+    assert reader == {"start": [[0], [0], [1]], "end": [[1], [0], [2]], "score": [[0.5], [0.25], [0.75]]}
+    assert values(harness.infer("speller", *three_sequences("speller")))["ids"] == ANSWERS["speller"]["picks"]
+    assert values(harness.infer("embedder", *three_sequences("embedder"))) == {"embedding": ANSWERS["embedder"]["embedding"]}
+
+
+def test_step_outputs_of_padded_sequences_are_padded(harness: InferHarness) -> None:
+    tagged = values(harness.infer("tagger", *three_sequences("tagger")))
+    assert tagged["labels"] == [*(b"near", b"far", b""), *(b"unknown", b"", b""), *(b"near", b"far", b"unknown")]
+    assert tagged["scores"] == [[0.5, 0.25, 0], [0.75, 0, 0], [1.0, 0.5, 0.5]]
+    assert tagged["lengths"] == [[2], [1], [3]]
+    halved = harness.infer("halver", *three_sequences("halver"))
+    assert [output.shape for output in halved.outputs] == [(3, 3, 5), (3, 1)], "an encoder may shorten its input"
+
+
+def test_step_outputs_of_packed_sequences_are_packed(harness: InferHarness) -> None:
+    tagged = harness.infer("tagger", *PACKED)
+    assert values(tagged)["labels"] == [b"near", b"far", b"unknown", b"near", b"far", b"unknown"]
+    shapes = {output.name: output.shape for output in tagged.outputs}
+    assert shapes == {"labels": (1, 6), "scores": (1, 6), "offsets": (1, 4)}
+    assert values(tagged)["offsets"] == [OFFSETS]
+
+
+@pytest.mark.parametrize("inputs", [three_sequences("tagger"), PACKED], ids=["padded", "packed"])
+def test_lengths_and_offsets_may_be_requested_together(harness: InferHarness, inputs: list[Tensor]) -> None:
+    requested = [RequestedOutput(name) for name in ("labels", "lengths", "offsets")]
+    tagged = values(harness.infer("tagger", *inputs, outputs=requested))
+    assert tagged["lengths"] == [[2], [1], [3]]
+    assert tagged["offsets"] == [OFFSETS]
+
+
+def test_outputs_have_the_requested_order(harness: InferHarness) -> None:
+    requested = [RequestedOutput("scores"), RequestedOutput("label")]
+    response = harness.infer("words", *three_sequences("words"), outputs=requested)
+    assert [output.name for output in response.outputs] == ["scores", "label"]
+    harness.infer("words", *three_sequences("words"))
+    assert harness.dispatcher.requests[-1][0].returns.embedding is False
+
+
+def test_classes_are_sorted_best_first(harness: InferHarness) -> None:
+    [two] = harness.infer("words", *three_sequences("words"), outputs=[RequestedOutput("scores", 2)]).outputs
+    assert (two.datatype, two.shape) == (BYTES, (3, 2))
+    assert two.values == [b"0.5:1:far", b"0.25:0:near", b"0.5:0:near", b"0.25:1:far", b"0.75:2:unknown", b"0.125:0:near"]
+    [all_classes] = harness.infer("words", *three_sequences("words"), outputs=[RequestedOutput("scores", 2**40)]).outputs
+    assert all_classes.shape == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("model", "outputs", "text"),
+    [
+        ("words", [RequestedOutput("logits")], "its outputs are label, score, scores, embedding, sequence, lengths"),
+        ("words", [RequestedOutput("score"), RequestedOutput("score")], "requested twice"),
+        ("words", [RequestedOutput("label", 2)], "has no classes"),
+        ("speller", [RequestedOutput("scores", 2)], "has no classes"),
+        ("embedder", [RequestedOutput("sequence")], "its outputs are embedding"),
+        ("words", [RequestedOutput("lengths")], "describe sequence"),
+        ("words", [RequestedOutput("offsets")], "describe sequence"),
+    ],
+)
+def test_invalid_outputs_are_rejected(harness: InferHarness, model: str, outputs: list[RequestedOutput], text: str) -> None:
+    harness.check_refused(InvalidInput, "outputs", text, model, *three_sequences(model), outputs=outputs)
+
+
+def test_values_that_are_not_finite_are_rejected(harness: InferHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness.dispatcher, "answers", {"forecaster": {"scores": [[1, 2], [3, np.inf], [5, 6]]}})
+    with pytest.raises(InvalidInput, match="not finite") as raised:
+        harness.infer("forecaster", *three_sequences("forecaster"))
+    assert raised.value.field == "inputs[1]"
+
+
+def test_padding_of_outputs_is_limited(harness: InferHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.frontend.oip.outputs.MAX_PADDED_BYTES", 35)
+    with pytest.raises(TooLarge, match="would have 36 bytes, but at most 35 are allowed"):
+        harness.infer("tagger", *three_sequences("tagger"))
+    assert harness.infer("tagger", *PACKED).outputs
+
+
+def test_response_of_a_session_has_its_steps(harness: InferHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness.dispatcher, "steps", 12)
+    assert harness.infer("speller", TWO_IDS, sequence_id=7).parameters == {"sequence_steps": 12}
+
+
+def test_request_is_counted_once_and_timed_by_stage(harness: InferHarness) -> None:
+    def counts() -> list[float]:
+        metrics = harness.frontend.metrics
+        stages = [
+            sum(metrics.stage_seconds.values.get(("speller", "1", stage), [0])[:-1]) for stage in ("parse", "encode", "total")
+        ]
+        return [metrics.requests.values.get(("speller", "1", "ok"), [0])[0], *stages]
+
+    before = counts()
+    harness.infer("speller", TWO_IDS)
+    assert counts() == [count + 1 for count in before]

@@ -1,0 +1,84 @@
+"""How many modules of the frontend a request to POST /infer passes: a newcomer who follows one request opens these files."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+import service.frontend
+from service.frontend.app import build_app
+from service.frontend.catalog import Catalog, ServedModel
+from service.frontend.dispatch.dispatcher import Dispatcher
+from service.frontend.inference import Frontend, SupervisorClient
+from service.ipc.channel import encode
+from service.ipc.messages import Answer
+from service.log import Log
+from service.metrics import Metrics
+from service.settings import Settings
+from tests import models
+from tests.frontend.dispatch.test_dispatcher import meet, run
+
+FOLDER = Path(service.frontend.__file__).parent
+MAX_MODULES = 9
+
+
+@contextmanager
+def recorded_modules() -> Iterator[set[str]]:
+    """Record the modules of service/frontend that execute code within this context."""
+    modules: set[str] = set()
+
+    def record(frame: Any, event: str, argument: Any) -> None:
+        file = Path(frame.f_code.co_filename)
+        if file.is_relative_to(FOLDER):
+            modules.add(str(file.relative_to(FOLDER)))
+
+    sys.setprofile(record)
+    try:
+        yield modules
+    finally:
+        sys.setprofile(None)
+
+
+def test_infer_passes_at_most_nine_modules(tmp_path: Path) -> None:
+    """The application runs in this process, without uvicorn, and the test plays the engine."""
+    spec = models.words(tmp_path)
+    scores = np.array([[0.25, 0.5, 0.25]], np.float32)
+    request = json.dumps({"model": "words", "inputs": [[1, 2, 3]]}).encode()
+    scope = {"type": "http", "method": "POST", "path": "/infer", "raw_path": b"/infer", "headers": [], "query_string": b""}
+
+    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
+        engine = await meet(dispatcher)
+        catalog = Catalog([ServedModel(spec, "1", None)], {})
+        frontend = Frontend(Settings(), catalog, dispatcher, metrics, Log("frontend"), cast(SupervisorClient, None))
+        app = build_app(frontend)
+        replied = asyncio.Event()
+        events = [{"type": "http.request", "body": request, "more_body": False}]
+        sent: list[Any] = []
+
+        async def receive() -> Any:
+            if events:
+                return events.pop()
+            await replied.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(event: Any) -> None:
+            sent.append(event)
+
+        with recorded_modules() as modules:
+            handling = asyncio.ensure_future(app(cast(Any, scope), receive, send))
+            [frame] = await engine.frames(1)
+            engine.send(encode(Answer(scores=scores.shape, steps=[3]), frame.id, (scores.tobytes(),)))
+            await handling
+        replied.set()
+        assert sent[0]["status"] == 200
+        assert json.loads(sent[1]["body"])["outputs"][0]["score"] == 0.5
+        assert len(modules) <= MAX_MODULES, sorted(modules)
+
+    run(test)
