@@ -1,1 +1,1 @@
-"""Load for a running server: traffic like that of real callers, what came of it, and other servers to compare with."""
+"""Load tests of a running server: realistic traffic, measurements, and other servers to compare with."""

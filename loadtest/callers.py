@@ -1,5 +1,4 @@
-"""HTTP callers that cost little: on a shared machine, what a client library takes is missing from the server under test. And what any
-caller is to a stretch of load, whatever he speaks."""
+"""HTTP callers with little overhead: on a shared machine, a client library would take processor time from the server under test."""
 
 from __future__ import annotations
 
@@ -12,33 +11,33 @@ import httptools
 JSON = "Content-Type: application/json"
 
 
-class Reply(NamedTuple):
-    """status: HTTP's; 200 is an answer."""
+class Response(NamedTuple):
+    """A response: its HTTP status and its body."""
 
     status: int
     body: bytes
 
 
 class Connection(Protocol):
-    """One connection, kept alive, with one request on it at a time."""
+    """A persistent connection that carries one request at a time."""
 
     @property
     def connected(self) -> bool: ...
 
-    async def ask(self, request: bytes) -> Reply:
-        """Raises OSError when there is no answer at all."""
+    async def ask(self, request: bytes) -> Response:
+        """Send a request and return the reply. Raises OSError when no reply arrives."""
 
     def hang_up(self) -> None: ...
 
 
-class Reachable(Protocol):
-    """A server, and what is asked of it."""
+class Connectable(Protocol):
+    """A server to which a load can open connections."""
 
     async def connect(self) -> Connection: ...
 
 
 class Target(NamedTuple):
-    """Where a server listens, and the path that is asked."""
+    """The address of an HTTP server and the path of the requests."""
 
     host: str
     port: int
@@ -46,14 +45,14 @@ class Target(NamedTuple):
 
     @classmethod
     def of(cls, url: str, path: str) -> Target:
-        """Raises ValueError for what is no http:// address."""
+        """Parse an http:// address. Raises ValueError for anything else."""
         parts = urlsplit(url)
         if parts.scheme != "http" or not parts.hostname:
-            raise ValueError(f"{url} is no address of the form http://host:port")
+            raise ValueError(f"{url} is not an address of the form http://host:port")
         return cls(parts.hostname, parts.port or 80, path)
 
     def request(self, body: bytes, *headers: str) -> bytes:
-        """One POST, as it goes over the wire: of a JSON body, unless headers say otherwise."""
+        """Return the bytes of one POST. The body is JSON unless `headers` has another content type."""
         lines = [
             f"POST {self.path} HTTP/1.1",
             f"Host: {self.host}",
@@ -69,11 +68,11 @@ class Target(NamedTuple):
 
 
 class Caller(asyncio.Protocol):
-    """A connection to a target."""
+    """An HTTP connection to a target."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
-        self._answer: asyncio.Future[Reply] | None = None
+        self._reply: asyncio.Future[Response] | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._body = b""
 
@@ -86,13 +85,13 @@ class Caller(asyncio.Protocol):
     def connected(self) -> bool:
         return self._transport is not None
 
-    async def ask(self, request: bytes) -> Reply:
-        """Raises ConnectionError when the server closes the connection instead."""
+    async def ask(self, request: bytes) -> Response:
+        """Send a request and return the reply. Raises ConnectionError when the server closes the connection first."""
         if self._transport is None:
             raise ConnectionResetError("the connection is closed")
-        self._answer = asyncio.get_running_loop().create_future()
+        self._reply = asyncio.get_running_loop().create_future()
         self._transport.write(request)
-        return await self._answer
+        return await self._reply
 
     def hang_up(self) -> None:
         if self._transport is not None:
@@ -100,25 +99,25 @@ class Caller(asyncio.Protocol):
             self._transport = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's is one in all but name
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's transport is no subclass
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
-        if self._answer is not None and not self._answer.done():
+        if self._reply is not None and not self._reply.done():
             broken = error if isinstance(error, OSError) else ConnectionResetError("the server closed the connection")
-            self._answer.set_exception(broken)
+            self._reply.set_exception(broken)
 
     def data_received(self, data: bytes) -> None:
         self._parser.feed_data(data)
 
     def on_body(self, data: bytes) -> None:
-        """The parser's word: a part of the answer's body."""
+        """Append a part of the body. Called by the parser."""
         self._body += data
 
     def on_message_complete(self) -> None:
-        """The parser's word: the answer is whole."""
-        reply, self._body = Reply(self._parser.get_status_code(), self._body), b""
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_result(reply)
+        """Resolve the reply. Called by the parser."""
+        reply, self._body = Response(self._parser.get_status_code(), self._body), b""
+        if self._reply is not None and not self._reply.done():
+            self._reply.set_result(reply)
         if not self._parser.should_keep_alive():
             self.hang_up()

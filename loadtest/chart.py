@@ -1,4 +1,4 @@
-"""A load test as one picture: requests a second, their times, and failures, over time."""
+"""Chart of a load test: request rate, latency and failures over time."""
 
 from __future__ import annotations
 
@@ -11,33 +11,34 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from loadtest.journal import ANSWERED, HUNG_UP, Entry
 from loadtest.load import Figures
 from loadtest.report import QUANTILES
+from loadtest.request_log import ANSWERED, HUNG_UP, LoggedRequest
 
 POINTS = 60
-"""A run is cut into about so many stretches; each is a point of every line."""
+"""Approximate number of points of every line. Each point covers an interval of the test."""
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#f0e442")
 RED, GREY = "#d55e00", "#666666"
 SHADES = ("#9ecae1", "#4292c6", "#08306b")
 
 Values = NDArray[np.float64]
+Interval = list[LoggedRequest]
 
 
-def draw(path: Path, entries: Sequence[Entry], seconds: float, title: str, subtitle: str) -> None:
+def draw(path: Path, requests: Sequence[LoggedRequest], seconds: float, title: str, subtitle: str) -> None:
     """Write the PNG."""
     step = max(0.1, round(seconds / POINTS, 1))
-    stretches = _cut(entries, step, seconds)
-    middles: Values = np.array([step * (place + 0.5) for place in range(len(stretches))])
+    intervals = _split(requests, step, seconds)
+    middles: Values = np.array([step * (index + 0.5) for index in range(len(intervals))])
     figure = Figure(figsize=(10, 9), dpi=120, layout="constrained")
     rates, times, failures = figure.subplots(3, 1, sharex=True, height_ratios=(3, 3, 1))
     figure.suptitle(title, fontweight="bold")
     rates.set_title(subtitle, fontsize="small", color=GREY)
-    _draw_rates(rates, middles, stretches, step)
-    _draw_times(times, middles, stretches)
-    _draw_failures(failures, middles, stretches, step)
-    failures.set_xlabel(f"time since the first request [s], a point each {step:g} s")
-    failures.set_xlim(0, len(stretches) * step)
+    _draw_rates(rates, middles, intervals, step)
+    _draw_times(times, middles, intervals)
+    _draw_failures(failures, middles, intervals, step)
+    failures.set_xlabel(f"time since the first request [s], one point every {step:g} s")
+    failures.set_xlim(0, len(intervals) * step)
     for axes in (rates, times, failures):
         axes.grid(alpha=0.3)
         axes.set_ylim(bottom=0)
@@ -45,55 +46,55 @@ def draw(path: Path, entries: Sequence[Entry], seconds: float, title: str, subti
     figure.savefig(path)
 
 
-Stretch = list[Entry]
+def _split(requests: Sequence[LoggedRequest], step: float, seconds: float) -> list[Interval]:
+    """Return the requests that ended in each whole interval of `step` seconds."""
+    last = min(seconds, max((request.at_s for request in requests), default=0.0))
+    intervals: list[Interval] = [[] for _ in range(max(1, math.floor(last / step + 1e-6)))]
+    for request in requests:
+        if (index := int(request.at_s / step)) < len(intervals):
+            intervals[index].append(request)
+    return intervals
 
 
-def _cut(entries: Sequence[Entry], step: float, seconds: float) -> list[Stretch]:
-    """The requests that ended in each whole stretch of `step` seconds; what is left at the end is no whole one."""
-    last = min(seconds, max((one.at_s for one in entries), default=0.0))
-    stretches: list[Stretch] = [[] for _ in range(max(1, math.floor(last / step + 1e-6)))]
-    for entry in entries:
-        if (place := int(entry.at_s / step)) < len(stretches):
-            stretches[place].append(entry)
-    return stretches
+def _rate(intervals: Sequence[Interval], step: float, *outcomes: str, kind: str | None = None) -> Values:
+    """Return the requests a second with these outcomes, by interval."""
+    return np.array(
+        [sum(request.outcome in outcomes and kind in (None, request.kind) for request in each) / step for each in intervals]
+    )
 
 
-def _rate(stretches: Sequence[Stretch], step: float, *outcomes: str, kind: str | None = None) -> Values:
-    """Requests a second with one of these outcomes."""
-    return np.array([sum(one.outcome in outcomes and kind in (None, one.kind) for one in every) / step for every in stretches])
-
-
-def _draw_rates(axes: Axes, middles: Values, stretches: Sequence[Stretch], step: float) -> None:
-    """The answers of each kind of caller upon another, and the requests that were hung up on."""
-    kinds = sorted({entry.kind for every in stretches for entry in every})
+def _draw_rates(axes: Axes, middles: Values, intervals: Sequence[Interval], step: float) -> None:
+    """Stack the answers of each kind of user, and draw the hang-ups."""
+    kinds = sorted({request.kind for interval in intervals for request in interval})
     if kinds:
-        answered = [_rate(stretches, step, ANSWERED, kind=kind) for kind in kinds]
+        answered = [_rate(intervals, step, ANSWERED, kind=kind) for kind in kinds]
         axes.stackplot(middles, *answered, labels=kinds, colors=COLOURS, alpha=0.8)
-    hung_up = _rate(stretches, step, HUNG_UP)
+    hung_up = _rate(intervals, step, HUNG_UP)
     if hung_up.any():
-        axes.plot(middles, hung_up, color="black", linestyle=":", label="hung up on")
+        axes.plot(middles, hung_up, color="black", linestyle=":", label="hung up")
     axes.set_ylabel("requests a second [1/s]")
-    _explain(axes)
+    _legend(axes)
 
 
-def _draw_times(axes: Axes, middles: Values, stretches: Sequence[Stretch]) -> None:
+def _draw_times(axes: Axes, middles: Values, intervals: Sequence[Interval]) -> None:
     for (name, share), colour in zip(QUANTILES.items(), SHADES, strict=True):
-        times = [Figures(answers=[one.ms for one in every if one.outcome == ANSWERED]).quantile(share) for every in stretches]
+        answers = ([request.ms for request in interval if request.outcome == ANSWERED] for interval in intervals)
+        times = [Figures(answers=list(each)).quantile(share) for each in answers]
         axes.plot(middles, times, color=colour, label=name)
-    axes.set_ylabel("time to the answer [ms]")
-    _explain(axes)
+    axes.set_ylabel("latency [ms]")
+    _legend(axes)
 
 
-def _draw_failures(axes: Axes, middles: Values, stretches: Sequence[Stretch], step: float) -> None:
-    reasons = {entry.outcome for every in stretches for entry in every} - {ANSWERED, HUNG_UP}
-    axes.bar(middles, _rate(stretches, step, *reasons), width=0.9 * step, color=RED)
+def _draw_failures(axes: Axes, middles: Values, intervals: Sequence[Interval], step: float) -> None:
+    reasons = {request.outcome for interval in intervals for request in interval} - {ANSWERED, HUNG_UP}
+    axes.bar(middles, _rate(intervals, step, *reasons), width=0.9 * step, color=RED)
     axes.set_ylabel("failures [1/s]")
     if not reasons:
         axes.set_ylim(top=1)
         axes.text(0.5, 0.5, "no request failed", transform=axes.transAxes, ha="center", va="center", color=GREY)
 
 
-def _explain(axes: Axes) -> None:
-    """A legend beside the lines, if there are any."""
+def _legend(axes: Axes) -> None:
+    """Add a legend to the right of the lines, if there are lines."""
     if axes.get_legend_handles_labels()[0]:
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")

@@ -1,4 +1,4 @@
-"""gRPC callers: messages go as they were serialised before the clock starts, and answers come as bytes that nobody reads."""
+"""gRPC callers: requests are serialised before the clock starts, and answers stay bytes."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import NamedTuple
 
 import grpc
 
-from loadtest.callers import Reply
+from loadtest.callers import Response
 
 OPTIONS = (
-    # Each caller has a connection of his own, as over HTTP: several fronts share the callers by their connections.
+    # One connection for each caller, as over HTTP: the kernel balances connections between the frontends.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
 )
 ANSWERED = 200
-"""What HTTP has for gRPC's OK."""
+"""The HTTP status that stands for gRPC's OK."""
 
 
 class Method(NamedTuple):
-    """Where a server listens, and the method that is asked."""
+    """A gRPC method of a server."""
 
     address: str
     path: str
@@ -30,7 +30,7 @@ class Method(NamedTuple):
 
 
 class GrpcCaller:
-    """A channel, which connects again by itself when its connection breaks."""
+    """A channel, which reconnects when its connection breaks."""
 
     connected = True
 
@@ -38,13 +38,13 @@ class GrpcCaller:
         self._channel = grpc.aio.insecure_channel(method.address, OPTIONS)
         self._method = self._channel.unary_unary(method.path)
 
-    async def ask(self, request: bytes) -> Reply:
-        """An error has its number as status, and its name where HTTP has a code."""
+    async def ask(self, request: bytes) -> Response:
+        """Return the reply to a request. For an error, the status is gRPC's number and the body has its name as `code`."""
         try:
-            return Reply(ANSWERED, await self._method(request))
-        except grpc.aio.AioRpcError as fault:
-            number, _ = fault.code().value
-            return Reply(number, json.dumps({"code": fault.code().name}).encode())
+            return Response(ANSWERED, await self._method(request))
+        except grpc.aio.AioRpcError as error:
+            number, _ = error.code().value
+            return Response(number, json.dumps({"code": error.code().name}).encode())
 
     def hang_up(self) -> None:
         self._closing = asyncio.ensure_future(self._channel.close())

@@ -1,7 +1,6 @@
-"""`python -m loadtest.perf_analyzer`: Triton's own load generator on this service, with questions, and sequences of a streaming model.
+"""`python -m loadtest.perf_analyzer`: run Triton's load generator on this service, with questions and with streamed sequences.
 
-It knows of a service what the Open Inference Protocol tells it, and wants of each model all outputs that there are. `make perf-analyzer`
-installs it.
+The generator reads the models from the Open Inference Protocol and requests all outputs of a model. `make perf-analyzer` installs it.
 """
 
 from __future__ import annotations
@@ -20,35 +19,34 @@ from pathlib import Path
 from typing import Any
 
 from loadtest import discovery, report, servers
-from loadtest.bench import described
 from loadtest.discovery import NoServer
 from loadtest.traffic import Traffic
 
 BINARY = servers.ROOT / ".venv-perf" / "bin" / "perf_analyzer"
 LIBRARIES = "lib/python*/site-packages/nvidia/cuda_runtime/lib"
-"""It is linked against CUDA's runtime, which it uses for shared memory alone."""
+"""The program is linked against the CUDA runtime, which it needs only for shared memory."""
 QUESTIONS, SENSOR = "question-type", "sensor-forecast"
 TEXTS, SEQUENCES, CHUNKS, STEPS = 200, 50, 4, 16
-"""Different questions, and sequences of so many chunks of so many rows."""
+"""Distinct questions; sequences, chunks of a sequence, and rows of a chunk."""
 WINDOW_MS, STABLE_PERCENT = 2000, 25
-"""It measures windows of this length until three in a row differ by no more than this: a shared machine is not steadier."""
-PATIENCE_SECONDS = 120
+"""It measures windows of this length until three in a row differ by at most this much, which a shared machine can reach."""
+TIMEOUT_SECONDS = 120
 REST, GRPC, STREAM = "REST", "gRPC", "gRPC stream"
 FLAGS = {REST: ("-i", "http"), GRPC: ("-i", "grpc"), STREAM: ("-i", "grpc", "--streaming")}
 COLUMNS = {
     "answers/s": "Inferences/Second",
-    **{f"{one} us": f"{one} latency" for one in report.QUANTILES},
+    **{f"{name} us": f"{name} latency" for name in report.QUANTILES},
     "queue us": "Server Queue",
     "compute us": "Server Compute Infer",
 }
-"""Ours, and its own."""
+"""Our column, and the column of perf_analyzer."""
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """What it is asked to do: so many callers of a model, by one of FLAGS, on the server at this address."""
+class PerfAnalyzerCase:
+    """One run: `callers` concurrent requests to a model over a protocol in FLAGS."""
 
-    way: str
+    protocol: str
     address: str
     model: str
     data: Path
@@ -56,71 +54,74 @@ class Case:
 
     @property
     def name(self) -> str:
-        return f"{self.way.replace(' ', '-').lower()}-{self.model}-{self.callers}"
+        return f"{self.protocol.replace(' ', '-').lower()}-{self.model}-{self.callers}"
 
     def command(self, binary: Path, out: Path) -> list[str]:
-        measured = ("--measurement-interval", str(WINDOW_MS), "--stability-percentage", str(STABLE_PERCENT))
-        asked = ("-m", self.model, "-u", self.address, *FLAGS[self.way], "--input-data", str(self.data))
-        return [str(binary), *asked, "--concurrency-range", str(self.callers), *measured, "-f", str(out)]
+        windows = ("--measurement-interval", str(WINDOW_MS), "--stability-percentage", str(STABLE_PERCENT))
+        load = ("-m", self.model, "-u", self.address, *FLAGS[self.protocol], "--input-data", str(self.data))
+        return [str(binary), *load, "--concurrency-range", str(self.callers), *windows, "-f", str(out)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0, 1 when it could not measure a case, 2 when there was nobody to ask or nobody who asks."""
-    said = _parser().parse_args(arguments)
-    if not said.binary.is_file():
-        print(f"perf_analyzer: there is no {said.binary}: `make perf-analyzer` installs it", file=sys.stderr)
+    """Return 0, 1 when a case could not be measured, 2 without a server or without perf_analyzer."""
+    options = _parser().parse_args(arguments)
+    if not options.binary.is_file():
+        print(f"perf_analyzer: {options.binary} is missing: install it with `make perf-analyzer`", file=sys.stderr)
         return 2
-    said.out.mkdir(parents=True, exist_ok=True)
+    options.out.mkdir(parents=True, exist_ok=True)
     try:
-        with _server(said.url, said.grpc, said.out / "server.log") as (url, grpc):
-            return _run(said, url, grpc)
-    except (NoServer, RuntimeError) as fault:
-        print(f"perf_analyzer: {fault}", file=sys.stderr)
+        with _server(options.url, options.grpc, options.out / "server.log") as (url, grpc):
+            return _run(options, url, grpc)
+    except (NoServer, RuntimeError) as error:
+        print(f"perf_analyzer: {error}", file=sys.stderr)
         return 2
 
 
-def _run(said: argparse.Namespace, url: str, grpc: str | None) -> int:
+def _run(options: argparse.Namespace, url: str, grpc: str | None) -> int:
     if grpc is None:
-        print("gRPC is left out: name its address with --grpc", file=sys.stderr)
-    rows, failed = [["way", "model", "callers", *COLUMNS]], 0
-    for case in _cases(said.out, url, grpc, said.callers):
-        found = _measured(case, said.binary, said.out)
-        failed += found is None
-        figures = ["failed", *["-"] * (len(COLUMNS) - 1)] if found is None else _figures(found)
-        rows.append([case.way, case.model, str(case.callers), *figures])
+        print("gRPC is skipped: name its address with --grpc", file=sys.stderr)
+    lines, failed = [["protocol", "model", "callers", *COLUMNS]], 0
+    for case in _cases(options.out, url, grpc, options.callers):
+        record = _measure(case, options.binary, options.out)
+        failed += record is None
+        if record is None:
+            figures = ["failed", *["-"] * (len(COLUMNS) - 1)]
+        else:
+            figures = [f"{float(record[column]):.0f}" for column in COLUMNS.values()]
+        lines.append([case.protocol, case.model, str(case.callers), *figures])
         print(f"  {case.name}  {figures[0]}", file=sys.stderr, flush=True)
-    print("\n".join(["", *report.table(rows), ""]))
-    print(f"{said.out}: what it said of each case, and its own figures as CSV")
+    print("\n".join(["", *report.table(lines), ""]))
+    print(f"{options.out}: the output of perf_analyzer for each case, and its figures as CSV")
     return 1 if failed else 0
 
 
-def _cases(out: Path, url: str, grpc: str | None, callers: Sequence[int]) -> Iterator[Case]:
+def _cases(out: Path, url: str, grpc: str | None, callers: Sequence[int]) -> Iterator[PerfAnalyzerCase]:
     address = url.partition("://")[2]
     questions, sequences = _questions(url, out / "questions.json"), _sequences(url, out / "sequences.json")
     for count in callers:
-        yield Case(REST, address, QUESTIONS, questions, count)
-        yield Case(REST, address, SENSOR, sequences, count)
+        yield PerfAnalyzerCase(REST, address, QUESTIONS, questions, count)
+        yield PerfAnalyzerCase(REST, address, SENSOR, sequences, count)
         if grpc is not None:
-            yield Case(GRPC, grpc, QUESTIONS, questions, count)
-            yield Case(GRPC, grpc, SENSOR, sequences, count)
-            yield Case(STREAM, grpc, SENSOR, sequences, count)
+            yield PerfAnalyzerCase(GRPC, grpc, QUESTIONS, questions, count)
+            yield PerfAnalyzerCase(GRPC, grpc, SENSOR, sequences, count)
+            yield PerfAnalyzerCase(STREAM, grpc, SENSOR, sequences, count)
 
 
 def _questions(url: str, file: Path) -> Path:
-    model = described(url, QUESTIONS)
+    model = discovery.find(url, QUESTIONS)
     traffic = discovery.inputs(servers.MODELS, model)
     return _write(file, [_question(traffic.input()) for _ in range(TEXTS)])
 
 
 def _question(value: Any) -> dict[str, Any]:
-    """A text, or token ids where the model's words are not known here."""
+    """Return a text, or token ids when the words of the model are unknown."""
     if isinstance(value, str):
         return {"text": {"content": [value], "shape": [1]}}
     return {"ids": {"content": value, "shape": [len(value)]}}
 
 
 def _sequences(url: str, file: Path) -> Path:
-    traffic = Traffic(described(url, SENSOR))
+    traffic = Traffic(discovery.find(url, SENSOR))
 
     def chunk() -> dict[str, Any]:
         rows: Any = traffic.input(STEPS)
@@ -134,19 +135,19 @@ def _write(file: Path, data: list[Any]) -> Path:
     return file
 
 
-def _measured(case: Case, binary: Path, out: Path) -> dict[str, str] | None:
-    """The line of its CSV; None when it gives up, and then what it says is shown."""
+def _measure(case: PerfAnalyzerCase, binary: Path, out: Path) -> dict[str, str] | None:
+    """Run perf_analyzer. Returns the line of its CSV file, or None after printing its output when it fails."""
     figures = out / f"{case.name}.csv"
     figures.unlink(missing_ok=True)
     folders = map(str, binary.parent.parent.glob(LIBRARIES))
     environment = os.environ | {"LD_LIBRARY_PATH": os.pathsep.join(filter(None, (*folders, os.environ.get("LD_LIBRARY_PATH"))))}
     try:
-        ended = subprocess.run(
-            case.command(binary, figures), env=environment, capture_output=True, text=True, timeout=PATIENCE_SECONDS
+        completed = subprocess.run(
+            case.command(binary, figures), env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
         )
-        printed, status = ended.stdout + ended.stderr, ended.returncode
+        printed, status = completed.stdout + completed.stderr, completed.returncode
     except subprocess.TimeoutExpired:
-        printed, status = f"it did not end within {PATIENCE_SECONDS} s\n", 1
+        printed, status = f"perf_analyzer did not finish within {TIMEOUT_SECONDS} s\n", 1
     (out / f"{case.name}.txt").write_text(printed)
     if status or not figures.is_file():
         print(f"{case.name}, status {status}:\n{printed}", file=sys.stderr)
@@ -155,13 +156,9 @@ def _measured(case: Case, binary: Path, out: Path) -> dict[str, str] | None:
         return next(csv.DictReader(lines))
 
 
-def _figures(found: dict[str, str]) -> list[str]:
-    return [f"{float(found[theirs]):.0f}" for theirs in COLUMNS.values()]
-
-
 @contextmanager
 def _server(url: str | None, grpc: str | None, log: Path) -> Iterator[tuple[str, str | None]]:
-    """Where the server is, by HTTP and by gRPC: one of its own unless it is named."""
+    """Yield the HTTP and gRPC addresses of the named server, or of a new one."""
     if url:
         yield url.rstrip("/"), grpc
         return
@@ -171,13 +168,15 @@ def _server(url: str | None, grpc: str | None, log: Path) -> Iterator[tuple[str,
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m loadtest.perf_analyzer", description="Triton's load generator, on this service."
+        prog="python -m loadtest.perf_analyzer", description="Run Triton's load generator on this service."
     )
-    parser.add_argument("--url", help="a running server; one is started unless given")
-    parser.add_argument("--grpc", help="host:port of its gRPC, which is left out unless given")
-    parser.add_argument("--callers", type=int, nargs="+", default=(1, 8, 32), help="levels, %(default)s unless given")
-    parser.add_argument("--binary", type=Path, default=BINARY, help="the program, %(default)s unless given")
-    parser.add_argument("--out", type=Path, default=Path("build/perf-analyzer"), help="folder of what it writes, %(default)s")
+    parser.add_argument("--url", help="a running server (default: start one)")
+    parser.add_argument("--grpc", help="host:port of its gRPC endpoint (default: skip gRPC)")
+    parser.add_argument(
+        "--callers", type=int, nargs="+", default=(1, 8, 32), help="levels of concurrent requests (default: %(default)s)"
+    )
+    parser.add_argument("--binary", type=Path, default=BINARY, help="path of perf_analyzer (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("build/perf-analyzer"), help="output folder (default: %(default)s)")
     return parser
 
 

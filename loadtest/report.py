@@ -1,4 +1,4 @@
-"""Figures as lines for the eye and as records for whatever reads them."""
+"""Figures as tables for people, and as records for programs."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
-    """What one level gave; `stages` are mean milliseconds by stage, `rows` the mean of sequences in a turn."""
+class BenchLevel:
+    """Results of one level of load. stages: mean milliseconds by stage; rows: mean sequences in a batch."""
 
     name: str
     figures: Figures
@@ -29,11 +29,12 @@ class Level:
 
 
 def milliseconds(figures: Figures) -> dict[str, float]:
-    """The quantiles of the answers' times."""
+    """Return the quantiles of the latency."""
     return {name: 1000 * figures.quantile(share) for name, share in QUANTILES.items()}
 
 
 def progress(name: str, figures: Figures, seconds: float) -> str:
+    """Return a line about a load that is running."""
     times = "  ".join(f"{quantile} {value:.2f} ms" for quantile, value in milliseconds(figures).items() if figures.answers)
     return (
         f"  {name:>8}  {figures.seconds:.0f} of {seconds:g} s  {len(figures.answers)} answers  "
@@ -41,50 +42,51 @@ def progress(name: str, figures: Figures, seconds: float) -> str:
     )
 
 
-def levels(found: Sequence[Level], unit: str) -> Iterable[str]:
-    """One line a level: answers a second, their times, failures, the mean of rows in a turn, and mean times by stage."""
-    stages = list(found[0].stages)
-    rows = [[unit, "answers/s", *(f"{name} ms" for name in QUANTILES), "failed", "rows/turn", *(f"{one} ms" for one in stages)]]
-    for level in found:
-        times = (f"{value:.2f}" for value in milliseconds(level.figures).values())
-        means = (f"{level.stages[one]:.3f}" for one in stages)
+def levels(measured: Sequence[BenchLevel], unit: str) -> Iterable[str]:
+    """Yield a table with one line for each level, and the reasons of failed requests."""
+    stages = list(measured[0].stages)
+    quantiles, means = (f"{name} ms" for name in QUANTILES), (f"{stage} ms" for stage in stages)
+    lines = [[unit, "answers/s", *quantiles, "failed", "rows/batch", *means]]
+    for level in measured:
         figures = level.figures
-        rows.append([level.name, f"{figures.rate:.0f}", *times, str(figures.failed), f"{level.rows:.1f}", *means])
-    yield from table(rows)
-    for level in found:
+        times = (f"{value:.2f}" for value in milliseconds(figures).values())
+        by_stage = (f"{level.stages[stage]:.3f}" for stage in stages)
+        lines.append([level.name, f"{figures.rate:.0f}", *times, str(figures.failed), f"{level.rows:.1f}", *by_stage])
+    yield from table(lines)
+    for level in measured:
         for reason, count in level.figures.failures.most_common():
             yield f"{level.name}: {count} failed with {reason}"
 
 
-def table(rows: Sequence[Sequence[str]]) -> Iterable[str]:
-    """Columns as wide as they need to be, figures to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+def table(lines: Sequence[Sequence[str]]) -> Iterable[str]:
+    """Yield lines with right-aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        yield "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
 
 
 def spread(values: Sequence[float]) -> str:
-    """The median, and the lowest and the highest."""
+    """Return the median, the lowest and the highest value."""
     low, middle, high = (
         f"{value:.3g}" if value < 999.5 else f"{value:.0f}" for value in (min(values), statistics.median(values), max(values))
     )
     return f"{middle} ({low} to {high})"
 
 
-def where(machine: str, packages: Iterable[str]) -> dict[str, Any]:
-    """For every record: on what, when and with which versions it was found."""
-    return {"machine": machine, "date": str(date.today()), "versions": {one: version(one) for one in packages}}
+def environment(machine: str, packages: Iterable[str]) -> dict[str, Any]:
+    """Return the machine, the date and package versions, for every record."""
+    return {"machine": machine, "date": str(date.today()), "versions": {package: version(package) for package in packages}}
 
 
 def write(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """One JSON object a line, in a folder that is made if need be; says where."""
+    """Write one JSON object a line, creating the folder if necessary."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
     print(f"written to {path}")
 
 
-def record(level: Level, model: dict[str, Any]) -> dict[str, Any]:
-    """One level as plain values."""
+def record(level: BenchLevel, model: dict[str, Any]) -> dict[str, Any]:
+    """Return a level as plain values."""
     figures = level.figures
     return {
         "model": model["name"],
@@ -95,6 +97,6 @@ def record(level: Level, model: dict[str, Any]) -> dict[str, Any]:
         "answers_per_second": round(figures.rate, 1),
         **{f"{name}_ms": None if math.isnan(value) else round(value, 3) for name, value in milliseconds(figures).items()},
         "failures": dict(figures.failures),
-        "rows_per_turn": round(level.rows, 2),
+        "rows_per_batch": round(level.rows, 2),
         "stages_ms": {name: round(value, 4) for name, value in level.stages.items()},
     }

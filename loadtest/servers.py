@@ -1,4 +1,4 @@
-"""Servers on this machine, started for a comparison and ended after it."""
+"""Servers on this machine that a measurement starts and stops."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ START_SECONDS = 60.0
 STOP_SECONDS = 60.0
 
 
-class Server:
-    """One running server and the processes under it. grpc: host and port, where the plain handler has nothing."""
+class ServerProcess:
+    """A running server and its child processes. grpc: host and port; the plain handler does not listen there."""
 
     def __init__(self, url: str, grpc: str, process: subprocess.Popen[bytes]) -> None:
         self.url = url
@@ -34,69 +34,71 @@ class Server:
         return self._process.poll() is None
 
     def cpu_seconds(self) -> float:
-        """What all its processes have used so far, those that ended excepted."""
+        """Return the processor time of all its running processes."""
         return sum(self.cpu_seconds_each(""))
 
     def cpu_seconds_each(self, role: str) -> list[float]:
-        """Of each process whose command ends so."""
-        first = psutil.Process(self._process.pid)
-        found = [one for one in (first, *first.children(recursive=True)) if " ".join(one.cmdline()).endswith(role)]
-        return [times.user + times.system for times in (one.cpu_times() for one in found)]
+        """Return the processor time of each process with a command line that ends with `role`."""
+        server = psutil.Process(self._process.pid)
+        processes = (server, *server.children(recursive=True))
+        times = [process.cpu_times() for process in processes if " ".join(process.cmdline()).endswith(role)]
+        return [time.user + time.system for time in times]
 
 
 @contextmanager
-def running(*command: str, log: Path | None = None) -> Iterator[Server]:
-    """A server that is ready, by `python COMMAND --port PORT`, until the end of the block; what it says goes to `log`."""
+def running(*command: str, log: Path | None = None) -> Iterator[ServerProcess]:
+    """Run `python COMMAND --port PORT` until the end of the block. The block starts when the server is ready; stderr goes to `log`."""
     port, grpc_port = free_ports(2)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SEQSERVE_")}
     path = (str(ROOT), str(ROOT / "examples"), environment.get("PYTHONPATH", ""))
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     environment["SEQSERVE_GRPC_PORT"] = str(grpc_port)
-    with log.open("wb") if log else nullcontext() as said:
-        # In a process group of its own: an interrupt at the keyboard ends the load first.
+    with log.open("wb") if log else nullcontext() as stderr:
+        # A separate process group: an interrupt at the keyboard ends the load first.
         process = subprocess.Popen(
             [sys.executable, *command, "--port", str(port)],
             env=environment,
             stdout=subprocess.DEVNULL,
-            stderr=said,
+            stderr=stderr,
             process_group=0,
         )
-    server = Server(f"http://127.0.0.1:{port}", f"127.0.0.1:{grpc_port}", process)
+    server = ServerProcess(f"http://127.0.0.1:{port}", f"127.0.0.1:{grpc_port}", process)
     try:
         _await_ready(server)
         yield server
     finally:
-        process.send_signal(signal.SIGINT)  # SIGTERM would be followed by a lame-duck time
+        process.send_signal(signal.SIGINT)  # SIGTERM would wait for the lame-duck period
         process.wait(STOP_SECONDS)
 
 
 def seqserve(*flags: str) -> tuple[str, ...]:
-    """This service as a command, with the embedded models unless a flag names others."""
+    """Return the command that starts this service; it serves the embedded models unless a flag names others."""
     return ("-m", "service", "serve", *flags)
 
 
 def plain(folder: Path) -> tuple[str, ...]:
-    """The plain handler as a command."""
+    """Return the command that starts the plain handler."""
     return ("-m", "loadtest.plain_fastapi", str(folder))
 
 
 def free_port() -> int:
+    """Return a free TCP port."""
     [port] = free_ports(1)
     return port
 
 
 def free_ports(count: int) -> list[int]:
-    """Different ones."""
+    """Return `count` distinct free TCP ports."""
     with ExitStack() as stack:
-        taken = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [one.getsockname()[1] for one in taken]
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [listening.getsockname()[1] for listening in sockets]
 
 
-def _await_ready(server: Server) -> None:
-    until = time.monotonic() + START_SECONDS
-    while time.monotonic() < until:
+def _await_ready(server: ServerProcess) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
         if not server.running:
-            raise RuntimeError("the server ended before it was ready: its log says why")
+            raise RuntimeError("the server exited before it was ready: read its log")
         try:
             with urllib.request.urlopen(f"{server.url}/readyz", timeout=1):
                 return

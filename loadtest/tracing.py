@@ -1,4 +1,4 @@
-"""A trace of a running server's turns, recorded while something else loads it."""
+"""Traces of a running server's batches, recorded while it is under load."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-TURNS = 100
-MOST_SECONDS = 60.0
-"""A server records no longer."""
-PATIENCE_SECONDS = 130.0
-"""It may need as long again to begin, and to write what it saw."""
+BATCHES = 100
+MAX_SECONDS = 60.0
+"""Longest recording that a server accepts."""
+TIMEOUT_SECONDS = 130.0
+"""The server may need as long as the recording to start it, and to write the trace."""
 
 
 class NoTrace(Exception):
-    """The server gave none; the message says why, in the server's words where it has any."""
+    """The server returned no trace. The message has the reason from the server, if there is one."""
 
 
 def prepare(url: str) -> None:
-    """Have the server load what it records with, which may take it seconds; raises NoTrace when it records nothing."""
-    _recorded(url, 1, 0.1)
+    """Record one batch, so that the server loads its profiler, which may take seconds. Raises NoTrace."""
+    _record(url, 1, 0.1)
 
 
 @contextmanager
 def recorded(url: str, file: Path, seconds: float) -> Iterator[None]:
-    """Turns of the time in which the block runs, which is so many seconds, are in `file` after it; raises NoTrace."""
+    """Record batches while the block runs, which must take `seconds`, and write them to `file`. Raises NoTrace."""
     ramp = min(1.0, seconds / 4)
 
     def record() -> bytes:
         time.sleep(ramp)
-        return _recorded(url, TURNS, min(MOST_SECONDS, seconds - ramp))
+        return _record(url, BATCHES, min(MAX_SECONDS, seconds - ramp))
 
     with ThreadPoolExecutor(1) as pool:
         trace = pool.submit(record)
@@ -42,21 +42,21 @@ def recorded(url: str, file: Path, seconds: float) -> Iterator[None]:
         file.write_bytes(trace.result())
 
 
-def _recorded(url: str, batches: int, seconds: float) -> bytes:
-    asked = urllib.request.Request(f"{url}/debug/trace?batches={batches}&seconds={seconds:g}", b"", method="POST")
+def _record(url: str, batches: int, seconds: float) -> bytes:
+    request = urllib.request.Request(f"{url}/debug/trace?batches={batches}&seconds={seconds:g}", b"", method="POST")
     try:
-        with urllib.request.urlopen(asked, timeout=PATIENCE_SECONDS) as answer:
-            body: bytes = answer.read()
+        with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response:
+            body: bytes = response.read()
             return body
-    except urllib.error.HTTPError as fault:
-        raise NoTrace(f"{url} gives no trace: {_said(fault)}") from fault
-    except OSError as fault:
-        raise NoTrace(f"{url} gives no trace: {getattr(fault, 'reason', fault)}") from fault
+    except urllib.error.HTTPError as error:
+        raise NoTrace(f"{url} returned no trace: {_reason(error)}") from error
+    except OSError as error:
+        raise NoTrace(f"{url} returned no trace: {getattr(error, 'reason', error)}") from error
 
 
-def _said(fault: urllib.error.HTTPError) -> str:
-    """The server's words, which name the way out, where it is one of ours."""
+def _reason(error: urllib.error.HTTPError) -> str:
+    """Return the message of a seqserve error, or the status of any other."""
     try:
-        return str(json.load(fault)["error"])
+        return str(json.load(error)["error"])
     except (OSError, ValueError, KeyError, TypeError):
-        return f"it answers {fault.code}"
+        return f"status {error.code}"

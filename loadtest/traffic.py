@@ -1,4 +1,4 @@
-"""What callers send, and when: inputs as long as real questions, and arrivals that do not wait for answers. All of it seeded."""
+"""Seeded traffic: inputs with the lengths of real questions, and arrivals that do not wait for answers."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tokenizers import Tokenizer
 from kernels.bench.questions import COUNTS, SHORTEST
 
 BURST = 20
-"""Requests of one burst, in the mean."""
+"""Mean number of requests in a burst."""
 
 
 class Traffic:
-    """Inputs for one model, which is described as GET /models describes it; `words` are a text model's vocabulary.
+    """Inputs for one model, given its description from GET /models. `words` are the vocabulary of a text model.
 
-    A text model whose words are not known is sent token ids.
+    A text model without `words` gets token ids.
     """
 
     def __init__(self, model: Mapping[str, Any], words: Sequence[str] = (), seed: int = 0) -> None:
@@ -38,12 +38,12 @@ class Traffic:
         return f"rows of {self._input['features']} numbers" if self._input["kind"] == "features" else "token ids"
 
     def steps(self) -> int:
-        """How long one question is, within what the model takes."""
+        """Draw the length of a question, clamped to the limits of the model."""
         drawn = self._random.choices(range(SHORTEST, SHORTEST + len(COUNTS)), cum_weights=self._totals)[0]
         return max(self._shortest, min(drawn, self._longest))
 
     def input(self, steps: int | None = None) -> str | list[int] | list[list[float]]:
-        """One sequence, as long as one question unless `steps` says otherwise."""
+        """Return one sequence of `steps` steps, or with the length of a question."""
         steps = self.steps() if steps is None else steps
         if self._input["kind"] == "features":
             return [[round(self._random.gauss(0, 1), 3) for _ in range(self._input["features"])] for _ in range(steps)]
@@ -52,12 +52,12 @@ class Traffic:
         return [self._random.randrange(self._input["vocabulary"]) for _ in range(steps)]
 
     def body(self, inputs: int = 1) -> dict[str, Any]:
-        """The body of one POST /infer."""
+        """Return the body of one POST /infer."""
         return {"model": self._name, "version": self._version, "inputs": [self.input() for _ in range(inputs)]}
 
 
 def words(tokenizer: str) -> list[str]:
-    """The words of a `tokenizer.json` that are one token each, in a fixed order."""
+    """Return the words of a `tokenizer.json` that are one token each, in a fixed order."""
     read: Tokenizer = Tokenizer.from_str(tokenizer)
     vocabulary = sorted(read.get_vocab(with_added_tokens=False).items())
     unknown = json.loads(tokenizer)["model"].get("unk_token")
@@ -65,14 +65,14 @@ def words(tokenizer: str) -> list[str]:
 
 
 def poisson(rate: float, seed: int = 0) -> Iterator[float]:
-    """Seconds between arrivals of callers who know nothing of each other, `rate` of them a second."""
+    """Yield the seconds between independent arrivals, with a mean of `rate` a second."""
     source = random.Random(seed)
     while True:
         yield source.expovariate(rate)
 
 
 def bursty(rate: float, seed: int = 0) -> Iterator[float]:
-    """As `poisson`, but in bursts of one instant each, of BURST in the mean; the mean rate is the same."""
+    """Yield the seconds between arrivals in bursts of BURST simultaneous requests on average, with a mean of `rate` a second."""
     source = random.Random(seed)
     while True:
         yield source.expovariate(rate / BURST)

@@ -1,4 +1,4 @@
-"""Agree first, then time: every backend of a kernel family beside every peer that is installed, on one device.
+"""Benchmarks of the kernels: every backend of a family and every installed baseline, checked against the reference and then timed.
 
-`python -m kernels.bench FAMILY` prints a table and writes the same figures as JSON lines under results/.
+`python -m kernels.bench FAMILY` prints a table and writes its figures to results/ as JSON lines.
 """

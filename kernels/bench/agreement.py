@@ -1,4 +1,4 @@
-"""Whether an answer is right: the float64 reference on a few rows, and what the dtype may be off."""
+"""Expected answers: the float64 reference on a few rows, with a tolerance derived from the dtype."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.bench.case import BenchCase
 from kernels.bench.gates import GATES
-from kernels.bench.given import Given
-from kernels.contract import STORAGE, Ragged
+from kernels.ragged import STORAGE, Ragged
 
 STEPS = 4096
-"""So many are compared: of three rows that are not too long, else of fewer."""
+"""Limit of the compared steps: three rows are compared if they are short enough, else fewer."""
 
 
 class DisagreesError(Exception):
-    """An answer is further from the reference than its dtype explains, or not finite, or of another shape."""
+    """An answer has a larger error than its dtype explains, is not finite, or has another shape."""
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
-    """at: the rows, or the tokens, that `values` are the right answers of; shape: that of a whole answer."""
+class ExpectedAnswer:
+    """at: rows or tokens with the expected `values`; shape: shape of a whole answer."""
 
     at: Tensor
     values: Tensor
@@ -33,89 +33,89 @@ class Expected:
     tolerance: float
 
     def error(self, answer: Tensor) -> float:
-        """The largest error, relative to the larger of 1 and the expected value; raises DisagreesError when it is too large."""
+        """Return the largest error, relative to the larger of 1 and the expected value. Raises DisagreesError when it is too large."""
         if answer.shape != self.shape:
             raise DisagreesError(f"the answer has the shape {tuple(answer.shape)}, expected {self.shape}")
         if not bool(answer.isfinite().all()):
             raise DisagreesError("the answer is not finite")
-        off = (answer[self.at].double() - self.values).abs() / self.values.abs().clamp(min=1)
-        error = float(off.max())
+        errors = (answer[self.at].double() - self.values).abs() / self.values.abs().clamp(min=1)
+        error = float(errors.max())
         if error > self.tolerance:
-            raise DisagreesError(f"the answer is off by {error:.1e}, at most {self.tolerance:.1e} comes from rounding")
+            raise DisagreesError(f"the answer has an error of {error:.1e}, rounding explains at most {self.tolerance:.1e}")
         return error
 
 
-def expected(given: Given) -> Expected:
-    """The right answers of the last, the first and the middle row, or where these have too many steps, of the first ones of them.
+def expected_answer(case: BenchCase) -> ExpectedAnswer:
+    """Return the expected answers of the last, the first and the middle row, or of the first of these if rows are long.
 
-    A backend answers the whole workload, but the reference goes through a row one step at a time: all rows would take longer than
-    the timing. Rows do not depend on each other, so that a few of them stand for the others.
+    A backend answers the whole workload, but the reference takes one step at a time: all rows would take longer than the timing. Rows
+    are independent, so a few represent all.
     """
-    steps, count = max(given.lengths), len(given.lengths)
+    steps, count = max(case.lengths), len(case.lengths)
     rows = sorted({*(count - 1, 0, count // 2)[: max(1, STEPS // steps)]})
-    offsets = [0, *accumulate(given.lengths)]
-    device = given.x.data.device
+    offsets = [0, *accumulate(case.lengths)]
+    device = case.x.data.device
     tokens = torch.cat([torch.arange(offsets[row], offsets[row + 1]) for row in rows]).to(device)
-    lengths = [given.lengths[row] for row in rows]
+    lengths = [case.lengths[row] for row in rows]
     ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-    values = _answers(replace(given, x=Ragged(given.x.data[tokens], ends), lengths=lengths)).to(device)
-    by_step = given.want == "steps"
-    return Expected(
+    values = _reference(replace(case, x=Ragged(case.x.data[tokens], ends), lengths=lengths)).to(device)
+    by_step = case.want == "steps"
+    return ExpectedAnswer(
         at=tokens if by_step else torch.tensor(rows, device=device),
         values=values,
         shape=(offsets[-1] if by_step else count, values.shape[1]),
-        tolerance=tolerance(STORAGE[given.workload.dtype], steps, _terms(given.weights)),
+        tolerance=tolerance(STORAGE[case.workload.dtype], steps, _terms(case.weights)),
     )
 
 
-def _answers(given: Given) -> Tensor:
-    """The reference's, in float64."""
-    if given.workload.family not in GATES:
-        data = given.x.data.double() if given.x.data.is_floating_point() else given.x.data
-        return replace(given, x=Ragged(data, given.x.offsets), weights=_wide(given.weights)).encoder("reference")()
-    (layer,) = given.weights
-    gates, weights = GATES[given.workload.family](torch.split(given.x.data, given.lengths), layer)
-    x = Ragged(gates.cpu(), given.x.offsets.cpu())
-    return replace(given, x=x, weights=(_wide(weights, torch.device("cpu")),)).encoder("reference")()
+def _reference(case: BenchCase) -> Tensor:
+    """Return the answers of the reference in float64."""
+    if case.workload.family not in GATES:
+        data = case.x.data.double() if case.x.data.is_floating_point() else case.x.data
+        return replace(case, x=Ragged(data, case.x.offsets), weights=_float64(case.weights)).encoder("reference")()
+    (layer,) = case.weights
+    gates, weights = GATES[case.workload.family](torch.split(case.x.data, case.lengths), layer)
+    x = Ragged(gates.cpu(), case.x.offsets.cpu())
+    return replace(case, x=x, weights=(_float64(weights, torch.device("cpu")),)).encoder("reference")()
 
 
 def tolerance(dtype: torch.dtype, steps: int, terms: int) -> float:
-    """What `steps` steps in `dtype` over float32 sums of `terms` terms may be off: roundings add up like a random walk."""
-    one, sums = (float(torch.finfo(each).eps) for each in (dtype, torch.float32))
-    return one * (8 + 2 * sqrt(steps)) + sums * 2 * sqrt(terms)
+    """Return the allowed error of `steps` steps in `dtype` over float32 sums of `terms` terms: roundings add up like a random walk."""
+    step, sums = (float(torch.finfo(each).eps) for each in (dtype, torch.float32))
+    return step * (8 + 2 * sqrt(steps)) + sums * 2 * sqrt(terms)
 
 
 def _terms(weights: Any) -> int:
-    """Terms of the longest sum; the last axis of a matrix is that of its outputs."""
+    """Return the number of terms of the longest sum. The last axis of a matrix is that of its outputs."""
     return max(array.numel() // array.shape[-1] for array in _multiplied(weights))
 
 
 def _multiplied(weights: Any) -> Iterator[Tensor]:
-    """Every array of some layers but tables and embeddings, of which rows are taken and none are multiplied."""
+    """Yield every array of some layers except tables and embeddings: their rows are copied."""
     if isinstance(weights, Tensor):
         yield weights
     elif isinstance(weights, tuple):
-        for one in weights:
-            yield from _multiplied(one)
+        for each in weights:
+            yield from _multiplied(each)
     elif is_dataclass(weights):
         for field in fields(weights):
             if not field.name.startswith(("table", "embedding")):
                 yield from _multiplied(getattr(weights, field.name))
 
 
-def _wide(weights: Any, device: torch.device | None = None) -> Any:
-    """The same layers in float64, where they are or on a device; what several of them share they share again."""
-    made: dict[int, Tensor] = {}
+def _float64(weights: Any, device: torch.device | None = None) -> Any:
+    """Return the same layers in float64. Arrays that layers share stay shared."""
+    converted: dict[int, Tensor] = {}
 
-    def wide(value: Any) -> Any:
+    def convert(value: Any) -> Any:
         if isinstance(value, Tensor):
-            if id(value) not in made:
-                made[id(value)] = value.to(device, torch.float64)
-            return made[id(value)]
+            if id(value) not in converted:
+                converted[id(value)] = value.to(device, torch.float64)
+            return converted[id(value)]
         if isinstance(value, tuple):
-            return tuple(map(wide, value))
+            return tuple(map(convert, value))
         if is_dataclass(value) and not isinstance(value, type):
-            return replace(value, **{field.name: wide(getattr(value, field.name)) for field in fields(value)})
+            return replace(value, **{field.name: convert(getattr(value, field.name)) for field in fields(value)})
         return value
 
-    return wide(weights)
+    return convert(weights)

@@ -1,4 +1,4 @@
-"""What is timed of the convolutions: their sizes on each kind of device, and a product whose rate they are held against."""
+"""Workloads of the convolutions on each kind of device, and a product for the comparison of rates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kernels.bench.workload import DENSE_WIDTHS, EMBEDDED, FOLDED, Workload
 
 STEPS, TEMPORAL_STEPS = 64, 256
 EMBEDDING = 300
-"""Columns, as those of word2vec, and as many maps: a hundred of each width, as in Kim 2014."""
+"""Width of the embedding, as in word2vec, and number of maps: a hundred of each filter width, as in Kim 2014."""
 
 IDS_FORMS = (EMBEDDED, FOLDED)
 
@@ -17,7 +17,7 @@ PRODUCT = {
     "cpu": Workload("conv", 1, 1024, 1024, 1024, kind="product"),
     "cuda": Workload("conv", 1, 8192, 8192, 8192, dtype="float16", kind="product"),
 }
-"""A square product: as many rows as columns, which are the steps."""
+"""A square product. Its rows are the steps."""
 
 
 def text_cnn(rows: int, steps: int = STEPS, inputs: int = EMBEDDING, hidden: int = EMBEDDING, **others: str) -> Workload:
@@ -37,7 +37,7 @@ def temporal(rows: int, hidden: int, kind: str = "tcn", **others: str) -> Worklo
 
 
 LARGE = text_cnn(256, 128, 512, 3 * 512, dtype="float16")
-"""Whose products keep a GPU busy."""
+"""A text CNN with products that keep a GPU busy."""
 
 
 def on_cpu(quick: bool) -> Iterator[Workload]:

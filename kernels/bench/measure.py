@@ -1,4 +1,4 @@
-"""One workload after the other: its backends and peers agree with the reference, or are named and not timed."""
+"""Measures workloads in sequence. A backend or baseline is timed only if it agrees with the expected answer."""
 
 from __future__ import annotations
 
@@ -10,114 +10,120 @@ from typing import Any
 
 import torch
 
-from kernels.backend import Backend, Problem, takes_everything
+from kernels.backend import Backend, Problem, accepts_everything
 from kernels.bench import timing
-from kernels.bench.agreement import DisagreesError, Expected, expected
-from kernels.bench.baselines.baseline import Call, MissingError, Peer
-from kernels.bench.given import Given, made_up
-from kernels.bench.report import Row
-from kernels.bench.workload import PEERS_ALONE, Workload
-from kernels.contract import STORAGE
+from kernels.bench.agreement import DisagreesError, ExpectedAnswer, expected_answer
+from kernels.bench.baselines.baseline import Baseline, MissingError, TimedCall
+from kernels.bench.case import BenchCase, random_case
+from kernels.bench.report import Measurement
+from kernels.bench.workload import BASELINES_ONLY, Workload
+from kernels.ragged import STORAGE
 
 
 @dataclass(slots=True)
 class Findings:
-    """rows: what was timed; refused: why a backend of ours was not; left_out: why something else was not, each reason once;
-    wrong: who disagreed or broke."""
+    """Results of a run. refused: why our backends refused workloads; skipped: why others were not timed; wrong: errors.
 
-    rows: list[Row] = field(default_factory=list)
+    Each reason in `refused` and `skipped` is kept once.
+    """
+
+    measurements: list[Measurement] = field(default_factory=list)
     refused: dict[str, None] = field(default_factory=dict)
-    left_out: dict[str, None] = field(default_factory=dict)
+    skipped: dict[str, None] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """budget_s: seconds for each figure, as far as 10 repetitions fit into them; say: hears of the progress."""
+    """Times our backends and baselines on one device.
+
+    budget_s: seconds for each figure, if 10 repetitions fit into them; progress: called with a line about each workload.
+    """
 
     device: torch.device
-    peers: Sequence[Peer]
+    baselines: Sequence[Baseline]
     budget_s: float
-    say: Callable[[str], None]
+    progress: Callable[[str], None]
 
     def measured(self, workloads: Sequence[Workload]) -> Findings:
         findings = Findings()
         for done, workload in enumerate(workloads):
-            self.say(f"{done + 1}/{len(workloads)} {workload}")
+            self.progress(f"{done + 1}/{len(workloads)} {workload}")
             self._measure(workload, findings)
             if self.device.type == "cuda":
-                torch.cuda.empty_cache()  # the next one's arrays have other sizes, and some take gigabytes
+                torch.cuda.empty_cache()  # the next arrays have other sizes, and some take gigabytes
         return findings
 
     def _measure(self, workload: Workload, findings: Findings) -> None:
-        # Weights are copied into layers outside of inference mode, as a layer made within it is not like those of users.
+        # Outside of inference mode: layers created within it differ from user code.
         with torch.no_grad():
-            given = made_up(workload, self.device)
-            right = expected(given) if given.weights else None
-            for peer in self._contenders(workload, findings):
-                self._one(peer, workload, given, right, findings)
+            case = random_case(workload, self.device)
+            expected = expected_answer(case) if case.weights else None
+            for contender in self._contenders(workload, findings):
+                self._time(contender, case, expected, findings)
 
-    def _contenders(self, workload: Workload, findings: Findings) -> Iterator[Peer]:
-        """Our own backends first, each as a peer whose layout is ours."""
+    def _contenders(self, workload: Workload, findings: Findings) -> Iterator[Baseline]:
+        """Yield our backends, each as a baseline, then the baselines of the workload."""
         problem = Problem(self.device, STORAGE[workload.dtype], workload.outputs)
         backends: tuple[Backend, ...] = import_module(f"kernels.{workload.family}").BACKENDS
-        for backend in () if workload.kind in PEERS_ALONE else backends:
+        for backend in () if workload.kind in BASELINES_ONLY else backends:
             reason = backend.refuses(problem)
             if reason is None and _too_slow(backend, workload):
-                line = f"{backend.name} is a last resort, timed up to 128 steps of 32 rows where there are many sizes"
-                findings.left_out[line] = None
+                line = f"{backend.name} is the last resort: on the grids of sizes, it is timed up to 128 steps of 32 rows"
+                findings.skipped[line] = None
             elif reason is None:
-                yield Peer(backend.name, partial(_ours, backend.name))
+                yield Baseline(backend.name, partial(_our_call, backend.name))
             elif backend.name != "reference":
                 findings.refused[f"{backend.name} refuses: {reason}"] = None
-        yield from (peer for peer in self.peers if peer.is_asked(workload, self.device.type))
+        yield from (baseline for baseline in self.baselines if baseline.applies(workload, self.device.type))
 
-    def _one(self, peer: Peer, workload: Workload, given: Given, ours: Expected | None, findings: Findings) -> None:
+    def _time(self, contender: Baseline, case: BenchCase, our_answer: ExpectedAnswer | None, findings: Findings) -> None:
         try:
-            call = peer.build(given)
-            right = call.right or ours
-            assert right is not None, "whoever is asked without a layer of ours brings a right answer"
+            call = contender.build(case)
+            expected = call.expected or our_answer
+            assert expected is not None, "a workload without an encoder needs baselines with an expected answer"
             with torch.inference_mode():
-                off = right.error(call.read(call.run()))
-                for how, spread in self._timings(peer, workload, call, right, findings):
-                    findings.rows.append(Row(workload, peer.name, how, spread, off, call.extra))
+                error = expected.error(call.read(call.run()))
+                for timed, spread in self._timings(contender, case.workload, call, expected, findings):
+                    measurement = Measurement(case.workload, contender.name, timed, spread, error, call.extra)
+                    findings.measurements.append(measurement)
         except MissingError as error:
-            findings.left_out[f"{peer.name} is left out: {error}"] = None
+            findings.skipped[f"{contender.name} is skipped: {error}"] = None
         except DisagreesError as error:
-            findings.wrong.append(f"{peer.name} on {workload}: {error}")
-        except Exception as error:  # one that breaks must not take the figures of the others along
-            findings.wrong.append(f"{peer.name} on {workload}: {type(error).__name__}: {error}")
+            findings.wrong.append(f"{contender.name} on {case.workload}: {error}")
+        except Exception as error:  # a baseline that fails must not discard the figures of the others
+            findings.wrong.append(f"{contender.name} on {case.workload}: {type(error).__name__}: {error}")
 
     def _timings(
-        self, peer: Peer, workload: Workload, call: Call, right: Expected, findings: Findings
+        self, contender: Baseline, workload: Workload, call: TimedCall, expected: ExpectedAnswer, findings: Findings
     ) -> Iterator[tuple[str, timing.Spread]]:
-        """In a grid, a kernel's time is enough of whoever has one."""
-        graph_alone = workload.in_grid and peer.eager_only is None and self.device.type == "cuda"
-        if not graph_alone:
+        """Yield every timing. On a grid of sizes, the kernel time is enough where there is one."""
+        graph_only = workload.in_grid and contender.eager_only is None and self.device.type == "cuda"
+        if not graph_only:
             yield "eager", timing.eager(call.run, self.device, self.budget_s)
         if self.device.type != "cuda":
             return
 
         def check(answer: Any) -> object:
-            return right.error(call.read(answer))
+            return expected.error(call.read(answer))
 
         try:
-            if peer.eager_only is not None:
-                raise timing.NotCapturableError(peer.eager_only)
+            if contender.eager_only is not None:
+                raise timing.NotCapturableError(contender.eager_only)
             yield "kernel", timing.kernel(call.run, check, self.budget_s)
             if not workload.in_grid:
                 yield "replay", timing.replay(call.run, check, self.budget_s)
         except timing.NotCapturableError as error:
-            findings.left_out[f"{peer.name} is timed eagerly only: {error}"] = None
-            if graph_alone:
+            findings.skipped[f"{contender.name} has eager times only: {error}"] = None
+            if graph_only:
                 yield "eager", timing.eager(call.run, self.device, self.budget_s)
 
 
 def _too_slow(backend: Backend, workload: Workload) -> bool:
-    """A grid has sizes for which a last resort takes seconds, nearly all of them the host's, and where nobody should meet it."""
+    """A grid has sizes for which the last resort takes seconds of host time, and on which users never get it."""
     small = workload.steps <= 128 and workload.rows <= 32
-    return workload.in_grid and not small and backend.refuses is takes_everything
+    return workload.in_grid and not small and backend.refuses is accepts_everything
 
 
-def _ours(backend: str, given: Given) -> Call:
-    return Call(given.encoder(backend))
+def _our_call(backend: str, case: BenchCase) -> TimedCall:
+    return TimedCall(case.encoder(backend))

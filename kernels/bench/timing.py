@@ -1,8 +1,8 @@
-"""How long a call takes: repeated after a warm-up until a budget of seconds is used up, then the median and the spread.
+"""Timing of a call: repeated after a warm-up until a time budget is used; the result is the median and the spread.
 
-eager   a call as users make it; on a GPU the device has nothing to do before it and is waited for after it
-kernel  copies of the call one after the other in one CUDA graph, divided by their number: the device alone. There are as many as
-        take 2 ms, judged by calls before the capture, but at least one and at most 20
+eager   a call as in user code; a GPU is idle before it, and idle again when the clock stops
+kernel  copies of the call in one CUDA graph, divided by their number: the time of the device alone. The graph has as many copies as take
+        2 ms, judged by calls before the capture, but at least one and at most 20
 replay  one replay of a CUDA graph of one call, between two device events
 """
 
@@ -19,18 +19,18 @@ import torch
 
 COPIES = 20
 GRAPH_S = 2e-3
-"""A graph that takes so long is hardly timed better with more copies."""
+"""Duration of a graph above which more copies hardly improve the timing."""
 AT_LEAST, AT_MOST = 10, 1000
 WARM_UP = 3
 
 
 class NotCapturableError(Exception):
-    """A call cannot be made a CUDA graph; the message says why."""
+    """A call cannot be captured in a CUDA graph. The message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Of `repetitions` calls, microseconds each."""
+    """Microseconds of a call: median, 10th and 90th percentile of `repetitions` calls."""
 
     median_us: float
     p10_us: float
@@ -44,14 +44,14 @@ def spread(seconds: Sequence[float]) -> Spread:
 
 
 def repeated(once: Callable[[], float], budget_s: float) -> Spread:
-    """`once` does it once and gives the seconds it took. A slow one is still done AT_LEAST times, a fast one at most AT_MOST."""
-    _taken(once, WARM_UP, budget_s / 4)
-    return spread(_taken(once, AT_LEAST, budget_s))
+    """Repeat `once`, which returns the seconds of one call, between AT_LEAST and AT_MOST times."""
+    _repeat(once, WARM_UP, budget_s / 4)
+    return spread(_repeat(once, AT_LEAST, budget_s))
 
 
-def _taken(once: Callable[[], float], at_least: int, budget_s: float) -> list[float]:
-    begun, seconds = perf_counter(), list[float]()
-    while len(seconds) < at_least or (len(seconds) < AT_MOST and perf_counter() - begun < budget_s):
+def _repeat(once: Callable[[], float], at_least: int, budget_s: float) -> list[float]:
+    start, seconds = perf_counter(), list[float]()
+    while len(seconds) < at_least or (len(seconds) < AT_MOST and perf_counter() - start < budget_s):
         seconds.append(once())
     return seconds
 
@@ -63,16 +63,16 @@ def eager(call: Callable[[], Any], device: torch.device, budget_s: float) -> Spr
 
     def once() -> float:
         wait()
-        begun = perf_counter()
+        start = perf_counter()
         call()
         wait()
-        return perf_counter() - begun
+        return perf_counter() - start
 
     return repeated(once, budget_s)
 
 
 def kernel(call: Callable[[], Any], check: Callable[[Any], object], budget_s: float) -> Spread:
-    """`check` sees what a replay gave, and raises if it is wrong."""
+    """Time copies of a call in one graph. `check` raises if the answer of a replay is wrong."""
     return _replayed(call, check, COPIES, budget_s)
 
 
@@ -82,7 +82,7 @@ def replay(call: Callable[[], Any], check: Callable[[Any], object], budget_s: fl
 
 def _replayed(call: Callable[[], Any], check: Callable[[Any], object], at_most: int, budget_s: float) -> Spread:
     graph, answer, copies = _captured(call, at_most)
-    # What the capture left in memory must not pass for the answer: a kernel launched beside the graph would not be in it.
+    # The answer of the capture must not pass for that of a replay: a kernel launched outside of the graph is not in it.
     answer.fill_(float("nan"))
     graph.replay()
     check(answer)
@@ -90,7 +90,7 @@ def _replayed(call: Callable[[], Any], check: Callable[[Any], object], at_most: 
 
 
 def _on_device(run: Callable[[], Any]) -> float:
-    """Seconds between two events of the device, one before and one after."""
+    """Return the seconds between device events before and after a call."""
     begin, end = _event(), _event()
     begin.record()
     run()
@@ -104,12 +104,12 @@ def _event() -> torch.cuda.Event:
 
 
 def _captured(call: Callable[[], Any], at_most: int) -> tuple[torch.cuda.CUDAGraph, Any, int]:
-    """A graph of some copies of the call, where the last one leaves its answer, and how many they are."""
+    """Return a graph of some copies of the call, the answer of its last copy, and the number of copies."""
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call] # as above
     side.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
     try:
-        # A capture that fails can leave the allocator in disorder, so that what waits for the device is found before.
+        # A failed capture can corrupt the allocator, so calls that wait for the device are detected before it.
         torch.cuda.set_sync_debug_mode("error")
         with torch.cuda.stream(side):
             copies = min(at_most, ceil(GRAPH_S / min(_on_device(call) for _ in range(WARM_UP))))

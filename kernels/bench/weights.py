@@ -1,4 +1,4 @@
-"""The weights of a workload: normal values, scaled so that gates neither vanish nor saturate."""
+"""Random weights of a workload, scaled so that gates neither vanish nor saturate."""
 
 from __future__ import annotations
 
@@ -8,30 +8,24 @@ from typing import Any
 
 from torch import Tensor
 
-from kernels.bench.workload import (
-    DILATIONS,
-    EMBEDDED,
-    FORMS,
-    IDS,
-    LONG_MEMORY,
-    STACKS,
-    TEMPORAL_WIDTH,
-    VOCABULARY,
-    Workload,
-)
-from kernels.contract import ConvBlock, ConvWeights, GRUWeights, LSTMWeights, QRNNWeights, SRUWeights
+from kernels.bench.workload import DILATIONS, EMBEDDED, FORMS, IDS, LONG_MEMORY, STACKS, TEMPORAL_WIDTH, VOCABULARY, Workload
+from kernels.conv.types import ConvBlock, ConvWeights
 from kernels.embedding import FIRST, fold_taps
+from kernels.gru.types import GRUWeights
+from kernels.lstm.types import LSTMWeights
+from kernels.qrnn.types import QRNNWeights
+from kernels.sru.types import SRUWeights
 
 Normal = Callable[..., Tensor]
 
 
 def weights(workload: Workload, normal: Normal) -> tuple[Any, ...]:
-    """normal: gives an array of this shape, times `scale`."""
+    """Return the layers of a workload. `normal` returns a random array of a shape, times `scale`."""
     return WEIGHTS[workload.family](workload, normal)
 
 
 def _lstm(workload: Workload, normal: Normal) -> tuple[LSTMWeights, ...]:
-    """Of a recurrence, the data are the gate inputs."""
+    """The data of a recurrence are gate inputs."""
     inputs, hidden = workload.inputs, workload.hidden
     if workload.kind == "recurrence":
         return (LSTMWeights(input=None, recurrent=normal(hidden, 4 * hidden, scale=hidden**-0.5), bias=None),)
@@ -46,7 +40,7 @@ def _gru(workload: Workload, normal: Normal) -> tuple[GRUWeights, ...]:
 
 
 def _sru(workload: Workload, normal: Normal) -> tuple[SRUWeights, ...]:
-    """Over token ids, the skip is the fourth block of a table; else it is the data's own columns."""
+    """Over token ids, the skip is the fourth block of a table; otherwise it is the data."""
     inputs, hidden = workload.inputs, workload.hidden
     bias, cell = normal(2 * hidden), normal(2 * hidden, scale=0.5) if workload.form == "v2" else None
     if workload.form == LONG_MEMORY:
@@ -57,7 +51,7 @@ def _sru(workload: Workload, normal: Normal) -> tuple[SRUWeights, ...]:
 
 
 def _qrnn(workload: Workload, normal: Normal) -> tuple[QRNNWeights, ...]:
-    """Over token ids, the rows of the tables before that of the first id are padding, and zero."""
+    """Over token ids, the rows of the tables before the first id are padding, and zero."""
     inputs, hidden = workload.inputs, workload.hidden
     bias, window = normal(3 * hidden), FORMS["qrnn"].index(workload.form) + 1
     if workload.kind == "folded":
@@ -68,12 +62,12 @@ def _qrnn(workload: Workload, normal: Normal) -> tuple[QRNNWeights, ...]:
 
 
 def _conv(workload: Workload, normal: Normal) -> tuple[ConvWeights | ConvBlock, ...]:
-    """A text CNN takes windows that are whole, a dense layer gives a step for every step; of token ids, one embedding is for all."""
+    """A text CNN uses whole windows, a dense layer returns every step. All layers over token ids share one embedding."""
     if workload.kind in STACKS:
         return _temporal(workload, normal)
     embedding = normal(VOCABULARY, workload.inputs) if workload.kind in IDS else None
 
-    def one(width: int) -> ConvWeights:
+    def convolution(width: int) -> ConvWeights:
         around = width // 2 if workload.kind == "dense-conv" else 0
         filters = normal(width, workload.inputs, workload.outputs, scale=(width * workload.inputs) ** -0.5)
         layer = ConvWeights(
@@ -83,18 +77,18 @@ def _conv(workload: Workload, normal: Normal) -> tuple[ConvWeights | ConvBlock, 
             return layer
         return replace(layer, embedding=None, tables=fold_taps(embedding, filters))
 
-    return tuple(one(width) for width in workload.widths)
+    return tuple(convolution(width) for width in workload.widths)
 
 
 def _temporal(workload: Workload, normal: Normal) -> tuple[ConvBlock, ...]:
-    """Causal layers, and around each two of them a residual (Bai et al. 2018)."""
+    """Causal layers, with a residual connection around each two (Bai et al. 2018)."""
 
-    def one(dilation: int) -> ConvWeights:
+    def convolution(dilation: int) -> ConvWeights:
         filters = normal(TEMPORAL_WIDTH, workload.inputs, workload.hidden, scale=(TEMPORAL_WIDTH * workload.inputs) ** -0.5)
         left = (TEMPORAL_WIDTH - 1) * dilation
         return ConvWeights(filters, normal(workload.hidden), left=left, dilation=dilation, activation="relu")
 
-    layers = [one(dilation) for dilation in DILATIONS]
+    layers = [convolution(dilation) for dilation in DILATIONS]
     return tuple(ConvBlock(pair, residual=True, activation="relu") for pair in zip(layers[::2], layers[1::2], strict=True))
 
 

@@ -1,4 +1,4 @@
-"""One workload of the bench, and what its kind and form say."""
+"""One workload of the bench, and the meaning of its kind and form."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from kernels.bench import questions
 
 FORMS = {"sru": ("v1", "v2"), "qrnn": ("window 1", "window 2")}
-"""Which layer of its family, where there are several: an SRU whose gates do not see the old cell, or do; a QRNN's steps under a gate."""
+"""Variants of a layer: an SRU without (v1) or with (v2) the old cell in its gates; a QRNN with gates over 1 or 2 steps."""
 
 LONG_MEMORY = "v1 long memory"
-"""An SRU v1 whose forget gates are nearly open, so that a cell stays for many steps."""
+"""An SRU v1 with nearly open forget gates: its cell changes slowly."""
 
 VOCABULARY = 20_000
 
@@ -27,36 +27,35 @@ WANT = {
     "copy": "steps",
     "product": "steps",
 }
-"""What leaves the encoder: a vector for each row, or one for each step."""
+"""The output of the encoder by kind: a vector for each row, or for each step."""
 
-OURS_ALONE = ("recurrence", "folded")
-"""Kinds for which peers are not asked: the data are gate inputs or token ids already, and layers of others always start before."""
+WITHOUT_BASELINES = ("recurrence", "folded")
+"""Kinds over gate inputs or token ids. Layers of other libraries start earlier."""
 
-PEERS_ALONE = ("copy", "product")
-"""Kinds for which no encoder is asked: the device's own speed, in figures of the same run."""
+BASELINES_ONLY = ("copy", "product")
+"""Kinds without an encoder, which measure the speed of the device in the same run."""
 
 TEXT_CNNS, STACKS, IDS = ("text-cnn", "text-cnn-ids"), ("tcn", "tcn-last"), ("folded", "text-cnn-ids")
-"""Kinds of one call over several layers, side by side or one after the other, and those over token ids."""
+"""Kinds with several layers in parallel, with several layers in sequence, and over token ids."""
 
 TEXT_WIDTHS = (3, 4, 5)
-"""Filter widths of a text CNN, which has as many maps of each width, concatenated."""
+"""Filter widths of a text CNN. It has the same number of maps for each, concatenated."""
 
 DENSE_WIDTHS = {"width 3": 3, "width 5": 5}
-"""Forms of a dense layer, which gives a step for every step."""
+"""Forms of a dense layer, which returns a vector for every step."""
 
 EMBEDDED, FOLDED = "embedded", "folded"
-"""Forms of a text CNN over token ids: its layers look them up in an embedding, or in tables into which that was multiplied."""
+"""Forms of a text CNN over token ids: the layers look up an embedding, or tables of the embedding times the filters."""
 
 TEMPORAL_WIDTH, DILATIONS = 3, tuple(2**layer for layer in range(8))
-"""Of a temporal convolutional network (TCN): causal layers, each two with what came in added to what they give (Bai et al. 2018)."""
+"""Layers of a temporal convolutional network (TCN): causal, with a residual connection around each two (Bai et al. 2018)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One layer in one direction over a batch; `kind` says what is asked of it, see WANT; `form` is one of FORMS, or of those of a
-    convolution above.
+    """One layer in one direction over a batch. `kind` is a key of WANT; `form` is from FORMS, or a form of a convolution.
 
-    inputs: columns of the data, or of the embedding of token ids; of a folded layer, how many ids there are.
+    inputs: columns of the data, or of the embedding of token ids; for a folded layer, the size of the vocabulary.
     """
 
     family: str
@@ -71,12 +70,17 @@ class Workload:
 
     @property
     def in_grid(self) -> bool:
-        """One of the many sizes on a GPU of the families with FORMS: what none of their goals needs is not timed there."""
+        """Whether the workload belongs to the grid of sizes of a family with FORMS. Only the times of goals are measured there."""
         return self.family in FORMS and self.dtype == "float16" and self.lengths == "equal"
 
     @property
+    def size(self) -> str:
+        """Rows and steps, or rows and the kind of their lengths."""
+        return f"{self.rows} x {self.steps}" if self.lengths == "equal" else f"{self.rows} {self.lengths}"
+
+    @property
     def widths(self) -> tuple[int, ...]:
-        """Of a convolution's filters, each width once."""
+        """Distinct filter widths of a convolution."""
         if self.kind in TEXT_CNNS:
             return TEXT_WIDTHS
         return (TEMPORAL_WIDTH if self.kind in STACKS else DENSE_WIDTHS[self.form],)
@@ -87,13 +91,12 @@ class Workload:
 
     @property
     def outputs(self) -> int:
-        """Of one layer; those of a text CNN stand side by side."""
+        """Outputs of one layer. The outputs of a text CNN's layers are concatenated."""
         return self.hidden // len(TEXT_WIDTHS) if self.kind in TEXT_CNNS else self.hidden
 
     def row_lengths(self) -> list[int]:
         return questions.lengths(self.rows) if self.lengths == "questions" else [self.steps] * self.rows
 
     def __str__(self) -> str:
-        size = f"{self.rows} x {self.steps}" if self.lengths == "equal" else f"{self.rows} {self.lengths}"
         name = " ".join(word for word in (self.family, self.kind, self.form) if word)
-        return f"{name} {size}, {self.inputs} -> {self.hidden}, {self.dtype}"
+        return f"{name} {self.size}, {self.inputs} -> {self.hidden}, {self.dtype}"

@@ -1,4 +1,4 @@
-"""What is timed: the sizes of every family's workloads on each kind of device."""
+"""Workloads of every family on each kind of device."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from kernels.bench.workload import FORMS, LONG_MEMORY, VOCABULARY, Workload
 STEPS = 64
 
 FOLDED_FORMS = {"sru": FORMS["sru"], "qrnn": FORMS["qrnn"][:1]}
-"""Forms whose first layer is timed over token ids as well."""
+"""Forms that are also timed over token ids, as first layers."""
 
 RECURRENCE_STEPS = (STEPS, 320)
-"""Two lengths, so that the time of a step and the time of a call without any can be told apart."""
+"""Two lengths, which separate the time of a step from the fixed time of a call."""
 
 
 def workloads(family: str, device: str, quick: bool) -> list[Workload]:
-    """device: cpu or cuda; `quick` leaves the large sizes out."""
+    """Return the workloads of a family. device: cpu or cuda; `quick` excludes the large sizes."""
     if family == "conv":
         return list(convolutions.on_cpu(quick) if device == "cpu" else convolutions.on_cuda(quick))
     if device == "cpu":
@@ -26,8 +26,8 @@ def workloads(family: str, device: str, quick: bool) -> list[Workload]:
     return list(_grid_on_cuda(family, quick) if family in FORMS else _recurrent_on_cuda(family, quick))
 
 
-def of_the_figure(workload: Workload) -> bool:
-    """Whether it stands in the figure of speed in Lei et al. 2018, where a layer gives every step."""
+def in_figure(workload: Workload) -> bool:
+    """Whether a workload is in the speed figure of Lei et al. 2018, where a layer returns every step."""
     return workload.kind == "every-step"
 
 
@@ -41,7 +41,7 @@ def _square(family: str, rows: int, hidden: int, **others: str) -> Workload:
 
 
 def _usual(family: str) -> str:
-    """The form that is timed where one is enough."""
+    """Return the form for workloads with a single form."""
     return FORMS[family][-1] if family in FORMS else ""
 
 
@@ -51,7 +51,7 @@ def _recurrent_on_cpu(family: str, quick: bool) -> Iterator[Workload]:
 
 
 _GRID_ON_CUDA = {
-    # Hidden sizes, rows and steps.
+    # Hidden sizes, rows, steps.
     "lstm": ((128, 256, 512, 768, 1024, 2048), (1, 8, 32, 64, 256), (STEPS,)),
     "gru": ((256, 512, 1024), (1, 32, 256), (STEPS,)),
     "sru": ((256, 512, 1024), (1, 32, 256), (32, 128, 1024, 4096)),
@@ -60,9 +60,9 @@ _GRID_ON_CUDA = {
 _FOLDED_ON_CUDA = (256, 512, 1024), (1, 32, 256), (32, 128, 4096)
 _FIGURE_ON_CUDA = (256, 512), (32,), (32, 128)
 _COPIED = 1 << 20
-"""Steps of 512 float16 columns: 1 GiB, of which none is in a cache."""
+"""Steps of 512 float16 columns: 1 GiB, which no cache holds."""
 _QUESTIONS_ON_CUDA = {
-    # Hidden sizes and rows.
+    # Hidden sizes, rows.
     "lstm": ((128, 256, 512), (8, 32, 64)),
     "gru": ((256, 512), (32,)),
     "sru": ((256, 512), (32,)),
@@ -76,13 +76,13 @@ def _recurrent_on_cuda(family: str, quick: bool) -> Iterator[Workload]:
         return
     for hidden, rows, steps in product(*_GRID_ON_CUDA[family]):
         yield Workload(family, rows, steps, hidden, hidden, dtype="float16")
-    yield from _beside_the_grid(family)
+    yield from _outside_the_grid(family)
     if family == "lstm":
         for hidden, rows, steps in product((128, 256, 512), (1, 8), RECURRENCE_STEPS):
             yield Workload(family, rows, steps, 4 * hidden, hidden, dtype="float16", kind="recurrence")
 
 
-def _beside_the_grid(family: str) -> Iterator[Workload]:
+def _outside_the_grid(family: str) -> Iterator[Workload]:
     form = _usual(family)
     for hidden, rows in product(*_QUESTIONS_ON_CUDA[family]):
         yield _square(family, rows, hidden, dtype="float16", lengths="questions", form=form)
@@ -90,7 +90,7 @@ def _beside_the_grid(family: str) -> Iterator[Workload]:
 
 
 def _grid_on_cuda(family: str, quick: bool) -> Iterator[Workload]:
-    """Every form over every size, then what each of them is held against."""
+    """Yield every form in every size, with the workloads that goals compare them with."""
     if quick:
         for hidden, rows, form in product((256, 512), (1, 32), FORMS[family]):
             yield _square(family, rows, hidden, dtype="float16", form=form)
@@ -101,7 +101,7 @@ def _grid_on_cuda(family: str, quick: bool) -> Iterator[Workload]:
         yield from (Workload(family, rows, steps, hidden, hidden, dtype="float16", form=form) for form in FORMS[family])
     for hidden, rows, steps in product(*_FOLDED_ON_CUDA):
         yield from (_folded(family, rows, steps, hidden, form) for form in FOLDED_FORMS[family])
-    yield from _beside_the_grid(family)
+    yield from _outside_the_grid(family)
     if family == "sru":
         yield Workload(family, 1, 4096, 512, 512, dtype="float16", form=LONG_MEMORY)
         for (hidden, rows, steps), form in product(product(*_FIGURE_ON_CUDA), FORMS[family]):

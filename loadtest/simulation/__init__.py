@@ -1,1 +1,1 @@
-"""Ways of batching beside each other on a virtual clock, with what turns were measured to cost: `python -m loadtest.simulate`."""
+"""Batching policies compared on a virtual clock, with batch costs measured on a device: `python -m loadtest.simulate`."""

@@ -1,28 +1,28 @@
-"""Replicas on a virtual clock: sequences come, a front places each, and a replica whose device is free runs the next turn.
+"""Replicas on a virtual clock: a frontend places each arriving sequence, and a replica with a free device runs the next batch.
 
-A turn takes exactly what it is predicted to take, is chosen when the device is free, and its answers are there when it ends. Nothing is
-reckoned for what lies before and after an engine.
+A batch takes exactly its predicted time, is chosen when the device is free, and is answered when it ends. Time outside of the engine is not
+simulated.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from loadtest.simulation.ways import Batch, Sequence, Way
+from loadtest.simulation.policies import BatchingPolicy, SimulatedBatch, SimulatedSequence
 from service.engine.execution.cost_model import Cost
 
 
-class Frontend:
-    """Places each sequence at the replica with the smallest predicted wait, of equals at the one that was chosen longest ago.
+class SimulatedFrontend:
+    """Places each sequence at the replica with the smallest predicted wait; of equals, at the least recently chosen one.
 
-    Its estimate is that of service.frontend.dispatch.connection.PredictedWait: the backlog that a replica last reported,
-    less the time since, and what it was sent after that.
+    The prediction is that of service.frontend.dispatch.connection.PredictedWait: the last reported backlog of a replica, less the
+    time since then, plus the work that was sent after it.
     """
 
     def __init__(self, replicas: int) -> None:
@@ -31,43 +31,45 @@ class Frontend:
         self._chosen: NDArray[np.int64] = np.zeros(replicas, dtype=np.int64)
         self._count = 0
 
-    def place(self, seconds: float, now: float) -> int:
-        """For a sequence that takes so long alone."""
+    def choose(self, seconds: float, now: float) -> int:
+        """Return the index of the replica for a sequence that takes `seconds` alone."""
         if len(self._until) == 1:
             return 0
         wait = np.maximum(self._until - now, 0.0)
         wait += self._sent
         equal = (wait == wait.min()).nonzero()[0]
-        place = int(equal[self._chosen[equal].argmin()])
+        index = int(equal[self._chosen[equal].argmin()])
         self._count += 1
-        self._chosen[place] = self._count
-        self._sent[place] += seconds
-        return place
+        self._chosen[index] = self._count
+        self._sent[index] += seconds
+        return index
 
-    def report(self, place: int, backlog_seconds: float, now: float) -> None:
-        """It counts all that was sent until now: the way between them takes no time."""
-        self._until[place] = now + backlog_seconds
-        self._sent[place] = 0.0
+    def report(self, index: int, backlog_seconds: float, now: float) -> None:
+        """Set the backlog of a replica, which includes everything sent until now."""
+        self._until[index] = now + backlog_seconds
+        self._sent[index] = 0.0
 
 
 @dataclass(slots=True)
 class Replica:
-    """One device and its queue. until: when its turn ends, 0 while it has none; wakes: when it asks for one, if nothing comes before."""
+    """One device and its queue. until: end of its batch; wakes: the next scheduled call of `next_batch`."""
 
-    way: Way
-    batch: Batch | None = None
+    policy: BatchingPolicy
+    batch: SimulatedBatch | None = None
     until: float = 0.0
     wakes: float = math.inf
 
 
 @dataclass(slots=True)
 class Totals:
-    """While sequences came: seconds in which devices worked, turns that began, rows in them, and steps that were still to run when half of
-    the sequences and when all of them had come."""
+    """Totals from the first to the last arrival. span: seconds; busy: seconds in which devices worked; batches and their rows.
+
+    left_at_half, left_at_end: steps that have not run when half of the sequences have arrived, and when all have.
+    """
 
     replicas: int
     span: float
-    worked: float = 0.0
+    busy: float = 0.0
     batches: int = 0
     rows: int = 0
     left_at_half: int = 0
@@ -75,86 +77,87 @@ class Totals:
 
 
 class Clock:
-    """One run: every sequence comes when it says, and is answered once."""
+    """One run, in which every sequence arrives at its time and is answered once."""
 
-    def __init__(self, ways: Many[Way], cost: Cost, sequences: Many[Sequence]) -> None:
-        """sequences: in the order in which they come."""
-        self._replicas = [Replica(way) for way in ways]
-        self._frontend = Frontend(len(ways))
+    def __init__(self, policies: Sequence[BatchingPolicy], cost: Cost, sequences: Sequence[SimulatedSequence]) -> None:
+        """sequences: in the order of their arrival."""
+        self._replicas = [Replica(policy) for policy in policies]
+        self._frontend = SimulatedFrontend(len(policies))
         self._cost = cost
         self._sequences = sequences
         self._events: list[tuple[float, int]] = []
-        """When a replica's turn ends, or its way wants to be asked."""
+        """Times at which a replica's batch ends or its policy wakes, with the index of the replica."""
         self._left = 0
-        self.totals = Totals(len(ways), span=sequences[-1].arrived)
+        self.totals = Totals(len(policies), span=sequences[-1].arrived)
 
-    def begin_with(self, place: int, one: Sequence) -> None:
-        """It is there when the first sequence comes to this replica, and waits for that: alone it would go on by a whole budget, which it
-        does not where there is always somebody else."""
-        self._replicas[place].way.add(one, 0.0)
-        self._left += one.left
+    def begin_with(self, index: int, sequence: SimulatedSequence) -> None:
+        """Add a sequence that a replica has already started. It waits for the first arrival there: alone, it would take whole budgets,
+        which it rarely does under constant load."""
+        self._replicas[index].policy.add(sequence, 0.0)
+        self._left += sequence.remaining
 
     def run(self) -> Totals:
-        """Until the last is answered."""
+        """Run until every sequence is answered."""
         half, last = len(self._sequences) // 2, len(self._sequences) - 1
         touched: set[int] = set()
-        for number, one in enumerate(self._sequences):
-            self._pass_until(one.arrived)
-            touched.add(self._arrive(one))
+        for number, sequence in enumerate(self._sequences):
+            self._advance(sequence.arrived)
+            touched.add(self._arrive(sequence))
             if number == half:
                 self.totals.left_at_half = self._left
-            # What comes in one instant is read at once.
-            if number == last or self._sequences[number + 1].arrived > one.arrived:
-                for place in touched:
-                    self._begin(place, self._replicas[place], one.arrived)
+            # Simultaneous arrivals are read together.
+            if number == last or self._sequences[number + 1].arrived > sequence.arrived:
+                for index in touched:
+                    self._begin(index, sequence.arrived)
                 touched.clear()
         self.totals.left_at_end = self._left
-        self._pass_until(math.inf)
+        self._advance(math.inf)
         return self.totals
 
-    def _arrive(self, one: Sequence) -> int:
-        place = self._frontend.place(self._cost.of(one.steps, one.steps), one.arrived)
-        self._replicas[place].way.add(one, one.arrived)
-        self._left += one.steps
-        return place
+    def _arrive(self, sequence: SimulatedSequence) -> int:
+        index = self._frontend.choose(self._cost.of(sequence.steps, sequence.steps), sequence.arrived)
+        self._replicas[index].policy.add(sequence, sequence.arrived)
+        self._left += sequence.steps
+        return index
 
-    def _pass_until(self, moment: float) -> None:
-        """All that happens before this moment."""
+    def _advance(self, moment: float) -> None:
+        """Process all events before this moment."""
         while self._events and self._events[0][0] < moment:
-            now, place = heapq.heappop(self._events)
-            replica = self._replicas[place]
-            if replica.batch is not None and replica.until == now:
-                self._end(place, replica, now)
-            elif replica.batch is None:
-                self._begin(place, replica, now)
+            now, index = heapq.heappop(self._events)
+            replica = self._replicas[index]
+            if replica.batch is None:
+                self._begin(index, now)
+            elif replica.until == now:
+                self._end(index, replica.batch, now)
 
-    def _begin(self, place: int, replica: Replica, now: float) -> None:
-        """The next turn, if the device is free and there is one."""
+    def _begin(self, index: int, now: float) -> None:
+        """Start the next batch of a replica if its device is free and its policy has one."""
+        replica = self._replicas[index]
         if replica.batch is not None:
             return
-        replica.batch = batch = replica.way.next_batch(now)
+        replica.batch = batch = replica.policy.next_batch(now)
         if batch is None:
-            if (wakes := replica.way.wakes()) < math.inf and wakes != replica.wakes:
+            if (wakes := replica.policy.wakes()) < math.inf and wakes != replica.wakes:
                 replica.wakes = wakes
-                heapq.heappush(self._events, (wakes, place))
+                heapq.heappush(self._events, (wakes, index))
             return
         seconds = self._cost.of(batch.longest, batch.tokens)
         replica.until = now + seconds
-        heapq.heappush(self._events, (replica.until, place))
+        heapq.heappush(self._events, (replica.until, index))
         totals = self.totals
         if now < totals.span:
-            totals.worked += min(seconds, totals.span - now)
+            totals.busy += min(seconds, totals.span - now)
             totals.batches += 1
             totals.rows += batch.rows
 
-    def _end(self, place: int, replica: Replica, now: float) -> None:
-        batch, replica.batch = replica.batch, None
-        assert batch is not None
+    def _end(self, index: int, batch: SimulatedBatch, now: float) -> None:
+        replica = self._replicas[index]
+        replica.batch = None
         self._left -= batch.steps
-        for one in batch.done:
-            assert math.isnan(one.answered), "a sequence is answered once"
-            one.answered = now
-        self._begin(place, replica, now)
+        for sequence in batch.done:
+            assert math.isnan(sequence.answered), "a sequence is answered once"
+            sequence.answered = now
+        self._begin(index, now)
         if batch.done and len(self._replicas) > 1:
             running = replica.until - now if replica.batch is not None else 0.0
-            self._frontend.report(place, running + replica.way.backlog_seconds(), now)
+            self._frontend.report(index, running + replica.policy.backlog_seconds(), now)

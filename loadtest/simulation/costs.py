@@ -1,4 +1,4 @@
-"""What turns of a model cost on a device: figures that were measured once, kept in a file that says when and where."""
+"""Cost of a model's batches on a device: measured once, and kept in a file with device and date."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from kernels.bench.report import Setting, slug
-from loadtest import made_up
-from loadtest.simulation.loads import LONG_STEPS
+from loadtest import synthetic_models
+from loadtest.simulation.arrivals import LONG_STEPS
 from service.engine.execution.cost_model import Cost
 from service.ipc.messages import ModelKey
 from service.local import build_engine
@@ -23,12 +23,12 @@ from service.settings import Settings
 PATH = Path(__file__).parent.parent / "results" / "costs.json"
 UNITS = (256, 512)
 WARM_UPS = 5
-"""Each gives a cost; the median counts."""
+"""Number of warm-ups. Each measures a cost, and the medians are kept."""
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """One model on one device. Seconds as in Cost."""
+class MeasuredCost:
+    """Cost of one model on one device, in seconds as in Cost."""
 
     model: str
     device: str
@@ -43,38 +43,33 @@ class Entry:
 
     def __str__(self) -> str:
         us = (f"{1e6 * seconds:.3g}" for seconds in self.cost)
-        return "{}, {}, {}: {} us a turn, {} a step, {} a token".format(self.model, self.device, self.date, *us)
+        return "{}, {}, {}: {} us a batch, {} a step, {} a token".format(self.model, self.device, self.date, *us)
 
 
-def read(path: Path = PATH) -> dict[str, Entry]:
-    """By name."""
+def read(path: Path = PATH) -> dict[str, MeasuredCost]:
+    """Return the costs in a file by name."""
     if not path.exists():
         return {}
-    return {name: Entry(**entry) for name, entry in json.loads(path.read_text()).items()}
+    return {name: MeasuredCost(**fields) for name, fields in json.loads(path.read_text()).items()}
 
 
 def measure(device: str, path: Path = PATH) -> list[str]:
-    """Write what warm-up finds on this device for LSTMs of made-up weights over token ids; returns their names."""
-    found = [_measured(device, units) for units in UNITS]
-    entries = read(path) | {f"{slug(one.device)}-{one.model}": one for one in found}
-    path.write_text(json.dumps({name: asdict(entry) for name, entry in sorted(entries.items())}, indent=2) + "\n")
-    return [f"{slug(one.device)}-{one.model}" for one in found]
+    """Measure LSTMs over token ids during warm-up on this device, and add them to a file. Returns their names."""
+    measured = {f"{slug(cost.device)}-{cost.model}": cost for cost in (_measured(device, units) for units in UNITS)}
+    costs = read(path) | measured
+    path.write_text(json.dumps({name: asdict(cost) for name, cost in sorted(costs.items())}, indent=2) + "\n")
+    return list(measured)
 
 
-def _measured(device: str, units: int) -> Entry:
+def _measured(device: str, units: int) -> MeasuredCost:
     name = f"lstm-{units}"
     ids = SequenceInput(kind="ids", vocabulary=20_000, max_steps=LONG_STEPS)
+    layers = EmbeddingLayer(kind="embedding", width=units), LSTMLayer(kind="lstm", hidden=units)
     with tempfile.TemporaryDirectory() as scratch:
-        made_up.write(
-            Path(scratch),
-            name,
-            ids,
-            EmbeddingLayer(kind="embedding", width=units),
-            LSTMLayer(kind="lstm", hidden=units),
-        )
+        synthetic_models.write(Path(scratch), name, ids, *layers)
         settings = Settings(models=Path(scratch), device=device)
         engines = (build_engine(settings, Metrics()) for _ in range(WARM_UPS))
         costs = [engine.cost(ModelKey(name, "1")) for engine in engines]
     setting = Setting.of(torch.device("cuda:0" if device == "auto" and torch.cuda.is_available() else device))
     fixed, per_step, per_token = (float(f"{statistics.median(each):.4g}") for each in zip(*costs, strict=True))
-    return Entry(name, setting.device, setting.date, fixed, per_step, per_token)
+    return MeasuredCost(name, setting.device, setting.date, fixed, per_step, per_token)

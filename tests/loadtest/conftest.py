@@ -1,4 +1,4 @@
-"""A server made of one function, to be loaded."""
+"""An HTTP server made of one function, for tests of the load."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from loadtest.callers import Target
 
 Handler = Callable[[int], Awaitable[bytes | None]]
-"""What is said to the request of this number, counted from 0; None closes the connection instead."""
+"""Returns the response to the request with this number, counted from 0; None closes the connection."""
 
 
 def reply(body: bytes, status: int = 200, *headers: str) -> bytes:
-    lines = [f"HTTP/1.1 {status} Said", f"Content-Length: {len(body)}", *headers, "", ""]
+    lines = [f"HTTP/1.1 {status} Reason", f"Content-Length: {len(body)}", *headers, "", ""]
     return "\r\n".join(lines).encode() + body
 
 
@@ -23,7 +23,7 @@ async def answered(number: int) -> bytes:
 
 @contextlib.asynccontextmanager
 async def answering(handler: Handler, idle_seconds: float = 60.0) -> AsyncIterator[Target]:
-    """A server on a free port; connections on which nothing comes for `idle_seconds` are closed without a word."""
+    """Run a server on a free port that closes connections after `idle_seconds` without a request."""
     requests = 0
     writers: set[asyncio.StreamWriter] = set()
 
@@ -35,10 +35,10 @@ async def answering(handler: Handler, idle_seconds: float = 60.0) -> AsyncIterat
                 head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), idle_seconds)
                 await reader.readexactly(int(head.partition(b"Content-Length: ")[2].split()[0]))
                 number, requests = requests, requests + 1
-                said = await handler(number)
-                if said is None:
+                response = await handler(number)
+                if response is None:
                     break
-                writer.write(said)
+                writer.write(response)
         writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)

@@ -1,4 +1,4 @@
-"""`seqserve bench` loads a running server and says what came of it."""
+"""`seqserve bench` loads a running server and reports the figures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STAGES = {"parse", "queue", "stage_in", "compute", "stage_out", "encode", "total
 
 
 @pytest.fixture(autouse=True)
-def _soon_warm(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "WARM_UP_SECONDS", 0.1)
 
 
@@ -29,14 +29,14 @@ def records(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def test_each_level_of_callers_gets_a_line_of_the_table_and_of_the_file(
+def test_each_level_has_a_line_in_the_table_and_in_the_file(
     server: Server, models_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "figures.jsonl"
     assert main(command(server, models_folder, "--model", "words", "--callers", "1,4", "--json", str(file))) == 0
     printed = capsys.readouterr()
     assert "words version 2" in printed.out, "the newest version"
-    assert "1 of texts a request" in printed.out
+    assert "inputs a request: 1 (texts)" in printed.out
     head, *lines = (line.split() for line in printed.out.splitlines()[-3:])
     assert head[:4] == ["callers", "answers/s", "p50", "ms"]
     assert [line[0] for line in lines] == ["1", "4"]
@@ -46,24 +46,24 @@ def test_each_level_of_callers_gets_a_line_of_the_table_and_of_the_file(
         assert record["answers"] > 0
         assert record["failures"] == {}
         assert 0 < record["p50_ms"] <= record["p90_ms"] <= record["p99_ms"]
-        assert record["rows_per_turn"] >= 1
+        assert record["rows_per_batch"] >= 1
         assert set(record["stages_ms"]) == STAGES
         assert all(milliseconds > 0 for milliseconds in record["stages_ms"].values())
 
 
-def test_rates_are_an_open_loop_on_any_kind_of_model(
+def test_rates_run_an_open_loop_on_any_model(
     server: Server, models_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "figures.jsonl"
     words = ("--model", "sensors", "--rates", "50", "--arrivals", "bursty", "--inputs", "2", "--seed", "4")
     assert main(command(server, models_folder, *words, "--json", str(file))) == 0
     printed = capsys.readouterr().out
-    assert "2 of rows of 3 numbers a request, seed 4" in printed
+    assert "inputs a request: 2 (rows of 3 numbers), seed 4" in printed
     assert "open loop, bursty arrivals" in printed
     assert [record["level"] for record in records(file)] == ["50/s"]
 
 
-def test_requests_that_fail_are_named_and_counted_in_the_status(
+def test_failed_requests_are_reported_and_set_the_status(
     server: Server, models_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "figures.jsonl"
@@ -73,22 +73,22 @@ def test_requests_that_fail_are_named_and_counted_in_the_status(
     assert records(file)[0]["answers"] == 0
 
 
-def test_without_a_server_it_says_how_to_name_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_server_is_reported_with_the_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--url", "http://127.0.0.1:9"]) == 1
     printed = capsys.readouterr().err
     assert "http://127.0.0.1:9" in printed
     assert "--url" in printed
 
 
-def test_what_is_no_address_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_malformed_address_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--url", "localhost:8000"]) == 1
     assert "localhost:8000" in capsys.readouterr().err
 
 
-def test_a_model_that_is_not_served_is_named_with_those_that_are(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--url", server.address, "--model", "nobody"]) == 1
+def test_unknown_model_is_reported_with_the_served_ones(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--url", server.address, "--model", "unknown"]) == 1
     printed = capsys.readouterr().err
-    assert "serves no model nobody" in printed
+    assert "serves no model unknown" in printed
     assert "sensors" in printed
 
 
@@ -97,7 +97,7 @@ def test_a_model_that_is_not_served_is_named_with_those_that_are(server: Server,
     [["--callers", "0"], ["--callers", "1,two"], ["--rates", "-5"], ["--seconds", "nan"], ["--inputs", "0"]],
     ids=" ".join,
 )
-def test_a_number_that_cannot_be_stops_with_2_and_is_repeated(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_number_exits_with_status_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["bench", *words])
     assert end.value.code == 2
@@ -106,7 +106,7 @@ def test_a_number_that_cannot_be_stops_with_2_and_is_repeated(words: list[str], 
     assert words[1].rpartition(",")[2] in printed
 
 
-def test_callers_and_rates_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+def test_callers_and_rates_are_exclusive(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["bench", "--callers", "1", "--rates", "5"])
     assert "not allowed with" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`seqserve bench --trace` records turns of its last level."""
+"""`seqserve bench --trace` records batches of its last level."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.serving import Server, serving
 
 
 @pytest.fixture(autouse=True)
-def _soon_warm(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "WARM_UP_SECONDS", 0.1)
 
 
@@ -30,14 +30,14 @@ def command(server: Server, models_folder: Path, file: Path, *words: str) -> lis
     return [*shared, "--trace", str(file), *words]
 
 
-def test_the_file_has_turns_of_the_last_level(traced: Server, models_folder: Path, tmp_path: Path) -> None:
+def test_trace_has_batches_of_the_last_level(traced: Server, models_folder: Path, tmp_path: Path) -> None:
     assert main(command(traced, models_folder, tmp_path / "trace.json", "--callers", "1,4")) == 0
-    found = [one for one in traces.rows(json.loads((tmp_path / "trace.json").read_text()))["batches"] if one.args]
-    assert {one.args["model"] for one in found} == {"words"}
-    assert 1 < len(found) <= 100
+    batches = [event for event in traces.tracks(json.loads((tmp_path / "trace.json").read_text()))["batches"] if event.args]
+    assert {event.args["model"] for event in batches} == {"words"}
+    assert 1 < len(batches) <= 100
 
 
-def test_a_server_that_records_nothing_is_told_before_any_load_how_it_would(
+def test_server_without_debug_is_reported_before_any_load(
     server: Server, models_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(command(server, models_folder, tmp_path / "trace.json")) == 1
@@ -47,7 +47,7 @@ def test_a_server_that_records_nothing_is_told_before_any_load_how_it_would(
     assert not (tmp_path / "trace.json").exists()
 
 
-def test_a_file_that_cannot_be_written_is_named(
+def test_unwritable_file_is_named(
     traced: Server, models_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(command(traced, models_folder, tmp_path / "nowhere" / "trace.json", "--callers", "1")) == 1

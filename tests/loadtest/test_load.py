@@ -1,4 +1,4 @@
-"""Load counts what a caller would see: answers and their times, refusals by their code, connections that broke."""
+"""The load counts answers and their latency, refusals by code, and broken connections."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from loadtest import load
-from loadtest.callers import Caller, Reply, Target
+from loadtest.callers import Caller, Response, Target
 from loadtest.load import Figures
 from tests.loadtest.conftest import Handler, answered, answering, reply
 
@@ -42,22 +42,22 @@ def opened(handler: Handler, gap: float, seconds: float = SECONDS, idle_seconds:
 
 
 def _unwatched(figures: Figures) -> None:
-    """Nobody waits for a test's progress."""
+    """Ignore the progress."""
 
 
-def test_a_closed_loop_keeps_each_caller_asking_until_the_time_is_over() -> None:
-    open_at_once, most = 0, 0
+def test_closed_loop_keeps_every_caller_busy_until_the_end() -> None:
+    open_now, max_open = 0, 0
 
     async def handler(number: int) -> bytes:
-        nonlocal open_at_once, most
-        open_at_once += 1
-        most = max(most, open_at_once)
+        nonlocal open_now, max_open
+        open_now += 1
+        max_open = max(max_open, open_now)
         await asyncio.sleep(0.01)
-        open_at_once -= 1
+        open_now -= 1
         return await answered(number)
 
     figures = closed(handler, callers=3)
-    assert most == 3
+    assert max_open == 3
     assert figures.failed == 0
     assert 3 < len(figures.answers) <= 3 * (SECONDS / 0.01 + 1)
     assert min(figures.answers) >= 0.009
@@ -65,7 +65,7 @@ def test_a_closed_loop_keeps_each_caller_asking_until_the_time_is_over() -> None
     assert figures.rate == pytest.approx(len(figures.answers) / figures.seconds)
 
 
-def test_a_refusal_is_counted_by_its_status_and_code_and_is_no_answer() -> None:
+def test_refusals_are_counted_by_status_and_code() -> None:
     async def handler(number: int) -> bytes:
         if number % 2:
             return reply(b'{"error": "5 wait", "code": "overloaded"}', 503)
@@ -78,7 +78,7 @@ def test_a_refusal_is_counted_by_its_status_and_code_and_is_no_answer() -> None:
 
 
 @pytest.mark.parametrize("loop", ["closed", "opened"])
-def test_a_connection_that_the_server_closes_is_a_failure_and_a_new_one_takes_its_place(loop: str) -> None:
+def test_connection_closed_by_the_server_fails_and_is_replaced(loop: str) -> None:
     async def handler(number: int) -> bytes | None:
         return None if number < 2 else await answered(number)
 
@@ -87,7 +87,7 @@ def test_a_connection_that_the_server_closes_is_a_failure_and_a_new_one_takes_it
     assert figures.answers
 
 
-def test_an_answer_that_ends_its_connection_is_an_answer() -> None:
+def test_answer_that_closes_its_connection_counts() -> None:
     async def handler(number: int) -> bytes:
         return reply(b"{}", 200, "Connection: close")
 
@@ -96,15 +96,15 @@ def test_an_answer_that_ends_its_connection_is_an_answer() -> None:
     assert len(figures.answers) > 2
 
 
-def test_what_is_no_http_is_a_failure() -> None:
+def test_response_that_is_not_http_fails() -> None:
     async def handler(number: int) -> bytes:
-        return b"SSH-2.0-Nobody\r\n\r\n"
+        return b"SSH-2.0-Other\r\n\r\n"
 
     figures = closed(handler, callers=1)
     assert set(figures.failures) == {"ConnectionResetError"}
 
 
-def test_an_answer_may_come_in_pieces() -> None:
+def test_answer_may_arrive_in_pieces() -> None:
     whole = reply(b'{"outputs": [1]}', 503)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -117,22 +117,22 @@ def test_an_answer_may_come_in_pieces() -> None:
         await writer.wait_closed()
         done.set()
 
-    async def run() -> Reply:
+    async def run() -> Response:
         async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
             host, port = server.sockets[0].getsockname()
             target = Target(host, port, "/infer")
             caller = await Caller.connect(target)
-            said = await caller.ask(target.request(b"{}"))
+            response = await caller.ask(target.request(b"{}"))
             await done.wait()
             caller.hang_up()
-        return said
+        return response
 
     done = asyncio.Event()
-    assert asyncio.run(run()) == Reply(503, b'{"outputs": [1]}')
+    assert asyncio.run(run()) == Response(503, b'{"outputs": [1]}')
 
 
-def test_an_open_loop_sends_what_is_due_whatever_became_of_what_came_before() -> None:
-    """Half the requests wait for the end, and the others are sent and answered nevertheless."""
+def test_open_loop_sends_due_requests_despite_open_ones() -> None:
+    """Half of the requests stay open until the end. The others are sent and answered."""
 
     async def handler(number: int) -> bytes:
         await asyncio.sleep(2 * SECONDS if number % 2 else 0)
@@ -144,8 +144,8 @@ def test_an_open_loop_sends_what_is_due_whatever_became_of_what_came_before() ->
     assert sum(seconds > SECONDS for seconds in figures.answers) == 7
 
 
-def test_in_an_open_loop_a_time_runs_from_the_moment_when_the_request_was_due() -> None:
-    """A server that handles one request at a time, slower than they come: each waits for all before it."""
+def test_open_loop_latency_starts_at_the_due_time() -> None:
+    """The server handles one request at a time, slower than they arrive: a queue builds up."""
     one_at_a_time = asyncio.Lock()
 
     async def handler(number: int) -> bytes:
@@ -158,7 +158,7 @@ def test_in_an_open_loop_a_time_runs_from_the_moment_when_the_request_was_due() 
     assert max(figures.answers) >= 14 * 0.04 - 14 * GAP
 
 
-def test_a_time_includes_what_the_loader_itself_was_late() -> None:
+def test_latency_includes_the_delay_of_the_load_generator() -> None:
     def slowly(target: Target) -> Iterator[bytes]:
         time.sleep(0.1)
         yield from requests(target)
@@ -172,8 +172,8 @@ def test_a_time_includes_what_the_loader_itself_was_late() -> None:
     assert second >= 0.1 - GAP
 
 
-def test_requests_that_nobody_answers_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "PATIENCE_SECONDS", 0.2)
+def test_unanswered_requests_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "GRACE_SECONDS", 0.2)
     monkeypatch.setattr(load, "PROGRESS_SECONDS", 0.05)
 
     async def handler(number: int) -> bytes:
@@ -186,9 +186,9 @@ def test_requests_that_nobody_answers_are_counted(monkeypatch: pytest.MonkeyPatc
     assert len(figures.answers) == 2
 
 
-def test_an_open_loop_has_only_so_many_requests_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "MOST_OPEN", 2)
-    monkeypatch.setattr(load, "PATIENCE_SECONDS", 0.1)
+def test_open_loop_limits_its_open_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "MAX_OPEN", 2)
+    monkeypatch.setattr(load, "GRACE_SECONDS", 0.1)
     monkeypatch.setattr(load, "PROGRESS_SECONDS", 0.05)
 
     async def handler(number: int) -> bytes:
@@ -198,8 +198,8 @@ def test_an_open_loop_has_only_so_many_requests_open(monkeypatch: pytest.MonkeyP
     assert opened(handler, gap=0.055).failures == {"unanswered": 2, "not sent, 2 are open": 3}
 
 
-def test_a_connection_that_the_server_closed_for_its_idleness_is_no_failure() -> None:
-    """Two requests are open at once in the beginning, and one at a time long after the server has closed both connections."""
+def test_connection_closed_while_idle_is_no_failure() -> None:
+    """Two requests are open at the start, and a third is sent long after the server has closed both connections."""
 
     async def run() -> Figures:
         async with answering(answered, idle_seconds=0.1) as target:
@@ -211,38 +211,38 @@ def test_a_connection_that_the_server_closed_for_its_idleness_is_no_failure() ->
     assert len(figures.answers) == 3
 
 
-def test_a_closed_loop_on_nobody_says_so_at_once() -> None:
+def test_closed_loop_without_a_server_fails_immediately() -> None:
     target = Target("127.0.0.1", 9, "/infer")
     with pytest.raises(OSError, match=r"refused|failed"):
         asyncio.run(load.closed(target, requests(target), 1, SECONDS, _unwatched))
 
 
-def test_the_watcher_hears_how_far_the_load_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watch_is_called_with_the_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "PROGRESS_SECONDS", 0.05)
-    heard: list[int] = []
+    answers: list[int] = []
 
     async def run() -> Figures:
         async with answering(answered) as target:
-            return await load.closed(target, requests(target), 1, SECONDS, lambda figures: heard.append(len(figures.answers)))
+            return await load.closed(target, requests(target), 1, SECONDS, lambda figures: answers.append(len(figures.answers)))
 
     figures = asyncio.run(run())
-    assert len(heard) >= 3
-    assert heard == sorted(heard)
-    assert heard[-1] == len(figures.answers)
+    assert len(answers) >= 3
+    assert answers == sorted(answers)
+    assert answers[-1] == len(figures.answers)
 
 
 @pytest.mark.parametrize(("share", "seconds"), [(0.5, 5), (0.9, 9), (0.99, 10), (1.0, 10), (0.0, 1)])
-def test_a_quantile_is_a_time_that_was_measured(share: float, seconds: float) -> None:
-    assert Figures(answers=[float(one) for one in range(10, 0, -1)]).quantile(share) == seconds
+def test_quantile_is_a_measured_time(share: float, seconds: float) -> None:
+    assert Figures(answers=[float(seconds) for seconds in range(10, 0, -1)]).quantile(share) == seconds
 
 
 @pytest.mark.parametrize("url", ["https://127.0.0.1:8000", "127.0.0.1:8000", "http://"])
-def test_what_is_no_address_is_named(url: str) -> None:
-    with pytest.raises(ValueError, match="is no address of the form"):
+def test_malformed_address_is_named(url: str) -> None:
+    with pytest.raises(ValueError, match="is not an address of the form"):
         Target.of(url, "/infer")
 
 
-def test_a_request_says_how_long_its_body_is() -> None:
-    asked: Any = Target.of("http://somewhere:81/", "/infer").request(b'{"a": 1}')
-    assert asked.startswith(b"POST /infer HTTP/1.1\r\nHost: somewhere\r\n")
-    assert asked.endswith(b"Content-Length: 8\r\n\r\n" + b'{"a": 1}')
+def test_request_has_the_length_of_its_body() -> None:
+    request: Any = Target.of("http://somewhere:81/", "/infer").request(b'{"a": 1}')
+    assert request.startswith(b"POST /infer HTTP/1.1\r\nHost: somewhere\r\n")
+    assert request.endswith(b"Content-Length: 8\r\n\r\n" + b'{"a": 1}')

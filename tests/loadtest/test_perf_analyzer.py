@@ -1,4 +1,4 @@
-"""Triton's load generator is asked for every way to every model, and what it says comes through; here a script stands in for it."""
+"""Triton's load generator runs over every protocol for every model. A script replaces it here."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from tests.serving import Server
 
 SCRIPT = """
 import csv, json, os, sys
-asked = sys.argv[1:]
-said = dict(zip(asked, asked[1:]))
-with open(os.path.join(os.path.dirname(said["-f"]), "asked.jsonl"), "a") as file:
-    file.write(json.dumps({"said": said, "streams": "--streaming" in asked, "libraries": os.environ["LD_LIBRARY_PATH"]}) + "\\n")
-print("a word of its own")
-if said["-i"] == os.environ.get("REFUSED"):
+words = sys.argv[1:]
+flags = dict(zip(words, words[1:]))
+with open(os.path.join(os.path.dirname(flags["-f"]), "calls.jsonl"), "a") as file:
+    file.write(json.dumps({"flags": flags, "streams": "--streaming" in words, "libraries": os.environ["LD_LIBRARY_PATH"]}) + "\\n")
+print("output of the script")
+if flags["-i"] == os.environ.get("REFUSED"):
     sys.exit(99)
 names = ["Concurrency", "Inferences/Second", "Server Queue", "Server Compute Infer", *(f"p{p} latency" for p in (50, 90, 95, 99))]
-with open(said["-f"], "w") as file:
-    csv.writer(file).writerows([names, [said["--concurrency-range"], 1234.56, 11, 400, 1000, 2000, 2500, 3000]])
+with open(flags["-f"], "w") as file:
+    csv.writer(file).writerows([names, [flags["--concurrency-range"], 1234.56, 11, 400, 1000, 2000, 2500, 3000]])
 """
 
 
 @pytest.fixture
 def binary(tmp_path: Path) -> Path:
-    """As it is installed, beside the library that it wants."""
+    """A script in the layout of the installation, with the folder of the CUDA library."""
     (tmp_path / "lib" / "python3" / "site-packages" / "nvidia" / "cuda_runtime" / "lib").mkdir(parents=True)
     file = tmp_path / "bin" / "perf_analyzer"
     file.parent.mkdir()
@@ -40,7 +40,7 @@ def binary(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _models_of_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+def _test_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(perf_analyzer, "QUESTIONS", "words")
     monkeypatch.setattr(perf_analyzer, "SENSOR", "sensors")
 
@@ -51,64 +51,61 @@ def run(server: Server, binary: Path, out: Path, *words: str) -> int:
     )
 
 
-def asked(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "asked.jsonl").read_text().splitlines()]
+def calls(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "calls.jsonl").read_text().splitlines()]
 
 
-def test_every_way_to_every_model_is_measured(
+def test_every_protocol_and_model_is_measured(
     server: Server, binary: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "deep" / "out"
     assert run(server, binary, out, "--grpc", "127.0.0.1:9") == 0
-    cases = [(one["said"]["-i"], one["streams"], one["said"]["-m"], one["said"]["-u"]) for one in asked(out)]
+    cases = [(call["flags"]["-i"], call["streams"], call["flags"]["-m"], call["flags"]["-u"]) for call in calls(out)]
     rest, rpc = server.address.removeprefix("http://"), "127.0.0.1:9"
     assert cases == [
         *[("http", False, model, rest) for model in ("words", "sensors")],
         *[("grpc", False, model, rpc) for model in ("words", "sensors")],
         ("grpc", True, "sensors", rpc),
     ]
-    assert all(one["libraries"].startswith(str(tmp_path / "lib" / "python3")) for one in asked(out))
+    assert all(call["libraries"].startswith(str(tmp_path / "lib" / "python3")) for call in calls(out))
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if "1235" in line]
     assert [line[-8:] for line in lines[:1]] == [["words", "3", "1235", "1000", "2000", "3000", "11", "400"]]
     assert [" ".join(line[:-8]) for line in lines] == [REST, REST, GRPC, GRPC, STREAM]
-    assert (out / "rest-words-3.txt").read_text() == "a word of its own\n"
+    assert (out / "rest-words-3.txt").read_text() == "output of the script\n"
     assert (out / "grpc-stream-sensors-3.csv").is_file()
 
 
-def test_it_sends_questions_one_by_one_and_sequences_chunk_by_chunk(server: Server, binary: Path, tmp_path: Path) -> None:
+def test_questions_are_single_and_sequences_have_chunks(server: Server, binary: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     run(server, binary, out)
     questions, sequences = (json.loads((out / f"{name}.json").read_text())["data"] for name in ("questions", "sequences"))
-    assert all(len(one["ids"]["content"]) == one["ids"]["shape"][0] for one in questions), (
-        "no words of this model are known here"
-    )
+    ids = [question["ids"] for question in questions]
+    assert all(len(tensor["content"]) == tensor["shape"][0] for tensor in ids), "the words of this model are unknown here"
     assert all(len(chunks) == perf_analyzer.CHUNKS for chunks in sequences)
     chunk = sequences[0][0]["inputs"]
     assert chunk["shape"] == [perf_analyzer.STEPS, 3] and len(chunk["content"]) == 3 * perf_analyzer.STEPS
     assert perf_analyzer._question("how far") == {"text": {"content": ["how far"], "shape": [1]}}
 
 
-def test_what_it_could_not_measure_is_shown_and_makes_the_status_1(
+def test_unmeasured_case_is_reported_with_status_1(
     server: Server, binary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("REFUSED", "grpc")
     assert run(server, binary, tmp_path / "out", "--grpc", "127.0.0.1:9") == 1
     printed = capsys.readouterr()
-    assert "grpc-words-3, status 99:\na word of its own" in printed.err
+    assert "grpc-words-3, status 99:\noutput of the script" in printed.err
     assert [line.split()[-6:] for line in printed.out.splitlines() if "failed" in line] == [["failed", *"-----"]] * 3
 
 
-def test_grpc_is_left_out_aloud_where_its_address_is_not_known(
+def test_grpc_without_an_address_is_skipped(
     server: Server, binary: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(server, binary, tmp_path / "out") == 0
-    assert "gRPC is left out: name its address with --grpc" in capsys.readouterr().err
-    assert {one["said"]["-i"] for one in asked(tmp_path / "out")} == {"http"}
+    assert "gRPC is skipped: name its address with --grpc" in capsys.readouterr().err
+    assert {call["flags"]["-i"] for call in calls(tmp_path / "out")} == {"http"}
 
 
-def test_without_the_program_or_a_server_the_status_is_2(
-    binary: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_program_or_server_has_status_2(binary: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert perf_analyzer.main(["--binary", str(tmp_path / "nothing"), "--out", str(tmp_path)]) == 2
     assert "make perf-analyzer" in capsys.readouterr().err
     assert perf_analyzer.main(["--url", "http://127.0.0.1:9", "--binary", str(binary), "--out", str(tmp_path)]) == 2

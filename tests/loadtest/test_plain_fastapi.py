@@ -1,4 +1,4 @@
-"""The plain handler is a fair opponent: with the same weights it gives the same answers."""
+"""The plain handler is a fair baseline: with the same weights, it returns the same answers."""
 
 from __future__ import annotations
 
@@ -26,34 +26,33 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("name", ["question-type-cnn", "question-type-lstm", "question-type-sru"])
-def test_the_plain_handler_answers_as_the_service_does(plain: Any, name: str) -> None:
+def test_plain_handler_returns_the_answers_of_the_service(plain: Any, name: str) -> None:
     folder = ROOT / "models" / name / "1"
     model = {"name": name, "version": "1", "min_steps": 1, "input": {"kind": "text", "max_steps": 512}}
     texts = QUESTIONS + Traffic(model, words((folder / "tokenizer.json").read_text())).body(20)["inputs"]
     client = TestClient(plain.build(folder))
-    batch = asked(client, name, texts)
-    lone = [asked(client, name, [text])[0] for text in texts]
-    for ours, *theirs in zip(local.infer(Settings(device="cpu"), name, texts), batch, lone, strict=True):
-        for one in theirs:
-            assert one["scores"] == pytest.approx(ours["scores"], abs=ROUNDING)
-            assert one["score"] == max(one["scores"].values()) == one["scores"][one["label"]]
+    batch = outputs(client, name, texts)
+    single = [outputs(client, name, [text])[0] for text in texts]
+    for ours, *plain_outputs in zip(local.infer(Settings(device="cpu"), name, texts), batch, single, strict=True):
+        for output in plain_outputs:
+            assert output["scores"] == pytest.approx(ours["scores"], abs=ROUNDING)
+            assert output["score"] == max(output["scores"].values()) == output["scores"][output["label"]]
 
 
-def asked(client: TestClient, name: str, texts: list[str]) -> list[dict[str, Any]]:
-    answer = client.post("/infer", json={"model": name, "inputs": texts})
-    assert answer.status_code == 200
-    said = answer.json()
-    assert (said["model"], said["version"]) == (name, "1")
-    outputs: list[dict[str, Any]] = said["outputs"]
-    return outputs
+def outputs(client: TestClient, name: str, texts: list[str]) -> list[dict[str, Any]]:
+    response = client.post("/infer", json={"model": name, "inputs": texts})
+    assert response.status_code == 200
+    body = response.json()
+    assert (body["model"], body["version"]) == (name, "1")
+    return list(body["outputs"])
 
 
-def test_it_says_when_it_is_ready(plain: Any) -> None:
+def test_readyz_answers(plain: Any) -> None:
     client = TestClient(plain.build(ROOT / "models" / "question-type-cnn" / "1"))
     assert client.get("/readyz").status_code == 200
 
 
-def test_without_a_folder_or_a_port_it_does_not_start(plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_port_is_refused(plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["plain_fastapi", "somewhere"])
     with pytest.raises(SystemExit):
         plain.main()

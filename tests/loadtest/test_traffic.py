@@ -1,4 +1,4 @@
-"""Traffic is that of real callers, and the same every time."""
+"""Traffic is realistic and reproducible."""
 
 from __future__ import annotations
 
@@ -23,41 +23,41 @@ FEATURES = {"kind": "features", "features": 3, "max_steps": 512}
 
 
 def model(input: dict[str, Any], min_steps: int = 1) -> dict[str, Any]:
-    return {"name": "made-up", "version": "2", "input": input, "min_steps": min_steps}
+    return {"name": "synthetic", "version": "2", "input": input, "min_steps": min_steps}
 
 
 @pytest.mark.parametrize("input", [TEXT, FEATURES, {**TEXT, "kind": "ids"}])
-def test_a_seed_gives_the_same_requests_and_another_one_others(input: dict[str, Any]) -> None:
+def test_requests_depend_only_on_the_seed(input: dict[str, Any]) -> None:
     bodies = [[Traffic(model(input), ["far", "sea"], seed).body(3) for _ in range(5)] for seed in (1, 1, 2)]
     assert bodies[0] == bodies[1] != bodies[2]
     assert json.loads(json.dumps(bodies[0])) == bodies[0]
 
 
-def test_a_body_names_the_model_and_its_version_and_has_as_many_inputs_as_asked() -> None:
+def test_body_has_model_version_and_inputs() -> None:
     body = Traffic(model(TEXT), ["far"]).body(10)
-    assert (body["model"], body["version"], len(body["inputs"])) == ("made-up", "2", 10)
+    assert (body["model"], body["version"], len(body["inputs"])) == ("synthetic", "2", 10)
 
 
-def test_lengths_are_those_of_real_questions() -> None:
+def test_lengths_follow_real_questions() -> None:
     source, draws = Traffic(model(TEXT)), 10_000
-    found = Counter(source.steps() for _ in range(draws))
+    drawn = Counter(source.steps() for _ in range(draws))
     common = {steps: draws * count / sum(COUNTS) for steps, count in enumerate(COUNTS, SHORTEST) if count > 5}
-    assert sum(found[steps] for steps in common) > 0.99 * draws
-    chi_square = sum((found[steps] - expected) ** 2 / expected for steps, expected in common.items())
+    assert sum(drawn[steps] for steps in common) > 0.99 * draws
+    chi_square = sum((drawn[steps] - expected) ** 2 / expected for steps, expected in common.items())
     assert chi_square < 2 * len(common)
 
 
-def test_lengths_keep_within_what_the_model_takes() -> None:
+def test_lengths_stay_within_the_limits_of_the_model() -> None:
     source = Traffic(model({**TEXT, "max_steps": 9}, min_steps=6))
     assert {source.steps() for _ in range(1000)} == {6, 7, 8, 9}
 
 
-def test_an_input_may_be_asked_for_that_has_so_many_steps() -> None:
+def test_input_may_have_a_fixed_number_of_steps() -> None:
     source = Traffic(model(FEATURES))
     assert [len(source.input(steps)) for steps in (1, 300)] == [1, 300]
 
 
-def test_features_are_rows_of_as_many_numbers_as_the_model_takes() -> None:
+def test_features_are_rows_with_the_width_of_the_model() -> None:
     source = Traffic(model(FEATURES, min_steps=4))
     assert str(source) == "rows of 3 numbers"
     rows = source.input()
@@ -66,7 +66,7 @@ def test_features_are_rows_of_as_many_numbers_as_the_model_takes() -> None:
     assert all(isinstance(row, list) and len(row) == 3 for row in rows)
 
 
-def test_without_words_a_text_model_gets_token_ids_of_its_vocabulary() -> None:
+def test_text_model_without_words_gets_token_ids() -> None:
     source = Traffic(model(TEXT))
     assert str(source) == "token ids"
     ids = list(itertools.chain.from_iterable(source.body(200)["inputs"]))
@@ -74,7 +74,7 @@ def test_without_words_a_text_model_gets_token_ids_of_its_vocabulary() -> None:
 
 
 @pytest.mark.parametrize("name", ["question-type-cnn", "question-type-lstm", "question-type-sru"])
-def test_a_text_has_as_many_tokens_as_were_drawn(name: str) -> None:
+def test_text_has_the_drawn_number_of_tokens(name: str) -> None:
     folder = MODELS / name / "1"
     tokenizer = Tokenizer.read(folder, spec.read(folder))
     source = Traffic(model(TEXT), words((folder / "tokenizer.json").read_text()))
@@ -85,30 +85,30 @@ def test_a_text_has_as_many_tokens_as_were_drawn(name: str) -> None:
         assert len(tokenizer.ids(text, "inputs[0]")) == len(text.split())
 
 
-def test_words_are_the_known_ones_of_one_token_each_in_a_fixed_order() -> None:
+def test_words_are_known_single_tokens_in_order() -> None:
     assert words(models.tokenizer()) == sorted(set(models.WORDS) - {"[UNK]"})
 
 
 def counts(arrivals: str, rate: float, seconds: int) -> list[int]:
-    """How many came in each second."""
+    """Return the number of arrivals in each second."""
     times = itertools.takewhile(lambda at: at < seconds, itertools.accumulate(ARRIVALS[arrivals](rate, 3)))
     by_second = Counter(int(at) for at in times)
     return [by_second[second] for second in range(seconds)]
 
 
 @pytest.mark.parametrize("arrivals", ARRIVALS)
-def test_arrivals_have_the_asked_mean_rate(arrivals: str) -> None:
+def test_arrivals_have_the_requested_mean_rate(arrivals: str) -> None:
     assert statistics.mean(counts(arrivals, rate=100.0, seconds=400)) == pytest.approx(100, rel=0.1)
 
 
 @pytest.mark.parametrize("arrivals", ARRIVALS)
-def test_arrivals_are_the_same_for_a_seed_and_others_for_another(arrivals: str) -> None:
+def test_arrivals_depend_only_on_the_seed(arrivals: str) -> None:
     gaps = [list(itertools.islice(ARRIVALS[arrivals](5.0, seed), 100)) for seed in (7, 7, 8)]
     assert gaps[0] == gaps[1] != gaps[2]
 
 
-def test_bursts_crowd_where_independent_callers_do_not() -> None:
-    found = {name: counts(name, rate=100.0, seconds=400) for name in ARRIVALS}
-    spread = {name: statistics.variance(one) / statistics.mean(one) for name, one in found.items()}
+def test_bursty_arrivals_have_a_higher_variance() -> None:
+    by_second = {name: counts(name, rate=100.0, seconds=400) for name in ARRIVALS}
+    spread = {name: statistics.variance(each) / statistics.mean(each) for name, each in by_second.items()}
     assert spread["poisson"] == pytest.approx(1, rel=0.2)
     assert spread["bursty"] > BURST

@@ -1,4 +1,4 @@
-"""What a peer is, and what all of them need: optional packages and a padded batch."""
+"""Baselines, and helpers that they share: optional packages and padded batches."""
 
 from __future__ import annotations
 
@@ -12,77 +12,70 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from kernels.bench.agreement import Expected
-from kernels.bench.given import Given
-from kernels.bench.workload import OURS_ALONE, Workload
+from kernels.bench.agreement import ExpectedAnswer
+from kernels.bench.case import BenchCase
+from kernels.bench.workload import WITHOUT_BASELINES, Workload
 
 
 class MissingError(Exception):
-    """A peer cannot be had on this machine; the message says what to install."""
-
-
-def as_it_is(answer: Any) -> Any:
-    return answer
+    """A baseline is not available on this machine. The message says what to install."""
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """`run` is what is timed; `read` makes its answer ours: (rows, hidden), or (tokens, hidden) where every step is wanted.
+class TimedCall:
+    """`run` is timed; `read` converts its answer to our layout: (rows, hidden), or (tokens, hidden) for every step.
 
-    right: what it is compared with where it is another computation than our layer; read() then gives what that asks for. extra:
-    what is to be known of it besides its time, by names of `kernels.bench.report`.
+    expected: the expected answer, if `run` computes another function than our layer; extra: additional values, by names of
+    `kernels.bench.report`.
     """
 
     run: Callable[[], Any]
-    read: Callable[[Any], Tensor] = as_it_is
-    right: Expected | None = None
+    read: Callable[[Any], Tensor] = lambda answer: answer
+    expected: ExpectedAnswer | None = None
     extra: Mapping[str, float] = field(default_factory=dict)
 
 
-def everything(workload: Workload) -> bool:
-    return True
-
-
 @dataclass(frozen=True, slots=True)
-class Peer:
-    """`build` raises MissingError when the peer is not installed; `eager_only` says why it is not captured in a CUDA graph.
+class Baseline:
+    """A competitor of our kernels. `build` raises MissingError if it is not installed.
 
-    `takes` keeps a peer that is slow, or made for one comparison, to the workloads where it tells something.
+    eager_only: why it cannot be captured in a CUDA graph; condition: limits a baseline that is slow, or made for one comparison, to the
+    workloads where it is useful.
     """
 
     name: str
-    build: Callable[[Given], Call]
+    build: Callable[[BenchCase], TimedCall]
     devices: tuple[str, ...] = ("cpu", "cuda")
     eager_only: str | None = None
-    takes: Callable[[Workload], bool] = everything
+    condition: Callable[[Workload], bool] = lambda _: True
 
-    def is_asked(self, workload: Workload, device: str) -> bool:
-        """device: cpu or cuda."""
-        return device in self.devices and workload.kind not in OURS_ALONE and self.takes(workload)
+    def applies(self, workload: Workload, device: str) -> bool:
+        """Return whether the baseline runs this workload on `device`, which is cpu or cuda."""
+        return device in self.devices and workload.kind not in WITHOUT_BASELINES and self.condition(workload)
 
 
-def wanted(package: str, install: str) -> Any:
-    """The package, imported only when its peer is built: it is optional, and some compile for half a minute when imported."""
+def optional_package(package: str, install: str) -> Any:
+    """Import a package when its baseline is built: it is optional, and some compile code for half a minute during the import."""
     try:
         with warnings.catch_warnings():
-            # Theirs are about their own insides and no fault of whoever compares with them.
+            # Warnings about the internals of the package are not ours to fix.
             warnings.simplefilter("ignore")
             return import_module(package)
     except (ImportError, OSError, RuntimeError) as error:
         raise MissingError(f"{install} ({type(error).__name__}: {str(error).splitlines()[0]})") from error
 
 
-def pad(given: Given, at_least: int = 0) -> Tensor:
-    """(longest, rows, inputs): time first, zeros after each row's end, at least so many steps."""
-    padded = pad_sequence(list(torch.split(given.x.data, given.lengths)))
+def pad(case: BenchCase, at_least: int = 0) -> Tensor:
+    """Return (longest, rows, inputs) with at least this many steps: time first, zeros after the end of each row."""
+    padded = pad_sequence(list(torch.split(case.x.data, case.lengths)))
     missing = max(at_least - padded.shape[0], 0)
     return torch.nn.functional.pad(padded, (0, 0, 0, 0, 0, missing)).contiguous()
 
 
-def last(given: Given) -> Callable[[Tensor], Tensor]:
-    """Takes each row's last step out of (longest, rows, hidden)."""
-    if not given.ragged:
+def last(case: BenchCase) -> Callable[[Tensor], Tensor]:
+    """Return a function that takes the last step of each row from (longest, rows, hidden)."""
+    if not case.ragged:
         return lambda steps: steps[-1]
-    device = given.x.data.device
-    at = torch.tensor(given.lengths, device=device) - 1, torch.arange(len(given.lengths), device=device)
+    device = case.x.data.device
+    at = torch.tensor(case.lengths, device=device) - 1, torch.arange(len(case.lengths), device=device)
     return lambda steps: steps[at]

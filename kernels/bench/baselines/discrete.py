@@ -1,4 +1,4 @@
-"""A plain loop over the steps of a padded batch, as one writes it in torch without a fused layer."""
+"""Plain loops over the steps of a padded batch, in torch without a fused layer."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from kernels.bench.baselines.baseline import Call, last, pad
-from kernels.bench.given import Given
-from kernels.contract import GRUWeights, LSTMWeights, QRNNWeights, SRUWeights
+from kernels.bench.baselines.baseline import TimedCall, last, pad
+from kernels.bench.case import BenchCase
+from kernels.gru.types import GRUWeights
+from kernels.lstm.types import LSTMWeights
+from kernels.qrnn.types import QRNNWeights
+from kernels.sru.types import SRUWeights
 
 State = TypeVar("State")
 Step = Callable[[Tensor, State], tuple[Tensor, State]]
 
 
-def lstm_steps(given: Given) -> Call:
-    weights: LSTMWeights = given.weights[0]
+def lstm_steps(case: BenchCase) -> TimedCall:
+    weights: LSTMWeights = case.weights[0]
     assert weights.input is not None and weights.bias is not None
     matrix, bias, recurrent = weights.input, weights.bias, weights.recurrent
 
@@ -28,13 +31,13 @@ def lstm_steps(given: Given) -> Call:
         hidden = o.sigmoid() * cell.tanh()
         return hidden, torch.stack((hidden, cell))
 
-    data = pad(given)
-    return _loop(given, lambda: data, step, data.new_zeros(2, data.shape[1], weights.hidden))
+    data = pad(case)
+    return _loop(case, lambda: data, step, data.new_zeros(2, data.shape[1], weights.hidden))
 
 
-def lstm_gates(given: Given) -> Call:
-    """As the formulas stand in a book: every gate has its own two products, a step has eight, and nothing is fused."""
-    weights: LSTMWeights = given.weights[0]
+def lstm_gates(case: BenchCase) -> TimedCall:
+    """As in a textbook: two products for each gate, eight for each step, and nothing is fused."""
+    weights: LSTMWeights = case.weights[0]
     assert weights.input is not None and weights.bias is not None
     matrices, recurrents = (each.chunk(4, dim=1) for each in (weights.input, weights.recurrent))
     input_i, input_f, input_g, input_o = (matrix.contiguous() for matrix in matrices)
@@ -51,32 +54,32 @@ def lstm_gates(given: Given) -> Call:
         hidden = o * torch.tanh(cell)
         return hidden, (hidden, cell)
 
-    data = pad(given)
+    data = pad(case)
     start = data.new_zeros(data.shape[1], weights.hidden)
-    return _loop(given, lambda: data, step, (start, start))
+    return _loop(case, lambda: data, step, (start, start))
 
 
-def gru_steps(given: Given) -> Call:
-    weights: GRUWeights = given.weights[0]
+def gru_steps(case: BenchCase) -> TimedCall:
+    weights: GRUWeights = case.weights[0]
     assert weights.input is not None and weights.bias is not None and weights.recurrent_bias is not None
     matrix, bias, recurrent, recurrent_bias = weights.input, weights.bias, weights.recurrent, weights.recurrent_bias
 
     def step(x: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         of_input, of_hidden = torch.addmm(bias, x, matrix).chunk(3, dim=1), (hidden @ recurrent).chunk(3, dim=1)
-        r, z = (one.add(other).sigmoid() for one, other in zip(of_input[:2], of_hidden[:2], strict=True))
+        r, z = (blocks[0].add(blocks[1]).sigmoid() for blocks in zip(of_input[:2], of_hidden[:2], strict=True))
         n = (of_input[2] + r * (of_hidden[2] + recurrent_bias)).tanh()
         hidden = (1 - z) * n + z * hidden
         return hidden, hidden
 
-    data = pad(given)
-    return _loop(given, lambda: data, step, data.new_zeros(data.shape[1], weights.hidden))
+    data = pad(case)
+    return _loop(case, lambda: data, step, data.new_zeros(data.shape[1], weights.hidden))
 
 
-def sru_steps(given: Given) -> Call:
-    """One product for all steps, as nothing in it waits for the cell."""
-    weights: SRUWeights = given.weights[0]
+def sru_steps(case: BenchCase) -> TimedCall:
+    """One product for all steps, because it does not depend on the cell."""
+    weights: SRUWeights = case.weights[0]
     assert weights.input is not None and weights.cell is not None
-    matrix, data, hidden = weights.input, pad(given), weights.hidden
+    matrix, data, hidden = weights.input, pad(case), weights.hidden
     bias_forget, bias_reset = weights.bias.chunk(2)
     cell_forget, cell_reset = weights.cell.chunk(2)
 
@@ -90,14 +93,14 @@ def sru_steps(given: Given) -> Call:
         cell = f * cell + (1 - f) * candidate
         return r * cell + (1 - r) * skip, cell
 
-    return _loop(given, blocks, step, data.new_zeros(data.shape[1], hidden))
+    return _loop(case, blocks, step, data.new_zeros(data.shape[1], hidden))
 
 
-def qrnn_steps(given: Given) -> Call:
-    """One product for all steps, over each step and the one before it."""
-    weights: QRNNWeights = given.weights[0]
+def qrnn_steps(case: BenchCase) -> TimedCall:
+    """One product for all steps, over each step and the previous one."""
+    weights: QRNNWeights = case.weights[0]
     assert weights.input is not None and weights.window == 2
-    data, matrix = pad(given), weights.input.reshape(-1, weights.input.shape[2])
+    data, matrix = pad(case), weights.input.reshape(-1, weights.input.shape[2])
     before = torch.cat((torch.zeros_like(data[:1]), data[:-1]))
 
     def blocks() -> Tensor:
@@ -109,17 +112,17 @@ def qrnn_steps(given: Given) -> Call:
         cell = f * cell + (1 - f) * z.tanh()
         return o.sigmoid() * cell, cell
 
-    return _loop(given, blocks, step, data.new_zeros(data.shape[1], weights.hidden))
+    return _loop(case, blocks, step, data.new_zeros(data.shape[1], weights.hidden))
 
 
-def _loop(given: Given, data: Callable[[], Tensor], step: Step[State], start: State) -> Call:
-    take = last(given)
+def _loop(case: BenchCase, data: Callable[[], Tensor], step: Step[State], start: State) -> TimedCall:
+    take = last(case)
 
     def run() -> Tensor:
         state, hidden = start, []
         for x in data():
             h, state = step(x, state)
             hidden.append(h)
-        return take(torch.stack(hidden)) if given.ragged else h
+        return take(torch.stack(hidden)) if case.ragged else h
 
-    return Call(run)
+    return TimedCall(run)

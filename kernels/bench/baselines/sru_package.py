@@ -1,28 +1,28 @@
-"""The `sru` package of the paper's authors, its operator for the CPU or its kernel for the GPU."""
+"""The `sru` package of the paper's authors: its operator for the CPU or its kernel for the GPU."""
 
 from __future__ import annotations
 
 import torch
 
-from kernels.bench.baselines.baseline import Call, MissingError, last, pad, wanted
-from kernels.bench.given import Given
-from kernels.contract import SRUWeights
+from kernels.bench.baselines.baseline import MissingError, TimedCall, last, optional_package, pad
+from kernels.bench.case import BenchCase
+from kernels.sru.types import SRUWeights
 
 
-def sru_package(given: Given) -> Call:
-    """It computes the padding as well; nothing flows back from there, so that no mask is needed."""
-    weights: SRUWeights = given.weights[0]
+def sru_package(case: BenchCase) -> TimedCall:
+    """The package also computes the padding. It comes after each row, so no mask is needed."""
+    weights: SRUWeights = case.weights[0]
     assert weights.input is not None
     device, dtype, inputs, hidden = weights.bias.device, weights.bias.dtype, weights.input.shape[0], weights.hidden
-    if device.type == "cuda" and wanted("torch.utils.cpp_extension", "install setuptools").CUDA_HOME is None:
-        raise MissingError("install the CUDA compiler nvcc, with which it builds its kernel")
-    sru = wanted("sru", "install sru, ninja and a C++ compiler, with ninja on the PATH")
+    if device.type == "cuda" and optional_package("torch.utils.cpp_extension", "install setuptools").CUDA_HOME is None:
+        raise MissingError("install the CUDA compiler nvcc, which compiles its kernel")
+    sru = optional_package("sru", "install sru, ninja and a C++ compiler, with ninja on the PATH")
     first, half = weights.cell is None, dtype == torch.float16
     cell = sru.SRUCell(inputs, hidden, rescale=False, v1=first, amp_recurrence_fp16=half)
     cell = cell.to(device, dtype).eval().requires_grad_(False)
-    # Its columns of one unit are neighbours, ours are blocks.
+    # The package interleaves the columns of a unit; ours are in blocks.
     cell.weight.copy_(weights.input.view(inputs, 3, hidden).transpose(1, 2).reshape(inputs, 3 * hidden))
     cell.weight_c.copy_(torch.zeros_like(weights.bias) if weights.cell is None else weights.cell)
     cell.bias.copy_(weights.bias)
-    data, take = pad(given), last(given)
-    return Call(lambda: take(cell(data)[0]))
+    data, take = pad(case), last(case)
+    return TimedCall(lambda: take(cell(data)[0]))

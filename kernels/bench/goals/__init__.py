@@ -1,20 +1,27 @@
-"""Whether our kernels on a GPU are as fast as they should be: what a run found beside what is wanted, a line each.
+"""Goals of our kernels on a GPU: the results of a run compared with their limits, one line for each goal.
 
-A goal is met, missed, or open: some of its workloads were not timed, and those that were do not miss it. Nothing here measures.
+A goal is met, missed, or open. Open: all timed workloads meet the limit, but some were not timed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kernels.bench.goals.common import Times
-from kernels.bench.goals.conv import table as of_convolutions
-from kernels.bench.goals.lstm import table as of_lstm
-from kernels.bench.goals.scan import table as of_scans
-from kernels.bench.report import Row
+from kernels.bench.goals.definitions import GOALS
+from kernels.bench.goals.evaluation import Times
+from kernels.bench.goals.limit import HEADING
+from kernels.bench.report import Measurement, aligned
 
 
-def table(rows: Iterable[Row], backends: Sequence[str]) -> str:
-    """Empty without a figure that a goal speaks of. backends: the names of ours, in the order in which they are chosen."""
-    times = Times(rows, backends)
-    return of_lstm(times) or of_scans(times) or of_convolutions(times)
+def table(measurements: Iterable[Measurement], backends: Sequence[str]) -> str:
+    """Return a line for each goal, then a grid of all sizes for goals that have one; empty when no goal has a value.
+
+    backends: the names of our backends, in the order in which they are chosen.
+    """
+    times = Times(measurements, backends)
+    evaluated = [(goal, values) for goal in GOALS if (values := goal.values(times))]
+    if all(goal.context for goal, _ in evaluated):
+        return ""
+    lines = [line for goal, values in evaluated for line in goal.lines(values, times)]
+    grids = [goal.grid(values, times) for goal, values in evaluated if goal.has_grid]
+    return "\n\n".join([aligned([HEADING, *lines]), *grids])

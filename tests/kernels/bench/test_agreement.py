@@ -1,4 +1,4 @@
-"""The reference answers for a few rows, and the SRU's and the QRNN's gates may be computed before it starts."""
+"""The reference computes a few rows, and the gates of an SRU or a QRNN may be computed before it."""
 
 from __future__ import annotations
 
@@ -8,25 +8,23 @@ import pytest
 import torch
 
 from kernels.bench import agreement
-from kernels.bench.agreement import expected
+from kernels.bench.agreement import expected_answer
+from kernels.bench.case import random_case
 from kernels.bench.convolutions import IDS_FORMS
-from kernels.bench.given import made_up
 from kernels.bench.workload import FORMS, VOCABULARY, Workload
 from tests.kernels.bench.conftest import CPU, FORMED, tiny
 
 
 @pytest.mark.parametrize("workload", [*FORMED, *(tiny(family) for family in FORMS)], ids=str)
-def test_gates_that_are_computed_before_give_the_answers_of_the_whole_reference(
-    workload: Workload, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given = made_up(workload, CPU)
-    from_gates = expected(given)
+def test_precomputed_gates_give_the_answers_of_the_reference(workload: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = random_case(workload, CPU)
+    from_gates = expected_answer(case)
     if workload.kind == "folded":
-        rows = given.encoder("reference")()[from_gates.at].double()
+        rows = case.encoder("reference")()[from_gates.at].double()
         torch.testing.assert_close(from_gates.values, rows, rtol=1e-5, atol=1e-5)
         return
     monkeypatch.setattr(agreement, "GATES", {})
-    torch.testing.assert_close(from_gates.values, expected(given).values, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(from_gates.values, expected_answer(case).values, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -41,39 +39,39 @@ def test_gates_that_are_computed_before_give_the_answers_of_the_whole_reference(
         (1, 64, [0]),
     ],
 )
-def test_of_long_rows_fewer_are_compared(rows: int, steps: int, compared: list[int]) -> None:
+def test_fewer_long_rows_are_compared(rows: int, steps: int, compared: list[int]) -> None:
     workload = Workload("qrnn", rows, steps, 1, 1, form="window 1")
-    right = expected(made_up(workload, CPU))
-    assert right.at.tolist() == compared and right.shape == (rows, 1)
+    expected = expected_answer(random_case(workload, CPU))
+    assert expected.at.tolist() == compared and expected.shape == (rows, 1)
 
 
-def test_a_long_memory_keeps_its_forget_gates_open() -> None:
-    (long,), (short,) = (made_up(tiny("sru", form=form), CPU).weights for form in ("v1 long memory", "v1"))
+def test_long_memory_opens_the_forget_gates() -> None:
+    (long,), (short,) = (random_case(tiny("sru", form=form), CPU).weights for form in ("v1 long memory", "v1"))
     torch.testing.assert_close(long.bias - short.bias, torch.tensor([4.0] * 6 + [0.0] * 6))
 
 
 @pytest.mark.parametrize("family, blocks", [("sru", 4), ("qrnn", 3)])
-def test_a_folded_layer_is_given_token_ids_and_a_table(family: str, blocks: int) -> None:
-    given = made_up(replace(tiny(family, "folded", rows=64), inputs=11), CPU)
-    (weights,) = given.weights
+def test_folded_layer_has_token_ids_and_a_table(family: str, blocks: int) -> None:
+    case = random_case(replace(tiny(family, "folded", rows=64), inputs=11), CPU)
+    (weights,) = case.weights
     assert weights.input is None
-    assert given.x.data.dtype == torch.int32 and set(given.x.data.tolist()) == set(range(11))
+    assert case.x.data.dtype == torch.int32 and set(case.x.data.tolist()) == set(range(11))
     if family == "sru":
         assert weights.table.shape == (11, blocks * 6)
     else:
         assert weights.tables.shape == (2, 12, blocks * 6) and not weights.tables[:, 0].any()
 
 
-def test_a_folded_text_cnn_is_the_embedded_one_with_tables() -> None:
-    embedded, folded = (made_up(tiny("conv", "text-cnn-ids", form=form), CPU) for form in IDS_FORMS)
+def test_folded_text_cnn_equals_the_embedded_one() -> None:
+    embedded, folded = (random_case(tiny("conv", "text-cnn-ids", form=form), CPU) for form in IDS_FORMS)
     assert embedded.x.data.tolist() == folded.x.data.tolist() and embedded.x.data.dtype == torch.int32
     assert len({id(layer.embedding) for layer in embedded.weights}) == 1
     assert [layer.tables.shape for layer in folded.weights] == [(width, 1 + VOCABULARY, 2) for width in (3, 4, 5)]
     torch.testing.assert_close(embedded.encoder("framework")(), folded.encoder("framework")(), rtol=1e-5, atol=1e-5)
 
 
-def test_a_temporal_network_is_causal_and_reaches_over_five_hundred_steps() -> None:
-    blocks = made_up(tiny("conv", "tcn"), CPU).weights
+def test_temporal_network_is_causal_over_511_steps() -> None:
+    blocks = random_case(tiny("conv", "tcn"), CPU).weights
     layers = [layer for block in blocks for layer in block.layers]
     assert [len(block.layers) for block in blocks] == [2] * 4 and all(block.residual for block in blocks)
     assert [layer.dilation for layer in layers] == [1, 2, 4, 8, 16, 32, 64, 128]
@@ -81,6 +79,6 @@ def test_a_temporal_network_is_causal_and_reaches_over_five_hundred_steps() -> N
     assert 1 + sum(layer.left for layer in layers) == 511
 
 
-def test_terms_are_those_of_the_longest_product_however_large_the_embedding() -> None:
-    ids, vectors = (expected(made_up(tiny("conv", kind), CPU)) for kind in ("text-cnn-ids", "text-cnn"))
+def test_tolerance_is_independent_of_the_embedding() -> None:
+    ids, vectors = (expected_answer(random_case(tiny("conv", kind), CPU)) for kind in ("text-cnn-ids", "text-cnn"))
     assert ids.tolerance == vectors.tolerance

@@ -1,4 +1,4 @@
-"""The bench agrees first, then times; who is wrong or missing is named."""
+"""The bench checks answers, then times them, and reports baselines that are wrong or missing."""
 
 from __future__ import annotations
 
@@ -9,138 +9,144 @@ import torch
 from torch import Tensor
 
 from kernels.bench import timing
-from kernels.bench.agreement import Expected, tolerance
-from kernels.bench.baselines import PEERS
-from kernels.bench.baselines.baseline import Call, MissingError, Peer, wanted
+from kernels.bench.agreement import ExpectedAnswer, tolerance
+from kernels.bench.baselines import BASELINES
+from kernels.bench.baselines.baseline import Baseline, MissingError, TimedCall, optional_package
 from kernels.bench.baselines.discrete import lstm_gates
 from kernels.bench.baselines.onnx_runtime import onnx_runtime
 from kernels.bench.baselines.sru_package import sru_package
-from kernels.bench.given import Given, made_up
+from kernels.bench.case import BenchCase, random_case
+from kernels.bench.measure import Findings
 from kernels.bench.workload import Workload
 from tests.kernels.bench.conftest import CPU, FORMED, RECURRENCE, TINY, measured, tiny
 
 OPTIONAL = {"onnxruntime", "sru package", "direct loops"}
 
 
-def always(answer: Tensor) -> Peer:
-    return Peer("stubborn", lambda _: Call(lambda: answer))
+def timed_backends(findings: Findings) -> list[str]:
+    return [measurement.backend for measurement in findings.measurements]
 
 
-def breaking(given: Given) -> Call:
+def always(answer: Tensor) -> Baseline:
+    return Baseline("stubborn", lambda _: TimedCall(lambda: answer))
+
+
+def breaking(case: BenchCase) -> TimedCall:
     raise RuntimeError("no such instruction")
 
 
-def absent(given: Given) -> Call:
-    wanted("a_package_that_nobody_has", "install a_package")
+def missing(case: BenchCase) -> TimedCall:
+    optional_package("a_missing_package", "install a_package")
     raise AssertionError("it was found")
 
 
 @pytest.mark.parametrize("workload", TINY, ids=str)
-def test_every_backend_and_torch_peer_agrees_and_is_timed(workload: Workload) -> None:
-    peers = [peer for peer in PEERS[workload.family] if peer.name not in OPTIONAL and peer.is_asked(workload, "cpu")]
-    findings = measured(workload, *peers)
-    assert not findings.wrong and not findings.left_out
-    assert [row.backend for row in findings.rows] == ["framework", *(peer.name for peer in peers)]
-    for row in findings.rows:
-        assert row.timing == "eager"
-        assert 0 <= row.agrees < 1e-5
-        assert 0 < row.spread.p10_us <= row.spread.median_us <= row.spread.p90_us < 1e6
-        assert row.spread.repetitions >= timing.AT_LEAST
+def test_every_backend_and_torch_baseline_agrees(workload: Workload) -> None:
+    baselines = [each for each in BASELINES[workload.family] if each.name not in OPTIONAL and each.applies(workload, "cpu")]
+    findings = measured(workload, *baselines)
+    assert not findings.wrong and not findings.skipped
+    assert timed_backends(findings) == ["framework", *(baseline.name for baseline in baselines)]
+    for measurement in findings.measurements:
+        spread = measurement.spread
+        assert measurement.timing == "eager"
+        assert 0 <= measurement.error < 1e-5
+        assert 0 < spread.p10_us <= spread.median_us <= spread.p90_us < 1e6
+        assert spread.repetitions >= timing.AT_LEAST
 
 
 @pytest.mark.parametrize("workload", FORMED, ids=str)
-def test_every_form_agrees_over_data_and_token_ids(workload: Workload) -> None:
+def test_every_form_agrees(workload: Workload) -> None:
     findings = measured(workload)
     assert not findings.wrong
-    (row,) = findings.rows
-    assert row.backend == "framework" and row.agrees < 1e-5
+    (measurement,) = findings.measurements
+    assert measurement.backend == "framework" and measurement.error < 1e-5
 
 
-@pytest.mark.parametrize("workload", [one for one in TINY if one.family in ("lstm", "gru")], ids=str)
-def test_onnx_runtime_agrees_where_it_is_installed(workload: Workload) -> None:
+@pytest.mark.parametrize("workload", [workload for workload in TINY if workload.family in ("lstm", "gru")], ids=str)
+def test_onnx_runtime_agrees(workload: Workload) -> None:
     pytest.importorskip("onnx")
     pytest.importorskip("onnxruntime")
-    findings = measured(workload, Peer("onnxruntime", onnx_runtime))
+    findings = measured(workload, Baseline("onnxruntime", onnx_runtime))
     assert not findings.wrong
-    assert findings.rows[-1].backend == "onnxruntime"
+    assert findings.measurements[-1].backend == "onnxruntime"
 
 
 @pytest.mark.parametrize(
-    "answer, says",
+    "answer, message",
     [
-        (torch.zeros(3, 6), "the answer is off by"),
+        (torch.zeros(3, 6), "the answer has an error of"),
         (torch.full((3, 6), torch.nan), "the answer is not finite"),
         (torch.zeros(3, 5), r"the answer has the shape (3, 5), expected (3, 6)"),
     ],
     ids=["wrong", "not a number", "of another shape"],
 )
-def test_a_peer_that_disagrees_is_named_and_not_timed(answer: Tensor, says: str) -> None:
+def test_disagreeing_baseline_is_reported_and_not_timed(answer: Tensor, message: str) -> None:
     findings = measured(tiny("lstm"), always(answer))
-    assert [row.backend for row in findings.rows] == ["framework"]
+    assert timed_backends(findings) == ["framework"]
     (line,) = findings.wrong
-    assert line.startswith(f"stubborn on {tiny('lstm')}: {says}")
+    assert line.startswith(f"stubborn on {tiny('lstm')}: {message}")
 
 
-def test_a_peer_that_mixes_up_two_rows_disagrees() -> None:
-    def mixed_up(given: Given) -> Call:
-        run = given.encoder("reference")
-        return Call(lambda: run().flip(0))
+def test_baseline_with_swapped_rows_disagrees() -> None:
+    def mixed_up(case: BenchCase) -> TimedCall:
+        run = case.encoder("reference")
+        return TimedCall(lambda: run().flip(0))
 
-    assert measured(tiny("gru"), Peer("mixed up", mixed_up)).wrong
+    assert measured(tiny("gru"), Baseline("mixed up", mixed_up)).wrong
 
 
-def test_a_peer_that_breaks_does_not_take_the_others_along() -> None:
-    findings = measured(tiny("sru"), Peer("brittle", breaking), *PEERS["sru"][:1])
-    assert [row.backend for row in findings.rows] == ["framework", "torch by step"]
+def test_failing_baseline_does_not_stop_the_others() -> None:
+    findings = measured(tiny("sru"), Baseline("brittle", breaking), *BASELINES["sru"][:1])
+    assert timed_backends(findings) == ["framework", "torch by step"]
     assert findings.wrong == [f"brittle on {tiny('sru')}: RuntimeError: no such instruction"]
 
 
-def test_a_peer_that_computes_something_else_is_held_to_its_own_right_answer() -> None:
-    ours = measured(tiny("sru"), Peer("twin", lambda given: Call(given.encoder("framework"))))
-    elsewhere = Expected(torch.tensor([0]), torch.full((1, 6), 9.0), shape=(3, 6), tolerance=1e-3)
+def test_baseline_may_have_its_own_expected_answer() -> None:
+    ours = measured(tiny("sru"), Baseline("twin", lambda case: TimedCall(case.encoder("framework"))))
+    elsewhere = ExpectedAnswer(torch.tensor([0]), torch.full((1, 6), 9.0), shape=(3, 6), tolerance=1e-3)
     findings = measured(
         tiny("sru"),
-        Peer("of its own", lambda _: Call(lambda: torch.full((3, 6), 9.0), right=elsewhere)),
-        Peer("of ours", lambda given: Call(given.encoder("framework"), right=elsewhere)),
+        Baseline("other function", lambda _: TimedCall(lambda: torch.full((3, 6), 9.0), expected=elsewhere)),
+        Baseline("our function", lambda case: TimedCall(case.encoder("framework"), expected=elsewhere)),
     )
-    assert [row.backend for row in ours.rows] == ["framework", "twin"]
-    assert [row.backend for row in findings.rows] == ["framework", "of its own"]
-    assert findings.wrong[0].startswith("of ours on sru layer v2 3 questions, 6 -> 6, float32: the answer is off by")
+    assert timed_backends(ours) == ["framework", "twin"]
+    assert timed_backends(findings) == ["framework", "other function"]
+    assert findings.wrong[0].startswith("our function on sru layer v2 3 questions, 6 -> 6, float32: the answer has an error of")
 
 
-def test_a_missing_peer_is_left_out_with_what_to_install() -> None:
-    findings = measured(tiny("qrnn"), Peer("somebody", absent))
+def test_missing_baseline_is_skipped_with_instructions() -> None:
+    findings = measured(tiny("qrnn"), Baseline("absent", missing))
     assert not findings.wrong
-    assert list(findings.left_out) == [
-        "somebody is left out: install a_package (ModuleNotFoundError: No module named 'a_package_that_nobody_has')"
+    assert list(findings.skipped) == [
+        "absent is skipped: install a_package (ModuleNotFoundError: No module named 'a_missing_package')"
     ]
 
 
 @pytest.mark.parametrize("lengths", ["equal", "questions"])
-def test_a_product_for_each_gate_agrees(lengths: str) -> None:
-    findings = measured(tiny("lstm", lengths=lengths), Peer("torch by gate", lstm_gates))
+def test_lstm_by_gate_agrees(lengths: str) -> None:
+    findings = measured(tiny("lstm", lengths=lengths), Baseline("torch by gate", lstm_gates))
     assert not findings.wrong
-    assert findings.rows[-1].backend == "torch by gate" and findings.rows[-1].agrees < 1e-5
+    assert findings.measurements[-1].backend == "torch by gate" and findings.measurements[-1].error < 1e-5
 
 
 @pytest.mark.parametrize(
-    "workload, peer",
+    "workload, baseline",
     [
-        (tiny("qrnn"), Peer("elsewhere", breaking, devices=("cuda",))),
-        (tiny("qrnn"), Peer("for large ones", breaking, takes=lambda workload: workload.hidden > 6)),
-        (RECURRENCE, Peer("a whole layer", breaking)),
-        (tiny("sru", "folded"), Peer("a whole layer", breaking)),
+        (tiny("qrnn"), Baseline("elsewhere", breaking, devices=("cuda",))),
+        (tiny("qrnn"), Baseline("for large ones", breaking, condition=lambda workload: workload.hidden > 6)),
+        (RECURRENCE, Baseline("a whole layer", breaking)),
+        (tiny("sru", "folded"), Baseline("a whole layer", breaking)),
     ],
     ids=["for another device", "for other workloads", "gate inputs", "token ids"],
 )
-def test_a_peer_that_is_not_meant_is_not_asked(workload: Workload, peer: Peer) -> None:
-    findings = measured(workload, peer)
-    assert [row.backend for row in findings.rows] == ["framework"]
-    assert not findings.wrong and not findings.left_out
+def test_baseline_runs_only_where_it_applies(workload: Workload, baseline: Baseline) -> None:
+    findings = measured(workload, baseline)
+    assert timed_backends(findings) == ["framework"]
+    assert not findings.wrong and not findings.skipped
 
 
 @pytest.mark.parametrize(
-    "rows, hidden, device, asked",
+    "rows, hidden, device, names",
     [
         (1, 512, "cuda", ["torch padded", "torch packed", "torch by step", "torch by gate"]),
         (8, 512, "cuda", ["torch padded", "torch packed", "torch by step"]),
@@ -148,41 +154,39 @@ def test_a_peer_that_is_not_meant_is_not_asked(workload: Workload, peer: Peer) -
         (1, 256, "cpu", ["torch padded", "torch packed", "torch by step", "onnxruntime"]),
     ],
 )
-def test_the_slow_loops_of_the_lstm_are_asked_where_they_tell_something(
-    rows: int, hidden: int, device: str, asked: list[str]
-) -> None:
+def test_slow_lstm_loops_run_where_they_are_useful(rows: int, hidden: int, device: str, names: list[str]) -> None:
     workload = Workload("lstm", rows, 64, hidden, hidden)
-    assert [peer.name for peer in PEERS["lstm"] if peer.is_asked(workload, device)] == asked
+    assert [each.name for each in BASELINES["lstm"] if each.applies(workload, device)] == names
 
 
-def test_a_recurrence_is_given_gate_inputs_and_agrees() -> None:
-    given = made_up(RECURRENCE, CPU)
-    (weights,) = given.weights
+def test_recurrence_over_gate_inputs_agrees() -> None:
+    case = random_case(RECURRENCE, CPU)
+    (weights,) = case.weights
     assert weights.input is None and weights.bias is None and weights.recurrent.shape == (6, 24)
-    assert given.x.data.shape == (sum(given.lengths), 24)
-    (row,) = measured(RECURRENCE).rows
-    assert row.agrees < 1e-5
+    assert case.x.data.shape == (sum(case.lengths), 24)
+    (measurement,) = measured(RECURRENCE).measurements
+    assert measurement.error < 1e-5
 
 
 @pytest.mark.parametrize(
     "build, workload, install", [(onnx_runtime, tiny("lstm"), "onnxruntime"), (sru_package, tiny("sru"), "sru")]
 )
-def test_an_optional_package_says_what_to_install(
+def test_missing_package_has_instructions(
     build: Any, workload: Workload, install: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def not_there(package: str) -> None:
+    def not_installed(package: str) -> None:
         raise ImportError(f"No module named {package!r}")
 
-    monkeypatch.setattr("kernels.bench.baselines.baseline.import_module", not_there)
-    (line,) = measured(workload, Peer("optional", build)).left_out
-    assert line.startswith("optional is left out: install") and install in line
+    monkeypatch.setattr("kernels.bench.baselines.baseline.import_module", not_installed)
+    (line,) = measured(workload, Baseline("optional", build)).skipped
+    assert line.startswith("optional is skipped: install") and install in line
 
 
-def test_missing_is_an_error_of_its_own() -> None:
+def test_missing_package_raises_missing_error() -> None:
     with pytest.raises(MissingError, match="install it"):
-        wanted("a_package_that_nobody_has", "install it")
+        optional_package("a_missing_package", "install it")
 
 
 @pytest.mark.parametrize("dtype, tight", [(torch.float32, 2e-5), (torch.float16, 4e-2)], ids=str)
-def test_what_a_dtype_may_be_off_grows_with_the_steps_and_the_sums_but_stays_small(dtype: torch.dtype, tight: float) -> None:
+def test_tolerance_grows_with_steps_and_terms(dtype: torch.dtype, tight: float) -> None:
     assert tolerance(dtype, 1, 16) < tolerance(dtype, 64, 16) < tolerance(dtype, 64, 2048) < tight

@@ -1,4 +1,4 @@
-"""Records are whole, the table marks the fastest, and a run leaves one file for each family and device."""
+"""Records are complete, the table marks the fastest, and a run writes one file for each family and device."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 from kernels.backend import FAMILIES
 from kernels.bench import __main__ as command
 from kernels.bench import questions, report
-from kernels.bench.baselines.baseline import Call, Peer
-from kernels.bench.report import MEMORY, SHARE, Row, Setting
+from kernels.bench.baselines.baseline import Baseline, TimedCall
+from kernels.bench.report import MEMORY, SHARE, Measurement, Setting
 from kernels.bench.timing import Spread
 from kernels.bench.workload import Workload
 from kernels.bench.workloads import workloads
@@ -28,13 +28,13 @@ FIGURES = {"median_us", "p10_us", "p90_us", "agrees"}
 SETTING = Setting("Abacus, 2 cores", "2026-01-02", {"torch": "2"}, threads=1)
 
 
-def timed(backend: str, timing: str, median_us: float) -> Row:
-    return Row(tiny("lstm"), backend, timing, Spread(median_us, median_us - 1, median_us + 1, 20), 1e-7)
+def measurement(backend: str, timing: str, median_us: float) -> Measurement:
+    return Measurement(tiny("lstm"), backend, timing, Spread(median_us, median_us - 1, median_us + 1, 20), 1e-7)
 
 
 @pytest.mark.parametrize("workload", [*TINY, *FORMED, RECURRENCE], ids=str)
-def test_every_record_has_all_fields_with_sane_values(workload: Workload, tmp_path: Path) -> None:
-    report.write(measured(workload).rows, SETTING, tmp_path / "new" / "file.jsonl")
+def test_every_record_has_all_fields(workload: Workload, tmp_path: Path) -> None:
+    report.write(measured(workload).measurements, SETTING, tmp_path / "new" / "file.jsonl")
     (record,) = map(json.loads, (tmp_path / "new" / "file.jsonl").read_text().splitlines())
     assert record.keys() == TEXTS | COUNTS | FIGURES | {"form", "versions"}
     assert record["form"] == workload.form
@@ -44,39 +44,39 @@ def test_every_record_has_all_fields_with_sane_values(workload: Workload, tmp_pa
     assert record["steps"] <= record["tokens"] <= record["steps"] * record["rows"]
 
 
-def test_threads_are_left_out_on_a_gpu() -> None:
-    assert "threads" not in timed("fast", "kernel", 2.0).record(Setting("H200", "2026-01-02", {}, threads=None))
+def test_record_of_a_gpu_has_no_threads() -> None:
+    assert "threads" not in measurement("fast", "kernel", 2.0).record(Setting("H200", "2026-01-02", {}, threads=None))
 
 
-def test_the_table_marks_the_fastest_of_each_timing() -> None:
+def test_table_marks_the_fastest_of_each_timing() -> None:
     rows = [
-        timed("one", "eager", 20.0),
-        timed("one", "kernel", 3.0),
-        timed("other", "eager", 999.7),
-        timed("third", "kernel", 2.0),
+        measurement("first", "eager", 20.0),
+        measurement("first", "kernel", 3.0),
+        measurement("second", "eager", 999.7),
+        measurement("third", "kernel", 2.0),
     ]
     heading, eager, kernel = report.table(rows).splitlines()
-    assert heading.split() == ["workload", "timing", "one", "other", "third"]
+    assert heading.split() == ["workload", "timing", "first", "second", "third"]
     assert eager.split()[-6:] == ["eager", "*20", "(19-21)", "1000", "(999-1001)", "-"]
     assert kernel.split()[-6:] == ["kernel", "3", "(2-4)", "-", "*2", "(1-3)"]
 
 
-def test_what_else_is_known_has_a_table_for_each_name_and_stands_in_the_record() -> None:
+def test_extra_values_have_tables_and_are_in_the_record() -> None:
     rows = [
-        replace(timed("one", "kernel", 3.0), extra={MEMORY: 3.0, SHARE: 0.5}),
-        replace(timed("one", "eager", 20.0), extra={MEMORY: 3.0, SHARE: 0.1}),
-        replace(timed("other", "eager", 30.0), extra={SHARE: 0.25}),
-        timed("third", "kernel", 2.0),
+        replace(measurement("first", "kernel", 3.0), extra={MEMORY: 3.0, SHARE: 0.5}),
+        replace(measurement("first", "eager", 20.0), extra={MEMORY: 3.0, SHARE: 0.1}),
+        replace(measurement("second", "eager", 30.0), extra={SHARE: 0.25}),
+        measurement("third", "kernel", 2.0),
     ]
     of_memory, of_share = ([line.split() for line in part.splitlines()] for part in report.extras(rows).split("\n\n"))
-    assert of_memory == [["memory", "growth", "one"], [*str(tiny("lstm")).split(), "3"]]
-    assert of_share[0][-2:] == ["one", "other"] and of_share[1][-2:] == ["0.5", "0.25"]
+    assert of_memory == [["memory", "growth", "first"], [*str(tiny("lstm")).split(), "3"]]
+    assert of_share[0][-2:] == ["first", "second"] and of_share[1][-2:] == ["0.5", "0.25"]
     assert rows[0].record(SETTING)[MEMORY] == 3.0 and SHARE not in rows[3].record(SETTING)
     assert report.extras(rows[3:]) == ""
 
 
-def test_a_stack_s_record_says_how_many_layers_it_has() -> None:
-    assert replace(timed("one", "eager", 1.0), workload=tiny("conv", "tcn")).record(SETTING)["layers"] == 8
+def test_record_of_a_stack_has_its_layers() -> None:
+    assert replace(measurement("first", "eager", 1.0), workload=tiny("conv", "tcn")).record(SETTING)["layers"] == 8
 
 
 @pytest.mark.parametrize(
@@ -88,12 +88,12 @@ def test_a_stack_s_record_says_how_many_layers_it_has() -> None:
         ("Intel(R) Xeon(R) CPU E5-2680 v4 @ 2.40GHz, 1 cores", "xeon-e5-2680-v4-1core"),
     ],
 )
-def test_a_device_has_a_short_name_for_files(name: str, short: str) -> None:
+def test_device_has_a_short_name_for_files(name: str, short: str) -> None:
     assert report.slug(name) == short
 
 
 @pytest.mark.parametrize("rows, mean, longest", [(1, 10, 10), (8, 10, 17), (32, 10.2, 26)])
-def test_question_lengths_are_typical_however_few(rows: int, mean: float, longest: int) -> None:
+def test_few_question_lengths_are_typical(rows: int, mean: float, longest: int) -> None:
     lengths = questions.lengths(rows)
     assert len(lengths) == rows and max(lengths) <= longest
     assert sum(lengths) / rows == pytest.approx(mean, abs=0.5)
@@ -102,34 +102,34 @@ def test_question_lengths_are_typical_however_few(rows: int, mean: float, longes
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_quick_run_is_a_smaller_one(family: str, device: str) -> None:
+def test_quick_run_is_smaller(family: str, device: str) -> None:
     quick, whole = (workloads(family, device, quick) for quick in (True, False))
     assert 0 < len(quick) < len(whole) == len(set(whole))
-    assert {one.family for one in whole} == {family}
+    assert {workload.family for workload in whole} == {family}
 
 
-def test_a_form_stands_in_the_name_where_there_is_one() -> None:
+def test_name_has_the_form() -> None:
     assert str(tiny("sru", form="v1")) == "sru layer v1 3 questions, 6 -> 6, float32"
     assert str(tiny("lstm", lengths="equal")) == "lstm layer 3 x 7, 6 -> 6, float32"
 
 
 @pytest.fixture
-def few_workloads(monkeypatch: pytest.MonkeyPatch) -> Callable[[Peer], None]:
-    """The command with one tiny workload for each family, and one peer."""
+def few_workloads(monkeypatch: pytest.MonkeyPatch) -> Callable[[Baseline], None]:
+    """Limit the command to one tiny workload for each family, and one baseline."""
 
-    def set_up(peer: Peer) -> None:
-        monkeypatch.setattr(command, "workloads", lambda family, *_: [one for one in TINY if one.family == family][:1])
-        monkeypatch.setattr(command, "PEERS", dict.fromkeys(FAMILIES, (peer,)))
+    def set_up(baseline: Baseline) -> None:
+        monkeypatch.setattr(command, "workloads", lambda family, *_: [work for work in TINY if work.family == family][:1])
+        monkeypatch.setattr(command, "BASELINES", dict.fromkeys(FAMILIES, (baseline,)))
 
     return set_up
 
 
-RIGHT = Peer("twin", lambda given: Call(given.encoder("framework")))
-WRONG = Peer("broken", lambda given: Call(lambda: given.encoder("framework")() + 1))
+RIGHT = Baseline("twin", lambda case: TimedCall(case.encoder("framework")))
+WRONG = Baseline("broken", lambda case: TimedCall(lambda: case.encoder("framework")() + 1))
 
 
-def test_all_families_leave_a_file_each(
-    few_workloads: Callable[[Peer], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_each_family_writes_a_file(
+    few_workloads: Callable[[Baseline], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     few_workloads(RIGHT)
     assert command.main(["all", "--quick", "--out", str(tmp_path)]) == 0
@@ -142,8 +142,8 @@ def test_all_families_leave_a_file_each(
     assert "1/1 lstm layer" in printed.err
 
 
-def test_a_wrong_peer_makes_the_exit_status_one(
-    few_workloads: Callable[[Peer], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_wrong_baseline_sets_exit_status_1(
+    few_workloads: Callable[[Baseline], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     few_workloads(WRONG)
     assert command.main(["lstm", "--quick", "--out", str(tmp_path)]) == 1
@@ -151,7 +151,7 @@ def test_a_wrong_peer_makes_the_exit_status_one(
     assert "broken" not in next(tmp_path.iterdir()).read_text()
 
 
-def test_shares_of_a_product_are_shown_and_written(
+def test_product_shares_are_printed_and_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     few = [Workload("conv", 1, 8, 8, 8, kind="product"), tiny("conv", "dense-conv")]
@@ -163,8 +163,8 @@ def test_shares_of_a_product_are_shown_and_written(
     assert len(records) > 2
 
 
-def test_the_goals_are_shown_and_written_beside_the_figures(
-    few_workloads: Callable[[Peer], None],
+def test_goals_are_printed_and_written(
+    few_workloads: Callable[[Baseline], None],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -177,8 +177,8 @@ def test_the_goals_are_shown_and_written_beside_the_figures(
     assert report.device_name(CPU) in setting
 
 
-def test_a_quick_run_writes_nothing_unless_asked(
-    few_workloads: Callable[[Peer], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_quick_run_writes_nothing_by_default(
+    few_workloads: Callable[[Baseline], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few_workloads(RIGHT)
     monkeypatch.setattr(command, "RESULTS", tmp_path / "results")
@@ -186,13 +186,13 @@ def test_a_quick_run_writes_nothing_unless_asked(
     assert not (tmp_path / "results").exists()
 
 
-def test_a_device_that_is_not_there_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_device_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         command.main(["lstm", "--device", "toaster"])
     assert "argument --device: toaster" in capsys.readouterr().err
 
 
-def test_the_lengths_are_those_of_the_questions() -> None:
-    every = range(questions.SHORTEST, questions.SHORTEST + len(questions.COUNTS))
-    assert sum(questions.COUNTS) == 5452 and every[-1] == 37
-    assert sum(map(mul, questions.COUNTS, every)) / 5452 == pytest.approx(10.2045, abs=1e-4)
+def test_lengths_follow_the_questions() -> None:
+    lengths = range(questions.SHORTEST, questions.SHORTEST + len(questions.COUNTS))
+    assert sum(questions.COUNTS) == 5452 and lengths[-1] == 37
+    assert sum(map(mul, questions.COUNTS, lengths)) / 5452 == pytest.approx(10.2045, abs=1e-4)

@@ -1,9 +1,11 @@
-"""Strategies for a convolution, as the literature has them, beside the library's own: the same answers by other ways."""
+"""Strategies for a convolution from the literature, and the library's own convolution. All return the same answers."""
 
 from __future__ import annotations
 
-from kernels.bench.baselines.baseline import Peer
-from kernels.bench.baselines.beside import square_product
+from functools import partial
+
+from kernels.bench.baselines.baseline import Baseline
+from kernels.bench.baselines.comparison import square_product
 from kernels.bench.baselines.conv.batch_innermost import batch_innermost
 from kernels.bench.baselines.conv.conv1d import channels_last, conv1d, embedding_and_conv1d
 from kernels.bench.baselines.conv.direct import loops_on_cpu, loops_on_cuda
@@ -14,8 +16,9 @@ from kernels.bench.baselines.conv.winograd import winograd
 from kernels.bench.shares import multiplications
 from kernels.bench.workload import EMBEDDED, STACKS, Workload
 
+CPU, CUDA = ("cpu",), ("cuda",)
 LOOPS_ON_CPU, LOOPS_ON_CUDA = 2 * 10**8, 10**9
-"""Multiplications for which loops take a tenth of a second, or some milliseconds."""
+"""Multiplications that take the loops a tenth of a second, or some milliseconds."""
 
 
 def _over_vectors(workload: Workload) -> bool:
@@ -23,43 +26,27 @@ def _over_vectors(workload: Workload) -> bool:
 
 
 def _over_ids(workload: Workload) -> bool:
-    """Once, as it is the same beside each of our forms."""
+    """The baseline is the same for both of our forms, so it runs once."""
     return workload.kind == "text-cnn-ids" and workload.form == EMBEDDED
 
 
-def _stack(workload: Workload) -> bool:
-    return workload.kind in STACKS
-
-
-def _small(workload: Workload, limit: int) -> bool:
-    many = multiplications(workload)
-    return _over_vectors(workload) and many is not None and many <= limit
-
-
-def _small_on_cpu(workload: Workload) -> bool:
-    return _small(workload, LOOPS_ON_CPU)
-
-
-def _small_on_cuda(workload: Workload) -> bool:
-    return _small(workload, LOOPS_ON_CUDA)
-
-
-def _product(workload: Workload) -> bool:
-    return workload.kind == "product"
+def _small(limit: int, workload: Workload) -> bool:
+    count = multiplications(workload)
+    return _over_vectors(workload) and count is not None and count <= limit
 
 
 CONV = (
-    Peer("one product", square_product, takes=_product),
-    Peer("torch conv1d", conv1d, takes=_over_vectors),
-    Peer("torch conv1d", embedding_and_conv1d, takes=_over_ids),
-    Peer("torch conv1d", layer_by_layer, takes=_stack),
-    Peer("channels last", channels_last, takes=_over_vectors),
-    Peer("direct loops", loops_on_cpu, devices=("cpu",), takes=_small_on_cpu),
-    Peer("direct loops", loops_on_cuda, devices=("cuda",), takes=_small_on_cuda),
-    Peer("im2col + product", lowered, takes=_over_vectors),
-    Peer("tiled implicit lowering", in_tiles, devices=("cpu",), takes=_over_vectors),
-    Peer("tiled implicit lowering", tap_by_tap, devices=("cuda",), takes=_over_vectors),
-    Peer("batch innermost", batch_innermost, takes=_over_vectors),
-    Peer("Winograd F(2,3)", winograd, takes=_over_vectors),
-    Peer("low rank", low_rank, takes=_over_vectors),
+    Baseline("one product", square_product, condition=lambda workload: workload.kind == "product"),
+    Baseline("torch conv1d", conv1d, condition=_over_vectors),
+    Baseline("torch conv1d", embedding_and_conv1d, condition=_over_ids),
+    Baseline("torch conv1d", layer_by_layer, condition=lambda workload: workload.kind in STACKS),
+    Baseline("channels last", channels_last, condition=_over_vectors),
+    Baseline("direct loops", loops_on_cpu, CPU, condition=partial(_small, LOOPS_ON_CPU)),
+    Baseline("direct loops", loops_on_cuda, CUDA, condition=partial(_small, LOOPS_ON_CUDA)),
+    Baseline("im2col + product", lowered, condition=_over_vectors),
+    Baseline("tiled implicit lowering", in_tiles, CPU, condition=_over_vectors),
+    Baseline("tiled implicit lowering", tap_by_tap, CUDA, condition=_over_vectors),
+    Baseline("batch innermost", batch_innermost, condition=_over_vectors),
+    Baseline("Winograd F(2,3)", winograd, condition=_over_vectors),
+    Baseline("low rank", low_rank, condition=_over_vectors),
 )

@@ -1,22 +1,22 @@
-"""A convolution with the batch as the fastest axis: (inputs, steps, rows), so that what a tap sees of all rows is one matrix."""
+"""A convolution with the batch as the fastest axis, (inputs, steps, rows): the steps of all rows under a tap are one matrix."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from kernels.bench.baselines.baseline import Call
-from kernels.bench.baselines.conv.batch import Batch, Windows, convolved
-from kernels.bench.given import Given
-from kernels.contract import ConvWeights
+from kernels.bench.baselines.baseline import TimedCall
+from kernels.bench.baselines.conv.padded_batch import PaddedBatch, Windows, convolved
+from kernels.bench.case import BenchCase
+from kernels.conv.types import ConvWeights
 
 
-def batch_innermost(given: Given) -> Call:
-    """For each tap (outputs, inputs) @ (inputs, windows x rows), summed up."""
-    return convolved(given, _batch_innermost)
+def batch_innermost(case: BenchCase) -> TimedCall:
+    """Sum (outputs, inputs) @ (inputs, windows x rows) over the taps."""
+    return convolved(case, _batch_innermost)
 
 
-def _batch_innermost(batch: Batch, layer: ConvWeights) -> Windows:
+def _batch_innermost(batch: PaddedBatch, layer: ConvWeights) -> Windows:
     data = batch.data.permute(2, 1, 0).flatten(1).contiguous()
     whole = batch.whole(layer)
     (first, *others), (steps, *later) = (

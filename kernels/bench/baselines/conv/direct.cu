@@ -1,7 +1,7 @@
 // y[window][output] = bias[output] + sum over the window's taps and inputs of x * filter
 //
-// x: (windows + a tail, inputs), rows end to end: a window is `depth` = width x inputs values from its first step on.
-// filters: (depth, outputs); y: (windows, outputs). One thread owns one output of one window, and neighbours read neighbouring filters.
+// x: (windows + a tail, inputs), rows packed end to end. A window is `depth` = width x inputs values from its first step.
+// filters: (depth, outputs); y: (windows, outputs). One thread owns one output of one window; adjacent threads read adjacent filters.
 
 #if HALVES
 typedef unsigned short Stored;

@@ -1,6 +1,6 @@
-"""A convolution as its formula stands: a loop over rows, windows, taps and inputs that adds one product at a time.
+"""A convolution as in its formula: a loop over rows, windows, taps and inputs that adds one product at a time.
 
-On a CPU numba compiles the loops, on a GPU each output has a thread of its own.
+On a CPU numba compiles the loops; on a GPU each output has its own thread.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.bench.baselines.baseline import Call, wanted
-from kernels.bench.baselines.conv.batch import Batch, Windows, convolved
-from kernels.bench.given import Given
-from kernels.compile import compiled
-from kernels.contract import ConvWeights
-from kernels.launching import current, index_of, parts_of
+from kernels.bench.baselines.baseline import TimedCall, optional_package
+from kernels.bench.baselines.conv.padded_batch import PaddedBatch, Windows, convolved
+from kernels.bench.case import BenchCase
+from kernels.compile import load_kernel
+from kernels.conv.types import ConvWeights
+from kernels.launching import ceil_div, device_index, on_device
 
 Array = NDArray[np.float32]
 
@@ -27,13 +27,13 @@ SOURCE = Path(__file__).with_name("direct.cu")
 THREADS = 256
 
 
-def loops_on_cpu(given: Given) -> Call:
-    """On a CPU, in float32."""
-    compiled_loops = _compiled(wanted("numba", "install numba"))
+def loops_on_cpu(case: BenchCase) -> TimedCall:
+    """Loops on a CPU, in float32."""
+    compiled_loops = _compiled(optional_package("numba", "install numba"))
 
-    def strategy(batch: Batch, layer: ConvWeights) -> Windows:
+    def strategy(batch: PaddedBatch, layer: ConvWeights) -> Windows:
         windows = batch.flat.new_empty(batch.rows, batch.whole(layer), layer.outputs)
-        arrays = [one.numpy() for one in (batch.data, layer.filters, layer.bias, windows)]
+        arrays = [array.numpy() for array in (batch.data, layer.filters, layer.bias, windows)]
 
         def run() -> Tensor:
             compiled_loops(*arrays)
@@ -41,17 +41,17 @@ def loops_on_cpu(given: Given) -> Call:
 
         return run
 
-    return convolved(given, strategy)
+    return convolved(case, strategy)
 
 
-def loops_on_cuda(given: Given) -> Call:
-    """On a GPU; in float16 the sums are float32 until the last one."""
-    wanted("cupy", "install cupy-cuda13x")
-    return convolved(given, _thread_by_output)
+def loops_on_cuda(case: BenchCase) -> TimedCall:
+    """Loops on a GPU. Sums are float32, also over float16 data."""
+    optional_package("cupy", "install cupy-cuda13x")
+    return convolved(case, _thread_by_output)
 
 
 def loops(data: Array, filters: Array, bias: Array, windows: Array) -> None:
-    """data: (rows, steps, inputs); filters: (width, inputs, outputs); windows: (rows, whole ones, outputs) is written."""
+    """Write `windows` (rows, whole windows, outputs). data: (rows, steps, inputs); filters: (width, inputs, outputs)."""
     rows, whole, outputs = windows.shape
     width, inputs, _ = filters.shape
     for row in range(rows):
@@ -71,17 +71,17 @@ def _compiled(numba: Any) -> Any:
     return numba.njit(loops)
 
 
-def _thread_by_output(batch: Batch, layer: ConvWeights) -> Windows:
+def _thread_by_output(batch: PaddedBatch, layer: ConvWeights) -> Windows:
     device = batch.flat.device
-    kernel = compiled(SOURCE, index_of(device), threads=THREADS, HALVES=int(batch.flat.dtype == torch.float16))
+    kernel = load_kernel(SOURCE, device_index(device), threads=THREADS, HALVES=int(batch.flat.dtype == torch.float16))
     width, inputs, outputs = layer.filters.shape
     windows = batch.flat.new_empty(batch.count, outputs)
     arrays = batch.flat, layer.filters.contiguous(), layer.bias.contiguous(), windows
-    blocks = parts_of(windows.numel(), THREADS), 1, 1
+    blocks = ceil_div(windows.numel(), THREADS), 1, 1
 
     def run() -> Tensor:
-        with current(device):
-            kernel.launch(blocks, 0, [*(one.data_ptr() for one in arrays), batch.count, width * inputs, inputs, outputs])
+        with on_device(device):
+            kernel.launch(blocks, 0, [*(array.data_ptr() for array in arrays), batch.count, width * inputs, inputs, outputs])
         return batch.by_row(windows)
 
     return run

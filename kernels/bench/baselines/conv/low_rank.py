@@ -1,6 +1,6 @@
-"""A convolution whose filters are two factors: fewer maps of each window, then a product with what these are worth to each output.
+"""A convolution with factorised filters: fewer maps of each window, then a product with their weights for each output.
 
-It is another function, unless the filters are of so low a rank, and is held to the right answers of its own factors.
+Unless the filters have this rank, it is another function, with its own expected answer.
 """
 
 from __future__ import annotations
@@ -10,33 +10,33 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kernels.bench.agreement import expected
-from kernels.bench.baselines.baseline import Call
-from kernels.bench.baselines.conv.batch import Batch, Windows, convolved
+from kernels.bench.agreement import expected_answer
+from kernels.bench.baselines.baseline import TimedCall
 from kernels.bench.baselines.conv.lowering import shifted
-from kernels.bench.given import Given
+from kernels.bench.baselines.conv.padded_batch import PaddedBatch, Windows, convolved
+from kernels.bench.case import BenchCase
 from kernels.bench.report import FACTORS
-from kernels.contract import ConvWeights
+from kernels.conv.types import ConvWeights
 
 Factors = tuple[Tensor, Tensor]
-"""(width, inputs, rank) and (rank, outputs)"""
+"""Shapes (width, inputs, rank) and (rank, outputs)."""
 
 
-def low_rank(given: Given) -> Call:
-    """At most half as many parameters."""
-    factors = {layer.reach: factorised(layer.filters) for layer in given.weights}
-    products = [_product(*factors[layer.reach]) for layer in given.weights]
-    own = tuple(replace(layer, filters=filters) for layer, filters in zip(given.weights, products, strict=True))
+def low_rank(case: BenchCase) -> TimedCall:
+    """Factorise into at most half of the parameters."""
+    factors = {layer.reach: factorised(layer.filters) for layer in case.weights}
+    products = [_product(*factors[layer.reach]) for layer in case.weights]
+    low_rank_layers = tuple(replace(layer, filters=filters) for layer, filters in zip(case.weights, products, strict=True))
 
-    def strategy(batch: Batch, layer: ConvWeights) -> Windows:
+    def strategy(batch: PaddedBatch, layer: ConvWeights) -> Windows:
         return _in_factors(batch, layer, *factors[layer.reach])
 
-    off = error([layer.filters for layer in given.weights], products)
-    return convolved(given, strategy, right=expected(replace(given, weights=own)), extra={FACTORS: off})
+    extra = {FACTORS: error([layer.filters for layer in case.weights], products)}
+    return convolved(case, strategy, expected_answer(replace(case, weights=low_rank_layers)), extra)
 
 
 def factorised(filters: Tensor) -> Factors:
-    """The nearest ones of their rank: singular vectors, each factor with the root of the singular values."""
+    """Return the best factors of their rank: singular vectors, each scaled by the root of the singular values."""
     width, inputs, outputs = filters.shape
     left, values, right = torch.linalg.svd(filters.float().flatten(0, 1), full_matrices=False)
     rank = max(1, filters.numel() // 2 // (width * inputs + outputs))
@@ -46,20 +46,20 @@ def factorised(filters: Tensor) -> Factors:
 
 
 def error(filters: list[Tensor], products: list[Tensor]) -> float:
-    """Of all widths together: the root of the squares of what is off, over that of the filters' own."""
-    off, own = (
-        sum(float(one.double().square().sum()) for one in each) for each in (map(torch.sub, products, filters), filters)
+    """Return the norm of the error of all widths, relative to the norm of the filters."""
+    errors, norms = (
+        sum(float(array.double().square().sum()) for array in each) for each in (map(torch.sub, products, filters), filters)
     )
-    return float((off / own) ** 0.5)
+    return float((errors / norms) ** 0.5)
 
 
 def _product(first: Tensor, second: Tensor) -> Tensor:
-    """What the factors stand for, in float64."""
+    """Return the product of the factors in float64."""
     return first.double() @ second.double()
 
 
-def _in_factors(batch: Batch, layer: ConvWeights, first: Tensor, second: Tensor) -> Windows:
-    """The first factor tap by tap."""
+def _in_factors(batch: PaddedBatch, layer: ConvWeights, first: Tensor, second: Tensor) -> Windows:
+    """Apply the first factor tap by tap."""
     (taps, *others), (steps, *later) = first.unbind(), shifted(batch, layer)
 
     def run() -> Tensor:

@@ -1,49 +1,50 @@
-"""A convolution as one product, its windows laid out before it (lowering, im2col), and as the same without the room that this takes:
-a tile of windows after the other, or one product for each tap over shifted steps, which are in memory already."""
+"""A convolution as one product of copied windows (lowering, im2col), and two variants that need less memory.
+
+One copies a tile of windows at a time; the other multiplies shifted steps, which need no copy, once for each tap.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from kernels.bench.baselines.baseline import Call
-from kernels.bench.baselines.conv.batch import Batch, Windows, batch_of, convolved, grown
-from kernels.bench.given import Given
+from kernels.bench.baselines.baseline import TimedCall
+from kernels.bench.baselines.conv.padded_batch import PaddedBatch, Windows, batch_of, convolved, memory_growth
+from kernels.bench.case import BenchCase
 from kernels.bench.report import MEMORY
-from kernels.contract import ConvWeights
+from kernels.conv.types import ConvWeights
 
 TILE = 256
-"""Windows of a tile: of 1,500 inputs in float32 they are 1.5 MB."""
+"""Windows of a tile: 1.5 MB with 1,500 inputs in float32."""
 
 
-def lowered(given: Given) -> Call:
-    """(windows, width x inputs) is written and read again; the widths of a text CNN, one after the other, need no more room than the
-    widest."""
-    batch = batch_of(given)
-    most = max(batch.rows * batch.whole(layer) * layer.filters[..., 0].numel() for layer in given.weights)
-    return convolved(given, _lowered, extra={MEMORY: grown(given, most * batch.flat.itemsize)})
+def lowered(case: BenchCase) -> TimedCall:
+    """Write and read (windows, width x inputs). The widths of a text CNN run in sequence, so the widest needs the most memory."""
+    batch = batch_of(case)
+    elements = max(batch.rows * batch.whole(layer) * layer.filters[..., 0].numel() for layer in case.weights)
+    return convolved(case, _lowered, extra={MEMORY: memory_growth(case, elements * batch.flat.itemsize)})
 
 
-def in_tiles(given: Given) -> Call:
-    """As `lowered`, so many windows at a time that they stay in a cache."""
-    most = min(TILE, batch_of(given).count) * max(layer.filters[..., 0].numel() for layer in given.weights)
-    return convolved(given, _in_tiles, extra={MEMORY: grown(given, most * given.x.data.itemsize)})
+def in_tiles(case: BenchCase) -> TimedCall:
+    """Copy as many windows at a time as a cache holds."""
+    elements = min(TILE, batch_of(case).count) * max(layer.filters[..., 0].numel() for layer in case.weights)
+    return convolved(case, _in_tiles, extra={MEMORY: memory_growth(case, elements * case.x.data.itemsize)})
 
 
-def tap_by_tap(given: Given) -> Call:
-    """Nothing is laid out anew, but the sums are read and written once for each tap."""
-    return convolved(given, _tap_by_tap, extra={MEMORY: 0.0})
+def tap_by_tap(case: BenchCase) -> TimedCall:
+    """Copy nothing, but read and write the sums once for each tap."""
+    return convolved(case, _tap_by_tap, extra={MEMORY: 0.0})
 
 
-def shifted(batch: Batch, layer: ConvWeights) -> list[Tensor]:
-    """(count, inputs) for each tap: the step that it sees, for each at which a window begins."""
+def shifted(batch: PaddedBatch, layer: ConvWeights) -> list[Tensor]:
+    """Return the steps (count, inputs) under each tap."""
     return [batch.flat[tap : tap + batch.count] for tap in range(layer.reach)]
 
 
-def _lowered(batch: Batch, layer: ConvWeights) -> Windows:
+def _lowered(batch: PaddedBatch, layer: ConvWeights) -> Windows:
     matrix, count = _matrix(layer), batch.whole(layer)
     inputs = batch.flat.shape[1]
-    # Steps lie end to end, so that a window is one piece of memory, which the next one begins a step later in.
+    # Steps are contiguous, so a window is one piece of memory, and the next window starts one step later.
     windows = batch.flat.as_strided((batch.rows, count, len(matrix)), (batch.steps * inputs, inputs, 1))
 
     def run() -> Tensor:
@@ -52,7 +53,7 @@ def _lowered(batch: Batch, layer: ConvWeights) -> Windows:
     return run
 
 
-def _in_tiles(batch: Batch, layer: ConvWeights) -> Windows:
+def _in_tiles(batch: PaddedBatch, layer: ConvWeights) -> Windows:
     matrix, inputs = _matrix(layer), batch.flat.shape[1]
     windows = batch.flat.as_strided((batch.count, len(matrix)), (inputs, 1))
     sums, tile = windows.new_empty(batch.count, layer.outputs), windows.new_empty(TILE, len(matrix))
@@ -66,7 +67,7 @@ def _in_tiles(batch: Batch, layer: ConvWeights) -> Windows:
     return run
 
 
-def _tap_by_tap(batch: Batch, layer: ConvWeights) -> Windows:
+def _tap_by_tap(batch: PaddedBatch, layer: ConvWeights) -> Windows:
     (first, *others), (steps, *later) = layer.filters.unbind(), shifted(batch, layer)
 
     def run() -> Tensor:
@@ -79,5 +80,5 @@ def _tap_by_tap(batch: Batch, layer: ConvWeights) -> Windows:
 
 
 def _matrix(layer: ConvWeights) -> Tensor:
-    """(width x inputs, outputs)"""
+    """Return the filters as (width x inputs, outputs)."""
     return layer.filters.reshape(-1, layer.filters.shape[2])

@@ -1,8 +1,8 @@
-"""Winograd's minimal filtering, F(2, 3), in one dimension (Lavin and Gray 2016): two neighbouring outputs of a filter of width 3 from four
-products in place of six.
+"""Winograd's minimal filtering F(2, 3) in one dimension (Lavin and Gray 2016): two outputs of a filter of width 3 from four products
+instead of six.
 
 seen    d0 - d2,  d1 + d2,  d2 - d1,  d1 - d3         filters    g0,  (g0 + g1 + g2) / 2,  (g0 - g1 + g2) / 2,  g2
-y0 = m0 + m1 + m2         y1 = m1 - m2 - m3           where m is the product of each with its own
+y0 = m0 + m1 + m2         y1 = m1 - m2 - m3           where m are the products of corresponding terms
 """
 
 from __future__ import annotations
@@ -10,27 +10,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.bench.baselines.baseline import Call
-from kernels.bench.baselines.conv.batch import Batch, Windows, batch_of, convolved, grown
-from kernels.bench.given import Given
+from kernels.bench.baselines.baseline import TimedCall
+from kernels.bench.baselines.conv.padded_batch import PaddedBatch, Windows, batch_of, convolved, memory_growth
+from kernels.bench.case import BenchCase
 from kernels.bench.report import MEMORY
-from kernels.contract import ConvWeights
+from kernels.conv.types import ConvWeights
 
 
-def winograd(given: Given) -> Call:
-    """The first three taps of wider filters; the others are added tap by tap."""
-    batch = batch_of(given)
+def winograd(case: BenchCase) -> TimedCall:
+    """Transform the first three taps of a filter, and add the others tap by tap."""
+    batch = batch_of(case)
     seen = 4 * _pairs(batch) * batch.flat.shape[1] * batch.flat.itemsize
-    return convolved(given, _winograd, extra={MEMORY: grown(given, seen)})
+    return convolved(case, _winograd, extra={MEMORY: memory_growth(case, seen)})
 
 
 def transformed(filters: Tensor) -> Tensor:
-    """(3, inputs, outputs) to (4, inputs, outputs), rounded once."""
+    """Transform filters (3, inputs, outputs) to (4, inputs, outputs), rounded once."""
     first, second, third = filters.float()
     return torch.stack((first, (first + second + third) / 2, (first - second + third) / 2, third)).to(filters.dtype)
 
 
-def _winograd(batch: Batch, layer: ConvWeights) -> Windows:
+def _winograd(batch: PaddedBatch, layer: ConvWeights) -> Windows:
     pairs, filters = _pairs(batch), transformed(layer.filters[:3])
     even, odd = (batch.flat[begin : begin + 2 * pairs + 2 : 2] for begin in (0, 1))
     seen, windows = batch.flat.new_empty(4, pairs, filters.shape[1]), batch.flat.new_empty(pairs, 2, filters.shape[2])
@@ -53,5 +53,5 @@ def _winograd(batch: Batch, layer: ConvWeights) -> Windows:
     return run
 
 
-def _pairs(batch: Batch) -> int:
+def _pairs(batch: PaddedBatch) -> int:
     return (batch.count + 1) // 2

@@ -1,4 +1,4 @@
-"""The bench of codecs: each way is seen to work before it is timed, and stands beside its goal."""
+"""The codec scenario checks each operation before it times it, and compares it with its limit."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 
 from kernels.bench.timing import Spread
-from loadtest import bench_codec
+from loadtest.scenarios import codec
+from loadtest.scenarios.__main__ import main
 from service.frontend.oip.tensors import Tensor
 
 
-def test_every_way_is_timed_and_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench_codec.main(["--seconds", "0.02", "--out", str(tmp_path)]) == 0
+def test_every_operation_is_timed_and_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["codec", "--seconds", "0.02", "--out", str(tmp_path)]) == 0
     [path] = tmp_path.iterdir()
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [record["what"] for record in records] == list(bench_codec.ways())
+    assert [record["what"] for record in records] == list(codec.operations())
     assert all(0 < record["p10_us"] <= record["median_us"] <= record["p90_us"] for record in records)
     assert all(record["shape"] == [64, 64] and record["repetitions"] >= 10 for record in records)
     printed = capsys.readouterr().out
@@ -25,17 +26,17 @@ def test_every_way_is_timed_and_judged(tmp_path: Path, capsys: pytest.CaptureFix
     assert printed.count("<= 10 us") == len(records)
 
 
-def test_a_goal_is_met_or_missed_by_the_median() -> None:
-    found = {"read": Spread(9.5, 9.0, 12.0, 10), "write": Spread(10.5, 8.0, 12.0, 10)}
-    _, read, write = bench_codec._lines(found)
+def test_median_decides_whether_a_limit_is_met() -> None:
+    spreads = {"read": Spread(9.5, 9.0, 12.0, 10), "write": Spread(10.5, 8.0, 12.0, 10)}
+    _, read, write = codec.table(spreads)
     assert list(read) == ["read", "9.5 us (9-12)", "<= 10 us", "met"]
     assert write[-1] == "missed"
 
 
-def test_a_codec_that_gives_something_else_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_codec_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(name: str, datatype: str, shape: tuple[int, ...], data: bytes) -> Tensor:
         return Tensor(name, datatype, shape, np.zeros(shape, np.float32))
 
-    monkeypatch.setattr(bench_codec, "decode", wrong)
+    monkeypatch.setattr(codec, "decode", wrong)
     with pytest.raises(AssertionError):
-        bench_codec.ways()
+        codec.operations()

@@ -1,5 +1,4 @@
-"""One engine with its queue under arrivals that wait for nothing: how late answers are at rates from a tenth of what it can do to ten
-times as much. Used by `bench_engine`; the engine's doors and processes are not in it."""
+"""An open loop on one engine and its queue, in one process, without frontends: used by the scenario `engine`."""
 
 from __future__ import annotations
 
@@ -25,23 +24,26 @@ from service.metrics import Metrics
 from service.settings import Settings
 
 SHORT, LONG, LONG_SHARE = 10, 4096, 0.01
-"""Steps of the sequences of the mixture, and how many of them are long."""
-FULL, MOST_OPEN = 128, 1024
-"""Sequences that wait, and that are open at most, when the capacity is measured: there is always a full turn."""
+"""Time steps of the short and the long sequences of the mixture, and the share of long sequences."""
+FULL, MAX_OPEN = 128, 1024
+"""Waiting sequences and open sequences while the capacity is measured: a full batch is always ready."""
 WARM_UP = 0.2
-"""Share of a stretch that is run before the clock starts."""
+"""Warm-up before the clock starts, as a share of the measured time."""
 DRAWN = 1 << 16
-"""Lengths, used over and over."""
-
+"""Lengths that are drawn in advance and used in a cycle."""
 
 REAL, MIXED, HEAVY = "real", "mixed", "256 to 512 steps"
-"""How long sequences are: as questions, of SHORT and LONG steps, or long."""
+"""Lengths of sequences: as questions, of SHORT and LONG steps, or long."""
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
-    """One stretch of load. share: of the capacity; offered, answered: a second, the latter those whose answer was in time; refused: of
-    those offered, at once; dropped: of those accepted, without an answer in time; milliseconds by quantile of all and of short ones."""
+class OpenLoopLevel:
+    """Results at one arrival rate.
+
+    share: of the capacity; offered, answered: requests a second, the latter with an answer in time; refused: share of the offered
+    requests that are refused at once; dropped: share of the accepted requests without an answer in time. Quantiles are of all and
+    of short sequences, in milliseconds.
+    """
 
     model: str
     mixture: str
@@ -61,8 +63,10 @@ class Level:
 
 @dataclass(slots=True)
 class Ledger:
-    """What came of the requests that were due in one stretch of time: seconds of each answer, and of the short ones. answered: how many
-    answers that were in time came within the stretch, whenever they were asked for."""
+    """Counts of the requests that are due between `begin` and `end`. answers, short: seconds of each answer, and of short sequences.
+
+    answered: answers in time that arrive between `begin` and `end`, whenever the request was due.
+    """
 
     begin: float
     end: float
@@ -95,8 +99,8 @@ class Ledger:
             self.dropped += not self.sending
 
 
-class Driver:
-    """Sends to one model of an engine, through a queue of its own. deadline_seconds: of every request."""
+class EngineLoad:
+    """Sends requests to one model of an engine through its own batcher, each with the same deadline."""
 
     def __init__(
         self, engine: DeviceEngine, model: str, mixture: str, batching: str, deadline_seconds: float = 1e6, seed: int = 0
@@ -109,29 +113,30 @@ class Driver:
         vocabulary = engine.spec(self._key).input.vocabulary or 1
         ids = np.random.default_rng(seed).integers(vocabulary, size=LONG).astype(IDS)
         self._ids = memoryview(ids.tobytes())
-        # As in the service: what is there by now lives on, and is not looked at again and again.
+        # As in the service: the collector does not visit long-lived objects again.
         gc.collect()
         gc.freeze()
 
     def capacity(self, seconds: float) -> float:
-        """Sequences a second, when there are always some that wait."""
+        """Return the sequences answered a second while a full batch is always waiting."""
         begin = time.monotonic() + WARM_UP * seconds
         ledger = Ledger(begin, begin + seconds)
         while (now := time.monotonic()) < ledger.end:
-            while ledger.open < MOST_OPEN and self._batcher.waiting < FULL:
+            while ledger.open < MAX_OPEN and self._batcher.waiting < FULL:
                 self._send(ledger, now, 1e9)
             self._batcher.step()
         self._finish(ledger)
         return ledger.answered / seconds
 
     def level(self, rate: float, seconds: float, seed: int = 1) -> Ledger:
-        """What came of requests that arrive at this rate."""
+        """Send requests with Poisson arrivals at this rate. Returns their counts."""
         began = time.monotonic()
         ledger = Ledger(began + WARM_UP * seconds, began + (1 + WARM_UP) * seconds)
-        arrivals = _arrivals(rate, began, ledger.end, seed)
+        arrivals = itertools.takewhile(lambda due: due <= ledger.end, itertools.accumulate(poisson(rate, seed), initial=began))
+        next(arrivals)
         due = next(arrivals, None)
         while due is not None:
-            # Those that are due by now, and then a turn: who comes while the engine is busy is in the next one.
+            # Requests that are due now enter this batch. Requests that arrive during the batch enter the next batch.
             for _ in range(FRAMES_PER_BATCH):
                 if due is None or due > time.monotonic():
                     break
@@ -156,7 +161,7 @@ class Driver:
             self._batcher.step()
 
 
-def measured(
+def levels(
     engine: DeviceEngine,
     model: str,
     mixture: str,
@@ -165,12 +170,12 @@ def measured(
     shares: Sequence[float],
     seconds: float,
     deadline_seconds: float = 1e6,
-) -> Iterator[Level]:
-    """A stretch at each share of the capacity, one after the other."""
+) -> Iterator[OpenLoopLevel]:
+    """Measure the engine at each share of the capacity in sequence."""
     for share in shares:
-        ledger = Driver(engine, model, mixture, batching, deadline_seconds).level(share * capacity, seconds)
+        ledger = EngineLoad(engine, model, mixture, batching, deadline_seconds).level(share * capacity, seconds)
         accepted = ledger.offered - ledger.refused
-        yield Level(
+        yield OpenLoopLevel(
             model,
             mixture,
             batching,
@@ -186,23 +191,14 @@ def measured(
 
 
 def _lengths(mixture: str, seed: int) -> list[int]:
-    """Drawn beforehand: that would take longer than to send them."""
+    """Draw the lengths in advance: drawing costs more time than sending."""
     chance = np.random.default_rng(seed)
     if mixture == REAL:
         return questions.lengths(DRAWN, seed)
     if mixture == MIXED:
-        return [LONG if one < LONG_SHARE else SHORT for one in chance.random(DRAWN)]
-    return [int(one) for one in chance.integers(256, 512, size=DRAWN, endpoint=True)]
+        return [LONG if value < LONG_SHARE else SHORT for value in chance.random(DRAWN)]
+    return [int(steps) for steps in chance.integers(256, 512, size=DRAWN, endpoint=True)]
 
 
 def _milliseconds(seconds: Sequence[float], share: float) -> float:
     return round(1e3 * float(np.quantile(seconds, share)), 3) if seconds else float("nan")
-
-
-def _arrivals(rate: float, begin: float, end: float, seed: int) -> Iterator[float]:
-    at = begin
-    for gap in poisson(rate, seed):
-        at += gap
-        if at > end:
-            return
-        yield at

@@ -1,4 +1,4 @@
-"""What comes, and when: mixtures of lengths at rates that are given, seeded."""
+"""Seeded arrivals of sequences: mixtures of lengths, at a given rate."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from itertools import accumulate, islice
 
 from kernels.bench.questions import COUNTS, SHORTEST
-from loadtest.simulation.ways import Sequence
+from loadtest.simulation.policies import SimulatedSequence
 from loadtest.traffic import ARRIVALS
 
 SHORT_STEPS, LONG_STEPS = 10, 4096
@@ -24,11 +24,11 @@ def _questions(source: random.Random, count: int) -> list[int]:
     return source.choices(range(SHORTEST, SHORTEST + len(COUNTS)), cum_weights=list(accumulate(COUNTS)), k=count)
 
 
-def _with_long(most: Lengths) -> Lengths:
-    """But every hundredth, in the mean, is long."""
+def _with_long(lengths: Lengths) -> Lengths:
+    """Make a share of LONG_SHARE of the sequences long."""
 
     def draw(source: random.Random, count: int) -> list[int]:
-        return [LONG_STEPS if source.random() < LONG_SHARE else steps for steps in most(source, count)]
+        return [LONG_STEPS if source.random() < LONG_SHARE else steps for steps in lengths(source, count)]
 
     return draw
 
@@ -42,19 +42,21 @@ MIXTURES: dict[str, Lengths] = {
 }
 
 
-def sequences(mixture: str, rate: float, count: int, arrivals: str = "poisson", seed: int = 0) -> list[Sequence]:
-    """So many, `rate` of them a second in the mean."""
+def sequences(mixture: str, rate: float, count: int, arrivals: str = "poisson", seed: int = 0) -> list[SimulatedSequence]:
+    """Return `count` sequences that arrive at a mean rate of `rate` a second."""
     lengths = MIXTURES[mixture](random.Random(f"{mixture} {seed}"), count)
     moments = accumulate(islice(ARRIVALS[arrivals](rate, seed), count))
-    return [Sequence(steps, moment) for steps, moment in zip(lengths, moments, strict=True)]
+    return [SimulatedSequence(steps, moment) for steps, moment in zip(lengths, moments, strict=True)]
 
 
-def begun(replicas: int, mean: float, seed: int = 0) -> list[tuple[int, Sequence]]:
-    """Long sequences on their way, as a look at a random moment finds them: so many a replica in the mean, each anywhere between its first
-    and its last step. With them a run need not last as long as several long sequences before it is typical."""
+def started(replicas: int, mean: float, seed: int = 0) -> list[tuple[int, SimulatedSequence]]:
+    """Return long sequences in progress, `mean` for each replica, each at a random step, with the index of their replica.
+
+    With them, a run is typical from its beginning, without first having to last as long as several long sequences.
+    """
     source = random.Random(f"begun {seed}")
-    found = []
-    for place in range(replicas):
+    in_progress = []
+    for index in range(replicas):
         count = int(mean) + (source.random() < mean % 1)
-        found += [(place, Sequence(source.randint(1, LONG_STEPS))) for _ in range(count)]
-    return found
+        in_progress += [(index, SimulatedSequence(source.randint(1, LONG_STEPS))) for _ in range(count)]
+    return in_progress

@@ -1,4 +1,4 @@
-"""The figure is drawn from a run's records alone, and says what is missing in them."""
+"""The figure is drawn from the records of a run, and missing records are reported."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from kernels.bench.figure import BARS, GROUPS, OURS, main
+from kernels.bench.sru_figure import BARS, GROUPS, OURS, main
 
-PEERS = {"torch LSTM": 721.0, "conv1d width 3": 66.0, "conv1d width 3, channels last": 55.0, "conv1d width 2": 44.0}
+MEDIANS = {"torch LSTM": 721.0, "conv1d width 3": 66.0, "conv1d width 3, channels last": 55.0, "conv1d width 2": 44.0}
 
 
 def record(backend: str, form: str, steps: int, hidden: int, median_us: float) -> dict[str, Any]:
@@ -31,17 +31,22 @@ def record(backend: str, form: str, steps: int, hidden: int, median_us: float) -
 
 @pytest.fixture
 def records() -> list[dict[str, Any]]:
-    every = [record(peer, "v2", *size, median_us) for size in GROUPS for peer, median_us in PEERS.items()]
+    others = [record(baseline, "v2", *size, median_us) for size in GROUPS for baseline, median_us in MEDIANS.items()]
     ours = [record(OURS[0], form, *size, median_us) for size in GROUPS for form, median_us in (("v1", 11.0), ("v2", 22.0))]
-    return [*every, *ours, {**ours[0], "workload": "layer", "median_us": 5.0}, {**ours[0], "timing": "eager", "median_us": 6.0}]
+    return [
+        *others,
+        *ours,
+        {**ours[0], "workload": "layer", "median_us": 5.0},
+        {**ours[0], "timing": "eager", "median_us": 6.0},
+    ]
 
 
 def written(records: list[dict[str, Any]], path: Path) -> Path:
-    path.write_text("".join(f"{json.dumps(one)}\n" for one in records))
+    path.write_text("".join(f"{json.dumps(each)}\n" for each in records))
     return path
 
 
-def test_every_bar_has_its_time_and_the_run_is_named(records: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_every_bar_has_its_time(records: list[dict[str, Any]], tmp_path: Path) -> None:
     path = written(records, tmp_path / "sru.jsonl")
     assert main([str(path)]) == 0
     drawn = (tmp_path / "sru.svg").read_text()
@@ -50,25 +55,23 @@ def test_every_bar_has_its_time_and_the_run_is_named(records: list[dict[str, Any
     assert "Abacus, 2026-01-02" in drawn and all(f">{label}<" in drawn for label, *_ in BARS)
 
 
-def test_the_same_records_give_the_same_file(records: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_same_records_give_the_same_file(records: list[dict[str, Any]], tmp_path: Path) -> None:
     path = written(records, tmp_path / "sru.jsonl")
-    pictures = [tmp_path / name for name in ("one.svg", "other.svg")]
-    assert [main([str(path), str(picture)]) for picture in pictures] == [0, 0]
-    assert pictures[0].read_bytes() == pictures[1].read_bytes()
+    charts = [tmp_path / name for name in ("first.svg", "second.svg")]
+    assert [main([str(path), str(chart)]) for chart in charts] == [0, 0]
+    assert charts[0].read_bytes() == charts[1].read_bytes()
 
 
-def test_ours_is_the_backend_that_a_caller_gets_even_when_another_is_faster(
-    records: list[dict[str, Any]], tmp_path: Path
-) -> None:
+def test_our_bar_is_the_backend_that_users_get(records: list[dict[str, Any]], tmp_path: Path) -> None:
     others = [record(OURS[-1], form, *size, 3.0) for size in GROUPS for form in ("v1", "v2")]
     assert main([str(written([*others, *records], tmp_path / "sru.jsonl"))]) == 0
     assert ">3<" not in (tmp_path / "sru.svg").read_text()
 
 
-def test_a_missing_time_is_named_and_nothing_is_drawn(
+def test_missing_time_is_reported_and_nothing_is_drawn(
     records: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    few = [one for one in records if one["backend"] != "torch LSTM" or one["steps"] != 128]
+    few = [each for each in records if each["backend"] != "torch LSTM" or each["steps"] != 128]
     assert main([str(written(few, tmp_path / "sru.jsonl"))]) == 1
     assert "no kernel time of torch LSTM for 32 x 128, width 256: time it with" in capsys.readouterr().err
     assert not (tmp_path / "sru.svg").exists()

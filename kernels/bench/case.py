@@ -1,0 +1,76 @@
+"""The random arguments of a workload, from a fixed seed, and calls of our backends with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib import import_module
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.bench.weights import Normal, weights
+from kernels.bench.workload import BASELINES_ONLY, IDS, STACKS, TEXT_CNNS, VOCABULARY, WANT, Workload
+from kernels.ragged import STORAGE, Outputs, Ragged
+
+
+@dataclass(frozen=True, slots=True)
+class BenchCase:
+    """A workload with its data and weights, in its dtype and on one device.
+
+    weights: one layer, the layers of a text CNN, the blocks of a stack, or nothing for a workload without an encoder.
+    """
+
+    workload: Workload
+    x: Ragged
+    lengths: list[int]
+    weights: tuple[Any, ...]
+
+    @property
+    def want(self) -> str:
+        return WANT[self.workload.kind]
+
+    @property
+    def ragged(self) -> bool:
+        return min(self.lengths) != max(self.lengths)
+
+    def encoder(self, backend: str) -> Callable[[], Tensor]:
+        """Return a call as in user code, which returns (rows, hidden), or (tokens, hidden) for every step."""
+        family, want = import_module(f"kernels.{self.workload.family}"), Outputs(**{self.want: True})
+        if self.workload.kind in TEXT_CNNS:
+            return lambda: getattr(family.text_cnn(self.x, self.weights, backend=backend), self.want)
+        if self.workload.kind in STACKS:
+            return lambda: getattr(family.stack(self.x, self.weights, want=want, backend=backend), self.want)
+        encode, (layer,) = getattr(family, self.workload.family), self.weights
+        return lambda: getattr(encode(self.x, layer, want=want, backend=backend), self.want)
+
+
+def random_case(workload: Workload, device: torch.device, seed: int = 0) -> BenchCase:
+    """Return a case with normal data, or with uniformly distributed token ids."""
+    generator = torch.Generator(device).manual_seed(seed)
+    lengths = workload.row_lengths()
+    offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+    normal = _normal(workload, generator)
+    if workload.kind in IDS:
+        vocabulary = workload.inputs if workload.kind == "folded" else VOCABULARY
+        ids = torch.randint(vocabulary, (sum(lengths),), generator=generator, device=device, dtype=torch.int32)
+        return BenchCase(workload, Ragged(ids, offsets), lengths, weights(workload, normal))
+    x = Ragged(normal(sum(lengths), workload.inputs), offsets)
+    return BenchCase(workload, x, lengths, () if workload.kind in BASELINES_ONLY else weights(workload, normal))
+
+
+def case_for_layer(case: BenchCase, family: str, form: str = "") -> BenchCase:
+    """Return a case with a layer of another family, with the same size and data."""
+    workload = replace(case.workload, family=family, form=form)
+    normal = _normal(workload, torch.Generator(case.x.data.device).manual_seed(1))
+    return replace(case, workload=workload, weights=weights(workload, normal))
+
+
+def _normal(workload: Workload, generator: torch.Generator) -> Normal:
+    def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        values = torch.randn(shape, generator=generator, device=generator.device) * scale
+        return values.to(STORAGE[workload.dtype])
+
+    return normal

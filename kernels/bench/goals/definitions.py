@@ -1,0 +1,152 @@
+"""The goals of all families."""
+
+from __future__ import annotations
+
+from kernels.bench.convolutions import IDS_FORMS, LARGE, PRODUCT, temporal, text_cnn, text_cnn_ids
+from kernels.bench.goals.evaluation import Goal, Times, Value, fixed_us, microseconds, over, rate, speedup, step_us, time_of
+from kernels.bench.goals.limit import Limit
+from kernels.bench.workload import EMBEDDED, FORMS, LONG_MEMORY, Workload
+from kernels.bench.workloads import FOLDED_FORMS, RECURRENCE_STEPS, in_figure, one_long_row, workloads
+
+LSTM = [workload for workload in workloads("lstm", "cuda", quick=False) if workload.dtype == "float16"]
+EQUAL = [workload for workload in LSTM if workload.kind == "layer" and workload.lengths == "equal"]
+QUESTIONS = [workload for workload in LSTM if workload.lengths == "questions"]
+RECURRENCES = [workload for workload in LSTM if workload.kind == "recurrence" and workload.steps == RECURRENCE_STEPS[0]]
+ONE_ROW_OF_512 = [workload for workload in EQUAL if (workload.hidden, workload.rows) == (512, 1)]
+
+SCANS = [workload for family in FORMS for workload in workloads(family, "cuda", quick=False) if workload.in_grid]
+COPIES = [workload for workload in SCANS if workload.kind == "copy"]
+
+ONE_ROW, MANY_ROWS = ([text_cnn_ids(rows, form, dtype="float16") for form in IDS_FORMS] for rows in (1, 1024))
+VECTORS = text_cnn(1024, dtype="float16")
+TEMPORAL = temporal(1, 256, dtype="float16")
+
+BLOCKS = {"sru": 4, "qrnn": 3}
+"""Blocks in a row of a folded layer's table; the fourth of the SRU is its skip."""
+STEP_US, FIXED_US = 0.025, 6.0
+"""Allowed time of a step of an SRU v2 (its steps are sequential), and allowed fixed time of any call."""
+STEPS = f"{STEP_US * 1e3:g} ns a step and {FIXED_US:g} us"
+
+
+def _steps_us(workload: Workload) -> float:
+    return workload.steps * STEP_US + FIXED_US
+
+
+def _product_or_steps_us(times: Times, workload: Workload) -> float | None:
+    product_us = times.of("one product", workload)
+    return None if product_us is None else max(1.25 * product_us, _steps_us(workload))
+
+
+def _copied_bytes(times: Times, copy: Workload) -> float | None:
+    """Return the bytes that the device reads and writes in a microsecond of a float16 copy."""
+    us = times.of("device copy", copy)
+    return None if us is None else 2 * copy.steps * copy.inputs * 2 / us
+
+
+def _copied_terabytes(times: Times, copy: Workload) -> float | None:
+    copied = _copied_bytes(times, copy)
+    return None if copied is None else copied / 1e6
+
+
+def _folded_us(times: Times, workload: Workload) -> float | None:
+    """Return twice the time in which the device copies the bytes that a folded layer gathers, or a minimum."""
+    gathered = workload.rows * workload.steps * BLOCKS[workload.family] * workload.hidden * 2
+    minimum = _steps_us(workload) if workload.form == "v2" else FIXED_US
+    rates = (_copied_bytes(times, copy) for copy in COPIES)
+    return next((max(2 * gathered / copied, minimum) for copied in rates if copied is not None), None)
+
+
+def _teraflops(times: Times, product: Workload) -> float | None:
+    multiplied = rate("one product")(times, product)
+    return None if multiplied is None else 2 * multiplied / 1e6
+
+
+def _share_of_product_rate(times: Times, workload: Workload) -> float | None:
+    ours, product = rate()(times, workload), rate("one product")(times, PRODUCT["cuda"])
+    return None if ours is None or product is None else ours / product
+
+
+def _scans(family: str, kind: str, form: str) -> list[Workload]:
+    return [workload for workload in SCANS if (workload.family, workload.kind, workload.form) == (family, kind, form)]
+
+
+def _layer_goal(family: str, form: str) -> Goal:
+    name, allowed, limit = f"{family} layer {form} over one product", time_of("one product"), Limit(1.25, "times")
+    if form == "v2":
+        name, allowed = f"{family} layer {form} over 1.25 products or, if longer, {STEPS}", _product_or_steps_us
+        limit = Limit(1, "times")
+    cells = _scans(family, "layer", form)
+    return Goal(name, cells, over(allowed), limit, has_grid=len(cells) > 1)
+
+
+def _folded_goal(family: str, form: str) -> Goal:
+    minimum = STEPS if form == "v2" else f"{FIXED_US:g} us"
+    name = f"{family} folded {form} over twice its bytes or, if longer, {minimum}"
+    return Goal(name, _scans(family, "folded", form), over(_folded_us), Limit(1, "times"), has_grid=True)
+
+
+def _figure_goals(form: str) -> list[Goal]:
+    """Return the goals of layers that return every step, as in the figure of Lei et al. 2018."""
+    cells, name = [workload for workload in SCANS if in_figure(workload) and workload.form == form], f"sru every step {form}"
+    by_steps = {steps: [workload for workload in cells if workload.steps == steps] for steps in (128, 32)}
+    lstm = speedup("torch LSTM")
+    widths: dict[int, Value] = {
+        width: speedup(f"conv1d width {width}", f"conv1d width {width}, channels last") for width in (2, 3)
+    }
+    return [
+        Goal(f"{name}, torch LSTM, 128 steps", by_steps[128], lstm, Limit(10), has_grid=True),
+        Goal(f"{name}, torch LSTM, 32 steps", by_steps[32], lstm, Limit(6), has_grid=True),
+        *(Goal(f"{name}, conv1d width {width}", cells, value, Limit(1), has_grid=True) for width, value in widths.items()),
+    ]
+
+
+def _long_row_goal(cell: Workload) -> Goal:
+    """The package's kernel cannot be captured in a CUDA graph, and its eager time on a long row is the device's."""
+    baseline = "sru package" if cell.family == "sru" else "sru package v1"
+    name = f"{cell.family} layer {cell.form}, {baseline}, eager over our kernel"
+    return Goal(name, [cell], speedup(baseline, timing="eager", ours="kernel"), Limit(40))
+
+
+def _name(forms: list[Workload]) -> str:
+    return str(forms[0]).replace(f" {EMBEDDED}", "")
+
+
+_PADDED, _PACKED = speedup("torch padded"), speedup("torch packed", timing="eager")
+_BY_STEP, _BY_GATE = (speedup(f"torch by {unit}", timing="eager") for unit in ("step", "gate"))
+_SHORT_STEP, _LONG_STEP = (
+    [workload for workload in RECURRENCES if (workload.hidden <= 256) is small] for small in (True, False)
+)
+_LIBRARY = "torch conv1d"
+
+GOALS = [
+    # LSTM: the value of a comparison is how many times as long the baseline takes as our backend.
+    Goal("equal lengths, torch padded, kernel, geometric mean", EQUAL, _PADDED, Limit(3.3), "mean"),
+    Goal("equal lengths, torch padded, kernel, smallest", EQUAL, _PADDED, Limit(1.2), has_grid=True),
+    Goal("recurrence, a step", _SHORT_STEP, step_us, Limit(0.45, "us"), "each"),
+    Goal("recurrence, a step", _LONG_STEP, step_us, Limit(0.6, "us"), "each"),
+    Goal("recurrence, fixed", RECURRENCES, fixed_us, Limit(8, "us"), "each"),
+    Goal("questions, torch packed, eager, geometric mean", QUESTIONS, _PACKED, Limit(5), "mean", has_grid=True),
+    Goal(
+        "questions, torch packed, eager",
+        [workload for workload in QUESTIONS if (workload.hidden, workload.rows) == (256, 64)],
+        _PACKED,
+        Limit(8),
+        "each",
+    ),
+    Goal("questions, torch padded, kernel, smallest", QUESTIONS, _PADDED, Limit(), has_grid=True),
+    Goal("torch by gate, eager", ONE_ROW_OF_512, _BY_GATE, Limit(140), "each"),
+    Goal("torch by step, eager", ONE_ROW_OF_512, _BY_STEP, Limit(), "each"),
+    # SRU and QRNN: a layer is compared with one product of its size, with the bytes that it gathers, and with layers it could replace.
+    Goal("device copy, bytes read and written", COPIES, _copied_terabytes, Limit(None, "TB/s"), "best form", context=True),
+    *(_layer_goal(family, form) for family in FORMS for form in (*FORMS[family], LONG_MEMORY) if _scans(family, "layer", form)),
+    *(_folded_goal(family, form) for family, forms in FOLDED_FORMS.items() for form in forms),
+    *(goal for form in FORMS["sru"] for goal in _figure_goals(form)),
+    *(_long_row_goal(cell) for cell in filter(one_long_row, SCANS) if cell.form != "v2"),
+    # Convolutions: of two forms over token ids, the faster one counts.
+    Goal("one product", [PRODUCT["cuda"]], _teraflops, Limit(None, "TFLOP/s"), "best form", context=True),
+    Goal(f"{LARGE}, share of the product rate", [LARGE], _share_of_product_rate, Limit(0.85), "best form"),
+    Goal(_name(ONE_ROW), ONE_ROW, microseconds, Limit(10, "us"), "best form"),
+    Goal(f"{_name(MANY_ROWS)}, {_LIBRARY}", MANY_ROWS, speedup(_LIBRARY, at=MANY_ROWS[0]), Limit(3), "best form"),
+    Goal(f"{VECTORS}, {_LIBRARY}", [VECTORS], speedup(_LIBRARY), Limit(3), "best form"),
+    Goal(f"{TEMPORAL}, {_LIBRARY}", [TEMPORAL], speedup(_LIBRARY), Limit(4), "best form"),
+]

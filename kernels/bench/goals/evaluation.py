@@ -1,0 +1,146 @@
+"""Evaluation of goals: how a goal derives a value from the times of a run, and how it summarises the values of its workloads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from statistics import geometric_mean
+from typing import Literal
+
+from kernels.bench.goals.limit import Limit, Line
+from kernels.bench.report import Measurement, aligned
+from kernels.bench.shares import multiplications
+from kernels.bench.workload import Workload
+from kernels.bench.workloads import RECURRENCE_STEPS
+
+
+class Times:
+    """Median microseconds of a run. Our time is that of the backend that users get: the first of `backends` that was timed."""
+
+    def __init__(self, measurements: Iterable[Measurement], backends: Sequence[str]) -> None:
+        self._medians = {(one.workload, one.timing, one.backend): one.spread.median_us for one in measurements}
+        timed = {(workload, backend) for workload, _, backend in self._medians}
+        chosen = {workload: [name for name in backends if (workload, name) in timed] for workload, _ in timed}
+        self._chosen = {workload: names[0] for workload, names in chosen.items() if names}
+
+    def chosen(self, workload: Workload) -> str:
+        """Return the name of our backend, or an empty name when none was timed."""
+        return self._chosen.get(workload, "")
+
+    def of(self, backend: str, workload: Workload, timing: str = "kernel") -> float | None:
+        return self._medians.get((workload, timing, backend))
+
+    def ours(self, workload: Workload, timing: str = "kernel") -> float | None:
+        return self.of(self.chosen(workload), workload, timing)
+
+
+Value = Callable[[Times, Workload], float | None]
+"""Derives the value of a workload from the times of a run. None: a time is missing."""
+
+
+def microseconds(times: Times, workload: Workload) -> float | None:
+    """Return our kernel time."""
+    return times.ours(workload)
+
+
+def speedup(*baselines: str, timing: str = "kernel", ours: str | None = None, at: Workload | None = None) -> Value:
+    """Return how many times as long the fastest of some baselines takes as our backend.
+
+    timing, ours: how the baselines and our backend are timed; at: the workload of the baselines, if it differs.
+    """
+
+    def value(times: Times, workload: Workload) -> float | None:
+        baseline = [us for name in baselines if (us := times.of(name, at or workload, timing)) is not None]
+        our_us = times.ours(workload, ours or timing)
+        return min(baseline) / our_us if baseline and our_us is not None else None
+
+    return value
+
+
+def over(allowed: Value) -> Value:
+    """Return our kernel time as a multiple of the allowed microseconds."""
+
+    def value(times: Times, workload: Workload) -> float | None:
+        our_us, allowed_us = times.ours(workload), allowed(times, workload)
+        return None if our_us is None or allowed_us is None else our_us / allowed_us
+
+    return value
+
+
+def time_of(baseline: str) -> Value:
+    """Return the kernel time of a baseline."""
+    return lambda times, workload: times.of(baseline, workload)
+
+
+def rate(baseline: str | None = None) -> Value:
+    """Return the multiplications a microsecond of a baseline, or of our backend."""
+
+    def value(times: Times, workload: Workload) -> float | None:
+        us = times.ours(workload) if baseline is None else times.of(baseline, workload)
+        count = multiplications(workload)
+        return None if us is None or count is None else count / us
+
+    return value
+
+
+def step_us(times: Times, short: Workload) -> float | None:
+    """Return the time of a step: the slope between two lengths of a row."""
+    few, many = RECURRENCE_STEPS
+    backend = times.chosen(short)
+    shorter, longer = (times.of(backend, replace(short, steps=steps)) for steps in (few, many))
+    return None if shorter is None or longer is None else (longer - shorter) / (many - few)
+
+
+def fixed_us(times: Times, short: Workload) -> float | None:
+    """Return the time of a call that is independent of the number of steps."""
+    slope, shorter = step_us(times, short), times.ours(short)
+    return None if slope is None or shorter is None else shorter - RECURRENCE_STEPS[0] * slope
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """A limit on a value of some workloads.
+
+    summary: judge the worst workload, the best of several forms, the geometric mean, or each workload in a separate line;
+    has_grid: show all values as well; context: show the goal only together with others.
+    """
+
+    name: str
+    workloads: Sequence[Workload]
+    value: Value
+    limit: Limit
+    summary: Literal["worst", "best form", "mean", "each"] = "worst"
+    has_grid: bool = False
+    context: bool = False
+
+    def values(self, times: Times) -> dict[Workload, float]:
+        """Return the value of each workload that has one."""
+        values = {workload: self.value(times, workload) for workload in self.workloads}
+        return {workload: value for workload, value in values.items() if value is not None}
+
+    def lines(self, values: Mapping[Workload, float], times: Times) -> Iterator[Line]:
+        complete = len(values) == len(self.workloads)
+        if self.summary == "each":
+            for workload, value in values.items():
+                name = f"{self.name}, hidden {workload.hidden}, {workload.size}"
+                yield self.limit.line(name, value, times.chosen(workload))
+        elif self.summary == "mean":
+            note = f"over {len(values)} of {len(self.workloads)}"
+            yield self.limit.line(self.name, geometric_mean(values.values()), note, complete)
+        else:
+            lower_is_better, worst = bool(self.limit.unit), self.summary == "worst"
+            workload = (max if worst == lower_is_better else min)(values, key=values.__getitem__)
+            note = f"hidden {workload.hidden}, {workload.size}" if worst else workload.form
+            yield self.limit.line(self.name, values[workload], note, complete)
+
+    def grid(self, values: Mapping[Workload, float], times: Times) -> str:
+        """Return a table with a line for each number of rows and steps, and a column for each hidden size."""
+        hidden = sorted({workload.hidden for workload in self.workloads})
+        backends = dict.fromkeys(times.chosen(workload) for workload in values)
+        lines = [[f"{self.name}: {', '.join(backends)}", *map(str, hidden)]]
+        by_size = sorted(self.workloads, key=lambda workload: (workload.rows, workload.steps))
+        for size, group in groupby(by_size, key=lambda workload: workload.size):
+            cells = {workload.hidden: f"{values[workload]:.3g}" for workload in group if workload in values}
+            lines.append([size, *(cells.get(column, "-") for column in hidden)])
+        return aligned(lines)

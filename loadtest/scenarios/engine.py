@@ -1,0 +1,272 @@
+"""One engine without frontends: where the time of a single request goes, and how many requests the engine answers.
+
+Single rows run in sequence. Then batches of a fixed number of rows run back to back, as under constant load. Then requests arrive
+in an open loop, at rates from a tenth of the engine's capacity to ten times as much (`engine_open_loop`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from kernels.bench import questions
+from kernels.bench.report import Setting, slug
+from loadtest import report, servers, synthetic_models
+from loadtest.scenarios.engine_open_loop import HEAVY, LONG, MIXED, REAL, EngineLoad, OpenLoopLevel, levels
+from service.engine.batch import Batch, Chunk
+from service.engine.execution.device_engine import DeviceEngine
+from service.engine.execution.in_flight import InFlightBatch
+from service.ipc.messages import FEATURES, IDS, ModelKey, Returns
+from service.local import build_engine
+from service.metrics import Metrics
+from service.modeling.spec import EmbeddingLayer, Layer, LSTMLayer, ModelSpec, SequenceInput
+from service.settings import Settings
+
+SUMMARY = "one engine without frontends: stages of a request, batch sizes, arrival rates"
+QUESTIONS = ("question-type-cnn", "question-type-lstm", "question-type-sru")
+SENSOR, WIDE, DEEP = "lstm-256-floats", "lstm-512-ids", "lstm-4x1024-ids"
+MODELS = (SENSOR, WIDE, *QUESTIONS)
+SYNTHETIC: dict[str, tuple[SequenceInput, tuple[Layer, ...]]] = {
+    SENSOR: (SequenceInput(kind="features", features=256, max_steps=1024), (LSTMLayer(kind="lstm", hidden=256),)),
+    WIDE: (
+        SequenceInput(kind="ids", vocabulary=20_000, max_steps=LONG),
+        (EmbeddingLayer(kind="embedding", width=512), LSTMLayer(kind="lstm", hidden=512)),
+    ),
+    DEEP: (
+        SequenceInput(kind="ids", vocabulary=1_000, max_steps=512),
+        (EmbeddingLayer(kind="embedding", width=256), LSTMLayer(kind="lstm", hidden=1024, depth=4)),
+    ),
+}
+"""Inputs and layers of the models with synthetic weights."""
+STEPS = 64
+"""Time steps of a synthetic sequence."""
+DEFAULT_LIMITS, LARGE_LIMITS = (64, 4096), (512, 32768)
+"""Max batch sequences and max batch tokens: the defaults of the settings, and eight times as many."""
+VARIANTS = 8
+"""Distinct batches, run in a cycle."""
+DEVICE_BOUND = 0.9
+"""Share of the time in which the device works, above which the device is the limit."""
+SHARES = (0.1, 0.3, 0.5, 0.7, 0.9, 1.0, 1.2)
+OVERLOADS = (1.0, 2.0, 10.0)
+"""Offered load, as shares of the engine's capacity."""
+COMPARED_SHARE = 0.7
+"""Share of the capacity at which static batching is compared."""
+DEADLINES = {"cuda": 0.1, "cpu": 1.0}
+"""Deadline of a request in seconds while the engine is overloaded."""
+STAGES = ("stage", "launch", "device", "collect", "total")
+
+
+@dataclass(frozen=True, slots=True)
+class SingleRow:
+    """Batches of one row: microseconds in each stage (median, 10th and 90th percentile); kernels_us: the time of the kernels alone."""
+
+    model: str
+    steps: int
+    kernels_us: float
+    stages_us: dict[str, tuple[float, float, float]]
+    batches: int
+
+
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    """Batches of `rows` rows, back to back. device_share: share of the time in which kernels run, by their duration at warm-up."""
+
+    model: str
+    rows: int
+    tokens: float
+    sequences_per_second: float
+    batch_us: float
+    device_share: float
+
+    @property
+    def limit(self) -> str:
+        return "device" if self.device_share >= DEVICE_BOUND else "host"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", default="auto", help="cpu or cuda:N")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="default: all")
+    parser.add_argument("--rows", type=int, default=LARGE_LIMITS[0], help="largest batch (default: %(default)s)")
+    parser.add_argument("--batches", type=int, default=2000, help="batches of one row (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=1.0, help="duration of each batch size (default: %(default)s)")
+    parser.add_argument(
+        "--open-seconds", type=float, default=3.0, help="duration of each arrival rate; 0 skips them (default: %(default)s)"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    engine = _engine(options.device, options.models, *DEFAULT_LIMITS)
+    setting = Setting.of(torch.device(engine.loaded()[0].device))
+    singles = [single_row(engine, model, options.batches) for model in options.models]
+    print(f"one engine on {setting}\n\none row, us: median (p10-p90)\n")
+    print("\n".join(_single_row_table(singles)))
+    small, _ = DEFAULT_LIMITS
+    larger = _engine(options.device, options.models, *LARGE_LIMITS) if options.rows > small else engine
+    sizes = list(itertools.takewhile(lambda rows: rows <= options.rows, (1 << power for power in itertools.count())))
+    throughputs = [
+        throughput(engine if rows <= small else larger, model, rows, options.seconds)
+        for model, rows in itertools.product(options.models, sizes)
+    ]
+    print("\nbatches back to back\n")
+    print("\n".join(_throughput_table(throughputs)) + "\n")
+    open_levels: list[OpenLoopLevel] = []
+    if options.open_seconds:
+        open_levels = [
+            *_rising_rates(engine, options.models, options.open_seconds),
+            *_overload(options.device, options.open_seconds),
+        ]
+        print("open loop\n")
+        print("\n".join(_open_loop_table(open_levels)) + "\n")
+    results: list[SingleRow | Throughput | OpenLoopLevel] = [*singles, *throughputs, *open_levels]
+    records = [asdict(result) | asdict(setting) for result in results]
+    report.write(options.out / f"engine-{slug(setting.device)}.jsonl", records)
+    return 0
+
+
+def _engine(device: str, models: Sequence[str], rows: int, tokens: int) -> DeviceEngine:
+    """Return an engine with embedded models, and models with synthetic weights."""
+    with tempfile.TemporaryDirectory() as scratch:
+        for model in models:
+            if model in SYNTHETIC:
+                inputs, layers = SYNTHETIC[model]
+                synthetic_models.write(Path(scratch), model, inputs, *layers)
+            else:
+                (Path(scratch) / model).symlink_to(servers.MODELS / model)
+        settings = Settings(models=Path(scratch), device=device, max_batch_sequences=rows, max_batch_tokens=tokens)
+        return build_engine(settings, Metrics())
+
+
+def _rising_rates(engine: DeviceEngine, models: Sequence[str], seconds: float) -> Iterator[OpenLoopLevel]:
+    """Measure real and mixed lengths at rising rates, and static batching at the same rates."""
+    for model, mixture in itertools.product(set(models) & {WIDE}, (REAL, MIXED)):
+        capacity = EngineLoad(engine, model, mixture, "continuous").capacity(seconds)
+        yield from levels(engine, model, mixture, "continuous", capacity, SHARES, seconds)
+        yield from levels(engine, model, mixture, "static", capacity, (COMPARED_SHARE,), seconds)
+        static_capacity = EngineLoad(engine, model, mixture, "static").capacity(seconds)
+        shares = [round(share * static_capacity / capacity, 4) for share in (COMPARED_SHARE, 0.9)]
+        for batching in ("static", "continuous"):
+            yield from levels(engine, model, mixture, batching, capacity, shares, seconds)
+
+
+def _overload(device: str, seconds: float) -> Iterator[OpenLoopLevel]:
+    """Offer up to ten times the capacity, with a deadline, to a model that is limited by the device and not by the host."""
+    engine = _engine(device, [DEEP if device.startswith("cuda") else WIDE], *DEFAULT_LIMITS)
+    [loaded] = engine.loaded()
+    deadline = DEADLINES[engine.device.type]
+    seconds = max(seconds, 10 * deadline)
+    capacity = EngineLoad(engine, loaded.name, HEAVY, "continuous").capacity(seconds)
+    yield from levels(engine, loaded.name, HEAVY, "continuous", capacity, OVERLOADS, seconds, deadline)
+
+
+def single_row(engine: DeviceEngine, model: str, count: int) -> SingleRow:
+    """Run batches of one row. Each is answered before the next is staged."""
+    batches, times, kernels = _batches(engine, model, rows=1), list[dict[str, float]](), list[float]()
+
+    def watch(in_flight: InFlightBatch, ended: float) -> None:
+        kernels.append(1e6 * in_flight.predicted)
+        moments = (in_flight.began, in_flight.staged, in_flight.launched, ended, time.monotonic())
+        spans = [1e6 * (after - before) for before, after in itertools.pairwise(moments)]
+        times.append(dict(zip(STAGES, (*spans, sum(spans)), strict=True)))
+
+    engine.watch(watch)
+    steps = [_answered(engine, next(batches)).tokens for _ in range(count)]
+    engine.watch(None)
+    stages = {}
+    for stage in STAGES:
+        median, low, high = np.percentile([spans[stage] for spans in times[count // 10 :]], (50, 10, 90)).round(2).tolist()
+        stages[stage] = (median, low, high)
+    return SingleRow(model, round(statistics.median(steps)), round(statistics.median(kernels), 2), stages, count)
+
+
+def throughput(engine: DeviceEngine, model: str, rows: int, seconds: float) -> Throughput:
+    """Run as many batches as the engine accepts in this time."""
+    batches = _batches(engine, model, rows)
+    tokens = answered = launched = 0
+    on_device = 0.0
+
+    def watch(in_flight: InFlightBatch, ended: float) -> None:
+        nonlocal on_device
+        on_device += in_flight.launched - in_flight.staged if in_flight.collector is None else in_flight.predicted
+
+    for _ in range(VARIANTS):
+        _answered(engine, next(batches))
+    engine.watch(watch)
+    began = time.monotonic()
+    while (now := time.monotonic()) < began + seconds or answered < launched * rows:
+        if engine.accepts_batch and now < began + seconds:
+            batch = next(batches)
+            engine.launch(batch)
+            launched, tokens = launched + 1, tokens + batch.tokens
+        answered += len(engine.finished())
+    duration = time.monotonic() - began
+    engine.watch(None)
+    rate, batch_us = round(answered / duration, 1), round(1e6 * duration / launched, 2)
+    return Throughput(model, rows, tokens / launched, rate, batch_us, round(on_device / duration, 4))
+
+
+def _answered(engine: DeviceEngine, batch: Batch) -> Batch:
+    engine.launch(batch)
+    while not engine.finished():
+        pass
+    return batch
+
+
+def _batches(engine: DeviceEngine, model: str, rows: int) -> Iterator[Batch]:
+    """Cycle through seeded batches: questions have their real lengths, other sequences have STEPS steps."""
+    spec = engine.spec(ModelKey(model, "1"))
+    batches = []
+    for seed in range(VARIANTS):
+        chance = np.random.default_rng(seed)
+        lengths = questions.lengths(rows, seed) if model in QUESTIONS else [STEPS] * rows
+        if model in QUESTIONS and rows == 1:
+            lengths = questions.lengths(VARIANTS)[seed : seed + 1]
+        batches.append(Batch(ModelKey(model, "1"), [_chunk(spec, steps, chance) for steps in lengths]))
+    return itertools.cycle(batches)
+
+
+def _chunk(spec: ModelSpec, steps: int, chance: np.random.Generator) -> Chunk:
+    if spec.input.features is not None:
+        data = chance.normal(size=(steps, spec.input.features)).astype(FEATURES)
+    else:
+        data = chance.integers(spec.input.vocabulary or 1, size=steps).astype(IDS)
+    return Chunk(data.tobytes(), steps, Returns(), None)
+
+
+def _single_row_table(singles: Sequence[SingleRow]) -> Iterable[str]:
+    lines = [["model", "steps", "kernels", *STAGES]]
+    for single in singles:
+        stages = ("{:.1f} ({:.1f}-{:.1f})".format(*single.stages_us[stage]) for stage in STAGES)
+        lines.append([single.model, str(single.steps), f"{single.kernels_us:.1f}", *stages])
+    return report.table(lines)
+
+
+def _throughput_table(throughputs: Sequence[Throughput]) -> Iterable[str]:
+    columns = {
+        "tokens": "tokens:.0f",
+        "sequences/s": "sequences_per_second:.0f",
+        "us a batch": "batch_us:.1f",
+        "device": "device_share:.2f",
+    }
+    return _table(throughputs, {"model": "model", "rows": "rows", **columns, "limit": "limit"})
+
+
+def _open_loop_table(open_levels: Sequence[OpenLoopLevel]) -> Iterable[str]:
+    labels = {"model": "model", "lengths": "mixture", "batching": "batching", "share": "share:.2f", "offered/s": "offered:.0f"}
+    outcomes = {"in time/s": "answered:.0f", "refused": "refused:.3f", "dropped": "dropped:.4f"}
+    times = {"p50 ms": "p50_ms:.3f", "p99 ms": "p99_ms:.3f", "short p99 ms": "short_p99_ms:.3f"}
+    return _table(open_levels, labels | outcomes | times)
+
+
+def _table(results: Sequence[object], columns: dict[str, str]) -> Iterable[str]:
+    """Return a table of attributes. columns: heading, and the attribute with its format."""
+    lines = [[f"{{0.{attribute}}}".format(result) for attribute in columns.values()] for result in results]
+    return report.table([list(columns), *lines])

@@ -1,0 +1,37 @@
+"""Models with seeded random weights, for measurements in which only sizes matter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from service.modeling import store
+from service.modeling.spec import ALIASES, ClassifyHead, GRULayer, Layer, ModelSpec, SequenceInput
+
+CARD = "Random weights, for load tests.\n"
+LABELS = ("steady", "rising", "falling")
+SENSOR_SCALE = 0.2
+"""Scale of the weights of `sensors`: gates neither vanish nor saturate."""
+
+
+def write(
+    root: Path, name: str, input: SequenceInput, *layers: Layer, precision: str = "float16", scale: float = 0.05
+) -> ModelSpec:
+    """Write version 1 of a model that classifies the last step. The weights are normal, times `scale`, from a fixed seed."""
+    head = ClassifyHead(kind="classify", pool="last", labels=LABELS)
+    tables = {"name": name, "description": CARD.strip(), "precision": precision, "input": input, "layers": layers, "head": head}
+    spec = ModelSpec.model_validate(tables)
+    seeded = torch.Generator().manual_seed(0)
+    weights = {key: scale * torch.randn(shape, generator=seeded) for key, shape in spec.tensors().items()}
+    return store.write(root / name / "1", spec, weights, card=CARD)
+
+
+def with_sensors(models: Path, root: Path) -> Path:
+    """Fill `root` with links to everything in `models` and with the model `sensors`, a GRU over 16 features. Returns `root`."""
+    for path in models.iterdir():
+        if path.is_dir() or path.name == ALIASES:
+            (root / path.name).symlink_to(path.resolve())
+    features = SequenceInput(kind="features", features=16, max_steps=1024)
+    write(root, "sensors", features, GRULayer(kind="gru", hidden=64), precision="float32", scale=SENSOR_SCALE)
+    return root

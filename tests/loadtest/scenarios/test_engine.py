@@ -1,0 +1,57 @@
+"""The engine scenario, on the CPU with little work."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from loadtest.scenarios import engine as engine_scenario
+from loadtest.scenarios import engine_open_loop
+from loadtest.scenarios.__main__ import main
+from service.errors import DeadlineExceeded, Overloaded
+from service.local import build_engine
+from service.metrics import Metrics
+from service.settings import Settings
+from tests import models
+
+MODEL = "question-type-cnn"
+
+
+def test_stages_add_up_and_every_batch_size_has_a_throughput(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--device", "cpu", "--models", MODEL, "--rows", "4", "--batches", "20", "--seconds", "0.02"]
+    assert main(["engine", *options, "--open-seconds", "0", "--out", str(tmp_path)]) == 0
+    [path] = tmp_path.iterdir()
+    single, *levels = [json.loads(line) for line in path.read_text().splitlines()]
+    stages = single["stages_us"]
+    assert single["model"] == MODEL and set(stages) == set(engine_scenario.STAGES)
+    assert stages["total"][1] <= stages["total"][0] <= stages["total"][2]
+    assert stages["total"][0] == pytest.approx(sum(stages[stage][0] for stage in engine_scenario.STAGES[:-1]), rel=0.2)
+    assert [level["rows"] for level in levels] == [1, 2, 4]
+    assert all(level["sequences_per_second"] > 0 and level["device_share"] > 0 for level in levels)
+    assert str(path) in capsys.readouterr().out
+
+
+def test_open_loop_accounts_for_every_request(tmp_path: Path) -> None:
+    ids = {"kind": "ids", "vocabulary": 12, "max_steps": engine_open_loop.LONG}
+    regress = {"kind": "regress", "pool": "last"}
+    spec = models.made_up(tmp_path, "small", ids, models.EMBEDDING, {"kind": "lstm", "hidden": 4}, head=regress)
+    engine = build_engine(Settings(models=tmp_path, device="cpu"), Metrics())
+    for mixture in (engine_open_loop.REAL, engine_open_loop.MIXED, engine_open_loop.HEAVY):
+        rate = engine_open_loop.EngineLoad(engine, spec.name, mixture, "continuous").capacity(0.2)
+        assert rate > 0
+        [under, over] = engine_open_loop.levels(engine, spec.name, mixture, "continuous", rate, (0.2, 2.0), 0.2, 0.1)
+        assert over.offered > under.offered
+        assert over.refused + over.dropped > 0 or over.answered > rate
+        assert under.p50_ms <= under.p99_ms <= under.p999_ms
+
+
+def test_ledger_separates_refused_from_dropped_requests() -> None:
+    ledger = engine_open_loop.Ledger(begin=1.0, end=2.0)
+    ledger.sending = True
+    ledger.refuse(1.5, Overloaded("full"))
+    ledger.sending = False
+    ledger.refuse(1.5, DeadlineExceeded("late"))
+    ledger.refuse(2.5, DeadlineExceeded("late, and due after the measured time"))
+    assert (ledger.refused, ledger.dropped) == (1, 1)
