@@ -1,12 +1,11 @@
-# The service in a container, for a CPU; with CUDA=1 for an NVIDIA GPU as well.
+# The service in a container for a CPU, or with CUDA=1 for an NVIDIA GPU.
 #   docker build --tag seqserve:cpu .
 #   docker build --tag seqserve:gpu --build-arg CUDA=1 .
-# TORCH_INDEX=<package index with CPU wheels> saves the CPU image the download of CUDA's libraries; CUDA=1 does not use it.
+# TORCH_INDEX=<package index with CPU wheels> makes the CPU image smaller: torch comes without CUDA's libraries. CUDA=1 ignores it.
 
 ARG BASE=python:3.11-slim-bookworm
 
-# What is to be installed, as a file of its own: while this list is the same, its packages are taken from the last build,
-# whatever else changed in pyproject.toml.
+# The list of requirements is a file of its own. While it does not change, the build reuses the layer with the packages.
 FROM ${BASE} AS requirements
 ARG CUDA=
 WORKDIR /source
@@ -26,7 +25,7 @@ ENV PIP_CONSTRAINT=/source/constraints.txt \
 WORKDIR /source
 COPY constraints.txt ./
 COPY --from=requirements /source/requirements.txt ./
-# torch comes alone from its index, which need not have the other packages in the versions of constraints.txt.
+# Only torch comes from TORCH_INDEX, which may lack the other packages.
 # hadolint ignore=DL3013 # the versions are those of constraints.txt
 RUN python -m venv --without-pip /opt/seqserve \
     && if [ -n "$TORCH_INDEX" ] && [ "$CUDA" != 1 ]; then \
@@ -34,23 +33,24 @@ RUN python -m venv --without-pip /opt/seqserve \
     fi \
     && pip --python /opt/seqserve/bin/python install --requirement requirements.txt
 
-# The project apart from its packages, so that a new version of it is a small layer.
+# The project has a layer of its own, so that a new version is small.
 FROM dependencies AS project
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml setup.py README.md LICENSE ./
 COPY kernels kernels
 COPY service service
 COPY loadtest loadtest
-COPY models /models
-# Whatever the umask of the checkout was, the service's own user can read its models.
-RUN pip --python /opt/seqserve/bin/python install --no-deps --prefix /project . \
-    && chmod -R a+rX /models
+COPY models models
+# The service's user can read the models, whatever the umask of the checkout was. /models is where a volume replaces them.
+RUN chmod -R a+rX models \
+    && pip --python /opt/seqserve/bin/python install --no-deps --prefix /project . \
+    && cp -R models /models
 
 FROM ${BASE}
 LABEL org.opencontainers.image.title="seqserve" \
       org.opencontainers.image.description="A server for sequence models" \
       org.opencontainers.image.licenses="Apache-2.0"
-# Nothing is written when it runs, so every byte-code file is there before: pip made those of the packages, and the base image
-# may come without those of the standard library.
+# The container writes nothing, so byte code is compiled now: pip does it for the packages, and the base image may lack that of the
+# standard library.
 RUN python -c 'import compileall, sysconfig; compileall.compile_dir(sysconfig.get_path("stdlib"), quiet=2)' \
     && groupadd --system --gid 10001 seqserve \
     && useradd --system --uid 10001 --gid seqserve --no-create-home --home-dir /nonexistent --shell /usr/sbin/nologin seqserve \
@@ -63,7 +63,7 @@ ENV PATH=/opt/seqserve/bin:$PATH \
     SEQSERVE_CACHE=/var/cache/seqserve \
     SEQSERVE_HOST=0.0.0.0 \
     SEQSERVE_MODELS=/models
-# By number, so that an orchestrator can see that it is not root.
+# A number, so that an orchestrator can check that it is not root.
 USER 10001:10001
 WORKDIR /
 EXPOSE 8000 8001

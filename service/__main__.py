@@ -7,8 +7,8 @@ import sys
 
 
 def main() -> int:
-    """The command's exit status."""
-    # The first process of a container is deaf to signals that it does not handle, and the imports below take a moment.
+    """Run the command line and return its exit status."""
+    # The first process of a container ignores signals without a handler, and the imports below take a second.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     from service import cli
 

@@ -1,8 +1,10 @@
-"""`seqserve serve | infer | models | bench`: reads the settings, then hands over."""
+"""The commands `seqserve serve | infer | models | bench`: parse flags, read settings, run."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.util
 import json
 import os
 import sys
@@ -24,16 +26,16 @@ T = TypeVar("T", int, float)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command's exit status: 0 done, 1 the service cannot start, 2 the command line or a setting is wrong."""
-    said = vars(_parser().parse_args(arguments))
-    run = said.pop("run")
-    words = {name: said.pop(name) for name in list(said) if name not in Settings.model_fields and name != "config"}
+    """Run a command and return its exit status: 0 success, 1 an error, 2 a wrong flag or setting."""
+    flags = vars(_parser().parse_args(arguments))
+    run = flags.pop("run")
+    options = {name: flags.pop(name) for name in list(flags) if name not in Settings.model_fields and name != "config"}
     try:
-        settings = load(said, os.environ)
-        status: int = run(settings, **words)
-    except (StartError, ServiceError) as fault:
-        print(f"seqserve: {fault}", file=sys.stderr)
-        return 2 if isinstance(fault, SettingsError) else 1
+        settings = load(flags, os.environ)
+        status: int = run(settings, **options)
+    except (StartError, ServiceError) as error:
+        print(f"seqserve: {error}", file=sys.stderr)
+        return 2 if isinstance(error, SettingsError) else 1
     return status
 
 
@@ -44,7 +46,7 @@ def serve(settings: Settings) -> int:
     def announce(http: str, grpc: str | None) -> None:
         address = f"http://{http}"
         also = f" and for gRPC on {grpc}" if grpc else ""
-        print(f"seqserve is ready on {address}{also} after {time.monotonic() - started:.1f} s. Ask it:\n")
+        print(f"seqserve is ready on {address}{also} after {time.monotonic() - started:.1f} s. Try it:\n")
         print(f"curl -s {address}/infer -H 'Content-Type: application/json' -d '{body}'\n", flush=True)
 
     supervisor = Supervisor(settings, Log("supervisor"), announce)
@@ -54,8 +56,8 @@ def serve(settings: Settings) -> int:
 
 
 def infer(settings: Settings, model: str, texts: list[str]) -> int:
-    """Answer texts without a server, one JSON object a line."""
-    # Imported here: it loads torch, and the supervisor never does.
+    """Run a text model in this process and print one JSON object per text."""
+    # Imported here because it loads torch, which the supervisor never needs.
     from service import local
 
     for output in local.infer(settings, model, texts):
@@ -64,12 +66,12 @@ def infer(settings: Settings, model: str, texts: list[str]) -> int:
 
 
 def models(settings: Settings) -> int:
-    """List what the models folder holds."""
+    """List the models folder."""
     catalog = {
         name: {version: spec.read(folder) for version, folder in versions.items()}
-        for name, versions in spec.find(settings.models).items()
+        for name, versions in spec.find_models(settings.models).items()
     }
-    for alias, name in spec.aliases(settings.models, catalog).items():
+    for alias, name in spec.read_aliases(settings.models, catalog).items():
         print(f"{alias}  alias of {name}")
     for name, versions in catalog.items():
         for version, model in versions.items():
@@ -81,26 +83,33 @@ def models(settings: Settings) -> int:
 
 
 def bench(settings: Settings, url: str, json: Path | None, trace: Path | None, **load: Any) -> int:
-    """Load a running server, with what the flags say of the load, and say what came of it."""
+    """Send load to a running server and print what it measured."""
+    _find_load_generator()
     from loadtest.bench import Plan, run
     from loadtest.discovery import NoServer
     from loadtest.tracing import NoTrace
 
     try:
         return run(Plan(url=url.rstrip("/"), **load), settings.models, json, trace)
-    except (NoServer, NoTrace, ValueError, OSError) as fault:
-        raise StartError(str(fault)) from fault
+    except (NoServer, NoTrace, ValueError, OSError) as error:
+        raise StartError(str(error)) from error
+
+
+def _find_load_generator() -> None:
+    """Make `loadtest` importable. The repository has it at its top level, the wheel inside this package."""
+    if "loadtest" not in sys.modules and importlib.util.find_spec("service.loadtest") is not None:
+        sys.modules["loadtest"] = importlib.import_module("service.loadtest")
 
 
 def _example(manifest: Manifest) -> dict[str, Any]:
-    """A request that the first alias or model answers, one over text if there is any."""
+    """Return a request for the first text model or alias, or for the first model if none takes text."""
     newest = {model_version.name: model_version.spec for model_version in manifest.model_versions}
-    meant = {
+    specs = {
         f"{model_version.name}/{model_version.version}": model_version.spec for model_version in manifest.model_versions
     } | newest
-    names = {alias: meant[other] for alias, other in manifest.aliases.items()} | newest
-    models = {name: spec.ModelSpec.model_validate_json(said) for name, said in names.items()}
-    name, model = min(models.items(), key=lambda one: one[1].input.kind != "text")
+    names = {alias: specs[target] for alias, target in manifest.aliases.items()} | newest
+    models = {name: spec.ModelSpec.model_validate_json(text) for name, text in names.items()}
+    name, model = min(models.items(), key=lambda pair: pair[1].input.kind != "text")
     step: list[float] = [0.0] * (model.input.features or 0)
     inputs = {"text": EXAMPLE, "ids": [0] * model.min_steps, "features": [step] * model.min_steps}
     return {"model": name, "inputs": [inputs[model.input.kind]]}
@@ -113,62 +122,73 @@ def _parser() -> argparse.ArgumentParser:
     shared = argparse.ArgumentParser(add_help=False)
     _setting(shared, "--models", metavar="DIR", help="folder of models")
     _setting(shared, "--config", metavar="FILE", help="TOML file of settings")
-    one = commands.add_parser("serve", parents=[shared], help="answer requests until SIGTERM")
-    _setting(one, "--host", help="address to listen on")
-    _setting(one, "--port", help="HTTP port; 0 takes a free one")
-    _setting(one, "--grpc-port", metavar="PORT", help="gRPC port; 0 takes a free one")
-    _setting(one, "--device", metavar="auto|cpu|cuda:N,...", help="where models run: an engine for each device named")
-    _setting(one, "--frontends", metavar="N", help="processes that parse requests")
-    _setting(one, "--debug", action="store_true", help="let callers of POST /debug/trace record turns")
-    one.set_defaults(run=serve)
-    one = commands.add_parser("infer", parents=[shared], help="answer texts without a server")
-    _setting(one, "--device", metavar="auto|cpu|cuda:N", help="where the model runs")
-    one.add_argument("--model", required=True, metavar="NAME")
-    one.add_argument("texts", nargs="+", metavar="TEXT")
-    one.set_defaults(run=infer)
-    one = commands.add_parser("models", parents=[shared], help="list the models folder")
-    one.set_defaults(run=models)
-    one = commands.add_parser("bench", parents=[shared], help="load a running server and say what came of it")
-    one.add_argument("--url", default="http://127.0.0.1:8000", help="the server, %(default)s unless given")
-    one.add_argument("--model", metavar="NAME", help="the first one served unless given")
-    levels = one.add_mutually_exclusive_group()
+    command = commands.add_parser("serve", parents=[shared], help="serve models until SIGTERM")
+    _setting(command, "--host", help="address to listen on")
+    _setting(command, "--port", help="HTTP port; 0 takes a free port")
+    _setting(command, "--grpc-port", metavar="PORT", help="gRPC port; 0 takes a free port")
+    _setting(command, "--device", metavar="auto|cpu|cuda:N,...", help="devices to run on, one engine for each")
+    _setting(command, "--frontends", metavar="N", help="number of processes that parse requests")
+    _setting(command, "--debug", action="store_true", help="let clients record batches with POST /debug/trace")
+    command.set_defaults(run=serve)
+    command = commands.add_parser("infer", parents=[shared], help="run a text model without a server")
+    _setting(command, "--device", metavar="auto|cpu|cuda:N", help="device to run on")
+    command.add_argument("--model", required=True, metavar="NAME")
+    command.add_argument("texts", nargs="+", metavar="TEXT")
+    command.set_defaults(run=infer)
+    command = commands.add_parser("models", parents=[shared], help="list the models folder")
+    command.set_defaults(run=models)
+    command = commands.add_parser(
+        "bench", parents=[shared], help="send load to a running server and report latency and throughput"
+    )
+    command.add_argument("--url", default="http://127.0.0.1:8000", help="address of the server (default: %(default)s)")
+    command.add_argument("--model", metavar="NAME", help="model to send requests to (default: the first that is served)")
+    levels = command.add_mutually_exclusive_group()
     levels.add_argument(
         "--callers",
         type=_listed(int),
         default=[1, 8, 32, 128],
         metavar="N,N",
-        help="levels of callers who wait for each answer before they ask again; 1,8,32,128 unless given",
+        help="numbers of clients that each wait for a reply before they send again (default: 1,8,32,128)",
     )
     levels.add_argument(
-        "--rates", type=_listed(float), default=[], metavar="R,R", help="levels of requests a second that wait for nothing"
+        "--rates", type=_listed(float), default=[], metavar="R,R", help="requests per second, sent without waiting for replies"
     )
-    one.add_argument("--arrivals", choices=("poisson", "bursty"), default="poisson", help="how such requests come")
-    one.add_argument("--seconds", type=_above_zero(float), default=5.0, help="of each level, %(default)s unless given")
-    one.add_argument("--inputs", type=_above_zero(int), default=1, help="sequences in a request, %(default)s unless given")
-    one.add_argument("--seed", type=int, default=0, help="of the traffic, %(default)s unless given")
-    one.add_argument("--json", type=Path, metavar="FILE", help="where to write the figures, one JSON object a level")
-    one.add_argument("--trace", type=Path, metavar="FILE", help="where to write turns of the last level, for ui.perfetto.dev")
-    one.set_defaults(run=bench)
+    command.add_argument(
+        "--arrivals",
+        choices=("poisson", "bursty"),
+        default="poisson",
+        help="how --rates spaces requests (default: %(default)s)",
+    )
+    command.add_argument(
+        "--seconds", type=_above_zero(float), default=5.0, help="duration of each level (default: %(default)s)"
+    )
+    command.add_argument("--inputs", type=_above_zero(int), default=1, help="sequences per request (default: %(default)s)")
+    command.add_argument("--seed", type=int, default=0, help="seed of the traffic (default: %(default)s)")
+    command.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file, one JSON object per level")
+    command.add_argument(
+        "--trace", type=Path, metavar="FILE", help="write the batches of the last level to this file, for ui.perfetto.dev"
+    )
+    command.set_defaults(run=bench)
     return parser
 
 
 def _above_zero(kind: type[T]) -> Callable[[str], T]:
-    """Reads a number above zero."""
+    """Return a parser of numbers above zero."""
 
     def read(word: str) -> T:
         try:
             number = kind(word)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{word!r} is no number above zero") from None
+            raise argparse.ArgumentTypeError(f"{word!r} is not a number above zero") from None
         if not 0 < number < float("inf"):
-            raise argparse.ArgumentTypeError(f"{word!r} is no number above zero")
+            raise argparse.ArgumentTypeError(f"{word!r} is not a number above zero")
         return number
 
     return read
 
 
 def _listed(kind: type[T]) -> Callable[[str], list[T]]:
-    """Reads numbers above zero with commas between them."""
+    """Return a parser of numbers above zero, separated by commas."""
 
     def read(word: str) -> list[T]:
         return [_above_zero(kind)(part) for part in word.split(",")]
@@ -176,6 +196,6 @@ def _listed(kind: type[T]) -> Callable[[str], list[T]]:
     return read
 
 
-def _setting(parser: argparse.ArgumentParser, flag: str, **words: Any) -> None:
-    """A flag that overrides a setting; its default and its checks are the setting's."""
-    parser.add_argument(flag, default=None, **words)
+def _setting(parser: argparse.ArgumentParser, flag: str, **options: Any) -> None:
+    """Add a flag that overrides a setting. The setting has the default and the checks."""
+    parser.add_argument(flag, default=None, **options)

@@ -1,4 +1,4 @@
-"""Every way in which the service says no, and the one table of its codes. Nothing here knows a transport.
+"""Every error that the service returns to a client, and the table of their status codes. No class here knows a transport.
 
 ServiceError
 ├── InvalidRequest        the body as a whole cannot be read
@@ -8,20 +8,20 @@ ServiceError
 ├── UnknownSession        no such session is open
 ├── SessionExpired        the session was idle for too long, and its state is gone
 ├── SessionLost           the session's state was lost with its engine
-├── SessionConflict       the session is not where, or not what, the caller takes it to be
-├── TooManySessions       as many sessions are open as may be
+├── SessionConflict       the session is not in the state that the request assumes
+├── TooManySessions       the limit of open sessions is reached
 ├── MethodNotAllowed      the path exists, the method does not
-├── TooLarge              a body, a text or a sequence is over its limit
-├── UnsupportedMedia      a content type or encoding that is not read here
-├── Unsupported           the protocol has it, and this service does not
+├── TooLarge              a body, a text or a sequence exceeds its limit
+├── UnsupportedMedia      a content type or encoding that the service does not read
+├── Unsupported           the protocol has this feature and the service does not
 ├── Overloaded            the queue or the channel is full
-├── Unavailable           the service is not ready: loading
+├── Unavailable           the service is not ready: models are loading
 ├── OutOfMemory           the device has no memory for this request
-├── NoRoom                there is no memory for a model beside those that are served
-├── InvalidModel          a model's folder is not what it has to be
+├── NoRoom                there is no memory for another model
+├── InvalidModel          a model's folder is not valid
 ├── EngineLost            the engine process ended and the request could not be run again in time
-├── DeadlineExceeded      the caller's deadline passed first
-└── InferenceFailed       the model raised: a bug of ours or of the model
+├── DeadlineExceeded      the request's deadline passed first
+└── InferenceFailed       the model raised an exception: a bug of the service or of the model
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from typing import ClassVar, NamedTuple
 
 
 class ServiceError(Exception):
-    """Something a caller is told. The message names the field or the knob, both values and the way out.
+    """An error that a client receives. Its message names the field or the setting, both values and what to do.
 
-    `field` names the part of the request at fault (``inputs[3]``), `retry_after` the seconds after which a retry makes sense.
+    `field` names the wrong part of the request (``inputs[3]``). `retry_after` is the number of seconds after which a retry makes sense.
     """
 
     code: ClassVar[str]
@@ -73,8 +73,11 @@ class SessionLost(ServiceError):
 
 
 class SessionConflict(ServiceError):
-    """elsewhere: name, version and generation of the model that the session is of, where the caller left open which of its versions he
-    means: then a front asks again with that one, and he does not hear of it."""
+    """A session that is not in the state that the request assumes.
+
+    `elsewhere` is the name, version and generation of the session's model, if the request names no version. A frontend then sends the
+    request again with that version, and the client never sees this error.
+    """
 
     code = "session_conflict"
 
@@ -143,7 +146,7 @@ class InferenceFailed(ServiceError):
 
 
 class Status(NamedTuple):
-    """The codes of one error on each transport."""
+    """The status codes of one error, per transport."""
 
     http: int
     grpc: str
@@ -177,12 +180,12 @@ BY_CODE = {kind.code: kind for kind in STATUS}
 
 
 class StartError(Exception):
-    """The service cannot start as it is configured; the message says what to change."""
+    """The service cannot start with its configuration. The message says what to change."""
 
 
 class SettingsError(StartError):
-    """A setting is unknown or has a value that cannot be."""
+    """A setting is unknown or has an impossible value."""
 
 
 class ModelError(StartError):
-    """A model folder is not what `zoo.spec` asks for."""
+    """A model folder is not what `service.modeling.spec` requires."""

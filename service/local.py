@@ -10,9 +10,8 @@ import msgspec
 from service.engine import build
 from service.engine.execution.device_engine import DeviceEngine
 from service.errors import ServiceError
-from service.frontend import head_outputs
+from service.frontend import head_outputs, validation
 from service.frontend.catalog import build_catalog
-from service.frontend.rest import schemas
 from service.ipc.messages import Answer
 from service.log import Log
 from service.metrics import Metrics
@@ -35,13 +34,15 @@ def infer(settings: Settings, name: str, texts: list[str]) -> list[dict[str, Any
     versions = [version for version in manifest.model_versions if version.key == model.key]
     engine = build.build_engine(versions, settings, metrics, log)
     batcher = build.build_batcher(settings, engine, metrics, log)
-    request, data = schemas.sequences(schemas.InferBody(model=name, inputs=texts), model, settings, time.monotonic())
+    arrays = [validation.parse_input(text, head_outputs.input_field(index), model) for index, text in enumerate(texts)]
+    options = validation.Options(validation.requested_returns((), model.spec), settings.default_deadline_ms)
+    request = validation.engine_request([len(array) for array in arrays], options, model, time.monotonic())
     replies: list[tuple[Answer, list[bytes]]] = []
     errors: list[ServiceError] = []
-    batcher.submit(request, data, lambda *reply: replies.append(reply), errors.append)
+    batcher.submit(request, b"".join(array.tobytes() for array in arrays), lambda *reply: replies.append(reply), errors.append)
     while not replies and not errors:
         batcher.step()
     if errors:
         raise errors[0]
-    answer, arrays = replies[0]
-    return head_outputs.outputs(model.spec, answer, b"".join(arrays))
+    answer, parts = replies[0]
+    return head_outputs.format_outputs(model.spec, answer, b"".join(parts))

@@ -1,8 +1,8 @@
 """Every time series of the service. Names, labels and buckets appear nowhere else.
 
-Each process keeps its counts as plain lists in a Metrics of its own. A snapshot is plain data that crosses a channel; the
-supervisor merges the snapshots of all processes, dead ones included, and a front renders the sum. Labels come from closed
-sets: nothing a caller sends becomes one.
+Each process counts in plain lists of its own `Metrics`. A snapshot is plain data that crosses a channel. The supervisor merges the
+snapshots of all processes, including the totals of processes that ended, and a frontend renders the sum. Label values come from
+closed sets: no value from a client becomes a label.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
 
 UNLOADED = ("unloaded", "unloaded")
-"""Labels of requests to versions that are not served any more."""
+"""Labels of requests to versions that are no longer served."""
 OK, CUT_OFF, GONE = "ok", "cut_off", "client_gone"
-"""Outcomes of a request that was answered, of one that a drain did not wait for, and of one whose caller did not wait."""
+"""Outcomes of a request that was answered, that the drain did not wait for, and whose client disconnected."""
 FAULTS = (*(kind.code for kind, status in STATUS.items() if status.http in (500, 503, 504)), CUT_OFF)
-"""Outcomes that are the server's fault, whatever the caller did."""
+"""Outcomes for which the server is responsible, not the client."""
 REFUSALS = tuple(
     kind.code
     for kind in (
@@ -51,15 +51,15 @@ REFUSALS = tuple(
 )
 CANCELLED_WHILE = ("waiting", "running")
 SESSION_ENDS = ("ended", "deleted", "expired", "restarted", "unbegun", "unloaded")
-"""By its last chunk, by DELETE, idle for too long, by another that begins under its name, as no chunk of it was answered, or
-with its version of the model."""
+"""A session ends with its last chunk, by DELETE, when it is idle for too long, when a new session begins under its name, when its first
+chunk is not answered, or when its model version is unloaded."""
 SESSION_MOVES = ("host", "slot")
-CHANGES = ("ok", InvalidModel.code, NoRoom.code, UnknownModel.code, Unavailable.code)
+CHANGES = ("ok", InvalidModel.code, NoRoom.code, UnknownModel.code, Unavailable.code, GONE)
 RESTARTS = (
     *(("engine", reason) for reason in ("ended", "hung", "failed", "device_lost")),
-    *(("frontend", reason) for reason in ("ended", "failed")),
+    *(("frontend", reason) for reason in ("ended", "hung", "failed")),
 )
-"""Only an engine has a pulse by which it is seen to hang, and a device to lose."""
+"""Only an engine has a device that can fail."""
 
 Rows = list[tuple[tuple[str, ...], list[float]]]
 Snapshot = dict[str, Rows]
@@ -83,10 +83,10 @@ class Series:
 
 
 class Counter(Series):
-    """Only rises; the totals of ended processes are kept."""
+    """A number that only rises. The totals of processes that ended are kept."""
 
     def start(self, *labels: str) -> None:
-        """Be there from the beginning, at 0: in a series that is first seen at 1 Prometheus sees no rise."""
+        """Show the series at 0 from the start. Prometheus sees no increase in a series that first appears at 1."""
         self._at(labels, 1)
 
     def add(self, *labels: str, by: float = 1.0) -> None:
@@ -94,7 +94,7 @@ class Counter(Series):
 
 
 class Gauge(Series):
-    """A level of now; summed over the living processes, unless they are `alike`: then the largest is shown."""
+    """A current level. `/metrics` shows the sum over all live processes, or the largest value of a gauge that is `alike` in all of them."""
 
     def __init__(self, name: str, help: str, labels: tuple[str, ...] = (), *, alike: bool = False) -> None:
         super().__init__(name, help, labels)
@@ -108,7 +108,7 @@ class Gauge(Series):
 
 
 class Histogram(Series):
-    """Counts per bucket, then the sum of what was observed."""
+    """Counts per bucket, followed by the sum of the observed values."""
 
     def __init__(self, name: str, help: str, labels: tuple[str, ...], buckets: tuple[float, ...]) -> None:
         super().__init__(name, help, labels)
@@ -121,82 +121,93 @@ class Histogram(Series):
 
 
 class Metrics:
-    """The series, as attributes. Seconds and base units.
+    """All series, as attributes. Units are seconds and other base units.
 
-    `stage` is parse, encode or total (once a request), queue (once a sequence), stage_in, compute or stage_out (once a turn).
+    The label `stage` is parse, encode or total (once per request), queue (once per sequence), or stage_in, compute or stage_out (once
+    per batch).
     """
 
     def __init__(self) -> None:
         model = ("model", "version")
-        self.requests = Counter("seqserve_requests", "Requests for an answer, on any door, by outcome.", (*model, "outcome"))
+        self.requests = Counter("seqserve_requests", "Inference requests over all protocols, by outcome.", (*model, "outcome"))
         self.accepted = Counter(
-            "seqserve_requests_accepted", "Requests for an answer, on any door, that a front began to read."
+            "seqserve_requests_accepted", "Inference requests over all protocols that a frontend began to read."
         )
-        self.in_flight = Gauge("seqserve_requests_in_flight", "Requests accepted by a front and not yet answered.")
+        self.in_flight = Gauge("seqserve_requests_in_flight", "Requests that a frontend accepted and has not answered.")
         self.sequences = Counter("seqserve_sequences", "Sequences answered.", model)
-        self.tokens = Counter("seqserve_tokens", "Steps computed.", model)
+        self.tokens = Counter("seqserve_tokens", "Time steps computed.", model)
         self.padding_avoided = Counter(
-            "seqserve_padding_avoided_tokens", "Steps that padding each turn to its longest row would have added.", model
+            "seqserve_padding_avoided_tokens",
+            "Time steps that padding each batch to its longest sequence would have added.",
+            model,
         )
         self.padded_tokens = Counter(
-            "seqserve_padded_tokens", "Steps computed for nobody, as a CUDA graph has more room than the turn.", model
+            "seqserve_padded_tokens", "Time steps computed without use, because a CUDA graph is larger than its batch.", model
         )
-        self.batches = Counter("seqserve_batches", "Turns run, by one CUDA graph or launch after launch.", (*model, "by"))
+        self.batches = Counter("seqserve_batches", "Batches run, as one CUDA graph or launch by launch.", (*model, "by"))
         self.stage_seconds = Histogram("seqserve_stage_seconds", "Time in each stage.", (*model, "stage"), SECONDS)
         self.sequence_seconds = Counter(
-            "seqserve_sequence_seconds", "Time in the stages of turns, once for each sequence in them.", (*model, "stage")
+            "seqserve_sequence_seconds",
+            "Time in the stages of batches, counted once per sequence in the batch.",
+            (*model, "stage"),
         )
-        self.failed_seconds = Counter("seqserve_failed_seconds", "Time of requests that were not answered.", model)
-        self.last_answer = Gauge("seqserve_last_answer_time_seconds", "When a request was last answered.", model, alike=True)
-        self.batch_sequences = Histogram("seqserve_batch_sequences", "Sequences in a turn.", model, ROWS)
-        self.batch_tokens = Histogram("seqserve_batch_tokens", "Steps in a turn.", model, TOKENS)
-        self.max_batch_sequences = Gauge("seqserve_max_batch_sequences", "Places for sequences in a turn.", alike=True)
-        self.queue_depth = Gauge("seqserve_queue_depth", "Sequences of which no step has run.")
-        self.sequences_waiting = Gauge("seqserve_sequences_waiting", "Of each model, those of which no step has run.", model)
+        self.failed_seconds = Counter("seqserve_failed_seconds", "Time of requests that ended with an error.", model)
+        self.last_answer = Gauge(
+            "seqserve_last_answer_time_seconds", "Unix time of the last successful reply.", model, alike=True
+        )
+        self.batch_sequences = Histogram("seqserve_batch_sequences", "Sequences per batch.", model, ROWS)
+        self.batch_tokens = Histogram("seqserve_batch_tokens", "Time steps per batch.", model, TOKENS)
+        self.max_batch_sequences = Gauge("seqserve_max_batch_sequences", "Largest number of sequences in a batch.", alike=True)
+        self.queue_depth = Gauge("seqserve_queue_depth", "Sequences of which no time step has run.")
+        self.sequences_waiting = Gauge(
+            "seqserve_sequences_waiting", "Sequences of each model of which no time step has run.", model
+        )
         self.sequences_begun = Gauge(
-            "seqserve_sequences_begun", "Sequences of which some steps have run and some wait for a turn."
+            "seqserve_sequences_begun", "Sequences of which some time steps have run and others wait for a batch."
         )
-        self.state_slots = Gauge("seqserve_state_slots", "Places for states that are kept from turn to turn.", model)
-        self.state_slots_used = Gauge("seqserve_state_slots_used", "Places in which a state is.", model)
-        self.sessions = Gauge("seqserve_sessions", "Sessions that are open.")
-        self.sessions_ended = Counter("seqserve_sessions_ended", "Sessions that are no longer open.", ("reason",))
+        self.state_slots = Gauge("seqserve_state_slots", "State slots on the device.", model)
+        self.state_slots_used = Gauge("seqserve_state_slots_used", "State slots that hold a state.", model)
+        self.sessions = Gauge("seqserve_sessions", "Open sessions.")
+        self.sessions_ended = Counter("seqserve_sessions_ended", "Sessions that ended, by reason.", ("reason",))
         self.session_moves = Counter(
-            "seqserve_session_moves", "States of sessions moved to the host, or back to a slot.", ("to",)
+            "seqserve_session_moves", "Session states moved to the host, or back to a slot on the device.", ("to",)
         )
         self.backlog_seconds = Gauge(
-            "seqserve_backlog_seconds", "Predicted seconds of all that waits or runs in an engine.", ("engine",)
+            "seqserve_backlog_seconds", "Predicted time of all work that waits or runs in an engine.", ("engine",)
         )
-        self.refused = Counter("seqserve_refused", "Requests the engine refused before they ran.", ("reason",))
-        self.failed = Counter("seqserve_failed", "Requests on which the model raised.", model)
+        self.refused = Counter("seqserve_refused", "Requests that an engine refused before they ran.", ("reason",))
+        self.failed = Counter("seqserve_failed", "Requests for which the model raised an exception.", model)
         self.cancelled = Counter(
-            "seqserve_cancelled", "Requests given up: their caller left or their deadline passed.", ("while",)
+            "seqserve_cancelled", "Requests cancelled because the client disconnected or the deadline passed.", ("while",)
         )
-        self.rerun = Counter("seqserve_rerun", "Requests run again because their engine process ended.")
+        self.rerun = Counter("seqserve_rerun", "Requests run again because their engine ended.")
         self.channel_seconds = Histogram(
-            "seqserve_channel_seconds", "From a front's send to the engine's receipt.", (), SECONDS
+            "seqserve_channel_seconds", "Time from a frontend's send to the engine's receipt.", (), SECONDS
         )
         self.channel_bytes = Counter("seqserve_channel_bytes", "Bytes written to channels.", ("writer",))
         self.channel_writes = Counter("seqserve_channel_writes", "Write calls on channels.", ("writer",))
-        self.restarts = Counter("seqserve_process_restarts", "Processes replaced.", ("process", "reason"))
+        self.restarts = Counter("seqserve_process_restarts", "Processes restarted, by reason.", ("process", "reason"))
         self.model_changes = Counter(
             "seqserve_model_changes",
-            "Loads and unloads of a model while others are served, by what came of them.",
+            "Loads and unloads of models while the service runs, by outcome.",
             ("outcome",),
         )
-        self.ready = Gauge("seqserve_ready", "1 when requests are answered.")
+        self.ready = Gauge("seqserve_ready", "1 while the service answers requests, otherwise 0.")
         self.weight_bytes = Gauge("seqserve_model_weight_bytes", "Bytes of weights and tables on all devices.", model)
-        self.graphs = Gauge("seqserve_graphs", "Sizes of turns captured as CUDA graphs.", model, alike=True)
-        self.device_mallocs = Counter("seqserve_device_mallocs", "Times that memory was asked of the device (cudaMalloc).")
-        self.device_allocations = Counter("seqserve_device_allocations", "Blocks of device memory handed out by its allocator.")
-        self.device_reserved_bytes = Gauge("seqserve_device_reserved_bytes", "Device memory held by its allocator.")
+        self.graphs = Gauge("seqserve_graphs", "Batch sizes captured as CUDA graphs.", model, alike=True)
+        self.device_mallocs = Counter("seqserve_device_mallocs", "Calls of cudaMalloc.")
+        self.device_allocations = Counter(
+            "seqserve_device_allocations", "Blocks of device memory that the allocator handed out."
+        )
+        self.device_reserved_bytes = Gauge("seqserve_device_reserved_bytes", "Device memory that the allocator holds.")
         self.backend = Gauge(
             "seqserve_kernel_backend_info", "1 for each kernel backend in use.", (*model, "layer", "backend"), alike=True
         )
 
     def start(self, models: Iterable[tuple[str, str]]) -> None:
-        """Show from the beginning, at 0, every count whose first rise must not be missed, for these models and versions.
+        """Show at 0 every count whose first increase matters to alerts, for these models and versions.
 
-        One process does it for all, as only sums are shown: a front, which knows the models.
+        Only sums are shown, so one process does it for all: a frontend, which knows the models.
         """
         for model in models:
             self.failed.start(*model)
@@ -218,22 +229,22 @@ class Metrics:
         self.accepted.start()
 
     def forget(self, model: str, version: str) -> None:
-        """Remove the series of a version that is not served any more."""
-        left = without(self.snapshot(), model, version)
-        for one in self.series():
-            one.values = {labels: list(values) for labels, values in left[one.name]}
+        """Remove the series of a version that is no longer served."""
+        remaining = without(self.snapshot(), model, version)
+        for series in self.series():
+            series.values = {labels: list(values) for labels, values in remaining[series.name]}
 
     def series(self) -> Iterator[Series]:
         return (value for value in vars(self).values() if isinstance(value, Series))
 
     def snapshot(self) -> Snapshot:
-        """The counts of this process as plain data."""
-        return {one.name: [(labels, list(values)) for labels, values in one.values.items()] for one in self.series()}
+        """Return the counts of this process as plain data."""
+        return {series.name: [(labels, list(values)) for labels, values in series.values.items()] for series in self.series()}
 
 
 def merged(snapshots: Iterable[Mapping[str, Rows]]) -> Snapshot:
-    """The sum of snapshots, label by label; of a level that all processes have alike, the largest."""
-    alike = {one.name for one in Metrics().series() if isinstance(one, Gauge) and one.alike}
+    """Return the sum of snapshots per label set, or the largest value of a gauge that is alike in all processes."""
+    alike = {series.name for series in Metrics().series() if isinstance(series, Gauge) and series.alike}
     totals: dict[str, dict[tuple[str, ...], list[float]]] = {}
     for snapshot in snapshots:
         for name, rows in snapshot.items():
@@ -246,22 +257,22 @@ def merged(snapshots: Iterable[Mapping[str, Rows]]) -> Snapshot:
 
 
 def without(snapshot: Mapping[str, Rows], model: str, version: str) -> Snapshot:
-    """The counts without the series of a version. What became of its requests goes on to count, under UNLOADED."""
+    """Return the snapshot without the series of a version. The outcomes of its requests are kept under UNLOADED."""
     metrics = Metrics()
-    of_models = {one.name for one in metrics.series() if one.labels[:2] == ("model", "version")}
-    left: Snapshot = {}
+    of_models = {series.name for series in metrics.series() if series.labels[:2] == ("model", "version")}
+    remaining: Snapshot = {}
     for name, rows in snapshot.items():
-        gone = [row for row in rows if name in of_models and tuple(row[0][:2]) == (model, version)]
-        left[name] = [row for row in rows if row not in gone]
+        removed = [row for row in rows if name in of_models and tuple(row[0][:2]) == (model, version)]
+        remaining[name] = [row for row in rows if row not in removed]
         if name == metrics.requests.name:
-            left = merged([left, {name: [((*UNLOADED, labels[2]), values) for labels, values in gone]}])
-    return left
+            remaining = merged([remaining, {name: [((*UNLOADED, labels[2]), values) for labels, values in removed]}])
+    return remaining
 
 
 def remains(snapshot: Mapping[str, Rows]) -> Snapshot:
-    """What a process leaves behind when it ends: its totals, not its levels; what it had in flight was cut off."""
+    """Return what remains of a process that ended: its counters and histograms. Its requests in flight count as cut off."""
     metrics = Metrics()
-    levels = {one.name for one in metrics.series() if isinstance(one, Gauge)}
+    levels = {series.name for series in metrics.series() if isinstance(series, Gauge)}
     totals: Snapshot = {name: list(rows) for name, rows in snapshot.items() if name not in levels}
     cut_off = sum(values[0] for _, values in snapshot.get(metrics.in_flight.name, []))
     if not cut_off:
@@ -270,30 +281,32 @@ def remains(snapshot: Mapping[str, Rows]) -> Snapshot:
 
 
 def render(snapshot: Mapping[str, Rows], more: Iterable[Metric] = ()) -> bytes:
-    """The snapshot, and more than that, in Prometheus' text format."""
+    """Return the snapshot and `more` metrics in Prometheus' text format."""
     registry = CollectorRegistry()
     registry.register(_Exposition(snapshot, list(more)))
     return generate_latest(registry)
 
 
 class _Exposition(Collector):
-    """Hands a merged snapshot to prometheus-client."""
+    """Passes a merged snapshot to prometheus-client."""
 
     def __init__(self, snapshot: Mapping[str, Rows], more: list[Metric]) -> None:
         self._snapshot = snapshot
         self._more = more
 
     def collect(self) -> Iterable[Metric]:
-        return [*(self._family(one) for one in Metrics().series()), *self._more]
+        return [*(self._family(series) for series in Metrics().series()), *self._more]
 
-    def _family(self, one: Series) -> Metric:
-        rows = self._snapshot.get(one.name, [])
-        if isinstance(one, Histogram):
-            histogram = HistogramMetricFamily(one.name, one.help, labels=one.labels)
+    def _family(self, series: Series) -> Metric:
+        rows = self._snapshot.get(series.name, [])
+        if isinstance(series, Histogram):
+            histogram = HistogramMetricFamily(series.name, series.help, labels=series.labels)
             for labels, values in rows:
-                histogram.add_metric(labels, list(_cumulative(one.buckets, values)), sum_value=values[-1])
+                histogram.add_metric(labels, list(_cumulative(series.buckets, values)), sum_value=values[-1])
             return histogram
-        family = (CounterMetricFamily if isinstance(one, Counter) else GaugeMetricFamily)(one.name, one.help, labels=one.labels)
+        family = (CounterMetricFamily if isinstance(series, Counter) else GaugeMetricFamily)(
+            series.name, series.help, labels=series.labels
+        )
         for labels, values in rows:
             family.add_metric(labels, values[0])
         return family

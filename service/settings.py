@@ -1,5 +1,8 @@
-"""Every knob of the service, said once. Read at the start from flags, `SEQSERVE_*` variables and a TOML file, in that order
-of precedence, and passed down as plain values; an unknown name or an impossible value stops the start."""
+"""Every setting of the service, defined once.
+
+Settings are read once at the start and passed down as plain values. A flag overrides a `SEQSERVE_*` variable, and a variable
+overrides the TOML file. An unknown name or an impossible value stops the start.
+"""
 
 from __future__ import annotations
 
@@ -16,31 +19,34 @@ from service.errors import SettingsError
 
 PREFIX = "SEQSERVE_"
 CONFIG = "SEQSERVE_CONFIG"
-"""The one variable that is no setting: it names the TOML file."""
+"""The only variable that is not a setting: it names the TOML file."""
 
 VERSIONS = re.compile(r"all|latest(:[1-9][0-9]{0,3})?|[1-9][0-9]{0,8}(,[1-9][0-9]{0,8})*")
-"""A rule by which versions of a model are chosen."""
+"""Syntax of a rule that selects versions of a model."""
+HERE = Path(__file__).resolve().parent
+EMBEDDED_MODELS = HERE / "embedded_models" if (HERE / "embedded_models").is_dir() else HERE.parent / "models"
+"""The wheel contains the repository's models inside this package."""
 Positive = Annotated[int, Field(gt=0)]
 PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-def _device_list(said: str) -> str:
-    """auto, or a list of devices in which no GPU stands twice."""
-    devices = said.split(",")
-    if said != "auto" and not all(re.fullmatch(r"cpu|cuda:(0|[1-9][0-9]*)", device) for device in devices):
-        raise ValueError("say auto, or name the device of each engine, cpu or cuda:N, with commas and no spaces between them")
+def _device_list(text: str) -> str:
+    """Validate auto, or a list of devices that names no GPU twice."""
+    devices = text.split(",")
+    if text != "auto" and not all(re.fullmatch(r"cpu|cuda:(0|[1-9][0-9]*)", device) for device in devices):
+        raise ValueError("use auto, or the device of each engine, cpu or cuda:N, separated by commas without spaces")
     twice = {device for device in devices if device != "cpu" and devices.count(device) > 1}
     if twice:
-        raise ValueError(f"{', '.join(sorted(twice))} is named twice: one engine has the whole of a GPU, so name each once")
-    return said
+        raise ValueError(f"{', '.join(sorted(twice))} is named twice: an engine uses a whole GPU, so name each GPU once")
+    return text
 
 
-def _policy(said: str) -> str:
-    """As a rule by which versions are chosen."""
-    if not VERSIONS.fullmatch(said):
-        raise ValueError("say all, latest, latest:2, or the versions themselves with commas and no spaces between them")
-    return said
+def _policy(text: str) -> str:
+    """Validate a rule that selects versions."""
+    if not VERSIONS.fullmatch(text):
+        raise ValueError("use all, latest, latest:2, or version numbers separated by commas without spaces")
+    return text
 
 
 class Settings(BaseModel):
@@ -51,83 +57,83 @@ class Settings(BaseModel):
     host: str = "127.0.0.1"
     """Address on which the service listens."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
-    """HTTP port; 0 takes a free one, which the ready line names."""
+    """HTTP port; 0 takes a free port, which the ready line names."""
     grpc: bool = True
-    """Whether gRPC is served beside HTTP."""
+    """Whether the service also listens for gRPC."""
     grpc_port: Annotated[int, Field(ge=0, le=65535)] = 8001
-    """gRPC port; 0 takes a free one, which the ready line names."""
-    models: Path = Path(__file__).resolve().parent.parent / "models"
+    """gRPC port; 0 takes a free port, which the ready line names."""
+    models: Path = EMBEDDED_MODELS
     """Folder of model folders: <name>/<version>/model.toml."""
     device: Annotated[str, AfterValidator(_device_list)] = "auto"
-    """auto, or cpu and cuda:N with commas between them: on each of them an engine serves all models. auto takes the first GPU that
-    works, else the CPU."""
+    """auto, or a list of cpu and cuda:N separated by commas. One engine per entry serves all models. auto takes the first GPU that
+    works, otherwise the CPU."""
     frontends: Positive = 1
-    """Processes that parse and tokenise requests."""
+    """Number of processes that parse and tokenise requests."""
     cache: Path = Path("~/.cache/seqserve")
-    """Folder that keeps compiled kernels for the next start; where it cannot be written, every start compiles them."""
+    """Folder that keeps compiled kernels for the next start. If it is not writable, every start compiles them."""
     fold_limit_bytes: Annotated[int, Field(ge=0)] = 256 << 20
-    """Largest table, per model, that an embedding is folded into at load."""
+    """Largest table per model into which an embedding is folded when the model is loaded."""
     max_model_bytes: Annotated[int, Field(ge=0)] = 0
-    """Most bytes of weights and tables on one device, those of versions that are on their way out included; 0 is what there is."""
+    """Largest size of weights and tables on one device, including versions that are being unloaded; 0 means no limit but the memory."""
     versions: Annotated[str, AfterValidator(_policy)] = "all"
-    """Which versions of a model are served, unless its versions.toml says otherwise: all, latest, latest:N, or their numbers with commas
-    between them."""
+    """Versions of each model to serve, unless its versions.toml has its own rule: all, latest, latest:N, or version numbers separated by
+    commas."""
     reload: Literal["request", "poll", "off"] = "request"
-    """When the models folder is looked at again: on request (POST /v2/repository/models/{name}/load), every poll_seconds as well, or not
-    before the next start."""
+    """When the service reads the models folder again: request (POST /v2/repository/models/{name}/load), poll (also every poll_seconds),
+    or off (at the next start)."""
     poll_seconds: PositiveSeconds = 5.0
-    """How often, where reload is poll."""
+    """Time between two reads of the models folder when reload is poll."""
     unload_seconds: Seconds = 30.0
-    """How long sessions of a version that is no longer served may go on. Each of those that are left then gets one 409."""
+    """How long sessions of an unloaded version may continue. After that, each remaining session gets 409 once."""
 
     max_body_bytes: Positive = 16 << 20
     """Largest request body."""
     max_inputs: Positive = 64
     """Most sequences in one request."""
     max_waiting: Positive = 1024
-    """Most sequences waiting for a turn of one engine; one more is refused."""
+    """Most sequences that wait in the queue of one engine; further requests are refused."""
     max_batch_sequences: Positive = 64
-    """Most sequences in one turn of an engine."""
+    """Most sequences in one batch of an engine."""
     max_batch_tokens: Positive = 4096
-    """Most steps, over all sequences, in one turn; a longer sequence runs alone."""
+    """Most time steps in one batch, over all sequences; a longer sequence that cannot be cut runs alone."""
     batch_budget_ms: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """How long a turn may take, by which long sequences are cut: whoever comes meanwhile waits for so long at most. 0 is 0.5 on a GPU and
-    5 on a CPU."""
+    """Target duration of a batch. Long sequences are cut to meet it, so a new request waits for at most one such batch. 0 means 0.5 on
+    a GPU and 5 on a CPU."""
     batching: Literal["continuous", "static"] = "continuous"
-    """static runs every sequence whole, in turns that none joins: only for comparisons."""
+    """static runs every sequence whole, in batches that no request joins: only for comparisons."""
     state_slots: Positive = 256
-    """States of each model that an engine keeps on its device from turn to turn."""
+    """Recurrent states per model that an engine keeps on its device between batches."""
     max_sessions: Positive = 4096
-    """Most open sessions of one engine; one more is refused. Those that find no slot are kept on the host."""
+    """Most open sessions of one engine; further sessions are refused. States without a slot on the device are kept on the host."""
     session_idle_seconds: PositiveSeconds = 60.0
-    """A session of which no chunk comes for so long has ended."""
+    """A session without a chunk for this time expires."""
     max_state_bytes: Positive = 16 << 20
-    """Largest state of a session that PUT /sessions/{id}/state takes."""
+    """Largest session state that PUT /sessions/{id}/state accepts."""
     channel_bytes: Positive = 64 << 20
-    """Most bytes of unanswered requests between one front and one engine; one more is refused."""
+    """Most bytes of unanswered requests between one frontend and one engine; further requests are refused."""
 
     default_deadline_ms: Positive = 5_000
-    """Deadline of a request that names none."""
+    """Deadline of a request that has none."""
     max_deadline_ms: Positive = 60_000
-    """Longest deadline that a request may name."""
+    """Longest deadline that a request may have."""
     lame_duck_seconds: Seconds = 5.0
-    """After SIGTERM: how long the service still accepts requests while it already says that it is not ready."""
+    """After SIGTERM: how long the service still accepts requests while /readyz already returns 503."""
     drain_seconds: PositiveSeconds = 30.0
-    """After that: how long requests in flight may take."""
+    """After lame_duck_seconds: how long requests in flight may take."""
     start_seconds: PositiveSeconds = 120.0
-    """Longest an engine may take to load and warm up before it is replaced."""
+    """Longest time that an engine may take to load and warm up before it is restarted."""
     debug: bool = False
-    """Whether POST /debug/trace records turns for whoever asks; while it does, turns take longer."""
+    """Whether any client may record batches with POST /debug/trace. Batches take longer while it records."""
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The device of each engine, in the order of their places."""
+        """The device of each engine, in the order of the engines."""
         return tuple(self.device.split(","))
 
     @model_validator(mode="after")
     def _limits_fit_together(self) -> Settings:
         if self.grpc and self.grpc_port == self.port != 0:
-            raise ValueError(f"port and grpc_port are both {self.port}: choose another for one of them")
+            raise ValueError(f"port and grpc_port are both {self.port}: change one of them")
         if self.max_inputs > self.max_waiting:
             raise ValueError(f"max_inputs is {self.max_inputs} and max_waiting is {self.max_waiting}: raise max_waiting")
         if self.default_deadline_ms > self.max_deadline_ms:
@@ -145,44 +151,45 @@ class Settings(BaseModel):
 
 
 def load(flags: Mapping[str, Any], environment: Mapping[str, str]) -> Settings:
-    """The settings of this start; raises SettingsError naming the knob, its source and the nearest known name."""
+    """Return the settings of this start. Raises SettingsError, which names the setting, its source and the nearest known name."""
     file = flags.get("config") or environment.get(CONFIG)
-    said: dict[str, tuple[str, Any]] = {}
+    values: dict[str, tuple[str, Any]] = {}
     for name, value in (_from_file(Path(file)) if file else {}).items():
-        said[name] = (f"{name} in {file}", value)
+        values[name] = (f"{name} in {file}", value)
     for variable, value in environment.items():
         if variable.startswith(PREFIX) and variable != CONFIG:
-            said[variable.removeprefix(PREFIX).lower()] = (variable, value)
+            values[variable.removeprefix(PREFIX).lower()] = (variable, value)
     for name, value in flags.items():
         if name != "config" and value is not None:
-            said[name] = (f"--{name.replace('_', '-')}", value)
-    return _validated(said)
+            values[name] = (f"--{name.replace('_', '-')}", value)
+    return _validated(values)
 
 
 def _from_file(file: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as fault:
-        raise SettingsError(f"settings file {file}: {fault}") from fault
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise SettingsError(f"settings file {file}: {error}") from error
 
 
-def _validated(said: Mapping[str, tuple[str, Any]]) -> Settings:
-    for name, (source, _) in said.items():
+def _validated(values: Mapping[str, tuple[str, Any]]) -> Settings:
+    for name, (source, _) in values.items():
         if name not in Settings.model_fields:
             near = difflib.get_close_matches(name, Settings.model_fields, n=1)
             hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(Settings.model_fields)}"
             raise SettingsError(f"unknown setting {source}: {hint}")
     try:
-        return Settings.model_validate({name: value for name, (_, value) in said.items()})
-    except ValidationError as fault:
-        raise SettingsError("; ".join(_complaint(dict(error), said) for error in fault.errors())) from fault
+        return Settings.model_validate({name: value for name, (_, value) in values.items()})
+    except ValidationError as error:
+        raise SettingsError("; ".join(_describe(dict(detail), values) for detail in error.errors())) from error
 
 
-def _complaint(error: Mapping[str, Any], said: Mapping[str, tuple[str, Any]]) -> str:
+def _describe(error: Mapping[str, Any], values: Mapping[str, tuple[str, Any]]) -> str:
+    """Return one sentence about a setting that failed validation."""
     name = str(error["loc"][0]) if error["loc"] else ""
     ours = error["type"] == "value_error"
     reason = str(error["msg"]).removeprefix("Value error, ") if ours else str(error["msg"]).lower()
-    if name not in said:
+    if name not in values:
         return reason
-    source, value = said[name]
+    source, value = values[name]
     return f"{source} is {value!r}: {reason}"

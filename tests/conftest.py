@@ -1,13 +1,15 @@
-"""What the tests share: a folder of small models, one server over them, and the rule by which a skip is a failure.
+"""Fixtures and hooks of all tests: small models, one shared server, and the rules for skipped tests.
 
-With SEQSERVE_TEST_ALL=1 only a test that needs a GPU, and says so with the marker `gpu`, may be skipped.
+With SEQSERVE_TEST_ALL=1 a skipped test fails, unless it has the marker `gpu` and there is no GPU.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterator
+import re
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,17 +17,64 @@ import torch
 from tests import models
 from tests.serving import Server, serving
 
-# The arrays are small, and threads that wait for each other cost more than they give.
+# The arrays are small: threads would wait for each other for longer than they compute.
 torch.set_num_threads(1)
 
 pytest_plugins = ["pytester"]
+ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 ALL = pytest.StashKey[bool]()
+MARKERS = (
+    "server: starts servers; set here, and left out by make test-fast",
+    "slow: computes for seconds; left out by make test-fast",
+)
+
+
+class WithoutAddress:
+    """Names a parameter as `name` does, without the addresses of functions in it."""
+
+    def __init__(self, name: Callable[[object], object]) -> None:
+        self._name = name
+
+    def __call__(self, value: object) -> str | None:
+        name = self._name(value)
+        return None if name is None else ADDRESS.sub("", str(name))
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """No test sees the shell's settings, in this process or in one that it starts: SEQSERVE_TEST_ALL would stop a server's start."""
+    """Hide the shell's settings from the tests and their child processes. SEQSERVE_TEST_ALL would stop a server's start."""
+    for marker in MARKERS:
+        config.addinivalue_line("markers", marker)
     settings = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith("SEQSERVE_")}
-    config.stash[ALL] = settings.get("SEQSERVE_TEST_ALL") == "1"
+    # A worker of pytest-xdist starts after its controller has removed the variable, so the controller sends the value.
+    worker: dict[str, Any] = getattr(config, "workerinput", {})
+    config.stash[ALL] = worker.get("all", settings.get("SEQSERVE_TEST_ALL") == "1")
+    if worker:
+        # Workers share the cores, and so do the servers that they start.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Send the controller's SEQSERVE_TEST_ALL to a worker of pytest-xdist."""
+    node.workerinput["all"] = node.config.stash[ALL]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Keep addresses of functions out of the names of parametrised tests: all workers of pytest-xdist must find the same names."""
+    for mark in metafunc.definition.iter_markers("parametrize"):
+        ids = mark.kwargs.get("ids")
+        if callable(ids) and not isinstance(ids, WithoutAddress):
+            mark.kwargs["ids"] = WithoutAddress(ids)  # type: ignore[index]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that start servers, and run them first: they take longest, and short tests then fill the last gap."""
+    for item in items:
+        if _starts_servers(item):
+            item.add_marker("server")
+    items.sort(key=lambda item: (not _module_starts_servers(item), item.get_closest_marker("slow") is None))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -38,33 +87,42 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     if not _misses_a_gpu(item):
-        _fail_what_was_skipped(report, item.config)
+        _fail_skipped(report, item.config)
     return report
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """A whole file may be skipped as well."""
+    """Fail a file that is skipped as a whole."""
     report = yield
-    _fail_what_was_skipped(report, collector.config)
+    _fail_skipped(report, collector.config)
     return report
+
+
+def _module_starts_servers(item: pytest.Item) -> bool:
+    module = getattr(item, "module", None)
+    return getattr(module, "serving", None) is serving or getattr(module, "Server", None) is Server
+
+
+def _starts_servers(item: pytest.Item) -> bool:
+    return _module_starts_servers(item) or "server" in getattr(item, "fixturenames", ())
 
 
 def _misses_a_gpu(item: pytest.Item) -> bool:
     return item.get_closest_marker("gpu") is not None and not torch.cuda.is_available()
 
 
-def _fail_what_was_skipped(report: pytest.TestReport | pytest.CollectReport, config: pytest.Config) -> None:
-    """A test that is expected to fail, and does, is reported as skipped too; it is left alone."""
+def _fail_skipped(report: pytest.TestReport | pytest.CollectReport, config: pytest.Config) -> None:
+    """Turn a skip into a failure, except an expected failure, which pytest also reports as skipped."""
     if config.stash[ALL] and report.skipped and not hasattr(report, "wasxfail"):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
         report.outcome = "failed"
-        report.longrepr = f"SEQSERVE_TEST_ALL is 1, and this was skipped. {reason}"
+        report.longrepr = f"SEQSERVE_TEST_ALL is 1, and this test was skipped. {reason}"
 
 
 @pytest.fixture(scope="session")
 def models_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """words over text, in two versions, and sensors over float features."""
+    """A models folder with two versions of words, over text, and with sensors, over float features."""
     root = tmp_path_factory.mktemp("models")
     models.words(root, version=1, seed=1)
     models.words(root, version=2, seed=2)
@@ -74,6 +132,6 @@ def models_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def server(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that tests share: they leave it as they found it."""
+    """A server that many tests share. A test leaves it in the state in which it was."""
     with serving(models_folder, tmp_path_factory.mktemp("log")) as running:
         yield running

@@ -1,7 +1,6 @@
-"""Callers of many kinds at once, for a server with any models: what they ask is seeded and never twice the same, and the status of
-every answer is looked at.
+"""Mixed traffic for a server with any models. A seed determines the requests, no request occurs twice, and every status is checked.
 
-Requests come in rounds that have the same sizes in the same order, so that none needs more memory at once than those before it.
+Requests come in rounds with the same sizes in the same order, so that no round needs more memory at once than the rounds before.
 """
 
 from __future__ import annotations
@@ -23,22 +22,22 @@ from service.modeling import spec
 from service.settings import Settings
 
 ROUND = 1_000
-"""Requests of one round. All its answers are waited for before the next one, so that nothing is then held for a caller."""
+"""Requests in a round. The next round starts after all replies, so the server holds nothing in between."""
 SEVERAL, MOST_INPUTS = 0.15, 8
-"""Share of the requests with more than one input, and how many those may have."""
+"""Share of requests with more than one input, and the most inputs of such a request."""
 SHORTEST, LONGEST, ANY_LENGTH = 0.05, 0.02, 0.05
-"""Shares of the inputs, by what their model takes; the others are as long as questions are."""
+"""Shares of inputs of the shortest, the longest and any length that the model takes. The rest is as long as questions are."""
 MOST_STEPS = 512
-"""What is longer would decide by itself how much memory there is: by how many of them happen to come at once."""
+"""Longer inputs would determine the memory by how many of them happen to run at once."""
 FOR_VECTORS, BAD, IMPATIENT = 0.1, 0.02, 0.01
-"""Shares of the requests, where they are mixed."""
+"""Shares of the requests in mixed traffic."""
 IMPATIENCE_SECONDS = 0.003
-"""The impatient hang up within this time, if they have no answer by then."""
+"""An impatient client disconnects within this time if it has no reply."""
 PATIENCE_SECONDS = 90.0
-"""The others do not: an answer that takes longer will not come."""
+"""How long the other clients wait. A reply that takes longer is lost."""
 
 AfterRound = Callable[[int], object]
-"""Hears, while nothing is under way, how many requests were sent in all."""
+"""Called between rounds with the number of requests so far."""
 Body = dict[str, Any]
 Spoil = Callable[[Body, int], Body | str]
 SPOILT: Sequence[tuple[int, Spoil]] = (
@@ -49,12 +48,12 @@ SPOILT: Sequence[tuple[int, Spoil]] = (
     (404, lambda body, number: body | {"model": f"nobody-{number}"}),
     (413, lambda body, _: body | {"inputs": body["inputs"][:1] * (Settings().max_inputs + 1)}),
 )
-"""Ways to spoil a body, each with the status of the answer. What has a number was never seen before."""
+"""Functions that make a body invalid, each with the status of the reply. The number makes a body unique."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request, the status of its answer, and how long its caller waits for that."""
+    """A request, the expected status, and how long its client waits."""
 
     body: bytes
     status: int = 200
@@ -66,7 +65,7 @@ class Asked:
 
 
 class Source(traffic.Traffic):
-    """Inputs for the model in a folder, from the shortest to the longest that it takes, or MOST_STEPS."""
+    """Inputs for the model in a folder, from the shortest to the longest that it takes, at most MOST_STEPS."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.spec = spec.read(folder)
@@ -76,20 +75,20 @@ class Source(traffic.Traffic):
         self._longest = min(self._longest, MOST_STEPS)
 
     def steps(self) -> int:
-        """How long one input is."""
+        """Return the length of the next input."""
         among = (self._shortest, self._longest, self._random.randint(self._shortest, self._longest), super().steps())
         shares = (SHORTEST, LONGEST, ANY_LENGTH, 1 - SHORTEST - LONGEST - ANY_LENGTH)
         return self._random.choices(among, shares)[0]
 
     def vectors(self) -> list[str]:
-        """All that `return` may name."""
+        """Return everything that `return` may name."""
         there = {"embedding": self.spec.has_embedding, "sequence": self.spec.has_steps}
         return [name for name, has in there.items() if has]
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All of a request but its content."""
+    """A request without its content."""
 
     source: Source
     lengths: Sequence[int]
@@ -99,25 +98,25 @@ class Plan:
     patience_seconds: float = PATIENCE_SECONDS
 
     def asked(self, number: int) -> Asked:
-        """The request of this number, with content of its own."""
+        """Return the request with this number and new content."""
         inputs = [self.source.input(steps) for steps in self.lengths]
         body = self.spoil(self.source.body(0) | {"inputs": inputs} | self.options, number)
         return Asked(json.dumps(body).encode(), self.status, self.patience_seconds)
 
 
 def plain(models: Path, seed: int = 0) -> Iterator[Asked]:
-    """Requests for every model in the folder, without options and without end."""
+    """Yield requests without options for every model in the folder, without end."""
     return _asked(_plans(models, random.Random(seed)))
 
 
 def mixed(models: Path, seed: int = 0) -> Iterator[Asked]:
-    """As `plain`, and among them requests for vectors, bad ones, and callers who hang up."""
+    """Yield requests as `plain` does, mixed with requests for vectors, invalid requests, and clients that disconnect."""
     chance = random.Random(seed)
     return _asked([_varied(plan, chance) for plan in _plans(models, chance)])
 
 
 def send(url: str, requests: Iterator[Asked], *, rounds: int, callers: int, after_round: AfterRound = lambda _: None) -> None:
-    """Rounds of requests by so many callers, as fast as they are answered. Fails at the first answer with another status."""
+    """Send rounds of requests over `callers` connections. Fails at the first reply with an unexpected status."""
     uvloop.run(_send(Target.of(url, "/infer"), requests, rounds, callers, after_round))
 
 
@@ -138,14 +137,14 @@ async def _send(target: Target, requests: Iterator[Asked], rounds: int, callers:
 
 
 class _Line:
-    """One caller's connection, kept as long as both sides keep it."""
+    """A client with one connection, which it opens again when the server has closed it."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
         self._caller: Caller | None = None
 
     async def ask_each(self, requests: Iterator[Asked]) -> None:
-        """One after the other; other lines may take from the same requests."""
+        """Send requests one after the other. Several clients may share the iterator."""
         for asked in requests:
             await self._ask(asked)
 
@@ -168,13 +167,13 @@ class _Line:
 
 
 def _asked(plans: Sequence[Plan]) -> Iterator[Asked]:
-    """The same round of plans again and again."""
+    """Yield the requests of a round of plans repeatedly."""
     return (plans[number % len(plans)].asked(number) for number in count())
 
 
 def _plans(models: Path, chance: random.Random) -> list[Plan]:
-    """One round."""
-    folders = [folder for versions in spec.find(models).values() for folder in versions.values()]
+    """Return the plans of a round."""
+    folders = [folder for versions in spec.find_models(models).values() for folder in versions.values()]
     sources = [Source(folder, chance.getrandbits(32)) for folder in folders]
     return [_plan(chance.choice(sources), chance) for _ in range(ROUND)]
 

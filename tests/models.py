@@ -1,4 +1,4 @@
-"""Small models with made-up weights, written as folders that the real service reads."""
+"""Write small models with random weights, as folders that the real service reads."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ TEXT = {"kind": "text", "vocabulary": len(WORDS), "max_steps": 64}
 IDS = {"kind": "ids", "vocabulary": 12, "max_steps": 64}
 EMBEDDING = {"kind": "embedding", "width": 6}
 COUNT = 2.0**-12
-"""What one step adds to a cell of the accumulator: a power of two, so that float32 adds exactly; and tanh(COUNT) rounds to itself."""
+"""What one time step adds to a cell of the accumulator. A power of two adds exactly in float32, and tanh(COUNT) rounds to COUNT."""
 
 
 def weights(spec: ModelSpec, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Normal values, scaled so that gates neither vanish nor saturate."""
+    """Return normal values, scaled so that gates neither vanish nor saturate."""
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in spec.tensors().items()}
 
 
 def tokenizer() -> str:
-    """Splits at spaces and punctuation; the ids are places in WORDS."""
+    """Return a tokenizer that splits at spaces and punctuation; ids are indexes of WORDS."""
     made = Tokenizer(WordLevel({word: id for id, word in enumerate(WORDS)}, unk_token="[UNK]"))
     made.pre_tokenizer = Whitespace()
     text: str = made.to_str()
@@ -40,7 +40,7 @@ def tokenizer() -> str:
 def words(
     root: Path, name: str = "words", *, version: int = 1, seed: int = 0, max_steps: int = 64, bidirectional: bool = True
 ) -> ModelSpec:
-    """Text or ids over WORDS, one LSTM, three labels."""
+    """Write a text classifier over WORDS: one LSTM, three labels."""
     spec = ModelSpec(
         name=name,
         precision="float32",
@@ -60,7 +60,7 @@ def sensors(
     max_steps: int = 200_000,
     bidirectional: bool = False,
 ) -> ModelSpec:
-    """Rows of float features; with many steps it is as slow as a test needs, in one turn when it is bidirectional."""
+    """Write a classifier of rows of floats. Long inputs make it slow, in a single batch when it is bidirectional."""
     layers: tuple[Layer, ...] = (LSTMLayer(kind="lstm", hidden=hidden, depth=2, bidirectional=bidirectional),)
     spec = ModelSpec(
         name=name,
@@ -73,7 +73,7 @@ def sensors(
 
 
 def made_up(root: Path, name: str, input: Mapping[str, Any], *layers: Mapping[str, Any], head: Mapping[str, Any]) -> ModelSpec:
-    """Version 1 of a model of these tables, as model.toml has them."""
+    """Write version 1 of a model with these tables of model.toml."""
     tables = {"name": name, "precision": "float32", "input": input, "layers": layers, "head": head}
     spec = ModelSpec.model_validate(tables)
     words = tokenizer() if spec.input.kind == "text" else None
@@ -81,25 +81,25 @@ def made_up(root: Path, name: str, input: Mapping[str, Any], *layers: Mapping[st
 
 
 def tagger(root: Path) -> ModelSpec:
-    """A label for every word."""
+    """Write a model that labels every word."""
     gru = {"kind": "gru", "hidden": 5, "bidirectional": True}
     return made_up(root, "tagger", TEXT, EMBEDDING, gru, head={"kind": "tag", "labels": LABELS})
 
 
 def reader(root: Path) -> ModelSpec:
-    """The likeliest stretch of token ids."""
+    """Write a model that finds the likeliest span of token ids."""
     sru = {"kind": "sru", "hidden": 3, "depth": 2, "bidirectional": True}
     return made_up(root, "reader", IDS, EMBEDDING, sru, head={"kind": "span"})
 
 
 def speller(root: Path) -> ModelSpec:
-    """The likeliest next token ids."""
+    """Write a model that predicts the next token id."""
     lstm = {"kind": "lstm", "hidden": 5, "depth": 2}
     return made_up(root, "speller", IDS, EMBEDDING, lstm, head={"kind": "next", "top": 4})
 
 
 def forecaster(root: Path) -> ModelSpec:
-    """Two numbers that follow on rows of three: a small model of a time series."""
+    """Write a model of a time series: two numbers from rows of three."""
     qrnn = {"kind": "qrnn", "hidden": 7, "window": 2}
     conv = {"kind": "conv", "filters": 5, "width": 3, "padding": "causal", "dilation": 2}
     series = {"kind": "features", "features": 3, "max_steps": 500}
@@ -107,19 +107,19 @@ def forecaster(root: Path) -> ModelSpec:
 
 
 def embedder(root: Path) -> ModelSpec:
-    """One vector of length 1 for a text of at least three words."""
+    """Write a model that returns one unit vector for a text of three words or more."""
     cnn = {"kind": "text_cnn", "filters": 4, "widths": [2, 3]}
     return made_up(root, "embedder", TEXT, EMBEDDING, cnn, head={"kind": "embed", "pool": "max", "normalize": True})
 
 
 def halver(root: Path) -> ModelSpec:
-    """A vector for every other row of two numbers; it needs three rows."""
+    """Write a model that returns a vector for every second row of two numbers; it needs three rows."""
     conv = {"kind": "conv", "filters": 5, "width": 3, "padding": "none", "stride": 2, "activation": "tanh"}
     return made_up(root, "halver", {"kind": "features", "features": 2, "max_steps": 64}, conv, head={"kind": "sequence"})
 
 
 def accumulator(root: Path, name: str = "accumulator", *, max_steps: int = 30_000) -> ModelSpec:
-    """Two sums over ids 0, 1 and 2, which stand for -1, 0 and 1: one of these, one of 1 a step.
+    """Write a model with two sums over ids 0, 1 and 2, which stand for -1, 0 and 1: the sum of the values, and the number of steps.
 
     Three gates are saturated, as sigmoid(40) is 1 in float32, and nothing recurs but the cell: that holds each sum times COUNT, and the
     head answers its tanh.
@@ -149,4 +149,4 @@ OF_EVERY_HEAD: dict[str, Callable[[Path], ModelSpec]] = {
     "embedder": embedder,
     "halver": halver,
 }
-"""classify, regress, tag, span, next, embed and sequence, by the name of the model."""
+"""Models with the heads classify, regress, tag, span, next, embed and sequence, by name."""

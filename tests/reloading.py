@@ -1,4 +1,4 @@
-"""Models loaded and unloaded by a running server, and load on it meanwhile, whose answers are kept."""
+"""Load and unload models of a running server, and record its replies under load."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MEASURED_SECONDS = 1.5
 
 
 def load(server: Server, name: str, *, status: int = 200, policy: dict[str, Any] | None = None) -> dict[str, Any]:
-    """What the server says to that."""
+    """Load a model and return the reply."""
     config = {} if policy is None else {"parameters": {"config": json.dumps({"version_policy": policy})}}
     answer = server.client.post(f"/v2/repository/models/{name}/load", json=config)
     assert answer.status_code == status, answer.text
@@ -39,16 +39,16 @@ def unload(server: Server, name: str, *, status: int = 200) -> dict[str, Any]:
 
 
 def answered(server: Server, model: str = "words", **options: Any) -> tuple[str, dict[str, float]]:
-    """The version, and the scores of TEXT."""
+    """Return the version that answers, and the scores of TEXT."""
     said = server.infer(model, [TEXT], **options)
     assert said.status_code == 200, said.text
     return said.json()["version"], said.json()["outputs"][0]["scores"]
 
 
 class Load:
-    """Callers who ask the newest version at a steady rate together, and what came of that, by version.
+    """Clients that send requests for the newest version at a steady rate, and their replies by version.
 
-    Each waits for its answer: where answers take longer the rate falls, and never are more requests open than there are callers.
+    Each client waits for its reply, so slow replies lower the rate, and there are never more open requests than clients.
     """
 
     def __init__(self, server: Server, model: str = "words") -> None:
@@ -59,20 +59,20 @@ class Load:
         self.ended = threading.Event()
 
     async def capacity(self) -> float:
-        """Requests a second of callers who never pause."""
+        """Return the requests per second of clients that never pause."""
         asyncio.get_running_loop().call_later(MEASURED_SECONDS, self.ended.set)
         await self.keep(math.inf)
         return sum(map(len, self.answers.values())) / MEASURED_SECONDS
 
     async def keep(self, rate: float) -> None:
-        """Requests that are due at this rate, until `ended` is set."""
+        """Send requests at this rate until `ended` is set."""
         start, numbers = time.monotonic(), itertools.count()
         async with asyncio.TaskGroup() as asking:
             for _ in range(CALLERS):
                 asking.create_task(self._ask_each(start + number / rate for number in numbers))
 
     async def _ask_each(self, moments: Iterator[float]) -> None:
-        """One caller, on one connection."""
+        """Send requests at these moments over one connection."""
         caller = await Caller.connect(self._target)
         for due in moments:
             await asyncio.sleep(due - time.monotonic())
@@ -87,7 +87,7 @@ class Load:
         caller.hang_up()
 
     def check(self, expected: dict[str, dict[str, float]]) -> int:
-        """Every request was answered as the version does that it names, whose scores are expected; returns how many there were."""
+        """Check that each reply has the scores of its version. Returns the number of replies."""
         assert not self.failures
         for version, bodies in self.answers.items():
             for body in set(bodies):

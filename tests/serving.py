@@ -1,4 +1,4 @@
-"""The real server as a user starts it, for tests that speak to it over a real socket."""
+"""Start the real server, as a user does, for tests over real sockets."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-START_SECONDS = 60.0
+LIMIT_SECONDS = 60.0
+"""Shortest limit of a wait for an event that must happen eventually."""
 PATIENT = {"default_deadline_ms": "60000"}
-"""A crowded machine must not fail a test that is not about time."""
+"""Deadlines that a busy machine meets too."""
 Check = Callable[[], Any]
 
 
 class Server:
-    """One running `seqserve serve`; its log lines go to a file."""
+    """A running `seqserve serve`. Its log goes to a file."""
 
     def __init__(self, models: Path, scratch: Path, *flags: str, **variables: str) -> None:
         self.log_file = scratch / f"log-{time.monotonic_ns()}"
@@ -53,20 +54,20 @@ class Server:
             return False
 
     def metric(self, name: str, **labels: str) -> float:
-        """The sum of one series over all label values that are not given."""
+        """Return the sum of a series over all labels that are not in `labels`."""
         families = text_string_to_metric_families(self.client.get("/metrics").text)
         samples = (sample for family in families for sample in family.samples if sample.name == name)
         return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
 
     def pid(self, child: str) -> int:
-        """Process id of the newest child in this place of the house."""
+        """Return the process id of the newest process with this name."""
         return int([event["pid"] for event in self.events("started") if event["child"] == child][-1])
 
     def events(self, name: str) -> list[dict[str, Any]]:
         return [event for line in self.log_file.read_text().splitlines() if (event := json.loads(line))["event"] == name]
 
     def stop(self, number: int = signal.SIGINT) -> int:
-        """Exit status after the signal."""
+        """Send a signal and return the exit status."""
         self.client.close()
         self.process.send_signal(number)
         try:
@@ -77,7 +78,7 @@ class Server:
                 self.process.stdout.close()
 
     def _await_addresses(self) -> tuple[str, str]:
-        """Of HTTP and of gRPC, which is empty where there is none."""
+        """Return the addresses of HTTP and of gRPC; the second is empty without gRPC."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if found := re.search(r"ready on (http://\S+)(?: and for gRPC on (\S+))?", line):
@@ -88,7 +89,7 @@ class Server:
 
 @contextmanager
 def serving(models: Path, scratch: Path, *flags: str, **variables: str) -> Iterator[Server]:
-    """A server that ends with the block. Its log is printed at the end, and pytest shows it beside a test that failed."""
+    """Run a server until the end of the block. Then print its log, which pytest shows for a failed test."""
     server = Server(models, scratch, *flags, **variables)
     try:
         yield server
@@ -103,7 +104,7 @@ def serving(models: Path, scratch: Path, *flags: str, **variables: str) -> Itera
 
 @contextmanager
 def asking(server: Server, *bodies: dict[str, Any]) -> Iterator[list[httpx.Response]]:
-    """A caller for each of these, who asks again and again until the block ends; gives what they were answered so far."""
+    """Send each body repeatedly, one client per body, until the block ends. Yields the list of replies so far."""
     answers: list[httpx.Response] = []
     ended = threading.Event()
 
@@ -124,25 +125,29 @@ def asking(server: Server, *bodies: dict[str, Any]) -> Iterator[list[httpx.Respo
 
 @contextmanager
 def answering(server: Server, *bodies: dict[str, Any]) -> Iterator[None]:
-    """As `asking`; all are answered with 200."""
+    """Send as `asking` does, and check that every reply has the status 200."""
     with asking(server, *bodies) as answers:
         yield
     for answer in answers:
         assert answer.status_code == 200, answer.text
 
 
-def eventually(check: Check, within_seconds: float) -> Any:
-    """The first true result of `check`; fails when none came in time."""
-    until = time.monotonic() + within_seconds
+def eventually(check: Check, within_seconds: float = LIMIT_SECONDS) -> Any:
+    """Return the first true result of `check`. Fails after `within_seconds`, and after LIMIT_SECONDS at the earliest.
+
+    A busy machine takes longer than a quiet machine. The limit only ends a test whose condition never becomes true.
+    """
+    limit = max(within_seconds, LIMIT_SECONDS)
+    until = time.monotonic() + limit
     while time.monotonic() < until:
         if result := check():
             return result
         time.sleep(0.02)
-    raise AssertionError(f"not within {within_seconds} s")
+    raise AssertionError(f"still not true after {limit:.0f} s")
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; one that ended and waits to be reaped does not."""
+    """Return whether a process runs. A zombie does not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -151,7 +156,7 @@ def alive(pid: int) -> bool:
 
 
 def check_unharmed(server: Server) -> None:
-    """Whatever was sent, nothing is left of it, and nothing ended in a fault of ours."""
+    """Check that the server holds no requests and no sessions, and that it logged no bug."""
     eventually(lambda: server.metric("seqserve_sessions") + server.metric("seqserve_requests_in_flight") == 0, 5)
     assert server.metric("seqserve_requests_total", outcome="inference_failed") == 0
-    assert not server.events("bug") and not server.events("server said")
+    assert not server.events("bug") and not server.events("library warning")

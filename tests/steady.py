@@ -1,7 +1,8 @@
-"""Whether a server's memory grows with the load: what each of its processes holds, and how fast that rises."""
+"""Measure whether the memory of a server's processes grows with the load."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
@@ -10,19 +11,20 @@ from statistics import median
 from tests.serving import Server
 
 WARM_UP = 20_000
-"""Requests by which every size was met and every pool of memory is as large as it will be."""
+"""After this many requests every size has occurred and every memory pool has its final size."""
 LIMIT = 1.0
-"""MiB in 100,000 requests, so 10 bytes a request."""
+"""MiB in 100,000 requests, which is 10 bytes per request."""
+SETTLED_SECONDS = 0.5
 
 Sample = tuple[int, int]
-"""Requests so far, and bytes held after them."""
+"""Number of requests so far, and resident bytes after them."""
 
 
 def steady(samples: Sequence[Sample]) -> float:
-    """MiB by which memory rises in 100,000 requests, once it is warm: the median slope between two samples.
+    """Return the growth in MiB per 100,000 requests after the warm-up: the median slope between two samples.
 
-    Only pairs at most half of the load apart count. One step, as an allocator takes it now and then, is between fewer than half of these
-    wherever it comes, and so leaves the median alone; steps that repeat do not, nor does what each request leaves behind.
+    Only pairs of samples at most half of the load apart count. A single step of an allocator lies between fewer than half of these
+    pairs, so it does not change the median. Repeated steps and a leak do.
     """
     warm = [sample for sample in samples if sample[0] >= WARM_UP]
     assert len(warm) > 2, f"{len(samples)} samples, and {len(warm)} after {WARM_UP} requests: send more"
@@ -33,12 +35,12 @@ def steady(samples: Sequence[Sample]) -> float:
 
 
 def growing(slopes: dict[str, float]) -> dict[str, float]:
-    """Those that reach the limit."""
+    """Return the processes whose slope reaches the limit."""
     return {name: slope for name, slope in slopes.items() if slope >= LIMIT}
 
 
 class Memory:
-    """What every process of a server holds. None of them may end meanwhile."""
+    """Samples of the memory of each process of a server. No process may end during the measurement."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -46,27 +48,38 @@ class Memory:
         self._samples: dict[str, list[Sample]] = {name: [] for name in self._processes}
 
     def sample(self, sent: int) -> None:
-        """Now, after so many requests."""
+        """Take a sample after `sent` requests."""
         for name, pid in self._processes.items():
             self._samples[name].append((sent, resident_bytes(pid)))
 
     def slopes(self) -> dict[str, float]:
-        """As `steady` has them, by process."""
+        """Return the growth of each process."""
         assert processes(self._server) == self._processes, "a process was replaced"
         return {name: steady(samples) for name, samples in self._samples.items()}
 
 
 def processes(server: Server) -> dict[str, int]:
-    """Process ids by place in the house."""
+    """Return process ids by process name."""
     return {"supervisor": server.process.pid} | {event["child"]: event["pid"] for event in server.events("started")}
 
 
 def resident_bytes(pid: int) -> int:
-    """Counted page by page: the sum in statm may be off by some MiB, and by more where there are more cores."""
+    """Return the resident bytes, counted page by page: statm may be wrong by some MiB, and by more on more cores."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Rss:"))
 
 
+def settled_open_files(server: Server) -> dict[str, int]:
+    """Return `open_files` once it has not changed for a while: connections that were closed are then gone."""
+    before = open_files(server)
+    while True:
+        time.sleep(SETTLED_SECONDS)
+        now = open_files(server)
+        if now == before:
+            return now
+        before = now
+
+
 def open_files(server: Server) -> dict[str, int]:
-    """How many descriptors each process has, those of sockets included."""
+    """Return the number of open descriptors of each process, sockets included."""
     return {name: len(list(Path(f"/proc/{pid}/fd").iterdir())) for name, pid in processes(server).items()}

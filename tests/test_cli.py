@@ -17,7 +17,9 @@ from tests.serving import Server, serving
 QUESTIONS = ["how far is the sea ?", "who was first"]
 
 
-def test_infer_answers_as_the_server_does(models_folder: Path, server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_infer_command_answers_as_the_server_does(
+    models_folder: Path, server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["infer", "--models", str(models_folder), "--device", "cpu", "--model", "words", *QUESTIONS]) == 0
     printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     served = server.infer("words", QUESTIONS).json()["outputs"]
@@ -26,21 +28,19 @@ def test_infer_answers_as_the_server_does(models_folder: Path, server: Server, c
         assert one["scores"] == pytest.approx(other["scores"], rel=1e-5)
 
 
-def test_infer_says_which_models_there_are(models_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_infer_command_names_the_models_for_an_unknown_name(models_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["infer", "--models", str(models_folder), "--model", "nobody", "status"]) == 1
     assert "served are sensors, words" in capsys.readouterr().err
 
 
-def test_models_lists_the_folder(models_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_models_command_lists_the_folder(models_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models", "--models", str(models_folder)]) == 0
     printed = capsys.readouterr().out
     assert "words  version 2  text > embedding > lstm > classify  float32" in printed
     assert "sensors  version 1  features > lstm > classify  float32" in printed
 
 
-def test_the_request_that_serve_shows_is_answered_where_an_alias_is_for_one_version(
-    models_folder: Path, tmp_path: Path
-) -> None:
+def test_serve_shows_a_request_that_an_alias_answers(models_folder: Path, tmp_path: Path) -> None:
     root = tmp_path / "models"
     shutil.copytree(models_folder, root)
     (root / "aliases.toml").write_text('stable = "words/1"')
@@ -52,19 +52,19 @@ def test_the_request_that_serve_shows_is_answered_where_an_alias_is_for_one_vers
     assert (body["model"], answer.status_code, answer.json()["version"]) == ("stable", 200, "1")
 
 
-def test_a_folder_without_models_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_names_a_folder_without_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models", "--models", str(tmp_path)]) == 1
     assert str(tmp_path) in capsys.readouterr().err
     assert main(["serve", "--models", str(tmp_path / "nowhere")]) == 1
     assert "does not exist" in capsys.readouterr().err
 
 
-def test_a_setting_that_cannot_be_stops_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_impossible_setting_exits_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--port", "70000"]) == 2
     assert "--port is '70000'" in capsys.readouterr().err
 
 
-def test_a_stop_is_obeyed_while_the_command_is_still_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sigterm_during_imports_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first process of a container would not even notice a signal that it does not handle."""
     monkeypatch.setattr("service.cli.main", lambda: signal.raise_signal(signal.SIGTERM))
     before = signal.getsignal(signal.SIGTERM)

@@ -18,7 +18,7 @@ def below(kind: type[Exception]) -> list[type[Exception]]:
 SERVICE_ERRORS = below(ServiceError)
 
 
-def test_every_service_error_has_its_codes_and_nothing_else_has() -> None:
+def test_status_table_has_every_service_error_and_nothing_else() -> None:
     assert set(STATUS) == set(SERVICE_ERRORS)
 
 
@@ -28,18 +28,18 @@ def test_the_tree_in_the_docstring_names_every_service_error() -> None:
     assert sorted(drawn) == sorted(kind.__name__ for kind in SERVICE_ERRORS)
 
 
-def test_every_class_has_a_code_of_its_own() -> None:
+def test_every_error_has_a_unique_code() -> None:
     codes = [kind.code for kind in STATUS]
     assert len(set(codes)) == len(codes)
     assert all("code" in vars(kind) for kind in STATUS)
     assert all(re.fullmatch(r"[a-z]+(_[a-z]+)*", code) for code in codes)
 
 
-def test_a_code_leads_back_to_its_class() -> None:
+def test_code_maps_back_to_its_class() -> None:
     assert all(BY_CODE[kind.code] is kind for kind in STATUS)
 
 
-def test_transport_codes_are_ones_that_exist() -> None:
+def test_status_codes_exist_in_their_protocols() -> None:
     assert {status.http for status in STATUS.values()} <= {400, 404, 405, 409, 413, 415, 429, 500, 501, 503, 504, 507}
     assert {status.grpc for status in STATUS.values()} <= {
         "INVALID_ARGUMENT",
@@ -54,10 +54,10 @@ def test_transport_codes_are_ones_that_exist() -> None:
 
 
 @pytest.mark.parametrize("kind", below(StartError))
-def test_what_stops_the_start_is_never_told_to_a_caller(kind: type[Exception]) -> None:
+def test_start_errors_are_not_service_errors(kind: type[Exception]) -> None:
     assert not issubclass(kind, ServiceError)
 
 
-def test_an_error_carries_message_field_and_when_to_retry() -> None:
+def test_error_carries_message_field_and_retry_after() -> None:
     error = InvalidInput("inputs[3] is empty", field="inputs[3]", retry_after=2)
     assert (str(error), error.message, error.field, error.retry_after) == (error.message, "inputs[3] is empty", "inputs[3]", 2)

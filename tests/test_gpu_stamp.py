@@ -65,14 +65,14 @@ def test_the_hash_changes_with_a_new_file(name: str, kernels: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["lstm/grid.cu", "gru/lstm.cu"])
-def test_the_hash_changes_with_a_name(name: str, kernels: Path) -> None:
+def test_the_hash_changes_when_a_file_is_renamed(name: str, kernels: Path) -> None:
     before = kernels_hash(kernels)
     (kernels / "gru").mkdir()
     (kernels / "lstm" / "lstm.cu").rename(kernels / name)
     assert kernels_hash(kernels) != before
 
 
-def test_the_hash_changes_when_two_files_change_places(kernels: Path) -> None:
+def test_the_hash_changes_when_two_files_swap_contents(kernels: Path) -> None:
     before = kernels_hash(kernels)
     write(kernels / "lstm/lstm.cu", "lstm/cell.cuh")
     write(kernels / "lstm/cell.cuh", "lstm/lstm.cu")
@@ -89,13 +89,13 @@ def test_the_hash_changes_when_two_files_change_places(kernels: Path) -> None:
         "README.md",
     ],
 )
-def test_the_hash_does_not_change_with_what_is_no_kernel(name: str, kernels: Path) -> None:
+def test_the_hash_ignores_files_that_are_not_kernels(name: str, kernels: Path) -> None:
     before = kernels_hash(kernels)
     write(kernels / name, "otherwise")
     assert kernels_hash(kernels) == before
 
 
-def test_the_hash_is_the_same_wherever_the_folder_lies(kernels: Path, tmp_path: Path) -> None:
+def test_the_hash_does_not_depend_on_the_folder(kernels: Path, tmp_path: Path) -> None:
     before = kernels_hash(kernels)
     assert kernels_hash(kernels.rename(tmp_path / "bench")) == before
 
@@ -105,7 +105,7 @@ def test_the_hash_is_the_same_wherever_the_folder_lies(kernels: Path, tmp_path: 
     [None, '{"kernels": "of others"}', "{}", "[]", "<<<<<<< ours"],
     ids=["missing", "other", "without", "list", "spoilt"],
 )
-def test_a_record_that_is_missing_or_of_other_kernels_is_told_in_one_line(
+def test_missing_or_stale_record_prints_one_line(
     text: str | None, kernels: Path, record: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if text is not None:
@@ -114,12 +114,12 @@ def test_a_record_that_is_missing_or_of_other_kernels_is_told_in_one_line(
     assert "`make test-gpu`" in line and "commit tests/gpu/passed.json" in line
 
 
-def test_nothing_is_said_of_a_record_of_these_kernels(kernels: Path, record: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_current_record_prints_nothing(kernels: Path, record: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(record, json.dumps({"kernels": kernels_hash(kernels)}))
     assert said(kernels, record, capsys) == ""
 
 
-def test_a_run_that_passes_writes_what_passed_and_where(
+def test_passing_run_records_kernels_device_and_counts(
     run: Callable[..., int], kernels: Path, record: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(PASSES + SKIPPED) == 0
@@ -136,14 +136,14 @@ def test_a_run_that_passes_writes_what_passed_and_where(
     [(PASSES + FAILS, (), 1), (SKIPPED, (), 0), ("", (), 5), (PASSES, ("-k", "it"), 0), (PASSES, ("--stale", "-x"), 4)],
     ids=["fails", "all skipped", "no tests", "a part", "no such argument"],
 )
-def test_a_run_that_proves_nothing_writes_nothing(
+def test_failed_partial_or_empty_run_records_nothing(
     code: str, arguments: tuple[str, ...], status: int, run: Callable[..., int], record: Path
 ) -> None:
     assert run(code, *arguments) == status
     assert not record.exists()
 
 
-def test_arguments_from_the_environment_select_a_part_too(
+def test_run_with_pytest_addopts_records_nothing(
     run: Callable[..., int], record: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTEST_ADDOPTS", "-k it")
@@ -151,7 +151,7 @@ def test_arguments_from_the_environment_select_a_part_too(
     assert not record.exists()
 
 
-def test_of_a_kernel_that_is_edited_while_the_tests_run_the_text_before_is_recorded(
+def test_kernel_edited_during_the_run_is_recorded_as_it_was_before(
     run: Callable[..., int], kernels: Path, record: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     edits = f"from pathlib import Path\n\ndef test_it(): Path({str(kernels / 'backend.py')!r}).write_text('otherwise')"

@@ -45,7 +45,7 @@ def the_one(shown: list[Sample], name: str, **labels: str) -> float:
     return found
 
 
-def test_a_counter_rises_label_by_label() -> None:
+def test_counter_counts_each_label_set() -> None:
     metrics = Metrics()
     metrics.sequences.add(*MODEL)
     metrics.sequences.add(*MODEL, by=2.5)
@@ -54,7 +54,7 @@ def test_a_counter_rises_label_by_label() -> None:
     assert value(metrics.snapshot(), "seqserve_sequences_total", version="2") == 1.0
 
 
-def test_a_counter_that_was_started_is_there_at_0_and_keeps_what_it_counted_before() -> None:
+def test_started_counter_shows_0_or_keeps_its_count() -> None:
     metrics = Metrics()
     metrics.sequences.start(*MODEL)
     assert value(metrics.snapshot(), "seqserve_sequences_total") == 0.0
@@ -63,7 +63,7 @@ def test_a_counter_that_was_started_is_there_at_0_and_keeps_what_it_counted_befo
     assert value(metrics.snapshot(), "seqserve_sequences_total") == 1.0
 
 
-def test_what_goes_wrong_is_there_at_0_before_it_does() -> None:
+def test_failure_counters_start_at_0() -> None:
     metrics = Metrics()
     metrics.start([MODEL, ("sensors", "3")])
     shown = metrics.snapshot()
@@ -82,7 +82,7 @@ def test_what_goes_wrong_is_there_at_0_before_it_does() -> None:
     assert value(shown, "seqserve_cancelled_total", **{"while": "running"}) == 0
 
 
-def test_a_process_that_starts_the_counts_of_others_adds_nothing_to_them() -> None:
+def test_starting_counters_adds_nothing_to_other_processes() -> None:
     supervisor, frontend = busy(), Metrics()
     supervisor.restarts.add("engine", "ended")
     frontend.start([MODEL])
@@ -90,13 +90,13 @@ def test_a_process_that_starts_the_counts_of_others_adds_nothing_to_them() -> No
     assert value(both, "seqserve_process_restarts_total", process="engine", reason="ended") == 1
 
 
-def test_the_server_is_at_fault_where_http_says_so_and_where_a_drain_cuts_a_request_off() -> None:
+def test_server_faults_are_the_5xx_outcomes_and_cut_off() -> None:
     faults = {kind.code for kind, status in STATUS.items() if status.http >= 500 and kind not in (NoRoom, Unsupported)}
     assert set(FAULTS) == faults | {"cut_off"}
     assert {"invalid_input", "unknown_model", "too_large", "client_gone"}.isdisjoint(FAULTS)
 
 
-def test_a_server_shows_what_can_go_wrong_with_each_model_and_how_many_places_a_turn_has(server: Server) -> None:
+def test_server_shows_failure_counters_and_the_batch_limit(server: Server) -> None:
     families = text_string_to_metric_families(server.client.get("/metrics").text)
     shown = [sample for family in families for sample in family.samples]
     for model, version in (("sensors", "1"), ("words", "1"), ("words", "2")):
@@ -108,7 +108,7 @@ def test_a_server_shows_what_can_go_wrong_with_each_model_and_how_many_places_a_
     assert the_one(shown, "seqserve_ready") == 1
 
 
-def test_a_gauge_is_a_level() -> None:
+def test_gauge_goes_up_and_down() -> None:
     metrics = Metrics()
     metrics.queue_depth.set(7)
     metrics.queue_depth.set(2)
@@ -119,12 +119,12 @@ def test_a_gauge_is_a_level() -> None:
 
 
 @pytest.mark.parametrize("labels", [(), ("words",), ("words", "1", "more")], ids=str)
-def test_a_series_has_all_its_labels_and_no_other(labels: tuple[str, ...]) -> None:
+def test_series_requires_exactly_its_labels(labels: tuple[str, ...]) -> None:
     with pytest.raises(AssertionError, match="seqserve_sequences has the labels"):
         Metrics().sequences.add(*labels)
 
 
-def test_a_value_on_a_bucket_s_border_is_in_it_and_one_just_above_is_in_the_next() -> None:
+def test_bucket_includes_its_upper_bound() -> None:
     metrics = Metrics()
     metrics.channel_seconds.observe(0.5)
     metrics.channel_seconds.observe(0.5000001)
@@ -133,7 +133,7 @@ def test_a_value_on_a_bucket_s_border_is_in_it_and_one_just_above_is_in_the_next
     assert value(metrics.snapshot(), "seqserve_channel_seconds_bucket", le="1.0") == 2
 
 
-def test_buckets_are_cumulative_and_the_last_one_is_the_count() -> None:
+def test_exposed_buckets_are_cumulative() -> None:
     metrics = Metrics()
     observed = [0.0, 40e-6, 60e-6, 0.3, 0.3, 9.0, 11.0, 1e6]
     for seconds in observed:
@@ -146,7 +146,7 @@ def test_buckets_are_cumulative_and_the_last_one_is_the_count() -> None:
     assert value(metrics.snapshot(), f"{STAGE}_sum") == pytest.approx(sum(observed))
 
 
-def test_merging_adds_label_by_label() -> None:
+def test_merging_adds_per_label_set() -> None:
     one, other = Metrics(), Metrics()
     one.requests.add(*MODEL, "ok", by=2)
     other.requests.add(*MODEL, "ok", by=3)
@@ -160,7 +160,7 @@ def test_merging_adds_label_by_label() -> None:
     assert value(both, f"{STAGE}_sum") == pytest.approx(0.5)
 
 
-def test_a_level_that_all_engines_have_alike_is_not_added_up() -> None:
+def test_gauge_that_is_alike_is_not_summed() -> None:
     engines = [Metrics(), Metrics()]
     for seconds, metrics in enumerate(engines, start=1):
         metrics.max_batch_sequences.set(64)
@@ -174,7 +174,7 @@ def test_a_level_that_all_engines_have_alike_is_not_added_up() -> None:
     assert [value(both, "seqserve_backlog_seconds", engine=place) for place in ("1", "2")] == [1, 2]
 
 
-def test_merging_does_not_change_what_is_merged() -> None:
+def test_merging_does_not_change_its_inputs() -> None:
     metrics = busy()
     first = metrics.snapshot()
     merged([first, first])
@@ -183,7 +183,7 @@ def test_merging_does_not_change_what_is_merged() -> None:
     assert merged([]) == {}
 
 
-def test_a_snapshot_does_not_change_when_counting_goes_on() -> None:
+def test_snapshot_is_independent_of_later_counts() -> None:
     metrics = busy()
     snapshot, copy = metrics.snapshot(), metrics.snapshot()
     metrics.rerun.add()
@@ -191,14 +191,14 @@ def test_a_snapshot_does_not_change_when_counting_goes_on() -> None:
     assert snapshot == copy != metrics.snapshot()
 
 
-def test_a_process_leaves_its_totals_behind_and_not_its_levels() -> None:
+def test_ended_process_keeps_counters_and_drops_gauges() -> None:
     metrics = busy()
     left = remains(metrics.snapshot())
     assert set(left) == {one.name for one in metrics.series() if not isinstance(one, Gauge)}
     assert all(rows == metrics.snapshot()[name] for name, rows in left.items() if name != metrics.requests.name)
 
 
-def test_nothing_goes_backwards_when_a_process_is_replaced() -> None:
+def test_counters_never_decrease_when_a_process_restarts() -> None:
     before = merged([busy().snapshot()])
     after = merged([remains(busy().snapshot()), Metrics().snapshot()])
     counters = [one.name for one in Metrics().series() if not isinstance(one, Gauge)]
@@ -216,19 +216,19 @@ def test_every_series_is_exposed_under_its_name_help_and_type() -> None:
         assert all(sample.labels.keys() - {"le"} == set(one.labels) for sample in families[one.name].samples)
 
 
-def test_what_was_never_counted_is_exposed_without_samples() -> None:
+def test_series_without_counts_has_no_samples() -> None:
     assert samples({}) == []
     assert samples(Metrics().snapshot()) == []
 
 
 @pytest.mark.parametrize("odd", ['quoted "name"', "back\\slash", "two\nlines", "é 🙂", ""])
-def test_odd_label_values_are_read_back(odd: str) -> None:
+def test_unusual_label_values_survive_exposition(odd: str) -> None:
     metrics = Metrics()
     metrics.sequences.add(odd, "1")
     assert value(metrics.snapshot(), "seqserve_sequences_total", model=odd) == 1
 
 
-def test_a_snapshot_crosses_a_channel_unchanged() -> None:
+def test_snapshot_survives_a_channel() -> None:
     snapshot = busy().snapshot()
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(snapshot), type=Snapshot) == snapshot
 
@@ -239,7 +239,7 @@ def test_names_have_the_prefix_and_are_unique() -> None:
     assert all(name.startswith("seqserve_") for name in names)
 
 
-def test_what_a_process_had_in_flight_when_it_ended_was_cut_off_and_nothing_accepted_is_missing() -> None:
+def test_requests_of_an_ended_process_count_as_cut_off() -> None:
     frontend = Metrics()
     frontend.accepted.add(by=5)
     frontend.in_flight.add(by=2)

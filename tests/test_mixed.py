@@ -1,4 +1,4 @@
-"""The load of the long tests: what is in it, and that a wrong answer is seen."""
+"""The traffic of the long tests: its content, and that it detects a wrong status."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def lengths(body: dict[str, Any]) -> list[int]:
     return [len(one.split() if isinstance(one, str) else one) for one in body["inputs"]]
 
 
-def test_a_seed_gives_the_same_requests_and_another_one_others(folder: Path) -> None:
+def test_seed_determines_the_requests(folder: Path) -> None:
     one, same, other = (first(mixed.mixed(folder, seed)) for seed in (1, 1, 2))
     assert one == same != other
 
 
-def test_rounds_are_alike_in_all_but_their_content(folder: Path) -> None:
+def test_rounds_differ_only_in_content(folder: Path) -> None:
     asked = first(mixed.mixed(folder), rounds=2)
     one, other = asked[:ROUND], asked[ROUND:]
     assert [(said.status, said.patience_seconds) for said in one] == [(said.status, said.patience_seconds) for said in other]
@@ -51,7 +51,7 @@ def test_rounds_are_alike_in_all_but_their_content(folder: Path) -> None:
     assert len({one.body for one in asked}) > 0.9 * len(asked)
 
 
-def test_a_round_has_requests_of_every_kind(folder: Path) -> None:
+def test_round_has_requests_of_every_kind(folder: Path) -> None:
     asked = first(mixed.mixed(folder))
     answered = bodies(asked)
     assert {body["model"] for body in answered} == set(models.OF_EVERY_HEAD)
@@ -61,7 +61,7 @@ def test_a_round_has_requests_of_every_kind(folder: Path) -> None:
     assert 0 < sum(one.patience_seconds <= IMPATIENCE_SECONDS for one in asked) < ROUND / 20
 
 
-def test_inputs_are_from_the_shortest_to_the_longest_and_mostly_short(folder: Path) -> None:
+def test_input_lengths_cover_the_range_and_are_mostly_short(folder: Path) -> None:
     steps = sorted(steps for body in bodies(first(mixed.plain(folder))) if body["model"] == "words" for steps in lengths(body))
     assert (steps[0], steps[-1]) == (1, 64)
     assert steps[len(steps) // 2] < 16
@@ -74,7 +74,7 @@ def test_plain_requests_have_no_options_and_are_answered(folder: Path) -> None:
     assert {tuple(body) for body in bodies(asked)} == {("model", "version", "inputs")}
 
 
-def test_every_request_of_a_round_is_answered_as_it_says(folder: Path, tmp_path: Path) -> None:
+def test_every_request_gets_its_expected_status(folder: Path, tmp_path: Path) -> None:
     heard: list[int] = []
     with serving(folder, tmp_path, "--device", "cpu") as server:
         mixed.send(server.address, mixed.mixed(folder), rounds=2, callers=8, after_round=heard.append)
@@ -84,7 +84,7 @@ def test_every_request_of_a_round_is_answered_as_it_says(folder: Path, tmp_path:
 
 
 @pytest.mark.parametrize("asked", [Asked(b"how far", status=400), Asked(b"how far", patience_seconds=0)])
-def test_an_answer_with_another_status_is_seen(server: Server, asked: Asked) -> None:
+def test_unexpected_status_is_detected(server: Server, asked: Asked) -> None:
     """A question without JSON around it has the status 400."""
     mixed.send(server.address, repeat(asked), rounds=1, callers=4)
     with pytest.raises(AssertionError, match=r"400 .+invalid_request.+, not 200, to b'how far'"):

@@ -1,105 +1,184 @@
-"""What the README shows is what a newcomer gets."""
+"""README and docs: every request, program, command, setting and link that they show works."""
 
 from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
 from service.cli import main
-from tests.serving import Server, serving
+from service.errors import STATUS
+from service.settings import CONFIG, PREFIX, Settings
+from tests.serving import Server, alive, serving
+from tests.steady import processes
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
+PAGES = {
+    page.relative_to(ROOT).as_posix(): page.read_text() for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+}
+BLOCK = re.compile(r"```(\w+)\n(.+?)```", re.DOTALL)
+MAKEFILE = (ROOT / "Makefile").read_text()
+NO_SETTINGS = {CONFIG, "SEQSERVE_TEST_ALL", "SEQSERVE_NAME"}
+MAX_LINES, MAX_COLUMNS = 150, 120
+
+
+class Example(NamedTuple):
+    """Requests that a page shows, and the reply to the last of them if the page shows it."""
+
+    bodies: list[dict[str, Any]]
+    reply: dict[str, Any] | None
+
+
+def requests(page: str) -> Iterator[Example]:
+    """Yield each shell block of `page` that sends requests to /infer."""
+    blocks = BLOCK.findall(page)
+    for (language, code), (next_language, next_code) in pairwise([*blocks, ("", "")]):
+        words = shlex.split(code, comments=True) if language == "sh" and "/infer" in code else []
+        bodies = [json.loads(word) for before, word in pairwise(words) if before == "-d"]
+        if bodies:
+            assert code.count("Content-Type: application/json") == len(bodies)
+            yield Example(bodies, json.loads(next_code) if next_language == "json" else None)
+
+
+EXAMPLES = [(name, example) for name, page in PAGES.items() for example in requests(page)]
+PROGRAMS = [(name, code) for name, page in PAGES.items() for language, code in BLOCK.findall(page) if language == "python"]
 
 
 @pytest.fixture(scope="module")
 def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server over the models that come with the project."""
+    """A server over the embedded models."""
     with serving(ROOT / "models", tmp_path_factory.mktemp("log")) as running:
         yield running
 
 
-def test_the_request_that_it_shows_has_the_answer_that_it_shows(embedded: Server) -> None:
-    asked = re.search(r"-d '(.+?)'", README)
-    shown = re.search(r"```json\n(.+?)```", README, re.DOTALL)
-    assert asked and shown
-    expected, answer = json.loads(shown[1]), embedded.client.post("/infer", content=asked[1]).json()
-    assert [output["label"] for output in answer["outputs"]] == [output["label"] for output in expected["outputs"]]
-    for ours, theirs in zip(answer["outputs"], expected["outputs"], strict=True):
-        assert ours["scores"] == pytest.approx(theirs["scores"], abs=1e-4)
-    assert {**answer, "outputs": []} == {**expected, "outputs": []}
+def test_pages_show_requests_and_programs() -> None:
+    assert {name for name, _ in EXAMPLES} >= {"README.md", "docs/http.md", "docs/streams.md"}
+    assert {name for name, _ in PROGRAMS} >= {"README.md", "docs/grpc.md", "docs/streams.md", "docs/kernels.md"}
 
 
-def test_the_chunks_that_it_shows_have_the_answer_of_the_whole_that_it_shows(embedded: Server) -> None:
-    asked = [json.loads(body) for body in re.findall(r"-d '(.+?)'", README) if "session" in body]
-    shown = re.search(r"`(\[\[.+?\]\])` it answers `(.+?)`", README)
-    assert shown
-    rows, expected = json.loads(shown[1]), json.loads(shown[2])
-    assert [row for body in asked for row in body["inputs"][0]] == rows
-    answers = [embedded.client.post("/infer", json=body).json() for body in asked]
-    assert answers[-1]["outputs"][0]["value"] == pytest.approx(expected["value"], abs=1e-3)
-    said = re.search(r'`"session": (\{.+?\})`', README)
-    assert said and answers[-1]["session"] == json.loads(said[1])
+@pytest.mark.parametrize(("name", "example"), EXAMPLES, ids=[name for name, _ in EXAMPLES])
+def test_request_has_the_reply_that_the_page_shows(name: str, example: Example, embedded: Server) -> None:
+    replies = [embedded.client.post("/infer", json=body) for body in example.bodies]
+    assert [reply.status_code for reply in replies] == [200] * len(replies), [reply.text for reply in replies]
+    if example.reply is not None:
+        assert_alike(replies[-1].json(), example.reply)
 
 
-def test_the_stream_that_it_shows_prints_the_answer_of_the_whole(embedded: Server) -> None:
-    code = re.search(r"```python\n(.+?)```", README, re.DOTALL)
-    shown = re.search(r"it answers `(.+?)`", README)
-    assert code and shown
+def assert_alike(actual: Any, shown: Any) -> None:
+    """Compare two replies; a page rounds numbers to three digits."""
+    if isinstance(shown, dict):
+        assert actual.keys() == shown.keys()
+        for key, value in shown.items():
+            assert_alike(actual[key], value)
+    elif isinstance(shown, list):
+        assert len(actual) == len(shown)
+        for ours, theirs in zip(actual, shown, strict=True):
+            assert_alike(ours, theirs)
+    else:
+        assert actual == (pytest.approx(shown, abs=1e-3) if isinstance(shown, float) else shown)
+
+
+@pytest.mark.parametrize(("name", "code"), PROGRAMS, ids=[name for name, _ in PROGRAMS])
+def test_program_prints_what_the_page_shows(name: str, code: str, embedded: Server) -> None:
     address = embedded.address.removeprefix("http://")
-    told = subprocess.run(
-        [sys.executable, "-c", code[1].replace("127.0.0.1:8000", address)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    last = json.loads(told.stdout.splitlines()[-1])
-    assert last["outputs"][0]["value"] == pytest.approx(json.loads(shown[1])["value"], abs=1e-3)
-    assert last["session"]["steps"] == 2
+    program = code.replace("127.0.0.1:8000", address).replace("127.0.0.1:8001", embedded.grpc)
+    printed = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300, check=True
+    ).stdout.strip()
+    shown = re.search(r"  # (.+)\n$", code)
+    assert printed
+    if shown:
+        assert printed.splitlines()[-1] == shown[1]
 
 
-def test_triton_s_client_prints_what_it_says(embedded: Server) -> None:
-    [code] = [block for block in re.findall(r"```python\n(.+?)```", README, re.DOTALL) if "tritonclient" in block]
-    address = embedded.address.removeprefix("http://")
-    told = subprocess.run(
-        [sys.executable, "-c", code.replace("127.0.0.1:8000", address)], capture_output=True, text=True, timeout=60, check=True
-    )
-    shown = re.search(r"# (\[\[.+?\]\])", code)
-    assert shown and told.stdout.strip() == shown[1]
+def test_stream_ends_with_the_reply_of_the_whole_sequence(embedded: Server) -> None:
+    page = PAGES["docs/streams.md"]
+    [code] = [code for name, code in PROGRAMS if name == "docs/streams.md"]
+    [example] = requests(page)
+    assert example.reply is not None
+    program = code.replace("127.0.0.1:8000", embedded.address.removeprefix("http://"))
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True).stdout
+    last = json.loads(printed.splitlines()[-1])
+    assert_alike(last["outputs"], example.reply["outputs"])
+    assert last["session"]["steps"] == example.reply["session"]["steps"]
 
 
-def test_every_path_of_its_table_is_served(embedded: Server) -> None:
-    for method, path in re.findall(r"`(GET|POST) (/\w+)`", README):
-        assert embedded.client.request(method, path).status_code in (200, 400), path
+def test_chunks_of_an_example_are_the_sequence_of_another() -> None:
+    whole = [example.bodies[0]["inputs"][0] for name, example in EXAMPLES if name == "docs/http.md"]
+    [stream] = [example for name, example in EXAMPLES if name == "docs/streams.md"]
+    assert [row for body in stream.bodies for row in body["inputs"][0]] in whole
 
 
-def test_the_service_is_ready_within_10_seconds_with_the_embedded_model(tmp_path: Path) -> None:
+def test_every_endpoint_of_the_tables_is_served(embedded: Server) -> None:
+    endpoints = re.findall(r"`(GET|POST) (/\w+)`", PAGES["docs/http.md"])
+    assert len(endpoints) > 5
+    for method, path in endpoints:
+        assert embedded.client.request(method, path).status_code in (200, 400, 404 if path == "/stream" else 200), path
+
+
+def test_table_of_errors_is_the_one_in_errors_py() -> None:
+    rows = re.findall(r"^\| (\d{3}) \| `(\w+)` \| (\w+) \|", PAGES["docs/http.md"], re.MULTILINE)
+    assert sorted(rows) == sorted((str(status.http), error.code, status.grpc) for error, status in STATUS.items())
+
+
+def test_embedded_models_are_ready_after_10_seconds_of_processor_time(tmp_path: Path) -> None:
+    """Processor time, because the time on the wall depends on what else the machine does."""
     with serving(ROOT / "models", tmp_path) as running:
         assert running.ready()
-        assert running.start_seconds < 10
+        pids = processes(running).values()
+        assert all(alive(pid) for pid in pids)
+        assert sum(processor_seconds(pid) for pid in pids) < 10
 
 
-def test_its_command_without_a_server_answers(capsys: pytest.CaptureFixture[str]) -> None:
+def processor_seconds(pid: int) -> float:
+    """Return the processor time of a process, in which the kernel counts in hundredths of a second."""
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / 100
+
+
+def test_command_without_a_server_answers(capsys: pytest.CaptureFixture[str]) -> None:
     command = re.search(r"seqserve (infer --model \S+) \"(.+?)\"", README)
     assert command
     assert main([*command[1].split(), command[2]]) == 0
     assert json.loads(capsys.readouterr().out)["label"] == "HUM"
 
 
-def test_every_file_that_it_names_exists() -> None:
-    for name in re.findall(r"\]\(([^):#]+)\)", README):
-        assert (ROOT / name).is_file(), name
+def test_readme_is_short() -> None:
+    lines = README.splitlines()
+    assert len(lines) <= MAX_LINES
+    assert [line for line in lines if len(line) > MAX_COLUMNS] == []
 
 
-def test_every_request_that_it_shows_says_that_it_is_json() -> None:
-    commands = README.split("curl -s http://127.0.0.1:8000/infer")[1:]
-    assert len(commands) == 3
-    for command in commands:
-        assert "Content-Type: application/json" in command.partition("-d '")[0]
+@pytest.mark.parametrize("name", PAGES)
+def test_links_lead_to_files_and_headings(name: str) -> None:
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)]+))?\)", PAGES[name]):
+        file = (ROOT / name).parent / target if target else ROOT / name
+        assert file.exists(), target
+        if anchor:
+            assert anchor in anchors(file.read_text()), f"{target}#{anchor}"
+
+
+def anchors(page: str) -> set[str]:
+    """Return the anchors that GitHub gives the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", page, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_settings_and_make_targets_exist(name: str) -> None:
+    settings = {f"{PREFIX}{setting.upper()}" for setting in Settings.model_fields} | NO_SETTINGS
+    assert set(re.findall(r"\bSEQSERVE_[A-Z_]+\b", PAGES[name])) <= settings
+    commands = re.findall(r"`make ([a-z][\w-]*)", PAGES[name]) + re.findall(
+        r"^(?:\w+=\S+ )*make ([a-z][\w-]*)", PAGES[name], re.MULTILINE
+    )
+    for target in commands:
+        assert re.search(rf"^{target}:", MAKEFILE, re.MULTILINE), target

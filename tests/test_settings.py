@@ -15,7 +15,7 @@ from service.settings import Settings, load
 def file(tmp_path: Path) -> Path:
     """A settings file that says three things."""
     made = tmp_path / "seqserve.toml"
-    made.write_text('host = "from.file"\nport = 1001\nfronts = 3\n')
+    made.write_text('host = "from.file"\nport = 1001\nfrontends = 3\n')
     return made
 
 
@@ -25,17 +25,17 @@ def refusal(flags: dict[str, Any], environment: dict[str, str]) -> str:
     return str(caught.value)
 
 
-def test_nothing_said_gives_the_defaults() -> None:
+def test_defaults_apply_without_any_source() -> None:
     assert load({}, {}) == Settings()
 
 
-def test_flags_win_over_variables_and_variables_over_the_file(file: Path) -> None:
+def test_flags_override_variables_and_variables_the_file(file: Path) -> None:
     environment = {"SEQSERVE_HOST": "from.environment", "SEQSERVE_PORT": "1002", "PATH": "/bin", "OTHER_PORT": "1"}
     settings = load({"config": str(file), "host": "from.flag", "frontends": None}, environment)
     assert (settings.host, settings.port, settings.frontends) == ("from.flag", 1002, 3)
 
 
-def test_a_variable_may_name_the_file_and_a_flag_another(file: Path, tmp_path: Path) -> None:
+def test_config_flag_overrides_the_config_variable(file: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.toml"
     other.write_text("port = 1003")
     named = {"SEQSERVE_CONFIG": str(file)}
@@ -55,16 +55,16 @@ def test_every_setting_can_be_a_variable(name: str) -> None:
     [
         ("SEQSERVE_PROT", "did you mean port?"),
         ("SEQSERVE_MAX_WAITNG", "did you mean max_waiting?"),
-        ("SEQSERVE_FRONT", "did you mean fronts?"),
+        ("SEQSERVE_FRONT", "did you mean frontends?"),
         ("SEQSERVE_ZZZ", f"known are {', '.join(Settings.model_fields)}"),
         ("SEQSERVE_", f"known are {', '.join(Settings.model_fields)}"),
     ],
 )
-def test_an_unknown_variable_stops_the_start_with_the_nearest_name(variable: str, hint: str) -> None:
+def test_unknown_variable_is_refused_with_the_nearest_name(variable: str, hint: str) -> None:
     assert refusal({}, {variable: "1"}) == f"unknown setting {variable}: {hint}"
 
 
-def test_an_unknown_key_of_the_file_stops_the_start_naming_the_file(file: Path) -> None:
+def test_unknown_key_is_refused_with_the_file(file: Path) -> None:
     file.write_text("prot = 1")
     assert refusal({"config": str(file)}, {}) == f"unknown setting prot in {file}: did you mean port?"
 
@@ -79,13 +79,10 @@ def test_an_unknown_key_of_the_file_stops_the_start_naming_the_file(file: Path) 
         ("SEQSERVE_FRONTENDS", "0", "greater than 0"),
         ("SEQSERVE_FRONTENDS", "1.5", "valid integer"),
         *(
-            ("SEQSERVE_DEVICE", value, "say auto, or name the device")
+            ("SEQSERVE_DEVICE", value, "use auto, or the device")
             for value in ("gpu", "cuda", "cuda:-1", "cuda:01", "cpu\n", "")
         ),
-        *(
-            ("SEQSERVE_DEVICE", value, "say auto, or name the device")
-            for value in ("cpu, cpu", "cpu,", "auto,cpu", "cuda:0;cuda:1")
-        ),
+        *(("SEQSERVE_DEVICE", value, "use auto, or the device") for value in ("cpu, cpu", "cpu,", "auto,cpu", "cuda:0;cuda:1")),
         ("SEQSERVE_DEVICE", "cuda:0,cuda:1,cuda:0", "cuda:0 is named twice"),
         ("SEQSERVE_DRAIN_SECONDS", "0", "greater than 0"),
         ("SEQSERVE_DRAIN_SECONDS", "nan", "finite number"),
@@ -94,7 +91,7 @@ def test_an_unknown_key_of_the_file_stops_the_start_naming_the_file(file: Path) 
         ("SEQSERVE_FOLD_LIMIT_BYTES", "-1", "greater than or equal to 0"),
     ],
 )
-def test_an_impossible_value_stops_the_start_naming_variable_and_value(variable: str, value: str, why: str) -> None:
+def test_impossible_value_is_refused_with_variable_and_value(variable: str, value: str, why: str) -> None:
     said = refusal({}, {variable: value})
     assert said.startswith(f"{variable} is {value!r}: ")
     assert why in said
@@ -109,18 +106,18 @@ def test_an_impossible_value_stops_the_start_naming_variable_and_value(variable:
         ("cuda:10,cpu,cuda:1,cpu", ("cuda:10", "cpu", "cuda:1", "cpu")),
     ],
 )
-def test_each_engine_has_its_device_and_several_may_share_the_processor(said: str, devices: tuple[str, ...]) -> None:
+def test_device_lists_one_device_per_engine(said: str, devices: tuple[str, ...]) -> None:
     assert load({"device": said}, {}).devices == devices
 
 
-def test_an_impossible_value_is_named_by_where_it_was_said(file: Path) -> None:
+def test_impossible_value_is_refused_with_its_source(file: Path) -> None:
     assert refusal({"port": "x"}, {}).startswith("--port is 'x': ")
     assert refusal({"grpc_port": "x"}, {}).startswith("--grpc-port is 'x': ")
     file.write_text("port = 70000")
     assert refusal({"config": str(file)}, {}).startswith(f"port in {file} is 70000: ")
 
 
-def test_all_impossible_values_are_named_at_once() -> None:
+def test_all_impossible_values_are_reported_together() -> None:
     said = refusal({}, {"SEQSERVE_PORT": "x", "SEQSERVE_FRONTENDS": "0"})
     assert "SEQSERVE_PORT is 'x'" in said and "SEQSERVE_FRONTENDS is '0'" in said
 
@@ -128,7 +125,7 @@ def test_all_impossible_values_are_named_at_once() -> None:
 @pytest.mark.parametrize(
     "said, names",
     [
-        ({"port": 8001}, ("port and grpc_port are both 8001", "choose another")),
+        ({"port": 8001}, ("port and grpc_port are both 8001", "change one")),
         ({"max_inputs": 9, "max_waiting": 8}, ("max_inputs is 9", "max_waiting is 8", "raise max_waiting")),
         (
             {"default_deadline_ms": 2, "max_deadline_ms": 1},
@@ -140,7 +137,7 @@ def test_all_impossible_values_are_named_at_once() -> None:
         ),
     ],
 )
-def test_limits_that_do_not_fit_together_are_named_with_both_values(said: dict[str, int], names: tuple[str, ...]) -> None:
+def test_conflicting_limits_are_refused_with_both_values(said: dict[str, int], names: tuple[str, ...]) -> None:
     message = refusal({}, {f"SEQSERVE_{name.upper()}": str(value) for name, value in said.items()})
     assert all(name in message for name in names)
     assert "Value error" not in message
@@ -157,22 +154,22 @@ def test_limits_that_do_not_fit_together_are_named_with_both_values(said: dict[s
         {"max_body_bytes": 50, "channel_bytes": 100},
     ],
 )
-def test_limits_that_just_fit_are_taken(said: dict[str, int]) -> None:
+def test_limits_at_the_border_are_accepted(said: dict[str, int]) -> None:
     assert load(said, {}).model_dump().items() >= said.items()
 
 
-def test_a_missing_file_stops_the_start_naming_it(tmp_path: Path) -> None:
+def test_missing_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "nowhere.toml"
     assert str(file) in refusal({"config": str(file)}, {})
     assert str(file) in refusal({}, {"SEQSERVE_CONFIG": str(file)})
 
 
 @pytest.mark.parametrize("content", [b"port = ", b"port 8000", b"port = 1\nport = 2", b'host = "\xff"'])
-def test_what_is_not_toml_stops_the_start_naming_the_file(file: Path, content: bytes) -> None:
+def test_invalid_toml_is_refused_with_the_file(file: Path, content: bytes) -> None:
     file.write_bytes(content)
     assert refusal({"config": str(file)}, {}).startswith(f"settings file {file}: ")
 
 
-def test_settings_do_not_change() -> None:
+def test_settings_are_immutable() -> None:
     with pytest.raises(ValueError, match="frozen"):
         Settings().port = 1

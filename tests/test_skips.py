@@ -22,6 +22,8 @@ ON_A_GPU = "import pytest\n\n@pytest.mark.gpu\ndef test_it(): raise AssertionErr
 SKIPPED_ON_A_GPU = "import pytest\n\n@pytest.mark.gpu\ndef test_it(): pytest.skip('the program is missing')"
 EXPECTED_TO_FAIL = "import pytest\n\n@pytest.mark.xfail\ndef test_it(): raise AssertionError"
 PASSES = "def test_it(): pass"
+# A worker of pytest-xdist has imported that plugin before pytest could rewrite its assertions.
+OPTIONS = ("-p", "tests.conftest", "-W", "ignore::pytest.PytestAssertRewriteWarning")
 
 
 @pytest.fixture(autouse=True)
@@ -32,27 +34,25 @@ def _markers(pytester: pytest.Pytester) -> None:
 def outcomes(pytester: pytest.Pytester, code: str) -> dict[str, int]:
     """What becomes of a test with this code under the hooks of these tests."""
     pytester.makepyfile(code)
-    return pytester.runpytest_inprocess("-p", "tests.conftest").parseoutcomes()
+    return pytester.runpytest_inprocess(*OPTIONS).parseoutcomes()
 
 
 @pytest.mark.parametrize("code", [SKIPPED, IN_A_FIXTURE, BY_A_MARKER, WHOLE_FILE])
-def test_a_skip_is_a_failure_only_where_everything_must_run(
-    code: str, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_skip_fails_only_when_all_tests_must_run(code: str, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     assert outcomes(pytester, code) == {"skipped": 1}
     monkeypatch.setenv("SEQSERVE_TEST_ALL", "1")
     assert outcomes(pytester, code) in ({"failed": 1}, {"errors": 1})
 
 
-def test_the_failure_says_why_it_was_skipped(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_has_the_reason_of_the_skip(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SEQSERVE_TEST_ALL", "1")
     pytester.makepyfile(SKIPPED)
-    result = pytester.runpytest_inprocess("-p", "tests.conftest")
-    result.stdout.fnmatch_lines("*SEQSERVE_TEST_ALL is 1, and this was skipped. Skipped: the program is missing*")
+    result = pytester.runpytest_inprocess(*OPTIONS)
+    result.stdout.fnmatch_lines("*SEQSERVE_TEST_ALL is 1, and this test was skipped. Skipped: the program is missing*")
 
 
 @pytest.mark.parametrize("everything", ["0", "1"])
-def test_a_test_that_needs_a_gpu_may_be_skipped_where_there_is_none(
+def test_gpu_test_may_be_skipped_without_a_gpu(
     everything: str, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SEQSERVE_TEST_ALL", everything)
@@ -60,21 +60,19 @@ def test_a_test_that_needs_a_gpu_may_be_skipped_where_there_is_none(
     assert outcomes(pytester, ON_A_GPU) == {"skipped": 1}
 
 
-def test_on_a_gpu_a_test_that_needs_one_may_not_be_skipped(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_test_may_not_be_skipped_on_a_gpu(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SEQSERVE_TEST_ALL", "1")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert outcomes(pytester, SKIPPED_ON_A_GPU) == {"failed": 1}
 
 
 @pytest.mark.parametrize(("code", "outcome"), [(PASSES, "passed"), (EXPECTED_TO_FAIL, "xfailed")])
-def test_what_was_not_skipped_is_left_alone(
-    code: str, outcome: str, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_outcomes_stay(code: str, outcome: str, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SEQSERVE_TEST_ALL", "1")
     assert outcomes(pytester, code) == {outcome: 1}
 
 
-def test_no_test_sees_the_settings_of_the_shell(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_the_shell_are_hidden(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SEQSERVE_TEST_ALL", "1")
     monkeypatch.setenv("SEQSERVE_PORT", "9000")
     code = "import os\n\ndef test_it(): assert not [name for name in os.environ if name.startswith('SEQSERVE_')]"

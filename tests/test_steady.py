@@ -1,4 +1,4 @@
-"""The check of the long test: what it takes for growth, and what it does not."""
+"""What the measurement of memory counts as growth."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LEAKED_MIB = LEAK_BYTES * 100_000 / MIB
 
 
 def slope(held: Callable[[int], float]) -> float:
-    """Of a process that holds so much after so many requests."""
+    """Return the slope of a process with `held(sent)` more bytes after `sent` requests."""
     return steady([(sent, BEGIN + int(held(sent))) for sent in SENT])
 
 
@@ -26,53 +26,53 @@ def noise(seed: int) -> Callable[[int], float]:
     return lambda _: chance.gauss(0, MIB)
 
 
-def test_what_stays_has_no_slope() -> None:
+def test_constant_memory_has_no_slope() -> None:
     assert slope(lambda _: 0) == 0
 
 
-def test_a_leak_has_the_slope_of_what_is_kept() -> None:
+def test_leak_has_its_slope() -> None:
     assert slope(lambda sent: LEAK_BYTES * sent) == pytest.approx(LEAKED_MIB)
 
 
-def test_what_shrinks_does_not_grow() -> None:
+def test_shrinking_memory_has_a_negative_slope() -> None:
     assert slope(lambda sent: -LEAK_BYTES * sent) == pytest.approx(-LEAKED_MIB)
 
 
-def test_growth_until_it_is_warm_does_not_count() -> None:
+def test_growth_during_warm_up_is_ignored() -> None:
     assert slope(lambda sent: 1_000 * min(sent, WARM_UP)) == 0
 
 
-def test_one_step_is_no_growth_wherever_it_comes() -> None:
+def test_single_step_is_ignored_at_any_position() -> None:
     for at in SENT:
         assert slope(lambda sent, at=at: 50 * MIB * (sent >= at)) == 0, at  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("every", [5_000, 10_000, 20_000])
-def test_steps_that_repeat_are_growth(every: int) -> None:
+def test_repeated_steps_are_growth(every: int) -> None:
     assert slope(lambda sent: 2 * MIB * (sent // every)) > LIMIT
 
 
-def test_a_few_samples_far_off_do_not_count() -> None:
+def test_outliers_are_ignored() -> None:
     assert slope(lambda sent: 100 * MIB * (sent % 10_000 == 0)) == 0
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_leak_is_told_from_noise(seed: int) -> None:
+def test_leak_is_distinguished_from_noise(seed: int) -> None:
     still, wave = noise(seed), noise(seed)
     assert abs(slope(still)) < LIMIT
     assert slope(lambda sent: LEAK_BYTES * sent + wave(sent)) == pytest.approx(LEAKED_MIB, abs=LIMIT)
 
 
-def test_too_few_samples_prove_nothing() -> None:
+def test_too_few_samples_raise() -> None:
     with pytest.raises(AssertionError, match="send more"):
         steady([(sent, BEGIN) for sent in SENT if sent <= WARM_UP])
 
 
-def test_those_are_growing_that_reach_the_limit() -> None:
+def test_growing_selects_slopes_at_or_above_the_limit() -> None:
     assert growing({"supervisor": -1.0, "frontend-0": 0.99 * LIMIT, "engine-0": LIMIT}) == {"engine-0": LIMIT}
 
 
-def test_resident_bytes_are_those_that_were_touched() -> None:
+def test_resident_bytes_count_touched_pages() -> None:
     before = resident_bytes(os.getpid())
     kept = b"\1" * (64 * MIB)
     assert resident_bytes(os.getpid()) - before == pytest.approx(len(kept), abs=8 * MIB)

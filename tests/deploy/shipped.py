@@ -1,4 +1,4 @@
-"""The files of deploy/ and what stands in them, for the tests of this folder."""
+"""Read the files of deploy/ for the tests of this folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SUFFIXES: dict[type[Series], tuple[str, ...]] = {Counter: ("_total",), Gauge: ("
 
 
 def program(name: str) -> str:
-    """Where Prometheus' own programs are; skips the test where they are not."""
+    """Return the path of a program of Prometheus. Skips the test if it is not installed."""
     found = shutil.which(name)
     if found is None:
         pytest.skip(f"{name} is missing: install Debian's package prometheus")
@@ -27,7 +27,7 @@ def program(name: str) -> str:
 
 
 def read(name: str) -> Any:
-    """One file of deploy/, YAML or JSON."""
+    """Return the content of a YAML or JSON file of deploy/."""
     text = (DEPLOY / name).read_text()
     return json.loads(text) if name.endswith(".json") else yaml.safe_load(text)
 
@@ -51,17 +51,17 @@ def panels() -> list[dict[str, Any]]:
 
 
 def expressions() -> dict[str, str]:
-    """Every expression of the dashboard, by panel and letter."""
+    """Return every expression of the dashboard, by panel and letter."""
     return {f"{one['id']} {one['title']} {each['refId']}": each["expr"] for one in panels() for each in one.get("targets", [])}
 
 
 def named(expression: str) -> set[str]:
-    """The series of the service that an expression names; what stands in quotes is the value of a label."""
+    """Return the series of the service in an expression. Quoted text is a label value."""
     return set(re.findall(r"\bseqserve[\w:]*", re.sub(r'"[^"]*"', "", expression)))
 
 
 def exposed() -> set[str]:
-    """Every name under which the service shows a sample."""
+    """Return the name of every sample that the service exposes."""
     return {one.name + suffix for one in Metrics().series() for suffix in SUFFIXES[type(one)]}
 
 

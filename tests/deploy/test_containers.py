@@ -1,4 +1,4 @@
-"""What can be said of the container files without an engine. `make docker-test` builds and runs them."""
+"""The container files, without a container engine. `make docker-test` builds and runs them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -27,14 +26,14 @@ GPU = "docker-compose.gpu.yml"
 
 
 def instructions(name: str) -> list[str]:
-    """What follows this word in the Dockerfile, time after time; long lines joined."""
+    """Return the arguments of every instruction of this kind in the Dockerfile, with continued lines joined."""
     lines = [line for line in (ROOT / "Dockerfile").read_text().splitlines() if not line.startswith("#")]
     whole = re.sub(r"\\\n\s*", "", "\n".join(lines))
     return re.findall(rf"^{name} (.+)$", whole, re.MULTILINE)
 
 
 def copied() -> set[str]:
-    """What the image build takes from the checkout."""
+    """Return what the image build copies from the repository."""
     taken = [line.split() for line in instructions("COPY") if not line.startswith("--from")]
     return {source for *sources, _ in taken for source in sources}
 
@@ -46,7 +45,7 @@ def services(file: str) -> dict[str, dict[str, Any]]:
 
 @contextmanager
 def answering(status: int) -> Iterator[str]:
-    """The port of a server that gives every path but /readyz a 404."""
+    """Run a server that returns `status` for /readyz and 404 otherwise. Yields its port."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -63,13 +62,13 @@ def answering(status: int) -> Iterator[str]:
 
 
 def health(port: str) -> int:
-    """Exit status of the image's health check."""
+    """Return the exit status of the image's health check."""
     _, *command = json.loads(instructions("HEALTHCHECK")[0].partition("CMD ")[2])
     environment = {**os.environ, "SEQSERVE_PORT": port}
     return subprocess.run([sys.executable, *command], env=environment, capture_output=True, timeout=30).returncode
 
 
-def test_hadolint_has_nothing_to_say() -> None:
+def test_hadolint_passes() -> None:
     hadolint = shutil.which("hadolint", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     if hadolint is None:
         pytest.skip("hadolint is not installed")
@@ -77,49 +76,49 @@ def test_hadolint_has_nothing_to_say() -> None:
     assert (done.returncode, done.stdout) == (0, "")
 
 
-def test_the_build_sees_what_it_copies_and_nothing_else() -> None:
+def test_build_context_has_only_what_is_copied() -> None:
     everything, *patterns = [line for line in (ROOT / ".dockerignore").read_text().split("\n") if line and line[0] != "#"]
     assert everything == "*"
     assert {pattern[1:] for pattern in patterns if pattern.startswith("!")} == copied()
     assert all((ROOT / source).exists() for source in copied())
 
 
-def test_every_package_of_the_project_is_in_the_image() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert {pattern.rstrip("*") for pattern in project["tool"]["setuptools"]["packages"]["find"]["include"]} <= copied()
+def test_image_contains_every_package() -> None:
+    """setup.py names the folders of the repository that the wheel contains."""
+    assert {"kernels", "loadtest", "models", "service", "setup.py"} <= copied()
 
 
-def test_the_image_runs_as_a_user_by_number_and_is_told_to_stop_by_a_signal_that_drains() -> None:
+def test_image_has_a_numeric_user_and_stops_with_sigterm() -> None:
     assert re.fullmatch(r"[1-9]\d+:[1-9]\d+", instructions("USER")[-1])
     assert instructions("STOPSIGNAL") == ["SIGTERM"]
     assert [json.loads(line) for line in instructions("ENTRYPOINT") + instructions("CMD")] == [["seqserve"], ["serve"]]
 
 
-def test_the_variables_of_the_image_are_settings() -> None:
+def test_variables_of_the_image_are_settings() -> None:
     said = dict(word.split("=", 1) for word in instructions("ENV")[-1].split()) | services(GPU)["service"]["environment"]
     assert load({}, said).host == "0.0.0.0"  # in a container, 127.0.0.1 is nobody's
     assert instructions("EXPOSE") == [f"{Settings().port} {Settings().grpc_port}"]
 
 
 @pytest.mark.parametrize("status, healthy", [(200, True), (503, False), (404, False)])
-def test_the_health_check_passes_only_when_the_service_is_ready(status: int, healthy: bool) -> None:
+def test_health_check_passes_only_when_ready(status: int, healthy: bool) -> None:
     with answering(status) as port:
         assert (health(port) == 0) is healthy
 
 
-def test_the_health_check_fails_when_nobody_listens() -> None:
+def test_health_check_fails_on_a_closed_port() -> None:
     with answering(200) as port:
         pass
     assert health(port) != 0
 
 
 @pytest.mark.parametrize("file", [COMPOSE, GPU])
-def test_every_build_argument_is_one_that_the_image_takes(file: str) -> None:
+def test_build_arguments_exist_in_the_dockerfile(file: str) -> None:
     taken = {line.partition("=")[0] for line in instructions("ARG")}
     assert set(services(file)["service"]["build"]["args"]) <= taken
 
 
-def test_every_file_that_a_container_gets_is_there_and_is_read_only() -> None:
+def test_mounted_files_exist_and_are_read_only() -> None:
     mounts = [mount.split(":") for one in services(COMPOSE).values() for mount in one.get("volumes", ())]
     files = [mount for mount in mounts if mount[0].startswith(".")]
     assert files
@@ -128,31 +127,31 @@ def test_every_file_that_a_container_gets_is_there_and_is_read_only() -> None:
         assert mode == "ro", source
 
 
-def test_prometheus_finds_the_rules_that_its_file_names() -> None:
+def test_prometheus_rule_files_are_mounted() -> None:
     names = yaml.safe_load((ROOT / "deploy" / "prometheus.yml").read_text())["rule_files"]
     targets = {mount.split(":")[1] for mount in services(COMPOSE)["prometheus"]["volumes"]}
     assert {f"/etc/prometheus/{name}" for name in ["prometheus.yml", *names]} <= targets
 
 
-def test_every_image_that_is_not_built_is_pinned_to_a_version() -> None:
+def test_images_are_pinned_to_versions() -> None:
     images = [one["image"] for one in services(COMPOSE).values() if "build" not in one]
     assert images
     assert all(re.fullmatch(r".+:v?\d+\.\d+\.\d+", image) for image in images), images
 
 
-def test_nothing_is_published_beyond_this_machine_unless_asked() -> None:
+def test_ports_are_published_on_localhost_by_default() -> None:
     for name, one in services(COMPOSE).items():
         assert all(re.match(r"127\.0\.0\.1:|\$\{SEQSERVE_HOST:-127\.0\.0\.1\}:", port) for port in one["ports"]), name
 
 
-def test_the_service_is_given_longer_to_stop_than_it_takes() -> None:
+def test_stop_grace_period_exceeds_the_drain() -> None:
     limits = Settings()
     grace = re.fullmatch(r"(\d+)s", services(COMPOSE)["service"]["stop_grace_period"])
     assert grace
     assert int(grace[1]) > limits.lame_duck_seconds + limits.drain_seconds
 
 
-def test_only_the_override_asks_for_a_gpu() -> None:
+def test_only_the_gpu_file_requests_a_gpu() -> None:
     assert "deploy" not in services(COMPOSE)["service"]
     assert "CUDA" not in services(COMPOSE)["service"]["build"]["args"]
     [device] = services(GPU)["service"]["deploy"]["resources"]["reservations"]["devices"]

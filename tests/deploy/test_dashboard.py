@@ -1,4 +1,4 @@
-"""The dashboard is one that Grafana loads and a reader understands."""
+"""The dashboard loads in Grafana, and its panels are complete."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def title(panel: dict[str, Any]) -> str:
 
 
 def within(part: Any, whole: Any) -> bool:
-    """Whether all of `part` is in `whole`, however deep."""
+    """Return whether `whole` contains `part`, at any depth."""
     if isinstance(part, dict):
         return isinstance(whole, dict) and all(key in whole and within(value, whole[key]) for key, value in part.items())
     if isinstance(part, list):
@@ -42,24 +42,24 @@ def provisioned() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("panel", [*DRAWN, {**dashboard(), "panels": []}], ids=title)
-def test_grafana_s_own_model_keeps_all_that_is_said(panel: dict[str, Any]) -> None:
+def test_dashboard_survives_grafana_s_schema(panel: dict[str, Any]) -> None:
     register_default_plugins()
     said = {**dashboard(), "panels": [panel]} if "gridPos" in panel else panel
     assert within(said, json.loads(json.dumps(Dashboard.from_json(said), cls=JSONEncoder)))
 
 
-def test_it_is_found_under_its_own_name_and_refreshed_as_often_as_prometheus_asks() -> None:
+def test_dashboard_has_its_uid_and_the_scrape_interval() -> None:
     shown = dashboard()
     assert shown["uid"] == "seqserve"
     assert "id" not in shown, "a number that Grafana gives"
     assert shown["refresh"] == read("prometheus.yml")["global"]["scrape_interval"] == provisioned()["jsonData"]["timeInterval"]
 
 
-def test_every_panel_has_a_number_of_its_own() -> None:
+def test_panel_ids_are_unique() -> None:
     assert len({panel["id"] for panel in panels()}) == len(panels())
 
 
-def test_no_panel_lies_over_another_or_over_the_edge() -> None:
+def test_panels_do_not_overlap() -> None:
     places = [(panel["title"], panel["gridPos"]) for panel in panels()]
     for name, place in places:
         assert place["x"] + place["w"] <= COLUMNS, name
@@ -70,20 +70,20 @@ def test_no_panel_lies_over_another_or_over_the_edge() -> None:
 
 
 @pytest.mark.parametrize("panel", DRAWN, ids=title)
-def test_every_panel_says_in_a_sentence_what_it_shows(panel: dict[str, Any]) -> None:
+def test_every_panel_has_a_description(panel: dict[str, Any]) -> None:
     assert panel["title"]
     assert panel["description"].endswith(".")
     assert len(panel["description"]) < 200
 
 
 @pytest.mark.parametrize("panel", WITH_DATA, ids=title)
-def test_every_panel_with_data_has_a_unit_that_grafana_knows(panel: dict[str, Any]) -> None:
+def test_every_panel_has_a_known_unit(panel: dict[str, Any]) -> None:
     unit = panel["fieldConfig"]["defaults"]["unit"]
     assert unit in UNITS or unit.startswith(A_COUNT_OF_ITS_OWN)
 
 
 @pytest.mark.parametrize("panel", WITH_DATA, ids=title)
-def test_every_query_goes_to_the_provisioned_data_source(panel: dict[str, Any]) -> None:
+def test_queries_use_the_provisioned_data_source(panel: dict[str, Any]) -> None:
     source = {"type": provisioned()["type"], "uid": provisioned()["uid"]}
     assert panel["datasource"] == source
     assert all(target["datasource"] == source for target in panel["targets"])
@@ -91,7 +91,7 @@ def test_every_query_goes_to_the_provisioned_data_source(panel: dict[str, Any]) 
     assert len(set(letters)) == len(letters)
 
 
-def test_the_list_of_alerts_and_the_choice_of_models_ask_it_too() -> None:
+def test_alert_list_and_variables_use_the_data_source() -> None:
     [alerts] = [panel for panel in panels() if panel["type"] == "alertlist"]
     [models] = dashboard()["templating"]["list"]
     assert alerts["options"]["datasource"] == provisioned()["name"]
@@ -101,17 +101,17 @@ def test_the_list_of_alerts_and_the_choice_of_models_ask_it_too() -> None:
 
 
 @pytest.mark.parametrize("expression", expressions().values(), ids=list(expressions()))
-def test_every_series_that_it_names_is_the_service_s_or_a_rule_s(expression: str) -> None:
+def test_every_series_of_the_dashboard_exists(expression: str) -> None:
     assert named(expression)
     assert named(expression) <= exposed() | recorded()
 
 
-def test_what_it_counts_as_failed_is_what_is_the_server_s_fault() -> None:
+def test_failed_panel_counts_the_server_s_faults() -> None:
     [failed] = [panel for panel in panels() if panel["title"] == "Failed"]
     assert f'outcome=~"{"|".join(FAULTS)}"' in failed["targets"][0]["expr"]
 
 
-def test_the_provisioned_data_source_and_folder_are_where_the_containers_have_them() -> None:
+def test_provisioned_paths_exist_in_the_containers() -> None:
     assert provisioned()["url"] == "http://prometheus:9090"
     assert provisioned()["isDefault"]
     [provider] = read("grafana/provisioning/dashboards/seqserve.yml")["providers"]

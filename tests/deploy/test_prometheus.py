@@ -1,4 +1,4 @@
-"""Prometheus' own programs read what is shipped, and a Prometheus beside a busy server has an answer for every panel."""
+"""Prometheus' programs accept the shipped files, and a Prometheus that scrapes a busy server has data for every panel."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ from tests.deploy.shipped import DEPLOY, alerts, dashboard, exposed, expressions
 from tests.deploy.watching import Prometheus, callers, finite, watching
 from tests.serving import Server, eventually, serving
 
-FIRST_SCRAPE_SECONDS = 20.0
 CALM_SECONDS = 4.0
-"""How long it is watched before its engine is killed, and again after the successor is ready."""
+"""How long the server runs before its engine is killed, and again after the restart."""
 VARIABLES = {"$model": ".*", "$__rate_interval": "5s", "$__range": "30s"}
 
 
 class Watched(NamedTuple):
-    """A Prometheus that has watched a server from `start` to `end`, on its own clock."""
+    """A Prometheus that scraped a server from `start` to `end`, on its own clock."""
 
     prometheus: Prometheus
     server: Server
@@ -38,20 +37,20 @@ class Watched(NamedTuple):
 
 @pytest.fixture(scope="module")
 def watched(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
-    """Under load; its engine is killed, and so is the one that follows: it is away for longer than a scrape takes to come round."""
+    """A server under load whose engine is killed twice in a row, so that it is away for longer than the scrape interval."""
     folder = tmp_path_factory.mktemp("prometheus")
     program("prometheus")
     with serving(models_folder, folder) as server, watching(folder, server) as prometheus:
         with callers(server):
-            eventually(lambda: prometheus.get("query", query="up == 1")["result"], FIRST_SCRAPE_SECONDS)
+            eventually(lambda: prometheus.get("query", query="up == 1")["result"])
             start = prometheus.now()
             time.sleep(CALM_SECONDS)
             killed = server.pid("engine-0")
             os.kill(killed, signal.SIGKILL)
-            eventually(lambda: not server.ready(), 5)
-            eventually(lambda: server.pid("engine-0") != killed, 5)
+            eventually(lambda: not server.ready())
+            eventually(lambda: server.pid("engine-0") != killed)
             os.kill(server.pid("engine-0"), signal.SIGKILL)
-            eventually(server.ready, 20)
+            eventually(server.ready)
             time.sleep(CALM_SECONDS)
         yield Watched(prometheus, server, start, prometheus.now())
 
@@ -70,12 +69,12 @@ def promtool(*arguments: str, input: str | None = None) -> subprocess.CompletedP
     ],
     ids=" ".join,
 )
-def test_promtool_finds_nothing_wrong(arguments: tuple[str, ...]) -> None:
+def test_promtool_accepts_the_shipped_files(arguments: tuple[str, ...]) -> None:
     done = promtool(*arguments)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_promtool_finds_nothing_wrong_with_what_the_server_exposes(server: Server) -> None:
+def test_promtool_accepts_the_exposed_metrics(server: Server) -> None:
     server.infer("words", ["how far is the sea ?"])
     # Triton's names are as they are.
     ours = [line for line in server.client.get("/metrics").text.splitlines(keepends=True) if "nv_inference" not in line]
@@ -85,7 +84,7 @@ def test_promtool_finds_nothing_wrong_with_what_the_server_exposes(server: Serve
 
 
 @pytest.mark.parametrize("name", alerts())
-def test_every_alert_is_seen_to_fire_and_to_stay_silent(name: str) -> None:
+def test_rule_tests_cover_every_alert_both_ways(name: str) -> None:
     expected = [
         one["exp_alerts"]
         for test in read("rules_test.yml")["tests"]
@@ -97,36 +96,36 @@ def test_every_alert_is_seen_to_fire_and_to_stay_silent(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", alerts())
-def test_every_alert_says_how_bad_it_is_what_happened_and_what_to_do(name: str) -> None:
+def test_every_alert_has_severity_summary_and_runbook(name: str) -> None:
     assert alerts()[name]["labels"]["severity"] in ("warning", "critical")
     assert set(alerts()[name]["annotations"]) == {"summary", "description", "runbook"}
 
 
 @pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule.get("alert") or rule["record"])
-def test_every_series_that_a_rule_names_is_the_service_s_or_another_rule_s(rule: dict[str, str]) -> None:
+def test_every_series_of_a_rule_exists(rule: dict[str, str]) -> None:
     assert named(rule["expr"])
     assert named(rule["expr"]) <= exposed() | recorded()
 
 
-def test_errors_are_the_outcomes_that_are_the_server_s_fault() -> None:
+def test_error_alert_counts_the_server_s_faults() -> None:
     counted = re.findall(r'outcome=~"(.+?)"', alerts()["SeqserveErrors"]["expr"])
     assert counted == ["|".join(FAULTS)]
 
 
-def test_the_job_of_the_rules_is_the_one_that_is_scraped() -> None:
+def test_rules_use_the_scraped_job() -> None:
     [job] = [one["job_name"] for one in read("prometheus.yml")["scrape_configs"]]
     assert {found for rule in rules() for found in re.findall(r'job="(.+?)"', rule["expr"])} == {job}
 
 
 @pytest.mark.parametrize("expression", expressions().values(), ids=list(expressions()))
-def test_every_panel_has_something_to_show(expression: str, watched: Watched) -> None:
+def test_every_panel_has_data(expression: str, watched: Watched) -> None:
     for variable, value in VARIABLES.items():
         expression = expression.replace(variable, value)
     assert "$" not in expression
     assert finite(watched.values(expression))
 
 
-def test_every_model_can_be_chosen(watched: Watched) -> None:
+def test_every_model_can_be_selected(watched: Watched) -> None:
     [variable] = dashboard()["templating"]["list"]
     found = re.fullmatch(r"label_values\((\w+), (\w+)\)", variable["query"]["query"])
     assert found
@@ -140,27 +139,27 @@ def test_every_rule_is_evaluated_without_an_error(watched: Watched) -> None:
     assert {rule["health"] for rule in evaluated} == {"ok"}
 
 
-def test_the_first_restart_of_an_engine_is_seen_as_a_rise(watched: Watched) -> None:
+def test_first_restart_is_an_increase(watched: Watched) -> None:
     restarts = 'increase(seqserve_process_restarts_total{process="engine", reason="ended"}[30s])'
     assert max(finite(watched.values(restarts))) >= 1
 
 
-def test_no_scrape_fails_while_an_engine_is_replaced(watched: Watched) -> None:
+def test_scrapes_succeed_while_an_engine_restarts(watched: Watched) -> None:
     assert set(watched.values('up{job="seqserve"}')) == {1}
 
 
-def test_callers_who_are_wrong_or_hang_up_are_seen_and_are_no_failures(watched: Watched) -> None:
+def test_client_errors_are_counted_but_not_as_failures(watched: Watched) -> None:
     for outcome in ("unknown_model", "invalid_input", "client_gone", "deadline_exceeded"):
         assert max(finite(watched.values(f'sum(rate(seqserve_requests_total{{outcome="{outcome}"}}[5s]))'))) > 0, outcome
 
 
-def test_it_is_seen_that_the_service_is_not_ready_while_its_engine_is_replaced(watched: Watched) -> None:
+def test_ready_is_0_while_the_only_engine_restarts(watched: Watched) -> None:
     ready = watched.values("seqserve_ready")
     assert ready[0] == ready[-1] == 1
     assert 0 in ready
 
 
-def test_the_stages_of_a_request_are_part_of_the_whole(watched: Watched) -> None:
+def test_stage_times_add_up_to_less_than_the_total(watched: Watched) -> None:
     seconds = "sum(increase(seqserve_stage_seconds_sum{%s}[10s]))"
     parts, whole = (watched.values(seconds % match)[-1] for match in ('stage=~"parse|encode"', 'stage="total"'))
     assert 0 < parts < whole

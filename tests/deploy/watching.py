@@ -1,4 +1,4 @@
-"""A real Prometheus beside a real server, and callers of every kind."""
+"""Run a real Prometheus that scrapes a real server under mixed load."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ import yaml
 from tests.deploy.shipped import DEPLOY, program, read
 from tests.serving import Server, eventually
 
-START_SECONDS = 20.0
 TEXTS = ["how far is the sea ?", "who", "who was the first ?", "is the sea far"]
 STEP = [0.1, 0.2, 0.3]
 
 
 class Prometheus:
-    """A running Prometheus with the shipped rules, which asks one server every second."""
+    """A running Prometheus with the shipped rules, which scrapes one server every second."""
 
     def __init__(self, folder: Path, server: Server) -> None:
         log = folder / "prometheus.log"
@@ -41,7 +40,7 @@ class Prometheus:
                 stderr=subprocess.STDOUT,
             )
         try:
-            found = eventually(lambda: re.search(r"msg=\"Listening on\".* address=(\S+)", log.read_text()), START_SECONDS)
+            found = eventually(lambda: re.search(r"msg=\"Listening on\".* address=(\S+)", log.read_text()))
         except AssertionError:
             self.process.kill()
             self.process.wait()
@@ -49,18 +48,18 @@ class Prometheus:
         self._client = httpx.Client(base_url=f"http://{found[1]}/api/v1", timeout=10, trust_env=False)
 
     def get(self, path: str, **parameters: Any) -> Any:
-        """The data of an answer; fails with what Prometheus says is wrong."""
+        """Return the data of a reply. Fails with the error of Prometheus."""
         answer = self._client.get(path, params=parameters).json()
         assert answer["status"] == "success", answer
         return answer["data"]
 
     def values(self, expression: str, start: float, end: float) -> list[float]:
-        """Every value that an expression had, over all its series, second by second."""
+        """Return every value of an expression, over all its series, second by second."""
         series = self.get("query_range", query=expression, start=start, end=end, step=1)["result"]
         return [float(value) for one in series for _, value in one["values"]]
 
     def now(self) -> float:
-        """The moment on its clock, by which it answers."""
+        """Return the current time of its clock."""
         return float(self.get("query", query="time()")["result"][1])
 
     def stop(self) -> None:
@@ -70,7 +69,7 @@ class Prometheus:
 
 
 def configured(folder: Path, server: Server) -> Path:
-    """The shipped configuration with this server as its target, asked every second."""
+    """Write the shipped configuration with this server as its target, scraped every second."""
     configuration = read("prometheus.yml")
     configuration["global"] |= dict.fromkeys(("scrape_interval", "scrape_timeout", "evaluation_interval"), "1s")
     configuration["scrape_configs"][0]["static_configs"][0]["targets"] = [server.address.removeprefix("http://")]
@@ -83,7 +82,7 @@ def configured(folder: Path, server: Server) -> Path:
 
 @contextmanager
 def watching(folder: Path, server: Server) -> Iterator[Prometheus]:
-    """A Prometheus that ends with the block."""
+    """Run a Prometheus until the end of the block."""
     prometheus = Prometheus(folder, server)
     try:
         yield prometheus
@@ -93,7 +92,7 @@ def watching(folder: Path, server: Server) -> Iterator[Prometheus]:
 
 @contextmanager
 def callers(server: Server) -> Iterator[None]:
-    """Callers who ask for the right things, for the wrong ones, with too little time, and who hang up, until the block ends."""
+    """Send valid requests, invalid requests, requests with short deadlines, and requests whose client disconnects, until the block ends."""
     over = threading.Event()
     ways = (_asks_texts, _asks_texts, _asks_rows, _asks_for_what_is_wrong, _has_no_time, _hangs_up)
     threads = [threading.Thread(target=_until, args=(over, way, server)) for way in ways]
@@ -108,7 +107,7 @@ def callers(server: Server) -> Iterator[None]:
 
 
 def _until(over: threading.Event, way: Callable[[httpx.Client, int], None], server: Server) -> None:
-    """While an engine is replaced callers get 503 or nothing: they go on."""
+    """While an engine restarts, clients get 503 or no reply, and continue."""
     with httpx.Client(base_url=server.address, timeout=10, trust_env=False) as client:
         for batch in count():
             if over.wait(0.02):

@@ -1,4 +1,4 @@
-"""Everything in this folder needs a container engine, and runs only when the folder is named: `make docker-test`."""
+"""The tests of this folder need a container engine. `make docker-test` runs them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shipped compose files on a real engine, driven as a user drives them: by `docker compose` and its variables.
+"""Run the shipped compose files on a real container engine, as a user does: with `docker compose` and its variables.
 
 Files that COMPOSE_FILE names are added or put in place as compose does it. The project has a name and ports of its own, so that
 a stack that already runs is not touched.
@@ -24,14 +24,14 @@ PORTS = {"service": ("SEQSERVE_PORT", "8000"), "prometheus": ("PROMETHEUS_PORT",
 
 @dataclass
 class Stack:
-    """One compose project; `variables` is the environment of its commands."""
+    """A compose project. `variables` is the environment of its commands."""
 
     variables: dict[str, str] = field(repr=False)
     clients: dict[str, httpx.Client] = field(default_factory=dict)
 
     @classmethod
     def made_up(cls) -> Stack:
-        """A project that nobody else has."""
+        """Return a project with a unique name."""
         stack = cls({**os.environ, "COMPOSE_PROJECT_NAME": f"seqserve-test-{os.getpid()}", "SEQSERVE_HOST": "127.0.0.1"})
         services = stack.config()["services"]
         for name, (variable, default) in PORTS.items():
@@ -44,7 +44,7 @@ class Stack:
         return stack
 
     def docker(self, *arguments: str) -> str:
-        """What the command printed; fails with its complaint."""
+        """Run a command and return its output. Fails with its error output."""
         done = subprocess.run(["docker", *arguments], cwd=ROOT, env=self.variables, capture_output=True, text=True)
         assert done.returncode == 0, f"docker {' '.join(arguments)} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
         return done.stdout
@@ -53,35 +53,35 @@ class Stack:
         return self.docker("compose", *arguments)
 
     def start(self, *services: str) -> None:
-        """Build and start, and wait for health; on a failure the service's log says why."""
+        """Build, start and wait for health. A failure shows the service's log."""
         try:
             self.compose("up", "--build", "--detach", "--wait", "--wait-timeout", "180", *services)
         except AssertionError as fault:
             raise AssertionError(f"{fault}\n{self.compose('logs', '--tail', '50')}") from None
 
     def inside(self, *command: str, user: str = "") -> str:
-        """What a command printed that ran in the service's container."""
+        """Run a command in the service's container and return its output."""
         return self.compose("exec", "--no-TTY", *(["--user", user] if user else []), "service", *command)
 
     def config(self) -> dict[str, Any]:
-        """The files as compose understands them together."""
+        """Return the merged compose files."""
         read: dict[str, Any] = json.loads(self.compose("config", "--format", "json"))
         return read
 
     def engine(self) -> str:
-        """Process id of the engine in the container; nothing while there is none."""
+        """Return the process id of the engine in the container, or an empty text."""
         found = self.inside("sh", "-c", "grep -lz '^engine$' /proc/[0-9]*/cmdline || true")
         return "".join(re.findall(r"\d+", found))
 
     def reaches(self, service: str, path: str) -> bool:
-        """Whether it answers with 200."""
+        """Return whether the path returns 200."""
         try:
             return self.clients[service].get(path).status_code == 200
         except httpx.TransportError:
             return False
 
     def leftovers(self) -> str:
-        """Containers, volumes and networks of this project."""
+        """Return the containers, volumes and networks of this project."""
         mine = ("--quiet", "--filter", f"label=com.docker.compose.project={self.variables['COMPOSE_PROJECT_NAME']}")
         return "".join(self.docker(*kind, *mine) for kind in (("ps", "--all"), ("volume", "ls"), ("network", "ls")))
 
@@ -95,7 +95,7 @@ class Stack:
 
 
 def missing() -> str | None:
-    """What is not there to run a stack on, with the way out."""
+    """Return what is missing to run a stack, and what to do about it."""
     try:
         compose = subprocess.run(["docker", "compose", "version"], capture_output=True)
         engine = subprocess.run(["docker", "info"], capture_output=True, text=True)

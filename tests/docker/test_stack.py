@@ -1,4 +1,4 @@
-"""What the container and the compose files promise. One stack for all: the tests run in this order, and the last two end it."""
+"""The container and the compose files. All tests share a stack and run in this order; the last two end it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCRAPED_SECONDS = 30.0
 
 
 def ask(stack: Stack) -> list[str]:
-    """The labels that answer the README's question."""
+    """Return the labels for the question of README."""
     asked = re.search(r"-d '(.+?)'", README)
     assert asked
     answer = stack.clients["service"].post("/infer", content=asked[1], headers={"Content-Type": "application/json"})
@@ -29,25 +29,25 @@ def ask(stack: Stack) -> list[str]:
 
 
 def query(stack: Stack, expression: str) -> list[float]:
-    """The values of a Prometheus expression now."""
+    """Return the current values of a Prometheus expression."""
     answer = stack.clients["prometheus"].get("/api/v1/query", params={"query": expression})
     return [float(series["value"][1]) for series in answer.json()["data"]["result"]]
 
 
 def rules(stack: Stack) -> dict[str, str]:
-    """The alerts that Prometheus loaded, and whether each could be evaluated."""
+    """Return the alerts that Prometheus loaded, and the health of each rule."""
     groups: list[dict[str, Any]] = stack.clients["prometheus"].get("/api/v1/rules").json()["data"]["groups"]
     return {rule["name"]: rule["health"] for group in groups for rule in group["rules"]}
 
 
-def test_every_process_runs_as_an_ordinary_user_without_privileges(stack: Stack) -> None:
+def test_processes_run_without_privileges(stack: Stack) -> None:
     states = stack.inside("sh", "-c", "cat /proc/[0-9]*/status")
     assert {uid for uids in re.findall(r"^Uid:(.+)$", states, re.MULTILINE) for uid in uids.split()} == {"10001"}
     assert {int(capabilities, 16) for capabilities in re.findall(r"^Cap(?:Eff|Prm|Bnd):\s*(\w+)$", states, re.MULTILINE)} == {0}
     assert set(re.findall(r"^NoNewPrivs:\s*(\d)$", states, re.MULTILINE)) == {"1"}
 
 
-def test_not_even_root_can_write_to_its_root_filesystem(stack: Stack) -> None:
+def test_root_filesystem_is_read_only(stack: Stack) -> None:
     with pytest.raises(AssertionError, match="Read-only file system"):
         stack.inside("touch", "/probe", user="0")
     stack.inside("touch", "/tmp/probe", user="0")
@@ -59,19 +59,19 @@ def test_it_answers_the_question_of_the_readme(stack: Stack) -> None:
     assert ask(stack) == [output["label"] for output in json.loads(shown[1])["outputs"]]
 
 
-def test_prometheus_reaches_it_and_counts_the_request(stack: Stack) -> None:
+def test_prometheus_scrapes_the_service(stack: Stack) -> None:
     ask(stack)
     eventually(lambda: query(stack, 'up{job="seqserve"}') == [1], SCRAPED_SECONDS)
     eventually(lambda: query(stack, "sum(seqserve_requests_total) > 0"), SCRAPED_SECONDS)
 
 
-def test_prometheus_evaluates_every_rule_that_ships(stack: Stack) -> None:
+def test_prometheus_evaluates_every_rule(stack: Stack) -> None:
     groups = yaml.safe_load((ROOT / "deploy" / "rules.yml").read_text())["groups"]
     shipped = {rule.get("alert") or rule["record"]: "ok" for group in groups for rule in group["rules"]}
     eventually(lambda: rules(stack) == shipped, SCRAPED_SECONDS)
 
 
-def test_grafana_shows_the_dashboard_to_anybody(stack: Stack) -> None:
+def test_grafana_shows_the_dashboard_without_login(stack: Stack) -> None:
     image = stack.config()["services"]["grafana"]["image"]
     if subprocess.run(["docker", "image", "inspect", image], env=stack.variables, capture_output=True).returncode:
         pulled = subprocess.run(["docker", "pull", image], env=stack.variables, capture_output=True, text=True)
@@ -86,7 +86,7 @@ def test_grafana_shows_the_dashboard_to_anybody(stack: Stack) -> None:
     assert grafana.get(f"/api/dashboards/uid/{shipped['uid']}").status_code == 200
 
 
-def test_a_killed_engine_process_is_replaced_inside_the_container(stack: Stack) -> None:
+def test_killed_engine_restarts_in_the_container(stack: Stack) -> None:
     pid, before = stack.engine(), ask(stack)
     stack.inside("sh", "-c", f"kill -KILL {pid}")
     eventually(lambda: stack.engine() not in ("", pid), 10)
@@ -95,7 +95,7 @@ def test_a_killed_engine_process_is_replaced_inside_the_container(stack: Stack) 
     assert "zombie" not in stack.inside("sh", "-c", "cat /proc/[0-9]*/status")
 
 
-def test_it_stops_with_status_0_within_its_grace_period(stack: Stack) -> None:
+def test_container_stops_with_status_0_in_time(stack: Stack) -> None:
     container = stack.compose("ps", "--quiet", "service").strip()
     limits, started = Settings(), time.monotonic()
     stack.compose("stop", "service")
@@ -104,7 +104,7 @@ def test_it_stops_with_status_0_within_its_grace_period(stack: Stack) -> None:
     assert limits.lame_duck_seconds <= took < limits.lame_duck_seconds + limits.drain_seconds
 
 
-def test_nothing_is_left_of_it(stack: Stack) -> None:
+def test_stack_leaves_nothing_behind(stack: Stack) -> None:
     assert stack.leftovers()
     stack.remove()
     assert not stack.leftovers()

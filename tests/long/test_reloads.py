@@ -1,5 +1,4 @@
-"""What 200 replaced versions of a model leave behind in the processes of a server: nothing. Runs only when the folder is named:
-`make test-long`."""
+"""Memory and descriptors of a server's processes after 200 replaced versions. `make test-long` runs this folder."""
 
 from __future__ import annotations
 
@@ -14,10 +13,10 @@ from tests.steady import open_files, processes, resident_bytes
 
 WARM_UP, RELOADS = 40, 200
 LIMIT = 2 << 20
-"""Bytes by which a process may have grown by then; weights, tables and buffers of one version are more."""
+"""Largest growth of a process in bytes. Weights, tables and buffers of one version are larger."""
 
 
-def test_no_process_grows_with_versions_that_were_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_process_grows_with_replaced_versions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = tmp_path / "models"
     models.words(root)
     with serving(root, tmp_path) as server:

@@ -1,5 +1,4 @@
-"""Sessions for a long time: a million events in one engine's account of them, 51,200 sequences on a server. Runs only when the folder is
-named: `make test-long`."""
+"""Sessions under long load: a million events in an engine, 51,200 sequences on a server. `make test-long` runs this folder."""
 
 from __future__ import annotations
 
@@ -8,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from service.engine.batching.state_slots import Slot, Slots
-from service.ipc.messages import FIRST
+from service.engine.batching.state_slots import FIRST_SLOT, SlotAllocator, StateSlot
 from tests import models
 from tests.accumulator import CALLERS, REST_SECONDS, SMALL, counts, faults_of, rests, tell
 from tests.engine.batching.story import Story, any_event
@@ -17,12 +15,12 @@ from tests.serving import eventually, serving
 
 EVENTS = 1_000_000
 EVENTS_OF_A_STORY = 200
-SEQUENCES = 2_000
-"""Of each caller."""
+SEQUENCES = 200
+"""Sequences per client."""
 
 
 def tell_story(seed: int) -> None:
-    """What is held is looked at after every event; a fault names the story."""
+    """Run random events and check the state after each. An error names the seed."""
     story, chance = Story(), random.Random(seed)
     try:
         for _ in range(EVENTS_OF_A_STORY):
@@ -36,27 +34,25 @@ def tell_story(seed: int) -> None:
         story.close()
 
 
-def test_in_a_million_events_every_state_has_one_owner_and_every_session_its_own_sum() -> None:
+def test_million_events_keep_states_and_sums_of_sessions() -> None:
     for seed in range(EVENTS // EVENTS_OF_A_STORY):
         tell_story(seed)
 
 
-def test_a_story_in_which_a_slot_is_released_twice_would_be_found_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    give_back = Slots.give_back
+def test_double_release_of_a_slot_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = SlotAllocator.free
 
-    def twice(slots: Slots, slot: Slot) -> None:
-        give_back(slots, slot)
-        slots._free.append(slot.place - FIRST)
+    def twice(slots: SlotAllocator, slot: StateSlot) -> None:
+        free(slots, slot)
+        slots._free.append(slot.number - FIRST_SLOT)
 
-    monkeypatch.setattr(Slots, "give_back", twice)
+    monkeypatch.setattr(SlotAllocator, "free", twice)
     with pytest.raises(AssertionError) as found:
         tell_story(7)
     assert found.value.__notes__ == ["in the story of seed 7"]
 
 
-def test_of_51_200_sequences_every_sum_is_exact_and_every_request_is_accounted_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_51_200_sequences_have_exact_sums(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     models.accumulator(tmp_path / "models")
     with serving(tmp_path / "models", tmp_path, **SMALL) as server:
         before = counts(server)

@@ -1,4 +1,4 @@
-"""Faults for servers under test: see sitecustomize.py."""
+"""Faults for servers under test. sitecustomize.py lists them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.planted.sitecustomize import LEAKED_BYTES, STEPS
+from tests.planted.sitecustomize import LEAKED_BYTES, STALL, STEPS
 
-__all__ = ["LEAKED_BYTES", "STEPS", "plant"]
+__all__ = ["LEAKED_BYTES", "PLANTED_PATH", "STALL", "STEPS", "plant"]
+
+PLANTED_PATH = str(Path(__file__).parent)
+"""What PYTHONPATH names, so that a process runs sitecustomize.py at its start."""
 
 
 def plant(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers that are started from now on suffer it."""
+    """Plant a fault into the processes that the test starts from now on."""
     monkeypatch.setenv("PLANTED", fault)
-    path = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [PLANTED_PATH, os.environ.get("PYTHONPATH")])))

@@ -1,8 +1,12 @@
-"""Plants the fault that the variable PLANTED names into a server that has this folder on its PYTHONPATH, without a word of it in the
-service.
+"""Plants faults into every Python process that has this folder on its PYTHONPATH. The service itself contains nothing of this.
 
-sticky, endless, memory: of the device, in a turn on a GPU that has a sequence of exactly STEPS steps. engine-leak, front-leak: such a
-process keeps LEAKED_BYTES of every request.
+PLANTED names one fault of a server:
+- sticky, endless, memory: a device error in a batch on a GPU that has a sequence of exactly STEPS time steps;
+- engine-leak, frontend-leak: a process that keeps LEAKED_BYTES of every request;
+- stalled-read: reading a model.toml does not return while a file STALL is next to it;
+- portable: a system without memfd_create, eventfd, sched_getaffinity and /proc, whose prctl fails.
+
+MONOTONIC_SHIFT is added to time.monotonic(): the machine seems to have booted at another time. See tests/anywhere.py.
 """
 
 from __future__ import annotations
@@ -12,22 +16,25 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
 STEPS = 13
 LEAKED_BYTES = 100
+STALL = "stall"
 KERNELS = {
     "sticky": "*(volatile int*)0x10 = 1;",
     "endless": "while (true) { __nanosleep(1000); }",
 }
 LEAKS = {"engine-leak": "Answer", "frontend-leak": "Request"}
 """The message that the leaking process sends once per request."""
+LINUX_ONLY = ("memfd_create", "eventfd", "eventfd_read", "eventfd_write", "sched_getaffinity", "sched_setaffinity")
 kept: list[bytes] = []
 
 
-def suffer(fault: str) -> None:
+def raise_device_error(fault: str) -> None:
     if fault == "memory":
         import torch
 
@@ -42,13 +49,13 @@ def suffer(fault: str) -> None:
         kernel((1,), (1,), ())
 
 
-def into_turns(graphs: Any, fault: str) -> None:
+def into_batches(graphs: Any, fault: str) -> None:
     launch = graphs.CudaGraphRunner.launch
 
-    def planted(self: Any, batch: Any, place: Any = None) -> Any:
+    def planted(self: Any, batch: Any, *arguments: Any, **options: Any) -> Any:
         if any(chunk.steps == STEPS for chunk in batch.chunks):
-            suffer(fault)
-        return launch(self, batch, place)
+            raise_device_error(fault)
+        return launch(self, batch, *arguments, **options)
 
     graphs.CudaGraphRunner.launch = planted
 
@@ -64,8 +71,55 @@ def into_frames(channel: Any, fault: str) -> None:
     channel.encode = planted
 
 
+def remove_linux() -> None:
+    """Hide what only Linux has. Processes and descriptors stay readable under /proc for the tests, which do not run here."""
+    import builtins
+    import ctypes
+    import io
+    import pathlib
+
+    for name in LINUX_ONLY:
+        if hasattr(os, name):
+            delattr(os, name)
+
+    class Library(ctypes.CDLL):
+        def __getattr__(self, name: str) -> Any:
+            return (lambda *_: -1) if name == "prctl" else super().__getattr__(name)
+
+    def refusing(function: Any) -> Any:
+        def planted(file: Any, *arguments: Any, **options: Any) -> Any:
+            if isinstance(file, (str, os.PathLike)) and str(file).startswith("/proc"):
+                raise FileNotFoundError(2, "No such file or directory", str(file))
+            return function(file, *arguments, **options)
+
+        return planted
+
+    ctypes.CDLL = Library  # type: ignore[misc]
+    io.open = builtins.open = refusing(builtins.open)
+    os.open, os.listdir, os.scandir = refusing(os.open), refusing(os.listdir), refusing(os.scandir)
+    pathlib.Path.open = refusing(pathlib.Path.open)  # type: ignore[method-assign]
+
+
+def shift_monotonic(seconds: float) -> None:
+    """Add seconds to the monotonic clock."""
+    monotonic, monotonic_ns = time.monotonic, time.monotonic_ns
+    time.monotonic = lambda: monotonic() + seconds
+    time.monotonic_ns = lambda: monotonic_ns() + int(seconds * 1e9)
+
+
+def into_reads(spec: Any, fault: str) -> None:
+    read = spec.read
+
+    def planted(folder: Any) -> Any:
+        while (folder / STALL).exists():
+            time.sleep(0.01)
+        return read(folder)
+
+    spec.read = planted
+
+
 class Planting(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Plants as soon as the module has been imported: fronts never import what engines do, and torch with it."""
+    """Plants a fault once its module has been imported. A frontend never imports torch, so nothing is imported early."""
 
     def __init__(self, fault: str, name: str, plant: Callable[[Any, str], None]) -> None:
         self._fault = fault
@@ -79,7 +133,9 @@ class Planting(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         found = importlib.util.find_spec(name)
         assert found is not None
         self._own = found.loader
-        return importlib.machinery.ModuleSpec(name, self, origin=found.origin)
+        planted = importlib.machinery.ModuleSpec(name, self, origin=found.origin)
+        planted.submodule_search_locations = found.submodule_search_locations
+        return planted
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         return None
@@ -90,8 +146,21 @@ class Planting(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self._plant(module, self._fault)
 
 
-if fault := os.environ.get("PLANTED"):
-    place = (
-        ("service.ipc.channel", into_frames) if fault in LEAKS else ("service.engine.execution.cuda_graph_runner", into_turns)
-    )
-    sys.meta_path.insert(0, Planting(fault, *place))
+def main() -> None:
+    """Plant what the environment names."""
+    if shift := os.environ.get("MONOTONIC_SHIFT"):
+        shift_monotonic(float(shift))
+    fault = os.environ.get("PLANTED")
+    if fault == "portable":
+        remove_linux()
+    elif fault in LEAKS:
+        sys.meta_path.insert(0, Planting(fault, "service.ipc.channel", into_frames))
+    elif fault == "stalled-read":
+        sys.meta_path.insert(0, Planting(fault, "service.modeling.spec", into_reads))
+    elif fault:
+        sys.meta_path.insert(0, Planting(fault, "service.engine.execution.cuda_graph_runner", into_batches))
+
+
+# The tests import this file as tests.planted.sitecustomize, for its constants.
+if __name__ == "sitecustomize":
+    main()
