@@ -206,5 +206,5 @@ def test_stopped_frontend_is_noticed_and_replaced(models_folder: Path, tmp_path:
             lambda: httpx.get(f"{server.address}/metrics", trust_env=False, timeout=PATIENT_SECONDS).status_code == 200,
             PATIENT_SECONDS,
         )
-        assert server.metric("seqserve_process_restarts_total", process="frontend", reason="hung") == 1
+        eventually(lambda: server.metric("seqserve_process_restarts_total", process="frontend", reason="hung") == 1, 60)
         assert answered(server)[0] == "2"
