@@ -1,7 +1,7 @@
 # Commands of seqserve. `make serve` and `make test` install what they need.
 #   TORCH_INDEX   another package index for torch, for example one with CPU wheels
 #   ARGS          more flags of `seqserve serve`, such as ARGS="--port 9000 --frontends 2"
-#   WORKERS       processes that run tests, as many as there are cores by default
+#   WORKERS       processes that run tests, by default one more than there are cores: some tests wait
 
 PYTHON      ?= python3
 TORCH_INDEX ?=
@@ -10,11 +10,13 @@ ARGS        ?=
 USERS       ?= 32
 SECONDS     ?= 30
 OUT         ?= build/loadtest
-WORKERS     ?= $(shell nproc 2>/dev/null || echo 2)
+WORKERS     ?= $(shell echo $$(($$(nproc 2>/dev/null || echo 2) + 1)))
 BIN         := .venv/bin
 PIP         := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 PROJECT     := pyproject.toml setup.py constraints.txt Makefile
 .DEFAULT_GOAL := help
+# Containers often set it. The tests start hundreds of Python processes, and each would compile the sources again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help install gpu serve test test-fast test-anywhere lint eval bench loadtest bench-serve bench-engine bench-devices perf-analyzer libb64 simulate test-long test-gpu docker-test proto check-python
 

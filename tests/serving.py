@@ -10,9 +10,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ LIMIT_SECONDS = 60.0
 """Shortest limit of a wait for an event that must happen eventually."""
 PATIENT = {"default_deadline_ms": "60000"}
 """Deadlines that a busy machine meets too."""
+MAX_EXITS = 3
+"""How often a process of a shared server may end. Later restarts wait for seconds."""
 Check = Callable[[], Any]
 
 
@@ -63,8 +66,15 @@ class Server:
         """Return the process id of the newest process with this name."""
         return int([event["pid"] for event in self.events("started") if event["child"] == child][-1])
 
-    def events(self, name: str) -> list[dict[str, Any]]:
-        return [event for line in self.log_file.read_text().splitlines() if (event := json.loads(line))["event"] == name]
+    def events(self, name: str, *, since: int = 0) -> list[dict[str, Any]]:
+        """Return the events with this name in the log, without its first `since` bytes."""
+        lines = self.log_file.read_bytes()[since:].splitlines()
+        return [event for line in lines if (event := json.loads(line))["event"] == name]
+
+    @property
+    def log_bytes(self) -> int:
+        """The size of the log: the tests of a shared server look only at later events."""
+        return self.log_file.stat().st_size
 
     def stop(self, number: int = signal.SIGINT) -> int:
         """Send a signal and return the exit status."""
@@ -100,6 +110,51 @@ def serving(models: Path, scratch: Path, *flags: str, **variables: str) -> Itera
         server.client.close()
         if server.process.stdout is not None:
             server.process.stdout.close()
+
+
+class SharedServer:
+    """A server for tests that end its processes. A test that ends the server itself costs the next test a start, and nothing else."""
+
+    def __init__(self, models: Path, scratch: Path, *flags: str, **variables: str) -> None:
+        self._start = lambda: serving(models, scratch, *flags, **variables)
+        self._stack = ExitStack()
+        self._server: Server | None = None
+
+    @contextmanager
+    def lent(self) -> Iterator[Server]:
+        """Yield the server, idle and with all its processes. Then print the log lines of this test.
+
+        A server is replaced when it has ended, or when one of its processes has ended MAX_EXITS times.
+        """
+        if self._server is not None and (self._server.process.poll() is not None or most_exits(self._server) >= MAX_EXITS):
+            self.close()
+        if self._server is None:
+            self._server = self._stack.enter_context(self._start())
+        server, log_bytes = self._server, self._server.log_bytes
+        eventually(lambda: idle(server))
+        try:
+            yield server
+        finally:
+            print(server.log_file.read_bytes()[log_bytes:].decode())
+
+    def close(self) -> None:
+        self._server = None
+        self._stack.close()
+
+
+def most_exits(server: Server) -> int:
+    """Return how often the process that ended most often has ended."""
+    return max(Counter(event["child"] for event in server.events("child ended")).values(), default=0)
+
+
+def idle(server: Server) -> bool:
+    """Return whether all processes run, the frontends know all engines, and no request is left."""
+    newest = {event["child"]: event["pid"] for event in server.events("started")}
+    if not all(map(alive, newest.values())) or not server.ready():
+        return False
+    devices = server.client.get("/models").json()["models"][0]["device"].split(", ")
+    left = [server.metric(f"seqserve_{name}") for name in ("requests_in_flight", "queue_depth", "sequences_begun")]
+    return len(devices) == sum(name.startswith("engine") for name in newest) and not any(left)
 
 
 @contextmanager

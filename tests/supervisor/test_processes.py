@@ -1,4 +1,4 @@
-"""Requests survive when a process ends, hangs or shuts down. Each test starts a server."""
+"""Requests survive when a process ends, hangs or shuts down. Tests that end a process share a server."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import pytest
 from service.ipc.heartbeat import PATIENCE_SECONDS
 from service.settings import Settings
 from tests import models
-from tests.serving import Server, alive, asking, eventually, serving
+from tests.serving import Server, SharedServer, alive, asking, eventually, serving
 from tests.steady import open_files
 
 QUICK = [[[0.1, 0.2, 0.3]] * 5]
@@ -28,16 +28,30 @@ CALL = {"model": "sensors", "inputs": QUICK}
 SLOW = [[[0.1, 0.2, 0.3]] * 30_000]
 
 
-@pytest.fixture
-def own(models_folder: Path, tmp_path: Path) -> Iterator[Server]:
-    with serving(models_folder, tmp_path, lame_duck_seconds="1.5") as running:
-        yield running
+@pytest.fixture(scope="module")
+def shared(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServer]:
+    with closing(SharedServer(models_folder, tmp_path_factory.mktemp("log"), lame_duck_seconds="1.5")) as shared:
+        yield shared
+
+
+@pytest.fixture(scope="module")
+def shared_two_engines(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServer]:
+    with closing(SharedServer(models_folder, tmp_path_factory.mktemp("log"), "--device", "cpu,cpu")) as shared:
+        yield shared
 
 
 @pytest.fixture
-def two_engines(models_folder: Path, tmp_path: Path) -> Iterator[Server]:
-    with serving(models_folder, tmp_path, "--device", "cpu,cpu") as running:
-        yield running
+def own(shared: SharedServer) -> Iterator[Server]:
+    """An idle server, which the test may end."""
+    with shared.lent() as server:
+        yield server
+
+
+@pytest.fixture
+def two_engines(shared_two_engines: SharedServer) -> Iterator[Server]:
+    """An idle server with two engines, which the test may end."""
+    with shared_two_engines.lent() as server:
+        yield server
 
 
 def ask(server: Server, inputs: list[Any], **options: Any) -> httpx.Response:
@@ -68,20 +82,38 @@ def in_flight_together(server: Server, inputs: list[Any], pool: ThreadPoolExecut
     return futures
 
 
+def restarts(server: Server, process: str, **reason: str) -> float:
+    return server.metric("seqserve_process_restarts_total", process=process, **reason)
+
+
 def worked_seconds(pid: int) -> float:
     """Return the processor time that a process has used."""
     user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
+def test_request_that_ended_two_engines_is_not_run_again(own: Server) -> None:
+    rerun = own.metric("seqserve_rerun_total")
+    with ThreadPoolExecutor() as pool:
+        running = in_flight(own, [SLOW[0] * 4], pool)
+        first = own.pid("engine-0")
+        os.kill(first, signal.SIGKILL)
+        eventually(lambda: own.metric("seqserve_rerun_total") == rerun + 1, 20)
+        os.kill(own.pid("engine-0"), signal.SIGKILL)
+        answer = running.result(60)
+    assert (answer.status_code, answer.json()["code"]) == (503, "engine_lost")
+    eventually(own.ready, 60)
+
+
 def test_request_in_flight_survives_the_end_of_its_engine(own: Server) -> None:
     undisturbed = scores(ask(own, SLOW))
+    rerun, restarted = own.metric("seqserve_rerun_total"), restarts(own, "engine")
     with ThreadPoolExecutor() as pool:
         running = in_flight(own, SLOW, pool)
         os.kill(own.pid("engine-0"), signal.SIGKILL)
         assert scores(running.result(60)) == pytest.approx(undisturbed, abs=1e-5)
-    assert own.metric("seqserve_rerun_total") == 1
-    eventually(lambda: own.metric("seqserve_process_restarts_total", process="engine") == 1, 60)
+    assert own.metric("seqserve_rerun_total") == rerun + 1
+    eventually(lambda: restarts(own, "engine") == restarted + 1, 60)
 
 
 def test_requests_get_503_while_the_only_engine_restarts(own: Server) -> None:
@@ -105,25 +137,13 @@ def test_deadline_that_passes_while_the_engine_restarts_gives_503(own: Server) -
     assert (answer.status_code, answer.json()["code"]) == (503, "engine_lost")
 
 
-def test_request_that_ended_two_engines_is_not_run_again(own: Server) -> None:
-    with ThreadPoolExecutor() as pool:
-        running = in_flight(own, [SLOW[0] * 4], pool)
-        first = own.pid("engine-0")
-        os.kill(first, signal.SIGKILL)
-        eventually(lambda: own.metric("seqserve_rerun_total") == 1, 20)
-        os.kill(own.pid("engine-0"), signal.SIGKILL)
-        answer = running.result(60)
-    assert (answer.status_code, answer.json()["code"]) == (503, "engine_lost")
-    eventually(own.ready, 60)
-
-
 def test_stopped_engine_is_noticed_and_replaced(own: Server) -> None:
-    stopped = own.pid("engine-0")
+    stopped, hung = own.pid("engine-0"), restarts(own, "engine", reason="hung")
     os.kill(stopped, signal.SIGSTOP)
     answer = ask(own, QUICK, deadline_ms=20_000)
     assert answer.status_code == 200
     assert not alive(stopped)
-    eventually(lambda: own.metric("seqserve_process_restarts_total", process="engine", reason="hung") == 1, 60)
+    eventually(lambda: restarts(own, "engine", reason="hung") == hung + 1, 60)
 
 
 def test_long_batch_does_not_count_as_hung(tmp_path: Path) -> None:
@@ -151,6 +171,7 @@ def test_killed_frontend_is_replaced(own: Server) -> None:
 
 
 def test_requests_of_a_killed_frontend_are_cancelled(own: Server) -> None:
+    sequences, tokens = (own.metric(f"seqserve_{name}_total", model="sensors") for name in ("sequences", "tokens"))
     with ThreadPoolExecutor() as pool:
         requests = in_flight_together(own, [SLOW[0] * 4], pool, 3)
         os.kill(own.pid("frontend-0"), signal.SIGKILL)
@@ -159,8 +180,9 @@ def test_requests_of_a_killed_frontend_are_cancelled(own: Server) -> None:
                 future.result(60)
     eventually(own.ready, 60)
     assert ask(own, QUICK).status_code == 200
-    assert own.metric("seqserve_sequences_total", model="sensors") == 1
-    assert own.metric("seqserve_tokens_total", model="sensors") < 4 * len(SLOW[0]), "of three requests with as many each"
+    assert own.metric("seqserve_sequences_total", model="sensors") == sequences + 1
+    computed = own.metric("seqserve_tokens_total", model="sensors") - tokens
+    assert computed < 4 * len(SLOW[0]), "of three requests with as many each"
 
 
 def test_short_request_does_not_wait_for_long_ones(own: Server) -> None:
@@ -173,19 +195,9 @@ def test_short_request_does_not_wait_for_long_ones(own: Server) -> None:
         assert short_seconds[4] < 0.1 * min(response.elapsed.total_seconds() for response in responses)
 
 
-def test_all_processes_end_with_the_supervisor(own: Server) -> None:
-    children = [own.pid("engine-0"), own.pid("frontend-0")]
-    os.kill(own.process.pid, signal.SIGKILL)
-    own.process.wait()
-    eventually(lambda: not any(alive(pid) for pid in children), 30)
-
-
-def test_stopped_engine_ends_with_the_supervisor(own: Server) -> None:
-    engine = own.pid("engine-0")
-    os.kill(engine, signal.SIGSTOP)
-    os.kill(own.process.pid, signal.SIGKILL)
-    own.process.wait()
-    eventually(lambda: not alive(engine), 30)
+def test_two_servers_run_side_by_side(server: Server, own: Server) -> None:
+    assert server.address != own.address
+    assert ask(server, QUICK).json() == ask(own, QUICK).json()
 
 
 def test_sigterm_loses_no_request(own: Server) -> None:
@@ -223,30 +235,21 @@ def test_sigterm_loses_no_request(own: Server) -> None:
     assert not any(alive(event["pid"]) for event in own.events("started"))
 
 
-def test_interrupt_ends_the_service_at_once(own: Server) -> None:
-    start = time.monotonic()
-    assert own.stop(signal.SIGINT) == 0
-    assert time.monotonic() - start < Settings().drain_seconds, "an interrupt does not wait for the drain"
-
-
-def test_several_frontends_share_one_engine(models_folder: Path, tmp_path: Path) -> None:
+def test_frontends_share_the_connections_and_one_engine(models_folder: Path, tmp_path: Path) -> None:
     with serving(models_folder, tmp_path, "--frontends", "2") as own:
-        with ThreadPoolExecutor(8) as pool:
-            answers = list(pool.map(lambda _: ask(own, QUICK).status_code, range(40)))
-        assert set(answers) == {200}
-        assert own.metric("seqserve_requests_total", outcome="ok") == 40
+        with ExitStack() as held:
+            before = open_files(own)
+            for _ in range(32):
+                client = held.enter_context(httpx.Client(base_url=own.address, trust_env=False))
+                assert client.post("/infer", json=CALL).status_code == 200
+            after = open_files(own)
+            assert all(after[name] >= before[name] + 4 for name in ("frontend-0", "frontend-1")), (before, after)
+        assert own.metric("seqserve_requests_total", outcome="ok") == 32
         os.kill(own.pid("frontend-1"), signal.SIGKILL)
         assert ask(own, QUICK).status_code == 200
-
-
-def test_connections_spread_over_all_frontends(models_folder: Path, tmp_path: Path) -> None:
-    with serving(models_folder, tmp_path, "--frontends", "2") as own, ExitStack() as held:
-        before = open_files(own)
-        for _ in range(32):
-            client = held.enter_context(httpx.Client(base_url=own.address, trust_env=False))
-            assert client.post("/infer", json=CALL).status_code == 200
-        after = open_files(own)
-        assert all(after[name] >= before[name] + 4 for name in ("frontend-0", "frontend-1")), (before, after)
+        start = time.monotonic()
+        assert own.stop(signal.SIGINT) == 0
+        assert time.monotonic() - start < Settings().drain_seconds, "an interrupt does not wait for the drain"
 
 
 def test_two_engines_load_before_ready_and_share_the_work(two_engines: Server) -> None:
@@ -265,13 +268,14 @@ def test_two_engines_load_before_ready_and_share_the_work(two_engines: Server) -
 
 
 def test_end_of_one_of_two_engines_loses_and_refuses_no_request(two_engines: Server) -> None:
-    undisturbed, loaded = scores(ask(two_engines, SLOW)), len(two_engines.events("loaded"))
+    undisturbed, log_bytes = scores(ask(two_engines, SLOW)), two_engines.log_bytes
+    models, restarted = len(two_engines.client.get("/models").json()["models"]), restarts(two_engines, "engine")
 
     def replaced() -> bool:
         """Whether the engine has been replaced; the service is ready all the time."""
         assert two_engines.ready()
         assert two_engines.metric("seqserve_ready") == 1
-        return len(two_engines.events("loaded")) == loaded * 3 / 2
+        return len(two_engines.events("loaded", since=log_bytes)) == models
 
     with asking(two_engines, *[CALL] * 3) as answered, ThreadPoolExecutor() as pool:
         slow = [in_flight(two_engines, SLOW, pool) for _ in range(2)]
@@ -282,12 +286,12 @@ def test_end_of_one_of_two_engines_loses_and_refuses_no_request(two_engines: Ser
     assert {answer.status_code for answer in answered} == {200}
     assert len(answered) > so_far + 20
     assert two_engines.metric("seqserve_rerun_total") >= 1
-    eventually(lambda: two_engines.metric("seqserve_process_restarts_total", process="engine") == 1, 60)
+    eventually(lambda: restarts(two_engines, "engine") == restarted + 1, 60)
     assert two_engines.pid("engine-0") == other
 
 
 def test_stopped_engine_delays_only_its_own_requests(two_engines: Server) -> None:
-    stopped = two_engines.pid("engine-1")
+    stopped, hung = two_engines.pid("engine-1"), restarts(two_engines, "engine", reason="hung")
     with asking(two_engines, *[CALL] * 4) as answered:
         eventually(lambda: len(answered) > 20, 10)
         os.kill(stopped, signal.SIGSTOP)
@@ -295,7 +299,7 @@ def test_stopped_engine_delays_only_its_own_requests(two_engines: Server) -> Non
     assert {answer.status_code for answer in answered} == {200}
     waited = [answer for answer in answered if answer.elapsed.total_seconds() > PATIENCE_SECONDS / 2]
     assert len(waited) <= 4, "at most one for each client"
-    eventually(lambda: two_engines.metric("seqserve_process_restarts_total", process="engine", reason="hung") == 1, 60)
+    eventually(lambda: restarts(two_engines, "engine", reason="hung") == hung + 1, 60)
 
 
 def test_new_frontend_connects_to_all_engines(two_engines: Server) -> None:
@@ -307,14 +311,17 @@ def test_new_frontend_connects_to_all_engines(two_engines: Server) -> None:
     assert ask(two_engines, QUICK).status_code == 200
 
 
-def test_two_servers_run_side_by_side(own: Server, models_folder: Path, tmp_path: Path) -> None:
-    with serving(models_folder, tmp_path) as other:
-        assert own.address != other.address
-        assert ask(own, QUICK).json() == ask(other, QUICK).json()
+def test_all_processes_end_with_the_supervisor(two_engines: Server) -> None:
+    """One of the engines is stopped."""
+    children = [two_engines.pid(name) for name in ("engine-0", "engine-1", "frontend-0")]
+    os.kill(children[1], signal.SIGSTOP)
+    os.kill(two_engines.process.pid, signal.SIGKILL)
+    two_engines.process.wait()
+    eventually(lambda: not any(alive(pid) for pid in children), 30)
 
 
-def test_port_in_use_stops_the_start(own: Server, models_folder: Path) -> None:
-    port = own.address.rpartition(":")[2]
+def test_port_in_use_stops_the_start(server: Server, models_folder: Path) -> None:
+    port = server.address.rpartition(":")[2]
     ended = start(models_folder, "--port", port)
     assert ended.returncode == 1
     assert f"port {port}" in ended.stderr

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import uvloop
@@ -21,10 +21,11 @@ from tests import models
 from tests.reloading import TEXT, Load, answered, load, unload
 from tests.serving import Server, eventually, serving
 
-RELOADS = 20
+RELOADS = 10
 LOAD_SHARE = 0.8
 """Request rate during reloads, as a share of the capacity."""
 POLL_SECONDS = 0.1
+SESSIONS = ("old", "new", "other", "s")
 
 
 def index(server: Server, name: str) -> dict[str, tuple[str, str]]:
@@ -62,17 +63,47 @@ def reloading(tmp_path: Path, *flags: str, **settings: str) -> Iterator[tuple[Se
         yield server, root
 
 
-@pytest.fixture
-def reloaded(tmp_path: Path) -> Iterator[tuple[Server, Path]]:
-    with reloading(tmp_path, "--frontends", "2") as both:
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
+    with reloading(tmp_path_factory.mktemp("reloading"), "--frontends", "2") as both:
         yield both
+
+
+class Reloaded(NamedTuple):
+    """A server that tests share, its models folder, and the size of its log when the test began."""
+
+    server: Server
+    root: Path
+    log_bytes: int
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return self.server.events(name, since=self.log_bytes)
+
+
+@pytest.fixture
+def reloaded(shared: tuple[Server, Path]) -> Iterator[Reloaded]:
+    """The shared server without sessions. It serves version 1 of words and of accumulator, loaded for this test."""
+    server, root = shared
+    log_bytes = server.log_bytes
+    for name in SESSIONS:
+        server.client.delete(f"/sessions/{name}/state")
+    for name in {model["name"] for model in server.client.get("/models").json()["models"]}:
+        unload(server, name)
+    eventually(lambda: server.metric("seqserve_model_weight_bytes") == 0)
+    shutil.rmtree(root)
+    models.words(root)
+    models.accumulator(root)
+    for name in ("words", "accumulator"):
+        load(server, name)
+    yield Reloaded(server, root, server.log_bytes)
+    print(server.log_file.read_bytes()[log_bytes:].decode())
 
 
 # Under load.
 
 
-def test_reloads_under_load_lose_no_request_and_mix_no_versions(reloaded: tuple[Server, Path]) -> None:
-    server, root = reloaded
+def test_reloads_under_load_lose_no_request_and_mix_no_versions(reloaded: Reloaded) -> None:
+    server, root, _ = reloaded
     (root / "words" / POLICY).write_text('serve = "latest"')
     load_of = Load(server)
     rate = LOAD_SHARE * uvloop.run(load_of.capacity())
@@ -95,25 +126,25 @@ def test_reloads_under_load_lose_no_request_and_mix_no_versions(reloaded: tuple[
     assert len({json.dumps(scores) for scores in expected.values()}) == RELOADS + 1, "each version has its own answer"
     print(f"{sent} requests at {rate:.0f}/s, {LOAD_SHARE} of capacity, {RELOADS} reloads: 0 failed")
     eventually(lambda: list(index(server, "words").values()).count(("READY", "")) == 1, within_seconds=10)
-    eventually(lambda: len(server.events("unloaded")) == RELOADS, within_seconds=10)
+    eventually(lambda: len(reloaded.events("unloaded")) == RELOADS, within_seconds=10)
 
 
 # What is served.
 
 
-def test_version_with_changed_files_is_loaded_again(reloaded: tuple[Server, Path]) -> None:
-    server, root = reloaded
+def test_version_with_changed_files_is_loaded_again(reloaded: Reloaded) -> None:
+    server, root, _ = reloaded
     _, before = answered(server)
     load(server, "words")
-    assert not [event for event in server.events("loaded") if "generation" in event], "nothing had changed"
+    assert not reloaded.events("loaded"), "nothing had changed"
     models.words(root, seed=5)
     load(server, "words")
     version, after = answered(server)
     assert (version, before == after) == ("1", False)
 
 
-def test_policy_of_a_load_selects_the_versions(reloaded: tuple[Server, Path]) -> None:
-    server, root = reloaded
+def test_policy_of_a_load_selects_the_versions(reloaded: Reloaded) -> None:
+    server, root, _ = reloaded
     for version in (2, 3):
         models.words(root, version=version, seed=version)
     load(server, "words", policy={"latest": {"num_versions": 1}})
@@ -126,32 +157,33 @@ def test_policy_of_a_load_selects_the_versions(reloaded: tuple[Server, Path]) ->
     assert [answered(server, version=version)[0] for version in (1, 2, 3)] == ["1", "2", "3"]
 
 
-def test_unloaded_model_is_unknown_and_has_no_metrics(reloaded: tuple[Server, Path]) -> None:
-    server, _ = reloaded
+def test_unloaded_model_is_unknown_and_has_no_metrics(reloaded: Reloaded) -> None:
+    server, *_ = reloaded
+    ok = server.metric("seqserve_requests_total", model="unloaded", outcome="ok")
     answered(server)
     unload(server, "words")
     assert "served are accumulator" in refused(server, 404, "unknown_model", "words")
     assert unload(server, "words", status=404)["code"] == "unknown_model"
     assert index(server, "words")["1"][0] in ("UNLOADING", "UNAVAILABLE")
     eventually(lambda: 'model="words"' not in server.client.get("/metrics").text, within_seconds=10)
-    assert server.metric("seqserve_requests_total", model="unloaded", outcome="ok") == 1
+    assert server.metric("seqserve_requests_total", model="unloaded", outcome="ok") == ok + 1
     load(server, "words")
     assert answered(server)[0] == "1"
 
 
-def test_last_model_can_be_replaced_by_another(reloaded: tuple[Server, Path]) -> None:
-    server, root = reloaded
+def test_last_model_can_be_replaced_by_another(reloaded: Reloaded) -> None:
+    server, root, _ = reloaded
     unload(server, "words")
     unload(server, "accumulator")
     assert server.ready()
-    eventually(lambda: len(server.events("unloaded")) == 2, within_seconds=10)
+    eventually(lambda: len(reloaded.events("unloaded")) == 2, within_seconds=10)
     models.tagger(root)
     load(server, "tagger")
     assert server.infer("tagger", [TEXT]).status_code == 200
 
 
-def test_aliases_are_read_again_with_each_load(reloaded: tuple[Server, Path]) -> None:
-    server, root = reloaded
+def test_aliases_are_read_again_with_each_load(reloaded: Reloaded) -> None:
+    server, root, _ = reloaded
     models.words(root, version=2, seed=2)
     (root / spec.ALIASES).write_text('any = "words"\nstable = "words/1"')
     load(server, "words")
@@ -175,10 +207,10 @@ def test_aliases_are_read_again_with_each_load(reloaded: tuple[Server, Path]) ->
 
 
 def test_invalid_model_is_refused_while_the_old_one_serves(
-    reloaded: tuple[Server, Path],
+    reloaded: Reloaded,
 ) -> None:
-    server, root = reloaded
-    before = answered(server)
+    server, root, _ = reloaded
+    before, invalid = answered(server), server.metric("seqserve_model_changes_total", outcome="invalid_model")
     models.words(root, version=2, seed=2)
     truncated = root / "words" / "2" / spec.WEIGHTS
     truncated.write_bytes(truncated.read_bytes()[:100])
@@ -192,7 +224,7 @@ def test_invalid_model_is_refused_while_the_old_one_serves(
     (root / "words" / "2" / spec.MODEL).unlink()
     assert "model.toml is missing" in load(server, "words", status=400)["error"]
     assert answered(server) == before
-    assert server.metric("seqserve_model_changes_total", outcome="invalid_model") == 3
+    assert server.metric("seqserve_model_changes_total", outcome="invalid_model") == invalid + 3
     weights = root / "words" / "1" / spec.WEIGHTS
     content = weights.read_bytes()
     weights.write_bytes(content[::-1])
@@ -204,10 +236,9 @@ def test_invalid_model_is_refused_while_the_old_one_serves(
 
 
 @pytest.mark.parametrize("name", ["nobody", "..%2Fmodels", "%2Fetc", "."])
-def test_only_folders_in_the_models_folder_can_be_loaded(tmp_path: Path, name: str) -> None:
-    with reloading(tmp_path) as (server, _):
-        answer = server.client.post(f"/v2/repository/models/{name}/load")
-        assert answer.status_code in (400, 404), answer.text
+def test_only_folders_in_the_models_folder_can_be_loaded(reloaded: Reloaded, name: str) -> None:
+    answer = reloaded.server.client.post(f"/v2/repository/models/{name}/load")
+    assert answer.status_code in (400, 404), answer.text
 
 
 def test_version_without_memory_next_to_the_old_one_is_refused(tmp_path: Path) -> None:
@@ -235,8 +266,8 @@ def test_load_is_refused_when_reload_is_off(tmp_path: Path) -> None:
 # Sessions.
 
 
-def test_session_stays_with_its_first_version(reloaded: tuple[Server, Path]) -> None:
-    server, root = reloaded
+def test_session_stays_with_its_first_version(reloaded: Reloaded) -> None:
+    server, root, _ = reloaded
     assert summed(server, [1, 1], "old") == ("1", 2)
     copy_version(root, "accumulator", 2)
     load(server, "accumulator")
@@ -246,34 +277,33 @@ def test_session_stays_with_its_first_version(reloaded: tuple[Server, Path]) -> 
     assert summed(server, [1], "old", start=True) == ("2", 1), "the session was restarted"
 
 
-def test_chunk_is_validated_for_the_session_s_version(tmp_path: Path) -> None:
-    root = tmp_path / "models"
+def test_chunk_is_validated_for_the_session_s_version(reloaded: Reloaded, tmp_path: Path) -> None:
+    server, root, _ = reloaded
     models.sensors(root, features=3)
-    with serving(root, tmp_path) as server:
-        assert server.infer("sensors", [[[0.1, 0.2, 0.3]]], session="old").status_code == 200
-        models.sensors(tmp_path / "wider", features=4)
-        shutil.move(tmp_path / "wider" / "sensors" / "1", root / "sensors" / "2")
-        load(server, "sensors")
-        for session, row, version in (("old", [0.1] * 3, "1"), ("new", [0.1] * 4, "2"), ("old", [0.2] * 3, "1")):
-            reply = server.infer("sensors", [[row]], session=session)
-            assert (reply.status_code, reply.json().get("version")) == (200, version), reply.text
-        assert server.infer("sensors", [[[0.1] * 4]], session="old").json()["field"] == "inputs[0][0]"
-        assert server.infer("sensors", [[[0.1] * 3]], session="old", version="2").status_code == 400, (
-            "the request names the version"
-        )
-        assert server.infer("sensors", [[[0.1] * 3]], session="other").status_code == 400
+    load(server, "sensors")
+    assert server.infer("sensors", [[[0.1, 0.2, 0.3]]], session="old").status_code == 200
+    models.sensors(tmp_path / "wider", features=4)
+    shutil.move(tmp_path / "wider" / "sensors" / "1", root / "sensors" / "2")
+    load(server, "sensors")
+    for session, row, version in (("old", [0.1] * 3, "1"), ("new", [0.1] * 4, "2"), ("old", [0.2] * 3, "1")):
+        reply = server.infer("sensors", [[row]], session=session)
+        assert (reply.status_code, reply.json().get("version")) == (200, version), reply.text
+    assert server.infer("sensors", [[[0.1] * 4]], session="old").json()["field"] == "inputs[0][0]"
+    refusal = server.infer("sensors", [[[0.1] * 3]], session="old", version="2")
+    assert refusal.status_code == 400, "the request names the version"
+    assert server.infer("sensors", [[[0.1] * 3]], session="other").status_code == 400
 
 
-def test_sessions_of_an_unloaded_version_continue_to_their_end(reloaded: tuple[Server, Path]) -> None:
-    server, _ = reloaded
+def test_sessions_of_an_unloaded_version_continue_to_their_end(reloaded: Reloaded) -> None:
+    server, *_ = reloaded
     assert summed(server, [1, 1], "old") == ("1", 2)
     unload(server, "accumulator")
     assert summed(server, [1], "old") == ("1", 3)
     refused(server, 404, "unknown_session", session="other")
     refused(server, 404, "unknown_model", session="old", start=True)
-    assert not server.events("unloaded")
+    assert not reloaded.events("unloaded")
     assert summed(server, [1], "old", end=True) == ("1", 4)
-    eventually(lambda: server.events("unloaded"), within_seconds=10)
+    eventually(lambda: reloaded.events("unloaded"), within_seconds=10)
     refused(server, 404, "unknown_model", session="old")
 
 
@@ -289,13 +319,13 @@ def test_session_that_outlasts_its_version_gets_one_409(tmp_path: Path) -> None:
         assert server.metric("seqserve_sessions_ended_total", reason="unloaded") == 1
 
 
-def test_sessions_of_a_replaced_version_keep_its_weights(reloaded: tuple[Server, Path]) -> None:
-    server, root = reloaded
+def test_sessions_of_a_replaced_version_keep_its_weights(reloaded: Reloaded) -> None:
+    server, root, _ = reloaded
     assert summed(server, [1, 1], "old") == ("1", 2)
     text = root / "accumulator" / "1" / spec.MODEL
     text.write_text(text.read_text().replace('description = ""', 'description = "the same, described"'))
     load(server, "accumulator")
-    assert [event for event in server.events("loaded") if "generation" in event]
+    assert reloaded.events("loaded")
     assert summed(server, [1], "old", version="1") == ("1", 3)
     assert summed(server, [1], "new", version="1") == ("1", 1)
 
@@ -303,8 +333,8 @@ def test_sessions_of_a_replaced_version_keep_its_weights(reloaded: tuple[Server,
 # Processes.
 
 
-def test_restarted_engine_serves_what_was_loaded_last(reloaded: tuple[Server, Path]) -> None:
-    server, root = reloaded
+def test_restarted_engine_serves_what_was_loaded_last(reloaded: Reloaded) -> None:
+    server, root, _ = reloaded
     models.words(root, version=2, seed=2)
     load(server, "words", policy={"latest": {"num_versions": 1}})
     before = answered(server)
@@ -313,9 +343,9 @@ def test_restarted_engine_serves_what_was_loaded_last(reloaded: tuple[Server, Pa
 
 
 def test_restarted_processes_leave_out_a_broken_model(
-    reloaded: tuple[Server, Path],
+    reloaded: Reloaded,
 ) -> None:
-    server, root = reloaded
+    server, root, _ = reloaded
     (root / "words" / "1" / spec.WEIGHTS).write_bytes(b"")
     (root / "words" / "1" / spec.TOKENIZER).write_bytes(b"")
     for child in ("engine-0", "frontend-0", "frontend-1"):
@@ -337,29 +367,35 @@ def kill(server: Server, child: str) -> None:
 # A polled folder.
 
 
-def test_polled_folder_is_served_as_it_changes(tmp_path: Path) -> None:
-    with reloading(tmp_path, reload="poll", poll_seconds=str(POLL_SECONDS), versions="latest") as (server, root):
-        models.words(root, version=2, seed=2)
-        eventually(lambda: answered(server)[0] == "2", within_seconds=10)
-        models.tagger(root)
-        eventually(lambda: server.infer("tagger", [TEXT]).status_code == 200, within_seconds=10)
-        (root / spec.ALIASES).write_text('any = "words"')
-        eventually(lambda: server.infer("any", [TEXT]).status_code == 200, within_seconds=10)
-        shutil.rmtree(root / "tagger")
-        eventually(lambda: server.infer("tagger", [TEXT]).status_code == 404, within_seconds=10)
+@pytest.fixture(scope="module")
+def polled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
+    settings = {"reload": "poll", "poll_seconds": str(POLL_SECONDS), "versions": "latest"}
+    with reloading(tmp_path_factory.mktemp("polled"), **settings) as both:
+        yield both
 
 
-def test_version_is_served_when_its_copy_is_complete(tmp_path: Path) -> None:
-    with reloading(tmp_path, reload="poll", poll_seconds=str(POLL_SECONDS)) as (server, root):
-        models.words(tmp_path / "elsewhere", version=2, seed=2)
-        source, copy = tmp_path / "elsewhere" / "words" / "2", root / "words" / "2"
-        copy.mkdir()
-        shutil.copy(source / spec.MODEL, copy)
-        eventually(
-            lambda: index(server, "words")["2"][0] == "UNAVAILABLE" and index(server, "words")["2"][1], within_seconds=10
-        )
-        assert answered(server)[0] == "1"
-        for file in (spec.TOKENIZER, spec.WEIGHTS):
-            shutil.copy(source / file, copy)
-        eventually(lambda: answered(server)[0] == "2", within_seconds=10)
-        assert set(index(server, "words").values()) == {("READY", "")}
+def test_polled_folder_is_served_as_it_changes(polled: tuple[Server, Path]) -> None:
+    server, root = polled
+    models.words(root, version=2, seed=2)
+    eventually(lambda: answered(server)[0] == "2", within_seconds=10)
+    models.tagger(root)
+    eventually(lambda: server.infer("tagger", [TEXT]).status_code == 200, within_seconds=10)
+    (root / spec.ALIASES).write_text('any = "words"')
+    eventually(lambda: server.infer("any", [TEXT]).status_code == 200, within_seconds=10)
+    shutil.rmtree(root / "tagger")
+    eventually(lambda: server.infer("tagger", [TEXT]).status_code == 404, within_seconds=10)
+
+
+def test_version_is_served_when_its_copy_is_complete(polled: tuple[Server, Path], tmp_path: Path) -> None:
+    server, root = polled
+    before = answered(server)[0]
+    models.words(tmp_path, version=3, seed=3)
+    source, copy = tmp_path / "words" / "3", root / "words" / "3"
+    copy.mkdir()
+    shutil.copy(source / spec.MODEL, copy)
+    eventually(lambda: index(server, "words")["3"][0] == "UNAVAILABLE" and index(server, "words")["3"][1], within_seconds=10)
+    assert answered(server)[0] == before
+    for file in (spec.TOKENIZER, spec.WEIGHTS):
+        shutil.copy(source / file, copy)
+    eventually(lambda: answered(server)[0] == "3", within_seconds=10)
+    assert index(server, "words")["3"] == ("READY", "")

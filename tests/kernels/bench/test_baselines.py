@@ -9,7 +9,7 @@ import torch
 
 from kernels.bench.baselines import BASELINES
 from kernels.bench.baselines.baseline import Baseline, TimedCall
-from kernels.bench.baselines.comparison import convolution, device_copy, first_sru_package, lstm, one_product, square_product
+from kernels.bench.baselines.comparison import convolution, device_copy, lstm, one_product, square_product
 from kernels.bench.case import case_for_layer, random_case
 from kernels.bench.convolutions import text_cnn
 from kernels.bench.workload import FORMS, Workload
@@ -57,20 +57,6 @@ def test_one_product_has_the_columns_of_its_window(family: str, form: str, colum
     wide = replace(case.weights[0], input=torch.ones_like(case.weights[0].input))
     sums = one_product(replace(case, weights=(wide,))).run()[:, 0]
     torch.testing.assert_close(sums, case.x.data.sum(1) * columns / 6)
-
-
-@pytest.mark.parametrize("form", FORMS["sru"])
-def test_sru_package_runs_both_forms(form: str) -> None:
-    findings = measured(tiny("sru", form=form), next(each for each in BASELINES["sru"] if each.name == "sru package"))
-    assert not findings.wrong
-    if not findings.skipped:
-        assert findings.measurements[-1].backend == "sru package" and findings.measurements[-1].error < 1e-5
-
-
-def test_sru_package_runs_v1_for_a_qrnn() -> None:
-    findings = measured(tiny("qrnn"), Baseline("sru package v1", first_sru_package))
-    assert not findings.wrong
-    assert findings.skipped or findings.measurements[-1].error < 1e-5
 
 
 def test_case_for_another_layer_keeps_data_and_size() -> None:
