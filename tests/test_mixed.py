@@ -77,9 +77,9 @@ def test_plain_requests_have_no_options_and_are_answered(folder: Path) -> None:
 def test_every_request_gets_its_expected_status(folder: Path, tmp_path: Path) -> None:
     heard: list[int] = []
     with serving(folder, tmp_path, "--device", "cpu") as server:
-        mixed.send(server.address, mixed.mixed(folder), rounds=2, callers=8, after_round=heard.append)
+        mixed.send(server.address, mixed.mixed(folder), rounds=1, callers=8, after_round=heard.append)
         outcomes = [server.metric("seqserve_requests_total", outcome=outcome) for outcome in ("invalid_input", "unknown_model")]
-    assert heard == [ROUND, 2 * ROUND]
+    assert heard == [ROUND]
     assert all(outcomes)
 
 

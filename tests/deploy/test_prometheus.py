@@ -18,7 +18,7 @@ from tests.deploy.shipped import DEPLOY, alerts, dashboard, exposed, expressions
 from tests.deploy.watching import Prometheus, callers, finite, watching
 from tests.serving import Server, eventually, serving
 
-CALM_SECONDS = 4.0
+CALM_SECONDS = 2.5
 """How long the server runs before its engine is killed, and again after the restart."""
 VARIABLES = {"$model": ".*", "$__rate_interval": "5s", "$__range": "30s"}
 

@@ -110,3 +110,14 @@ def test_callers_and_rates_are_exclusive(capsys: pytest.CaptureFixture[str]) -> 
     with pytest.raises(SystemExit):
         main(["bench", "--callers", "1", "--rates", "5"])
     assert "not allowed with" in capsys.readouterr().err
+
+
+def test_trace_without_debug_is_reported_before_any_load(
+    server: Server, models_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "trace.json"
+    assert main(command(server, models_folder, "--model", "words", "--trace", str(file))) == 1
+    printed = capsys.readouterr()
+    assert "--debug" in printed.err and "SEQSERVE_DEBUG" in printed.err and server.address in printed.err
+    assert printed.out == ""
+    assert not file.exists()

@@ -1,4 +1,4 @@
-"""`seqserve bench --trace` records batches of its last level."""
+"""`seqserve bench --trace` records batches of its last level. `make test-long` runs this folder."""
 
 from __future__ import annotations
 
@@ -35,16 +35,6 @@ def test_trace_has_batches_of_the_last_level(traced: Server, models_folder: Path
     batches = [event for event in traces.tracks(json.loads((tmp_path / "trace.json").read_text()))["batches"] if event.args]
     assert {event.args["model"] for event in batches} == {"words"}
     assert 1 < len(batches) <= 100
-
-
-def test_server_without_debug_is_reported_before_any_load(
-    server: Server, models_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(command(server, models_folder, tmp_path / "trace.json")) == 1
-    printed = capsys.readouterr()
-    assert "--debug" in printed.err and "SEQSERVE_DEBUG" in printed.err and server.address in printed.err
-    assert printed.out == ""
-    assert not (tmp_path / "trace.json").exists()
 
 
 def test_unwritable_file_is_named(

@@ -45,7 +45,7 @@ from tests.engine.batching.harness import (
 from tests.engine.batching.story import NAMES, Story, any_event
 
 EVENTS = 100
-"""Per story. The test runs a hundred stories."""
+"""Per story. The test runs 40 stories, and tests/long more."""
 
 
 def progress(client: FakeClient) -> tuple[float, int]:
@@ -340,7 +340,7 @@ def test_reused_slot_starts_from_zero() -> None:
 def test_cancel_and_expiry_free_a_slot_once() -> None:
     """A client disconnects, its session expires later, and many sessions start: the double free of Triton's issue 7117."""
     chance = random.Random(7117)
-    for _ in range(1000):
+    for _ in range(200):
         harness = BatcherHarness(engine=FakeEngine(slots=4), max_sessions=64)
         send(harness, 1, session="cancelled")
         cancelled = harness.call([1], session="cancelled")
@@ -411,9 +411,9 @@ def test_deleted_session_refuses_its_waiting_chunks() -> None:
         harness.batcher.sessions.end("a")
 
 
-def test_20_000_abandoned_sessions_leave_nothing_behind() -> None:
+def test_5_000_abandoned_sessions_leave_nothing_behind() -> None:
     harness = BatcherHarness(max_sessions=1000)
-    for number in range(20_000):
+    for number in range(5_000):
         harness.now += IDLE_SECONDS / 900
         client = harness.call([1], session=f"s{number}")
         harness.batcher.step()
@@ -424,7 +424,7 @@ def test_20_000_abandoned_sessions_leave_nothing_behind() -> None:
     assert used_slots(harness) == 0
     harness.batcher.count()
     assert harness.metrics.sessions.values[()] == [0.0]
-    assert refused(send(harness, 1, session="s19999")) is SessionExpired
+    assert refused(send(harness, 1, session="s4999")) is SessionExpired
 
 
 # Ends of engines.
@@ -621,7 +621,7 @@ class AnyOrder(RuleBasedStateMachine):
 
 
 TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = settings(max_examples=100, stateful_step_count=EVENTS, deadline=None)
+TestAnyOrder.settings = settings(max_examples=40, stateful_step_count=EVENTS, deadline=None)
 
 
 def test_story_detects_a_slot_that_is_freed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -635,6 +635,6 @@ def test_story_detects_a_slot_that_is_freed_twice(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(SlotAllocator, "free", twice)
     story, chance = Story(), random.Random(1)
     with pytest.raises(AssertionError):
-        for _ in range(1000):
+        for _ in range(200):
             any_event(story, chance)
             story.check()

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from queue import Queue
 from types import SimpleNamespace
@@ -31,7 +31,7 @@ from tritonclient.grpc import service_pb2
 from service.errors import StartError
 from service.frontend.oip.grpc_server import GrpcServer
 from service.settings import Settings
-from tests.serving import Server, eventually, serving
+from tests.serving import Server, SharedServer, eventually, serving
 from tests.supervisor.test_processes import start
 
 HEALTH, REFLECTION = "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"
@@ -41,12 +41,19 @@ LAME_DUCK_SECONDS = 2
 """Long enough for a busy machine to answer the requests that a test sends before the ports close."""
 
 
-@pytest.fixture
-def own_server(models_folder: Path, tmp_path: Path) -> Iterator[Server]:
+@pytest.fixture(scope="module")
+def shared_server(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServer]:
     variables = {"lame_duck_seconds": str(LAME_DUCK_SECONDS), "drain_seconds": str(DRAIN_SECONDS)}
     # The engine refuses requests that it cannot finish before their deadline: on a busy machine that may be minutes away.
     variables |= dict.fromkeys(("default_deadline_ms", "max_deadline_ms"), str(1000 * DRAIN_SECONDS))
-    with serving(models_folder, tmp_path, "--frontends", "2", **variables) as running:
+    with closing(SharedServer(models_folder, tmp_path_factory.mktemp("log"), "--frontends", "2", **variables)) as shared:
+        yield shared
+
+
+@pytest.fixture
+def own_server(shared_server: SharedServer) -> Iterator[Server]:
+    """An idle server, which the test may end."""
+    with shared_server.lent() as running:
         yield running
 
 
@@ -161,16 +168,6 @@ def test_http_and_grpc_cannot_share_a_port(models_folder: Path) -> None:
     assert "port and grpc_port are both 9123" in ended.stderr
 
 
-def test_port_is_free_after_the_service_has_ended(models_folder: Path, tmp_path: Path) -> None:
-    port = ""
-    for _ in range(2):
-        with serving(models_folder, tmp_path, *(["--grpc-port", port] if port else [])) as running:
-            port = running.grpc.rpartition(":")[2]
-            with triton.InferenceServerClient(running.grpc) as client:
-                client.infer("sensors", [rows(3)])
-                assert running.stop() == 0
-
-
 def test_port_0_disables_grpc(models_folder: Path, tmp_path: Path) -> None:
     with serving(models_folder, tmp_path, grpc="0") as running:
         assert running.grpc == ""
@@ -189,8 +186,8 @@ def terminated_after(server: Server) -> Iterator[None]:
         server.process.terminate()
 
 
-def test_sigterm_drains_without_losing_a_request(own_server: Server) -> None:
-    """Accepted calls are answered, also on streams. Clients that only watch the health do not delay the shutdown."""
+def test_sigterm_drains_without_loss_and_frees_the_port(own_server: Server) -> None:
+    """Accepted calls are answered, also on streams. Clients that only watch the health do not delay the shutdown. The port is free then."""
     answered, port_closing = [], threading.Event()
 
     def keep_calling() -> None:
@@ -231,6 +228,7 @@ def test_sigterm_drains_without_losing_a_request(own_server: Server) -> None:
         )
         reflection.cancel()
     assert set(answered) == {(1, 1)}
+    socket.create_server(("127.0.0.1", int(own_server.grpc.rpartition(":")[2]))).close()
 
 
 def test_calls_longer_than_the_drain_are_cut_off(models_folder: Path, tmp_path: Path) -> None:
@@ -258,8 +256,8 @@ def slow_call(server: Server) -> bool:
 
 
 def test_stream_ends_with_unavailable_after_its_last_reply(own_server: Server) -> None:
-    request = service_pb2.ModelInferRequest(model_name="sensors", raw_input_contents=[bytes(12 * 150_000)])
-    request.inputs.add(name="inputs", datatype="FP32", shape=[1, 150_000, 3])
+    request = service_pb2.ModelInferRequest(model_name="sensors", raw_input_contents=[bytes(12 * 75_000)])
+    request.inputs.add(name="inputs", datatype="FP32", shape=[1, 75_000, 3])
     hold = threading.Event()
 
     def requests() -> Iterator[Any]:

@@ -113,12 +113,3 @@ def test_openapi_describes_the_route_with_debug(traced: Server) -> None:
         ("batches", 50),
         ("seconds", 10.0),
     ]
-
-
-def test_trace_has_a_process_for_every_engine(models_folder: Path, tmp_path: Path) -> None:
-    with serving(models_folder, tmp_path, "--debug", "--device", "cpu,cpu") as both:
-        with answering(both, WORDS, WORDS, SENSORS, SENSORS):
-            answer = trace(both, batches=10)
-        processes = traces.processes(answer.json())
-    assert list(processes) == ["engine-0 cpu", "engine-1 cpu"]
-    assert [len([event for event in rows["batches"] if event.args]) for rows in processes.values()] == [10, 10]

@@ -336,7 +336,7 @@ def test_random_json_gets_a_reply_or_an_error_body(server: Server, body: Any, mo
 @pytest.fixture(scope="module")
 def static(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server that batches statically: a long sequence keeps the engine busy, because no request joins its batch."""
-    with serving(models_folder, tmp_path_factory.mktemp("log"), batching="static") as running:
+    with serving(models_folder, tmp_path_factory.mktemp("log"), batching="static", max_waiting="16") as running:
         yield running
 
 
@@ -365,7 +365,7 @@ def test_expired_requests_are_not_computed(static: Server) -> None:
     with ThreadPoolExecutor() as pool:
         long = busy(static, pool)
         computed = static.metric("seqserve_sequences_total", model="words")
-        assert static.infer("words", [QUESTION] * 20, deadline_ms=50).status_code == 504
+        assert static.infer("words", [QUESTION] * 10, deadline_ms=50).status_code == 504
         assert long.result().status_code == 200
     assert static.infer("words", [QUESTION]).status_code == 200
     assert static.metric("seqserve_sequences_total", model="words") == computed + 1
@@ -399,18 +399,18 @@ def test_disconnected_client_is_cancelled_without_harm_to_its_batch(static: Serv
     assert static.metric("seqserve_sequences_total", model="words") == computed + 5
 
 
-def test_full_queue_gets_503_with_retry_after(models_folder: Path, tmp_path: Path) -> None:
-    limits = {"max_waiting": "4", "max_inputs": "4", "batching": "static"}
-    with serving(models_folder, tmp_path, **limits) as small, ThreadPoolExecutor(20) as pool:
-        long = busy(small, pool)
-        requests = [pool.submit(small.infer, "words", [QUESTION] * 2, deadline_ms=20_000) for _ in range(5)]
+def test_full_queue_gets_503_with_retry_after(static: Server) -> None:
+    before = static.metric("seqserve_refused_total", reason="overloaded")
+    with ThreadPoolExecutor(20) as pool:
+        long = busy(static, pool)
+        requests = [pool.submit(static.infer, "words", [QUESTION] * 8, deadline_ms=20_000) for _ in range(5)]
         answers = [request.result() for request in requests]
         assert long.result().status_code == 200
-        assert sorted(answer.status_code for answer in answers) == [200, 200, 503, 503, 503]
-        rejected = next(answer for answer in answers if answer.status_code == 503)
-        refused(rejected, 503, "overloaded", "4 sequences wait", "SEQSERVE_MAX_WAITING is 4")
-        assert rejected.headers["retry-after"] == "1"
-        assert small.metric("seqserve_refused_total", reason="overloaded") == 3
+    assert sorted(answer.status_code for answer in answers) == [200, 200, 503, 503, 503]
+    rejected = next(answer for answer in answers if answer.status_code == 503)
+    refused(rejected, 503, "overloaded", "16 sequences wait", "SEQSERVE_MAX_WAITING is 16")
+    assert rejected.headers["retry-after"] == "1"
+    assert static.metric("seqserve_refused_total", reason="overloaded") == before + 3
 
 
 def test_higher_priority_runs_first(static: Server) -> None:
