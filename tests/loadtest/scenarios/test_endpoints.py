@@ -35,7 +35,7 @@ def test_every_endpoint_is_timed_with_every_number_of_frontends(
 ) -> None:
     folder, out = tmp_path / "models", tmp_path / "out"
     features = {"kind": "features", "features": 3, "max_steps": endpoints.STEPS}
-    regress = {"kind": "regress", "pool": "last"}
+    regress = {"kind": "regress", "pool": "last", "outputs": 2}
     models.words(folder)
     models.made_up(folder, "sensors", features, {"kind": "lstm", "hidden": 4}, head=regress)
     monkeypatch.setattr(endpoints, "QUESTIONS", "words")
@@ -49,10 +49,11 @@ def test_every_endpoint_is_timed_with_every_number_of_frontends(
     for record in records:
         assert record["failed"] == 0 < record["answers"]
         assert 0 < record["p50_ms"] <= record["p90_ms"] <= record["p99_ms"]
-        assert 0 < record["busiest"] <= 1
+        assert 0 <= record["busiest"] <= 1
         stages = record["stages_ms"]
         assert 0 < stages["parse"] < stages["outside"] < stages["total"]
         assert all(stages[stage] > 0 for stage in ("channel", "queue", "compute", "encode"))
+    assert any(record["busiest"] for record in records), "the clock of a process may be coarser than a trial"
     assert sum(record["frontend_ms"] for record in records) < sum(record["cpu_ms"] for record in records)
     printed = capsys.readouterr().out
     assert str(path) in printed
