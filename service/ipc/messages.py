@@ -273,6 +273,10 @@ class ListModels(Message, frozen=True):
     """Call to the supervisor: return every version in the models folder. The reply is ModelsListed."""
 
 
+MAX_POLICY_CHARACTERS = 1000
+"""Longest version policy of a LoadModel message."""
+
+
 class LoadModel(Message, frozen=True):
     """Call to the supervisor: serve what a model's folder holds now, versions chosen by `policy` or by the folder's own."""
 

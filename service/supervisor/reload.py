@@ -28,6 +28,7 @@ from service.errors import (
     Unsupported,
 )
 from service.ipc.messages import (
+    MAX_POLICY_CHARACTERS,
     CloseModel,
     Done,
     ForgetModel,
@@ -50,7 +51,6 @@ from service.supervisor.repository import Fingerprint, FolderReader, Repository,
 T = TypeVar("T")
 READ_SECONDS = 10.0
 """Longest read of names and small files in the models folder. Weights may take SEQSERVE_START_SECONDS."""
-MAX_POLICY_CHARACTERS = 1000
 
 
 class ModelReloader:

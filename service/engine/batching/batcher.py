@@ -140,7 +140,7 @@ class Batcher:
         if not request.lengths or min(request.lengths) < 1:
             raise InvalidInput("a request needs at least one sequence, and every sequence at least one step", field="inputs")
         if request.deadline <= self._clock():
-            raise DeadlineExceeded("the deadline had passed when the request reached the engine: allow it more time")
+            raise DeadlineExceeded("the deadline had passed when the request reached the engine: allow more time")
         if request.session is not None:
             self.sessions.check(request)
 
@@ -163,7 +163,7 @@ class Batcher:
         now = self._clock()
         for sequence in self._scheduler.drop_late(now):
             if not sequence.ticket.ended:
-                message = "the deadline passed in the queue: allow it more time, or send fewer requests"
+                message = "the deadline passed in the queue: allow more time, or send fewer requests"
                 self._reject(sequence.ticket, DeadlineExceeded(message))
         scheduled = self._scheduler.next_batch()
         if scheduled is None:

@@ -370,9 +370,9 @@ class Scheduler(Generic[S]):
         alone = self._seconds(queue, len(sequences), steps, longest)
         if CAUTION * alone > time_left:
             raise DeadlineExceeded(
-                f"the request takes about {alone:.3g} s alone and its deadline is in {time_left:.3g} s: allow it more time"
+                f"the request takes about {alone:.3g} s alone and its deadline is in {time_left:.3g} s: allow more time"
             )
-        message = f"an answer is expected in {expected:.3g} s and the deadline is in {time_left:.3g} s: retry later, or allow it more time"
+        message = f"an answer is expected in {expected:.3g} s and the deadline is in {time_left:.3g} s: retry later, or allow more time"
         queue.rejection = Rejection(steps, needed, first.head_start, message, math.ceil(expected))
         raise Overloaded(message, retry_after=queue.rejection.retry_after)
 
