@@ -45,7 +45,7 @@ class NotCapturable(Exception):
     """A batch of this model cannot be captured as a graph; the message is the reason."""
 
 
-def _run_now(work: Callable[[], T]) -> T:
+def run_now(work: Callable[[], T]) -> T:
     """Run work in this thread, which launches the batches."""
     return work()
 
@@ -114,7 +114,7 @@ class CudaGraphRunner(ModelRunner):
         max_batch_sequences: int,
         max_batch_tokens: int,
         slots: int,
-        run_between_batches: RunBetweenBatches = _run_now,
+        run_between_batches: RunBetweenBatches = run_now,
     ) -> None:
         """run_between_batches: required if another thread launches batches at the same time."""
         limits = {"max_batch_sequences": max_batch_sequences, "max_batch_tokens": max_batch_tokens}
