@@ -22,7 +22,7 @@ from service.log import Log
 CHECK_SECONDS = 0.02
 """Interval of the checks whether a version that closes can be unloaded."""
 CLOSING_SECONDS = 5.0
-"""A frontend that has not released a version after this time is not waited for: it never knew the version."""
+"""How long to wait until the frontends release a version. A frontend that is still silent then never knew the version."""
 LoadVersion = Callable[[ModelVersion, RunBetweenBatches], PreparedModel]
 """Prepares a model version in the loader thread."""
 OnPrepared = Callable[[ServiceError | None], None]

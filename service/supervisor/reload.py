@@ -1,6 +1,6 @@
 """Changes what the service serves while it serves: one change at a time, carried out by all processes.
 
-Engines and frontends first prepare the new versions while they serve the old ones. Then every frontend switches, each at one moment.
+Engines and frontends first prepare the new versions while they serve the old versions. Then every frontend switches, each at one moment.
 Then the engines unload versions that are no longer served, as soon as nothing uses them. A change that fails or is cancelled before the
 switch has no effect.
 """

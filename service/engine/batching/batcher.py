@@ -1,6 +1,6 @@
 """The queue in front of one engine: requests in, batches out, one reply per request. Knows nothing of HTTP, gRPC or CUDA.
 
-`step` is one cycle: it drops requests whose deadline has passed, launches the next batch if the engine accepts one, and replies to requests
+`step` is one cycle: it drops requests after their deadline, launches the next batch if the engine accepts one, and replies to requests
 that are complete. The engine's loop calls it again and again; between two calls, `submit` and `cancel` change the queue.
 
 Every ticket is answered or refused exactly once, unless its client disconnects. A batch that fails runs again sequence by sequence, so
@@ -99,7 +99,7 @@ class Batcher:
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
-        """Drop a request whose client has disconnected. The result of a running batch is discarded when the batch ends."""
+        """Drop the request of a client that has disconnected. The result of a running batch is discarded when the batch ends."""
         if ticket.ended:
             return
         self._metrics.cancelled.add("running" if any(sequence.launched for sequence in ticket.sequences) else "waiting")
@@ -226,7 +226,7 @@ class Batcher:
             ticket.answer(session_steps)
 
     def _reject(self, ticket: Ticket, error: ServiceError) -> None:
-        """SendRefusal a request that did not fail in a batch, and count it."""
+        """Refuse a request that did not fail in a batch, and count it."""
         self._metrics.refused.add(error.code)
         self._refuse(ticket, error)
 

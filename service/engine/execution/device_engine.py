@@ -35,7 +35,7 @@ IN_FLIGHT = 2
 COLLECTOR_BYTES = 64 << 20
 """Host memory for the outputs of one batch. Outputs that do not fit are copied while the host waits."""
 ARENA_FACTOR = 1.5
-"""Reserved memory for batches without a graph, as a multiple of what the largest needs: blocks of many sizes leave gaps."""
+"""Reserved memory for batches without a graph, as a multiple of the need of the largest batch: blocks of many sizes leave gaps."""
 LEAD_FACTOR = 1.5
 """The next batch is launched this multiple of the host's launch time before the running batch should end."""
 
@@ -93,7 +93,7 @@ class DeviceEngine:
         self._accepted_at = 0.0
         self._launched_at = 0.0
         self._free_at = 0.0
-        """When the batches in flight should have ended."""
+        """When the batches in flight should end."""
         self._last_ended = 0.0
         self._memory = DeviceMemory()
         self._observer: EndObserver | None = None

@@ -2,8 +2,8 @@
 
 Pure: batches and the profiler's events in, trace events out. Nothing here knows a clock, a device or a profiler.
 
-The profiler's export is not used as it is. It shows every call between start and stop, in processes and threads of its own numbering and on
-its own clock. A trace of several engines needs one process per engine, the calls of the recorded batches only, and one clock.
+The profiler's export is not used directly. It shows every call between start and stop, with its own process and thread numbers and on its
+own clock. A trace of several engines needs one process per engine, the calls of the recorded batches only, and one clock.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def _device_slices(
 
 
 def _first_work(batches: Sequence[TracedBatch], launches: Sequence[TraceSlice], work: Sequence[TraceSlice]) -> dict[int, int]:
-    """Return when the device began with each batch whose launches the profiler saw."""
+    """Return when the device began with each batch, for batches with launches that the profiler saw."""
     launched_at = {call.args["correlation"]: call.begin for call in launches if "correlation" in call.args}
     begins, first = [_ns(batch.began) for batch in batches], dict[int, int]()
     for piece in work:
@@ -199,7 +199,7 @@ def _profiled_slices(
 
 def _profiled_slice(event: ProfilerEvent, shift: int) -> TraceSlice:
     begin = round(1000 * event.ts) + shift
-    # A batch has hundreds of operations, and their arguments are numbers that only the profiler understands.
+    # A batch has hundreds of operations, and their arguments mean nothing outside the profiler.
     return TraceSlice(event.name, begin, begin + round(1000 * event.dur), {} if event.cat == OPERATION else event.args)
 
 
