@@ -42,7 +42,9 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server,
     ],
 )
 def test_embedded_models_use_fused_kernels_on_a_gpu(model: str, backend: str, embedded: tuple[Server, Server]) -> None:
-    on_gpu, on_cpu = ({served["name"]: served for served in server.client.get("/models").json()["models"]} for server in embedded)
+    on_gpu, on_cpu = (
+        {served["name"]: served for served in server.client.get("/models").json()["models"]} for server in embedded
+    )
     assert backend in " ".join(on_gpu[model]["backends"])
     assert "framework" in " ".join(on_cpu[model]["backends"])
 

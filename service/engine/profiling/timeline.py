@@ -97,9 +97,9 @@ def events(
     place: int, device: str, batches: Sequence[TracedBatch], profiled: Sequence[ProfilerEvent], marks: Sequence[ClockMark]
 ) -> list[Event]:
     """Return the trace events of engine number `place`, which is one process of the trace. Batches come in the order of their ends."""
-    trace = [_named("process", place, 0, f"engine-{place} {device}"), _sorted("process", place, 0, place)]
+    trace = _labelled("process", place, 0, f"engine-{place} {device}", place)
     for number, track in enumerate(_tracks(batches, profiled, marks), start=1):
-        trace += [_named("thread", place, number, track.name), _sorted("thread", place, number, number)]
+        trace += _labelled("thread", place, number, track.name, number)
         trace += [event for piece in track.slices for event in _drawn(piece, place, number)]
     return trace
 
@@ -252,12 +252,10 @@ def _drawn(piece: TraceSlice, pid: int, tid: int) -> Iterator[Event]:
         yield from _drawn(part, pid, tid)
 
 
-def _named(kind: str, pid: int, tid: int, name: str) -> Event:
-    return {"ph": "M", "name": f"{kind}_name", "pid": pid, "tid": tid, "args": {"name": name}}
-
-
-def _sorted(kind: str, pid: int, tid: int, index: int) -> Event:
-    return {"ph": "M", "name": f"{kind}_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": index}}
+def _labelled(kind: str, pid: int, tid: int, name: str, index: int) -> list[Event]:
+    """Return the events that name a process or a thread, and place it in the drawing."""
+    labels = (("name", name), ("sort_index", index))
+    return [{"ph": "M", "name": f"{kind}_{label}", "pid": pid, "tid": tid, "args": {label: value}} for label, value in labels]
 
 
 def _ns(seconds: float) -> int:
