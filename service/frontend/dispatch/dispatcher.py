@@ -1,7 +1,7 @@
 """All engines as a frontend sees them: it chooses an engine for every request and hands over the answer.
 
 A stateless request goes to the engine with the smallest predicted wait, a session's chunk to the engine that holds the session. The
-dispatcher has no queue and no session; what it cannot send it refuses.
+dispatcher has no queue and no session: it refuses requests that it cannot send.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Dispatcher:
         self._channel_bytes = channel_bytes
         self._clock = clock
         self._connections: list[EngineConnection] = []
-        """In the order in which they were last chosen, the longest ago first."""
+        """Least recently chosen first."""
         self._orphans: dict[int, PendingRequest] = {}
         """Requests of an engine that ended, while no other engine can take them."""
         self._last_id = 0
@@ -76,7 +76,7 @@ class Dispatcher:
         self._connections.append(connection)
 
     async def submit(self, request: Request, tail: bytes) -> Answered:
-        """Return the answer to a request; raises a ServiceError. The engine is told when the awaiting task is cancelled."""
+        """Return the answer to a request; raises a ServiceError. Cancelling the awaiting task cancels the request in the engine."""
         if not self.ready:
             raise self._not_ready()
         pending = self._send(request, tail)
@@ -149,7 +149,7 @@ class Dispatcher:
         return pending
 
     def _serving(self, key: ModelKey) -> list[EngineConnection]:
-        """Return the ready engines that serve a version, or all ready ones: the status of an engine may still be on its way."""
+        """Return the ready engines that serve a version, or all ready engines: the status of an engine may still be on its way."""
         ready = self._ready_engines()
         return [engine for engine in ready if key in engine.models] or ready
 
@@ -169,7 +169,7 @@ class Dispatcher:
         return await engine.rpc.call_done(message, tail=tail)
 
     def _choose(self, engines: list[EngineConnection]) -> EngineConnection:
-        """Return the engine with the smallest predicted wait; of equal ones, the one chosen longest ago."""
+        """Return the engine with the smallest predicted wait; if several are equal, the least recently chosen."""
         now = self._clock()
         chosen = min(engines, key=lambda engine: engine.wait_seconds(now))
         self._connections.remove(chosen)
@@ -177,7 +177,7 @@ class Dispatcher:
         return chosen
 
     def _expire(self, pending: PendingRequest) -> None:
-        """Fail a request whose deadline has passed."""
+        """Fail a request at its deadline."""
         if not pending.future.done():
             if pending.at is not None:
                 pending.at.cancel(pending)
@@ -242,7 +242,7 @@ class Dispatcher:
 
 
 def _with_room(engines: list[EngineConnection], size: int, limit: int) -> list[EngineConnection]:
-    """Return the engines whose channel has room for `size` more bytes; raises Overloaded when there is none."""
+    """Return the engines with room for `size` more bytes in their channel; raises Overloaded if there are none."""
     with_room = [engine for engine in engines if engine.pending_bytes + size <= limit]
     if not with_room:
         raise Overloaded(
