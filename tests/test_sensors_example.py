@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from service.engine.batching.state_slots import FIRST_SLOT, ZERO_SLOT
 from service.modeling import spec, store
 from service.modeling.encoder import Encoder
 from service.modeling.state_slabs import RowSlots
-from tests.serving import serving
+from tests.reloading import load
+from tests.serving import Server, serving
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "models" / "sensor-forecast" / "1"
@@ -49,6 +51,15 @@ def forecaster(example: Any) -> Any:
 def readings(example: Any) -> Any:
     """A held-out stream, (1, STEPS, 3)."""
     return example.streams((example.TEST, 0), 1, STEPS)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
+    """A server of the shipped model, and its models folder."""
+    root = tmp_path_factory.mktemp("models")
+    shutil.copytree(FOLDER, root / "sensor-forecast" / "1")
+    with serving(root, tmp_path_factory.mktemp("log")) as server:
+        yield server, root
 
 
 @pytest.fixture
@@ -84,13 +95,17 @@ def test_streams_depend_on_the_seed_alone(example: Any) -> None:
     assert streams.shape == (2, 50, len(example.CHANNELS)) and streams.dtype == np.float32
 
 
-def test_training_writes_a_servable_folder(example: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_writes_a_servable_folder(
+    example: Any, served: tuple[Server, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert example.main([*SMALL, "--models", str(tmp_path)]) == 0
     assert "| **sensor-forecast** | " in capsys.readouterr().out
     card = (tmp_path / "sensor-forecast" / "1" / spec.CARD).read_text()
     assert "--hidden 4 --rounds 1" in card and "$" not in card
-    with serving(tmp_path, tmp_path) as server:
-        [output] = server.infer("sensor-forecast", [[[0.1, 0.2, 0.3], [0.2, 0.3, 0.4]]]).json()["outputs"]
+    server, root = served
+    shutil.move(tmp_path / "sensor-forecast" / "1", root / "sensor-forecast" / "2")
+    load(server, "sensor-forecast")
+    [output] = server.infer("sensor-forecast", [[[0.1, 0.2, 0.3], [0.2, 0.3, 0.4]]], version=2).json()["outputs"]
     assert [type(value) for value in output["value"]] == [float] * 3
 
 
@@ -163,11 +178,11 @@ def test_readme_shows_the_errors_of_the_card() -> None:
 
 
 def test_shipped_model_is_listed_and_served(
-    forecaster: Any, readings: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    forecaster: Any, readings: Any, served: tuple[Server, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["models", "--models", str(ROOT / "models")]) == 0
     assert "sensor-forecast  version 1  features > lstm > regress  float16" in capsys.readouterr().out
-    with serving(ROOT / "models", tmp_path) as server:
-        outputs = server.infer("sensor-forecast", [readings[0, :10].tolist(), readings[0].tolist()]).json()["outputs"]
+    inputs = [readings[0, :10].tolist(), readings[0].tolist()]
+    outputs = served[0].infer("sensor-forecast", inputs, version=1).json()["outputs"]
     forecasts = forecaster.forecast(readings)[0]
     np.testing.assert_allclose([output["value"] for output in outputs], forecasts[[9, -1]], atol=ROUNDING)

@@ -336,11 +336,12 @@ def test_random_json_gets_a_reply_or_an_error_body(server: Server, body: Any, mo
 @pytest.fixture(scope="module")
 def static(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server that batches statically: a long sequence keeps the engine busy, because no request joins its batch."""
-    with serving(models_folder, tmp_path_factory.mktemp("log"), batching="static", max_waiting="16") as running:
+    limits = dict.fromkeys(("max_waiting", "max_inputs"), "16")
+    with serving(models_folder, tmp_path_factory.mktemp("log"), batching="static", **limits) as running:
         yield running
 
 
-def busy(server: Server, pool: ThreadPoolExecutor, times: int = 3) -> Future[httpx.Response]:
+def busy(server: Server, pool: ThreadPoolExecutor, times: int = 2) -> Future[httpx.Response]:
     """Keep the engine busy with one long batch, and return the future response to it."""
     parsed = server.metric("seqserve_stage_seconds_count", model="sensors", stage="parse")
     future = pool.submit(server.infer, "sensors", [DENSE * times], deadline_ms=60_000)
