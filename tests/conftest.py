@@ -74,7 +74,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _starts_servers(item):
             item.add_marker("server")
-    items.sort(key=lambda item: (not _module_starts_servers(item), item.get_closest_marker("slow") is None))
+    modules = {getattr(item, "module", None) for item in items if item.get_closest_marker("server")}
+    items.sort(key=lambda item: (getattr(item, "module", None) not in modules, item.get_closest_marker("slow") is None))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -75,6 +75,7 @@ def test_no_import_cycle() -> None:
     TopologicalSorter({name: (imported(name) & MODULES.keys()) - {name} for name in MODULES}).prepare()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", NEVER_LOADS)
 def test_process_does_not_load_the_libraries_of_another(module: str) -> None:
     code = f"import sys, {module}; print(*sys.modules)"

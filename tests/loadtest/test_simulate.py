@@ -155,6 +155,7 @@ def _simulation() -> Simulation:
     return Simulation(GPU, plan, budget_ms=0.5)
 
 
+@pytest.mark.slow
 def test_short_sequences_meet_their_latency_goals() -> None:
     simulation = _simulation()
     results = list(goals([*simulation.over_budgets(), *simulation.at_static_rate()]))
@@ -163,6 +164,7 @@ def test_short_sequences_meet_their_latency_goals() -> None:
     assert all(goal.met for goal in times), "\n".join(map(str, results))
 
 
+@pytest.mark.slow
 def test_command_writes_records_and_charts_and_prints_goals(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

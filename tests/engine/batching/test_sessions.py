@@ -337,6 +337,7 @@ def test_reused_slot_starts_from_zero() -> None:
         send(harness, 9, session=f"s{number}", ends=True)
 
 
+@pytest.mark.slow
 def test_cancel_and_expiry_free_a_slot_once() -> None:
     """A client disconnects, its session expires later, and many sessions start: the double free of Triton's issue 7117."""
     chance = random.Random(7117)
@@ -620,7 +621,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.story.close()
 
 
-TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder = pytest.mark.slow(AnyOrder.TestCase)
 TestAnyOrder.settings = settings(max_examples=40, stateful_step_count=EVENTS, deadline=None)
 
 

@@ -120,6 +120,7 @@ def test_recording_without_a_writable_folder_fails(monkeypatch: pytest.MonkeyPat
     recorder(batches=1).abandon()
 
 
+@pytest.mark.slow
 def test_profiler_writes_nothing_to_standard_error() -> None:
     """In a process of its own: the profiler's library reads its log level once, when it is first used."""
     code = "from service.engine.profiling.recorder import Profiler; assert Profiler('cpu').stop()"

@@ -11,6 +11,7 @@ from loadtest.__main__ import main
 from loadtest.scenarios import devices
 
 
+@pytest.mark.server
 def test_one_device_and_all_devices_answer_every_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

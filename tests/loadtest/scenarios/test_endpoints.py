@@ -30,6 +30,7 @@ from tests.loadtest.conftest import answering, reply
 ROWS = np.arange(6, dtype=np.float32).reshape(2, 3)
 
 
+@pytest.mark.server
 def test_every_endpoint_is_timed_with_every_number_of_frontends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -33,6 +33,7 @@ def test_stages_add_up_and_every_batch_size_has_a_throughput(tmp_path: Path, cap
     assert str(path) in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_open_loop_accounts_for_every_request(tmp_path: Path) -> None:
     ids = {"kind": "ids", "vocabulary": 12, "max_steps": engine_open_loop.LONG}
     regress = {"kind": "regress", "pool": "last"}

@@ -18,6 +18,7 @@ from loadtest.traffic import Traffic
 MODEL = "question-type-cnn"
 
 
+@pytest.mark.server
 def test_service_and_plain_handler_alternate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
