@@ -5,6 +5,7 @@ With SEQSERVE_TEST_ALL=1 a skipped test fails, unless it has the marker `gpu` an
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from collections.abc import Callable, Generator, Iterator
@@ -76,6 +77,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("server")
     modules = {getattr(item, "module", None) for item in items if item.get_closest_marker("server")}
     items.sort(key=lambda item: (getattr(item, "module", None) not in modules, item.get_closest_marker("slow") is None))
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector away from libraries and collected tests: they stay, and each full collection would visit them all."""
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -35,7 +35,6 @@ def record(tmp_path: Path) -> Path:
 def run(pytester: pytest.Pytester, kernels: Path, record: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """A run over tests with this code, on a machine that has a GPU; pytester forgets the modules that it imports."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # each run would import the plugins again
     return lambda code, *arguments: main(arguments, pytester.makepyfile(code), kernels, record)
 
 
