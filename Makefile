@@ -23,9 +23,9 @@ unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo "make serve          install, then serve the embedded models on 127.0.0.1:8000"
-	@echo "make test           install, then lint and run every test that needs no GPU"
-	@echo "make test-fast      run the tests that start no server"
-	@echo "make test-long      run the tests of memory, reloads and sessions under long load: minutes"
+	@echo "make test           install, then lint and run the tests that need no GPU"
+	@echo "make test-fast      run the short tests that start no server"
+	@echo "make test-long      run the tests under long load and other slow tests: minutes"
 	@echo "make test-gpu       run the tests that need a GPU, and record the result in tests/gpu/passed.json"
 	@echo "make docker-test    build the image, start the compose files on a container engine, test and remove them"
 	@echo "make test-anywhere  run the tests as on a busy machine that has just booted"
@@ -77,7 +77,7 @@ test: lint
 	@$(BIN)/python -m tests.gpu --stale
 	@$(BIN)/python -m tests.tiers --stale
 
-# The tests that start no server: for a quick run between two edits. They do not wait, so there is one worker for each core.
+# The short tests that start no server: for a quick run between two edits. They do not wait, so there is one worker for each core.
 test-fast: .venv/tools
 	$(BIN)/python -m pytest $(PARALLEL) --numprocesses $(CORES) -m "not server and not slow and not gpu"
 
