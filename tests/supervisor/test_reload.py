@@ -16,7 +16,6 @@ import pytest
 import uvloop
 
 from service.modeling import spec
-from service.supervisor.repository import POLICY
 from tests import models
 from tests.reloading import TEXT, Load, answered, load, unload
 from tests.serving import Server, eventually, serving
@@ -94,7 +93,7 @@ def reloaded(shared: tuple[Server, Path]) -> Iterator[Reloaded]:
     models.words(root)
     models.accumulator(root)
     for name in ("words", "accumulator"):
-        load(server, name)
+        load(server, name, policy={"all": {}})
     yield Reloaded(server, root, server.log_bytes)
     print(server.log_file.read_bytes()[log_bytes:].decode())
 
@@ -104,7 +103,6 @@ def reloaded(shared: tuple[Server, Path]) -> Iterator[Reloaded]:
 
 def test_reloads_under_load_lose_no_request_and_mix_no_versions(reloaded: Reloaded) -> None:
     server, root, _ = reloaded
-    (root / "words" / POLICY).write_text('serve = "latest"')
     load_of = Load(server)
     rate = LOAD_SHARE * uvloop.run(load_of.capacity())
     load_of = Load(server)
@@ -114,7 +112,7 @@ def test_reloads_under_load_lose_no_request_and_mix_no_versions(reloaded: Reload
         try:
             for version in range(2, RELOADS + 2):
                 models.words(root, version=version, seed=version)
-                load(server, "words")
+                load(server, "words", policy={"latest": {"num_versions": 1}})
                 newest, scores = answered(server)
                 assert newest == str(version)
                 expected[newest] = scores
