@@ -101,30 +101,30 @@ def reloaded(shared: tuple[Server, Path]) -> Iterator[Reloaded]:
 # Under load.
 
 
-def test_reloads_under_load_lose_no_request_and_mix_no_versions(reloaded: Reloaded) -> None:
-    server, root, _ = reloaded
-    load_of = Load(server)
-    rate = LOAD_SHARE * uvloop.run(load_of.capacity())
-    load_of = Load(server)
-    expected = {"1": answered(server)[1]}
-    with ThreadPoolExecutor(1) as thread:
-        running = thread.submit(uvloop.run, load_of.keep(rate))
-        try:
-            for version in range(2, RELOADS + 2):
-                models.words(root, version=version, seed=version)
-                load(server, "words", policy={"latest": {"num_versions": 1}})
-                newest, scores = answered(server)
-                assert newest == str(version)
-                expected[newest] = scores
-        finally:
-            load_of.ended.set()
-        running.result()
-    sent = load_of.check(expected)
-    assert len(load_of.answers) > RELOADS / 2, "requests were answered between most reloads"
-    assert len({json.dumps(scores) for scores in expected.values()}) == RELOADS + 1, "each version has its own answer"
-    print(f"{sent} requests at {rate:.0f}/s, {LOAD_SHARE} of capacity, {RELOADS} reloads: 0 failed")
-    eventually(lambda: list(index(server, "words").values()).count(("READY", "")) == 1, within_seconds=10)
-    eventually(lambda: len(reloaded.events("unloaded")) == RELOADS, within_seconds=10)
+def test_reloads_under_load_lose_no_request_and_mix_no_versions(tmp_path: Path) -> None:
+    with reloading(tmp_path, "--frontends", "2") as (server, root):
+        load_of = Load(server)
+        rate = LOAD_SHARE * uvloop.run(load_of.capacity())
+        load_of = Load(server)
+        expected = {"1": answered(server)[1]}
+        with ThreadPoolExecutor(1) as thread:
+            running = thread.submit(uvloop.run, load_of.keep(rate))
+            try:
+                for version in range(2, RELOADS + 2):
+                    models.words(root, version=version, seed=version)
+                    load(server, "words", policy={"latest": {"num_versions": 1}})
+                    newest, scores = answered(server)
+                    assert newest == str(version)
+                    expected[newest] = scores
+            finally:
+                load_of.ended.set()
+            running.result()
+        sent = load_of.check(expected)
+        assert len(load_of.answers) > RELOADS / 2, "requests were answered between most reloads"
+        assert len({json.dumps(scores) for scores in expected.values()}) == RELOADS + 1, "each version has its own answer"
+        print(f"{sent} requests at {rate:.0f}/s, {LOAD_SHARE} of capacity, {RELOADS} reloads: 0 failed")
+        eventually(lambda: list(index(server, "words").values()).count(("READY", "")) == 1, within_seconds=10)
+        eventually(lambda: len(server.events("unloaded")) == RELOADS, within_seconds=10)
 
 
 # What is served.
