@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,7 @@ class SharedServer:
     """A server for tests that end its processes. A test that ends the server itself costs the next test a start, and nothing else."""
 
     def __init__(self, models: Path, scratch: Path, *flags: str, **variables: str) -> None:
-        self._start = lambda: serving(models, scratch, *flags, **variables)
+        self._start = partial(serving, models, scratch, *flags, **variables)
         self._stack = ExitStack()
         self._server: Server | None = None
 
