@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from service.errors import EngineLost
+from service.errors import EngineLost, ServiceError
 from service.ipc import messages
 from service.ipc.async_channel import AsyncChannel
 from service.ipc.channel import Channel, Frame
@@ -26,21 +26,52 @@ class Answered(NamedTuple):
     data: bytes
 
 
+class Receiver(Protocol):
+    """Receives the end of one request: exactly one of the two calls, in a callback of the event loop."""
+
+    def answered(self, answer: Answer, data: bytes) -> None:
+        """Take the engine's answer and the bytes of its arrays."""
+
+    def failed(self, error: ServiceError) -> None:
+        """Take the error that the request ended with."""
+
+
 @dataclass(slots=True, eq=False)
 class PendingRequest:
     """A request without an answer yet.
 
     `frame` is kept to send the request again: once to another engine, or to the next engine of its session. `at` is the engine that has the
-    request, None while there is none. `orphaned` is true when an engine ended while it had the request.
+    request, None while there is none. `orphaned` is true when an engine ended while it had the request. `timer` fires at the deadline.
+    `done` is true once the receiver was called, or waits no longer.
     """
 
     id: int
     request: Request
     frame: bytes
-    future: asyncio.Future[Answered]
+    receiver: Receiver
+    timer: asyncio.TimerHandle | None = None
     attempts: int = 1
     orphaned: bool = False
     at: EngineConnection | None = None
+    done: bool = False
+
+    def end(self) -> None:
+        """Forget the request everywhere; its receiver is called no more."""
+        self.done = True
+        if self.timer is not None:
+            self.timer.cancel()
+        if self.at is not None:
+            self.at.forget(self)
+
+    def answer(self, answer: Answer, data: bytes) -> None:
+        """End the request with an answer."""
+        self.end()
+        self.receiver.answered(answer, data)
+
+    def fail(self, error: ServiceError) -> None:
+        """End the request with an error."""
+        self.end()
+        self.receiver.failed(error)
 
 
 class PredictedWait:
@@ -53,22 +84,28 @@ class PredictedWait:
         self._reported = 0.0
         self._reported_at = 0.0
         self._sent: dict[int, tuple[int, float]] = {}
+        self._sent_seconds = 0.0
 
     def report(self, seconds: float, frames: int, now: float) -> None:
         """Record the engine's report, which includes the first `frames` frames of this frontend."""
         self._reported, self._reported_at = seconds, now
         self._sent = {id: (frame, price) for id, (frame, price) in self._sent.items() if frame > frames}
+        # Summed anew at every report, so that rounding errors do not add up.
+        self._sent_seconds = sum(price for _, price in self._sent.values())
 
     def add(self, id: int, frame: int, seconds: float) -> None:
         """Record a request of this many predicted seconds, sent as frame number `frame`, counted from 1."""
         self._sent[id] = frame, seconds
+        self._sent_seconds += seconds
 
     def drop(self, id: int) -> None:
         """Forget a request that was answered or cancelled."""
-        self._sent.pop(id, None)
+        sent = self._sent.pop(id, None)
+        if sent is not None:
+            self._sent_seconds = self._sent_seconds - sent[1] if self._sent else 0.0
 
     def seconds(self, now: float) -> float:
-        return max(0.0, self._reported - (now - self._reported_at)) + sum(seconds for _, seconds in self._sent.values())
+        return max(0.0, self._reported - (now - self._reported_at)) + self._sent_seconds
 
 
 class EngineConnection:
@@ -116,7 +153,7 @@ class EngineConnection:
         return self._wait.seconds(now)
 
     def submit(self, pending: PendingRequest) -> None:
-        """Send a request. Its answer, or the error with which the engine refuses it, resolves its future."""
+        """Send a request. Its receiver gets the answer, or the error with which the engine refuses it."""
         pending.at = self
         self.pending[pending.id] = pending
         self._pending_bytes += len(pending.frame)
@@ -158,15 +195,13 @@ class EngineConnection:
 
     def _handle_answer(self, frame: Frame, answer: messages.Answer) -> None:
         pending = self.pending.get(frame.id)
-        if pending is not None and not pending.future.done():
-            pending.future.set_result(Answered(answer, frame.tail))
-            self.forget(pending)
+        if pending is not None:
+            pending.answer(answer, frame.tail)
 
     def _handle_refusal(self, frame: Frame, refusal: messages.Refusal) -> None:
         pending = self.pending.get(frame.id)
-        if pending is not None and not pending.future.done():
-            pending.future.set_exception(refusal.error)
-            self.forget(pending)
+        if pending is not None:
+            pending.fail(refusal.error)
 
     def _count_written(self, size: int, writes: int) -> None:
         self._metrics.channel_bytes.add("frontend", by=size)

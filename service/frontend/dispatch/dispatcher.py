@@ -14,11 +14,11 @@ from contextlib import suppress
 import msgspec
 
 from service.errors import DeadlineExceeded, EngineLost, Overloaded, ServiceError, Unavailable
-from service.frontend.dispatch.connection import Answered, EngineConnection, PendingRequest
+from service.frontend.dispatch.connection import Answered, EngineConnection, PendingRequest, Receiver
 from service.frontend.dispatch.placement import engine_of_session
 from service.ipc import messages
 from service.ipc.channel import Channel, encode, replace_message
-from service.ipc.messages import LoadedModel, ModelKey, Request
+from service.ipc.messages import Answer, LoadedModel, ModelKey, Request
 from service.metrics import Metrics
 
 TRACE_GRACE_SECONDS = 60.0
@@ -75,22 +75,39 @@ class Dispatcher:
         connection = EngineConnection(channel, self._metrics, self._clock, self._next_id, self._handle_met, self._handle_lost)
         self._connections.append(connection)
 
-    async def submit(self, request: Request, tail: bytes) -> Answered:
-        """Return the answer to a request; raises a ServiceError. The engine is told when the awaiting task is cancelled."""
+    def send(self, request: Request, tail: bytes, receiver: Receiver) -> PendingRequest:
+        """Send a request to an engine; raises a ServiceError.
+
+        The receiver is called later, never before this function returns, and not at all after `cancel`.
+        """
         if not self.ready:
             raise self._not_ready()
-        pending = self._send(request, tail)
-        # A timer of the loop: asyncio.timeout takes as long as the rest of this function.
-        timer = asyncio.get_running_loop().call_later(request.deadline - self._clock(), self._expire, pending)
-        try:
-            return await pending.future
-        except asyncio.CancelledError:
+        id = self._next_id()
+        frame = encode(request, id, (tail,))
+        engines = self._serving(request.key) if request.session is None else [self._engine_of(request.session)]
+        engine = self._choose(_with_room(engines, len(frame), self._channel_bytes))
+        pending = PendingRequest(id, request, frame, receiver)
+        engine.submit(pending)
+        seconds = max(0.0, request.deadline - self._clock())
+        pending.timer = asyncio.get_running_loop().call_later(seconds, self._expire, pending)
+        return pending
+
+    def cancel(self, pending: PendingRequest) -> None:
+        """Tell the engine that nothing waits for a request any longer."""
+        if not pending.done:
+            self._orphans.pop(pending.id, None)
             if pending.at is not None:
                 pending.at.cancel(pending)
-            raise
+            pending.end()
+
+    async def submit(self, request: Request, tail: bytes) -> Answered:
+        """Return the answer to a request; raises a ServiceError. Cancels the request when the awaiting task is cancelled."""
+        receiver = _FutureReceiver()
+        pending = self.send(request, tail, receiver)
+        try:
+            return await receiver.future
         finally:
-            timer.cancel()
-            self._forget(pending)
+            self.cancel(pending)
 
     async def trace(self, batches: int, seconds: float) -> list[bytes]:
         """Record the next batches of every ready engine. Return a JSON array of trace events for each; raises a ServiceError."""
@@ -139,15 +156,6 @@ class Dispatcher:
     def _ready_engines(self) -> list[EngineConnection]:
         return [engine for engine in self._connections if engine.ready]
 
-    def _send(self, request: Request, tail: bytes) -> PendingRequest:
-        id = self._next_id()
-        frame = encode(request, id, (tail,))
-        engines = self._serving(request.key) if request.session is None else [self._engine_of(request.session)]
-        engine = self._choose(_with_room(engines, len(frame), self._channel_bytes))
-        pending = PendingRequest(id, request, frame, asyncio.get_running_loop().create_future())
-        engine.submit(pending)
-        return pending
-
     def _serving(self, key: ModelKey) -> list[EngineConnection]:
         """Return the ready engines that serve a version, or all ready ones: the status of an engine may still be on its way."""
         ready = self._ready_engines()
@@ -170,6 +178,8 @@ class Dispatcher:
 
     def _choose(self, engines: list[EngineConnection]) -> EngineConnection:
         """Return the engine with the smallest predicted wait; of equal ones, the one chosen longest ago."""
+        if len(engines) == 1:
+            return engines[0]
         now = self._clock()
         chosen = min(engines, key=lambda engine: engine.wait_seconds(now))
         self._connections.remove(chosen)
@@ -178,10 +188,10 @@ class Dispatcher:
 
     def _expire(self, pending: PendingRequest) -> None:
         """Fail a request whose deadline has passed."""
-        if not pending.future.done():
-            if pending.at is not None:
-                pending.at.cancel(pending)
-            pending.future.set_exception(_deadline_error(pending))
+        self._orphans.pop(pending.id, None)
+        if pending.at is not None:
+            pending.at.cancel(pending)
+        pending.fail(_deadline_error(pending))
 
     def _not_ready(self) -> ServiceError:
         if self._met.is_set():
@@ -209,10 +219,8 @@ class Dispatcher:
         session is lost.
         """
         self._connections.remove(engine)
-        for pending in engine.pending.values():
+        for pending in list(engine.pending.values()):
             pending.at, pending.orphaned = None, True
-            if pending.future.done():
-                continue
             if pending.request.session is None:
                 self._retry(pending)
             else:
@@ -224,7 +232,7 @@ class Dispatcher:
         pending.attempts += 1
         if pending.attempts > MAX_ATTEMPTS:
             message = "two engines ended while they had this request: it is not sent to a third"
-            pending.future.set_exception(EngineLost(message, retry_after=1))
+            pending.fail(EngineLost(message, retry_after=1))
         elif self.ready:
             self._resubmit(pending)
         else:
@@ -234,11 +242,6 @@ class Dispatcher:
         """Send a request again. The channel limit does not apply: the request was accepted once."""
         self._choose(self._serving(pending.request.key)).submit(pending)
         self._metrics.rerun.add()
-
-    def _forget(self, pending: PendingRequest) -> None:
-        self._orphans.pop(pending.id, None)
-        if pending.at is not None:
-            pending.at.forget(pending)
 
 
 def _with_room(engines: list[EngineConnection], size: int, limit: int) -> list[EngineConnection]:
@@ -263,3 +266,18 @@ def _deadline_error(pending: PendingRequest) -> ServiceError:
     if pending.orphaned:
         return EngineLost("an engine ended and no other answered before the deadline: retry", retry_after=1)
     return DeadlineExceeded("the deadline passed before the answer arrived: allow more time, or send fewer requests")
+
+
+class _FutureReceiver:
+    """Passes the end of a request to a future."""
+
+    def __init__(self) -> None:
+        self.future: asyncio.Future[Answered] = asyncio.get_running_loop().create_future()
+
+    def answered(self, answer: Answer, data: bytes) -> None:
+        if not self.future.done():
+            self.future.set_result(Answered(answer, data))
+
+    def failed(self, error: ServiceError) -> None:
+        if not self.future.done():
+            self.future.set_exception(error)
