@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import orjson
+
 from service.errors import ModelError, UnknownModel
+from service.frontend.head_outputs import OutputWriter
 from service.frontend.quoting import quote
 from service.ipc.messages import Manifest, ModelKey, ModelVersion
 from service.log import Log
@@ -16,16 +19,24 @@ from service.modeling.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """One version of a model. `generation` identifies the content of its folder, as in the engines' ModelKey."""
+    """One version of a model. `generation` identifies the content of its folder, as in the engines' ModelKey.
+
+    `writer` writes its outputs. `identity` has its name and version as JSON members.
+    """
 
     spec: ModelSpec
     version: str
     tokenizer: Tokenizer | None
     generation: int = 0
+    key: ModelKey = field(init=False)
+    writer: OutputWriter = field(init=False, compare=False, repr=False)
+    identity: bytes = field(init=False, compare=False, repr=False)
 
-    @property
-    def key(self) -> ModelKey:
-        return ModelKey(self.spec.name, self.version, self.generation)
+    def __post_init__(self) -> None:
+        identity = b'"model":%b,"version":%b' % (orjson.dumps(self.spec.name), orjson.dumps(self.version))
+        object.__setattr__(self, "key", ModelKey(self.spec.name, self.version, self.generation))
+        object.__setattr__(self, "writer", OutputWriter(self.spec))
+        object.__setattr__(self, "identity", identity)
 
 
 ModelIndex = Mapping[str, Mapping[str, ServedModel]]

@@ -118,21 +118,32 @@ def check_single_input(count: int, field: str = "inputs") -> None:
         )
 
 
-def parse_input(value: Any, field: str, model: ServedModel) -> NDArray[Any]:
-    """Return one JSON or binary input as (steps,) token ids or (steps, features) numbers; raises InvalidInput or TooLarge."""
+def pack_input(value: Any, field: str, model: ServedModel) -> bytes:
+    """Return one JSON or binary input as the engine takes it, little-endian: int32 token ids, or rows of float32.
+
+    Raises InvalidInput or TooLarge.
+    """
     spec = model.spec.input
-    if isinstance(value, bytes):
-        array = _parse_bytes(value, field, model)
-    elif isinstance(value, str) and model.tokenizer is not None:
-        array = np.array(tokenize(value, field, model), IDS)
+    if isinstance(value, str) and model.tokenizer is not None:
+        data = tokenize(value, field, model)
+    elif isinstance(value, bytes):
+        data = _parse_bytes(value, field, model).tobytes()
     elif isinstance(value, list) and spec.features is None:
-        array = _parse_ids(value, field, model)
+        data = _parse_ids(value, field, model).tobytes()
     elif isinstance(value, list) and spec.features is not None:
-        array = _parse_features(value, field, model, spec.features)
+        data = _parse_features(value, field, model, spec.features).tobytes()
     else:
         raise InvalidInput(f"{field} is {describe_value(value)} and {model.spec.name} takes {_accepted(model)}", field=field)
-    check_steps(len(array), field, model)
-    return array
+    check_steps(len(data) // spec.step_bytes, field, model)
+    return data
+
+
+def pack_inputs(values: list[Any], field_of: FieldOf, model: ServedModel, settings: Settings) -> tuple[list[int], bytes]:
+    """Return the time steps of each input of a request, and all inputs packed end to end; raises InvalidInput or TooLarge."""
+    check_input_count(len(values), settings)
+    packed = [pack_input(value, field_of(index), model) for index, value in enumerate(values)]
+    size = model.spec.input.step_bytes
+    return [len(data) // size for data in packed], b"".join(packed)
 
 
 def check_steps(steps: int, field: str, model: ServedModel) -> None:
@@ -164,8 +175,8 @@ def engine_features(values: NDArray[Any], field_of: FieldOf, model: ServedModel)
     return values.astype(FEATURES, copy=False)
 
 
-def tokenize(text: str, field: str, model: ServedModel) -> list[int]:
-    """Return the token ids of a text, for a model that has a tokenizer; raises InvalidInput or TooLarge."""
+def tokenize(text: str, field: str, model: ServedModel) -> bytes:
+    """Return the token ids of a text as little-endian int32, for a model with a tokenizer; raises InvalidInput or TooLarge."""
     limit = model.spec.input.max_characters
     if len(text) > limit:
         raise TooLarge(
@@ -174,7 +185,7 @@ def tokenize(text: str, field: str, model: ServedModel) -> list[int]:
             field=field,
         )
     assert model.tokenizer is not None
-    ids = model.tokenizer.ids(text, field)
+    ids = model.tokenizer.packed_ids(text, field)
     if not ids:
         raise InvalidInput(f"{field} has no words: send a text with at least one", field=field)
     return ids
@@ -219,7 +230,7 @@ def _parse_features(values: list[Any], field: str, model: ServedModel, width: in
 def _parse_bytes(data: bytes, field: str, model: ServedModel) -> NDArray[Any]:
     """Return a binary input, little-endian: int32 token ids, or rows of float32."""
     width = model.spec.input.features
-    size = 4 * (width or 1)
+    size = model.spec.input.step_bytes
     if len(data) % size:
         raise InvalidInput(
             f"{field} has {len(data)} bytes and a step of {model.spec.name} has {size}: send whole steps", field=field

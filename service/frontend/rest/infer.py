@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from typing import Annotated, Any, Literal
 
-import msgspec
+import orjson
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr
 
 from service.errors import InvalidInput
 from service.frontend import validation
 from service.frontend.catalog import ServedModel
-from service.frontend.head_outputs import InferOutput, format_outputs, input_field
+from service.frontend.head_outputs import InferOutput, input_field
 from service.frontend.http_exchange import cancel_on_disconnect, read_json, respond
 from service.frontend.inference import Frontend, TrackedRequest, run_inference, track_request
 from service.frontend.rest.schemas import ERRORS, JsonBody, SessionId, describe_body
@@ -92,23 +92,23 @@ async def answer(frontend: Frontend, tracked: TrackedRequest, body: InferBody) -
 
     model, (shapes, data) = await run_inference(frontend, tracked, body.model, body.version, body.session, build)
     start = time.monotonic()
-    reply: dict[str, Any] = {
-        "model": model.spec.name,
-        "version": model.version,
-        "outputs": format_outputs(model.spec, shapes, data, body.field_of),
-    }
-    if body.session is not None:
-        reply["session"] = {"id": body.session, "steps": shapes.session_steps}
-    encoded = msgspec.json.encode(reply)
+    encoded = write_reply(model, model.writer.write(shapes, data, body.field_of), body.session, shapes.session_steps)
     frontend.metrics.stage_seconds.observe(time.monotonic() - start, *tracked.labels, "encode")
     return encoded
 
 
+def write_reply(model: ServedModel, outputs: bytes, session: str | None = None, session_steps: int = 0) -> bytes:
+    """Return the JSON of an InferReply. outputs: from the model's OutputWriter."""
+    if session is None:
+        return b'{%b,"outputs":%b}' % (model.identity, outputs)
+    progress = orjson.dumps({"id": session, "steps": session_steps})
+    return b'{%b,"outputs":%b,"session":%b}' % (model.identity, outputs, progress)
+
+
 def build_request(body: InferBody, model: ServedModel, settings: Settings, arrived: float) -> tuple[messages.Request, bytes]:
     """Return the engine's request and its tensor bytes; raises InvalidInput or TooLarge, which name the first wrong field."""
-    validation.check_input_count(len(body.inputs), settings)
     _check_session_fields(body)
-    arrays = [validation.parse_input(value, body.field_of(index), model) for index, value in enumerate(body.inputs)]
+    lengths, data = validation.pack_inputs(body.inputs, body.field_of, model, settings)
     options = validation.Options(
         returns=check_returns(body, model.spec),
         deadline_ms=validation.resolve_deadline_ms(body.deadline_ms, settings),
@@ -118,8 +118,7 @@ def build_request(body: InferBody, model: ServedModel, settings: Settings, arriv
         session_ends=body.end,
         exact_version=body.version is not None,
     )
-    request = validation.engine_request([len(array) for array in arrays], options, model, arrived)
-    return request, b"".join(array.tobytes() for array in arrays)
+    return validation.engine_request(lengths, options, model, arrived), data
 
 
 def check_returns(body: InferBody, spec: ModelSpec) -> messages.Returns:
