@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -119,6 +119,13 @@ class Histogram(Series):
         values[bisect_left(self.buckets, value)] += 1
         values[-1] += value
 
+    def observe_all(self, observed: Sequence[float], *labels: str) -> None:
+        """Observe many values at once."""
+        values = self._at(labels, len(self.buckets) + 2)
+        for value in observed:
+            values[bisect_left(self.buckets, value)] += 1
+        values[-1] += sum(observed)
+
 
 class Metrics:
     """All series, as attributes. Units are seconds and other base units.
@@ -128,6 +135,7 @@ class Metrics:
     """
 
     def __init__(self) -> None:
+        self._folds: list[Callable[[], None]] = []
         model = ("model", "version")
         self.requests = Counter("seqserve_requests", "Inference requests over all protocols, by outcome.", (*model, "outcome"))
         self.accepted = Counter(
@@ -234,11 +242,17 @@ class Metrics:
         for series in self.series():
             series.values = {labels: list(values) for labels, values in remaining[series.name]}
 
+    def before_snapshot(self, fold: Callable[[], None]) -> None:
+        """Call `fold` before every snapshot. It adds what was counted elsewhere, where each count must cost next to nothing."""
+        self._folds.append(fold)
+
     def series(self) -> Iterator[Series]:
         return (value for value in vars(self).values() if isinstance(value, Series))
 
     def snapshot(self) -> Snapshot:
         """Return the counts of this process as plain data."""
+        for fold in self._folds:
+            fold()
         return {series.name: [(labels, list(values)) for labels, values in series.values.items()] for series in self.series()}
 
 

@@ -14,8 +14,11 @@ from fastapi import FastAPI
 
 from service.errors import StartError
 from service.frontend.control import Control
-from service.frontend.inference import Frontend
+from service.frontend.http_protocol import Endpoint, FindEndpoint, HotPath, HttpProtocol
+from service.frontend.inference import Frontend, RequestTally
 from service.frontend.oip.grpc_server import GrpcServer
+from service.frontend.request_heads import RequestHead
+from service.frontend.rest.hot_infer import HotInfer
 from service.frontend.websocket_protocol import WebSocketProtocol
 from service.log import Log
 
@@ -109,6 +112,7 @@ class FrontendServer(uvicorn.Server):
         super().__init__(config)
         self._is_restart = is_restart
         self._listeners: list[Listener] = []
+        self._hot_path = HotPath(frontend, hot_endpoints(frontend))
         self._control = control
         self._frontend = frontend
         self._grpc = grpc
@@ -140,10 +144,18 @@ class FrontendServer(uvicorn.Server):
 
     def _make_protocol(self) -> asyncio.Protocol:
         """Return a protocol for one connection, as uvicorn's own startup creates it."""
-        protocol: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[call-arg]
-            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
-        )
-        return protocol
+        return HttpProtocol(self.config, self.server_state, self.lifespan.state, hot_path=self._hot_path)
+
+
+def hot_endpoints(frontend: Frontend) -> FindEndpoint:
+    """Return the endpoints of the hot path."""
+    tally = RequestTally(frontend.metrics)
+    infer = HotInfer(frontend, tally)
+
+    def find(head: RequestHead) -> Endpoint | None:
+        return infer if head.path == "/infer" else None
+
+    return find
 
 
 class _JsonLogHandler(logging.Handler):
@@ -167,7 +179,7 @@ def serve(
         logging.getLogger(logger).addHandler(_JsonLogHandler(frontend.log))
     config = uvicorn.Config(
         app,
-        http="httptools",
+        http=HttpProtocol,
         loop="uvloop",
         ws=WebSocketProtocol,
         ws_max_size=frontend.settings.max_body_bytes,

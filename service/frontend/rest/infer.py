@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import orjson
@@ -110,7 +111,7 @@ def build_request(body: InferBody, model: ServedModel, settings: Settings, arriv
     _check_session_fields(body)
     lengths, data = validation.pack_inputs(body.inputs, body.field_of, model, settings)
     options = validation.Options(
-        returns=check_returns(body, model.spec),
+        returns=check_returns(body.returns, model.spec),
         deadline_ms=validation.resolve_deadline_ms(body.deadline_ms, settings),
         priority=body.priority,
         session=body.session,
@@ -121,12 +122,12 @@ def build_request(body: InferBody, model: ServedModel, settings: Settings, arriv
     return validation.engine_request(lengths, options, model, arrived), data
 
 
-def check_returns(body: InferBody, spec: ModelSpec) -> messages.Returns:
+def check_returns(returns: Sequence[str], spec: ModelSpec) -> messages.Returns:
     """Validate `return`. Raises InvalidInput for vectors that the model does not have."""
     for name, available in (("embedding", spec.has_embedding), ("sequence", spec.has_steps)):
-        if name in body.returns and not available:
+        if name in returns and not available:
             raise InvalidInput(f"{spec.name} has no {name} to return: leave {name} out of return", field="return")
-    return validation.requested_returns(body.returns, spec)
+    return validation.requested_returns(returns, spec)
 
 
 def _check_session_fields(body: InferBody) -> None:

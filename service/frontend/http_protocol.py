@@ -1,0 +1,221 @@
+"""The hot path of HTTP: the endpoints of inference answered with callbacks below uvicorn, without ASGI, tasks and futures.
+
+A request that is in any way unusual goes to uvicorn's own protocol as the bytes that arrived, and from there to the ASGI application: the
+general path. Both paths share validation, dispatch and the writing of answers, and return the same bytes for the same request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any, Protocol
+
+import msgspec
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from service.errors import STATUS, ServiceError, TooLarge
+from service.frontend.http_exchange import JSON, error_body
+from service.frontend.inference import Frontend
+from service.frontend.request_heads import RequestHead, RequestHeads
+
+MAX_WAITING_BYTES = 1 << 16
+"""Bytes of pipelined requests that are read before the running one is answered."""
+_HEAD_END = b"\r\n\r\n"
+
+
+class Exchange(Protocol):
+    """Where the reply to one request goes."""
+
+    def respond(self, content: bytes, headers: bytes) -> None:
+        """Send a successful reply. headers: complete lines, without Content-Length."""
+
+    def respond_error(self, error: ServiceError) -> None:
+        """Send an error."""
+
+
+class Call(Protocol):
+    """A request that was sent to an engine and is not answered yet."""
+
+    def disconnect(self) -> None:
+        """The client closed the connection: cancel the request. The exchange is not used any more."""
+
+
+class Endpoint(Protocol):
+    """An endpoint of the hot path."""
+
+    def start(self, head: RequestHead, body: bytes, exchange: Exchange) -> Call | None:
+        """Start a request, or return None if the general path must answer it. Raises the ServiceError of a request that is refused.
+
+        Raises msgspec.MsgspecError or RecursionError for a body that the general path must explain. The reply comes after the return.
+        """
+
+
+FindEndpoint = Callable[[RequestHead], Endpoint | None]
+
+
+class HotPath:
+    """What the connections of a frontend share: the endpoints, the known heads of requests and the headers of replies."""
+
+    def __init__(self, frontend: Frontend, find_endpoint: FindEndpoint) -> None:
+        self.frontend = frontend
+        self.heads = RequestHeads()
+        self.find_endpoint = find_endpoint
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._header_lines = b""
+
+    def reply(self, status: bytes, headers: list[tuple[bytes, bytes]], content: bytes, more_headers: bytes) -> bytes:
+        """Return a whole reply. headers: the server's own, a new list when they change. more_headers: complete lines."""
+        if headers is not self._headers:
+            self._headers, self._header_lines = headers, b"".join([b"%b: %b\r\n" % pair for pair in headers])
+        return b"HTTP/1.1 %b\r\n%bcontent-length: %d\r\n%b\r\n%b" % (
+            status,
+            self._header_lines,
+            len(content),
+            more_headers,
+            content,
+        )
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """One HTTP connection. Requests run one at a time; later ones wait in the order in which they arrived."""
+
+    def __init__(
+        self, config: uvicorn.Config, server_state: ServerState, app_state: dict[str, Any], *, hot_path: HotPath
+    ) -> None:
+        super().__init__(config, server_state, app_state)
+        self._hot_path = hot_path
+        self._general = False
+        """Whether the connection's bytes go to the general path."""
+        self._message_begun = False
+        """Whether the general path has read a request in part."""
+        self._call: Call | None = None
+        self._parts: list[bytes] = []
+        """Bytes that arrived and are not handled yet."""
+        self._size = 0
+        self._needed = 0
+        """Size of `_parts` at which the first request in them is complete, as far as known."""
+        self._last_reply = False
+
+    def data_received(self, data: bytes) -> None:
+        """Answer hot requests, and pass the bytes of all others to the general path."""
+        if self._general:
+            if not self._general_path_idle():
+                super().data_received(data)
+                return
+            self._general = False
+        self._parts.append(data)
+        self._size += len(data)
+        if self._call is not None:
+            if self._size > MAX_WAITING_BYTES:
+                self.flow.pause_reading()
+        elif self._size >= self._needed:
+            self._start_next()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Cancel the running request."""
+        if self._call is not None:
+            self._call.disconnect()
+            self._call = None
+        self._parts.clear()
+        super().connection_lost(exc)
+
+    def shutdown(self) -> None:
+        """Close the connection after the running request, if there is one."""
+        if self._call is None and not self._parts:
+            super().shutdown()
+        else:
+            self._last_reply = True
+
+    def resume_writing(self) -> None:
+        """Continue with the requests that wait while the client reads its replies slowly."""
+        super().resume_writing()
+        if self._parts and self._call is None and not self._general and self._size >= self._needed:
+            self._start_next()
+
+    def on_message_begin(self) -> None:
+        self._message_begun = True
+        super().on_message_begin()
+
+    def on_message_complete(self) -> None:
+        self._message_begun = False
+        super().on_message_complete()
+
+    def respond(self, content: bytes, headers: bytes) -> None:
+        """Send a successful reply to the running request."""
+        self._reply(b"200 OK", content, headers)
+
+    def respond_error(self, error: ServiceError) -> None:
+        """Send an error as the reply to the running request."""
+        status = HTTPStatus(STATUS[type(error)].http)
+        headers = b"content-type: " + JSON.encode() + b"\r\n"
+        if error.retry_after is not None:
+            headers += b"retry-after: %d\r\n" % error.retry_after
+        self._last_reply |= isinstance(error, TooLarge)
+        self._reply(b"%d %b" % (status, status.phrase.encode()), error_body(error), headers)
+
+    def _general_path_idle(self) -> bool:
+        """Return whether the general path has answered all that it read, so that the next byte begins a request."""
+        return not self._message_begun and self.cycle is not None and self.cycle.response_complete and not self.pipeline
+
+    def _start_next(self) -> None:
+        """Start the first of the requests that arrived, if it is complete and the client reads its replies."""
+        if self.flow.write_paused:
+            return
+        data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        end = data.find(_HEAD_END) + len(_HEAD_END)
+        head = self._hot_path.heads.find(data[:end]) if end >= len(_HEAD_END) else None
+        endpoint = self._hot_path.find_endpoint(head) if head is not None else None
+        if head is None or endpoint is None or head.length > self._hot_path.frontend.settings.max_body_bytes:
+            self._pass_on(data)
+            return
+        self._needed = end + head.length
+        if len(data) < self._needed:
+            self._parts, self._size = [data], len(data)
+            return
+        body, rest = data[end : self._needed], data[self._needed :]
+        self._parts, self._size, self._needed = [rest] if rest else [], len(rest), 0
+        if not self._start(endpoint, head, body):
+            self._pass_on(data)
+
+    def _start(self, endpoint: Endpoint, head: RequestHead, body: bytes) -> bool:
+        """Start a request; false when the general path must answer it."""
+        self._unset_keepalive_if_required()
+        try:
+            self._call = endpoint.start(head, body, self)
+        except (msgspec.MsgspecError, RecursionError):
+            return False
+        except ServiceError as error:
+            self.respond_error(error)
+        except Exception as error:
+            self.respond_error(self._hot_path.frontend.internal_error(error))
+        else:
+            return self._call is not None
+        return True
+
+    def _pass_on(self, data: bytes) -> None:
+        """Let the general path answer what arrived, until it is idle again."""
+        self._general = True
+        self._parts, self._size, self._needed = [], 0, 0
+        super().data_received(data)
+
+    def _reply(self, status: bytes, content: bytes, headers: bytes) -> None:
+        self._call = None
+        self._last_reply |= self._hot_path.frontend.draining
+        if self._last_reply:
+            headers += b"connection: close\r\n"
+        self.transport.write(self._hot_path.reply(status, self.server_state.default_headers, content, headers))
+        self.server_state.total_requests += 1
+        if self._last_reply:
+            self.transport.close()
+            return
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+        if self._parts:
+            self.flow.resume_reading()
+            self.loop.call_soon(self._start_waiting)
+
+    def _start_waiting(self) -> None:
+        """Start a request that arrived while the last one ran."""
+        if self._parts and self._call is None and not self._general and not self.transport.is_closing():
+            self._start_next()
