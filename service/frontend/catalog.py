@@ -21,7 +21,7 @@ from service.modeling.tokenizer import Tokenizer
 class ServedModel:
     """One version of a model. `generation` identifies the content of its folder, as in the engines' ModelKey.
 
-    `writer` writes its outputs. `identity` has its name and version as JSON members.
+    `writer` writes its outputs. `min_steps` is the shortest sequence that it takes. `identity` has its name and version as JSON members.
     """
 
     spec: ModelSpec
@@ -30,12 +30,14 @@ class ServedModel:
     generation: int = 0
     key: ModelKey = field(init=False)
     writer: OutputWriter = field(init=False, compare=False, repr=False)
+    min_steps: int = field(init=False, compare=False, repr=False)
     identity: bytes = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         identity = b'"model":%b,"version":%b' % (orjson.dumps(self.spec.name), orjson.dumps(self.version))
         object.__setattr__(self, "key", ModelKey(self.spec.name, self.version, self.generation))
         object.__setattr__(self, "writer", OutputWriter(self.spec))
+        object.__setattr__(self, "min_steps", self.spec.min_steps)
         object.__setattr__(self, "identity", identity)
 
 

@@ -6,6 +6,7 @@ general path. Both paths share validation, dispatch and the writing of answers, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, Protocol
@@ -97,6 +98,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._needed = 0
         """Size of `_parts` at which the first request in them is complete, as far as known."""
         self._last_reply = False
+        self._idle_since = math.inf
 
     def data_received(self, data: bytes) -> None:
         """Answer hot requests, and pass the bytes of all others to the general path."""
@@ -127,6 +129,11 @@ class HttpProtocol(HttpToolsProtocol):
             super().shutdown()
         else:
             self._last_reply = True
+
+    def close_if_idle(self, now: float) -> None:
+        """Close a connection that waits for its next request for longer than the keep-alive limit. now: the loop's time in seconds."""
+        if now - self._idle_since > self.timeout_keep_alive:
+            self.timeout_keep_alive_handler()
 
     def resume_writing(self) -> None:
         """Continue with the requests that wait while the client reads its replies slowly."""
@@ -182,6 +189,7 @@ class HttpProtocol(HttpToolsProtocol):
     def _start(self, endpoint: Endpoint, head: RequestHead, body: bytes) -> bool:
         """Start a request; false when the general path must answer it."""
         self._unset_keepalive_if_required()
+        self._idle_since = math.inf
         try:
             self._call = endpoint.start(head, body, self)
         except (msgspec.MsgspecError, RecursionError):
@@ -196,7 +204,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _pass_on(self, data: bytes) -> None:
         """Let the general path answer what arrived, until it is idle again."""
-        self._general = True
+        self._general, self._idle_since = True, math.inf
         self._parts, self._size, self._needed = [], 0, 0
         super().data_received(data)
 
@@ -210,7 +218,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self._last_reply:
             self.transport.close()
             return
-        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+        self._idle_since = self.loop.time()
         if self._parts:
             self.flow.resume_reading()
             self.loop.call_soon(self._start_waiting)

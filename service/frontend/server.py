@@ -29,6 +29,8 @@ PING_SECONDS = 20.0
 """Interval of WebSocket pings, and the wait for a pong before the socket is closed."""
 ACCEPT_PAUSE_SECONDS, MAX_ACCEPTS = 0.001, 64
 """Pause between two rounds of accepting connections, and the most connections of one round."""
+TICKS_PER_SECOND = 10
+"""Calls of uvicorn's `on_tick`."""
 ERROR_PAUSE_SECONDS = 1.0
 """Pause after accepting a connection has failed."""
 
@@ -141,6 +143,15 @@ class FrontendServer(uvicorn.Server):
         if self._grpc is not None:
             closing.append(self._grpc.close())
         await asyncio.gather(*closing)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Close idle connections once a second: a timer for each connection would cost more than its requests."""
+        if counter % TICKS_PER_SECOND == 0:
+            now = asyncio.get_running_loop().time()
+            for connection in list(self.server_state.connections):
+                if isinstance(connection, HttpProtocol):
+                    connection.close_if_idle(now)
+        return await super().on_tick(counter)
 
     def _make_protocol(self) -> asyncio.Protocol:
         """Return a protocol for one connection, as uvicorn's own startup creates it."""

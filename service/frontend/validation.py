@@ -151,9 +151,9 @@ def check_steps(steps: int, field: str, model: ServedModel) -> None:
     if steps == 0:
         raise InvalidInput(f"{field} is empty: send at least one step", field=field)
     _check_max_steps(steps, field, model)
-    if steps < model.spec.min_steps:
+    if steps < model.min_steps:
         raise InvalidInput(
-            f"{field} has {steps} steps and {model.spec.name} needs at least {model.spec.min_steps}: send a longer sequence",
+            f"{field} has {steps} steps and {model.spec.name} needs at least {model.min_steps}: send a longer sequence",
             field=field,
         )
 

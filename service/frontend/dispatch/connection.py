@@ -5,12 +5,12 @@ Nothing here knows that there are other engines.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from service.errors import EngineLost, ServiceError
+from service.frontend.dispatch.deadlines import Deadlines
 from service.ipc import messages
 from service.ipc.async_channel import AsyncChannel
 from service.ipc.channel import Channel, Frame
@@ -41,15 +41,16 @@ class PendingRequest:
     """A request without an answer yet.
 
     `frame` is kept to send the request again: once to another engine, or to the next engine of its session. `at` is the engine that has the
-    request, None while there is none. `orphaned` is true when an engine ended while it had the request. `timer` fires at the deadline.
-    `done` is true once the receiver was called, or waits no longer.
+    request, None while there is none. `orphaned` is true when an engine ended while it had the request. `done` is true once the receiver was
+    called, or waits no longer. `key` is the request's model version.
     """
 
     id: int
     request: Request
     frame: bytes
     receiver: Receiver
-    timer: asyncio.TimerHandle | None = None
+    deadlines: Deadlines[PendingRequest]
+    key: ModelKey
     attempts: int = 1
     orphaned: bool = False
     at: EngineConnection | None = None
@@ -58,8 +59,7 @@ class PendingRequest:
     def end(self) -> None:
         """Forget the request everywhere; its receiver is called no more."""
         self.done = True
-        if self.timer is not None:
-            self.timer.cancel()
+        self.deadlines.discard(self, self.request.deadline)
         if self.at is not None:
             self.at.forget(self)
 
@@ -158,7 +158,7 @@ class EngineConnection:
         self.pending[pending.id] = pending
         self._pending_bytes += len(pending.frame)
         self._channel.send(pending.frame)
-        model = self.models.get(pending.request.key)
+        model = self.models.get(pending.key)
         self._wait.add(pending.id, self._channel.frames_sent, model.seconds(pending.request.lengths) if model else 0.0)
 
     def release(self, key: ModelKey) -> None:

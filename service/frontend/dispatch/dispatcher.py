@@ -15,6 +15,7 @@ import msgspec
 
 from service.errors import DeadlineExceeded, EngineLost, Overloaded, ServiceError, Unavailable
 from service.frontend.dispatch.connection import Answered, EngineConnection, PendingRequest, Receiver
+from service.frontend.dispatch.deadlines import Deadlines
 from service.frontend.dispatch.placement import engine_of_session
 from service.ipc import messages
 from service.ipc.channel import Channel, encode, replace_message
@@ -50,6 +51,7 @@ class Dispatcher:
         """In the order in which they were last chosen, the longest ago first."""
         self._orphans: dict[int, PendingRequest] = {}
         """Requests of an engine that ended, while no other engine can take them."""
+        self._deadlines: Deadlines[PendingRequest] = Deadlines(self._expire, clock)
         self._last_id = 0
         self._met = asyncio.Event()
 
@@ -82,14 +84,13 @@ class Dispatcher:
         """
         if not self.ready:
             raise self._not_ready()
-        id = self._next_id()
+        id, key = self._next_id(), request.key
         frame = encode(request, id, (tail,))
-        engines = self._serving(request.key) if request.session is None else [self._engine_of(request.session)]
+        engines = self._serving(key) if request.session is None else [self._engine_of(request.session)]
         engine = self._choose(_with_room(engines, len(frame), self._channel_bytes))
-        pending = PendingRequest(id, request, frame, receiver)
+        pending = PendingRequest(id, request, frame, receiver, self._deadlines, key)
         engine.submit(pending)
-        seconds = max(0.0, request.deadline - self._clock())
-        pending.timer = asyncio.get_running_loop().call_later(seconds, self._expire, pending)
+        self._deadlines.add(pending, request.deadline)
         return pending
 
     def cancel(self, pending: PendingRequest) -> None:
@@ -146,6 +147,7 @@ class Dispatcher:
 
     def close(self) -> None:
         """Close the channels; pending requests are lost."""
+        self._deadlines.close()
         while self._connections:
             self._connections.pop().close()
 
@@ -240,7 +242,7 @@ class Dispatcher:
 
     def _resubmit(self, pending: PendingRequest) -> None:
         """Send a request again. The channel limit does not apply: the request was accepted once."""
-        self._choose(self._serving(pending.request.key)).submit(pending)
+        self._choose(self._serving(pending.key)).submit(pending)
         self._metrics.rerun.add()
 
 
