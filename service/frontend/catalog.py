@@ -21,7 +21,8 @@ from service.modeling.tokenizer import Tokenizer
 class ServedModel:
     """One version of a model. `generation` identifies the content of its folder, as in the engines' ModelKey.
 
-    `writer` writes its outputs. `min_steps` is the shortest sequence that it takes. `identity` has its name and version as JSON members.
+    `writer` writes its outputs. `min_steps` is the shortest sequence that it takes, `step_bytes` the size of
+    a time step. `identity` has its name and version as JSON members.
     """
 
     spec: ModelSpec
@@ -31,6 +32,7 @@ class ServedModel:
     key: ModelKey = field(init=False)
     writer: OutputWriter = field(init=False, compare=False, repr=False)
     min_steps: int = field(init=False, compare=False, repr=False)
+    step_bytes: int = field(init=False, compare=False, repr=False)
     identity: bytes = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -38,10 +40,11 @@ class ServedModel:
         object.__setattr__(self, "key", ModelKey(self.spec.name, self.version, self.generation))
         object.__setattr__(self, "writer", OutputWriter(self.spec))
         object.__setattr__(self, "min_steps", self.spec.min_steps)
+        object.__setattr__(self, "step_bytes", self.spec.input.step_bytes)
         object.__setattr__(self, "identity", identity)
 
 
-ModelIndex = Mapping[str, Mapping[str, ServedModel]]
+ModelIndex = dict[str, dict[str, ServedModel]]
 """Served models by name or alias, then by version in ascending order."""
 
 
@@ -92,7 +95,9 @@ class Catalog:
         versions = self.index.get(name)
         if versions is None:
             raise UnknownModel(f"unknown model {quote(name)}: served are {', '.join(sorted(self.index))}", field="model")
-        number = list(versions)[-1] if version is None else str(version)
+        if version is None:
+            return versions[next(reversed(versions))]
+        number = str(version)
         if number not in versions:
             raise UnknownModel(
                 f"{name} has no version {quote(number)}: served are {', '.join(versions)}; leave version out for the newest",
@@ -145,7 +150,7 @@ def _build_index(models: Iterable[ServedModel], aliases: Mapping[str, str]) -> M
     by_name: dict[str, dict[str, ServedModel]] = {}
     for model in models:
         by_name.setdefault(model.spec.name, {})[model.version] = model
-    index: dict[str, Mapping[str, ServedModel]] = dict(by_name)
+    index: ModelIndex = dict(by_name)
     for alias, target in aliases.items():
         name, pinned, version = target.partition("/")
         versions = by_name.get(name, {})

@@ -20,6 +20,7 @@ from service.ipc.messages import FEATURES, IDS, Answer
 from service.modeling.spec import ClassifyHead, EmbedHead, ModelSpec, NextHead, RegressHead, SequenceHead, SpanHead, TagHead
 
 Array = NDArray[Any]
+_INPUT_FIELDS = tuple(f"inputs[{index}]" for index in range(64))
 
 
 class InferOutput(BaseModel):
@@ -66,7 +67,7 @@ class _SequenceArrays:
 
 def input_field(index: int) -> str:
     """Return the name of one input of a request for an error message."""
-    return f"inputs[{index}]"
+    return _INPUT_FIELDS[index] if index < len(_INPUT_FIELDS) else f"inputs[{index}]"
 
 
 def decode_arrays(spec: ModelSpec, answer: Answer, data: bytes, field_of: Callable[[int], str] = input_field) -> list[Array]:

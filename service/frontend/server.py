@@ -17,6 +17,7 @@ from service.frontend.control import Control
 from service.frontend.http_protocol import Endpoint, FindEndpoint, HotPath, HttpProtocol
 from service.frontend.inference import Frontend, RequestTally
 from service.frontend.oip.grpc_server import GrpcServer
+from service.frontend.oip.hot_infer import HotOipInfer
 from service.frontend.request_heads import RequestHead
 from service.frontend.rest.hot_infer import HotInfer
 from service.frontend.websocket_protocol import WebSocketProtocol
@@ -161,10 +162,12 @@ class FrontendServer(uvicorn.Server):
 def hot_endpoints(frontend: Frontend) -> FindEndpoint:
     """Return the endpoints of the hot path."""
     tally = RequestTally(frontend.metrics)
-    infer = HotInfer(frontend, tally)
+    infer, oip_infer = HotInfer(frontend, tally), HotOipInfer(frontend, tally)
 
     def find(head: RequestHead) -> Endpoint | None:
-        return infer if head.path == "/infer" else None
+        if head.path == "/infer":
+            return infer
+        return oip_infer if head.path.startswith("/v2/") and head.path.endswith("/infer") else None
 
     return find
 

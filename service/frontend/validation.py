@@ -8,9 +8,10 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from functools import lru_cache
 from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import FailFast, Field, TypeAdapter, ValidationError
@@ -35,8 +36,7 @@ _ROW = Annotated[list[Annotated[float, Field(strict=True, allow_inf_nan=False)]]
 _FEATURES = TypeAdapter(Annotated[list[_ROW], FailFast()])
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
+class Options(msgspec.Struct, frozen=True):
     """What a request asks for besides its inputs, in the same form for every API. InferBody describes each option.
 
     `exact_version` is true when the client named a version instead of the newest.
@@ -71,7 +71,12 @@ def engine_request(lengths: list[int], options: Options, model: ServedModel, arr
 
 def requested_returns(names: Iterable[str], spec: ModelSpec) -> Returns:
     """Return which vectors the engine must return: the vectors that the client names, and the output of the head itself."""
-    outputs = {*names, spec.head.kind.replace("embed", "embedding")}
+    return _returns(frozenset(names), spec.head.kind)
+
+
+@lru_cache
+def _returns(names: frozenset[str], head: str) -> Returns:
+    outputs = {*names, head.replace("embed", "embedding")}
     return Returns(embedding="embedding" in outputs, sequence="sequence" in outputs)
 
 
@@ -134,7 +139,7 @@ def pack_input(value: Any, field: str, model: ServedModel) -> bytes:
         data = _parse_features(value, field, model, spec.features).tobytes()
     else:
         raise InvalidInput(f"{field} is {describe_value(value)} and {model.spec.name} takes {_accepted(model)}", field=field)
-    check_steps(len(data) // spec.step_bytes, field, model)
+    check_steps(len(data) // model.step_bytes, field, model)
     return data
 
 
@@ -142,7 +147,7 @@ def pack_inputs(values: list[Any], field_of: FieldOf, model: ServedModel, settin
     """Return the time steps of each input of a request, and all inputs packed end to end; raises InvalidInput or TooLarge."""
     check_input_count(len(values), settings)
     packed = [pack_input(value, field_of(index), model) for index, value in enumerate(values)]
-    size = model.spec.input.step_bytes
+    size = model.step_bytes
     return [len(data) // size for data in packed], b"".join(packed)
 
 
@@ -230,7 +235,7 @@ def _parse_features(values: list[Any], field: str, model: ServedModel, width: in
 def _parse_bytes(data: bytes, field: str, model: ServedModel) -> NDArray[Any]:
     """Return a binary input, little-endian: int32 token ids, or rows of float32."""
     width = model.spec.input.features
-    size = model.spec.input.step_bytes
+    size = model.step_bytes
     if len(data) % size:
         raise InvalidInput(
             f"{field} has {len(data)} bytes and a step of {model.spec.name} has {size}: send whole steps", field=field

@@ -41,8 +41,8 @@ class PendingRequest:
     """A request without an answer yet.
 
     `frame` is kept to send the request again: once to another engine, or to the next engine of its session. `at` is the engine that has the
-    request, None while there is none. `orphaned` is true when an engine ended while it had the request. `done` is true once the receiver was
-    called, or waits no longer. `key` is the request's model version.
+    request, None while there is none. `orphaned` is true when an engine ended while it had the request. `done` is true once the receiver
+    was called, or waits no longer. `key` is the request's model version.
     """
 
     id: int
@@ -130,7 +130,6 @@ class EngineConnection:
         self._on_lost = on_lost
         self._wait = PredictedWait()
         self._handlers: dict[type[Message], Callable[[Frame, Any], None]] = {
-            messages.Answer: self._handle_answer,
             messages.Backlog: self._handle_backlog,
             messages.EngineStatus: self._handle_status,
             messages.Refusal: self._handle_refusal,
@@ -180,7 +179,9 @@ class EngineConnection:
         self._channel.close()
 
     def _handle_frame(self, frame: Frame) -> None:
-        if not self.rpc.handle_reply(frame) and type(frame.message) in self._handlers:
+        if type(frame.message) is messages.Answer:
+            self._handle_answer(frame, frame.message)
+        elif not self.rpc.handle_reply(frame) and type(frame.message) in self._handlers:
             self._handlers[type(frame.message)](frame, frame.message)
 
     def _handle_status(self, frame: Frame, status: messages.EngineStatus) -> None:

@@ -48,7 +48,8 @@ class Dispatcher:
         self._channel_bytes = channel_bytes
         self._clock = clock
         self._connections: list[EngineConnection] = []
-        """In the order in which they were last chosen, the longest ago first."""
+        self._ready: list[EngineConnection] = []
+        """The engines that answer requests, in the order in which they were last chosen, the longest ago first."""
         self._orphans: dict[int, PendingRequest] = {}
         """Requests of an engine that ended, while no other engine can take them."""
         self._deadlines: Deadlines[PendingRequest] = Deadlines(self._expire, clock)
@@ -57,12 +58,12 @@ class Dispatcher:
 
     @property
     def ready(self) -> bool:
-        return any(engine.ready for engine in self._connections)
+        return bool(self._ready)
 
     @property
     def models(self) -> list[LoadedModel]:
         """Return the models that the ready engines serve, each model once."""
-        engines = sorted(self._ready_engines(), key=lambda engine: engine.place)
+        engines = sorted(self._ready, key=lambda engine: engine.place)
         keys = dict.fromkeys(key for engine in engines for key in engine.models)
         return [_merged([engine.models[key] for engine in engines if key in engine.models]) for key in keys]
 
@@ -116,7 +117,7 @@ class Dispatcher:
             raise self._not_ready()
         recording = messages.RecordTrace(batches, seconds)
         timeout = seconds + TRACE_GRACE_SECONDS
-        calls = [asyncio.ensure_future(engine.rpc.call_done(recording, timeout=timeout)) for engine in self._ready_engines()]
+        calls = [asyncio.ensure_future(engine.rpc.call_done(recording, timeout=timeout)) for engine in self._ready]
         try:
             return await asyncio.gather(*calls)
         finally:
@@ -155,19 +156,17 @@ class Dispatcher:
         self._last_id += 1
         return self._last_id
 
-    def _ready_engines(self) -> list[EngineConnection]:
-        return [engine for engine in self._connections if engine.ready]
-
     def _serving(self, key: ModelKey) -> list[EngineConnection]:
         """Return the ready engines that serve a version, or all ready ones: the status of an engine may still be on its way."""
-        ready = self._ready_engines()
-        return [engine for engine in ready if key in engine.models] or ready
+        if len(self._ready) == 1:
+            return self._ready
+        return [engine for engine in self._ready if key in engine.models] or self._ready
 
     def _engine_of(self, session: str) -> EngineConnection:
         """Return the engine that holds a session, or will hold it; raises EngineLost while that engine restarts."""
         place = engine_of_session(session, self._engine_count)
-        for engine in self._connections:
-            if engine.ready and engine.place == place:
+        for engine in self._ready:
+            if engine.place == place:
                 return engine
         if not self.ready:
             raise self._not_ready()
@@ -184,8 +183,8 @@ class Dispatcher:
             return engines[0]
         now = self._clock()
         chosen = min(engines, key=lambda engine: engine.wait_seconds(now))
-        self._connections.remove(chosen)
-        self._connections.append(chosen)
+        self._ready.remove(chosen)
+        self._ready.append(chosen)
         return chosen
 
     def _expire(self, pending: PendingRequest) -> None:
@@ -202,6 +201,7 @@ class Dispatcher:
 
     def _handle_met(self, engine: EngineConnection) -> None:
         """Send the orphaned requests to an engine that is ready now, session chunks only to the engine of their session."""
+        self._ready.append(engine)
         self._met.set()
         self._on_ready()
         orphans, self._orphans = self._orphans, {}
@@ -221,6 +221,8 @@ class Dispatcher:
         session is lost.
         """
         self._connections.remove(engine)
+        if engine in self._ready:
+            self._ready.remove(engine)
         for pending in list(engine.pending.values()):
             pending.at, pending.orphaned = None, True
             if pending.request.session is None:
@@ -248,6 +250,8 @@ class Dispatcher:
 
 def _with_room(engines: list[EngineConnection], size: int, limit: int) -> list[EngineConnection]:
     """Return the engines whose channel has room for `size` more bytes; raises Overloaded when there is none."""
+    if len(engines) == 1 and engines[0].pending_bytes + size <= limit:
+        return engines
     with_room = [engine for engine in engines if engine.pending_bytes + size <= limit]
     if not with_room:
         raise Overloaded(

@@ -124,8 +124,8 @@ def build_request(body: InferBody, model: ServedModel, settings: Settings, arriv
 
 def check_returns(returns: Sequence[str], spec: ModelSpec) -> messages.Returns:
     """Validate `return`. Raises InvalidInput for vectors that the model does not have."""
-    for name, available in (("embedding", spec.has_embedding), ("sequence", spec.has_steps)):
-        if name in returns and not available:
+    for name in returns:
+        if not (spec.has_embedding if name == "embedding" else spec.has_steps):
             raise InvalidInput(f"{spec.name} has no {name} to return: leave {name} out of return", field="return")
     return validation.requested_returns(returns, spec)
 
