@@ -80,7 +80,7 @@ class HotEndpoint(ABC):
 
     @abstractmethod
     def parse(self, head: RequestHead, body: bytes) -> Parsed | None:
-        """Return the decoded request, or None for the general path; raises as `Endpoint.start` does."""
+        """Return the decoded request, or None for a request that only the general path can answer or explain."""
 
     @abstractmethod
     def build(self, parsed: Parsed, model: ServedModel, arrived: float) -> tuple[Request, bytes]:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, Protocol
 
-import msgspec
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
@@ -47,9 +46,9 @@ class Endpoint(Protocol):
     """An endpoint of the hot path."""
 
     def start(self, head: RequestHead, body: bytes, exchange: Exchange) -> Call | None:
-        """Start a request, or return None if the general path must answer it. Raises the ServiceError of a request that is refused.
+        """Start a request, or return None if the general path must answer it. The reply comes after the return.
 
-        Raises msgspec.MsgspecError or RecursionError for a body that the general path must explain. The reply comes after the return.
+        Raises the ServiceError of a request that is refused.
         """
 
 
@@ -192,8 +191,6 @@ class HttpProtocol(HttpToolsProtocol):
         self._idle_since = math.inf
         try:
             self._call = endpoint.start(head, body, self)
-        except (msgspec.MsgspecError, RecursionError):
-            return False
         except ServiceError as error:
             self.respond_error(error)
         except Exception as error:

@@ -42,7 +42,10 @@ class HotInfer(HotEndpoint):
     def parse(self, head: RequestHead, body: bytes) -> Parsed | None:
         if head.length > MAX_BODY_BYTES or head.headers.get(b"content-type") not in _JSON_TYPES:
             return None
-        parsed = _decode(body)
+        try:
+            parsed = _decode(body)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return None
         return Parsed(parsed.model, parsed.version, parsed)
 
     def build(self, parsed: Parsed, model: ServedModel, arrived: float) -> tuple[Request, bytes]:
