@@ -7,7 +7,6 @@ general path. Both paths share validation, dispatch and the writing of answers, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, Protocol
 
@@ -52,18 +51,23 @@ class Endpoint(Protocol):
         """
 
 
-FindEndpoint = Callable[[RequestHead], Endpoint | None]
-
-
 class HotPath:
     """What the connections of a frontend share: the endpoints, the known heads of requests and the headers of replies."""
 
-    def __init__(self, frontend: Frontend, find_endpoint: FindEndpoint) -> None:
+    def __init__(self, frontend: Frontend, infer: Endpoint, oip_infer: Endpoint) -> None:
+        """infer: POST /infer. oip_infer: inference of the Open Inference Protocol."""
         self.frontend = frontend
         self.heads = RequestHeads()
-        self.find_endpoint = find_endpoint
+        self._infer = infer
+        self._oip_infer = oip_infer
         self._headers: list[tuple[bytes, bytes]] = []
         self._header_lines = b""
+
+    def find_endpoint(self, path: str) -> Endpoint | None:
+        """Return the endpoint that answers requests to a path, if there is one on the hot path."""
+        if path == "/infer":
+            return self._infer
+        return self._oip_infer if path.startswith("/v2/models/") and path.endswith("/infer") else None
 
     def reply(self, status: bytes, headers: list[tuple[bytes, bytes]], content: bytes, more_headers: bytes) -> bytes:
         """Return a whole reply. headers: the server's own, a new list when they change. more_headers: complete lines."""
@@ -172,7 +176,7 @@ class HttpProtocol(HttpToolsProtocol):
         data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
         end = data.find(_HEAD_END) + len(_HEAD_END)
         head = self._hot_path.heads.find(data[:end]) if end >= len(_HEAD_END) else None
-        endpoint = self._hot_path.find_endpoint(head) if head is not None else None
+        endpoint = self._hot_path.find_endpoint(head.path) if head is not None else None
         if head is None or endpoint is None or head.length > self._hot_path.frontend.settings.max_body_bytes:
             self._pass_on(data)
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -129,58 +129,6 @@ def track_request(metrics: Metrics, arrived: float) -> Iterator[TrackedRequest]:
             metrics.last_answer.set(datetime.now(UTC).timestamp(), *tracked.labels)
         else:
             metrics.failed_seconds.add(*tracked.labels, by=seconds)
-
-
-class RequestTally:
-    """Counts requests as `track_request` does, for the hot path: in plain lists, which are folded into the metrics when these are read."""
-
-    MAX_UNFOLDED = 8192
-    """Requests after which the lists are folded in any case."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-        self._accepted = self._ended = self._unfolded = 0
-        self._seconds: dict[tuple[str, str], dict[str, list[float]]] = {}
-        self._last_answer: dict[tuple[str, str], float] = {}
-        metrics.before_snapshot(self._fold)
-
-    def accept(self) -> None:
-        """Count a request that was sent to an engine."""
-        self._accepted += 1
-
-    def answer(self, labels: tuple[str, str], parse: Sequence[float], total: Sequence[float], encode: float) -> None:
-        """Count requests of one model that were answered together. parse, total: seconds of each; encode: seconds of all."""
-        seconds = self._seconds.get(labels)
-        if seconds is None:
-            seconds = self._seconds[labels] = {"parse": [], "encode": [], "total": []}
-        seconds["parse"] += parse
-        seconds["total"] += total
-        seconds["encode"] += [encode / len(total)] * len(total)
-        self._last_answer[labels] = time.monotonic()
-        self._ended += len(total)
-        self._unfolded += len(total)
-        if self._unfolded > self.MAX_UNFOLDED:
-            self._fold()
-
-    def fail(self, labels: tuple[str, str], outcome: str, seconds: float) -> None:
-        """Count a request that ended without an answer."""
-        self._ended += 1
-        self._metrics.requests.add(*labels, outcome)
-        self._metrics.stage_seconds.observe(seconds, *labels, "total")
-        self._metrics.failed_seconds.add(*labels, by=seconds)
-
-    def _fold(self) -> None:
-        metrics = self._metrics
-        metrics.accepted.add(by=self._accepted)
-        metrics.in_flight.add(by=self._accepted - self._ended)
-        self._accepted = self._ended = self._unfolded = 0
-        for labels, stages in self._seconds.items():
-            metrics.requests.add(*labels, OK, by=len(stages["total"]))
-            for stage, seconds in stages.items():
-                metrics.stage_seconds.observe_all(seconds, *labels, stage)
-            age = time.monotonic() - self._last_answer[labels]
-            metrics.last_answer.set(datetime.now(UTC).timestamp() - age, *labels)
-        self._seconds, self._last_answer = {}, {}
 
 
 RequestBuilder = Callable[[ServedModel], tuple[Request, bytes]]

@@ -14,12 +14,12 @@ from fastapi import FastAPI
 
 from service.errors import StartError
 from service.frontend.control import Control
-from service.frontend.http_protocol import Endpoint, FindEndpoint, HotPath, HttpProtocol
-from service.frontend.inference import Frontend, RequestTally
+from service.frontend.hot_calls import RequestTally
+from service.frontend.http_protocol import HotPath, HttpProtocol
+from service.frontend.inference import Frontend
 from service.frontend.oip.grpc_server import GrpcServer
 from service.frontend.oip.hot_infer import HotOipInfer
-from service.frontend.request_heads import RequestHead
-from service.frontend.rest.hot_infer import HotInfer
+from service.frontend.rest.infer import HotInfer
 from service.frontend.websocket_protocol import WebSocketProtocol
 from service.log import Log
 
@@ -115,7 +115,7 @@ class FrontendServer(uvicorn.Server):
         super().__init__(config)
         self._is_restart = is_restart
         self._listeners: list[Listener] = []
-        self._hot_path = HotPath(frontend, hot_endpoints(frontend))
+        self._hot_path = build_hot_path(frontend)
         self._control = control
         self._frontend = frontend
         self._grpc = grpc
@@ -159,17 +159,10 @@ class FrontendServer(uvicorn.Server):
         return HttpProtocol(self.config, self.server_state, self.lifespan.state, hot_path=self._hot_path)
 
 
-def hot_endpoints(frontend: Frontend) -> FindEndpoint:
-    """Return the endpoints of the hot path."""
+def build_hot_path(frontend: Frontend) -> HotPath:
+    """Return the hot path that all connections of a frontend share."""
     tally = RequestTally(frontend.metrics)
-    infer, oip_infer = HotInfer(frontend, tally), HotOipInfer(frontend, tally)
-
-    def find(head: RequestHead) -> Endpoint | None:
-        if head.path == "/infer":
-            return infer
-        return oip_infer if head.path.startswith("/v2/") and head.path.endswith("/infer") else None
-
-    return find
+    return HotPath(frontend, HotInfer(frontend, tally), HotOipInfer(frontend, tally))
 
 
 class _JsonLogHandler(logging.Handler):

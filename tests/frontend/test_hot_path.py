@@ -8,6 +8,7 @@ import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -17,6 +18,7 @@ from tests.serving import Server, serving
 HOT = b"POST /infer HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n"
 GENERAL_HEADER = b"TE: trailers\r\n"
 """A header that makes any request unusual, and that no endpoint reads."""
+UNUSUAL_INPUTS: list[Any] = [None, True, 5, {}, ["x"], [1.0], [-1], [10**30], [2**63], [[1.0]], "\ud800"]
 
 
 @pytest.fixture(scope="module")
@@ -66,13 +68,13 @@ def count_replies(data: bytes) -> int:
 def bodies() -> list[bytes]:
     """Return bodies of POST /infer: valid ones, refused ones and broken ones."""
     texts = ["how far is it ?", "How FAR, is 12 it?!", "日本 é", "a\tb\nc", "[UNK] far", "", "   ", "x" * 3000]
-    valid = [{"model": "words", "inputs": [text]} for text in texts]
+    valid: list[dict[str, Any]] = [{"model": "words", "inputs": [text]} for text in texts]
     valid += [
         {"model": "words", "inputs": texts[:3]},
         {"model": "words", "inputs": [[1, 2, 3]]},
         {"model": "words", "inputs": [[]]},
     ]
-    options = [
+    options: list[dict[str, Any]] = [
         *({"version": version} for version in ("1", 1, "7", 1.0, True, None, 10**30)),
         *(
             {"return": names}
@@ -89,7 +91,7 @@ def bodies() -> list[bytes]:
             {"inputs": 5},
             {"inputs": []},
         ),
-        *({"inputs": [value]} for value in (None, True, 5, {}, ["x"], [1.0], [-1], [10**30], [2**63], [[1.0]], "\ud800")),
+        *({"inputs": [value]} for value in UNUSUAL_INPUTS),
         *({"model": value} for value in ("nothing", "", 5, None, "x" * 5000)),
     ]
     valid += [{"model": "words", "inputs": ["how far"], **option} for option in options]
@@ -117,7 +119,7 @@ def oip_messages() -> list[bytes]:
     """Return inference requests of the Open Inference Protocol: JSON and binary, valid and refused."""
     text = {"name": "text", "datatype": "BYTES", "shape": [1], "data": ["how far"]}
     ids = {"name": "ids", "datatype": "INT32", "shape": [3], "data": [1, 2, 3]}
-    documents = [
+    documents: list[dict[str, Any]] = [
         {"inputs": [text]},
         {"inputs": [ids], "id": "seven"},
         {"inputs": [ids], "outputs": [{"name": "scores", "parameters": {"binary_data": True}}]},

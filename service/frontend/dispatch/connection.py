@@ -5,18 +5,22 @@ Nothing here knows that there are other engines.
 
 from __future__ import annotations
 
+import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from service.errors import EngineLost, ServiceError
-from service.frontend.dispatch.deadlines import Deadlines
 from service.ipc import messages
 from service.ipc.async_channel import AsyncChannel
 from service.ipc.channel import Channel, Frame
 from service.ipc.messages import Answer, LoadedModel, Message, ModelKey, Request
 from service.ipc.rpc import Rpc
 from service.metrics import Metrics
+
+DEADLINE_RESOLUTION_SECONDS = 0.005
+"""A deadline is noticed at most this late."""
 
 
 class Answered(NamedTuple):
@@ -49,7 +53,7 @@ class PendingRequest:
     request: Request
     frame: bytes
     receiver: Receiver
-    deadlines: Deadlines[PendingRequest]
+    deadlines: Deadlines
     key: ModelKey
     attempts: int = 1
     orphaned: bool = False
@@ -59,7 +63,7 @@ class PendingRequest:
     def end(self) -> None:
         """Forget the request everywhere; its receiver is called no more."""
         self.done = True
-        self.deadlines.discard(self, self.request.deadline)
+        self.deadlines.discard(self)
         if self.at is not None:
             self.at.forget(self)
 
@@ -72,6 +76,59 @@ class PendingRequest:
         """End the request with an error."""
         self.end()
         self.receiver.failed(error)
+
+
+class Deadlines:
+    """Calls `on_expired` with each request whose deadline passes while it is here.
+
+    Requests whose deadlines fall into the same interval of DEADLINE_RESOLUTION_SECONDS expire together, at its end. All share one timer of
+    the event loop, because a timer for each would cost more than its dispatch.
+    """
+
+    def __init__(self, on_expired: Callable[[PendingRequest], None], clock: Callable[[], float]) -> None:
+        self._on_expired = on_expired
+        self._clock = clock
+        self._slots: dict[int, set[PendingRequest]] = {}
+        self._armed_slot = math.inf
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, pending: PendingRequest) -> None:
+        """Watch a request."""
+        slot = _slot(pending)
+        self._slots.setdefault(slot, set()).add(pending)
+        if slot < self._armed_slot:
+            self._arm(slot)
+
+    def discard(self, pending: PendingRequest) -> None:
+        """Watch a request no longer."""
+        slot = _slot(pending)
+        watched = self._slots.get(slot)
+        if watched is not None:
+            watched.discard(pending)
+            if not watched:
+                del self._slots[slot]
+
+    def close(self) -> None:
+        """Stop the timer."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _arm(self, slot: int) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._armed_slot = slot
+        seconds = max(0.0, slot * DEADLINE_RESOLUTION_SECONDS - self._clock())
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._expire)
+
+    def _expire(self) -> None:
+        """Expire what is due. The timer was set for the earliest slot of its time; by now that slot may be gone."""
+        self._timer, self._armed_slot = None, math.inf
+        now = self._clock()
+        for slot in [slot for slot in self._slots if slot * DEADLINE_RESOLUTION_SECONDS <= now]:
+            for pending in self._slots.pop(slot):
+                self._on_expired(pending)
+        if self._slots:
+            self._arm(min(self._slots))
 
 
 class PredictedWait:
@@ -211,3 +268,7 @@ class EngineConnection:
     def _lose(self) -> None:
         self.rpc.close(EngineLost("the engine ended before it replied: retry", retry_after=1))
         self._on_lost(self)
+
+
+def _slot(pending: PendingRequest) -> int:
+    return math.ceil(pending.request.deadline / DEADLINE_RESOLUTION_SECONDS)

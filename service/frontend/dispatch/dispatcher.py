@@ -14,8 +14,7 @@ from contextlib import suppress
 import msgspec
 
 from service.errors import DeadlineExceeded, EngineLost, Overloaded, ServiceError, Unavailable
-from service.frontend.dispatch.connection import Answered, EngineConnection, PendingRequest, Receiver
-from service.frontend.dispatch.deadlines import Deadlines
+from service.frontend.dispatch.connection import Answered, Deadlines, EngineConnection, PendingRequest, Receiver
 from service.frontend.dispatch.placement import engine_of_session
 from service.ipc import messages
 from service.ipc.channel import Channel, encode, replace_message
@@ -52,7 +51,7 @@ class Dispatcher:
         """The engines that answer requests, in the order in which they were last chosen, the longest ago first."""
         self._orphans: dict[int, PendingRequest] = {}
         """Requests of an engine that ended, while no other engine can take them."""
-        self._deadlines: Deadlines[PendingRequest] = Deadlines(self._expire, clock)
+        self._deadlines = Deadlines(self._expire, clock)
         self._last_id = 0
         self._met = asyncio.Event()
 
@@ -91,7 +90,7 @@ class Dispatcher:
         engine = self._choose(_with_room(engines, len(frame), self._channel_bytes))
         pending = PendingRequest(id, request, frame, receiver, self._deadlines, key)
         engine.submit(pending)
-        self._deadlines.add(pending, request.deadline)
+        self._deadlines.add(pending)
         return pending
 
     def cancel(self, pending: PendingRequest) -> None:
