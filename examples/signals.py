@@ -44,7 +44,7 @@ def streams(seed: Sequence[int], count: int, steps: int) -> Readings:
 
 
 def wave(random: Generator, shape: tuple[int, int], period: float) -> Series:
-    """Return sines of about this period, whose frequency and amplitude wander by some tens of percent."""
+    """Return sines of about this period. Their frequency and amplitude wander by some tens of percent."""
     frequency = np.exp(wander(random, shape, 100, 0.4)) / period
     amplitude = np.exp(wander(random, shape, 150, 0.3))
     return amplitude * np.sin(2 * np.pi * (random.random((shape[0], 1)) + np.cumsum(frequency, axis=1)))

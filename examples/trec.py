@@ -22,12 +22,12 @@ def read_questions(file: Path) -> list[Question]:
 
 
 def is_missing(folder: Path | None, *files: str) -> bool:
-    """Return whether the folder is None or lacks one of the files."""
+    """Return whether the folder is None or lacks a file."""
     return folder is None or not all((folder / name).is_file() for name in files)
 
 
 def download_instructions(*files: str) -> str:
-    """Return instructions for a user whose folder lacks one of the files."""
+    """Return instructions for a user with a folder that lacks a file."""
     listed = "\n".join(f"  {name:16}{QUESTIONS[name]}" for name in files)
     return f"""\
 The TREC question classification set (Li and Roth, 2002) is needed; the project does not ship it. Make a folder with

@@ -22,7 +22,7 @@ FAMILIES = ("lstm", "gru", "sru", "qrnn", "conv")
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What decides the choice of a backend: device, dtype and size, all known before any data."""
+    """The properties that decide the choice of a backend: device, dtype and size. All are known before any data."""
 
     device: torch.device
     storage: torch.dtype
@@ -34,7 +34,7 @@ class Backend:
     """One implementation of a kernel family.
 
     refuses: returns why it cannot or should not run a problem, or None; describe: returns details of how it runs a problem;
-    bidirectional: runs both directions at once, where that is faster than one after the other.
+    bidirectional: runs both directions at once, for backends where that is faster than two runs.
     """
 
     name: str

@@ -55,8 +55,8 @@ class Kernel:
         """Launch the kernel on torch's stream; raises RuntimeError when the driver refuses.
 
         blocks: along each axis of the grid; shared: bytes of shared memory of a block; members: of the first argument, a structure with
-        members of eight bytes; arguments: those after it; early: the kernel may start while earlier kernels of the stream run, and waits
-        for them itself (griddepcontrol.wait).
+        members of eight bytes; arguments: the remaining arguments; early: the kernel may start while earlier kernels of the
+        stream run, and waits for them itself (griddepcontrol.wait).
         """
         stream = torch._C._cuda_getCurrentRawStream(self.device)  # the public function takes 5 us longer
         config = _config(blocks, self.threads, shared, stream, self.cooperative, early)
@@ -99,7 +99,7 @@ def load_kernel(
 
 def shared_limit(device: int) -> int:
     """Return the bytes of shared memory that a block may have."""
-    properties: Any = torch.cuda.get_device_properties(device)  # torch's type stubs lack some of them
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's type stubs lack some device properties
     return int(properties.shared_memory_per_block_optin)
 
 

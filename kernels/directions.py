@@ -13,10 +13,10 @@ from kernels.ragged import Encoded, Outputs, Ragged, RunKernel, reversal_index
 
 
 def compose_directions(run: RunKernel) -> RunKernel:
-    """Return a function that runs both directions with `run`, one after the other. The backward direction reads reversed rows.
+    """Return a function that runs the forward direction and then the backward direction, on reversed rows, with `run`.
 
-    Its weights are the pair (forward, backward), and so are its states, in and out; states may be None. The outputs of each step are in
-    the order of the tokens in both directions.
+    The function takes the weights as a pair (forward, backward). It takes and returns the states as such a pair; states may be None. In
+    both directions, the outputs of the steps are in the order of the tokens.
     """
 
     def run_both(x: Ragged, weights: tuple[Any, Any], states: tuple[Any, Any] | None, *, want: Outputs) -> Encoded:

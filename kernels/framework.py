@@ -1,4 +1,4 @@
-"""What the framework backends share: a loop over the time steps of a ragged batch that never computes padding.
+"""Shared by the framework backends: a loop over the time steps of a ragged batch that never computes padding.
 
 Rows run longest first, so that the rows that still have steps always come first and every step is one contiguous slice.
 """

@@ -1,4 +1,4 @@
-"""What the launchers of all families share: devices a kernel runs on, arrays in the form kernels read, and tile arithmetic."""
+"""Shared by the launchers of all families: devices that run a kernel, arrays in the form that kernels read, and tile arithmetic."""
 
 from __future__ import annotations
 

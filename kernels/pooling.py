@@ -17,7 +17,7 @@ def pool_steps(steps: Tensor, offsets: Tensor, want: Outputs, *, directions: int
     has_steps = torch.diff(offsets)[:, None] > 0
 
     def reduce_rows(operation: str, initial: float) -> Tensor:
-        # Scattered additions would give other bits each time; segment_reduce sums each row in one thread.
+        # Scattered additions would give different bits on every run; segment_reduce sums each row in one thread.
         return torch.segment_reduce(steps, operation, offsets=offsets.long(), axis=0, initial=initial, unsafe=True)
 
     def mean() -> Tensor:

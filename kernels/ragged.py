@@ -1,4 +1,4 @@
-"""What all kernel families share: ragged batches, outputs, state slots, dtypes and the checks of shapes.
+"""Shared by all kernel families: ragged batches, outputs, state slots, dtypes and the checks of shapes.
 
 Vectors are rows: ``y = x @ W + b``. A batch is ragged: its rows are packed end to end without padding. The functions here compute
 no encodings; the checks raise ContractError before a kernel reads out of bounds.
@@ -90,7 +90,7 @@ class Encoded:
 
 
 RunKernel = Callable[..., Encoded]
-"""What a backend runs: (x, weights, state, *, want) to Encoded."""
+"""The function of a backend: from (x, weights, state, *, want) to Encoded."""
 
 
 class RowState(Protocol):
@@ -98,10 +98,10 @@ class RowState(Protocol):
 
     Without slots, every array has one entry for each row, and the state after the batch is in new arrays.
 
-    With slots, (rows,) int32 or int64, every array is a state cache with one entry for each slot. Row r starts from the state in
-    slot sources[r], (rows,) of either dtype too, and its state after the batch is written to slot slots[r]. Without sources, which the
-    state after a batch never has, it starts from slot slots[r]. No row may start from a slot that another row writes. Several rows
-    may start from one slot. Several rows may write one slot, which then holds a mixture of their values.
+    With slots, every array is a state cache with one entry for each slot. Row r starts from the state in slot sources[r], and its state
+    after the batch is written to slot slots[r]. Without sources, row r starts from slot slots[r]. The state after a batch never has
+    sources. Both arrays are (rows,), int32 or int64. No row may start from a slot that another row writes. Several rows may start from
+    one slot. Several rows may write one slot, which then holds a mixture of their values.
     """
 
     @property
@@ -159,8 +159,8 @@ def count_windows(steps: Sizes, reach: int, stride: int) -> Sizes:
 
 def reversal_index(offsets: Tensor, tokens: int) -> Tensor:
     """Return the index, (tokens,), that reverses every row. Entries after the last row are undefined. Does not wait for the device."""
-    # As few operations as possible, because each is a launch. The token's number plus one: searchsorted finds the first end at or after
-    # it, and rows without steps are skipped.
+    # As few operations as possible, because each is a launch. searchsorted receives the token's number plus one: the first end at or after
+    # it belongs to the token's row, and rows without steps are skipped.
     beyond = torch.arange(1, tokens + 1, device=offsets.device, dtype=offsets.dtype)
     row = torch.searchsorted(offsets[1:], beyond)
     both_ends = offsets + offsets.roll(-1)

@@ -1,4 +1,4 @@
-"""What the references of all families share: pooling the steps row by row."""
+"""Shared by the references of all families: pooling the steps row by row."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def select_outputs(
     """Return the requested outputs of steps, (tokens, width).
 
     last: the hidden state after each row in families that have one; otherwise the output is the last step, or zero for a row without
-    steps. new_offsets: the offsets differ from those of the input, so the result names them.
+    steps. new_offsets: the offsets differ from the offsets of the input, so the result contains them.
     """
     rows = [steps[begin:end] for begin, end in pairwise(offsets.tolist())]
     zero = steps.new_zeros(steps.shape[1])

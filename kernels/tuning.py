@@ -14,7 +14,7 @@ DEFAULT = "h200"
 
 @cache
 def load_tuned(folder: Path, device_name: str) -> Mapping[str, Any]:
-    """Return the content of the file that is named by a word of the device's name, such as h200.json for an NVIDIA H200."""
+    """Return the measured shapes of a device. A word of the device's name is the file's name, such as h200.json for an NVIDIA H200."""
     words = device_name.lower().split()
     names = [word for word in words if (folder / f"{word}.json").exists()]
     content: Mapping[str, Any] = json.loads((folder / f"{names[0] if names else DEFAULT}.json").read_text())

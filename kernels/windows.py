@@ -25,7 +25,7 @@ def windows(
 
 
 class WindowIndex:
-    """Positions in a batch whose rows are packed with their padding. Computed on the host, where small arrays are cheap."""
+    """Positions in a batch of rows packed with their padding. Computed on the host, where small arrays are cheap."""
 
     def __init__(self, x: Ragged, left: int, right: int) -> None:
         self._lengths = x.lengths + left + right
@@ -50,7 +50,7 @@ def _to_device(positions: Sizes, x: Ragged) -> Tensor:
 
 def left_context(x: Ragged, left: int, context: Tensor | None) -> Tensor:
     """Return the last `left` steps of each row and of its context, (rows, left, inputs): the context of the row's next chunk."""
-    # Only the steps that are kept are read: a layer without a next chunk pays next to nothing.
+    # Read only the steps that are kept, so that a layer without a next chunk costs almost nothing.
     before = x.data.new_zeros(x.rows, left, *x.data.shape[1:]) if context is None else context.to(x.data.dtype)
     if not len(x.data):
         return before.clone()

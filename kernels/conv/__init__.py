@@ -55,7 +55,7 @@ def stack(
 
     x.data: (tokens, inputs), or (tokens,) ids without states if the first layer has an embedding or tables. The returned state is a tuple
     with one entry per layer, or None without states; projections have no state. The returned offsets are None if every layer keeps its
-    steps. In that case, without states, Outputs(last=True) computes only the steps that the last one depends on.
+    steps. In that case, without states, Outputs(last=True) computes only the steps that the last step depends on.
     """
     check_conv_stack(x, blocks, states)
     encoded: Encoded = _backend_of(widest([layer for block in blocks for layer in block.layers]), backend).run_stack(

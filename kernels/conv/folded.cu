@@ -1,9 +1,9 @@
-// Convolutions over time of token ids through folded tables, the products of embedding and filters, which are computed at load:
+// Convolutions over time of token ids. Folded tables replace the product: they hold the embedding times the filters, computed once at load.
 //
 //   out[window] = activation(sum over taps of table[tap, 1 + id[window + tap * dilation]] + bias)
 //
-// A lane reads 16 bytes of a table row. A warp adds up four such pieces for eight windows of a row at a time; SPLIT warps share the windows
-// of a row. Maxima stay in registers until all windows of the row are done. A linear classifier may follow, in the same block or in the
+// A lane reads a piece of 16 bytes of a table row. A warp adds up four such pieces for eight windows of a row at a time. SPLIT warps share
+// the windows of a row. Maxima stay in registers until all windows of the row are done. A linear classifier may follow, in the same block or in the
 // first block of the row's cluster.
 #define EXACT 0
 #define GATE 0
@@ -29,7 +29,7 @@ struct Call {
     const Half* tables[BANKS];          // (width, height, stride), row 1 + n is the row of id n
     const float* bias[BANKS];           // (outputs,)
     Rows batch;
-    long long wide_ids, dilation, columns, labels, pieces, banks;       // pieces: those of all banks
+    long long wide_ids, dilation, columns, labels, pieces, banks;       // pieces: the total of all banks
     long long height, stride[BANKS], width[BANKS], outputs[BANKS], first_column[BANKS], first_piece[BANKS];     // height: rows of a table
 
     __device__ int id(int token) const { return ((const int*)ids)[wide_ids ? 2 * token : token]; }
@@ -51,10 +51,10 @@ __device__ __forceinline__ void cluster_sync() {
     else __syncthreads();
 }
 
-// The piece of one bank's maps that a lane adds up.
+// The piece that a lane adds up: eight maps of one bank.
 struct Maps {
     int width, reach;
-    bool exists;                        // the piece exists
+    bool exists;                        // false for a lane beyond the last piece
     long long stride, height;
     const Half* table;
 
@@ -125,7 +125,7 @@ __device__ __forceinline__ void classify(const Call& call, int row, const float*
     }
 }
 
-// Writes every window of a row; several blocks may share the windows of a row.
+// Writes the outputs of every window of a row. Several blocks may share the windows of a row.
 __device__ __forceinline__ void write_steps(const Call& call, const Maps& maps, const Row& row, int number, int first, int share) {
     const int lane = threadIdx.x % 32, piece = first + lane % PIECES_AT_ONCE, stride = WINDOWS_AT_ONCE * SPLIT * gridDim.z;
     const int begin = (blockIdx.z * SPLIT + share) * WINDOWS_AT_ONCE + lane / PIECES_AT_ONCE, count_out = THINNED ? (int)call.batch.count_out : 0;
@@ -173,7 +173,7 @@ extern "C" __global__ void __cluster_dims__(1, CTAS, 1) __launch_bounds__(THREAD
 #pragma unroll
             for (int n = 0; n < AT_ONCE; ++n) best[n] = larger(best[n], sums[n]);
         }
-        // Reduce over the windows of the warp, then over the warps of the group. Each lane then has one map.
+        // Reduce over the windows of the warp, then over the warps of the group. Each lane then holds one map.
 #pragma unroll
         for (int n = 0; n < AT_ONCE; ++n) {
 #pragma unroll

@@ -56,7 +56,7 @@ def outputs_of(steps: Tensor, x: Ragged, weights: ConvWeights, want: Outputs, st
     )
 
     def mean() -> Tensor:
-        # One thread walks each row: scattered additions would give different bits on every run.
+        # One thread sums each row: scattered additions would give different bits on every run.
         total = torch.segment_reduce(steps, "sum", offsets=offsets, axis=0, initial=0.0)
         return total / counts.clamp(min=1)[:, None]
 

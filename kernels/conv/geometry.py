@@ -1,8 +1,8 @@
 """The geometry of a convolution over a ragged batch, in the form in which both CUDA kernels receive it.
 
-`WindowGeometry` is the `Rows` structure of conv.cuh. `NeededSteps` says which steps a layer has to compute when only the last step of the
-whole stack is wanted: the last step of a causal layer sees steps that are one dilation apart, so each layer below computes a few steps at
-a regular spacing, counted back from the last one.
+`WindowGeometry` is the `Rows` structure of conv.cuh. `NeededSteps` holds the steps that a layer has to compute if only the last step of the
+whole stack is wanted. The last step of a causal layer sees steps that are one dilation apart, so each layer below computes a few steps at
+a regular spacing, counted back from the last step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from kernels.conv.types import ConvWeights
 
 BANKS = 8
-"""Filter banks, that is convolutions of different widths over the same steps, that one launch takes. conv.cuh has the same constant."""
+"""Maximum number of filter banks in a launch: convolutions of different widths over the same steps. conv.cuh has the same constant."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,7 +127,7 @@ def _packed_input(x: Ragged, weights: ConvWeights) -> PackedSteps:
 
 
 def _residual(block_input: PackedSteps, block: ConvBlock, needed: NeededSteps) -> Residual:
-    """Return what is added to the output of the block's last layer."""
+    """Return the residual that is added to the output of the block's last layer."""
     if not block.residual:
         return NO_RESIDUAL
     if block.projection is None:
@@ -240,7 +240,7 @@ def _left_context(x: PackedSteps, weights: ConvWeights, state: ConvState | None)
 
 
 def _is_writable(slab: Tensor, data: Tensor) -> bool:
-    """Return whether the kernel can write into a slab: dtype, columns and alignment are those of the data."""
+    """Return whether the kernel can write into a slab: dtype, columns and alignment must match the data."""
     alike = slab.dtype == data.dtype and slab.shape[2] == data.shape[1]
     return alike and slab.is_contiguous() and slab.data_ptr() % MIN_PIECE_BYTES == 0
 

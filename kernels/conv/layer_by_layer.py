@@ -1,4 +1,4 @@
-"""Stacks of convolutions and text CNNs, run layer by layer, for backends that have one convolution only."""
+"""Stacks of convolutions and text CNNs, run layer by layer, for backends that only run single convolutions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAST, STEPS = Outputs(last=True), Outputs(steps=True)
 
 
 def stack_of(run: Run) -> Run:
-    """Return a function that runs the blocks of a stack one layer after the other with `run`. Residuals are added in float32."""
+    """Return a function that runs the blocks of a stack layer by layer with `run`. Residuals are added in float32."""
 
     def stack(x: Ragged, blocks: Sequence[ConvBlock], states: Sequence[ConvState] | None, *, want: Outputs) -> Encoded:
         if wants_only_last_step(blocks, states, want):
@@ -32,7 +32,7 @@ def stack_of(run: Run) -> Run:
 
 
 def text_cnn_of(run: Run) -> Run:
-    """Return a function that runs the layers of a text CNN one after the other with `run`."""
+    """Return a function that runs a text CNN layer by layer with `run`."""
 
     def text_cnn(x: Ragged, layers: Sequence[ConvWeights], classifier: tuple[Tensor, Tensor] | None) -> Encoded:
         parts = [run(x, layer, None, want=Outputs(max=True)) for layer in layers]
@@ -49,7 +49,7 @@ def keep_steps(blocks: Sequence[ConvBlock]) -> bool:
 
 
 def wants_only_last_step(blocks: Sequence[ConvBlock], states: Sequence[ConvState] | None, want: Outputs) -> bool:
-    """Return whether only the last step is wanted, and the steps that it depends on are known in advance."""
+    """Return whether only the last step is wanted and the steps that it depends on are known in advance."""
     return want == LAST and states is None and keep_steps(blocks)
 
 
@@ -99,7 +99,7 @@ def _run_block(run: Run, x: Ragged, block: ConvBlock, states: Sequence[ConvState
 
 
 def _add_residual(run: Run, block_input: Ragged, convolved: Tensor, block: ConvBlock, want: Outputs) -> Encoded:
-    """Return the wanted outputs of activation(convolved + block input), with the input projected where the block says so."""
+    """Return the wanted outputs of activation(convolved + block input). The input is projected if the block has a projection."""
     residual = block_input
     if block.projection is not None:
         residual = _next_input(run(block_input, block.projection, None, want=STEPS), block_input)
@@ -108,7 +108,7 @@ def _add_residual(run: Run, block_input: Ragged, convolved: Tensor, block: ConvB
 
 
 def _steps_until_last(want: Outputs, count: int) -> list[Outputs]:
-    """Return what each of `count` consecutive layers has to give: all steps, except that the last one gives `want`."""
+    """Return the outputs to request from each of `count` consecutive layers: `want` from the last layer, all steps from the others."""
     return [STEPS] * (count - 1) + [want]
 
 

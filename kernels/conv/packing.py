@@ -12,7 +12,7 @@ from kernels.launching import ceil_div, round_up
 DEPTH = 64
 """Input columns that are multiplied at once."""
 STRIP = 16
-"""Maps per warp. Each thread has the sums of two of them, eight apart."""
+"""Maps per warp. Each thread holds the sums of two maps, eight apart."""
 
 
 def packed_filters(weights: ConvWeights, maps: int) -> Tensor:
@@ -37,7 +37,7 @@ def packed_bias(weights: ConvWeights, maps: int) -> Tensor:
 
 def _in_strips(values: Tensor, weights: ConvWeights, maps: int) -> Tensor:
     """Return (..., maps) padded to whole tiles. For gated activations, eight values and then their gates form a strip, so that one thread
-    has a value and its gate."""
+    holds a value and its gate."""
     if weights.activation not in GATED:
         return functional.pad(values, (0, round_up(values.shape[-1], maps) - values.shape[-1]))
     padding = round_up(weights.outputs, maps // 2) - weights.outputs

@@ -31,15 +31,16 @@ MAX_BARRIER_BYTES, ALIGNMENT = 768, 1024
 X_STAGES = 12
 """Maximum number of input pieces in flight. Three are enough for a block that runs many tiles."""
 FILTER_STAGES, MIN_FILTER_STAGES = 24, 4
-"""Maximum and desired minimum number of filter pieces in flight."""
+"""Maximum number of filter pieces in flight, and the minimum to aim for."""
 FEW_LINES, MAX_WAVE_RATIO = 16, 1.125
-"""Lines beyond a tile's own that taps may always share, and how many times as many waves of tiles sharing may cost."""
+"""Taps share lines if they reach at most FEW_LINES lines beyond the tile, or half a tile, and if the gaps that this needs increase the
+number of waves by at most MAX_WAVE_RATIO."""
 MAX_RESIDUAL_PLACES = 128
 """Places per tile for which a thread has enough registers to hold the residual."""
 WIDE, MAX_WIDTH = 16, 256
-"""Taps up to which the table of a tile's lines fits next to any tile, and next to the smallest tile."""
+"""Filter widths up to which shared memory has room for the table of lines next to any tile, and next to the smallest tile."""
 MAX_PIECE_BYTES, MIN_PIECE_BYTES = 16, 4
-"""Bytes of the input that one copy fetches, depending on its alignment."""
+"""Bytes per copy of the input, which depend on its alignment."""
 MAX_CACHED_PLANS = 4096
 ACTIVATION_NAMES = (*ACTIVATIONS,)
 GATE_NAMES = ("", *GATED)
@@ -57,8 +58,8 @@ class FilterBank(NamedTuple):
 class TileProblem(NamedTuple):
     """Everything that a launch depends on except addresses.
 
-    piece: bytes of the input that one copy may fetch; residual: the residual's columns and the steps that it has; resumes: there are
-    steps before the rows; known, followed: the kernel before this one, or after it, reads the same offsets.
+    piece: bytes per copy of the input; residual: the columns of the residual, and its steps; resumes: rows continue an earlier chunk;
+    known: an earlier kernel has read the same offsets; followed: the next kernel reads them too.
     """
 
     device: int
@@ -133,8 +134,10 @@ class TileLines(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TilePlan:
-    """A launch without its addresses. alone: one tile has all rows, so that it writes their maxima without atomics; numbers: the members
-    of `Call` after the addresses."""
+    """A launch without its addresses.
+
+    alone: one tile has all rows, so it writes their maxima without atomics; numbers: the members of `Call` after the addresses.
+    """
 
     kernel: Kernel
     blocks: int
@@ -167,14 +170,14 @@ def _shape(entry: Mapping[str, float]) -> TileShape:
 
 
 def _waves(problem: TileProblem, places: int, shape: TileShape) -> int:
-    """Return how many tiles each multiprocessor runs, one after the other."""
+    """Return how many tiles each multiprocessor runs in sequence."""
     tiles = ceil_div(places, shape.places) * sum(ceil_div(bank.maps, shape.maps) for bank in problem.banks)
     return ceil_div(max(1, tiles), multiprocessors(problem.device))
 
 
 @lru_cache(MAX_CACHED_PLANS)
 def planned(problem: TileProblem, shape: TileShape) -> TilePlan:
-    """Return the launch of a problem. Each multiprocessor runs one block, which runs tiles, those of the widest filters first."""
+    """Return the launch of a problem. Each multiprocessor runs one block, which starts with the tiles of the widest filters."""
     lines = _lines(problem, shape)
     if not lines.shared and problem.width > WIDE:
         shape = SMALLEST
@@ -210,8 +213,8 @@ def planned(problem: TileProblem, shape: TileShape) -> TilePlan:
 def _lines(problem: TileProblem, shape: TileShape) -> TileLines:
     """Return the input lines of a tile.
 
-    All taps share lines if a tile's windows are one step apart, the filters do not reach too far, and the gaps between rows that this
-    needs add few waves of tiles. Two neighbouring rows may share zeros in the gap, but not the steps of an earlier chunk.
+    All taps share lines if the windows of a tile are one step apart, the filters do not reach too far, and the gaps that this needs
+    between rows add few waves of tiles. Adjacent rows may share the zeros in a gap, but not the steps of an earlier chunk.
     """
     windows, places, reach = problem.windows, problem.places, max(problem.reaches)
     if windows.stride == 1 and not windows.needed_out.count and reach - 1 <= max(shape.places // 2, FEW_LINES):
@@ -274,4 +277,6 @@ def _stages(problem: TileProblem, shape: TileShape, stage_bytes: int, limit: int
         filter_stages = min(fitting, FILTER_STAGES, max(2, taps))
         if filter_stages >= min(MIN_FILTER_STAGES, taps):
             return x_stages, filter_stages
-    raise ContractError(f"filters of width {problem.width} do not fit into {limit} bytes of shared memory: use narrower ones")
+    raise ContractError(
+        f"filters of width {problem.width} do not fit into {limit} bytes of shared memory: use narrower filters"
+    )

@@ -2,14 +2,14 @@
 //
 //   sums[map, window] = sum over taps and inputs of filters[tap, input, map] * x[step, input]
 //
-// Computed as one product of (maps, 64 inputs) and (64 inputs, windows) per tap. Nothing is lowered in memory: the steps of a window are
-// lines of shared memory, and if windows are one step apart, the next tap reads the same lines, shifted by one dilation.
+// Each tap is one product of (maps, 64 inputs) and (64 inputs, windows). No lowered matrix is stored: the steps of a window are lines of
+// shared memory. If windows are one step apart, the next tap reads the same lines, shifted by one dilation.
 //
-// A tile has 64 maps for each of GROUPS warp groups, and PLACES places, in which the windows of all rows are packed end to end. A block runs
+// The windows of all rows are packed end to end into places. A tile covers PLACES places, and 64 maps for each of GROUPS warp groups. A block runs
 // several tiles. Three warps fetch the inputs, 64 columns at a time, through a table of addresses that is filled once per tile: steps of the
 // batch, embeddings of token ids, steps of a row's previous chunk, or null for zeros. One thread fetches the filters (layout: packing.py).
-// A thread has the sums of two maps over a quarter of the places, so that most of the maximum over time is computed within a thread, and
-// feature maps that are pooled are never written.
+// A thread holds the sums of two maps over a quarter of the places. So it computes most of the maximum over time on its own, and pooled
+// feature maps are never written.
 #define EXACT 0
 #define PRODUCT_COLUMNS PLACES
 #include "../device.cuh"
@@ -21,7 +21,7 @@ constexpr int MAPS = 64 * GROUPS, FILTER_BYTES = 64 * LINE_BYTES;
 constexpr int FETCHERS = 96, MULTIPLIERS = 128;                 // threads; the fourth warp fetches filters
 constexpr int FIRST_MULTIPLIER = 128;
 static_assert(THREADS == FIRST_MULTIPLIER + GROUPS * MULTIPLIERS && X_STAGES >= 2 && LINES % 8 == 0, "launch shape");
-constexpr int LINES_AT_ONCE = 4;              // lines of 128 bytes that a warp fetches
+constexpr int LINES_AT_ONCE = 4;              // lines of 128 bytes that a warp fetches at a time
 constexpr int OF_MAPS = GATE ? 2 : 1;                           // sums per output: a value, or a value and its gate
 constexpr int PART = PLACES < 64 ? PLACES : 64;                 // places that are pooled at a time
 constexpr int NOWHERE = -1;
@@ -40,7 +40,7 @@ static_assert(sizeof(Memory) <= SHARED, "as in plan.py");
 // The kernel's argument. Every member has eight bytes, so that the launcher passes a list of integers.
 struct Call {
     const Half* x;                      // (tokens, inputs), or an embedding
-    const void* ids;                    // (tokens,) int32, or int64 if `wide_ids`; null: x has the steps
+    const void* ids;                    // (tokens,) int32, or int64 if `wide_ids`; null: x contains the steps themselves
     const Half* before;                 // (rows, left, inputs) the steps before each row; null: zeros
     Half* after;                        // (lines, left, inputs) the steps before each row's next chunk; null: not wanted
     const int* lines_after;             // (rows,) the line of each row in `after`; null: the row number
@@ -53,7 +53,8 @@ struct Call {
     Rows batch;
     long long wide_ids, inputs, dilation, lines, columns;       // lines: per stage
     long long residual_columns, residual_count, residual_spacing, residual_apart;
-    // known: no kernel that may still run writes the offsets and ids; frees_next: the next kernel does not rely on `known`.
+    // known: no kernel that may still run writes the offsets and ids; frees_next: the next kernel may start at once, because it does not
+    // rely on `known`.
     long long tiles, banks, known, frees_next;
     long long width[BANKS], outputs[BANKS], first_column[BANKS], first_tile[BANKS];
 
@@ -77,7 +78,8 @@ struct Tile {
 };
 __device__ __forceinline__ int chunks_of(const Call& call) { return ((int)call.inputs + DEPTH - 1) / DEPTH; }
 
-// Returns the row of each lane's place; for places after the last row, the last row. Places ascend from lane to lane. Called by whole warps.
+// Returns the row of a place. Places after the last row belong to the last row. All lanes of a warp call it together, with places that
+// ascend from lane to lane.
 __device__ __forceinline__ int row_at(const Rows& rows, int place) {
     if (rows.rows == 1) return 0;
     if (THINNED) return min(place / (int)rows.count_out, (int)rows.rows - 1);
@@ -106,7 +108,7 @@ __device__ __forceinline__ const Half* line_of(const Call& call, const Row& row,
     return call.before + (number * call.batch.left + back) * call.inputs;
 }
 
-// Returns the line of the residual of the window that is `back` windows before the row's last one. For THINNED batches.
+// Returns the line of a window's residual in a THINNED batch. back: how many windows of the row follow this window.
 __device__ __forceinline__ int residual_line(const Call& call, int number, int back) {
     const int begin = call.batch.offset(number), whole = call.batch.offset(number + 1) - begin, count = (int)call.residual_count;
     const int spacing = (int)call.residual_spacing, steps = count ? min(count, (whole + spacing - 1) / spacing) : whole;
@@ -177,7 +179,7 @@ __device__ __forceinline__ void fetch_inputs(const Call& call, Memory& memory) {
 #pragma unroll 8
             for (int line = 0; line < lines; line += LINES_AT_ONCE) {
                 const Half* at = from[line];
-                // Lines after the last one are zero.
+                // Lines beyond the tile's lines are zero.
                 fetch_line(to + line * LINE_BYTES + (swizzled ^ line % 8 << 4), at + column, call.x, line + first_line < lines && at ? inputs - column : 0);
             }
             // The barrier counts this warp when its copies have completed. This warp does not wait for them.
@@ -212,7 +214,7 @@ __device__ __forceinline__ void fetch_filters(const Call& call, Memory& memory) 
 
 // The destination of a thread's sums: two maps, eight apart, or one map and its gate.
 struct Maps {
-    int column, outputs;                // column: of the first map; outputs: those of the bank from this warp's first map on
+    int column, outputs;                // column: of the first map; outputs: how many the bank has, counted from this warp's first map
     float bias, bias_below;             // of the sums of rows g and g + 8
 };
 
@@ -290,7 +292,7 @@ __device__ __forceinline__ void pool(const Call& call, const float (&sums)[PLACE
     if (ALONE) write_empty_rows(call, maps, best.row + 1, (int)call.batch.rows);
 }
 
-// Transposes an (8, 8) matrix of 16-bit values, of which each lane has two of a row.
+// Transposes an (8, 8) matrix of 16-bit values. Each lane holds two values of a row.
 __device__ __forceinline__ unsigned transposed(unsigned pair) {
     unsigned result;
     asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
@@ -319,7 +321,7 @@ __device__ __forceinline__ Residual load_residual(const Call& call, const int* a
 }
 
 // Writes eight maps of eight places. This thread has map g at places 2q and 2q + 1. places: the lines of the output steps; column: the column
-// of the first map; outputs: the number of maps from that one on.
+// of the first map; outputs: how many maps there are, counted from the first.
 __device__ __forceinline__ void write_block(const Call& call, float first, float second, const int* places, unsigned residual, int column, int outputs) {
     const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
     if (RESIDUAL) {
@@ -373,7 +375,7 @@ __device__ __forceinline__ void multiply_tiles(const Call& call, Memory& memory,
         if (round == 0) wait_for_last();
         Residual residual;
         if (RESIDUAL) residual = load_residual(call, memory.residuals[buffer], maps);
-        unsigned before = 0, x_before = 0;      // barriers of the stages that the product before the last one read
+        unsigned before = 0, x_before = 0;      // barriers of the stages that the product in flight reads
         float sums[PLACES / 2];
         int adds = 0;
 #pragma unroll 1

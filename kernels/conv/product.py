@@ -1,4 +1,4 @@
-"""The launcher of `product.cu`: one convolution, or several widths over the same steps, on the tensor cores.
+"""The launcher of `product.cu`: one convolution, or convolutions of several widths over the same steps, on the tensor cores.
 
 A launch never waits for the device, and CUDA graphs may capture it: offsets, ids, places and values are read when the kernel runs.
 """
@@ -26,7 +26,7 @@ from kernels.launching import PIECE, address, device_index, on_device, pack_once
 class PackedSteps:
     """The rows of a batch as the kernels read them.
 
-    data: (tokens, columns) 16-bit with an even number of columns, or an embedding if there are `ids`; offsets: those of the whole rows;
+    data: (tokens, columns) 16-bit with an even number of columns, or an embedding if there are `ids`; offsets: of the whole rows;
     needed: the steps of each row that are present, `count` lines per row; exact: there are as many lines as steps; known: an earlier
     launch of these kernels has read the same offsets.
     """
@@ -68,7 +68,7 @@ class PackedSteps:
 class LeftContext:
     """The steps before each row, and where the kernel writes the steps before each row's next chunk.
 
-    before: (rows, left, inputs); after: (lines, left, inputs); lines_after: (rows,) the line of each row in `after`, or None for its own.
+    before: (rows, left, inputs); after: (lines, left, inputs); lines_after: (rows,) the line of each row in `after`; None: the row number.
     """
 
     before: Tensor | None = None
@@ -83,8 +83,8 @@ STATELESS = LeftContext()
 class Destination:
     """Where a launch writes its output: all steps, or the maxima over time.
 
-    steps: (tokens, columns), with rows at `offsets`, or at multiples of `needed.count`; maxima: (rows, columns); residual: steps that are
-    added to the output; after: the activation after the addition.
+    steps: (tokens, columns), with rows at `offsets`, or at multiples of `needed.count`; maxima: (rows, columns); residual: steps to
+    add to the output; after: the activation after the addition.
     """
 
     steps: Tensor | None = None

@@ -65,7 +65,7 @@ def text_cnn(x: Ragged, layers: Sequence[ConvWeights], classifier: tuple[Tensor,
 
 
 def _tap_inputs(x: Ragged, weights: ConvWeights) -> Tensor:
-    """Return what a tap reads at each step: (tokens, inputs), or (tokens,) rows of the tables, in which row 0 is padding."""
+    """Return the inputs that a tap reads at each step: (tokens, inputs), or (tokens,) rows of the tables, where row 0 is padding."""
     if weights.tables is not None:
         return tap_rows(x).data
     return x.data if weights.embedding is None else weights.embedding[x.data.long()]

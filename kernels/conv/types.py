@@ -119,7 +119,7 @@ class ConvState:
 
 @dataclass(frozen=True, slots=True)
 class ConvBlock:
-    """Convolutions, one after the other, with an optional residual connection around them.
+    """A sequence of convolutions with an optional residual connection around it.
 
     With `residual`, y = activation(convolved + x), or with a projection (a convolution of width 1), y = activation(convolved +
     projection(x)). activation: a key of ACTIVATIONS; "none" without a residual.

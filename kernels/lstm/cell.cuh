@@ -1,10 +1,10 @@
-// What both LSTM kernels share: types, the matrix product of one octet of rows, the cell, and the outputs.
+// Shared by both LSTM kernels: types, the matrix product of one octet of rows, the cell, and the outputs.
 //
 //   i, f, o = sigmoid(x + h R)    g = tanh(x + h R)    c = f c + i g    h = o tanh(c)        (Hochreiter and Schmidhuber 1997)
 //
-// A batch is processed eight rows at a time. An octet of rows is the eight columns of the tensor cores' m16n8k16 product, whose left
-// operand is the recurrent weights and whose right operand is the hidden vectors. A row's values do not depend on the octet, tile or
-// launch that it is in: the order in which its products are summed depends on the hidden size alone.
+// A batch is processed eight rows at a time. An octet of rows is the eight columns of the tensor cores' m16n8k16 product. Its left operand
+// is the recurrent weights, its right operand the hidden vectors. A row's values do not depend on its octet, tile or launch: the order in
+// which its products are summed depends on the hidden size alone.
 //
 // Blocks exchange pieces. A piece is 16 bytes: the eight units of one group of one row. Buffers of hidden vectors keep the pieces of a
 // group next to each other. The weights are packed so that a lane's piece is its operand of two products (see `pack` in packing.py).

@@ -97,8 +97,8 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREAD
     __syncthreads();
     meet_cluster();
 
-    // The pieces that this thread sends: to one peer after the other, by row, then by group. The addresses are those of the first octet's
-    // second buffer and barrier, which even steps use.
+    // The pieces that this thread sends, by block, then by row, then by group. The addresses are of the first octet's second buffer and
+    // barrier, which even steps use.
     unsigned to[PARCELS], arrived[PARCELS];
     const Quad* from[PARCELS];
     const int pieces = width * GROUPS;

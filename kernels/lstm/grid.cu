@@ -1,16 +1,17 @@
-// The LSTM over many thread blocks, for layers that fit no cluster and for many rows: hidden values travel through the L2 cache.
+// The LSTM over many thread blocks, for many rows and for layers that are too large for a cluster. Blocks exchange hidden values through
+// the L2 cache.
 //
 // A team of blocks owns a tile of octets of rows. Every member owns UNITS hidden units and holds their recurrent weights: HELD products
-// of a warp in registers, the rest in shared memory. A turn is one step of one octet. PARTS warps of a block multiply. Each takes its
-// part of the hidden vector, so that it fetches only that part, and leaves its sums in shared memory. The other warps own the cells,
-// two warps for each group of units as in cluster.cu: they add the parts, advance the cells and send the new hidden values. All warps of
-// a block meet once a turn, so that the cells of one turn advance while the products of the next turn are computed. Pieces are fetched
-// one turn before that.
+// of a warp in registers, the rest in shared memory. A turn is one step of one octet. PARTS warps of a block multiply. Each warp fetches
+// and multiplies only its part of the hidden vector, and writes its sums to shared memory. The other warps own the cells, two warps for
+// each group of units as in cluster.cu. They add the parts, advance the cells and send the new hidden values. All warps of a block meet
+// once a turn, so that the cells of one turn advance while the products of the next turn are computed. Pieces are fetched one turn before
+// they are multiplied.
 //
 // The data carry their own ready flag. A hidden value is at most one, so the top bit of its exponent is free. The two free bits of a
 // word are a tag, which says whether a piece belongs to this step, to an earlier step in the same buffer, or to no step yet. A reader
 // polls a piece until it has this step's tag, and waits for nothing else. (A NaN loses that bit on the way and becomes finite for the
-// other units; in its own unit it stays a NaN.) Each octet has two buffers, zeros before the launch. A member writes step t + 1 over
+// other units; in its own unit it stays a NaN.) Each octet has two buffers, which are zero before the launch. A member writes step t + 1 over
 // step t - 1 when all of step t has arrived, and every member sends step t after reading step t - 1. All blocks must be resident, so the
 // launch is cooperative.
 //
@@ -40,14 +41,14 @@ __device__ __forceinline__ unsigned tag_of(int t) {
     const int turn = t / 2 % 3;
     return turn == 0 ? 0x00004000u : turn == 1 ? 0x40000000u : TAG;
 }
-// The bits in which a piece differs from this tag; only those in TAG have a meaning.
+// Returns the bits in which a piece differs from this tag. Only the bits of TAG matter.
 __device__ __forceinline__ unsigned differing(const Quad& piece, unsigned tag) {
     return (piece.x ^ tag) | (piece.y ^ tag) | (piece.z ^ tag) | (piece.w ^ tag);
 }
 __device__ __forceinline__ Quad masked(const Quad& piece, unsigned mask) {
     return Quad{piece.x & mask, piece.y & mask, piece.z & mask, piece.w & mask};
 }
-// Loads a piece, past caches that are not coherent.
+// Loads a piece and bypasses caches that are not coherent.
 __device__ __forceinline__ Quad fetch(const Quad* at) {
     Quad piece;
     asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -57,7 +58,7 @@ __device__ __forceinline__ Quad fetch(const Quad* at) {
 __device__ __forceinline__ void store(unsigned* at, unsigned word, bool wanted) {
     asm volatile("{.reg .pred p; setp.ne.s32 p, %2, 0; @p st.relaxed.gpu.global.b32 [%0], %1;}" ::"l"(at), "r"(word), "r"((int)wanted) : "memory");
 }
-// Copies a piece to shared memory asynchronously, past all caches except L2.
+// Copies a piece to shared memory asynchronously and bypasses all caches except L2.
 __device__ __forceinline__ void copy(Quad* to, const Quad* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
 }
@@ -66,7 +67,7 @@ __device__ __forceinline__ void copy(unsigned* to, const Gate* from, bool wanted
     asm volatile("{.reg .pred p; setp.ne.s32 p, %2, 0; @p cp.async.ca.shared.global [%0], [%1], 4;}"
                  ::"r"(shared_address(to)), "l"((unsigned long long)from & ~3ull), "r"((int)wanted) : "memory");
 }
-// Extracts the gate input from its word. shift: the bits before it.
+// Extracts the gate input from its word. shift: how many bits precede it.
 __device__ __forceinline__ float extract(unsigned word, int shift) {
 #if GATES_FLOAT32
     return __uint_as_float(word);
@@ -75,7 +76,7 @@ __device__ __forceinline__ float extract(unsigned word, int shift) {
 #endif
 }
 
-// Returns a word of a piece. For even g, lane 4 g + q receives the values of the lanes with g' = 2q and 2q + 1 and q' = g / 2.
+// Returns this lane's word of a piece. For even g, lane 4 g + q receives the values of the lanes with g' = 2q and 2q + 1 and q' = g / 2.
 __device__ __forceinline__ unsigned transposed(Half bits) {
     unsigned word;
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(word) : "r"((unsigned)bits));
@@ -88,7 +89,7 @@ struct Turn {
 
 __device__ __forceinline__ void meet() { asm volatile("bar.sync 0;" ::: "memory"); }
 
-// What all warps of a block use.
+// Shared by all warps of a block.
 struct Tile {
     const Call& call;
     Memory& shared;
@@ -98,7 +99,7 @@ struct Tile {
     Quad* buffers;
     int hidden, octets, groups, room, member;
 
-    // Returns the turn after this one: the next octet that has this step, or the first octet's next step.
+    // Returns the next turn: this step of the next octet or, if no later octet has this step, the next step of the first octet.
     __device__ __forceinline__ Turn after(const Turn& turn) const {
         const bool wraps = turn.t >= rows[turn.octet * 8 + 8].steps;
         return Turn{turn.t + wraps, wraps ? 0 : turn.octet + 1};
@@ -108,7 +109,7 @@ struct Tile {
 
 // The multiplying warps: the first PARTS of a block.
 __device__ __forceinline__ void multiply_parts(const Tile& tile) {
-#if REGISTERS // the other warps lend theirs
+#if REGISTERS // the other warps lend their registers
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 #endif
     Memory& shared = tile.shared;
@@ -122,8 +123,8 @@ __device__ __forceinline__ void multiply_parts(const Tile& tile) {
         else shared.spilled[warp][product - held_before(product)][lane] = w;
     }
 
-    // This lane reads row g's pieces of every fourth group, beginning with `first`. For groups beyond the layer it reads other pieces: any
-    // finite value will do, because their weights are zero.
+    // This lane reads the pieces of row g in every fourth group, beginning with `first`. Beyond the last group it reads any other piece:
+    // the weights there are zero, so every finite value will do.
     const int first = warp * CHUNKS * 4 + q, furthest = max((tile.groups - 1 - first) / 4, 0) * 32;
     const Quad* const pieces_of = tile.buffers + piece_index(min(first, tile.groups - 1), g);
     auto from = [&](const Turn& turn) { return pieces_of + tile.buffer_of(turn.octet, turn.t); };
@@ -217,7 +218,7 @@ __device__ __forceinline__ void multiply_parts(const Tile& tile) {
     }
 }
 
-// The other warps: two for each group of units, one with the cells of even rows and one with those of odd rows. A lane owns one cell.
+// The warps that own the cells: for each group of units, one warp for even rows and one warp for odd rows. A lane owns one cell of each octet.
 __device__ __forceinline__ void advance_cells(const Tile& tile) {
 #if REGISTERS
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(OWNERS_REGISTERS));
@@ -251,7 +252,7 @@ __device__ __forceinline__ void advance_cells(const Tile& tile) {
         return;
     }
 
-    // Where this lane writes its word of a piece, as `transposed` returns it.
+    // This lane writes the word that `transposed` returns here.
     unsigned* const to = (unsigned*)(tile.buffers + piece_index(group, g + odd)) + q;
     const bool sends = g % 2 == 0 && group < tile.groups;
     int before = 0;

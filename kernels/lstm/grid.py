@@ -137,7 +137,7 @@ class GridShape:
         return min(self._products, max(self._register_room(octets), self._products - spilled))
 
     def _register_room(self, octets: int) -> int:
-        """Return how many products' weights fit into the registers that remain after a lane's pieces and the compiler's needs.
+        """Return how many products' weights fit into registers next to a lane's pieces and the registers that the compiler needs.
 
         With several octets, a lane also holds the pieces of the next octet.
         """

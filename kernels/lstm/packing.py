@@ -1,4 +1,4 @@
-"""What cluster.cu and grid.cu share on the host: tile constants, the packing of the recurrent weights, and compilation."""
+"""Shared by the launchers of cluster.cu and grid.cu: tile constants, the packing of the recurrent weights, and compilation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kernels.compile import Kernel, load_kernel
 
 HERE = Path(__file__).parent
 OCTET = 8
-"""Rows that one tensor-core product covers."""
+"""Rows of a tensor-core product."""
 SORTED = 512
 """Rows that a tile sorts by length, so that its octets have rows of similar length."""
 SAME_SUMS = 512
@@ -21,7 +21,7 @@ ROW_BYTES, PIECE_BYTES, PRODUCT_BYTES = 16, 16, 512
 
 
 class LSTMVariant(NamedTuple):
-    """What both kernels are specialised for besides their launch shape.
+    """The properties that both kernels are specialised for, except their launch shape.
 
     gates_float32: gate inputs are float32; otherwise they have the dtype of the weights.
     """

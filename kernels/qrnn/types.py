@@ -60,7 +60,7 @@ class QRNNWeights:
 
     @cached_property
     def form(self) -> dict[str, Any]:
-        """What both directions of a layer must have in common."""
+        """The properties that both directions of a layer must share."""
         return form_of(self)
 
     @cached_property

@@ -23,7 +23,7 @@ struct Memory {
 };
 static_assert(sizeof(Memory) <= SHARED, "SHARED is less than sizeof(Memory): see gate_inputs.py");
 
-// Returns the gates of a line, one block after the other.
+// Returns the gates of a line, block by block.
 __device__ __forceinline__ const Gate* line_at(const Call& call, int direction, long long line) {
     return (const Gate*)call.source[direction] + line * BLOCKS * call.hidden;
 }

@@ -13,7 +13,7 @@ from kernels.scan.shape import ALIGNED, STAGES, TILE, ScanShape
 
 
 def gate_inputs_constants(variant: ScanVariant, shape: ScanShape) -> Mapping[str, int]:
-    """Return the constants of gate_inputs.cu: THREADS, STAGES (0 if shared memory is too small), SHARED and what only it defines."""
+    """Return the constants of gate_inputs.cu that depend on how it reads the gates. STAGES is 0 if shared memory is too small."""
     limit = shared_limit(variant.device)
     stages = next((count for count in STAGES if _shared_bytes(variant, shape, count) <= limit), 0)
     gates = variant.gates

@@ -43,7 +43,7 @@ RUN, LONG_RUN = 16, 32
 
 @dataclass(frozen=True, slots=True)
 class ScanLaunch:
-    """A kernel and its grid. slices: parts of the hidden units, a block has one; streams: parts of the rows, a team or a ring has one."""
+    """A kernel and its grid. slices: parts of the hidden units, one per block; streams: parts of the rows, one per team or ring."""
 
     kernel: Kernel
     blocks: tuple[int, int, int]
@@ -95,7 +95,7 @@ def encode(
     )
     shape = shape_for(variant, rows, tokens, pooled)
     launch = _launch(variant, shape, rows)
-    # An early launch reads its weights before it waits for earlier kernels, so those must not be packing them.
+    # An early launch reads its weights before it waits for earlier kernels, so no earlier kernel may still be packing them.
     early = all(_is_packed(direction, shape.units) for direction in directions)
     arrays = _direction_arrays(variant, shape, directions, after)
     single = (x.offsets.contiguous(), ids, skip, encoded.steps, encoded.last, encoded.mean, encoded.max)

@@ -1,4 +1,4 @@
-"""What a family tells the scan kernels about a layer: its arithmetic, where its gates come from, and the arrays of each direction."""
+"""The description of a layer for the scan kernels: its arithmetic, the source of its gates, and the arrays of each direction."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ NO_SKIP, SKIP_BLOCK, SKIP_COLUMNS = range(3)
 
 
 class ScanForm(NamedTuple):
-    """What a layer computes, whatever its size.
+    """The arithmetic of a layer, independent of its size.
 
-    blocks: gate blocks; sru: an SRU rather than a QRNN; own_cell: the gates depend on the previous cell; skip: one of NO_SKIP,
-    SKIP_BLOCK and SKIP_COLUMNS; tanh: of the cell.
+    blocks: gate blocks; sru: an SRU rather than a QRNN; own_cell: the gates depend on the previous cell; skip: NO_SKIP,
+    SKIP_BLOCK or SKIP_COLUMNS; tanh: of the cell.
     """
 
     blocks: int
@@ -28,7 +28,7 @@ class ScanForm(NamedTuple):
 
 
 class GateSource(NamedTuple):
-    """Where the gates come from.
+    """The source of the gates.
 
     product: the kernel multiplies the inputs; otherwise it reads gate inputs. window: steps of the product or of a sum of tables;
     gather: gate inputs are table rows, selected by ids; float32: of the gate inputs; piece_bytes: alignment of the gate inputs' rows.
@@ -42,7 +42,7 @@ class GateSource(NamedTuple):
 
 
 class ScanVariant(NamedTuple):
-    """What a kernel is specialised for besides its launch shape. all_steps: outputs depend on every step, not only on the last one."""
+    """The properties that a kernel is specialised for, except its launch shape. all_steps: outputs depend on every step."""
 
     device: int
     storage: torch.dtype
@@ -61,7 +61,7 @@ class Direction:
 
     bias: (blocks x hidden,) and own_cell: (2 x hidden,), float32. source: gate inputs or tables, for kernels that read them; otherwise
     data: (tokens, inputs), the weights of the product, (window x inputs, blocks x hidden), and `packed`, where their packed form is
-    kept. left: the steps before each row; left_after: receives those of its next chunk. before: the cells that the rows start from;
+    kept. left: the steps before each row; left_after: receives the steps before its next chunk. before: the cells that the rows start from;
     with slots, a state cache that also receives the new cells, in these slots; sources: the slots that the rows start from, if they
     differ. skip_from, scale: of a skip of SKIP_COLUMNS.
     """

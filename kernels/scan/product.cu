@@ -73,11 +73,11 @@ __device__ __forceinline__ void fetch_weights(const Call& call, Memory& shared, 
                    "r"(count * WEIGHT_BYTES), "r"(barrier) : "memory");
 }
 
-// A warp's view of a tile. Each lane knows two steps: their rows, and how many steps precede them in their rows. It is filled only if some
-// step has too few predecessors. One load covers 31 rows.
+// The rows of a tile, as one warp sees them. For two steps, each lane knows the row and the number of steps before the step in its row.
+// These are filled only if some step has too few predecessors. One load covers 31 rows.
 struct TileRows {
     int tile = -1, before[2], rows[2];
-    int base = -1, starts;              // a row that begins before the tile; in each lane, where it or a row after it begins
+    int base = -1, starts;              // a row that begins before the tile; in each lane, the start of this row or of a later row
     bool short_of;
 
     __device__ void look_up(const Call& call, const Stream& stream, int next) {
@@ -106,8 +106,8 @@ struct TileRows {
     __device__ unsigned have_fewer(int half, int count) const { return __ballot_sync(~0u, before[half] < count); }
 };
 
-// Overwrites steps of other rows with the left context, or zeros: those `tap` steps before a step with fewer predecessors. One warp patches
-// 64 columns. Returns whether it wrote anything.
+// Overwrites steps of other rows with the left context, or with zeros. A step of another row is `tap` steps before a step that has fewer
+// predecessors. One warp patches 64 columns. Returns whether it wrote anything.
 __device__ __forceinline__ bool patch(const Call& call, const Stream& stream, const TileRows& tile_rows, int tap, int k, unsigned to) {
     const int lane = threadIdx.x % 32, piece = lane % 8;
     const long long column = k * DEPTH + piece * 8;

@@ -38,7 +38,7 @@ def pack(weights: Tensor, blocks: int, units: int) -> Tensor:
 
 
 def product_constants(variant: ScanVariant, shape: ScanShape) -> Mapping[str, int]:
-    """Return the constants of product.cu: THREADS, STAGES (0 if shared memory is too small), SHARED and what only it defines."""
+    """Return the constants of product.cu that depend on how it computes the gates. STAGES is 0 if shared memory is too small."""
     pieces = variant.gates.window * ceil_div(variant.inputs, DEPTH)
     resident = _stages(variant, shape, pieces, resident=True) > 0
     stages = _stages(variant, shape, pieces, resident=resident)

@@ -1,21 +1,22 @@
-// What the SRU's and the QRNN's kernels share: the cells, how a team of threads computes a stream of rows, and the outputs.
+// Shared by the kernels of the SRU and the QRNN: the cells, the computation of a stream of rows by a team of threads, and the outputs.
 //
 //   SRU     f = sigmoid(u1 + v_f c' + b_f)   c = f c' + (1 - f) u0   r = sigmoid(u2 + v_r c' + b_r)   h = r g(c) + (1 - r) skip
 //   QRNN    z = tanh(u0 + b_z)   f, o, i = sigmoid(u + b)            c = f c' + (1 - f) z, or + i z   h = o c
-//   (Lei et al. 2018, whose first version has no v; Bradbury et al. 2017)
+//   (Lei et al. 2018, without v in the first version; Bradbury et al. 2017)
 //
 // A stream is whole rows packed end to end. It is computed in tiles of 64 steps. The gates of a tile are in shared memory: 64 steps of
-// UNITS hidden units. A team has GROUPS threads for each unit, and a thread computes runs of RUN steps. All threads compute together
-// whatever does not depend on the cell. Then one group after the other computes the cells of its run, with one multiplication and one
-// addition for each step, and hands its cells to the next group. So a cell goes through the same operations in the same order, whatever
-// the batch is and however a row is cut into chunks.
+// UNITS hidden units. A team has GROUPS threads for each unit, and a thread computes runs of RUN steps. First, all threads compute
+// everything that does not depend on the cell. Then the groups take turns: a group computes the cells of its run, with one multiplication
+// and one addition for each step, and hands its cells to the next group. So a cell goes through the same operations in the same order in
+// every batch, and for every division of a row into chunks.
 //
 // When one row has to fill the device (RING), consecutive tiles belong to different teams of a cluster. Each tile maps the cell c before it
 // to a c + b. The teams exchange a and b, so that each can predict the cell before its own tile, except for rounding. To be bit-exact
 // nevertheless, a team computes two bounds: one from slightly below the prediction and one from slightly above. A step f c + q with
 // f >= 0, rounded once, is monotonic in c. So where both bounds meet at the end of the tile, every cell between them ends there too, and
 // the team sends that cell to the next team at once. Then it computes the tile from the cell that the previous team sent. If a
-// prediction was so wrong that a team had sent another cell, it tells all teams, and the whole is computed again without predictions.
+// prediction was so wrong that the team has sent a different cell, it notifies all teams, and everything is computed again without
+// predictions.
 
 #include "../device.cuh"
 
@@ -183,14 +184,14 @@ struct Tiles {
 
 // The rows of a run.
 struct Rows {
-    unsigned firsts, lasts;             // bit masks: the steps that begin a row, and that end one
+    unsigned firsts, lasts;             // bit masks: the steps that begin a row, and the steps that end a row
     int place, start, next;             // first place of the run, of the row there, and of the row after it
     int ordinal, starts;                // ordinal of the row there; in each lane, the first place of a row after it
 
     // Returns the row of a step. Whole warps must call it.
     __device__ int of(const Call& call, const Stream& stream, int step) const {
         const unsigned before = __ballot_sync(~0u, starts <= place + step);
-        // More rows than lanes: many rows without steps.
+        // More rows begin here than a warp has lanes, because many of them have no steps.
         if (before == ~0u) return stream.row(stream.ordinal_of(call, place + step));
         return stream.row(ordinal + __popc(before));
     }
@@ -217,7 +218,7 @@ struct Encoder {
         return before && real ? before[call.slot_before(stream.direction, row) * call.hidden + unit.index] : 0.0f;
     }
 
-    // Finds the rows of a run. Nothing is loaded while the run is inside the row that was found last.
+    // Finds the rows of a run. Loads nothing if the run is inside the row of the previous lookup.
     __device__ __forceinline__ void look_up(int place, Rows& rows) const {
         rows.place = place, rows.firsts = rows.lasts = 0;
         if (place > rows.start && place + RUN < rows.next) return;
@@ -347,7 +348,7 @@ struct Encoder {
         return hidden_of(output, skip, cell, cell_before, unit);
     }
 
-    // Writes the outputs of the rows that end in a run. Their new states may overwrite the old ones. rest: of the first such step.
+    // Writes the outputs of the rows that end in a run. Their new states may overwrite the old states. rest: of the first step that ends a row.
     __device__ __forceinline__ void end_rows(const Kept* at, const Rows& rows, Rest rest, float cell_before, const float (&cells)[RUN]) const {
 #pragma unroll 1
         for (unsigned lasts = rows.lasts; lasts; lasts &= lasts - 1) {
@@ -592,8 +593,9 @@ struct Edge {
     int row;
     unsigned token;
 };
-// The two streams of a block, or the single stream of a ring. All streams have equal shares of the tokens; a row belongs to the stream whose share has
-// its first token. Each warp searches on its own: it looks at 32 rows at once, then at the rows between the two that enclose the border.
+// The two streams of a block, or the single stream of a ring. Every stream has an equal share of the tokens. A row belongs to the stream
+// that has its first token. Each warp searches independently: it looks at 32 rows at once, then at the rows between the two rows that
+// enclose the border.
 struct Streams {
     Edge edges[3];
 
@@ -634,7 +636,7 @@ struct Streams {
     }
 };
 
-// Returns whether the whole must be computed again without predictions. Every thread of a ring calls it at the end of a round.
+// Returns whether everything must be computed again without predictions. Every thread of a ring calls it at the end of a round.
 __device__ __forceinline__ bool again(const Share& team, int& round) {
 #if RING
     __syncwarp();

@@ -20,7 +20,7 @@ LONG_ROW = 384
 FEW_ROWS = 8
 """Rows up to which the product of long rows has too few blocks."""
 NARROW = 256
-"""Hidden units of all directions up to which a ring is faster than a library product, and than no ring."""
+"""Hidden units of all directions up to which a ring is faster than a library product, and faster than no ring."""
 RINGS = (8, 4)
 """Blocks of a ring's cluster."""
 MAX_CLUSTER_BLOCKS = 120
@@ -30,7 +30,7 @@ MAX_COLUMNS = 192
 ALIGNED = 1024
 """Alignment in bytes of a block's shared memory, and of the tensor cores' operands in it."""
 STAGES = range(8, 0, -1)
-"""Pieces of the inputs, or tiles of gate inputs, that may be in flight, the most first."""
+"""Pieces of the inputs, or tiles of gate inputs, that may be in flight, in the order in which they are tried."""
 SMALL_UNITS = 32
 """Hidden units of a block in a ring, and of a block that reads gate inputs."""
 
@@ -79,7 +79,7 @@ class ScanShape:
 def shape_for(variant: ScanVariant, rows: int, tokens: int, pooled: bool) -> ScanShape:
     """Return the fastest measured shape.
 
-    Few long rows run in a ring, but not with pooled outputs: those are summed in the order of the steps.
+    Few long rows run in a ring, but not with pooled outputs, which are summed in the order of the steps.
     """
     width, own_cell = variant.hidden * variant.directions, variant.form.own_cell
     if not own_cell and not pooled and tokens >= LONG_ROW * rows and width <= NARROW:

@@ -1,6 +1,6 @@
 """The SRU in torch operations: one matrix product for all inputs, and a few pointwise operations per step.
 
-Whatever does not depend on the cell is computed for all steps at once. Runs wherever torch runs; nothing is padded.
+Everything that does not depend on the cell is computed for all steps at once. Runs wherever torch runs; nothing is padded.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _blocks(data: Tensor, weights: SRUWeights) -> Tensor:
 
 
 def _skip(data: Tensor, blocks: Tensor, weights: SRUWeights) -> Tensor:
-    """Return what the reset gate mixes with the cell, (tokens, hidden); zeros without a skip."""
+    """Return the skip, (tokens, hidden), which the reset gate mixes with the cell; zeros without a skip."""
     size = weights.hidden
     if weights.skip_from is not None:
         return data[:, weights.skip_from : weights.skip_from + size].float() * weights.scale

@@ -96,7 +96,7 @@ def _bias(weights: SRUWeights, blocks: int) -> Tensor:
 
 
 def _projected(data: Tensor, weights: Sequence[SRUWeights]) -> list[Tensor]:
-    """Return what each direction multiplies with its input weights, in their dtype: the data after layer norm and projection."""
+    """Return the data after layer norm and projection, in the dtype of the input weights, for each direction."""
     first = _normalise(data, weights[0])
     normalised = [first if each.norm is weights[0].norm else _normalise(data, each) for each in weights]
     pairs = zip(weights, normalised, strict=True)

@@ -58,7 +58,7 @@ class SRUWeights:
 
     @cached_property
     def form(self) -> dict[str, Any]:
-        """What both directions of a layer must have in common. Their skips may start at different columns."""
+        """The properties that both directions of a layer must share. Their skips may start at different columns."""
         return form_of(self) | {"skip_from": self.skip_from is not None}
 
     @cached_property

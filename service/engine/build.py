@@ -97,7 +97,7 @@ def prepare_model(
 
 
 def _cores() -> int:
-    """Return the number of cores that this process may use. Only Linux knows it; elsewhere it is that of the machine."""
+    """Return the number of cores that this process may use. Only Linux knows it; elsewhere, return the cores of the machine."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

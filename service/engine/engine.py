@@ -1,4 +1,4 @@
-"""What the engine process needs from the engine that runs its batches."""
+"""The interface of an engine, as the engine process uses it."""
 
 from __future__ import annotations
 

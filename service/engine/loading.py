@@ -22,7 +22,7 @@ from service.log import Log
 CHECK_SECONDS = 0.02
 """Interval of the checks whether a version that closes can be unloaded."""
 CLOSING_SECONDS = 5.0
-"""A frontend that has not released a version after this time is not waited for: it never knew the version."""
+"""How long to wait until the frontends release a version. A frontend that is still silent then never knew the version."""
 LoadVersion = Callable[[ModelVersion, RunBetweenBatches], PreparedModel]
 """Prepares a model version in the loader thread."""
 OnPrepared = Callable[[ServiceError | None], None]
@@ -56,7 +56,8 @@ class ModelLoader:
         self._loader = LoaderThread[PreparedModel]()
         self._closing: dict[ModelKey, _ClosingVersion] = {}
         self._released: set[tuple[Hashable, ModelKey]] = set()
-        self._cancelled: set[ModelKey] = set()
+        self._loading: set[ModelKey] = set()
+        """Versions in preparation that have not been closed."""
         self._next_check = 0.0
         self.changed: Callable[[], None] = lambda: None
 
@@ -69,9 +70,9 @@ class ModelLoader:
 
         def done(future: Future[PreparedModel]) -> None:
             error = future.exception()
-            if model_version.key in self._cancelled:
-                self._cancelled.discard(model_version.key)
-            elif error is None:
+            closed = model_version.key not in self._loading
+            self._loading.discard(model_version.key)
+            if error is None and not closed:
                 self._engine.open(model_version.key, future.result())
                 self._log.info(
                     "loaded", model=model_version.name, version=model_version.version, generation=model_version.generation
@@ -79,6 +80,7 @@ class ModelLoader:
                 self.changed()
             on_prepared(None if error is None else self._load_error(model_version, error))
 
+        self._loading.add(model_version.key)
         self._loader.begin(lambda: self._load(model_version, self._loader.between_batches), done)
 
     def release(self, channel: Hashable, key: ModelKey) -> None:
@@ -89,11 +91,13 @@ class ModelLoader:
             self._released.add((channel, key))
 
     def close(self, closing: CloseModel, channels: set[Hashable], closed: Callable[[], None]) -> None:
-        """Unload a version once nothing of it is left and these channels have released it. Then calls `closed`."""
+        """Unload a version once nothing of it is left and these channels have released it. Then calls `closed`.
+
+        A version that is still loading will not be served: the supervisor has given it up.
+        """
         key = closing.key
         if not self._engine.serves(key):
-            # It may still be loading: the supervisor has given it up.
-            self._cancelled.add(key)
+            self._loading.discard(key)
             closed()
             return
         unreleased = {channel for channel in channels if (channel, key) not in self._released}

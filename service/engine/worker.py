@@ -88,7 +88,7 @@ class Worker:
                 self._profiling.step()
 
     def _beat(self) -> None:
-        """Beat the heartbeat. While a batch runs, the next beat is due when the batch counts as hung, however lively this loop is."""
+        """Beat the heartbeat. While a batch runs, the next beat is due when the batch counts as hung, even if this loop still runs."""
         running = self._engine.running
         if running is None:
             self._heartbeat.beat()
@@ -144,7 +144,7 @@ class Worker:
         return EngineStatus(self._engine.loaded(), self._place, str(self._engine.device))
 
     def _send_status(self) -> None:
-        """Tell every frontend which models this engine serves now, before the supervisor hears that a load is done."""
+        """Tell every frontend which models this engine serves now, before the supervisor learns that a load is done."""
         for channel in list(self._tickets):
             channel.send(encode(self._status()))
             self._flush(channel)
@@ -195,7 +195,7 @@ class Worker:
         self._send(channel, id, encode(Refusal.of(error), id))
 
     def _send_trace(self, channel: Channel, id: int, events: bytes) -> None:
-        """Send a trace at once: it may be a while until the next event wakes the loop."""
+        """Send a trace at once: the next event that wakes the loop may come late."""
         self._send(channel, id, encode(Done(), id, (events,)))
         self._flush(channel)
 

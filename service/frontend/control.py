@@ -67,7 +67,7 @@ class Control:
         send_now(self._raw_channel, messages.Failed(reason))
 
     async def scrape(self) -> Snapshot:
-        """Return the metrics of all processes, or the last known ones when the supervisor is late."""
+        """Return the metrics of all processes, or the last known metrics when the supervisor is late."""
         with contextlib.suppress(Unavailable):
             reply, _ = await self._rpc.call(messages.ScrapeMetrics(), MetricsCollected, timeout=SCRAPE_SECONDS)
             self._last_scrape = reply.snapshot

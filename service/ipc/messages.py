@@ -39,7 +39,7 @@ class ModelKey(NamedTuple):
 
 
 class Returns(msgspec.Struct, array_like=True, frozen=True):
-    """Outputs that a request asks for besides those of the model's head."""
+    """Outputs that a request asks for in addition to the outputs of the model's head."""
 
     embedding: bool = False
     sequence: bool = False
@@ -116,7 +116,7 @@ class Request(Message, frozen=True):
     `lengths` are time steps per sequence. `deadline` and `sent` are seconds on the machine's monotonic clock. A higher `priority` runs
     sooner.
 
-    With `session`, the one sequence is the next chunk of that session. `session_starts` is true to start it, false to resume it, and None
+    With `session`, the sequence is the next chunk of that session. `session_starts` is true to start it, false to resume it, and None
     for either. `session_ends` closes it after this chunk. `exactly` is true when the client named the version; otherwise a session's own
     version is meant. `resubmitted` is true when another engine ended before it answered.
     """
@@ -271,6 +271,10 @@ class ScrapeMetrics(Message, frozen=True):
 
 class ListModels(Message, frozen=True):
     """Call to the supervisor: return every version in the models folder. The reply is ModelsListed."""
+
+
+MAX_POLICY_CHARACTERS = 1000
+"""Longest version policy of a LoadModel message."""
 
 
 class LoadModel(Message, frozen=True):

@@ -61,7 +61,7 @@ class Rpc:
         return received.message, received.tail
 
     async def call_done(self, message: Message, *, tail: bytes = b"", timeout: float | None = None) -> bytes:
-        """Send a call whose reply is Done; return the trailing bytes. Raises as `call` does."""
+        """Send a call that expects Done as its reply; return the trailing bytes. Raises as `call` does."""
         return (await self.call(message, Done, tail=tail, timeout=timeout))[1]
 
     def handle_reply(self, frame: Frame) -> bool:

@@ -21,7 +21,7 @@ from service.modeling.spec import ConvLayer, TCNLayer, TextCNNLayer
 
 
 class ConvStack(RunnableLayer):
-    """Blocks of convolutions, run one after the other."""
+    """A sequence of convolution blocks."""
 
     def __init__(self, blocks: Sequence[ConvBlock]) -> None:
         self._blocks = tuple(blocks)
@@ -37,8 +37,8 @@ class ConvStack(RunnableLayer):
     def run_chunk(self, x: Ragged, want: Outputs, states: Sequence[ConvState] | None) -> tuple[Encoded, list[ConvState]]:
         """Run the stack from `states`, one per layer; return the outputs and the new states.
 
-        For causal layers with stride 1, the chunks of a row give what the whole row gives. Raises ContractError if the stack looks ids up
-        in folded tables.
+        For causal layers with stride 1, the chunks of a row give the same steps as the whole row. Raises ContractError if the stack looks
+        ids up in folded tables.
         """
         if self.takes_ids == FOLDED:
             raise ContractError("a convolution over folded tables keeps no state: call embed() instead of fold()")

@@ -55,7 +55,7 @@ class Encoder:
 
     @property
     def resumes_for_free(self) -> bool:
-        """Whether a batch that resumes from state slots takes no longer than one that starts from zeros."""
+        """Whether a batch that resumes from state slots takes no longer than a batch that starts from zeros."""
         return all(layer.resumes_for_free for layer in self._layers)
 
     def allocate_states(self, slots: int) -> None:
@@ -165,5 +165,5 @@ def _named_layers(spec: ModelSpec, arrays: Mapping[str, Tensor]) -> list[NamedLa
 
 
 def _without_prefix(arrays: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Return the arrays whose names have the prefix, by the rest of their names."""
+    """Return the arrays with this prefix in their names, by the rest of their names."""
     return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}

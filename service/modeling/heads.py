@@ -16,7 +16,7 @@ from service.modeling.spec import ClassifyHead, EmbedHead, Head, NextHead, Regre
 
 @dataclass(frozen=True, slots=True)
 class HeadOutput:
-    """The output of a head for a batch, one line per row, or per step if `per_step`. None for what the head does not have.
+    """The output of a head for a batch, one line per row, or per step if `per_step`. None for outputs that the head does not have.
 
     scores: (lines, n) float32; picks: (lines, m) int32, the chosen labels, positions or tokens; embedding: (rows, width), the vector that
     the head works on.
@@ -138,7 +138,7 @@ class PooledVector(RunnableHead):
 
 
 class EveryStep(RunnableHead):
-    """No output of its own: the answer is the encoder's steps."""
+    """Adds no output: the answer is the encoder's steps."""
 
     wants = Outputs(steps=True)
 

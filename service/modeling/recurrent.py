@@ -172,7 +172,7 @@ def _normalise(encoded: Encoded, x: Ragged, want: Outputs, level: RecurrentLevel
 
 @dataclass(frozen=True, slots=True)
 class FoldedGates:
-    """The weights of an LSTM or GRU whose input product is folded into a table of gate inputs, one row per token id."""
+    """The weights of an LSTM or GRU after its input product was folded into a table of gate inputs, one row per token id."""
 
     table: Tensor
     weights: LSTMWeights | GRUWeights

@@ -34,7 +34,7 @@ class RunnableLayer(ABC):
 
     @property
     def streams(self) -> bool:
-        """Whether the chunks of a sequence, each resumed from the state of the one before, give what the whole sequence gives."""
+        """Whether chunks of a sequence, each resumed from the state of the previous chunk, give the result of the whole sequence."""
         return False
 
     @property

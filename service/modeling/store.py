@@ -18,7 +18,7 @@ from service.modeling.spec import CARD, MODEL, TOKENIZER, WEIGHTS, ModelSpec, di
 
 
 def read_arrays(folder: Path, spec: ModelSpec) -> dict[str, Tensor]:
-    """Return the tensors of a version folder, on the CPU; raises ModelError unless they are exactly those that `spec` describes."""
+    """Return the tensors of a version folder, on the CPU; raises ModelError unless they are exactly the tensors that `spec` describes."""
     data = read_verified(folder / WEIGHTS, spec)
     try:
         arrays = load(data)

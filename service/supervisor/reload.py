@@ -1,6 +1,6 @@
 """Changes what the service serves while it serves: one change at a time, carried out by all processes.
 
-Engines and frontends first prepare the new versions while they serve the old ones. Then every frontend switches, each at one moment.
+Engines and frontends first prepare the new versions while they serve the old versions. Then every frontend switches, each at one moment.
 Then the engines unload versions that are no longer served, as soon as nothing uses them. A change that fails or is cancelled before the
 switch has no effect.
 """
@@ -28,6 +28,7 @@ from service.errors import (
     Unsupported,
 )
 from service.ipc.messages import (
+    MAX_POLICY_CHARACTERS,
     CloseModel,
     Done,
     ForgetModel,
@@ -50,7 +51,6 @@ from service.supervisor.repository import Fingerprint, FolderReader, Repository,
 T = TypeVar("T")
 READ_SECONDS = 10.0
 """Longest read of names and small files in the models folder. Weights may take SEQSERVE_START_SECONDS."""
-MAX_POLICY_CHARACTERS = 1000
 
 
 class ModelReloader:

@@ -115,7 +115,7 @@ class Repository:
 
 
 class FolderReader:
-    """Runs reads of the models folder one after the other, each in a daemon thread.
+    """Runs reads of the models folder in sequence, each in a daemon thread.
 
     A read that hangs, as on a network disk, is abandoned: it holds up neither later reads nor the end of the service.
     """

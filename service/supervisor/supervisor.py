@@ -62,11 +62,13 @@ class Supervisor:
             messages.Ready: self._handle_ready,
             messages.Failed: self._handle_failed,
             messages.MetricsCollected: self._handle_late_metrics,
+            messages.Cancel: self._handle_cancel,
+        }
+        self._call_handlers: dict[type[Message], Callable[[Any], Awaitable[Reply]]] = {
             messages.ScrapeMetrics: self._handle_scrape,
             messages.ListModels: self._handle_list_models,
             messages.LoadModel: self._handle_load,
             messages.UnloadModel: self._handle_unload,
-            messages.Cancel: self._handle_cancel,
         }
         repository = Repository(settings.models, settings.versions)
         self._model_reloader = ModelReloader(
@@ -236,8 +238,11 @@ class Supervisor:
 
     def _handle_message(self, child: Child, frame: Frame) -> None:
         handler = self._handlers.get(type(frame.message))
+        call_handler = self._call_handlers.get(type(frame.message))
         if handler is not None:
             handler(child, frame.id, frame.message)
+        elif call_handler is not None:
+            self._answer(child, frame, call_handler)
 
     def _handle_ready(self, child: Child, id: int, message: messages.Ready) -> None:
         child.ready = True
@@ -251,53 +256,43 @@ class Supervisor:
     def _handle_late_metrics(self, child: Child, id: int, message: MetricsCollected) -> None:
         child.metrics = message.snapshot
 
-    def _handle_scrape(self, child: Child, id: int, message: messages.ScrapeMetrics) -> None:
-        async def scrape() -> Reply:
-            return MetricsCollected(await self._metrics_aggregator.collect(list(self._children.values())))
-
-        self._answer(child, id, scrape)
-
-    def _handle_list_models(self, child: Child, id: int, message: messages.ListModels) -> None:
-        async def list_models() -> Reply:
-            return ModelsListed(await self._model_reloader.index())
-
-        self._answer(child, id, list_models)
-
-    def _handle_load(self, child: Child, id: int, message: messages.LoadModel) -> None:
-        async def load() -> Reply:
-            await self._model_reloader.load(message.name, message.policy)
-            return Done()
-
-        self._answer(child, id, load)
-
-    def _handle_unload(self, child: Child, id: int, message: messages.UnloadModel) -> None:
-        async def unload() -> Reply:
-            await self._model_reloader.unload(message.name)
-            return Done()
-
-        self._answer(child, id, unload)
-
     def _handle_cancel(self, child: Child, id: int, message: messages.Cancel) -> None:
         """The client of a call has disconnected, or the frontend no longer waits for its reply."""
         call = self._calls.get((child, id))
         if call is not None:
             call.cancel()
 
-    def _answer(self, child: Child, id: int, handle_call: Callable[[], Awaitable[Reply]]) -> None:
+    # Calls of the children.
+
+    async def _handle_scrape(self, message: messages.ScrapeMetrics) -> Reply:
+        return MetricsCollected(await self._metrics_aggregator.collect(list(self._children.values())))
+
+    async def _handle_list_models(self, message: messages.ListModels) -> Reply:
+        return ModelsListed(await self._model_reloader.index())
+
+    async def _handle_load(self, message: messages.LoadModel) -> Reply:
+        await self._model_reloader.load(message.name, message.policy)
+        return Done()
+
+    async def _handle_unload(self, message: messages.UnloadModel) -> Reply:
+        await self._model_reloader.unload(message.name)
+        return Done()
+
+    def _answer(self, child: Child, call: Frame, handler: Callable[[Any], Awaitable[Reply]]) -> None:
         """Handle a call in a task and send its reply."""
 
         async def answer() -> None:
             try:
-                reply = await handle_call()
+                reply = await handler(call.message)
             except ServiceError as error:
                 reply = Refusal.of(error)
             except Exception as error:
                 self._log.error("bug", error=f"{type(error).__name__}: {error}")
                 reply = Refusal.of(InferenceFailed("the supervisor failed on this call: its log has the error"))
-            child.send(reply, id)
+            child.send(reply, call.id)
 
-        task = self._calls[child, id] = asyncio.get_running_loop().create_task(answer())
-        task.add_done_callback(lambda _: self._calls.pop((child, id), None))
+        task = self._calls[child, call.id] = asyncio.get_running_loop().create_task(answer())
+        task.add_done_callback(lambda _: self._calls.pop((child, call.id), None))
 
     # Shutdown.
 

@@ -52,6 +52,10 @@ class LoadingEngine(FakeEngine):
     def prepare_new(self) -> ServiceError | None:
         """Prepare NEW, and return the reported error."""
         self.loader.prepare(NEW, self.outcomes.append)
+        return self.wait_for_outcome()
+
+    def wait_for_outcome(self) -> ServiceError | None:
+        """Wait until a version is prepared, and return the reported error."""
         while not self.outcomes:
             wait_until_readable(self.loader)
             self.loader.settle()
@@ -148,9 +152,26 @@ def test_version_stays_for_its_sessions_until_the_time_limit(engine: LoadingEngi
 
 def test_version_closed_while_it_loads_is_not_served(engine: LoadingEngine) -> None:
     engine.closed.append(NEW.key)
+    engine.loader.prepare(NEW, engine.outcomes.append)
+    engine.loader.close(CloseModel(NEW.key, 0.0), {FRONTEND}, lambda: None)
+    assert engine.wait_for_outcome() is None
+    assert (engine.opened, engine.changes) == ([], 0)
+
+
+def test_version_closed_after_it_failed_to_load_can_load_again() -> None:
+    errors = [ModelError("weights.safetensors is broken")]
+
+    def fail_once(model_version: ModelVersion, run_between_batches: RunBetweenBatches) -> PreparedModel:
+        if errors:
+            raise errors.pop()
+        return PreparedModel(NO_RUNNER)
+
+    engine = LoadingEngine(fail_once)
+    engine.closed.append(NEW.key)
+    assert engine.prepare_new() is not None
     engine.loader.close(CloseModel(NEW.key, 0.0), {FRONTEND}, lambda: None)
     assert engine.prepare_new() is None
-    assert (engine.opened, engine.changes) == ([], 0)
+    assert engine.opened == [NEW.key]
 
 
 def test_closing_a_version_that_is_not_served_ends_at_once(engine: LoadingEngine) -> None:

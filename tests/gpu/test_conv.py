@@ -91,7 +91,7 @@ FORMS: list[tuple[Form, int, int]] = [
 every_slab = pytest.mark.parametrize(
     "slab, index", [(HALF, torch.int32), (HALF, torch.int64), (torch.float32, torch.int64)], ids=str
 )
-"""State caches that the kernel can write to, and one that it cannot."""
+"""State caches that the kernel can write to, and a state cache that it cannot write to."""
 every_way_in = pytest.mark.parametrize("ids", ["", "embedding", "tables"])
 
 
@@ -131,7 +131,9 @@ def without_device_waits() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def given(form: Form, lengths: Sequence[int], width: int, columns: int, dtype: torch.dtype = HALF, seed: int = 0) -> Arguments:
+def host_problem(
+    form: Form, lengths: Sequence[int], width: int, columns: int, dtype: torch.dtype = HALF, seed: int = 0
+) -> Arguments:
     """Return a problem on the CPU, with data and state in the dtype of the weights."""
     x, weights, state = stored(form.arguments(lengths, width, columns, storage=dtype, seed=seed), dtype)
     return Arguments(x, weights, map_arrays(state, lambda array: array.to(dtype)))
@@ -140,7 +142,7 @@ def given(form: Form, lengths: Sequence[int], width: int, columns: int, dtype: t
 def made(
     form: Form, lengths: Sequence[int], width: int, columns: int = 40, dtype: torch.dtype = HALF, seed: int = 0
 ) -> Arguments:
-    return given(form, lengths, width, columns, dtype, seed).map_arrays(Tensor.cuda)
+    return host_problem(form, lengths, width, columns, dtype, seed).map_arrays(Tensor.cuda)
 
 
 def run(problem: Arguments, want: Outputs = EVERYTHING) -> Encoded:
@@ -153,10 +155,10 @@ def exact(problem: Arguments) -> Encoded:
 
 def alike(actual: Encoded, expected: Encoded, tolerance: float) -> None:
     """Compare the outputs and the offsets. `expected` may have more outputs."""
-    found, wanted = everything(actual), everything(expected)
-    assert found.keys() <= wanted.keys()
-    for name, array in found.items():
-        close(array, wanted[name], tolerance, name)
+    outputs, expected_outputs = everything(actual), everything(expected)
+    assert outputs.keys() <= expected_outputs.keys()
+    for name, array in outputs.items():
+        close(array, expected_outputs[name], tolerance, name)
     assert (actual.offsets is None) == (expected.offsets is None)
     if actual.offsets is not None and expected.offsets is not None:
         assert actual.offsets.tolist() == expected.offsets.tolist()
@@ -165,15 +167,15 @@ def alike(actual: Encoded, expected: Encoded, tolerance: float) -> None:
 def everything(encoded: Encoded) -> dict[str, Tensor]:
     """Return all outputs by name, including the states of a stack and the scores of a text CNN."""
     states = encoded.state if isinstance(encoded.state, tuple) else (encoded.state,)
-    found = {name: array for name in (*OUTPUTS, "scores") if (array := getattr(encoded, name)) is not None}
-    return found | {f"{name} {layer}": array for layer, state in enumerate(states) for name, array in arrays(state).items()}
+    outputs = {name: array for name in (*OUTPUTS, "scores") if (array := getattr(encoded, name)) is not None}
+    return outputs | {f"{name} {layer}": array for layer, state in enumerate(states) for name, array in arrays(state).items()}
 
 
 def equal(actual: Encoded, expected: Encoded) -> None:
     """Assert that all outputs are bit-equal."""
-    found, wanted = everything(actual), everything(expected)
-    assert found.keys() <= wanted.keys()
-    differing = [name for name, array in found.items() if not torch.equal(array, wanted[name])]
+    outputs, expected_outputs = everything(actual), everything(expected)
+    assert outputs.keys() <= expected_outputs.keys()
+    differing = [name for name, array in outputs.items() if not torch.equal(array, expected_outputs[name])]
     assert not differing
 
 
@@ -186,13 +188,15 @@ def misaligned(array: Tensor, places: int) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "form, width, columns, dtype", [*((*one, HALF) for one in FORMS), *((*one, torch.bfloat16) for one in FORMS[1::5])], ids=str
+    "form, width, columns, dtype",
+    [*((*form, HALF) for form in FORMS), *((*form, torch.bfloat16) for form in FORMS[1::5])],
+    ids=str,
 )
 def test_outputs_and_state_agree_with_the_reference(form: Form, width: int, columns: int, dtype: torch.dtype) -> None:
     """A second run with packed weights is bit-equal. Filters that are too wide run on the framework, which rounds sums to the dtype."""
     tolerance = SUMS if form.options["width"] <= MAX_WIDTH else TOLERANCE[dtype]
     for lengths in (RAGGED, MOSTLY_EMPTY, [1], [0, 0], []):
-        problem = given(form, lengths, width, columns, dtype)
+        problem = host_problem(form, lengths, width, columns, dtype)
         there = problem.map_arrays(Tensor.cuda)
         with in_shape():
             encoded, expected = run(there), exact(problem)
@@ -202,18 +206,18 @@ def test_outputs_and_state_agree_with_the_reference(form: Form, width: int, colu
 
 
 @pytest.mark.parametrize("form, width", [(CENTRED, 130), (GATED, 130), (OF_VECTORS, 65), (OF_TABLES, 65)], ids=str)
-@pytest.mark.parametrize("wanted", [(), ("steps",), ("last",), ("mean",), ("max",), ("steps", "max")], ids=str)
-def test_unwanted_outputs_are_none(form: Form, width: int, wanted: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("names", [(), ("steps",), ("last",), ("mean",), ("max",), ("steps", "max")], ids=str)
+def test_unwanted_outputs_are_none(form: Form, width: int, names: tuple[str, ...]) -> None:
     problem = made(form, RAGGED, width)
     with in_shape():
-        encoded = run(problem, Outputs(**dict.fromkeys(wanted, True)))
-        assert {name for name in OUTPUTS if getattr(encoded, name) is not None} == set(wanted)
+        encoded = run(problem, Outputs(**dict.fromkeys(names, True)))
+        assert {name for name in OUTPUTS if getattr(encoded, name) is not None} == set(names)
         equal(encoded, run(problem))
 
 
 @cache
 def prepared(form: Form, lengths: tuple[int, ...], width: int) -> tuple[Arguments, Encoded]:
-    problem = given(form, lengths, width, 72)
+    problem = host_problem(form, lengths, width, 72)
     return problem.map_arrays(Tensor.cuda), exact(problem)
 
 
@@ -246,11 +250,11 @@ def test_any_number_of_rows_in_the_tuned_shape(form: Form, rows: int) -> None:
     problem = made(form, [chance.randint(0, 5) for _ in range(rows)], 40)
     pooled, encoded = run(problem, MAXIMUM), run(problem)
     assert pooled.max is not None and encoded.max is not None
-    some = sorted(chance.sample(range(rows), min(rows, 40)))
-    each, state = inputs.rows(problem.x), map_arrays(problem.state, itemgetter(some))
-    expected = exact(Arguments(joined([each[row] for row in some]), problem.weights, state))
+    sampled = sorted(chance.sample(range(rows), min(rows, 40)))
+    rows_of_x, state = inputs.rows(problem.x), map_arrays(problem.state, itemgetter(sampled))
+    expected = exact(Arguments(joined([rows_of_x[row] for row in sampled]), problem.weights, state))
     for name in ("last", "mean", "max"):
-        close(getattr(encoded, name)[some], getattr(expected, name), SUMS, name)
+        close(getattr(encoded, name)[sampled], getattr(expected, name), SUMS, name)
     close(pooled.max, encoded.max, SUMS, "max")
 
 
@@ -264,8 +268,8 @@ def test_row_is_bit_equal_alone_and_in_a_batch(form: Form, width: int, want: Out
     with in_shape():
         whole = run(Arguments(x, weights, state), want)
         for row in (0, 1, 2, 4, 60, 95):
-            mine = Arguments(joined([inputs.rows(x)[row]]), weights, map_arrays(state, itemgetter(slice(row, row + 1))))
-            alone = run(mine, want)
+            one_row = Arguments(joined([inputs.rows(x)[row]]), weights, map_arrays(state, itemgetter(slice(row, row + 1))))
+            alone = run(one_row, want)
             pairs = {name: array[0] for name, array in everything(alone).items() if name != "steps"}
             assert all(torch.equal(array, everything(whole)[name][row]) for name, array in pairs.items())
             if alone.steps is not None:
@@ -463,7 +467,7 @@ def test_text_cnn_is_bit_equal_to_its_layers_one_by_one(ids: str) -> None:
         together = problem.run(backend=BACKEND).max
         alone = [conv(problem.x, layer, want=MAXIMUM, backend=BACKEND).max for layer in problem.layers]
     assert together is not None
-    assert torch.equal(together, torch.cat([one for one in alone if one is not None], dim=1))
+    assert torch.equal(together, torch.cat([maxima for maxima in alone if maxima is not None], dim=1))
 
 
 @every_way_in
@@ -509,7 +513,7 @@ def gated(maker: Maker) -> tuple[ConvBlock, ...]:
 
 
 def centred(maker: Maker) -> tuple[ConvBlock, ...]:
-    """A centred layer below a causal layer, whose needed steps are not adjacent."""
+    """A centred layer below a causal layer. The needed steps of the causal layer are not adjacent."""
     first = maker.layer(64, 3, left=1, right=1, activation="relu")
     second = maker.layer(40, 3, left=1, right=3, dilation=2, activation="gelu")
     return ConvBlock((first, second), residual=True), ConvBlock((maker.causal(5, 3, dilation=2, activation="relu"),))
@@ -584,9 +588,9 @@ def test_stack_with_states_agrees_with_the_reference(make: Make) -> None:
 @pytest.mark.parametrize("make", KEEP_STEPS)
 def test_last_step_alone_equals_the_last_of_all_steps(make: Make) -> None:
     problem = stacked(make, [*LONGER, *MANY[:20]]).map_arrays(Tensor.cuda)
-    only, whole = fused(problem, LAST).last, fused(problem).last
-    assert only is not None and whole is not None
-    close(only, whole, SUMS, "last")
+    last_alone, last_of_all = fused(problem, LAST).last, fused(problem).last
+    assert last_alone is not None and last_of_all is not None
+    close(last_alone, last_of_all, SUMS, "last")
 
 
 @pytest.mark.parametrize("make", [tcn, centred])
@@ -660,7 +664,7 @@ def test_nan_stays_in_its_row_of_a_stack(make: Make, want: Outputs) -> None:
     assert encoded.last[1].isnan().any()
 
 
-# Graphs, and what waits for the device.
+# Graphs and device waits.
 
 
 def captured(launch: Callable[[], Encoded]) -> tuple[torch.cuda.CUDAGraph, Encoded]:
@@ -675,11 +679,11 @@ def captured(launch: Callable[[], Encoded]) -> tuple[torch.cuda.CUDAGraph, Encod
 def assert_replays(x: Ragged, others: Sequence[Ragged], run: Callable[[Ragged], Encoded]) -> None:
     """Replay the captured graph with other rows of the same total length, and compare with a direct run."""
     graph, encoded = captured(lambda: run(Ragged(x.data, x.offsets)))
-    for other in others:
-        x.data.copy_(other.data)
-        x.offsets.copy_(other.offsets)
+    for batch in others:
+        x.data.copy_(batch.data)
+        x.offsets.copy_(batch.offsets)
         graph.replay()
-        equal(encoded, run(Ragged(other.data.clone(), other.offsets.clone())))
+        equal(encoded, run(Ragged(batch.data.clone(), batch.offsets.clone())))
 
 
 BEFORE, AFTER = [5, 9, 0, 330], [20, 301, 17, 6]
@@ -699,17 +703,17 @@ def test_graph_replays_with_other_lengths_and_values(form: Form, want: Outputs) 
 
 @every_way_in
 def test_text_cnn_graph_replays_with_other_lengths(ids: str) -> None:
-    problem, other = (text(ids, lengths, 3, labels=6).map_arrays(Tensor.cuda) for lengths in (BEFORE, AFTER))
+    problem, changed = (text(ids, lengths, 3, labels=6).map_arrays(Tensor.cuda) for lengths in (BEFORE, AFTER))
     x = Ragged(problem.x.data.clone(), problem.x.offsets.clone())
     with in_shape():
-        assert_replays(x, (problem.x, other.x), lambda x: text_cnn(x, problem.layers, problem.classifier, backend=BACKEND))
+        assert_replays(x, (problem.x, changed.x), lambda x: text_cnn(x, problem.layers, problem.classifier, backend=BACKEND))
 
 
 @pytest.mark.parametrize("make", [tcn, embedding, tables])
 def test_stack_graph_replays_with_other_lengths(make: Make) -> None:
-    problem, other = (stacked(make, lengths).map_arrays(Tensor.cuda) for lengths in (BEFORE, AFTER))
+    problem, changed = (stacked(make, lengths).map_arrays(Tensor.cuda) for lengths in (BEFORE, AFTER))
     x = Ragged(problem.x.data.clone(), problem.x.offsets.clone())
-    assert_replays(x, (problem.x, other.x), lambda x: fused(problem._replace(x=x)))
+    assert_replays(x, (problem.x, changed.x), lambda x: fused(problem._replace(x=x)))
 
 
 def test_graph_replays_with_other_slots() -> None:
@@ -718,17 +722,17 @@ def test_graph_replays_with_other_slots() -> None:
     assert problem.states is not None
     slots = torch.tensor([3, 1, 0, 2], dtype=torch.int32).cuda()
     slabs = tuple(put_in_slots(state, slots, 5) for state in problem.states)
-    mine = tuple(map_arrays(slab, torch.clone) for slab in slabs)
+    copies = tuple(map_arrays(slab, torch.clone) for slab in slabs)
     graph, encoded = captured(lambda: fused(problem._replace(states=slabs)))
-    for slab, beginning in zip(slabs, mine, strict=True):
+    for slab, beginning in zip(slabs, copies, strict=True):
         slab.left.copy_(beginning.left)
     for order in ([3, 1, 0, 2], [2, 0, 4, 1]):
         slots.copy_(torch.tensor(order, dtype=torch.int32))
-        mine = tuple(replace(state, slots=slots.clone()) for state in mine)
+        copies = tuple(replace(state, slots=slots.clone()) for state in copies)
         graph.replay()
-        expected = fused(problem._replace(states=mine))
+        expected = fused(problem._replace(states=copies))
         assert all(torch.equal(getattr(encoded, name), getattr(expected, name)) for name in OUTPUTS)
-        assert all(torch.equal(slab.left, state.left) for slab, state in zip(slabs, mine, strict=True))
+        assert all(torch.equal(slab.left, state.left) for slab, state in zip(slabs, copies, strict=True))
 
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
@@ -788,10 +792,10 @@ def test_text_cnn_does_not_wait_for_the_device(ids: str) -> None:
 @pytest.mark.parametrize("make", KEEP_STEPS)
 def test_stack_does_not_wait_for_the_device(make: Make) -> None:
     problem = stacked(make, LONGER, states=make not in OF_IDS).map_arrays(Tensor.cuda)
-    for one, want in ((problem, EVERYTHING), (problem._replace(states=None), LAST)):
-        expected = fused(one, want)
+    for arguments, want in ((problem, EVERYTHING), (problem._replace(states=None), LAST)):
+        expected = fused(arguments, want)
         with without_device_waits():
-            encoded = fused(one, want)
+            encoded = fused(arguments, want)
         equal(encoded, expected)
 
 
@@ -819,7 +823,7 @@ def test_early_launches_wait_for_earlier_kernels() -> None:
         states = encoded.state
         steps.append(encoded.steps)
     assert whole.steps is not None
-    assert torch.equal(torch.cat([one for one in steps if one is not None]), whole.steps)
+    assert torch.equal(torch.cat([part for part in steps if part is not None]), whole.steps)
 
 
 # What runs.
@@ -828,19 +832,19 @@ def test_early_launches_wait_for_earlier_kernels() -> None:
 def test_explain_reports_the_chosen_backend() -> None:
     for dtype, width in (("float16", 1), ("bfloat16", 300), ("float16", 5000)):
         assert explain("conv", device="cuda:0", dtype=dtype, hidden=width) == "fused: chosen"
-    asked = partial(explain, "conv", hidden=96)
+    explained = partial(explain, "conv", hidden=96)
     wide = "fused: needs float16 or bfloat16 weights\nframework: chosen"
-    assert asked(device="cuda:0", dtype="float32") == wide
+    assert explained(device="cuda:0", dtype="float32") == wide
     for device, why in (("cuda:9", "this machine has no cuda:9"), ("cpu", "needs an NVIDIA GPU")):
-        assert asked(device=device, dtype="float16") == f"fused: {why}\nframework: chosen"
+        assert explained(device=device, dtype="float16") == f"fused: {why}\nframework: chosen"
 
 
 def test_framework_runs_without_cupy_or_on_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = partial(explain, "conv", device="cuda:0", dtype="float16", hidden=96)
+    explained = partial(explain, "conv", device="cuda:0", dtype="float16", hidden=96)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
-    assert asked() == "fused: needs compute capability 9.0, this device has 8.6\nframework: chosen"
+    assert explained() == "fused: needs compute capability 9.0, this device has 8.6\nframework: chosen"
     monkeypatch.setattr(launching, "cupy_installed", lambda: False)
-    assert asked() == "fused: CuPy is not installed\nframework: chosen"
+    assert explained() == "fused: CuPy is not installed\nframework: chosen"
 
 
 def test_chosen_backend_is_the_one_that_runs() -> None:

@@ -30,8 +30,8 @@ from tests import models
 CUDA, CPU = torch.device("cuda:0"), torch.device("cpu")
 LIMITS: dict[str, Any] = {"max_batch_sequences": 16, "max_batch_tokens": 256}
 WITHOUT_GRAPH = {"reader", "halver", "tagger"}
-"""Models whose batches wait for the host, which finds the best span of a row, the output lengths of a strided convolution, or the order of
-a GRU's rows."""
+"""Models without graphs: the device waits for the host to find the best span of a row, the output lengths of a strided convolution, or the
+order of a GRU's rows."""
 LABELLER = {"kind": "sru", "hidden": 6, "depth": 2, "bidirectional": True}
 HALVES = 2e-2
 PLAIN, VECTOR, STEPS = Returns(), Returns(embedding=True), Returns(embedding=True, sequence=True)
@@ -73,7 +73,7 @@ def on_gpu(specs: dict[ModelKey, tuple[ModelSpec, dict[str, torch.Tensor]]], met
 
 @pytest.fixture(scope="module")
 def long_row_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceEngine]:
-    """A wide QRNN, whose product comes from the library when a few rows are long."""
+    """A wide QRNN. For a few long rows, the library computes its product."""
     root = tmp_path_factory.mktemp("long")
     qrnn = {"kind": "qrnn", "hidden": 320, "window": 2}
     series = {"kind": "features", "features": 3, "max_steps": 1000}
@@ -142,13 +142,13 @@ def collected(engine: DeviceEngine, count: int) -> list[tuple[Chunk, ChunkResult
 
 
 def assert_alike(results: list[ChunkResult], expected: list[ChunkResult]) -> None:
-    for one, other in zip(results, expected, strict=True):
-        assert one.steps == other.steps
+    for result, expected_result in zip(results, expected, strict=True):
+        assert result.steps == expected_result.steps
         for name in ("scores", "embedding", "sequence"):
-            ours, theirs = getattr(one, name), getattr(other, name)
-            assert (ours is None) == (theirs is None), name
-            if ours is not None:
-                assert_allclose(ours, theirs, atol=HALVES, err_msg=name)
+            array, expected_array = getattr(result, name), getattr(expected_result, name)
+            assert (array is None) == (expected_array is None), name
+            if array is not None:
+                assert_allclose(array, expected_array, atol=HALVES, err_msg=name)
 
 
 def by(metrics: Metrics, key: ModelKey, how: str) -> float:
@@ -202,11 +202,11 @@ def test_batches_in_flight_end_in_launch_order(
 ) -> None:
     names = ["sensors", "words", "tagger", "reader", "words", "embedder"]
     batches = [mixed(specs[ModelKey(name, "1")][0], seed, VECTOR) for seed, name in enumerate(names)]
-    for one in batches:
-        on_gpu.launch(one)
-    results = collected(on_gpu, sum(one.rows for one in batches))
-    assert [chunk for chunk, _ in results] == [chunk for one in batches for chunk in one.chunks]
-    assert_alike([result for _, result in results], [result for one in batches for result in run(on_cpu, one)])
+    for launched in batches:
+        on_gpu.launch(launched)
+    results = collected(on_gpu, sum(launched.rows for launched in batches))
+    assert [chunk for chunk, _ in results] == [chunk for launched in batches for chunk in launched.chunks]
+    assert_alike([result for _, result in results], [result for launched in batches for result in run(on_cpu, launched)])
 
 
 def test_engine_accepts_a_batch_when_the_device_is_free(
@@ -242,7 +242,7 @@ def test_chunks_match_whole_sequences(
     before = by(metrics, key, how)
     last = run(on_gpu, third)
     assert by(metrics, key, how) == before + 1
-    assert_alike([one._replace(steps=0) for one in last], [one._replace(steps=0) for one in run(on_cpu, whole)])
+    assert_alike([result._replace(steps=0) for result in last], [result._replace(steps=0) for result in run(on_cpu, whole)])
 
 
 @pytest.mark.parametrize("name", ["sensors", "speller", "counter", "forecaster"])
@@ -265,14 +265,14 @@ def test_restored_state_continues_in_another_slot(
         run(on_gpu, Batch(key, [piece(chunk, 2, begin + row) for row, chunk in enumerate(whole.chunks)]))
         for begin in (FIRST_SLOT, other_slots)
     )
-    for one, other in zip(stayed, moved, strict=True):
+    for in_place, in_other_slot in zip(stayed, moved, strict=True):
         for part in ("scores", "embedding"):
-            ours, theirs = getattr(one, part), getattr(other, part)
-            assert (ours is None and theirs is None) or (ours == theirs).all(), part
+            expected, array = getattr(in_place, part), getattr(in_other_slot, part)
+            assert (expected is None and array is None) or (expected == array).all(), part
 
 
 def piece(chunk: Chunk, number: int, slot: int) -> Chunk:
-    """Return one of the three chunks of a sequence, whose state is in `slot` between them."""
+    """Return chunk `number` of the three chunks of a sequence. Its state is in `slot` between the chunks."""
     cuts = (0, chunk.steps // 3, chunk.steps // 2 + 1, chunk.steps)
     begin, end, step = cuts[number], cuts[number + 1], len(chunk.data) // chunk.steps
     read_slot, write_slot = ZERO_SLOT if number == 0 else slot, DISCARD_SLOT if number == 2 else slot
@@ -285,8 +285,8 @@ def test_warm_engine_allocates_nothing(
     by_graph = [key for key in specs if key.name not in WITHOUT_GRAPH]
     batches = [mixed(specs[key][0], seed, VECTOR if seed % 3 else PLAIN) for seed in range(40) for key in by_graph]
     before = DeviceMemory.of(CUDA)
-    for one in batches:
-        run(on_gpu, one)
+    for launched in batches:
+        run(on_gpu, launched)
     assert DeviceMemory.of(CUDA) == before
     for seed in range(40):
         for key in specs:

@@ -42,7 +42,9 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server,
     ],
 )
 def test_embedded_models_use_fused_kernels_on_a_gpu(model: str, backend: str, embedded: tuple[Server, Server]) -> None:
-    on_gpu, on_cpu = ({one["name"]: one for one in server.client.get("/models").json()["models"]} for server in embedded)
+    on_gpu, on_cpu = (
+        {served["name"]: served for served in server.client.get("/models").json()["models"]} for server in embedded
+    )
     assert backend in " ".join(on_gpu[model]["backends"])
     assert "framework" in " ".join(on_cpu[model]["backends"])
 
@@ -50,31 +52,32 @@ def test_embedded_models_use_fused_kernels_on_a_gpu(model: str, backend: str, em
 @pytest.mark.parametrize("model", ["question-type-cnn", "question-type-lstm", "question-type-sru"])
 def test_embedded_models_have_the_same_labels_on_a_gpu(model: str, embedded: tuple[Server, Server]) -> None:
     on_gpu, on_cpu = (server.infer(model, EMBEDDED).json()["outputs"] for server in embedded)
-    assert [one["label"] for one in on_gpu] == [one["label"] for one in on_cpu]
-    for one, other in zip(on_gpu, on_cpu, strict=True):
-        assert one["scores"] == pytest.approx(other["scores"], abs=5e-3), "float16 products"
+    assert [output["label"] for output in on_gpu] == [output["label"] for output in on_cpu]
+    for output, expected in zip(on_gpu, on_cpu, strict=True):
+        assert output["scores"] == pytest.approx(expected["scores"], abs=5e-3), "float16 products"
 
 
 def test_gpu_matches_the_cpu(server: Server, models_folder: Path, tmp_path: Path) -> None:
     with serving(models_folder, tmp_path, "--device", "cuda:0") as on_gpu:
-        ours, theirs = (one.infer("words", QUESTIONS).json()["outputs"] for one in (on_gpu, server))
+        outputs, expected_outputs = (each.infer("words", QUESTIONS).json()["outputs"] for each in (on_gpu, server))
         assert on_gpu.client.get("/models").json()["models"][0]["device"] == "cuda:0"
-    for one, other in zip(ours, theirs, strict=True):
-        assert one["label"] == other["label"]
-        assert one["scores"] == pytest.approx(other["scores"], abs=1e-4)
+    for output, expected in zip(outputs, expected_outputs, strict=True):
+        assert output["label"] == expected["label"]
+        assert output["scores"] == pytest.approx(expected["scores"], abs=1e-4)
 
 
 def test_sessions_continue_from_slots_and_from_the_host(tmp_path: Path) -> None:
     chance = random.Random(0)
     streams = [[[round(chance.gauss(0, 1), 3) for _ in range(3)] for _ in range(60)] for _ in range(12)]
-    with serving(ROOT / "models", tmp_path, "--device", "cuda:0", state_slots="4") as own:
-        whole = [own.infer("sensor-forecast", [one]).json()["outputs"][0]["value"] for one in streams]
+    with serving(ROOT / "models", tmp_path, "--device", "cuda:0", state_slots="4") as on_gpu:
+        whole = [on_gpu.infer("sensor-forecast", [stream]).json()["outputs"][0]["value"] for stream in streams]
         for begin, end in ((0, 1), (1, 20), (20, 60)):
             answers = [
-                own.infer("sensor-forecast", [one[begin:end]], session=f"s{at}").json() for at, one in enumerate(streams)
+                on_gpu.infer("sensor-forecast", [stream[begin:end]], session=f"s{at}").json()
+                for at, stream in enumerate(streams)
             ]
         assert [answer["session"]["steps"] for answer in answers] == [60] * len(streams)
         for answer, expected in zip(answers, whole, strict=True):
             assert answer["outputs"][0]["value"] == pytest.approx(expected, abs=2e-2), "float16"
-        assert own.metric("seqserve_session_moves_total", to="host") > 0
-        assert own.metric("seqserve_batches_total", model="sensor-forecast", by="launches") == 0
+        assert on_gpu.metric("seqserve_session_moves_total", to="host") > 0
+        assert on_gpu.metric("seqserve_batches_total", model="sensor-forecast", by="launches") == 0

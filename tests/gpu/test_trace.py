@@ -41,28 +41,28 @@ def tracks(request: pytest.FixtureRequest, server: Server) -> dict[str, list[Dra
 
 def slices_of(tracks: dict[str, list[DrawnSlice]], *names: str) -> list[DrawnSlice]:
     """Return the slices of all tracks with these prefixes."""
-    return [one for name, slices in tracks.items() if name.startswith(names) for one in slices]
+    return [drawn for name, slices in tracks.items() if name.startswith(names) for drawn in slices]
 
 
 def share_within(slices: list[DrawnSlice], outer: list[DrawnSlice]) -> float:
-    """Return the share of slices that lie within one of `outer`."""
-    return sum(any(one.holds(other, SLACK) for one in outer) for other in slices) / len(slices)
+    """Return the share of slices that lie within a slice of `outer`."""
+    return sum(any(around.holds(inner, SLACK) for around in outer) for inner in slices) / len(slices)
 
 
 def test_every_batch_has_its_stages_and_device_time(tracks: dict[str, list[DrawnSlice]]) -> None:
-    batches = [one for one in slices_of(tracks, "batches") if one.args]
-    assert sorted(one.args["batch"] for one in batches) == list(range(BATCHES))
-    assert {one.args["model"] for one in batches} == set(MODELS)
-    assert {one.args["by"] for one in batches} == {"graph", "launches"}
+    batches = [drawn for drawn in slices_of(tracks, "batches") if drawn.args]
+    assert sorted(batch.args["batch"] for batch in batches) == list(range(BATCHES))
+    assert {batch.args["model"] for batch in batches} == set(MODELS)
+    assert {batch.args["by"] for batch in batches} == {"graph", "launches"}
     for stage in ("stage_in", "launch", "stage_out", "reply"):
-        assert sum(one.name == stage for one in slices_of(tracks, "batches")) == BATCHES
-    assert [one.args["batch"] for one in tracks["device"]] == list(range(BATCHES))
+        assert sum(drawn.name == stage for drawn in slices_of(tracks, "batches")) == BATCHES
+    assert [drawn.args["batch"] for drawn in tracks["device"]] == list(range(BATCHES))
 
 
 def test_launches_lie_within_the_launch_stage(tracks: dict[str, list[DrawnSlice]]) -> None:
-    launches = [one for one in slices_of(tracks, "launches") if "Launch" in one.name]
+    launches = [drawn for drawn in slices_of(tracks, "launches") if "Launch" in drawn.name]
     assert len(launches) >= BATCHES
-    assert share_within(launches, [one for one in slices_of(tracks, "batches") if one.name == "launch"]) == 1
+    assert share_within(launches, [drawn for drawn in slices_of(tracks, "batches") if drawn.name == "launch"]) == 1
 
 
 @pytest.mark.parametrize("kind", ["copies", "kernels"])
@@ -71,7 +71,7 @@ def test_device_work_lies_within_its_batches(tracks: dict[str, list[DrawnSlice]]
     assert len(work) >= BATCHES
     assert share_within(work, tracks["device"]) == 1
     for batch in tracks["device"]:
-        assert any(batch.holds(one, SLACK) for one in work)
+        assert any(batch.holds(drawn, SLACK) for drawn in work)
 
 
 def test_log_stays_one_object_per_line(server: Server, tracks: dict[str, list[DrawnSlice]]) -> None:

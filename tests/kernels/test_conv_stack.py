@@ -90,30 +90,30 @@ def made(make: Any, lengths: list[int] = LENGTHS, *, with_states: bool = False, 
 def assert_stacks_alike(actual: Encoded, expected: Encoded, *, steps: int) -> None:
     """Compare every expected output, the offsets and the state of every layer."""
     for name in OUTPUTS:
-        one, other = getattr(actual, name), getattr(expected, name)
-        assert (one is None) == (other is None), name
-        if one is not None:
-            assert_close(one, other, steps=steps)
+        array, expected_array = getattr(actual, name), getattr(expected, name)
+        assert (array is None) == (expected_array is None), name
+        if array is not None:
+            assert_close(array, expected_array, steps=steps)
     assert (actual.offsets is None) == (expected.offsets is None)
     if actual.offsets is not None and expected.offsets is not None:
         assert actual.offsets.tolist() == expected.offsets.tolist()
     assert (actual.state is None) == (expected.state is None)
-    for one, other in zip(actual.state or (), expected.state or (), strict=True):
-        assert_states_close(one, other, steps=steps)
+    for state, expected_state in zip(actual.state or (), expected.state or (), strict=True):
+        assert_states_close(state, expected_state, steps=steps)
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, [0, 0], [], [1]], ids=str)
 @every_stack
 def test_stack_agrees_with_the_reference(make: Any, lengths: list[int]) -> None:
-    given = made(make, lengths)
-    assert_stacks_alike(given.run(), given.exact(), steps=max(lengths, default=0))
+    stack = made(make, lengths)
+    assert_stacks_alike(stack.run(), stack.exact(), steps=max(lengths, default=0))
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, [0, 0], [], [1]], ids=str)
 @every_stack_of_vectors
 def test_stack_with_states_agrees_with_the_reference(make: Any, lengths: list[int]) -> None:
-    given = made(make, lengths, with_states=True)
-    assert_stacks_alike(given.run(), given.exact(), steps=max(lengths, default=0))
+    stack = made(make, lengths, with_states=True)
+    assert_stacks_alike(stack.run(), stack.exact(), steps=max(lengths, default=0))
 
 
 some_layers = st.fixed_dictionaries(
@@ -147,22 +147,22 @@ def test_any_stack_agrees_with_the_reference(
 ) -> None:
     maker = Maker(3, seed)
     first = [ConvBlock((maker.causal(4, ids=ids),))] if ids else []
-    given = maker.stack(lengths, *first, *(planned(maker, plan) for plan in plans), with_states=with_states and not ids)
-    assert_stacks_alike(given.run(), given.exact(), steps=max(lengths, default=0))
+    stack = maker.stack(lengths, *first, *(planned(maker, plan) for plan in plans), with_states=with_states and not ids)
+    assert_stacks_alike(stack.run(), stack.exact(), steps=max(lengths, default=0))
 
 
 @hypothesis.given(lengths=some_lengths, plans=st.lists(some_residuals, min_size=1, max_size=3), seed=some_seeds)
 @hypothesis.settings(deadline=None)
 def test_last_step_alone_equals_the_last_of_all_steps(lengths: list[int], plans: list[Any], seed: int) -> None:
     maker = Maker(3, seed)
-    given = maker.stack(lengths, *(planned(maker, plan) for plan in plans))
-    alone, everything = given.run(want=LAST), given.exact()
+    stack = maker.stack(lengths, *(planned(maker, plan) for plan in plans))
+    alone, everything = stack.run(want=LAST), stack.exact()
     assert alone.last is not None and everything.last is not None
     assert_close(alone.last, everything.last, steps=max(lengths, default=0))
 
 
 def planned(maker: Maker, plan: Any) -> ConvBlock:
-    """Return a plain block, or a residual block whose first layer reads later steps."""
+    """Return a plain block, or a residual block with a first layer that reads later steps."""
     if isinstance(plan, list):
         return ConvBlock(tuple(maker.layer(**layer) for layer in plan))
     outputs, width, dilation, activation = plan
@@ -186,8 +186,8 @@ class TorchBlock(nn.Module):
 
     def forward(self, columns: Tensor) -> Tensor:
         convolved = columns
-        for before, one in zip(self.before, self.convs, strict=True):
-            convolved = torch.relu(one(pad(convolved, (before, 0))))
+        for before, layer in zip(self.before, self.convs, strict=True):
+            convolved = torch.relu(layer(pad(convolved, (before, 0))))
         return torch.relu(convolved + (columns if self.projection is None else self.projection(columns)))
 
 
@@ -200,10 +200,10 @@ def torch_conv(weights: ConvWeights) -> nn.Conv1d:
 
 @every_backend
 def test_tcn_agrees_with_torch_on_each_row(backend: str) -> None:
-    given = made(tcn)
-    network = nn.Sequential(*(TorchBlock(block) for block in given.blocks))
-    encoded = given.run(backend=backend)
-    for data, ours in zip(inputs.rows(given.x), inputs.steps_by_row(encoded, given.x), strict=True):
+    stack = made(tcn)
+    network = nn.Sequential(*(TorchBlock(block) for block in stack.blocks))
+    encoded = stack.run(backend=backend)
+    for data, ours in zip(inputs.rows(stack.x), inputs.steps_by_row(encoded, stack.x), strict=True):
         if len(data):  # torch rejects empty rows
             assert_close(ours, network(data.double().T).T, steps=len(data))
 
@@ -211,27 +211,27 @@ def test_tcn_agrees_with_torch_on_each_row(backend: str) -> None:
 @every_backend
 @every_stack
 def test_row_is_encoded_alike_alone_and_in_a_batch(make: Any, backend: str) -> None:
-    given = made(make)
-    together = given.run(backend=backend)
-    for row, data in enumerate(inputs.rows(given.x)):
-        alone = given._replace(x=inputs.joined([data])).run(backend=backend)
+    stack = made(make)
+    together = stack.run(backend=backend)
+    for row, data in enumerate(inputs.rows(stack.x)):
+        alone = stack._replace(x=inputs.joined([data])).run(backend=backend)
         assert alone.steps is not None
-        assert_close(alone.steps, inputs.steps_by_row(together, given.x)[row], steps=len(data))
+        assert_close(alone.steps, inputs.steps_by_row(together, stack.x)[row], steps=len(data))
         for name in ("last", "mean", "max"):
             assert_close(getattr(alone, name)[0], getattr(together, name)[row], steps=len(data))
 
 
 @every_stack_of_vectors
 def test_rows_do_not_affect_each_other(make: Any) -> None:
-    given = made(make, [3, 1, 0, 5, 2], with_states=True)
-    clean, own = given.run(), inputs.rows(given.x)
-    assert given.states is not None
-    for row in range(given.x.rows):
-        rows = [data if one == row else torch.full_like(data, torch.nan) for one, data in enumerate(own)]
-        others = torch.arange(given.x.rows) != row
-        states = tuple(ConvState(state.left.masked_fill(others[:, None, None], torch.nan)) for state in given.states)
-        encoded = Stack(inputs.joined(rows), given.blocks, states).run()
-        assert_close(inputs.steps_by_row(encoded, given.x)[row], inputs.steps_by_row(clean, given.x)[row], steps=0)
+    stack = made(make, [3, 1, 0, 5, 2], with_states=True)
+    clean, clean_rows = stack.run(), inputs.rows(stack.x)
+    assert stack.states is not None
+    for row in range(stack.x.rows):
+        rows = [data if index == row else torch.full_like(data, torch.nan) for index, data in enumerate(clean_rows)]
+        others = torch.arange(stack.x.rows) != row
+        states = tuple(ConvState(state.left.masked_fill(others[:, None, None], torch.nan)) for state in stack.states)
+        encoded = Stack(inputs.joined(rows), stack.blocks, states).run()
+        assert_close(inputs.steps_by_row(encoded, stack.x)[row], inputs.steps_by_row(clean, stack.x)[row], steps=0)
         for name in ("last", "mean", "max"):
             assert_close(getattr(encoded, name)[row], getattr(clean, name)[row], steps=0)
 
@@ -240,12 +240,12 @@ def test_rows_do_not_affect_each_other(make: Any) -> None:
 @pytest.mark.parametrize("cuts", [[0, 7, 31], [0, 1, 2, 3, 31], [0, 0, 13, 31]], ids=str)
 @every_causal_stack
 def test_chunks_give_the_same_steps_as_the_whole_row(make: Any, cuts: list[int], backend: str) -> None:
-    given = made(make, with_states=True)
-    whole, states = given.run(backend=backend), given.states
+    stack = made(make, with_states=True)
+    whole, states = stack.run(backend=backend), stack.states
     written: list[list[Tensor]] = [[] for _ in LENGTHS]
     for begin, end in pairwise(cuts):
-        chunk = inputs.joined([row[begin:end] for row in inputs.rows(given.x)])
-        encoded = Stack(chunk, given.blocks, states).run(backend=backend)
+        chunk = inputs.joined([row[begin:end] for row in inputs.rows(stack.x)])
+        encoded = Stack(chunk, stack.blocks, states).run(backend=backend)
         states = encoded.state
         for row, steps in zip(written, inputs.steps_by_row(encoded, chunk), strict=True):
             row.append(steps)
@@ -258,10 +258,10 @@ def test_chunks_give_the_same_steps_as_the_whole_row(make: Any, cuts: list[int],
 @every_backend
 @every_causal_stack
 def test_zero_states_equal_no_states(make: Any, backend: str) -> None:
-    given = made(make, with_states=True)
-    assert given.states is not None
-    zeros = given._replace(states=tuple(map_arrays(state, torch.zeros_like) for state in given.states)).run(backend=backend)
-    without = given._replace(states=None).run(backend=backend)
+    stack = made(make, with_states=True)
+    assert stack.states is not None
+    zeros = stack._replace(states=tuple(map_arrays(state, torch.zeros_like) for state in stack.states)).run(backend=backend)
+    without = stack._replace(states=None).run(backend=backend)
     assert without.state is None and zeros.state is not None
     for name in OUTPUTS:
         assert torch.equal(getattr(zeros, name), getattr(without, name))
@@ -270,11 +270,11 @@ def test_zero_states_equal_no_states(make: Any, backend: str) -> None:
 @every_backend
 @every_stack_of_vectors
 def test_state_slots_are_read_and_written_in_place(make: Any, backend: str) -> None:
-    given = made(make, [4, 0, 2], with_states=True)
-    expected = given.run(backend=backend)
-    assert given.states is not None
-    slabs = tuple(put_in_slots(state, torch.tensor([3, 0, 4]), places=6) for state in given.states)
-    encoded = given._replace(states=slabs).run(backend=backend)
+    stack = made(make, [4, 0, 2], with_states=True)
+    expected = stack.run(backend=backend)
+    assert stack.states is not None
+    slabs = tuple(put_in_slots(state, torch.tensor([3, 0, 4]), places=6) for state in stack.states)
+    encoded = stack._replace(states=slabs).run(backend=backend)
     for name in OUTPUTS:
         assert torch.equal(getattr(encoded, name), getattr(expected, name))
     for after, slab, state in zip(encoded.state, slabs, expected.state, strict=True):
@@ -286,15 +286,15 @@ def test_state_slots_are_read_and_written_in_place(make: Any, backend: str) -> N
 @every_backend
 @every_causal_stack
 def test_rows_share_the_zero_and_scrap_slots(make: Any, backend: str) -> None:
-    given = made(make, with_states=True)
-    whole, slabs = given._replace(states=None).run(backend=backend), tuple(map(caches_with_zero_slot, given.states or ()))
+    stack = made(make, with_states=True)
+    whole, slabs = stack._replace(states=None).run(backend=backend), tuple(map(caches_with_zero_slot, stack.states or ()))
 
     def run(chunk: Ragged, states: tuple[ConvState, ...]) -> Encoded:
-        return Stack(chunk, given.blocks, states).run(backend=backend)
+        return Stack(chunk, stack.blocks, states).run(backend=backend)
 
-    steps, after = run_from_slot_to_slot(run, in_chunks(given.x, chunks=4), slabs)
-    zeros = tuple(map_arrays(state, torch.zeros_like) for state in given.states or ())
-    expected = given._replace(states=zeros).run(backend=backend).state
+    steps, after = run_from_slot_to_slot(run, in_chunks(stack.x, chunks=4), slabs)
+    zeros = tuple(map_arrays(state, torch.zeros_like) for state in stack.states or ())
+    expected = stack._replace(states=zeros).run(backend=backend).state
     assert whole.steps is not None
     assert_close(steps, whole.steps, steps=max(LENGTHS))
     for carried, state, slab in zip(after, expected, slabs, strict=True):
@@ -305,26 +305,26 @@ def test_rows_share_the_zero_and_scrap_slots(make: Any, backend: str) -> None:
 @every_backend
 @every_stack_of_vectors
 def test_rows_read_sources_and_write_slots(make: Any, backend: str) -> None:
-    given = made(make, [4, 0, 2, 3, 0, 0], with_states=True)
-    assert given.states is not None
-    slabs = tuple(map(with_shared_slots, given.states))
-    expected = given._replace(states=tuple(slab.by_row() for slab in slabs)).run(backend=backend)
-    encoded = given._replace(states=slabs).run(backend=backend)
+    stack = made(make, [4, 0, 2, 3, 0, 0], with_states=True)
+    assert stack.states is not None
+    slabs = tuple(map(with_shared_slots, stack.states))
+    expected = stack._replace(states=tuple(slab.by_row() for slab in slabs)).run(backend=backend)
+    encoded = stack._replace(states=slabs).run(backend=backend)
     for name in OUTPUTS:
         assert torch.equal(getattr(encoded, name), getattr(expected, name))
-    for after, state, one in zip(encoded.state, given.states, expected.state, strict=True):
-        assert_shared_slots_result(after, state, one)
+    for after, state, expected_state in zip(encoded.state, stack.states, expected.state, strict=True):
+        assert_shared_slots_result(after, state, expected_state)
 
 
 @every_backend
 @every_stack
 def test_unwanted_outputs_are_none(make: Any, backend: str) -> None:
-    given = made(make)
-    everything = given.run(backend=backend)
-    for wanted in OUTPUTS:
-        encoded = given.run(want=Outputs(**{wanted: True}), backend=backend)
-        assert_close(getattr(encoded, wanted), getattr(everything, wanted), steps=max(LENGTHS))
-        assert all(getattr(encoded, name) is None for name in OUTPUTS if name != wanted)
+    stack = made(make)
+    everything = stack.run(backend=backend)
+    for requested in OUTPUTS:
+        encoded = stack.run(want=Outputs(**{requested: True}), backend=backend)
+        assert_close(getattr(encoded, requested), getattr(everything, requested), steps=max(LENGTHS))
+        assert all(getattr(encoded, name) is None for name in OUTPUTS if name != requested)
 
 
 @every_backend
@@ -335,50 +335,50 @@ def test_all_outputs_are_float32(make: Any, backend: str) -> None:
 
 
 def test_residual_of_float16_is_added_in_float32() -> None:
-    given = made(tcn)
-    halved = given._replace(x=Ragged(given.x.data.half(), given.x.offsets))
-    same = given._replace(x=Ragged(given.x.data.half().float(), given.x.offsets))
+    stack = made(tcn)
+    halved = stack._replace(x=Ragged(stack.x.data.half(), stack.x.offsets))
+    same = stack._replace(x=Ragged(stack.x.data.half().float(), stack.x.offsets))
     for name in OUTPUTS:
         assert torch.equal(getattr(halved.run(), name), getattr(same.run(), name))
 
 
 @pytest.mark.parametrize("states", [False, True])
 def test_last_step_alone_computes_only_the_needed_steps(states: bool) -> None:
-    given, computed = made(tcn, [100, 3, 0], with_states=states), []
+    stack, computed = made(tcn, [100, 3, 0], with_states=states), []
 
     def counted(x: Ragged, weights: ConvWeights, state: ConvState | None, *, want: Outputs) -> Encoded:
         computed.append(x.lengths.tolist())
         return framework.conv(x, weights, state, want=want)
 
     needed = 1 + 2 * (2 + 4 + 8)
-    encoded = stack_of(counted)(*given, want=LAST)
+    encoded = stack_of(counted)(*stack, want=LAST)
     assert all(lengths == [100 if states else needed, 3, 0] for lengths in computed)
     assert (encoded.state is None) != states
-    assert receptive_field(given.blocks) == needed
+    assert receptive_field(stack.blocks) == needed
 
 
 @every_stack_that_keeps_its_steps
 def test_receptive_field_is_exact(make: Any) -> None:
     """The first step of the receptive field matters, and the step before it does not."""
-    given = made(make, [60])
-    needed, changed = receptive_field(given.blocks), []
+    stack = made(make, [60])
+    needed, changed = receptive_field(stack.blocks), []
     for step in (60 - needed, 60 - needed - 1):
-        data = given.x.data.clone()
-        data[step] = (data[step] + 1) % 11 if given.layers[0].takes_ids else torch.nan
-        changed.append(not torch.equal(last_of_all(given._replace(x=Ragged(data, given.x.offsets))), last_of_all(given)))
+        data = stack.x.data.clone()
+        data[step] = (data[step] + 1) % 11 if stack.layers[0].takes_ids else torch.nan
+        changed.append(not torch.equal(last_of_all(stack._replace(x=Ragged(data, stack.x.offsets))), last_of_all(stack)))
     assert changed == [True, False]
 
 
-def last_of_all(given: Stack) -> Tensor:
+def last_of_all(stack: Stack) -> Tensor:
     """Return the last step of a call that returns all steps."""
-    last = given.run(want=Outputs(last=True, steps=True)).last
+    last = stack.run(want=Outputs(last=True, steps=True)).last
     assert last is not None
     return last
 
 
 def test_strided_stack_computes_all_steps() -> None:
-    given = made(strided)
-    assert_stacks_alike(given.run(want=LAST), given.exact(LAST), steps=max(LENGTHS))
+    stack = made(strided)
+    assert_stacks_alike(stack.run(want=LAST), stack.exact(LAST), steps=max(LENGTHS))
 
 
 @pytest.mark.parametrize("steps", [1, 3, 9, 40])
@@ -390,12 +390,12 @@ def test_last_steps_of_each_row(steps: int) -> None:
 
 
 def test_backend_with_a_stack_function_runs_whole_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    given, own = made(tcn), Encoded(None)
+    stack, returned = made(tcn), Encoded(None)
 
     def whole(x: Ragged, blocks: Sequence[ConvBlock], states: None, *, want: Outputs) -> Encoded:
-        assert (x, blocks, states, want) == (*given, LAST)
-        return own
+        assert (x, blocks, states, want) == (*stack, LAST)
+        return returned
 
     backend = ConvBackend("with a stack", framework.conv, accepts_everything, stack=whole)
     monkeypatch.setattr(conv, "BACKENDS", (backend,))
-    assert given.run(want=LAST, backend=backend.name) is own
+    assert stack.run(want=LAST, backend=backend.name) is returned

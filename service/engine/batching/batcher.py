@@ -1,6 +1,6 @@
 """The queue in front of one engine: requests in, batches out, one reply per request. Knows nothing of HTTP, gRPC or CUDA.
 
-`step` is one cycle: it drops requests whose deadline has passed, launches the next batch if the engine accepts one, and replies to requests
+`step` is one cycle: it drops requests after their deadline, launches the next batch if the engine accepts one, and replies to requests
 that are complete. The engine's loop calls it again and again; between two calls, `submit` and `cancel` change the queue.
 
 Every ticket is answered or refused exactly once, unless its client disconnects. A batch that fails runs again sequence by sequence, so
@@ -99,7 +99,7 @@ class Batcher:
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
-        """Drop a request whose client has disconnected. The result of a running batch is discarded when the batch ends."""
+        """Drop the request of a client that has disconnected. The result of a running batch is discarded when the batch ends."""
         if ticket.ended:
             return
         self._metrics.cancelled.add("running" if any(sequence.launched for sequence in ticket.sequences) else "waiting")
@@ -140,7 +140,7 @@ class Batcher:
         if not request.lengths or min(request.lengths) < 1:
             raise InvalidInput("a request needs at least one sequence, and every sequence at least one step", field="inputs")
         if request.deadline <= self._clock():
-            raise DeadlineExceeded("the deadline had passed when the request reached the engine: allow it more time")
+            raise DeadlineExceeded("the deadline had passed when the request reached the engine: allow more time")
         if request.session is not None:
             self.sessions.check(request)
 
@@ -163,7 +163,7 @@ class Batcher:
         now = self._clock()
         for sequence in self._scheduler.drop_late(now):
             if not sequence.ticket.ended:
-                message = "the deadline passed in the queue: allow it more time, or send fewer requests"
+                message = "the deadline passed in the queue: allow more time, or send fewer requests"
                 self._reject(sequence.ticket, DeadlineExceeded(message))
         scheduled = self._scheduler.next_batch()
         if scheduled is None:
@@ -226,7 +226,7 @@ class Batcher:
             ticket.answer(session_steps)
 
     def _reject(self, ticket: Ticket, error: ServiceError) -> None:
-        """SendRefusal a request that did not fail in a batch, and count it."""
+        """Refuse a request that did not fail in a batch, and count it."""
         self._metrics.refused.add(error.code)
         self._refuse(ticket, error)
 

@@ -10,7 +10,7 @@ The scheduler is pure: the time is an argument, and nothing here knows about a d
 - **The sequence that is due first runs first.** The longer a sequence takes alone, the later it is due, so a long sequence never blocks a
   short one. Sequences of equal length run in the order of their arrival, so later requests never delay an accepted request. A priority
   level is a fixed head start in seconds: a higher level runs earlier, and no level starves.
-- **Models share the device by time.** The model whose batches have taken the fewest seconds runs next.
+- **Models share the device by time.** The model with the fewest seconds of device time runs next.
 - **A request that would miss its deadline is rejected when it arrives**, by the predicted cost of the work queued before it.
 """
 
@@ -31,7 +31,7 @@ HEAD_START_SECONDS = 1.0
 LEAST_STEPS = 16
 """Lower limit of K. Fewer steps would cost less than the host's work for a batch and each sequence in it."""
 PACE = 0.8
-"""K keeps this share of the throughput that a batch of the whole time budget reaches, however short the shortest sequence is."""
+"""K keeps this share of the throughput that a batch of the whole time budget reaches, even if the shortest sequence is very short."""
 NEWEST = 0.05
 """Weight of the newest batch in the running mean of the steps per batch."""
 STRETCH = 5.0
@@ -205,7 +205,7 @@ class Scheduler(Generic[S]):
 
     def waiting_by_model(self) -> dict[ModelKey, int]:
         """Return the number of sequences that have not begun, by model."""
-        return {model: sum([not one.begun for one in queue.sequences]) for model, queue in self._queues.items()}
+        return {model: sum([not sequence.begun for sequence in queue.sequences]) for model, queue in self._queues.items()}
 
     def drop(self, sequences: list[S]) -> int:
         """Remove these sequences of one request from the queue. Returns how many of them were queued."""
@@ -213,7 +213,7 @@ class Scheduler(Generic[S]):
         return len(self._remove(lambda sequence: id(sequence) in dropped))
 
     def drop_late(self, now: float) -> list[S]:
-        """Remove and return the sequences whose deadline has passed."""
+        """Remove and return the sequences with a past deadline."""
         if now < self._earliest_deadline:
             return []
         late = self._remove(lambda sequence: sequence.deadline <= now)
@@ -246,9 +246,9 @@ class Scheduler(Generic[S]):
         return queue.used - queue.sequences[0].head_start
 
     def _choose(self, model: ModelKey, queue: ModelQueue[S]) -> list[ScheduledSteps[S]]:
-        """Take sequences in due order until the batch is full. The first sequence is taken however long it is."""
+        """Take sequences in due order until the batch is full. The first sequence is always taken."""
         limits = self._limits
-        first = list(islice((one for one in queue.sequences if one.ready), limits.max_batch_sequences))
+        first = list(islice((sequence for sequence in queue.sequences if sequence.ready), limits.max_batch_sequences))
         if not first:
             return []
         limit, first_steps = self._step_limit(first, queue.cost), _rounded(first[0].remaining)
@@ -266,7 +266,7 @@ class Scheduler(Generic[S]):
             if scheduled:
                 if tokens + steps > limits.max_batch_tokens or len(scheduled) == limits.max_batch_sequences:
                     break
-                # A long indivisible sequence would delay shorter ones beyond the budget. It runs when it is first in the queue.
+                # A long indivisible sequence would delay shorter sequences beyond the budget. It runs when it is first in the queue.
                 if (
                     steps > max(first_steps, limit)
                     and queue.cost.of(max(longest, steps), tokens + steps) > limits.batch_seconds
@@ -370,9 +370,9 @@ class Scheduler(Generic[S]):
         alone = self._seconds(queue, len(sequences), steps, longest)
         if CAUTION * alone > time_left:
             raise DeadlineExceeded(
-                f"the request takes about {alone:.3g} s alone and its deadline is in {time_left:.3g} s: allow it more time"
+                f"the request takes about {alone:.3g} s alone and its deadline is in {time_left:.3g} s: allow more time"
             )
-        message = f"an answer is expected in {expected:.3g} s and the deadline is in {time_left:.3g} s: retry later, or allow it more time"
+        message = f"an answer is expected in {expected:.3g} s and the deadline is in {time_left:.3g} s: retry later, or allow more time"
         queue.rejection = Rejection(steps, needed, first.head_start, message, math.ceil(expected))
         raise Overloaded(message, retry_after=queue.rejection.retry_after)
 

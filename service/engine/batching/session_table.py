@@ -66,9 +66,9 @@ class SessionTable:
         return self._open.get(id)
 
     def resume(self, request: Request, again: bool) -> Session | None:
-        """Return the session that a request continues, None if the request starts one.
+        """Return the session that a request continues, None if the request starts a session.
 
-        again: another engine ended while it had the request. The session ended with it, so an open session of the same id is a new one.
+        again: another engine ended while it had the request. The session ended with it, so an open session of the same id is a new session.
         Raises the error that describes the end of the session, or SessionConflict if the request cannot be its next chunk.
         """
         id = request.session
@@ -107,11 +107,11 @@ class SessionTable:
         return [session for session in self._open.values() if session.key == key]
 
     def lose(self, session: Session) -> None:
-        """End a session whose model version is unloaded, without its client's knowledge. The caller discards its state."""
+        """End a session of an unloaded model version, without its client's knowledge. The caller discards its state."""
         self._end_unreported(session, "unloaded")
 
     def close(self, session: Session, reason: str) -> None:
-        """End a session with its client's knowledge, for one of metrics.SESSION_ENDS. The caller discards its state."""
+        """End a session with its client's knowledge. reason: one of metrics.SESSION_ENDS. The caller discards its state."""
         self._remove(session, reason)
         self._free_record(session.record)
 

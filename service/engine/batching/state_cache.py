@@ -1,7 +1,7 @@
 """Where the states of sequences and sessions are: in a state slot on the device, or on the host while others need the slots.
 
 A batch reads a state from one slot and writes it to another, so a batch that fails has changed nothing. The state of a session is replaced
-only when one of its chunks is answered. This module knows no queue.
+only when a chunk of the session is answered. This module knows no queue.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class StateCache:
         self._models: dict[ModelKey, _ModelSlots] = {}
 
     def room(self, model: ModelKey) -> int:
-        """Return how many more sequences may keep a state. Each may need two slots for a while: its session's and its own."""
+        """Return how many more sequences may keep a state. Each may need two slots for a while: the slot of its session and a new slot."""
         slots = self._slots_of(model)
         free, resting = slots.free, len(slots.resting)
         return free + max(0, resting - free + 1) // 2

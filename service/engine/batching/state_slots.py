@@ -34,7 +34,7 @@ class SlotAllocator:
         return len(self._generations) - len(self._free)
 
     def allocate(self) -> StateSlot:
-        """Return a free slot, spare ones included; raises IndexError if none is free."""
+        """Return a free slot, spare slots included; raises IndexError if none is free."""
         index = self._free.pop()
         self._owned[index] = True
         return StateSlot(FIRST_SLOT + index, self._generations[index])

@@ -59,7 +59,7 @@ class RequestSequence(QueuedSequence):
     """One sequence of a request. Its chunks finish in the order of their launches.
 
     data: the bytes of the steps that have not been launched, `step_bytes` per step.
-    session: the session whose next chunk this sequence is.
+    session: the session that this sequence continues, if any.
     slot: where its state is after its newest batch.
     read_slot: where that batch reads its state, until the batch is launched.
     results: of its finished chunks.
@@ -128,7 +128,7 @@ class Ticket:
         return not self._incomplete
 
     def answer(self, session_steps: int = 0) -> None:
-        """SendAnswer with the results of all sequences. session_steps: steps of the session so far, if the request is a chunk of one."""
+        """Answer with the results of all sequences. session_steps: steps of the session so far, if the request is a chunk."""
         shapes, data = {}, []
         single_chunks = all(len(sequence.results) == 1 for sequence in self.sequences)
         first = self.sequences[0].results[-1]

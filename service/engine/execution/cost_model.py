@@ -9,7 +9,7 @@ from typing import NamedTuple
 NEWEST = 0.1
 """Weight of the newest batch in the running mean of the correction."""
 FARTHEST = 4.0
-"""Limit of the factor that one batch contributes: something else may have held it up."""
+"""Limit of the factor that one batch contributes: the batch may have waited for something else."""
 
 
 class Cost(NamedTuple):

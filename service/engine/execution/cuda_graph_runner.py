@@ -36,7 +36,7 @@ MAX_TRIAL_SECONDS = 1.0
 
 
 class RunBetweenBatches(Protocol):
-    """Runs work in the thread that launches batches, between two of them. Returns its result or raises its error."""
+    """Runs work between two batches in the thread that launches them. Returns its result or raises its error."""
 
     def __call__(self, work: Callable[[], T]) -> T: ...
 
@@ -45,7 +45,7 @@ class NotCapturable(Exception):
     """A batch of this model cannot be captured as a graph; the message is the reason."""
 
 
-def _run_now(work: Callable[[], T]) -> T:
+def run_now(work: Callable[[], T]) -> T:
     """Run work in this thread, which launches the batches."""
     return work()
 
@@ -67,7 +67,7 @@ class GraphPool:
 
 @dataclass(frozen=True, slots=True)
 class OutputCopies:
-    """The copies of a batch's outputs to the host, the embedding's apart, and the host arrays that they fill."""
+    """The copies of a batch's outputs to the host, with the embedding in a separate list, and the host arrays that they fill."""
 
     copies: list[Copy]
     embedding: list[Copy]
@@ -76,7 +76,7 @@ class OutputCopies:
 
 @dataclass(frozen=True, slots=True)
 class ReplayTime:
-    """Device time of a replay whose longest row has `longest` steps."""
+    """Device time of a replay with a longest row of `longest` steps."""
 
     longest: int
     seconds: float
@@ -96,7 +96,7 @@ class CapturedGraph:
     skewed: ReplayTime
 
     def seconds(self, longest: int) -> float:
-        """Return the predicted time of a replay whose longest row has `longest` steps."""
+        """Return the predicted time of a replay with a longest row of `longest` steps."""
         more_steps = max(1, self.skewed.longest - self.even.longest)
         per_step = max(0.0, self.skewed.seconds - self.even.seconds) / more_steps
         return self.even.seconds + per_step * max(0, longest - self.even.longest)
@@ -114,7 +114,7 @@ class CudaGraphRunner(ModelRunner):
         max_batch_sequences: int,
         max_batch_tokens: int,
         slots: int,
-        run_between_batches: RunBetweenBatches = _run_now,
+        run_between_batches: RunBetweenBatches = run_now,
     ) -> None:
         """run_between_batches: required if another thread launches batches at the same time."""
         limits = {"max_batch_sequences": max_batch_sequences, "max_batch_tokens": max_batch_tokens}
@@ -241,7 +241,7 @@ class CudaGraphRunner(ModelRunner):
         self._run_between_batches(partial(self._encode_without_waiting, bucket))
 
     def _encode_without_waiting(self, bucket: Bucket) -> None:
-        # The check is a switch of the whole process: no batch of another model may be launched meanwhile.
+        # The check is process-wide: no batch of another model may be launched meanwhile.
         with _no_waiting():
             self._encode(*bucket, whole=not self._graphs_have_slots)
 
@@ -303,7 +303,7 @@ class CudaGraphRunner(ModelRunner):
 
 
 def _contiguous(encoding: Encoding) -> Encoding:
-    """Return an encoding whose arrays are contiguous, so that one copy moves each."""
+    """Return an encoding with contiguous arrays, so that one copy moves each array."""
     head = encoding.head_output
     scores, picks, embedding, sequence = (
         None if array is None else array.contiguous() for array in (head.scores, head.picks, head.embedding, encoding.sequence)

@@ -83,9 +83,9 @@ def available_bytes(device: torch.device) -> int:
 
 
 class StreamPool:
-    """Streams on which models are prepared while others serve. No two served models share one.
+    """Streams for the preparation of models while others serve. No two served models share a stream.
 
-    A library keeps workspaces per stream, and a captured graph goes on using them: another capture on the stream would overwrite them.
+    A library keeps workspaces per stream, and a captured graph continues to use them: another capture on the stream would overwrite them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -121,7 +121,7 @@ class Copy:
 class OutputCollector:
     """Collects the outputs of one batch in flight: pinned host memory, and the event after which the outputs are complete.
 
-    There is one for each batch that may be in flight. Its memory is one array of bytes that every batch divides again from its beginning.
+    There is one collector for each batch that may be in flight. Its memory is one array of bytes, which every batch divides again.
     """
 
     def __init__(self, index: int, size_bytes: int) -> None:

@@ -12,7 +12,7 @@ import torch
 from service.engine.batch import Batch, Chunk
 from service.engine.batching.session_state import State
 from service.engine.execution.cost_model import NEWEST, Correction, Cost
-from service.engine.execution.cuda_graph_runner import CudaGraphRunner, GraphPool, RunBetweenBatches
+from service.engine.execution.cuda_graph_runner import CudaGraphRunner, GraphPool, RunBetweenBatches, run_now
 from service.engine.execution.device import (
     DeviceLost,
     DeviceMemory,
@@ -35,7 +35,7 @@ IN_FLIGHT = 2
 COLLECTOR_BYTES = 64 << 20
 """Host memory for the outputs of one batch. Outputs that do not fit are copied while the host waits."""
 ARENA_FACTOR = 1.5
-"""Reserved memory for batches without a graph, as a multiple of what the largest needs: blocks of many sizes leave gaps."""
+"""Reserved memory for batches without a graph, as a multiple of the need of the largest batch: blocks of many sizes leave gaps."""
 LEAD_FACTOR = 1.5
 """The next batch is launched this multiple of the host's launch time before the running batch should end."""
 
@@ -79,12 +79,12 @@ class DeviceEngine:
         self.device = next((encoder.device for encoder in encoders.values()), device or torch.device("cpu"))
         on_gpu = self.device.type == "cuda"
         self._collectors = [OutputCollector(index, COLLECTOR_BYTES) for index in range(IN_FLIGHT)] if on_gpu else []
-        self._arena_bytes = 0
-        self._pool: GraphPool | None = None
-        self._runners = self._make_runners(encoders)
+        self._pool = GraphPool(self.device) if on_gpu else None
         self._streams = StreamPool(self.device)
         self._prepared_on: dict[ModelKey, torch.cuda.Stream] = {}
-        self._corrections = {key: Correction() for key in self._runners}
+        self._runners: dict[ModelKey, ModelRunner] = {}
+        self._corrections: dict[ModelKey, Correction] = {}
+        self._arena_bytes = 0
         self._in_flight: deque[InFlightBatch] = deque()
         self._done: list[tuple[Chunk, ChunkResult]] = []
         self._launches = 0
@@ -93,13 +93,16 @@ class DeviceEngine:
         self._accepted_at = 0.0
         self._launched_at = 0.0
         self._free_at = 0.0
-        """When the batches in flight should have ended."""
+        """When the batches in flight should end."""
         self._last_ended = 0.0
         self._memory = DeviceMemory()
         self._observer: EndObserver | None = None
         metrics.max_batch_sequences.set(max_batch_sequences)
-        for key, runner in self._runners.items():
-            self._report(key, runner)
+        runners = {key: self._warm_up(encoder) for key, encoder in encoders.items()}
+        largest_bytes = max((runner.largest_bytes() for runner in runners.values()), default=0)
+        torch.cuda.empty_cache()  # of the blocks that only warm-up used, so that there is room for the reserved memory
+        for key, runner in runners.items():
+            self.open(key, PreparedModel(runner, largest_bytes=largest_bytes))
 
     # Models.
 
@@ -137,16 +140,13 @@ class DeviceEngine:
 
     def prepare(self, make: Callable[[], Encoder], run_between_batches: RunBetweenBatches) -> PreparedModel:
         """Warm up a model for `open` in a second thread, while this thread's engine serves others; raises whatever `make` raises."""
-        if not self._collectors:
-            return PreparedModel(ModelRunner(make(), **self._limits))
+        if self._pool is None:
+            return PreparedModel(self._warm_up(make()))
         torch.cuda.set_device(self.device)
         stream = self._streams.take()
         try:
             with torch.cuda.stream(stream):
-                assert self._pool is not None, "a GPU has one"
-                runner = CudaGraphRunner(
-                    make(), self._collectors, self._pool, **self._limits, run_between_batches=run_between_batches
-                )
+                runner = self._warm_up(make(), run_between_batches)
                 largest_bytes = runner.largest_bytes()
                 stream.synchronize()
         except BaseException:
@@ -157,7 +157,10 @@ class DeviceEngine:
     def open(self, key: ModelKey, prepared: PreparedModel) -> None:
         if prepared.stream is not None:
             self._prepared_on[key] = prepared.stream
-            self._reserve(prepared.largest_bytes)
+        arena_bytes = int(ARENA_FACTOR * prepared.largest_bytes)
+        if arena_bytes > self._arena_bytes:
+            reserve_memory(self.device, arena_bytes)
+            self._arena_bytes = arena_bytes
         self._runners[key] = prepared.runner
         self._corrections[key] = Correction()
         self._report(key, prepared.runner)
@@ -309,25 +312,11 @@ class DeviceEngine:
         metrics.padded_tokens.add(*labels, by=in_flight.padded_tokens)
         metrics.padding_avoided.add(*labels, by=batch.rows * batch.longest - batch.tokens)
 
-    # Warm-up.
-
-    def _make_runners(self, encoders: Mapping[ModelKey, Encoder]) -> dict[ModelKey, ModelRunner]:
-        """Warm up all models. On a GPU this allocates all memory that batches will need."""
-        if not self._collectors:
-            return {key: ModelRunner(encoder, **self._limits) for key, encoder in encoders.items()}
-        self._pool = pool = GraphPool(self.device)
-        runners = {key: CudaGraphRunner(encoder, self._collectors, pool, **self._limits) for key, encoder in encoders.items()}
-        largest_bytes = max((runner.largest_bytes() for runner in runners.values()), default=0)
-        torch.cuda.empty_cache()
-        self._reserve(largest_bytes)
-        return dict(runners)
-
-    def _reserve(self, largest_bytes: int) -> None:
-        """Reserve memory for batches without a graph, unless enough is reserved."""
-        arena_bytes = int(ARENA_FACTOR * largest_bytes)
-        if arena_bytes > self._arena_bytes:
-            reserve_memory(self.device, arena_bytes)
-            self._arena_bytes = arena_bytes
+    def _warm_up(self, encoder: Encoder, run_between_batches: RunBetweenBatches = run_now) -> ModelRunner:
+        """Warm up a model. On a GPU this captures its graphs and allocates the memory that they need."""
+        if self._pool is None:
+            return ModelRunner(encoder, **self._limits)
+        return CudaGraphRunner(encoder, self._collectors, self._pool, **self._limits, run_between_batches=run_between_batches)
 
     def _report(self, key: ModelKey, runner: ModelRunner) -> None:
         """Show a model in the metrics, and log if some of its batches have no graph."""

@@ -1,6 +1,6 @@
 """The sizes for which CUDA graphs are captured. Pure: nothing here knows a device.
 
-A graph is captured for a number of rows and tokens and serves every batch with no more of either. Its other rows are empty, and its other
+A graph is captured for a number of rows and tokens and serves every batch up to these numbers. Its other rows are empty, and its other
 tokens belong to no row.
 """
 

@@ -43,6 +43,10 @@ class ModelRunner:
         """Number of captured CUDA graphs."""
         return 0
 
+    def largest_bytes(self) -> int:
+        """Return the device memory to reserve for the largest batches: none on a CPU."""
+        return 0
+
     def predicted_seconds(self, batch: Batch) -> float:
         return self.cost.of(batch.longest, batch.tokens)
 

@@ -1,4 +1,4 @@
-"""Records the batches that an engine runs, and what torch's profiler sees meanwhile: operations, launches, copies and kernels."""
+"""Records the batches that an engine runs, and the profiler's view of them: operations, launches, copies and kernels."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class BatchRecorder:
         self._launched[id(batch)] = batch, arrivals
 
     def ended(self, in_flight: InFlightBatch, ended: float) -> None:
-        """Record a batch that has ended and whose results are split."""
+        """Record a batch that has ended, after its results were split."""
         _, arrivals = self._launched.pop(id(in_flight.batch), (None, ()))
         if in_flight.began >= self._began and len(self._batches) < self._limit:
             self._batches.append(_traced(in_flight, arrivals, self._device_free, ended))
@@ -127,7 +127,7 @@ def _mark(name: str) -> ClockMark:
 
 
 def _traced(in_flight: InFlightBatch, arrivals: Sequence[float], device_free: float, ended: float) -> TracedBatch:
-    """Return what the timeline needs of a batch; its arrays and chunks are not kept."""
+    """Return the values of a batch that the timeline needs, without its arrays and chunks."""
     batch, now = in_flight.batch, time.monotonic()
     return TracedBatch(
         model=batch.model,

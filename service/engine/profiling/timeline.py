@@ -2,8 +2,8 @@
 
 Pure: batches and the profiler's events in, trace events out. Nothing here knows a clock, a device or a profiler.
 
-The profiler's export is not used as it is. It shows every call between start and stop, in processes and threads of its own numbering and on
-its own clock. A trace of several engines needs one process per engine, the calls of the recorded batches only, and one clock.
+The profiler's export is not used directly. It shows every call between start and stop, with its own process and thread numbers and on its
+own clock. A trace of several engines needs one process per engine, the calls of the recorded batches only, and one clock.
 """
 
 from __future__ import annotations
@@ -97,9 +97,9 @@ def events(
     place: int, device: str, batches: Sequence[TracedBatch], profiled: Sequence[ProfilerEvent], marks: Sequence[ClockMark]
 ) -> list[Event]:
     """Return the trace events of engine number `place`, which is one process of the trace. Batches come in the order of their ends."""
-    trace = [_named("process", place, 0, f"engine-{place} {device}"), _sorted("process", place, 0, place)]
+    trace = _labelled("process", place, 0, f"engine-{place} {device}", place)
     for number, track in enumerate(_tracks(batches, profiled, marks), start=1):
-        trace += [_named("thread", place, number, track.name), _sorted("thread", place, number, number)]
+        trace += _labelled("thread", place, number, track.name, number)
         trace += [event for piece in track.slices for event in _drawn(piece, place, number)]
     return trace
 
@@ -171,7 +171,7 @@ def _device_slices(
 
 
 def _first_work(batches: Sequence[TracedBatch], launches: Sequence[TraceSlice], work: Sequence[TraceSlice]) -> dict[int, int]:
-    """Return when the device began with each batch whose launches the profiler saw."""
+    """Return when the device began with each batch, for batches with launches that the profiler saw."""
     launched_at = {call.args["correlation"]: call.begin for call in launches if "correlation" in call.args}
     begins, first = [_ns(batch.began) for batch in batches], dict[int, int]()
     for piece in work:
@@ -199,7 +199,7 @@ def _profiled_slices(
 
 def _profiled_slice(event: ProfilerEvent, shift: int) -> TraceSlice:
     begin = round(1000 * event.ts) + shift
-    # A batch has hundreds of operations, and their arguments are numbers that only the profiler understands.
+    # A batch has hundreds of operations, and their arguments mean nothing outside the profiler.
     return TraceSlice(event.name, begin, begin + round(1000 * event.dur), {} if event.cat == OPERATION else event.args)
 
 
@@ -252,12 +252,10 @@ def _drawn(piece: TraceSlice, pid: int, tid: int) -> Iterator[Event]:
         yield from _drawn(part, pid, tid)
 
 
-def _named(kind: str, pid: int, tid: int, name: str) -> Event:
-    return {"ph": "M", "name": f"{kind}_name", "pid": pid, "tid": tid, "args": {"name": name}}
-
-
-def _sorted(kind: str, pid: int, tid: int, index: int) -> Event:
-    return {"ph": "M", "name": f"{kind}_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": index}}
+def _labelled(kind: str, pid: int, tid: int, name: str, index: int) -> list[Event]:
+    """Return the events that name a process or a thread, and place it in the drawing."""
+    labels = (("name", name), ("sort_index", index))
+    return [{"ph": "M", "name": f"{kind}_{label}", "pid": pid, "tid": tid, "args": {label: value}} for label, value in labels]
 
 
 def _ns(seconds: float) -> int:

@@ -134,7 +134,7 @@ class Deadlines:
 class PredictedWait:
     """The wait to expect at one engine, as far as a frontend can tell. Pure: the time is an argument.
 
-    It is the backlog that the engine last reported, less the time since, plus what the frontend has sent that the report does not include.
+    It is the backlog that the engine last reported, less the time since, plus the frontend's requests that the report does not include.
     """
 
     def __init__(self) -> None:
@@ -226,7 +226,7 @@ class EngineConnection:
         self._channel.send_message(messages.Cancel(), pending.id)
 
     def forget(self, pending: PendingRequest) -> None:
-        """Remove a request from the pending ones and from the predicted wait."""
+        """Remove a request from the pending requests and from the predicted wait."""
         if self.pending.pop(pending.id, None) is not None:
             self._pending_bytes -= len(pending.frame)
             self._wait.drop(pending.id)

@@ -1,7 +1,7 @@
 """All engines as a frontend sees them: it chooses an engine for every request and hands over the answer.
 
 A stateless request goes to the engine with the smallest predicted wait, a session's chunk to the engine that holds the session. The
-dispatcher has no queue and no session; what it cannot send it refuses.
+dispatcher has no queue and no session: it refuses requests that it cannot send.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Dispatcher:
         self._clock = clock
         self._connections: list[EngineConnection] = []
         self._ready: list[EngineConnection] = []
-        """The engines that answer requests, in the order in which they were last chosen, the longest ago first."""
+        """The engines that answer requests, least recently chosen first."""
         self._orphans: dict[int, PendingRequest] = {}
         """Requests of an engine that ended, while no other engine can take them."""
         self._deadlines = Deadlines(self._expire, clock)

@@ -18,6 +18,7 @@ from service.frontend.inference import Frontend
 from service.frontend.oip import statistics
 from service.frontend.oip.tensors import BYTES
 from service.frontend.quoting import quote
+from service.ipc.messages import MAX_POLICY_CHARACTERS
 from service.modeling.spec import ClassifyHead, EmbedHead, ModelSpec, NextHead, RegressHead, SequenceHead, SpanHead, TagHead
 
 EXTENSIONS = (
@@ -208,7 +209,11 @@ def _versions_setting(policy: Any) -> str:
         case _VersionPolicy(all=None, latest=_LatestVersions(count), specific=None):
             return f"latest:{count}"
         case _VersionPolicy(all=None, latest=None, specific=_SpecificVersions(versions)):
-            return ",".join(map(str, versions))
+            setting = ",".join(map(str, versions))
+            if len(setting) > MAX_POLICY_CHARACTERS:
+                problem = f"{VERSION_POLICY} has {len(setting)} characters and at most {MAX_POLICY_CHARACTERS} are allowed"
+                raise InvalidInput(f"{problem}: list fewer versions", field="parameters.config")
+            return setting
     raise _policy_error(f"{VERSION_POLICY} must have exactly one of all, latest and specific")
 
 

@@ -107,7 +107,7 @@ def _parameter_value(name: str, parameter: ProtoMessage) -> Any:
 
 
 def _raw_tensors(message: ProtoMessage) -> list[Tensor]:
-    """Return the inputs of a request whose values are in raw_input_contents."""
+    """Return the inputs of a request with values in raw_input_contents."""
     inputs, contents = message.inputs, message.raw_input_contents
     for tensor in inputs:
         if tensor.HasField("contents") and tensor.contents.ByteSize():
@@ -121,7 +121,7 @@ def _raw_tensors(message: ProtoMessage) -> list[Tensor]:
 
 
 def _typed_tensor(tensor: ProtoMessage) -> Tensor:
-    """Return an input whose values are in the contents field for its datatype."""
+    """Return an input with values in the contents field for its datatype."""
     field = CONTENTS_FIELDS.get(tensor.datatype)
     values = list(getattr(tensor.contents, field)) if field else []
     return from_list(tensor.name, tensor.datatype, tuple(tensor.shape), values)

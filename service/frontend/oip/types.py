@@ -1,6 +1,6 @@
 """Inference requests and responses of the Open Inference Protocol V2, independent of REST and gRPC.
 
-The first dimension of a tensor counts sequences. What the protocol calls a sequence (`sequence_id`) is a session of this service.
+The first dimension of a tensor counts sequences. A sequence of the protocol (`sequence_id`) is a session of this service.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Reads no weights and loads no tensor library, so that frontends may import it.
 
 A version folder is models/<name>/<version>/ with `model.toml`, `weights.safetensors`, `card.md` and, for text, `tokenizer.json`. Names
 have letters, digits, dots, dashes and underscores; versions are whole numbers from 1. models/aliases.toml may define other names for a
-model or for one of its versions.
+model or for a version of a model.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def read(folder: Path) -> ModelSpec:
 
 
 def read_verified(file: Path, spec: ModelSpec) -> bytes:
-    """Return the content of a file of a version folder; raises ModelError unless its digest is the one in `spec`."""
+    """Return the content of a file of a version folder; raises ModelError unless its digest matches `spec`."""
     try:
         data = read_file(file)
     except OSError as error:

@@ -72,6 +72,14 @@ def test_version_policy_is_read_from_a_configuration(config: dict[str, Any], set
     assert version_policy({"config": json.dumps(config), "unload_dependents": False}) == setting
 
 
+def test_length_of_a_version_policy_is_limited() -> None:
+    longest, too_long = (json.dumps({"version_policy": {"specific": {"versions": [1000] * count}}}) for count in (200, 201))
+    assert len(version_policy({"config": longest}) or "") == 999
+    with pytest.raises(InvalidInput, match="has 1004 characters and at most 1000 are allowed: list fewer versions") as raised:
+        version_policy({"config": too_long})
+    assert raised.value.field == "parameters.config"
+
+
 def test_no_configuration_has_no_version_policy() -> None:
     assert version_policy({}) is None
 
