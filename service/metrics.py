@@ -49,6 +49,8 @@ REFUSALS = tuple(
         *(UnknownSession, SessionExpired, SessionLost, SessionConflict, TooManySessions),
     )
 )
+CLOSED_FOR = ("idle", "slow_request", "slow_reader", "too_many", "invalid_request", "headers_too_large")
+"""Why a frontend closes an HTTP connection before the client does."""
 CANCELLED_WHILE = ("waiting", "running")
 SESSION_ENDS = ("ended", "deleted", "expired", "restarted", "unbegun", "unloaded")
 """A session ends with its last chunk, by DELETE, when it is idle for too long, when a new session begins under its name, when its first
@@ -189,6 +191,9 @@ class Metrics:
             "seqserve_cancelled", "Requests cancelled because the client disconnected or the deadline passed.", ("while",)
         )
         self.rerun = Counter("seqserve_rerun", "Requests run again because their engine ended.")
+        self.connections_closed = Counter(
+            "seqserve_connections_closed", "HTTP connections that a frontend closed before the client did.", ("reason",)
+        )
         self.channel_seconds = Histogram(
             "seqserve_channel_seconds", "Time from a frontend's send to the engine's receipt.", (), SECONDS
         )
@@ -223,6 +228,8 @@ class Metrics:
                 self.requests.start(*model, outcome)
         for reason in REFUSALS:
             self.refused.start(reason)
+        for reason in CLOSED_FOR:
+            self.connections_closed.start(reason)
         for where in CANCELLED_WHILE:
             self.cancelled.start(where)
         for reason in SESSION_ENDS:

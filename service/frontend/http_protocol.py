@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import math
 from http import HTTPStatus
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from service.errors import STATUS, ServiceError, TooLarge
+from service.errors import STATUS, HeadersTooLarge, InvalidRequest, RequestTimeout, ServiceError, TooLarge
+from service.frontend.connection_guard import Phase
 from service.frontend.http_exchange import JSON, error_body
 from service.frontend.inference import Frontend
 from service.frontend.request_heads import RequestHead, RequestHeads
+from service.metrics import CLOSED_FOR
 
 MAX_WAITING_BYTES = 1 << 16
 """Bytes of pipelined requests that are read before the running one is answered."""
 _HEAD_END = b"\r\n\r\n"
+_BODY_HEADERS = {b"content-length", b"transfer-encoding"}
 
 
 class Exchange(Protocol):
@@ -57,7 +60,7 @@ class HotPath:
     def __init__(self, frontend: Frontend, infer: Endpoint, oip_infer: Endpoint) -> None:
         """infer: POST /infer. oip_infer: inference of the Open Inference Protocol."""
         self.frontend = frontend
-        self.heads = RequestHeads()
+        self.heads = RequestHeads(frontend.settings.max_headers)
         self._infer = infer
         self._oip_infer = oip_infer
         self._headers: list[tuple[bytes, bytes]] = []
@@ -90,24 +93,43 @@ class HttpProtocol(HttpToolsProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state)
         self._hot_path = hot_path
+        self._settings = hot_path.frontend.settings
         self._general = False
         """Whether the connection's bytes go to the general path."""
-        self._message_begun = False
-        """Whether the general path has read a request in part."""
+        self._message_begun = self._head_complete = False
+        """Whether the general path has read a request, or its head, in part."""
+        self._head_bytes = 0
+        self._refusal: ServiceError | None = None
         self._call: Call | None = None
         self._parts: list[bytes] = []
         """Bytes that arrived and are not handled yet."""
         self._size = 0
         self._needed = 0
         """Size of `_parts` at which the first request in them is complete, as far as known."""
+        self._last_request = False
+        """Whether bytes after the running request are ignored."""
         self._last_reply = False
-        self._idle_since = math.inf
+        """Whether the connection closes after the running request."""
+        self.phase_began = self.loop.time()
+        self.received_bytes = 0
+        self._unread = (0, math.inf)
+        """Bytes of replies that wait for the client, and since when their number does not shrink."""
+
+    @property
+    def phase(self) -> Phase:
+        if self._message_begun or (self._parts and self._call is None):
+            return Phase.RECEIVING
+        if self._call is not None or (self._general and not self._general_path_idle()):
+            return Phase.RUNNING
+        return Phase.IDLE
 
     def data_received(self, data: bytes) -> None:
         """Answer hot requests, and pass the bytes of all others to the general path."""
+        if self._last_request:
+            return
         if self._general:
             if not self._general_path_idle():
-                super().data_received(data)
+                self._receive_general(data)
                 return
             self._general = False
         self._parts.append(data)
@@ -117,6 +139,8 @@ class HttpProtocol(HttpToolsProtocol):
                 self.flow.pause_reading()
         elif self._size >= self._needed:
             self._start_next()
+        else:
+            self.received_bytes = self._size
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the running request."""
@@ -133,24 +157,83 @@ class HttpProtocol(HttpToolsProtocol):
         else:
             self._last_reply = True
 
-    def close_if_idle(self, now: float) -> None:
-        """Close a connection that waits for its next request for longer than the keep-alive limit. now: the loop's time in seconds."""
-        if now - self._idle_since > self.timeout_keep_alive:
-            self.timeout_keep_alive_handler()
-
     def resume_writing(self) -> None:
         """Continue with the requests that wait while the client reads its replies slowly."""
         super().resume_writing()
-        if self._parts and self._call is None and not self._general and self._size >= self._needed:
-            self._start_next()
+        self._start_waiting()
+
+    # Callbacks of the general path's parser.
 
     def on_message_begin(self) -> None:
-        self._message_begun = True
+        self._message_begun, self._head_complete, self._head_bytes = True, False, 0
         super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._count_head_bytes(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count_head_bytes(len(name) + len(value))
+        super().on_header(name, value)
+        if len(self.headers) > self._settings.max_headers:
+            limit = self._settings.max_headers
+            self._refuse_head(
+                HeadersTooLarge(f"the request has more than {limit} headers, which is SEQSERVE_MAX_HEADERS: send fewer")
+            )
+
+    def on_headers_complete(self) -> None:
+        self._head_complete = True
+        version, hosts = self.parser.get_http_version(), [name for name, _ in self.headers if name == b"host"]
+        if version not in ("1.0", "1.1"):
+            self._refuse_head(InvalidRequest("the version of HTTP is not supported: send HTTP/1.1"))
+        if len(hosts) > 1 or (version == "1.1" and not hosts):
+            self._refuse_head(InvalidRequest(f"the request has {len(hosts)} Host headers: send exactly one"))
+        super().on_headers_complete()
+        if self.parser.should_upgrade() and not self._should_upgrade():
+            # The protocol after the upgrade is unknown, so nothing that follows may be read as another request.
+            self.cycle.keep_alive = False
 
     def on_message_complete(self) -> None:
         self._message_begun = False
         super().on_message_complete()
+
+    def _should_upgrade(self) -> bool:
+        """Return whether the request is the handshake of a WebSocket, which has no body."""
+        names = {name for name, _ in self.headers}
+        return self.parser.get_method() == b"GET" and not names & _BODY_HEADERS and super()._should_upgrade()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        self._last_request = True
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what the general path's parser cannot read. uvicorn calls this."""
+        self._refuse(self._refusal or InvalidRequest("the request is not valid HTTP: send it as RFC 9112 defines HTTP/1.1"))
+
+    # The connection guard.
+
+    def unread_since(self, now: float) -> float | None:
+        unread, since = self._unread
+        waiting = self.transport.get_write_buffer_size()
+        if waiting == 0 or waiting < unread or math.isinf(since):
+            since = now
+        self._unread = (waiting, since)
+        return since if waiting else None
+
+    def close_idle(self) -> None:
+        self.timeout_keep_alive_handler()
+
+    def refuse_slow_request(self) -> None:
+        limit = self._settings.receive_seconds
+        self._refuse(
+            RequestTimeout(
+                f"the request took longer to arrive than {limit:g} s, which is SEQSERVE_RECEIVE_SECONDS: send it faster"
+            )
+        )
+
+    def abort(self) -> None:
+        self.transport.abort()
+
+    # Replies of the hot path.
 
     def respond(self, content: bytes, headers: bytes) -> None:
         """Send a successful reply to the running request."""
@@ -169,22 +252,35 @@ class HttpProtocol(HttpToolsProtocol):
         """Return whether the general path has answered all that it read, so that the next byte begins a request."""
         return not self._message_begun and self.cycle is not None and self.cycle.response_complete and not self.pipeline
 
+    def _receive_general(self, data: bytes) -> None:
+        """Pass bytes to the general path."""
+        if not self._message_begun:
+            self.phase_began, self.received_bytes = self.loop.time(), 0
+        self.received_bytes += len(data)
+        super().data_received(data)
+        if self._message_begun and not self._head_complete and self.received_bytes > self._settings.max_header_bytes:
+            # A header that arrives in pieces reaches `on_header` only when it is complete.
+            self._refuse(self._head_too_large())
+
     def _start_next(self) -> None:
         """Start the first of the requests that arrived, if it is complete and the client reads its replies."""
         if self.flow.write_paused:
             return
         data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
         end = data.find(_HEAD_END) + len(_HEAD_END)
-        head = self._hot_path.heads.find(data[:end]) if end >= len(_HEAD_END) else None
+        in_limits = len(_HEAD_END) <= end <= self._settings.max_header_bytes
+        head = self._hot_path.heads.find(data[:end]) if in_limits else None
         endpoint = self._hot_path.find_endpoint(head.path) if head is not None else None
-        if head is None or endpoint is None or head.length > self._hot_path.frontend.settings.max_body_bytes:
+        if head is None or endpoint is None or head.length > self._settings.max_body_bytes:
             self._pass_on(data)
             return
-        self._needed = end + head.length
-        if len(data) < self._needed:
-            self._parts, self._size = [data], len(data)
+        needed = end + head.length
+        if len(data) < needed:
+            if self._needed == 0:
+                self.phase_began = self.loop.time()
+            self._parts, self._size, self._needed, self.received_bytes = [data], len(data), needed, len(data)
             return
-        body, rest = data[end : self._needed], data[self._needed :]
+        body, rest = data[end:needed], data[needed:]
         self._parts, self._size, self._needed = [rest] if rest else [], len(rest), 0
         if not self._start(endpoint, head, body):
             self._pass_on(data)
@@ -192,7 +288,6 @@ class HttpProtocol(HttpToolsProtocol):
     def _start(self, endpoint: Endpoint, head: RequestHead, body: bytes) -> bool:
         """Start a request; false when the general path must answer it."""
         self._unset_keepalive_if_required()
-        self._idle_since = math.inf
         try:
             self._call = endpoint.start(head, body, self)
         except ServiceError as error:
@@ -205,9 +300,9 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _pass_on(self, data: bytes) -> None:
         """Let the general path answer what arrived, until it is idle again."""
-        self._general, self._idle_since = True, math.inf
+        self._general = True
         self._parts, self._size, self._needed = [], 0, 0
-        super().data_received(data)
+        self._receive_general(data)
 
     def _reply(self, status: bytes, content: bytes, headers: bytes) -> None:
         self._call = None
@@ -216,15 +311,40 @@ class HttpProtocol(HttpToolsProtocol):
             headers += b"connection: close\r\n"
         self.transport.write(self._hot_path.reply(status, self.server_state.default_headers, content, headers))
         self.server_state.total_requests += 1
+        self.phase_began = self.loop.time()
         if self._last_reply:
             self.transport.close()
-            return
-        self._idle_since = self.loop.time()
-        if self._parts:
+        elif self._parts:
             self.flow.resume_reading()
             self.loop.call_soon(self._start_waiting)
 
     def _start_waiting(self) -> None:
         """Start a request that arrived while the last one ran."""
-        if self._parts and self._call is None and not self._general and not self.transport.is_closing():
+        waiting = self._parts and self._size >= self._needed
+        if waiting and self._call is None and not self._general and not self.transport.is_closing():
             self._start_next()
+
+    def _count_head_bytes(self, size: int) -> None:
+        self._head_bytes += size
+        if self._head_bytes > self._settings.max_header_bytes:
+            self._refuse_head(self._head_too_large())
+
+    def _head_too_large(self) -> HeadersTooLarge:
+        limit = self._settings.max_header_bytes
+        return HeadersTooLarge(
+            f"the head of the request is larger than {limit} bytes, which is SEQSERVE_MAX_HEADER_BYTES: send less"
+        )
+
+    def _refuse_head(self, error: ServiceError) -> NoReturn:
+        """End the parser's work on a request; uvicorn then calls `send_400_response`."""
+        self._refusal = error
+        raise error
+
+    def _refuse(self, error: ServiceError) -> None:
+        """Send an error for a request that cannot be read to its end, and close the connection."""
+        if self.transport.is_closing():
+            return
+        if error.code in CLOSED_FOR:
+            self._hot_path.frontend.metrics.connections_closed.add(error.code)
+        self._last_request = self._last_reply = True
+        self.respond_error(error)

@@ -29,7 +29,9 @@ class RequestHead:
 class RequestHeads:
     """Parses heads and remembers the result."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_headers: int) -> None:
+        """max_headers: the general path refuses a request with more."""
+        self._max_headers = max_headers
         self._known: dict[bytes, RequestHead | None] = {}
 
     def find(self, head: bytes) -> RequestHead | None:
@@ -39,6 +41,8 @@ class RequestHeads:
         except KeyError:
             pass
         parsed = _parse(head)
+        if parsed is not None and len(parsed.headers) > self._max_headers:
+            parsed = None
         if len(head) <= MAX_HEAD_BYTES:
             if len(self._known) >= MAX_HEADS:
                 self._known.clear()

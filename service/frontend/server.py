@@ -13,6 +13,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from service.errors import StartError
+from service.frontend.connection_guard import ConnectionGuard, GuardedConnection
 from service.frontend.control import Control
 from service.frontend.hot_calls import RequestTally
 from service.frontend.http_protocol import HotPath, HttpProtocol
@@ -25,13 +26,14 @@ from service.log import Log
 
 ENGINE_WAIT_SECONDS = 1.0
 """Longest wait of a restarted frontend for an engine before it accepts connections."""
-KEEP_ALIVE_SECONDS = 15
 PING_SECONDS = 20.0
 """Interval of WebSocket pings, and the wait for a pong before the socket is closed."""
 ACCEPT_PAUSE_SECONDS, MAX_ACCEPTS = 0.001, 64
 """Pause between two rounds of accepting connections, and the most connections of one round."""
 TICKS_PER_SECOND = 10
 """Calls of uvicorn's `on_tick`."""
+FULL_PAUSE_SECONDS = 0.1
+"""Pause while no connection can be closed to make room for another."""
 ERROR_PAUSE_SECONDS = 1.0
 """Pause after accepting a connection has failed."""
 
@@ -47,11 +49,14 @@ class Listener:
     A frontend accepts one connection, pauses while the others accept, and doubles the number while connections keep waiting.
     """
 
-    def __init__(self, listening: socket.socket, make_protocol: Callable[[], asyncio.Protocol]) -> None:
-        """make_protocol: returns the protocol for a new connection."""
+    def __init__(
+        self, listening: socket.socket, make_protocol: Callable[[], asyncio.Protocol], make_room: Callable[[], bool]
+    ) -> None:
+        """make_protocol: returns the protocol for a new connection. make_room: returns whether another connection may be accepted."""
         listening.setblocking(False)
         self._listening = listening
         self._make_protocol = make_protocol
+        self._make_room = make_room
         self._connecting: set[asyncio.Task[Any]] = set()
         self._reopening: asyncio.TimerHandle | None = None
         self._accepts_per_round = 1
@@ -74,6 +79,9 @@ class Listener:
         self._last_round = now
         try:
             for _ in range(self._accepts_per_round):
+                if not self._make_room():
+                    self._pause(FULL_PAUSE_SECONDS)
+                    return
                 self._start(self._listening.accept()[0])
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             pass  # another frontend was faster, or the client disconnected
@@ -116,6 +124,7 @@ class FrontendServer(uvicorn.Server):
         self._is_restart = is_restart
         self._listeners: list[Listener] = []
         self._hot_path = build_hot_path(frontend)
+        self._guard = ConnectionGuard(frontend.settings, frontend.metrics, self._http_connections)
         self._control = control
         self._frontend = frontend
         self._grpc = grpc
@@ -128,7 +137,7 @@ class FrontendServer(uvicorn.Server):
             await self._frontend.dispatcher.wait_for_engine(ENGINE_WAIT_SECONDS)
         await super().startup([])  # without sockets: the listeners accept instead of uvicorn
         for listening in sockets or []:
-            self._listeners.append(Listener(listening, self._make_protocol))
+            self._listeners.append(Listener(listening, self._make_protocol, self._make_room))
             self._listeners[-1].open()
         if self._grpc is not None:
             await self._grpc.open()
@@ -146,13 +155,16 @@ class FrontendServer(uvicorn.Server):
         await asyncio.gather(*closing)
 
     async def on_tick(self, counter: int) -> bool:
-        """Close idle connections once a second: a timer for each connection would cost more than its requests."""
+        """Apply the connections' limits of time once a second: timers of each connection would cost more than its requests."""
         if counter % TICKS_PER_SECOND == 0:
-            now = asyncio.get_running_loop().time()
-            for connection in list(self.server_state.connections):
-                if isinstance(connection, HttpProtocol):
-                    connection.close_if_idle(now)
+            self._guard.sweep(asyncio.get_running_loop().time())
         return await super().on_tick(counter)
+
+    def _http_connections(self) -> list[GuardedConnection]:
+        return [connection for connection in self.server_state.connections if isinstance(connection, HttpProtocol)]
+
+    def _make_room(self) -> bool:
+        return self._guard.make_room(len(self.server_state.connections))
 
     def _make_protocol(self) -> asyncio.Protocol:
         """Return a protocol for one connection, as uvicorn's own startup creates it."""
@@ -199,7 +211,7 @@ def serve(
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_keep_alive=round(max(1, frontend.settings.idle_seconds)),
         timeout_graceful_shutdown=max(1, round(frontend.settings.drain_seconds)),
     )
     server = FrontendServer(config, control, frontend, GrpcServer(frontend, grpc) if grpc else None, is_restart=is_restart)

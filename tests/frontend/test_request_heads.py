@@ -9,9 +9,11 @@ from service.frontend.request_heads import RequestHeads
 
 HEAD = b"POST /infer HTTP/1.1\r\nHost: a\r\nContent-Length: 12\r\n\r\n"
 
+MAX_HEADERS = 100
+
 
 def test_head_has_its_path_body_length_and_headers() -> None:
-    head = RequestHeads().find(HEAD.replace(b"Host: a", b"Host: a\r\nX-Trace: 7"))
+    head = RequestHeads(MAX_HEADERS).find(HEAD.replace(b"Host: a", b"Host: a\r\nX-Trace: 7"))
     assert head is not None
     assert (head.path, head.length, head.headers[b"x-trace"]) == ("/infer", 12, b"7")
 
@@ -48,19 +50,25 @@ def test_head_has_its_path_body_length_and_headers() -> None:
     ],
 )
 def test_unusual_head_belongs_to_the_general_path(old: bytes, new: bytes) -> None:
-    assert RequestHeads().find(HEAD) is not None
-    assert RequestHeads().find(HEAD.replace(old, new)) is None
+    assert RequestHeads(MAX_HEADERS).find(HEAD) is not None
+    assert RequestHeads(MAX_HEADERS).find(HEAD.replace(old, new)) is None
+
+
+def test_head_with_many_headers_belongs_to_the_general_path() -> None:
+    for count, hot in ((MAX_HEADERS, True), (MAX_HEADERS + 1, False)):
+        more = b"".join(b"X-%d: 1\r\n" % number for number in range(count - 2))
+        assert (RequestHeads(MAX_HEADERS).find(HEAD.replace(b"Host: a\r\n", b"Host: a\r\n" + more)) is not None) is hot
 
 
 def test_head_is_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    heads = RequestHeads()
+    heads = RequestHeads(MAX_HEADERS)
     first = heads.find(HEAD)
     monkeypatch.setattr(request_heads, "_parse", None)
     assert heads.find(bytes(bytearray(HEAD))) is first
 
 
 def test_memory_of_heads_is_bounded() -> None:
-    heads = RequestHeads()
+    heads = RequestHeads(MAX_HEADERS)
     for number in range(3 * request_heads.MAX_HEADS):
         assert heads.find(HEAD.replace(b"Host: a", b"Host: a%d" % number)) is not None
     assert len(heads._known) <= request_heads.MAX_HEADS

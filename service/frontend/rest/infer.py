@@ -24,6 +24,8 @@ from service.ipc import messages
 from service.modeling.spec import ModelSpec
 from service.settings import Settings
 
+MAX_RETURNS = 8
+"""Most names in `return`. A name may be repeated, but a list of a million names would stall the event loop."""
 MAX_HOT_BODY_BYTES = 1 << 16
 """Larger bodies take the general path."""
 _JSON_TYPES = (None, JSON.encode(), b"application/json; charset=utf-8", b"application/json;charset=utf-8")
@@ -43,7 +45,7 @@ class InferBody(JsonBody):
     """One sequence each: a string, a list of token ids, or a list of steps with a list of floats each, depending on the model."""
     version: StrictStr | Annotated[int, Field(strict=True)] | None = None
     """Version of the model; the newest by default."""
-    returns: list[Literal["embedding", "sequence"]] = Field([], alias="return")
+    returns: Annotated[list[Literal["embedding", "sequence"]], Field(max_length=MAX_RETURNS)] = Field([], alias="return")
     """Adds vectors to each output: the pooled vector (embedding) or the vector of every step (sequence)."""
     session: SessionId | None = None
     """Id of a session. The request then has one input, the session's next chunk, and the output covers all steps so far."""
@@ -68,7 +70,9 @@ class OneShotBody(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     model: str
     inputs: Annotated[list[Any], msgspec.Meta(min_length=1)]
     version: str | int | None = None
-    returns: list[Literal["embedding", "sequence"]] = msgspec.field(default=[], name="return")
+    returns: Annotated[list[Literal["embedding", "sequence"]], msgspec.Meta(max_length=MAX_RETURNS)] = msgspec.field(
+        default=[], name="return"
+    )
     deadline_ms: Annotated[float, msgspec.Meta(gt=0)] | None = None
     priority: Annotated[int, msgspec.Meta(ge=-10, le=10)] = 0
 
