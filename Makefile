@@ -101,21 +101,21 @@ bench: .venv/baselines gpu
 
 # Mixed traffic to a new server with the flags in $(ARGS), or to the server at $(URL).
 loadtest: .venv/load gpu
-	@$(BIN)/python -m loadtest --users $(USERS) --seconds $(SECONDS) --out $(OUT) $(if $(URL),--url $(URL)) $(if $(ARGS),-- $(ARGS))
+	@$(BIN)/python -m loadtest locust --users $(USERS) --seconds $(SECONDS) --out $(OUT) $(if $(URL),--url $(URL)) $(if $(ARGS),-- $(ARGS))
 
 # The compared servers run at the same time and get load alternately; results go to loadtest/results.
 bench-serve: .venv/load gpu
-	@$(BIN)/python -m loadtest.scenarios plain-handler
-	@$(BIN)/python -m loadtest.scenarios endpoints
-	@$(BIN)/python -m loadtest.scenarios codec
+	@$(BIN)/python -m loadtest plain-handler
+	@$(BIN)/python -m loadtest endpoints
+	@$(BIN)/python -m loadtest codec
 
 # The stages of a request inside an engine, and its throughput; results go to loadtest/results.
 bench-engine: .venv/load gpu
-	@$(BIN)/python -m loadtest.scenarios engine --device $(DEVICE)
+	@$(BIN)/python -m loadtest engine --device $(DEVICE)
 
 # One device, then all devices in DEVICE; results go to loadtest/results.
 bench-devices: .venv/load gpu
-	@$(BIN)/python -m loadtest.scenarios devices --devices $(DEVICE)
+	@$(BIN)/python -m loadtest devices --devices $(DEVICE)
 
 # The program is part of a wheel of Triton's client, whose requirements conflict with those in .venv.
 .venv-perf/installed: loadtest/perf-analyzer.txt | check-python
@@ -132,11 +132,11 @@ libb64:
 
 # Over REST and gRPC, to a new server, or to the server at $(URL) and, for gRPC, at $(GRPC).
 perf-analyzer: .venv/load .venv-perf/installed libb64 gpu
-	@$(BIN)/python -m loadtest.perf_analyzer $(if $(URL),--url $(URL)) $(if $(GRPC),--grpc $(GRPC))
+	@$(BIN)/python -m loadtest perf-analyzer $(if $(URL),--url $(URL)) $(if $(GRPC),--grpc $(GRPC))
 
-# COST names the measured costs of batches in loadtest/results/costs.json; `python -m loadtest.simulate --measure cuda:0` adds a device.
+# COST names the measured costs of batches in loadtest/results/costs.json; `python -m loadtest simulate --measure cuda:0` adds a device.
 simulate: .venv/load
-	@$(BIN)/python -m loadtest.simulate $(if $(COST),--cost $(COST))
+	@$(BIN)/python -m loadtest simulate $(if $(COST),--cost $(COST))
 
 # Sends the test questions in the folder $(DATA) to the service at $(URL).
 eval: .venv/installed

@@ -10,7 +10,11 @@ from typing import Any
 from loadtest import traffic
 
 
-class NoServer(Exception):
+class CannotMeasure(Exception):
+    """A measurement cannot start. The message has the reason, and what to do."""
+
+
+class NoServer(CannotMeasure):
     """No seqserve server answers at an address, or it does not serve the named model."""
 
 

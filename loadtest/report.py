@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from kernels.bench.tables import aligned, three_digits
 from loadtest.load import Figures
 
 RESULTS = Path(__file__).parent / "results"
@@ -52,37 +52,26 @@ def levels(measured: Sequence[BenchLevel], unit: str) -> Iterable[str]:
         times = (f"{value:.2f}" for value in milliseconds(figures).values())
         by_stage = (f"{level.stages[stage]:.3f}" for stage in stages)
         lines.append([level.name, f"{figures.rate:.0f}", *times, str(figures.failed), f"{level.rows:.1f}", *by_stage])
-    yield from table(lines)
+    yield table(lines)
     for level in measured:
         for reason, count in level.figures.failures.most_common():
             yield f"{level.name}: {count} failed with {reason}"
 
 
-def table(lines: Sequence[Sequence[str]]) -> Iterable[str]:
-    """Yield lines with right-aligned columns."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        yield "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+def table(lines: Sequence[Sequence[str]]) -> str:
+    """Return lines with right-aligned columns."""
+    return aligned(lines, right=True)
 
 
 def spread(values: Sequence[float]) -> str:
     """Return the median, the lowest and the highest value."""
-    low, middle, high = (
-        f"{value:.3g}" if value < 999.5 else f"{value:.0f}" for value in (min(values), statistics.median(values), max(values))
-    )
+    low, middle, high = map(three_digits, (min(values), statistics.median(values), max(values)))
     return f"{middle} ({low} to {high})"
 
 
 def environment(machine: str, packages: Iterable[str]) -> dict[str, Any]:
     """Return the machine, the date and package versions, for every record."""
     return {"machine": machine, "date": str(date.today()), "versions": {package: version(package) for package in packages}}
-
-
-def write(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Write one JSON object a line, creating the folder if necessary."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
-    print(f"written to {path}")
 
 
 def record(level: BenchLevel, model: dict[str, Any]) -> dict[str, Any]:

@@ -9,11 +9,14 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 import psutil
+
+from loadtest.discovery import CannotMeasure
 
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = ROOT / "models"
@@ -64,11 +67,28 @@ def running(*command: str, log: Path | None = None) -> Iterator[ServerProcess]:
         )
     server = ServerProcess(f"http://127.0.0.1:{port}", f"127.0.0.1:{grpc_port}", process)
     try:
-        _await_ready(server)
+        _await_ready(server, log)
         yield server
     finally:
         process.send_signal(signal.SIGINT)  # SIGTERM would wait for the lame-duck period
         process.wait(STOP_SECONDS)
+
+
+@contextmanager
+def all_running(*commands: Sequence[str]) -> Iterator[list[ServerProcess]]:
+    """Run several servers, which start at the same time."""
+    with ExitStack() as stack, ThreadPoolExecutor() as pool:
+        yield list(pool.map(lambda command: stack.enter_context(running(*command)), commands))
+
+
+@contextmanager
+def named_or_new(url: str | None, grpc: str | None, log: Path, *flags: str) -> Iterator[tuple[str, str | None]]:
+    """Yield the HTTP and gRPC addresses of the named server, or of a new server with these flags."""
+    if url:
+        yield url.rstrip("/"), grpc
+        return
+    with running(*seqserve(*flags), log=log) as server:
+        yield server.url, server.grpc
 
 
 def seqserve(*flags: str) -> tuple[str, ...]:
@@ -94,14 +114,14 @@ def free_ports(count: int) -> list[int]:
         return [listening.getsockname()[1] for listening in sockets]
 
 
-def _await_ready(server: ServerProcess) -> None:
+def _await_ready(server: ServerProcess, log: Path | None) -> None:
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         if not server.running:
-            raise RuntimeError("the server exited before it was ready: read its log")
+            raise CannotMeasure(f"the server exited before it was ready: read its log{f', {log}' if log else ''}")
         try:
             with urllib.request.urlopen(f"{server.url}/readyz", timeout=1):
                 return
         except OSError:
             time.sleep(0.05)
-    raise RuntimeError(f"the server on {server.url} was not ready within {START_SECONDS} s")
+    raise CannotMeasure(f"the server on {server.url} was not ready within {START_SECONDS} s")

@@ -15,6 +15,7 @@ from kernels.bench import goals, report
 from kernels.bench.baselines import BASELINES
 from kernels.bench.measure import Bench
 from kernels.bench.shares import with_shares
+from kernels.bench.tables import write
 from kernels.bench.workload import FORMS
 from kernels.bench.workloads import workloads
 
@@ -49,7 +50,7 @@ def _family(family: str, device: torch.device, quick: bool, setting: report.Sett
         print(f"\n{judged}\n")
     if out is not None:
         name = f"{family}-{report.slug(setting.device)}"
-        report.write(measurements, setting, out / f"{name}.jsonl")
+        write(out / f"{name}.jsonl", [one.record(setting) for one in measurements])
         if judged:
             (out / f"{name}-goals.txt").write_text(f"{setting}\n\n{judged}\n")
             print(f"written to {out / name}-goals.txt")

@@ -1,13 +1,12 @@
-"""Measurements as tables for people and as JSON lines for programs."""
+"""Measurements as tables and as records, and the setting of a run."""
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from kernels.bench.tables import aligned, three_digits
 from kernels.bench.timing import Spread
 from kernels.bench.workload import WANT, Workload
 
@@ -85,12 +85,6 @@ class Measurement:
         }
 
 
-def write(measurements: Iterable[Measurement], setting: Setting, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(f"{json.dumps(one.record(setting))}\n" for one in measurements))
-    print(f"written to {path}")
-
-
 def table(measurements: Sequence[Measurement]) -> str:
     """Return a line for each workload and timing, a column for each backend: median (p10-p90) in microseconds, * the fastest."""
     names = list(dict.fromkeys(one.backend for one in measurements))
@@ -120,18 +114,10 @@ def _extra(measurements: Sequence[Measurement], name: str) -> list[list[str]]:
     return lines
 
 
-def aligned(lines: Sequence[Sequence[str]]) -> str:
-    """Return lines with left-aligned columns."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
-
-
 def _cell(spread: Spread | None, fastest: float) -> str:
     if spread is None:
         return "-"
-    low, median, high = (
-        f"{value:.3g}" if value < 999.5 else f"{value:.0f}" for value in (spread.p10_us, spread.median_us, spread.p90_us)
-    )
+    low, median, high = map(three_digits, (spread.p10_us, spread.median_us, spread.p90_us))
     return f"{'*' if spread.median_us == fastest else ' '}{median} ({low}-{high})"
 
 

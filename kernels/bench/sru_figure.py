@@ -16,6 +16,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from kernels.bench.__main__ import RESULTS
+from kernels.bench.tables import three_digits
 from kernels.sru import BACKENDS
 
 GROUPS = ((32, 256), (32, 512), (128, 256), (128, 512))
@@ -61,7 +62,7 @@ def draw(records: Records, path: Path) -> None:
     for index, ((label, _, _, colour), heights) in enumerate(zip(BARS, medians, strict=True)):
         positions = [group + width * index for group in range(len(GROUPS))]
         bars = axes.bar(positions, heights, 0.95 * width, label=label, color=colour)
-        axes.bar_label(bars, [f"{height:.3g}" if height < 1000 else f"{height:.0f}" for height in heights], fontsize="x-small")
+        axes.bar_label(bars, list(map(three_digits, heights)), fontsize="x-small")
     axes.set_xticks(
         [group + width * (len(BARS) - 1) / 2 for group in range(len(GROUPS))],
         [f"{steps} steps, width {size}" for steps, size in GROUPS],

@@ -16,6 +16,7 @@ import torch
 
 from kernels.bench.goals.limit import HEADING, Limit
 from kernels.bench.report import device_name, slug
+from kernels.bench.tables import write
 from kernels.bench.timing import Spread, repeated
 from loadtest import report
 from loadtest.oip_requests import INPUT, METHOD, behind_json, message
@@ -32,20 +33,20 @@ PACKAGES = ("numpy", "msgspec", "protobuf")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seconds", type=float, default=2.0, help="duration of each operation (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=2.0, help="duration of each operation")
 
 
 def run(options: argparse.Namespace) -> int:
     machine = device_name(torch.device("cpu"))
     spreads = {name: repeated(_seconds_per_call(call), options.seconds) for name, call in operations().items()}
     print(f"one sequence of {SHAPE[0]} x {SHAPE[1]} FP32 on {machine}: median (p10-p90) of a call\n")
-    print("\n".join(report.table(table(spreads))) + "\n")
+    print(report.table(table(spreads)) + "\n")
     environment = report.environment(machine, PACKAGES)
     records = [
         {"what": name, "shape": SHAPE, **asdict(spread), "goal_us": LIMIT.value} | environment
         for name, spread in spreads.items()
     ]
-    report.write(options.out / f"codec-{slug(machine)}.jsonl", records)
+    write(options.out / f"codec-{slug(machine)}.jsonl", records)
     return 0
 
 

@@ -7,17 +7,15 @@ import itertools
 import json
 import tempfile
 from collections.abc import Iterator, Sequence
-from datetime import date
 from pathlib import Path
 
 import numpy as np
-import torch
 
-from kernels.bench.report import device_name, slug
-from loadtest import report, servers, synthetic_models
+from loadtest import servers, synthetic_models
 from loadtest.callers import Target
+from loadtest.load import Figures
 from loadtest.scenarios import rounds
-from loadtest.scenarios.rounds import Trial
+from loadtest.scenarios.rounds import Contender, Trial
 from service.modeling.spec import EmbeddingLayer, LSTMLayer, SequenceInput
 
 SUMMARY = "the whole service on one device and on several"
@@ -32,7 +30,7 @@ SETTINGS = "max_batch_tokens = 65536\nmax_waiting = 4096\n"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--devices", default="cuda:0,cuda:1", help="comma-separated devices (default: %(default)s)")
+    parser.add_argument("--devices", default="cuda:0,cuda:1", help="comma-separated devices")
     parser.add_argument("--hidden", type=int, default=1024, help="units of each of the model's four layers")
     parser.add_argument("--steps", type=int, default=512, help="time steps of a sequence")
     parser.add_argument("--frontends", type=int, default=8, help="number of frontend processes")
@@ -51,26 +49,24 @@ def run(options: argparse.Namespace) -> int:
         config.write_text(SETTINGS)
         levels = [devices[:count] for count in (1, len(devices))]
         trials = [_trial(models, config, level, number, options) for number in range(options.rounds) for level in levels]
-    machine = device_name(torch.device(devices[0]))
-    print(
-        f"{MODEL}, 4 x {options.hidden} units, {options.steps} steps, {INPUTS} sequences a request, "
-        f"on {machine}, {date.today()}\n"
-    )
-    print("\n".join(report.table(list(_table(trials)))) + "\n")
-    return rounds.finish(trials, options.out / f"devices-{slug(machine)}.jsonl", report.environment(machine, ("torch",)))
+    print(f"{MODEL}, 4 x {options.hidden} units, {options.steps} steps, {INPUTS} sequences a request")
+    return rounds.publish("devices", trials, [list(_table(trials))], options, ("torch",), devices[0])
 
 
 def _trial(models: Path, config: Path, devices: Sequence[str], number: int, options: argparse.Namespace) -> Trial:
     """Start a server on `devices` and load it with a closed loop."""
     flags = {"--config": config, "--models": models, "--device": ",".join(devices), "--frontends": options.frontends}
     words = (str(word) for flag in flags.items() for word in flag)
+    case = {"devices": tuple(devices), "hidden": options.hidden, "steps": options.steps, "frontends": options.frontends}
     with servers.running(*servers.seqserve(*words), log=options.log) as server:
         target = Target.of(server.url, "/infer")
         requests = itertools.cycle([target.request(_body(seed, options.steps)) for seed in range(REQUESTS)])
         callers = CALLERS_PER_DEVICE * len(devices)
-        figures, _, _ = rounds.measure(",".join(devices), target, requests, callers, options.seconds, lambda: None)
-    case = {"devices": tuple(devices), "hidden": options.hidden, "steps": options.steps, "frontends": options.frontends}
-    return Trial(case, number, figures, rounds.values_of(figures) | {"sequences_per_second": INPUTS * figures.rate})
+        return Contender(case, target, requests, callers, costs=_sequences).trial(number, options.seconds)
+
+
+def _sequences(figures: Figures, *_: None) -> tuple[dict[str, float], dict[str, float]]:
+    return {"sequences_per_second": INPUTS * figures.rate}, {}
 
 
 def _body(seed: int, steps: int) -> bytes:

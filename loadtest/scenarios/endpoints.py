@@ -11,24 +11,23 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from datetime import date
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import uvloop
 from numpy.typing import NDArray
 
-from kernels.bench.report import device_name, slug
-from loadtest import discovery, load, report, servers
+from loadtest import discovery, load, servers
 from loadtest.bench import StageCounts, request_cycle
 from loadtest.callers import Connectable, Response, Target
+from loadtest.discovery import CannotMeasure
 from loadtest.grpc_callers import Method
+from loadtest.load import Figures
 from loadtest.oip_requests import METHOD, PATH, behind_json, message
 from loadtest.scenarios import rounds
-from loadtest.scenarios.rounds import Trial
+from loadtest.scenarios.rounds import Contender, Trial
 from loadtest.traffic import Traffic
 from service.frontend.oip.json import HEADER_LENGTH
 
@@ -47,6 +46,9 @@ ENGINE_STAGES = ("queue", "stage_in", "compute", "stage_out")
 SHOWN_STAGES = ("parse", "channel", "queue", "compute", "encode", "total", "outside")
 PACKAGES = ("torch", "fastapi", "uvicorn", "uvloop", "httptools", "grpcio", "msgspec")
 
+Sample = tuple[list[float], StageCounts]
+"""Seconds of processor time, and the counts of stages."""
+
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
@@ -60,40 +62,30 @@ class Endpoint:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--frontends", type=int, nargs="+", default=FRONTENDS, help="numbers of frontends (default: %(default)s)"
-    )
-    parser.add_argument("--callers", type=int, default=32, help="concurrent callers (default: %(default)s)")
+    parser.add_argument("--frontends", type=int, nargs="+", default=FRONTENDS, help="numbers of frontends")
+    parser.add_argument("--models", type=Path, default=servers.MODELS, help="models folder")
+    parser.add_argument("--callers", type=int, default=32, help="concurrent callers")
     rounds.add_options(parser, seconds=3.0, rounds=5)
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure every endpoint. Returns 1 when a request failed."""
-    machine = device_name(torch.device("cpu"))
-    trials = list(_trials(options.frontends, options.callers, options.seconds, options.rounds))
-    print(f"\n{machine}, {date.today()}: {options.callers} callers, medians of {options.rounds} rounds (lowest to highest)\n")
-    print("\n".join(report.table(list(_table(trials)))))
-    print("\nms by stage, medians of each round's mean\n")
-    print("\n".join(report.table(list(_stage_table(trials)))) + "\n", flush=True)
-    return rounds.finish(trials, options.out / f"endpoints-{slug(machine)}.jsonl", report.environment(machine, PACKAGES))
+    commands = [servers.seqserve("--models", str(options.models), "--frontends", str(number)) for number in options.frontends]
+    with servers.all_running(*commands) as started:
+        contenders = [
+            (endpoint, server, number)
+            for server, number in zip(started, options.frontends, strict=True)
+            for endpoint in endpoints_of(server, options.models)
+        ]
+        check_agreement([endpoint for endpoint, *_ in contenders])
+        trials = rounds.alternate([_contender(*each, options.callers) for each in contenders], options)
+    return rounds.publish("endpoints", trials, [list(_table(trials)), list(_stage_table(trials))], options, PACKAGES)
 
 
-def _trials(frontends: Sequence[int], callers: int, seconds: float, count: int) -> Iterator[Trial]:
-    with ExitStack() as stack:
-        running = {
-            number: stack.enter_context(servers.running(*servers.seqserve("--frontends", str(number)))) for number in frontends
-        }
-        endpoints = {number: endpoints_of(server) for number, server in running.items()}
-        check_agreement(list(itertools.chain.from_iterable(endpoints.values())))
-        for round, (number, server) in itertools.product(range(count), running.items()):
-            for endpoint in endpoints[number]:
-                yield _trial(server, endpoint, number, callers, round, seconds)
-
-
-def endpoints_of(server: servers.ServerProcess) -> list[Endpoint]:
+def endpoints_of(server: servers.ServerProcess, models: Path) -> list[Endpoint]:
     """Return the endpoints of a server. The last three get the same rows."""
     questions, sensor = discovery.find(server.url, QUESTIONS), discovery.find(server.url, SENSOR)
-    texts = discovery.inputs(servers.MODELS, questions)
+    texts = discovery.inputs(models, questions)
     infer, tensors = Target.of(server.url, "/infer"), Target.of(server.url, f"/v2/models/{SENSOR}/infer")
     method = Method(server.grpc, PATH)
     traffic = Traffic(sensor)
@@ -149,7 +141,7 @@ def check_agreement(endpoints: Sequence[Endpoint]) -> None:
         numbers = [endpoint.read(reply.body) for reply in uvloop.run(first_replies(endpoint))]
         reference = expected.setdefault(endpoint.model["name"], numbers)
         if not np.allclose(numbers, reference, rtol=1e-5, atol=1e-6):
-            raise SystemExit(
+            raise CannotMeasure(
                 f"{endpoint.name} returns other numbers than the first endpoint of {endpoint.model['name']}, so nothing is "
                 f"timed: {numbers} and {reference}"
             )
@@ -162,34 +154,32 @@ async def first_replies(endpoint: Endpoint) -> list[Response]:
     connection.hang_up()
     for reply in replies:
         if reply.status != 200:
-            raise SystemExit(f"{endpoint.name} is refused with {load.reason(reply)}")
+            raise CannotMeasure(f"{endpoint.name} is refused with {load.reason(reply)}")
     return replies
 
 
-def _trial(
-    server: servers.ServerProcess, endpoint: Endpoint, frontends: int, callers: int, round: int, seconds: float
-) -> Trial:
-    """Measure one endpoint in one round.
+def _contender(endpoint: Endpoint, server: servers.ServerProcess, frontends: int, callers: int) -> Contender:
+    """Return one endpoint with what its answers cost.
 
     Milliseconds of processor time for each answer: cpu_ms of all processes of the server, frontend_ms of its frontends, load_ms of the
     load generator. busiest: the share of the frontends' time that the busiest frontend used. Stages are mean milliseconds; `outside` is
     the part of `total` that is spent neither in the engine's queue nor in a batch.
     """
 
-    def sample() -> tuple[list[float], StageCounts]:
+    def sample() -> Sample:
         cpu_seconds = [time.process_time(), server.cpu_seconds(), *server.cpu_seconds_each("service.frontend")]
         return cpu_seconds, StageCounts.read(server.url, endpoint.model)
 
-    figures, (cpu_before, counts_before), (cpu_after, counts_after) = rounds.measure(
-        f"{endpoint.name} {frontends}", endpoint.target, endpoint.requests, callers, seconds, sample
-    )
-    used = [after - before for after, before in zip(cpu_after, cpu_before, strict=True)]
-    load_ms, cpu_ms, *each = (1000 * value / max(1, len(figures.answers)) for value in used)
-    stages = counts_after.stages(counts_before) | {"channel": counts_after.channel(counts_before)}
-    stages["outside"] = stages["total"] - sum(stages[stage] for stage in ENGINE_STAGES)
+    def costs(figures: Figures, before: Sample, after: Sample) -> tuple[dict[str, float], dict[str, float]]:
+        used = [end - begin for end, begin in zip(after[0], before[0], strict=True)]
+        load_ms, cpu_ms, *each = (1000 * value / max(1, len(figures.answers)) for value in used)
+        stages = after[1].stages(before[1]) | {"channel": after[1].channel(before[1])}
+        stages["outside"] = stages["total"] - sum(stages[stage] for stage in ENGINE_STAGES)
+        busiest = max(each) / (sum(each) or 1)
+        return {"cpu_ms": cpu_ms, "frontend_ms": sum(each), "load_ms": load_ms, "busiest": busiest}, stages
+
     case = {"request": endpoint.name, "model": endpoint.model["name"], "frontends": frontends, "callers": callers}
-    costs = {"cpu_ms": cpu_ms, "frontend_ms": sum(each), "load_ms": load_ms, "busiest": max(each) / (sum(each) or 1)}
-    return Trial(case, round, figures, rounds.values_of(figures) | costs, stages)
+    return Contender(case, endpoint.target, endpoint.requests, callers, sample, costs)
 
 
 def _table(trials: Sequence[Trial]) -> Iterator[list[str]]:
@@ -203,7 +193,8 @@ def _table(trials: Sequence[Trial]) -> Iterator[list[str]]:
 
 
 def _stage_table(trials: Sequence[Trial]) -> Iterator[list[str]]:
-    yield ["frontends", "request", *SHOWN_STAGES]
+    """Yield the mean milliseconds by stage."""
+    yield ["frontends", "request", *(f"{stage} ms" for stage in SHOWN_STAGES)]
     for case in rounds.by_case(trials):
         yield [*_labels(case), *rounds.spreads(case, SHOWN_STAGES)]
 

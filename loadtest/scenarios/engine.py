@@ -11,7 +11,7 @@ import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ import torch
 
 from kernels.bench import questions
 from kernels.bench.report import Setting, slug
+from kernels.bench.tables import write
 from loadtest import report, servers, synthetic_models
 from loadtest.scenarios.engine_open_loop import HEAVY, LONG, MIXED, REAL, EngineLoad, OpenLoopLevel, levels
 from service.engine.batch import Batch, Chunk
@@ -94,13 +95,11 @@ class Throughput:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="cpu or cuda:N")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="default: all")
-    parser.add_argument("--rows", type=int, default=LARGE_LIMITS[0], help="largest batch (default: %(default)s)")
-    parser.add_argument("--batches", type=int, default=2000, help="batches of one row (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=1.0, help="duration of each batch size (default: %(default)s)")
-    parser.add_argument(
-        "--open-seconds", type=float, default=3.0, help="duration of each arrival rate; 0 skips them (default: %(default)s)"
-    )
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="models to measure")
+    parser.add_argument("--rows", type=int, default=LARGE_LIMITS[0], help="largest batch")
+    parser.add_argument("--batches", type=int, default=2000, help="batches of one row")
+    parser.add_argument("--seconds", type=float, default=1.0, help="duration of each batch size")
+    parser.add_argument("--open-seconds", type=float, default=3.0, help="duration of each arrival rate; 0 skips them")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -108,7 +107,7 @@ def run(options: argparse.Namespace) -> int:
     setting = Setting.of(torch.device(engine.loaded()[0].device))
     singles = [single_row(engine, model, options.batches) for model in options.models]
     print(f"one engine on {setting}\n\none row, us: median (p10-p90)\n")
-    print("\n".join(_single_row_table(singles)))
+    print(_single_row_table(singles))
     small, _ = DEFAULT_LIMITS
     larger = _engine(options.device, options.models, *LARGE_LIMITS) if options.rows > small else engine
     sizes = list(itertools.takewhile(lambda rows: rows <= options.rows, (1 << power for power in itertools.count())))
@@ -117,7 +116,7 @@ def run(options: argparse.Namespace) -> int:
         for model, rows in itertools.product(options.models, sizes)
     ]
     print("\nbatches back to back\n")
-    print("\n".join(_throughput_table(throughputs)) + "\n")
+    print(_throughput_table(throughputs) + "\n")
     open_levels: list[OpenLoopLevel] = []
     if options.open_seconds:
         open_levels = [
@@ -125,10 +124,10 @@ def run(options: argparse.Namespace) -> int:
             *_overload(options.device, options.open_seconds),
         ]
         print("open loop\n")
-        print("\n".join(_open_loop_table(open_levels)) + "\n")
+        print(_open_loop_table(open_levels) + "\n")
     results: list[SingleRow | Throughput | OpenLoopLevel] = [*singles, *throughputs, *open_levels]
     records = [asdict(result) | asdict(setting) for result in results]
-    report.write(options.out / f"engine-{slug(setting.device)}.jsonl", records)
+    write(options.out / f"engine-{slug(setting.device)}.jsonl", records)
     return 0
 
 
@@ -241,7 +240,7 @@ def _chunk(spec: ModelSpec, steps: int, chance: np.random.Generator) -> Chunk:
     return Chunk(data.tobytes(), steps, Returns(), None)
 
 
-def _single_row_table(singles: Sequence[SingleRow]) -> Iterable[str]:
+def _single_row_table(singles: Sequence[SingleRow]) -> str:
     lines = [["model", "steps", "kernels", *STAGES]]
     for single in singles:
         stages = ("{:.1f} ({:.1f}-{:.1f})".format(*single.stages_us[stage]) for stage in STAGES)
@@ -249,7 +248,7 @@ def _single_row_table(singles: Sequence[SingleRow]) -> Iterable[str]:
     return report.table(lines)
 
 
-def _throughput_table(throughputs: Sequence[Throughput]) -> Iterable[str]:
+def _throughput_table(throughputs: Sequence[Throughput]) -> str:
     columns = {
         "tokens": "tokens:.0f",
         "sequences/s": "sequences_per_second:.0f",
@@ -259,14 +258,14 @@ def _throughput_table(throughputs: Sequence[Throughput]) -> Iterable[str]:
     return _table(throughputs, {"model": "model", "rows": "rows", **columns, "limit": "limit"})
 
 
-def _open_loop_table(open_levels: Sequence[OpenLoopLevel]) -> Iterable[str]:
+def _open_loop_table(open_levels: Sequence[OpenLoopLevel]) -> str:
     labels = {"model": "model", "lengths": "mixture", "batching": "batching", "share": "share:.2f", "offered/s": "offered:.0f"}
     outcomes = {"in time/s": "answered:.0f", "refused": "refused:.3f", "dropped": "dropped:.4f"}
     times = {"p50 ms": "p50_ms:.3f", "p99 ms": "p99_ms:.3f", "short p99 ms": "short_p99_ms:.3f"}
     return _table(open_levels, labels | outcomes | times)
 
 
-def _table(results: Sequence[object], columns: dict[str, str]) -> Iterable[str]:
+def _table(results: Sequence[object], columns: dict[str, str]) -> str:
     """Return a table of attributes. columns: heading, and the attribute with its format."""
     lines = [[f"{{0.{attribute}}}".format(result) for attribute in columns.values()] for result in results]
     return report.table([list(columns), *lines])

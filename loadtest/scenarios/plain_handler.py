@@ -6,18 +6,14 @@ import argparse
 import json
 import urllib.request
 from collections.abc import Iterator, Sequence
-from datetime import date
-from itertools import product
 from typing import Any
 
-import torch
-
-from kernels.bench.report import device_name, slug
-from loadtest import discovery, report, servers, traffic
+from loadtest import discovery, servers, traffic
 from loadtest.bench import request_cycle
 from loadtest.callers import Target
+from loadtest.discovery import CannotMeasure
 from loadtest.scenarios import rounds
-from loadtest.scenarios.rounds import Trial
+from loadtest.scenarios.rounds import Contender, Trial
 
 SUMMARY = "this service and a plain FastAPI handler with the same weights"
 SERVICE, PLAIN = "seqserve", "plain"
@@ -30,36 +26,39 @@ COLUMNS = ("answers/s", "p50_ms", "p90_ms", "p99_ms", "cpu_ms")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("models", nargs="*", default=MODELS, help="embedded text models (default: %(default)s)")
+    parser.add_argument("models", nargs="*", default=MODELS, help="embedded text models")
+    parser.add_argument("--callers", type=int, nargs="+", default=CALLERS, help="levels of concurrent callers")
     rounds.add_options(parser, seconds=4.0, rounds=5)
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure every model. Returns 1 when a request failed, because the servers then did different work."""
-    machine, status = device_name(torch.device("cpu")), 0
+    status = 0
     for model in options.models:
-        trials = list(_trials(model, options.seconds, options.rounds))
-        print(f"\n{model}, {machine}, {date.today()}: medians of {options.rounds} rounds (lowest to highest)\n")
-        print("\n".join(report.table(list(_table(trials)))), flush=True)
-        path = options.out / f"{model}-{slug(machine)}.jsonl"
-        status |= rounds.finish(trials, path, report.environment(machine, PACKAGES))
+        trials = list(_trials(model, options))
+        status |= rounds.publish(model, trials, [list(_table(trials))], options, PACKAGES)
     return status
 
 
-def _trials(name: str, seconds: float, count: int) -> Iterator[Trial]:
+def _trials(name: str, options: argparse.Namespace) -> Iterator[Trial]:
     folder = servers.MODELS / name / "1"
-    with servers.running(*servers.seqserve()) as service, servers.running(*servers.plain(folder)) as plain:
+    with servers.all_running(servers.seqserve(), servers.plain(folder)) as (service, plain):
         source = discovery.inputs(servers.MODELS, discovery.find(service.url, name))
         _check_agreement(service, plain, source)
-        for callers, number, (label, server) in product(CALLERS, range(count), ((SERVICE, service), (PLAIN, plain))):
-            target = Target.of(server.url, "/infer")
-            requests = request_cycle(target, source, inputs=1)
-            figures, before, after = rounds.measure(
-                f"{label} {callers}", target, requests, callers, seconds, server.cpu_seconds
-            )
-            cpu_ms = 1000 * (after - before) / max(1, len(figures.answers))
-            case = {"model": name, "server": label, "callers": callers}
-            yield Trial(case, number, figures, rounds.values_of(figures) | {"cpu_ms": cpu_ms})
+        targets = [(label, server, Target.of(server.url, "/infer")) for label, server in ((SERVICE, service), (PLAIN, plain))]
+        for callers in options.callers:
+            contenders = [
+                Contender(
+                    {"model": name, "server": label, "callers": callers},
+                    target,
+                    request_cycle(target, source, inputs=1),
+                    callers,
+                    server.cpu_seconds,
+                    lambda figures, before, after: ({"cpu_ms": 1000 * (after - before) / max(1, len(figures.answers))}, {}),
+                )
+                for label, server, target in targets
+            ]
+            yield from rounds.alternate(contenders, options)
 
 
 def _check_agreement(service: servers.ServerProcess, plain: servers.ServerProcess, source: traffic.Traffic) -> None:
@@ -67,7 +66,7 @@ def _check_agreement(service: servers.ServerProcess, plain: servers.ServerProces
     body = source.body(inputs=50)
     for ours, theirs in zip(*(_scores(server, body) for server in (service, plain)), strict=True):
         if any(abs(ours[label] - theirs[label]) > TOLERANCE for label in ours):
-            raise SystemExit(f"the servers return different scores, so nothing is timed: {ours} and {theirs}")
+            raise CannotMeasure(f"the servers return different scores, so nothing is timed: {ours} and {theirs}")
 
 
 def _scores(server: servers.ServerProcess, body: dict[str, Any]) -> list[dict[str, float]]:
@@ -79,11 +78,8 @@ def _scores(server: servers.ServerProcess, body: dict[str, Any]) -> list[dict[st
 def _table(trials: Sequence[Trial]) -> Iterator[list[str]]:
     """Yield a line for each server, and a line for the ratio of the service to the plain handler."""
     yield ["callers", "server", *rounds.headings(COLUMNS)]
-    for callers in CALLERS:
-        service, plain = (
-            [trial for trial in trials if (trial.case["callers"], trial.case["server"]) == (callers, label)]
-            for label in (SERVICE, PLAIN)
-        )
-        yield [str(callers), SERVICE, *rounds.spreads(service, COLUMNS)]
-        yield [str(callers), PLAIN, *rounds.spreads(plain, COLUMNS)]
-        yield [str(callers), f"{SERVICE} / {PLAIN}", *rounds.ratios(service, plain, COLUMNS)]
+    for service, plain in zip(*[iter(rounds.by_case(trials))] * 2, strict=True):
+        callers = str(service[0].case["callers"])
+        yield [callers, SERVICE, *rounds.spreads(service, COLUMNS)]
+        yield [callers, PLAIN, *rounds.spreads(plain, COLUMNS)]
+        yield [callers, f"{SERVICE} / {PLAIN}", *rounds.ratios(service, plain, COLUMNS)]

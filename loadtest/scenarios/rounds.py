@@ -7,18 +7,44 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, TypeVar
+from datetime import date
+from itertools import product
+from typing import Any
 
+import torch
 import uvloop
 
+from kernels.bench.report import device_name, slug
+from kernels.bench.tables import write
 from loadtest import load, report
 from loadtest.callers import Connectable
 from loadtest.load import Figures
 
-T = TypeVar("T")
+Values = dict[str, float]
+Table = list[list[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """One case and its load. sample: read before and after each trial; costs: values and stages, from the figures and both samples."""
+
+    case: dict[str, Any]
+    target: Connectable
+    requests: Iterator[bytes]
+    callers: int
+    sample: Callable[[], Any] = lambda: None
+    costs: Callable[[Figures, Any, Any], tuple[Values, Values]] = lambda *_: ({}, {})
+
+    def trial(self, round: int, seconds: float) -> Trial:
+        """Run a closed loop after a warm-up of a quarter of its time."""
+        uvloop.run(load.closed(self.target, self.requests, self.callers, seconds / 4, lambda _: None))
+        before = self.sample()
+        figures = uvloop.run(load.closed(self.target, self.requests, self.callers, seconds, lambda _: None))
+        costs, stages = self.costs(figures, before, self.sample())
+        print(report.progress(_label(self.case), figures, seconds), file=sys.stderr, flush=True)
+        return Trial(self.case, round, figures, values_of(figures) | costs, stages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +54,8 @@ class Trial:
     case: dict[str, Any]
     round: int
     figures: Figures
-    values: dict[str, float]
-    stages: dict[str, float] = field(default_factory=dict)
+    values: Values
+    stages: Values = field(default_factory=dict)
 
     def record(self) -> dict[str, Any]:
         """Return the trial as plain values."""
@@ -46,23 +72,15 @@ class Trial:
 
 def add_options(parser: argparse.ArgumentParser, seconds: float, rounds: int) -> None:
     """Add the options that all comparisons have."""
-    parser.add_argument("--seconds", type=float, default=seconds, help="duration of a trial (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=rounds, help="rounds of all cases (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=seconds, help="duration of a trial")
+    parser.add_argument("--rounds", type=int, default=rounds, help="rounds of all cases")
 
 
-def measure(
-    name: str, target: Connectable, requests: Iterator[bytes], callers: int, seconds: float, sample: Callable[[], T]
-) -> tuple[Figures, T, T]:
-    """Run a closed loop after a warm-up of a quarter of its time. Returns its figures, and `sample()` before and after it."""
-    uvloop.run(load.closed(target, requests, callers, seconds / 4, lambda _: None))
-    before = sample()
-    figures = uvloop.run(load.closed(target, requests, callers, seconds, lambda _: None))
-    after = sample()
-    print(report.progress(name, figures, seconds), file=sys.stderr, flush=True)
-    return figures, before, after
+def alternate(contenders: Sequence[Contender], options: argparse.Namespace) -> list[Trial]:
+    return [each.trial(number, options.seconds) for number, each in product(range(options.rounds), contenders)]
 
 
-def values_of(figures: Figures) -> dict[str, float]:
+def values_of(figures: Figures) -> Values:
     """Return the rate and the quantiles of a trial."""
     return {"answers/s": figures.rate} | {f"{name}_ms": value for name, value in report.milliseconds(figures).items()}
 
@@ -91,10 +109,26 @@ def headings(columns: Iterable[str]) -> list[str]:
     return [name.replace("_", " ") for name in columns]
 
 
-def finish(trials: Sequence[Trial], path: Path, environment: Mapping[str, Any]) -> int:
-    """Write all records and print the reasons of failed requests. Returns 1 when a request failed, 0 otherwise."""
-    report.write(path, [{**trial.record(), **environment} for trial in trials])
+def publish(
+    name: str,
+    trials: Sequence[Trial],
+    tables: Iterable[Table],
+    options: argparse.Namespace,
+    packages: Iterable[str],
+    device: str = "cpu",
+) -> int:
+    """Print the tables and the reasons of failed requests, and write all records. Returns 1 when a request failed, 0 otherwise."""
+    machine = device_name(torch.device(device))
+    print(f"\n{name}, {machine}, {date.today()}: medians of {options.rounds} rounds (lowest to highest)\n")
+    for lines in tables:
+        print(report.table(lines) + "\n", flush=True)
+    environment = report.environment(machine, packages)
+    write(options.out / f"{name}-{slug(machine)}.jsonl", [trial.record() | environment for trial in trials])
     for trial in trials:
         for reason, count in trial.figures.failures.most_common():
-            print(f"{', '.join(map(str, trial.case.values()))}: {count} failed with {reason}")
+            print(f"{_label(trial.case)}: {count} failed with {reason}")
     return 1 if any(trial.figures.failed for trial in trials) else 0
+
+
+def _label(case: dict[str, Any]) -> str:
+    return ", ".join(map(str, case.values()))

@@ -40,7 +40,7 @@ def test_every_kind_of_user_gets_answers_without_failures(
 ) -> None:
     disconnected, out = server.metric("seqserve_requests_total", outcome="client_gone"), tmp_path / "deep" / "out"
     words = ("--models", str(models_folder), "--users", "8", "--seconds", "3", "--out", str(out))
-    assert main(["--url", f"{server.address}/", *words]) == 0
+    assert main(["locust", "--url", f"{server.address}/", *words]) == 0
     printed = capsys.readouterr()
     assert "8 users for 3 s" in printed.out
     assert "words 2" in printed.out
@@ -62,7 +62,7 @@ def test_every_kind_of_user_gets_answers_without_failures(
 
 
 def test_new_server_has_the_embedded_models_and_the_sensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--users", "6", "--seconds", "2", "--out", str(tmp_path), "--", "--device", "cpu"]) == 0
+    assert main(["locust", "--users", "6", "--seconds", "2", "--out", str(tmp_path), "--", "--device", "cpu"]) == 0
     served = "question-type-cnn 1, question-type-lstm 1, question-type-sru 1, sensor-forecast 1, sensors 1"
     assert served in capsys.readouterr().out
     assert list(rows(tmp_path / "figures.csv")) == [*KINDS, "total"]
@@ -110,7 +110,7 @@ def overloaded() -> Iterator[str]:
 
 def test_failed_request_is_reported_with_status_1(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with overloaded() as url:
-        assert main(["--url", url, "--users", "2", "--seconds", "2", "--out", str(tmp_path)]) == 1
+        assert main(["locust", "--url", url, "--users", "2", "--seconds", "2", "--out", str(tmp_path)]) == 1
     printed = capfd.readouterr()
     assert "OneText: " in printed.out
     assert "failed with 503 overloaded" in printed.out
@@ -120,12 +120,12 @@ def test_failed_request_is_reported_with_status_1(tmp_path: Path, capfd: pytest.
 
 
 def test_missing_server_is_reported_with_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--url", "http://127.0.0.1:9", "--out", str(tmp_path)]) == 2
+    assert main(["locust", "--url", "http://127.0.0.1:9", "--out", str(tmp_path)]) == 2
     assert "http://127.0.0.1:9/models does not answer like seqserve" in capsys.readouterr().err
 
 
 def test_failed_server_start_names_the_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--out", str(tmp_path), "--", "--frontends", "none"]) == 2
+    assert main(["locust", "--out", str(tmp_path), "--", "--frontends", "none"]) == 2
     assert "server.log" in capsys.readouterr().err
     assert "--frontends is 'none'" in (tmp_path / "server.log").read_text()
 
@@ -133,7 +133,7 @@ def test_failed_server_start_names_the_log(tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize("words", [["--users", "0"], ["--seconds", "half"]], ids=" ".join)
 def test_invalid_count_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(words)
+        main(["locust", *words])
     assert f"{words[1]} is not a whole number above zero" in capsys.readouterr().err
 
 

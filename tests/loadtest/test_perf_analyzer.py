@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from loadtest import perf_analyzer
-from loadtest.perf_analyzer import GRPC, REST, STREAM
+from loadtest.__main__ import main
+from loadtest.scenarios import perf_analyzer
+from loadtest.scenarios.perf_analyzer import GRPC, REST, STREAM
 from tests.serving import Server
 
 SCRIPT = """
@@ -46,8 +47,8 @@ def _test_models(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(server: Server, binary: Path, out: Path, *words: str) -> int:
-    return perf_analyzer.main(
-        ["--url", f"{server.address}/", "--binary", str(binary), "--out", str(out), "--callers", "3", *words]
+    return main(
+        ["perf-analyzer", "--url", f"{server.address}/", "--binary", str(binary), "--out", str(out), "--callers", "3", *words]
     )
 
 
@@ -106,7 +107,7 @@ def test_grpc_without_an_address_is_skipped(
 
 
 def test_missing_program_or_server_has_status_2(binary: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert perf_analyzer.main(["--binary", str(tmp_path / "nothing"), "--out", str(tmp_path)]) == 2
+    assert main(["perf-analyzer", "--binary", str(tmp_path / "nothing"), "--out", str(tmp_path)]) == 2
     assert "make perf-analyzer" in capsys.readouterr().err
-    assert perf_analyzer.main(["--url", "http://127.0.0.1:9", "--binary", str(binary), "--out", str(tmp_path)]) == 2
+    assert main(["perf-analyzer", "--url", "http://127.0.0.1:9", "--binary", str(binary), "--out", str(tmp_path)]) == 2
     assert "http://127.0.0.1:9" in capsys.readouterr().err

@@ -7,8 +7,7 @@ from kernels.bench.baselines.comparison import convolution, device_copy, first_s
 from kernels.bench.baselines.conv import CONV
 from kernels.bench.baselines.discrete import gru_steps, lstm_gates, lstm_steps, qrnn_steps, sru_steps
 from kernels.bench.baselines.layers import packed, padded
-from kernels.bench.baselines.onnx_runtime import onnx_runtime
-from kernels.bench.baselines.sru_package import sru_package
+from kernels.bench.baselines.packages import onnx_runtime, sru_package
 from kernels.bench.workload import Workload
 from kernels.bench.workloads import in_figure, one_long_row
 

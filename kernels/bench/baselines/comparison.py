@@ -12,7 +12,7 @@ from torch.nn.functional import conv1d, pad
 from kernels.bench.agreement import ExpectedAnswer, expected_answer, tolerance
 from kernels.bench.baselines.baseline import TimedCall
 from kernels.bench.baselines.layers import padded
-from kernels.bench.baselines.sru_package import sru_package
+from kernels.bench.baselines.packages import sru_package
 from kernels.bench.case import BenchCase, case_for_layer
 from kernels.conv.types import ConvWeights
 

@@ -34,20 +34,25 @@ def packed(case: BenchCase) -> TimedCall:
 
 
 def _layer(case: BenchCase) -> torch.nn.RNNBase:
-    """Return torch's layer with our weights, which have the same gate order. Only the GRU uses torch's second bias."""
+    """Return torch's layer with our weights, which have the same gate order."""
     weights: LSTMWeights | GRUWeights = case.weights[0]
     assert weights.input is not None and weights.bias is not None
     size, like = (weights.input.shape[0], weights.hidden), {"device": weights.bias.device, "dtype": weights.bias.dtype}
-    second = torch.zeros_like(weights.bias)
-    layer: torch.nn.RNNBase
-    if isinstance(weights, GRUWeights):
-        assert weights.recurrent_bias is not None
-        second[2 * weights.hidden :] = weights.recurrent_bias
-        layer = torch.nn.GRU(*size, **like)
-    else:
-        layer = torch.nn.LSTM(*size, **like)
+    layer: torch.nn.RNNBase = torch.nn.GRU(*size, **like) if isinstance(weights, GRUWeights) else torch.nn.LSTM(*size, **like)
     parameters = layer.weight_ih_l0, layer.weight_hh_l0, layer.bias_ih_l0, layer.bias_hh_l0
-    for parameter, values in zip(parameters, (weights.input.T, weights.recurrent.T, weights.bias, second), strict=True):
+    for parameter, values in zip(
+        parameters, (weights.input.T, weights.recurrent.T, weights.bias, second_bias(weights)), strict=True
+    ):
         assert isinstance(parameter, Tensor)
         parameter.copy_(values)
     return layer.eval().requires_grad_(False)
+
+
+def second_bias(weights: LSTMWeights | GRUWeights) -> Tensor:
+    """Return the bias of the recurrent product, which other libraries have for every gate. Only the GRU uses it, for its new gate."""
+    assert weights.bias is not None
+    bias = torch.zeros_like(weights.bias)
+    if isinstance(weights, GRUWeights):
+        assert weights.recurrent_bias is not None
+        bias[2 * weights.hidden :] = weights.recurrent_bias
+    return bias

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from kernels.bench.goals.definitions import GOALS
 from kernels.bench.goals.evaluation import Times
 from kernels.bench.goals.limit import HEADING
-from kernels.bench.report import Measurement, aligned
+from kernels.bench.report import Measurement
+from kernels.bench.tables import aligned
 
 
 def table(measurements: Iterable[Measurement], backends: Sequence[str]) -> str:

@@ -9,8 +9,9 @@ from statistics import geometric_mean
 from typing import Literal
 
 from kernels.bench.goals.limit import Limit, Line
-from kernels.bench.report import Measurement, aligned
+from kernels.bench.report import Measurement
 from kernels.bench.shares import multiplications
+from kernels.bench.tables import aligned
 from kernels.bench.workload import Workload
 from kernels.bench.workloads import RECURRENCE_STEPS
 

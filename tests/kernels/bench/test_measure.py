@@ -13,8 +13,7 @@ from kernels.bench.agreement import ExpectedAnswer, tolerance
 from kernels.bench.baselines import BASELINES
 from kernels.bench.baselines.baseline import Baseline, MissingError, TimedCall, optional_package
 from kernels.bench.baselines.discrete import lstm_gates
-from kernels.bench.baselines.onnx_runtime import onnx_runtime
-from kernels.bench.baselines.sru_package import sru_package
+from kernels.bench.baselines.packages import onnx_runtime, sru_package
 from kernels.bench.case import BenchCase, random_case
 from kernels.bench.measure import Findings
 from kernels.bench.workload import Workload

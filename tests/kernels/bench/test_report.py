@@ -16,6 +16,7 @@ from kernels.bench import __main__ as command
 from kernels.bench import questions, report
 from kernels.bench.baselines.baseline import Baseline, TimedCall
 from kernels.bench.report import MEMORY, SHARE, Measurement, Setting
+from kernels.bench.tables import write
 from kernels.bench.timing import Spread
 from kernels.bench.workload import Workload
 from kernels.bench.workloads import workloads
@@ -34,7 +35,7 @@ def measurement(backend: str, timing: str, median_us: float) -> Measurement:
 
 @pytest.mark.parametrize("workload", [*TINY, *FORMED, RECURRENCE], ids=str)
 def test_every_record_has_all_fields(workload: Workload, tmp_path: Path) -> None:
-    report.write(measured(workload).measurements, SETTING, tmp_path / "new" / "file.jsonl")
+    write(tmp_path / "new" / "file.jsonl", [one.record(SETTING) for one in measured(workload).measurements])
     (record,) = map(json.loads, (tmp_path / "new" / "file.jsonl").read_text().splitlines())
     assert record.keys() == TEXTS | COUNTS | FIGURES | {"form", "versions"}
     assert record["form"] == workload.form

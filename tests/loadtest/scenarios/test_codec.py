@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from kernels.bench.timing import Spread
+from loadtest.__main__ import main
 from loadtest.scenarios import codec
-from loadtest.scenarios.__main__ import main
 from service.frontend.oip.tensors import Tensor
 
 

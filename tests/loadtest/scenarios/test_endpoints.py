@@ -13,35 +13,47 @@ import numpy as np
 import pytest
 
 from loadtest import load
+from loadtest.__main__ import main
 from loadtest.callers import Response, Target
+from loadtest.discovery import CannotMeasure
 from loadtest.grpc_callers import Method
 from loadtest.load import Figures
 from loadtest.oip_requests import METHOD, PATH, behind_json, message
 from loadtest.scenarios import endpoints
-from loadtest.scenarios.__main__ import main
 from loadtest.scenarios.endpoints import BINARY, FLOATS, GRPC, TEXT, Endpoint
 from loadtest.scenarios.rounds import Trial, values_of
 from service.frontend.oip import json as oip_json
 from service.frontend.oip import protobuf
+from tests import models
 from tests.loadtest.conftest import answering, reply
 
 ROWS = np.arange(6, dtype=np.float32).reshape(2, 3)
 
 
-def test_every_endpoint_is_timed_with_every_number_of_frontends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--frontends", "1", "2", "--callers", "4", "--seconds", "0.15", "--rounds", "2", "--out", str(tmp_path)]
-    assert main(["endpoints", *options]) == 0
-    [path] = tmp_path.iterdir()
+def test_every_endpoint_is_timed_with_every_number_of_frontends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, out = tmp_path / "models", tmp_path / "out"
+    features = {"kind": "features", "features": 3, "max_steps": endpoints.STEPS}
+    regress = {"kind": "regress", "pool": "last", "outputs": 2}
+    models.words(folder)
+    models.made_up(folder, "sensors", features, {"kind": "lstm", "hidden": 4}, head=regress)
+    monkeypatch.setattr(endpoints, "QUESTIONS", "words")
+    monkeypatch.setattr(endpoints, "SENSOR", "sensors")
+    options = ["--frontends", "1", "2", "--callers", "4", "--seconds", "0.05", "--rounds", "2", "--out", str(out)]
+    assert main(["endpoints", "--models", str(folder), *options]) == 0
+    [path] = out.iterdir()
     records = [json.loads(line) for line in path.read_text().splitlines()]
     cases = [(record["round"], record["frontends"], record["request"]) for record in records]
     assert cases == list(itertools.product((0, 1), (1, 2), (TEXT, FLOATS, BINARY, GRPC))), "rounds interleave the cases"
     for record in records:
         assert record["failed"] == 0 < record["answers"]
         assert 0 < record["p50_ms"] <= record["p90_ms"] <= record["p99_ms"]
-        assert 0 < record["busiest"] <= 1
+        assert 0 <= record["busiest"] <= 1
         stages = record["stages_ms"]
         assert 0 < stages["parse"] < stages["outside"] < stages["total"]
         assert all(stages[stage] > 0 for stage in ("channel", "queue", "compute", "encode"))
+    assert any(record["busiest"] for record in records), "the clock of a process may be coarser than a trial"
     assert sum(record["frontend_ms"] for record in records) < sum(record["cpu_ms"] for record in records)
     printed = capsys.readouterr().out
     assert str(path) in printed
@@ -88,7 +100,7 @@ def test_nothing_is_timed_before_the_endpoints_agree(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(endpoints, "first_replies", first_replies)
     endpoints.check_agreement([endpoint(target), endpoint(target)])
-    with pytest.raises(SystemExit, match="binary REST returns other numbers"):
+    with pytest.raises(CannotMeasure, match="binary REST returns other numbers"):
         endpoints.check_agreement([endpoint(target), replace(endpoint(target), name=BINARY)])
 
 
@@ -100,7 +112,7 @@ def test_refusing_endpoint_is_named_with_the_reason() -> None:
         async with answering(handler) as target:
             await endpoints.first_replies(endpoint(target))
 
-    with pytest.raises(SystemExit, match="JSON floats is refused with 503 overloaded"):
+    with pytest.raises(CannotMeasure, match="JSON floats is refused with 503 overloaded"):
         asyncio.run(run())
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from loadtest.__main__ import main
 from loadtest.scenarios import engine as engine_scenario
 from loadtest.scenarios import engine_open_loop
-from loadtest.scenarios.__main__ import main
 from service.errors import DeadlineExceeded, Overloaded
 from service.local import build_engine
 from service.metrics import Metrics

@@ -6,12 +6,10 @@ from functools import partial
 
 from kernels.bench.baselines.baseline import Baseline
 from kernels.bench.baselines.comparison import square_product
-from kernels.bench.baselines.conv.batch_innermost import batch_innermost
-from kernels.bench.baselines.conv.conv1d import channels_last, conv1d, embedding_and_conv1d
+from kernels.bench.baselines.conv.conv1d import channels_last, conv1d, embedding_and_conv1d, layer_by_layer
 from kernels.bench.baselines.conv.direct import loops_on_cpu, loops_on_cuda
 from kernels.bench.baselines.conv.low_rank import low_rank
-from kernels.bench.baselines.conv.lowering import in_tiles, lowered, tap_by_tap
-from kernels.bench.baselines.conv.temporal import layer_by_layer
+from kernels.bench.baselines.conv.lowering import batch_innermost, in_tiles, lowered, tap_by_tap
 from kernels.bench.baselines.conv.winograd import winograd
 from kernels.bench.shares import multiplications
 from kernels.bench.workload import EMBEDDED, STACKS, Workload

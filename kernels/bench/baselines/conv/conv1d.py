@@ -1,4 +1,4 @@
-"""torch's conv1d over a padded batch: a text CNN with ReLU and maximum over time, over vectors or token ids, or a dense layer."""
+"""torch's conv1d over a padded batch: a text CNN with ReLU and maximum over time, over vectors or token ids, a dense layer, or a TCN."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv1d as library
 from torch.nn.functional import embedding
+from torch.nn.functional import pad as zero_pad
 from torch.nn.utils.rnn import pad_sequence
 
 from kernels.bench.baselines.baseline import TimedCall, pad
 from kernels.bench.baselines.conv.padded_batch import until, whole_windows
 from kernels.bench.case import BenchCase
-from kernels.conv.types import ConvWeights
+from kernels.conv.types import ConvBlock, ConvWeights
 
 
 def conv1d(case: BenchCase) -> TimedCall:
@@ -31,8 +32,33 @@ def embedding_and_conv1d(case: BenchCase) -> TimedCall:
     table, longest = layers[0].embedding, max(*case.lengths, *(layer.reach for layer in layers))
     assert table is not None
     ids = pad_sequence(list(torch.split(case.x.data, case.lengths)), batch_first=True)
-    ids = torch.nn.functional.pad(ids, (0, longest - ids.shape[1]))
+    ids = zero_pad(ids, (0, longest - ids.shape[1]))
     return _pooled(case, lambda: embedding(ids, table).transpose(1, 2), longest, channels_last=False)
+
+
+def layer_by_layer(case: BenchCase) -> TimedCall:
+    """A temporal convolutional network (Bai et al. 2018).
+
+    All arrays are (rows, channels, steps). The layers are causal, so padding after a row does not change it.
+    """
+    blocks: tuple[ConvBlock, ...] = case.weights
+    data = pad(case).permute(1, 2, 0).contiguous()
+    filters = [[(layer, layer.filters.permute(2, 1, 0).contiguous()) for layer in block.layers] for block in blocks]
+
+    def run() -> Tensor:
+        steps = data
+        for block in filters:
+            block_input = steps
+            for layer, taps in block:
+                steps = library(zero_pad(steps, (layer.left, 0)), taps, layer.bias, dilation=layer.dilation).relu_()
+            steps = (steps + block_input).relu_()
+        return steps
+
+    if case.want == "steps":
+        inside = until(case, case.lengths, data.shape[2])
+        return TimedCall(run, lambda answer: answer.transpose(1, 2)[inside])
+    last = torch.tensor(case.lengths, device=data.device)[:, None, None] - 1
+    return TimedCall(lambda: run().take_along_dim(last, dim=2)[..., 0])
 
 
 def _over(case: BenchCase, channels_last: bool) -> TimedCall:

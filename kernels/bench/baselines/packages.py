@@ -1,4 +1,4 @@
-"""ONNX Runtime's LSTM and GRU operators with the same weights."""
+"""Layers of other packages with the same weights: ONNX Runtime's LSTM and GRU, and the SRU of its authors."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.bench.baselines.baseline import TimedCall, optional_package, pad
+from kernels.bench.baselines.baseline import MissingError, TimedCall, last, optional_package, pad
+from kernels.bench.baselines.layers import second_bias
 from kernels.bench.case import BenchCase
 from kernels.gru.types import GRUWeights
 from kernels.lstm.types import LSTMWeights
+from kernels.sru.types import SRUWeights
 
 INSTALL = "install onnx and onnxruntime"
 ORDER = {"LSTM": (0, 3, 1, 2), "GRU": (1, 0, 2)}
@@ -27,6 +29,25 @@ def onnx_runtime(case: BenchCase) -> TimedCall:
     if case.ragged:
         feeds["lengths"] = torch.tensor(case.lengths, dtype=torch.int32).numpy()
     return TimedCall(lambda: session.run(None, feeds), lambda answer: torch.from_numpy(answer[0][0]))
+
+
+def sru_package(case: BenchCase) -> TimedCall:
+    """Its operator for the CPU or kernel for the GPU. It also computes the padding, which follows each row and needs no mask."""
+    weights: SRUWeights = case.weights[0]
+    assert weights.input is not None
+    device, dtype, inputs, hidden = weights.bias.device, weights.bias.dtype, weights.input.shape[0], weights.hidden
+    if device.type == "cuda" and optional_package("torch.utils.cpp_extension", "install setuptools").CUDA_HOME is None:
+        raise MissingError("install the CUDA compiler nvcc, which compiles its kernel")
+    sru = optional_package("sru", "install sru, ninja and a C++ compiler, with ninja on the PATH")
+    first, half = weights.cell is None, dtype == torch.float16
+    cell = sru.SRUCell(inputs, hidden, rescale=False, v1=first, amp_recurrence_fp16=half)
+    cell = cell.to(device, dtype).eval().requires_grad_(False)
+    # The package interleaves the columns of a unit; ours are in blocks.
+    cell.weight.copy_(weights.input.view(inputs, 3, hidden).transpose(1, 2).reshape(inputs, 3 * hidden))
+    cell.weight_c.copy_(torch.zeros_like(weights.bias) if weights.cell is None else weights.cell)
+    cell.bias.copy_(weights.bias)
+    data, take = pad(case), last(case)
+    return TimedCall(lambda: take(cell(data)[0]))
 
 
 def _model(onnx: Any, case: BenchCase) -> Any:
@@ -50,15 +71,11 @@ def _model(onnx: Any, case: BenchCase) -> Any:
 def _arrays(weights: LSTMWeights | GRUWeights, operator: str) -> dict[str, Tensor]:
     """Return W (1, blocks x hidden, inputs), R (1, blocks x hidden, hidden) and B (1, 2 x blocks x hidden), the recurrent bias last."""
     assert weights.input is not None and weights.bias is not None
-    second = torch.zeros_like(weights.bias)
-    if isinstance(weights, GRUWeights):
-        assert weights.recurrent_bias is not None
-        second[2 * weights.hidden :] = weights.recurrent_bias
 
     def ordered(blocks: Tensor) -> Tensor:
         chunks = torch.split(blocks, weights.hidden, dim=-1)
         return torch.cat([chunks[block] for block in ORDER[operator]], dim=-1)
 
     matrices = {"W": ordered(weights.input).T, "R": ordered(weights.recurrent).T}
-    bias = torch.cat((ordered(weights.bias), ordered(second)))
+    bias = torch.cat((ordered(weights.bias), ordered(second_bias(weights))))
     return {name: array[None].contiguous() for name, array in {**matrices, "B": bias}.items()}

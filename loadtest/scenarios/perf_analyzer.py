@@ -1,4 +1,4 @@
-"""`python -m loadtest.perf_analyzer`: run Triton's load generator on this service, with questions and with streamed sequences.
+"""Run Triton's load generator on this service, with questions and with streamed sequences.
 
 The generator reads the models from the Open Inference Protocol and requests all outputs of a model. `make perf-analyzer` installs it.
 """
@@ -13,18 +13,18 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from loadtest import discovery, report, servers
-from loadtest.discovery import NoServer
+from loadtest.discovery import CannotMeasure
 from loadtest.traffic import Traffic
 
 BINARY = servers.ROOT / ".venv-perf" / "bin" / "perf_analyzer"
 LIBRARIES = "lib/python*/site-packages/nvidia/cuda_runtime/lib"
 """The program is linked against the CUDA runtime, which it needs only for shared memory."""
+SUMMARY = "Triton's load generator on every protocol"
 QUESTIONS, SENSOR = "question-type", "sensor-forecast"
 TEXTS, SEQUENCES, CHUNKS, STEPS = 200, 50, 4, 16
 """Distinct questions; sequences, chunks of a sequence, and rows of a chunk."""
@@ -62,22 +62,22 @@ class PerfAnalyzerCase:
         return [str(binary), *load, "--concurrency-range", str(self.callers), *windows, "-f", str(out)]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Return 0, 1 when a case could not be measured, 2 without a server or without perf_analyzer."""
-    options = _parser().parse_args(arguments)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", help="a running server, instead of a new one")
+    parser.add_argument("--grpc", help="host:port of its gRPC endpoint; without it, gRPC is skipped")
+    parser.add_argument("--callers", type=int, nargs="+", default=(1, 8, 32), help="levels of concurrent requests")
+    parser.add_argument("--binary", type=Path, default=BINARY, help="path of perf_analyzer")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Return 0, or 1 when a case could not be measured."""
     if not options.binary.is_file():
-        print(f"perf_analyzer: {options.binary} is missing: install it with `make perf-analyzer`", file=sys.stderr)
-        return 2
-    options.out.mkdir(parents=True, exist_ok=True)
-    try:
-        with _server(options.url, options.grpc, options.out / "server.log") as (url, grpc):
-            return _run(options, url, grpc)
-    except (NoServer, RuntimeError) as error:
-        print(f"perf_analyzer: {error}", file=sys.stderr)
-        return 2
+        raise CannotMeasure(f"{options.binary} is missing: install it with `make perf-analyzer`")
+    with servers.named_or_new(options.url, options.grpc, options.out / "server.log") as (url, grpc):
+        return _measure_all(options, url, grpc)
 
 
-def _run(options: argparse.Namespace, url: str, grpc: str | None) -> int:
+def _measure_all(options: argparse.Namespace, url: str, grpc: str | None) -> int:
     if grpc is None:
         print("gRPC is skipped: name its address with --grpc", file=sys.stderr)
     lines, failed = [["protocol", "model", "callers", *COLUMNS]], 0
@@ -90,7 +90,7 @@ def _run(options: argparse.Namespace, url: str, grpc: str | None) -> int:
             figures = [f"{float(record[column]):.0f}" for column in COLUMNS.values()]
         lines.append([case.protocol, case.model, str(case.callers), *figures])
         print(f"  {case.name}  {figures[0]}", file=sys.stderr, flush=True)
-    print("\n".join(["", *report.table(lines), ""]))
+    print("\n".join(["", report.table(lines), ""]))
     print(f"{options.out}: the output of perf_analyzer for each case, and its figures as CSV")
     return 1 if failed else 0
 
@@ -154,31 +154,3 @@ def _measure(case: PerfAnalyzerCase, binary: Path, out: Path) -> dict[str, str] 
         return None
     with figures.open(newline="") as lines:
         return next(csv.DictReader(lines))
-
-
-@contextmanager
-def _server(url: str | None, grpc: str | None, log: Path) -> Iterator[tuple[str, str | None]]:
-    """Yield the HTTP and gRPC addresses of the named server, or of a new one."""
-    if url:
-        yield url.rstrip("/"), grpc
-        return
-    with servers.running(*servers.seqserve(), log=log) as server:
-        yield server.url, server.grpc
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m loadtest.perf_analyzer", description="Run Triton's load generator on this service."
-    )
-    parser.add_argument("--url", help="a running server (default: start one)")
-    parser.add_argument("--grpc", help="host:port of its gRPC endpoint (default: skip gRPC)")
-    parser.add_argument(
-        "--callers", type=int, nargs="+", default=(1, 8, 32), help="levels of concurrent requests (default: %(default)s)"
-    )
-    parser.add_argument("--binary", type=Path, default=BINARY, help="path of perf_analyzer (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("build/perf-analyzer"), help="output folder (default: %(default)s)")
-    return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,27 @@
+"""Tables for people and JSON lines for programs, without torch: commands that only send requests use them too."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def aligned(lines: Sequence[Sequence[str]], right: bool = False) -> str:
+    """Return lines with left-aligned or right-aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    pad = str.rjust if right else str.ljust
+    return "\n".join("  ".join(map(pad, line, widths)).rstrip() for line in lines)
+
+
+def three_digits(value: float) -> str:
+    """Return three significant digits, or all digits before the decimal point."""
+    return f"{value:.3g}" if value < 999.5 else f"{value:.0f}"
+
+
+def write(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Write one JSON object a line, creating the folder if necessary."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    print(f"written to {path}")
