@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import resource
 from collections.abc import Callable
 from enum import Enum
@@ -21,6 +22,7 @@ class Phase(Enum):
     IDLE = "idle"
     RECEIVING = "receiving"
     RUNNING = "running"
+    CLOSING = "closing"
 
 
 class GuardedConnection(Protocol):
@@ -77,19 +79,21 @@ class ConnectionGuard:
                     self._close(connection.refuse_slow_request, "slow_request")
 
     def make_room(self, open_connections: int) -> bool:
-        """Return whether another connection may be accepted. At the limit, the longest idle connection makes room.
+        """Return whether another connection may be accepted now. Otherwise close some, so that it may be soon.
 
-        Without an idle one, it is the connection whose request has been arriving for the longest time.
+        These are the connections that are idle for the longest time, or without idle ones, those whose request has been arriving for the
+        longest time. Several, because each call looks at all connections.
         """
         if open_connections < self.limit:
             return True
-        connections = self._connections()
-        for phase, close in ((Phase.IDLE, "close_idle"), (Phase.RECEIVING, "abort")):
-            candidates = [connection for connection in connections if connection.phase is phase]
-            if candidates:
-                oldest = min(candidates, key=lambda connection: connection.phase_began)
-                self._close(getattr(oldest, close), "too_many")
-                return True
+        connections, count = self._connections(), max(1, self.limit // 64)
+        for phase in (Phase.IDLE, Phase.RECEIVING):
+            candidates = (connection for connection in connections if connection.phase is phase)
+            oldest = heapq.nsmallest(count, candidates, key=lambda connection: connection.phase_began)
+            for connection in oldest:
+                self._close(connection.abort, "too_many")
+            if oldest:
+                break
         return False
 
     def _close(self, close: Callable[[], None], reason: str) -> None:

@@ -24,7 +24,6 @@ from service.metrics import CLOSED_FOR
 MAX_WAITING_BYTES = 1 << 16
 """Bytes of pipelined requests that are read before the running one is answered."""
 _HEAD_END = b"\r\n\r\n"
-_BODY_HEADERS = {b"content-length", b"transfer-encoding"}
 
 
 class Exchange(Protocol):
@@ -117,6 +116,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     @property
     def phase(self) -> Phase:
+        if self.transport.is_closing():
+            return Phase.CLOSING
         if self._message_begun or (self._parts and self._call is None):
             return Phase.RECEIVING
         if self._call is not None or (self._general and not self._general_path_idle()):
@@ -188,9 +189,14 @@ class HttpProtocol(HttpToolsProtocol):
             self._refuse_head(InvalidRequest("the version of HTTP is not supported: send HTTP/1.1"))
         if len(hosts) > 1 or (version == "1.1" and not hosts):
             self._refuse_head(InvalidRequest(f"the request has {len(hosts)} Host headers: send exactly one"))
+        ignored_upgrade = self.parser.should_upgrade() and not self._should_upgrade()
+        if ignored_upgrade and self._has_body():
+            # The parser would take the body for the protocol after the upgrade.
+            self._refuse_head(
+                InvalidRequest("a request with a body cannot upgrade its connection: leave out the Upgrade header")
+            )
         super().on_headers_complete()
-        if self.parser.should_upgrade() and not self._should_upgrade():
-            # The protocol after the upgrade is unknown, so nothing that follows may be read as another request.
+        if ignored_upgrade:
             self.cycle.keep_alive = False
 
     def on_message_complete(self) -> None:
@@ -199,8 +205,12 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _should_upgrade(self) -> bool:
         """Return whether the request is the handshake of a WebSocket, which has no body."""
-        names = {name for name, _ in self.headers}
-        return self.parser.get_method() == b"GET" and not names & _BODY_HEADERS and super()._should_upgrade()
+        return self.parser.get_method() == b"GET" and not self._has_body() and super()._should_upgrade()
+
+    def _has_body(self) -> bool:
+        return any(
+            name == b"transfer-encoding" or (name == b"content-length" and value != b"0") for name, value in self.headers
+        )
 
     def _unsupported_upgrade_warning(self) -> None:
         self._last_request = True

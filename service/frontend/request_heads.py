@@ -14,7 +14,9 @@ import httptools
 MAX_HEADS = 4096
 MAX_HEAD_BYTES = 1024
 """Longer heads are parsed each time: one client must not fill the memory with heads that it never repeats."""
-_UNUSUAL = frozenset((b"transfer-encoding", b"content-encoding", b"expect", b"upgrade", b"te", b"trailer"))
+_UNUSUAL = frozenset((b"transfer-encoding", b"content-encoding", b"expect", b"te", b"trailer"))
+_CONNECTION_OPTIONS = frozenset((b"keep-alive", b"upgrade", b"http2-settings"))
+"""Options of a connection that stays open. An upgrade is ignored, as HTTP allows: some clients offer one with every request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,9 @@ def _parse(head: bytes) -> RequestHead | None:
     parser = httptools.HttpRequestParser(reader)
     try:
         parser.feed_data(head)
-    except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+    except httptools.HttpParserUpgrade:
+        pass
+    except httptools.HttpParserError:
         return None
     headers = dict(reader.headers)
     if not reader.complete or reader.ends_early or parser.get_method() != b"POST" or parser.get_http_version() != "1.1":
@@ -88,7 +92,8 @@ def _parse(head: bytes) -> RequestHead | None:
     if _UNUSUAL & headers.keys() or len(headers) != len(reader.headers) or not headers.get(b"host"):
         return None
     length = headers.get(b"content-length", b"")
-    if not (length.isdigit() and len(length) <= 10) or headers.get(b"connection", b"keep-alive").lower() != b"keep-alive":
+    options = {option.strip() for option in headers.get(b"connection", b"keep-alive").lower().split(b",")}
+    if not (length.isdigit() and len(length) <= 10) or not options <= _CONNECTION_OPTIONS:
         return None
     path = reader.url.decode("latin-1")
     if not path.startswith("/") or not path.isascii() or not set(path).isdisjoint("%?#"):

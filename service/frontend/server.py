@@ -32,8 +32,8 @@ ACCEPT_PAUSE_SECONDS, MAX_ACCEPTS = 0.001, 64
 """Pause between two rounds of accepting connections, and the most connections of one round."""
 TICKS_PER_SECOND = 10
 """Calls of uvicorn's `on_tick`."""
-FULL_PAUSE_SECONDS = 0.1
-"""Pause while no connection can be closed to make room for another."""
+FULL_PAUSE_SECONDS = 0.02
+"""Pause before accepting a connection for which another must close."""
 ERROR_PAUSE_SECONDS = 1.0
 """Pause after accepting a connection has failed."""
 

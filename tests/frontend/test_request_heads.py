@@ -44,7 +44,6 @@ def test_head_has_its_path_body_length_and_headers() -> None:
         (b"Content-Length: 12", b"Content-Length: 12\r\nContent-Encoding: gzip"),
         (b"Content-Length: 12", b"Content-Length: 12\r\nExpect: 100-continue"),
         (b"Content-Length: 12", b"Content-Length: 12\r\nConnection: close"),
-        (b"Content-Length: 12", b"Content-Length: 12\r\nConnection: upgrade\r\nUpgrade: websocket"),
         (b"Content-Length: 12\r\n", b"Content-Length: 0\n\nPOST / HTTP/1.1\r\nHost: a\r\n"),
         (b"Content-Length: 12\r\n", b"Content-Length: 12\n\nabc\r\n"),
     ],
@@ -52,6 +51,13 @@ def test_head_has_its_path_body_length_and_headers() -> None:
 def test_unusual_head_belongs_to_the_general_path(old: bytes, new: bytes) -> None:
     assert RequestHeads(MAX_HEADERS).find(HEAD) is not None
     assert RequestHeads(MAX_HEADERS).find(HEAD.replace(old, new)) is None
+
+
+def test_offered_upgrade_is_ignored() -> None:
+    upgrade = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAAA\r\n"
+    head = RequestHeads(MAX_HEADERS).find(HEAD.replace(b"Host: a\r\n", b"Host: a\r\n" + upgrade))
+    assert head is not None
+    assert head.length == 12
 
 
 def test_head_with_many_headers_belongs_to_the_general_path() -> None:
