@@ -5,6 +5,7 @@ Every float32 is written as the shortest decimal that identifies it: half the by
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -20,6 +21,7 @@ from service.ipc.messages import FEATURES, IDS, Answer
 from service.modeling.spec import ClassifyHead, EmbedHead, ModelSpec, NextHead, RegressHead, SequenceHead, SpanHead, TagHead
 
 Array = NDArray[Any]
+_ABSENT: Array = np.empty(0, FEATURES)
 _INPUT_FIELDS = tuple(f"inputs[{index}]" for index in range(64))
 
 
@@ -82,8 +84,10 @@ def decode_arrays(spec: ModelSpec, answer: Answer, data: bytes, field_of: Callab
         (answer.embedding, FEATURES),
         (answer.sequence, FEATURES),
     ):
-        count = int(np.prod(shape)) if shape else 0
-        arrays.append(np.frombuffer(data, dtype, count, start).reshape(shape or (0,)))
+        if not shape:
+            arrays.append(_ABSENT)
+            continue
+        arrays.append(np.frombuffer(data, dtype, math.prod(shape), start).reshape(shape))
         start += arrays[-1].nbytes
     if not all(np.isfinite(array).all() for array in arrays if array.size):
         field = field_of(next(index for index, part in enumerate(_split(spec, answer, arrays)) if not part.finite))

@@ -165,7 +165,8 @@ def check_steps(steps: int, field: str, model: ServedModel) -> None:
 
 def engine_ids(values: NDArray[Any], field_of: FieldOf, model: ServedModel) -> NDArray[Any]:
     """Return (steps,) whole numbers as the engine's token ids; raises InvalidInput for the first id outside the vocabulary."""
-    for step in np.flatnonzero((values < 0) | (values > _max_id(model)))[:1]:
+    if values.size and not 0 <= values.min() <= values.max() <= _max_id(model):
+        step = np.flatnonzero((values < 0) | (values > _max_id(model)))[0]
         raise _id_out_of_range(values[step], field_of(step), model)
     return values.astype(IDS, copy=False)
 

@@ -161,9 +161,9 @@ def _flat_integers(tensor: Tensor) -> Array:
 
 def _step_names(name: str, lengths: list[int]) -> Callable[[int], str]:
     """Return a function that names a time step of the packed sequences by its sequence and its position in it."""
-    starts = [0, *accumulate(lengths)]
 
     def step_name(step: int) -> str:
+        starts = [0, *accumulate(lengths)]
         index = bisect_right(starts, step) - 1
         return f"{name}[{index}][{step - starts[index]}]"
 

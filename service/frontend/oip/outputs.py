@@ -34,6 +34,8 @@ def check_requested(outputs: Sequence[RequestedOutput], spec: ModelSpec) -> None
 
     Some clients request every output that the metadata lists, so `lengths` and `offsets` may be requested together.
     """
+    if not outputs:
+        return
     names = [output.name for output in outputs]
     known = [tensor.name for tensor in metadata.outputs(spec)]
     for index, output in enumerate(outputs):
