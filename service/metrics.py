@@ -49,7 +49,7 @@ REFUSALS = tuple(
         *(UnknownSession, SessionExpired, SessionLost, SessionConflict, TooManySessions),
     )
 )
-CLOSED_FOR = ("idle", "slow_request", "slow_reader", "too_many", "invalid_request", "headers_too_large")
+CLOSED_FOR = ("idle", "slow_request", "slow_reader", "too_many", "invalid_request", "headers_too_large", "overloaded")
 """Why a frontend closes an HTTP connection before the client does."""
 CANCELLED_WHILE = ("waiting", "running")
 SESSION_ENDS = ("ended", "deleted", "expired", "restarted", "unbegun", "unloaded")

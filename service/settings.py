@@ -126,6 +126,10 @@ class Settings(BaseModel):
     """Bytes per second at which a large request must arrive at least."""
     send_seconds: PositiveSeconds = 30.0
     """How long a client may read nothing of a reply before its connection is closed."""
+    max_receiving_bytes: Positive = 256 << 20
+    """Most bytes of incomplete HTTP requests of one frontend, over all connections; further large requests are refused."""
+    max_unread_bytes: Positive = 256 << 20
+    """Most bytes of replies that wait for HTTP clients of one frontend; beyond it, the connections with the most bytes are closed."""
 
     default_deadline_ms: Positive = 5_000
     """Deadline of a request that has none."""

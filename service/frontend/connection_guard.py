@@ -6,6 +6,7 @@ import heapq
 import resource
 from collections.abc import Callable
 from enum import Enum
+from operator import itemgetter
 from typing import Protocol
 
 from service.metrics import Metrics
@@ -39,6 +40,10 @@ class GuardedConnection(Protocol):
     @property
     def received_bytes(self) -> int:
         """How much of the request has arrived."""
+
+    @property
+    def unread_bytes(self) -> int:
+        """How many bytes of replies wait for the client."""
 
     def unread_since(self, now: float) -> float | None:
         """Return since when the client reads nothing of a reply that waits for it, or None."""
@@ -77,6 +82,7 @@ class ConnectionGuard:
                 allowed = settings.receive_seconds + connection.received_bytes / settings.min_receive_rate
                 if seconds > allowed:
                     self._close(connection.refuse_slow_request, "slow_request")
+        self._limit_unread_bytes()
 
     def make_room(self, open_connections: int) -> bool:
         """Return whether another connection may be accepted now. Otherwise close some, so that it may be soon.
@@ -95,6 +101,15 @@ class ConnectionGuard:
             if oldest:
                 break
         return False
+
+    def _limit_unread_bytes(self) -> None:
+        """Close the connections with the most unread bytes, until the rest is within the limit."""
+        by_size = sorted(((connection.unread_bytes, connection) for connection in self._connections()), key=itemgetter(0))
+        total = sum(size for size, _ in by_size)
+        while total > self._settings.max_unread_bytes:
+            size, connection = by_size.pop()
+            self._close(connection.abort, "slow_reader")
+            total -= size
 
     def _close(self, close: Callable[[], None], reason: str) -> None:
         self._metrics.connections_closed.add(reason)

@@ -14,7 +14,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from service.errors import STATUS, HeadersTooLarge, InvalidRequest, RequestTimeout, ServiceError, TooLarge
+from service.errors import STATUS, HeadersTooLarge, InvalidRequest, Overloaded, RequestTimeout, ServiceError, TooLarge
 from service.frontend.connection_guard import Phase
 from service.frontend.http_exchange import JSON, error_body
 from service.frontend.inference import Frontend
@@ -23,6 +23,8 @@ from service.metrics import CLOSED_FOR
 
 MAX_WAITING_BYTES = 1 << 16
 """Bytes of pipelined requests that are read before the running one is answered."""
+LINGER_SECONDS = 1.0
+"""How long a connection is read on after a request was refused in the middle."""
 _HEAD_END = b"\r\n\r\n"
 
 
@@ -62,6 +64,8 @@ class HotPath:
         self.heads = RequestHeads(frontend.settings.max_headers)
         self._infer = infer
         self._oip_infer = oip_infer
+        self.receiving_bytes = 0
+        """Bytes of incomplete requests on all connections."""
         self._headers: list[tuple[bytes, bytes]] = []
         self._header_lines = b""
 
@@ -116,7 +120,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     @property
     def phase(self) -> Phase:
-        if self.transport.is_closing():
+        if self._last_request or self.transport.is_closing():
             return Phase.CLOSING
         if self._message_begun or (self._parts and self._call is None):
             return Phase.RECEIVING
@@ -141,7 +145,7 @@ class HttpProtocol(HttpToolsProtocol):
         elif self._size >= self._needed:
             self._start_next()
         else:
-            self.received_bytes = self._size
+            self._count_received(self._size)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the running request."""
@@ -149,6 +153,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._call.disconnect()
             self._call = None
         self._parts.clear()
+        self._count_received(0)
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
@@ -201,6 +206,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._message_begun = False
+        self._count_received(0)
         super().on_message_complete()
 
     def _should_upgrade(self) -> bool:
@@ -213,6 +219,7 @@ class HttpProtocol(HttpToolsProtocol):
         )
 
     def _unsupported_upgrade_warning(self) -> None:
+        """Read nothing more: uvicorn calls this for an upgrade that is ignored."""
         self._last_request = True
 
     def send_400_response(self, msg: str) -> None:
@@ -220,6 +227,10 @@ class HttpProtocol(HttpToolsProtocol):
         self._refuse(self._refusal or InvalidRequest("the request is not valid HTTP: send it as RFC 9112 defines HTTP/1.1"))
 
     # The connection guard.
+
+    @property
+    def unread_bytes(self) -> int:
+        return self._unread[0]
 
     def unread_since(self, now: float) -> float | None:
         unread, since = self._unread
@@ -251,12 +262,9 @@ class HttpProtocol(HttpToolsProtocol):
 
     def respond_error(self, error: ServiceError) -> None:
         """Send an error as the reply to the running request."""
-        status = HTTPStatus(STATUS[type(error)].http)
-        headers = b"content-type: " + JSON.encode() + b"\r\n"
-        if error.retry_after is not None:
-            headers += b"retry-after: %d\r\n" % error.retry_after
         self._last_reply |= isinstance(error, TooLarge)
-        self._reply(b"%d %b" % (status, status.phrase.encode()), error_body(error), headers)
+        status, headers = _error_head(error)
+        self._reply(status, error_body(error), headers)
 
     def _general_path_idle(self) -> bool:
         """Return whether the general path has answered all that it read, so that the next byte begins a request."""
@@ -265,8 +273,10 @@ class HttpProtocol(HttpToolsProtocol):
     def _receive_general(self, data: bytes) -> None:
         """Pass bytes to the general path."""
         if not self._message_begun:
-            self.phase_began, self.received_bytes = self.loop.time(), 0
-        self.received_bytes += len(data)
+            self.phase_began = self.loop.time()
+        self._count_received(self.received_bytes + len(data))
+        if self._last_request:
+            return
         super().data_received(data)
         if self._message_begun and not self._head_complete and self.received_bytes > self._settings.max_header_bytes:
             # A header that arrives in pieces reaches `on_header` only when it is complete.
@@ -288,8 +298,11 @@ class HttpProtocol(HttpToolsProtocol):
         if len(data) < needed:
             if self._needed == 0:
                 self.phase_began = self.loop.time()
-            self._parts, self._size, self._needed, self.received_bytes = [data], len(data), needed, len(data)
+            self._parts, self._size, self._needed = [data], len(data), needed
+            self._count_received(len(data))
             return
+        if self.received_bytes:
+            self._count_received(0)
         body, rest = data[end:needed], data[needed:]
         self._parts, self._size, self._needed = [rest] if rest else [], len(rest), 0
         if not self._start(endpoint, head, body):
@@ -312,6 +325,7 @@ class HttpProtocol(HttpToolsProtocol):
         """Let the general path answer what arrived, until it is idle again."""
         self._general = True
         self._parts, self._size, self._needed = [], 0, 0
+        self._count_received(0)
         self._receive_general(data)
 
     def _reply(self, status: bytes, content: bytes, headers: bytes) -> None:
@@ -334,6 +348,15 @@ class HttpProtocol(HttpToolsProtocol):
         if waiting and self._call is None and not self._general and not self.transport.is_closing():
             self._start_next()
 
+    def _count_received(self, size: int) -> None:
+        """Record how much of an incomplete request has arrived. A large one is refused when all connections together hold too much."""
+        hot_path, limit = self._hot_path, self._settings.max_receiving_bytes
+        hot_path.receiving_bytes += size - self.received_bytes
+        self.received_bytes = size
+        if size > MAX_WAITING_BYTES and hot_path.receiving_bytes > limit:
+            problem = f"incomplete requests hold {hot_path.receiving_bytes} bytes and SEQSERVE_MAX_RECEIVING_BYTES is {limit}"
+            self._refuse(Overloaded(f"{problem}: retry later, or raise SEQSERVE_MAX_RECEIVING_BYTES", retry_after=1))
+
     def _count_head_bytes(self, size: int) -> None:
         self._head_bytes += size
         if self._head_bytes > self._settings.max_header_bytes:
@@ -351,10 +374,30 @@ class HttpProtocol(HttpToolsProtocol):
         raise error
 
     def _refuse(self, error: ServiceError) -> None:
-        """Send an error for a request that cannot be read to its end, and close the connection."""
-        if self.transport.is_closing():
+        """Send an error for a request that cannot be read to its end, and close the connection.
+
+        It closes a little later, because a client that still sends would lose the error with the connection.
+        """
+        if self._last_request:
             return
         if error.code in CLOSED_FOR:
             self._hot_path.frontend.metrics.connections_closed.add(error.code)
-        self._last_request = self._last_reply = True
-        self.respond_error(error)
+        self._last_request = True
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        status, headers = _error_head(error)
+        headers += b"connection: close\r\n"
+        self.transport.write(self._hot_path.reply(status, self.server_state.default_headers, error_body(error), headers))
+        self.transport.write_eof()
+        self.flow.resume_reading()
+        self.loop.call_later(LINGER_SECONDS, self.transport.close)
+
+
+def _error_head(error: ServiceError) -> tuple[bytes, bytes]:
+    """Return the status and the header lines of an error."""
+    status = HTTPStatus(STATUS[type(error)].http)
+    headers = b"content-type: " + JSON.encode() + b"\r\n"
+    if error.retry_after is not None:
+        headers += b"retry-after: %d\r\n" % error.retry_after
+    return b"%d %b" % (status, status.phrase.encode()), headers

@@ -10,7 +10,9 @@ from service.frontend.connection_guard import ConnectionGuard, Phase
 from service.metrics import Metrics
 from service.settings import Settings
 
-SETTINGS = Settings(idle_seconds=15, receive_seconds=10, min_receive_rate=100, send_seconds=30, max_connections=3)
+SETTINGS = Settings(
+    idle_seconds=15, receive_seconds=10, min_receive_rate=100, send_seconds=30, max_connections=3, max_unread_bytes=100
+)
 
 
 @dataclass
@@ -21,6 +23,7 @@ class Connection:
     phase_began: float = 0.0
     received_bytes: int = 0
     unread: float | None = None
+    unread_bytes: int = 0
     closed: list[str] = field(default_factory=list)
 
     def unread_since(self, now: float) -> float | None:
@@ -65,6 +68,14 @@ def test_running_request_may_take_long() -> None:
     guard, _ = guard_of(connection)
     guard.sweep(1e6)
     assert connection.closed == []
+
+
+def test_connections_with_the_most_unread_bytes_are_closed() -> None:
+    small, large, larger = (Connection(Phase.RUNNING, unread_bytes=size) for size in (40, 50, 60))
+    guard, metrics = guard_of(large, larger, small)
+    guard.sweep(0)
+    assert [small.closed, large.closed, larger.closed] == [[], [], ["aborted"]]
+    assert metrics.connections_closed.values == {("slow_reader",): [1.0]}
 
 
 def test_longest_idle_connection_makes_room_first() -> None:

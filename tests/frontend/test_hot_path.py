@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.serving import Server, serving
+from tests.serving import LIMIT_SECONDS, Server, serving
 
 HOT = b"POST /infer HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n"
 GENERAL_HEADER = b"TE: trailers\r\n"
@@ -40,7 +40,7 @@ def through_the_general_path(message: bytes) -> bytes:
 def exchange(server: Server, *pieces: bytes, replies: int = 1) -> bytes:
     """Send pieces in writes of their own, and return all replies without their dates."""
     address = urlsplit(server.address)
-    with socket.create_connection((address.hostname, address.port), 10) as client:
+    with socket.create_connection((address.hostname, address.port), LIMIT_SECONDS) as client:
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for piece in pieces:
             client.sendall(piece)
