@@ -163,6 +163,11 @@ class HotEndpoint(ABC):
             raise
         return call
 
+    def abandon(self) -> None:
+        """See `Endpoint.abandon`."""
+        self._tally.accept()
+        self._tally.fail(UNKNOWN_MODEL_LABELS, GONE, 0.0)
+
     def collect(self, answered: Answered) -> None:
         """Keep an answer until the end of the tick."""
         if not self._answered:

@@ -54,6 +54,9 @@ class Endpoint(Protocol):
         Raises the ServiceError of a request that is refused.
         """
 
+    def abandon(self) -> None:
+        """Count a request whose body did not arrive."""
+
 
 class HotPath:
     """What the connections of a frontend share: the endpoints, the known heads of requests and the headers of replies."""
@@ -104,6 +107,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         self._refusal: ServiceError | None = None
         self._call: Call | None = None
+        self._incomplete: Endpoint | None = None
+        """The endpoint of a request whose body has not arrived yet."""
         self._parts: list[bytes] = []
         """Bytes that arrived and are not handled yet."""
         self._size = 0
@@ -152,7 +157,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self._call is not None:
             self._call.disconnect()
             self._call = None
-        self._parts.clear()
+        self._abandon_incomplete()
         self._count_received(0)
         super().connection_lost(exc)
 
@@ -298,10 +303,11 @@ class HttpProtocol(HttpToolsProtocol):
         if len(data) < needed:
             if self._needed == 0:
                 self.phase_began = self.loop.time()
-            self._parts, self._size, self._needed = [data], len(data), needed
+            self._parts, self._size, self._needed, self._incomplete = [data], len(data), needed, endpoint
             self._count_received(len(data))
             return
-        if self.received_bytes:
+        if self._incomplete is not None:
+            self._incomplete = None
             self._count_received(0)
         body, rest = data[end:needed], data[needed:]
         self._parts, self._size, self._needed = [rest] if rest else [], len(rest), 0
@@ -348,6 +354,13 @@ class HttpProtocol(HttpToolsProtocol):
         if waiting and self._call is None and not self._general and not self.transport.is_closing():
             self._start_next()
 
+    def _abandon_incomplete(self) -> None:
+        """Drop what arrived of a request that will never be complete."""
+        self._parts.clear()
+        if self._incomplete is not None:
+            self._incomplete.abandon()
+            self._incomplete = None
+
     def _count_received(self, size: int) -> None:
         """Record how much of an incomplete request has arrived. A large one is refused when all connections together hold too much."""
         hot_path, limit = self._hot_path, self._settings.max_receiving_bytes
@@ -383,6 +396,7 @@ class HttpProtocol(HttpToolsProtocol):
         if error.code in CLOSED_FOR:
             self._hot_path.frontend.metrics.connections_closed.add(error.code)
         self._last_request = True
+        self._abandon_incomplete()
         if self.cycle is not None:
             self.cycle.disconnected = True
             self.cycle.message_event.set()

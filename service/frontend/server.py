@@ -34,6 +34,7 @@ TICKS_PER_SECOND = 10
 """Calls of uvicorn's `on_tick`."""
 FULL_PAUSE_SECONDS = 0.02
 """Pause before accepting a connection for which another must close."""
+INVALID_HTTP = "Invalid HTTP request received."
 ERROR_PAUSE_SECONDS = 1.0
 """Pause after accepting a connection has failed."""
 
@@ -178,13 +179,18 @@ def build_hot_path(frontend: Frontend) -> HotPath:
 
 
 class _JsonLogHandler(logging.Handler):
-    """Writes the warnings of libraries as JSON lines to the service's log."""
+    """Writes the warnings of libraries as JSON lines to the service's log.
+
+    It leaves out uvicorn's warning about a request that is not valid HTTP: clients could fill the log with it, and a metric counts them.
+    """
 
     def __init__(self, log: Log) -> None:
         super().__init__(logging.WARNING)
         self._log = log
 
     def emit(self, record: logging.LogRecord) -> None:
+        if record.msg == INVALID_HTTP:
+            return
         error = repr(record.exc_info[1]) if record.exc_info else None
         self._log.warning("library warning", message=record.getMessage().strip(), error=error)
 
