@@ -12,6 +12,8 @@ ServiceError
 ├── TooManySessions       the limit of open sessions is reached
 ├── MethodNotAllowed      the path exists, the method does not
 ├── TooLarge              a body, a text or a sequence exceeds its limit
+├── HeadersTooLarge       the head of a request exceeds its limits
+├── RequestTimeout        the client sends its request too slowly
 ├── UnsupportedMedia      a content type or encoding that the service does not read
 ├── Unsupported           the protocol has this feature and the service does not
 ├── Overloaded            the queue or the channel is full
@@ -105,6 +107,14 @@ class TooLarge(ServiceError):
     code = "too_large"
 
 
+class HeadersTooLarge(ServiceError):
+    code = "headers_too_large"
+
+
+class RequestTimeout(ServiceError):
+    code = "request_timeout"
+
+
 class UnsupportedMedia(ServiceError):
     code = "unsupported_media"
 
@@ -164,6 +174,8 @@ STATUS: dict[type[ServiceError], Status] = {
     TooManySessions: Status(429, "RESOURCE_EXHAUSTED"),
     MethodNotAllowed: Status(405, "UNIMPLEMENTED"),
     TooLarge: Status(413, "RESOURCE_EXHAUSTED"),
+    HeadersTooLarge: Status(431, "RESOURCE_EXHAUSTED"),
+    RequestTimeout: Status(408, "DEADLINE_EXCEEDED"),
     UnsupportedMedia: Status(415, "UNIMPLEMENTED"),
     Unsupported: Status(501, "UNIMPLEMENTED"),
     Overloaded: Status(503, "UNAVAILABLE"),

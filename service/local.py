@@ -34,15 +34,16 @@ def infer(settings: Settings, name: str, texts: list[str]) -> list[dict[str, Any
     versions = [version for version in manifest.model_versions if version.key == model.key]
     engine = build.build_engine(versions, settings, metrics, log)
     batcher = build.build_batcher(settings, engine, metrics, log)
-    arrays = [validation.parse_input(text, head_outputs.input_field(index), model) for index, text in enumerate(texts)]
+    lengths, data = validation.pack_inputs(texts, head_outputs.input_field, model, settings)
     options = validation.Options(validation.requested_returns((), model.spec), settings.default_deadline_ms)
-    request = validation.engine_request([len(array) for array in arrays], options, model, time.monotonic())
+    request = validation.engine_request(lengths, options, model, time.monotonic())
     replies: list[tuple[Answer, list[bytes]]] = []
     errors: list[ServiceError] = []
-    batcher.submit(request, b"".join(array.tobytes() for array in arrays), lambda *reply: replies.append(reply), errors.append)
+    batcher.submit(request, data, lambda *reply: replies.append(reply), errors.append)
     while not replies and not errors:
         batcher.step()
     if errors:
         raise errors[0]
     answer, parts = replies[0]
-    return head_outputs.format_outputs(model.spec, answer, b"".join(parts))
+    outputs: list[dict[str, Any]] = msgspec.json.decode(model.writer.write(answer, b"".join(parts)))
+    return outputs

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -49,6 +49,8 @@ REFUSALS = tuple(
         *(UnknownSession, SessionExpired, SessionLost, SessionConflict, TooManySessions),
     )
 )
+CLOSED_FOR = ("idle", "slow_request", "slow_reader", "too_many", "invalid_request", "headers_too_large", "overloaded")
+"""Why a frontend closes an HTTP connection before the client does."""
 CANCELLED_WHILE = ("waiting", "running")
 SESSION_ENDS = ("ended", "deleted", "expired", "restarted", "unbegun", "unloaded")
 """A session ends with its last chunk, by DELETE, when it is idle for too long, when a new session begins under its name, when its first
@@ -119,6 +121,13 @@ class Histogram(Series):
         values[bisect_left(self.buckets, value)] += 1
         values[-1] += value
 
+    def observe_all(self, observed: Sequence[float], *labels: str) -> None:
+        """Observe many values at once."""
+        values = self._at(labels, len(self.buckets) + 2)
+        for value in observed:
+            values[bisect_left(self.buckets, value)] += 1
+        values[-1] += sum(observed)
+
 
 class Metrics:
     """All series, as attributes. Units are seconds and other base units.
@@ -128,6 +137,7 @@ class Metrics:
     """
 
     def __init__(self) -> None:
+        self._folds: list[Callable[[], None]] = []
         model = ("model", "version")
         self.requests = Counter("seqserve_requests", "Inference requests over all protocols, by outcome.", (*model, "outcome"))
         self.accepted = Counter(
@@ -181,6 +191,9 @@ class Metrics:
             "seqserve_cancelled", "Requests cancelled because the client disconnected or the deadline passed.", ("while",)
         )
         self.rerun = Counter("seqserve_rerun", "Requests run again because their engine ended.")
+        self.connections_closed = Counter(
+            "seqserve_connections_closed", "HTTP connections that a frontend closed before the client did.", ("reason",)
+        )
         self.channel_seconds = Histogram(
             "seqserve_channel_seconds", "Time from a frontend's send to the engine's receipt.", (), SECONDS
         )
@@ -215,6 +228,8 @@ class Metrics:
                 self.requests.start(*model, outcome)
         for reason in REFUSALS:
             self.refused.start(reason)
+        for reason in CLOSED_FOR:
+            self.connections_closed.start(reason)
         for where in CANCELLED_WHILE:
             self.cancelled.start(where)
         for reason in SESSION_ENDS:
@@ -234,11 +249,17 @@ class Metrics:
         for series in self.series():
             series.values = {labels: list(values) for labels, values in remaining[series.name]}
 
+    def before_snapshot(self, fold: Callable[[], None]) -> None:
+        """Call `fold` before every snapshot. It adds what was counted elsewhere, where each count must cost next to nothing."""
+        self._folds.append(fold)
+
     def series(self) -> Iterator[Series]:
         return (value for value in vars(self).values() if isinstance(value, Series))
 
     def snapshot(self) -> Snapshot:
         """Return the counts of this process as plain data."""
+        for fold in self._folds:
+            fold()
         return {series.name: [(labels, list(values)) for labels, values in series.values.items()] for series in self.series()}
 
 

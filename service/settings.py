@@ -112,6 +112,25 @@ class Settings(BaseModel):
     channel_bytes: Positive = 64 << 20
     """Most bytes of unanswered requests between one frontend and one engine; further requests are refused."""
 
+    max_connections: Annotated[int, Field(ge=0)] = 0
+    """Most HTTP connections of one frontend; 0 means as many as its limit of open files allows. Above it, idle connections are closed."""
+    max_header_bytes: Positive = 64 << 10
+    """Largest head of an HTTP request: request line and headers."""
+    max_headers: Positive = 100
+    """Most headers of an HTTP request."""
+    idle_seconds: PositiveSeconds = 15.0
+    """How long an HTTP connection may wait for its next request before it is closed."""
+    receive_seconds: PositiveSeconds = 10.0
+    """How long an HTTP request may take to arrive, plus one second for each min_receive_rate bytes of it."""
+    min_receive_rate: Positive = 16 << 10
+    """Bytes per second at which a large request must arrive at least."""
+    send_seconds: PositiveSeconds = 30.0
+    """How long a client may read nothing of a reply before its connection is closed."""
+    max_receiving_bytes: Positive = 256 << 20
+    """Most bytes of incomplete HTTP requests of one frontend, over all connections; further large requests are refused."""
+    max_unread_bytes: Positive = 256 << 20
+    """Most bytes of replies that wait for HTTP clients of one frontend; beyond it, the connections with the most bytes are closed."""
+
     default_deadline_ms: Positive = 5_000
     """Deadline of a request that has none."""
     max_deadline_ms: Positive = 60_000

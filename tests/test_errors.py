@@ -40,7 +40,7 @@ def test_code_maps_back_to_its_class() -> None:
 
 
 def test_status_codes_exist_in_their_protocols() -> None:
-    assert {status.http for status in STATUS.values()} <= {400, 404, 405, 409, 413, 415, 429, 500, 501, 503, 504, 507}
+    assert {status.http for status in STATUS.values()} <= {400, 404, 405, 408, 409, 413, 415, 429, 431, 500, 501, 503, 504, 507}
     assert {status.grpc for status in STATUS.values()} <= {
         "INVALID_ARGUMENT",
         "NOT_FOUND",

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import orjson
+
 from service.errors import ModelError, UnknownModel
+from service.frontend.head_outputs import OutputWriter
 from service.frontend.quoting import quote
 from service.ipc.messages import Manifest, ModelKey, ModelVersion
 from service.log import Log
@@ -16,19 +19,32 @@ from service.modeling.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """One version of a model. `generation` identifies the content of its folder, as in the engines' ModelKey."""
+    """One version of a model. `generation` identifies the content of its folder, as in the engines' ModelKey.
+
+    `writer` writes its outputs. `min_steps` is the shortest sequence that it takes, `step_bytes` the size of
+    a time step. `identity` has its name and version as JSON members.
+    """
 
     spec: ModelSpec
     version: str
     tokenizer: Tokenizer | None
     generation: int = 0
+    key: ModelKey = field(init=False)
+    writer: OutputWriter = field(init=False, compare=False, repr=False)
+    min_steps: int = field(init=False, compare=False, repr=False)
+    step_bytes: int = field(init=False, compare=False, repr=False)
+    identity: bytes = field(init=False, compare=False, repr=False)
 
-    @property
-    def key(self) -> ModelKey:
-        return ModelKey(self.spec.name, self.version, self.generation)
+    def __post_init__(self) -> None:
+        identity = b'"model":%b,"version":%b' % (orjson.dumps(self.spec.name), orjson.dumps(self.version))
+        object.__setattr__(self, "key", ModelKey(self.spec.name, self.version, self.generation))
+        object.__setattr__(self, "writer", OutputWriter(self.spec))
+        object.__setattr__(self, "min_steps", self.spec.min_steps)
+        object.__setattr__(self, "step_bytes", self.spec.input.step_bytes)
+        object.__setattr__(self, "identity", identity)
 
 
-ModelIndex = Mapping[str, Mapping[str, ServedModel]]
+ModelIndex = dict[str, dict[str, ServedModel]]
 """Served models by name or alias, then by version in ascending order."""
 
 
@@ -79,7 +95,9 @@ class Catalog:
         versions = self.index.get(name)
         if versions is None:
             raise UnknownModel(f"unknown model {quote(name)}: served are {', '.join(sorted(self.index))}", field="model")
-        number = list(versions)[-1] if version is None else str(version)
+        if version is None:
+            return versions[next(reversed(versions))]
+        number = str(version)
         if number not in versions:
             raise UnknownModel(
                 f"{name} has no version {quote(number)}: served are {', '.join(versions)}; leave version out for the newest",
@@ -132,7 +150,7 @@ def _build_index(models: Iterable[ServedModel], aliases: Mapping[str, str]) -> M
     by_name: dict[str, dict[str, ServedModel]] = {}
     for model in models:
         by_name.setdefault(model.spec.name, {})[model.version] = model
-    index: dict[str, Mapping[str, ServedModel]] = dict(by_name)
+    index: ModelIndex = dict(by_name)
     for alias, target in aliases.items():
         name, pinned, version = target.partition("/")
         versions = by_name.get(name, {})

@@ -1,13 +1,18 @@
-"""An engine's answer as arrays, and as the JSON outputs of a model's head."""
+"""An engine's answer as arrays, and as the JSON outputs of a model's head.
+
+Every float32 is written as the shortest decimal that identifies it: half the bytes of a float64's digits, without loss.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
+import orjson
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
@@ -16,6 +21,8 @@ from service.ipc.messages import FEATURES, IDS, Answer
 from service.modeling.spec import ClassifyHead, EmbedHead, ModelSpec, NextHead, RegressHead, SequenceHead, SpanHead, TagHead
 
 Array = NDArray[Any]
+_ABSENT: Array = np.empty(0, FEATURES)
+_INPUT_FIELDS = tuple(f"inputs[{index}]" for index in range(64))
 
 
 class InferOutput(BaseModel):
@@ -62,15 +69,7 @@ class _SequenceArrays:
 
 def input_field(index: int) -> str:
     """Return the name of one input of a request for an error message."""
-    return f"inputs[{index}]"
-
-
-def format_outputs(
-    spec: ModelSpec, answer: Answer, data: bytes, field_of: Callable[[int], str] = input_field
-) -> list[dict[str, Any]]:
-    """Return one JSON output per sequence, in their order; raises InvalidInput as `decode_arrays` does."""
-    format_head, arrays = _FORMATS[type(spec.head)], decode_arrays(spec, answer, data, field_of)
-    return [format_head(spec.head, part) | _format_vectors(part) for part in _split(spec, answer, arrays)]
+    return _INPUT_FIELDS[index] if index < len(_INPUT_FIELDS) else f"inputs[{index}]"
 
 
 def decode_arrays(spec: ModelSpec, answer: Answer, data: bytes, field_of: Callable[[int], str] = input_field) -> list[Array]:
@@ -85,8 +84,10 @@ def decode_arrays(spec: ModelSpec, answer: Answer, data: bytes, field_of: Callab
         (answer.embedding, FEATURES),
         (answer.sequence, FEATURES),
     ):
-        count = int(np.prod(shape)) if shape else 0
-        arrays.append(np.frombuffer(data, dtype, count, start).reshape(shape or (0,)))
+        if not shape:
+            arrays.append(_ABSENT)
+            continue
+        arrays.append(np.frombuffer(data, dtype, math.prod(shape), start).reshape(shape))
         start += arrays[-1].nbytes
     if not all(np.isfinite(array).all() for array in arrays if array.size):
         field = field_of(next(index for index, part in enumerate(_split(spec, answer, arrays)) if not part.finite))
@@ -94,41 +95,110 @@ def decode_arrays(spec: ModelSpec, answer: Answer, data: bytes, field_of: Callab
     return arrays
 
 
-def shortest_decimals(values: Array) -> list[float]:
-    """Return each float32 as the shortest decimal that identifies it: half the bytes of a float64's digits, without loss."""
-    return [float(value) for value in values.astype(str)]
+def json_numbers(values: Array) -> bytes:
+    """Return an array of float32 or int32 as JSON, nested like its shape; numbers that are not finite become null."""
+    return orjson.dumps(np.ascontiguousarray(values), option=orjson.OPT_SERIALIZE_NUMPY)
 
 
-def _classify(head: ClassifyHead, part: _SequenceArrays) -> dict[str, Any]:
-    scores = shortest_decimals(part.scores[0])
-    best = int(part.scores[0].argmax())
-    return {"label": head.labels[best], "score": scores[best], "scores": dict(zip(head.labels, scores, strict=True))}
+class OutputWriter:
+    """Writes the answers of one model as JSON. Everything that does not depend on the answer is prepared here."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._spec = spec
+        self._members = _MEMBERS[type(spec.head)](spec.head)
+
+    def write(self, answer: Answer, data: bytes, field_of: Callable[[int], str] = input_field) -> bytes:
+        """Return a JSON array with one output per sequence, in their order; raises InvalidInput as `decode_arrays` does."""
+        arrays = decode_arrays(self._spec, answer, data, field_of)
+        parts = list(_split(self._spec, answer, arrays))
+        members = self._members(parts)
+        return b"[%b]" % b",".join(
+            b"{%b}" % b",".join([*filter(None, (member,)), *_vectors(part)])
+            for member, part in zip(members, parts, strict=True)
+        )
+
+    def write_all(self, answers: Sequence[tuple[Answer, bytes]]) -> list[bytes] | None:
+        """Return what `write` returns for each of several answers, or None if they are not simple enough to be written together.
+
+        Simple are answers of one sequence each that consist of finite scores by label.
+        """
+        if not isinstance(self._members, _ClassifyMembers):
+            return None
+        data = b"".join([data for _, data in answers])
+        size = self._members.row_bytes
+        if len(data) != size * len(answers) or any(len(part) != size or len(answer.steps) != 1 for answer, part in answers):
+            return None
+        members = self._members.of_scores(np.frombuffer(data, FEATURES).reshape(len(answers), -1))
+        return members and [b"[{%b}]" % member for member in members]
 
 
-def _regress(head: RegressHead, part: _SequenceArrays) -> dict[str, Any]:
-    values = shortest_decimals(part.scores[0])
-    return {"value": values[0] if head.outputs == 1 else values}
+class _ClassifyMembers:
+    """Writes the members of classify outputs: a template for each label that may be the best."""
+
+    def __init__(self, head: ClassifyHead) -> None:
+        labels = [orjson.dumps(label).replace(b"%", b"%%") for label in head.labels]
+        scores = b",".join(b"%b:%%b" % label for label in labels)
+        self._templates = [b'"label":%b,"score":%%b,"scores":{%b}' % (label, scores) for label in labels]
+        self.row_bytes = np.dtype(FEATURES).itemsize * len(labels)
+
+    def __call__(self, parts: list[_SequenceArrays]) -> list[bytes]:
+        members = self.of_scores(np.concatenate([part.scores for part in parts]))
+        assert members is not None, "decode_arrays refuses what is not finite"
+        return members
+
+    def of_scores(self, scores: Array) -> list[bytes] | None:
+        """Return the members for each row of (sequences, labels) scores, or None if a score is not finite."""
+        text = json_numbers(scores)
+        if b"null" in text:
+            return None
+        rows, best = text[2:-2].split(b"],["), scores.argmax(axis=1).tolist()
+        members = []
+        for row, pick in zip(rows, best, strict=True):
+            values = row.split(b",")
+            members.append(self._templates[pick] % (values[pick], *values))
+        return members
 
 
-def _tag(head: TagHead, part: _SequenceArrays) -> dict[str, Any]:
-    return {"labels": [head.labels[pick] for pick in part.picks[:, 0]], "scores": shortest_decimals(part.scores[:, 0])}
+def _regress(head: RegressHead) -> _Members:
+    def members(part: _SequenceArrays) -> bytes:
+        values = json_numbers(part.scores[0])
+        return b'"value":' + (values[1:-1] if head.outputs == 1 else values)
+
+    return lambda parts: [members(part) for part in parts]
 
 
-def _span(head: SpanHead, part: _SequenceArrays) -> dict[str, Any]:
-    start, end = part.picks[0].tolist()
-    return {"start": start, "end": end, "score": shortest_decimals(part.scores[0])[0]}
+def _tag(head: TagHead) -> _Members:
+    labels = [orjson.dumps(label) for label in head.labels]
+
+    def members(part: _SequenceArrays) -> bytes:
+        picked = b",".join([labels[pick] for pick in part.picks[:, 0].tolist()])
+        return b'"labels":[%b],"scores":%b' % (picked, json_numbers(part.scores[:, 0]))
+
+    return lambda parts: [members(part) for part in parts]
 
 
-def _next(head: NextHead, part: _SequenceArrays) -> dict[str, Any]:
-    return {"ids": part.picks[0].tolist(), "scores": shortest_decimals(part.scores[0])}
+def _span(head: SpanHead) -> _Members:
+    def members(part: _SequenceArrays) -> bytes:
+        start, end = part.picks[0].tolist()
+        return b'"start":%d,"end":%d,"score":%b' % (start, end, json_numbers(part.scores[0])[1:-1])
+
+    return lambda parts: [members(part) for part in parts]
 
 
-def _vectors_only(head: EmbedHead | SequenceHead, part: _SequenceArrays) -> dict[str, Any]:
-    return {}
+def _next(head: NextHead) -> _Members:
+    return lambda parts: [
+        b'"ids":%b,"scores":%b' % (json_numbers(part.picks[0]), json_numbers(part.scores[0])) for part in parts
+    ]
 
 
-_FORMATS: dict[type, Callable[[Any, _SequenceArrays], dict[str, Any]]] = {
-    ClassifyHead: _classify,
+def _vectors_only(head: EmbedHead | SequenceHead) -> _Members:
+    return lambda parts: [b""] * len(parts)
+
+
+_Members = Callable[[list[_SequenceArrays]], list[bytes]]
+"""Returns the JSON members of a head's output for each sequence, without the braces."""
+_MEMBERS: dict[type, Callable[[Any], _Members]] = {
+    ClassifyHead: _ClassifyMembers,
     RegressHead: _regress,
     TagHead: _tag,
     SpanHead: _span,
@@ -138,9 +208,12 @@ _FORMATS: dict[type, Callable[[Any, _SequenceArrays], dict[str, Any]]] = {
 }
 
 
-def _format_vectors(part: _SequenceArrays) -> dict[str, Any]:
-    embedding = {} if part.embedding is None else {"embedding": part.embedding.tolist()}
-    return embedding | ({} if part.sequence is None else {"sequence": part.sequence.tolist()})
+def _vectors(part: _SequenceArrays) -> Iterator[bytes]:
+    """Yield the JSON members of the vectors that a request asks for."""
+    if part.embedding is not None:
+        yield b'"embedding":' + json_numbers(part.embedding)
+    if part.sequence is not None:
+        yield b'"sequence":' + json_numbers(part.sequence)
 
 
 def _split(spec: ModelSpec, answer: Answer, arrays: list[Array]) -> Iterator[_SequenceArrays]:

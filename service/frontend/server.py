@@ -13,19 +13,28 @@ import uvicorn
 from fastapi import FastAPI
 
 from service.errors import StartError
+from service.frontend.connection_guard import ConnectionGuard, GuardedConnection
 from service.frontend.control import Control
+from service.frontend.hot_calls import RequestTally
+from service.frontend.http_protocol import HotPath, HttpProtocol
 from service.frontend.inference import Frontend
 from service.frontend.oip.grpc_server import GrpcServer
+from service.frontend.oip.hot_infer import HotOipInfer
+from service.frontend.rest.infer import HotInfer
 from service.frontend.websocket_protocol import WebSocketProtocol
 from service.log import Log
 
 ENGINE_WAIT_SECONDS = 1.0
 """Longest wait of a restarted frontend for an engine before it accepts connections."""
-KEEP_ALIVE_SECONDS = 15
 PING_SECONDS = 20.0
 """Interval of WebSocket pings, and the wait for a pong before the socket is closed."""
 ACCEPT_PAUSE_SECONDS, MAX_ACCEPTS = 0.001, 64
 """Pause between two rounds of accepting connections, and the most connections of one round."""
+TICKS_PER_SECOND = 10
+"""Calls of uvicorn's `on_tick`."""
+FULL_PAUSE_SECONDS = 0.02
+"""Pause before accepting a connection for which another must close."""
+INVALID_HTTP = "Invalid HTTP request received."
 ERROR_PAUSE_SECONDS = 1.0
 """Pause after accepting a connection has failed."""
 
@@ -41,11 +50,14 @@ class Listener:
     A frontend accepts one connection, pauses while the others accept, and doubles the number while connections keep waiting.
     """
 
-    def __init__(self, listening: socket.socket, make_protocol: Callable[[], asyncio.Protocol]) -> None:
-        """make_protocol: returns the protocol for a new connection."""
+    def __init__(
+        self, listening: socket.socket, make_protocol: Callable[[], asyncio.Protocol], make_room: Callable[[], bool]
+    ) -> None:
+        """make_protocol: returns the protocol for a new connection. make_room: returns whether another connection may be accepted."""
         listening.setblocking(False)
         self._listening = listening
         self._make_protocol = make_protocol
+        self._make_room = make_room
         self._connecting: set[asyncio.Task[Any]] = set()
         self._reopening: asyncio.TimerHandle | None = None
         self._accepts_per_round = 1
@@ -68,6 +80,9 @@ class Listener:
         self._last_round = now
         try:
             for _ in range(self._accepts_per_round):
+                if not self._make_room():
+                    self._pause(FULL_PAUSE_SECONDS)
+                    return
                 self._start(self._listening.accept()[0])
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             pass  # another frontend was faster, or the client disconnected
@@ -109,6 +124,8 @@ class FrontendServer(uvicorn.Server):
         super().__init__(config)
         self._is_restart = is_restart
         self._listeners: list[Listener] = []
+        self._hot_path = build_hot_path(frontend)
+        self._guard = ConnectionGuard(frontend.settings, frontend.metrics, self._http_connections)
         self._control = control
         self._frontend = frontend
         self._grpc = grpc
@@ -121,7 +138,7 @@ class FrontendServer(uvicorn.Server):
             await self._frontend.dispatcher.wait_for_engine(ENGINE_WAIT_SECONDS)
         await super().startup([])  # without sockets: the listeners accept instead of uvicorn
         for listening in sockets or []:
-            self._listeners.append(Listener(listening, self._make_protocol))
+            self._listeners.append(Listener(listening, self._make_protocol, self._make_room))
             self._listeners[-1].open()
         if self._grpc is not None:
             await self._grpc.open()
@@ -138,22 +155,42 @@ class FrontendServer(uvicorn.Server):
             closing.append(self._grpc.close())
         await asyncio.gather(*closing)
 
+    async def on_tick(self, counter: int) -> bool:
+        """Apply the connections' limits of time once a second: timers of each connection would cost more than its requests."""
+        if counter % TICKS_PER_SECOND == 0:
+            self._guard.sweep(asyncio.get_running_loop().time())
+        return await super().on_tick(counter)
+
+    def _http_connections(self) -> list[GuardedConnection]:
+        return [connection for connection in self.server_state.connections if isinstance(connection, HttpProtocol)]
+
+    def _make_room(self) -> bool:
+        return self._guard.make_room(len(self.server_state.connections))
+
     def _make_protocol(self) -> asyncio.Protocol:
         """Return a protocol for one connection, as uvicorn's own startup creates it."""
-        protocol: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[call-arg]
-            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
-        )
-        return protocol
+        return HttpProtocol(self.config, self.server_state, self.lifespan.state, hot_path=self._hot_path)
+
+
+def build_hot_path(frontend: Frontend) -> HotPath:
+    """Return the hot path that all connections of a frontend share."""
+    tally = RequestTally(frontend.metrics)
+    return HotPath(frontend, HotInfer(frontend, tally), HotOipInfer(frontend, tally))
 
 
 class _JsonLogHandler(logging.Handler):
-    """Writes the warnings of libraries as JSON lines to the service's log."""
+    """Writes the warnings of libraries as JSON lines to the service's log.
+
+    It leaves out uvicorn's warning about a request that is not valid HTTP: clients could fill the log with it, and a metric counts them.
+    """
 
     def __init__(self, log: Log) -> None:
         super().__init__(logging.WARNING)
         self._log = log
 
     def emit(self, record: logging.LogRecord) -> None:
+        if record.msg == INVALID_HTTP:
+            return
         error = repr(record.exc_info[1]) if record.exc_info else None
         self._log.warning("library warning", message=record.getMessage().strip(), error=error)
 
@@ -167,7 +204,7 @@ def serve(
         logging.getLogger(logger).addHandler(_JsonLogHandler(frontend.log))
     config = uvicorn.Config(
         app,
-        http="httptools",
+        http=HttpProtocol,
         loop="uvloop",
         ws=WebSocketProtocol,
         ws_max_size=frontend.settings.max_body_bytes,
@@ -180,7 +217,7 @@ def serve(
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_keep_alive=round(max(1, frontend.settings.idle_seconds)),
         timeout_graceful_shutdown=max(1, round(frontend.settings.drain_seconds)),
     )
     server = FrontendServer(config, control, frontend, GrpcServer(frontend, grpc) if grpc else None, is_restart=is_restart)

@@ -8,9 +8,10 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from functools import lru_cache
 from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import FailFast, Field, TypeAdapter, ValidationError
@@ -35,8 +36,7 @@ _ROW = Annotated[list[Annotated[float, Field(strict=True, allow_inf_nan=False)]]
 _FEATURES = TypeAdapter(Annotated[list[_ROW], FailFast()])
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
+class Options(msgspec.Struct, frozen=True):
     """What a request asks for besides its inputs, in the same form for every API. InferBody describes each option.
 
     `exact_version` is true when the client named a version instead of the newest.
@@ -71,7 +71,12 @@ def engine_request(lengths: list[int], options: Options, model: ServedModel, arr
 
 def requested_returns(names: Iterable[str], spec: ModelSpec) -> Returns:
     """Return which vectors the engine must return: the vectors that the client names, and the output of the head itself."""
-    outputs = {*names, spec.head.kind.replace("embed", "embedding")}
+    return _returns(frozenset(names), spec.head.kind)
+
+
+@lru_cache
+def _returns(names: frozenset[str], head: str) -> Returns:
+    outputs = {*names, head.replace("embed", "embedding")}
     return Returns(embedding="embedding" in outputs, sequence="sequence" in outputs)
 
 
@@ -118,21 +123,32 @@ def check_single_input(count: int, field: str = "inputs") -> None:
         )
 
 
-def parse_input(value: Any, field: str, model: ServedModel) -> NDArray[Any]:
-    """Return one JSON or binary input as (steps,) token ids or (steps, features) numbers; raises InvalidInput or TooLarge."""
+def pack_input(value: Any, field: str, model: ServedModel) -> bytes:
+    """Return one JSON or binary input as the engine takes it, little-endian: int32 token ids, or rows of float32.
+
+    Raises InvalidInput or TooLarge.
+    """
     spec = model.spec.input
-    if isinstance(value, bytes):
-        array = _parse_bytes(value, field, model)
-    elif isinstance(value, str) and model.tokenizer is not None:
-        array = np.array(tokenize(value, field, model), IDS)
+    if isinstance(value, str) and model.tokenizer is not None:
+        data = tokenize(value, field, model)
+    elif isinstance(value, bytes):
+        data = _parse_bytes(value, field, model).tobytes()
     elif isinstance(value, list) and spec.features is None:
-        array = _parse_ids(value, field, model)
+        data = _parse_ids(value, field, model).tobytes()
     elif isinstance(value, list) and spec.features is not None:
-        array = _parse_features(value, field, model, spec.features)
+        data = _parse_features(value, field, model, spec.features).tobytes()
     else:
         raise InvalidInput(f"{field} is {describe_value(value)} and {model.spec.name} takes {_accepted(model)}", field=field)
-    check_steps(len(array), field, model)
-    return array
+    check_steps(len(data) // model.step_bytes, field, model)
+    return data
+
+
+def pack_inputs(values: list[Any], field_of: FieldOf, model: ServedModel, settings: Settings) -> tuple[list[int], bytes]:
+    """Return the time steps of each input of a request, and all inputs packed end to end; raises InvalidInput or TooLarge."""
+    check_input_count(len(values), settings)
+    packed = [pack_input(value, field_of(index), model) for index, value in enumerate(values)]
+    size = model.step_bytes
+    return [len(data) // size for data in packed], b"".join(packed)
 
 
 def check_steps(steps: int, field: str, model: ServedModel) -> None:
@@ -140,16 +156,17 @@ def check_steps(steps: int, field: str, model: ServedModel) -> None:
     if steps == 0:
         raise InvalidInput(f"{field} is empty: send at least one step", field=field)
     _check_max_steps(steps, field, model)
-    if steps < model.spec.min_steps:
+    if steps < model.min_steps:
         raise InvalidInput(
-            f"{field} has {steps} steps and {model.spec.name} needs at least {model.spec.min_steps}: send a longer sequence",
+            f"{field} has {steps} steps and {model.spec.name} needs at least {model.min_steps}: send a longer sequence",
             field=field,
         )
 
 
 def engine_ids(values: NDArray[Any], field_of: FieldOf, model: ServedModel) -> NDArray[Any]:
     """Return (steps,) whole numbers as the engine's token ids; raises InvalidInput for the first id outside the vocabulary."""
-    for step in np.flatnonzero((values < 0) | (values > _max_id(model)))[:1]:
+    if values.size and not 0 <= values.min() <= values.max() <= _max_id(model):
+        step = np.flatnonzero((values < 0) | (values > _max_id(model)))[0]
         raise _id_out_of_range(values[step], field_of(step), model)
     return values.astype(IDS, copy=False)
 
@@ -164,8 +181,8 @@ def engine_features(values: NDArray[Any], field_of: FieldOf, model: ServedModel)
     return values.astype(FEATURES, copy=False)
 
 
-def tokenize(text: str, field: str, model: ServedModel) -> list[int]:
-    """Return the token ids of a text, for a model that has a tokenizer; raises InvalidInput or TooLarge."""
+def tokenize(text: str, field: str, model: ServedModel) -> bytes:
+    """Return the token ids of a text as little-endian int32, for a model with a tokenizer; raises InvalidInput or TooLarge."""
     limit = model.spec.input.max_characters
     if len(text) > limit:
         raise TooLarge(
@@ -174,7 +191,7 @@ def tokenize(text: str, field: str, model: ServedModel) -> list[int]:
             field=field,
         )
     assert model.tokenizer is not None
-    ids = model.tokenizer.ids(text, field)
+    ids = model.tokenizer.packed_ids(text, field)
     if not ids:
         raise InvalidInput(f"{field} has no words: send a text with at least one", field=field)
     return ids
@@ -219,7 +236,7 @@ def _parse_features(values: list[Any], field: str, model: ServedModel, width: in
 def _parse_bytes(data: bytes, field: str, model: ServedModel) -> NDArray[Any]:
     """Return a binary input, little-endian: int32 token ids, or rows of float32."""
     width = model.spec.input.features
-    size = 4 * (width or 1)
+    size = model.step_bytes
     if len(data) % size:
         raise InvalidInput(
             f"{field} has {len(data)} bytes and a step of {model.spec.name} has {size}: send whole steps", field=field

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from service.errors import InvalidInput, ModelError
 from service.modeling.spec import MODEL, TOKENIZER, ModelSpec, read_verified
+from service.modeling.word_table import build_word_table
 
 
 class Tokenizer:
@@ -15,6 +17,7 @@ class Tokenizer:
 
     def __init__(self, tokenizer: HuggingFaceTokenizer) -> None:
         self._tokenizer = tokenizer
+        self._word_table = build_word_table(tokenizer.to_str(), lambda text: list(tokenizer.encode(text).ids))
 
     @classmethod
     def read(cls, folder: Path, spec: ModelSpec) -> Tokenizer:
@@ -35,12 +38,18 @@ class Tokenizer:
         tokenizer.no_truncation()
         return cls(tokenizer)
 
-    def ids(self, text: str, field: str) -> list[int]:
-        """Return the token ids of a text; raises InvalidInput if it cannot be tokenised. field: the request field that has the text."""
+    def packed_ids(self, text: str, field: str) -> bytes:
+        """Return the token ids of a text as little-endian int32; raises InvalidInput if it cannot be tokenised.
+
+        field: the request field that has the text.
+        """
+        table = self._word_table
+        if table is not None and table.covers(text):
+            return table.packed_ids(text)
         try:
             ids: list[int] = self._tokenizer.encode(text).ids
         except BaseException as error:  # a panic in the library is not an Exception
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
             raise InvalidInput(f"{field} cannot be tokenised: {error}", field=field) from error
-        return ids
+        return struct.pack(f"<{len(ids)}i", *ids)

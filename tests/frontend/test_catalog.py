@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 import pytest
@@ -70,4 +71,4 @@ def test_model_version_is_read_with_its_tokenizer(tmp_path: Path) -> None:
     [model_version] = Repository(tmp_path).read("words")
     model = read_served_model(model_version)
     assert model.key == model_version.key and model.tokenizer is not None
-    assert model.tokenizer.ids("how far", "inputs[0]") == [1, 2]
+    assert model.tokenizer.packed_ids("how far", "inputs[0]") == struct.pack("<2i", 1, 2)

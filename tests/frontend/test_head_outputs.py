@@ -6,12 +6,11 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
 from service.errors import InvalidInput
-from service.frontend.head_outputs import InferOutput, format_outputs
+from service.frontend.head_outputs import InferOutput, OutputWriter
 from service.ipc.messages import FEATURES, IDS, Answer
 from service.modeling.spec import ModelSpec
 
@@ -49,9 +48,9 @@ def outputs_of(
     held = {name: array for name, array in arrays.items() if len(array)}
     shapes: dict[str, Any] = {name: array.shape for name, array in held.items()}
     answer = Answer(**shapes, steps=list(steps))
-    outputs = format_outputs(spec(**head), answer, b"".join(array.tobytes() for array in held.values()))
+    written = OutputWriter(spec(**head)).write(answer, b"".join(array.tobytes() for array in held.values()))
+    outputs: list[dict[str, Any]] = json.loads(written)
     assert all(set(output) <= set(InferOutput.model_fields) for output in outputs)
-    assert json.loads(msgspec.json.encode(outputs)) == outputs, "plain values that survive JSON"
     return outputs
 
 
@@ -128,6 +127,30 @@ def test_score_is_the_shortest_decimal_of_its_float32() -> None:
     [outputs] = outputs_of({"kind": "regress", "pool": "last", "outputs": 4}, [1], scores=[[third, 0.1, 1e-30, 3e38]])
     assert outputs["value"] == [0.33333334, 0.1, 1e-30, 3e38]
     assert float(np.float32(outputs["value"][0])) == third
+
+
+@pytest.mark.parametrize("labels", [LABELS, ["50 %", 'a "quote"', "日本"]], ids=["plain", "escaped"])
+def test_answers_written_together_equal_those_written_alone(labels: list[str]) -> None:
+    writer = OutputWriter(spec(kind="classify", pool="max", labels=labels))
+    rows = np.random.default_rng(0).dirichlet((0.1, 0.2, 3.0), 50).astype(FEATURES)
+    answers = [(Answer((1, 3), steps=[4]), row.tobytes()) for row in rows]
+    together = writer.write_all(answers)
+    assert together == [writer.write(answer, data) for answer, data in answers]
+    assert [list(json.loads(text)[0]["scores"]) for text in together] == [labels] * 50
+    for output, row in zip(together, rows, strict=True):
+        assert np.array_equal(np.array(list(json.loads(output)[0]["scores"].values()), FEATURES), row)
+
+
+def test_answers_that_differ_in_form_are_not_written_together() -> None:
+    writer, row = OutputWriter(spec(**CLASSIFY)), np.array([0.5, 0.25, 0.25], FEATURES)
+    plain = (Answer((1, 3), steps=[4]), row.tobytes())
+    two = (Answer((2, 3), steps=[4, 1]), row.tobytes() * 2)
+    vector = (Answer((1, 3), embedding=(1, 2), steps=[4]), row.tobytes() + bytes(8))
+    broken = (Answer((1, 3), steps=[4]), (row * np.inf).tobytes())
+    assert writer.write_all([plain, plain])
+    for answer in (two, vector, broken):
+        assert writer.write_all([plain, answer]) is None
+    assert OutputWriter(spec(kind="regress", pool="last")).write_all([(Answer((1, 1), steps=[1]), bytes(4))]) is None
 
 
 def test_missing_array_takes_no_bytes_of_the_next_array() -> None:

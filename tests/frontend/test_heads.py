@@ -40,7 +40,7 @@ class Direct:
         """Run the model on one input, in the form that a client sends."""
         if isinstance(value, str):
             assert self.tokenizer is not None
-            value = self.tokenizer.ids(value, "value")
+            value = np.frombuffer(self.tokenizer.packed_ids(value, "value"), "<i4").tolist()
         array = np.array(value, IDS if self.spec.input.features is None else FEATURES)
         return self.encoder(Ragged(torch.from_numpy(array), torch.tensor([0, len(array)])), sequence=True)
 

@@ -9,21 +9,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import numpy as np
+import uvicorn
+from numpy.typing import NDArray
+from uvicorn.server import ServerState
 
 import service.frontend
 from service.frontend.app import build_app
 from service.frontend.catalog import Catalog, ServedModel
 from service.frontend.dispatch.dispatcher import Dispatcher
+from service.frontend.http_protocol import HttpProtocol
 from service.frontend.inference import Frontend, SupervisorClient
+from service.frontend.server import build_hot_path
 from service.ipc.channel import encode
 from service.ipc.messages import Answer
 from service.log import Log
 from service.metrics import Metrics
 from service.settings import Settings
 from tests import models
-from tests.frontend.dispatch.test_dispatcher import meet, run
+from tests.frontend.dispatch.test_dispatcher import EngineProcess, meet, run
 
 FOLDER = f"{Path(service.frontend.__file__).parent}/"
 MAX_MODULES = 9
@@ -80,4 +86,33 @@ def test_infer_passes_at_most_nine_modules(tmp_path: Path) -> None:
         assert json.loads(sent[1]["body"])["outputs"][0]["score"] == 0.5
         assert len(modules) <= MAX_MODULES, sorted(modules)
 
+        await asyncio.sleep(0.01)  # for the tasks that the general path has cancelled
+        protocol = connection(frontend)
+        with recorded_modules() as hot_modules:
+            reply = await hot_reply(protocol, engine, request, scores)
+        assert reply.endswith(sent[1]["body"]), "both paths write the same reply"
+        assert "http_protocol.py" in hot_modules
+        assert len(hot_modules) <= MAX_MODULES, " ".join(sorted(hot_modules))
+
     run(test)
+
+
+def connection(frontend: Frontend) -> HttpProtocol:
+    """Return the protocol of a connection whose transport is a mock."""
+    config = uvicorn.Config(build_app(frontend), http=HttpProtocol, log_config=None)
+    config.load()
+    protocol = HttpProtocol(config, ServerState(), {}, hot_path=build_hot_path(frontend))
+    protocol.connection_made(Mock(**{"get_extra_info.return_value": None}))
+    return protocol
+
+
+async def hot_reply(protocol: HttpProtocol, engine: EngineProcess, body: bytes, scores: NDArray[np.float32]) -> bytes:
+    """Return what the hot path writes to the connection of a request."""
+    protocol.data_received(b"POST /infer HTTP/1.1\r\nHost: test\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+    [frame] = await engine.frames(1)
+    engine.send(encode(Answer(scores=scores.shape, steps=[3]), frame.id, (scores.tobytes(),)))
+    write = cast(Mock, protocol.transport).write
+    while not write.called:
+        await asyncio.sleep(0.001)
+    written: bytes = write.call_args.args[0]
+    return written

@@ -6,17 +6,21 @@ Nothing here knows that there are other engines.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from service.errors import EngineLost
+from service.errors import EngineLost, ServiceError
 from service.ipc import messages
 from service.ipc.async_channel import AsyncChannel
 from service.ipc.channel import Channel, Frame
 from service.ipc.messages import Answer, LoadedModel, Message, ModelKey, Request
 from service.ipc.rpc import Rpc
 from service.metrics import Metrics
+
+DEADLINE_RESOLUTION_SECONDS = 0.005
+"""A deadline is noticed at most this late."""
 
 
 class Answered(NamedTuple):
@@ -26,21 +30,105 @@ class Answered(NamedTuple):
     data: bytes
 
 
+class Receiver(Protocol):
+    """Receives the end of one request: exactly one of the two calls, in a callback of the event loop."""
+
+    def answered(self, answer: Answer, data: bytes) -> None:
+        """Take the engine's answer and the bytes of its arrays."""
+
+    def failed(self, error: ServiceError) -> None:
+        """Take the error that the request ended with."""
+
+
 @dataclass(slots=True, eq=False)
 class PendingRequest:
     """A request without an answer yet.
 
     `frame` is kept to send the request again: once to another engine, or to the next engine of its session. `at` is the engine that has the
-    request, None while there is none. `orphaned` is true when an engine ended while it had the request.
+    request, None while there is none. `orphaned` is true when an engine ended while it had the request. `done` is true once the receiver
+    was called, or waits no longer. `key` is the request's model version.
     """
 
     id: int
     request: Request
     frame: bytes
-    future: asyncio.Future[Answered]
+    receiver: Receiver
+    deadlines: Deadlines
+    key: ModelKey
     attempts: int = 1
     orphaned: bool = False
     at: EngineConnection | None = None
+    done: bool = False
+
+    def end(self) -> None:
+        """Forget the request everywhere; its receiver is called no more."""
+        self.done = True
+        self.deadlines.discard(self)
+        if self.at is not None:
+            self.at.forget(self)
+
+    def answer(self, answer: Answer, data: bytes) -> None:
+        """End the request with an answer."""
+        self.end()
+        self.receiver.answered(answer, data)
+
+    def fail(self, error: ServiceError) -> None:
+        """End the request with an error."""
+        self.end()
+        self.receiver.failed(error)
+
+
+class Deadlines:
+    """Calls `on_expired` with each request whose deadline passes while it is here.
+
+    Requests whose deadlines fall into the same interval of DEADLINE_RESOLUTION_SECONDS expire together, at its end. All share one timer of
+    the event loop, because a timer for each would cost more than its dispatch.
+    """
+
+    def __init__(self, on_expired: Callable[[PendingRequest], None], clock: Callable[[], float]) -> None:
+        self._on_expired = on_expired
+        self._clock = clock
+        self._slots: dict[int, set[PendingRequest]] = {}
+        self._armed_slot = math.inf
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, pending: PendingRequest) -> None:
+        """Watch a request."""
+        slot = _slot(pending)
+        self._slots.setdefault(slot, set()).add(pending)
+        if slot < self._armed_slot:
+            self._arm(slot)
+
+    def discard(self, pending: PendingRequest) -> None:
+        """Watch a request no longer."""
+        slot = _slot(pending)
+        watched = self._slots.get(slot)
+        if watched is not None:
+            watched.discard(pending)
+            if not watched:
+                del self._slots[slot]
+
+    def close(self) -> None:
+        """Stop the timer."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _arm(self, slot: int) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._armed_slot = slot
+        seconds = max(0.0, slot * DEADLINE_RESOLUTION_SECONDS - self._clock())
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._expire)
+
+    def _expire(self) -> None:
+        """Expire what is due. The timer was set for the earliest slot of its time; by now that slot may be gone."""
+        self._timer, self._armed_slot = None, math.inf
+        now = self._clock()
+        for slot in [slot for slot in self._slots if slot * DEADLINE_RESOLUTION_SECONDS <= now]:
+            for pending in self._slots.pop(slot):
+                self._on_expired(pending)
+        if self._slots:
+            self._arm(min(self._slots))
 
 
 class PredictedWait:
@@ -53,22 +141,28 @@ class PredictedWait:
         self._reported = 0.0
         self._reported_at = 0.0
         self._sent: dict[int, tuple[int, float]] = {}
+        self._sent_seconds = 0.0
 
     def report(self, seconds: float, frames: int, now: float) -> None:
         """Record the engine's report, which includes the first `frames` frames of this frontend."""
         self._reported, self._reported_at = seconds, now
         self._sent = {id: (frame, price) for id, (frame, price) in self._sent.items() if frame > frames}
+        # Summed anew at every report, so that rounding errors do not add up.
+        self._sent_seconds = sum(price for _, price in self._sent.values())
 
     def add(self, id: int, frame: int, seconds: float) -> None:
         """Record a request of this many predicted seconds, sent as frame number `frame`, counted from 1."""
         self._sent[id] = frame, seconds
+        self._sent_seconds += seconds
 
     def drop(self, id: int) -> None:
         """Forget a request that was answered or cancelled."""
-        self._sent.pop(id, None)
+        sent = self._sent.pop(id, None)
+        if sent is not None:
+            self._sent_seconds = self._sent_seconds - sent[1] if self._sent else 0.0
 
     def seconds(self, now: float) -> float:
-        return max(0.0, self._reported - (now - self._reported_at)) + sum(seconds for _, seconds in self._sent.values())
+        return max(0.0, self._reported - (now - self._reported_at)) + self._sent_seconds
 
 
 class EngineConnection:
@@ -93,7 +187,6 @@ class EngineConnection:
         self._on_lost = on_lost
         self._wait = PredictedWait()
         self._handlers: dict[type[Message], Callable[[Frame, Any], None]] = {
-            messages.Answer: self._handle_answer,
             messages.Backlog: self._handle_backlog,
             messages.EngineStatus: self._handle_status,
             messages.Refusal: self._handle_refusal,
@@ -116,12 +209,12 @@ class EngineConnection:
         return self._wait.seconds(now)
 
     def submit(self, pending: PendingRequest) -> None:
-        """Send a request. Its answer, or the error with which the engine refuses it, resolves its future."""
+        """Send a request. Its receiver gets the answer, or the error with which the engine refuses it."""
         pending.at = self
         self.pending[pending.id] = pending
         self._pending_bytes += len(pending.frame)
         self._channel.send(pending.frame)
-        model = self.models.get(pending.request.key)
+        model = self.models.get(pending.key)
         self._wait.add(pending.id, self._channel.frames_sent, model.seconds(pending.request.lengths) if model else 0.0)
 
     def release(self, key: ModelKey) -> None:
@@ -143,7 +236,9 @@ class EngineConnection:
         self._channel.close()
 
     def _handle_frame(self, frame: Frame) -> None:
-        if not self.rpc.handle_reply(frame) and type(frame.message) in self._handlers:
+        if type(frame.message) is messages.Answer:
+            self._handle_answer(frame, frame.message)
+        elif not self.rpc.handle_reply(frame) and type(frame.message) in self._handlers:
             self._handlers[type(frame.message)](frame, frame.message)
 
     def _handle_status(self, frame: Frame, status: messages.EngineStatus) -> None:
@@ -158,15 +253,13 @@ class EngineConnection:
 
     def _handle_answer(self, frame: Frame, answer: messages.Answer) -> None:
         pending = self.pending.get(frame.id)
-        if pending is not None and not pending.future.done():
-            pending.future.set_result(Answered(answer, frame.tail))
-            self.forget(pending)
+        if pending is not None:
+            pending.answer(answer, frame.tail)
 
     def _handle_refusal(self, frame: Frame, refusal: messages.Refusal) -> None:
         pending = self.pending.get(frame.id)
-        if pending is not None and not pending.future.done():
-            pending.future.set_exception(refusal.error)
-            self.forget(pending)
+        if pending is not None:
+            pending.fail(refusal.error)
 
     def _count_written(self, size: int, writes: int) -> None:
         self._metrics.channel_bytes.add("frontend", by=size)
@@ -175,3 +268,7 @@ class EngineConnection:
     def _lose(self) -> None:
         self.rpc.close(EngineLost("the engine ended before it replied: retry", retry_after=1))
         self._on_lost(self)
+
+
+def _slot(pending: PendingRequest) -> int:
+    return math.ceil(pending.request.deadline / DEADLINE_RESOLUTION_SECONDS)

@@ -14,11 +14,11 @@ from contextlib import suppress
 import msgspec
 
 from service.errors import DeadlineExceeded, EngineLost, Overloaded, ServiceError, Unavailable
-from service.frontend.dispatch.connection import Answered, EngineConnection, PendingRequest
+from service.frontend.dispatch.connection import Answered, Deadlines, EngineConnection, PendingRequest, Receiver
 from service.frontend.dispatch.placement import engine_of_session
 from service.ipc import messages
 from service.ipc.channel import Channel, encode, replace_message
-from service.ipc.messages import LoadedModel, ModelKey, Request
+from service.ipc.messages import Answer, LoadedModel, ModelKey, Request
 from service.metrics import Metrics
 
 TRACE_GRACE_SECONDS = 60.0
@@ -47,20 +47,22 @@ class Dispatcher:
         self._channel_bytes = channel_bytes
         self._clock = clock
         self._connections: list[EngineConnection] = []
-        """Least recently chosen first."""
+        self._ready: list[EngineConnection] = []
+        """The engines that answer requests, least recently chosen first."""
         self._orphans: dict[int, PendingRequest] = {}
         """Requests of an engine that ended, while no other engine can take them."""
+        self._deadlines = Deadlines(self._expire, clock)
         self._last_id = 0
         self._met = asyncio.Event()
 
     @property
     def ready(self) -> bool:
-        return any(engine.ready for engine in self._connections)
+        return bool(self._ready)
 
     @property
     def models(self) -> list[LoadedModel]:
         """Return the models that the ready engines serve, each model once."""
-        engines = sorted(self._ready_engines(), key=lambda engine: engine.place)
+        engines = sorted(self._ready, key=lambda engine: engine.place)
         keys = dict.fromkeys(key for engine in engines for key in engine.models)
         return [_merged([engine.models[key] for engine in engines if key in engine.models]) for key in keys]
 
@@ -75,22 +77,38 @@ class Dispatcher:
         connection = EngineConnection(channel, self._metrics, self._clock, self._next_id, self._handle_met, self._handle_lost)
         self._connections.append(connection)
 
-    async def submit(self, request: Request, tail: bytes) -> Answered:
-        """Return the answer to a request; raises a ServiceError. Cancelling the awaiting task cancels the request in the engine."""
+    def send(self, request: Request, tail: bytes, receiver: Receiver) -> PendingRequest:
+        """Send a request to an engine; raises a ServiceError.
+
+        The receiver is called later, never before this function returns, and not at all after `cancel`.
+        """
         if not self.ready:
             raise self._not_ready()
-        pending = self._send(request, tail)
-        # A timer of the loop: asyncio.timeout takes as long as the rest of this function.
-        timer = asyncio.get_running_loop().call_later(request.deadline - self._clock(), self._expire, pending)
-        try:
-            return await pending.future
-        except asyncio.CancelledError:
+        id, key = self._next_id(), request.key
+        frame = encode(request, id, (tail,))
+        engines = self._serving(key) if request.session is None else [self._engine_of(request.session)]
+        engine = self._choose(_with_room(engines, len(frame), self._channel_bytes))
+        pending = PendingRequest(id, request, frame, receiver, self._deadlines, key)
+        engine.submit(pending)
+        self._deadlines.add(pending)
+        return pending
+
+    def cancel(self, pending: PendingRequest) -> None:
+        """Tell the engine that nothing waits for a request any longer."""
+        if not pending.done:
+            self._orphans.pop(pending.id, None)
             if pending.at is not None:
                 pending.at.cancel(pending)
-            raise
+            pending.end()
+
+    async def submit(self, request: Request, tail: bytes) -> Answered:
+        """Return the answer to a request; raises a ServiceError. Cancels the request when the awaiting task is cancelled."""
+        receiver = _FutureReceiver()
+        pending = self.send(request, tail, receiver)
+        try:
+            return await receiver.future
         finally:
-            timer.cancel()
-            self._forget(pending)
+            self.cancel(pending)
 
     async def trace(self, batches: int, seconds: float) -> list[bytes]:
         """Record the next batches of every ready engine. Return a JSON array of trace events for each; raises a ServiceError."""
@@ -98,7 +116,7 @@ class Dispatcher:
             raise self._not_ready()
         recording = messages.RecordTrace(batches, seconds)
         timeout = seconds + TRACE_GRACE_SECONDS
-        calls = [asyncio.ensure_future(engine.rpc.call_done(recording, timeout=timeout)) for engine in self._ready_engines()]
+        calls = [asyncio.ensure_future(engine.rpc.call_done(recording, timeout=timeout)) for engine in self._ready]
         try:
             return await asyncio.gather(*calls)
         finally:
@@ -129,6 +147,7 @@ class Dispatcher:
 
     def close(self) -> None:
         """Close the channels; pending requests are lost."""
+        self._deadlines.close()
         while self._connections:
             self._connections.pop().close()
 
@@ -136,28 +155,17 @@ class Dispatcher:
         self._last_id += 1
         return self._last_id
 
-    def _ready_engines(self) -> list[EngineConnection]:
-        return [engine for engine in self._connections if engine.ready]
-
-    def _send(self, request: Request, tail: bytes) -> PendingRequest:
-        id = self._next_id()
-        frame = encode(request, id, (tail,))
-        engines = self._serving(request.key) if request.session is None else [self._engine_of(request.session)]
-        engine = self._choose(_with_room(engines, len(frame), self._channel_bytes))
-        pending = PendingRequest(id, request, frame, asyncio.get_running_loop().create_future())
-        engine.submit(pending)
-        return pending
-
     def _serving(self, key: ModelKey) -> list[EngineConnection]:
-        """Return the ready engines that serve a version, or all ready engines: the status of an engine may still be on its way."""
-        ready = self._ready_engines()
-        return [engine for engine in ready if key in engine.models] or ready
+        """Return the ready engines that serve a version, or all ready ones: the status of an engine may still be on its way."""
+        if len(self._ready) == 1:
+            return self._ready
+        return [engine for engine in self._ready if key in engine.models] or self._ready
 
     def _engine_of(self, session: str) -> EngineConnection:
         """Return the engine that holds a session, or will hold it; raises EngineLost while that engine restarts."""
         place = engine_of_session(session, self._engine_count)
-        for engine in self._connections:
-            if engine.ready and engine.place == place:
+        for engine in self._ready:
+            if engine.place == place:
                 return engine
         if not self.ready:
             raise self._not_ready()
@@ -169,19 +177,21 @@ class Dispatcher:
         return await engine.rpc.call_done(message, tail=tail)
 
     def _choose(self, engines: list[EngineConnection]) -> EngineConnection:
-        """Return the engine with the smallest predicted wait; if several are equal, the least recently chosen."""
+        """Return the engine with the smallest predicted wait; of equal ones, the one chosen longest ago."""
+        if len(engines) == 1:
+            return engines[0]
         now = self._clock()
         chosen = min(engines, key=lambda engine: engine.wait_seconds(now))
-        self._connections.remove(chosen)
-        self._connections.append(chosen)
+        self._ready.remove(chosen)
+        self._ready.append(chosen)
         return chosen
 
     def _expire(self, pending: PendingRequest) -> None:
-        """Fail a request at its deadline."""
-        if not pending.future.done():
-            if pending.at is not None:
-                pending.at.cancel(pending)
-            pending.future.set_exception(_deadline_error(pending))
+        """Fail a request whose deadline has passed."""
+        self._orphans.pop(pending.id, None)
+        if pending.at is not None:
+            pending.at.cancel(pending)
+        pending.fail(_deadline_error(pending))
 
     def _not_ready(self) -> ServiceError:
         if self._met.is_set():
@@ -190,6 +200,7 @@ class Dispatcher:
 
     def _handle_met(self, engine: EngineConnection) -> None:
         """Send the orphaned requests to an engine that is ready now, session chunks only to the engine of their session."""
+        self._ready.append(engine)
         self._met.set()
         self._on_ready()
         orphans, self._orphans = self._orphans, {}
@@ -209,10 +220,10 @@ class Dispatcher:
         session is lost.
         """
         self._connections.remove(engine)
-        for pending in engine.pending.values():
+        if engine in self._ready:
+            self._ready.remove(engine)
+        for pending in list(engine.pending.values()):
             pending.at, pending.orphaned = None, True
-            if pending.future.done():
-                continue
             if pending.request.session is None:
                 self._retry(pending)
             else:
@@ -224,7 +235,7 @@ class Dispatcher:
         pending.attempts += 1
         if pending.attempts > MAX_ATTEMPTS:
             message = "two engines ended while they had this request: it is not sent to a third"
-            pending.future.set_exception(EngineLost(message, retry_after=1))
+            pending.fail(EngineLost(message, retry_after=1))
         elif self.ready:
             self._resubmit(pending)
         else:
@@ -232,17 +243,14 @@ class Dispatcher:
 
     def _resubmit(self, pending: PendingRequest) -> None:
         """Send a request again. The channel limit does not apply: the request was accepted once."""
-        self._choose(self._serving(pending.request.key)).submit(pending)
+        self._choose(self._serving(pending.key)).submit(pending)
         self._metrics.rerun.add()
-
-    def _forget(self, pending: PendingRequest) -> None:
-        self._orphans.pop(pending.id, None)
-        if pending.at is not None:
-            pending.at.forget(pending)
 
 
 def _with_room(engines: list[EngineConnection], size: int, limit: int) -> list[EngineConnection]:
-    """Return the engines with room for `size` more bytes in their channel; raises Overloaded if there are none."""
+    """Return the engines whose channel has room for `size` more bytes; raises Overloaded when there is none."""
+    if len(engines) == 1 and engines[0].pending_bytes + size <= limit:
+        return engines
     with_room = [engine for engine in engines if engine.pending_bytes + size <= limit]
     if not with_room:
         raise Overloaded(
@@ -263,3 +271,18 @@ def _deadline_error(pending: PendingRequest) -> ServiceError:
     if pending.orphaned:
         return EngineLost("an engine ended and no other answered before the deadline: retry", retry_after=1)
     return DeadlineExceeded("the deadline passed before the answer arrived: allow more time, or send fewer requests")
+
+
+class _FutureReceiver:
+    """Passes the end of a request to a future."""
+
+    def __init__(self) -> None:
+        self.future: asyncio.Future[Answered] = asyncio.get_running_loop().create_future()
+
+    def answered(self, answer: Answer, data: bytes) -> None:
+        if not self.future.done():
+            self.future.set_result(Answered(answer, data))
+
+    def failed(self, error: ServiceError) -> None:
+        if not self.future.done():
+            self.future.set_exception(error)

@@ -28,6 +28,7 @@ Array = NDArray[Any]
 ACCEPTED_DATATYPES = {"inputs": ("FP32", "FP16", "BF16", "FP64"), "text": (BYTES,)}
 """Datatypes of an input by its name. All other inputs are INTEGERS."""
 INTEGERS = ("INT32", "INT64")
+ID_BYTES = 4
 
 
 class PackedSequences(NamedTuple):
@@ -97,12 +98,12 @@ class InputTensors:
         if text.shape not in ((len(text.values),), (len(text.values), 1)):
             raise tensor_error(text.name, f"has the shape {list(text.shape)}: send the shape [sequences] or [sequences, 1]")
         validation.check_input_count(len(text.values), settings, text.name)
-        sequences: list[list[int]] = []
+        sequences: list[bytes] = []
         for index, element in enumerate(text.values):
             field = self.field_of(index)
             sequences.append(validation.tokenize(_decode_utf8(element, field), field, model))
-            validation.check_steps(len(sequences[-1]), field, model)
-        return PackedSequences(np.concatenate([np.array(ids, IDS) for ids in sequences]), [len(ids) for ids in sequences])
+            validation.check_steps(len(sequences[-1]) // ID_BYTES, field, model)
+        return PackedSequences(np.frombuffer(b"".join(sequences), IDS), [len(ids) // ID_BYTES for ids in sequences])
 
 
 def _with_sequence_dimension(values: Tensor, model: ServedModel) -> Array:
@@ -160,9 +161,9 @@ def _flat_integers(tensor: Tensor) -> Array:
 
 def _step_names(name: str, lengths: list[int]) -> Callable[[int], str]:
     """Return a function that names a time step of the packed sequences by its sequence and its position in it."""
-    starts = [0, *accumulate(lengths)]
 
     def step_name(step: int) -> str:
+        starts = [0, *accumulate(lengths)]
         index = bisect_right(starts, step) - 1
         return f"{name}[{index}][{step - starts[index]}]"
 

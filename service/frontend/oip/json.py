@@ -10,7 +10,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from service.errors import InvalidInput, InvalidRequest, ServiceError
-from service.frontend.head_outputs import shortest_decimals
+from service.frontend.head_outputs import json_numbers
 from service.frontend.oip.parameters import boolean, check_no_shared_memory, requested_output
 from service.frontend.oip.tensors import BYTES, Tensor, decode, encode, from_list, tensor_error
 from service.frontend.oip.types import InferRequest, InferResponse
@@ -20,8 +20,6 @@ from service.modeling.spec import ModelSpec
 T = TypeVar("T")
 HEADER_LENGTH = "Inference-Header-Content-Length"
 BINARY_SIZE = "binary_data_size"
-VECTORS = ("embedding", "sequence")
-"""Outputs with many numbers. Finding the shortest decimals for them would take too long."""
 
 Name = Annotated[str, Meta(description="Name of the tensor in the model's metadata.")]
 Datatype = Annotated[str, Meta(description="BOOL, INT8 to INT64, UINT8 to UINT64, FP16 to FP64, BF16 or BYTES.")]
@@ -196,13 +194,11 @@ def _input_tensors(inputs: list[InputTensorJson], tail: memoryview) -> list[Tens
     return tensors
 
 
-def _json_values(tensor: Tensor) -> list[Any]:
-    """Return the values of a tensor as JSON values."""
+def _json_values(tensor: Tensor) -> Any:
+    """Return the values of a tensor as JSON values; msgspec writes those of an array as they are."""
     if isinstance(tensor.values, list):
         return [element.decode() for element in tensor.values]
-    flat = tensor.values.ravel()
-    values: list[Any] = shortest_decimals(flat) if tensor.datatype == "FP32" and tensor.name not in VECTORS else flat.tolist()
-    return values
+    return msgspec.Raw(json_numbers(tensor.values.ravel()))
 
 
 def _validation_error(text: str) -> ServiceError:

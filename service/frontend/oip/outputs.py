@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.errors import InvalidInput, TooLarge
-from service.frontend.head_outputs import shortest_decimals
+from service.frontend.head_outputs import json_numbers
 from service.frontend.oip import metadata
 from service.frontend.oip.metadata import LENGTHS, OFFSETS
 from service.frontend.oip.tensors import BYTES, Tensor
@@ -34,6 +34,8 @@ def check_requested(outputs: Sequence[RequestedOutput], spec: ModelSpec) -> None
 
     Some clients request every output that the metadata lists, so `lengths` and `offsets` may be requested together.
     """
+    if not outputs:
+        return
     names = [output.name for output in outputs]
     known = [tensor.name for tensor in metadata.outputs(spec)]
     for index, output in enumerate(outputs):
@@ -134,9 +136,9 @@ class _AnswerTensors:
         labels = self._head.labels
         best = np.argsort(-self._scores, axis=1, kind="stable")[:, :count]
         lines = [
-            f"{score}:{index}:{labels[index]}".encode()
+            b"%b:%d:%b" % (score, index, labels[index].encode())
             for scores, picks in zip(self._scores, best, strict=True)
-            for score, index in zip(shortest_decimals(scores[picks]), picks.tolist(), strict=True)
+            for score, index in zip(json_numbers(scores[picks])[1:-1].split(b","), picks.tolist(), strict=True)
         ]
         return Tensor("scores", BYTES, best.shape, lines)
 

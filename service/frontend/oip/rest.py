@@ -176,21 +176,25 @@ def _add_repository(router: APIRouter, frontend: Frontend, responses: Responses)
 async def _infer(frontend: Frontend, request: Request) -> Response:
     with track_request(frontend.metrics, time.monotonic()) as tracked:
         (name, version), header_length = _path_model(request), _header_length(request)
-        body = await read_tensors(request, frontend)
-        if header_length == 0:
-            parsed = json.parse_raw_sequence(body, frontend.catalog.find(name, version or None).spec, name, version)
-        else:
-            parsed = json.parse_request(body, header_length, name, version)
+        parsed = parse_infer(frontend, await read_tensors(request, frontend), header_length, name, version)
         response = await cancel_on_disconnect(request, oip_infer.infer(frontend, tracked, parsed.request))
         return await _infer_response(frontend, request, *json.encode_response(response, parsed.raw))
 
 
+def parse_infer(frontend: Frontend, body: bytes, header_length: int | None, name: str, version: str) -> json.ParsedRequest:
+    """Return the request in a body; raises a ServiceError. header_length: the value of HEADER_LENGTH, if the client sent it."""
+    if header_length == 0:
+        return json.parse_raw_sequence(body, frontend.catalog.find(name, version or None).spec, name, version)
+    return json.parse_request(body, header_length, name, version)
+
+
 async def _infer_response(frontend: Frontend, request: Request, content: bytes, header_length: int | None) -> Response:
     """Return the response, compressed if the client accepts it. header_length: the size of the JSON if raw bytes follow it."""
-    encoding = _accepted_encoding(request) if len(content) >= MIN_COMPRESSED_BYTES else None
+    accepted = accepted_encoding(request.headers.get("accept-encoding", ""))
+    encoding = accepted if len(content) >= MIN_COMPRESSED_BYTES else None
     if encoding is not None:
         # In a thread: a large response would hold up every other request on the event loop.
-        content = await asyncio.to_thread(_compress, content, encoding)
+        content = await asyncio.to_thread(compress, content, encoding)
     response = respond(frontend, content, JSON if header_length is None else OCTET_STREAM)
     if header_length is not None:
         response.headers[HEADER_LENGTH] = str(header_length)
@@ -219,16 +223,17 @@ def _header_length(request: Request) -> int | None:
     return int(values[0])
 
 
-def _accepted_encoding(request: Request) -> str | None:
-    """Return the first supported encoding that the client names. `*` selects none."""
-    for part in request.headers.get("accept-encoding", "").lower().split(","):
+def accepted_encoding(header: str) -> str | None:
+    """Return the first supported encoding in an Accept-Encoding header. `*` selects none."""
+    for part in header.lower().split(","):
         name, _, quality = part.partition(";")
         if name.strip() in COMPRESSIONS and not re.fullmatch(r"\s*q=0(\.0*)?\s*", quality):
             return name.strip()
     return None
 
 
-def _compress(content: bytes, encoding: str) -> bytes:
+def compress(content: bytes, encoding: str) -> bytes:
+    """Return the content in a supported encoding, at the fastest level."""
     compressor = zlib.compressobj(1, wbits=COMPRESSIONS[encoding])
     return compressor.compress(content) + compressor.flush()
 

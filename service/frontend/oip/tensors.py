@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -39,8 +39,7 @@ MAX_DIMENSIONS, MAX_SIZE = 8, 2**31 - 1
 _LENGTH = struct.Struct("<I")
 
 
-@dataclass(frozen=True, slots=True)
-class Tensor:
+class Tensor(msgspec.Struct, frozen=True):
     """A named tensor. values: an array of this shape, BF16 as float32; for BYTES a flat list."""
 
     name: str

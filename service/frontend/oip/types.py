@@ -6,8 +6,9 @@ The first dimension of a tensor counts sequences. A sequence of the protocol (`s
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from service.frontend.oip.tensors import Tensor
 
@@ -15,16 +16,14 @@ Parameters = Mapping[str, Any]
 """Parameters by name, each a bool, int, float or str. Unknown names are ignored."""
 
 
-@dataclass(frozen=True, slots=True)
-class RequestedOutput:
+class RequestedOutput(msgspec.Struct, frozen=True):
     """An output that a client requests. classes: return this many of the best labels as strings, or all scores for 0."""
 
     name: str
     classes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class InferRequest:
+class InferRequest(msgspec.Struct, frozen=True):
     """An inference request.
 
     version: empty for the newest version, or for the version of the session. outputs: empty for the outputs of the model's head.
@@ -38,8 +37,7 @@ class InferRequest:
     outputs: list[RequestedOutput]
 
 
-@dataclass(frozen=True, slots=True)
-class InferResponse:
+class InferResponse(msgspec.Struct, frozen=True):
     """The reply to an InferRequest.
 
     outputs: in the order of the request. parameters: `sequence_steps` for a session, otherwise empty.

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
+import orjson
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr
 
-from service.errors import InvalidInput
+from service.errors import InvalidInput, ServiceError
 from service.frontend import validation
 from service.frontend.catalog import ServedModel
-from service.frontend.head_outputs import InferOutput, format_outputs, input_field
-from service.frontend.http_exchange import cancel_on_disconnect, read_json, respond
+from service.frontend.head_outputs import InferOutput, input_field
+from service.frontend.hot_calls import Answered, HotEndpoint, Parsed, Reply
+from service.frontend.http_exchange import JSON, cancel_on_disconnect, read_json, respond
 from service.frontend.inference import Frontend, TrackedRequest, run_inference, track_request
+from service.frontend.request_heads import RequestHead
 from service.frontend.rest.schemas import ERRORS, JsonBody, SessionId, describe_body
 from service.ipc import messages
 from service.modeling.spec import ModelSpec
 from service.settings import Settings
 
+MAX_RETURNS = 8
+"""Most names in `return`. A name may be repeated, but a list of a million names would stall the event loop."""
+MAX_HOT_BODY_BYTES = 1 << 16
+"""Larger bodies take the general path."""
+_JSON_TYPES = (None, JSON.encode(), b"application/json; charset=utf-8", b"application/json;charset=utf-8")
+_HEADERS = b"content-type: " + JSON.encode() + b"\r\n"
 _EXAMPLE = {"model": "question-type", "inputs": ["How far is it from Denver to Aspen ?"]}
 
 
@@ -35,7 +45,7 @@ class InferBody(JsonBody):
     """One sequence each: a string, a list of token ids, or a list of steps with a list of floats each, depending on the model."""
     version: StrictStr | Annotated[int, Field(strict=True)] | None = None
     """Version of the model; the newest by default."""
-    returns: list[Literal["embedding", "sequence"]] = Field([], alias="return")
+    returns: Annotated[list[Literal["embedding", "sequence"]], Field(max_length=MAX_RETURNS)] = Field([], alias="return")
     """Adds vectors to each output: the pooled vector (embedding) or the vector of every step (sequence)."""
     session: SessionId | None = None
     """Id of a session. The request then has one input, the session's next chunk, and the output covers all steps so far."""
@@ -52,6 +62,19 @@ class InferBody(JsonBody):
     def field_of(self, index: int) -> str:
         """Return the name of one input for an error message."""
         return input_field(index)
+
+
+class OneShotBody(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    """The fields of an InferBody without a session. A body that does not decode takes the general path, which explains why."""
+
+    model: str
+    inputs: Annotated[list[Any], msgspec.Meta(min_length=1)]
+    version: str | int | None = None
+    returns: Annotated[list[Literal["embedding", "sequence"]], msgspec.Meta(max_length=MAX_RETURNS)] = msgspec.field(
+        default=[], name="return"
+    )
+    deadline_ms: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    priority: Annotated[int, msgspec.Meta(ge=-10, le=10)] = 0
 
 
 class SessionSteps(BaseModel):
@@ -92,25 +115,25 @@ async def answer(frontend: Frontend, tracked: TrackedRequest, body: InferBody) -
 
     model, (shapes, data) = await run_inference(frontend, tracked, body.model, body.version, body.session, build)
     start = time.monotonic()
-    reply: dict[str, Any] = {
-        "model": model.spec.name,
-        "version": model.version,
-        "outputs": format_outputs(model.spec, shapes, data, body.field_of),
-    }
-    if body.session is not None:
-        reply["session"] = {"id": body.session, "steps": shapes.session_steps}
-    encoded = msgspec.json.encode(reply)
+    encoded = write_reply(model, model.writer.write(shapes, data, body.field_of), body.session, shapes.session_steps)
     frontend.metrics.stage_seconds.observe(time.monotonic() - start, *tracked.labels, "encode")
     return encoded
 
 
+def write_reply(model: ServedModel, outputs: bytes, session: str | None = None, session_steps: int = 0) -> bytes:
+    """Return the JSON of an InferReply. outputs: from the model's OutputWriter."""
+    if session is None:
+        return b'{%b,"outputs":%b}' % (model.identity, outputs)
+    progress = orjson.dumps({"id": session, "steps": session_steps})
+    return b'{%b,"outputs":%b,"session":%b}' % (model.identity, outputs, progress)
+
+
 def build_request(body: InferBody, model: ServedModel, settings: Settings, arrived: float) -> tuple[messages.Request, bytes]:
     """Return the engine's request and its tensor bytes; raises InvalidInput or TooLarge, which name the first wrong field."""
-    validation.check_input_count(len(body.inputs), settings)
     _check_session_fields(body)
-    arrays = [validation.parse_input(value, body.field_of(index), model) for index, value in enumerate(body.inputs)]
+    lengths, data = validation.pack_inputs(body.inputs, body.field_of, model, settings)
     options = validation.Options(
-        returns=check_returns(body, model.spec),
+        returns=check_returns(body.returns, model.spec),
         deadline_ms=validation.resolve_deadline_ms(body.deadline_ms, settings),
         priority=body.priority,
         session=body.session,
@@ -118,16 +141,15 @@ def build_request(body: InferBody, model: ServedModel, settings: Settings, arriv
         session_ends=body.end,
         exact_version=body.version is not None,
     )
-    request = validation.engine_request([len(array) for array in arrays], options, model, arrived)
-    return request, b"".join(array.tobytes() for array in arrays)
+    return validation.engine_request(lengths, options, model, arrived), data
 
 
-def check_returns(body: InferBody, spec: ModelSpec) -> messages.Returns:
+def check_returns(returns: Sequence[str], spec: ModelSpec) -> messages.Returns:
     """Validate `return`. Raises InvalidInput for vectors that the model does not have."""
-    for name, available in (("embedding", spec.has_embedding), ("sequence", spec.has_steps)):
-        if name in body.returns and not available:
+    for name in returns:
+        if not (spec.has_embedding if name == "embedding" else spec.has_steps):
             raise InvalidInput(f"{spec.name} has no {name} to return: leave {name} out of return", field="return")
-    return validation.requested_returns(body.returns, spec)
+    return validation.requested_returns(returns, spec)
 
 
 def _check_session_fields(body: InferBody) -> None:
@@ -138,3 +160,43 @@ def _check_session_fields(body: InferBody) -> None:
     for field, present in (("start", body.start is not None), ("end", "end" in body.model_fields_set)):
         if present:
             raise InvalidInput(f"{field} requires session: name the session, or leave {field} out", field=field)
+
+
+_decode = msgspec.json.Decoder(OneShotBody).decode
+
+
+class HotInfer(HotEndpoint):
+    """The endpoint on the hot path, for requests without a session. The context of a call is its body."""
+
+    def parse(self, head: RequestHead, body: bytes) -> Parsed | None:
+        if head.length > MAX_HOT_BODY_BYTES or head.headers.get(b"content-type") not in _JSON_TYPES:
+            return None
+        try:
+            parsed = _decode(body)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return None
+        return Parsed(parsed.model, parsed.version, parsed)
+
+    def build(self, parsed: Parsed, model: ServedModel, arrived: float) -> tuple[messages.Request, bytes]:
+        body, settings = parsed.context, self.frontend.settings
+        lengths, data = validation.pack_inputs(body.inputs, input_field, model, settings)
+        options = validation.Options(
+            returns=check_returns(body.returns, model.spec),
+            deadline_ms=validation.resolve_deadline_ms(body.deadline_ms, settings),
+            priority=body.priority,
+            exact_version=body.version is not None,
+        )
+        return validation.engine_request(lengths, options, model, arrived), data
+
+    def write(self, model: ServedModel, answers: list[Answered]) -> list[Reply | ServiceError]:
+        together = model.writer.write_all([(answer, data) for _, answer, data in answers])
+        if together is not None:
+            return [Reply(write_reply(model, outputs), _HEADERS) for outputs in together]
+        return [_reply(model, answered) for answered in answers]
+
+
+def _reply(model: ServedModel, answered: Answered) -> Reply | ServiceError:
+    try:
+        return Reply(write_reply(model, model.writer.write(answered.answer, answered.data)), _HEADERS)
+    except ServiceError as error:
+        return error

@@ -135,7 +135,7 @@ def body_of_stream(query: StreamQuery, session: str, spec: ModelSpec, settings: 
         deadline_ms=query.deadline_ms,
         priority=query.priority,
     )
-    check_returns(body, spec)
+    check_returns(body.returns, spec)
     resolve_deadline_ms(body.deadline_ms, settings)
     return body
 

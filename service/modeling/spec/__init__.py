@@ -107,6 +107,11 @@ class SequenceInput(Table):
         """Length of the longest text that is tokenised; a longer one would exceed `max_steps` in any case."""
         return CHARACTERS_PER_STEP * self.max_steps
 
+    @property
+    def step_bytes(self) -> int:
+        """Size of one time step as the engine takes it: an int32 token id, or `features` float32 numbers."""
+        return 4 * (self.features or 1)
+
 
 class ModelSpec(Table):
     """The content of model.toml. `sha256` has the digest of every other file that is read to serve the model."""

@@ -1,0 +1,123 @@
+"""Limits on HTTP connections: how many there are, and how long each may be idle, send a request, or not read its reply."""
+
+from __future__ import annotations
+
+import heapq
+import resource
+from collections.abc import Callable
+from enum import Enum
+from operator import itemgetter
+from typing import Protocol
+
+from service.metrics import Metrics
+from service.settings import Settings
+
+RESERVED_FILES = 64
+"""Open files that a frontend needs besides its HTTP connections, at least."""
+MOST_CONNECTIONS = 1 << 16
+
+
+class Phase(Enum):
+    """What a connection does."""
+
+    IDLE = "idle"
+    RECEIVING = "receiving"
+    RUNNING = "running"
+    CLOSING = "closing"
+
+
+class GuardedConnection(Protocol):
+    """A connection as the guard sees it. Times are seconds on the event loop's clock."""
+
+    @property
+    def phase(self) -> Phase:
+        """What the connection does now."""
+
+    @property
+    def phase_began(self) -> float:
+        """When it became idle, or began to receive the request."""
+
+    @property
+    def received_bytes(self) -> int:
+        """How much of the request has arrived."""
+
+    @property
+    def unread_bytes(self) -> int:
+        """How many bytes of replies wait for the client."""
+
+    def unread_since(self, now: float) -> float | None:
+        """Return since when the client reads nothing of a reply that waits for it, or None."""
+
+    def close_idle(self) -> None:
+        """Close the connection between two requests."""
+
+    def refuse_slow_request(self) -> None:
+        """Reply that the request takes too long, and close the connection."""
+
+    def abort(self) -> None:
+        """Close the connection without sending what waits."""
+
+
+class ConnectionGuard:
+    """Applies the limits to the connections of one frontend."""
+
+    def __init__(self, settings: Settings, metrics: Metrics, connections: Callable[[], list[GuardedConnection]]) -> None:
+        """connections: returns the open HTTP connections."""
+        self._settings = settings
+        self._metrics = metrics
+        self._connections = connections
+        self.limit = settings.max_connections or _connections_of_open_files()
+
+    def sweep(self, now: float) -> None:
+        """Close every connection that exceeds a limit of time."""
+        settings = self._settings
+        for connection in self._connections():
+            seconds = now - connection.phase_began
+            unread_since = connection.unread_since(now)
+            if unread_since is not None and now - unread_since > settings.send_seconds:
+                self._close(connection.abort, "slow_reader")
+            elif connection.phase is Phase.IDLE and seconds > settings.idle_seconds:
+                self._close(connection.close_idle, "idle")
+            elif connection.phase is Phase.RECEIVING:
+                allowed = settings.receive_seconds + connection.received_bytes / settings.min_receive_rate
+                if seconds > allowed:
+                    self._close(connection.refuse_slow_request, "slow_request")
+        self._limit_unread_bytes()
+
+    def make_room(self, open_connections: int) -> bool:
+        """Return whether another connection may be accepted now. Otherwise close some, so that it may be soon.
+
+        These are the connections that are idle for the longest time, or without idle ones, those whose request has been arriving for the
+        longest time. Several, because each call looks at all connections.
+        """
+        if open_connections < self.limit:
+            return True
+        connections, count = self._connections(), max(1, self.limit // 64)
+        for phase in (Phase.IDLE, Phase.RECEIVING):
+            candidates = (connection for connection in connections if connection.phase is phase)
+            oldest = heapq.nsmallest(count, candidates, key=lambda connection: connection.phase_began)
+            for connection in oldest:
+                self._close(connection.abort, "too_many")
+            if oldest:
+                break
+        return False
+
+    def _limit_unread_bytes(self) -> None:
+        """Close the connections with the most unread bytes, until the rest is within the limit."""
+        by_size = sorted(((connection.unread_bytes, connection) for connection in self._connections()), key=itemgetter(0))
+        total = sum(size for size, _ in by_size)
+        while total > self._settings.max_unread_bytes:
+            size, connection = by_size.pop()
+            self._close(connection.abort, "slow_reader")
+            total -= size
+
+    def _close(self, close: Callable[[], None], reason: str) -> None:
+        self._metrics.connections_closed.add(reason)
+        close()
+
+
+def _connections_of_open_files() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return MOST_CONNECTIONS
+    return min(MOST_CONNECTIONS, max(1, soft - max(RESERVED_FILES, soft // 8)))

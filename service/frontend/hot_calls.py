@@ -1,0 +1,221 @@
+"""What the endpoints of the hot path share: the life of a request from its body to its reply, in callbacks, with its metrics.
+
+The answers that arrive in one tick of the event loop are written together, which costs less for each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+
+from service.errors import ServiceError
+from service.frontend.catalog import ServedModel
+from service.frontend.dispatch.connection import PendingRequest
+from service.frontend.http_protocol import Exchange
+from service.frontend.inference import UNKNOWN_MODEL_LABELS, Frontend
+from service.frontend.request_heads import RequestHead
+from service.ipc.messages import Answer, ModelKey, Request
+from service.metrics import GONE, OK, Metrics
+
+
+class RequestTally:
+    """Counts requests as `track_request` does, for the hot path: in plain lists, which are folded into the metrics when these are read."""
+
+    MAX_UNFOLDED = 8192
+    """Requests after which the lists are folded in any case."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._accepted = self._ended = self._unfolded = 0
+        self._seconds: dict[tuple[str, str], dict[str, list[float]]] = {}
+        self._last_answer: dict[tuple[str, str], float] = {}
+        metrics.before_snapshot(self._fold)
+
+    def accept(self) -> None:
+        """Count a request that was sent to an engine."""
+        self._accepted += 1
+
+    def answer(self, labels: tuple[str, str], parse: Sequence[float], total: Sequence[float], encode: float) -> None:
+        """Count requests of one model that were answered together. parse, total: seconds of each; encode: seconds of all."""
+        seconds = self._seconds.get(labels)
+        if seconds is None:
+            seconds = self._seconds[labels] = {"parse": [], "encode": [], "total": []}
+        seconds["parse"] += parse
+        seconds["total"] += total
+        seconds["encode"] += [encode / len(total)] * len(total)
+        self._last_answer[labels] = time.monotonic()
+        self._ended += len(total)
+        self._unfolded += len(total)
+        if self._unfolded > self.MAX_UNFOLDED:
+            self._fold()
+
+    def fail(self, labels: tuple[str, str], outcome: str, seconds: float) -> None:
+        """Count a request that ended without an answer."""
+        self._ended += 1
+        self._metrics.requests.add(*labels, outcome)
+        self._metrics.stage_seconds.observe(seconds, *labels, "total")
+        self._metrics.failed_seconds.add(*labels, by=seconds)
+
+    def _fold(self) -> None:
+        metrics = self._metrics
+        metrics.accepted.add(by=self._accepted)
+        metrics.in_flight.add(by=self._accepted - self._ended)
+        self._accepted = self._ended = self._unfolded = 0
+        for labels, stages in self._seconds.items():
+            metrics.requests.add(*labels, OK, by=len(stages["total"]))
+            for stage, seconds in stages.items():
+                metrics.stage_seconds.observe_all(seconds, *labels, stage)
+            age = time.monotonic() - self._last_answer[labels]
+            metrics.last_answer.set(datetime.now(UTC).timestamp() - age, *labels)
+        self._seconds, self._last_answer = {}, {}
+
+
+class Parsed(NamedTuple):
+    """A request whose body is decoded. version: None for the newest. context: what the endpoint needs again to write the reply."""
+
+    model: str
+    version: str | int | None
+    context: Any
+
+
+class Answered(NamedTuple):
+    """A call with the engine's answer to it."""
+
+    call: HotCall
+    answer: Answer
+    data: bytes
+
+
+class Reply(NamedTuple):
+    """A successful reply. headers: complete lines. compress: compresses the content in a thread if it is worth it."""
+
+    content: bytes
+    headers: bytes
+    compress: Callable[[bytes], bytes] | None = None
+
+
+class HotCall:
+    """One request, from its start to its reply."""
+
+    __slots__ = ("arrived", "context", "disconnected", "endpoint", "exchange", "model", "pending", "sent")
+
+    def __init__(self, endpoint: HotEndpoint, exchange: Exchange, model: ServedModel, arrived: float, context: Any) -> None:
+        """arrived: the monotonic time of arrival in seconds."""
+        self.endpoint = endpoint
+        self.exchange = exchange
+        self.model = model
+        self.arrived = self.sent = arrived
+        self.context = context
+        self.pending: PendingRequest | None = None
+        self.disconnected = False
+
+    def answered(self, answer: Answer, data: bytes) -> None:
+        self.endpoint.collect(Answered(self, answer, data))
+
+    def failed(self, error: ServiceError) -> None:
+        self.endpoint.fail(self, error)
+
+    def disconnect(self) -> None:
+        self.endpoint.disconnect(self)
+
+
+class HotEndpoint(ABC):
+    """Runs the requests of one endpoint."""
+
+    def __init__(self, frontend: Frontend, tally: RequestTally) -> None:
+        self.frontend = frontend
+        self._tally = tally
+        self._answered: dict[ModelKey, list[Answered]] = {}
+
+    @abstractmethod
+    def parse(self, head: RequestHead, body: bytes) -> Parsed | None:
+        """Return the decoded request, or None for a request that only the general path can answer or explain."""
+
+    @abstractmethod
+    def build(self, parsed: Parsed, model: ServedModel, arrived: float) -> tuple[Request, bytes]:
+        """Validate the inputs, and return the engine's request and its tensor bytes; raises a ServiceError."""
+
+    @abstractmethod
+    def write(self, model: ServedModel, answers: list[Answered]) -> list[Reply | ServiceError]:
+        """Return the reply to each answer of one model."""
+
+    def start(self, head: RequestHead, body: bytes, exchange: Exchange) -> HotCall | None:
+        """See `Endpoint.start`."""
+        arrived = time.monotonic()
+        parsed = self.parse(head, body)
+        if parsed is None:
+            return None
+        self._tally.accept()
+        labels = UNKNOWN_MODEL_LABELS
+        try:
+            model = self.frontend.catalog.find(parsed.model, parsed.version)
+            labels = model.key.labels
+            call = HotCall(self, exchange, model, arrived, parsed.context)
+            request, data = self.build(parsed, model, arrived)
+            call.sent = request.sent
+            call.pending = self.frontend.dispatcher.send(request, data, call)
+        except ServiceError as error:
+            self._tally.fail(labels, error.code, time.monotonic() - arrived)
+            raise
+        return call
+
+    def abandon(self) -> None:
+        """See `Endpoint.abandon`."""
+        self._tally.accept()
+        self._tally.fail(UNKNOWN_MODEL_LABELS, GONE, 0.0)
+
+    def collect(self, answered: Answered) -> None:
+        """Keep an answer until the end of the tick."""
+        if not self._answered:
+            asyncio.get_running_loop().call_soon(self._write_answers)
+        self._answered.setdefault(answered.call.model.key, []).append(answered)
+
+    def fail(self, call: HotCall, error: ServiceError) -> None:
+        """Reply with the error that a request ended with."""
+        self._tally.fail(call.model.key.labels, error.code, time.monotonic() - call.arrived)
+        call.exchange.respond_error(error)
+
+    def disconnect(self, call: HotCall) -> None:
+        """Cancel a request whose client closed the connection."""
+        call.disconnected = True
+        if call.pending is not None:
+            self.frontend.dispatcher.cancel(call.pending)
+        self._tally.fail(call.model.key.labels, GONE, time.monotonic() - call.arrived)
+
+    def _write_answers(self) -> None:
+        by_model, self._answered = self._answered, {}
+        for answers in by_model.values():
+            waiting = [answered for answered in answers if not answered.call.disconnected]
+            if waiting:
+                self._write_answers_of_model(waiting[0].call.model, waiting)
+
+    def _write_answers_of_model(self, model: ServedModel, answers: list[Answered]) -> None:
+        start, replied = time.monotonic(), []
+        for (call, _, _), reply in zip(answers, self.write(model, answers), strict=True):
+            if isinstance(reply, ServiceError):
+                self.fail(call, reply)
+                continue
+            _send(call, reply)
+            replied.append(call)
+        if replied:
+            now = time.monotonic()
+            parse, total = [call.sent - call.arrived for call in replied], [now - call.arrived for call in replied]
+            self._tally.answer(model.key.labels, parse, total, now - start)
+
+
+def _send(call: HotCall, reply: Reply) -> None:
+    if reply.compress is None:
+        call.exchange.respond(reply.content, reply.headers)
+        return
+
+    def respond(compressed: asyncio.Future[bytes]) -> None:
+        if not call.disconnected:
+            call.exchange.respond(compressed.result(), reply.headers)
+
+    # In a thread: a large reply would hold up every other request on the event loop.
+    compressing = asyncio.get_running_loop().run_in_executor(None, reply.compress, reply.content)
+    compressing.add_done_callback(respond)

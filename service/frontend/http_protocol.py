@@ -1,0 +1,417 @@
+"""The hot path of HTTP: the endpoints of inference answered with callbacks below uvicorn, without ASGI, tasks and futures.
+
+A request that is in any way unusual goes to uvicorn's own protocol as the bytes that arrived, and from there to the ASGI application: the
+general path. Both paths share validation, dispatch and the writing of answers, and return the same bytes for the same request.
+"""
+
+from __future__ import annotations
+
+import math
+from http import HTTPStatus
+from typing import Any, NoReturn, Protocol
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from service.errors import STATUS, HeadersTooLarge, InvalidRequest, Overloaded, RequestTimeout, ServiceError, TooLarge
+from service.frontend.connection_guard import Phase
+from service.frontend.http_exchange import JSON, error_body
+from service.frontend.inference import Frontend
+from service.frontend.request_heads import RequestHead, RequestHeads
+from service.metrics import CLOSED_FOR
+
+MAX_WAITING_BYTES = 1 << 16
+"""Bytes of pipelined requests that are read before the running one is answered."""
+LINGER_SECONDS = 1.0
+"""How long a connection is read on after a request was refused in the middle."""
+_HEAD_END = b"\r\n\r\n"
+
+
+class Exchange(Protocol):
+    """Where the reply to one request goes."""
+
+    def respond(self, content: bytes, headers: bytes) -> None:
+        """Send a successful reply. headers: complete lines, without Content-Length."""
+
+    def respond_error(self, error: ServiceError) -> None:
+        """Send an error."""
+
+
+class Call(Protocol):
+    """A request that was sent to an engine and is not answered yet."""
+
+    def disconnect(self) -> None:
+        """The client closed the connection: cancel the request. The exchange is not used any more."""
+
+
+class Endpoint(Protocol):
+    """An endpoint of the hot path."""
+
+    def start(self, head: RequestHead, body: bytes, exchange: Exchange) -> Call | None:
+        """Start a request, or return None if the general path must answer it. The reply comes after the return.
+
+        Raises the ServiceError of a request that is refused.
+        """
+
+    def abandon(self) -> None:
+        """Count a request whose body did not arrive."""
+
+
+class HotPath:
+    """What the connections of a frontend share: the endpoints, the known heads of requests and the headers of replies."""
+
+    def __init__(self, frontend: Frontend, infer: Endpoint, oip_infer: Endpoint) -> None:
+        """infer: POST /infer. oip_infer: inference of the Open Inference Protocol."""
+        self.frontend = frontend
+        self.heads = RequestHeads(frontend.settings.max_headers)
+        self._infer = infer
+        self._oip_infer = oip_infer
+        self.receiving_bytes = 0
+        """Bytes of incomplete requests on all connections."""
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._header_lines = b""
+
+    def find_endpoint(self, path: str) -> Endpoint | None:
+        """Return the endpoint that answers requests to a path, if there is one on the hot path."""
+        if path == "/infer":
+            return self._infer
+        return self._oip_infer if path.startswith("/v2/models/") and path.endswith("/infer") else None
+
+    def reply(self, status: bytes, headers: list[tuple[bytes, bytes]], content: bytes, more_headers: bytes) -> bytes:
+        """Return a whole reply. headers: the server's own, a new list when they change. more_headers: complete lines."""
+        if headers is not self._headers:
+            self._headers, self._header_lines = headers, b"".join([b"%b: %b\r\n" % pair for pair in headers])
+        return b"HTTP/1.1 %b\r\n%bcontent-length: %d\r\n%b\r\n%b" % (
+            status,
+            self._header_lines,
+            len(content),
+            more_headers,
+            content,
+        )
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """One HTTP connection. Requests run one at a time; later ones wait in the order in which they arrived."""
+
+    def __init__(
+        self, config: uvicorn.Config, server_state: ServerState, app_state: dict[str, Any], *, hot_path: HotPath
+    ) -> None:
+        super().__init__(config, server_state, app_state)
+        self._hot_path = hot_path
+        self._settings = hot_path.frontend.settings
+        self._general = False
+        """Whether the connection's bytes go to the general path."""
+        self._message_begun = self._head_complete = False
+        """Whether the general path has read a request, or its head, in part."""
+        self._head_bytes = 0
+        self._refusal: ServiceError | None = None
+        self._call: Call | None = None
+        self._incomplete: Endpoint | None = None
+        """The endpoint of a request whose body has not arrived yet."""
+        self._parts: list[bytes] = []
+        """Bytes that arrived and are not handled yet."""
+        self._size = 0
+        self._needed = 0
+        """Size of `_parts` at which the first request in them is complete, as far as known."""
+        self._last_request = False
+        """Whether bytes after the running request are ignored."""
+        self._last_reply = False
+        """Whether the connection closes after the running request."""
+        self.phase_began = self.loop.time()
+        self.received_bytes = 0
+        self._unread = (0, math.inf)
+        """Bytes of replies that wait for the client, and since when their number does not shrink."""
+
+    @property
+    def phase(self) -> Phase:
+        if self._last_request or self.transport.is_closing():
+            return Phase.CLOSING
+        if self._message_begun or (self._parts and self._call is None):
+            return Phase.RECEIVING
+        if self._call is not None or (self._general and not self._general_path_idle()):
+            return Phase.RUNNING
+        return Phase.IDLE
+
+    def data_received(self, data: bytes) -> None:
+        """Answer hot requests, and pass the bytes of all others to the general path."""
+        if self._last_request:
+            return
+        if self._general:
+            if not self._general_path_idle():
+                self._receive_general(data)
+                return
+            self._general = False
+        self._parts.append(data)
+        self._size += len(data)
+        if self._call is not None:
+            if self._size > MAX_WAITING_BYTES:
+                self.flow.pause_reading()
+        elif self._size >= self._needed:
+            self._start_next()
+        else:
+            self._count_received(self._size)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Cancel the running request."""
+        if self._call is not None:
+            self._call.disconnect()
+            self._call = None
+        self._abandon_incomplete()
+        self._count_received(0)
+        super().connection_lost(exc)
+
+    def shutdown(self) -> None:
+        """Close the connection after the running request, if there is one."""
+        if self._call is None and not self._parts:
+            super().shutdown()
+        else:
+            self._last_reply = True
+
+    def resume_writing(self) -> None:
+        """Continue with the requests that wait while the client reads its replies slowly."""
+        super().resume_writing()
+        self._start_waiting()
+
+    # Callbacks of the general path's parser.
+
+    def on_message_begin(self) -> None:
+        self._message_begun, self._head_complete, self._head_bytes = True, False, 0
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._count_head_bytes(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count_head_bytes(len(name) + len(value))
+        super().on_header(name, value)
+        if len(self.headers) > self._settings.max_headers:
+            limit = self._settings.max_headers
+            self._refuse_head(
+                HeadersTooLarge(f"the request has more than {limit} headers, which is SEQSERVE_MAX_HEADERS: send fewer")
+            )
+
+    def on_headers_complete(self) -> None:
+        self._head_complete = True
+        version, hosts = self.parser.get_http_version(), [name for name, _ in self.headers if name == b"host"]
+        if version not in ("1.0", "1.1"):
+            self._refuse_head(InvalidRequest("the version of HTTP is not supported: send HTTP/1.1"))
+        if len(hosts) > 1 or (version == "1.1" and not hosts):
+            self._refuse_head(InvalidRequest(f"the request has {len(hosts)} Host headers: send exactly one"))
+        ignored_upgrade = self.parser.should_upgrade() and not self._should_upgrade()
+        if ignored_upgrade and self._has_body():
+            # The parser would take the body for the protocol after the upgrade.
+            self._refuse_head(
+                InvalidRequest("a request with a body cannot upgrade its connection: leave out the Upgrade header")
+            )
+        super().on_headers_complete()
+        if ignored_upgrade:
+            self.cycle.keep_alive = False
+
+    def on_message_complete(self) -> None:
+        self._message_begun = False
+        self._count_received(0)
+        super().on_message_complete()
+
+    def _should_upgrade(self) -> bool:
+        """Return whether the request is the handshake of a WebSocket, which has no body."""
+        return self.parser.get_method() == b"GET" and not self._has_body() and super()._should_upgrade()
+
+    def _has_body(self) -> bool:
+        return any(
+            name == b"transfer-encoding" or (name == b"content-length" and value != b"0") for name, value in self.headers
+        )
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Read nothing more: uvicorn calls this for an upgrade that is ignored."""
+        self._last_request = True
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what the general path's parser cannot read. uvicorn calls this."""
+        self._refuse(self._refusal or InvalidRequest("the request is not valid HTTP: send it as RFC 9112 defines HTTP/1.1"))
+
+    # The connection guard.
+
+    @property
+    def unread_bytes(self) -> int:
+        return self._unread[0]
+
+    def unread_since(self, now: float) -> float | None:
+        unread, since = self._unread
+        waiting = self.transport.get_write_buffer_size()
+        if waiting == 0 or waiting < unread or math.isinf(since):
+            since = now
+        self._unread = (waiting, since)
+        return since if waiting else None
+
+    def close_idle(self) -> None:
+        self.timeout_keep_alive_handler()
+
+    def refuse_slow_request(self) -> None:
+        limit = self._settings.receive_seconds
+        self._refuse(
+            RequestTimeout(
+                f"the request took longer to arrive than {limit:g} s, which is SEQSERVE_RECEIVE_SECONDS: send it faster"
+            )
+        )
+
+    def abort(self) -> None:
+        self.transport.abort()
+
+    # Replies of the hot path.
+
+    def respond(self, content: bytes, headers: bytes) -> None:
+        """Send a successful reply to the running request."""
+        self._reply(b"200 OK", content, headers)
+
+    def respond_error(self, error: ServiceError) -> None:
+        """Send an error as the reply to the running request."""
+        self._last_reply |= isinstance(error, TooLarge)
+        status, headers = _error_head(error)
+        self._reply(status, error_body(error), headers)
+
+    def _general_path_idle(self) -> bool:
+        """Return whether the general path has answered all that it read, so that the next byte begins a request."""
+        return not self._message_begun and self.cycle is not None and self.cycle.response_complete and not self.pipeline
+
+    def _receive_general(self, data: bytes) -> None:
+        """Pass bytes to the general path."""
+        if not self._message_begun:
+            self.phase_began = self.loop.time()
+        self._count_received(self.received_bytes + len(data))
+        if self._last_request:
+            return
+        super().data_received(data)
+        if self._message_begun and not self._head_complete and self.received_bytes > self._settings.max_header_bytes:
+            # A header that arrives in pieces reaches `on_header` only when it is complete.
+            self._refuse(self._head_too_large())
+
+    def _start_next(self) -> None:
+        """Start the first of the requests that arrived, if it is complete and the client reads its replies."""
+        if self.flow.write_paused:
+            return
+        data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        end = data.find(_HEAD_END) + len(_HEAD_END)
+        in_limits = len(_HEAD_END) <= end <= self._settings.max_header_bytes
+        head = self._hot_path.heads.find(data[:end]) if in_limits else None
+        endpoint = self._hot_path.find_endpoint(head.path) if head is not None else None
+        if head is None or endpoint is None or head.length > self._settings.max_body_bytes:
+            self._pass_on(data)
+            return
+        needed = end + head.length
+        if len(data) < needed:
+            if self._needed == 0:
+                self.phase_began = self.loop.time()
+            self._parts, self._size, self._needed, self._incomplete = [data], len(data), needed, endpoint
+            self._count_received(len(data))
+            return
+        if self._incomplete is not None:
+            self._incomplete = None
+            self._count_received(0)
+        body, rest = data[end:needed], data[needed:]
+        self._parts, self._size, self._needed = [rest] if rest else [], len(rest), 0
+        if not self._start(endpoint, head, body):
+            self._pass_on(data)
+
+    def _start(self, endpoint: Endpoint, head: RequestHead, body: bytes) -> bool:
+        """Start a request; false when the general path must answer it."""
+        self._unset_keepalive_if_required()
+        try:
+            self._call = endpoint.start(head, body, self)
+        except ServiceError as error:
+            self.respond_error(error)
+        except Exception as error:
+            self.respond_error(self._hot_path.frontend.internal_error(error))
+        else:
+            return self._call is not None
+        return True
+
+    def _pass_on(self, data: bytes) -> None:
+        """Let the general path answer what arrived, until it is idle again."""
+        self._general = True
+        self._parts, self._size, self._needed = [], 0, 0
+        self._count_received(0)
+        self._receive_general(data)
+
+    def _reply(self, status: bytes, content: bytes, headers: bytes) -> None:
+        self._call = None
+        self._last_reply |= self._hot_path.frontend.draining
+        if self._last_reply:
+            headers += b"connection: close\r\n"
+        self.transport.write(self._hot_path.reply(status, self.server_state.default_headers, content, headers))
+        self.server_state.total_requests += 1
+        self.phase_began = self.loop.time()
+        if self._last_reply:
+            self.transport.close()
+        elif self._parts:
+            self.flow.resume_reading()
+            self.loop.call_soon(self._start_waiting)
+
+    def _start_waiting(self) -> None:
+        """Start a request that arrived while the last one ran."""
+        waiting = self._parts and self._size >= self._needed
+        if waiting and self._call is None and not self._general and not self.transport.is_closing():
+            self._start_next()
+
+    def _abandon_incomplete(self) -> None:
+        """Drop what arrived of a request that will never be complete."""
+        self._parts.clear()
+        if self._incomplete is not None:
+            self._incomplete.abandon()
+            self._incomplete = None
+
+    def _count_received(self, size: int) -> None:
+        """Record how much of an incomplete request has arrived. A large one is refused when all connections together hold too much."""
+        hot_path, limit = self._hot_path, self._settings.max_receiving_bytes
+        hot_path.receiving_bytes += size - self.received_bytes
+        self.received_bytes = size
+        if size > MAX_WAITING_BYTES and hot_path.receiving_bytes > limit:
+            problem = f"incomplete requests hold {hot_path.receiving_bytes} bytes and SEQSERVE_MAX_RECEIVING_BYTES is {limit}"
+            self._refuse(Overloaded(f"{problem}: retry later, or raise SEQSERVE_MAX_RECEIVING_BYTES", retry_after=1))
+
+    def _count_head_bytes(self, size: int) -> None:
+        self._head_bytes += size
+        if self._head_bytes > self._settings.max_header_bytes:
+            self._refuse_head(self._head_too_large())
+
+    def _head_too_large(self) -> HeadersTooLarge:
+        limit = self._settings.max_header_bytes
+        return HeadersTooLarge(
+            f"the head of the request is larger than {limit} bytes, which is SEQSERVE_MAX_HEADER_BYTES: send less"
+        )
+
+    def _refuse_head(self, error: ServiceError) -> NoReturn:
+        """End the parser's work on a request; uvicorn then calls `send_400_response`."""
+        self._refusal = error
+        raise error
+
+    def _refuse(self, error: ServiceError) -> None:
+        """Send an error for a request that cannot be read to its end, and close the connection.
+
+        It closes a little later, because a client that still sends would lose the error with the connection.
+        """
+        if self._last_request:
+            return
+        if error.code in CLOSED_FOR:
+            self._hot_path.frontend.metrics.connections_closed.add(error.code)
+        self._last_request = True
+        self._abandon_incomplete()
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        status, headers = _error_head(error)
+        headers += b"connection: close\r\n"
+        self.transport.write(self._hot_path.reply(status, self.server_state.default_headers, error_body(error), headers))
+        self.transport.write_eof()
+        self.flow.resume_reading()
+        self.loop.call_later(LINGER_SECONDS, self.transport.close)
+
+
+def _error_head(error: ServiceError) -> tuple[bytes, bytes]:
+    """Return the status and the header lines of an error."""
+    status = HTTPStatus(STATUS[type(error)].http)
+    headers = b"content-type: " + JSON.encode() + b"\r\n"
+    if error.retry_after is not None:
+        headers += b"retry-after: %d\r\n" % error.retry_after
+    return b"%d %b" % (status, status.phrase.encode()), headers

@@ -1,0 +1,101 @@
+"""The heads of HTTP requests that the hot path may answer, each parsed once and remembered by its exact bytes.
+
+A client on a kept connection repeats its heads byte for byte, apart from Content-Length. Only llhttp interprets a head, as on the general
+path, so that both paths agree about where a request ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import httptools
+
+MAX_HEADS = 4096
+MAX_HEAD_BYTES = 1024
+"""Longer heads are parsed each time: one client must not fill the memory with heads that it never repeats."""
+_UNUSUAL = frozenset((b"transfer-encoding", b"content-encoding", b"expect", b"te", b"trailer"))
+_CONNECTION_OPTIONS = frozenset((b"keep-alive", b"upgrade", b"http2-settings"))
+"""Options of a connection that stays open. An upgrade is ignored, as HTTP allows: some clients offer one with every request."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestHead:
+    """A head that the hot path may answer. `length` is the size of the body in bytes, `headers` have lower-case names."""
+
+    path: str
+    length: int
+    headers: Mapping[bytes, bytes]
+
+
+class RequestHeads:
+    """Parses heads and remembers the result."""
+
+    def __init__(self, max_headers: int) -> None:
+        """max_headers: the general path refuses a request with more."""
+        self._max_headers = max_headers
+        self._known: dict[bytes, RequestHead | None] = {}
+
+    def find(self, head: bytes) -> RequestHead | None:
+        """Return the parsed head, or None if the general path must answer the request. head: with its empty line."""
+        try:
+            return self._known[head]
+        except KeyError:
+            pass
+        parsed = _parse(head)
+        if parsed is not None and len(parsed.headers) > self._max_headers:
+            parsed = None
+        if len(head) <= MAX_HEAD_BYTES:
+            if len(self._known) >= MAX_HEADS:
+                self._known.clear()
+            self._known[head] = parsed
+        return parsed
+
+
+class _Reader:
+    """Collects what llhttp reports about one head."""
+
+    def __init__(self) -> None:
+        self.url = b""
+        self.headers: list[tuple[bytes, bytes]] = []
+        self.complete = False
+        self.ends_early = False
+
+    def on_message_begin(self) -> None:
+        self.ends_early = self.complete
+
+    def on_url(self, part: bytes) -> None:
+        self.url += part
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        self.complete = True
+
+    def on_body(self, part: bytes) -> None:
+        self.ends_early = True
+
+
+def _parse(head: bytes) -> RequestHead | None:
+    reader = _Reader()
+    parser = httptools.HttpRequestParser(reader)
+    try:
+        parser.feed_data(head)
+    except httptools.HttpParserUpgrade:
+        pass
+    except httptools.HttpParserError:
+        return None
+    headers = dict(reader.headers)
+    if not reader.complete or reader.ends_early or parser.get_method() != b"POST" or parser.get_http_version() != "1.1":
+        return None
+    if _UNUSUAL & headers.keys() or len(headers) != len(reader.headers) or not headers.get(b"host"):
+        return None
+    length = headers.get(b"content-length", b"")
+    options = {option.strip() for option in headers.get(b"connection", b"keep-alive").lower().split(b",")}
+    if not (length.isdigit() and len(length) <= 10) or not options <= _CONNECTION_OPTIONS:
+        return None
+    path = reader.url.decode("latin-1")
+    if not path.startswith("/") or not path.isascii() or not set(path).isdisjoint("%?#"):
+        return None
+    return RequestHead(path, int(length), headers)

@@ -1,0 +1,105 @@
+"""Which connections the guard closes, and when. The connections are played by the test."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from service.frontend.connection_guard import ConnectionGuard, Phase
+from service.metrics import Metrics
+from service.settings import Settings
+
+SETTINGS = Settings(
+    idle_seconds=15, receive_seconds=10, min_receive_rate=100, send_seconds=30, max_connections=3, max_unread_bytes=100
+)
+
+
+@dataclass
+class Connection:
+    """A connection that records how it was closed."""
+
+    phase: Phase = Phase.IDLE
+    phase_began: float = 0.0
+    received_bytes: int = 0
+    unread: float | None = None
+    unread_bytes: int = 0
+    closed: list[str] = field(default_factory=list)
+
+    def unread_since(self, now: float) -> float | None:
+        return self.unread
+
+    def close_idle(self) -> None:
+        self.closed.append("closed")
+
+    def refuse_slow_request(self) -> None:
+        self.closed.append("refused")
+
+    def abort(self) -> None:
+        self.closed.append("aborted")
+
+
+def guard_of(*connections: Connection) -> tuple[ConnectionGuard, Metrics]:
+    metrics = Metrics()
+    return ConnectionGuard(SETTINGS, metrics, lambda: [*connections]), metrics
+
+
+@pytest.mark.parametrize(
+    "connection, last_moment, end, reason",
+    [
+        (Connection(Phase.IDLE), 15, "closed", "idle"),
+        (Connection(Phase.RECEIVING), 10, "refused", "slow_request"),
+        (Connection(Phase.RECEIVING, received_bytes=1000), 20, "refused", "slow_request"),
+        (Connection(Phase.IDLE, phase_began=7), 22, "closed", "idle"),
+        (Connection(Phase.RUNNING, unread=0), 30, "aborted", "slow_reader"),
+    ],
+)
+def test_connection_is_closed_after_its_limit(connection: Connection, last_moment: float, end: str, reason: str) -> None:
+    guard, metrics = guard_of(connection)
+    guard.sweep(last_moment)
+    assert connection.closed == []
+    guard.sweep(last_moment + 0.1)
+    assert connection.closed == [end]
+    assert metrics.connections_closed.values == {(reason,): [1.0]}
+
+
+def test_running_request_may_take_long() -> None:
+    connection = Connection(Phase.RUNNING)
+    guard, _ = guard_of(connection)
+    guard.sweep(1e6)
+    assert connection.closed == []
+
+
+def test_connections_with_the_most_unread_bytes_are_closed() -> None:
+    small, large, larger = (Connection(Phase.RUNNING, unread_bytes=size) for size in (40, 50, 60))
+    guard, metrics = guard_of(large, larger, small)
+    guard.sweep(0)
+    assert [small.closed, large.closed, larger.closed] == [[], [], ["aborted"]]
+    assert metrics.connections_closed.values == {("slow_reader",): [1.0]}
+
+
+def test_longest_idle_connection_makes_room_first() -> None:
+    old, new = Connection(phase_began=1), Connection(phase_began=2)
+    dripping = Connection(Phase.RECEIVING, phase_began=0)
+    guard, metrics = guard_of(new, dripping, old)
+    assert guard.make_room(2)
+    assert [old.closed, new.closed, dripping.closed] == [[], [], []]
+    assert not guard.make_room(3), "its socket closes later"
+    assert [old.closed, new.closed, dripping.closed] == [["aborted"], [], []]
+    assert metrics.connections_closed.values == {("too_many",): [1.0]}
+
+
+def test_running_connections_make_no_room() -> None:
+    dripping, running = Connection(Phase.RECEIVING), Connection(Phase.RUNNING)
+    guard, metrics = guard_of(running, dripping)
+    assert not guard.make_room(3)
+    assert dripping.closed == ["aborted"]
+    guard, metrics = guard_of(running, running, running)
+    assert not guard.make_room(3)
+    assert (running.closed, metrics.connections_closed.values) == ([], {})
+
+
+def test_default_limit_leaves_open_files_for_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    for soft, expected in ((200, 136), (1024, 896), (1 << 20, 1 << 16), (20, 1)):
+        monkeypatch.setattr("resource.getrlimit", lambda _, soft=soft: (soft, soft))
+        assert ConnectionGuard(Settings(), Metrics(), list).limit == expected

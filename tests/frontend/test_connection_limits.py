@@ -1,0 +1,229 @@
+"""What clients that send too much, too slowly or ambiguously get from a running server, while others are served."""
+
+from __future__ import annotations
+
+import json
+import resource
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.serving import LIMIT_SECONDS, Server, serving
+
+BODY = json.dumps({"model": "words", "inputs": ["how far"]}).encode()
+LENGTH = b"Content-Length: %d\r\n" % len(BODY)
+
+
+@pytest.fixture(scope="module")
+def server(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    limits = {
+        "idle_seconds": "1.5",
+        "receive_seconds": "1.5",
+        "send_seconds": "2",
+        "max_connections": "40",
+        "max_receiving_bytes": "3000000",
+    }
+    with serving(models_folder, tmp_path_factory.mktemp("log"), **limits) as running:
+        yield running
+
+
+@contextmanager
+def connection(server: Server) -> Iterator[socket.socket]:
+    address = urlsplit(server.address)
+    with socket.create_connection((address.hostname, address.port), LIMIT_SECONDS) as client:
+        yield client
+
+
+def read_to_end(client: socket.socket) -> bytes:
+    """Return what the server sends until it closes the connection."""
+    data = b""
+    try:
+        while part := client.recv(1 << 16):
+            data += part
+    except ConnectionResetError:
+        pass
+    return data
+
+
+def reply_to(server: Server, message: bytes) -> bytes:
+    """Send a message that the server answers with an error or with the end of the connection."""
+    with connection(server) as client:
+        client.sendall(message)
+        return read_to_end(client)
+
+
+@pytest.mark.parametrize("path", [b"/infer", b"/v2/models/words/infer", b"/healthz"])
+def test_large_or_many_headers_get_431(server: Server, path: bytes) -> None:
+    head = b"POST %b HTTP/1.1\r\nHost: a\r\n" % path
+    for headers in (
+        b"X: " + b"x" * (1 << 17) + b"\r\n",
+        b"X: 1\r\n" * 101,
+        b"".join(b"X-%d: %b\r\n" % (n, b"y" * 999) for n in range(80)),
+    ):
+        reply = reply_to(server, head + headers + LENGTH + b"\r\n" + BODY)
+        assert reply.startswith(b"HTTP/1.1 431 Request Header Fields Too Large\r\n")
+        assert b"connection: close\r\n" in reply
+        assert b'"code":"headers_too_large"' in reply
+
+
+def test_endless_header_gets_431_before_its_end(server: Server) -> None:
+    with connection(server) as client:
+        client.sendall(b"POST /infer HTTP/1.1\r\nHost: a\r\nX: ")
+        with suppress(OSError):  # the end of the connection
+            for _ in range(20):
+                client.sendall(b"x" * (1 << 16))
+        assert read_to_end(client).startswith(b"HTTP/1.1 431 ")
+    assert server.metric("seqserve_connections_closed_total", reason="headers_too_large") > 0
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"POST /infer HTTP/1.1\r\n",
+        b"POST /infer HTTP/1.1\r\nHost: a\r\nHost: b\r\n",
+        b"POST /infer HTTP/2.0\r\nHost: a\r\n",
+        b"POST /infer HTTP/0.9\r\nHost: a\r\n",
+        b"POST /infer HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n",
+        b"POST /infer HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: xchunked\r\n",
+        b"POST /infer HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\n",
+        b"POST /infer HTTP/1.1\r\nHost: a\r\nContent-Length : 5\r\n",
+        b"POST /infer HTTP/1.1\r\nHost: a\r\n folded: 1\r\n",
+        b"POST /infer HTTP/1.1\r\nHost: a\r\nX: a\0b\r\n",
+        b"POST /infer HTTP/1.1\r\nHost: a\nX: b\n",
+    ],
+)
+def test_ambiguous_head_gets_400_and_nothing_after_it_is_read(server: Server, head: bytes) -> None:
+    hidden = b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n"
+    reply = reply_to(server, head + LENGTH + b"\r\n" + BODY + hidden)
+    assert reply.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+    assert reply.count(b"HTTP/1.1 ") == 1
+    assert b'"code":"invalid_request"' in reply
+
+
+HIDDEN = b"GET /healthz HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
+
+
+@pytest.mark.parametrize("upgrade", [b"h2c", b"websocket", b"anything"])
+def test_body_of_a_request_that_offers_an_upgrade_is_its_body(server: Server, upgrade: bytes) -> None:
+    offer = b"Host: a\r\nConnection: Upgrade\r\nUpgrade: %b\r\n" % upgrade
+    reply = reply_to(server, b"POST /infer HTTP/1.1\r\n" + offer + LENGTH + b"\r\n" + BODY + HIDDEN)
+    assert reply.count(b"HTTP/1.1 200 OK\r\n") == reply.count(b"HTTP/1.1 ") == 2, "the second is a request of its own"
+    body_is_a_request = b"Content-Length: %d\r\n\r\n%b" % (len(HIDDEN), HIDDEN)
+    for line in (b"POST /v2/repository/index HTTP/1.1\r\n", b"GET /stream HTTP/1.1\r\n", b"GET /healthz HTTP/1.1\r\n"):
+        reply = reply_to(server, line + offer + body_is_a_request)
+        assert reply.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+        assert reply.count(b"HTTP/1.1 ") == 1
+
+
+def test_nothing_after_an_ignored_upgrade_is_read(server: Server) -> None:
+    reply = reply_to(server, b"GET /healthz HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n" + HIDDEN)
+    assert reply.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert b"connection: close\r\n" in reply
+    assert reply.count(b"HTTP/1.1 ") == 1
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        b"POST /inf",
+        b"POST /infer HTTP/1.1\r\nHost: a\r\n",
+        b"POST /infer HTTP/1.1\r\nHost: a\r\n" + LENGTH + b"\r\n",
+        b"POST /infer HTTP/1.1\r\nHost: a\r\n" + LENGTH + b"\r\n" + BODY[:9],
+        b"POST /infer HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n{",
+        b"GET /stream HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n",
+    ],
+)
+def test_unfinished_request_gets_408(server: Server, begin: bytes) -> None:
+    reply = reply_to(server, begin)
+    assert reply.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
+    assert b'"code":"request_timeout"' in reply
+
+
+def test_dripping_request_gets_408(server: Server) -> None:
+    with connection(server) as client:
+        client.settimeout(0.1)
+        began, reply = time.monotonic(), b""
+        client.sendall(b"POST /infer HTTP/1.1\r\nHost: a\r\n")
+        while not reply:
+            client.sendall(b"X: y\r\n")
+            try:
+                reply = client.recv(1 << 16)
+            except TimeoutError:
+                assert time.monotonic() - began < 60
+    assert reply.startswith(b"HTTP/1.1 408 ")
+
+
+def test_silent_connection_is_closed(server: Server) -> None:
+    assert reply_to(server, b"") == b""
+    assert server.metric("seqserve_connections_closed_total", reason="idle") > 0
+
+
+def test_reader_that_stops_reading_is_disconnected(server: Server) -> None:
+    """The replies to pipelined requests wait for a client that never reads."""
+    ids = [[1] * 60] * 60
+    body = json.dumps({"model": "words", "inputs": ids, "return": ["sequence"]}).encode()
+    message = b"POST /infer HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+    before = server.metric("seqserve_connections_closed_total", reason="slow_reader")
+    with connection(server) as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.settimeout(5)
+        with suppress(OSError):  # the end of the connection, or the time-out of a full socket
+            for _ in range(400):
+                client.sendall(message)
+        deadline = time.monotonic() + 60
+        while server.metric("seqserve_connections_closed_total", reason="slow_reader") == before:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+
+def test_many_silent_connections_do_not_stop_the_service(server: Server) -> None:
+    with ExitStack() as silent:
+        for _ in range(100):
+            silent.enter_context(connection(server))
+        assert server.infer("words", ["how far"]).status_code == 200
+        assert server.client.get("/healthz").status_code == 200
+        assert server.client.get("/metrics").status_code == 200
+    assert server.metric("seqserve_connections_closed_total", reason="too_many") > 0
+
+
+def test_few_open_files_are_enough_for_the_service(models_folder: Path, tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
+    try:
+        with serving(models_folder, tmp_path) as server, ExitStack() as silent:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for _ in range(260):
+                silent.enter_context(connection(server))
+            assert server.infer("words", ["how far"]).status_code == 200
+            assert server.client.get("/metrics").status_code == 200
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_incomplete_bodies_share_a_budget(server: Server) -> None:
+    """Four clients send a megabyte each of a body that they do not complete. The fourth is refused, and small requests are not."""
+    head = b"POST %b HTTP/1.1\r\nHost: a\r\nContent-Length: 9000000\r\n\r\n"
+    with ExitStack() as parked:
+        clients = [parked.enter_context(connection(server)) for _ in range(4)]
+        for client, path in zip(clients, (b"/infer", b"/v2/models/words/infer", b"/infer", b"/infer?general"), strict=True):
+            client.sendall(head % path + bytes(900_000))
+        assert server.infer("words", ["how far"]).status_code == 200
+        with suppress(OSError):
+            for _ in range(40):
+                clients[3].sendall(bytes(100_000))
+        replies = [read_to_end(client) for client in clients]
+    assert any(reply.startswith(b"HTTP/1.1 503 Service Unavailable\r\n") and b'"overloaded"' in reply for reply in replies)
+    assert server.metric("seqserve_connections_closed_total", reason="overloaded") > 0
+
+
+def test_long_list_of_returns_is_refused(server: Server) -> None:
+    for body in ({"return": [1] * 400_000}, {"return": ["embedding"] * 60_000}, {"return": ["embedding"] * 9}):
+        reply = server.infer("words", ["how far"], **body)
+        assert reply.status_code == 400
+        assert reply.json()["field"] == "return"
+        assert len(reply.content) < 1000

@@ -1,0 +1,235 @@
+"""The hot path and the general path return the same bytes for the same requests, however these arrive."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.serving import LIMIT_SECONDS, Server, serving
+
+HOT = b"POST /infer HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n"
+GENERAL_HEADER = b"TE: trailers\r\n"
+"""A header that makes any request unusual, and that no endpoint reads."""
+UNUSUAL_INPUTS: list[Any] = [None, True, 5, {}, ["x"], [1.0], [-1], [10**30], [2**63], [[1.0]], "\ud800"]
+
+
+@pytest.fixture(scope="module")
+def server(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(models_folder, tmp_path_factory.mktemp("log")) as running:
+        yield running
+
+
+def request(body: bytes, *, head: bytes = HOT, length: int | None = None) -> bytes:
+    return head + b"Content-Length: %d\r\n\r\n%b" % (len(body) if length is None else length, body)
+
+
+def through_the_general_path(message: bytes) -> bytes:
+    """Return the request with the header that sends it to the general path."""
+    line, rest = message.split(b"\r\n", 1)
+    return line + b"\r\n" + GENERAL_HEADER + rest
+
+
+def exchange(server: Server, *pieces: bytes, replies: int = 1) -> bytes:
+    """Send pieces in writes of their own, and return all replies without their dates."""
+    address = urlsplit(server.address)
+    with socket.create_connection((address.hostname, address.port), LIMIT_SECONDS) as client:
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for piece in pieces:
+            client.sendall(piece)
+        data = b""
+        while count_replies(data) < replies:
+            part = client.recv(1 << 16)
+            if not part:
+                break
+            data += part
+    return re.sub(rb"date: [^\r]*\r\n", b"", data)
+
+
+def count_replies(data: bytes) -> int:
+    """Return the number of complete replies, each with its Content-Length; interim replies do not count."""
+    count = 0
+    while (end := data.find(b"\r\n\r\n")) >= 0:
+        length = re.search(rb"content-length: (\d+)", data[:end])
+        size = int(length[1]) if length else 0
+        if len(data) < end + 4 + size:
+            break
+        data, count = data[end + 4 + size :], count + (length is not None)
+    return count
+
+
+def bodies() -> list[bytes]:
+    """Return bodies of POST /infer: valid ones, refused ones and broken ones."""
+    texts = ["how far is it ?", "How FAR, is 12 it?!", "日本 é", "a\tb\nc", "[UNK] far", "", "   ", "x" * 3000]
+    valid: list[dict[str, Any]] = [{"model": "words", "inputs": [text]} for text in texts]
+    valid += [
+        {"model": "words", "inputs": texts[:3]},
+        {"model": "words", "inputs": [[1, 2, 3]]},
+        {"model": "words", "inputs": [[]]},
+    ]
+    options: list[dict[str, Any]] = [
+        *({"version": version} for version in ("1", 1, "7", 1.0, True, None, 10**30)),
+        *(
+            {"return": names}
+            for names in (["embedding"], ["sequence"], ["embedding", "sequence"], [], ["x"], "embedding", [1] * 50)
+        ),
+        *({"deadline_ms": value} for value in (1000, 1e3, 0, -1, 1e12, "5", True, None)),
+        *({"priority": value} for value in (-10, 10, 11, 1.0, True, None)),
+        *(
+            {"session": "s", "end": True},
+            {"start": True},
+            {"end": False},
+            {"end": True},
+            {"unknown": 1},
+            {"inputs": 5},
+            {"inputs": []},
+        ),
+        *({"inputs": [value]} for value in UNUSUAL_INPUTS),
+        *({"model": value} for value in ("nothing", "", 5, None, "x" * 5000)),
+    ]
+    valid += [{"model": "words", "inputs": ["how far"], **option} for option in options]
+    texts_of_bodies = [json.dumps(body).encode() for body in valid]
+    broken = [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"\xff",
+        b'{"model": "words"}',
+        b'{"inputs": ["a"]}',
+        b'\xef\xbb\xbf{"model":"words","inputs":["a"]}',
+    ]
+    broken += [b'{"model":"words","inputs":["a"],"inputs":["how"]}', b'{"model":"words","inputs":[NaN]}', b"[" * 5000]
+    broken += [
+        b'{"model":"words","inputs":["how"]} x',
+        b' {"model":"words","inputs":["how"]}\r\n ',
+        b'{"model":"words","inputs":["\xc3"]}',
+    ]
+    return [*texts_of_bodies, *broken]
+
+
+def oip_messages() -> list[bytes]:
+    """Return inference requests of the Open Inference Protocol: JSON and binary, valid and refused."""
+    text = {"name": "text", "datatype": "BYTES", "shape": [1], "data": ["how far"]}
+    ids = {"name": "ids", "datatype": "INT32", "shape": [3], "data": [1, 2, 3]}
+    documents: list[dict[str, Any]] = [
+        {"inputs": [text]},
+        {"inputs": [ids], "id": "seven"},
+        {"inputs": [ids], "outputs": [{"name": "scores", "parameters": {"binary_data": True}}]},
+        {"inputs": [ids], "outputs": [{"name": "scores", "parameters": {"classification": 2}}]},
+        {"inputs": [ids], "parameters": {"sequence_id": "a", "sequence_start": True, "sequence_end": True}},
+        {"inputs": [ids], "parameters": {"timeout": -1}},
+        {"inputs": [{**ids, "shape": [4]}]},
+        {"inputs": [{**ids, "datatype": "INT9"}]},
+        {"inputs": []},
+        {"inputs": 5},
+    ]
+    messages = []
+    for path in ("words/infer", "words/versions/1/infer", "words/versions/9/infer", "nothing/infer", "words/infer?x=1"):
+        head = b"POST /v2/models/%b HTTP/1.1\r\nHost: test\r\n" % path.encode()
+        messages += [request(json.dumps(document).encode(), head=head) for document in documents]
+        binary = json.dumps(
+            {"inputs": [{**{k: v for k, v in ids.items() if k != "data"}, "parameters": {"binary_data_size": 12}}]}
+        ).encode()
+        sized = head + b"Inference-Header-Content-Length: %d\r\n" % len(binary)
+        messages.append(request(binary + b"\1\0\0\0\2\0\0\0\3\0\0\0", head=sized))
+        messages.append(request(binary + b"\1\0\0\0", head=sized))
+        messages.append(request(b"how far", head=head + b"Inference-Header-Content-Length: 0\r\n"))
+    return messages
+
+
+def test_both_paths_return_the_same_bytes(server: Server) -> None:
+    for message in [*map(request, bodies()), *oip_messages()]:
+        hot, general = exchange(server, message), exchange(server, through_the_general_path(message))
+        assert hot == general, message
+
+
+def test_mutated_requests_get_the_same_bytes_on_both_paths(server: Server) -> None:
+    generator = random.Random(1)
+    for _ in range(150):
+        body = bytearray(generator.choice(bodies()[:40]))
+        for _ in range(generator.randrange(1, 4)):
+            if body:
+                body[generator.randrange(len(body))] = generator.randrange(256)
+        message = request(bytes(body))
+        assert exchange(server, message) == exchange(server, through_the_general_path(message)), message
+
+
+def test_reply_does_not_depend_on_where_the_bytes_are_cut(server: Server) -> None:
+    message = request(b'{"model": "words", "inputs": ["how far is it ?"]}')
+    whole = exchange(server, message)
+    assert whole.startswith(b"HTTP/1.1 200 OK")
+    for cut in range(1, len(message), 3):
+        assert exchange(server, message[:cut], message[cut:]) == whole
+
+
+def test_pipelined_requests_are_answered_in_order(server: Server) -> None:
+    texts = ["how", "far", "is", "it"]
+    bodies = [json.dumps({"model": "words", "inputs": texts[:count]}).encode() for count in (1, 2, 3, 4)]
+    hot = [request(body) for body in bodies]
+    general = [through_the_general_path(message) for message in hot]
+    replies = b"".join(exchange(server, message) for message in hot)
+    for order in (hot, general, [general[0], hot[1], general[2], hot[3]], [hot[0], general[1], general[2], hot[3]]):
+        stream = b"".join(order)
+        assert exchange(server, stream, replies=4) == replies
+        assert exchange(server, *[stream[at : at + 97] for at in range(0, len(stream), 97)], replies=4) == replies
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"GARBAGE\r\n\r\n",
+        b"POST /infer HTTP/1.0\r\nHost: a\r\nContent-Length: 2\r\n\r\n{}",
+        b"POST /infer HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: 2\r\n\r\n{}",
+        b"POST /infer HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+        b"POST /infer HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\nContent-Encoding: gzip\r\n\r\n{}",
+        b"POST /infer HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\nContent-Type: text/plain\r\n\r\n{}",
+        b"POST /infer HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\nContent-Type: application/vnd.x+json\r\n\r\n{}",
+        b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"GET /infer HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"POST /elsewhere HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n{}",
+        b"POST /infer?x HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n{}",
+    ],
+)
+def test_unusual_request_is_answered_and_the_next_hot_one_too(server: Server, message: bytes) -> None:
+    """Whatever the general path answers without closing the connection leaves it ready for the hot path."""
+    alone = exchange(server, message)
+    hot = request(b'{"model": "words", "inputs": ["how far"]}')
+    assert re.match(rb"HTTP/1\.[01] [2-5]\d\d ", alone)
+    if b"connection: close" not in alone:
+        assert exchange(server, message, hot, replies=2) == alone + exchange(server, hot)
+        assert exchange(server, message + hot, replies=2) == alone + exchange(server, hot)
+    assert exchange(server, hot + message, replies=2) == exchange(server, hot) + alone
+
+
+def test_expect_100_continue_gets_its_interim_reply(server: Server) -> None:
+    body = b'{"model": "words", "inputs": ["how far"]}'
+    data = exchange(server, request(body, head=HOT + b"Expect: 100-continue\r\n"))
+    assert data.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK")
+
+
+def test_counts_are_those_of_the_general_path(server: Server) -> None:
+    """Every request is counted once, in every stage, on whichever path it was answered."""
+    message = request(b'{"model": "words", "inputs": ["how far"]}')
+    refused = request(b'{"model": "words", "inputs": [5]}')
+    names = ("seqserve_requests_total", "seqserve_requests_accepted_total", "seqserve_stage_seconds_count")
+
+    def counts() -> list[float]:
+        return [server.metric(name) for name in names]
+
+    grown = []
+    for path in (lambda message: message, through_the_general_path):
+        before = counts()
+        for each in (message, message, refused):
+            exchange(server, path(each))
+        grown.append([after - count for after, count in zip(counts(), before, strict=True)])
+    assert grown[0] == grown[1]
+    assert grown[0][:2] == [3, 3]
+    assert server.metric("seqserve_requests_in_flight") == 0
