@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from service.errors import ServiceError
+from service.errors import InferenceFailed, ServiceError
 from service.frontend.catalog import ServedModel
 from service.frontend.dispatch.connection import PendingRequest
 from service.frontend.http_protocol import Exchange
@@ -101,7 +101,7 @@ class Reply(NamedTuple):
 class HotCall:
     """One request, from its start to its reply."""
 
-    __slots__ = ("arrived", "context", "disconnected", "endpoint", "exchange", "model", "pending", "sent")
+    __slots__ = ("arrived", "context", "counted", "disconnected", "endpoint", "exchange", "model", "pending", "sent")
 
     def __init__(self, endpoint: HotEndpoint, exchange: Exchange, model: ServedModel, arrived: float, context: Any) -> None:
         """arrived: the monotonic time of arrival in seconds."""
@@ -112,6 +112,8 @@ class HotCall:
         self.context = context
         self.pending: PendingRequest | None = None
         self.disconnected = False
+        self.counted = False
+        """Whether its end is in the metrics."""
 
     def answered(self, answer: Answer, data: bytes) -> None:
         self.endpoint.collect(Answered(self, answer, data))
@@ -158,8 +160,9 @@ class HotEndpoint(ABC):
             request, data = self.build(parsed, model, arrived)
             call.sent = request.sent
             call.pending = self.frontend.dispatcher.send(request, data, call)
-        except ServiceError as error:
-            self._tally.fail(labels, error.code, time.monotonic() - arrived)
+        except Exception as error:
+            code = error.code if isinstance(error, ServiceError) else InferenceFailed.code
+            self._tally.fail(labels, code, time.monotonic() - arrived)
             raise
         return call
 
@@ -176,7 +179,7 @@ class HotEndpoint(ABC):
 
     def fail(self, call: HotCall, error: ServiceError) -> None:
         """Reply with the error that a request ended with."""
-        self._tally.fail(call.model.key.labels, error.code, time.monotonic() - call.arrived)
+        self._count_failure(call, error.code)
         call.exchange.respond_error(error)
 
     def disconnect(self, call: HotCall) -> None:
@@ -184,7 +187,12 @@ class HotEndpoint(ABC):
         call.disconnected = True
         if call.pending is not None:
             self.frontend.dispatcher.cancel(call.pending)
-        self._tally.fail(call.model.key.labels, GONE, time.monotonic() - call.arrived)
+        if not call.counted:
+            self._count_failure(call, GONE)
+
+    def _count_failure(self, call: HotCall, outcome: str) -> None:
+        call.counted = True
+        self._tally.fail(call.model.key.labels, outcome, time.monotonic() - call.arrived)
 
     def _write_answers(self) -> None:
         by_model, self._answered = self._answered, {}
@@ -195,12 +203,17 @@ class HotEndpoint(ABC):
 
     def _write_answers_of_model(self, model: ServedModel, answers: list[Answered]) -> None:
         start, replied = time.monotonic(), []
-        for (call, _, _), reply in zip(answers, self.write(model, answers), strict=True):
+        try:
+            replies = self.write(model, answers)
+        except Exception as error:
+            replies = [self.frontend.internal_error(error)] * len(answers)
+        for (call, _, _), reply in zip(answers, replies, strict=True):
             if isinstance(reply, ServiceError):
                 self.fail(call, reply)
                 continue
-            _send(call, reply)
+            call.counted = True
             replied.append(call)
+            _send(call, reply)
         if replied:
             now = time.monotonic()
             parse, total = [call.sent - call.arrived for call in replied], [now - call.arrived for call in replied]

@@ -127,9 +127,9 @@ class HttpProtocol(HttpToolsProtocol):
     def phase(self) -> Phase:
         if self._last_request or self.transport.is_closing():
             return Phase.CLOSING
-        if self._message_begun or (self._parts and self._call is None):
+        if self._message_begun or (self._parts and self._call is None and not self.flow.write_paused):
             return Phase.RECEIVING
-        if self._call is not None or (self._general and not self._general_path_idle()):
+        if self._call is not None or self.flow.write_paused or (self._general and not self._general_path_idle()):
             return Phase.RUNNING
         return Phase.IDLE
 
@@ -171,6 +171,8 @@ class HttpProtocol(HttpToolsProtocol):
     def resume_writing(self) -> None:
         """Continue with the requests that wait while the client reads its replies slowly."""
         super().resume_writing()
+        if not self._general:
+            self.flow.resume_reading()
         self._start_waiting()
 
     # Callbacks of the general path's parser.
@@ -290,6 +292,7 @@ class HttpProtocol(HttpToolsProtocol):
     def _start_next(self) -> None:
         """Start the first of the requests that arrived, if it is complete and the client reads its replies."""
         if self.flow.write_paused:
+            self.flow.pause_reading()
             return
         data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
         end = data.find(_HEAD_END) + len(_HEAD_END)

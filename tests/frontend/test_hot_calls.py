@@ -1,0 +1,159 @@
+"""The life of a request on the hot path: its replies and its counts, also when something fails. The test plays the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from service.errors import Overloaded, ServiceError
+from service.frontend.catalog import Catalog, ServedModel
+from service.frontend.dispatch.dispatcher import Dispatcher
+from service.frontend.hot_calls import Answered, HotEndpoint, Parsed, Reply, RequestTally
+from service.frontend.inference import Frontend, SupervisorClient
+from service.frontend.request_heads import RequestHead
+from service.ipc.channel import encode
+from service.ipc.messages import Answer, Cancel, Refusal, Request
+from service.log import Log
+from service.metrics import Metrics
+from service.settings import Settings
+from tests import models
+from tests.frontend.dispatch.test_dispatcher import EngineProcess, meet, run
+
+HEAD = RequestHead("/infer", 0, {})
+
+
+class Echo(HotEndpoint):
+    """Replies with the bytes of the answer. The body says what fails."""
+
+    def parse(self, head: RequestHead, body: bytes) -> Parsed | None:
+        return None if body == b"unusual" else Parsed("nothing" if body == b"unknown" else "words", None, body)
+
+    def build(self, parsed: Parsed, model: ServedModel, arrived: float) -> tuple[Request, bytes]:
+        if parsed.context == b"bug in build":
+            raise ZeroDivisionError
+        return Request("words", "1", [1], deadline=time.monotonic() + 60, sent=time.monotonic()), parsed.context
+
+    def write(self, model: ServedModel, answers: list[Answered]) -> list[Reply | ServiceError]:
+        if any(data == b"bug in write" for _, _, data in answers):
+            raise ZeroDivisionError
+        return [Reply(data, b"", bytes.upper if data == b"large" else None) for _, _, data in answers]
+
+
+class Exchange:
+    """Records the replies."""
+
+    def __init__(self) -> None:
+        self.replies: list[bytes | str] = []
+
+    def respond(self, content: bytes, headers: bytes) -> None:
+        self.replies.append(content)
+
+    def respond_error(self, error: ServiceError) -> None:
+        self.replies.append(error.code)
+
+    async def reply(self) -> bytes | str:
+        while not self.replies:
+            await asyncio.sleep(0.001)
+        assert len(self.replies) == 1
+        return self.replies[0]
+
+
+def with_echo(tmp_path: Path, test: Callable[[Echo, EngineProcess, Metrics], Awaitable[None]]) -> None:
+    spec = models.words(tmp_path)
+
+    async def within(dispatcher: Dispatcher, metrics: Metrics) -> None:
+        engine = await meet(dispatcher)
+        catalog = Catalog([ServedModel(spec, "1", None)], {})
+        frontend = Frontend(Settings(), catalog, dispatcher, metrics, Log("frontend"), cast(SupervisorClient, None))
+        await test(Echo(frontend, RequestTally(metrics)), engine, metrics)
+
+    run(within)
+
+
+def outcomes(metrics: Metrics) -> dict[str, float]:
+    """Return the number of requests by outcome, after a check that none is in flight."""
+    snapshot = metrics.snapshot()
+    [(_, [in_flight])] = snapshot["seqserve_requests_in_flight"]
+    [(_, [accepted])] = snapshot["seqserve_requests_accepted"]
+    counted = {labels[2]: count for labels, [count] in snapshot["seqserve_requests"]}
+    assert in_flight == 0
+    assert accepted == sum(counted.values())
+    return counted
+
+
+def test_answers_of_one_tick_reach_their_clients(tmp_path: Path) -> None:
+    async def test(echo: Echo, engine: EngineProcess, metrics: Metrics) -> None:
+        exchanges = [Exchange() for _ in range(3)]
+        for exchange, body in zip(exchanges, (b"first", b"large", b"third"), strict=True):
+            echo.start(HEAD, body, exchange)
+        for frame in await engine.frames(3):
+            engine.send(encode(Answer(), frame.id, (frame.tail,)))
+        assert [await exchange.reply() for exchange in exchanges] == [b"first", b"LARGE", b"third"]
+        assert outcomes(metrics) == {"ok": 3}
+
+    with_echo(tmp_path, test)
+
+
+def test_unusual_request_is_not_counted(tmp_path: Path) -> None:
+    async def test(echo: Echo, engine: EngineProcess, metrics: Metrics) -> None:
+        assert echo.start(HEAD, b"unusual", Exchange()) is None
+        assert outcomes(metrics) == {}
+
+    with_echo(tmp_path, test)
+
+
+def test_refused_requests_are_counted_once(tmp_path: Path) -> None:
+    async def test(echo: Echo, engine: EngineProcess, metrics: Metrics) -> None:
+        with pytest.raises(ServiceError):
+            echo.start(HEAD, b"unknown", Exchange())
+        with pytest.raises(ZeroDivisionError):
+            echo.start(HEAD, b"bug in build", Exchange())
+        echo.abandon()
+        exchange = Exchange()
+        echo.start(HEAD, b"refused", exchange)
+        [frame] = await engine.frames(1)
+        engine.send(encode(Refusal.of(Overloaded("full")), frame.id))
+        assert await exchange.reply() == "overloaded"
+        assert outcomes(metrics) == {"unknown_model": 1, "inference_failed": 1, "client_gone": 1, "overloaded": 1}
+
+    with_echo(tmp_path, test)
+
+
+def test_bug_in_writing_answers_every_client(tmp_path: Path) -> None:
+    async def test(echo: Echo, engine: EngineProcess, metrics: Metrics) -> None:
+        exchanges = [Exchange(), Exchange()]
+        for exchange, body in zip(exchanges, (b"bug in write", b"fine"), strict=True):
+            echo.start(HEAD, body, exchange)
+        engine.send(b"".join(encode(Answer(), frame.id, (frame.tail,)) for frame in await engine.frames(2)))
+        assert [await exchange.reply() for exchange in exchanges] == ["inference_failed"] * 2
+        assert outcomes(metrics) == {"inference_failed": 2}
+
+    with_echo(tmp_path, test)
+
+
+def test_disconnected_client_is_counted_once_and_gets_nothing(tmp_path: Path) -> None:
+    """The client leaves before the answer, in the tick of the answer, or while its reply is compressed."""
+
+    async def test(echo: Echo, engine: EngineProcess, metrics: Metrics) -> None:
+        early, late, compressing = Exchange(), Exchange(), Exchange()
+        calls = [echo.start(HEAD, body, to) for body, to in ((b"a", early), (b"b", late), (b"large", compressing))]
+        assert calls[0] is not None and calls[1] is not None and calls[2] is not None
+        first, second, third = await engine.frames(3)
+        calls[0].disconnect()
+        [cancel] = await engine.frames(1)
+        assert (type(cancel.message), cancel.id) == (Cancel, first.id)
+        calls[1].answered(Answer(), second.tail)
+        calls[1].disconnect()
+        calls[2].answered(Answer(), third.tail)
+        await asyncio.sleep(0)
+        calls[2].disconnect()
+        await asyncio.sleep(0.1)
+        assert [early.replies, late.replies, compressing.replies] == [[], [], []]
+        assert outcomes(metrics) == {"client_gone": 2, "ok": 1}
+
+    with_echo(tmp_path, test)
