@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from service.errors import InvalidModel, ModelError, Unavailable, UnknownModel
@@ -15,13 +15,15 @@ from service.ipc import messages
 from service.ipc.async_channel import AsyncChannel
 from service.ipc.channel import Channel, Frame, encode, send_now
 from service.ipc.heartbeat import Heartbeat
-from service.ipc.messages import Done, IndexEntry, Message, MetricsCollected, ModelsListed, ModelVersion, Reply
+from service.ipc.messages import Done, IndexEntry, Message, MetricsCollected, ModelKey, ModelsListed, ModelVersion, Reply
 from service.ipc.rpc import Rpc
 from service.metrics import Snapshot
 from service.modeling.spec import NAME
 
 SCRAPE_SECONDS = 0.26
 """Longest wait for the metrics that the supervisor collects: /metrics answers within 300 ms."""
+FORGET_SECONDS = 0.05
+"""Time between the last answer of a version and the removal of its series, in which its reply is counted."""
 INDEX_SECONDS = 1.0
 """Longest wait for the supervisor's model index."""
 
@@ -106,7 +108,7 @@ class Control:
         self._reply(frame, MetricsCollected(frontend.metrics.snapshot()))
 
     def _handle_forget_model(self, frame: Frame, message: messages.ForgetModel, frontend: Frontend) -> None:
-        frontend.forget(message.key)
+        self._start(_forget(message.key, frontend))
 
     def _handle_prepare_model(self, frame: Frame, message: messages.PrepareModel, frontend: Frontend) -> None:
         self._start_change(frame, [message.model_version], frontend, lambda: None)
@@ -129,7 +131,10 @@ class Control:
                 apply()
                 self._reply(frame, Done())
 
-        task = asyncio.ensure_future(change())
+        self._start(change())
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
         self._changes.add(task)
         task.add_done_callback(self._changes.discard)
 
@@ -138,6 +143,14 @@ def _check_name(name: str) -> None:
     """Raise UnknownModel for a string that cannot be a model's name: it may be as large as a request."""
     if not NAME.fullmatch(name):
         raise UnknownModel(f"{name[:100]!r} cannot be the name of a model: see POST /v2/repository/index", field="model")
+
+
+async def _forget(key: ModelKey, frontend: Frontend) -> None:
+    """Drop a version after its last reply: the message may overtake the engine's last answers, and counting these restores its series."""
+    while frontend.dispatcher.has_requests_of(key):
+        await asyncio.sleep(FORGET_SECONDS)
+    await asyncio.sleep(FORGET_SECONDS)
+    frontend.forget(key)
 
 
 async def _read_new(model_versions: list[ModelVersion], frontend: Frontend) -> None:

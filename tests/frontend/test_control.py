@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 
 import pytest
 
 from service.errors import UnknownModel
 from service.frontend.catalog import Catalog
-from service.frontend.control import Control
+from service.frontend.control import FORGET_SECONDS, Control
 from service.frontend.dispatch.dispatcher import Dispatcher
-from service.frontend.inference import Frontend
-from service.ipc.channel import Channel, encode, pair
-from service.ipc.messages import CollectMetrics, MetricsCollected, ScrapeMetrics
+from service.frontend.inference import Frontend, track_request
+from service.ipc.channel import Channel, encode, pair, send_now
+from service.ipc.messages import CollectMetrics, ForgetModel, MetricsCollected, ModelKey, ScrapeMetrics
 from service.log import Log
-from service.metrics import Metrics
+from service.metrics import UNLOADED, Metrics
 from service.settings import Settings
+from tests.frontend.dispatch.test_dispatcher import meet, request
+from tests.frontend.dispatch.test_dispatcher import run as run_dispatcher
 
 
 def test_overlapping_scrapes_get_their_own_replies() -> None:
@@ -75,6 +78,37 @@ def test_huge_model_name_never_reaches_the_supervisor() -> None:
         assert not supervisor.receive()
 
     run(test)
+
+
+def test_version_is_forgotten_after_its_last_reply_is_counted() -> None:
+    """Otherwise the count of the reply would restore the removed series, for good."""
+    key = ModelKey("words", "1")
+
+    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
+        engine = await meet(dispatcher)
+        near, far = pair()
+        control, supervisor = Control(Channel(far)), Channel(near)
+        frontend = Frontend(Settings(), Catalog([], {}), dispatcher, metrics, Log("frontend"), control)
+        control.listen(frontend)
+
+        async def answer() -> None:
+            with track_request(metrics, time.monotonic()) as tracked:
+                tracked.labels = key.labels
+                await dispatcher.submit(request(), b"")
+
+        answering = asyncio.ensure_future(answer())
+        [frame] = await engine.frames(1)
+        send_now(supervisor, ForgetModel(key))
+        await asyncio.sleep(2 * FORGET_SECONDS)
+        engine.answer(frame, backlog=0.0)
+        await answering
+        assert metrics.requests.values
+        while metrics.requests.values.keys() - {(*UNLOADED, "ok")}:
+            await asyncio.sleep(0.01)
+        asyncio.get_running_loop().remove_reader(far.fileno())
+        supervisor.close()
+
+    run_dispatcher(test)
 
 
 def run(test: Callable[[Control, Channel], Awaitable[None]]) -> None:

@@ -140,6 +140,11 @@ class Dispatcher:
         reply, _ = await self._engine_of(session).rpc.call(messages.FindSession(session), messages.SessionFound)
         return reply.key
 
+    def has_requests_of(self, key: ModelKey) -> bool:
+        """Return whether a request to a model version is not answered yet."""
+        engines = [engine.pending for engine in self._connections]
+        return any(pending.key == key for requests in (self._orphans, *engines) for pending in requests.values())
+
     def release(self, key: ModelKey) -> None:
         """Tell every engine that this frontend sends no further requests for a model version."""
         for engine in self._connections:
