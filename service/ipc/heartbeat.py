@@ -11,8 +11,8 @@ from service.ipc.shared_file import create_shared_file
 
 IDLE_SECONDS = 0.5
 """An idle process beats at least this often."""
-PATIENCE_SECONDS = 2.0
-"""Default time until an engine's next beat is due."""
+PATIENCE_SECONDS = 3.0
+"""Default time until an engine's next beat is due: long enough for a process that waits for a busy processor."""
 FRONTEND_PATIENCE_SECONDS = 10.0
 """Time until a frontend's next beat is due: reading a large tokenizer may occupy its interpreter for seconds."""
 

@@ -106,6 +106,7 @@ def test_version_is_forgotten_after_its_last_reply_is_counted() -> None:
         while metrics.requests.values.keys() - {(*UNLOADED, "ok")}:
             await asyncio.sleep(0.01)
         asyncio.get_running_loop().remove_reader(far.fileno())
+        far.close()
         supervisor.close()
 
     run_dispatcher(test)

@@ -94,7 +94,16 @@ def test_second_trace_is_refused_until_the_first_client_disconnects(traced: Serv
     with ThreadPoolExecutor(1) as pool:
         eventually(lambda: trace(traced, seconds=0.1).status_code == 200, within_seconds=10)
         first = pool.submit(trace, traced, batches=1000, seconds=2)
-        second = eventually(lambda: (reply := trace(traced, seconds=0.1)).status_code == 503 and reply, within_seconds=10)
+
+        def refused() -> httpx.Response | None:
+            """Return the refusal of a second trace, None while the first has not begun. The second may also begin before the first."""
+            nonlocal first
+            if first.done():
+                first = pool.submit(trace, traced, batches=1000, seconds=2)
+            reply = trace(traced, seconds=0.1)
+            return reply if reply.status_code == 503 else None
+
+        second = eventually(refused, within_seconds=10)
         assert second.json()["code"] == "overloaded" and "a trace is being recorded" in second.json()["error"]
         assert second.headers["retry-after"] == "1"
         assert first.result().status_code in (200, 503)
