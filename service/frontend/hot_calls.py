@@ -25,7 +25,7 @@ from service.metrics import GONE, OK, Metrics
 class RequestTally:
     """Counts requests as `track_request` does, for the hot path: in plain lists, which are folded into the metrics when these are read."""
 
-    MAX_UNFOLDED = 8192
+    MAX_UNFOLDED = 2048
     """Requests after which the lists are folded in any case."""
 
     def __init__(self, metrics: Metrics) -> None:
@@ -116,9 +116,11 @@ class HotCall:
         """Whether its end is in the metrics."""
 
     def answered(self, answer: Answer, data: bytes) -> None:
+        self.pending = None  # it refers to this call: a cycle would stay in memory until the next full garbage collection
         self.endpoint.collect(Answered(self, answer, data))
 
     def failed(self, error: ServiceError) -> None:
+        self.pending = None
         self.endpoint.fail(self, error)
 
     def disconnect(self) -> None:
@@ -187,6 +189,7 @@ class HotEndpoint(ABC):
         call.disconnected = True
         if call.pending is not None:
             self.frontend.dispatcher.cancel(call.pending)
+            call.pending = None
         if not call.counted:
             self._count_failure(call, GONE)
 

@@ -6,14 +6,17 @@ path, so that both paths agree about where a request ends.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import httptools
 
-MAX_HEADS = 4096
+MAX_HEADS = 512
 MAX_HEAD_BYTES = 1024
 """Longer heads are parsed each time: one client must not fill the memory with heads that it never repeats."""
+READ_HEADERS = (b"content-type", b"accept-encoding", b"inference-header-content-length")
+"""The headers that endpoints of the hot path read."""
 _UNUSUAL = frozenset((b"transfer-encoding", b"content-encoding", b"expect", b"te", b"trailer"))
 _CONNECTION_OPTIONS = frozenset((b"keep-alive", b"upgrade", b"http2-settings"))
 """Options of a connection that stays open. An upgrade is ignored, as HTTP allows: some clients offer one with every request."""
@@ -21,7 +24,10 @@ _CONNECTION_OPTIONS = frozenset((b"keep-alive", b"upgrade", b"http2-settings"))
 
 @dataclass(frozen=True, slots=True)
 class RequestHead:
-    """A head that the hot path may answer. `length` is the size of the body in bytes, `headers` have lower-case names."""
+    """A head that the hot path may answer. `length` is the size of the body in bytes.
+
+    `headers` has those of READ_HEADERS that the request has, with lower-case names: a remembered head should be small.
+    """
 
     path: str
     length: int
@@ -42,9 +48,7 @@ class RequestHeads:
             return self._known[head]
         except KeyError:
             pass
-        parsed = _parse(head)
-        if parsed is not None and len(parsed.headers) > self._max_headers:
-            parsed = None
+        parsed = _parse(head, self._max_headers)
         if len(head) <= MAX_HEAD_BYTES:
             if len(self._known) >= MAX_HEADS:
                 self._known.clear()
@@ -77,7 +81,7 @@ class _Reader:
         self.ends_early = True
 
 
-def _parse(head: bytes) -> RequestHead | None:
+def _parse(head: bytes, max_headers: int) -> RequestHead | None:
     reader = _Reader()
     parser = httptools.HttpRequestParser(reader)
     try:
@@ -91,6 +95,8 @@ def _parse(head: bytes) -> RequestHead | None:
         return None
     if _UNUSUAL & headers.keys() or len(headers) != len(reader.headers) or not headers.get(b"host"):
         return None
+    if len(headers) > max_headers:
+        return None
     length = headers.get(b"content-length", b"")
     options = {option.strip() for option in headers.get(b"connection", b"keep-alive").lower().split(b",")}
     if not (length.isdigit() and len(length) <= 10) or not options <= _CONNECTION_OPTIONS:
@@ -98,4 +104,4 @@ def _parse(head: bytes) -> RequestHead | None:
     path = reader.url.decode("latin-1")
     if not path.startswith("/") or not path.isascii() or not set(path).isdisjoint("%?#"):
         return None
-    return RequestHead(path, int(length), headers)
+    return RequestHead(sys.intern(path), int(length), {name: headers[name] for name in READ_HEADERS if name in headers})

@@ -155,5 +155,6 @@ def test_disconnected_client_is_counted_once_and_gets_nothing(tmp_path: Path) ->
         await asyncio.sleep(0.1)
         assert [early.replies, late.replies, compressing.replies] == [[], [], []]
         assert outcomes(metrics) == {"client_gone": 2, "ok": 1}
+        assert [call.pending for call in calls if call] == [None] * 3, "no cycle waits for the garbage collector"
 
     with_echo(tmp_path, test)

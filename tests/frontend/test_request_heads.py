@@ -12,10 +12,10 @@ HEAD = b"POST /infer HTTP/1.1\r\nHost: a\r\nContent-Length: 12\r\n\r\n"
 MAX_HEADERS = 100
 
 
-def test_head_has_its_path_body_length_and_headers() -> None:
-    head = RequestHeads(MAX_HEADERS).find(HEAD.replace(b"Host: a", b"Host: a\r\nX-Trace: 7"))
+def test_head_has_its_path_its_body_length_and_the_headers_that_are_read() -> None:
+    head = RequestHeads(MAX_HEADERS).find(HEAD.replace(b"Host: a", b"Host: a\r\nX-Trace: 7\r\nContent-TYPE: x/y"))
     assert head is not None
-    assert (head.path, head.length, head.headers[b"x-trace"]) == ("/infer", 12, b"7")
+    assert (head.path, head.length, head.headers) == ("/infer", 12, {b"content-type": b"x/y"})
 
 
 @pytest.mark.parametrize(
