@@ -87,8 +87,8 @@ class ConnectionGuard:
     def make_room(self, open_connections: int) -> bool:
         """Return whether another connection may be accepted now. Otherwise close some, so that it may be soon.
 
-        These are the connections that are idle for the longest time, or without idle ones, those whose request has been arriving for the
-        longest time. Several, because each call looks at all connections.
+        Connections that have been idle for the longest time close first, then connections whose request has been arriving for the longest
+        time. Several close at once, because each call looks at all connections.
         """
         if open_connections < self.limit:
             return True

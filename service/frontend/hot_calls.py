@@ -16,7 +16,7 @@ from service.errors import InferenceFailed, ServiceError
 from service.frontend.catalog import ServedModel
 from service.frontend.dispatch.connection import PendingRequest
 from service.frontend.http_protocol import Exchange
-from service.frontend.inference import UNKNOWN_MODEL_LABELS, Frontend
+from service.frontend.inference import UNKNOWN_MODEL_LABELS, Frontend, count_end
 from service.frontend.request_heads import RequestHead
 from service.ipc.messages import Answer, ModelKey, Request
 from service.metrics import GONE, OK, Metrics
@@ -47,7 +47,7 @@ class RequestTally:
         seconds["parse"] += parse
         seconds["total"] += total
         seconds["encode"] += [encode / len(total)] * len(total)
-        self._last_answer[labels] = time.monotonic()
+        self._last_answer[labels] = datetime.now(UTC).timestamp()
         self._ended += len(total)
         self._unfolded += len(total)
         if self._unfolded > self.MAX_UNFOLDED:
@@ -56,9 +56,7 @@ class RequestTally:
     def fail(self, labels: tuple[str, str], outcome: str, seconds: float) -> None:
         """Count a request that ended without an answer."""
         self._ended += 1
-        self._metrics.requests.add(*labels, outcome)
-        self._metrics.stage_seconds.observe(seconds, *labels, "total")
-        self._metrics.failed_seconds.add(*labels, by=seconds)
+        count_end(self._metrics, labels, outcome, seconds)
 
     def _fold(self) -> None:
         metrics = self._metrics
@@ -69,20 +67,19 @@ class RequestTally:
             metrics.requests.add(*labels, OK, by=len(stages["total"]))
             for stage, seconds in stages.items():
                 metrics.stage_seconds.observe_all(seconds, *labels, stage)
-            age = time.monotonic() - self._last_answer[labels]
-            metrics.last_answer.set(datetime.now(UTC).timestamp() - age, *labels)
+            metrics.last_answer.set(self._last_answer[labels], *labels)
         self._seconds, self._last_answer = {}, {}
 
 
 class Parsed(NamedTuple):
-    """A request whose body is decoded. version: None for the newest. context: what the endpoint needs again to write the reply."""
+    """A request whose body is decoded. version: None for the newest. context: data from which the endpoint writes the reply."""
 
     model: str
     version: str | int | None
     context: Any
 
 
-class Answered(NamedTuple):
+class AnsweredCall(NamedTuple):
     """A call with the engine's answer to it."""
 
     call: HotCall
@@ -117,7 +114,7 @@ class HotCall:
 
     def answered(self, answer: Answer, data: bytes) -> None:
         self.pending = None  # it refers to this call: a cycle would stay in memory until the next full garbage collection
-        self.endpoint.collect(Answered(self, answer, data))
+        self.endpoint.collect(AnsweredCall(self, answer, data))
 
     def failed(self, error: ServiceError) -> None:
         self.pending = None
@@ -133,7 +130,7 @@ class HotEndpoint(ABC):
     def __init__(self, frontend: Frontend, tally: RequestTally) -> None:
         self.frontend = frontend
         self._tally = tally
-        self._answered: dict[ModelKey, list[Answered]] = {}
+        self._answered: dict[ModelKey, list[AnsweredCall]] = {}
 
     @abstractmethod
     def parse(self, head: RequestHead, body: bytes) -> Parsed | None:
@@ -144,7 +141,7 @@ class HotEndpoint(ABC):
         """Validate the inputs, and return the engine's request and its tensor bytes; raises a ServiceError."""
 
     @abstractmethod
-    def write(self, model: ServedModel, answers: list[Answered]) -> list[Reply | ServiceError]:
+    def write(self, model: ServedModel, answers: list[AnsweredCall]) -> list[Reply | ServiceError]:
         """Return the reply to each answer of one model."""
 
     def start(self, head: RequestHead, body: bytes, exchange: Exchange) -> HotCall | None:
@@ -173,7 +170,7 @@ class HotEndpoint(ABC):
         self._tally.accept()
         self._tally.fail(UNKNOWN_MODEL_LABELS, GONE, 0.0)
 
-    def collect(self, answered: Answered) -> None:
+    def collect(self, answered: AnsweredCall) -> None:
         """Keep an answer until the end of the tick."""
         if not self._answered:
             asyncio.get_running_loop().call_soon(self._write_answers)
@@ -204,7 +201,7 @@ class HotEndpoint(ABC):
             if waiting:
                 self._write_answers_of_model(waiting[0].call.model, waiting)
 
-    def _write_answers_of_model(self, model: ServedModel, answers: list[Answered]) -> None:
+    def _write_answers_of_model(self, model: ServedModel, answers: list[AnsweredCall]) -> None:
         start, replied = time.monotonic(), []
         try:
             replies = self.write(model, answers)

@@ -122,13 +122,17 @@ def track_request(metrics: Metrics, arrived: float) -> Iterator[TrackedRequest]:
         raise
     finally:
         metrics.in_flight.add(by=-1)
-        metrics.requests.add(*tracked.labels, tracked.outcome)
-        seconds = time.monotonic() - tracked.arrived
-        metrics.stage_seconds.observe(seconds, *tracked.labels, "total")
-        if tracked.outcome == OK:
-            metrics.last_answer.set(datetime.now(UTC).timestamp(), *tracked.labels)
-        else:
-            metrics.failed_seconds.add(*tracked.labels, by=seconds)
+        count_end(metrics, tracked.labels, tracked.outcome, time.monotonic() - tracked.arrived)
+
+
+def count_end(metrics: Metrics, labels: tuple[str, str], outcome: str, seconds: float) -> None:
+    """Count a request that ended `seconds` after its arrival."""
+    metrics.requests.add(*labels, outcome)
+    metrics.stage_seconds.observe(seconds, *labels, "total")
+    if outcome == OK:
+        metrics.last_answer.set(datetime.now(UTC).timestamp(), *labels)
+    else:
+        metrics.failed_seconds.add(*labels, by=seconds)
 
 
 RequestBuilder = Callable[[ServedModel], tuple[Request, bytes]]

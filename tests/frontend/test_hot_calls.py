@@ -13,7 +13,7 @@ import pytest
 from service.errors import Overloaded, ServiceError
 from service.frontend.catalog import Catalog, ServedModel
 from service.frontend.dispatch.dispatcher import Dispatcher
-from service.frontend.hot_calls import Answered, HotEndpoint, Parsed, Reply, RequestTally
+from service.frontend.hot_calls import AnsweredCall, HotEndpoint, Parsed, Reply, RequestTally
 from service.frontend.inference import Frontend, SupervisorClient
 from service.frontend.request_heads import RequestHead
 from service.ipc.channel import encode
@@ -38,7 +38,7 @@ class Echo(HotEndpoint):
             raise ZeroDivisionError
         return Request("words", "1", [1], deadline=time.monotonic() + 60, sent=time.monotonic()), parsed.context
 
-    def write(self, model: ServedModel, answers: list[Answered]) -> list[Reply | ServiceError]:
+    def write(self, model: ServedModel, answers: list[AnsweredCall]) -> list[Reply | ServiceError]:
         if any(data == b"bug in write" for _, _, data in answers):
             raise ZeroDivisionError
         return [Reply(data, b"", bytes.upper if data == b"large" else None) for _, _, data in answers]

@@ -67,7 +67,7 @@ def count_replies(data: bytes) -> int:
 
 
 def bodies() -> list[bytes]:
-    """Return bodies of POST /infer: valid ones, refused ones and broken ones."""
+    """Return valid, refused and broken bodies of POST /infer."""
     texts = ["how far is it ?", "How FAR, is 12 it?!", "日本 é", "a\tb\nc", "[UNK] far", "", "   ", "x" * 3000]
     valid: list[dict[str, Any]] = [{"model": "words", "inputs": [text]} for text in texts]
     valid += [

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from service.engine.batching.state_slots import FIRST_SLOT, SlotAllocator, StateSlot
 from tests import models
 from tests.accumulator import CALLERS, REST_SECONDS, SMALL, counts, faults_of, rests, tell
-from tests.engine.batching.story import Story, any_event
+from tests.engine.batching.story import Story, any_event, free_every_slot_twice
 from tests.serving import eventually, serving
 
 EVENTS = 1_000_000
@@ -40,13 +39,7 @@ def test_million_events_keep_states_and_sums_of_sessions() -> None:
 
 
 def test_double_release_of_a_slot_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    free = SlotAllocator.free
-
-    def twice(slots: SlotAllocator, slot: StateSlot) -> None:
-        free(slots, slot)
-        slots._free.append(slot.number - FIRST_SLOT)
-
-    monkeypatch.setattr(SlotAllocator, "free", twice)
+    free_every_slot_twice(monkeypatch)
     with pytest.raises(AssertionError) as found:
         tell_story(7)
     assert found.value.__notes__ == ["in the story of seed 7"]

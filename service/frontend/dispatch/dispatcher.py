@@ -96,9 +96,7 @@ class Dispatcher:
     def cancel(self, pending: PendingRequest) -> None:
         """Tell the engine that nothing waits for a request any longer."""
         if not pending.done:
-            self._orphans.pop(pending.id, None)
-            if pending.at is not None:
-                pending.at.cancel(pending)
+            self._withdraw(pending)
             pending.end()
 
     async def submit(self, request: Request, tail: bytes) -> Answered:
@@ -193,10 +191,14 @@ class Dispatcher:
 
     def _expire(self, pending: PendingRequest) -> None:
         """Fail a request whose deadline has passed."""
+        self._withdraw(pending)
+        pending.fail(_deadline_error(pending))
+
+    def _withdraw(self, pending: PendingRequest) -> None:
+        """Take a request back from its engine, or from those that wait for an engine."""
         self._orphans.pop(pending.id, None)
         if pending.at is not None:
             pending.at.cancel(pending)
-        pending.fail(_deadline_error(pending))
 
     def _not_ready(self) -> ServiceError:
         if self._met.is_set():

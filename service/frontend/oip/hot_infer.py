@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from service.errors import ServiceError
 from service.frontend.catalog import ServedModel
-from service.frontend.hot_calls import Answered, HotEndpoint, Parsed, Reply
+from service.frontend.hot_calls import AnsweredCall, HotEndpoint, Parsed, Reply
 from service.frontend.http_exchange import JSON, OCTET_STREAM
 from service.frontend.oip import json, parameters
 from service.frontend.oip.infer import build_request, build_response
@@ -53,11 +53,11 @@ class HotOipInfer(HotEndpoint):
         context: _Context = parsed.context
         return build_request(context.parsed.request, context.tensors, None, model, self.frontend.settings, arrived)
 
-    def write(self, model: ServedModel, answers: list[Answered]) -> list[Reply | ServiceError]:
+    def write(self, model: ServedModel, answers: list[AnsweredCall]) -> list[Reply | ServiceError]:
         return [_reply(model, answered) for answered in answers]
 
 
-def _reply(model: ServedModel, answered: Answered) -> Reply | ServiceError:
+def _reply(model: ServedModel, answered: AnsweredCall) -> Reply | ServiceError:
     parsed, tensors, encoding = answered.call.context
     try:
         response = build_response(parsed.request, tensors, model, answered.answer, answered.data)

@@ -15,7 +15,7 @@ from service.errors import InvalidInput, ServiceError
 from service.frontend import validation
 from service.frontend.catalog import ServedModel
 from service.frontend.head_outputs import InferOutput, input_field
-from service.frontend.hot_calls import Answered, HotEndpoint, Parsed, Reply
+from service.frontend.hot_calls import AnsweredCall, HotEndpoint, Parsed, Reply
 from service.frontend.http_exchange import JSON, cancel_on_disconnect, read_json, respond
 from service.frontend.inference import Frontend, TrackedRequest, run_inference, track_request
 from service.frontend.request_heads import RequestHead
@@ -188,14 +188,14 @@ class HotInfer(HotEndpoint):
         )
         return validation.engine_request(lengths, options, model, arrived), data
 
-    def write(self, model: ServedModel, answers: list[Answered]) -> list[Reply | ServiceError]:
+    def write(self, model: ServedModel, answers: list[AnsweredCall]) -> list[Reply | ServiceError]:
         together = model.writer.write_all([(answer, data) for _, answer, data in answers])
         if together is not None:
             return [Reply(write_reply(model, outputs), _HEADERS) for outputs in together]
         return [_reply(model, answered) for answered in answers]
 
 
-def _reply(model: ServedModel, answered: Answered) -> Reply | ServiceError:
+def _reply(model: ServedModel, answered: AnsweredCall) -> Reply | ServiceError:
     try:
         return Reply(write_reply(model, model.writer.write(answered.answer, answered.data)), _HEADERS)
     except ServiceError as error:

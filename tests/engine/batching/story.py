@@ -11,7 +11,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from service.engine.batching.state_slots import FIRST_SLOT, StateSlot
+import pytest
+
+from service.engine.batching.state_slots import FIRST_SLOT, SlotAllocator, StateSlot
 from service.engine.execution.cost_model import Cost
 from service.errors import ServiceError, SessionConflict, SessionExpired, SessionLost, TooManySessions, UnknownSession
 from service.ipc.messages import ModelKey
@@ -257,3 +259,14 @@ def any_event(story: Story, chance: random.Random) -> None:
             story.export(name) if chance.random() < 0.5 else story.adopt(name, chance.randrange(100))
         case _:
             story.engine_ends()
+
+
+def free_every_slot_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the allocator free every slot twice: a bug that a story must detect."""
+    free = SlotAllocator.free
+
+    def twice(slots: SlotAllocator, slot: StateSlot) -> None:
+        free(slots, slot)
+        slots._free.append(slot.number - FIRST_SLOT)
+
+    monkeypatch.setattr(SlotAllocator, "free", twice)

@@ -14,7 +14,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from service.engine.batching import session_state as states
 from service.engine.batching.session_state import Origin
-from service.engine.batching.state_slots import FIRST_SLOT, SlotAllocator, StateSlot
 from service.errors import (
     DeadlineExceeded,
     InferenceFailed,
@@ -42,7 +41,7 @@ from tests.engine.batching.harness import (
     counted,
     total,
 )
-from tests.engine.batching.story import NAMES, Story, any_event
+from tests.engine.batching.story import NAMES, Story, any_event, free_every_slot_twice
 
 EVENTS = 100
 """Per story. The test runs 40 stories, and tests/long more."""
@@ -627,13 +626,7 @@ TestAnyOrder.settings = settings(max_examples=40, stateful_step_count=EVENTS, de
 
 def test_story_detects_a_slot_that_is_freed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Frees every slot twice, later the check of generations."""
-    free = SlotAllocator.free
-
-    def twice(slots: SlotAllocator, slot: StateSlot) -> None:
-        free(slots, slot)
-        slots._free.append(slot.number - FIRST_SLOT)
-
-    monkeypatch.setattr(SlotAllocator, "free", twice)
+    free_every_slot_twice(monkeypatch)
     story, chance = Story(), random.Random(1)
     with pytest.raises(AssertionError):
         for _ in range(200):
