@@ -70,7 +70,7 @@ class Stack:
 
     def engine(self) -> str:
         """Return the process id of the engine in the container, or an empty text."""
-        found = self.inside("sh", "-c", "grep -lz '^engine$' /proc/[0-9]*/cmdline || true")
+        found = self.inside("sh", "-c", "grep -lz '^service[.]engine$' /proc/[0-9]*/cmdline || true")
         return "".join(re.findall(r"\d+", found))
 
     def reaches(self, service: str, path: str) -> bool:

@@ -6,6 +6,7 @@ import json
 import random
 import re
 import socket
+import struct
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -144,6 +145,65 @@ def oip_messages() -> list[bytes]:
         messages.append(request(binary + b"\1\0\0\0", head=sized))
         messages.append(request(b"how far", head=head + b"Inference-Header-Content-Length: 0\r\n"))
     return messages
+
+
+def binary_message(model: str, document: dict[str, Any], values: bytes, headers: bytes = b"") -> bytes:
+    """Return an inference request with raw values. document: the JSON, without the size of the values."""
+    document = {**document, "inputs": [{**document["inputs"][0], "parameters": {"binary_data_size": len(values)}}]}
+    text = json.dumps(document).encode()
+    head = b"POST /v2/models/%b/infer HTTP/1.1\r\nHost: test\r\n%b" % (model.encode(), headers)
+    return request(text + values, head=head + b"Inference-Header-Content-Length: %d\r\n" % len(text))
+
+
+def repeated_messages() -> list[bytes]:
+    """Return binary requests whose JSON occurs before, with other values, with wrong values and with other headers."""
+
+    def raw(name: str) -> dict[str, Any]:
+        return {"name": name, "parameters": {"binary_data": True}}
+
+    everything = {"parameters": {"binary_data_output": True}}
+    requested: list[dict[str, Any]] = [
+        {},
+        everything,
+        {"outputs": [raw("scores")]},
+        {"outputs": [{"name": "scores"}]},
+        {"outputs": [raw("scores"), raw("label")]},
+        {"outputs": [raw("embedding")]},
+        {"outputs": [raw("sequence")]},
+        {"outputs": [raw("scores"), raw("scores")]},
+        {"outputs": [{"name": "scores", "parameters": {"binary_data": True, "classification": 2}}]},
+        {"outputs": [raw("scores")], "id": "seven"},
+        {"outputs": [raw("scores")], "parameters": {"priority": 1, "timeout": 60_000_000}},
+    ]
+    ids = {"name": "ids", "datatype": "INT32"}
+    valid, two = struct.pack("<3i", 1, 2, 3), struct.pack("<6i", 1, 2, 3, 3, 2, 1)
+    messages = []
+    for options in requested:
+        flat = {"inputs": [{**ids, "shape": [3]}], **options}
+        messages += [binary_message("words", flat, values) for values in (valid, struct.pack("<3i", 3, 1, 0))]
+        messages += [binary_message("words", flat, struct.pack("<3i", 1, wrong, 3)) for wrong in (-1, 1 << 20, -(1 << 31))]
+        messages += [binary_message("words", flat, values) for values in (valid[:-1], valid + b"\0", b"")]
+        messages.append(binary_message("words", flat, valid, b"Accept-Encoding: gzip\r\n"))
+        messages.append(binary_message("words", {"inputs": [{**ids, "shape": [2, 3]}], **options}, two))
+    wide = {"inputs": [{**ids, "shape": [400]}], "outputs": [raw("scores")]}
+    messages += [binary_message("words", wide, struct.pack("<400i", *[id] * 400)) for id in (1, 2, -1)]
+    text = {"inputs": [{"name": "text", "datatype": "BYTES", "shape": [1]}], "outputs": [raw("scores")]}
+    for element in (b"how far", b"far how", b"how \xff\xff", b"       ", "日é ".encode()):
+        messages.append(binary_message("words", text, struct.pack("<I", len(element)) + element))
+    messages.append(binary_message("words", text, struct.pack("<I", 6) + b"how far"))
+    steps = {"inputs": [{"name": "inputs", "datatype": "FP32", "shape": [4, 3]}]}
+    for value in (1.0, 2.0, float("nan"), float("inf"), 3e38):
+        messages.append(binary_message("sensors", steps | everything, struct.pack("<12f", *[value] * 12)))
+    return messages
+
+
+def test_remembered_json_gets_the_same_bytes_as_json_that_is_read(server: Server) -> None:
+    messages = repeated_messages()
+    general = [exchange(server, through_the_general_path(message)) for message in messages]
+    assert sum(reply.startswith(b"HTTP/1.1 200") for reply in general) > 30
+    for _ in range(2):
+        for message, reply in zip(messages, general, strict=True):
+            assert exchange(server, message) == reply, message
 
 
 def test_both_paths_return_the_same_bytes(server: Server) -> None:

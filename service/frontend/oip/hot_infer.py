@@ -6,67 +6,126 @@ import re
 from functools import lru_cache, partial
 from typing import NamedTuple
 
+import numpy as np
+
 from service.errors import ServiceError
+from service.frontend import validation
 from service.frontend.catalog import ServedModel
-from service.frontend.hot_calls import AnsweredCall, HotEndpoint, Parsed, Reply
+from service.frontend.hot_calls import AnsweredCall, HotEndpoint, Parsed, Reply, RequestTally
 from service.frontend.http_exchange import JSON, OCTET_STREAM
+from service.frontend.inference import Frontend
 from service.frontend.oip import json, parameters
+from service.frontend.oip.binary_forms import BinaryForm, BinaryForms, FormKey
 from service.frontend.oip.infer import build_request, build_response
 from service.frontend.oip.inputs import InputTensors
 from service.frontend.oip.json import HEADER_LENGTH, ParsedRequest
 from service.frontend.oip.rest import MIN_COMPRESSED_BYTES, accepted_encoding, compress, parse_infer
 from service.frontend.request_heads import RequestHead
-from service.ipc.messages import Request
+from service.ipc.messages import FEATURES, Request
 
 PATH = re.compile("/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
 _HEADER_LENGTH = HEADER_LENGTH.lower().encode()
+_BINARY_HEADERS = f"content-type: {OCTET_STREAM}\r\n{HEADER_LENGTH.lower()}: %d\r\n".encode()
 _accepted_encoding = lru_cache(maxsize=256)(accepted_encoding)
 
 
 class _Context(NamedTuple):
-    """What the reply needs of its request. encoding: an encoding that the client accepts for the reply."""
+    """A request, and what its reply needs. encoding: an encoding that the client accepts for the reply.
+
+    key: of the form that the request has or may get, None for a request without raw values. With a form, the raw values are in
+    `values`, and `parsed` and `tensors` have none.
+    """
 
     parsed: ParsedRequest
     tensors: InputTensors
     encoding: str | None
+    key: FormKey | None
+    form: BinaryForm | None = None
+    values: bytes = b""
 
 
 class HotOipInfer(HotEndpoint):
     """The endpoint."""
 
+    def __init__(self, frontend: Frontend, tally: RequestTally) -> None:
+        super().__init__(frontend, tally)
+        self._forms = BinaryForms(frontend.catalog, frontend.settings)
+
     def parse(self, head: RequestHead, body: bytes) -> Parsed | None:
-        path, length = PATH.fullmatch(head.path), head.headers.get(_HEADER_LENGTH)
+        path, length = _split(head.path), head.headers.get(_HEADER_LENGTH)
         if path is None or (length is not None and not (length.isdigit() and len(length) <= 18)):
             return None
-        name, version = path[1], path[2] or ""
+        name, version = path
+        json_length = None if length is None else int(length)
+        key = (head.path, body[:json_length]) if json_length else None
+        encoding = _accepted_encoding(head.headers.get(b"accept-encoding", b"").decode("latin-1"))
+        form = self._forms.find(key) if key is not None else None
+        if form is not None and form.fits(values := body[json_length:]):
+            return Parsed(name, version or None, _Context(form.parsed, form.tensors, encoding, key, form, values))
         try:
-            parsed = parse_infer(self.frontend, body, None if length is None else int(length), name, version)
+            parsed = parse_infer(self.frontend, body, json_length, name, version)
             if parameters.session_id(parsed.request.parameters) is not None:
                 return None
             tensors = InputTensors(parsed.request.inputs)
         except ServiceError:
             return None  # the general path raises it again, and counts the request
-        encoding = _accepted_encoding(head.headers.get(b"accept-encoding", b"").decode("latin-1"))
-        return Parsed(name, version or None, _Context(parsed, tensors, encoding))
+        return Parsed(name, version or None, _Context(parsed, tensors, encoding, key))
 
     def build(self, parsed: Parsed, model: ServedModel, arrived: float) -> tuple[Request, bytes]:
         context: _Context = parsed.context
-        return build_request(context.parsed.request, context.tensors, None, model, self.frontend.settings, arrived)
+        form, tensors, settings = context.form, context.tensors, self.frontend.settings
+        if form is not None:
+            packed = form.pack(context.values)
+            if packed is not None:
+                return validation.engine_request(packed[0], form.options, model, arrived), packed[1]
+            tensors = form.decode(context.values)  # for the error that names the wrong value
+        request, data = build_request(context.parsed.request, tensors, None, model, settings, arrived)
+        if context.key is not None:
+            self._forms.remember(context.key, context.parsed, model, request.lengths)
+        return request, data
 
     def write(self, model: ServedModel, answers: list[AnsweredCall]) -> list[Reply | ServiceError]:
-        return [_reply(model, answered) for answered in answers]
+        values = b"".join([answered.data for answered in answers if len(answered.data) == _expected_size(answered)])
+        finite = bool(np.isfinite(np.frombuffer(values, FEATURES)).all())
+        return [(finite and _whole_reply(answered)) or _reply(model, answered) for answered in answers]
+
+
+@lru_cache(maxsize=1024)
+def _split(path: str) -> tuple[str, str] | None:
+    """Return the model and the version in a path; the version is empty if the path has none."""
+    match = PATH.fullmatch(path)
+    return None if match is None else (match[1], match[2] or "")
+
+
+def _expected_size(answered: AnsweredCall) -> int:
+    """Return the size of an answer that is sent as it is, otherwise 0."""
+    form: BinaryForm | None = answered.call.context.form
+    return 0 if form is None or form.response is None else form.response_size
+
+
+def _whole_reply(answered: AnsweredCall) -> Reply | None:
+    """Return the reply if it consists of the known JSON of its form and of the engine's answer as it is. The answer is finite."""
+    context: _Context = answered.call.context
+    if not (size := _expected_size(answered)) or len(answered.data) != size:
+        return None
+    assert context.form is not None and context.form.response is not None
+    content = context.form.response + answered.data
+    if context.encoding is not None and len(content) >= MIN_COMPRESSED_BYTES:
+        return None
+    return Reply(content, _BINARY_HEADERS % len(context.form.response))
 
 
 def _reply(model: ServedModel, answered: AnsweredCall) -> Reply | ServiceError:
-    parsed, tensors, encoding = answered.call.context
+    context: _Context = answered.call.context
     try:
-        response = build_response(parsed.request, tensors, model, answered.answer, answered.data)
+        response = build_response(context.parsed.request, context.tensors, model, answered.answer, answered.data)
     except ServiceError as error:
         return error
-    content, header_length = json.encode_response(response, parsed.raw)
-    headers = f"content-type: {JSON if header_length is None else OCTET_STREAM}\r\n"
-    if header_length is not None:
-        headers += f"{HEADER_LENGTH.lower()}: {header_length}\r\n"
-    if encoding is None or len(content) < MIN_COMPRESSED_BYTES:
-        return Reply(content, headers.encode())
-    return Reply(content, f"{headers}content-encoding: {encoding}\r\n".encode(), partial(compress, encoding=encoding))
+    content, header_length = json.encode_response(response, context.parsed.raw)
+    if context.form is not None and header_length is not None and context.form.response_size == len(answered.data):
+        context.form.response = content[:header_length]
+    headers = f"content-type: {JSON}\r\n".encode() if header_length is None else _BINARY_HEADERS % header_length
+    if context.encoding is None or len(content) < MIN_COMPRESSED_BYTES:
+        return Reply(content, headers)
+    encoding = f"content-encoding: {context.encoding}\r\n".encode()
+    return Reply(content, headers + encoding, partial(compress, encoding=context.encoding))

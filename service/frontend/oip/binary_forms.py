@@ -1,0 +1,159 @@
+"""Forms: the JSON of requests whose values follow as raw bytes, validated once and remembered by its exact bytes.
+
+A client that sends raw values repeats their JSON, and nothing in it depends on the values. Requests with one input and without an id have a
+form; all others are read each time.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from service.frontend import validation
+from service.frontend.catalog import Catalog, ModelIndex, ServedModel
+from service.frontend.oip import metadata, parameters
+from service.frontend.oip.inputs import ID_BYTES, InputTensors
+from service.frontend.oip.json import ParsedRequest
+from service.frontend.oip.tensors import BYTES, Tensor, decode
+from service.ipc.messages import FEATURES
+from service.modeling.spec import ClassifyHead, EmbedHead, RegressHead
+from service.settings import Settings
+
+MAX_FORMS = 256
+MAX_FORM_BYTES = 1024
+"""Longer JSON is read each time: one client must not fill the memory with JSON that it never repeats."""
+MAX_UNPACKED_IDS = 256
+"""For more ids than this NumPy finds the largest faster than Python does."""
+WHOLE_OUTPUTS = {ClassifyHead: "scores", RegressHead: "value", EmbedHead: "embedding"}
+"""The output of a head that is the engine's answer as it is, when it is the only one."""
+_LENGTH = struct.Struct("<I")
+
+FormKey = tuple[str, bytes]
+"""The path of a request, and its JSON."""
+
+
+@dataclass(slots=True)
+class BinaryForm:
+    """What the JSON of a request says, for one model version. `parsed` and `tensors` have no values.
+
+    `size` is the size of the raw bytes, `lengths` the steps of each sequence (none for a text), `options` the request's options.
+    `response` is the JSON of every successful response, if the engine's answer of `response_size` bytes is what follows it. It
+    is known after the first.
+    """
+
+    parsed: ParsedRequest
+    model: ServedModel
+    tensors: InputTensors
+    size: int
+    lengths: list[int]
+    options: validation.Options
+    response_size: int
+    response: bytes | None = None
+    _unpack_ids: struct.Struct | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        ids = self.size // ID_BYTES
+        self._unpack_ids = struct.Struct(f"<{ids}I") if self._input.name == "ids" and ids <= MAX_UNPACKED_IDS else None
+
+    def fits(self, values: bytes) -> bool:
+        """Return whether raw bytes have the size that the JSON says, for a text also that of its single element."""
+        if len(values) != self.size:
+            return False
+        return self._input.datatype != BYTES or _LENGTH.unpack_from(values)[0] == self.size - _LENGTH.size
+
+    def pack(self, values: bytes) -> tuple[list[int], bytes] | None:
+        """Return the steps of each sequence and the engine's tensor bytes, or None for values that the model does not take.
+
+        Raises InvalidInput or TooLarge for a text.
+        """
+        match self._input.datatype:
+            case "BYTES":
+                return self._tokenize(values)
+            case "INT32":
+                valid = self._largest_id(values) < (self.model.spec.input.vocabulary or 0)
+            case _:
+                valid = bool(np.isfinite(np.frombuffer(values, FEATURES)).all())
+        return (self.lengths, values) if valid else None
+
+    def decode(self, values: bytes) -> InputTensors:
+        """Return the tensors with their values."""
+        tensor = self._input
+        return InputTensors([decode(tensor.name, tensor.datatype, tensor.shape, values)])
+
+    @property
+    def _input(self) -> Tensor:
+        return self.parsed.request.inputs[0]
+
+    def _largest_id(self, values: bytes) -> int:
+        """Return the largest id. As an unsigned number, a negative one is larger than every vocabulary."""
+        if self._unpack_ids is not None:
+            largest: int = max(self._unpack_ids.unpack(values))
+            return largest
+        return int(np.frombuffer(values, "<u4").max())
+
+    def _tokenize(self, values: bytes) -> tuple[list[int], bytes] | None:
+        try:
+            text = values[_LENGTH.size :].decode()
+        except UnicodeDecodeError:
+            return None
+        name = self.tensors.field_of(0)
+        ids = validation.tokenize(text, name, self.model)
+        steps = len(ids) // ID_BYTES
+        validation.check_steps(steps, name, self.model)
+        return [steps], ids
+
+
+class BinaryForms:
+    """The forms of the served models."""
+
+    def __init__(self, catalog: Catalog, settings: Settings) -> None:
+        self._catalog = catalog
+        self._settings = settings
+        self._index: ModelIndex = catalog.index
+        self._known: dict[FormKey, BinaryForm] = {}
+
+    def find(self, key: FormKey) -> BinaryForm | None:
+        """Return a remembered form of the models that are served now."""
+        if self._catalog.index is not self._index:
+            self._known.clear()
+            self._index = self._catalog.index
+        return self._known.get(key)
+
+    def remember(self, key: FormKey, parsed: ParsedRequest, model: ServedModel, lengths: list[int]) -> None:
+        """Remember the form of a request that was valid, if it has one. lengths: the steps of each of its sequences."""
+        request = parsed.request
+        if request.id or len(request.inputs) != 1 or len(key[1]) > MAX_FORM_BYTES:
+            return
+        tensor, width = request.inputs[0], model.step_bytes
+        if (tensor.name, tensor.datatype) == ("text", BYTES) and len(tensor.values) == 1:
+            size = _LENGTH.size + len(tensor.values[0])
+        elif (tensor.name, tensor.datatype) in (("ids", "INT32"), ("inputs", "FP32")):
+            size = sum(lengths) * width
+        else:
+            return
+        if len(self._known) >= MAX_FORMS:
+            self._known.clear()
+        empty = Tensor(tensor.name, tensor.datatype, tensor.shape, [])
+        self._known[key] = BinaryForm(
+            parsed._replace(request=msgspec.structs.replace(request, inputs=[empty])),
+            model,
+            InputTensors([empty]),
+            size,
+            lengths,
+            parameters.request_options(request, None, model, self._settings, math.inf),
+            _whole_output_size(parsed, model, len(lengths)),
+        )
+
+
+def _whole_output_size(parsed: ParsedRequest, model: ServedModel, sequences: int) -> int:
+    """Return the size of the engine's answer if it is all that the response has after its JSON, otherwise 0."""
+    spec, requested = model.spec, parsed.request.outputs
+    names = [output.name for output in requested] or [output.name for output in metadata.head_outputs(spec)]
+    if names != [WHOLE_OUTPUTS.get(type(spec.head))] or not parsed.raw(names[0]) or any(output.classes for output in requested):
+        return 0
+    [output] = [output for output in metadata.head_outputs(spec) if output.name == names[0]]
+    return sequences * math.prod(output.dims) * np.dtype(FEATURES).itemsize
