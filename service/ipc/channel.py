@@ -108,7 +108,10 @@ class Channel:
         return True
 
     def receive(self) -> list[Frame]:
-        """Return every complete frame received so far, including those before an end-of-file."""
+        """Return every complete frame received so far. An end-of-file is seen in the call after the last frames before it.
+
+        With much to read some of it is left for the next call. Call this again whenever the channel is readable.
+        """
         for _ in range(READS_PER_RECEIVE):
             try:
                 data, descriptors, _flags, _address = socket.recv_fds(self._socket, READ_BYTES, 8)
@@ -121,6 +124,8 @@ class Channel:
                 self.open = False
                 break
             self._received += data
+            if len(data) < READ_BYTES and not descriptors:
+                break  # nothing more has arrived; descriptors also end a read early
         return self._take_frames()
 
     def close(self) -> None:

@@ -184,6 +184,7 @@ def test_frames_before_an_end_of_file_are_kept(ends: tuple[Channel, Channel]) ->
     sender.flush()
     sender.close()
     assert [frame.id for frame in receiver.receive()] == [1, 2]
+    assert receiver.receive() == []
     assert not receiver.open
 
 
@@ -193,6 +194,7 @@ def test_incomplete_frame_before_an_end_of_file_is_dropped() -> None:
     raw.close()
     receiver = Channel(end)
     assert [frame.id for frame in receiver.receive()] == [1]
+    assert receiver.receive() == []
     assert not receiver.open
     receiver.close()
 
