@@ -491,7 +491,7 @@ def test_overload_answers_by_the_deadline_and_refuses_at_once(busy: Server) -> N
         over = sorted(one.over for one in heard if one.code == code)
         print(code, *(f"p{share:.0%} {quantile(over, share) * 1000:.1f} ms" for share in (0.5, 0.9, 0.99, 1.0)))
     check_in_time(heard, crowd.lag)
-    assert codes["ok"] > 0 and codes["overloaded"] > 0
+    assert codes["ok"] > 0 and codes["overloaded"] + codes["deadline_exceeded"] > 0
     now = at_rest(busy).since(before)
     now.check()
     assert codes["overloaded"] == now.outcomes["overloaded"] and codes["deadline_exceeded"] == now.outcomes["deadline_exceeded"]

@@ -24,10 +24,16 @@ DENSE = [[0.1, 0.2, 0.3]] * 30_000
 """A sequence that keeps the engine busy for about a second."""
 
 
-@pytest.fixture(autouse=True)
-def unharmed(server: Server) -> Iterator[None]:
-    """After every test, check that a valid request is answered, no request got 500, and no process restarted."""
+@pytest.fixture(autouse=True, params=["hot", "general"])
+def path(request: pytest.FixtureRequest, server: Server) -> Iterator[None]:
+    """Run every test on both paths through a frontend: a header that no endpoint reads sends requests to the general path.
+
+    After every test, check that a valid request is answered, no request got 500, and no process restarted.
+    """
+    if request.param == "general":
+        server.client.headers["te"] = "trailers"
     yield
+    server.client.headers.pop("te", None)
     assert server.infer("words", [QUESTION]).status_code == 200
     assert server.metric("seqserve_requests_total", outcome="inference_failed") == 0
     assert server.metric("seqserve_process_restarts_total") == 0, server.log_file.read_text()
