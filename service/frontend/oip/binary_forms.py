@@ -33,7 +33,7 @@ WHOLE_OUTPUTS = {ClassifyHead: "scores", RegressHead: "value", EmbedHead: "embed
 _LENGTH = struct.Struct("<I")
 
 FormKey = tuple[str, bytes]
-"""The path of a request, and its JSON."""
+"""The path of a request, and its JSON of at most MAX_FORM_BYTES."""
 
 
 @dataclass(slots=True)
@@ -126,7 +126,7 @@ class BinaryForms:
     def remember(self, key: FormKey, parsed: ParsedRequest, model: ServedModel, lengths: list[int]) -> None:
         """Remember the form of a request that was valid, if it has one. lengths: the steps of each of its sequences."""
         request = parsed.request
-        if request.id or len(request.inputs) != 1 or len(key[1]) > MAX_FORM_BYTES:
+        if request.id or len(request.inputs) != 1:
             return
         tensor, width = request.inputs[0], model.step_bytes
         if (tensor.name, tensor.datatype) == ("text", BYTES) and len(tensor.values) == 1:

@@ -15,7 +15,7 @@ from service.frontend.hot_calls import AnsweredCall, HotEndpoint, Parsed, Reply,
 from service.frontend.http_exchange import JSON, OCTET_STREAM
 from service.frontend.inference import Frontend
 from service.frontend.oip import json, parameters
-from service.frontend.oip.binary_forms import BinaryForm, BinaryForms, FormKey
+from service.frontend.oip.binary_forms import MAX_FORM_BYTES, BinaryForm, BinaryForms, FormKey
 from service.frontend.oip.infer import build_request, build_response
 from service.frontend.oip.inputs import InputTensors
 from service.frontend.oip.json import HEADER_LENGTH, ParsedRequest
@@ -32,8 +32,8 @@ _accepted_encoding = lru_cache(maxsize=256)(accepted_encoding)
 class _Context(NamedTuple):
     """A request, and what its reply needs. encoding: an encoding that the client accepts for the reply.
 
-    key: of the form that the request has or may get, None for a request without raw values. With a form, the raw values are in
-    `values`, and `parsed` and `tensors` have none.
+    key: of the form that the request has or may get, None without raw values or with long JSON. With a form, the raw values are
+    in `values`, and `parsed` and `tensors` have none.
     """
 
     parsed: ParsedRequest
@@ -57,7 +57,7 @@ class HotOipInfer(HotEndpoint):
             return None
         name, version = path
         json_length = None if length is None else int(length)
-        key = (head.path, body[:json_length]) if json_length else None
+        key = (head.path, body[:json_length]) if json_length and json_length <= MAX_FORM_BYTES else None
         encoding = _accepted_encoding(head.headers.get(b"accept-encoding", b"").decode("latin-1"))
         form = self._forms.find(key) if key is not None else None
         if form is not None and form.fits(values := body[json_length:]):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from service.frontend.catalog import Catalog, ServedModel
-from service.frontend.oip.binary_forms import MAX_FORM_BYTES, MAX_FORMS, BinaryForms, FormKey
+from service.frontend.oip.binary_forms import MAX_FORMS, BinaryForms, FormKey
 from service.frontend.oip.json import parse_request
 from service.settings import Settings
 from tests import models
@@ -56,7 +56,6 @@ def test_form_has_the_size_of_its_values(forms: BinaryForms, model: ServedModel)
     "document",
     [
         {"inputs": [IDS], "id": "seven"},
-        {"inputs": [IDS], "parameters": {"text": "x" * MAX_FORM_BYTES}},
         {"inputs": [IDS, {"name": "lengths", "datatype": "INT32", "shape": [1], "data": [3]}]},
     ],
 )
