@@ -38,6 +38,11 @@ CHILD_ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "GRPC_VERBOSITY": "NONE",  # gRPC's core does not write log lines of our format
 }
+FRONTEND_ENVIRONMENT = {
+    # glibc would raise these limits with the first large body and keep all later ones in its heap, which they fragment.
+    "MALLOC_MMAP_THRESHOLD_": "131072",
+    "MALLOC_TRIM_THRESHOLD_": "131072",
+}
 
 
 class Child:
@@ -210,6 +215,6 @@ def _spawn(role: str, config: ProcessConfig) -> subprocess.Popen[bytes]:
             [sys.executable, "-m", f"service.{role}"],
             stdin=config_file,
             pass_fds=config.descriptors,
-            env={**os.environ, **CHILD_ENVIRONMENT},
+            env={**os.environ, **CHILD_ENVIRONMENT, **(FRONTEND_ENVIRONMENT if role == FRONTEND else {})},
             process_group=0,
         )
