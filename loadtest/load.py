@@ -8,7 +8,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,14 +42,18 @@ class Figures:
 
     def quantile(self, share: float) -> float:
         """Return the time in seconds within which this share of the answers arrived, or NaN without answers."""
-        ordered = sorted(self.answers)
-        return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan
+        return nearest_rank(sorted(self.answers), share) if self.answers else math.nan
 
     def count(self, reply: Response, seconds: float) -> None:
         if reply.status == 200:
             self.answers.append(seconds)
         else:
             self.failures[reason(reply)] += 1
+
+
+def nearest_rank(ordered: Sequence[float], share: float) -> float:
+    """Return the smallest of the ordered values that at least this share of them does not exceed."""
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 Watch = Callable[[Figures], None]

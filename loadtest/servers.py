@@ -9,9 +9,9 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import psutil
@@ -25,7 +25,7 @@ STOP_SECONDS = 60.0
 
 
 class ServerProcess:
-    """A running server and its child processes. grpc: host and port; the plain handler does not listen there."""
+    """A running server and its child processes. grpc: host and port, for servers that listen there."""
 
     def __init__(self, url: str, grpc: str, process: subprocess.Popen[bytes]) -> None:
         self.url = url
@@ -42,36 +42,61 @@ class ServerProcess:
 
     def cpu_seconds_each(self, role: str) -> list[float]:
         """Return the processor time of each process with a command line that ends with `role`."""
+        times = [process.cpu_times() for process in self._processes(role)]
+        return [time.user + time.system for time in times]
+
+    def pids(self, role: str = "") -> list[int]:
+        """Return the processes with a command line that ends with `role`."""
+        return [process.pid for process in self._processes(role)]
+
+    def _processes(self, role: str) -> list[psutil.Process]:
         server = psutil.Process(self._process.pid)
         processes = (server, *server.children(recursive=True))
-        times = [process.cpu_times() for process in processes if " ".join(process.cmdline()).endswith(role)]
-        return [time.user + time.system for time in times]
+        return [process for process in processes if " ".join(process.cmdline()).endswith(role)]
 
 
 @contextmanager
 def running(*command: str, log: Path | None = None) -> Iterator[ServerProcess]:
     """Run `python COMMAND --port PORT` until the end of the block. The block starts when the server is ready; stderr goes to `log`."""
     port, grpc_port = free_ports(2)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("SEQSERVE_")}
-    path = (str(ROOT), str(ROOT / "examples"), environment.get("PYTHONPATH", ""))
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
-    environment["SEQSERVE_GRPC_PORT"] = str(grpc_port)
+    environment = {"PYTHONPATH": python_path(), "SEQSERVE_GRPC_PORT": str(grpc_port)}
+    command = (sys.executable, *command, "--port", str(port))
+    with started(command, environment, f"http://127.0.0.1:{port}", f"127.0.0.1:{grpc_port}", log=log) as server:
+        yield server
+
+
+@contextmanager
+def started(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    url: str,
+    grpc: str = "",
+    ready: str = "/readyz",
+    log: Path | None = None,
+) -> Iterator[ServerProcess]:
+    """Run a command until the end of the block. The block starts when `url` answers at the path `ready`; stderr goes to `log`."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("SEQSERVE_")}
     with log.open("wb") if log else nullcontext() as stderr:
         # A separate process group: an interrupt at the keyboard ends the load first.
         process = subprocess.Popen(
-            [sys.executable, *command, "--port", str(port)],
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=stderr,
-            process_group=0,
+            command, env=inherited | dict(environment), stdout=subprocess.DEVNULL, stderr=stderr, process_group=0
         )
-    server = ServerProcess(f"http://127.0.0.1:{port}", f"127.0.0.1:{grpc_port}", process)
+    server = ServerProcess(url, grpc, process)
     try:
-        _await_ready(server, log)
+        _await_ready(server, ready, log)
         yield server
     finally:
         process.send_signal(signal.SIGINT)  # SIGTERM would wait for the lame-duck period
-        process.wait(STOP_SECONDS)
+        try:
+            process.wait(STOP_SECONDS)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # some servers leave workers behind
+
+
+def python_path() -> str:
+    """Return a PYTHONPATH with which a server in any virtual environment finds this project."""
+    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
 
 
 @contextmanager
@@ -96,11 +121,6 @@ def seqserve(*flags: str) -> tuple[str, ...]:
     return ("-m", "service", "serve", *flags)
 
 
-def plain(folder: Path) -> tuple[str, ...]:
-    """Return the command that starts the plain handler."""
-    return ("-m", "loadtest.plain_fastapi", str(folder))
-
-
 def free_port() -> int:
     """Return a free TCP port."""
     [port] = free_ports(1)
@@ -114,13 +134,13 @@ def free_ports(count: int) -> list[int]:
         return [listening.getsockname()[1] for listening in sockets]
 
 
-def _await_ready(server: ServerProcess, log: Path | None) -> None:
+def _await_ready(server: ServerProcess, ready: str, log: Path | None) -> None:
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         if not server.running:
             raise CannotMeasure(f"the server exited before it was ready: read its log{f', {log}' if log else ''}")
         try:
-            with urllib.request.urlopen(f"{server.url}/readyz", timeout=1):
+            with urllib.request.urlopen(f"{server.url}{ready}", timeout=1):
                 return
         except OSError:
             time.sleep(0.05)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -16,15 +17,22 @@ SENSOR_SCALE = 0.2
 
 
 def write(
-    root: Path, name: str, input: SequenceInput, *layers: Layer, precision: str = "float16", scale: float = 0.05
+    root: Path,
+    name: str,
+    input: SequenceInput,
+    *layers: Layer,
+    precision: str = "float16",
+    scale: float = 0.05,
+    labels: Sequence[str] = LABELS,
+    tokenizer: str | None = None,
 ) -> ModelSpec:
     """Write version 1 of a model that classifies the last step. The weights are normal, times `scale`, from a fixed seed."""
-    head = ClassifyHead(kind="classify", pool="last", labels=LABELS)
+    head = ClassifyHead(kind="classify", pool="last", labels=tuple(labels))
     tables = {"name": name, "description": CARD.strip(), "precision": precision, "input": input, "layers": layers, "head": head}
     spec = ModelSpec.model_validate(tables)
     seeded = torch.Generator().manual_seed(0)
     weights = {key: scale * torch.randn(shape, generator=seeded) for key, shape in spec.tensors().items()}
-    return store.write(root / name / "1", spec, weights, card=CARD)
+    return store.write(root / name / "1", spec, weights, card=CARD, tokenizer=tokenizer)
 
 
 def with_sensors(models: Path, root: Path) -> Path:

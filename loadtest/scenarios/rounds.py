@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import date
@@ -43,17 +44,22 @@ class Contender:
         before = self.sample()
         figures = uvloop.run(load.closed(self.target, self.requests, self.callers, seconds, lambda _: None))
         costs, stages = self.costs(figures, before, self.sample())
-        print(report.progress(_label(self.case), figures, seconds), file=sys.stderr, flush=True)
-        return Trial(self.case, round, figures, values_of(figures) | costs, stages)
+        print(report.progress(label(self.case), figures, seconds), file=sys.stderr, flush=True)
+        return Trial(self.case, round, len(figures.answers), figures.failures, values_of(figures) | costs, stages)
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One case in one round. case: the labels of the case; values: measured values by field name; stages: mean ms by stage."""
+    """One case in one round.
+
+    case: the labels of the case; answers: how many arrived; failures: counts by reason; values: measured values by field name; stages:
+    mean ms by stage.
+    """
 
     case: dict[str, Any]
     round: int
-    figures: Figures
+    answers: int
+    failures: Counter[str]
     values: Values
     stages: Values = field(default_factory=dict)
 
@@ -65,8 +71,8 @@ class Trial:
             "round": self.round,
             **{name: round(value, 4) for name, value in self.values.items()},
             **stages,
-            "answers": len(self.figures.answers),
-            "failed": self.figures.failed,
+            "answers": self.answers,
+            "failed": self.failures.total(),
         }
 
 
@@ -116,19 +122,24 @@ def publish(
     options: argparse.Namespace,
     packages: Iterable[str],
     device: str = "cpu",
+    notes: Iterable[dict[str, Any]] = (),
 ) -> int:
-    """Print the tables and the reasons of failed requests, and write all records. Returns 1 when a request failed, 0 otherwise."""
+    """Print the tables and the reasons of failed requests, and write all records and notes.
+
+    Returns 1 when a request failed, 0 otherwise.
+    """
     machine = device_name(torch.device(device))
     print(f"\n{name}, {machine}, {date.today()}: medians of {options.rounds} rounds (lowest to highest)\n")
     for lines in tables:
         print(report.table(lines) + "\n", flush=True)
     environment = report.environment(machine, packages)
-    write(options.out / f"{name}-{slug(machine)}.jsonl", [trial.record() | environment for trial in trials])
+    records = [*(trial.record() for trial in trials), *notes]
+    write(options.out / f"{name}-{slug(machine)}.jsonl", [record | environment for record in records])
     for trial in trials:
-        for reason, count in trial.figures.failures.most_common():
-            print(f"{_label(trial.case)}: {count} failed with {reason}")
-    return 1 if any(trial.figures.failed for trial in trials) else 0
+        for reason, count in trial.failures.most_common():
+            print(f"{label(trial.case)}: {count} failed with {reason}")
+    return 1 if any(trial.failures for trial in trials) else 0
 
 
-def _label(case: dict[str, Any]) -> str:
+def label(case: dict[str, Any]) -> str:
     return ", ".join(map(str, case.values()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,7 +66,8 @@ def trial(frontends: int, round: int, answers: int) -> Trial:
     figures = Figures(1.0, [0.002] * answers)
     costs = {"cpu_ms": 0.5, "frontend_ms": 0.25, "load_ms": 0.125, "busiest": 0.75}
     stages = dict.fromkeys(endpoints.SHOWN_STAGES, 1.0)
-    return Trial({"request": GRPC, "frontends": frontends}, round, figures, values_of(figures) | costs, stages)
+    case = {"request": GRPC, "frontends": frontends}
+    return Trial(case, round, answers, Counter(), values_of(figures) | costs, stages)
 
 
 def test_rates_are_compared_with_the_first_number_of_frontends_in_each_round() -> None:

@@ -1,0 +1,221 @@
+"""The compared servers: how each is started, with its best settings, and its endpoints.
+
+Every server except this service and the plain handler has a separate virtual environment, which `make bench-serve` creates.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from loadtest import servers
+from loadtest.baselines.classifier import CONSTANT, MODEL_VARIABLE
+from loadtest.comparison import endpoints
+from loadtest.comparison.endpoints import INFER, OIP_BINARY, OIP_GRPC, PREDICT, Endpoint
+from loadtest.servers import ServerProcess
+
+ENVIRONMENTS = servers.ROOT / ".venv-baselines"
+BASELINES = servers.ROOT / "loadtest" / "baselines"
+SERVED = "classifier"
+"""Name of the model in the other servers."""
+MAX_BATCH = 32
+SEQSERVE, PLAIN, LITSERVE, MLSERVER, TORCHSERVE, TRITON = (
+    "seqserve",
+    "plain FastAPI",
+    "LitServe",
+    "MLServer",
+    "TorchServe",
+    "Triton",
+)
+
+
+class Ports(NamedTuple):
+    http: int
+    grpc: int
+    other: int
+
+
+class Launch(NamedTuple):
+    """A command and its environment. ready: the path that answers when the server is ready."""
+
+    command: Sequence[str]
+    ready: str
+    environment: Mapping[str, str] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """One compared server.
+
+    launch: returns the command from its environment's folder, an empty folder for its files, and its ports. environment: name of its
+    virtual environment in ENVIRONMENTS; None: that of this project. needs: a program outside it. constant: the endpoints that return a
+    constant when no model is loaded, and `expected` what they return; None: any fixed answer.
+    """
+
+    name: str
+    launch: Callable[[Path, Path, Ports], Launch]
+    endpoints: tuple[Endpoint, ...]
+    constant: tuple[Endpoint, ...]
+    expected: tuple[float, ...] | None = CONSTANT
+    environment: str | None = None
+    needs: str | None = None
+
+    def why_skipped(self) -> str | None:
+        """Return why the server cannot run here."""
+        if self.environment is None:
+            return None
+        folder = ENVIRONMENTS / self.environment
+        if not (folder / "installed").is_file():
+            return f"not installed: {_last_line(folder / 'install.log')}"
+        return f"{self.needs} is not installed" if self.needs and shutil.which(self.needs) is None else None
+
+    @contextmanager
+    def running(self, models: Path, model: str | None, scratch: Path) -> Iterator[ServerProcess]:
+        """Run the server with a model, or without to get its constant answer. `scratch` gets its files and its log."""
+        ports = Ports(*servers.free_ports(3))
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+        launch = self.launch(ENVIRONMENTS / str(self.environment), scratch, ports)
+        environment = {"PYTHONPATH": servers.python_path(), "TOKENIZERS_PARALLELISM": "false", "SEQSERVE_MODELS": str(models)}
+        if model is not None:
+            environment[MODEL_VARIABLE] = str((models / model / "1").resolve())
+        url, grpc = f"http://127.0.0.1:{ports.http}", f"127.0.0.1:{ports.grpc}"
+        everything = environment | dict(launch.environment)
+        with servers.started(launch.command, everything, url, grpc, launch.ready, scratch / "server.log") as server:
+            yield server
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").split("\n") if log.is_file() else []
+    return next((line for line in reversed(lines) if line.strip()), "run `make bench-serve`")
+
+
+def _seqserve(folder: Path, scratch: Path, ports: Ports) -> Launch:
+    flags = ("--port", str(ports.http), "--grpc-port", str(ports.grpc), "--device", "cpu")
+    return Launch((sys.executable, *servers.seqserve(*flags)), "/readyz")
+
+
+def _plain(folder: Path, scratch: Path, ports: Ports) -> Launch:
+    return Launch((sys.executable, "-m", "loadtest.baselines.plain_fastapi", "--port", str(ports.http)), "/health")
+
+
+def _litserve(folder: Path, scratch: Path, ports: Ports) -> Launch:
+    python = str(folder / "bin" / "python")
+    return Launch((python, "-m", "loadtest.baselines.litserve_server", "--port", str(ports.http)), "/health")
+
+
+def _mlserver(folder: Path, scratch: Path, ports: Ports) -> Launch:
+    """Write its settings. Inference runs in the server's process: with one model, a worker process would only add a hop."""
+    settings = {"http_port": ports.http, "grpc_port": ports.grpc, "metrics_port": ports.other, "host": "127.0.0.1"}
+    settings |= {"parallel_workers": 0, "metrics_endpoint": None, "use_structured_logging": False}
+    implementation = "loadtest.baselines.mlserver_runtime.Classifier"
+    model = {"name": SERVED, "implementation": implementation, "max_batch_size": MAX_BATCH, "max_batch_time": 0.002}
+    _write_json(scratch / "settings.json", settings)
+    _write_json(scratch / "model-settings.json", model)
+    return Launch((str(folder / "bin" / "mlserver"), "start", str(scratch)), f"/v2/models/{SERVED}/ready")
+
+
+def _torchserve(folder: Path, scratch: Path, ports: Ports) -> Launch:
+    """Write a model folder without an archive, and the settings. One worker forms the batches."""
+    archive = scratch / "store" / SERVED
+    (archive / "MAR-INF").mkdir(parents=True)
+    handler = BASELINES / "torchserve_handler.py"
+    shutil.copy(handler, archive)
+    manifest = {"runtime": "python", "model": {"modelName": SERVED, "handler": handler.name, "modelVersion": "1.0"}}
+    _write_json(archive / "MAR-INF" / "MANIFEST.json", manifest)
+    worker = {"marName": SERVED, "defaultVersion": True, "minWorkers": 1, "maxWorkers": 1}
+    batches = {"batchSize": MAX_BATCH, "maxBatchDelay": 2, "responseTimeout": 60}
+    addresses = zip(("inference", "management", "metrics"), (ports.http, *servers.free_ports(2)), strict=True)
+    properties: dict[str, Any] = {f"{name}_address": f"http://127.0.0.1:{port}" for name, port in addresses}
+    properties |= {"grpc_inference_port": ports.grpc, "grpc_management_port": ports.other}
+    properties |= {"load_models": SERVED, "models": json.dumps({SERVED: {"1.0": worker | batches}})}
+    properties |= {"async_logging": "true", "disable_system_metrics": "true"}
+    (scratch / "config.properties").write_text("".join(f"{name}={value}\n" for name, value in properties.items()))
+    (scratch / "log4j2.xml").write_text(_TORCHSERVE_LOG)
+    files = {"model-store": "store", "ts-config": "config.properties", "log-config": "log4j2.xml"}
+    flags = [word for name, file in files.items() for word in (f"--{name}", str(scratch / file))]
+    command = (str(folder / "bin" / "torchserve"), "--start", "--foreground", "--disable-token-auth", *flags)
+    places = {"LOG_LOCATION": str(scratch), "METRICS_LOCATION": str(scratch)}
+    return Launch(command, "/ping", {"PATH": _path(folder)} | places)
+
+
+_TORCHSERVE_LOG = """<Configuration>
+<Appenders><Console name="console" target="SYSTEM_ERR"><PatternLayout pattern="%d %p %c %m%n"/></Console></Appenders>
+<Loggers><Root level="error"><AppenderRef ref="console"/></Root></Loggers>
+</Configuration>
+"""
+"""By default, TorchServe writes several lines for each request."""
+
+
+def _triton(folder: Path, scratch: Path, ports: Ports) -> Launch:
+    """Write a model repository. Batches form without a delay, which measured best at every number of callers."""
+    [packages] = (folder / "lib").glob("python*/site-packages")
+    program = packages / "pytriton" / "tritonserver"
+    version = packages.parent.name.removeprefix("python")
+    repository = scratch / "repository"
+    (repository / SERVED / "1").mkdir(parents=True)
+    shutil.copy(BASELINES / "triton_model.py", repository / SERVED / "1" / "model.py")
+    (repository / SERVED / "config.pbtxt").write_text(_TRITON_MODEL)
+    flags = {"http-port": ports.http, "grpc-port": ports.grpc, "model-repository": repository}
+    flags |= {"backend-directory": _triton_backends(program, version, scratch), "allow-metrics": "false", "log-info": "false"}
+    environment = {
+        "PATH": _path(folder),
+        "PYTHONPATH": f"{servers.python_path()}:{packages}",
+        "LD_LIBRARY_PATH": str(packages / "nvidia_pytriton.libs"),
+    }
+    command = (str(program / "bin" / "tritonserver"), *(f"--{name}={value}" for name, value in flags.items()))
+    return Launch(command, "/v2/health/ready", environment)
+
+
+def _triton_backends(program: Path, version: str, scratch: Path) -> Path:
+    """Return a folder with the Python backend and its interpreter for this version of Python, which must be in one folder."""
+    backend = scratch / "backends" / "python"
+    backend.mkdir(parents=True)
+    interpreter = program / "python_backend_stubs" / version / "triton_python_backend_stub"
+    for file in (*(program / "backends" / "python").glob("*triton_python*"), interpreter):
+        (backend / file.name).symlink_to(file)
+    return backend.parent
+
+
+_TRITON_MODEL = f"""
+name: "{SERVED}"
+backend: "python"
+max_batch_size: {MAX_BATCH}
+input [{{ name: "text", data_type: TYPE_STRING, dims: [1] }}]
+output [{{ name: "scores", data_type: TYPE_FP32, dims: [{len(CONSTANT)}] }}]
+instance_group [{{ kind: KIND_CPU, count: 1 }}]
+dynamic_batching {{ max_queue_delay_microseconds: 0 }}
+"""
+
+
+def _path(folder: Path) -> str:
+    return f"{folder / 'bin'}:{os.environ['PATH']}"
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value))
+
+
+def _served(*compared: Endpoint) -> tuple[Endpoint, ...]:
+    return tuple(endpoint._replace(model=SERVED) for endpoint in compared)
+
+
+_OIP_JSON = Endpoint("HTTP", endpoints.HTTP, "tensor", endpoints.oip_json)
+_PREDICTION = Endpoint("HTTP", endpoints.HTTP, "scores", endpoints.prediction)
+_HEALTH = Endpoint("/healthz", endpoints.HTTP, "scores", endpoints.health)
+
+SERVERS = (
+    Server(SEQSERVE, _seqserve, (INFER, OIP_BINARY, OIP_GRPC), (_HEALTH,), expected=None),
+    Server(PLAIN, _plain, (PREDICT,), (PREDICT,)),
+    Server(LITSERVE, _litserve, (PREDICT,), (PREDICT,), environment="litserve"),
+    Server(MLSERVER, _mlserver, *2 * (_served(_OIP_JSON, OIP_GRPC),), environment="mlserver"),
+    Server(TORCHSERVE, _torchserve, *2 * (_served(_PREDICTION),), environment="torchserve", needs="java"),
+    Server(TRITON, _triton, *2 * (_served(OIP_BINARY, OIP_GRPC),), environment="triton"),
+)

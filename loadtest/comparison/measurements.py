@@ -1,0 +1,83 @@
+"""Trials of the comparison, and access to their values by server, endpoint and load."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from loadtest.generator.job import Result
+from loadtest.load import nearest_rank
+from loadtest.report import QUANTILES
+from loadtest.scenarios.rounds import Trial, Values, by_case
+
+NO_MODEL = "constant answer"
+HELD = 0.95
+"""Share of the due requests that must be answered in the measured time; below it, a rate is beyond a server."""
+RATE, P50, P99 = "answers/s", "p50_ms", "p99_ms"
+CPU, FRONTEND, GENERATOR, IN_TIME = "cpu_us", "frontend_us", "generator_us", "in_time"
+
+
+class Case(NamedTuple):
+    """One load on one endpoint. callers: of a closed loop; rate: requests a second of an open loop."""
+
+    model: str
+    server: str
+    endpoint: str
+    callers: int = 0
+    rate: int = 0
+
+    def labels(self) -> dict[str, object]:
+        load = {"rate": self.rate} if self.rate else {"callers": self.callers}
+        return {"model": self.model, "server": self.server, "endpoint": self.endpoint, **load}
+
+
+def trial_of(case: Case, round: int, result: Result, frontends: Sequence[bool]) -> Trial:
+    """Return the trial with microseconds of processor time for each answer. frontends: which processes of the server are frontends."""
+    count = max(1, result.answers)
+    latencies = result.ordered_latencies()
+    values: Values = {RATE: result.answers / result.seconds}
+    if latencies:
+        values |= {f"{name}_ms": 1000 * nearest_rank(latencies, share) for name, share in QUANTILES.items()}
+    values |= {CPU: 1e6 * sum(result.server_cpu_seconds) / count, GENERATOR: 1e6 * result.cpu_seconds / count}
+    if any(frontends):
+        values[FRONTEND] = sum(
+            1e6 * used / count for used, own in zip(result.server_cpu_seconds, frontends, strict=True) if own
+        )
+    if case.rate:
+        values[IN_TIME] = result.answers / max(1, result.due)
+    return Trial(case.labels(), round, result.answers, Counter(result.failures), values)
+
+
+class Measurements:
+    """All trials of a run."""
+
+    def __init__(self, trials: Iterable[Trial]) -> None:
+        self._cases = {Case(**rounds[0].case): rounds for rounds in by_case(trials)}
+
+    def cases(self) -> list[Case]:
+        return list(self._cases)
+
+    def values(self, case: Case, column: str) -> list[float]:
+        """Return the values of all rounds that have one."""
+        return [trial.values[column] for trial in self._cases.get(case, ()) if column in trial.values]
+
+    def median(self, case: Case, column: str) -> float | None:
+        values = self.values(case, column)
+        return statistics.median(values) if values else None
+
+    def ratios(self, case: Case, base: Case, column: str) -> list[float]:
+        """Return the ratio of two cases in each round that has both."""
+        bases = {trial.round: trial.values.get(column) for trial in self._cases.get(base, ())}
+        pairs = ((trial.values.get(column), bases.get(trial.round)) for trial in self._cases.get(case, ()))
+        return [value / other for value, other in pairs if value and other]
+
+    def ratio(self, case: Case, base: Case, column: str) -> float | None:
+        ratios = self.ratios(case, base, column)
+        return statistics.median(ratios) if ratios else None
+
+    def holds(self, case: Case) -> bool:
+        """Return whether a server holds a rate in most rounds."""
+        share = self.median(case, IN_TIME)
+        return share is not None and share >= HELD

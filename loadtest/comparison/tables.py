@@ -1,0 +1,75 @@
+"""The results of the comparison as tables: closed loop, ratios, open loop and goals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from loadtest import report
+from loadtest.comparison.contenders import SEQSERVE
+from loadtest.comparison.endpoints import INFER, OIP_BINARY, OIP_GRPC
+from loadtest.comparison.measurements import CPU, FRONTEND, GENERATOR, NO_MODEL, P50, P99, RATE, Case, Measurements
+from loadtest.comparison.models import CNN
+from loadtest.scenarios.rounds import Table, headings
+
+COLUMNS = (RATE, P50, P99, CPU, FRONTEND, GENERATOR)
+NOTHING = "-"
+COUNTERPARTS = {OIP_GRPC.name: OIP_GRPC.name, OIP_BINARY.name: OIP_BINARY.name}
+"""Our endpoint with which another server's is compared; the others are compared with POST /infer."""
+
+
+def closed_loop(measured: Measurements, model: str) -> Table:
+    """Return one line for each endpoint and number of callers, with the spread over the rounds."""
+    cases = [case for case in measured.cases() if case.model == model and case.callers]
+    lines = [["callers", "server", "endpoint", *headings(COLUMNS)]]
+    for case in sorted(cases, key=lambda case: case.callers):
+        spreads = [_spread(measured.values(case, column)) for column in COLUMNS]
+        lines.append([str(case.callers), case.server, case.endpoint, *spreads])
+    return lines
+
+
+def ratios(measured: Measurements, model: str) -> Table:
+    """Return the ratio of the service's rate and p99 to each other server's in the same round.
+
+    Constant answers are compared with the service's answers of CNN, because it has no endpoint without work.
+    """
+    ours = CNN if model == NO_MODEL else model
+    cases = [case for case in measured.cases() if case.model == model and case.callers and case.server != SEQSERVE]
+    levels = sorted({case.callers for case in cases})
+    lines = [[f"seqserve, {ours}, over", "endpoint", "", *map(_callers, levels)]]
+    for server, endpoint in dict.fromkeys((case.server, case.endpoint) for case in cases):
+        own = COUNTERPARTS.get(endpoint, INFER.name)
+        pairs = [(Case(ours, SEQSERVE, own, count), Case(model, server, endpoint, count)) for count in levels]
+        for column in (RATE, P99):
+            lines.append([server, endpoint, *headings([column]), *(_spread(measured.ratios(*pair, column)) for pair in pairs)])
+    return lines if cases else []
+
+
+def open_loop(measured: Measurements, model: str) -> Table:
+    """Return p99 by rate for each endpoint. A server that does not hold a rate is not measured at higher ones."""
+    cases = [case for case in measured.cases() if case.model == model and case.rate]
+    rates = sorted({case.rate for case in cases})
+    lines = [["p99 ms", "endpoint", *(f"{rate:,}/s" for rate in rates)]]
+    for server, endpoint in dict.fromkeys((case.server, case.endpoint) for case in cases):
+        cells = [_open_cell(measured, Case(model, server, endpoint, rate=rate)) for rate in rates]
+        lines.append([server, endpoint, *cells])
+    return lines if cases else []
+
+
+def _open_cell(measured: Measurements, case: Case) -> str:
+    return _spread(measured.values(case, P99)) if measured.holds(case) else "beyond"
+
+
+def _callers(count: int) -> str:
+    return f"{count} caller{'s' * (count > 1)}"
+
+
+def _spread(values: Sequence[float]) -> str:
+    return report.spread(values) if values else NOTHING
+
+
+def of(measured: Measurements) -> Iterator[Table]:
+    """Yield the tables of each model."""
+    for model in dict.fromkeys(case.model for case in measured.cases()):
+        for build in (closed_loop, ratios, open_loop):
+            if table := build(measured, model):
+                yield [[f"{model}: {line[0]}" if number == 0 else line[0], *line[1:]] for number, line in enumerate(table)]

@@ -1,0 +1,54 @@
+"""What a load and its connections expect of each other."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+OK = 200
+"""Status of a right answer. gRPC's status 0 is reported with it, and its other statuses as they are."""
+
+
+class Exchange(Protocol):
+    """Receives the answers of connections."""
+
+    def answered(self, connection: Connection, status: int, body: bytes) -> None: ...
+
+    def broken(self, connection: Connection, reason: str) -> None:
+        """The connection is unusable. It closes itself."""
+
+
+class Connection(asyncio.Protocol):
+    """A persistent connection with at most one open request.
+
+    number: the number of that request, or -1. since: the time from which its latency counts.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._received = b""
+        self._transport: asyncio.Transport
+        self.number = -1
+        self.since = 0.0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport  # type: ignore[assignment] # uvloop's transport is no subclass
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._break("closed by the server")
+
+    def ask(self, number: int) -> None:
+        """Send the request with this number."""
+        raise NotImplementedError
+
+    def hang_up(self) -> None:
+        self._break = _ignore  # type: ignore[method-assign] # a closed connection reports nothing
+        self._transport.abort()
+
+    def _break(self, reason: str) -> None:
+        self.hang_up()
+        self._exchange.broken(self, reason)
+
+
+def _ignore(reason: str) -> None:
+    pass

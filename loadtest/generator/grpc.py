@@ -1,0 +1,199 @@
+"""Unary gRPC calls over HTTP/2 connections, each with one stream at a time.
+
+Requests have one header block, which never enters the server's dynamic table. Flow control: the connection announces the
+largest windows and renews its own; a request waits for the server's window.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import hpack
+
+from loadtest.generator.connection import OK, Connection, Exchange
+
+DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = 0, 1, 3, 4, 6, 7, 8, 9
+END_STREAM, ACK, END_HEADERS, PADDED, PRIORITY = 0x1, 0x1, 0x4, 0x8, 0x20
+INITIAL_WINDOW_SIZE, ENABLE_PUSH = 4, 2
+DEFAULT_WINDOW, LARGEST_WINDOW, MAX_FRAME = 65_535, 2**31 - 1, 16_384
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+NO_STATUS = -1
+MAX_BLOCKS = 100
+"""Remembered header blocks of answers."""
+_number = struct.Struct(">I")
+
+
+class Frames(NamedTuple):
+    """A request: its frames without the stream's number, which follows `headers` and `data`."""
+
+    headers: bytes
+    block: bytes
+    data: bytes
+    message: bytes
+
+    @classmethod
+    def of(cls, message: bytes, block: bytes) -> Frames:
+        """Raises ValueError for a message that does not fit into one frame."""
+        message = b"\0" + _number.pack(len(message)) + message
+        if len(message) > MAX_FRAME:
+            raise ValueError(f"a request has {len(message)} bytes and a frame {MAX_FRAME}")
+        return cls(_head(len(block), HEADERS, END_HEADERS), block, _head(len(message), DATA, END_STREAM), message)
+
+
+def header_block(authority: str, path: str) -> bytes:
+    """Return the headers of a call, encoded without the dynamic table."""
+    fields = {":method": "POST", ":scheme": "http", ":path": path, ":authority": authority}
+    fields |= {"te": "trailers", "content-type": "application/grpc", "user-agent": "loadtest"}
+    return hpack.Encoder().encode([(name, value, True) for name, value in fields.items()])
+
+
+def prepare(messages: Sequence[bytes], authority: str, path: str) -> list[Frames]:
+    block = header_block(authority, path)
+    return [Frames.of(message, block) for message in messages]
+
+
+class GrpcConnection(Connection):
+    def __init__(self, exchange: Exchange, requests: Sequence[Frames]) -> None:
+        super().__init__(exchange)
+        self._requests = requests
+        self._stream = -1
+        self._window = self._stream_window = DEFAULT_WINDOW
+        self._waiting = False
+        self._consumed = 0
+        self._block, self._ends = b"", False
+        self._message = b""
+        self._answers = _AnswerHeaders()
+
+    def connection_made(self, transport: object) -> None:
+        super().connection_made(transport)  # type: ignore[arg-type] # uvloop's transport is no subclass
+        settings = struct.pack(">HIHI", ENABLE_PUSH, 0, INITIAL_WINDOW_SIZE, LARGEST_WINDOW)
+        self._transport.write(PREFACE + _frame(SETTINGS, 0, 0, settings) + _window_update(LARGEST_WINDOW - DEFAULT_WINDOW))
+
+    def ask(self, number: int) -> None:
+        self.number = number
+        frames = self._requests[number]
+        size = len(frames.message)
+        if size > self._stream_window:
+            self._break("a stream window smaller than a request")
+        elif size > self._window:
+            self._waiting = True
+        else:
+            self._waiting = False
+            self._window -= size
+            self._stream += 2
+            stream = _number.pack(self._stream)
+            self._transport.write(b"".join((frames.headers, stream, frames.block, frames.data, stream, frames.message)))
+
+    def data_received(self, data: bytes) -> None:
+        if self._received:
+            data = self._received + data
+        at, size = 0, len(data)
+        while size - at >= 9:
+            start = at + 9
+            end = start + (data[at] << 16 | data[at + 1] << 8 | data[at + 2])
+            if end > size:
+                break
+            kind, flags = data[at + 3], data[at + 4]
+            if kind == DATA:
+                self._handle_data(flags, data[start:end])
+            elif kind in (HEADERS, CONTINUATION):
+                self._handle_headers(kind, flags, data[start:end])
+            else:
+                self._handle_control(kind, flags, data[at + 5 : start], data[start:end])
+            at = end
+        self._received = data[at:]
+
+    def _handle_data(self, flags: int, payload: bytes) -> None:
+        self._consumed += len(payload)
+        if self._consumed > LARGEST_WINDOW // 2:
+            self._transport.write(_window_update(self._consumed))
+            self._consumed = 0
+        self._message += _unpadded(payload) if flags & PADDED else payload
+        if flags & END_STREAM:
+            self._break("a stream that ends without trailers")
+
+    def _handle_headers(self, kind: int, flags: int, payload: bytes) -> None:
+        if kind == HEADERS:
+            self._ends = bool(flags & END_STREAM)
+            payload = _unpadded(payload) if flags & PADDED else payload
+            self._block = payload[5:] if flags & PRIORITY else payload
+        else:
+            self._block += payload
+        if flags & END_HEADERS:
+            status = self._answers.grpc_status(self._block)
+            if self._ends:
+                self._finish(status)
+
+    def _finish(self, status: int) -> None:
+        message, self._message = self._message, b""
+        if self.number < 0:
+            self._break("an answer to no request")
+        elif status:
+            self._exchange.answered(self, status, b"")
+        elif len(message) < 5 or message[0] or _number.unpack_from(message, 1)[0] != len(message) - 5:
+            self._break("not one uncompressed message")
+        else:
+            self._exchange.answered(self, OK, message[5:])
+
+    def _handle_control(self, kind: int, flags: int, stream: bytes, payload: bytes) -> None:
+        if kind == SETTINGS and not flags & ACK:
+            for key, value in struct.iter_unpack(">HI", payload):
+                if key == INITIAL_WINDOW_SIZE:
+                    self._stream_window = value
+            self._transport.write(_frame(SETTINGS, ACK, 0, b""))
+        elif kind == PING and not flags & ACK:
+            self._transport.write(_frame(PING, ACK, 0, payload))
+        elif kind == WINDOW_UPDATE and stream == b"\0\0\0\0":
+            self._window += _number.unpack(payload)[0]
+            if self._waiting:
+                self.ask(self.number)
+        elif kind in (RST_STREAM, GOAWAY):
+            self._break("RST_STREAM" if kind == RST_STREAM else "GOAWAY")
+
+
+class _AnswerHeaders:
+    """Decodes the header blocks of one connection.
+
+    A block that leaves the dynamic table unchanged is remembered until the table changes, because servers repeat their blocks.
+    """
+
+    def __init__(self) -> None:
+        self._decoder = hpack.Decoder()
+        self._statuses: dict[bytes, int] = {}
+
+    def grpc_status(self, block: bytes) -> int:
+        """Return the status in a block, or NO_STATUS."""
+        status = self._statuses.get(block)
+        return self._decode(block) if status is None else status
+
+    def _decode(self, block: bytes) -> int:
+        before = self._table()
+        fields = dict(self._decoder.decode(block, raw=True))
+        status = int(fields.get(b"grpc-status", NO_STATUS))
+        if self._table() != before or len(self._statuses) >= MAX_BLOCKS:
+            self._statuses.clear()
+        else:
+            self._statuses[block] = status
+        return status
+
+    def _table(self) -> tuple[object, ...]:
+        """Return the dynamic table: its size and its entries."""
+        return self._decoder.header_table_size, *self._decoder.header_table.dynamic_entries
+
+
+def _head(length: int, kind: int, flags: int) -> bytes:
+    return length.to_bytes(3, "big") + bytes((kind, flags))
+
+
+def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    return _head(len(payload), kind, flags) + _number.pack(stream) + payload
+
+
+def _window_update(size: int) -> bytes:
+    return _frame(WINDOW_UPDATE, 0, 0, _number.pack(size))
+
+
+def _unpadded(payload: bytes) -> bytes:
+    return payload[1 : len(payload) - payload[0]]

@@ -1,0 +1,50 @@
+"""What the generator gets and returns. Times are in seconds."""
+
+from __future__ import annotations
+
+from array import array
+
+import msgspec
+
+
+class Job(msgspec.Struct):
+    """One load on one server.
+
+    transport: a name in TRANSPORTS. path: the gRPC method; HTTP requests contain their own. reader: a name in READERS. expected: the
+    scores of each request; without it, every answer must be equal to the first. rate: requests a second of an open loop with Poisson
+    arrivals, or 0 for a closed loop. callers: connections. pids: the processes of the server.
+    """
+
+    transport: str
+    host: str
+    port: int
+    path: str
+    requests: list[bytes]
+    reader: str
+    expected: list[list[float]]
+    callers: int = 1
+    seconds: float = 1.0
+    warm_up: float = 0.0
+    rate: float = 0.0
+    seed: int = 0
+    pids: list[int] = msgspec.field(default_factory=list)
+
+
+class Result(msgspec.Struct):
+    """Result of a job after its warm-up.
+
+    due: requests of an open loop that were due in the measured time. answers: right answers that arrived in it. latencies: of
+    these answers, and in an open loop of later answers too, as float64. cpu_seconds: processor time of the generator.
+    server_cpu_seconds: processor time of each process in `pids`.
+    """
+
+    seconds: float
+    due: int
+    answers: int
+    latencies: bytes
+    failures: dict[str, int]
+    cpu_seconds: float
+    server_cpu_seconds: list[float]
+
+    def ordered_latencies(self) -> list[float]:
+        return sorted(array("d", self.latencies))

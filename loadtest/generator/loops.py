@@ -1,0 +1,285 @@
+"""The closed and the open loop."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from array import array
+from collections import Counter, deque
+from collections.abc import Callable
+from itertools import cycle
+
+from loadtest.generator import grpc
+from loadtest.generator.connection import OK, Connection
+from loadtest.generator.grpc import GrpcConnection
+from loadtest.generator.http import HttpConnection
+from loadtest.generator.job import Job, Result
+from loadtest.generator.readers import READERS, agree
+from loadtest.generator.timer import Timer
+
+GRACE_SECONDS = 1.0
+"""Time for the requests that are open at the end."""
+RETRY_SECONDS = 0.1
+MAX_KNOWN = 64
+"""Remembered right answers of one request. They differ in the last digits, because a row's rounding depends on its batch."""
+WRONG = "wrong answer"
+UNANSWERED = "unanswered"
+
+
+async def run(job: Job) -> Result:
+    """Run a job in this process."""
+    load = (OpenLoop if job.rate else ClosedLoop)(job)
+    await load.connect()
+    load.start()
+    await asyncio.sleep(job.warm_up)
+    load.begin()
+    await asyncio.sleep(job.seconds)
+    load.end()
+    await load.drain()
+    return load.result()
+
+
+class Load:
+    """Connections, and the figures of their requests since `begin`."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._new_connection = _connection_factory(self, job)
+        self._connections: set[Connection] = set()
+        self._numbers = cycle(range(len(job.requests)))
+        self._answers = AnswerCheck(job)
+        self._pids = [_clock_of(pid) for pid in job.pids]
+        self._retries: set[asyncio.Task[None]] = set()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._latencies = array("d")
+        self._failures: Counter[str] = Counter()
+        self._due = 0
+
+    async def connect(self) -> None:
+        await asyncio.gather(*(self._connect() for _ in range(self._job.callers)))
+
+    async def _connect(self) -> Connection:
+        _, connection = await asyncio.get_running_loop().create_connection(self._new_connection, self._job.host, self._job.port)
+        self._connections.add(connection)
+        return connection
+
+    def start(self) -> None:
+        """Send the first requests."""
+        raise NotImplementedError
+
+    def begin(self) -> None:
+        """Count from now on."""
+        self._reset()
+        self._start, self._clocks = time.monotonic(), self._read_clocks()
+
+    def end(self) -> None:
+        """Send no more requests."""
+        clocks, self._seconds = self._read_clocks(), time.monotonic() - self._start
+        self._cpu_seconds, *self._server_cpu_seconds = (b - a for a, b in zip(self._clocks, clocks, strict=True))
+        self._answered = len(self._latencies)
+
+    def _read_clocks(self) -> list[float]:
+        return [time.process_time(), *map(time.clock_gettime, self._pids)]
+
+    async def drain(self) -> None:
+        """Wait for the open requests for a while, then close all connections."""
+        deadline = time.monotonic() + GRACE_SECONDS
+        while self._open() and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        for connection in self._connections:
+            connection.hang_up()
+        for retry in self._retries:
+            retry.cancel()
+
+    def _open(self) -> int:
+        """Return the number of requests without an answer."""
+        return sum(connection.number >= 0 for connection in self._connections)
+
+    def answered(self, connection: Connection, status: int, body: bytes) -> None:
+        raise NotImplementedError
+
+    def broken(self, connection: Connection, reason: str) -> None:
+        """Count the failure, and replace the connection after a pause."""
+        self._failures[reason] += 1
+        self._connections.discard(connection)
+        retry = asyncio.ensure_future(self._replace())
+        self._retries.add(retry)
+        retry.add_done_callback(self._retries.discard)
+
+    async def _replace(self) -> None:
+        while True:
+            await asyncio.sleep(RETRY_SECONDS)
+            try:
+                return self._resume(await self._connect())
+            except OSError as error:
+                self._failures[type(error).__name__] += 1
+
+    def _resume(self, connection: Connection) -> None:
+        """Use a new or idle connection."""
+        raise NotImplementedError
+
+    def result(self) -> Result:
+        return Result(
+            self._seconds,
+            self._due,
+            self._answered,
+            self._latencies.tobytes(),
+            dict(self._failures),
+            self._cpu_seconds,
+            self._server_cpu_seconds,
+        )
+
+
+class ClosedLoop(Load):
+    """Callers that send their next request after their answer."""
+
+    _ended = False
+
+    def start(self) -> None:
+        for connection in list(self._connections):
+            self._resume(connection)
+
+    def end(self) -> None:
+        super().end()
+        self._ended = True
+
+    def answered(self, connection: Connection, status: int, body: bytes) -> None:
+        now = time.monotonic()
+        if self._ended:
+            connection.number = -1
+            return
+        reason = self._answers.fault(connection.number, status, body)
+        if reason is None:
+            self._latencies.append(now - connection.since)
+        else:
+            self._failures[reason] += 1
+        connection.since = now
+        connection.ask(next(self._numbers))
+
+    def _resume(self, connection: Connection) -> None:
+        if not self._ended:
+            connection.since = time.monotonic()
+            connection.ask(next(self._numbers))
+
+    async def drain(self) -> None:
+        await super().drain()
+        if unanswered := self._open():
+            self._failures[UNANSWERED] += unanswered
+
+
+class OpenLoop(Load):
+    """Poisson arrivals, which do not wait for answers. A latency counts from the time when its request was due.
+
+    A request that finds no idle connection waits for one, and its latency grows meanwhile.
+    """
+
+    _counted_since = float("inf")
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self._gaps = random.Random(job.seed)
+        self._idle: deque[Connection] = deque()
+        self._waiting: deque[float] = deque()
+
+    def start(self) -> None:
+        self._idle.extend(self._connections)
+        self._timer = Timer(self._arrive)
+        self._next = time.monotonic()
+        self._schedule()
+
+    def begin(self) -> None:
+        super().begin()
+        self._counted_since = self._start
+
+    def end(self) -> None:
+        super().end()
+        self._timer.close()
+
+    def _schedule(self) -> None:
+        self._next += self._gaps.expovariate(self._job.rate)
+        self._timer.set(self._next)
+
+    def _arrive(self) -> None:
+        """Send the requests that are due."""
+        now = time.monotonic()
+        while self._next <= now:
+            self._due += self._next >= self._counted_since
+            if self._idle:
+                self._ask(self._idle.popleft(), self._next)
+            else:
+                self._waiting.append(self._next)
+            self._next += self._gaps.expovariate(self._job.rate)
+        self._timer.set(self._next)
+
+    def _ask(self, connection: Connection, due: float) -> None:
+        connection.since = due
+        connection.ask(next(self._numbers))
+
+    def answered(self, connection: Connection, status: int, body: bytes) -> None:
+        now = time.monotonic()
+        reason = self._answers.fault(connection.number, status, body)
+        if reason is not None:
+            self._failures[reason] += 1
+        elif connection.since >= self._counted_since:
+            self._latencies.append(now - connection.since)
+        connection.number = -1
+        self._resume(connection)
+
+    def _resume(self, connection: Connection) -> None:
+        if self._waiting:
+            self._ask(connection, self._waiting.popleft())
+        else:
+            self._idle.append(connection)
+
+    def _open(self) -> int:
+        return super()._open() + len(self._waiting)
+
+    def broken(self, connection: Connection, reason: str) -> None:
+        if connection.number < 0:
+            self._idle.remove(connection)
+        super().broken(connection, reason)
+
+
+class AnswerCheck:
+    """Compares answers with the expected scores. An answer that was right before is recognised by its bytes."""
+
+    def __init__(self, job: Job) -> None:
+        self._known: list[set[bytes]] = [set() for _ in job.requests]
+        self._expected = job.expected
+        self._read = READERS[job.reader] if job.expected else None
+        self._first = b""
+
+    def fault(self, number: int, status: int, body: bytes) -> str | None:
+        """Return why an answer does not count, or None for a right answer."""
+        if status != OK:
+            return f"status {status}"
+        return None if body in self._known[number] or self._is_right(number, body) else WRONG
+
+    def _is_right(self, number: int, body: bytes) -> bool:
+        if self._read is None:
+            self._first = self._first or body
+            right = body == self._first
+        else:
+            expected = self._expected[number]
+            try:
+                right = agree(self._read(body, len(expected)), expected)
+            except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
+                right = False
+        if right and len(self._known[number]) < MAX_KNOWN:
+            self._known[number].add(body)
+        return right
+
+
+def _connection_factory(load: Load, job: Job) -> Callable[[], Connection]:
+    if job.transport == "http":
+        return lambda: HttpConnection(load, job.requests)
+    frames = grpc.prepare(job.requests, f"{job.host}:{job.port}", job.path)
+    return lambda: GrpcConnection(load, frames)
+
+
+def _clock_of(pid: int) -> int:
+    """Return the clock of a process's processor time; Linux encodes the process in the clock's number."""
+    return (~pid << 3) | 2

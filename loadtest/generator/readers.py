@@ -1,0 +1,45 @@
+"""The scores in an answer, by the name of its format."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Sequence
+
+TOLERANCE = 1e-4
+"""Largest difference between two scores that count as equal."""
+
+
+def _infer(body: bytes, count: int) -> Sequence[float]:
+    """Read an answer of POST /infer."""
+    return list(json.loads(body)["outputs"][0]["scores"].values())
+
+
+def _tensor(body: bytes, count: int) -> Sequence[float]:
+    """Read an answer of the Open Inference Protocol in JSON."""
+    data: Sequence[float] = json.loads(body)["outputs"][0]["data"]
+    return data
+
+
+def _last_floats(body: bytes, count: int) -> Sequence[float]:
+    """Read the raw scores that end a binary answer and a gRPC message."""
+    return struct.unpack_from(f"<{count}f", body, len(body) - 4 * count)
+
+
+def _scores(body: bytes, count: int) -> Sequence[float]:
+    """Read `{"scores": [...]}`."""
+    scores: Sequence[float] = json.loads(body)["scores"]
+    return scores
+
+
+READERS: dict[str, Callable[[bytes, int], Sequence[float]]] = {
+    "infer": _infer,
+    "tensor": _tensor,
+    "last floats": _last_floats,
+    "scores": _scores,
+}
+
+
+def agree(scores: Sequence[float], expected: Sequence[float], tolerance: float = TOLERANCE) -> bool:
+    """Return whether the scores are equal within the tolerance; NaN never is."""
+    return len(scores) == len(expected) and all(abs(a - b) <= tolerance for a, b in zip(scores, expected, strict=True))

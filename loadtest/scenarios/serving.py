@@ -1,0 +1,163 @@
+"""This service and other model servers, with the same weights and under the same load.
+
+Rounds alternate between the servers. Each round starts each server again, with one model or without. All servers run on the same two
+cores, which they share with the load generator. Nothing is timed before its answers have the scores that plain PyTorch computes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from msgspec import structs
+
+from loadtest import servers
+from loadtest.baselines.classifier import TextClassifier
+from loadtest.comparison import goals, models, tables
+from loadtest.comparison.contenders import SEQSERVE, SERVERS, Server
+from loadtest.comparison.endpoints import GRPC, GRPC_METHOD, Endpoint
+from loadtest.comparison.measurements import HELD, IN_TIME, NO_MODEL, RATE, Case, Measurements, trial_of
+from loadtest.discovery import CannotMeasure
+from loadtest.generator.job import Job
+from loadtest.generator.loops import WRONG
+from loadtest.generator.process import run_in_process
+from loadtest.scenarios import rounds
+from loadtest.scenarios.rounds import Trial
+from loadtest.servers import ServerProcess
+from loadtest.traffic import Traffic, words
+
+SUMMARY = "this service and other model servers with the same weights"
+CALLERS, RATES = (1, 8, 32, 128), (1000, 2000, 4000, 10000)
+OPEN_CONNECTIONS = 128
+"""Connections of an open loop; a request that finds none idle waits, which its latency includes."""
+REQUESTS = 500
+"""Distinct requests, sent in a cycle."""
+CHECK_SECONDS = 0.5
+CORES = 2
+PACKAGES = ("torch", "fastapi", "uvicorn", "uvloop", "httptools", "grpcio", "msgspec", "tokenizers")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    names = [server.name for server in SERVERS]
+    parser.add_argument("--servers", nargs="+", choices=names, default=names, help="compared servers")
+    parser.add_argument("--models", nargs="*", choices=models.MODELS, default=models.MODELS, help="compared models")
+    parser.add_argument("--callers", type=int, nargs="*", default=CALLERS, help="levels of a closed loop")
+    parser.add_argument("--rates", type=int, nargs="*", default=RATES, help="requests a second of an open loop, rising")
+    parser.add_argument("--no-constant", action="store_true", help="leave the constant answers out")
+    parser.add_argument("--logs", type=Path, default=Path("build/serving"), help="folder of the servers' files and logs")
+    rounds.add_options(parser, seconds=3.0, rounds=5)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure every server. An interrupt ends the run and keeps its results so far. Returns 1 when a request failed."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it, and so would the servers
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])  # all processes inherit it
+    skipped = {server.name: reason for server in SERVERS if (reason := server.why_skipped()) and server.name in options.servers}
+    trials: list[Trial] = []
+    with tempfile.TemporaryDirectory() as folder, suppress(KeyboardInterrupt):
+        models.write(Path(folder))
+        for trial in _trials(Path(folder), options, skipped):
+            trials.append(trial)  # an interrupt keeps the trials before it
+    measured = Measurements(trials)
+    options.rounds = len({trial.round for trial in trials})
+    notes = [{"server": name, "skipped": reason} for name, reason in skipped.items()]
+    shown = [*tables.of(measured), [list(line) for line in goals.lines(measured)]]
+    status = rounds.publish("serving", trials, shown, options, PACKAGES, notes=notes)
+    for name, reason in skipped.items():
+        print(f"{name} was skipped: {reason}")
+    return 1 if SEQSERVE in skipped else status
+
+
+def _trials(folder: Path, options: argparse.Namespace, skipped: dict[str, str]) -> Iterator[Trial]:
+    """Yield the trials of all rounds. A server that does not start or answers wrongly is added to `skipped`."""
+    works = [Work.of(folder, model) for model in options.models]
+    works += [] if options.no_constant else [Work(folder)]
+    for number in range(options.rounds):
+        for work in works:
+            for server in SERVERS:
+                if server.name in options.servers and server.name not in skipped:
+                    try:
+                        yield from _measure(server, work, number, options)
+                    except CannotMeasure as error:
+                        skipped[server.name] = str(error)
+                        print(f"{server.name} is skipped from now on: {error}", file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A model in `folder`, texts for it, and their scores; without a model, the servers answer with a constant."""
+
+    folder: Path
+    model: str | None = None
+    texts: Sequence[str] = ("a constant answer",)
+    scores: list[list[float]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, folder: Path, model: str) -> Work:
+        version = folder / model / "1"
+        description = {"name": model, "version": "1", "min_steps": 1, "input": {"kind": "text", "max_steps": 512}}
+        traffic = Traffic(description, words((version / "tokenizer.json").read_text()))
+        texts = [str(traffic.input()) for _ in range(REQUESTS)]
+        return cls(folder, model, texts, TextClassifier(version).scores(texts))
+
+    def endpoints(self, server: Server) -> Sequence[Endpoint]:
+        return server.endpoints if self.model else server.constant
+
+    def job(self, server: Server, process: ServerProcess, endpoint: Endpoint, **load: float) -> Job:
+        host, _, port = (process.grpc if endpoint.transport == GRPC else process.url.partition("//")[2]).partition(":")
+        requests = [endpoint.write(endpoint.model or str(self.model), text) for text in self.texts]
+        constant = [] if server.expected is None else [list(server.expected)] * len(requests)
+        expected = self.scores if self.model else constant
+        job = Job(endpoint.transport, host, int(port), GRPC_METHOD, requests, endpoint.reader, expected)
+        return structs.replace(job, **load)
+
+
+def _measure(server: Server, work: Work, number: int, options: argparse.Namespace) -> Iterator[Trial]:
+    """Start a server and load each of its endpoints: closed loops, then open loops up to the first rate that it does not hold."""
+    name = work.model or NO_MODEL
+    scratch = options.logs.resolve() / f"{server.name}-{name}".replace(" ", "-")
+    with server.running(work.folder, work.model, scratch) as process:
+        for endpoint in work.endpoints(server):
+            _check(work.job(server, process, endpoint, seconds=CHECK_SECONDS), server, endpoint)
+            load = {"seconds": options.seconds, "warm_up": options.seconds / 4, "seed": number}
+            for callers in options.callers:
+                case = Case(name, server.name, endpoint.name, callers)
+                yield _trial(case, number, process, work.job(server, process, endpoint, callers=callers, **load))
+            for rate in options.rates if work.model else ():
+                case = Case(name, server.name, endpoint.name, rate=rate)
+                job = work.job(server, process, endpoint, callers=OPEN_CONNECTIONS, rate=rate, **load)
+                yield (trial := _trial(case, number, process, job))
+                if trial.values[IN_TIME] < HELD:
+                    break
+
+
+def _check(job: Job, server: Server, endpoint: Endpoint) -> None:
+    """Wait until the endpoint answers. Raises CannotMeasure when it does not, or with other scores than the model."""
+    deadline = time.monotonic() + servers.START_SECONDS
+    result = run_in_process(job)
+    while not result.answers and WRONG not in result.failures and time.monotonic() < deadline:
+        result = run_in_process(job)
+    if WRONG in result.failures:
+        raise CannotMeasure(f"{server.name}, {endpoint.name}: it returns other scores than the model, so it is not timed")
+    if not result.answers:
+        raise CannotMeasure(f"{server.name}, {endpoint.name}: it does not answer: {result.failures}")
+
+
+def _trial(case: Case, number: int, process: ServerProcess, job: Job) -> Trial:
+    job.pids = process.pids()
+    frontends = set(process.pids("service.frontend"))
+    trial = trial_of(case, number, run_in_process(job), [pid in frontends for pid in job.pids])
+    print(
+        f"  {rounds.label(trial.case)}: {trial.values[RATE]:.0f}/s, {trial.failures.total()} failed",
+        file=sys.stderr,
+        flush=True,
+    )
+    return trial

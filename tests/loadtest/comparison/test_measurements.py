@@ -1,0 +1,119 @@
+"""Values, ratios within a round, tables and goals of invented trials."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+
+import pytest
+
+from kernels.bench.goals.limit import Limit
+from loadtest.comparison import goals, tables
+from loadtest.comparison.contenders import PLAIN, SEQSERVE, TRITON
+from loadtest.comparison.endpoints import INFER, OIP_BINARY, PREDICT
+from loadtest.comparison.goals import GOALS, Goal
+from loadtest.comparison.measurements import (
+    CPU,
+    FRONTEND,
+    GENERATOR,
+    IN_TIME,
+    NO_MODEL,
+    P50,
+    P99,
+    RATE,
+    Case,
+    Measurements,
+    trial_of,
+)
+from loadtest.comparison.models import CNN, LSTM, MODELS
+from loadtest.generator.job import Result
+from loadtest.scenarios.rounds import Trial, Values
+
+OURS, TRITONS = Case(CNN, SEQSERVE, INFER.name, 32), Case(CNN, TRITON, OIP_BINARY.name, 32)
+
+
+def trial(case: Case, round: int = 0, **values: float) -> Trial:
+    everything: Values = {RATE: 1000.0, P50: 1.0, P99: 2.0, CPU: 50.0, GENERATOR: 10.0} | values
+    return Trial(case.labels(), round, 100, Counter(), everything)
+
+
+def rates(case: Case, *values: float) -> list[Trial]:
+    return [trial(case, number, **{RATE: value}) for number, value in enumerate(values)]
+
+
+def test_trial_has_the_cost_of_each_answer() -> None:
+    latencies = array("d", [0.004, 0.001, 0.002, 0.003]).tobytes()
+    result = Result(2.0, 0, 4, latencies, {"status 503": 1}, 0.0004, [0.0001, 0.0002, 0.0001])
+    measured = trial_of(OURS, 3, result, [False, True, True])
+    assert measured.case == {"model": CNN, "server": SEQSERVE, "endpoint": INFER.name, "callers": 32}
+    assert measured.values == pytest.approx(
+        {RATE: 2.0, P50: 2.0, "p90_ms": 4.0, P99: 4.0, CPU: 100.0, GENERATOR: 100.0, FRONTEND: 75.0}
+    )
+    assert (measured.round, measured.answers, measured.failures) == (3, 4, {"status 503": 1})
+
+
+def test_trial_of_an_open_loop_has_the_share_in_time() -> None:
+    case = OURS._replace(callers=0, rate=1000)
+    measured = trial_of(case, 0, Result(1.0, 8, 4, b"", {}, 0.0, [0.0]), [False])
+    assert measured.case["rate"] == 1000 and "callers" not in measured.case
+    assert measured.values[IN_TIME] == 0.5 and P99 not in measured.values and FRONTEND not in measured.values
+
+
+def test_ratios_are_taken_within_a_round() -> None:
+    measured = Measurements([*rates(OURS, 10, 20, 30), *rates(TRITONS, 10, 10, 60)])
+    assert measured.ratios(OURS, TRITONS, RATE) == [1, 2, 0.5] and measured.ratio(OURS, TRITONS, RATE) == 1
+    absent = OURS._replace(callers=8)
+    assert measured.ratio(OURS, absent, RATE) is None and measured.median(absent, RATE) is None
+
+
+def test_round_that_one_server_lacks_has_no_ratio() -> None:
+    measured = Measurements([*rates(OURS, 10, 20), trial(TRITONS, 1, **{RATE: 5})])
+    assert measured.ratios(OURS, TRITONS, RATE) == [4]
+
+
+def test_goals_are_met_missed_or_open() -> None:
+    goal = Goal("a rate", Limit(1.3), OURS, RATE, TRITONS)
+    assert goal.line(Measurements([*rates(OURS, 14), *rates(TRITONS, 10)]))[-1] == "met"
+    assert goal.line(Measurements([*rates(OURS, 12), *rates(TRITONS, 10)]))[-1] == "missed"
+    assert goal.line(Measurements(rates(OURS, 12)))[-1] == "open"
+
+
+def test_rate_that_is_not_held_misses_its_goal() -> None:
+    case = Case(LSTM, SEQSERVE, INFER.name, rate=10000)
+    goal = Goal("a tail", Limit(5, "ms"), case, P99)
+    shares = [[1.0, 1.0, 0.5], [1.0, 0.5, 0.5]]
+    held, beyond = (Measurements(trial(case, n, **{IN_TIME: share}) for n, share in enumerate(each)) for each in shares)
+    assert goal.line(held)[1:] == ("2 ms", "<= 5 ms", "met")
+    assert goal.line(beyond)[1:] == ("beyond", "<= 5 ms", "missed")
+
+
+def test_only_goals_of_measured_models_are_shown() -> None:
+    shown = goals.lines(Measurements([trial(OURS)]))
+    assert len(shown) > 5 and all(line[0].startswith(CNN) for line in shown[1:])
+
+
+def test_every_goal_has_a_case_that_a_run_measures() -> None:
+    assert len({goal.name for goal in GOALS}) == len(GOALS)
+    for goal in GOALS:
+        assert goal.case.server == SEQSERVE and goal.case.model in MODELS and goal.limit.value
+
+
+def test_tables_have_a_line_for_each_case() -> None:
+    slow = Case(CNN, PLAIN, PREDICT.name, rate=1000)
+    fast, constant = OURS._replace(callers=0, rate=1000), TRITONS._replace(model=NO_MODEL)
+    trials = [trial(OURS, 0, **{FRONTEND: 20.0}), trial(TRITONS), trial(constant, 0, **{RATE: 500.0})]
+    trials += [trial(slow, 0, **{IN_TIME: 0.9}), trial(fast, 0, **{IN_TIME: 1.0})]
+    closed, ratios, opened, constants, over_constant = tables.of(Measurements(trials))
+    assert [line[:3] for line in closed[1:]] == [["32", SEQSERVE, INFER.name], ["32", TRITON, OIP_BINARY.name]]
+    assert closed[1][-2] == "20 (20 to 20)" and closed[2][-2] == tables.NOTHING
+    assert [line[-1] for line in ratios[1:]] == [tables.NOTHING] * 2, "our OIP endpoint was not measured"
+    assert opened[1:] == [[PLAIN, PREDICT.name, "beyond"], [SEQSERVE, INFER.name, "2 (2 to 2)"]]
+    assert len(constants) == 2 and len(over_constant) == 3
+    for table in (closed, ratios, opened, constants, over_constant):
+        assert len({len(line) for line in table}) == 1
+
+
+def test_service_is_compared_with_a_constant_answer() -> None:
+    constant, ours = TRITONS._replace(model=NO_MODEL), OURS._replace(endpoint=OIP_BINARY.name)
+    [*_, table] = tables.of(Measurements([*rates(ours, 30), *rates(constant, 10)]))
+    assert table[1] == [TRITON, OIP_BINARY.name, "answers/s", "3 (3 to 3)"]

@@ -1,0 +1,212 @@
+"""The loops count right answers only, and an open loop counts latency from the time when a request was due."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+import pytest
+import uvloop
+from msgspec import structs
+
+from loadtest.discovery import CannotMeasure
+from loadtest.generator.job import Job, Result
+from loadtest.generator.loops import UNANSWERED, WRONG, run
+from loadtest.generator.process import run_in_process
+from loadtest.generator.timer import Timer
+from tests.loadtest.conftest import Handler, answering, reply
+
+SCORES = [0.5, 0.25]
+RIGHT = reply(json.dumps({"scores": SCORES}).encode())
+NEARLY = reply(json.dumps({"scores": [0.50004, 0.25]}).encode())
+FALSE = reply(json.dumps({"scores": [0.6, 0.25]}).encode())
+
+
+def job(**options: Any) -> Job:
+    return structs.replace(Job("http", "127.0.0.1", 0, "", [], "scores", [SCORES], seconds=0.3), **options)
+
+
+def loaded(handler: Handler, **options: Any) -> Result:
+    """Return the result of a job on a small server."""
+
+    async def measured() -> Result:
+        async with answering(handler) as target:
+            return await run(job(port=target.port, requests=[target.request(b"{}")], **options))
+
+    return uvloop.run(measured())
+
+
+def always(response: bytes, seconds: float = 0.0) -> Handler:
+    async def handler(number: int) -> bytes:
+        await asyncio.sleep(seconds)
+        return response
+
+    return handler
+
+
+def alternating(*responses: bytes | None) -> Handler:
+    async def handler(number: int) -> bytes | None:
+        await asyncio.sleep(0.001)
+        return responses[number % len(responses)]
+
+    return handler
+
+
+def test_closed_loop_keeps_every_caller_busy() -> None:
+    open_now = most = 0
+
+    async def handler(number: int) -> bytes:
+        nonlocal open_now, most
+        open_now += 1
+        most = max(most, open_now)
+        await asyncio.sleep(0.01)
+        open_now -= 1
+        return RIGHT
+
+    result = loaded(handler, callers=3)
+    assert most == 3 and not result.failures
+    assert result.answers == len(result.ordered_latencies()) > 3
+    assert result.ordered_latencies()[0] >= 0.009
+
+
+def test_warm_up_is_not_counted() -> None:
+    calls = 0
+
+    async def handler(number: int) -> bytes:
+        nonlocal calls
+        calls += 1
+        return FALSE if calls < 3 else RIGHT
+
+    result = loaded(handler, warm_up=0.2)
+    assert not result.failures and 0 < result.answers < calls
+
+
+def test_scores_within_the_tolerance_are_right() -> None:
+    assert not loaded(alternating(RIGHT, NEARLY)).failures
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (FALSE, WRONG),
+        (reply(b"no JSON"), WRONG),
+        (reply(b'{"scores": [0.5]}'), WRONG),
+        (reply(b'{"scores": [0.5, NaN]}'), WRONG),
+        (reply(b'{"scores": null}'), WRONG),
+        (reply(b"{}", 503), "status 503"),
+        (None, "closed by the server"),
+    ],
+)
+@pytest.mark.parametrize("rate", [0, 100])
+def test_fault_is_a_failure_and_no_answer(fault: bytes | None, reason: str, rate: float) -> None:
+    result = loaded(alternating(RIGHT, fault), rate=rate, seconds=0.5)
+    assert result.failures.keys() == {reason} and result.failures[reason] > 0 < result.answers
+    assert result.answers <= len(result.ordered_latencies())
+
+
+def test_constant_answers_must_all_equal_the_first() -> None:
+    assert not loaded(alternating(reply(b"same")), expected=[]).failures
+    assert loaded(alternating(reply(b"same"), reply(b"same"), reply(b"other")), expected=[]).failures.keys() == {WRONG}
+
+
+def test_request_without_an_answer_is_a_failure_of_a_closed_loop() -> None:
+    result = loaded(always(RIGHT, 5.0), callers=2)
+    assert result.failures == {UNANSWERED: 2} and result.answers == 0
+
+
+def test_open_loop_counts_from_the_due_time() -> None:
+    """One connection takes 20 ms for a request, and ten times as many are due: each waits for all before it."""
+    result = loaded(always(RIGHT, 0.02), rate=500, seconds=0.5)
+    latencies = result.ordered_latencies()
+    assert result.answers <= 26 < 150 < result.due
+    assert latencies[-1] > 0.3, "a request that was due in the first half is answered at the end or later"
+    assert not result.failures, "a request that is only late has not failed"
+
+
+def test_open_loop_does_not_wait_for_answers() -> None:
+    result = loaded(always(RIGHT, 0.1), rate=200, seconds=0.5, callers=100)
+    assert 50 < result.due < 200
+    assert result.answers < result.due == len(result.ordered_latencies()), "late answers count for the latency alone"
+
+
+def test_arrivals_depend_on_the_seed() -> None:
+    due = [loaded(always(RIGHT), rate=400, seconds=0.4, callers=50, seed=seed).due for seed in (0, 1, 2, 3)]
+    assert len(set(due)) > 1
+
+
+def test_timer_expires_once_and_not_before_its_time() -> None:
+    async def expired() -> list[float]:
+        times: list[float] = []
+        timer = Timer(lambda: times.append(time.monotonic()))
+        start = time.monotonic()
+        timer.set(start + 0.02)
+        await asyncio.sleep(0.1)
+        timer.set(start)  # past
+        await asyncio.sleep(0.1)
+        timer.close()
+        return [at - start for at in times]
+
+    first, second = uvloop.run(expired())
+    assert first >= 0.02 and second >= 0.1
+
+
+def test_processor_time_of_named_processes_is_measured() -> None:
+    result = loaded(always(RIGHT), pids=[os.getpid(), os.getpid()])
+    own, same = result.server_cpu_seconds
+    assert own == pytest.approx(same, rel=0.2) and own == pytest.approx(result.cpu_seconds, rel=0.2) and own > 0
+
+
+def with_grpc(method: Callable[[bytes, Any], Awaitable[bytes]], **options: Any) -> Result:
+    """Return the result of a job on a gRPC server."""
+
+    async def measured() -> Result:
+        server = grpc.aio.server()
+        handler = grpc.method_handlers_generic_handler("Service", {"Method": grpc.unary_unary_rpc_method_handler(method)})
+        server.add_generic_rpc_handlers((handler,))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        result = await run(job(transport="grpc", port=port, path="/Service/Method", requests=[b"[0.5, 0.25]"], **options))
+        await server.stop(None)
+        return result
+
+    return asyncio.run(measured())
+
+
+@pytest.mark.parametrize("rate", [0, 50])
+def test_grpc_server_answers(rate: float) -> None:
+    async def method(request: bytes, context: Any) -> bytes:
+        return b'{"scores": %b}' % request
+
+    result = with_grpc(method, callers=3, rate=rate)
+    assert result.answers > 3 and not result.failures
+
+
+def test_grpc_error_is_a_failure() -> None:
+    async def method(request: bytes, context: Any) -> bytes:
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "busy")
+        raise AssertionError
+
+    result = with_grpc(method)
+    assert result.failures.keys() == {"status 14"} and result.answers == 0
+
+
+def test_job_runs_in_a_process_of_its_own() -> None:
+    async def measured() -> Result:
+        async with answering(alternating(RIGHT)) as target:
+            return await asyncio.to_thread(
+                run_in_process, job(port=target.port, requests=[target.request(b"{}")], pids=[os.getpid()])
+            )
+
+    result = asyncio.run(measured())
+    assert result.answers > 0 and not result.failures
+    assert result.cpu_seconds > 0 < result.server_cpu_seconds[0]
+
+
+def test_generator_that_cannot_connect_reports_why() -> None:
+    with pytest.raises(CannotMeasure, match="refused"):
+        run_in_process(job(port=1, requests=[b"request"]))

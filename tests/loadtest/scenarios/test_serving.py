@@ -1,0 +1,106 @@
+"""The scenario measures this service and the plain handler, and reports what it skipped."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from loadtest import servers
+from loadtest.__main__ import main
+from loadtest.comparison import contenders
+from loadtest.comparison.contenders import LITSERVE, PLAIN, SEQSERVE
+from loadtest.comparison.measurements import NO_MODEL, RATE, Case
+from loadtest.comparison.models import CNN
+from loadtest.discovery import CannotMeasure
+from loadtest.generator.job import Job, Result
+from loadtest.generator.loops import WRONG
+from loadtest.scenarios import serving
+from loadtest.scenarios.rounds import Trial
+
+
+@pytest.fixture(autouse=True)
+def _own_cores() -> Iterator[None]:
+    """The scenario limits its process to two cores."""
+    before = os.sched_getaffinity(0)
+    yield
+    os.sched_setaffinity(0, before)
+
+
+@pytest.mark.server
+def test_every_endpoint_of_every_server_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(contenders, "ENVIRONMENTS", tmp_path / "none")
+    monkeypatch.setattr(serving, "CHECK_SECONDS", 0.1)
+    monkeypatch.setattr(serving, "REQUESTS", 20)
+    out = tmp_path / "out"
+    names = ["--servers", SEQSERVE, PLAIN, LITSERVE, "--models", CNN, "--logs", str(tmp_path / "logs")]
+    load = ["--callers", "2", "--rates", "20", "--seconds", "0.2", "--rounds", "1"]
+    assert main(["serving", *names, *load, "--out", str(out)]) == 0
+    [path] = out.iterdir()
+    *records, skipped = [json.loads(line) for line in path.read_text().splitlines()]
+    assert skipped["server"] == LITSERVE and skipped["skipped"].startswith("not installed")
+    levels = [(record["server"], record["endpoint"], record.get("callers"), record.get("rate")) for record in records]
+    assert levels == [
+        *((SEQSERVE, name, *load) for name in ("/infer", "OIP binary", "gRPC") for load in ((2, None), (None, 20))),
+        (PLAIN, "HTTP", 2, None),
+        (PLAIN, "HTTP", None, 20),
+        (SEQSERVE, "/healthz", 2, None),
+        (PLAIN, "HTTP", 2, None),
+    ]
+    assert [record["model"] for record in records] == [CNN] * 8 + [NO_MODEL] * 2
+    for record in records:
+        assert record["failed"] == 0 < record["generator_us"] and {"machine", "date", "versions"} <= record.keys()
+        assert ("frontend_us" in record) == (record["server"] == SEQSERVE)
+    printed = capsys.readouterr().out
+    assert f"{LITSERVE} was skipped: not installed" in printed and "rate over Triton's constant answer" in printed
+
+
+def test_interrupted_run_keeps_its_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> Iterator[Trial]:
+        yield Trial(Case(CNN, PLAIN, "HTTP", 1).labels(), 0, 5, Counter(), {RATE: 5.0})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(serving, "_trials", interrupted)
+    assert main(["serving", "--servers", PLAIN, "--out", str(tmp_path)]) == 0
+    [path] = tmp_path.iterdir()
+    assert json.loads(path.read_text())["answers"] == 5
+    assert "medians of 1 rounds" in capsys.readouterr().out
+
+
+def test_background_run_can_stop_its_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell starts background jobs with the interrupt ignored, and servers would inherit that."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    monkeypatch.setattr(serving, "_trials", lambda *_: iter(()))
+    try:
+        assert main(["serving", "--out", str(tmp_path)]) == 0
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_server_with_other_scores_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = _checked(monkeypatch, Result(1.0, 0, 5, b"", {WRONG: 1}, 0.0, []))
+    with pytest.raises(CannotMeasure, match="other scores"):
+        check()
+
+
+def test_server_that_never_answers_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "START_SECONDS", 0.0)
+    check = _checked(monkeypatch, Result(1.0, 0, 0, b"", {"status 503": 3}, 0.0, []))
+    with pytest.raises(CannotMeasure, match="status 503"):
+        check()
+
+
+def _checked(monkeypatch: pytest.MonkeyPatch, result: Result) -> Callable[[], None]:
+    server = contenders.SERVERS[0]
+    monkeypatch.setattr(serving, "run_in_process", lambda _: result)
+    return lambda: serving._check(Job("http", "", 0, "", [], "scores", []), server, server.endpoints[0])

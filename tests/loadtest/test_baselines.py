@@ -1,0 +1,59 @@
+"""The baselines are fair: with the same weights, they return the same scores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fastapi.testclient import TestClient
+
+from loadtest.baselines import classifier, plain_fastapi
+from loadtest.baselines.classifier import CONSTANT, MODEL_VARIABLE, TextClassifier
+from loadtest.comparison import models
+from loadtest.generator.readers import TOLERANCE
+from loadtest.traffic import Traffic, words
+from service import local
+from service.settings import Settings
+
+QUESTIONS = ["Who wrote Hamlet ?", "What", "How far is it from Denver to Aspen ?", "Where is Ayers Rock ?"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("compared")
+    models.write(root)
+    return root
+
+
+@pytest.mark.parametrize("name", models.MODELS)
+def test_baselines_return_the_scores_of_the_service(folder: Path, name: str) -> None:
+    version = folder / name / "1"
+    description = {"name": name, "version": "1", "min_steps": 1, "input": {"kind": "text", "max_steps": 512}}
+    known = words((version / "tokenizer.json").read_text())
+    texts = QUESTIONS + Traffic(description, known[-500:]).body(20)["inputs"]
+    compared = TextClassifier(version)
+    batch, single = compared.scores(texts), [compared.scores([text])[0] for text in texts]
+    ours = [list(output["scores"].values()) for output in local.infer(Settings(device="cpu", models=folder), name, texts)]
+    assert max(map(max, ours)) - min(map(min, ours)) > 100 * TOLERANCE, "wrong scores would be noticed"
+    for expected, *rows in zip(ours, batch, single, strict=True):
+        for row in rows:
+            assert row == pytest.approx(expected, abs=TOLERANCE / 10)
+
+
+def test_invented_words_fill_the_vocabulary(folder: Path) -> None:
+    known = words((folder / models.LSTM / "1" / "tokenizer.json").read_text())
+    assert len(known) == models.VOCABULARY - 1, "all but the unknown word are one token each"
+
+
+def test_without_a_model_a_baseline_returns_a_constant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(MODEL_VARIABLE, raising=False)
+    assert classifier.load()(["one", "two"]) == [list(CONSTANT)] * 2
+
+
+def test_plain_handler_answers_with_the_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    version = folder / models.CNN / "1"
+    monkeypatch.setenv(MODEL_VARIABLE, str(version))
+    client = TestClient(plain_fastapi.build())
+    assert client.get("/health").status_code == 200
+    answer = client.post("/predict", json={"text": QUESTIONS[0]})
+    assert answer.json() == {"scores": pytest.approx(TextClassifier(version).scores(QUESTIONS[:1])[0])}
