@@ -39,7 +39,7 @@ def infer(settings: Settings, name: str, texts: list[str]) -> list[dict[str, Any
     request = validation.engine_request(lengths, options, model, time.monotonic())
     replies: list[tuple[Answer, list[bytes]]] = []
     errors: list[ServiceError] = []
-    batcher.submit(request, data, lambda *reply: replies.append(reply), errors.append)
+    batcher.submit(request, bytes(data), lambda *reply: replies.append(reply), errors.append)
     while not replies and not errors:
         batcher.step()
     if errors:

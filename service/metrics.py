@@ -49,8 +49,11 @@ REFUSALS = tuple(
         *(UnknownSession, SessionExpired, SessionLost, SessionConflict, TooManySessions),
     )
 )
-CLOSED_FOR = ("idle", "slow_request", "slow_reader", "too_many", "invalid_request", "headers_too_large", "overloaded")
-"""Why a frontend closes an HTTP connection before the client does."""
+CLOSED_FOR = (
+    *("idle", "slow_request", "slow_reader", "too_many", "invalid_request", "headers_too_large", "overloaded"),
+    *("too_large", "too_many_frames", "too_many_pings"),
+)
+"""Why a frontend closes a connection before the client does."""
 CANCELLED_WHILE = ("waiting", "running")
 SESSION_ENDS = ("ended", "deleted", "expired", "restarted", "unbegun", "unloaded")
 """A session ends with its last chunk, by DELETE, when it is idle for too long, when a new session begins under its name, when its first
@@ -192,7 +195,7 @@ class Metrics:
         )
         self.rerun = Counter("seqserve_rerun", "Requests run again because their engine ended.")
         self.connections_closed = Counter(
-            "seqserve_connections_closed", "HTTP connections that a frontend closed before the client did.", ("reason",)
+            "seqserve_connections_closed", "Connections that a frontend closed before the client did.", ("reason",)
         )
         self.channel_seconds = Histogram(
             "seqserve_channel_seconds", "Time from a frontend's send to the engine's receipt.", (), SECONDS

@@ -26,6 +26,8 @@ VERSIONS = re.compile(r"all|latest(:[1-9][0-9]{0,3})?|[1-9][0-9]{0,8}(,[1-9][0-9
 HERE = Path(__file__).resolve().parent
 EMBEDDED_MODELS = HERE / "embedded_models" if (HERE / "embedded_models").is_dir() else HERE.parent / "models"
 """The wheel contains the repository's models inside this package."""
+MAX_INPUTS_CEILING = 4096
+"""Largest value of `max_inputs`: each input of a request takes some microseconds of its frontend's event loop."""
 Positive = Annotated[int, Field(gt=0)]
 PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -88,7 +90,7 @@ class Settings(BaseModel):
 
     max_body_bytes: Positive = 16 << 20
     """Largest request body."""
-    max_inputs: Positive = 64
+    max_inputs: Annotated[int, Field(gt=0, le=MAX_INPUTS_CEILING)] = 64
     """Most sequences in one request."""
     max_waiting: Positive = 1024
     """Most sequences that wait in the queue of one engine; further requests are refused."""
@@ -113,7 +115,7 @@ class Settings(BaseModel):
     """Most bytes of unanswered requests between one frontend and one engine; further requests are refused."""
 
     max_connections: Annotated[int, Field(ge=0)] = 0
-    """Most HTTP connections of one frontend; 0 means as many as its limit of open files allows. Above it, idle connections are closed."""
+    """Most connections of one frontend; 0 means as many as its limit of open files allows. Above it, idle connections are closed."""
     max_header_bytes: Positive = 64 << 10
     """Largest head of an HTTP request: request line and headers."""
     max_headers: Positive = 100
@@ -121,15 +123,26 @@ class Settings(BaseModel):
     idle_seconds: PositiveSeconds = 15.0
     """How long an HTTP connection may wait for its next request before it is closed."""
     receive_seconds: PositiveSeconds = 10.0
-    """How long an HTTP request may take to arrive, plus one second for each min_receive_rate bytes of it."""
+    """How long a request may take to arrive, plus one second for each min_receive_rate bytes of it."""
     min_receive_rate: Positive = 16 << 10
     """Bytes per second at which a large request must arrive at least."""
     send_seconds: PositiveSeconds = 30.0
     """How long a client may read nothing of a reply before its connection is closed."""
     max_receiving_bytes: Positive = 256 << 20
-    """Most bytes of incomplete HTTP requests of one frontend, over all connections; further large requests are refused."""
+    """Most bytes of requests of one frontend that are incomplete or wait to be decoded, over all HTTP connections, and the same over all
+    gRPC connections; further large requests are refused."""
     max_unread_bytes: Positive = 256 << 20
-    """Most bytes of replies that wait for HTTP clients of one frontend; beyond it, the connections with the most bytes are closed."""
+    """Most bytes of replies that wait for clients of one frontend; beyond it, the connections with the most bytes are closed."""
+    max_sockets: Positive = 1024
+    """Most open WebSockets of one frontend, and never more than half of its connections; further handshakes are refused."""
+    max_message_bytes: Positive = 1 << 20
+    """Largest message on a WebSocket."""
+    max_message_frames: Positive = 1024
+    """Most frames of one message on a WebSocket."""
+    max_frame_rate: Positive = 4096
+    """Frames per second of one WebSocket that are read, besides the first of each message: fragments, pings and pongs."""
+    max_ping_rate: Positive = 100
+    """Pings and pongs per second of one WebSocket."""
 
     default_deadline_ms: Positive = 5_000
     """Deadline of a request that has none."""

@@ -154,7 +154,7 @@ class Worker:
     def _handle_request(self, channel: Channel, frame: Frame, request: messages.Request) -> None:
         self._metrics.channel_seconds.observe(max(0.0, time.monotonic() - request.sent))
         reply, refuse = partial(self._answer, channel, frame.id), partial(self._refuse, channel, frame.id)
-        ticket = self._batcher.submit(request, frame.tail, reply, refuse, again=request.resubmitted)
+        ticket = self._batcher.submit(request, bytes(frame.tail), reply, refuse, again=request.resubmitted)
         if not ticket.ended:
             self._tickets[channel][frame.id] = ticket
 
@@ -179,7 +179,7 @@ class Worker:
                 case messages.ExportSession(session=session):
                     state = self._batcher.sessions.export_state(session)
                 case messages.ImportSession(session=session):
-                    self._batcher.sessions.import_state(session, frame.tail)
+                    self._batcher.sessions.import_state(session, bytes(frame.tail))
                 case messages.FindSession(session=session):
                     reply = messages.SessionFound(self._batcher.sessions.model_of(session))
                 case messages.EndSession(session=session):

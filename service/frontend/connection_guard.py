@@ -1,8 +1,9 @@
-"""Limits on HTTP connections: how many there are, and how long each may be idle, send a request, or not read its reply."""
+"""Limits on connections: how many there are, and how long each may be idle, send a request, or not read its reply."""
 
 from __future__ import annotations
 
 import heapq
+import math
 import resource
 from collections.abc import Callable
 from enum import Enum
@@ -13,7 +14,7 @@ from service.metrics import Metrics
 from service.settings import Settings
 
 RESERVED_FILES = 64
-"""Open files that a frontend needs besides its HTTP connections, at least."""
+"""Open files that a frontend needs besides its connections, at least."""
 MOST_CONNECTIONS = 1 << 16
 
 
@@ -21,9 +22,26 @@ class Phase(Enum):
     """What a connection does."""
 
     IDLE = "idle"
+    KEPT = "kept"
+    """Idle, but open for as long as there is room."""
     RECEIVING = "receiving"
     RUNNING = "running"
     CLOSING = "closing"
+
+
+class UnreadBytes:
+    """The bytes of replies that wait for one client, and since when their number does not shrink."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._since = math.inf
+
+    def since(self, waiting: int, now: float) -> float | None:
+        """Record how many bytes wait now. Return since when the client reads nothing of them, or None if none wait."""
+        if waiting == 0 or waiting < self.size or math.isinf(self._since):
+            self._since = now
+        self.size = waiting
+        return self._since if waiting else None
 
 
 class GuardedConnection(Protocol):
@@ -62,11 +80,11 @@ class ConnectionGuard:
     """Applies the limits to the connections of one frontend."""
 
     def __init__(self, settings: Settings, metrics: Metrics, connections: Callable[[], list[GuardedConnection]]) -> None:
-        """connections: returns the open HTTP connections."""
+        """connections: returns the open connections."""
         self._settings = settings
         self._metrics = metrics
         self._connections = connections
-        self.limit = settings.max_connections or _connections_of_open_files()
+        self.limit = connection_limit(settings)
 
     def sweep(self, now: float) -> None:
         """Close every connection that exceeds a limit of time."""
@@ -93,7 +111,7 @@ class ConnectionGuard:
         if open_connections < self.limit:
             return True
         connections, count = self._connections(), max(1, self.limit // 64)
-        for phase in (Phase.IDLE, Phase.RECEIVING):
+        for phase in (Phase.IDLE, Phase.KEPT, Phase.RECEIVING):
             candidates = (connection for connection in connections if connection.phase is phase)
             oldest = heapq.nsmallest(count, candidates, key=lambda connection: connection.phase_began)
             for connection in oldest:
@@ -114,6 +132,11 @@ class ConnectionGuard:
     def _close(self, close: Callable[[], None], reason: str) -> None:
         self._metrics.connections_closed.add(reason)
         close()
+
+
+def connection_limit(settings: Settings) -> int:
+    """Return the most connections that one frontend may have."""
+    return settings.max_connections or _connections_of_open_files()
 
 
 def _connections_of_open_files() -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
 from service.errors import InvalidInput
+from service.frontend.large_answers import PIECE_VALUES
 from service.ipc.messages import FEATURES, IDS, Answer
 from service.modeling.spec import ClassifyHead, EmbedHead, ModelSpec, NextHead, RegressHead, SequenceHead, SpanHead, TagHead
 
@@ -72,7 +73,9 @@ def input_field(index: int) -> str:
     return _INPUT_FIELDS[index] if index < len(_INPUT_FIELDS) else f"inputs[{index}]"
 
 
-def decode_arrays(spec: ModelSpec, answer: Answer, data: bytes, field_of: Callable[[int], str] = input_field) -> list[Array]:
+def decode_arrays(
+    spec: ModelSpec, answer: Answer, data: bytes | memoryview, field_of: Callable[[int], str] = input_field
+) -> list[Array]:
     """Return the scores, picks, embedding and sequence of an answer; an array that the answer lacks is empty.
 
     Raises InvalidInput for an input that produced values beyond float32.
@@ -100,6 +103,16 @@ def json_numbers(values: Array) -> bytes:
     return orjson.dumps(np.ascontiguousarray(values), option=orjson.OPT_SERIALIZE_NUMPY)
 
 
+def number_pieces(values: Array) -> Iterator[bytes]:
+    """Yield what `json_numbers` returns, in pieces of about PIECE_VALUES numbers. values: with at least one dimension."""
+    rows = max(1, PIECE_VALUES * len(values) // max(1, values.size))
+    opening = b"["
+    for start in range(0, len(values), rows):
+        yield opening + json_numbers(values[start : start + rows])[1:-1]
+        opening = b","
+    yield b"]" if len(values) else b"[]"
+
+
 class OutputWriter:
     """Writes the answers of one model as JSON. Everything that does not depend on the answer is prepared here."""
 
@@ -107,17 +120,38 @@ class OutputWriter:
         self._spec = spec
         self._members = _MEMBERS[type(spec.head)](spec.head)
 
-    def write(self, answer: Answer, data: bytes, field_of: Callable[[int], str] = input_field) -> bytes:
+    def write(self, answer: Answer, data: bytes | memoryview, field_of: Callable[[int], str] = input_field) -> bytes:
         """Return a JSON array with one output per sequence, in their order; raises InvalidInput as `decode_arrays` does."""
         arrays = decode_arrays(self._spec, answer, data, field_of)
         parts = list(_split(self._spec, answer, arrays))
         members = self._members(parts)
         return b"[%b]" % b",".join(
-            b"{%b}" % b",".join([*filter(None, (member,)), *_vectors(part)])
+            b"{%b}" % b",".join([*filter(None, (member,)), *map(b"".join, _vectors(part))])
             for member, part in zip(members, parts, strict=True)
         )
 
-    def write_all(self, answers: Sequence[tuple[Answer, bytes]]) -> list[bytes] | None:
+    def pieces(self, answer: Answer, arrays: list[Array]) -> Iterator[bytes]:
+        """Yield what `write` returns, in pieces. arrays: from `decode_arrays`."""
+        opening = b"["
+        for part in _split(self._spec, answer, arrays):
+            yield opening + b"{"
+            comma = b""
+            for member in (self._member_pieces(part), *_vectors(part)):
+                first = next(member, None)
+                if first is not None:
+                    yield comma + first
+                    yield from member
+                    comma = b","
+            yield b"}"
+            opening = b","
+        yield b"]"
+
+    def _member_pieces(self, part: _SequenceArrays) -> Iterator[bytes]:
+        if isinstance(self._members, _TagMembers):
+            return self._members.pieces(part)
+        return filter(None, self._members([part]))
+
+    def write_all(self, answers: Sequence[tuple[Answer, bytes | memoryview]]) -> list[bytes] | None:
         """Return what `write` returns for each of several answers, or None if they are not simple enough to be written together.
 
         Simple are answers of one sequence each that consist of finite scores by label.
@@ -167,14 +201,23 @@ def _regress(head: RegressHead) -> _Members:
     return lambda parts: [members(part) for part in parts]
 
 
-def _tag(head: TagHead) -> _Members:
-    labels = [orjson.dumps(label) for label in head.labels]
+class _TagMembers:
+    """Writes the members of tag outputs."""
 
-    def members(part: _SequenceArrays) -> bytes:
-        picked = b",".join([labels[pick] for pick in part.picks[:, 0].tolist()])
-        return b'"labels":[%b],"scores":%b' % (picked, json_numbers(part.scores[:, 0]))
+    def __init__(self, head: TagHead) -> None:
+        self._labels = [orjson.dumps(label) for label in head.labels]
 
-    return lambda parts: [members(part) for part in parts]
+    def __call__(self, parts: list[_SequenceArrays]) -> list[bytes]:
+        return [b"".join(self.pieces(part)) for part in parts]
+
+    def pieces(self, part: _SequenceArrays) -> Iterator[bytes]:
+        picks, opening = part.picks[:, 0], b'"labels":['
+        for start in range(0, len(picks), PIECE_VALUES):
+            labels = [self._labels[pick] for pick in picks[start : start + PIECE_VALUES].tolist()]
+            yield opening + b",".join(labels)
+            opening = b","
+        yield b'],"scores":'
+        yield from number_pieces(part.scores[:, 0])
 
 
 def _span(head: SpanHead) -> _Members:
@@ -200,7 +243,7 @@ _Members = Callable[[list[_SequenceArrays]], list[bytes]]
 _MEMBERS: dict[type, Callable[[Any], _Members]] = {
     ClassifyHead: _ClassifyMembers,
     RegressHead: _regress,
-    TagHead: _tag,
+    TagHead: _TagMembers,
     SpanHead: _span,
     NextHead: _next,
     EmbedHead: _vectors_only,
@@ -208,12 +251,12 @@ _MEMBERS: dict[type, Callable[[Any], _Members]] = {
 }
 
 
-def _vectors(part: _SequenceArrays) -> Iterator[bytes]:
-    """Yield the JSON members of the vectors that a request asks for."""
+def _vectors(part: _SequenceArrays) -> Iterator[Iterator[bytes]]:
+    """Yield the JSON members of the vectors that a request asks for, each in pieces."""
     if part.embedding is not None:
-        yield b'"embedding":' + json_numbers(part.embedding)
+        yield chain([b'"embedding":'], number_pieces(part.embedding))
     if part.sequence is not None:
-        yield b'"sequence":' + json_numbers(part.sequence)
+        yield chain([b'"sequence":'], number_pieces(part.sequence))
 
 
 def _split(spec: ModelSpec, answer: Answer, arrays: list[Array]) -> Iterator[_SequenceArrays]:

@@ -17,6 +17,7 @@ from service.frontend.catalog import ServedModel
 from service.frontend.dispatch.connection import PendingRequest
 from service.frontend.http_protocol import Exchange
 from service.frontend.inference import UNKNOWN_MODEL_LABELS, Frontend, count_end
+from service.frontend.large_answers import LARGE_ANSWER_BYTES
 from service.frontend.request_heads import RequestHead
 from service.ipc.messages import Answer, ModelKey, Request
 from service.metrics import GONE, OK, Metrics
@@ -84,7 +85,7 @@ class AnsweredCall(NamedTuple):
 
     call: HotCall
     answer: Answer
-    data: bytes
+    data: bytes | memoryview
 
 
 class Reply(NamedTuple):
@@ -112,7 +113,7 @@ class HotCall:
         self.counted = False
         """Whether its end is in the metrics."""
 
-    def answered(self, answer: Answer, data: bytes) -> None:
+    def answered(self, answer: Answer, data: bytes | memoryview) -> None:
         self.pending = None  # it refers to this call: a cycle would stay in memory until the next full garbage collection
         self.endpoint.collect(AnsweredCall(self, answer, data))
 
@@ -131,18 +132,27 @@ class HotEndpoint(ABC):
         self.frontend = frontend
         self._tally = tally
         self._answered: dict[ModelKey, list[AnsweredCall]] = {}
+        self._writing: set[asyncio.Task[None]] = set()
+
+    @abstractmethod
+    def accepts(self, head: RequestHead) -> bool:
+        """See `Endpoint.accepts`."""
 
     @abstractmethod
     def parse(self, head: RequestHead, body: bytes) -> Parsed | None:
         """Return the decoded request, or None for a request that only the general path can answer or explain."""
 
     @abstractmethod
-    def build(self, parsed: Parsed, model: ServedModel, arrived: float) -> tuple[Request, bytes]:
+    def build(self, parsed: Parsed, model: ServedModel, arrived: float) -> tuple[Request, bytes | memoryview]:
         """Validate the inputs, and return the engine's request and its tensor bytes; raises a ServiceError."""
 
     @abstractmethod
     def write(self, model: ServedModel, answers: list[AnsweredCall]) -> list[Reply | ServiceError]:
         """Return the reply to each answer of one model."""
+
+    @abstractmethod
+    async def write_large(self, model: ServedModel, answered: AnsweredCall) -> Reply:
+        """Return the reply to an answer that would stall the event loop if it was written at once; raises a ServiceError."""
 
     def start(self, head: RequestHead, body: bytes, exchange: Exchange) -> HotCall | None:
         """See `Endpoint.start`."""
@@ -198,16 +208,43 @@ class HotEndpoint(ABC):
         by_model, self._answered = self._answered, {}
         for answers in by_model.values():
             waiting = [answered for answered in answers if not answered.call.disconnected]
-            if waiting:
-                self._write_answers_of_model(waiting[0].call.model, waiting)
+            small = [answered for answered in waiting if len(answered.data) <= LARGE_ANSWER_BYTES]
+            if small:
+                self._write_answers_of_model(small[0].call.model, small)
+            if len(small) < len(waiting):
+                self._start_writing([answered for answered in waiting if len(answered.data) > LARGE_ANSWER_BYTES])
+
+    def _start_writing(self, answers: list[AnsweredCall]) -> None:
+        for answered in answers:
+            task = asyncio.ensure_future(self._write_large_answer(answered))
+            self._writing.add(task)
+            task.add_done_callback(self._writing.discard)
+
+    async def _write_large_answer(self, answered: AnsweredCall) -> None:
+        start, call = time.monotonic(), answered.call
+        try:
+            reply: Reply | ServiceError = await self.write_large(call.model, answered)
+        except ServiceError as error:
+            reply = error
+        except Exception as error:
+            reply = self.frontend.internal_error(error)
+        if not call.disconnected:
+            self._send_replies(call.model, [call], [reply], start)
 
     def _write_answers_of_model(self, model: ServedModel, answers: list[AnsweredCall]) -> None:
-        start, replied = time.monotonic(), []
+        start = time.monotonic()
         try:
             replies = self.write(model, answers)
         except Exception as error:
             replies = [self.frontend.internal_error(error)] * len(answers)
-        for (call, _, _), reply in zip(answers, replies, strict=True):
+        self._send_replies(model, [answered.call for answered in answers], replies, start)
+
+    def _send_replies(
+        self, model: ServedModel, calls: list[HotCall], replies: Sequence[Reply | ServiceError], start: float
+    ) -> None:
+        """Send the replies to requests of one model, and count these. start: when the writing of the replies began."""
+        replied = []
+        for call, reply in zip(calls, replies, strict=True):
             if isinstance(reply, ServiceError):
                 self.fail(call, reply)
                 continue

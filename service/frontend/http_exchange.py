@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from fastapi import Request, Response
@@ -13,7 +13,9 @@ from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 
 from service.errors import STATUS, InvalidRequest, ServiceError, TooLarge, UnsupportedMedia
+from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
 from service.frontend.inference import ClientDisconnected, Frontend
+from service.frontend.large_answers import MAX_JOINED_BYTES
 
 T = TypeVar("T")
 JSON = "application/json"
@@ -22,6 +24,28 @@ COMPRESSIONS = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
 """The accepted content encodings, with the window bits that select each format in zlib."""
 DISCARD_FACTOR = 4
 """A body over the limit is read and discarded up to this many times the limit: a client reads no reply while it still sends."""
+
+
+class Limit(NamedTuple):
+    """A limit on the size of a body in bytes, and the setting that raises it, if there is one."""
+
+    size: int
+    setting: str = ""
+
+    def error(self) -> TooLarge:
+        if not self.setting:
+            return TooLarge(f"the body is larger than {self.size} bytes, the limit of this endpoint: send a smaller body")
+        return TooLarge(
+            f"the body is larger than {self.setting}, which is {self.size} bytes: send a smaller body, or raise {self.setting}"
+        )
+
+
+MANAGEMENT_LIMIT = Limit(MAX_LOOP_BODY_BYTES)
+"""For requests without tensors, which are parsed on the event loop."""
+
+
+def body_limit(frontend: Frontend) -> Limit:
+    return Limit(frontend.settings.max_body_bytes, "SEQSERVE_MAX_BODY_BYTES")
 
 
 class DirectRoute(APIRoute):
@@ -35,31 +59,38 @@ class DirectRoute(APIRoute):
         return handler
 
 
-async def read_json(request: Request, frontend: Frontend) -> bytes:
-    """Return the whole body after checks of its content type, encoding and size. The body may still not be JSON."""
+async def read_json(request: Request, frontend: Frontend, limit: Limit | None = None) -> bytes:
+    """Return the whole body after checks of its content type, encoding and size. The body may still not be JSON.
+
+    limit: instead of SEQSERVE_MAX_BODY_BYTES.
+    """
     media_type = _media_type(request)
     if media_type and media_type != JSON and not media_type.endswith("+json"):
         raise UnsupportedMedia("the content type is not JSON: send Content-Type: application/json, or none")
-    return await _read(request, "SEQSERVE_MAX_BODY_BYTES", frontend.settings.max_body_bytes)
+    return await _read(request, limit or body_limit(frontend))
 
 
 async def read_state(request: Request, frontend: Frontend) -> bytes:
     """Return the whole body that should contain a session state, after checks of its content type, encoding and size."""
     if _media_type(request) not in ("", OCTET_STREAM):
         raise UnsupportedMedia(f"the content type is not that of a session state: send Content-Type: {OCTET_STREAM}, or none")
-    return await _read(request, "SEQSERVE_MAX_STATE_BYTES", frontend.settings.max_state_bytes)
+    return await _read(request, Limit(frontend.settings.max_state_bytes, "SEQSERVE_MAX_STATE_BYTES"))
 
 
-async def read_tensors(request: Request, frontend: Frontend) -> bytes:
-    """Return the whole body, decompressed, after checks of its encoding and size.
+async def read_tensors(request: Request, frontend: Frontend, limit: Limit | None = None) -> bytes:
+    """Return the whole body, decompressed, after checks of its encoding and size. limit: instead of SEQSERVE_MAX_BODY_BYTES.
 
     The content type is not checked: clients of the Open Inference Protocol send none, or any, and describe the body in other headers.
     """
-    encoding, limit = request.headers.get("content-encoding", "identity").lower(), frontend.settings.max_body_bytes
+    encoding, limit = request.headers.get("content-encoding", "identity").lower(), limit or body_limit(frontend)
     if encoding not in ("identity", *COMPRESSIONS):
         raise UnsupportedMedia("the content encoding is not supported: send gzip, deflate, or an uncompressed body")
-    data = await _read(request, "SEQSERVE_MAX_BODY_BYTES", limit, compressed=True)
-    return _decompress(data, COMPRESSIONS[encoding], limit) if encoding in COMPRESSIONS else data
+    data = await _read(request, limit, compressed=True)
+    if encoding not in COMPRESSIONS:
+        return data
+    with frontend.bodies.hold(len(data)):
+        # In a thread, which does not hold the interpreter lock: a few kilobytes may expand to as many megabytes.
+        return await asyncio.to_thread(_decompress, data, COMPRESSIONS[encoding], limit)
 
 
 async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -87,7 +118,7 @@ async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -
         watcher.cancel()
 
 
-def respond(frontend: Frontend, content: bytes, media_type: str = JSON) -> Response:
+def respond(frontend: Frontend, content: bytes | memoryview, media_type: str = JSON) -> Response:
     """Return a successful response; it closes the connection while the service shuts down."""
     response = Response(content, media_type=media_type)
     if frontend.draining:
@@ -120,38 +151,38 @@ def _media_type(request: Request) -> str:
     return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
-async def _read(request: Request, setting: str, limit: int, *, compressed: bool = False) -> bytes:
-    """Return the body; raises TooLarge above `limit`, which `setting` names, and UnsupportedMedia for an unexpected compression."""
+async def _read(request: Request, limit: Limit, *, compressed: bool = False) -> bytes:
+    """Return the body; raises TooLarge above the limit, and UnsupportedMedia for an unexpected compression."""
     if not compressed and request.headers.get("content-encoding", "identity").lower() != "identity":
         raise UnsupportedMedia("the body is compressed: send it without Content-Encoding")
     parts, size = [], 0
-    if _content_length(request) > DISCARD_FACTOR * limit:
-        raise _too_large(setting, limit)
+    if _content_length(request) > DISCARD_FACTOR * limit.size:
+        raise limit.error()
     try:
         async for part in request.stream():
             size += len(part)
-            if size > DISCARD_FACTOR * limit:
+            if size > DISCARD_FACTOR * limit.size:
                 break
-            if size <= limit:
+            if size <= limit.size:
                 parts.append(part)
             else:
                 parts.clear()
     except ClientDisconnect:
         raise ClientDisconnected from None
-    if size > limit:
-        raise _too_large(setting, limit)
-    return b"".join(parts)
+    if size > limit.size:
+        raise limit.error()
+    return b"".join(parts) if size <= MAX_JOINED_BYTES else await asyncio.to_thread(b"".join, parts)
 
 
-def _decompress(data: bytes, window_bits: int, limit: int) -> bytes:
+def _decompress(data: bytes, window_bits: int, limit: Limit) -> bytes:
     """Return the decompressed body. Decompresses at most one byte more than the limit: a small body may expand a thousandfold."""
     decompressor = zlib.decompressobj(window_bits)
     try:
-        body = decompressor.decompress(data, limit + 1)
+        body = decompressor.decompress(data, limit.size + 1)
     except zlib.error as error:
         raise InvalidRequest(f"the body is not compressed as Content-Encoding says: {error}") from None
-    if len(body) > limit:
-        raise _too_large("SEQSERVE_MAX_BODY_BYTES", limit)
+    if len(body) > limit.size:
+        raise limit.error()
     if not decompressor.eof or decompressor.unused_data:
         raise InvalidRequest("the compressed body is incomplete, or data follows it: send exactly one compressed stream")
     return body
@@ -162,10 +193,6 @@ def _content_length(request: Request) -> int:
     if not (length.isascii() and length.isdigit() and len(length) <= 19):
         raise InvalidRequest("Content-Length is not a number of bytes: send the size of the body")
     return int(length)
-
-
-def _too_large(setting: str, limit: int) -> TooLarge:
-    return TooLarge(f"the body is larger than {setting}, which is {limit} bytes: send a smaller body, or raise {setting}")
 
 
 async def _wait_for_disconnect(request: Request) -> None:

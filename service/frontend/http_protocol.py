@@ -6,16 +6,18 @@ general path. Both paths share validation, dispatch and the writing of answers, 
 
 from __future__ import annotations
 
-import math
+import time
+from functools import partial
 from http import HTTPStatus
 from typing import Any, NoReturn, Protocol
 
 import uvicorn
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from service.errors import STATUS, HeadersTooLarge, InvalidRequest, Overloaded, RequestTimeout, ServiceError, TooLarge
-from service.frontend.connection_guard import Phase
+from service.frontend.connection_guard import Phase, UnreadBytes, connection_limit
 from service.frontend.http_exchange import JSON, error_body
 from service.frontend.inference import Frontend
 from service.frontend.request_heads import RequestHead, RequestHeads
@@ -23,6 +25,12 @@ from service.metrics import CLOSED_FOR
 
 MAX_WAITING_BYTES = 1 << 16
 """Bytes of pipelined requests that are read before the running one is answered."""
+MAX_PARSE_BYTES = 1 << 12
+"""Bytes that the general path parses before it looks whether requests wait for the running one: the parser prepares every request."""
+MAX_PARSE_SECONDS = 0.002
+"""Time after which a callback leaves the rest of the bytes to a later callback: chunks of one byte take long."""
+MAX_JOINED_BYTES = 1 << 16
+"""A larger reply is not copied behind its head."""
 LINGER_SECONDS = 1.0
 """How long a connection is read on after a request was refused in the middle."""
 _HEAD_END = b"\r\n\r\n"
@@ -48,6 +56,9 @@ class Call(Protocol):
 class Endpoint(Protocol):
     """An endpoint of the hot path."""
 
+    def accepts(self, head: RequestHead) -> bool:
+        """Return whether this endpoint may answer the request. The body of any other goes to the general path as it arrives."""
+
     def start(self, head: RequestHead, body: bytes, exchange: Exchange) -> Call | None:
         """Start a request, or return None if the general path must answer it. The reply comes after the return.
 
@@ -67,8 +78,9 @@ class HotPath:
         self.heads = RequestHeads(frontend.settings.max_headers)
         self._infer = infer
         self._oip_infer = oip_infer
-        self.receiving_bytes = 0
-        """Bytes of incomplete requests on all connections."""
+        self.open_sockets = 0
+        """Number of open WebSockets."""
+        self.max_sockets = max(1, min(frontend.settings.max_sockets, connection_limit(frontend.settings) // 2))
         self._headers: list[tuple[bytes, bytes]] = []
         self._header_lines = b""
 
@@ -78,17 +90,14 @@ class HotPath:
             return self._infer
         return self._oip_infer if path.startswith("/v2/models/") and path.endswith("/infer") else None
 
-    def reply(self, status: bytes, headers: list[tuple[bytes, bytes]], content: bytes, more_headers: bytes) -> bytes:
-        """Return a whole reply. headers: the server's own, a new list when they change. more_headers: complete lines."""
+    def reply_head(self, status: bytes, headers: list[tuple[bytes, bytes]], length: int, more_headers: bytes) -> bytes:
+        """Return the head of a reply with content of this length.
+
+        headers: the server's own, a new list when they change. more_headers: complete lines.
+        """
         if headers is not self._headers:
             self._headers, self._header_lines = headers, b"".join([b"%b: %b\r\n" % pair for pair in headers])
-        return b"HTTP/1.1 %b\r\n%bcontent-length: %d\r\n%b\r\n%b" % (
-            status,
-            self._header_lines,
-            len(content),
-            more_headers,
-            content,
-        )
+        return b"HTTP/1.1 %b\r\n%bcontent-length: %d\r\n%b\r\n" % (status, self._header_lines, length, more_headers)
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -105,6 +114,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._message_begun = self._head_complete = False
         """Whether the general path has read a request, or its head, in part."""
         self._head_bytes = 0
+        self._unparsed = b""
+        """Bytes that the general path leaves until the requests before them are answered."""
         self._refusal: ServiceError | None = None
         self._call: Call | None = None
         self._incomplete: Endpoint | None = None
@@ -120,14 +131,14 @@ class HttpProtocol(HttpToolsProtocol):
         """Whether the connection closes after the running request."""
         self.phase_began = self.loop.time()
         self.received_bytes = 0
-        self._unread = (0, math.inf)
-        """Bytes of replies that wait for the client, and since when their number does not shrink."""
+        self._unread = UnreadBytes()
 
     @property
     def phase(self) -> Phase:
         if self._last_request or self.transport.is_closing():
             return Phase.CLOSING
-        if self._message_begun or (self._parts and self._call is None and not self.flow.write_paused):
+        incomplete = self._message_begun and not self._unparsed
+        if incomplete or (self._parts and self._call is None and not self.flow.write_paused):
             return Phase.RECEIVING
         if self._call is not None or self.flow.write_paused or (self._general and not self._general_path_idle()):
             return Phase.RUNNING
@@ -216,6 +227,13 @@ class HttpProtocol(HttpToolsProtocol):
         self._count_received(0)
         super().on_message_complete()
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._unparsed:
+            self.phase_began = self.loop.time()
+            self.flow.pause_reading()
+            self.loop.call_soon(self._continue_general)
+
     def _should_upgrade(self) -> bool:
         """Return whether the request is the handshake of a WebSocket, which has no body."""
         return self.parser.get_method() == b"GET" and not self._has_body() and super()._should_upgrade()
@@ -224,6 +242,19 @@ class HttpProtocol(HttpToolsProtocol):
         return any(
             name == b"transfer-encoding" or (name == b"content-length" and value != b"0") for name, value in self.headers
         )
+
+    def handle_websocket_upgrade(self) -> None:
+        """Hand the connection to the WebSocket protocol, unless too many sockets are open. uvicorn calls this."""
+        hot_path = self._hot_path
+        if hot_path.open_sockets >= hot_path.max_sockets:
+            problem = f"{hot_path.open_sockets} WebSockets are open, which is the limit of SEQSERVE_MAX_SOCKETS"
+            self._refuse(
+                Overloaded(f"{problem} or half of SEQSERVE_MAX_CONNECTIONS: retry later, or raise both", retry_after=1)
+            )
+            return
+        self._last_request = True
+        self.ws_protocol_class = partial(self.ws_protocol_class, hot_path=hot_path)  # type: ignore[arg-type, assignment, call-arg, misc]
+        super().handle_websocket_upgrade()
 
     def _unsupported_upgrade_warning(self) -> None:
         """Read nothing more: uvicorn calls this for an upgrade that is ignored."""
@@ -237,15 +268,10 @@ class HttpProtocol(HttpToolsProtocol):
 
     @property
     def unread_bytes(self) -> int:
-        return self._unread[0]
+        return self._unread.size
 
     def unread_since(self, now: float) -> float | None:
-        unread, since = self._unread
-        waiting = self.transport.get_write_buffer_size()
-        if waiting == 0 or waiting < unread or math.isinf(since):
-            since = now
-        self._unread = (waiting, since)
-        return since if waiting else None
+        return self._unread.since(self.transport.get_write_buffer_size(), now)
 
     def close_idle(self) -> None:
         self.timeout_keep_alive_handler()
@@ -275,12 +301,25 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _general_path_idle(self) -> bool:
         """Return whether the general path has answered all that it read, so that the next byte begins a request."""
-        return not self._message_begun and self.cycle is not None and self.cycle.response_complete and not self.pipeline
+        waiting = self._message_begun or self.pipeline or self._unparsed
+        return not waiting and self.cycle is not None and self.cycle.response_complete
 
     def _receive_general(self, data: bytes) -> None:
-        """Pass bytes to the general path."""
+        """Pass bytes to the general path, until a request waits for the running one or a later callback must continue."""
         if not self._message_begun:
             self.phase_began = self.loop.time()
+        data, parsed = self._unparsed + data, 0
+        end = time.monotonic() + MAX_PARSE_SECONDS
+        while parsed < len(data) and not (self.pipeline or self._last_request):
+            if time.monotonic() > end:
+                self.flow.pause_reading()
+                self.loop.call_soon(self._continue_general)
+                break
+            self._parse_general(data[parsed : parsed + MAX_PARSE_BYTES])
+            parsed += MAX_PARSE_BYTES
+        self._unparsed = data[parsed:]
+
+    def _parse_general(self, data: bytes) -> None:
         self._count_received(self.received_bytes + len(data))
         if self._last_request:
             return
@@ -288,6 +327,14 @@ class HttpProtocol(HttpToolsProtocol):
         if self._message_begun and not self._head_complete and self.received_bytes > self._settings.max_header_bytes:
             # A header that arrives in pieces reaches `on_header` only when it is complete.
             self._refuse(self._head_too_large())
+
+    def _continue_general(self) -> None:
+        """Go on with the bytes that the general path left."""
+        if self._unparsed and not (self.pipeline or self.transport.is_closing()):
+            data, self._unparsed = self._unparsed, b""
+            if self.cycle is None or len(self.cycle.body) <= HIGH_WATER_LIMIT:
+                self.flow.resume_reading()
+            self.data_received(data)
 
     def _start_next(self) -> None:
         """Start the first of the requests that arrived, if it is complete and the client reads its replies."""
@@ -299,7 +346,7 @@ class HttpProtocol(HttpToolsProtocol):
         in_limits = len(_HEAD_END) <= end <= self._settings.max_header_bytes
         head = self._hot_path.heads.find(data[:end]) if in_limits else None
         endpoint = self._hot_path.find_endpoint(head.path) if head is not None else None
-        if head is None or endpoint is None or head.length > self._settings.max_body_bytes:
+        if head is None or endpoint is None or not endpoint.accepts(head):
             self._pass_on(data)
             return
         needed = end + head.length
@@ -342,7 +389,11 @@ class HttpProtocol(HttpToolsProtocol):
         self._last_reply |= self._hot_path.frontend.draining
         if self._last_reply:
             headers += b"connection: close\r\n"
-        self.transport.write(self._hot_path.reply(status, self.server_state.default_headers, content, headers))
+        head = self._hot_path.reply_head(status, self.server_state.default_headers, len(content), headers)
+        if len(content) <= MAX_JOINED_BYTES:
+            self.transport.write(head + content)
+        else:
+            self.transport.writelines((head, content))
         self.server_state.total_requests += 1
         self.phase_began = self.loop.time()
         if self._last_reply:
@@ -366,12 +417,14 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _count_received(self, size: int) -> None:
         """Record how much of an incomplete request has arrived. A large one is refused when all connections together hold too much."""
-        hot_path, limit = self._hot_path, self._settings.max_receiving_bytes
-        hot_path.receiving_bytes += size - self.received_bytes
+        bodies = self._hot_path.frontend.bodies
+        bodies.held_bytes += size - self.received_bytes
         self.received_bytes = size
-        if size > MAX_WAITING_BYTES and hot_path.receiving_bytes > limit:
-            problem = f"incomplete requests hold {hot_path.receiving_bytes} bytes and SEQSERVE_MAX_RECEIVING_BYTES is {limit}"
-            self._refuse(Overloaded(f"{problem}: retry later, or raise SEQSERVE_MAX_RECEIVING_BYTES", retry_after=1))
+        if size > MAX_WAITING_BYTES:
+            try:
+                bodies.check()
+            except Overloaded as error:
+                self._refuse(error)
 
     def _count_head_bytes(self, size: int) -> None:
         self._head_bytes += size
@@ -405,7 +458,9 @@ class HttpProtocol(HttpToolsProtocol):
             self.cycle.message_event.set()
         status, headers = _error_head(error)
         headers += b"connection: close\r\n"
-        self.transport.write(self._hot_path.reply(status, self.server_state.default_headers, error_body(error), headers))
+        content = error_body(error)
+        head = self._hot_path.reply_head(status, self.server_state.default_headers, len(content), headers)
+        self.transport.write(head + content)
         self.transport.write_eof()
         self.flow.resume_reading()
         self.loop.call_later(LINGER_SECONDS, self.transport.close)

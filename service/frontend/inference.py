@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Protocol
 
 import msgspec
 
 from service.errors import InferenceFailed, InvalidInput, ServiceError, SessionConflict, TooLarge, Unavailable, UnknownModel
+from service.frontend.body_budget import BodyBudget
 from service.frontend.catalog import Catalog, ServedModel
+from service.frontend.decoder.client import BodyDecoder
 from service.frontend.dispatch.connection import Answered
 from service.frontend.dispatch.dispatcher import Dispatcher
+from service.frontend.large_answers import LargeAnswers
 from service.ipc.messages import IndexEntry, Manifest, ModelKey, Request
 from service.log import Log
 from service.metrics import CUT_OFF, GONE, OK, Metrics, Snapshot
@@ -61,6 +64,14 @@ class Frontend:
     log: Log
     supervisor: SupervisorClient
     draining: bool = False
+    bodies: BodyBudget = field(init=False)
+    decoder: BodyDecoder = field(init=False)
+    large_answers: LargeAnswers = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.bodies = BodyBudget(self.settings.max_receiving_bytes)
+        self.large_answers = LargeAnswers()
+        self.decoder = BodyDecoder(self.settings, self.bodies, self.log)
 
     @property
     def ready(self) -> bool:
@@ -135,7 +146,7 @@ def count_end(metrics: Metrics, labels: tuple[str, str], outcome: str, seconds: 
         metrics.failed_seconds.add(*labels, by=seconds)
 
 
-RequestBuilder = Callable[[ServedModel], tuple[Request, bytes]]
+RequestBuilder = Callable[[ServedModel], Awaitable[tuple[Request, bytes | memoryview]]]
 """Validates a client's inputs for a model, and returns the engine's request and its tensor bytes; raises a ServiceError."""
 
 
@@ -150,13 +161,13 @@ async def run_inference(
     """Submit a request to an engine, and return the model that ran it with the engine's answer; raises a ServiceError.
 
     version: None for the newest, or for the version that the session began with.
-    Requests leave for the engine in the order in which the coroutines start.
+    Requests leave for the engine in the order in which the coroutines start, except those whose `build` waits.
     """
     model, unknown = frontend.catalog.find_or_retired(name, version)
     for _ in range(MAX_ATTEMPTS):
         tracked.labels = model.key.labels
         try:
-            request, tail = build(model)
+            request, tail = await build(model)
             if unknown is not None:
                 request = _continue_only(request, unknown)
             frontend.metrics.stage_seconds.observe(time.monotonic() - tracked.arrived, *tracked.labels, "parse")

@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import Callable, Iterable
 from functools import lru_cache
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -49,6 +49,13 @@ class Options(msgspec.Struct, frozen=True):
     session_starts: bool | None = None
     session_ends: bool = False
     exact_version: bool = False
+
+
+class PackedInputs(NamedTuple):
+    """The inputs of a request as the engine takes them: the time steps of each, and their values, packed end to end."""
+
+    lengths: list[int]
+    data: bytes | memoryview
 
 
 def engine_request(lengths: list[int], options: Options, model: ServedModel, arrived: float) -> Request:
@@ -132,7 +139,8 @@ def pack_input(value: Any, field: str, model: ServedModel) -> bytes:
     if isinstance(value, str) and model.tokenizer is not None:
         data = tokenize(value, field, model)
     elif isinstance(value, bytes):
-        data = _parse_bytes(value, field, model).tobytes()
+        _check_bytes(value, field, model)
+        data = value
     elif isinstance(value, list) and spec.features is None:
         data = _parse_ids(value, field, model).tobytes()
     elif isinstance(value, list) and spec.features is not None:
@@ -143,12 +151,12 @@ def pack_input(value: Any, field: str, model: ServedModel) -> bytes:
     return data
 
 
-def pack_inputs(values: list[Any], field_of: FieldOf, model: ServedModel, settings: Settings) -> tuple[list[int], bytes]:
-    """Return the time steps of each input of a request, and all inputs packed end to end; raises InvalidInput or TooLarge."""
+def pack_inputs(values: list[Any], field_of: FieldOf, model: ServedModel, settings: Settings) -> PackedInputs:
+    """Validate and pack the inputs of a request; raises InvalidInput or TooLarge."""
     check_input_count(len(values), settings)
     packed = [pack_input(value, field_of(index), model) for index, value in enumerate(values)]
     size = model.step_bytes
-    return [len(data) // size for data in packed], b"".join(packed)
+    return PackedInputs([len(data) // size for data in packed], b"".join(packed))
 
 
 def check_steps(steps: int, field: str, model: ServedModel) -> None:
@@ -173,9 +181,9 @@ def engine_ids(values: NDArray[Any], field_of: FieldOf, model: ServedModel) -> N
 
 def engine_features(values: NDArray[Any], field_of: FieldOf, model: ServedModel) -> NDArray[Any]:
     """Return (steps, features) numbers as the engine's float32; raises InvalidInput for the first number beyond float32."""
-    wrong = np.argwhere(~(np.abs(values) <= np.finfo(FEATURES).max))
-    if len(wrong):
-        step, index = wrong[0]
+    finite = np.isfinite(values) if values.itemsize <= 4 else np.abs(values) <= np.finfo(FEATURES).max
+    if not finite.all():
+        step, index = np.argwhere(~finite)[0]
         field = f"{field_of(step)}[{index}]"
         raise InvalidInput(f"{field} is {values[step, index]:g}: {_step_format(model)}", field=field)
     return values.astype(FEATURES, copy=False)
@@ -233,8 +241,8 @@ def _parse_features(values: list[Any], field: str, model: ServedModel, width: in
     return engine_features(np.array(rows, np.float64).reshape(len(rows), width), _field_of_step(field), model)
 
 
-def _parse_bytes(data: bytes, field: str, model: ServedModel) -> NDArray[Any]:
-    """Return a binary input, little-endian: int32 token ids, or rows of float32."""
+def _check_bytes(data: bytes, field: str, model: ServedModel) -> None:
+    """Raise InvalidInput or TooLarge for a binary input that the engine cannot take as it is."""
     width = model.spec.input.features
     size = model.step_bytes
     if len(data) % size:
@@ -243,8 +251,9 @@ def _parse_bytes(data: bytes, field: str, model: ServedModel) -> NDArray[Any]:
         )
     _check_max_steps(len(data) // size, field, model)
     if width is None:
-        return engine_ids(np.frombuffer(data, "<i4"), _field_of_step(field), model)
-    return engine_features(np.frombuffer(data, "<f4").reshape(-1, width), _field_of_step(field), model)
+        engine_ids(np.frombuffer(data, "<i4"), _field_of_step(field), model)
+    else:
+        engine_features(np.frombuffer(data, "<f4").reshape(-1, width), _field_of_step(field), model)
 
 
 def _field_of_step(field: str) -> FieldOf:

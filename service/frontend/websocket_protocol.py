@@ -1,24 +1,115 @@
-"""uvicorn's WebSocket protocol with four corrections. tests/frontend/rest/test_websocket.py tests each of them.
+"""uvicorn's WebSocket protocol with limits: no client stalls the event loop, fills the memory, or holds a connection that is dead.
 
-uvicorn takes a protocol class as a setting (`ws=`) but has no hook for these cases. The class therefore overrides methods of uvicorn's
-implementation and uses its undocumented attributes; constraints.txt pins the version of uvicorn. The alternative is a new protocol on
-websockets' ServerProtocol: it would repeat uvicorn's handshake, flow control and keepalive.
+uvicorn takes a protocol class as a setting (`ws=`) but has no hook for these cases. The classes therefore override methods of uvicorn's
+implementation and of websockets' parser, and use their undocumented attributes; constraints.txt pins both versions. The alternative is
+a new protocol: it would repeat uvicorn's handshake and keepalive, and the parser.
+
+Frames are parsed one at a time, for at most SLICE_SECONDS in one callback. Reading stops while a message waits for the application, and
+while the client does not read its replies.
 """
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections.abc import Generator
 from typing import Any
 
+import uvicorn
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from uvicorn.server import ServerState
+from websockets.exceptions import PayloadTooBig
+from websockets.frames import CloseCode, Frame
+from websockets.server import ServerProtocol
+from websockets.streams import StreamReader
 
+from service.errors import InvalidRequest, Overloaded, TooLarge
+from service.frontend.connection_guard import Phase, UnreadBytes
+from service.frontend.http_protocol import MAX_WAITING_BYTES, HotPath
 from service.frontend.rest.websocket import SERVICE_RESTART
 
 CLOSE_SECONDS = 1.0
 """Longest wait for the client's close frame after the service has sent its own."""
+SLICE_SECONDS = 0.002
+"""Time after which a callback leaves the rest of the frames and messages to a later callback."""
+RATE_SECONDS = 1.0
+"""Interval over which the limits per second count."""
+
+
+class _FrameReader(StreamReader):
+    """A reader that stops the parser before each frame."""
+
+    def at_eof(self) -> Generator[None, None, bool]:
+        """Return whether the data has ended. The parser calls this before each frame, and continues when it is called again."""
+        yield
+        return (yield from super().at_eof())
+
+
+class _FrameParser(ServerProtocol):
+    """websockets' parser, which parses one frame at a time."""
+
+    def parse(self) -> Generator[None]:
+        self.reader = _FrameReader()
+        yield from super().parse()
+
+    def parse_frame(self) -> bool:
+        """Parse the handshake or one frame of the bytes that have arrived. Return whether it was whole."""
+        self.receive_data(b"")
+        return bool(self.events)
 
 
 class WebSocketProtocol(WebSocketsSansIOProtocol):
-    """uvicorn's WebSocket protocol, which drains on shutdown and closes connections with the right code."""
+    """One WebSocket, which drains on shutdown and closes with the right code."""
+
+    def __init__(
+        self, config: uvicorn.Config, server_state: ServerState, app_state: dict[str, Any], *, hot_path: HotPath
+    ) -> None:
+        super().__init__(config, server_state, app_state)
+        self._hot_path = hot_path
+        self._settings = hot_path.frontend.settings
+        # Without the extension for compressed messages: chunks are small, and a small message may decompress to a large one.
+        self.conn: _FrameParser = _FrameParser(max_size=self._settings.max_message_bytes, logger=self.logger)
+        self._draining = False
+        self._reading = True
+        self._continuation: asyncio.Handle | None = None
+        """The callback that parses further frames."""
+        self._slice_end = 0.0
+        """Monotonic time at which the application lets other callbacks run."""
+        self._message_bytes = 0
+        """Bytes of the frames of an incomplete message."""
+        self._rate_began = 0.0
+        self._later_frames = self._pings = 0
+        """Frames besides the first of each message, and the pings and pongs among them, since `_rate_began`."""
+        self.phase_began = self.loop.time()
+        self.received_bytes = 0
+        self._unread = UnreadBytes()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._hot_path.open_sockets += 1
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._hot_path.open_sockets -= 1
+        self._count_received(0)
+        if self._continuation is not None:
+            self._continuation.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what arrived. A handshake that cannot be parsed closes the connection; uvicorn would keep it open without a reply."""
+        self.conn.reader.feed_data(data)
+        self._parse_frames()
+        if self.conn.handshake_exc is not None and not self.handshake_initiated:
+            self.transport.close()
+
+    def pause_writing(self) -> None:
+        """Read nothing while the client does not read: pings would be answered without end."""
+        super().pause_writing()
+        self._set_reading()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._parse_later(0.0)
 
     def shutdown(self) -> None:
         """Queue the disconnect behind the messages that have arrived: the application answers them and then closes the socket.
@@ -28,15 +119,102 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         if self.handshake_complete and not self.close_sent:
             self.stop_keepalive()
             self.close_timeout = CLOSE_SECONDS
-            self.queue.put_nowait({"type": "websocket.disconnect", "code": SERVICE_RESTART, "reason": None})
+            self._draining = True
+            self._parse_frames()
         else:
             super().shutdown()
 
-    def data_received(self, data: bytes) -> None:
-        """Close the connection after a handshake that cannot be parsed. uvicorn would keep it open without a reply."""
-        super().data_received(data)
-        if self.conn.handshake_exc is not None and not self.handshake_initiated:
-            self.transport.close()
+    # The application's side.
+
+    async def receive(self) -> Any:
+        """Return the next ASGI event. Other callbacks run in between when the application never waits."""
+        if time.monotonic() > self._slice_end:
+            await asyncio.sleep(0)
+            self._slice_end = time.monotonic() + SLICE_SECONDS
+        if self.queue.empty():
+            self._parse_frames()
+        if self.queue.empty():
+            event = await self.queue.get()
+            self._slice_end = time.monotonic() + SLICE_SECONDS
+            return event
+        return self.queue.get_nowait()
+
+    async def send(self, message: Any) -> None:
+        """Send an ASGI event. A refused handshake counts as complete: uvicorn would log an error for it."""
+        await super().send(message)
+        if message["type"] == "websocket.http.response.body":
+            self.handshake_complete = True
+        elif message["type"] == "websocket.close":
+            self._parse_later(0.0)
+
+    def send_receive_event_to_app(self) -> None:
+        """Queue a complete message. uvicorn would log the message when its text cannot be decoded."""
+        data = self.frames[0] if len(self.frames) == 1 else b"".join(self.frames)
+        self.frames, self._message_bytes, self.phase_began = [], 0, self.loop.time()
+        if self.close_sent:
+            return
+        event: Any = {"type": "websocket.receive", "bytes": data}
+        if self.curr_msg_data_type == "text":
+            try:
+                event = {"type": "websocket.receive", "text": data.decode()}
+            except UnicodeDecodeError:
+                self._close_for(InvalidRequest.code, CloseCode.INVALID_DATA, "the text of a message is not UTF-8")
+                return
+        self.queue.put_nowait(event)
+
+    # The connection guard.
+
+    @property
+    def phase(self) -> Phase:
+        """A WebSocket is never idle: a stream may be silent, and pings find clients that have gone."""
+        if self.close_sent or self.transport.is_closing():
+            return Phase.CLOSING
+        return Phase.RECEIVING if self._reading and (self.frames or self.received_bytes) else Phase.RUNNING
+
+    @property
+    def unread_bytes(self) -> int:
+        return self._unread.size
+
+    def unread_since(self, now: float) -> float | None:
+        return self._unread.since(self.transport.get_write_buffer_size(), now)
+
+    def close_idle(self) -> None:
+        self.shutdown()
+
+    def refuse_slow_request(self) -> None:
+        self.conn.fail(CloseCode.POLICY_VIOLATION, "the message took longer to arrive than SEQSERVE_RECEIVE_SECONDS allows")
+        self.handle_parser_exception()
+
+    def abort(self) -> None:
+        self.transport.abort()
+
+    # Frames.
+
+    def handle_text(self, event: Frame) -> None:
+        self._message_bytes = len(event.data)
+        super().handle_text(event)
+
+    def handle_bytes(self, event: Frame) -> None:
+        self._message_bytes = len(event.data)
+        super().handle_bytes(event)
+
+    def handle_cont(self, event: Frame) -> None:
+        limit = self._settings.max_message_frames
+        if len(self.frames) >= limit:
+            reason = f"the message has more than {limit} frames, which is SEQSERVE_MAX_MESSAGE_FRAMES"
+            self._close_for("too_many_frames", CloseCode.POLICY_VIOLATION, reason)
+            return
+        self._later_frames += 1
+        self._message_bytes += len(event.data)
+        super().handle_cont(event)
+
+    def handle_ping(self) -> None:
+        self._count_ping()
+        super().handle_ping()
+
+    def handle_pong(self, event: Frame) -> None:
+        self._count_ping()
+        super().handle_pong(event)
 
     def handle_parser_exception(self) -> None:
         """Send the close frame for a message that is too large or malformed, and read on until the client closes.
@@ -50,12 +228,95 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         self.transport.write(b"".join(self.conn.data_to_send()))
         self.close_sent = True
         self.close_timer = self.loop.call_later(CLOSE_SECONDS, self.transport.close)
-        if self.read_paused:
-            self.read_paused = False
-            self.transport.resume_reading()
+        self.frames, self._message_bytes = [], 0
 
-    async def send(self, message: Any) -> None:
-        """Send an ASGI event. A refused handshake counts as complete: uvicorn would log an error for it."""
-        await super().send(message)
-        if message["type"] == "websocket.http.response.body":
-            self.handshake_complete = True
+    def _parse_frames(self) -> None:
+        """Handle the frames that have arrived, up to a complete message. After SLICE_SECONDS another callback continues."""
+        end = time.monotonic() + SLICE_SECONDS
+        while self._may_parse():
+            if not self._parse_frame():
+                break
+            if time.monotonic() > end:
+                self._parse_later(0.0)
+            elif self._later_frames >= self._settings.max_frame_rate:
+                self._parse_later(self._rate_began + RATE_SECONDS - time.monotonic())
+        self._count_received(self._message_bytes + len(self.conn.reader.buffer))
+        self._set_reading()
+
+    def _parse_frame(self) -> bool:
+        """Handle one frame; false if no whole frame has arrived."""
+        now = time.monotonic()
+        if now - self._rate_began >= RATE_SECONDS:
+            self._rate_began, self._later_frames, self._pings = now, 0, 0
+        arrived = self.conn.parse_frame()
+        if self.conn.parser_exc is not None:
+            if self.close_timer is None:
+                too_large = isinstance(self.conn.parser_exc, PayloadTooBig)
+                self._count_closed(TooLarge.code if too_large else InvalidRequest.code)
+            self.handle_parser_exception()
+        elif arrived:
+            self.handle_events()
+        elif self._draining and not self.close_sent:
+            self._draining = False
+            self.queue.put_nowait({"type": "websocket.disconnect", "code": SERVICE_RESTART, "reason": None})
+        return arrived
+
+    def _parse_later(self, seconds: float) -> None:
+        if self._continuation is None:
+            call = self._continue
+            self._continuation = self.loop.call_later(seconds, call) if seconds > 0 else self.loop.call_soon(call)
+
+    def _continue(self) -> None:
+        self._continuation = None
+        self._parse_frames()
+
+    def _may_parse(self) -> bool:
+        """Return whether the next frame may be handled now: nothing waits for the application, the client, or the next callback."""
+        return (
+            self._continuation is None
+            and (self.queue.empty() or self.close_sent)
+            and self.writable.is_set()
+            and not self.transport.is_closing()
+        )
+
+    def _set_reading(self) -> None:
+        """Read from the socket exactly when frames may be handled. While the service drains, no further messages are read."""
+        reading = self._may_parse() and (self.close_sent or not self._draining)
+        if reading == self._reading or self.transport.is_closing():
+            return
+        self._reading = reading
+        if reading:
+            self.phase_began = self.loop.time()
+            self.transport.resume_reading()
+        else:
+            self.transport.pause_reading()
+
+    def _count_ping(self) -> None:
+        """Count a ping or a pong, which costs a client nothing."""
+        self._later_frames += 1
+        self._pings += 1
+        limit = self._settings.max_ping_rate
+        if self._pings > limit:
+            reason = f"more than {limit} pings and pongs in a second, which is SEQSERVE_MAX_PING_RATE"
+            self._close_for("too_many_pings", CloseCode.POLICY_VIOLATION, reason)
+
+    def _count_received(self, size: int) -> None:
+        """Record how much of an incomplete message has arrived. A large one is refused when all connections together hold too much."""
+        if not (self.frames or self.received_bytes):
+            self.phase_began = self.loop.time()
+        bodies, limit = self._hot_path.frontend.bodies, self._settings.max_receiving_bytes
+        bodies.held_bytes += size - self.received_bytes
+        self.received_bytes = size
+        if size > MAX_WAITING_BYTES and bodies.held_bytes > limit and not self.close_sent:
+            reason = f"incomplete messages hold more than SEQSERVE_MAX_RECEIVING_BYTES, which is {limit}: retry later"
+            self._close_for(Overloaded.code, CloseCode.TRY_AGAIN_LATER, reason)
+
+    def _close_for(self, reason: str, code: CloseCode, text: str) -> None:
+        """Close a connection that exceeds a limit. reason: for the metric. text: for the client, up to 123 bytes."""
+        if not self.close_sent:
+            self._count_closed(reason)
+        self.conn.fail(code, text)
+        self.handle_parser_exception()
+
+    def _count_closed(self, reason: str) -> None:
+        self._hot_path.frontend.metrics.connections_closed.add(reason)

@@ -41,9 +41,9 @@ class AsyncChannel:
         """Return how many frames were sent so far, those that are still queued included."""
         return self._channel.frames_sent
 
-    def send(self, frame: bytes, attached: socket.socket | None = None) -> None:
-        """Queue one encoded frame, with a socket to pass if any; the caller may close its own copy afterwards."""
-        self._channel.send(frame, attached)
+    def send(self, frame: bytes, attached: socket.socket | None = None, following: bytes | memoryview = b"") -> None:
+        """Queue one encoded frame, as `Channel.send` does."""
+        self._channel.send(frame, attached, following)
         if not self._flush_scheduled:
             self._flush_scheduled = True
             self._loop.call_soon(self._flush)

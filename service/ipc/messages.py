@@ -290,6 +290,37 @@ class UnloadModel(Message, frozen=True):
     name: str
 
 
+# Frontend to its decoder.
+
+
+class DefineModel(Message, frozen=True):
+    """A model version whose inputs follow. `spec` is its model.toml as JSON; the trailing bytes are its tokenizer.json, if it has one."""
+
+    version: str
+    generation: int
+    spec: str
+
+
+class DecodeBody(Message, frozen=True):
+    """Call: parse the body in the trailing bytes, of a request to `api`. The reply is BodyDecoded.
+
+    The decoder keeps the inputs until it receives a Cancel with the id of this call. The other fields are those of the Open Inference
+    Protocol over REST.
+    """
+
+    api: str
+    header_length: int | None = None
+    model: str = ""
+    version: str = ""
+
+
+class PackInputs(Message, frozen=True):
+    """Call: validate the inputs of a decoded body for a model. The reply is InputsPacked."""
+
+    body: int
+    key: ModelKey
+
+
 # Replies to calls.
 
 
@@ -328,6 +359,18 @@ class SessionFound(Reply, frozen=True):
     """Model version of a session; None when no such session is open."""
 
     key: ModelKey | None
+
+
+class BodyDecoded(Reply, frozen=True):
+    """Everything but the inputs of a body is in the trailing bytes. `body` identifies the inputs."""
+
+    body: int
+
+
+class InputsPacked(Reply, frozen=True):
+    """Number of time steps of each input. The inputs follow, packed end to end."""
+
+    lengths: list[int]
 
 
 class MetricsCollected(Reply, frozen=True):

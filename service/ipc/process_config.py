@@ -1,4 +1,4 @@
-"""The configuration that a child process receives at its start, and what ends the child when its supervisor ends."""
+"""The start of a child process, the configuration that it receives, and what ends the child when its parent ends."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import select
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -16,6 +17,7 @@ import msgspec
 
 from service.ipc.channel import Channel
 from service.ipc.messages import Manifest
+from service.ipc.shared_file import create_shared_file
 from service.settings import Settings
 
 PR_SET_PDEATHSIG = 1
@@ -25,13 +27,13 @@ DEVICE_LOST = 70
 
 
 class ProcessConfig(msgspec.Struct, frozen=True):
-    """What a child reads from its standard input: settings as JSON, the supervisor's process id, and inherited descriptors.
+    """What a child reads from its standard input: settings as JSON, its parent's process id, and inherited descriptors.
 
     `place` is the child's number, counted from 0 in each role: an engine runs on the device with this number in the settings. `grpc` is the
     address of a frontend's gRPC server. `manifest` names the models to serve; with `strict`, a model that cannot be loaded fails the start.
     """
 
-    supervisor: int
+    parent: int
     settings: str
     control: int
     place: int = 0
@@ -44,10 +46,26 @@ class ProcessConfig(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls) -> ProcessConfig:
-        """Return this process's configuration and bind its life to the supervisor's."""
+        """Return this process's configuration and bind its life to its parent's."""
         config = msgspec.json.decode(sys.stdin.buffer.read(), type=cls)
-        _die_with(config.supervisor, config.control)
+        _die_with(config.parent, config.control)
         return config
+
+    def spawn(self, module: str, **environment: str) -> subprocess.Popen[bytes]:
+        """Start `python -m module` with this configuration, in a new process group: an interrupt from the keyboard reaches the
+        supervisor alone. Raises OSError.
+        """
+        # A file, not a pipe: a large configuration would block the parent until the process has imported its modules.
+        with os.fdopen(create_shared_file("seqserve-config"), "w+b") as config_file:
+            config_file.write(msgspec.json.encode(self))
+            config_file.seek(0)
+            return subprocess.Popen(
+                [sys.executable, "-m", module],
+                stdin=config_file,
+                pass_fds=self.descriptors,
+                env={**os.environ, **environment},
+                process_group=0,
+            )
 
     @property
     def descriptors(self) -> list[int]:
@@ -69,12 +87,12 @@ def freeze_startup_objects() -> None:
     gc.collect()
 
 
-def _die_with(supervisor: int, control: int) -> None:
-    """End this process when the supervisor ends, however that happens."""
+def _die_with(parent: int, control: int) -> None:
+    """End this process when its parent ends, however that happens."""
     if not _request_death_signal():
-        threading.Thread(target=_exit_after, args=(supervisor, control), daemon=True).start()
-    if os.getppid() != supervisor:
-        raise SystemExit("the supervisor has ended")
+        threading.Thread(target=_exit_after, args=(parent, control), daemon=True).start()
+    if os.getppid() != parent:
+        raise SystemExit(1)
 
 
 def _request_death_signal() -> bool:
@@ -85,11 +103,11 @@ def _request_death_signal() -> bool:
     return result == 0
 
 
-def _exit_after(supervisor: int, control: int) -> None:
-    """Exit when the supervisor has ended. A supervisor that only closes the control channel waits for this process to finish."""
+def _exit_after(parent: int, control: int) -> None:
+    """Exit when the parent has ended. A parent that only closes the control channel waits for this process to finish."""
     poll = select.poll()
     poll.register(control, 0)  # no event is requested: a hang-up is always reported
     poll.poll()
-    while os.getppid() == supervisor:
+    while os.getppid() == parent:
         time.sleep(PARENT_CHECK_SECONDS)
     os._exit(1)

@@ -12,6 +12,8 @@ from service.ipc.channel import Frame, encode
 from service.ipc.messages import Cancel, Done, Message, Refusal, Reply
 
 R = TypeVar("R", bound=Reply)
+MAX_LOOP_BYTES = 4 << 20
+"""The frames of larger calls are joined in a thread: Python copies large pieces without the interpreter lock."""
 
 
 class Rpc:
@@ -27,17 +29,20 @@ class Rpc:
         self.pending_bytes = 0
 
     async def call(
-        self, message: Message, reply: type[R], *, tail: bytes = b"", timeout: float | None = None
-    ) -> tuple[R, bytes]:
+        self, message: Message, reply: type[R], *, tail: bytes | memoryview = b"", timeout: float | None = None
+    ) -> tuple[R, bytes | memoryview]:
         """Send a call and return its reply with the trailing bytes.
 
         Raises the error of a Refusal, Unavailable after `timeout` seconds, and the error passed to `close` when the other process ends.
         The other process receives a Cancel when nothing waits for the reply any more.
         """
+        id, future = self._next_id(), asyncio.get_running_loop().create_future()
+        if len(tail) <= MAX_LOOP_BYTES:
+            frame = encode(message, id, (tail,))
+        else:
+            frame = await asyncio.to_thread(encode, message, id, (tail,))
         if self._closed is not None:
             raise self._closed
-        id, future = self._next_id(), asyncio.get_running_loop().create_future()
-        frame = encode(message, id, (tail,))
         self._pending[id] = future
         self.pending_bytes += len(frame)
         self._send(frame)
@@ -60,7 +65,9 @@ class Rpc:
         assert isinstance(received.message, reply), f"{type(message).__name__} was answered with {received.message}"
         return received.message, received.tail
 
-    async def call_done(self, message: Message, *, tail: bytes = b"", timeout: float | None = None) -> bytes:
+    async def call_done(
+        self, message: Message, *, tail: bytes | memoryview = b"", timeout: float | None = None
+    ) -> bytes | memoryview:
         """Send a call that expects Done as its reply; return the trailing bytes. Raises as `call` does."""
         return (await self.call(message, Done, tail=tail, timeout=timeout))[1]
 

@@ -15,8 +15,12 @@ from service.modeling.word_table import build_word_table
 class Tokenizer:
     """The tokenizer of one model."""
 
-    def __init__(self, tokenizer: HuggingFaceTokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, definition: bytes) -> None:
+        """definition: the content of tokenizer.json, which a decoder process gets. The library's exceptions pass through."""
+        self.definition = definition
+        self._tokenizer = tokenizer = HuggingFaceTokenizer.from_buffer(definition)
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
         self._word_table = build_word_table(tokenizer.to_str(), lambda text: list(tokenizer.encode(text).ids))
 
     @classmethod
@@ -24,19 +28,17 @@ class Tokenizer:
         """Read the tokenizer of a version folder; raises ModelError if the file or its vocabulary does not match `spec`."""
         file = folder / TOKENIZER
         try:
-            tokenizer = HuggingFaceTokenizer.from_buffer(read_verified(file, spec))
+            tokenizer = cls(read_verified(file, spec))
         except ModelError:
             raise
         except Exception as error:  # the library raises plain Exception for every kind of broken file
             raise ModelError(f"{file}: {error}") from error
-        tokens = 1 + max(tokenizer.get_vocab().values(), default=-1)
+        tokens = 1 + max(tokenizer._tokenizer.get_vocab().values(), default=-1)
         if tokens != spec.input.vocabulary:
             raise ModelError(
                 f"{file} needs a vocabulary of {tokens} and input.vocabulary in {MODEL} is {spec.input.vocabulary}: make them equal"
             )
-        tokenizer.no_padding()
-        tokenizer.no_truncation()
-        return cls(tokenizer)
+        return tokenizer
 
     def packed_ids(self, text: str, field: str) -> bytes:
         """Return the token ids of a text as little-endian int32; raises InvalidInput if it cannot be tokenised.

@@ -6,13 +6,10 @@ import asyncio
 import os
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TypeVar
-
-import msgspec
 
 from service.errors import Unavailable
 from service.ipc.async_channel import AsyncChannel
@@ -22,7 +19,6 @@ from service.ipc.messages import Attach, Manifest, Message, Reply
 from service.ipc.process_config import DEVICE_LOST, ProcessConfig
 from service.ipc.rpc import Rpc
 from service.ipc.session_journal import SessionJournal
-from service.ipc.shared_file import create_shared_file
 from service.metrics import Snapshot
 from service.settings import Settings
 
@@ -39,9 +35,9 @@ CHILD_ENVIRONMENT = {
     "GRPC_VERBOSITY": "NONE",  # gRPC's core does not write log lines of our format
 }
 FRONTEND_ENVIRONMENT = {
-    # glibc would raise these limits with the first large body and keep all later ones in its heap, which they fragment.
-    "MALLOC_MMAP_THRESHOLD_": "131072",
-    "MALLOC_TRIM_THRESHOLD_": "131072",
+    # glibc keeps freed memory instead of returning it: the kernel would clear each page of each large body again.
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(64 << 20),
 }
 
 
@@ -178,7 +174,7 @@ def start(
         on_error.callback(heartbeat.close)
         heartbeat.beat(settings.start_seconds)
         config = ProcessConfig(
-            supervisor=os.getpid(),
+            parent=os.getpid(),
             settings=settings.model_dump_json(),
             control=far.fileno(),
             place=int(place),
@@ -189,7 +185,8 @@ def start(
             manifest=manifest,
             strict=strict,
         )
-        process = _spawn(role, config)
+        environment = CHILD_ENVIRONMENT | (FRONTEND_ENVIRONMENT if role == FRONTEND else {})
+        process = config.spawn(f"service.{role}", **environment)
         on_error.callback(process.wait)
         on_error.callback(process.kill)
         child = Child(name, process, Channel(near), heartbeat, handle_message)
@@ -203,18 +200,3 @@ def connect(frontend: Child, engine: Child) -> None:
     with near, far:
         frontend.attach(near)
         engine.attach(far)
-
-
-def _spawn(role: str, config: ProcessConfig) -> subprocess.Popen[bytes]:
-    """Start the process in a new process group: an interrupt from the keyboard reaches the supervisor alone."""
-    # A file, not a pipe: a large configuration would block the supervisor until the process has imported its modules.
-    with os.fdopen(create_shared_file("seqserve-config"), "w+b") as config_file:
-        config_file.write(msgspec.json.encode(config))
-        config_file.seek(0)
-        return subprocess.Popen(
-            [sys.executable, "-m", f"service.{role}"],
-            stdin=config_file,
-            pass_fds=config.descriptors,
-            env={**os.environ, **CHILD_ENVIRONMENT, **(FRONTEND_ENVIRONMENT if role == FRONTEND else {})},
-            process_group=0,
-        )

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import pytest
 
-from tests.serving import LIMIT_SECONDS, Server, eventually, serving
+from tests.raw_websocket import connection
+from tests.serving import Server, eventually, serving
 
 BODY = json.dumps({"model": "words", "inputs": ["how far"]}).encode()
 LENGTH = b"Content-Length: %d\r\n" % len(BODY)
@@ -30,13 +31,6 @@ def server(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     }
     with serving(models_folder, tmp_path_factory.mktemp("log"), **limits) as running:
         yield running
-
-
-@contextmanager
-def connection(server: Server) -> Iterator[socket.socket]:
-    address = urlsplit(server.address)
-    with socket.create_connection((address.hostname, address.port), LIMIT_SECONDS) as client:
-        yield client
 
 
 def read_to_end(client: socket.socket) -> bytes:
@@ -216,8 +210,8 @@ def test_incomplete_bodies_share_a_budget(server: Server) -> None:
         with suppress(OSError):
             for _ in range(40):
                 clients[3].sendall(bytes(100_000))
-        replies = [read_to_end(client) for client in clients]
-    assert any(reply.startswith(b"HTTP/1.1 503 Service Unavailable\r\n") and b'"overloaded"' in reply for reply in replies)
+        reply = read_to_end(clients[3])
+    assert reply.startswith(b"HTTP/1.1 503 Service Unavailable\r\n") and b'"overloaded"' in reply
     assert server.metric("seqserve_connections_closed_total", reason="overloaded") > 0
 
 
@@ -227,3 +221,14 @@ def test_long_list_of_returns_is_refused(server: Server) -> None:
         assert reply.status_code == 400
         assert reply.json()["field"] == "return"
         assert len(reply.content) < 1000
+
+
+def test_pipelined_requests_of_both_paths_are_answered_in_order(server: Server) -> None:
+    general = b"POST /infer?general HTTP/1.1\r\nHost: a\r\n" + LENGTH + b"\r\n" + BODY
+    hot = b"POST /infer HTTP/1.1\r\nHost: a\r\n" + LENGTH + b"\r\n" + BODY
+    unknown = b"GET /%d HTTP/1.1\r\nHost: a\r\n\r\n"
+    numbers = range(300)
+    with connection(server) as client:
+        client.sendall(b"".join(unknown % number + general + hot for number in numbers) + HIDDEN)
+        reply = read_to_end(client)
+    assert re.findall(rb"HTTP/1.1 (\d+) ", reply) == [*([b"404", b"200", b"200"] * len(numbers)), b"200"]

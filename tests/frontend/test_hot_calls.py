@@ -10,11 +10,12 @@ from typing import cast
 
 import pytest
 
-from service.errors import Overloaded, ServiceError
+from service.errors import InvalidInput, Overloaded, ServiceError
 from service.frontend.catalog import Catalog, ServedModel
 from service.frontend.dispatch.dispatcher import Dispatcher
 from service.frontend.hot_calls import AnsweredCall, HotEndpoint, Parsed, Reply, RequestTally
 from service.frontend.inference import Frontend, SupervisorClient
+from service.frontend.large_answers import LARGE_ANSWER_BYTES
 from service.frontend.request_heads import RequestHead
 from service.ipc.channel import encode
 from service.ipc.messages import Answer, Cancel, Refusal, Request
@@ -30,10 +31,13 @@ HEAD = RequestHead("/infer", 0, {})
 class Echo(HotEndpoint):
     """Replies with the bytes of the answer. The body says what fails."""
 
+    def accepts(self, head: RequestHead) -> bool:
+        return True
+
     def parse(self, head: RequestHead, body: bytes) -> Parsed | None:
         return None if body == b"unusual" else Parsed("nothing" if body == b"unknown" else "words", None, body)
 
-    def build(self, parsed: Parsed, model: ServedModel, arrived: float) -> tuple[Request, bytes]:
+    def build(self, parsed: Parsed, model: ServedModel, arrived: float) -> tuple[Request, bytes | memoryview]:
         if parsed.context == b"bug in build":
             raise ZeroDivisionError
         return Request("words", "1", [1], deadline=time.monotonic() + 60, sent=time.monotonic()), parsed.context
@@ -41,7 +45,16 @@ class Echo(HotEndpoint):
     def write(self, model: ServedModel, answers: list[AnsweredCall]) -> list[Reply | ServiceError]:
         if any(data == b"bug in write" for _, _, data in answers):
             raise ZeroDivisionError
-        return [Reply(data, b"", bytes.upper if data == b"large" else None) for _, _, data in answers]
+        return [Reply(bytes(data), b"", bytes.upper if data == b"large" else None) for _, _, data in answers]
+
+    async def write_large(self, model: ServedModel, answered: AnsweredCall) -> Reply:
+        await asyncio.sleep(0)
+        name = bytes(answered.data).rstrip(b"\0")
+        if name == b"bug":
+            raise ZeroDivisionError
+        if name == b"wrong":
+            raise InvalidInput("wrong")
+        return Reply(name, b"")
 
 
 class Exchange:
@@ -132,6 +145,29 @@ def test_bug_in_writing_answers_every_client(tmp_path: Path) -> None:
         engine.send(b"".join(encode(Answer(), frame.id, (frame.tail,)) for frame in await engine.frames(2)))
         assert [await exchange.reply() for exchange in exchanges] == ["inference_failed"] * 2
         assert outcomes(metrics) == {"inference_failed": 2}
+
+    with_echo(tmp_path, test)
+
+
+def test_large_answer_is_written_by_itself(tmp_path: Path) -> None:
+    """A small answer of the same tick does not wait for it. It is counted once, whatever becomes of it."""
+
+    async def test(echo: Echo, engine: EngineProcess, metrics: Metrics) -> None:
+        large = bytes(LARGE_ANSWER_BYTES)
+        answers = [b"large" + large, b"small", b"bug" + large, b"wrong" + large]
+        exchanges, gone = [Exchange() for _ in answers], Exchange()
+        calls = [echo.start(HEAD, b"body", exchange) for exchange in exchanges]
+        left = echo.start(HEAD, b"body", gone)
+        for call, answer in zip((*calls, left), (*answers, b"gone" + large), strict=True):
+            assert call is not None
+            call.answered(Answer(), answer)
+        await asyncio.sleep(0)
+        assert [exchange.replies for exchange in exchanges] == [[], [b"small"], [], []]
+        assert left is not None
+        left.disconnect()
+        assert [await exchange.reply() for exchange in exchanges] == [b"large", b"small", "inference_failed", "invalid_input"]
+        assert gone.replies == []
+        assert outcomes(metrics) == {"ok": 2, "inference_failed": 1, "invalid_input": 1, "client_gone": 1}
 
     with_echo(tmp_path, test)
 

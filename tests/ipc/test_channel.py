@@ -241,3 +241,30 @@ def test_closing_releases_sockets_of_an_incomplete_frame() -> None:
     assert kept.recv(1) == b""
     kept.close()
     raw.close()
+
+
+def test_trailing_bytes_may_follow_their_frame(ends: tuple[Channel, Channel]) -> None:
+    sender, receiver = ends
+    tail = os.urandom(3 * MIB)
+    frame = encode(Failed("first"), 7, (tail[:5],), following=len(tail) - 5)
+    sender.send(frame, following=memoryview(tail)[5:])
+    sender.send(replace_message(frame, Failed("another")), following=tail[5:])
+    sender.send(encode(Cancel(), 8))
+    frames = receive_all(sender, receiver, count=3)
+    assert [(frame.message, frame.id, bytes(frame.tail)) for frame in frames] == [
+        (Failed("first"), 7, tail),
+        (Failed("another"), 7, tail),
+        (Cancel(), 8, b""),
+    ]
+    assert (sender.frames_sent, receiver.frames_received) == (3, 3)
+
+
+def test_large_tail_stays_as_it_was_received(ends: tuple[Channel, Channel]) -> None:
+    """Frames that arrive later do not change it."""
+    sender, receiver = ends
+    tails = [os.urandom(size) for size in (2 * MIB, 5, 3 * MIB, 0, 2 * MIB)]
+    for id, tail in enumerate(tails):
+        sender.send(encode(Answer(), id, (tail,)))
+    frames = receive_all(sender, receiver, count=len(tails))
+    assert [bytes(frame.tail) for frame in frames] == tails
+    assert [type(frame.tail) for frame in frames] == [memoryview, bytes, memoryview, bytes, memoryview]

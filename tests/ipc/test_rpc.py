@@ -27,7 +27,7 @@ class OtherProcess:
     async def next_frame(self) -> Frame:
         return await asyncio.wait_for(self.frames.get(), 10)
 
-    def reply(self, frame: Frame, reply: Reply, tail: bytes = b"") -> None:
+    def reply(self, frame: Frame, reply: Reply, tail: bytes | memoryview = b"") -> None:
         self.channel.send(encode(reply, frame.id, (tail,)))
 
 
@@ -50,7 +50,7 @@ def exchange(test: Exchange) -> None:
     asyncio.run(run())
 
 
-def call(rpc: Rpc, message: Message, tail: bytes = b"", timeout: float | None = None) -> asyncio.Future[bytes]:
+def call(rpc: Rpc, message: Message, tail: bytes = b"", timeout: float | None = None) -> asyncio.Future[bytes | memoryview]:
     return asyncio.ensure_future(rpc.call_done(message, tail=tail, timeout=timeout))
 
 

@@ -4,6 +4,7 @@ PLANTED names one fault of a server:
 - sticky, endless, memory: a device error in a batch on a GPU that has a sequence of exactly STEPS time steps;
 - engine-leak, frontend-leak: a process that keeps LEAKED_BYTES of every request;
 - stalled-read: reading a model.toml does not return while a file STALL is next to it;
+- timed-callbacks: frontends append each callback of their event loop that takes longer than TIMED_SECONDS to the file CALLBACKS;
 - portable: a system without memfd_create, eventfd, sched_getaffinity and /proc, whose prctl fails.
 
 MONOTONIC_SHIFT is added to time.monotonic(): the machine seems to have booted at another time. See tests/anywhere.py.
@@ -18,12 +19,14 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 STEPS = 13
 LEAKED_BYTES = 100
 STALL = "stall"
+TIMED_SECONDS = 0.001
 KERNELS = {
     "sticky": "*(volatile int*)0x10 = 1;",
     "endless": "while (true) { __nanosleep(1000); }",
@@ -118,6 +121,24 @@ def into_reads(spec: Any, fault: str) -> None:
     spec.read = planted
 
 
+def into_event_loops(uvicorn_config: Any, fault: str) -> None:
+    """Record the CPU time of long callbacks. The event loop is asyncio's: uvloop has no place where its callbacks could be timed."""
+    import asyncio
+
+    uvicorn_config.LOOP_FACTORIES["uvloop"] = uvicorn_config.LOOP_FACTORIES["asyncio"]
+    run, record = asyncio.Handle._run, Path(os.environ["CALLBACKS"])
+
+    def planted(self: Any) -> None:
+        began = time.thread_time()
+        run(self)
+        seconds = time.thread_time() - began
+        if seconds > TIMED_SECONDS:
+            with record.open("a") as file:
+                file.write(f"{seconds:.6f} {self!r:.300}\n")
+
+    asyncio.Handle._run = planted  # type: ignore[method-assign]
+
+
 class Planting(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Plants a fault once its module has been imported. A frontend never imports torch, so nothing is imported early."""
 
@@ -155,6 +176,10 @@ def main() -> None:
         remove_linux()
     elif fault in LEAKS:
         sys.meta_path.insert(0, Planting(fault, "service.ipc.channel", into_frames))
+    elif (
+        fault == "timed-callbacks" and "service.frontend" in sys.orig_argv
+    ):  # not in a frontend's decoder, whose callbacks take long
+        sys.meta_path.insert(0, Planting(fault, "uvicorn.config", into_event_loops))
     elif fault == "stalled-read":
         sys.meta_path.insert(0, Planting(fault, "service.modeling.spec", into_reads))
     elif fault:

@@ -119,7 +119,7 @@ def test_huge_model_name_is_refused_at_once(unharmed: tuple[Server, Path]) -> No
     server, _ = unharmed
     with triton.InferenceServerClient(server.grpc) as client:
         for change in (client.load_model, client.unload_model):
-            with pytest.raises(InferenceServerException, match="cannot be the name of a model"):
+            with pytest.raises(InferenceServerException, match="send a smaller message"):
                 change("n" * (15 << 20), client_timeout=PATIENT_SECONDS)
             assert server.client.get("/metrics").status_code == 200
     load(server, "words")

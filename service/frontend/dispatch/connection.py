@@ -27,13 +27,13 @@ class Answered(NamedTuple):
     """An engine's answer: the shapes, and the bytes of the arrays."""
 
     answer: Answer
-    data: bytes
+    data: bytes | memoryview
 
 
 class Receiver(Protocol):
     """Receives the end of one request: exactly one of the two calls, in a callback of the event loop."""
 
-    def answered(self, answer: Answer, data: bytes) -> None:
+    def answered(self, answer: Answer, data: bytes | memoryview) -> None:
         """Take the engine's answer and the bytes of its arrays."""
 
     def failed(self, error: ServiceError) -> None:
@@ -44,14 +44,16 @@ class Receiver(Protocol):
 class PendingRequest:
     """A request without an answer yet.
 
-    `frame` is kept to send the request again: once to another engine, or to the next engine of its session. `at` is the engine that has the
-    request, None while there is none. `orphaned` is true when an engine ended while it had the request. `done` is true once the receiver
-    was called, or waits no longer. `key` is the request's model version.
+    `frame` and `tail`, which has the trailing bytes that are not in the frame, are kept to send the request again: once to another
+    engine, or to the next engine of its session. `at` is the engine that has the request, None while there is none. `orphaned` is true
+    when an engine ended while it had the request. `done` is true once the receiver was called, or waits no longer. `key` is the
+    request's model version.
     """
 
     id: int
     request: Request
     frame: bytes
+    tail: bytes | memoryview
     receiver: Receiver
     deadlines: Deadlines
     key: ModelKey
@@ -60,6 +62,11 @@ class PendingRequest:
     at: EngineConnection | None = None
     done: bool = False
 
+    @property
+    def size(self) -> int:
+        """Return the bytes that the request takes in the channel."""
+        return len(self.frame) + len(self.tail)
+
     def end(self) -> None:
         """Forget the request everywhere; its receiver is called no more."""
         self.done = True
@@ -67,7 +74,7 @@ class PendingRequest:
         if self.at is not None:
             self.at.forget(self)
 
-    def answer(self, answer: Answer, data: bytes) -> None:
+    def answer(self, answer: Answer, data: bytes | memoryview) -> None:
         """End the request with an answer."""
         self.end()
         self.receiver.answered(answer, data)
@@ -212,8 +219,8 @@ class EngineConnection:
         """Send a request. Its receiver gets the answer, or the error with which the engine refuses it."""
         pending.at = self
         self.pending[pending.id] = pending
-        self._pending_bytes += len(pending.frame)
-        self._channel.send(pending.frame)
+        self._pending_bytes += pending.size
+        self._channel.send(pending.frame, following=pending.tail)
         model = self.models.get(pending.key)
         self._wait.add(pending.id, self._channel.frames_sent, model.seconds(pending.request.lengths) if model else 0.0)
 
@@ -228,7 +235,7 @@ class EngineConnection:
     def forget(self, pending: PendingRequest) -> None:
         """Remove a request from the pending requests and from the predicted wait."""
         if self.pending.pop(pending.id, None) is not None:
-            self._pending_bytes -= len(pending.frame)
+            self._pending_bytes -= pending.size
             self._wait.drop(pending.id)
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from service.errors import DeadlineExceeded, EngineLost, Overloaded, ServiceErro
 from service.frontend.dispatch.connection import Answered, Deadlines, EngineConnection, PendingRequest, Receiver
 from service.frontend.dispatch.placement import engine_of_session
 from service.ipc import messages
-from service.ipc.channel import Channel, encode, replace_message
+from service.ipc.channel import MAX_COPIED_BYTES, Channel, encode, replace_message
 from service.ipc.messages import Answer, LoadedModel, ModelKey, Request
 from service.metrics import Metrics
 
@@ -77,7 +77,7 @@ class Dispatcher:
         connection = EngineConnection(channel, self._metrics, self._clock, self._next_id, self._handle_met, self._handle_lost)
         self._connections.append(connection)
 
-    def send(self, request: Request, tail: bytes, receiver: Receiver) -> PendingRequest:
+    def send(self, request: Request, tail: bytes | memoryview, receiver: Receiver) -> PendingRequest:
         """Send a request to an engine; raises a ServiceError.
 
         The receiver is called later, never before this function returns, and not at all after `cancel`.
@@ -85,10 +85,13 @@ class Dispatcher:
         if not self.ready:
             raise self._not_ready()
         id, key = self._next_id(), request.key
-        frame = encode(request, id, (tail,))
+        if len(tail) <= MAX_COPIED_BYTES:
+            frame, tail = encode(request, id, (tail,)), b""
+        else:
+            frame = encode(request, id, following=len(tail))
         engines = self._serving(key) if request.session is None else [self._engine_of(request.session)]
-        engine = self._choose(_with_room(engines, len(frame), self._channel_bytes))
-        pending = PendingRequest(id, request, frame, receiver, self._deadlines, key)
+        engine = self._choose(_with_room(engines, len(frame) + len(tail), self._channel_bytes))
+        pending = PendingRequest(id, request, frame, tail, receiver, self._deadlines, key)
         engine.submit(pending)
         self._deadlines.add(pending)
         return pending
@@ -99,7 +102,7 @@ class Dispatcher:
             self._withdraw(pending)
             pending.end()
 
-    async def submit(self, request: Request, tail: bytes) -> Answered:
+    async def submit(self, request: Request, tail: bytes | memoryview) -> Answered:
         """Return the answer to a request; raises a ServiceError. Cancels the request when the awaiting task is cancelled."""
         receiver = _FutureReceiver()
         pending = self.send(request, tail, receiver)
@@ -116,16 +119,16 @@ class Dispatcher:
         timeout = seconds + TRACE_GRACE_SECONDS
         calls = [asyncio.ensure_future(engine.rpc.call_done(recording, timeout=timeout)) for engine in self._ready]
         try:
-            return await asyncio.gather(*calls)
+            return [bytes(events) for events in await asyncio.gather(*calls)]
         finally:
             for call in calls:
                 call.cancel()
 
-    async def export_session(self, session: str) -> bytes:
+    async def export_session(self, session: str) -> bytes | memoryview:
         """Return the state of a session, which stays open; raises a ServiceError."""
         return await self._call_engine_of(session, messages.ExportSession(session))
 
-    async def import_session(self, session: str, state: bytes) -> None:
+    async def import_session(self, session: str, state: bytes | memoryview) -> None:
         """Open a session with an exported state; raises a ServiceError."""
         await self._call_engine_of(session, messages.ImportSession(session), state)
 
@@ -174,7 +177,9 @@ class Dispatcher:
             raise self._not_ready()
         raise EngineLost("the engine of this session is not ready: retry later, or start another session", retry_after=1)
 
-    async def _call_engine_of(self, session: str, message: messages.Message, tail: bytes = b"") -> bytes:
+    async def _call_engine_of(
+        self, session: str, message: messages.Message, tail: bytes | memoryview = b""
+    ) -> bytes | memoryview:
         """Call the engine of a session. Return the trailing bytes of its reply."""
         [engine] = _with_room([self._engine_of(session)], len(tail), self._channel_bytes)
         return await engine.rpc.call_done(message, tail=tail)
@@ -286,7 +291,7 @@ class _FutureReceiver:
     def __init__(self) -> None:
         self.future: asyncio.Future[Answered] = asyncio.get_running_loop().create_future()
 
-    def answered(self, answer: Answer, data: bytes) -> None:
+    def answered(self, answer: Answer, data: bytes | memoryview) -> None:
         if not self.future.done():
             self.future.set_result(Answered(answer, data))
 

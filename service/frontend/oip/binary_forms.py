@@ -59,13 +59,13 @@ class BinaryForm:
         ids = self.size // ID_BYTES
         self._unpack_ids = struct.Struct(f"<{ids}I") if self._input.name == "ids" and ids <= MAX_UNPACKED_IDS else None
 
-    def fits(self, values: bytes) -> bool:
+    def fits(self, values: bytes | memoryview) -> bool:
         """Return whether raw bytes have the size that the JSON says, for a text also that of its single element."""
         if len(values) != self.size:
             return False
         return self._input.datatype != BYTES or _LENGTH.unpack_from(values)[0] == self.size - _LENGTH.size
 
-    def pack(self, values: bytes) -> tuple[list[int], bytes] | None:
+    def pack(self, values: bytes | memoryview) -> tuple[list[int], bytes | memoryview] | None:
         """Return the steps of each sequence and the engine's tensor bytes, or None for values that the model does not take.
 
         Raises InvalidInput or TooLarge for a text.
@@ -79,7 +79,7 @@ class BinaryForm:
                 valid = bool(np.isfinite(np.frombuffer(values, FEATURES)).all())
         return (self.lengths, values) if valid else None
 
-    def decode(self, values: bytes) -> InputTensors:
+    def decode(self, values: bytes | memoryview) -> InputTensors:
         """Return the tensors with their values."""
         tensor = self._input
         return InputTensors([decode(tensor.name, tensor.datatype, tensor.shape, values)])
@@ -88,16 +88,16 @@ class BinaryForm:
     def _input(self) -> Tensor:
         return self.parsed.request.inputs[0]
 
-    def _largest_id(self, values: bytes) -> int:
+    def _largest_id(self, values: bytes | memoryview) -> int:
         """Return the largest id. As an unsigned number, a negative one is larger than every vocabulary."""
         if self._unpack_ids is not None:
             largest: int = max(self._unpack_ids.unpack(values))
             return largest
         return int(np.frombuffer(values, "<u4").max())
 
-    def _tokenize(self, values: bytes) -> tuple[list[int], bytes] | None:
+    def _tokenize(self, values: bytes | memoryview) -> tuple[list[int], bytes | memoryview] | None:
         try:
-            text = values[_LENGTH.size :].decode()
+            text = bytes(values[_LENGTH.size :]).decode()
         except UnicodeDecodeError:
             return None
         name = self.tensors.field_of(0)

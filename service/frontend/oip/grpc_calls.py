@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
-import grpc
+import msgspec
 
-from service.errors import STATUS, ServiceError, TooLarge
+from service.errors import ServiceError, TooLarge
+from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
 from service.frontend.inference import ClientDisconnected, Frontend, TrackedRequest, track_request
-from service.frontend.oip import infer, protobuf
-from service.frontend.oip.protobuf import MethodMessages, ProtoMessage
+from service.frontend.oip import infer, protobuf, wire
+from service.frontend.oip.grpc_wire import error_status
+from service.frontend.oip.large_requests import DecodedInputs, RequestOptions
+from service.frontend.oip.protobuf import METHODS, MethodMessages, ProtoMessage
 from service.frontend.oip.types import InferRequest
+from service.ipc.messages import DecodeBody
 
 GrpcContext = Any
 """The grpc.aio.ServicerContext of one call."""
 RECEIVE_LIMIT_FACTOR = 2
 """gRPC accepts messages of up to this many times the size limit: its own error for larger messages names no setting."""
-MAX_DETAILS_CHARACTERS = 2000
-"""Longer error messages are cut: a client rejects a status that exceeds its header limit."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,29 +59,55 @@ def track_call(frontend: Frontend, shutdown: GrpcShutdown, arrived: float) -> It
             raise ClientDisconnected from None
 
 
-def read_message(messages: MethodMessages, data: bytes, frontend: Frontend) -> ProtoMessage:
-    """Parse a request message; raises TooLarge or InvalidRequest."""
-    limit = frontend.settings.max_body_bytes
+class ReadRequest(NamedTuple):
+    """An inference request. decoded: the inputs of a large request, which has no others."""
+
+    request: InferRequest
+    decoded: DecodedInputs | None = None
+
+
+def read_message(messages: MethodMessages, data: bytes) -> ProtoMessage:
+    """Parse the request message of a method without tensors; raises TooLarge or InvalidRequest."""
+    if len(data) > MAX_LOOP_BODY_BYTES:
+        raise TooLarge(
+            f"the message has {len(data)} bytes, but at most {MAX_LOOP_BODY_BYTES} are allowed: send a smaller message"
+        )
+    return messages.parse(data)
+
+
+@asynccontextmanager
+async def read_request(data: bytes, frontend: Frontend) -> AsyncIterator[ReadRequest]:
+    """Parse a ModelInferRequest; raises a ServiceError. Within the context the inputs of a large request can be packed."""
+    limit, messages = frontend.settings.max_body_bytes, METHODS["ModelInfer"]
     if len(data) > limit:
         raise TooLarge(
             f"the message has {len(data)} bytes, but SEQSERVE_MAX_BODY_BYTES is {limit}: "
             "send a smaller message, or raise SEQSERVE_MAX_BODY_BYTES"
         )
-    return messages.parse(data)
+    if len(data) <= wire.MAX_UNSCANNED_BYTES:
+        yield ReadRequest(protobuf.infer_request(messages.parse(data)))
+        return
+    try:
+        parts = wire.split(data)
+    except wire.NotAMessage:
+        raise messages.invalid() from None
+    if len(parts.message) <= MAX_LOOP_BODY_BYTES:
+        yield ReadRequest(protobuf.infer_request(messages.parse(parts.message), parts.raw_contents))
+        return
+    async with frontend.decoder.decode(DecodeBody("oip_protobuf"), data) as body:
+        options = msgspec.msgpack.decode(body.options, type=RequestOptions)
+        yield ReadRequest(options.request(), DecodedInputs(options, body))
 
 
-async def infer_message(
-    frontend: Frontend, tracked: TrackedRequest, request: InferRequest, context: GrpcContext
-) -> ProtoMessage:
+async def infer_message(frontend: Frontend, tracked: TrackedRequest, read: ReadRequest, context: GrpcContext) -> ProtoMessage:
     """Run a request and return its ModelInferResponse; raises a ServiceError. The call's gRPC deadline limits the request's."""
-    seconds = context.time_remaining()
-    return protobuf.infer_response(await infer.infer(frontend, tracked, request, math.inf if seconds is None else seconds))
+    remaining = context.time_remaining()
+    seconds = math.inf if remaining is None else remaining
+    return protobuf.infer_response(await infer.infer(frontend, tracked, read.request, seconds, read.decoded))
 
 
 async def abort_with(context: GrpcContext, error: ServiceError) -> NoReturn:
-    """End a call with the status of an error. Its code, field and retry delay follow in the trailing metadata."""
-    values = {"seqserve-code": error.code, "seqserve-field": error.field, "retry-after": error.retry_after}
-    metadata = tuple((name, str(value)) for name, value in values.items() if value is not None)
-    status = grpc.StatusCode[STATUS[type(error)].grpc]
-    await context.abort(status, error.message[:MAX_DETAILS_CHARACTERS], trailing_metadata=metadata)
+    """End a call with the status of an error."""
+    status = error_status(error)
+    await context.abort(status.code, status.details, trailing_metadata=status.metadata)
     raise AssertionError("abort raises")

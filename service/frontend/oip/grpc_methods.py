@@ -17,7 +17,15 @@ from google.protobuf.json_format import ParseDict
 from service.errors import ServiceError, Unsupported
 from service.frontend.inference import ClientDisconnected, Frontend
 from service.frontend.oip import metadata, protobuf
-from service.frontend.oip.grpc_calls import GrpcContext, GrpcShutdown, abort_with, infer_message, read_message, track_call
+from service.frontend.oip.grpc_calls import (
+    GrpcContext,
+    GrpcShutdown,
+    abort_with,
+    infer_message,
+    read_message,
+    read_request,
+    track_call,
+)
 from service.frontend.oip.grpc_stream import InferStream
 from service.frontend.oip.protobuf import METHODS, SERVICE, ProtoMessage
 
@@ -41,9 +49,9 @@ def _infer_method(frontend: Frontend, shutdown: GrpcShutdown) -> UnaryHandler:
     async def handle(data: bytes, context: GrpcContext) -> bytes:
         shutdown.wait_for_this_call()
         with track_call(frontend, shutdown, time.monotonic()) as tracked:
-            request = protobuf.infer_request(read_message(METHODS["ModelInfer"], data, frontend))
-            response: bytes = (await infer_message(frontend, tracked, request, context)).SerializeToString()
-            return response
+            async with read_request(data, frontend) as read:
+                response: bytes = (await infer_message(frontend, tracked, read, context)).SerializeToString()
+                return response
 
     return _aborting_on_error(frontend, handle)
 
@@ -62,7 +70,7 @@ def _metadata_method(name: str, handler: MetadataHandler, frontend: Frontend) ->
     messages = METHODS[name]
 
     async def handle(data: bytes, context: GrpcContext) -> bytes:
-        fields = await handler(frontend, read_message(messages, data, frontend))
+        fields = await handler(frontend, read_message(messages, data))
         response: bytes = ParseDict(fields, messages.response_type()).SerializeToString()
         return response
 

@@ -1,9 +1,14 @@
-"""The gRPC server of a frontend, in the frontend's event loop, with health and reflection. Nothing here knows a model."""
+"""The gRPC server of a frontend, in the frontend's event loop, with health and reflection. Nothing here knows a model.
+
+The connections are those of `http2`. The methods are handlers of the gRPC library, whose own server takes most of the time of a call.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import socket
+from collections.abc import AsyncIterator, Callable
+from ipaddress import ip_address
 from typing import Any
 
 import grpc
@@ -11,57 +16,108 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from service.errors import StartError
+from service.frontend.http2.connection import Http2Connection, Limits
 from service.frontend.inference import Frontend
-from service.frontend.oip.grpc_calls import RECEIVE_LIMIT_FACTOR, GrpcContext, GrpcShutdown
+from service.frontend.listener import Listener
+from service.frontend.oip.grpc_application import GrpcApplication
+from service.frontend.oip.grpc_calls import GrpcContext, GrpcShutdown
 from service.frontend.oip.grpc_methods import rpc_handlers
 from service.frontend.oip.protobuf import POOL, SERVICE
+from service.settings import Settings
 
 HEALTH = "grpc.health.v1.Health"
 HEALTH_POLL_SECONDS = 0.25
 """How often a client's Watch checks for a change of the status."""
 MAX_STREAMS = 1024
 """Concurrent calls of one connection; further calls wait in the client."""
+MAX_HEADER_BYTES = 16 << 10
+"""Largest header block, compressed and not."""
 PING_SECONDS, PING_TIMEOUT_SECONDS = 60, 20
 """How often the server pings a connection, and how long it waits for a reply before it closes the connection."""
 MIN_CLIENT_PING_SECONDS, MAX_PING_STRIKES = 10, 2
 """How often a client may ping, and how many pings may come too early before the server closes the connection."""
 ACCEPT_SECONDS = 0.1
-"""Every call that gRPC accepted before the shutdown has started after this time."""
+"""Every call that a client sent before the shutdown has arrived after this time."""
+POLL_SECONDS = 0.02
+"""How often the shutdown checks whether calls are open."""
+SWEEP_SECONDS = 1.0
+"""How often the shutdown applies the limits of time."""
+CLOSE_SECONDS = 1.0
+"""How long connections may take to close."""
+BACKLOG = 1024
+
+
+def _always() -> bool:
+    return True
 
 
 class GrpcServer:
-    """A gRPC server on one address, which other processes may share. gRPC listens on IPv6 for all IPv4 addresses too."""
+    """A gRPC server on one address, which other processes may share. A wildcard address accepts IPv4 and IPv6."""
 
-    def __init__(self, frontend: Frontend, address: str) -> None:
+    def __init__(self, frontend: Frontend, address: str, make_room: Callable[[], bool] = _always) -> None:
+        """make_room: returns whether another connection may be accepted."""
+        self.connections: set[Http2Connection] = set()
         self._frontend = frontend
         self._address = address
+        self._make_room = make_room
         self._shutdown = GrpcShutdown()
 
     async def open(self) -> None:
         """Start accepting calls; raises StartError."""
-        self._server = grpc.aio.server(options=_options(self._frontend.settings.max_body_bytes))
-        self._server.add_generic_rpc_handlers((rpc_handlers(self._frontend, self._shutdown), self._health_handlers()))
+        listening = _listen(self._address)
         for descriptor in (health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR):
             POOL.AddSerializedFile(descriptor.serialized_pb)
-        reflection.enable_server_reflection((SERVICE, HEALTH, reflection.SERVICE_NAME), self._server, POOL)
-        try:
-            self._server.add_insecure_port(self._address)
-        except RuntimeError as error:
-            raise StartError(f"cannot listen on {self._address} for gRPC: choose another port with --grpc-port") from error
-        await self._server.start()
+        handlers = (rpc_handlers(self._frontend, self._shutdown), self._health_handlers(), _reflection_handlers())
+        self._application = GrpcApplication(self._frontend, handlers, self._shutdown)
+        limits = _limits(self._frontend.settings)
+        self._socket = listening
+        self._listener = Listener(
+            listening, lambda: Http2Connection(self._application, limits, self.connections), self._make_room
+        )
+        self._listener.open()
+
+    def sweep(self, now: float) -> None:
+        """Apply the limits of time of calls and connections. Called once a second."""
+        self._application.sweep()
+        for connection in list(self.connections):
+            try:
+                connection.sweep(now)
+            except Exception as error:
+                self._frontend.internal_error(error)
+                connection.abort()
 
     async def close(self) -> None:
         """Stop accepting calls, and give open inference calls `drain_seconds` to finish."""
         self._shutdown.begun.set()
-        seconds = self._frontend.settings.drain_seconds
-        # The grace period of gRPC waits for every call, even for endless calls such as a health Watch. The second stop ends it.
-        stopping = asyncio.ensure_future(self._server.stop(2 * seconds))
-        await asyncio.wait([stopping], timeout=ACCEPT_SECONDS)
-        if self._shutdown.open_calls:
-            await asyncio.wait(self._shutdown.open_calls, timeout=seconds)
+        self._listener.close()
+        self._socket.close()
+        for connection in list(self.connections):
+            connection.drain()
+        await asyncio.sleep(ACCEPT_SECONDS)
+        await self._wait_while(self._has_open_calls, self._frontend.settings.drain_seconds)
         self._shutdown.over = True
-        await self._server.stop(None)
-        await stopping
+        self._application.cut_off()
+        await self._application.wait_for_calls()
+        for connection in list(self.connections):
+            connection.close()
+        await self._wait_while(lambda: bool(self.connections), CLOSE_SECONDS)
+        for connection in list(self.connections):
+            connection.abort()
+
+    def _has_open_calls(self) -> bool:
+        """Return whether an inference call needs its reply, or a client has not read one."""
+        return self._application.unanswered or any(connection.unread_bytes for connection in self.connections)
+
+    async def _wait_while(self, condition: Callable[[], bool], seconds: float) -> None:
+        """Wait until a condition is false, for up to `seconds`, and apply the limits of time meanwhile."""
+        loop = asyncio.get_running_loop()
+        until = swept = loop.time()
+        until += seconds
+        while condition() and loop.time() < until:
+            await asyncio.sleep(POLL_SECONDS)
+            if loop.time() - swept > SWEEP_SECONDS:
+                swept = loop.time()
+                self.sweep(swept)
 
     def _health_handlers(self) -> grpc.GenericRpcHandler:
         coding = {
@@ -93,16 +149,44 @@ class GrpcServer:
         return health_pb2.HealthCheckResponse(status=status if service in ("", SERVICE) else "SERVICE_UNKNOWN")
 
 
-def _options(max_message_bytes: int) -> list[tuple[str, int]]:
-    return [
-        ("grpc.so_reuseport", 1),
-        # An int32: gRPC ignores larger values.
-        ("grpc.max_receive_message_length", min(max_message_bytes * RECEIVE_LIMIT_FACTOR, 2**31 - 1)),
-        ("grpc.max_send_message_length", -1),
-        ("grpc.max_concurrent_streams", MAX_STREAMS),
-        ("grpc.keepalive_time_ms", PING_SECONDS * 1000),
-        ("grpc.keepalive_timeout_ms", PING_TIMEOUT_SECONDS * 1000),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", MIN_CLIENT_PING_SECONDS * 1000),
-        ("grpc.http2.max_ping_strikes", MAX_PING_STRIKES),
-    ]
+def _reflection_handlers() -> grpc.GenericRpcHandler:
+    servicer = reflection.aio.ReflectionServicer((SERVICE, HEALTH, reflection.SERVICE_NAME), POOL)
+    method = grpc.stream_stream_rpc_method_handler(
+        servicer.ServerReflectionInfo,
+        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    return grpc.method_handlers_generic_handler(reflection.SERVICE_NAME, {"ServerReflectionInfo": method})
+
+
+def _limits(settings: Settings) -> Limits:
+    return Limits(
+        max_streams=MAX_STREAMS,
+        max_header_bytes=min(MAX_HEADER_BYTES, settings.max_header_bytes),
+        ping_seconds=PING_SECONDS,
+        ping_timeout_seconds=PING_TIMEOUT_SECONDS,
+        min_ping_seconds=MIN_CLIENT_PING_SECONDS,
+        max_ping_strikes=MAX_PING_STRIKES,
+        stall_seconds=settings.send_seconds,
+    )
+
+
+def _listen(address: str) -> socket.socket:
+    """Return a listening socket that other processes may share; raises StartError."""
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    dual = ip_address(host).is_unspecified and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual or ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    # Connections inherit it. The next start could not bind the port while one of them is in TIME_WAIT without it.
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if family is socket.AF_INET6:
+        listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if dual else 1)
+    try:
+        listening.bind(("::" if dual else host, int(port)))
+        listening.listen(BACKLOG)
+    except OSError as error:
+        listening.close()
+        raise StartError(f"cannot listen on {address} for gRPC: choose another port with --grpc-port") from error
+    return listening

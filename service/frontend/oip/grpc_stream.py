@@ -12,11 +12,12 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, NamedTuple
 
 from service.errors import ServiceError, Unavailable
+from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
 from service.frontend.inference import ClientDisconnected, Frontend
-from service.frontend.oip import protobuf
-from service.frontend.oip.grpc_calls import GrpcContext, GrpcShutdown, abort_with, infer_message, read_message, track_call
+from service.frontend.oip.grpc_calls import GrpcContext, GrpcShutdown, abort_with, infer_message, read_request, track_call
 from service.frontend.oip.protobuf import METHODS, ProtoMessage
 from service.frontend.oip.types import InferRequest
+from service.frontend.oip.wire import request_id, structured_bytes
 
 MAX_UNANSWERED = 32
 """Requests of one call that are read before the first of them is answered."""
@@ -76,6 +77,9 @@ class InferStream:
                 self._running.add(task)
                 task.add_done_callback(self._running.discard)
                 self._replies.put_nowait(task)
+                if len(data) > MAX_LOOP_BODY_BYTES and structured_bytes(data) > MAX_LOOP_BODY_BYTES:
+                    # Later chunks of its session would overtake it while it is decoded.
+                    await asyncio.wait([task])
                 await self._capacity.acquire()
         finally:
             self._replies.put_nowait(None)
@@ -94,22 +98,19 @@ class InferStream:
             self._capacity.release()
 
     async def _reply(self, data: bytes, arrived: float) -> _StreamReply:
-        id = ""
         try:
             with track_call(self._frontend, self._shutdown, arrived) as tracked:
-                message = read_message(METHODS["ModelInfer"], data, self._frontend)
-                id = message.id
-                request = protobuf.infer_request(message)
-                response = await self._in_session_order(
-                    request, lambda: infer_message(self._frontend, tracked, request, self._context)
-                )
+                async with read_request(data, self._frontend) as read:
+                    response = await self._in_session_order(
+                        read.request, lambda: infer_message(self._frontend, tracked, read, self._context)
+                    )
         except ClientDisconnected:
             raise asyncio.CancelledError from None
         except ServiceError as error:
-            return _error_reply(id, error)
+            return _error_reply(request_id(data), error)
         except Exception as error:
-            return _error_reply(id, self._frontend.internal_error(error))
-        if request.parameters.get(FINAL_REQUESTED):
+            return _error_reply(request_id(data), self._frontend.internal_error(error))
+        if read.request.parameters.get(FINAL_REQUESTED):
             response.parameters[FINAL].bool_param = True
         return _StreamReply(RESPONSE(infer_response=response))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from functools import lru_cache, partial
 from typing import NamedTuple
@@ -11,15 +12,16 @@ import numpy as np
 from service.errors import ServiceError
 from service.frontend import validation
 from service.frontend.catalog import ServedModel
+from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
 from service.frontend.hot_calls import AnsweredCall, HotEndpoint, Parsed, Reply, RequestTally
 from service.frontend.http_exchange import JSON, OCTET_STREAM
 from service.frontend.inference import Frontend
 from service.frontend.oip import json, parameters
 from service.frontend.oip.binary_forms import MAX_FORM_BYTES, BinaryForm, BinaryForms, FormKey
-from service.frontend.oip.infer import build_request, build_response
+from service.frontend.oip.infer import MAX_LOOP_TENSOR_BYTES, build_request, build_response
 from service.frontend.oip.inputs import InputTensors
 from service.frontend.oip.json import HEADER_LENGTH, ParsedRequest
-from service.frontend.oip.rest import MIN_COMPRESSED_BYTES, accepted_encoding, compress, parse_infer
+from service.frontend.oip.rest import MIN_COMPRESSED_BYTES, accepted_encoding, compress, encode_response, parse_infer
 from service.frontend.request_heads import RequestHead
 from service.ipc.messages import FEATURES, Request
 
@@ -41,7 +43,7 @@ class _Context(NamedTuple):
     encoding: str | None
     key: FormKey | None
     form: BinaryForm | None = None
-    values: bytes = b""
+    values: bytes | memoryview = b""
 
 
 class HotOipInfer(HotEndpoint):
@@ -50,6 +52,12 @@ class HotOipInfer(HotEndpoint):
     def __init__(self, frontend: Frontend, tally: RequestTally) -> None:
         super().__init__(frontend, tally)
         self._forms = BinaryForms(frontend.catalog, frontend.settings)
+
+    def accepts(self, head: RequestHead) -> bool:
+        length = head.headers.get(_HEADER_LENGTH, b"")
+        json_bytes = int(length) if length.isdigit() and len(length) <= 18 else head.length
+        limit = min(MAX_LOOP_BODY_BYTES + MAX_LOOP_TENSOR_BYTES, self.frontend.settings.max_body_bytes)
+        return head.length <= limit and json_bytes <= MAX_LOOP_BODY_BYTES
 
     def parse(self, head: RequestHead, body: bytes) -> Parsed | None:
         path, length = _split(head.path), head.headers.get(_HEADER_LENGTH)
@@ -60,7 +68,7 @@ class HotOipInfer(HotEndpoint):
         key = (head.path, body[:json_length]) if json_length and json_length <= MAX_FORM_BYTES else None
         encoding = _accepted_encoding(head.headers.get(b"accept-encoding", b"").decode("latin-1"))
         form = self._forms.find(key) if key is not None else None
-        if form is not None and form.fits(values := body[json_length:]):
+        if form is not None and form.fits(values := memoryview(body)[json_length:]):
             return Parsed(name, version or None, _Context(form.parsed, form.tensors, encoding, key, form, values))
         try:
             parsed = parse_infer(self.frontend, body, json_length, name, version)
@@ -71,7 +79,7 @@ class HotOipInfer(HotEndpoint):
             return None  # the general path raises it again, and counts the request
         return Parsed(name, version or None, _Context(parsed, tensors, encoding, key))
 
-    def build(self, parsed: Parsed, model: ServedModel, arrived: float) -> tuple[Request, bytes]:
+    def build(self, parsed: Parsed, model: ServedModel, arrived: float) -> tuple[Request, bytes | memoryview]:
         context: _Context = parsed.context
         form, tensors, settings = context.form, context.tensors, self.frontend.settings
         if form is not None:
@@ -88,6 +96,12 @@ class HotOipInfer(HotEndpoint):
         values = b"".join([answered.data for answered in answers if len(answered.data) == _expected_size(answered)])
         finite = bool(np.isfinite(np.frombuffer(values, FEATURES)).all())
         return [(finite and _whole_reply(answered)) or _reply(model, answered) for answered in answers]
+
+    async def write_large(self, model: ServedModel, answered: AnsweredCall) -> Reply:
+        context: _Context = answered.call.context
+        building = partial(build_response, context.parsed.request, context.tensors, model, answered.answer, answered.data)
+        response = await asyncio.to_thread(building)
+        return _with_headers(*await encode_response(self.frontend, response, context.parsed.raw), context.encoding)
 
 
 @lru_cache(maxsize=1024)
@@ -124,8 +138,11 @@ def _reply(model: ServedModel, answered: AnsweredCall) -> Reply | ServiceError:
     content, header_length = json.encode_response(response, context.parsed.raw)
     if context.form is not None and header_length is not None and context.form.response_size == len(answered.data):
         context.form.response = content[:header_length]
+    return _with_headers(content, header_length, context.encoding)
+
+
+def _with_headers(content: bytes, header_length: int | None, encoding: str | None) -> Reply:
     headers = f"content-type: {JSON}\r\n".encode() if header_length is None else _BINARY_HEADERS % header_length
-    if context.encoding is None or len(content) < MIN_COMPRESSED_BYTES:
+    if encoding is None or len(content) < MIN_COMPRESSED_BYTES:
         return Reply(content, headers)
-    encoding = f"content-encoding: {context.encoding}\r\n".encode()
-    return Reply(content, headers + encoding, partial(compress, encoding=context.encoding))
+    return Reply(content, headers + f"content-encoding: {encoding}\r\n".encode(), partial(compress, encoding=encoding))

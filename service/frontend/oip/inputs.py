@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from service.frontend.catalog import ServedModel
 from service.frontend.oip import metadata
 from service.frontend.oip.metadata import LENGTHS, OFFSETS
 from service.frontend.oip.tensors import BYTES, Tensor, tensor_error
-from service.ipc.messages import IDS
+from service.frontend.validation import PackedInputs
 from service.settings import Settings
 
 Array = NDArray[Any]
@@ -29,13 +29,6 @@ ACCEPTED_DATATYPES = {"inputs": ("FP32", "FP16", "BF16", "FP64"), "text": (BYTES
 """Datatypes of an input by its name. All other inputs are INTEGERS."""
 INTEGERS = ("INT32", "INT64")
 ID_BYTES = 4
-
-
-class PackedSequences(NamedTuple):
-    """Sequences packed end to end, as the engine expects them. values: (steps, features) or (steps,)."""
-
-    values: Array
-    lengths: list[int]
 
 
 class InputTensors:
@@ -52,12 +45,17 @@ class InputTensors:
 
     def field_of(self, index: int) -> str:
         """Return the name of a sequence in error messages."""
-        return f"{self._values_name()}[{index}]"
+        return f"{self.values_name}[{index}]"
 
-    def pack(self, model: ServedModel, settings: Settings) -> PackedSequences:
+    @property
+    def value_bytes(self) -> int:
+        """Return the size of all arrays."""
+        return sum(0 if isinstance(tensor.values, list) else tensor.values.nbytes for tensor in self._tensors.values())
+
+    def pack(self, model: ServedModel, settings: Settings) -> PackedInputs:
         """Validate the inputs and return their sequences; raises InvalidInput or TooLarge with the name of the invalid input."""
         self._check_names(model)
-        values = self._tensors[self._values_name()]
+        values = self._tensors[self.values_name]
         lengths, offsets = self._tensors.get(LENGTHS), self._tensors.get(OFFSETS)
         if lengths is not None and offsets is not None:
             problem = "and offsets cannot be combined: send lengths with padded sequences, or offsets with packed sequences"
@@ -72,9 +70,12 @@ class InputTensors:
         for index, count in enumerate(steps):
             validation.check_steps(count, self.field_of(index), model)
         validate = validation.engine_ids if model.spec.input.features is None else validation.engine_features
-        return PackedSequences(validate(flat, _step_names(values.name, steps), model), steps)
+        packed = np.ascontiguousarray(validate(flat, _step_names(values.name, steps), model))
+        return PackedInputs(steps, packed.data.cast("B"))
 
-    def _values_name(self) -> str:
+    @property
+    def values_name(self) -> str:
+        """Return the name of the input that holds the values."""
         return next((name for name in ("text", "ids", "inputs") if name in self._tensors), "inputs")
 
     def _check_names(self, model: ServedModel) -> None:
@@ -93,7 +94,7 @@ class InputTensors:
         if len(present) > 1:
             raise tensor_error(present[1], f"and {present[0]} cannot be combined: send only one of them")
 
-    def _tokenize(self, text: Tensor, model: ServedModel, settings: Settings) -> PackedSequences:
+    def _tokenize(self, text: Tensor, model: ServedModel, settings: Settings) -> PackedInputs:
         assert isinstance(text.values, list)
         if text.shape not in ((len(text.values),), (len(text.values), 1)):
             raise tensor_error(text.name, f"has the shape {list(text.shape)}: send the shape [sequences] or [sequences, 1]")
@@ -103,7 +104,7 @@ class InputTensors:
             field = self.field_of(index)
             sequences.append(validation.tokenize(_decode_utf8(element, field), field, model))
             validation.check_steps(len(sequences[-1]) // ID_BYTES, field, model)
-        return PackedSequences(np.frombuffer(b"".join(sequences), IDS), [len(ids) // ID_BYTES for ids in sequences])
+        return PackedInputs([len(ids) // ID_BYTES for ids in sequences], b"".join(sequences))
 
 
 def _with_sequence_dimension(values: Tensor, model: ServedModel) -> Array:

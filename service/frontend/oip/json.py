@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from service.errors import InvalidInput, InvalidRequest, ServiceError
-from service.frontend.head_outputs import json_numbers
+from service.frontend.head_outputs import json_numbers, number_pieces
+from service.frontend.large_answers import PIECE_VALUES
+from service.frontend.oip.limits import check_parts
 from service.frontend.oip.parameters import boolean, check_no_shared_memory, requested_output
 from service.frontend.oip.tensors import BYTES, Tensor, decode, encode, from_list, tensor_error
 from service.frontend.oip.types import InferRequest, InferResponse
@@ -82,11 +85,21 @@ class InferResponseJson(msgspec.Struct, omit_defaults=True):
     parameters: dict[str, int] = {}
 
 
+class RawOutputs(msgspec.Struct, frozen=True):
+    """Whether each output is sent as raw bytes: by name, or `default` for an output that is not named."""
+
+    by_name: dict[str, bool]
+    default: bool
+
+    def __call__(self, name: str) -> bool:
+        return self.by_name.get(name, self.default)
+
+
 class ParsedRequest(NamedTuple):
-    """A request. raw: returns whether an output is sent as raw bytes, by its name."""
+    """A request, and which of its outputs are sent as raw bytes."""
 
     request: InferRequest
-    raw: Callable[[str], bool]
+    raw: RawOutputs
 
 
 def parse(body: type[T], data: bytes | memoryview) -> T:
@@ -113,6 +126,7 @@ def parse_request(body: bytes, header_length: int | None, model: str, version: s
     whole = memoryview(body)
     parsed = parse(InferRequestJson, whole[:end])
     parameters = parsed.parameters or {}
+    check_parts(inputs=parsed.inputs, outputs=parsed.outputs, parameters=parameters)
     all_raw = boolean(parameters, "binary_data_output")
     outputs = parsed.outputs or []
     raw = {output.name: boolean(output.parameters or {}, "binary_data", output.name, all_raw) for output in outputs}
@@ -124,7 +138,7 @@ def parse_request(body: bytes, header_length: int | None, model: str, version: s
         inputs=_input_tensors(parsed.inputs, whole[end:]),
         outputs=[requested_output(output.name, output.parameters or {}) for output in outputs],
     )
-    return ParsedRequest(request, lambda name: raw.get(name, all_raw))
+    return ParsedRequest(request, RawOutputs(raw, all_raw))
 
 
 def parse_raw_sequence(body: bytes, spec: ModelSpec, model: str, version: str) -> ParsedRequest:
@@ -135,24 +149,34 @@ def parse_raw_sequence(body: bytes, spec: ModelSpec, model: str, version: str) -
         tensor = decode("ids", "INT32", [len(body) // 4], body)
     else:
         tensor = decode("inputs", "FP32", [len(body) // (4 * spec.input.features), spec.input.features], body)
-    return ParsedRequest(InferRequest(model, version, "", {}, [tensor], []), lambda _: True)
+    return ParsedRequest(InferRequest(model, version, "", {}, [tensor], []), RawOutputs({}, default=True))
+
+
+class ResponsePieces(NamedTuple):
+    """The body of a response in pieces: its JSON, and the raw bytes that follow."""
+
+    json: Iterator[bytes]
+    tail: list[bytes]
 
 
 def encode_response(response: InferResponse, raw: Callable[[str], bool]) -> tuple[bytes, int | None]:
     """Return the body of a response, and the size of its JSON if raw bytes follow it."""
-    outputs, tail = [], []
-    for tensor in response.outputs:
-        output = OutputTensorJson(tensor.name, tensor.datatype, list(tensor.shape))
-        if raw(tensor.name):
-            tail.append(encode(tensor))
-            output.parameters = {BINARY_SIZE: len(tail[-1])}
-        else:
-            output.data = _json_values(tensor)
-        outputs.append(output)
-    header = msgspec.json.encode(
-        InferResponseJson(response.model, response.version, outputs, response.id, dict(response.parameters))
-    )
+    header, tail = _encode(response, raw, _json_values)
     return b"".join((header, *tail)), len(header) if tail else None
+
+
+def response_pieces(response: InferResponse, raw: Callable[[str], bool]) -> ResponsePieces:
+    """Return the body of a response in pieces."""
+    tensors: list[Tensor] = []
+
+    def mark_values(tensor: Tensor) -> msgspec.Raw:
+        tensors.append(tensor)
+        return msgspec.Raw(b"\n")  # no other line ends in the JSON
+
+    header, tail = _encode(response, raw, mark_values)
+    first, *others = header.split(b"\n")
+    values = (chain(_value_pieces(tensor), [text]) for tensor, text in zip(tensors, others, strict=True))
+    return ResponsePieces(chain([first], chain.from_iterable(values)), tail)
 
 
 def inline_schema(body: type[msgspec.Struct]) -> dict[str, Any]:
@@ -175,6 +199,7 @@ def _input_tensors(inputs: list[InputTensorJson], tail: memoryview) -> list[Tens
     tensors, offset = [], 0
     for input in inputs:
         parameters = input.parameters or {}
+        check_parts(parameters=parameters)
         check_no_shared_memory(input.name, parameters)
         size = parameters.get(BINARY_SIZE)
         if (size is None) == (input.data is UNSET):
@@ -192,6 +217,36 @@ def _input_tensors(inputs: list[InputTensorJson], tail: memoryview) -> list[Tens
     if offset < len(tail):
         raise InvalidRequest(f"{len(tail)} bytes follow the JSON, but the inputs have {offset}: send no other bytes")
     return tensors
+
+
+def _encode(
+    response: InferResponse, raw: Callable[[str], bool], json_values: Callable[[Tensor], Any]
+) -> tuple[bytes, list[bytes]]:
+    """Return the JSON of a response and the raw bytes that follow. json_values: returns the values of a tensor as JSON values."""
+    outputs, tail = [], []
+    for tensor in response.outputs:
+        output = OutputTensorJson(tensor.name, tensor.datatype, list(tensor.shape))
+        if raw(tensor.name):
+            tail.append(encode(tensor))
+            output.parameters = {BINARY_SIZE: len(tail[-1])}
+        else:
+            output.data = json_values(tensor)
+        outputs.append(output)
+    reply = InferResponseJson(response.model, response.version, outputs, response.id, dict(response.parameters))
+    return msgspec.json.encode(reply), tail
+
+
+def _value_pieces(tensor: Tensor) -> Iterator[bytes]:
+    """Yield the values of a tensor as JSON, in pieces."""
+    if not isinstance(tensor.values, list):
+        yield from number_pieces(tensor.values.ravel())
+        return
+    opening = b"["
+    for start in range(0, len(tensor.values), PIECE_VALUES):
+        elements = [element.decode() for element in tensor.values[start : start + PIECE_VALUES]]
+        yield opening + msgspec.json.encode(elements)[1:-1]
+        opening = b","
+    yield b"]" if tensor.values else b"[]"
 
 
 def _json_values(tensor: Tensor) -> Any:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from service.errors import InvalidInput, TooLarge
 from service.frontend.head_outputs import json_numbers
 from service.frontend.oip import metadata
+from service.frontend.oip.limits import MAX_CLASSES
 from service.frontend.oip.metadata import LENGTHS, OFFSETS
 from service.frontend.oip.tensors import BYTES, Tensor
 from service.frontend.oip.types import RequestedOutput
@@ -47,6 +48,20 @@ def check_requested(outputs: Sequence[RequestedOutput], spec: ModelSpec) -> None
             raise _outputs_error(f"{output.name} of {spec.name} has no classes: leave classification out")
     if not has_step_outputs(spec) and {LENGTHS, OFFSETS} & set(names) and "sequence" not in names:
         raise _outputs_error(f"{LENGTHS} and {OFFSETS} describe sequence: request sequence too, or leave them out")
+
+
+def check_classes(outputs: Sequence[RequestedOutput], spec: ModelSpec, sequences: int) -> None:
+    """Raise TooLarge for a classification with too many entries, over all sequences."""
+    if not isinstance(spec.head, ClassifyHead):
+        return
+    for output in outputs:
+        entries = min(output.classes, len(spec.head.labels)) * sequences
+        if entries > MAX_CLASSES:
+            raise TooLarge(
+                f"the classification would have {entries} entries for {sequences} sequences, but at most {MAX_CLASSES} are "
+                "allowed: ask for fewer classes, or for all scores without classification",
+                field="outputs",
+            )
 
 
 def has_step_outputs(spec: ModelSpec) -> bool:

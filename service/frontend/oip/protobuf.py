@@ -6,7 +6,7 @@ process registers messages with the same names in the default pool.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
 from service.errors import InvalidInput, InvalidRequest
+from service.frontend.oip.limits import check_parts
 from service.frontend.oip.parameters import check_no_shared_memory, requested_output
 from service.frontend.oip.tensors import Tensor, decode, encode, from_list, tensor_error
 from service.frontend.oip.types import InferRequest, InferResponse
@@ -37,8 +38,12 @@ class MethodMessages(NamedTuple):
         try:
             return self.request_type.FromString(data)
         except DecodeError:
-            name = self.request_type.DESCRIPTOR.full_name
-            raise InvalidRequest(f"the request is not a valid {name}: encode it as inference.proto defines it") from None
+            raise self.invalid() from None
+
+    def invalid(self) -> InvalidRequest:
+        """Return the error for bytes that are not a request message."""
+        name = self.request_type.DESCRIPTOR.full_name
+        return InvalidRequest(f"the request is not a valid {name}: encode it as inference.proto defines it")
 
 
 def _pool() -> DescriptorPool:
@@ -68,8 +73,15 @@ RAW_CONTENTS = "raw_input_contents"
 PARAMETER_FIELDS = {bool: "bool_param", int: "int64_param", float: "double_param", str: "string_param"}
 
 
-def infer_request(message: ProtoMessage) -> InferRequest:
-    """Convert a ModelInferRequest; raises a ServiceError that names the invalid field."""
+def infer_request(message: ProtoMessage, raw_contents: Sequence[bytes | memoryview] | None = None) -> InferRequest:
+    """Convert a ModelInferRequest; raises a ServiceError that names the invalid field.
+
+    raw_contents: its raw_input_contents, if they are not in the message.
+    """
+    raw = message.raw_input_contents if raw_contents is None else raw_contents
+    check_parts(inputs=message.inputs, outputs=message.outputs, parameters=message.parameters, raw_input_contents=raw)
+    for tensor in (*message.inputs, *message.outputs):
+        check_parts(parameters=tensor.parameters)
     for tensor in message.inputs:
         check_no_shared_memory(tensor.name, tensor.parameters)
     return InferRequest(
@@ -77,7 +89,7 @@ def infer_request(message: ProtoMessage) -> InferRequest:
         version=message.model_version,
         id=message.id,
         parameters=parameter_values(message.parameters),
-        inputs=_raw_tensors(message) if message.raw_input_contents else [_typed_tensor(tensor) for tensor in message.inputs],
+        inputs=_raw_tensors(message.inputs, raw) if raw else [_typed_tensor(tensor) for tensor in message.inputs],
         outputs=[requested_output(output.name, parameter_values(output.parameters)) for output in message.outputs],
     )
 
@@ -106,9 +118,8 @@ def _parameter_value(name: str, parameter: ProtoMessage) -> Any:
     return getattr(parameter, choice)
 
 
-def _raw_tensors(message: ProtoMessage) -> list[Tensor]:
+def _raw_tensors(inputs: Sequence[ProtoMessage], contents: Sequence[bytes | memoryview]) -> list[Tensor]:
     """Return the inputs of a request with values in raw_input_contents."""
-    inputs, contents = message.inputs, message.raw_input_contents
     for tensor in inputs:
         if tensor.HasField("contents") and tensor.contents.ByteSize():
             raise tensor_error(tensor.name, f"has contents, but the request has {RAW_CONTENTS} too: send only one of them")

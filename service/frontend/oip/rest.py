@@ -13,19 +13,25 @@ from fastapi import APIRouter, Request, Response
 from msgspec import Meta
 
 from service.errors import InvalidRequest, Unavailable, Unsupported
+from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
 from service.frontend.http_exchange import (
     COMPRESSIONS,
     JSON,
+    MANAGEMENT_LIMIT,
     OCTET_STREAM,
     cancel_on_disconnect,
     read_tensors,
     respond,
     respond_json,
 )
-from service.frontend.inference import Frontend, track_request
+from service.frontend.inference import Frontend, TrackedRequest, track_request
+from service.frontend.large_answers import PIECE_VALUES
 from service.frontend.oip import infer as oip_infer
 from service.frontend.oip import json, metadata
 from service.frontend.oip.json import HEADER_LENGTH
+from service.frontend.oip.large_requests import DecodedInputs, RequestOptions
+from service.frontend.oip.types import InferResponse
+from service.ipc.messages import DecodeBody
 from service.modeling.spec import NAME, VERSION
 
 MODEL = "/v2/models/{name}"
@@ -151,7 +157,7 @@ def _add_repository(router: APIRouter, frontend: Frontend, responses: Responses)
     @router.post("/v2/repository/index", responses=responses, openapi_extra=index_body)
     async def index(request: Request) -> Response:
         """List every version in the models folder and its state."""
-        body = json.parse(RepositoryIndexJson, await read_tensors(request, frontend) or b"{}")
+        body = json.parse(RepositoryIndexJson, await read_tensors(request, frontend, MANAGEMENT_LIMIT) or b"{}")
         versions = await cancel_on_disconnect(request, metadata.repository_index(frontend, ready=bool(body.ready)))
         return respond_json(frontend, versions)
 
@@ -176,9 +182,23 @@ def _add_repository(router: APIRouter, frontend: Frontend, responses: Responses)
 async def _infer(frontend: Frontend, request: Request) -> Response:
     with track_request(frontend.metrics, time.monotonic()) as tracked:
         (name, version), header_length = _path_model(request), _header_length(request)
-        parsed = parse_infer(frontend, await read_tensors(request, frontend), header_length, name, version)
-        response = await cancel_on_disconnect(request, oip_infer.infer(frontend, tracked, parsed.request))
-        return await _infer_response(frontend, request, *json.encode_response(response, parsed.raw))
+        data = await read_tensors(request, frontend)
+        answering = _answer_data(frontend, tracked, data, header_length, name, version)
+        response, raw = await cancel_on_disconnect(request, answering)
+        return await _infer_response(frontend, request, *await encode_response(frontend, response, raw))
+
+
+async def _answer_data(
+    frontend: Frontend, tracked: TrackedRequest, data: bytes, header_length: int | None, name: str, version: str
+) -> tuple[InferResponse, json.RawOutputs]:
+    """Return the response to the request in a body, and which of its outputs are sent as raw bytes; raises a ServiceError."""
+    if min(len(data), len(data) if header_length is None else header_length) <= MAX_LOOP_BODY_BYTES:
+        parsed = parse_infer(frontend, data, header_length, name, version)
+        return await oip_infer.infer(frontend, tracked, parsed.request), parsed.raw
+    async with frontend.decoder.decode(DecodeBody("oip_json", header_length, name, version), data) as body:
+        options = msgspec.json.decode(body.options, type=RequestOptions)
+        decoded = DecodedInputs(options, body)
+        return await oip_infer.infer(frontend, tracked, options.request(), decoded=decoded), options.raw
 
 
 def parse_infer(frontend: Frontend, body: bytes, header_length: int | None, name: str, version: str) -> json.ParsedRequest:
@@ -186,6 +206,17 @@ def parse_infer(frontend: Frontend, body: bytes, header_length: int | None, name
     if header_length == 0:
         return json.parse_raw_sequence(body, frontend.catalog.find(name, version or None).spec, name, version)
     return json.parse_request(body, header_length, name, version)
+
+
+async def encode_response(frontend: Frontend, response: InferResponse, raw: json.RawOutputs) -> tuple[bytes, int | None]:
+    """Return the body of a response, and the size of its JSON if raw bytes follow it. A large response is written in pieces."""
+    if sum(tensor.value_count for tensor in response.outputs) <= PIECE_VALUES:
+        return json.encode_response(response, raw)
+    pieces = await asyncio.to_thread(json.response_pieces, response, raw)
+    header = await frontend.large_answers.join(pieces.json)
+    if not pieces.tail:
+        return header, None
+    return await frontend.large_answers.join(iter([header, *pieces.tail])), len(header)
 
 
 async def _infer_response(frontend: Frontend, request: Request, content: bytes, header_length: int | None) -> Response:
@@ -210,7 +241,7 @@ def _path_model(request: Request) -> tuple[str, str]:
 
 async def _repository_request(frontend: Frontend, request: Request) -> tuple[str, dict[str, Any]]:
     """Return the model name and the parameters of a load or unload request."""
-    body = json.parse(RepositoryLoadJson, await read_tensors(request, frontend) or b"{}")
+    body = json.parse(RepositoryLoadJson, await read_tensors(request, frontend, MANAGEMENT_LIMIT) or b"{}")
     return request.path_params["name"], body.parameters or {}
 
 

@@ -1,6 +1,6 @@
 """Tensors of the Open Inference Protocol: decoding from bytes or lists, and encoding to bytes. Knows no model and no transport.
 
-Every error is an InvalidInput that names the tensor. Sizes are checked before any memory is allocated for the values.
+Every error is an InvalidInput or TooLarge that names the tensor. Sizes are checked before any memory is allocated for the values.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from service.errors import InvalidInput
+from service.errors import InvalidInput, TooLarge
+from service.frontend.oip.limits import MAX_TEXTS
 from service.frontend.quoting import describe_value, quote
 
 Array = NDArray[Any]
@@ -46,6 +47,10 @@ class Tensor(msgspec.Struct, frozen=True):
     datatype: str
     shape: tuple[int, ...]
     values: Array | list[bytes]
+
+    @property
+    def value_count(self) -> int:
+        return math.prod(self.shape)
 
 
 def decode(name: str, datatype: str, shape: Sequence[int], data: bytes | memoryview) -> Tensor:
@@ -78,6 +83,7 @@ def from_list(name: str, datatype: str, shape: Sequence[int], values: Sequence[A
         required = f"the shape {_shape_text(shape)} requires {count}"
         raise tensor_error(name, f"has {len(flat)} values, but {required}: send {count} values, or correct the shape")
     if dtype is None:
+        _check_texts(name, count)
         return Tensor(name, datatype, tuple(shape), _to_bytes(name, flat))
     _check_types(name, datatype, flat, _PYTHON_TYPES[dtype.kind])
     try:
@@ -116,6 +122,14 @@ def _element_count(name: str, shape: Sequence[int]) -> int:
     return math.prod(shape)
 
 
+def _check_texts(name: str, count: int) -> None:
+    if count > MAX_TEXTS:
+        raise TooLarge(
+            f"{quote(name)} has {count} elements of BYTES, but at most {MAX_TEXTS} are allowed: send several requests",
+            field=quote(name),
+        )
+
+
 def _dtype(name: str, datatype: str) -> np.dtype[Any]:
     if datatype not in DATATYPES:
         known = ", ".join((*DATATYPES, BYTES))
@@ -128,6 +142,7 @@ def _split_elements(name: str, count: int, data: bytes | memoryview) -> list[byt
     if count * _LENGTH.size > len(data):
         required = f"{count} elements of BYTES require at least {count * _LENGTH.size} for their lengths alone"
         raise tensor_error(name, f"has {len(data)} bytes, but {required}: send all elements")
+    _check_texts(name, count)
     elements, end = [], 0
     for index in range(count):
         begin = end + _LENGTH.size

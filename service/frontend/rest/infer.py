@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from itertools import chain
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -14,22 +16,25 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr
 from service.errors import InvalidInput, ServiceError
 from service.frontend import validation
 from service.frontend.catalog import ServedModel
-from service.frontend.head_outputs import InferOutput, input_field
+from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
+from service.frontend.head_outputs import InferOutput, decode_arrays, input_field
 from service.frontend.hot_calls import AnsweredCall, HotEndpoint, Parsed, Reply
 from service.frontend.http_exchange import JSON, cancel_on_disconnect, read_json, respond
 from service.frontend.inference import Frontend, TrackedRequest, run_inference, track_request
+from service.frontend.large_answers import LARGE_ANSWER_BYTES
 from service.frontend.request_heads import RequestHead
 from service.frontend.rest.schemas import ERRORS, JsonBody, SessionId, describe_body
+from service.frontend.validation import PackedInputs
 from service.ipc import messages
 from service.modeling.spec import ModelSpec
 from service.settings import Settings
 
 MAX_RETURNS = 8
 """Most names in `return`. A name may be repeated, but a list of a million names would stall the event loop."""
-MAX_HOT_BODY_BYTES = 1 << 16
-"""Larger bodies take the general path."""
 _JSON_TYPES = (None, JSON.encode(), b"application/json; charset=utf-8", b"application/json;charset=utf-8")
 _HEADERS = b"content-type: " + JSON.encode() + b"\r\n"
+Packer = Callable[[ServedModel], Awaitable[PackedInputs]]
+"""Validates the inputs of a request for a model, and packs them."""
 _EXAMPLE = {"model": "question-type", "inputs": ["How far is it from Denver to Aspen ?"]}
 
 
@@ -103,21 +108,50 @@ def add_routes(router: APIRouter, frontend: Frontend) -> None:
     async def infer(request: Request) -> Response:
         """Run a model on each input."""
         with track_request(frontend.metrics, time.monotonic()) as tracked:
-            body = InferBody.parse(await read_json(request, frontend))
-            return respond(frontend, await cancel_on_disconnect(request, answer(frontend, tracked, body)))
+            data = await read_json(request, frontend)
+            return respond(frontend, await cancel_on_disconnect(request, _answer_data(frontend, tracked, data)))
 
 
-async def answer(frontend: Frontend, tracked: TrackedRequest, body: InferBody) -> bytes:
-    """Return the JSON reply to a body of POST /infer, or to a chunk from /stream; raises a ServiceError."""
+async def _answer_data(frontend: Frontend, tracked: TrackedRequest, data: bytes) -> bytes:
+    if len(data) <= MAX_LOOP_BODY_BYTES:
+        return await answer(frontend, tracked, InferBody.parse(data))
+    async with frontend.decoder.decode(messages.DecodeBody("infer"), data) as decoded:
+        body = InferBody.restore(decoded.options, inputs=[None])
+        return await answer(frontend, tracked, body, decoded.pack)
 
-    def build(model: ServedModel) -> tuple[messages.Request, bytes]:
-        return build_request(body, model, frontend.settings, tracked.arrived)
+
+async def answer(frontend: Frontend, tracked: TrackedRequest, body: InferBody, pack: Packer | None = None) -> bytes:
+    """Return the JSON reply to a body of POST /infer, or to a chunk from /stream; raises a ServiceError.
+
+    pack: packs the inputs of a body that the decoder has.
+    """
+
+    async def build(model: ServedModel) -> tuple[messages.Request, bytes | memoryview]:
+        packed = pack_inputs(body, model, frontend.settings) if pack is None else await pack(model)
+        return engine_request(body, packed, model, frontend.settings, tracked.arrived)
 
     model, (shapes, data) = await run_inference(frontend, tracked, body.model, body.version, body.session, build)
     start = time.monotonic()
-    encoded = write_reply(model, model.writer.write(shapes, data, body.field_of), body.session, shapes.session_steps)
+    if len(data) <= LARGE_ANSWER_BYTES:
+        encoded = write_reply(model, model.writer.write(shapes, data, body.field_of), body.session, shapes.session_steps)
+    else:
+        encoded = await _write_large_reply(frontend, model, shapes, data, body.field_of, body.session)
     frontend.metrics.stage_seconds.observe(time.monotonic() - start, *tracked.labels, "encode")
     return encoded
+
+
+async def _write_large_reply(
+    frontend: Frontend,
+    model: ServedModel,
+    answer: messages.Answer,
+    data: bytes | memoryview,
+    field_of: Callable[[int], str] = input_field,
+    session: str | None = None,
+) -> bytes:
+    """Return what `write_reply` returns for a large answer; raises InvalidInput."""
+    arrays = await asyncio.to_thread(decode_arrays, model.spec, answer, data, field_of)
+    before, _, after = write_reply(model, b"\n", session, answer.session_steps).partition(b"\n")
+    return await frontend.large_answers.join(chain([before], model.writer.pieces(answer, arrays), [after]))
 
 
 def write_reply(model: ServedModel, outputs: bytes, session: str | None = None, session_steps: int = 0) -> bytes:
@@ -128,10 +162,16 @@ def write_reply(model: ServedModel, outputs: bytes, session: str | None = None, 
     return b'{%b,"outputs":%b,"session":%b}' % (model.identity, outputs, progress)
 
 
-def build_request(body: InferBody, model: ServedModel, settings: Settings, arrived: float) -> tuple[messages.Request, bytes]:
-    """Return the engine's request and its tensor bytes; raises InvalidInput or TooLarge, which name the first wrong field."""
+def pack_inputs(body: InferBody, model: ServedModel, settings: Settings) -> PackedInputs:
+    """Validate and pack the inputs of a body; raises InvalidInput or TooLarge, which name the first wrong field."""
     _check_session_fields(body)
-    lengths, data = validation.pack_inputs(body.inputs, body.field_of, model, settings)
+    return validation.pack_inputs(body.inputs, body.field_of, model, settings)
+
+
+def engine_request(
+    body: InferBody, packed: PackedInputs, model: ServedModel, settings: Settings, arrived: float
+) -> tuple[messages.Request, bytes | memoryview]:
+    """Return the engine's request and its tensor bytes; raises InvalidInput."""
     options = validation.Options(
         returns=check_returns(body.returns, model.spec),
         deadline_ms=validation.resolve_deadline_ms(body.deadline_ms, settings),
@@ -141,7 +181,7 @@ def build_request(body: InferBody, model: ServedModel, settings: Settings, arriv
         session_ends=body.end,
         exact_version=body.version is not None,
     )
-    return validation.engine_request(lengths, options, model, arrived), data
+    return validation.engine_request(packed.lengths, options, model, arrived), packed.data
 
 
 def check_returns(returns: Sequence[str], spec: ModelSpec) -> messages.Returns:
@@ -168,16 +208,18 @@ _decode = msgspec.json.Decoder(OneShotBody).decode
 class HotInfer(HotEndpoint):
     """The endpoint on the hot path, for requests without a session. The context of a call is its body."""
 
+    def accepts(self, head: RequestHead) -> bool:
+        limit = min(MAX_LOOP_BODY_BYTES, self.frontend.settings.max_body_bytes)
+        return head.length <= limit and head.headers.get(b"content-type") in _JSON_TYPES
+
     def parse(self, head: RequestHead, body: bytes) -> Parsed | None:
-        if head.length > MAX_HOT_BODY_BYTES or head.headers.get(b"content-type") not in _JSON_TYPES:
-            return None
         try:
             parsed = _decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return None
         return Parsed(parsed.model, parsed.version, parsed)
 
-    def build(self, parsed: Parsed, model: ServedModel, arrived: float) -> tuple[messages.Request, bytes]:
+    def build(self, parsed: Parsed, model: ServedModel, arrived: float) -> tuple[messages.Request, bytes | memoryview]:
         body, settings = parsed.context, self.frontend.settings
         lengths, data = validation.pack_inputs(body.inputs, input_field, model, settings)
         options = validation.Options(
@@ -193,6 +235,9 @@ class HotInfer(HotEndpoint):
         if together is not None:
             return [Reply(write_reply(model, outputs), _HEADERS) for outputs in together]
         return [_reply(model, answered) for answered in answers]
+
+    async def write_large(self, model: ServedModel, answered: AnsweredCall) -> Reply:
+        return Reply(await _write_large_reply(self.frontend, model, answered.answer, answered.data), _HEADERS)
 
 
 def _reply(model: ServedModel, answered: AnsweredCall) -> Reply | ServiceError:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, StrictStr, ValidationError, WithJsonSchema
+from pydantic_core import from_json
 
 from service.errors import STATUS, InvalidInput, InvalidRequest, ServiceError
 from service.frontend.quoting import quote
@@ -31,6 +32,15 @@ class JsonBody(BaseModel):
             return cls.model_validate_json(data)
         except ValidationError as error:
             raise _body_error(cls, error.errors(include_url=False)[0]) from None
+
+    def without(self, field: str) -> bytes:
+        """Return the fields that the client sent, except one, as JSON."""
+        return self.model_dump_json(by_alias=True, exclude={field}, exclude_unset=True).encode()
+
+    @classmethod
+    def restore(cls, fields: bytes, **placeholder: Any) -> Self:
+        """Return a body with these fields, which `without` returned, and a placeholder for the missing field."""
+        return cls.model_validate(from_json(fields) | placeholder)
 
 
 class QueryParameters(BaseModel):

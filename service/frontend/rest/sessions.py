@@ -5,7 +5,15 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
-from service.frontend.http_exchange import OCTET_STREAM, cancel_on_disconnect, read_json, read_state, respond, respond_json
+from service.frontend.http_exchange import (
+    MANAGEMENT_LIMIT,
+    OCTET_STREAM,
+    cancel_on_disconnect,
+    read_json,
+    read_state,
+    respond,
+    respond_json,
+)
 from service.frontend.inference import Frontend
 from service.frontend.rest.schemas import ERRORS, JsonBody, SessionId, describe_body
 from service.frontend.validation import SESSION_ID_SCHEMA, check_session_id
@@ -68,7 +76,7 @@ def add_routes(router: APIRouter, frontend: Frontend) -> None:
     )
     async def fork(request: Request) -> Response:
         """Open another session that continues from the current state of this session."""
-        id, body = _id(request), ForkBody.parse(await read_json(request, frontend))
+        id, body = _id(request), ForkBody.parse(await read_json(request, frontend, MANAGEMENT_LIMIT))
         await cancel_on_disconnect(request, _fork(frontend, id, body.session))
         return respond_json(frontend, {"session": body.session})
 

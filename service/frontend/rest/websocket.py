@@ -2,7 +2,7 @@
 
 A chunk that is refused changes neither the session nor the socket. The service closes the socket with 1009 after a message that is too
 large, with 1011 after an internal error or when the client answers no pings, and with 1012 when the service shuts down, after all
-replies.
+replies. websocket_protocol.py has the limits of a socket.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from pydantic import Field, StrictBool
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketDisconnected
 
 from service.errors import InvalidRequest, ServiceError, UnknownRoute
+from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
 from service.frontend.http_exchange import error_body
 from service.frontend.inference import ClientDisconnected, Frontend, track_request
-from service.frontend.rest.infer import InferBody, answer, check_returns
+from service.frontend.rest.infer import InferBody, Packer, answer, check_returns
 from service.frontend.rest.schemas import ERRORS, JsonBody, QueryParameters, SessionId, describe_query
 from service.frontend.validation import RESERVED_SESSION_PREFIX, resolve_deadline_ms
+from service.ipc.messages import DecodeBody
 from service.modeling.spec import ModelSpec
 from service.settings import Settings
 
@@ -183,25 +185,33 @@ class _ChunkStream:
 
     async def _handle_message(self, arrived: float, event: Any) -> None:
         """Start the reply to a message, after the replies to earlier messages if the chunk starts or ends the session."""
+        text = event.get("text")
         try:
-            message = StreamMessage.read(event)
+            if text is None or len(text) <= MAX_LOOP_BODY_BYTES:
+                await self._handle_parsed(arrived, StreamMessage.read(event))
+                return
+            async with self._frontend.decoder.decode(DecodeBody("stream"), text.encode()) as decoded:
+                await self._handle_parsed(arrived, StreamMessage.restore(decoded.options, input=None), decoded.pack)
+                # The next chunk would overtake this chunk while the decoder packs its inputs.
+                await self._wait_for_replies()
         except ServiceError as error:
             self._start_reply(arrived, error)
-            return
+
+    async def _handle_parsed(self, arrived: float, message: StreamMessage, pack: Packer | None = None) -> None:
         body = self._body.with_message(message, session_begun=self._session_begun)
         if body.start is False and not body.end:
-            self._start_reply(arrived, body)
+            self._start_reply(arrived, body, pack)
             return
         await self._wait_for_replies()
-        task = self._start_reply(arrived, body)
+        task = self._start_reply(arrived, body, pack)
         await self._wait_for_replies()
         if not task.cancelled() and task.result():
             self._session_begun = not body.end
 
-    def _start_reply(self, arrived: float, body: ChunkBody | ServiceError) -> asyncio.Task[bool]:
+    def _start_reply(self, arrived: float, body: ChunkBody | ServiceError, pack: Packer | None = None) -> asyncio.Task[bool]:
         """Start a task for one reply. Tasks run in the order of their creation, so chunks leave in the order of their messages."""
         previous = self._unanswered[-1] if self._unanswered else None
-        task = asyncio.ensure_future(self._reply(arrived, body, previous))
+        task = asyncio.ensure_future(self._reply(arrived, body, pack, previous))
         self._unanswered.append(task)
         return task
 
@@ -211,11 +221,13 @@ class _ChunkStream:
             await asyncio.wait([self._unanswered[-1]])
             self._unanswered.clear()
 
-    async def _reply(self, arrived: float, body: ChunkBody | ServiceError, previous: asyncio.Task[bool] | None) -> bool:
+    async def _reply(
+        self, arrived: float, body: ChunkBody | ServiceError, pack: Packer | None, previous: asyncio.Task[bool] | None
+    ) -> bool:
         """Reply to one message after the previous reply. Return true unless the reply is an error."""
         internal, succeeded = False, True
         try:
-            text = await self._answer(arrived, body)
+            text = await self._answer(arrived, body, pack)
         except ClientDisconnected:
             return False
         except ServiceError as error:
@@ -230,14 +242,14 @@ class _ChunkStream:
                 await self._socket.close(INTERNAL_ERROR)
         return succeeded
 
-    async def _answer(self, arrived: float, body: ChunkBody | ServiceError) -> bytes:
+    async def _answer(self, arrived: float, body: ChunkBody | ServiceError, pack: Packer | None) -> bytes:
         with track_request(self._frontend.metrics, arrived) as tracked:
             tracked.labels = self._labels
             if isinstance(body, ServiceError):
                 raise body
             self._submitted = True
             try:
-                return await answer(self._frontend, tracked, body)
+                return await answer(self._frontend, tracked, body, pack)
             except asyncio.CancelledError:
                 if self._disconnected:
                     raise ClientDisconnected from None

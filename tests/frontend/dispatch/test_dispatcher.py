@@ -14,6 +14,7 @@ from service.frontend.dispatch.dispatcher import Dispatcher
 from service.ipc.channel import Channel, Frame, encode, pair
 from service.ipc.messages import Answer, Backlog, Cancel, EngineStatus, LoadedModel, Refusal, Request
 from service.metrics import Metrics
+from tests.frontend.callbacks import MAX_CALLBACK_SECONDS, measured_callbacks
 
 SECONDS_PER_TOKEN = 1.0
 
@@ -102,6 +103,28 @@ async def send(dispatcher: Dispatcher, steps: int = 1, tail: bytes = b"") -> asy
     task = asyncio.ensure_future(dispatcher.submit(request(steps=steps), tail))
     await asyncio.sleep(0)
     return task
+
+
+def test_large_request_and_answer_have_no_long_callback() -> None:
+    """They are not copied. A second engine gets the same request when the first ends."""
+    tail = bytes(32 << 20)
+
+    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
+        first, second = await meet_two(dispatcher)
+        sent = await send(dispatcher, tail=tail)
+        await asyncio.sleep(0.01)
+        first.channel.close()
+        with measured_callbacks() as callbacks:
+            [frame] = await second.frames(1)
+            second.channel.send(encode(Answer((1, 1)), frame.id, following=len(tail)), following=tail)
+            while not sent.done():
+                second.channel.flush()
+                await asyncio.sleep(0)
+        assert callbacks.longest_seconds < MAX_CALLBACK_SECONDS, callbacks.longest
+        assert frame.tail == tail
+        assert (await sent).data == tail
+
+    run(test, channel_bytes=64 << 20, places=2)
 
 
 def test_answers_match_their_requests_in_any_order() -> None:

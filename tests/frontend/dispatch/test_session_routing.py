@@ -42,7 +42,7 @@ def test_chunk_goes_to_its_sessions_engine_however_busy() -> None:
         for name in NAMES * 2:
             await chunk(dispatcher, name, name.encode())
         for engine, names in zip(engine_processes, (FIRST, SECOND), strict=True):
-            assert [frame.tail.decode() for frame in await engine.frames(2 * len(names))] == names * 2
+            assert [bytes(frame.tail).decode() for frame in await engine.frames(2 * len(names))] == names * 2
 
     run(test, places=2)
 

@@ -12,7 +12,8 @@ import pytest
 
 from service.errors import InvalidInput, InvalidRequest, ServiceError, TooLarge, UnknownModel
 from service.frontend.catalog import Catalog, ServedModel
-from service.frontend.rest.infer import InferBody, build_request
+from service.frontend.rest import infer as rest_infer
+from service.frontend.rest.infer import InferBody, pack_inputs
 from service.frontend.rest.sessions import ForkBody
 from service.frontend.rest.websocket import ChunkBody, StreamMessage, StreamQuery, body_of_stream
 from service.frontend.validation import SESSION_ID_SCHEMA, check_session_id
@@ -33,8 +34,9 @@ def catalog(tmp_path_factory: pytest.TempPathFactory) -> Catalog:
     return Catalog([ServedModel(spec, "1", None) for spec in specs], {})
 
 
-def engine_request(catalog: Catalog, body: InferBody) -> tuple[Request, bytes]:
-    return build_request(body, catalog.find(body.model, body.version), SETTINGS, arrived=100.0)
+def engine_request(catalog: Catalog, body: InferBody) -> tuple[Request, bytes | memoryview]:
+    model = catalog.find(body.model, body.version)
+    return rest_infer.engine_request(body, pack_inputs(body, model, SETTINGS), model, SETTINGS, arrived=100.0)
 
 
 def infer(catalog: Catalog, **options: Any) -> Request:
@@ -165,7 +167,7 @@ def test_invalid_message_is_refused(text: str, kind: type[ServiceError], field: 
     refused(raised.value, kind, field, part)
 
 
-def raw(catalog: Catalog, model: str, data: bytes) -> tuple[Request, bytes]:
+def raw(catalog: Catalog, model: str, data: bytes) -> tuple[Request, bytes | memoryview]:
     message = StreamMessage.read({"type": "websocket.receive", "bytes": data})
     return engine_request(catalog, stream_body(catalog, f"model={model}").with_message(message, session_begun=False))
 

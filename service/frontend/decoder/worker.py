@@ -1,0 +1,122 @@
+"""The work of a decoder: bodies in, options and packed inputs out. The rules are those of each API's own modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+
+from service.errors import InferenceFailed, ServiceError
+from service.frontend import validation
+from service.frontend.catalog import ServedModel
+from service.frontend.oip import json, protobuf
+from service.frontend.oip.large_requests import request_options
+from service.frontend.rest import infer
+from service.frontend.rest.infer import InferBody
+from service.frontend.rest.websocket import StreamMessage
+from service.frontend.validation import PackedInputs
+from service.ipc.channel import Frame, encode
+from service.ipc.messages import (
+    BodyDecoded,
+    Cancel,
+    DecodeBody,
+    DefineModel,
+    InputsPacked,
+    Message,
+    ModelKey,
+    PackInputs,
+    Refusal,
+)
+from service.log import Log
+from service.modeling.spec import ModelSpec
+from service.modeling.tokenizer import Tokenizer
+from service.settings import Settings
+
+
+class ParsedBody(NamedTuple):
+    """A body without errors so far. options: everything but its inputs. pack: validates these for a model; raises a ServiceError."""
+
+    options: bytes
+    pack: Callable[[ServedModel, Settings], PackedInputs]
+
+
+class Decoder:
+    """Handles the frontend's messages. `handle` returns the reply to a call, as a frame."""
+
+    def __init__(self, settings: Settings, log: Log) -> None:
+        self._settings = settings
+        self._log = log
+        self._models: dict[ModelKey, ServedModel] = {}
+        self._bodies: dict[int, tuple[DecodeBody, bytes]] = {}
+        self._parsed: dict[int, ParsedBody] = {}
+        """The body whose inputs are packed next. Packing the inputs of another body again, for another model, parses it again."""
+
+    def handle(self, frame: Frame) -> bytes | None:
+        try:
+            return self._handle(frame.id, frame.message, bytes(frame.tail))
+        except ServiceError as error:
+            refusal = error
+        except Exception as error:
+            self._log.error("bug", error=f"{type(error).__name__}: {error}")
+            refusal = InferenceFailed("the service failed on this request: see its log")
+        return encode(Refusal.of(refusal), frame.id)
+
+    def _handle(self, id: int, message: Message, data: bytes) -> bytes | None:
+        match message:
+            case DecodeBody():
+                self._parsed[id] = body = PARSERS[message.api](message, data)
+                self._bodies[id] = message, data
+                return encode(BodyDecoded(id), id, (body.options,))
+            case PackInputs():
+                call, data = self._bodies[message.body]
+                parsed = self._parsed.pop(message.body) if message.body in self._parsed else PARSERS[call.api](call, data)
+                packed = parsed.pack(self._models[message.key], self._settings)
+                return encode(InputsPacked(packed.lengths), id, (packed.data,))
+            case DefineModel():
+                model = _model(message, data)
+                self._models[model.key] = model
+            case Cancel():
+                self._bodies.pop(id, None)
+                self._parsed.pop(id, None)
+        return None
+
+
+def _model(message: DefineModel, tokenizer: bytes) -> ServedModel:
+    spec = ModelSpec.model_validate_json(message.spec)
+    return ServedModel(spec, message.version, Tokenizer(tokenizer) if tokenizer else None, message.generation)
+
+
+def _parse_infer(call: DecodeBody, data: bytes) -> ParsedBody:
+    body = InferBody.parse(data)
+    return ParsedBody(body.without("inputs"), lambda model, settings: infer.pack_inputs(body, model, settings))
+
+
+def _parse_stream(call: DecodeBody, data: bytes) -> ParsedBody:
+    message = StreamMessage.parse(data)
+
+    def pack(model: ServedModel, settings: Settings) -> PackedInputs:
+        return validation.pack_inputs([message.input], lambda _: "input", model, settings)
+
+    return ParsedBody(message.without("input"), pack)
+
+
+def _parse_oip_json(call: DecodeBody, data: bytes) -> ParsedBody:
+    parsed = json.parse_request(data, call.header_length, call.model, call.version)
+    options, inputs = request_options(parsed)
+    return ParsedBody(msgspec.json.encode(options), inputs.pack)
+
+
+def _parse_oip_protobuf(call: DecodeBody, data: bytes) -> ParsedBody:
+    request = protobuf.infer_request(protobuf.METHODS["ModelInfer"].parse(data))
+    options, inputs = request_options(json.ParsedRequest(request, json.RawOutputs({}, default=True)))
+    # Not JSON, which has no infinite numbers.
+    return ParsedBody(msgspec.msgpack.encode(options), inputs.pack)
+
+
+PARSERS: dict[str, Callable[[DecodeBody, bytes], ParsedBody]] = {
+    "infer": _parse_infer,
+    "stream": _parse_stream,
+    "oip_json": _parse_oip_json,
+    "oip_protobuf": _parse_oip_protobuf,
+}

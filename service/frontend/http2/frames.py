@@ -1,0 +1,105 @@
+"""The frames of HTTP/2: their types, flags and error codes, and how they are written."""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+HEADER_BYTES = 9
+"""Size of the header of every frame."""
+MAX_FRAME_BYTES = 1 << 14
+"""Largest payload that this side accepts, and that every peer accepts."""
+MAX_WINDOW = 2**31 - 1
+DEFAULT_WINDOW = (1 << 16) - 1
+DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
+END_STREAM = ACK = 0x1
+END_HEADERS, PADDED, PRIORITIZED = 0x4, 0x8, 0x20
+read_header = struct.Struct(">HBBBI").unpack_from
+"""Returns the upper 16 and the lower 8 bits of the payload's size, the type, the flags and the stream."""
+SETTING = struct.Struct(">HI")
+WORD = struct.Struct(">I")
+_pack_header = struct.Struct(">BHBBI").pack
+
+
+class Setting(IntEnum):
+    """The settings of a connection that this side reads or sends."""
+
+    ENABLE_PUSH = 2
+    MAX_CONCURRENT_STREAMS = 3
+    INITIAL_WINDOW_SIZE = 4
+    MAX_FRAME_SIZE = 5
+    MAX_HEADER_LIST_SIZE = 6
+
+
+class ErrorCode(IntEnum):
+    """Why a stream or a connection ends."""
+
+    NO_ERROR = 0
+    PROTOCOL_ERROR = 1
+    INTERNAL_ERROR = 2
+    FLOW_CONTROL_ERROR = 3
+    STREAM_CLOSED = 5
+    FRAME_SIZE_ERROR = 6
+    REFUSED_STREAM = 7
+    CANCEL = 8
+    COMPRESSION_ERROR = 9
+    ENHANCE_YOUR_CALM = 11
+
+
+class ConnectionFault(Exception):
+    """The peer violated the protocol or a limit: the connection ends. The text is sent with GOAWAY."""
+
+    def __init__(self, code: ErrorCode, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+        self.text = text
+
+
+class StreamFault(Exception):
+    """The peer violated the protocol on one stream, which ends."""
+
+    def __init__(self, code: ErrorCode) -> None:
+        super().__init__(code.name)
+        self.code = code
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    """Return a whole frame."""
+    size = len(payload)
+    return _pack_header(size >> 16, size & 0xFFFF, kind, flags, stream) + payload
+
+
+def data_header(size: int, flags: int, stream: int) -> bytes:
+    """Return the header of a DATA frame with a payload of this size."""
+    return _pack_header(size >> 16, size & 0xFFFF, DATA, flags, stream)
+
+
+def header_frames(block: bytes, flags: int, stream: int) -> bytes:
+    """Return a header block as one HEADERS frame, with CONTINUATION frames if it is large. flags: without END_HEADERS."""
+    if len(block) <= MAX_FRAME_BYTES:
+        return frame(HEADERS, flags | END_HEADERS, stream, block)
+    parts = [block[start : start + MAX_FRAME_BYTES] for start in range(0, len(block), MAX_FRAME_BYTES)]
+    frames = [frame(HEADERS, flags, stream, parts[0])]
+    frames += [frame(CONTINUATION, 0, stream, part) for part in parts[1:-1]]
+    return b"".join((*frames, frame(CONTINUATION, END_HEADERS, stream, parts[-1])))
+
+
+def settings_frame(settings: dict[Setting, int]) -> bytes:
+    """Return the SETTINGS frame of this side."""
+    return frame(SETTINGS, 0, 0, b"".join([SETTING.pack(name, value) for name, value in settings.items()]))
+
+
+def window_update(stream: int, size: int) -> bytes:
+    """Return the frame that lets the peer send `size` more bytes."""
+    return frame(WINDOW_UPDATE, 0, stream, WORD.pack(size))
+
+
+def reset_frame(stream: int, code: ErrorCode) -> bytes:
+    """Return the frame that ends a stream."""
+    return frame(RST_STREAM, 0, stream, WORD.pack(code))
+
+
+def goaway_frame(last_stream: int, code: ErrorCode, text: str = "") -> bytes:
+    """Return the frame that ends a connection after the stream `last_stream`."""
+    return frame(GOAWAY, 0, 0, WORD.pack(last_stream) + WORD.pack(code) + text.encode())

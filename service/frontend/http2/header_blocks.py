@@ -1,0 +1,161 @@
+"""Header blocks: decoding with hpack, the rules for the fields of a request, and writing without a dynamic table.
+
+A client repeats its header blocks byte for byte. A block that leaves the dynamic table as it is means the same the next time, as long as
+the table stays the same, so its fields are remembered. Most requests of a connection then cost one look-up.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from hpack import Decoder
+from hpack.exceptions import HPACKError, OversizedHeaderListError
+
+from service.frontend.http2.frames import ConnectionFault, ErrorCode, StreamFault
+
+Fields = list[tuple[bytes, bytes]]
+
+MAX_REMEMBERED, MAX_REMEMBERED_BYTES = 64, 512
+"""Blocks that a connection remembers, and the size of the largest one: one client must not fill the memory."""
+MAX_SIZE_UPDATES = 2
+"""Changes of the table's size in one block: RFC 7541 needs no more, and each costs more to handle than to send."""
+PSEUDO_FIELDS = (b":method", b":scheme", b":path", b":authority")
+FORBIDDEN = frozenset((b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"))
+"""Fields about an HTTP/1.1 connection, which make a request malformed."""
+_NAME = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+")
+_VALUE = re.compile(rb"(?:[^\0\r\n\t ](?:[^\0\r\n]*[^\0\r\n\t ])?)?")
+
+
+class RequestFields:
+    """The header fields of a request. context: what the application derives from them, kept with a remembered block."""
+
+    __slots__ = ("authority", "content_length", "context", "fields", "method", "path")
+
+    def __init__(self, fields: Fields) -> None:
+        """Raises StreamFault for a malformed request."""
+        pseudo: dict[bytes, bytes] = {}
+        regular: Fields = []
+        for name, value in fields:
+            if name.startswith(b":"):
+                if regular or name in pseudo or name not in PSEUDO_FIELDS:
+                    raise StreamFault(ErrorCode.PROTOCOL_ERROR)
+                pseudo[name] = value
+            else:
+                regular.append((name, value))
+            if not _VALUE.fullmatch(value):
+                raise StreamFault(ErrorCode.PROTOCOL_ERROR)
+        check_fields(regular)
+        if not (pseudo.get(b":method") and pseudo.get(b":scheme") and pseudo.get(b":path")):
+            raise StreamFault(ErrorCode.PROTOCOL_ERROR)
+        self.method, self.path = pseudo[b":method"], pseudo[b":path"]
+        self.authority = pseudo.get(b":authority", b"")
+        self.fields = regular
+        self.content_length = _content_length(regular)
+        self.context: Any = None
+
+    def get(self, name: bytes) -> bytes | None:
+        """Return the value of a field, the last one if there are several."""
+        return next((value for other, value in reversed(self.fields) if other == name), None)
+
+
+def check_fields(fields: Fields) -> None:
+    """Raise StreamFault unless these are fields that a request or its trailers may have."""
+    for name, value in fields:
+        if not _NAME.fullmatch(name) or not _VALUE.fullmatch(value):
+            raise StreamFault(ErrorCode.PROTOCOL_ERROR)
+        if name in FORBIDDEN or (name == b"te" and value.lower() != b"trailers"):
+            raise StreamFault(ErrorCode.PROTOCOL_ERROR)
+
+
+class HeaderReader:
+    """Decodes the header blocks of one connection."""
+
+    def __init__(self, max_list_bytes: int) -> None:
+        self._decoder = Decoder(max_list_bytes)
+        self._remembered: dict[bytes, RequestFields] = {}
+
+    def request(self, block: bytes) -> RequestFields:
+        """Return the fields of a request; raises ConnectionFault for an invalid block, StreamFault for a malformed request."""
+        try:
+            return self._remembered[block]
+        except KeyError:
+            pass
+        fields, changed = self._decode(block)
+        if changed:
+            self._remembered.clear()
+        request = RequestFields(fields)
+        if not changed and len(block) <= MAX_REMEMBERED_BYTES:
+            if len(self._remembered) >= MAX_REMEMBERED:
+                self._remembered.clear()
+            self._remembered[block] = request
+        return request
+
+    def trailers(self, block: bytes) -> None:
+        """Decode and check the trailers of a request; they say nothing that this side reads."""
+        fields, changed = self._decode(block)
+        if changed:
+            self._remembered.clear()
+        check_fields(fields)
+
+    def skip(self, block: bytes) -> None:
+        """Decode a block that is ignored: later blocks may refer to its fields."""
+        if self._decode(block)[1]:
+            self._remembered.clear()
+
+    def _decode(self, block: bytes) -> tuple[Fields, bool]:
+        """Return the fields of a block, and whether it changed the dynamic table."""
+        _check_size_updates(block)
+        table = self._decoder.header_table
+        entries, maximum = table.dynamic_entries, table.maxsize
+        count, newest = len(entries), entries[0] if entries else None
+        try:
+            fields = [(bytes(name), bytes(value)) for name, value in self._decoder.decode(block, raw=True)]
+        except OversizedHeaderListError:
+            raise ConnectionFault(ErrorCode.ENHANCE_YOUR_CALM, "the header list is too large") from None
+        except (HPACKError, IndexError, ValueError):
+            raise ConnectionFault(ErrorCode.COMPRESSION_ERROR, "the header block is invalid") from None
+        entries = table.dynamic_entries
+        same = table.maxsize == maximum and len(entries) == count and (not entries or entries[0] is newest)
+        return fields, not same
+
+
+def encode_fields(fields: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """Return a header block. It uses no dynamic table, so it means the same on every connection."""
+    return b"".join([b"\0" + _string(name) + _string(value) for name, value in fields])
+
+
+def _string(value: bytes) -> bytes:
+    size = len(value)
+    if size < 127:
+        return bytes((size,)) + value
+    octets, size = bytearray((127,)), size - 127
+    while size > 127:
+        octets.append(size & 127 | 128)
+        size >>= 7
+    octets.append(size)
+    return bytes(octets) + value
+
+
+def _check_size_updates(block: bytes) -> None:
+    at = count = 0
+    while at < len(block) and block[at] & 0xE0 == 0x20:
+        count += 1
+        if count > MAX_SIZE_UPDATES:
+            raise ConnectionFault(ErrorCode.COMPRESSION_ERROR, "a header block changes the size of the table too often")
+        long = block[at] & 0x1F == 0x1F
+        at += 1
+        while long and at < len(block):
+            long = block[at] >= 128
+            at += 1
+
+
+def _content_length(fields: Fields) -> int | None:
+    lengths = {value for name, value in fields if name == b"content-length"}
+    if not lengths:
+        return None
+    length = lengths.pop()
+    if lengths or not (length.isdigit() and len(length) <= 18):
+        raise StreamFault(ErrorCode.PROTOCOL_ERROR)
+    return int(length)

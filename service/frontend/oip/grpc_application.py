@@ -1,0 +1,248 @@
+"""The gRPC calls of all connections of a frontend: which method answers a call, and on which path.
+
+ModelInfer without a session takes the hot path, every other call the general path. Both answer the same request with the same response.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import grpc
+
+from service.errors import InvalidRequest, RequestTimeout, ServiceError, Unavailable
+from service.frontend.hot_calls import RequestTally
+from service.frontend.http2.header_blocks import RequestFields
+from service.frontend.http2.stream import Stream, StreamHandler
+from service.frontend.inference import Frontend
+from service.frontend.oip.grpc_calls import RECEIVE_LIMIT_FACTOR, GrpcShutdown
+from service.frontend.oip.grpc_infer import WITHOUT_DEADLINE, HotGrpcInfer, InferCall, InferHead
+from service.frontend.oip.grpc_runner import CUT_OFF, DEADLINE_EXCEEDED, GrpcCall
+from service.frontend.oip.grpc_wire import (
+    CallEnded,
+    CallFields,
+    MessageReader,
+    ReceivingAccount,
+    Status,
+    error_status,
+    http_refusal,
+    only_message,
+    trailers_only,
+)
+from service.frontend.oip.protobuf import SERVICE
+from service.settings import Settings
+
+INFER_PATH = f"/{SERVICE}/ModelInfer"
+CONTENT_TYPE = b"application/grpc"
+
+
+class _Route(NamedTuple):
+    """Where the calls with the same fields go. refusal: the header block of the response to all of them, if there is one."""
+
+    fields: CallFields | None
+    method: grpc.RpcMethodHandler | None
+    hot: bool
+    refusal: bytes = b""
+
+
+class _CallDetails(NamedTuple):
+    """What the gRPC library's handlers look at."""
+
+    method: str
+    invocation_metadata: tuple[()] = ()
+
+
+class GrpcApplication:
+    """Answers the gRPC calls of one frontend."""
+
+    def __init__(self, frontend: Frontend, handlers: Sequence[grpc.GenericRpcHandler], shutdown: GrpcShutdown) -> None:
+        settings = frontend.settings
+        self._frontend = frontend
+        self._handlers = handlers
+        self._shutdown = shutdown
+        self._infer = HotGrpcInfer(frontend, RequestTally(frontend.metrics))
+        self._max_message_bytes = min(settings.max_body_bytes * RECEIVE_LIMIT_FACTOR, 2**31 - 1)
+        self._account = ReceivingAccount(settings.max_receiving_bytes)
+        self._incomplete: set[_UnaryRequest] = set()
+        self._hot_calls: set[InferCall] = set()
+        self._calls: dict[asyncio.Task[None], GrpcCall] = {}
+
+    @property
+    def unanswered(self) -> bool:
+        """Whether an inference call still needs its reply."""
+        return bool(self._hot_calls or self._incomplete or self._shutdown.open_calls)
+
+    @property
+    def open_calls(self) -> int:
+        """The number of calls without their last reply."""
+        return len(self._hot_calls) + len(self._incomplete) + len(self._calls)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of requests that are incomplete, or not read by their handlers."""
+        return self._account.bytes
+
+    def start(self, stream: Stream, request: RequestFields) -> StreamHandler | None:
+        route: _Route | None = request.context
+        if route is None:
+            route = request.context = self._find_route(request)
+        if route.refusal:
+            stream.send_headers(route.refusal, last=True)
+            return None
+        assert route.fields is not None and route.method is not None
+        timeout = route.fields.timeout_seconds
+        deadline = math.inf if math.isinf(timeout) else time.monotonic() + timeout
+        if route.method.request_streaming:
+            return self.start_call(stream, request, route, deadline, self.new_reader())
+        unary = _UnaryRequest(self, stream, request, route, deadline)
+        self._incomplete.add(unary)
+        return unary
+
+    def count_fault(self) -> None:
+        self._frontend.metrics.connections_closed.add(InvalidRequest.code)
+
+    def report(self, error: Exception) -> None:
+        self._frontend.internal_error(error)
+
+    def sweep(self) -> None:
+        """End the calls whose requests do not arrive in time."""
+        now, settings = time.monotonic(), self._frontend.settings
+        for unary in list(self._incomplete):
+            until_deadline, until_complete = unary.seconds_left(now, settings)
+            if until_deadline < 0:
+                unary.end(DEADLINE_EXCEEDED)
+            elif until_complete < 0:
+                limit = f"{settings.receive_seconds:g} s, which is SEQSERVE_RECEIVE_SECONDS"
+                unary.end(error_status(RequestTimeout(f"the request took longer to arrive than {limit}: send it faster")))
+
+    def cut_off(self) -> None:
+        """End every call: the shutdown waits no longer."""
+        error = Unavailable("the service is shutting down: retry on another connection", retry_after=1)
+        for hot_call in list(self._hot_calls):
+            hot_call.cut_off(error)
+        for unary in list(self._incomplete):
+            unary.end(error_status(error))
+        for call in list(self._calls.values()):
+            call.cancel(CUT_OFF)
+
+    async def wait_for_calls(self) -> None:
+        """Wait until the tasks of all calls are done."""
+        if self._calls:
+            await asyncio.wait(list(self._calls))
+
+    def start_hot(self, stream: Stream, deadline: float, message: bytes) -> bool:
+        """Start a ModelInfer call on the hot path; false when the general path must answer it."""
+        call, before = InferCall(stream, self._frontend, self._hot_calls.discard), stream.handler
+        self._hot_calls.add(call)
+        stream.handler = call
+        head = WITHOUT_DEADLINE if math.isinf(deadline) else InferHead("", 0, {}, deadline)
+        if call.start(self._infer, head, message):
+            return True
+        self._hot_calls.discard(call)
+        stream.handler = before
+        return False
+
+    def forget(self, unary: _UnaryRequest) -> None:
+        """Take a request from the incomplete ones."""
+        self._incomplete.discard(unary)
+
+    def new_reader(self) -> MessageReader:
+        """Return a reader of a request's body."""
+        return MessageReader(self._max_message_bytes, self._account)
+
+    def _find_route(self, request: RequestFields) -> _Route:
+        if request.method != b"POST":
+            return _Route(None, None, False, http_refusal(405))
+        content_type = request.get(b"content-type") or b""
+        if not content_type.startswith(CONTENT_TYPE) or content_type[len(CONTENT_TYPE) :][:1] not in (b"", b"+", b";"):
+            return _Route(None, None, False, http_refusal(415))
+        try:
+            fields = CallFields.read(request)
+        except CallEnded as ended:
+            return _Route(None, None, False, trailers_only(ended.status))
+        details = _CallDetails(fields.path)
+        method = next((found for handler in self._handlers if (found := handler.service(details)) is not None), None)
+        if method is None:
+            return _Route(None, None, False, trailers_only(Status(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")))
+        return _Route(fields, method, fields.path == INFER_PATH)
+
+    def start_call(
+        self, stream: Stream, request: RequestFields, route: _Route, deadline: float, reader: MessageReader
+    ) -> GrpcCall:
+        """Start a call on the general path. reader: may hold its request."""
+        assert route.fields is not None and route.method is not None
+        call = GrpcCall(stream, request, route.fields, deadline, route.method, reader, self._max_message_bytes)
+        task = call.start(self._frontend, self._shutdown)
+        self._calls[task] = call
+        task.add_done_callback(self._calls.pop)
+        stream.handler = call
+        return call
+
+
+class _UnaryRequest:
+    """A call of a method that takes one message, until the request is complete."""
+
+    __slots__ = ("_application", "_began", "_deadline", "_reader", "_request", "_route", "_stream")
+
+    def __init__(
+        self, application: GrpcApplication, stream: Stream, request: RequestFields, route: _Route, deadline: float
+    ) -> None:
+        self._application = application
+        self._stream = stream
+        self._request = request
+        self._route = route
+        self._deadline = deadline
+        self._began = time.monotonic()
+        self._reader: MessageReader | None = None
+        """What has arrived, if it did not arrive at once."""
+
+    @property
+    def held_bytes(self) -> int:
+        return 0 if self._reader is None else self._reader.held_bytes
+
+    def receive(self, data: bytes, ended: bool) -> None:
+        if self._reader is None:
+            if ended and self._start_hot(only_message(data)):
+                return
+            self._reader = self._application.new_reader()
+        try:
+            self._reader.feed(data)
+        except ServiceError as error:
+            self.end(error_status(error))
+            return
+        if ended or self._reader.refused:
+            in_parts = self._reader.held_bytes > len(data)
+            if not (ended and in_parts and self._start_hot(self._reader.only_message())):
+                self._application.forget(self)
+                self._application.start_call(self._stream, self._request, self._route, self._deadline, self._reader)
+        else:
+            self._stream.consumed(len(data))
+
+    def lost(self) -> None:
+        """Forget what has arrived."""
+        self._application.forget(self)
+        if self._reader is not None:
+            self._reader.close()
+
+    def sent(self) -> None:
+        """Nothing is sent before the request is complete."""
+
+    def end(self, status: Status) -> None:
+        """End the call without its request."""
+        self.lost()
+        self._stream.send_headers(trailers_only(status), last=True)
+
+    def seconds_left(self, now: float, settings: Settings) -> tuple[float, float]:
+        """Return the seconds until the call's deadline, and until the request must be complete."""
+        allowed = settings.receive_seconds + self.held_bytes / settings.min_receive_rate
+        return self._deadline - now, self._began + allowed - now
+
+    def _start_hot(self, message: bytes | None) -> bool:
+        """Start the request on the hot path; false when the general path must answer it."""
+        if message is None or not self._route.hot or not self._application.start_hot(self._stream, self._deadline, message):
+            return False
+        self.lost()
+        return True

@@ -1,0 +1,172 @@
+"""ModelInfer on the hot path: calls without a session, answered with callbacks instead of tasks."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from service.errors import ServiceError, Unavailable
+from service.frontend.catalog import ServedModel
+from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
+from service.frontend.hot_calls import AnsweredCall, HotCall, HotEndpoint, Parsed, Reply, RequestTally
+from service.frontend.http2.stream import Stream
+from service.frontend.inference import Frontend
+from service.frontend.oip import parameters, protobuf
+from service.frontend.oip.grpc_messages import ClassifyWriter, read_request, write_response
+from service.frontend.oip.grpc_wire import OK_TRAILERS, RESPONSE_HEADERS, error_status, frame_message, trailers_only
+from service.frontend.oip.infer import MAX_LOOP_TENSOR_BYTES, build_response, check_options, engine_request
+from service.frontend.oip.inputs import InputTensors
+from service.frontend.oip.protobuf import METHODS
+from service.frontend.oip.types import InferRequest
+from service.frontend.oip.wire import MAX_UNSCANNED_BYTES
+from service.frontend.request_heads import RequestHead
+from service.ipc.messages import ModelKey, Request
+from service.modeling.spec import ClassifyHead
+
+MAX_WRITERS = 64
+"""Models whose writers are kept; a reloaded model gets another one."""
+
+
+@dataclass(frozen=True, slots=True)
+class InferHead(RequestHead):
+    """What the fields of a call say about it. deadline: monotonic time in seconds, infinite for none."""
+
+    deadline: float = math.inf
+
+
+WITHOUT_DEADLINE = InferHead("", 0, {})
+
+
+class _Context(NamedTuple):
+    """What the endpoint keeps of a request."""
+
+    request: InferRequest
+    tensors: InputTensors
+    deadline: float
+
+
+class HotGrpcInfer(HotEndpoint):
+    """The endpoint."""
+
+    def __init__(self, frontend: Frontend, tally: RequestTally) -> None:
+        super().__init__(frontend, tally)
+        self._writers: dict[ModelKey, ClassifyWriter] = {}
+
+    def accepts(self, head: RequestHead) -> bool:
+        return True  # the whole message has arrived
+
+    def parse(self, head: RequestHead, body: bytes) -> Parsed | None:
+        assert isinstance(head, InferHead)
+        if len(body) > min(MAX_LOOP_BODY_BYTES + MAX_LOOP_TENSOR_BYTES, self.frontend.settings.max_body_bytes):
+            return None
+        try:
+            request = read_request(body)
+            if request is None and len(body) <= MAX_UNSCANNED_BYTES:
+                request = protobuf.infer_request(METHODS["ModelInfer"].parse(body))
+            if request is None or (request.parameters and parameters.session_id(request.parameters) is not None):
+                return None
+            tensors = InputTensors(request.inputs)
+        except ServiceError:
+            return None  # the general path raises it again, and counts the request
+        return Parsed(request.model, request.version or None, _Context(request, tensors, head.deadline))
+
+    def build(self, parsed: Parsed, model: ServedModel, arrived: float) -> tuple[Request, bytes | memoryview]:
+        context: _Context = parsed.context
+        seconds, settings = max(0.0, context.deadline - arrived), self.frontend.settings
+        options = check_options(context.request, None, model, settings, seconds)
+        return engine_request(context.request, context.tensors.pack(model, settings), options, model, arrived)
+
+    def write(self, model: ServedModel, answers: list[AnsweredCall]) -> list[Reply | ServiceError]:
+        together = self._write_together(model, answers)
+        if together is not None:
+            return [Reply(response, b"") for response in together]
+        return [_reply(model, answered) for answered in answers]
+
+    async def write_large(self, model: ServedModel, answered: AnsweredCall) -> Reply:
+        return await asyncio.to_thread(_write, model, answered)
+
+    def _write_together(self, model: ServedModel, answers: list[AnsweredCall]) -> list[bytes] | None:
+        """Return the responses, or None unless all of them are simple."""
+        if not isinstance(model.spec.head, ClassifyHead):
+            return None
+        writer = self._writers.get(model.key)
+        if writer is None:
+            if len(self._writers) >= MAX_WRITERS:
+                self._writers.clear()
+            writer = self._writers[model.key] = ClassifyWriter(model, model.spec.head)
+        if not all(not call.context.request.outputs and writer.accepts(answer, data) for call, answer, data in answers):
+            return None
+        return writer.write_all([(call.context.request.id, answer, data) for call, answer, data in answers])
+
+
+def _reply(model: ServedModel, answered: AnsweredCall) -> Reply | ServiceError:
+    try:
+        return _write(model, answered)
+    except ServiceError as error:
+        return error
+
+
+def _write(model: ServedModel, answered: AnsweredCall) -> Reply:
+    """Return the reply; raises a ServiceError."""
+    context: _Context = answered.call.context
+    response = build_response(context.request, context.tensors, model, answered.answer, answered.data)
+    return Reply(write_response(response), b"")
+
+
+class InferCall:
+    """One ModelInfer call from its whole request to its response: the exchange of its request, and the handler of its stream."""
+
+    __slots__ = ("_call", "_ended", "_frontend", "_stream")
+
+    def __init__(self, stream: Stream, frontend: Frontend, ended: Callable[[InferCall], None]) -> None:
+        """ended: called when the call has its response or is cancelled."""
+        self._stream = stream
+        self._frontend = frontend
+        self._ended = ended
+        self._call: HotCall | None = None
+
+    def start(self, endpoint: HotGrpcInfer, head: InferHead, message: bytes) -> bool:
+        """Start the request; false when the general path must answer it."""
+        try:
+            self._call = endpoint.start(head, message, self)
+        except ServiceError as error:
+            self.respond_error(error)
+        except Exception as error:
+            self.respond_error(self._frontend.internal_error(error))
+        else:
+            return self._call is not None
+        return True
+
+    def respond(self, content: bytes, headers: bytes) -> None:
+        self._end()
+        self._stream.respond(RESPONSE_HEADERS, frame_message(content), OK_TRAILERS)
+
+    def respond_error(self, error: ServiceError) -> None:
+        self._end()
+        self._stream.send_headers(trailers_only(error_status(error)), last=True)
+
+    def cut_off(self, error: Unavailable) -> None:
+        """End the call before its answer."""
+        if self._call is not None:
+            call = self._call
+            if call.pending is not None:
+                self._frontend.dispatcher.cancel(call.pending)
+            call.failed(error)
+
+    def receive(self, data: bytes, ended: bool) -> None:
+        """Nothing follows a whole request."""
+
+    def lost(self) -> None:
+        if self._call is not None:
+            self._call.disconnect()
+            self._end()
+
+    def sent(self) -> None:
+        """A response is sent as a whole."""
+
+    def _end(self) -> None:
+        self._call = None
+        self._ended(self)

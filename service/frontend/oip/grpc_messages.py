@@ -1,0 +1,213 @@
+"""Usual ModelInfer messages, read and written by hand: that costs a tenth of message objects.
+
+A message with anything unusual in it is left to `protobuf`, which decides what is valid. Both return the same for the same message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from service.frontend.catalog import ServedModel
+from service.frontend.oip.tensors import BYTES, Tensor, decode, encode
+from service.frontend.oip.types import InferRequest, InferResponse, RequestedOutput
+from service.ipc.messages import FEATURES, Answer
+from service.modeling.spec import ClassifyHead
+
+MAX_SIMPLE_FIELDS = 16
+"""Requests with more are not read by hand."""
+MAX_KEPT_BYTES = 256
+"""Descriptions of tensors up to this size are remembered."""
+_LENGTH_DELIMITED = 2
+_NAME, _VERSION, _ID, _INPUTS, _OUTPUTS, _RAW = 1, 2, 3, 5, 6, 7
+
+
+class _Unusual(Exception):
+    """A message that is not read by hand."""
+
+
+def read_request(data: bytes) -> InferRequest | None:
+    """Return a request of names, tensors with raw contents and requested outputs, None for any other; raises a ServiceError."""
+    try:
+        return _read_request(data)
+    except (_Unusual, IndexError, UnicodeDecodeError):
+        return None
+
+
+def _read_request(data: bytes) -> InferRequest:
+    texts = {_NAME: "", _VERSION: "", _ID: ""}
+    descriptions: list[tuple[str, str, tuple[int, ...]]] = []
+    outputs: list[RequestedOutput] = []
+    contents: list[memoryview] = []
+    whole, at, end, fields = memoryview(data), 0, len(data), 0
+    while at < end:
+        tag, size = data[at], data[at + 1]
+        at += 2
+        if size > 127:
+            size, at = _varint(data, at - 1)
+        field, fields = tag >> 3, fields + 1
+        if tag & 7 != _LENGTH_DELIMITED or tag > 127 or at + size > end or fields > MAX_SIMPLE_FIELDS:
+            raise _Unusual
+        if field == _RAW:
+            contents.append(whole[at : at + size])
+        elif field <= _ID and field in texts:
+            texts[field] = data[at : at + size].decode()
+        elif field == _INPUTS and size <= MAX_KEPT_BYTES:
+            descriptions.append(_description(data[at : at + size]))
+        elif field == _OUTPUTS and size <= MAX_KEPT_BYTES:
+            outputs.append(_requested(data[at : at + size]))
+        else:
+            raise _Unusual
+        at += size
+    if not contents or len(contents) != len(descriptions):
+        raise _Unusual
+    inputs = [decode(*description, raw) for description, raw in zip(descriptions, contents, strict=True)]
+    return InferRequest(texts[_NAME], texts[_VERSION], texts[_ID], {}, inputs, outputs)
+
+
+@lru_cache(maxsize=1024)
+def _description(data: bytes) -> tuple[str, str, tuple[int, ...]]:
+    """Return name, datatype and shape of an input without parameters and typed contents."""
+    name = datatype = ""
+    shape: list[int] = []
+    for field, value in _strings(data):
+        if field == 1:
+            name = value.decode()
+        elif field == 2:
+            datatype = value.decode()
+        elif field == 3:
+            at = 0
+            while at < len(value):
+                size, at = _varint(value, at)
+                shape.append(size)
+        else:
+            raise _Unusual
+    return name, datatype, tuple(shape)
+
+
+@lru_cache(maxsize=1024)
+def _requested(data: bytes) -> RequestedOutput:
+    """Return a requested output without parameters."""
+    name = ""
+    for field, value in _strings(data):
+        if field != 1:
+            raise _Unusual
+        name = value.decode()
+    return RequestedOutput(name)
+
+
+def _strings(data: bytes) -> list[tuple[int, bytes]]:
+    """Return the fields of a small message, which must all be strings, messages or packed numbers."""
+    fields, at = [], 0
+    while at < len(data):
+        tag, size = data[at], data[at + 1]
+        if tag & 7 != _LENGTH_DELIMITED or tag > 127:
+            raise _Unusual
+        if size > 127:
+            size, at = _varint(data, at + 1)
+        else:
+            at += 2
+        if at + size > len(data):
+            raise _Unusual
+        fields.append((tag >> 3, data[at : at + size]))
+        at += size
+    return fields
+
+
+def _varint(data: bytes | memoryview, at: int) -> tuple[int, int]:
+    """Return a number and the position after it. Raises _Unusual for numbers of more than 9 bytes, which are negative or invalid."""
+    value = shift = 0
+    while True:
+        octet = data[at]
+        at += 1
+        value |= (octet & 127) << shift
+        if octet < 128:
+            return value, at
+        shift += 7
+        if shift > 56:
+            raise _Unusual
+
+
+def write_response(response: InferResponse) -> bytes:
+    """Return a ModelInferResponse without parameters."""
+    assert not response.parameters
+    heads = [_output(tensor.name, tensor.datatype, tensor.shape) for tensor in response.outputs]
+    raw = [_field(6, encode(tensor)) for tensor in response.outputs]
+    return b"".join((_identity(response.model, response.version), _text(_ID, response.id), *heads, *raw))
+
+
+class ClassifyWriter:
+    """Writes the responses of one model with a classify head to requests for all outputs of the head.
+
+    Everything that does not depend on the answer is prepared here.
+    """
+
+    def __init__(self, model: ServedModel, head: ClassifyHead) -> None:
+        self._identity = _identity(model.spec.name, model.version)
+        self._labels = [encode(Tensor("label", BYTES, (1,), [label.encode()])) for label in head.labels]
+        self._row_bytes = len(head.labels) * np.dtype(FEATURES).itemsize
+
+    def write_all(self, answers: Sequence[tuple[str, Answer, bytes | memoryview]]) -> list[bytes] | None:
+        """Return the response to each request, of its id, its answer and the arrays; None if a score is not finite."""
+        data = b"".join([data for _, _, data in answers])
+        if len(data) % self._row_bytes:
+            return None
+        scores = np.frombuffer(data, FEATURES).reshape(-1, len(self._labels))
+        if not np.isfinite(scores).all():
+            return None
+        picks, best = scores.argmax(axis=1).tolist(), scores.max(axis=1).tobytes()
+        responses, row = [], 0
+        for id, answer, part in answers:
+            count = answer.scores[0]
+            labels = b"".join([self._labels[pick] for pick in picks[row : row + count]])
+            heads = _classify_outputs(count, len(self._labels))
+            values = _field(6, labels) + _field(6, best[4 * row : 4 * (row + count)]) + _field(6, part)
+            responses.append(self._identity + (_text(_ID, id) if id else b"") + heads + values)
+            row += count
+        return responses
+
+    def accepts(self, answer: Answer, data: bytes | memoryview) -> bool:
+        """Return whether an answer has scores and nothing else."""
+        return len(answer.scores) == 2 and answer.scores[0] * self._row_bytes == len(data)
+
+
+@lru_cache(maxsize=1024)
+def _classify_outputs(count: int, labels: int) -> bytes:
+    return (
+        _output("label", BYTES, (count, 1)) + _output("score", "FP32", (count, 1)) + _output("scores", "FP32", (count, labels))
+    )
+
+
+@lru_cache(maxsize=1024)
+def _output(name: str, datatype: str, shape: tuple[int, ...]) -> bytes:
+    """Return the description of an output."""
+    dimensions = b"".join([_number(size) for size in shape])
+    return _field(5, _text(1, name) + _text(2, datatype) + (_field(3, dimensions) if dimensions else b""))
+
+
+@lru_cache(maxsize=256)
+def _identity(model: str, version: str) -> bytes:
+    return _text(1, model) + _text(2, version)
+
+
+def _text(number: int, value: str) -> bytes:
+    """Return a string field, which is left out if it is empty."""
+    return _field(number, value.encode()) if value else b""
+
+
+def _field(number: int, value: bytes | memoryview) -> bytes:
+    size = len(value)
+    if size < 128:
+        return bytes((number << 3 | _LENGTH_DELIMITED, size)) + value
+    return bytes((number << 3 | _LENGTH_DELIMITED,)) + _number(size) + value
+
+
+def _number(value: int) -> bytes:
+    octets = bytearray()
+    while value > 127:
+        octets.append(value & 127 | 128)
+        value >>= 7
+    octets.append(value)
+    return bytes(octets)

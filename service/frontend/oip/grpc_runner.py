@@ -1,0 +1,219 @@
+"""One gRPC call, run by a method handler of the gRPC library in a task: every method except ModelInfer without a session.
+
+It is the `context` of the handler, as far as the handlers of this service use one. Flow control holds end to end: a client that does not
+read stops `write`, and a handler that reads no requests stops the client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from typing import Any, NoReturn
+
+import grpc
+
+from service.errors import ServiceError
+from service.frontend.http2.header_blocks import RequestFields
+from service.frontend.http2.stream import Stream
+from service.frontend.inference import Frontend
+from service.frontend.oip.grpc_calls import GrpcShutdown
+from service.frontend.oip.grpc_wire import (
+    RESPONSE_HEADERS,
+    CallEnded,
+    CallFields,
+    MessageReader,
+    Metadata,
+    Status,
+    decompress,
+    error_status,
+    frame_message,
+    metadata,
+    trailers,
+    trailers_only,
+)
+
+INLINE_BYTES = 1 << 12
+"""Larger compressed messages are decompressed in a thread: 1 KiB may become 1 MiB."""
+OK = Status(grpc.StatusCode.OK)
+DEADLINE_EXCEEDED = Status(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
+CUT_OFF = Status(grpc.StatusCode.UNAVAILABLE, "the service is shutting down: retry on another connection")
+Coder = Callable[[Any], Any] | None
+
+
+class GrpcCall:
+    """A call. deadline: monotonic time in seconds, infinite for none."""
+
+    def __init__(
+        self,
+        stream: Stream,
+        request: RequestFields,
+        fields: CallFields,
+        deadline: float,
+        method: grpc.RpcMethodHandler,
+        reader: MessageReader,
+        max_bytes: int,
+    ) -> None:
+        """reader: may hold messages that arrived before. max_bytes: size limit of a decompressed message."""
+        self._stream = stream
+        self._request = request
+        self._fields = fields
+        self._deadline = deadline
+        self._method = method
+        self._reader = reader
+        self._max_bytes = max_bytes
+        self._unconsumed = 0
+        self._headers_sent = False
+        self._arrived, self._drained = asyncio.Event(), asyncio.Event()
+        self._cancel_status: Status | None = None
+        """The status that the client gets when the task is cancelled; None if the client has gone."""
+
+    def start(self, frontend: Frontend, shutdown: GrpcShutdown) -> asyncio.Task[None]:
+        """Run the handler."""
+        loop = asyncio.get_running_loop()
+        self._task = loop.create_task(self._run(frontend, shutdown))
+        if math.isfinite(self._deadline):
+            delay = max(0.0, self._deadline - time.monotonic())
+            timer = loop.call_later(delay, self.cancel, DEADLINE_EXCEEDED)
+            self._task.add_done_callback(lambda _: timer.cancel())
+        return self._task
+
+    def cancel(self, status: Status | None) -> None:
+        """Cancel the handler, and end the call with a status if the client still waits for one."""
+        self._cancel_status = status
+        self._task.cancel()
+
+    # The stream.
+
+    def receive(self, data: bytes, ended: bool) -> None:
+        try:
+            self._reader.feed(data)
+        except ServiceError as error:
+            self.cancel(error_status(error))
+            return
+        self._unconsumed += len(data)
+        if not self._reader.complete:
+            self._consume()
+        self._arrived.set()
+
+    def lost(self) -> None:
+        self.cancel(None)
+
+    def sent(self) -> None:
+        self._drained.set()
+
+    # What handlers call.
+
+    def invocation_metadata(self) -> Metadata:
+        """Return the client's metadata."""
+        return metadata(self._request)
+
+    def time_remaining(self) -> float | None:
+        """Return the seconds until the call's deadline, None without one."""
+        return max(0.0, self._deadline - time.monotonic()) if math.isfinite(self._deadline) else None
+
+    async def write(self, data: bytes) -> None:
+        """Send a response message, and resume when the client has accepted it."""
+        self._send_headers()
+        self._stream.send(frame_message(data))
+        while self._stream.pending:
+            self._drained.clear()
+            await self._drained.wait()
+
+    async def abort(
+        self, code: grpc.StatusCode, details: str = "", trailing_metadata: tuple[tuple[str, str], ...] = ()
+    ) -> NoReturn:
+        """End the call with a status."""
+        raise CallEnded(Status(code, details, trailing_metadata))
+
+    # The task.
+
+    async def _run(self, frontend: Frontend, shutdown: GrpcShutdown) -> None:
+        try:
+            await self._call_method()
+            status = OK
+        except CallEnded as ended:
+            status = ended.status
+        except asyncio.CancelledError:
+            status = self._cancel_status or Status(grpc.StatusCode.CANCELLED)
+        except ServiceError as error:
+            status = error_status(error)
+        except Exception as error:
+            status = error_status(frontend.internal_error(error))
+        finally:
+            self._reader.close()
+        self._end(status)
+
+    async def _call_method(self) -> None:
+        method = self._method
+        decode, encode = method.request_deserializer, method.response_serializer
+        argument = self._requests(decode) if method.request_streaming else _code(decode, await self._only_request())
+        if not method.response_streaming:
+            response = await method.unary_unary(argument, self)
+            self._send_headers()
+            self._stream.send(frame_message(_code(encode, response)))
+            return
+        handler = method.stream_stream if method.request_streaming else method.unary_stream
+        responses = handler(argument, self)
+        if asyncio.iscoroutine(responses):
+            await responses
+            return
+        async with aclosing(responses):
+            async for response in responses:
+                await self.write(_code(encode, response))
+
+    async def _only_request(self) -> bytes:
+        request = await self._next_request()
+        if request is None:
+            raise CallEnded(Status(grpc.StatusCode.INTERNAL, "the request has no message: send one"))
+        if self._reader.held_bytes:
+            raise CallEnded(Status(grpc.StatusCode.INTERNAL, "the request has several messages: this method takes one"))
+        return request
+
+    async def _requests(self, decode: Coder) -> AsyncIterator[Any]:
+        while (request := await self._next_request()) is not None:
+            yield _code(decode, request)
+
+    async def _next_request(self) -> bytes | None:
+        """Return the next message, None after the last one; raises CallEnded."""
+        while (taken := self._reader.take()) is None:
+            if self._stream.client_ended:
+                if self._reader.held_bytes:
+                    raise CallEnded(Status(grpc.StatusCode.INTERNAL, "the request ends inside a message"))
+                return None
+            self._arrived.clear()
+            await self._arrived.wait()
+        if not self._reader.complete:
+            self._consume()
+        compressed, message = taken
+        if not compressed:
+            return message
+        arguments = (message, self._fields.window_bits, self._max_bytes)
+        if len(message) <= INLINE_BYTES:
+            return decompress(*arguments)
+        return await asyncio.get_running_loop().run_in_executor(None, decompress, *arguments)
+
+    def _consume(self) -> None:
+        """Let the client send as much as has arrived since the last time."""
+        unconsumed, self._unconsumed = self._unconsumed, 0
+        self._stream.consumed(unconsumed)
+
+    def _send_headers(self) -> None:
+        if not self._headers_sent:
+            self._headers_sent = True
+            self._stream.send_headers(RESPONSE_HEADERS)
+
+    def _end(self, status: Status) -> None:
+        """Send the status after what was sent already."""
+        if status is OK:
+            self._send_headers()
+        if self._headers_sent:
+            self._stream.send(b"", trailers(status))
+        else:
+            self._stream.send_headers(trailers_only(status), last=True)
+
+
+def _code(coder: Coder, value: Any) -> Any:
+    return value if coder is None else coder(value)

@@ -1,0 +1,30 @@
+"""Limits on the numbers of parts in a request of the Open Inference Protocol. Each part costs time, however few bytes it has.
+
+No model has that many inputs, outputs or parameters: the limits only refuse requests that would stall the frontend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+
+from service.errors import TooLarge
+from service.settings import MAX_INPUTS_CEILING
+
+MAX_PARTS = 64
+"""Most inputs, outputs, raw contents, or parameters of a request or a tensor."""
+MAX_TEXTS = MAX_INPUTS_CEILING
+"""Most elements of a BYTES tensor."""
+MAX_CLASSES = 4096
+"""Most entries of a classification, over all sequences of a request."""
+
+
+def check_count(count: int, noun: str) -> None:
+    """Raise TooLarge for too many parts of one kind. noun: the field that has them."""
+    if count > MAX_PARTS:
+        raise TooLarge(f"the request has more than {MAX_PARTS} {noun}: send at most {MAX_PARTS}", field=noun)
+
+
+def check_parts(**parts: Sized | None) -> None:
+    """Raise TooLarge if a field has too many parts."""
+    for noun, values in parts.items():
+        check_count(len(values or ()), noun)

@@ -1,0 +1,270 @@
+"""A client that sends raw frames to an Http2Connection in memory, on a loop whose clock the tests set."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Iterable
+from typing import Any, NamedTuple, cast
+
+import hpack
+
+from service.frontend.http2.connection import Application, Http2Connection, Limits
+from service.frontend.http2.header_blocks import RequestFields, encode_fields
+from service.frontend.http2.stream import Stream, StreamHandler
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
+END_STREAM, ACK, END_HEADERS, PADDED, PRIORITIZED = 1, 1, 4, 8, 0x20
+REQUEST = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/echo"), (b":authority", b"test")]
+LIMITS = Limits(
+    max_streams=8,
+    max_header_bytes=16 << 10,
+    ping_seconds=60,
+    ping_timeout_seconds=20,
+    min_ping_seconds=10,
+    max_ping_strikes=2,
+    stall_seconds=30,
+)
+
+
+class Frame(NamedTuple):
+    """A frame that the server sent."""
+
+    kind: int
+    flags: int
+    stream: int
+    payload: bytes
+
+    @property
+    def word(self) -> int:
+        """The last 4 bytes as a number: an error code, or a window."""
+        return int(struct.unpack(">I", self.payload[4:8] if self.kind == GOAWAY else self.payload[:4])[0])
+
+
+def frame(kind: int, flags: int = 0, stream: int = 0, payload: bytes = b"", size: int | None = None) -> bytes:
+    """Return a frame. size: another size in its header than that of the payload."""
+    length = len(payload) if size is None else size
+    return struct.pack(">BHBBI", length >> 16, length & 0xFFFF, kind, flags, stream) + payload
+
+
+def settings(*pairs: tuple[int, int]) -> bytes:
+    return frame(SETTINGS, 0, 0, b"".join(struct.pack(">HI", *pair) for pair in pairs))
+
+
+def window(stream: int, size: int) -> bytes:
+    return frame(WINDOW_UPDATE, 0, stream, struct.pack(">I", size))
+
+
+def reset(stream: int, code: int = 8) -> bytes:
+    return frame(RST_STREAM, 0, stream, struct.pack(">I", code))
+
+
+def block(*fields: tuple[bytes, bytes], path: bytes = b"/echo") -> bytes:
+    """Return the header block of a request with more fields."""
+    request = [(name, path if name == b":path" else value) for name, value in REQUEST]
+    return encode_fields([*request, *fields])
+
+
+def request(stream: int, path: bytes = b"/echo", *, ended: bool = True) -> bytes:
+    """Return a HEADERS frame."""
+    return frame(HEADERS, END_HEADERS | (END_STREAM if ended else 0), stream, block(path=path))
+
+
+class ClockLoop(asyncio.SelectorEventLoop):
+    """An event loop whose time passes only when a test says so."""
+
+    now = 1000.0
+
+    def time(self) -> float:
+        return self.now
+
+
+class FakeTransport:
+    """Collects what the server writes. full: the client reads nothing."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.connection: Http2Connection | None = None
+        self.written = bytearray()
+        self.buffered = 0
+        self.full = self.closing = self.eof = self.reading_paused = False
+        self.largest_buffer = 0
+
+    def write(self, data: bytes) -> None:
+        assert not self.closing and not self.eof, "the server wrote to a closed connection"
+        if not self.full:
+            self.written += data
+            return
+        self.buffered += len(data)
+        self.largest_buffer = max(self.largest_buffer, self.buffered)
+        if self.buffered > 1 << 16 and self.connection is not None:
+            self.connection.pause_writing()
+
+    def get_write_buffer_size(self) -> int:
+        return self.buffered
+
+    def write_eof(self) -> None:
+        self.eof = True
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+    def pause_reading(self) -> None:
+        self.reading_paused = True
+
+    def resume_reading(self) -> None:
+        self.reading_paused = False
+
+    def close(self) -> None:
+        if not self.closing:
+            self.closing = True
+            assert self.connection is not None
+            self.loop.call_soon(self.connection.connection_lost, None)
+
+    abort = close
+
+
+class Echo(StreamHandler):
+    """Sends the request's body back when it is complete. /hold answers nothing, /slow consumes nothing, /large returns 1 MB."""
+
+    def __init__(self, application: EchoApplication, stream: Stream, path: bytes) -> None:
+        self.application = application
+        self.stream = stream
+        self.path = path
+        self.parts: list[bytes] = []
+        self.was_lost = 0
+
+    def receive(self, data: bytes, ended: bool) -> None:
+        if self.path == b"/fail":
+            raise RuntimeError("a bug in the application")
+        self.parts.append(data)
+        if self.path != b"/slow":
+            self.stream.consumed(len(data))
+        if ended and self.path not in (b"/hold", b"/slow"):
+            body = b"x" * 1_000_000 if self.path == b"/large" else b"".join(self.parts)
+            self.stream.respond(RESPONSE, body, TRAILERS)
+
+    def lost(self) -> None:
+        self.was_lost += 1
+        self.application.lost.append(self.stream.id)
+
+    def sent(self) -> None:
+        self.application.sent.append(self.stream.id)
+
+
+RESPONSE, TRAILERS = encode_fields([(b":status", b"200")]), encode_fields([(b"x-end", b"yes")])
+
+
+class EchoApplication(Application):
+    """Answers the requests of the tests."""
+
+    def __init__(self) -> None:
+        self.requests: list[RequestFields] = []
+        self.handlers: dict[int, Echo] = {}
+        self.lost: list[int] = []
+        self.sent: list[int] = []
+        self.faults = 0
+        self.errors: list[Exception] = []
+
+    def start(self, stream: Stream, request: RequestFields) -> StreamHandler | None:
+        self.requests.append(request)
+        if request.path == b"/refuse":
+            stream.send_headers(RESPONSE, last=True)
+            return None
+        self.handlers[stream.id] = Echo(self, stream, request.path)
+        return self.handlers[stream.id]
+
+    def count_fault(self) -> None:
+        self.faults += 1
+
+    def report(self, error: Exception) -> None:
+        self.errors.append(error)
+
+
+class Peer:
+    """A connected client."""
+
+    def __init__(self, loop: ClockLoop, application: Any = None, limits: Limits = LIMITS, *, greet: bool = True) -> None:
+        self.loop = loop
+        self.application: Any = application or EchoApplication()
+        self.connections: set[Http2Connection] = set()
+        self.transport = FakeTransport(loop)
+        self._buffer = b""
+        self._headers = hpack.Decoder()
+        loop.run_until_complete(self._connect(limits))
+        if greet:
+            self.greeting = self.send(PREFACE + settings())
+
+    async def _connect(self, limits: Limits) -> None:
+        self.connection = Http2Connection(self.application, limits, self.connections)
+        self.transport.connection = self.connection
+        self.connection.connection_made(cast(asyncio.BaseTransport, self.transport))
+
+    @property
+    def closed(self) -> bool:
+        """Whether the server ended the connection."""
+        return self.transport.eof or self.transport.closing
+
+    def send(self, *data: bytes) -> list[Frame]:
+        """Send bytes, and return the frames that the server sends until it is idle."""
+        return self.loop.run_until_complete(self._send(b"".join(data)))
+
+    def send_parts(self, parts: Iterable[bytes]) -> list[Frame]:
+        """Send the parts one after the other, until the server closes the connection."""
+        frames: list[Frame] = []
+        for part in parts:
+            frames += self.send(part)
+            if self.closed:
+                break
+        return frames
+
+    def sweep(self, seconds: float) -> list[Frame]:
+        """Let time pass, and return what the server sends then."""
+        self.loop.now += seconds
+        self.loop.call_soon(self.connection.sweep, self.loop.now)
+        return self.send()
+
+    def header_fields(self, frames: Iterable[Frame]) -> list[dict[bytes, bytes]]:
+        """Return the fields of all HEADERS frames."""
+        return [
+            {bytes(name): bytes(value) for name, value in self._headers.decode(frame.payload, raw=True)}
+            for frame in frames
+            if frame.kind == HEADERS
+        ]
+
+    async def _send(self, data: bytes) -> list[Frame]:
+        if data and not self.transport.closing:
+            self.connection.data_received(data)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        while self.connection.has_unread_frames:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        return self._frames()
+
+    def _frames(self) -> list[Frame]:
+        data = self._buffer + bytes(self.transport.written)
+        self.transport.written.clear()
+        frames, at = [], 0
+        while len(data) - at >= 9:
+            upper, lower, kind, flags, stream = struct.unpack_from(">BHBBI", data, at)
+            end = at + 9 + (upper << 16 | lower)
+            if end > len(data):
+                break
+            frames.append(Frame(kind, flags, stream, data[at + 9 : end]))
+            at = end
+        self._buffer = data[at:]
+        return frames
+
+
+def goaway_codes(frames: Iterable[Frame]) -> list[int]:
+    return [frame.word for frame in frames if frame.kind == GOAWAY]
+
+
+def reset_codes(frames: Iterable[Frame], stream: int) -> list[int]:
+    return [frame.word for frame in frames if frame.kind == RST_STREAM and frame.stream == stream]
+
+
+def body_of(frames: Iterable[Frame], stream: int) -> bytes:
+    return b"".join(frame.payload for frame in frames if frame.kind == DATA and frame.stream == stream)

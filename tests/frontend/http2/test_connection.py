@@ -1,0 +1,455 @@
+"""The rules of RFC 9113 on one connection: what a client sends, and the error that the RFC requires."""
+
+from __future__ import annotations
+
+import struct
+
+import hpack
+import pytest
+
+from service.frontend.http2.frames import ErrorCode
+from tests.frontend.http2.peer import (
+    ACK,
+    CONTINUATION,
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    GOAWAY,
+    HEADERS,
+    PADDED,
+    PING,
+    PREFACE,
+    PRIORITIZED,
+    PRIORITY,
+    PUSH_PROMISE,
+    REQUEST,
+    RST_STREAM,
+    SETTINGS,
+    WINDOW_UPDATE,
+    ClockLoop,
+    Peer,
+    block,
+    body_of,
+    frame,
+    goaway_codes,
+    request,
+    reset,
+    reset_codes,
+    settings,
+    window,
+)
+
+PROTOCOL_ERROR, FLOW_CONTROL_ERROR = ErrorCode.PROTOCOL_ERROR, ErrorCode.FLOW_CONTROL_ERROR
+STREAM_CLOSED, FRAME_SIZE_ERROR = ErrorCode.STREAM_CLOSED, ErrorCode.FRAME_SIZE_ERROR
+COMPRESSION_ERROR, REFUSED_STREAM = ErrorCode.COMPRESSION_ERROR, ErrorCode.REFUSED_STREAM
+ENHANCE_YOUR_CALM = ErrorCode.ENHANCE_YOUR_CALM
+WORD = struct.Struct(">I").pack
+OPEN = request(1, b"/hold", ended=False)
+HALF_CLOSED = request(1, b"/hold")
+ANSWERED = request(1)
+
+
+# Connection errors: section of the RFC, frames after the greeting, error code.
+CONNECTION_ERRORS = [
+    ("4.1 DATA beyond the frame size", [OPEN, frame(DATA, 0, 1, bytes(16_385))], FRAME_SIZE_ERROR),
+    ("4.2 HEADERS beyond the frame size", [frame(HEADERS, 5, 1, bytes(16_385))], FRAME_SIZE_ERROR),
+    ("4.2 unknown type beyond the frame size", [frame(99, 0, 1, b"", size=1 << 23)], FRAME_SIZE_ERROR),
+    (
+        "4.3 invalid header block",
+        [frame(HEADERS, 5, 1, b"\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x7f")],
+        COMPRESSION_ERROR,
+    ),
+    ("4.3 index beyond the table", [frame(HEADERS, 5, 1, b"\xfe")], COMPRESSION_ERROR),
+    ("4.3 truncated literal", [frame(HEADERS, 5, 1, b"\x00\x05ab")], COMPRESSION_ERROR),
+    ("4.3 table size update in the middle", [frame(HEADERS, 5, 1, b"\x82\x20")], COMPRESSION_ERROR),
+    ("4.3 table size beyond the setting", [frame(HEADERS, 5, 1, b"\x3f\xe2\x1f")], COMPRESSION_ERROR),
+    ("4.3 DATA inside a header block", [frame(HEADERS, 1, 1, block()), frame(DATA, 1, 1)], PROTOCOL_ERROR),
+    ("4.3 unknown frame inside a header block", [frame(HEADERS, 1, 1, block()), frame(99, 0, 1)], PROTOCOL_ERROR),
+    ("5.1 idle: DATA", [frame(DATA, 1, 1, b"x")], PROTOCOL_ERROR),
+    ("5.1 idle: RST_STREAM", [reset(1)], PROTOCOL_ERROR),
+    ("5.1 idle: WINDOW_UPDATE", [window(1, 9)], PROTOCOL_ERROR),
+    ("5.1 idle: CONTINUATION", [frame(CONTINUATION, 4, 1, block())], PROTOCOL_ERROR),
+    ("5.1 closed: HEADERS", [ANSWERED, request(1)], STREAM_CLOSED),
+    ("5.1 closed: CONTINUATION", [ANSWERED, frame(CONTINUATION, 4, 1, block())], PROTOCOL_ERROR),
+    ("5.1.1 even stream", [request(2)], PROTOCOL_ERROR),
+    ("5.1.1 stream 0", [request(0)], PROTOCOL_ERROR),
+    ("5.1.1 smaller stream", [request(5), request(3)], PROTOCOL_ERROR),
+    ("6.1 DATA on stream 0", [frame(DATA, 1, 0, b"x")], PROTOCOL_ERROR),
+    ("6.1 padding as long as the payload", [OPEN, frame(DATA, PADDED, 1, b"\x05abcd")], PROTOCOL_ERROR),
+    ("6.1 padded DATA without a payload", [OPEN, frame(DATA, PADDED, 1)], PROTOCOL_ERROR),
+    ("6.2 padding beyond the HEADERS", [frame(HEADERS, 0xD, 1, b"\xff" + block())], PROTOCOL_ERROR),
+    ("6.2 priority beyond the HEADERS", [frame(HEADERS, 0x25, 1, b"\0\0")], FRAME_SIZE_ERROR),
+    ("6.3 PRIORITY on stream 0", [frame(PRIORITY, 0, 0, bytes(5))], PROTOCOL_ERROR),
+    ("6.4 RST_STREAM on stream 0", [reset(0)], PROTOCOL_ERROR),
+    ("6.4 RST_STREAM of 3 bytes", [OPEN, frame(RST_STREAM, 0, 1, bytes(3))], FRAME_SIZE_ERROR),
+    ("6.5 SETTINGS on a stream", [frame(SETTINGS, 0, 1)], PROTOCOL_ERROR),
+    ("6.5 SETTINGS of 5 bytes", [frame(SETTINGS, 0, 0, bytes(5))], FRAME_SIZE_ERROR),
+    ("6.5 SETTINGS with ACK and payload", [frame(SETTINGS, ACK, 0, bytes(6))], FRAME_SIZE_ERROR),
+    ("6.5.2 ENABLE_PUSH is 2", [settings((2, 2))], PROTOCOL_ERROR),
+    ("6.5.2 INITIAL_WINDOW_SIZE too large", [settings((4, 1 << 31))], FLOW_CONTROL_ERROR),
+    ("6.5.2 MAX_FRAME_SIZE too small", [settings((5, 16_383))], PROTOCOL_ERROR),
+    ("6.5.2 MAX_FRAME_SIZE too large", [settings((5, 1 << 24))], PROTOCOL_ERROR),
+    ("6.5.2 invalid value before a valid one", [settings((4, 1 << 31), (4, 1))], FLOW_CONTROL_ERROR),
+    ("6.6 PUSH_PROMISE", [OPEN, frame(PUSH_PROMISE, 4, 1, WORD(2) + block())], PROTOCOL_ERROR),
+    ("6.7 PING on a stream", [frame(PING, 0, 1, bytes(8))], PROTOCOL_ERROR),
+    ("6.7 PING of 7 bytes", [frame(PING, 0, 0, bytes(7))], FRAME_SIZE_ERROR),
+    ("6.8 GOAWAY on a stream", [frame(GOAWAY, 0, 1, bytes(8))], PROTOCOL_ERROR),
+    ("6.8 GOAWAY of 7 bytes", [frame(GOAWAY, 0, 0, bytes(7))], FRAME_SIZE_ERROR),
+    ("6.9 WINDOW_UPDATE of 3 bytes", [frame(WINDOW_UPDATE, 0, 0, bytes(3))], FRAME_SIZE_ERROR),
+    ("6.9 WINDOW_UPDATE of 0", [window(0, 0)], PROTOCOL_ERROR),
+    ("6.9.1 connection window overflows", [window(0, 2**31 - 1)], FLOW_CONTROL_ERROR),
+    (
+        "6.9.2 stream window overflows by a setting",
+        [OPEN, window(1, 2**31 - 1 - 65_535), settings((4, 65_536))],
+        FLOW_CONTROL_ERROR,
+    ),
+    ("6.10 CONTINUATION of another stream", [frame(HEADERS, 1, 1, block()), frame(CONTINUATION, 4, 3, b"")], PROTOCOL_ERROR),
+    ("6.10 CONTINUATION after the end", [OPEN, frame(CONTINUATION, 4, 1, block())], PROTOCOL_ERROR),
+]
+
+# Stream errors on stream 1.
+STREAM_ERRORS = [
+    ("5.1 half closed: DATA", [HALF_CLOSED, frame(DATA, 1, 1, b"x")], STREAM_CLOSED),
+    ("5.1 half closed: HEADERS", [HALF_CLOSED, request(1)], STREAM_CLOSED),
+    ("5.1 closed: DATA", [ANSWERED, frame(DATA, 1, 1, b"x")], STREAM_CLOSED),
+    ("6.3 PRIORITY of 4 bytes", [OPEN, frame(PRIORITY, 0, 1, bytes(4))], FRAME_SIZE_ERROR),
+    ("6.9 WINDOW_UPDATE of 0", [OPEN, window(1, 0)], PROTOCOL_ERROR),
+    ("6.9.1 stream window overflows", [OPEN, window(1, 2**31 - 1)], FLOW_CONTROL_ERROR),
+    ("8.1 trailers do not end the stream", [OPEN, frame(HEADERS, 4, 1, b"")], PROTOCOL_ERROR),
+    (
+        "8.1.1 content-length too small",
+        [frame(HEADERS, 4, 1, block((b"content-length", b"1"))), frame(DATA, 1, 1, b"ab")],
+        PROTOCOL_ERROR,
+    ),
+    (
+        "8.1.1 content-length too large",
+        [frame(HEADERS, 4, 1, block((b"content-length", b"3"))), frame(DATA, 1, 1, b"ab")],
+        PROTOCOL_ERROR,
+    ),
+    ("8.1.1 content-length without a body", [frame(HEADERS, 5, 1, block((b"content-length", b"3")))], PROTOCOL_ERROR),
+]
+
+MALFORMED = {
+    "8.2 upper case": [*REQUEST, (b"Upper", b"x")],
+    "8.2.1 space in a name": [*REQUEST, (b"a b", b"x")],
+    "8.2.1 empty name": [*REQUEST, (b"", b"x")],
+    "8.2.1 line break in a value": [*REQUEST, (b"x", b"a\r\nb")],
+    "8.2.1 NUL in a value": [*REQUEST, (b"x", b"a\0b")],
+    "8.2.1 space around a value": [*REQUEST, (b"x", b" a")],
+    "8.2.1 line break in a pseudo-header": [*REQUEST[:3], (b":authority", b"a\nb")],
+    "8.2.2 connection": [*REQUEST, (b"connection", b"close")],
+    "8.2.2 transfer-encoding": [*REQUEST, (b"transfer-encoding", b"chunked")],
+    "8.2.2 te": [*REQUEST, (b"te", b"gzip")],
+    "8.3 unknown pseudo-header": [*REQUEST, (b":x", b"y")],
+    "8.3 pseudo-header of a response": [*REQUEST, (b":status", b"200")],
+    "8.3 pseudo-header after a field": [*REQUEST[:3], (b"x", b"y"), REQUEST[3]],
+    "8.3 pseudo-header twice": [*REQUEST, (b":method", b"GET")],
+    "8.3.1 no method": REQUEST[1:],
+    "8.3.1 no scheme": [REQUEST[0], *REQUEST[2:]],
+    "8.3.1 no path": [*REQUEST[:2], REQUEST[3]],
+    "8.3.1 empty path": [*REQUEST[:2], (b":path", b"")],
+    "8.1.1 two content lengths": [*REQUEST, (b"content-length", b"1"), (b"content-length", b"2")],
+    "8.1.1 content-length is no number": [*REQUEST, (b"content-length", b"-1")],
+}
+
+
+@pytest.mark.parametrize(
+    ("frames", "code"), [case[1:] for case in CONNECTION_ERRORS], ids=[case[0] for case in CONNECTION_ERRORS]
+)
+def test_connection_error_ends_the_connection(peer: Peer, frames: list[bytes], code: ErrorCode) -> None:
+    sent = peer.send_parts(frames)
+    assert goaway_codes(sent) == [code]
+    assert sent[-1].kind == GOAWAY and peer.closed
+    assert peer.application.faults == 1 and not peer.application.errors
+    assert not peer.send(request(99)), "nothing is answered after GOAWAY"
+
+
+@pytest.mark.parametrize(("frames", "code"), [case[1:] for case in STREAM_ERRORS], ids=[case[0] for case in STREAM_ERRORS])
+def test_stream_error_resets_the_stream_alone(peer: Peer, frames: list[bytes], code: ErrorCode) -> None:
+    sent = peer.send_parts(frames)
+    assert reset_codes(sent, 1) == [code] and not peer.closed
+    assert body_of(peer.send(request(3, ended=False), frame(DATA, 1, 3, b"alive")), 3) == b"alive"
+
+
+@pytest.mark.parametrize("fields", MALFORMED.values(), ids=MALFORMED)
+def test_malformed_request_is_reset(peer: Peer, fields: list[tuple[bytes, bytes]]) -> None:
+    encoder = hpack.Encoder()
+    sent = peer.send(frame(HEADERS, END_HEADERS | END_STREAM, 1, encoder.encode(fields)))
+    assert reset_codes(sent, 1) == [PROTOCOL_ERROR] and not peer.application.requests
+    again = peer.send(frame(HEADERS, END_HEADERS | END_STREAM, 3, encoder.encode(REQUEST)))
+    assert body_of(again, 3) == b"" and len(peer.application.requests) == 1, "the decoder's table is that of the client"
+
+
+@pytest.mark.parametrize("fields", [[(b":path", b"/x")], [(b"Upper", b"x")], [(b"connection", b"close")]])
+def test_malformed_trailers_are_reset(peer: Peer, fields: list[tuple[bytes, bytes]]) -> None:
+    encoder = hpack.Encoder()
+    sent = peer.send(OPEN, frame(HEADERS, END_HEADERS | END_STREAM, 1, encoder.encode(fields)))
+    assert reset_codes(sent, 1) == [PROTOCOL_ERROR]
+
+
+def test_greeting_has_the_limits(loop: ClockLoop) -> None:
+    peer = Peer(loop)
+    first, update, ack = peer.greeting
+    pairs = dict(struct.iter_unpack(">HI", first.payload))
+    assert (first.kind, pairs[3], pairs[6]) == (SETTINGS, 8, 16 << 10)
+    assert (update.kind, update.stream) == (WINDOW_UPDATE, 0)
+    assert (ack.kind, ack.flags) == (SETTINGS, ACK)
+
+
+@pytest.mark.parametrize(
+    "start", [b"GET / HTTP/1.1\r\nhost: x\r\n\r\n", b"\x16\x03\x01\x02\x00\x01", b"PRI * HTTP/2.0\r\n\r\nSX"]
+)
+def test_other_protocols_are_refused(loop: ClockLoop, start: bytes) -> None:
+    peer = Peer(loop, greet=False)
+    assert goaway_codes(peer.send(start)) == [PROTOCOL_ERROR] and peer.closed
+
+
+@pytest.mark.parametrize("first", [frame(PING, 0, 0, bytes(8)), frame(SETTINGS, ACK), request(1)])
+def test_first_frame_must_be_settings(loop: ClockLoop, first: bytes) -> None:
+    peer = Peer(loop, greet=False)
+    assert goaway_codes(peer.send(PREFACE + first)) == [PROTOCOL_ERROR]
+
+
+def test_echo_answers_with_headers_data_and_trailers(peer: Peer) -> None:
+    sent = peer.send(request(1, ended=False), frame(DATA, 0, 1, b"ab"), frame(DATA, END_STREAM, 1, b"cd"))
+    assert [(part.kind, part.flags) for part in sent] == [
+        (HEADERS, END_HEADERS),
+        (DATA, 0),
+        (HEADERS, END_HEADERS | END_STREAM),
+    ]
+    assert body_of(sent, 1) == b"abcd"
+    assert peer.header_fields(sent) == [{b":status": b"200"}, {b"x-end": b"yes"}]
+
+
+def test_bytes_may_arrive_one_by_one(loop: ClockLoop) -> None:
+    peer = Peer(loop, greet=False)
+    data = PREFACE + settings() + request(1, ended=False) + frame(DATA, END_STREAM, 1, b"abcd") + frame(PING, 0, 0, b"12345678")
+    sent = peer.send_parts(bytes((octet,)) for octet in data)
+    assert body_of(sent, 1) == b"abcd"
+    assert [part.payload for part in sent if part.kind == PING] == [b"12345678"]
+
+
+def test_padding_and_priority_are_ignored(peer: Peer) -> None:
+    headers = b"\x03" + bytes(5) + block() + bytes(3)
+    flags = END_HEADERS | PADDED | PRIORITIZED
+    sent = peer.send(
+        frame(PRIORITY, 0, 9, bytes(5)), frame(HEADERS, flags, 1, headers), frame(DATA, PADDED | END_STREAM, 1, b"\x02ab\0\0")
+    )
+    assert body_of(sent, 1) == b"ab"
+
+
+def test_header_block_may_be_in_several_frames(peer: Peer) -> None:
+    data = block((b"x", b"y" * 100))
+    parts = [
+        frame(HEADERS, END_STREAM, 1, data[:7]),
+        frame(CONTINUATION, 0, 1, data[7:50]),
+        frame(CONTINUATION, 4, 1, data[50:]),
+    ]
+    assert peer.send(*parts)[0].kind == HEADERS
+    assert peer.application.requests[0].get(b"x") == b"y" * 100
+
+
+def test_trailers_end_a_request(peer: Peer) -> None:
+    trailers = frame(HEADERS, END_HEADERS | END_STREAM, 1, hpack.Encoder().encode([(b"x", b"y")]))
+    assert body_of(peer.send(request(1, ended=False), frame(DATA, 0, 1, b"ab"), trailers), 1) == b"ab"
+
+
+def test_unknown_frames_settings_and_flags_are_ignored(peer: Peer) -> None:
+    sent = peer.send(frame(99, 0xFF, 1, b"x"), settings((99, 7)), frame(PING, 0xFE, 0, bytes(8)), request(1))
+    assert [part.kind for part in sent if part.kind in (SETTINGS, PING)] == [SETTINGS, PING]
+    assert not peer.closed
+
+
+def test_more_streams_than_allowed_are_refused(peer: Peer) -> None:
+    peer.send(*[request(id, b"/hold") for id in range(1, 17, 2)])
+    assert reset_codes(peer.send(request(17)), 17) == [REFUSED_STREAM]
+    peer.send(reset(1))
+    assert reset_codes(peer.send(request(19)), 19) == [] and peer.application.lost == [1]
+
+
+def test_refused_stream_keeps_the_header_table_in_step(peer: Peer) -> None:
+    encoder = hpack.Encoder()
+    peer.send(*[request(id, b"/hold") for id in range(1, 17, 2)])
+    fields = [*REQUEST, (b"x-new", b"first")]
+    assert reset_codes(peer.send(frame(HEADERS, 5, 17, encoder.encode(fields))), 17) == [REFUSED_STREAM]
+    peer.send(reset(1), frame(HEADERS, 5, 19, encoder.encode(fields)))
+    assert peer.application.requests[-1].get(b"x-new") == b"first"
+
+
+def test_application_error_ends_the_connection_and_is_reported(peer: Peer) -> None:
+    sent = peer.send(request(1, b"/hold"), request(3, b"/fail"))
+    assert goaway_codes(sent) == [ErrorCode.INTERNAL_ERROR]
+    assert len(peer.application.errors) == 1 and set(peer.application.lost) == {1, 3}
+
+
+def test_lost_connection_loses_its_streams_once(peer: Peer) -> None:
+    peer.send(request(1, b"/hold"), request(3, b"/hold"))
+    peer.transport.close()
+    peer.send()
+    assert peer.application.lost == [1, 3] and not peer.connections
+
+
+def test_answer_before_the_end_of_the_request_stops_it(peer: Peer) -> None:
+    sent = peer.send(request(1, b"/refuse", ended=False))
+    assert [part.kind for part in sent] == [HEADERS, RST_STREAM] and reset_codes(sent, 1) == [ErrorCode.NO_ERROR]
+    late = [frame(DATA, 0, 1, b"on its way"), frame(HEADERS, END_HEADERS | END_STREAM, 1, b"")]
+    assert not peer.send(*late) and not peer.closed, "late data and trailers are ignored"
+
+
+# Flow control.
+
+
+def test_response_waits_for_the_windows(peer: Peer) -> None:
+    sent = peer.send(request(1, b"/large"))
+    assert len(body_of(sent, 1)) == 65_535
+    assert not peer.send(window(1, 100_000)), "the window of the connection is used up"
+    assert len(body_of(peer.send(window(0, 50_000)), 1)) == 50_000
+    rest = peer.send(window(0, 2_000_000), window(1, 2_000_000))
+    assert len(body_of(rest, 1)) == 1_000_000 - 65_535 - 50_000
+    assert rest[-1].flags == END_HEADERS | END_STREAM and peer.application.sent == [1]
+
+
+def test_data_frames_have_the_size_that_every_client_accepts(peer: Peer) -> None:
+    peer.send(settings((5, 1 << 20), (4, 1 << 20)), window(0, 1 << 20))
+    sent = peer.send(request(1, b"/large"))
+    assert len(body_of(sent, 1)) == 1_000_000 and max(len(part.payload) for part in sent) == 16_384
+
+
+def test_window_of_one_byte_is_obeyed(peer: Peer) -> None:
+    peer.send(settings((4, 1)))
+    sent = peer.send(request(1, ended=False), frame(DATA, 1, 1, b"abc"))
+    assert [part.payload for part in sent if part.kind == DATA] == [b"a"]
+    assert body_of(peer.send(window(1, 1)), 1) == b"b"
+
+
+def test_initial_window_changes_open_streams(peer: Peer) -> None:
+    peer.send(settings((4, 0)))
+    assert body_of(peer.send(request(1, ended=False), frame(DATA, 1, 1, b"abcdef")), 1) == b""
+    assert body_of(peer.send(settings((4, 3))), 1) == b"abc"
+    assert body_of(peer.send(settings((4, 1))), 1) == b"", "the window is -2 now"
+    assert body_of(peer.send(window(1, 2)), 1) == b"" and body_of(peer.send(window(1, 1)), 1) == b"d"
+    assert body_of(peer.send(settings((4, 100))), 1) == b"ef"
+
+
+def test_streams_share_the_connection(peer: Peer) -> None:
+    sent = peer.send(settings((4, 1 << 20)), request(1, b"/large"), request(3, b"/large"))
+    peer.send(window(0, 200_000))
+    sent = peer.send(window(0, 400_000))
+    assert abs(len(body_of(sent, 1)) - len(body_of(sent, 3))) <= 16_384
+
+
+def test_client_beyond_the_window_of_a_stream_is_reset(peer: Peer) -> None:
+    data = frame(DATA, 0, 1, bytes(16_384))
+    sent = peer.send(request(1, b"/slow", ended=False), data * 17)
+    assert reset_codes(sent, 1) == [FLOW_CONTROL_ERROR] and peer.application.lost == [1]
+
+
+def test_window_opens_when_the_application_has_consumed(peer: Peer) -> None:
+    data = frame(DATA, 0, 1, bytes(16_384))
+    assert not peer.send(request(1, b"/slow", ended=False), data * 16)
+    handler = peer.application.handlers[1]
+    peer.loop.call_soon(handler.stream.consumed, 1 << 18)
+    [update] = peer.send()
+    assert (update.kind, update.stream, update.word) == (WINDOW_UPDATE, 1, 1 << 18)
+    assert not reset_codes(peer.send(data * 16), 1)
+
+
+def test_padding_is_part_of_the_window(peer: Peer) -> None:
+    padded = frame(DATA, PADDED, 1, b"\xff" + bytes(1) + bytes(255))
+    sent = peer.send(request(1, b"/slow", ended=False), padded * 1100)
+    granted = sum(part.word for part in sent if part.kind == WINDOW_UPDATE and part.stream == 1)
+    assert granted >= 1 << 17 and not peer.closed and not reset_codes(sent, 1)
+
+
+# Remembered header blocks.
+
+
+def test_remembered_block_is_forgotten_when_the_table_changes(peer: Peer) -> None:
+    """A block with an index into the dynamic table means something else after an insertion."""
+    encoder = hpack.Encoder()
+    fields = [*REQUEST[:2], (b":path", b"/"), (b"x-value", b"one")]  # all but the last are in the static table
+    peer.send(frame(HEADERS, 5, 1, encoder.encode(fields)))
+    repeated = encoder.encode(fields)
+    peer.send(frame(HEADERS, 5, 3, repeated), frame(HEADERS, 5, 5, repeated))
+    assert peer.application.requests[1] is peer.application.requests[2], "the block is remembered"
+    peer.send(frame(HEADERS, 5, 7, block() + b"\x40\x07x-value\x03two"))
+    peer.send(frame(HEADERS, 5, 9, repeated))
+    assert repeated[-1:] == b"\xbe", "the newest entry of the table"
+    assert [actual.get(b"x-value") for actual in peer.application.requests[-2:]] == [b"two", b"two"]
+
+
+def test_block_that_changes_the_table_is_decoded_each_time(peer: Peer) -> None:
+    """The same bytes insert the same field twice, so the older of the two has the second index."""
+    inserting = block() + b"\x40\x07x-value\x03one"
+    peer.send(frame(HEADERS, 5, 1, inserting), frame(HEADERS, 5, 3, inserting), frame(HEADERS, 5, 5, block() + b"\xbf"))
+    assert [actual.get(b"x-value") for actual in peer.application.requests] == [b"one"] * 3
+
+
+def test_blocks_decode_as_hpack_decodes_them(peer: Peer) -> None:
+    """A client's usual blocks: the same fields again and again, with values that change in between."""
+    encoder = hpack.Encoder()
+    expected = []
+    for number in range(200):
+        fields = [*REQUEST, (b"grpc-timeout", b"%dm" % (number // 7)), (b"x-trace", b"%d" % (number % 5))]
+        if number % 50 == 20:
+            encoder.header_table_size = 256 if number % 100 == 20 else 4096
+        expected.append(fields[len(REQUEST) :])
+        peer.send(frame(HEADERS, END_HEADERS | END_STREAM, 2 * number + 1, encoder.encode(fields)))
+    assert [actual.fields for actual in peer.application.requests] == expected
+
+
+# Pings, GOAWAY, time.
+
+
+def test_quiet_client_is_pinged_and_then_closed(peer: Peer) -> None:
+    assert not peer.sweep(59)
+    [ping] = peer.sweep(2)
+    assert (ping.kind, ping.flags) == (PING, 0)
+    peer.send(frame(PING, ACK, 0, ping.payload))
+    assert not peer.sweep(21) and not peer.closed
+    assert [part.kind for part in peer.sweep(50)] == [PING]
+    peer.sweep(21)
+    assert peer.closed
+
+
+def test_client_that_pings_too_often_is_disconnected(peer: Peer) -> None:
+    ping = frame(PING, 0, 0, bytes(8))
+    assert [part.kind for part in peer.send(ping, ping, ping)] == [PING] * 3
+    assert goaway_codes(peer.send(ping)) == [ENHANCE_YOUR_CALM]
+
+
+def test_pings_between_answers_are_no_abuse(peer: Peer) -> None:
+    """Clients measure the bandwidth with pings while data arrives."""
+    for number in range(100):
+        peer.send(frame(PING, 0, 0, bytes(8)), request(2 * number + 1), frame(PING, 0, 0, bytes(8)))
+    assert not peer.closed
+    for _ in range(10):
+        peer.loop.now += 11
+        peer.send(frame(PING, 0, 0, bytes(8)))
+    assert not peer.closed
+
+
+def test_drain_accepts_what_was_sent_and_closes_after_the_last_stream(peer: Peer) -> None:
+    peer.send(request(1, b"/hold", ended=False))
+    peer.loop.call_soon(peer.connection.drain)
+    announced, ping = peer.send()
+    assert (announced.kind, announced.payload[:4], announced.word) == (GOAWAY, b"\x7f\xff\xff\xff", 0) and ping.kind == PING
+    assert body_of(peer.send(request(3, ended=False), frame(DATA, 1, 3, b"late")), 3) == b"late"
+    [last] = peer.send(frame(PING, ACK, 0, ping.payload))
+    assert (last.kind, last.payload[:4]) == (GOAWAY, WORD(3))
+    assert not peer.send(request(5)) and not peer.closed, "streams after the last one are ignored"
+    handler = peer.application.handlers[1]
+    peer.loop.call_soon(handler.stream.respond, b"\x88", b"answer", b"\x88")
+    assert body_of(peer.send(), 1) == b"answer" and peer.closed
+
+
+def test_drain_of_a_silent_client_ends_after_a_second(peer: Peer) -> None:
+    peer.loop.call_soon(peer.connection.drain)
+    peer.send()
+    [last] = peer.sweep(1.5)
+    assert last.kind == GOAWAY and peer.closed
+
+
+def test_goaway_of_the_client_ends_nothing(peer: Peer) -> None:
+    sent = peer.send(frame(GOAWAY, 0, 0, bytes(8) + b"bye"), request(1))
+    assert sent[0].kind == HEADERS and not peer.closed

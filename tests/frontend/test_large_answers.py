@@ -1,0 +1,140 @@
+"""Large answers have the same bytes as small answers, and are written without a long callback."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from service.frontend import large_answers
+from service.frontend.head_outputs import OutputWriter, decode_arrays, json_numbers, number_pieces
+from service.frontend.large_answers import PIECE_BYTES, LargeAnswers
+from service.frontend.oip.json import RawOutputs, encode_response, response_pieces
+from service.frontend.oip.outputs import output_tensors
+from service.frontend.oip.types import InferResponse, RequestedOutput
+from service.ipc.messages import Answer
+from service.modeling.spec import ModelSpec
+from tests import models
+from tests.frontend.callbacks import MAX_CALLBACK_SECONDS, measured_callbacks
+
+STEPS = [3, 1, 70]
+
+
+@pytest.fixture(scope="module")
+def specs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelSpec]:
+    root: Path = tmp_path_factory.mktemp("models")
+    return {name: write(root) for name, write in models.OF_EVERY_HEAD.items()}
+
+
+def answer_of(spec: ModelSpec, steps: Sequence[int], *, vectors: bool = True) -> tuple[Answer, bytes]:
+    """Return random arrays that an engine may return for a model, with every vector that it has."""
+    generator, total = np.random.default_rng(5), sum(steps)
+    lines, arrays = {"tagger": total}.get(spec.name, len(steps)), {}
+    widths = {"words": 3, "forecaster": 2, "tagger": 1, "reader": 1, "speller": 4}
+    if spec.name in widths:
+        arrays["scores"] = generator.standard_normal((lines, widths[spec.name])).astype("f4")
+    picks = {"tagger": 1, "reader": 2, "speller": 4}
+    if spec.name in picks:
+        arrays["picks"] = generator.integers(0, 3, (lines, picks[spec.name])).astype("i4")
+    if spec.name == "embedder" or (vectors and spec.has_embedding):
+        arrays["embedding"] = generator.standard_normal((len(steps), 8)).astype("f4")
+    if spec.name == "halver" or (vectors and spec.has_steps):
+        arrays["sequence"] = generator.standard_normal((total, 5)).astype("f4")
+    shapes: dict[str, Any] = {name: array.shape for name, array in arrays.items()}
+    return Answer(steps=list(steps), **shapes), b"".join(array.tobytes() for array in arrays.values())
+
+
+@pytest.mark.parametrize("vectors", [False, True])
+@pytest.mark.parametrize("name", models.OF_EVERY_HEAD)
+def test_pieces_of_outputs_are_the_whole(
+    specs: dict[str, ModelSpec], name: str, vectors: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, (answer, data) = OutputWriter(specs[name]), answer_of(specs[name], STEPS, vectors=vectors)
+    whole, arrays = writer.write(answer, data), decode_arrays(specs[name], answer, data)
+    for values in (1, 7, 100_000):
+        monkeypatch.setattr("service.frontend.head_outputs.PIECE_VALUES", values)
+        assert b"".join(writer.pieces(answer, arrays)) == whole
+
+
+@pytest.mark.parametrize("shape", [(0,), (1,), (50,), (0, 3), (3, 0), (50, 3), (1, 40)])
+def test_pieces_of_numbers_are_the_whole(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    values = np.random.default_rng(6).standard_normal(shape).astype("f4")
+    for size in (1, 7, 1000):
+        monkeypatch.setattr("service.frontend.head_outputs.PIECE_VALUES", size)
+        pieces = list(number_pieces(values))
+        assert b"".join(pieces) == json_numbers(values)
+        assert size > 1 or values.size < 20 or len(pieces) > values.shape[0]
+
+
+@pytest.mark.parametrize("name", models.OF_EVERY_HEAD)
+def test_pieces_of_oip_responses_are_the_whole(specs: dict[str, ModelSpec], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = specs[name]
+    answer, data = answer_of(spec, STEPS, vectors=False)
+    arrays = decode_arrays(spec, answer, data)
+    monkeypatch.setattr("service.frontend.head_outputs.PIECE_VALUES", 7)
+    monkeypatch.setattr("service.frontend.oip.json.PIECE_VALUES", 7)
+    for raw in (RawOutputs({}, default=False), RawOutputs({}, default=True), RawOutputs({"scores": True}, default=False)):
+        for requested in ([], [RequestedOutput("scores", 2)] if name == "words" else []):
+            outputs = output_tensors(spec, arrays, STEPS, requested, ragged=False)
+            response = InferResponse(name, "1", 'an id with a \n and "outputs":[]', {"sequence_steps": 7}, outputs)
+            whole, header_length = encode_response(response, raw)
+            pieces = response_pieces(response, raw)
+            header = b"".join(pieces.json)
+            assert header + b"".join(pieces.tail) == whole
+            assert (len(header) if pieces.tail else None) == header_length
+
+
+def test_large_answer_has_no_long_callback(specs: dict[str, ModelSpec]) -> None:
+    """A million numbers are ten megabytes of JSON; other callbacks run between the pieces."""
+    spec, values = specs["halver"], np.random.default_rng(7).standard_normal((200_000, 5)).astype("f4")
+    answer = Answer(steps=[200_000], sequence=values.shape)
+
+    async def write() -> tuple[bytes, int]:
+        arrays, ticks, done = decode_arrays(spec, answer, values.tobytes()), 0, False
+
+        async def tick() -> None:
+            nonlocal ticks
+            while not done:
+                ticks += 1
+                await asyncio.sleep(0)
+
+        ticking = asyncio.ensure_future(tick())
+        await asyncio.sleep(0)
+        text = await LargeAnswers().join(OutputWriter(spec).pieces(answer, arrays))
+        done = True
+        await ticking
+        return text, ticks
+
+    with asyncio.Runner() as runner, measured_callbacks() as callbacks:
+        text, ticks = runner.run(write())
+    assert text == b'[{"sequence":%b}]' % json_numbers(values)
+    assert ticks >= len(text) // (2 * PIECE_BYTES)
+    assert callbacks.longest_seconds < MAX_CALLBACK_SECONDS, callbacks.longest
+
+
+def test_large_answers_are_written_one_at_a_time() -> None:
+    order: list[str] = []
+
+    def pieces(name: str) -> Iterator[bytes]:
+        for _ in range(5):
+            order.append(name)
+            yield bytes(PIECE_BYTES + 1)
+
+    async def write() -> None:
+        answers = LargeAnswers()
+        await asyncio.gather(*(answers.join(pieces(name)) for name in "abc"))
+
+    asyncio.run(write())
+    assert order == list(chain.from_iterable([name] * 5 for name in "abc"))
+
+
+def test_joined_answer_is_the_same_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = [b"ab", b"", b"c" * 1000]
+    for limit in (0, 10_000):
+        monkeypatch.setattr(large_answers, "MAX_JOINED_BYTES", limit)
+        assert asyncio.run(LargeAnswers().join(iter(parts))) == b"".join(parts)

