@@ -185,7 +185,7 @@ class Dispatcher:
         return await engine.rpc.call_done(message, tail=tail)
 
     def _choose(self, engines: list[EngineConnection]) -> EngineConnection:
-        """Return the engine with the smallest predicted wait; of equal ones, the one chosen longest ago."""
+        """Return the engine with the smallest predicted wait; among equals, the engine that was chosen longest ago."""
         if len(engines) == 1:
             return engines[0]
         now = self._clock()

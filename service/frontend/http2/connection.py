@@ -150,7 +150,7 @@ class Http2Connection(asyncio.Protocol):
         self._closing = False
         self._draining = False
         self._last_accepted = MAX_WINDOW
-        """Streams after this one are ignored: the client was told so."""
+        """Later streams are ignored, as a GOAWAY frame has announced."""
         self._drain_pinged = math.inf
         self._last_ping, self._ping_strikes = -math.inf, 0
         self._heard = self._pinged = self._loop.time()

@@ -27,7 +27,7 @@ from service.ipc.messages import ModelKey, Request
 from service.modeling.spec import ClassifyHead
 
 MAX_WRITERS = 64
-"""Models whose writers are kept; a reloaded model gets another one."""
+"""Number of models with a kept writer. A reloaded model gets a new writer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """The gRPC server of a frontend, in the frontend's event loop, with health and reflection. Nothing here knows a model.
 
-The connections are those of `http2`. The methods are handlers of the gRPC library, whose own server takes most of the time of a call.
+Connections come from `http2`, method handlers from the gRPC library. The library's own server would take most of the time of a call.
 """
 
 from __future__ import annotations
