@@ -9,7 +9,6 @@ import struct
 import time
 from collections.abc import Callable
 
-_ABSOLUTE = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -26,8 +25,8 @@ class Timer:
 
     def set(self, at: float) -> None:
         """Expire at `at`, or immediately if it is past."""
-        seconds = int(at)
-        _libc.timerfd_settime(self._fd, _ABSOLUTE, struct.pack("@4l", 0, 0, seconds, int(1e9 * (at - seconds))), None)
+        nanoseconds = max(1, int(1e9 * (at - time.monotonic())))  # 0 would disarm the timer
+        _libc.timerfd_settime(self._fd, 0, struct.pack("@4l", 0, 0, *divmod(nanoseconds, 10**9)), None)
 
     def close(self) -> None:
         self._loop.remove_reader(self._fd)

@@ -62,7 +62,7 @@ def test_every_kind_of_user_gets_answers_without_failures(
 
 
 def test_new_server_has_the_embedded_models_and_the_sensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["locust", "--users", "6", "--seconds", "2", "--out", str(tmp_path), "--", "--device", "cpu"]) == 0
+    assert main(["locust", "--users", "6", "--seconds", "5", "--out", str(tmp_path), "--", "--device", "cpu"]) == 0
     served = "question-type-cnn 1, question-type-lstm 1, question-type-sru 1, sensor-forecast 1, sensors 1"
     assert served in capsys.readouterr().out
     assert list(rows(tmp_path / "figures.csv")) == [*KINDS, "total"]
@@ -110,7 +110,7 @@ def overloaded() -> Iterator[str]:
 
 def test_failed_request_is_reported_with_status_1(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with overloaded() as url:
-        assert main(["locust", "--url", url, "--users", "2", "--seconds", "2", "--out", str(tmp_path)]) == 1
+        assert main(["locust", "--url", url, "--users", "2", "--seconds", "5", "--out", str(tmp_path)]) == 1
     printed = capfd.readouterr()
     assert "OneText: " in printed.out
     assert "failed with 503 overloaded" in printed.out
