@@ -7,9 +7,11 @@ queue until `flush`, so that all frames of one event-loop tick leave in one writ
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import socket
 import struct
+from array import array
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Union
@@ -26,9 +28,12 @@ BYTES_PER_FLUSH = READS_PER_RECEIVE * READ_BYTES
 """A `flush` call stops after this many bytes, for the same reason."""
 MAX_TAIL_COPY_BYTES = 1 << 20
 """Larger tails stay in the memory that they were received into: a copy of many megabytes would stall the event loop."""
+MAX_DESCRIPTORS = 8
+"""Descriptors that one read accepts. A writer passes one with each frame that has any."""
 MAX_COPIED_BYTES = 1 << 16
 """Larger frames are written from where they are. Smaller frames are joined, so that they leave in one write."""
 
+_ANCILLARY_BYTES = socket.CMSG_LEN(MAX_DESCRIPTORS * array("i").itemsize)
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Union[ALL])  # noqa: UP007
 
@@ -64,6 +69,31 @@ def replace_message(frame: bytes, message: Message) -> bytes:
     return encode(message, id, (tail,), following=length - packed_length - len(tail))
 
 
+class _LargeFrame:
+    """A frame with a large tail while it arrives: memory of its size, which is filled from the start."""
+
+    def __init__(self, start: bytearray, size: int) -> None:
+        """start: the bytes that have arrived."""
+        # A bytearray is cleared at once: milliseconds for many megabytes. The system clears these pages one by one as they are filled.
+        # Huge pages would cost less in all, but the system may take milliseconds to find one.
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.memory = memoryview(memory)
+        self.memory[: len(start)] = start
+        self._filled = len(start)
+
+    @property
+    def missing(self) -> int:
+        """Return the number of bytes that have not arrived."""
+        return len(self.memory) - self._filled
+
+    def receive(self, end: socket.socket) -> tuple[int, list[int]]:
+        """Read once. Returns the number of bytes, which is 0 at end-of-file, and the descriptors."""
+        space = self.memory[self._filled : self._filled + READ_BYTES]
+        size, ancillary, _flags, _address = end.recvmsg_into([space], _ANCILLARY_BYTES)
+        self._filled += size
+        return size, _descriptors(ancillary)
+
+
 class Channel:
     """One end of the pair. `open` turns false at end-of-file; the owner then closes the channel.
 
@@ -75,6 +105,8 @@ class Channel:
         end.setblocking(False)
         self._socket = end
         self._received = bytearray()
+        self._large: _LargeFrame | None = None
+        """The frame that arrives now, if its tail is large. Then `_received` is empty."""
         self._sockets: deque[int] = deque()
         self._outgoing: deque[tuple[bytearray | memoryview, list[int]]] = deque()
         """Bytes that wait, with the descriptors to pass with them. A bytearray without descriptors takes further small frames."""
@@ -140,21 +172,24 @@ class Channel:
 
         With much to read some of it is left for the next call. Call this again whenever the channel is readable.
         """
+        frames: list[Frame] = []
         for _ in range(READS_PER_RECEIVE):
+            expected = READ_BYTES if self._large is None else min(READ_BYTES, self._large.missing)
             try:
-                data, descriptors, _flags, _address = socket.recv_fds(self._socket, READ_BYTES, 8)
+                size, descriptors = self._read()
             except BlockingIOError:
                 break
             except OSError:
-                data, descriptors = b"", []
+                size, descriptors = 0, []
             self._sockets.extend(descriptors)
-            if not data:
+            if not size:
                 self.open = False
                 break
-            self._received += data
-            if len(data) < READ_BYTES and not descriptors:
+            frames += self._take_frames()
+            if size < expected and not descriptors:
                 break  # nothing more has arrived; descriptors also end a read early
-        return self._take_frames()
+        self.frames_received += len(frames)
+        return frames
 
     def close(self) -> None:
         """Close the socket; the other end sees end-of-file."""
@@ -165,29 +200,43 @@ class Channel:
         self._outgoing.clear()
         self._socket.close()
 
+    def _read(self) -> tuple[int, list[int]]:
+        """Read once. Returns the number of bytes, which is 0 at end-of-file, and the descriptors."""
+        if self._large is not None:
+            return self._large.receive(self._socket)
+        data, ancillary, _flags, _address = self._socket.recvmsg(READ_BYTES, _ANCILLARY_BYTES)
+        self._received += data
+        return len(data), _descriptors(ancillary)
+
     def _take_frames(self) -> list[Frame]:
-        frames, handed_over = [], False
-        view, start = memoryview(self._received), 0
-        while len(view) - start >= HEADER.size:
-            length, packed_length, id = HEADER.unpack_from(view, start)
-            begin, end = start + HEADER.size, start + HEADER.size + length
-            if end > len(view):
-                break
-            message = _decoder.decode(view[begin : begin + packed_length])
-            tail: bytes | memoryview
-            if length - packed_length <= MAX_TAIL_COPY_BYTES:
+        if self._large is not None:
+            return self._take_large_frame(self._large)
+        frames, start, large_bytes = list[Frame](), 0, 0
+        with memoryview(self._received) as view:
+            while len(view) - start >= HEADER.size:
+                length, packed_length, id = HEADER.unpack_from(view, start)
+                begin, end = start + HEADER.size, start + HEADER.size + length
+                if end > len(view):
+                    large_bytes = end - start if length - packed_length > MAX_TAIL_COPY_BYTES else 0
+                    break
+                message = _decoder.decode(view[begin : begin + packed_length])
                 tail = bytes(view[begin + packed_length : end])
-            else:
-                tail, handed_over = view[begin + packed_length : end].toreadonly(), True
-            frames.append(Frame(message, id, tail, self._take_socket(message)))
-            start = end
-        if handed_over:
-            self._received = bytearray(view[start:])
-        else:
-            view.release()
-            del self._received[:start]
-        self.frames_received += len(frames)
+                frames.append(Frame(message, id, tail, self._take_socket(message)))
+                start = end
+        del self._received[:start]
+        if large_bytes:
+            self._large = _LargeFrame(self._received, large_bytes)
+            self._received.clear()
         return frames
+
+    def _take_large_frame(self, large: _LargeFrame) -> list[Frame]:
+        if large.missing:
+            return []
+        self._large = None
+        _length, packed_length, id = HEADER.unpack_from(large.memory)
+        end = HEADER.size + packed_length
+        message = _decoder.decode(large.memory[HEADER.size : end])
+        return [Frame(message, id, large.memory[end:].toreadonly(), self._take_socket(message))]
 
     def _take_socket(self, message: Message) -> socket.socket | None:
         return socket.socket(fileno=self._sockets.popleft()) if type(message) is Attach else None
@@ -197,6 +246,15 @@ class Channel:
         while descriptors:
             with contextlib.suppress(OSError):
                 os.close(descriptors.pop())
+
+
+def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+    """Return the descriptors that arrived with a read."""
+    descriptors = array("i")
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+    return descriptors.tolist()
 
 
 def pair() -> tuple[socket.socket, socket.socket]:

@@ -107,7 +107,7 @@ async def send(dispatcher: Dispatcher, steps: int = 1, tail: bytes = b"") -> asy
 
 def test_large_request_and_answer_have_no_long_callback() -> None:
     """They are not copied. A second engine gets the same request when the first ends."""
-    tail = bytes(16 << 20)
+    tail = bytes(32 << 20)
 
     async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
         first, second = await meet_two(dispatcher)
