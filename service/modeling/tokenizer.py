@@ -33,12 +33,17 @@ class Tokenizer:
             raise
         except Exception as error:  # the library raises plain Exception for every kind of broken file
             raise ModelError(f"{file}: {error}") from error
-        tokens = 1 + max(tokenizer._tokenizer.get_vocab().values(), default=-1)
+        tokens = tokenizer.vocabulary
         if tokens != spec.input.vocabulary:
             raise ModelError(
                 f"{file} needs a vocabulary of {tokens} and input.vocabulary in {MODEL} is {spec.input.vocabulary}: make them equal"
             )
         return tokenizer
+
+    @property
+    def vocabulary(self) -> int:
+        """The size of the vocabulary that covers all ids."""
+        return 1 + max(self._tokenizer.get_vocab().values(), default=-1)
 
     def packed_ids(self, text: str, field: str) -> bytes:
         """Return the token ids of a text as little-endian int32; raises InvalidInput if it cannot be tokenised.
