@@ -1,7 +1,8 @@
-"""Forms: the JSON of requests whose values follow as raw bytes, validated once and remembered by its exact bytes.
+"""Forms: requests whose values follow as raw bytes. Everything else in them is validated once and remembered by its exact bytes.
 
-A client that sends raw values repeats their JSON, and nothing in it depends on the values. Requests with one input and without an id have a
-form; all others are read each time.
+The head of a request is its JSON or, over gRPC, the fields of its message except the id and the values. A client that sends raw values
+repeats the head, and nothing in it depends on the values. Requests with one input and without an id in the head have a form; all others
+are read each time.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from service.settings import Settings
 
 MAX_FORMS = 256
 MAX_FORM_BYTES = 1024
-"""Longer JSON is read each time: one client must not fill the memory with JSON that it never repeats."""
+"""Longer heads are read each time: one client must not fill the memory with heads that it never repeats."""
 MAX_UNPACKED_IDS = 256
 """For more ids than this NumPy finds the largest faster than Python does."""
 WHOLE_OUTPUTS = {ClassifyHead: "scores", RegressHead: "value", EmbedHead: "embedding"}
@@ -33,15 +34,15 @@ WHOLE_OUTPUTS = {ClassifyHead: "scores", RegressHead: "value", EmbedHead: "embed
 _LENGTH = struct.Struct("<I")
 
 FormKey = tuple[str, bytes]
-"""The path of a request, and its JSON of at most MAX_FORM_BYTES."""
+"""The path of a request, which is empty for gRPC, and its head of at most MAX_FORM_BYTES."""
 
 
 @dataclass(slots=True)
 class BinaryForm:
-    """What the JSON of a request says, for one model version. `parsed` and `tensors` have no values.
+    """What the head of a request says, for one model version. `parsed` and `tensors` have no values.
 
     `size` is the size of the raw bytes, `lengths` the steps of each sequence (none for a text), `options` the request's options.
-    `response` is the JSON of every successful response, if the engine's answer of `response_size` bytes is what follows it. It
+    `response` is the head of every successful response, if the engine's answer of `response_size` bytes is what follows it. It
     is known after the first.
     """
 
@@ -60,10 +61,14 @@ class BinaryForm:
         self._unpack_ids = struct.Struct(f"<{ids}I") if self._input.name == "ids" and ids <= MAX_UNPACKED_IDS else None
 
     def fits(self, values: bytes | memoryview) -> bool:
-        """Return whether raw bytes have the size that the JSON says, for a text also that of its single element."""
+        """Return whether raw bytes have the size that the head says, for a text also that of its single element."""
         if len(values) != self.size:
             return False
         return self._input.datatype != BYTES or _LENGTH.unpack_from(values)[0] == self.size - _LENGTH.size
+
+    def answered_by(self, data: bytes | memoryview) -> bool:
+        """Return whether the response is known except for an engine's answer, which it has as it is."""
+        return self.response is not None and len(data) == self.response_size
 
     def pack(self, values: bytes | memoryview) -> tuple[list[int], bytes | memoryview] | None:
         """Return the steps of each sequence and the engine's tensor bytes, or None for values that the model does not take.
@@ -150,10 +155,15 @@ class BinaryForms:
 
 
 def _whole_output_size(parsed: ParsedRequest, model: ServedModel, sequences: int) -> int:
-    """Return the size of the engine's answer if it is all that the response has after its JSON, otherwise 0."""
+    """Return the size of the engine's answer if it is all that the response has after its head, otherwise 0."""
     spec, requested = model.spec, parsed.request.outputs
     names = [output.name for output in requested] or [output.name for output in metadata.head_outputs(spec)]
     if names != [WHOLE_OUTPUTS.get(type(spec.head))] or not parsed.raw(names[0]) or any(output.classes for output in requested):
         return 0
     [output] = [output for output in metadata.head_outputs(spec) if output.name == names[0]]
     return sequences * math.prod(output.dims) * np.dtype(FEATURES).itemsize
+
+
+def all_finite(answers: list[bytes | memoryview]) -> bool:
+    """Return whether all values of engines' answers are finite. Only these are sent as they are."""
+    return bool(np.isfinite(np.frombuffer(b"".join(answers), FEATURES)).all())

@@ -8,17 +8,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
+
 from service.errors import ServiceError, Unavailable
+from service.frontend import validation
 from service.frontend.catalog import ServedModel
-from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
 from service.frontend.hot_calls import AnsweredCall, HotCall, HotEndpoint, Parsed, Reply, RequestTally
 from service.frontend.http2.stream import Stream
 from service.frontend.inference import Frontend
 from service.frontend.oip import parameters, protobuf
-from service.frontend.oip.grpc_messages import ClassifyWriter, read_request, write_response
+from service.frontend.oip.binary_forms import BinaryForm, BinaryForms, FormKey, all_finite
+from service.frontend.oip.grpc_messages import ClassifyWriter, read_request, split_head, write_response, write_start
 from service.frontend.oip.grpc_wire import OK_TRAILERS, RESPONSE_HEADERS, error_status, frame_message, trailers_only
-from service.frontend.oip.infer import MAX_LOOP_TENSOR_BYTES, build_response, check_options, engine_request
+from service.frontend.oip.infer import build_response, check_options, engine_request
 from service.frontend.oip.inputs import InputTensors
+from service.frontend.oip.json import ParsedRequest, RawOutputs
+from service.frontend.oip.limits import max_loop_request_bytes
 from service.frontend.oip.protobuf import METHODS
 from service.frontend.oip.types import InferRequest
 from service.frontend.oip.wire import MAX_UNSCANNED_BYTES
@@ -37,15 +42,25 @@ class InferHead(RequestHead):
     deadline: float = math.inf
 
 
+NO_VALUES = memoryview(b"")
+RAW_OUTPUTS = RawOutputs({}, default=True)
+"""Every output of a response is sent as raw bytes."""
 WITHOUT_DEADLINE = InferHead("", 0, {})
 
 
 class _Context(NamedTuple):
-    """What the endpoint keeps of a request."""
+    """What the endpoint keeps of a request.
+
+    key: of the form that the request has or may get, None for a request of another kind. With a form, the raw values are in `values`, and
+    `request` and `tensors` have none.
+    """
 
     request: InferRequest
     tensors: InputTensors
     deadline: float
+    key: FormKey | None
+    form: BinaryForm | None = None
+    values: memoryview = NO_VALUES
 
 
 class HotGrpcInfer(HotEndpoint):
@@ -54,14 +69,28 @@ class HotGrpcInfer(HotEndpoint):
     def __init__(self, frontend: Frontend, tally: RequestTally) -> None:
         super().__init__(frontend, tally)
         self._writers: dict[ModelKey, ClassifyWriter] = {}
+        self._forms = BinaryForms(frontend.catalog, frontend.settings)
 
     def accepts(self, head: RequestHead) -> bool:
         return True  # the whole message has arrived
 
     def parse(self, head: RequestHead, body: bytes) -> Parsed | None:
         assert isinstance(head, InferHead)
-        if len(body) > min(MAX_LOOP_BODY_BYTES + MAX_LOOP_TENSOR_BYTES, self.frontend.settings.max_body_bytes):
+        if len(body) > max_loop_request_bytes(self.frontend.settings):
             return None
+        parts, key = split_head(body), None
+        if parts is not None:
+            key = ("", parts.key)
+            form = self._forms.find(key)
+            if form is not None and form.fits(parts.values):
+                request = form.parsed.request
+                if parts.id:
+                    request = msgspec.structs.replace(request, id=parts.id)
+                context = _Context(request, form.tensors, head.deadline, key, form, parts.values)
+                return Parsed(request.model, request.version or None, context)
+        return self._parse_message(head.deadline, body, key)
+
+    def _parse_message(self, deadline: float, body: bytes, key: FormKey | None) -> Parsed | None:
         try:
             request = read_request(body)
             if request is None and len(body) <= MAX_UNSCANNED_BYTES:
@@ -71,18 +100,34 @@ class HotGrpcInfer(HotEndpoint):
             tensors = InputTensors(request.inputs)
         except ServiceError:
             return None  # the general path raises it again, and counts the request
-        return Parsed(request.model, request.version or None, _Context(request, tensors, head.deadline))
+        return Parsed(request.model, request.version or None, _Context(request, tensors, deadline, key))
 
     def build(self, parsed: Parsed, model: ServedModel, arrived: float) -> tuple[Request, bytes | memoryview]:
         context: _Context = parsed.context
-        seconds, settings = max(0.0, context.deadline - arrived), self.frontend.settings
+        form, tensors, settings = context.form, context.tensors, self.frontend.settings
+        seconds = max(0.0, context.deadline - arrived)
+        if form is not None:
+            packed = form.pack(context.values)
+            if packed is not None:
+                return validation.engine_request(packed[0], _within(form.options, seconds), model, arrived), packed[1]
+            tensors = form.decode(context.values)  # for the error that names the wrong value
         options = check_options(context.request, None, model, settings, seconds)
-        return engine_request(context.request, context.tensors.pack(model, settings), options, model, arrived)
+        request, data = engine_request(context.request, tensors.pack(model, settings), options, model, arrived)
+        if context.key is not None and form is None:
+            without_id = msgspec.structs.replace(context.request, id="")
+            self._forms.remember(context.key, ParsedRequest(without_id, RAW_OUTPUTS), model, request.lengths)
+        return request, data
 
     def write(self, model: ServedModel, answers: list[AnsweredCall]) -> list[Reply | ServiceError]:
-        together = self._write_together(model, answers)
-        if together is not None:
-            return [Reply(response, b"") for response in together]
+        whole = [answered for answered in answers if _has_whole_response(answered)]
+        if whole and not all_finite([answered.data for answered in whole]):
+            whole = []
+        if len(whole) == len(answers):
+            return [_whole_reply(model, answered) for answered in answers]
+        if not whole:
+            together = self._write_together(model, answers)
+            if together is not None:
+                return [Reply(response, b"") for response in together]
         return [_reply(model, answered) for answered in answers]
 
     async def write_large(self, model: ServedModel, answered: AnsweredCall) -> Reply:
@@ -102,6 +147,25 @@ class HotGrpcInfer(HotEndpoint):
         return writer.write_all([(call.context.request.id, answer, data) for call, answer, data in answers])
 
 
+def _within(options: validation.Options, seconds: float) -> validation.Options:
+    """Return options with the deadline of the call."""
+    milliseconds = seconds * 1000
+    return options if milliseconds >= options.deadline_ms else msgspec.structs.replace(options, deadline_ms=milliseconds)
+
+
+def _has_whole_response(answered: AnsweredCall) -> bool:
+    form: BinaryForm | None = answered.call.context.form
+    return form is not None and form.answered_by(answered.data)
+
+
+def _whole_reply(model: ServedModel, answered: AnsweredCall) -> Reply:
+    """Return the reply that consists of the known response of a form and of the engine's answer as it is."""
+    context: _Context = answered.call.context
+    assert context.form is not None and context.form.response is not None
+    start = write_start(model.spec.name, model.version, context.request.id)
+    return Reply(start + context.form.response + answered.data, b"")
+
+
 def _reply(model: ServedModel, answered: AnsweredCall) -> Reply | ServiceError:
     try:
         return _write(model, answered)
@@ -113,7 +177,11 @@ def _write(model: ServedModel, answered: AnsweredCall) -> Reply:
     """Return the reply; raises a ServiceError."""
     context: _Context = answered.call.context
     response = build_response(context.request, context.tensors, model, answered.answer, answered.data)
-    return Reply(write_response(response), b"")
+    content, form = write_response(response), context.form
+    if form is not None and form.response_size == len(answered.data):
+        start = write_start(response.model, response.version, response.id)
+        form.response = content[len(start) : len(content) - form.response_size]
+    return Reply(content, b"")
 
 
 class InferCall:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
 from service.frontend.catalog import ServedModel
+from service.frontend.oip.binary_forms import MAX_FORM_BYTES
 from service.frontend.oip.tensors import BYTES, Tensor, decode, encode
 from service.frontend.oip.types import InferRequest, InferResponse, RequestedOutput
+from service.frontend.oip.wire import NotAMessage, read_number
 from service.ipc.messages import FEATURES, Answer
 from service.modeling.spec import ClassifyHead
 
@@ -20,8 +23,11 @@ MAX_SIMPLE_FIELDS = 16
 """Requests with more are not read by hand."""
 MAX_KEPT_BYTES = 256
 """Descriptions of tensors up to this size are remembered."""
+MAX_DIMENSION = 2**63 - 1
+"""Larger numbers are negative, or invalid."""
 _LENGTH_DELIMITED = 2
 _NAME, _VERSION, _ID, _INPUTS, _OUTPUTS, _RAW = 1, 2, 3, 5, 6, 7
+_ID_TAG, _RAW_TAG = _ID << 3 | _LENGTH_DELIMITED, _RAW << 3 | _LENGTH_DELIMITED
 
 
 class _Unusual(Exception):
@@ -32,8 +38,45 @@ def read_request(data: bytes) -> InferRequest | None:
     """Return a request of names, tensors with raw contents and requested outputs, None for any other; raises a ServiceError."""
     try:
         return _read_request(data)
-    except (_Unusual, IndexError, UnicodeDecodeError):
+    except (_Unusual, NotAMessage, IndexError, UnicodeDecodeError):
         return None
+
+
+class MessageHead(NamedTuple):
+    """A request in parts. key: all fields but the id and the values, byte for byte."""
+
+    key: bytes
+    id: str
+    values: memoryview
+
+
+def split_head(data: bytes) -> MessageHead | None:
+    """Return the parts of a request whose values are in one field at its end; None for others, and for long heads."""
+    try:
+        return _split_head(data)
+    except (_Unusual, NotAMessage, IndexError, UnicodeDecodeError):
+        return None
+
+
+def _split_head(data: bytes) -> MessageHead:
+    at, id, id_start, id_end = 0, "", 0, 0
+    while at <= MAX_FORM_BYTES:
+        tag, size, content = data[at], data[at + 1], at + 2
+        if size > 127:
+            size, content = read_number(data, at + 1)
+        end = content + size
+        if tag == _RAW_TAG:
+            if end != len(data):
+                break
+            return MessageHead(data[:id_start] + data[id_end:at] if id_end else data[:at], id, memoryview(data)[content:])
+        if tag & 7 != _LENGTH_DELIMITED or tag > 127:
+            break
+        if tag == _ID_TAG:
+            if id_end:
+                break
+            id, id_start, id_end = data[content:end].decode(), at, end
+        at = end
+    raise _Unusual
 
 
 def _read_request(data: bytes) -> InferRequest:
@@ -46,7 +89,7 @@ def _read_request(data: bytes) -> InferRequest:
         tag, size = data[at], data[at + 1]
         at += 2
         if size > 127:
-            size, at = _varint(data, at - 1)
+            size, at = read_number(data, at - 1)
         field, fields = tag >> 3, fields + 1
         if tag & 7 != _LENGTH_DELIMITED or tag > 127 or at + size > end or fields > MAX_SIMPLE_FIELDS:
             raise _Unusual
@@ -80,7 +123,9 @@ def _description(data: bytes) -> tuple[str, str, tuple[int, ...]]:
         elif field == 3:
             at = 0
             while at < len(value):
-                size, at = _varint(value, at)
+                size, at = read_number(value, at)
+                if size > MAX_DIMENSION:
+                    raise _Unusual
                 shape.append(size)
         else:
             raise _Unusual
@@ -106,7 +151,7 @@ def _strings(data: bytes) -> list[tuple[int, bytes]]:
         if tag & 7 != _LENGTH_DELIMITED or tag > 127:
             raise _Unusual
         if size > 127:
-            size, at = _varint(data, at + 1)
+            size, at = read_number(data, at + 1)
         else:
             at += 2
         if at + size > len(data):
@@ -116,26 +161,18 @@ def _strings(data: bytes) -> list[tuple[int, bytes]]:
     return fields
 
 
-def _varint(data: bytes | memoryview, at: int) -> tuple[int, int]:
-    """Return a number and the position after it. Raises _Unusual for numbers of more than 9 bytes, which are negative or invalid."""
-    value = shift = 0
-    while True:
-        octet = data[at]
-        at += 1
-        value |= (octet & 127) << shift
-        if octet < 128:
-            return value, at
-        shift += 7
-        if shift > 56:
-            raise _Unusual
-
-
 def write_response(response: InferResponse) -> bytes:
     """Return a ModelInferResponse without parameters."""
     assert not response.parameters
+    start = write_start(response.model, response.version, response.id)
     heads = [_output(tensor.name, tensor.datatype, tensor.shape) for tensor in response.outputs]
     raw = [_field(6, encode(tensor)) for tensor in response.outputs]
-    return b"".join((_identity(response.model, response.version), _text(_ID, response.id), *heads, *raw))
+    return b"".join((start, *heads, *raw))
+
+
+def write_start(model: str, version: str, id: str) -> bytes:
+    """Return the fields of a response that come before its outputs."""
+    return _identity(model, version) + (_text(_ID, id) if id else b"")
 
 
 class ClassifyWriter:

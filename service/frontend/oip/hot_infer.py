@@ -7,8 +7,6 @@ import re
 from functools import lru_cache, partial
 from typing import NamedTuple
 
-import numpy as np
-
 from service.errors import ServiceError
 from service.frontend import validation
 from service.frontend.catalog import ServedModel
@@ -17,13 +15,14 @@ from service.frontend.hot_calls import AnsweredCall, HotEndpoint, Parsed, Reply,
 from service.frontend.http_exchange import JSON, OCTET_STREAM
 from service.frontend.inference import Frontend
 from service.frontend.oip import json, parameters
-from service.frontend.oip.binary_forms import MAX_FORM_BYTES, BinaryForm, BinaryForms, FormKey
-from service.frontend.oip.infer import MAX_LOOP_TENSOR_BYTES, build_request, build_response
+from service.frontend.oip.binary_forms import MAX_FORM_BYTES, BinaryForm, BinaryForms, FormKey, all_finite
+from service.frontend.oip.infer import build_request, build_response
 from service.frontend.oip.inputs import InputTensors
 from service.frontend.oip.json import HEADER_LENGTH, ParsedRequest
+from service.frontend.oip.limits import max_loop_request_bytes
 from service.frontend.oip.rest import MIN_COMPRESSED_BYTES, accepted_encoding, compress, encode_response, parse_infer
 from service.frontend.request_heads import RequestHead
-from service.ipc.messages import FEATURES, Request
+from service.ipc.messages import Request
 
 PATH = re.compile("/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
 _HEADER_LENGTH = HEADER_LENGTH.lower().encode()
@@ -56,8 +55,7 @@ class HotOipInfer(HotEndpoint):
     def accepts(self, head: RequestHead) -> bool:
         length = head.headers.get(_HEADER_LENGTH, b"")
         json_bytes = int(length) if length.isdigit() and len(length) <= 18 else head.length
-        limit = min(MAX_LOOP_BODY_BYTES + MAX_LOOP_TENSOR_BYTES, self.frontend.settings.max_body_bytes)
-        return head.length <= limit and json_bytes <= MAX_LOOP_BODY_BYTES
+        return head.length <= max_loop_request_bytes(self.frontend.settings) and json_bytes <= MAX_LOOP_BODY_BYTES
 
     def parse(self, head: RequestHead, body: bytes) -> Parsed | None:
         path, length = _split(head.path), head.headers.get(_HEADER_LENGTH)
@@ -93,8 +91,7 @@ class HotOipInfer(HotEndpoint):
         return request, data
 
     def write(self, model: ServedModel, answers: list[AnsweredCall]) -> list[Reply | ServiceError]:
-        values = b"".join([answered.data for answered in answers if len(answered.data) == _expected_size(answered)])
-        finite = bool(np.isfinite(np.frombuffer(values, FEATURES)).all())
+        finite = all_finite([answered.data for answered in answers if _has_whole_response(answered)])
         return [(finite and _whole_reply(answered)) or _reply(model, answered) for answered in answers]
 
     async def write_large(self, model: ServedModel, answered: AnsweredCall) -> Reply:
@@ -111,16 +108,15 @@ def _split(path: str) -> tuple[str, str] | None:
     return None if match is None else (match[1], match[2] or "")
 
 
-def _expected_size(answered: AnsweredCall) -> int:
-    """Return the size of an answer that is sent as it is, otherwise 0."""
+def _has_whole_response(answered: AnsweredCall) -> bool:
     form: BinaryForm | None = answered.call.context.form
-    return 0 if form is None or form.response is None else form.response_size
+    return form is not None and form.answered_by(answered.data)
 
 
 def _whole_reply(answered: AnsweredCall) -> Reply | None:
     """Return the reply if it consists of the known JSON of its form and of the engine's answer as it is. The answer is finite."""
     context: _Context = answered.call.context
-    if not (size := _expected_size(answered)) or len(answered.data) != size:
+    if not _has_whole_response(answered):
         return None
     assert context.form is not None and context.form.response is not None
     content = context.form.response + answered.data

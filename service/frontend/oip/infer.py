@@ -14,13 +14,11 @@ from service.frontend.large_answers import LARGE_ANSWER_BYTES
 from service.frontend.oip import outputs, parameters
 from service.frontend.oip.inputs import InputTensors
 from service.frontend.oip.large_requests import DecodedInputs
+from service.frontend.oip.limits import MAX_LOOP_TENSOR_BYTES
 from service.frontend.oip.types import InferRequest, InferResponse
 from service.frontend.validation import PackedInputs
 from service.ipc.messages import Answer, Request
 from service.settings import Settings
-
-MAX_LOOP_TENSOR_BYTES = 4 << 20
-"""Larger tensors are checked in a thread: numpy does not hold the interpreter lock meanwhile."""
 
 
 async def infer(

@@ -1,6 +1,7 @@
-"""Limits on the numbers of parts in a request of the Open Inference Protocol. Each part costs time, however few bytes it has.
+"""Limits of Open Inference Protocol requests: on the sizes that the event loop handles, and on the numbers of parts.
 
-No model has that many inputs, outputs or parameters: the limits only refuse requests that would stall the frontend.
+Each part costs time, however few bytes it has. No model has that many inputs, outputs or parameters: these limits only refuse requests
+that would stall the frontend.
 """
 
 from __future__ import annotations
@@ -8,14 +9,22 @@ from __future__ import annotations
 from collections.abc import Sized
 
 from service.errors import TooLarge
-from service.settings import MAX_INPUTS_CEILING
+from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
+from service.settings import MAX_INPUTS_CEILING, Settings
 
+MAX_LOOP_TENSOR_BYTES = 4 << 20
+"""Larger tensors are checked in a thread: numpy does not hold the interpreter lock meanwhile."""
 MAX_PARTS = 64
 """Most inputs, outputs, raw contents, or parameters of a request or a tensor."""
 MAX_TEXTS = MAX_INPUTS_CEILING
 """Most elements of a BYTES tensor."""
 MAX_CLASSES = 4096
 """Most entries of a classification, over all sequences of a request."""
+
+
+def max_loop_request_bytes(settings: Settings) -> int:
+    """Return the size of the largest request that is decoded on the event loop."""
+    return min(MAX_LOOP_BODY_BYTES + MAX_LOOP_TENSOR_BYTES, settings.max_body_bytes)
 
 
 def check_count(count: int, noun: str) -> None:

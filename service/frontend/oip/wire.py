@@ -43,6 +43,16 @@ class NotAMessage(Exception):
     """The bytes are not an encoded message."""
 
 
+def read_number(data: bytes, position: int) -> tuple[int, int]:
+    """Return a number and the position after it; raises NotAMessage."""
+    value = 0
+    for index, byte in enumerate(data[position : position + 10]):
+        value |= (byte & 0x7F) << 7 * index
+        if byte < 0x80:
+            return value, position + index + 1
+    raise NotAMessage
+
+
 def split(data: bytes) -> SplitMessage:
     """Return the two parts of a message; raises TooLarge for too many parts, and NotAMessage."""
     view, counts = memoryview(data), dict.fromkeys(_PARTS, 0)
@@ -82,12 +92,12 @@ def _fields(data: bytes) -> Iterator[_Field]:
     position = 0
     while position < len(data):
         start = position
-        tag, position = _varint(data, position)
+        tag, position = read_number(data, position)
         wire_type, content = tag & 7, position
         if wire_type == _VARINT:
-            _, position = _varint(data, position)
+            _, position = read_number(data, position)
         elif wire_type == _BYTES:
-            size, content = _varint(data, position)
+            size, content = read_number(data, position)
             position = content + size
         elif wire_type in _FIXED_SIZES:
             position += _FIXED_SIZES[wire_type]
@@ -96,13 +106,3 @@ def _fields(data: bytes) -> Iterator[_Field]:
         if position > len(data):
             raise NotAMessage
         yield _Field(tag >> 3, wire_type, start, content, position)
-
-
-def _varint(data: bytes, position: int) -> tuple[int, int]:
-    """Return a number and the position after it; raises NotAMessage."""
-    value = 0
-    for index, byte in enumerate(data[position : position + 10]):
-        value |= (byte & 0x7F) << 7 * index
-        if byte < 0x80:
-            return value, position + index + 1
-    raise NotAMessage

@@ -17,10 +17,11 @@ from service.frontend.dispatch.dispatcher import Dispatcher
 from service.frontend.http2.connection import Http2Connection
 from service.frontend.inference import Frontend
 from service.frontend.oip import protobuf
+from service.frontend.oip.binary_forms import BinaryForm
 from service.frontend.oip.grpc_application import GrpcApplication
 from service.frontend.oip.grpc_calls import RECEIVE_LIMIT_FACTOR, GrpcShutdown
 from service.frontend.oip.grpc_infer import HotGrpcInfer
-from service.frontend.oip.grpc_messages import ClassifyWriter, read_request, write_response
+from service.frontend.oip.grpc_messages import ClassifyWriter, read_request, split_head, write_response
 from service.frontend.oip.grpc_methods import rpc_handlers
 from service.frontend.oip.grpc_server import _limits
 from service.frontend.oip.infer import build_response
@@ -285,6 +286,49 @@ def test_compressed_requests_get_equal_replies(frontend: Frontend, compression: 
     check_equal(frontend, corpus(), compression=compression)
 
 
+def test_repeated_requests_get_equal_replies(frontend: Frontend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second request with the same head takes its remembered form, whatever its id and its values are."""
+    packed = []
+    pack = BinaryForm.pack
+
+    def count(self: BinaryForm, values: Any) -> Any:
+        packed.append(values)
+        return pack(self, values)
+
+    monkeypatch.setattr(BinaryForm, "pack", count)
+    largest = 2**31 - 1
+    values = [np.array(ids, "<i4").tobytes() for ids in ([1, 2, 3], [3, 2, 1], [1, -1, 3], [1, 2, largest], [1, 2])]
+    ids = [
+        requesting(tensors(("ids", "INT32", [1, 3], data), id=id), "scores") for data in values for id in ("", "a", "b" * 200)
+    ]
+    replies = check_equal(frontend, [message.SerializeToString() for message in ids])
+    assert [reply.code.name for reply in replies] == ["OK"] * 6 + ["INVALID_ARGUMENT"] * 9
+    assert len(packed) == 11
+    check_equal(frontend, [message for message in corpus() for _ in range(3)])
+    assert len(packed) > 30
+
+
+def test_remembered_form_has_the_deadline_of_each_call(frontend: Frontend, monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed = []
+    send = CallbackDispatcher.send
+
+    def count(self: CallbackDispatcher, request: Request, tail: bytes, receiver: Any) -> Pending:
+        allowed.append(request.deadline - request.sent)
+        return send(self, request, tail, receiver)
+
+    monkeypatch.setattr(CallbackDispatcher, "send", count)
+
+    message = with_parameter(text(QUESTION), "timeout", "int64_param", 60_000_000).SerializeToString()
+
+    async def run() -> None:
+        async with both_servers(frontend) as (own, _):
+            for timeout in (None, None, 30.0):
+                await own.unary_unary(INFER)(message, timeout=timeout)
+
+    asyncio.run(run())
+    assert [30 < seconds <= 60 for seconds in allowed] == [True, True, False]
+
+
 def test_mutated_requests_get_equal_replies(frontend: Frontend) -> None:
     check_equal(frontend, list(mutations(random.Random(7))))
 
@@ -331,6 +375,23 @@ def test_answers_written_together_equal_those_written_alone(harness: InferHarnes
     for written, (id, answer, data) in zip(together or [], answers, strict=True):
         response = build_response(InferRequest("words", "", id, {}, [], []), tensors, model, answer, data)
         assert written == write_response(response) == protobuf.infer_response(response).SerializeToString()
+
+
+def test_head_of_a_message_has_neither_id_nor_values() -> None:
+    plain, named = text(QUESTION).SerializeToString(), text(QUESTION, id="seven").SerializeToString()
+    without, parts = split_head(plain), split_head(named)
+    assert without is not None and parts is not None
+    assert (without.key, without.id) == (parts.key, "")
+    assert (parts.id, bytes(parts.values)) == ("seven", len(QUESTION).to_bytes(4, "little") + QUESTION)
+    assert without.key + plain[len(without.key) :] == plain
+
+
+def test_messages_without_a_head() -> None:
+    usual = text(QUESTION, id="seven").SerializeToString()
+    two_ids = REQUEST(id="six").SerializeToString() + usual
+    others = [usual[:-1], usual + usual[:2], usual + REQUEST(id="eight").SerializeToString(), two_ids, b"", b"\x08\x01" + usual]
+    others += [usual.replace(b"seven", b"sev\xffn"), text(QUESTION, model="m" * 2000).SerializeToString(), b"\xba\x00" + usual]
+    assert [split_head(message) for message in others] == [None] * len(others)
 
 
 def test_messages_read_by_hand_are_the_usual_ones() -> None:
