@@ -29,7 +29,7 @@ BYTES_PER_FLUSH = READS_PER_RECEIVE * READ_BYTES
 MAX_TAIL_COPY_BYTES = 1 << 20
 """Larger tails stay in the memory that they were received into: a copy of many megabytes would stall the event loop."""
 MAX_DESCRIPTORS = 8
-"""Descriptors that one read accepts. A writer passes one with each frame that has any."""
+"""Descriptors that one read accepts. Each frame with descriptors passes a single one."""
 MAX_COPIED_BYTES = 1 << 16
 """Larger frames are written from where they are. Smaller frames are joined, so that they leave in one write."""
 

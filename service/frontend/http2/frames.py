@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from enum import IntEnum
+from functools import lru_cache
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 HEADER_BYTES = 9
@@ -83,6 +85,19 @@ def header_frames(block: bytes, flags: int, stream: int) -> bytes:
     frames = [frame(HEADERS, flags, stream, parts[0])]
     frames += [frame(CONTINUATION, 0, stream, part) for part in parts[1:-1]]
     return b"".join((*frames, frame(CONTINUATION, END_HEADERS, stream, parts[-1])))
+
+
+def response_frames(headers: bytes, data: bytes, trailers: bytes, stream: int) -> bytes:
+    """Return a whole response whose parts each fit into a frame. headers, trailers: header blocks."""
+    pack_start, pack_end = _response_packers(len(headers), len(trailers))
+    size = len(data)
+    start = pack_start(0, len(headers), HEADERS, END_HEADERS, stream, headers, size >> 16, size & 0xFFFF, DATA, 0, stream)
+    return start + data + pack_end(0, len(trailers), HEADERS, END_HEADERS | END_STREAM, stream, trailers)
+
+
+@lru_cache(maxsize=16)
+def _response_packers(headers_size: int, trailers_size: int) -> tuple[Callable[..., bytes], Callable[..., bytes]]:
+    return struct.Struct(f">BHBBI{headers_size}sBHBBI").pack, struct.Struct(f">BHBBI{trailers_size}s").pack
 
 
 def settings_frame(settings: dict[Setting, int]) -> bytes:

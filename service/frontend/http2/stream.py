@@ -11,9 +11,9 @@ from service.frontend.http2.frames import (
     MAX_WINDOW,
     ErrorCode,
     StreamFault,
-    data_header,
     header_frames,
     reset_frame,
+    response_frames,
     window_update,
 )
 from service.frontend.http2.sender import Sender
@@ -143,19 +143,13 @@ class Stream:
             self._owed = 0
 
     def respond(self, headers: bytes, data: bytes, trailers: bytes) -> None:
-        """Send a whole response. headers, trailers: header blocks."""
+        """Send a whole response. headers, trailers: header blocks of one frame each."""
         size, sender = len(data), self._sender
         if self.server_ended:
             return
         if size <= min(self.send_window, sender.window, MAX_FRAME_BYTES) and not sender.paused:
             sender.window -= size
-            parts = (
-                header_frames(headers, 0, self.id),
-                data_header(size, 0, self.id),
-                data,
-                header_frames(trailers, END_STREAM, self.id),
-            )
-            sender.write_content(b"".join(parts))
+            sender.write_content(response_frames(headers, data, trailers, self.id))
             self.finish()
         else:
             self.send_headers(headers)

@@ -70,13 +70,14 @@ class HotGrpcInfer(HotEndpoint):
         super().__init__(frontend, tally)
         self._writers: dict[ModelKey, ClassifyWriter] = {}
         self._forms = BinaryForms(frontend.catalog, frontend.settings)
+        self._max_bytes = max_loop_request_bytes(frontend.settings)
 
     def accepts(self, head: RequestHead) -> bool:
         return True  # the whole message has arrived
 
     def parse(self, head: RequestHead, body: bytes) -> Parsed | None:
         assert isinstance(head, InferHead)
-        if len(body) > max_loop_request_bytes(self.frontend.settings):
+        if len(body) > self._max_bytes:
             return None
         parts, key = split_head(body), None
         if parts is not None:
@@ -119,15 +120,20 @@ class HotGrpcInfer(HotEndpoint):
         return request, data
 
     def write(self, model: ServedModel, answers: list[AnsweredCall]) -> list[Reply | ServiceError]:
-        whole = [answered for answered in answers if _has_whole_response(answered)]
-        if whole and not all_finite([answered.data for answered in whole]):
-            whole = []
-        if len(whole) == len(answers):
-            return [_whole_reply(model, answered) for answered in answers]
-        if not whole:
-            together = self._write_together(model, answers)
-            if together is not None:
-                return [Reply(response, b"") for response in together]
+        whole = [_has_whole_response(answered) for answered in answers]
+        if not all_finite([answered.data for answered, known in zip(answers, whole, strict=True) if known]):
+            whole = [False] * len(answers)
+        others = iter(
+            self._write_others(model, [answered for answered, known in zip(answers, whole, strict=True) if not known])
+        )
+        return [
+            _whole_reply(model, answered) if known else next(others) for answered, known in zip(answers, whole, strict=True)
+        ]
+
+    def _write_others(self, model: ServedModel, answers: list[AnsweredCall]) -> list[Reply | ServiceError]:
+        together = self._write_together(model, answers) if answers else []
+        if together is not None:
+            return [Reply(response, b"") for response in together]
         return [_reply(model, answered) for answered in answers]
 
     async def write_large(self, model: ServedModel, answered: AnsweredCall) -> Reply:

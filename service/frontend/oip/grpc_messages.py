@@ -43,7 +43,7 @@ def read_request(data: bytes) -> InferRequest | None:
 
 
 class MessageHead(NamedTuple):
-    """A request in parts. key: all fields but the id and the values, byte for byte."""
+    """A request in parts. key: all fields but the id, byte for byte, without the values and with their size."""
 
     key: bytes
     id: str
@@ -51,7 +51,7 @@ class MessageHead(NamedTuple):
 
 
 def split_head(data: bytes) -> MessageHead | None:
-    """Return the parts of a request whose values are in one field at its end; None for others, and for long heads."""
+    """Return the parts of a request that ends with its only raw contents; None for other requests, and for long heads."""
     try:
         return _split_head(data)
     except (_Unusual, NotAMessage, IndexError, UnicodeDecodeError):
@@ -68,7 +68,8 @@ def _split_head(data: bytes) -> MessageHead:
         if tag == _RAW_TAG:
             if end != len(data):
                 break
-            return MessageHead(data[:id_start] + data[id_end:at] if id_end else data[:at], id, memoryview(data)[content:])
+            key = data[:id_start] + data[id_end:content] if id_end else data[:content]
+            return MessageHead(key, id, memoryview(data)[content:])
         if tag & 7 != _LENGTH_DELIMITED or tag > 127:
             break
         if tag == _ID_TAG:

@@ -51,11 +51,12 @@ class HotOipInfer(HotEndpoint):
     def __init__(self, frontend: Frontend, tally: RequestTally) -> None:
         super().__init__(frontend, tally)
         self._forms = BinaryForms(frontend.catalog, frontend.settings)
+        self._max_bytes = max_loop_request_bytes(frontend.settings)
 
     def accepts(self, head: RequestHead) -> bool:
         length = head.headers.get(_HEADER_LENGTH, b"")
         json_bytes = int(length) if length.isdigit() and len(length) <= 18 else head.length
-        return head.length <= max_loop_request_bytes(self.frontend.settings) and json_bytes <= MAX_LOOP_BODY_BYTES
+        return head.length <= self._max_bytes and json_bytes <= MAX_LOOP_BODY_BYTES
 
     def parse(self, head: RequestHead, body: bytes) -> Parsed | None:
         path, length = _split(head.path), head.headers.get(_HEADER_LENGTH)
