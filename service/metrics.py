@@ -124,6 +124,12 @@ class Histogram(Series):
         values[bisect_left(self.buckets, value)] += 1
         values[-1] += value
 
+    def observe_often(self, value: float, count: int, *labels: str) -> None:
+        """Observe a value that `count` requests have in common."""
+        values = self._at(labels, len(self.buckets) + 2)
+        values[bisect_left(self.buckets, value)] += count
+        values[-1] += value * count
+
     def observe_all(self, observed: Sequence[float], *labels: str) -> None:
         """Observe many values at once."""
         values = self._at(labels, len(self.buckets) + 2)

@@ -11,6 +11,12 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = {"service.ipc", "service.errors", "service.log", "service.metrics", "service.settings"}
 EVERYTHING = {"service", "loadtest"}
+SCHEDULING = {
+    *("service.engine.batching.scheduler", "service.engine.batching.batch_builder", "service.engine.batching.model_queue"),
+    *("service.engine.batching.request_block", "service.engine.batching.due", "service.engine.execution.cost_model"),
+    *("service.errors", "service.ipc.blocks", "service.ipc.messages"),
+}
+"""What decides about batches knows neither a device nor a client."""
 MAY_IMPORT: dict[str, set[str]] = {  # the rule with the longest matching name holds; a part may always import from itself
     "loadtest": {"kernels.bench", "service"},
     "kernels": set(),
@@ -21,7 +27,9 @@ MAY_IMPORT: dict[str, set[str]] = {  # the rule with the longest matching name h
     "service.modeling": {"kernels", "service.errors", "service.ipc.messages"},
     "service.modeling.spec": {"service.errors"},
     "service.engine": {"kernels", "service.modeling", *SHARED},
-    "service.engine.batching.scheduler": {"service.engine.execution.cost_model", "service.errors", "service.ipc.messages"},
+    **{
+        f"service.engine.batching.{name}": SCHEDULING for name in ("scheduler", "batch_builder", "model_queue", "request_block")
+    },
     "service.frontend": {"service.modeling.spec", "service.modeling.tokenizer", *SHARED},
     "service.supervisor": {"service.modeling.spec", *SHARED},
 }
@@ -31,7 +39,7 @@ NEVER_LOADS = {
     "kernels.lstm": {*WEB, "pydantic", "msgspec", "prometheus_client"},
     "kernels.conv": {*WEB, "pydantic", "msgspec", "prometheus_client"},
     "service.modeling.encoder": WEB,
-    "service.engine.batching.scheduler": {*WEB, *TENSORS, "numpy"},
+    "service.engine.batching.scheduler": {*WEB, *TENSORS},
     "service.engine.__main__": WEB,
     "service.frontend.__main__": TENSORS,
     "service.supervisor.supervisor": {*WEB, *TENSORS},

@@ -7,17 +7,20 @@ import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
 from kernels.bench import questions
 from loadtest.traffic import poisson
 from service.engine.batching.batcher import Batcher
+from service.engine.batching.request_block import RequestBlock
+from service.engine.batching.ticket import Ticket
 from service.engine.build import build_batcher
 from service.engine.execution.device_engine import DeviceEngine
-from service.engine.worker import FRAMES_PER_BATCH
+from service.engine.execution.in_flight import BlockResult
 from service.errors import ServiceError
+from service.ipc.blocks import COUNT, DEADLINE, ID, Columns
 from service.ipc.messages import IDS, Answer, ModelKey, Request
 from service.log import Log
 from service.metrics import Metrics
@@ -27,6 +30,8 @@ SHORT, LONG, LONG_SHARE = 10, 4096, 0.01
 """Time steps of the short and the long sequences of the mixture, and the share of long sequences."""
 FULL, MAX_OPEN = 128, 1024
 """Waiting sequences and open sequences while the capacity is measured: a full batch is always ready."""
+MOST_TOGETHER = 64
+"""Most requests in a block."""
 WARM_UP = 0.2
 """Warm-up before the clock starts, as a share of the measured time."""
 DRAWN = 1 << 16
@@ -82,8 +87,7 @@ class Ledger:
     def counts(self, due: float) -> bool:
         return self.begin <= due < self.end
 
-    def answer(self, due: float, steps: int, deadline: float, answer: Answer, arrays: list[bytes]) -> None:
-        now = time.monotonic()
+    def answer(self, due: float, steps: int, deadline: float, now: float) -> None:
         self.open -= 1
         self.answered += self.counts(now) and now <= deadline
         if self.counts(due):
@@ -92,15 +96,23 @@ class Ledger:
             if steps < LONG:
                 self.short.append(now - due)
 
-    def refuse(self, due: float, error: ServiceError) -> None:
+    def refuse(self, due: float) -> None:
         self.open -= 1
         if self.counts(due):
             self.refused += self.sending
             self.dropped += not self.sending
 
 
+class SentRequest(NamedTuple):
+    """A request of one sequence. due, deadline: on the clock of time.monotonic."""
+
+    due: float
+    steps: int
+    deadline: float
+
+
 class EngineLoad:
-    """Sends requests to one model of an engine through its own batcher, each with the same deadline."""
+    """Sends blocks of requests to one model of an engine through its own batcher, as a frontend does. It is the owner of the blocks."""
 
     def __init__(
         self, engine: DeviceEngine, model: str, mixture: str, batching: str, deadline_seconds: float = 1e6, seed: int = 0
@@ -108,11 +120,15 @@ class EngineLoad:
         settings = Settings(batching=batching)  # type: ignore[arg-type]
         self._batcher: Batcher = build_batcher(settings, engine, Metrics(), Log("bench"))
         self._key = ModelKey(model, "1")
+        self._divisible = engine.streams(self._key)
         self._deadline_seconds = deadline_seconds
         self._steps = itertools.cycle(_lengths(mixture, seed))
         vocabulary = engine.spec(self._key).input.vocabulary or 1
         ids = np.random.default_rng(seed).integers(vocabulary, size=LONG).astype(IDS)
         self._ids = memoryview(ids.tobytes())
+        self._sent: dict[int, SentRequest] = {}
+        self._last_id = 0
+        self._ledger = Ledger(0.0, 0.0)
         # As in the service: the collector does not visit long-lived objects again.
         gc.collect()
         gc.freeze()
@@ -120,44 +136,82 @@ class EngineLoad:
     def capacity(self, seconds: float) -> float:
         """Return the sequences answered a second while a full batch is always waiting."""
         begin = time.monotonic() + WARM_UP * seconds
-        ledger = Ledger(begin, begin + seconds)
+        ledger = self._ledger = Ledger(begin, begin + seconds)
         while (now := time.monotonic()) < ledger.end:
-            while ledger.open < MAX_OPEN and self._batcher.waiting < FULL:
-                self._send(ledger, now, 1e9)
+            missing = min(MAX_OPEN - ledger.open, FULL - self._batcher.waiting)
+            if missing > 0:
+                self._send([now] * missing, 1e9)
             self._batcher.step()
-        self._finish(ledger)
+        self._finish()
         return ledger.answered / seconds
 
     def level(self, rate: float, seconds: float, seed: int = 1) -> Ledger:
         """Send requests with Poisson arrivals at this rate. Returns their counts."""
         began = time.monotonic()
-        ledger = Ledger(began + WARM_UP * seconds, began + (1 + WARM_UP) * seconds)
+        ledger = self._ledger = Ledger(began + WARM_UP * seconds, began + (1 + WARM_UP) * seconds)
         arrivals = itertools.takewhile(lambda due: due <= ledger.end, itertools.accumulate(poisson(rate, seed), initial=began))
         next(arrivals)
         due = next(arrivals, None)
         while due is not None:
             # Requests that are due now enter this batch. Requests that arrive during the batch enter the next batch.
-            for _ in range(FRAMES_PER_BATCH):
-                if due is None or due > time.monotonic():
-                    break
-                self._send(ledger, due, self._deadline_seconds)
+            together: list[float] = []
+            while due is not None and due <= time.monotonic() and len(together) < MOST_TOGETHER:
+                together.append(due)
                 due = next(arrivals, None)
+            if together:
+                self._send(together, self._deadline_seconds)
             self._batcher.step()
-        self._finish(ledger)
+        self._finish()
         return ledger
 
-    def _send(self, ledger: Ledger, due: float, allowed: float) -> None:
-        steps = next(self._steps)
-        request = Request(self._key.name, self._key.version, [steps], due + allowed, due)
-        ledger.open += 1
-        ledger.offered += ledger.counts(due)
-        reply, refuse = partial(ledger.answer, due, steps, due + allowed), partial(ledger.refuse, due)
+    def answer(self, block: RequestBlock, result: BlockResult) -> None:
+        now = time.monotonic()
+        for id in block.ids:
+            self._ledger.answer(*self._sent.pop(id), now)
+
+    def refuse(self, ids: Sequence[int], error: ServiceError) -> None:
+        for id in ids:
+            self._ledger.refuse(self._sent.pop(id).due)
+
+    def open_ticket(self, id: int, request: Request) -> Ticket:
+        def reply(answer: Answer, arrays: list[bytes]) -> None:
+            self._ledger.answer(*self._sent.pop(id), time.monotonic())
+
+        return Ticket(request, reply, lambda error: self.refuse([id], error))
+
+    def _send(self, due: Sequence[float], allowed: float) -> None:
+        """Send a request for each of these due times, all in one block."""
+        steps = [next(self._steps) for _ in due]
+        deadlines = [at + allowed for at in due]
+        ids = range(self._last_id + 1, self._last_id + 1 + len(due))
+        self._last_id += len(due)
+        self._sent.update(zip(ids, map(SentRequest, due, steps, deadlines), strict=True))
+        columns = Columns(
+            np.array(ids, ID).tobytes(),
+            np.array(deadlines, DEADLINE).tobytes(),
+            np.ones(len(due), COUNT).tobytes(),
+            np.array(steps, COUNT).tobytes(),
+            b"".join([self._ids[: 4 * count] for count in steps]),
+        )
+        block = RequestBlock(
+            self._key,
+            columns,
+            steps=sum(steps),
+            shortest=min(steps),
+            longest=max(steps),
+            deadline=min(deadlines),
+            divisible=self._divisible,
+            owner=self,
+        )
+        ledger = self._ledger
+        ledger.open += len(due)
+        ledger.offered += sum([ledger.counts(at) for at in due])
         ledger.sending = True
-        self._batcher.submit(request, self._ids[: steps * 4], reply, refuse)  # type: ignore[arg-type]
+        self._batcher.submit_block(block)
         ledger.sending = False
 
-    def _finish(self, ledger: Ledger) -> None:
-        while ledger.open or not self._batcher.idle:
+    def _finish(self) -> None:
+        while self._ledger.open or not self._batcher.idle:
             self._batcher.step()
 
 

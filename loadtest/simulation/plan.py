@@ -9,7 +9,7 @@ from typing import Any
 
 from loadtest.simulation import arrivals, figures, policies
 from loadtest.simulation.figures import MakePolicy, SimulationCase, SimulationFigures
-from service.engine.batching.scheduler import SchedulerLimits
+from service.engine.batching.batch_builder import SchedulerLimits
 from service.engine.execution.cost_model import Cost
 from service.settings import Settings
 

@@ -10,7 +10,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from service.engine.batching.scheduler import QueuedSequence, Scheduler, SchedulerLimits
+from service.engine.batching.batch_builder import SchedulerLimits
+from service.engine.batching.model_queue import QueuedSequence
+from service.engine.batching.scheduler import Scheduler
 from service.engine.execution.cost_model import Cost
 from service.ipc.messages import ModelKey
 
@@ -73,10 +75,9 @@ class Continuous:
         scheduled = self.scheduler.next_batch()
         if scheduled is None:
             return None
-        steps = [cut.steps for cut in scheduled[1]]
-        return SimulatedBatch(
-            max(steps), sum(steps), len(steps), sum(steps), [cut.sequence for cut in scheduled[1] if cut.last]
-        )
+        steps = [part.steps for part in scheduled.parts]
+        done = [part.sequence for part in scheduled.parts if part.last]
+        return SimulatedBatch(max(steps), sum(steps), len(steps), sum(steps), done)
 
     def wakes(self) -> float:
         return math.inf

@@ -1,12 +1,13 @@
-"""A batch: the chunks that the engine runs together. Plain values, without a tensor library."""
+"""A batch: the blocks and chunks that the engine runs together. Plain values, without a tensor library."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
+from service.engine.batching.request_block import RequestBlock
 from service.engine.batching.state_slots import DISCARD_SLOT, ZERO_SLOT
 from service.ipc.messages import ModelKey, Returns
 
@@ -33,40 +34,38 @@ class Chunk:
         return self.read_slot == ZERO_SLOT and self.write_slot == DISCARD_SLOT
 
 
-@dataclass(frozen=True)
 class Batch:
-    """One or more chunks of one model that run in one forward pass.
+    """Blocks and chunks of one model that run in one forward pass, at least one. A block has a row for each sequence. Blocks come first.
 
-    since: when the first chunk could have run, on the clock of time.monotonic; infinite if unknown.
+    since: when the first of them could have run, on the clock of time.monotonic; infinite if unknown.
+    rows, tokens: of all of them; longest: steps of the longest row; whole: whether every row is a whole sequence.
+    returns_embedding, returns_sequence: whether any of them returns these outputs.
     """
 
-    model: ModelKey
-    chunks: list[Chunk]
-    since: float = math.inf
+    __slots__ = (
+        "blocks",
+        "chunks",
+        "longest",
+        "model",
+        "returns_embedding",
+        "returns_sequence",
+        "rows",
+        "since",
+        "tokens",
+        "whole",
+    )
 
-    # Cached: each of these walks over all chunks and is read several times per batch.
-
-    @cached_property
-    def rows(self) -> int:
-        return len(self.chunks)
-
-    @cached_property
-    def tokens(self) -> int:
-        return sum([chunk.steps for chunk in self.chunks])
-
-    @cached_property
-    def longest(self) -> int:
-        return max([chunk.steps for chunk in self.chunks])
-
-    @cached_property
-    def whole(self) -> bool:
-        """Whether every chunk is a whole sequence."""
-        return all(chunk.whole for chunk in self.chunks)
-
-    @cached_property
-    def returns_embedding(self) -> bool:
-        return any(chunk.returns.embedding for chunk in self.chunks)
-
-    @cached_property
-    def returns_sequence(self) -> bool:
-        return any(chunk.returns.sequence for chunk in self.chunks)
+    def __init__(
+        self, model: ModelKey, chunks: Sequence[Chunk], since: float = math.inf, blocks: Sequence[RequestBlock] = ()
+    ) -> None:
+        self.model = model
+        self.chunks = chunks
+        self.since = since
+        self.blocks = blocks
+        self.rows = sum([block.sequences for block in blocks]) + len(chunks)
+        self.tokens = sum([block.steps for block in blocks]) + sum([chunk.steps for chunk in chunks])
+        self.longest = max([*[block.longest for block in blocks], *[chunk.steps for chunk in chunks]])
+        self.whole = False not in [chunk.whole for chunk in chunks]
+        returns = [*[block.returns for block in blocks], *[chunk.returns for chunk in chunks]]
+        self.returns_embedding = True in [outputs.embedding for outputs in returns]
+        self.returns_sequence = True in [outputs.sequence for outputs in returns]

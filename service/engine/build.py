@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from kernels import compile as compiler
+from service.engine.batching.batch_builder import SchedulerLimits
 from service.engine.batching.batcher import Batcher
-from service.engine.batching.scheduler import SchedulerLimits
 from service.engine.batching.session_table import SessionTable
 from service.engine.execution.cuda_graph_runner import RunBetweenBatches
 from service.engine.execution.device import available_bytes, use_device

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from service.engine.batch import Batch, Chunk
+from service.engine.batch import Batch
 from service.engine.batching.session_state import State
 from service.engine.execution.cost_model import Cost
 from service.engine.execution.device_engine import PreparedModel
-from service.engine.execution.in_flight import ChunkResult, EndObserver
+from service.engine.execution.in_flight import EndObserver, FinishedPart
 from service.ipc.messages import LoadedModel, ModelKey
 from service.modeling.spec import ModelSpec
 
@@ -73,10 +73,10 @@ class Engine(Protocol):
     def predicted_seconds(self, batch: Batch) -> float: ...
 
     def launch(self, batch: Batch) -> None:
-        """Launch a batch. If the launch raises, no chunk of the batch will finish."""
+        """Launch a batch. If the launch raises, no part of the batch will finish."""
 
-    def finished(self) -> list[tuple[Chunk, ChunkResult]]:
-        """Return the chunks that finished since the last call."""
+    def finished(self) -> list[FinishedPart]:
+        """Return the blocks and chunks that finished since the last call."""
 
     def watch(self, observer: EndObserver | None) -> None:
         """Call `observer` at each end of a batch, instead of the previous observer."""

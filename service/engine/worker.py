@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import selectors
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from service.engine.batch import Batch
 from service.engine.batching.batcher import Batcher
+from service.engine.batching.request_block import RequestBlock
 from service.engine.batching.ticket import Ticket
 from service.engine.engine import Engine
+from service.engine.execution.in_flight import BlockResult
 from service.engine.loading import ModelLoader
 from service.engine.profiling.session import ProfilingSession
 from service.errors import ServiceError
 from service.ipc import messages
+from service.ipc.blocks import Columns
 from service.ipc.channel import Channel, Frame, encode, send_now
 from service.ipc.heartbeat import IDLE_SECONDS, PATIENCE_SECONDS, Heartbeat
 from service.ipc.messages import Answer, Backlog, Done, EngineStatus, Message, MetricsCollected, Ready, Refusal
@@ -50,7 +53,7 @@ class Worker:
         self._place = place
         self._metrics = metrics
         self._profiling = ProfilingSession(engine, batcher, self._status(), heartbeat)
-        self._tickets: dict[Channel, dict[int, Ticket]] = {}
+        self._frontends: dict[Channel, _Frontend] = {}
         self._answered: set[Channel] = set()
         """Frontends that receive a backlog report with their next write."""
         self._control_handlers: dict[type[Message], Callable[[Frame, Any], None]] = {
@@ -60,6 +63,7 @@ class Worker:
             messages.CloseModel: self._handle_close_model,
         }
         self._handlers: dict[type[Message], Callable[[Channel, Frame, Any], None]] = {
+            messages.RequestBlock: self._handle_block,
             messages.Request: self._handle_request,
             messages.Cancel: self._handle_cancel,
             messages.RecordTrace: self._handle_record_trace,
@@ -82,7 +86,7 @@ class Worker:
             self._read_channels(IDLE_SECONDS if self._batcher.idle and not self._engine.running else 0.0)
             self._batcher.step(self._before_launch)
             self._models.settle()
-            for channel in [channel for channel in self._tickets if channel.outgoing]:
+            for channel in [channel for channel in self._frontends if channel.outgoing]:
                 self._flush(channel)
             if self._profiling.on:
                 self._profiling.step()
@@ -121,7 +125,7 @@ class Worker:
     def _handle_attach(self, frame: Frame, message: messages.Attach) -> None:
         assert frame.attached is not None, "an Attach message carries a socket"
         channel = Channel(frame.attached)
-        self._tickets[channel] = {}
+        self._frontends[channel] = _Frontend(self, channel)
         self._selector.register(channel, selectors.EVENT_READ)
         channel.send(encode(self._status()))
 
@@ -138,30 +142,50 @@ class Worker:
         self._models.prepare(message.model_version, reply)
 
     def _handle_close_model(self, frame: Frame, message: messages.CloseModel) -> None:
-        self._models.close(message, set(self._tickets), partial(send_now, self._control, Done(), frame.id))
+        self._models.close(message, set(self._frontends), partial(send_now, self._control, Done(), frame.id))
 
     def _status(self) -> EngineStatus:
         return EngineStatus(self._engine.loaded(), self._place, str(self._engine.device))
 
     def _send_status(self) -> None:
         """Tell every frontend which models this engine serves now, before the supervisor learns that a load is done."""
-        for channel in list(self._tickets):
+        for channel in list(self._frontends):
             channel.send(encode(self._status()))
             self._flush(channel)
 
     # Messages of the frontends.
 
+    def _handle_block(self, channel: Channel, frame: Frame, message: messages.RequestBlock) -> None:
+        self._metrics.channel_seconds.observe_often(max(0.0, time.monotonic() - message.sent), message.requests)
+        key = message.key
+        block = RequestBlock(
+            key,
+            Columns.read(frame.tail, message.requests, message.sequences),
+            steps=message.steps,
+            shortest=message.shortest,
+            longest=message.longest,
+            deadline=message.deadline,
+            priority=message.priority,
+            returns=message.returns,
+            divisible=self._engine.serves(key) and self._engine.streams(key),
+            owner=self._frontends[channel],
+        )
+        self._batcher.submit_block(block)
+
     def _handle_request(self, channel: Channel, frame: Frame, request: messages.Request) -> None:
         self._metrics.channel_seconds.observe(max(0.0, time.monotonic() - request.sent))
         reply, refuse = partial(self._answer, channel, frame.id), partial(self._refuse, channel, frame.id)
-        ticket = self._batcher.submit(request, bytes(frame.tail), reply, refuse, again=request.resubmitted)
+        ticket = self._batcher.submit(request, frame.tail, reply, refuse, again=request.resubmitted)
         if not ticket.ended:
-            self._tickets[channel][frame.id] = ticket
+            self._frontends[channel].tickets[frame.id] = ticket
 
     def _handle_cancel(self, channel: Channel, frame: Frame, message: messages.Cancel) -> None:
-        ticket = self._tickets[channel].pop(frame.id, None)
+        frontend = self._frontends[channel]
+        ticket = frontend.tickets.pop(frame.id, None)
         if ticket is not None:
             self._batcher.cancel(ticket)
+        else:
+            self._batcher.cancel_request(frontend, frame.id)
         self._profiling.cancel(channel, frame.id)
 
     def _handle_record_trace(self, channel: Channel, frame: Frame, message: messages.RecordTrace) -> None:
@@ -188,6 +212,28 @@ class Worker:
             reply = Refusal.of(error)
         self._send(channel, frame.id, encode(reply, frame.id, (state,)))
 
+    def send_block(self, channel: Channel, block: RequestBlock, result: BlockResult) -> None:
+        """Send the answers to all requests of a block."""
+        if channel not in self._frontends:
+            return
+        arrays = (result.scores, result.picks, result.embedding, result.sequence)
+        scores, picks, embedding, sequence = [() if array is None else array.shape for array in arrays]
+        answer = messages.AnswerBlock(block.requests, block.sequences, scores, picks, embedding, sequence, result.per_step)
+        columns = block.columns.ids, block.columns.counts, result.steps
+        channel.send(encode(answer, tail=(*columns, *[array for array in arrays if array is not None])))
+        self._answered.add(channel)
+
+    def open_ticket(self, channel: Channel, id: int, request: messages.Request) -> Ticket:
+        """Return a ticket for a request of a block."""
+        ticket = Ticket(request, partial(self._answer, channel, id), partial(self._refuse, channel, id))
+        self._frontends[channel].tickets[id] = ticket
+        return ticket
+
+    def refuse_all(self, channel: Channel, ids: Sequence[int], error: ServiceError) -> None:
+        """Refuse requests of a block."""
+        for id in ids:
+            self._refuse(channel, id, error)
+
     def _answer(self, channel: Channel, id: int, answer: Answer, arrays: list[bytes]) -> None:
         self._send(channel, id, encode(answer, id, arrays))
 
@@ -202,7 +248,7 @@ class Worker:
     def _send(self, channel: Channel, id: int, frame: bytes) -> None:
         channel.send(frame)
         self._answered.add(channel)
-        self._tickets[channel].pop(id, None)
+        self._frontends[channel].tickets.pop(id, None)
 
     def _flush(self, channel: Channel) -> None:
         """Write as much as the frontend accepts now; the rest leaves when the selector reports room."""
@@ -228,9 +274,30 @@ class Worker:
         self._answered.discard(channel)
         self._profiling.forget(channel)
         self._models.forget(channel)
-        for ticket in self._tickets.pop(channel, {}).values():
-            self._batcher.cancel(ticket)
+        frontend = self._frontends.pop(channel, None)
+        if frontend is not None:
+            self._batcher.cancel_owner(frontend)
+            for ticket in frontend.tickets.values():
+                self._batcher.cancel(ticket)
         channel.close()
+
+
+class _Frontend:
+    """A frontend as the owner of its blocks. tickets: of its requests that are not in a block, by id."""
+
+    def __init__(self, worker: Worker, channel: Channel) -> None:
+        self._worker = worker
+        self._channel = channel
+        self.tickets: dict[int, Ticket] = {}
+
+    def answer(self, block: RequestBlock, result: BlockResult) -> None:
+        self._worker.send_block(self._channel, block, result)
+
+    def refuse(self, ids: Sequence[int], error: ServiceError) -> None:
+        self._worker.refuse_all(self._channel, ids, error)
+
+    def open_ticket(self, id: int, request: messages.Request) -> Ticket:
+        return self._worker.open_ticket(self._channel, id, request)
 
 
 def _patience(predicted_seconds: float) -> float:

@@ -14,7 +14,7 @@ class AsyncChannel:
     """Owns a channel and its registration with the loop.
 
     `on_frame` receives every frame. `on_close` is called once, when the other end has closed; the channel is closed by then.
-    `on_written` receives the bytes and the write calls of each flush.
+    `on_written` receives the bytes and the write calls of each flush. `before_flush` may send further frames.
     """
 
     def __init__(
@@ -23,11 +23,13 @@ class AsyncChannel:
         on_frame: Callable[[Frame], None],
         on_close: Callable[[], None],
         on_written: Callable[[int, int], None] | None = None,
+        before_flush: Callable[[], None] | None = None,
     ) -> None:
         self._channel = channel
         self._on_frame = on_frame
         self._on_close = on_close
         self._on_written = on_written
+        self._before_flush = before_flush
         self._loop = asyncio.get_running_loop()
         self._flush_scheduled = False
         self._loop.add_reader(channel.fileno(), self._receive)
@@ -44,6 +46,10 @@ class AsyncChannel:
     def send(self, frame: bytes, attached: socket.socket | None = None, following: bytes | memoryview = b"") -> None:
         """Queue one encoded frame, as `Channel.send` does."""
         self._channel.send(frame, attached, following)
+        self.flush_soon()
+
+    def flush_soon(self) -> None:
+        """Flush at the end of the tick."""
         if not self._flush_scheduled:
             self._flush_scheduled = True
             self._loop.call_soon(self._flush)
@@ -64,6 +70,8 @@ class AsyncChannel:
         self._channel.close()
 
     def _flush(self) -> None:
+        if self._before_flush is not None:
+            self._before_flush()
         self._flush_scheduled = False
         channel = self._channel
         if not channel.open:

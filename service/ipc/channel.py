@@ -62,13 +62,6 @@ def encode(message: Message, id: int = 0, tail: Sequence[Any] = (), following: i
     return b"".join((HEADER.pack(length, len(packed), id), packed, *tail))
 
 
-def replace_message(frame: bytes, message: Message) -> bytes:
-    """Return an encoded frame with another message and the same id and trailing bytes."""
-    length, packed_length, id = HEADER.unpack_from(frame)
-    tail = memoryview(frame)[HEADER.size + packed_length :]
-    return encode(message, id, (tail,), following=length - packed_length - len(tail))
-
-
 class _LargeFrame:
     """A frame with a large tail while it arrives: memory of its size, which is filled from the start."""
 

@@ -109,6 +109,33 @@ class Message(msgspec.Struct, array_like=True, frozen=True, tag=True):
 # Frontend to engine.
 
 
+class RequestBlock(Message, frozen=True):
+    """Requests without a session of one loop tick, for one model version, with one priority and the same outputs.
+
+    Their columns follow the message, end to end: ids (requests,) uint64; deadlines (requests,) float64, seconds on the machine's
+    monotonic clock; counts (requests,) int32, the sequences of each request; lengths (sequences,) int32, the time steps of each
+    sequence; and the values of all steps, (steps,) int32 ids or (steps, features) float32. `shortest` and `longest` are the steps of
+    one sequence, `deadline` is the earliest, `sent` a moment on that clock. A higher `priority` runs sooner.
+    """
+
+    model: str
+    version: str
+    generation: int
+    requests: int
+    sequences: int
+    steps: int
+    shortest: int
+    longest: int
+    deadline: float
+    sent: float
+    priority: int
+    returns: Returns
+
+    @property
+    def key(self) -> ModelKey:
+        return ModelKey(self.model, self.version, self.generation)
+
+
 class Request(Message, frozen=True):
     """The sequences of one client request.
 
@@ -206,6 +233,22 @@ class Answer(Message, frozen=True):
     sequence: tuple[int, ...] = ()
     steps: list[int] = []
     session_steps: int = 0
+
+
+class AnswerBlock(Message, frozen=True):
+    """The answers to requests of one RequestBlock: the shapes of an Answer, for all sequences of the requests together.
+
+    Columns come first: ids (requests,) uint64, counts (requests,) int32 and steps (sequences,) int32, the steps of each sequence in
+    per-step arrays. The arrays follow in the order of an Answer. `per_step` tells whether scores and picks have a line per step.
+    """
+
+    requests: int
+    sequences: int
+    scores: tuple[int, ...] = ()
+    picks: tuple[int, ...] = ()
+    embedding: tuple[int, ...] = ()
+    sequence: tuple[int, ...] = ()
+    per_step: bool = False
 
 
 class Backlog(Message, frozen=True):

@@ -68,7 +68,9 @@ class OneRequestPerBatch(Batcher):
     def backlog_seconds(self) -> float:
         return SECONDS * len(self._replies)
 
-    def submit(self, request: Request, data: bytes, reply: SendAnswer, refuse: SendRefusal, *, again: bool = False) -> Ticket:
+    def submit(
+        self, request: Request, data: bytes | memoryview, reply: SendAnswer, refuse: SendRefusal, *, again: bool = False
+    ) -> Ticket:
         self._replies.append(reply)
         self._since += 1
         self.most_between = max(self.most_between, self._since)
@@ -76,6 +78,12 @@ class OneRequestPerBatch(Batcher):
 
     def cancel(self, ticket: Ticket) -> None:
         self._replies.clear()
+
+    def cancel_owner(self, owner: object) -> None:
+        pass
+
+    def cancel_request(self, owner: object, id: int) -> None:
+        pass
 
     def step(self, before_launch: object = None) -> bool:
         self._since = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,6 +37,11 @@ def measured_callbacks() -> Iterator[Callbacks]:
             callbacks.longest_seconds, callbacks.longest = seconds, handle
         callbacks.total_seconds += seconds
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(asyncio.Handle, "_run", measure)
-        yield callbacks
+    gc.collect()
+    gc.freeze()  # as in the service: otherwise a collection visits all objects of all tests
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(asyncio.Handle, "_run", measure)
+            yield callbacks
+    finally:
+        gc.unfreeze()

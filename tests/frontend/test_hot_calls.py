@@ -140,7 +140,7 @@ def test_refused_requests_are_counted_once(tmp_path: Path) -> None:
 def test_bug_in_writing_answers_every_client(tmp_path: Path) -> None:
     async def test(echo: Echo, engine: EngineProcess, metrics: Metrics) -> None:
         exchanges = [Exchange(), Exchange()]
-        for exchange, body in zip(exchanges, (b"bug in write", b"fine"), strict=True):
+        for exchange, body in zip(exchanges, (b"bug in write", b"without bugs"), strict=True):
             echo.start(HEAD, body, exchange)
         engine.send(b"".join(encode(Answer(), frame.id, (frame.tail,)) for frame in await engine.frames(2)))
         assert [await exchange.reply() for exchange in exchanges] == ["inference_failed"] * 2
@@ -177,7 +177,7 @@ def test_disconnected_client_is_counted_once_and_gets_nothing(tmp_path: Path) ->
 
     async def test(echo: Echo, engine: EngineProcess, metrics: Metrics) -> None:
         early, late, compressing = Exchange(), Exchange(), Exchange()
-        calls = [echo.start(HEAD, body, to) for body, to in ((b"a", early), (b"b", late), (b"large", compressing))]
+        calls = [echo.start(HEAD, body, to) for body, to in ((b"early", early), (b"later", late), (b"large", compressing))]
         assert calls[0] is not None and calls[1] is not None and calls[2] is not None
         first, second, third = await engine.frames(3)
         calls[0].disconnect()

@@ -33,7 +33,7 @@ from service.modeling.spec import ModelSpec
 from service.settings import Settings
 from tests import models
 from tests.frontend.callbacks import MAX_CALLBACK_SECONDS, measured_callbacks
-from tests.frontend.dispatch.test_dispatcher import EngineProcess, meet, run
+from tests.frontend.dispatch.test_dispatcher import EngineProcess, meet, requests_of, run
 from tests.frontend.test_request_path import connection
 
 MIB = 1 << 20
@@ -210,7 +210,8 @@ def test_mebibyte_of_raw_floats_takes_little_time(tmp_path: Path) -> None:
                 for piece in pieces:
                     protocol.data_received(piece)
                 seconds = time.thread_time() - start
-                [frame] = await asyncio.to_thread(read_frames, engine)
+                [block] = await asyncio.to_thread(read_frames, engine)
+            [frame] = requests_of(block)
             assert frame.tail == values.tobytes()
             engine.send(encode(Answer(scores=(1, 3), steps=[values.shape[1]]), frame.id, (bytes(12),)))
             while protocol._call is not None:

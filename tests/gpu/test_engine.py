@@ -136,7 +136,9 @@ def collected(engine: DeviceEngine, count: int) -> list[tuple[Chunk, ChunkResult
     results: list[tuple[Chunk, ChunkResult]] = []
     until = time.monotonic() + 10
     while len(results) < count and time.monotonic() < until:
-        results += engine.finished()
+        results += [
+            (part, result) for part, result in engine.finished() if isinstance(part, Chunk) and isinstance(result, ChunkResult)
+        ]
     assert len(results) == count
     return results
 

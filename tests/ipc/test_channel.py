@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.ipc.channel import HEADER, Channel, Frame, encode, pair, replace_message
+from service.ipc.channel import HEADER, Channel, Frame, encode, pair
 from service.ipc.messages import (
     ALL,
     Answer,
@@ -106,13 +106,6 @@ def test_tail_is_made_of_any_contiguous_buffers(ends: tuple[Channel, Channel]) -
     sender.send(encode(Failed("reason"), 3, (b"ab", bytearray(b"cd"), memoryview(b"xefx")[1:3])))
     [frame] = receive_all(sender, receiver, count=1)
     assert (frame.message, frame.tail, frame.attached) == (Failed("reason"), b"abcdef", None)
-
-
-def test_replaced_message_keeps_id_and_tail(ends: tuple[Channel, Channel]) -> None:
-    sender, receiver = ends
-    sender.send(replace_message(encode(Failed("first"), 9, (b"tail",)), Failed("another")))
-    [frame] = receive_all(sender, receiver, count=1)
-    assert frame == (Failed("another"), 9, b"tail", None)
 
 
 def test_frames_of_one_tick_leave_in_one_write(ends: tuple[Channel, Channel]) -> None:
@@ -248,15 +241,13 @@ def test_trailing_bytes_may_follow_their_frame(ends: tuple[Channel, Channel]) ->
     tail = os.urandom(3 * MIB)
     frame = encode(Failed("first"), 7, (tail[:5],), following=len(tail) - 5)
     sender.send(frame, following=memoryview(tail)[5:])
-    sender.send(replace_message(frame, Failed("another")), following=tail[5:])
     sender.send(encode(Cancel(), 8))
-    frames = receive_all(sender, receiver, count=3)
+    frames = receive_all(sender, receiver, count=2)
     assert [(frame.message, frame.id, bytes(frame.tail)) for frame in frames] == [
         (Failed("first"), 7, tail),
-        (Failed("another"), 7, tail),
         (Cancel(), 8, b""),
     ]
-    assert (sender.frames_sent, receiver.frames_received) == (3, 3)
+    assert (sender.frames_sent, receiver.frames_received) == (2, 2)
 
 
 def test_large_tail_stays_as_it_was_received(ends: tuple[Channel, Channel]) -> None:

@@ -20,7 +20,7 @@ from loadtest.simulation.goals import goals
 from loadtest.simulation.plan import Simulation, SimulationPlan
 from loadtest.simulation.policies import BatchingPolicy, Continuous, SimulatedSequence
 from service.engine.batching import scheduler
-from service.engine.batching.scheduler import SchedulerLimits
+from service.engine.batching.batch_builder import SchedulerLimits
 from service.engine.execution.cost_model import Cost
 from service.frontend.dispatch.connection import PredictedWait
 
@@ -147,7 +147,8 @@ def test_frontend_places_like_the_backlogs_of_the_service() -> None:
         order.remove(expected)
         order.append(expected)
         assert frontend.choose(0.25, now) == expected
-        backlogs[expected].add(frame, frame, 0.25)
+        backlogs[expected].add(frame, 0.25)
+        backlogs[expected].sent([frame], frame)
 
 
 def _simulation() -> Simulation:

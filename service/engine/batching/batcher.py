@@ -3,22 +3,28 @@
 `step` is one cycle: it drops requests after their deadline, launches the next batch if the engine accepts one, and replies to requests
 that are complete. The engine's loop calls it again and again; between two calls, `submit` and `cancel` change the queue.
 
-Every ticket is answered or refused exactly once, unless its client disconnects. A batch that fails runs again sequence by sequence, so
-only the request that caused the failure is refused.
+Requests without a session arrive in blocks, and stay in them if they run as a whole. Otherwise a request leaves its block and gets a
+ticket, as the chunks of sessions have. Every request is answered or refused exactly once, unless its client
+disconnects. A batch that fails runs again sequence by sequence, so only the request that caused the failure is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
 
 from service.engine.batch import Batch, Chunk
-from service.engine.batching.scheduler import ScheduledSteps, Scheduler, SchedulerLimits
+from service.engine.batching.batch_builder import ScheduledSteps, SchedulerLimits
+from service.engine.batching.request_block import RequestBlock
+from service.engine.batching.scheduler import ScheduledBatch, Scheduler
 from service.engine.batching.session_table import SessionTable
 from service.engine.batching.sessions import Sessions
 from service.engine.batching.state_cache import StateCache
-from service.engine.batching.ticket import RequestSequence, SendAnswer, SendRefusal, Session, Ticket
+from service.engine.batching.ticket import BlockOwner, RequestSequence, SendAnswer, SendRefusal, Session, Ticket
 from service.engine.engine import Engine
 from service.engine.execution.device import DeviceLost
+from service.engine.execution.in_flight import BlockResult, ChunkResult
 from service.errors import (
     DeadlineExceeded,
     InferenceFailed,
@@ -32,7 +38,7 @@ from service.log import Log
 from service.metrics import Metrics
 
 LaunchObserver = Callable[[Batch, list[float]], None]
-"""Called before each launch with the batch and the arrival time of each sequence in it."""
+"""Called before each launch with the batch and the arrival time of each row in it."""
 
 
 def _ignore(batch: Batch) -> None:
@@ -53,12 +59,14 @@ class Batcher:
     ) -> None:
         self._engine = engine
         self._states = StateCache(engine, metrics)
-        self._scheduler = Scheduler[RequestSequence](limits, engine.cost, self._states.room)
+        self._scheduler = Scheduler[RequestSequence](limits, engine.cost, self._states.room, _unpack)
         self.sessions = Sessions(engine, table, self._states, metrics, clock, self._reject)
         self._metrics = metrics
         self._clock = clock
         self._log = log
         self._observer: LaunchObserver | None = None
+        self._running: dict[RequestBlock, set[int]] = {}
+        """The blocks that run, each with the ids of its cancelled requests."""
 
     @property
     def waiting(self) -> int:
@@ -85,7 +93,9 @@ class Batcher:
         self._metrics.sequences_begun.set(self._scheduler.begun)
         self.sessions.count()
 
-    def submit(self, request: Request, data: bytes, reply: SendAnswer, refuse: SendRefusal, *, again: bool = False) -> Ticket:
+    def submit(
+        self, request: Request, data: bytes | memoryview, reply: SendAnswer, refuse: SendRefusal, *, again: bool = False
+    ) -> Ticket:
         """Queue a request, or refuse it at once through `refuse`. again: another engine ended while it had the request."""
         ticket = Ticket(request, reply, refuse)
         try:
@@ -97,6 +107,39 @@ class Batcher:
                 self._metrics.refused.add(error.code)
             ticket.refuse(error)
         return ticket
+
+    def submit_block(self, block: RequestBlock) -> None:
+        """Queue the requests of a block. Those that cannot be queued are refused at once."""
+        owner: BlockOwner = block.owner
+        try:
+            self._check_block(block)
+        except ServiceError as error:
+            self._refuse_requests(block, error)
+            return
+        now = self._clock()
+        if block.deadline <= now:
+            in_time = self._refuse_late(block, now)
+            if in_time is None:
+                return
+            block = in_time
+        for refused in self._scheduler.add_block(block, now=now, busy=self._engine.remaining_seconds):
+            self._metrics.refused.add(refused.error.code)
+            owner.refuse([refused.id], refused.error)
+
+    def cancel_request(self, owner: BlockOwner, id: int) -> None:
+        """Drop a request of a block. If it runs, it is answered nevertheless: the owner ignores answers that nothing waits for."""
+        if self._scheduler.drop_request(owner, id):
+            self._metrics.cancelled.add("waiting")
+            return
+        for block, cancelled in self._running.items():
+            if block.owner is owner and id in block.ids and id not in cancelled:
+                cancelled.add(id)
+                self._metrics.cancelled.add("running")
+
+    def cancel_owner(self, owner: BlockOwner) -> None:
+        """Drop the blocks of a frontend that has ended."""
+        dropped = self._scheduler.drop_owner(owner)
+        self._metrics.cancelled.add("waiting", by=sum([block.requests for block in dropped]))
 
     def cancel(self, ticket: Ticket) -> None:
         """Drop the request of a client that has disconnected. The result of a running batch is discarded when the batch ends."""
@@ -112,8 +155,13 @@ class Batcher:
         Calls `before_launch` with each batch. Returns whether a batch was launched.
         """
         launched = self._engine.accepts_batch and self._launch_next(before_launch)
-        for chunk, result in self._engine.finished():
-            sequence: RequestSequence = chunk.owner
+        for part, result in self._engine.finished():
+            if isinstance(part, RequestBlock):
+                assert isinstance(result, BlockResult)
+                self._finish_block(part, result)
+                continue
+            sequence: RequestSequence = part.owner
+            assert isinstance(result, ChunkResult)
             if not sequence.ticket.ended and sequence.add_result(result):
                 self._finish(sequence)
         self.sessions.expire()
@@ -144,7 +192,20 @@ class Batcher:
         if request.session is not None:
             self.sessions.check(request)
 
-    def _queue(self, ticket: Ticket, data: bytes, again: bool) -> None:
+    def _check_block(self, block: RequestBlock) -> None:
+        if not self._engine.serves(block.model):
+            raise UnknownModel(f"the engine does not serve {block.model.name} version {block.model.version}", field="model")
+        if block.shortest < 1:
+            raise InvalidInput("a request needs at least one sequence, and every sequence at least one step", field="inputs")
+
+    def _refuse_late(self, block: RequestBlock, now: float) -> RequestBlock | None:
+        """Refuse the requests with a past deadline. Returns the others."""
+        late = np.flatnonzero(block.deadlines <= now).tolist()
+        message = "the deadline had passed when the request reached the engine: allow more time"
+        self._refuse_requests(block.select(late), DeadlineExceeded(message))
+        return block.without(late)
+
+    def _queue(self, ticket: Ticket, data: bytes | memoryview, again: bool) -> None:
         request = ticket.request
         session = None if request.session is None else self.sessions.session_of(request, again)
         sequences = _sequences(ticket, data, session, divisible=self._engine.streams(ticket.key))
@@ -161,22 +222,40 @@ class Batcher:
     def _launch_next(self, before_launch: Callable[[Batch], None]) -> bool:
         """Launch the next batch. Returns False if no sequence can run now."""
         now = self._clock()
-        for sequence in self._scheduler.drop_late(now):
-            if not sequence.ticket.ended:
-                message = "the deadline passed in the queue: allow more time, or send fewer requests"
-                self._reject(sequence.ticket, DeadlineExceeded(message))
+        self._drop_late(now)
         scheduled = self._scheduler.next_batch()
         if scheduled is None:
             return False
-        model, parts = scheduled
-        for part in parts:
-            if part.first:
-                self._metrics.stage_seconds.observe(now - part.sequence.arrived, *model.labels, "queue")
-        batch = Batch(model, [self._chunk(model, part) for part in parts], min([part.sequence.arrived for part in parts]))
+        self._count_queued(scheduled, now)
+        model, blocks, parts = scheduled
+        since = min([block.arrived for block in blocks] + [part.sequence.arrived for part in parts])
+        batch = Batch(model, [self._chunk(model, part) for part in parts], since, blocks)
         if self._observer is not None:
-            self._observer(batch, [part.sequence.arrived for part in parts])
+            arrivals = [block.arrived for block in blocks for _ in range(block.sequences)]
+            self._observer(batch, arrivals + [part.sequence.arrived for part in parts])
         self._run(batch, before_launch)
         return True
+
+    def _drop_late(self, now: float) -> None:
+        """Refuse the requests whose deadline has passed."""
+        blocks, sequences = self._scheduler.drop_late(now)
+        if not blocks and not sequences:
+            return
+        error = DeadlineExceeded("the deadline passed in the queue: allow more time, or send fewer requests")
+        for block in blocks:
+            self._refuse_requests(block, error)
+        for sequence in sequences:
+            if not sequence.ticket.ended:
+                self._reject(sequence.ticket, error)
+
+    def _count_queued(self, scheduled: ScheduledBatch[RequestSequence], now: float) -> None:
+        """Count how long the sequences that begin now have waited."""
+        labels = *scheduled.model.labels, "queue"
+        for block in scheduled.blocks:
+            self._metrics.stage_seconds.observe_often(now - block.arrived, block.sequences, *labels)
+        for part in scheduled.parts:
+            if part.first:
+                self._metrics.stage_seconds.observe(now - part.sequence.arrived, *labels)
 
     def _chunk(self, model: ModelKey, part: ScheduledSteps[RequestSequence]) -> Chunk:
         sequence = part.sequence
@@ -187,25 +266,37 @@ class Batcher:
         return self._states.chunk(model, part)
 
     def _run(self, batch: Batch, before_launch: Callable[[Batch], None]) -> None:
-        """Launch a batch. If it fails, launch its chunks one by one and refuse the requests that fail alone."""
+        """Launch a batch. If it fails, launch its rows one by one and refuse the requests that fail alone."""
+        for block in batch.blocks:
+            self._running[block] = set()
         before_launch(batch)
         try:
             self._engine.launch(batch)
         except DeviceLost:
             raise
         except Exception as error:
+            chunks = [*self._divide(batch.blocks), *batch.chunks]
             if batch.rows > 1:
-                for chunk in batch.chunks:
+                for chunk in chunks:
                     if not chunk.owner.ticket.ended:
                         self._run(Batch(batch.model, [chunk]), before_launch)
                 return
-            ticket: Ticket = batch.chunks[0].owner.ticket
-            if not ticket.ended:
-                self._refuse(ticket, self._launch_error(batch.model, error))
+            for chunk in chunks:
+                if not chunk.owner.ticket.ended:
+                    self._refuse(chunk.owner.ticket, self._launch_error(batch.model, error))
             return
         for chunk in batch.chunks:
             if chunk.owner.read_slot is not None:
                 self._states.launched(chunk.owner)
+
+    def _divide(self, blocks: Sequence[RequestBlock]) -> Iterator[Chunk]:
+        """Yield the sequences of running blocks as chunks, each with its ticket."""
+        for block in blocks:
+            cancelled = self._running.pop(block)
+            for index, id in enumerate(block.ids):
+                for sequence in _unpack(block.select([index])) if id not in cancelled else ():
+                    steps, sequence.remaining, sequence.launched = sequence.remaining, 0, 1
+                    yield Chunk(sequence.data, steps, block.returns, sequence)
 
     def _launch_error(self, model: ModelKey, error: Exception) -> ServiceError:
         """Count a failed launch, and return the error for the client."""
@@ -216,6 +307,11 @@ class Batcher:
         self._metrics.failed.add(*model.labels)
         self._log.error("model raised", model=model.name, version=model.version, error=description)
         return InferenceFailed(f"the model raised {description}")
+
+    def _finish_block(self, block: RequestBlock, result: BlockResult) -> None:
+        del self._running[block]
+        self._metrics.sequences.add(*block.model.labels, by=block.sequences)
+        block.owner.answer(block, result)
 
     def _finish(self, sequence: RequestSequence) -> None:
         """Handle the end of a sequence's last chunk; the request is answered with its last sequence."""
@@ -230,6 +326,11 @@ class Batcher:
         self._metrics.refused.add(error.code)
         self._refuse(ticket, error)
 
+    def _refuse_requests(self, block: RequestBlock, error: ServiceError) -> None:
+        """Refuse the requests of a block that is not queued, and count them."""
+        self._metrics.refused.add(error.code, by=block.requests)
+        block.owner.refuse(block.ids, error)
+
     def _refuse(self, ticket: Ticket, error: ServiceError) -> None:
         self._drop(ticket)
         ticket.refuse(error)
@@ -243,7 +344,28 @@ class Batcher:
                 self.sessions.skip(sequence.session, sequence)
 
 
-def _sequences(ticket: Ticket, data: bytes, session: Session | None, *, divisible: bool) -> list[RequestSequence]:
+def _unpack(block: RequestBlock) -> list[RequestSequence]:
+    """Return the sequences of a block with one request, which gets a ticket."""
+    owner: BlockOwner = block.owner
+    [id] = block.ids
+    name, version, generation = block.model
+    request = Request(
+        name,
+        version,
+        block.lengths,
+        block.deadline,
+        sent=block.arrived,
+        priority=block.priority,
+        returns=block.returns,
+        generation=generation,
+    )
+    ticket = owner.open_ticket(id, request)
+    sequences = _sequences(ticket, block.columns.values, None, divisible=block.divisible)
+    ticket.open(sequences)
+    return sequences
+
+
+def _sequences(ticket: Ticket, data: bytes | memoryview, session: Session | None, *, divisible: bool) -> list[RequestSequence]:
     """Split the data of a request into its sequences."""
     lengths = ticket.request.lengths
     view, begin, step_bytes = memoryview(data), 0, len(data) // sum(lengths)

@@ -12,144 +12,87 @@ The scheduler is pure: the time is an argument, and nothing here knows about a d
   level is a fixed head start in seconds: a higher level runs earlier, and no level starves.
 - **Models share the device by time.** The model with the fewest seconds of device time runs next.
 - **A request that would miss its deadline is rejected when it arrives**, by the predicted cost of the work queued before it.
+
+Requests without a state arrive in blocks (`request_block.py`). Blocks that fit into the next batch as a whole cost nothing for each
+request. A block that does not fit is cut along its requests. A request that does not run as a whole becomes an object for each sequence.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right, insort
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple
 
+import numpy as np
+
+from service.engine.batching.batch_builder import (
+    UNLIMITED,
+    BatchBuilder,
+    ScheduledSteps,
+    SchedulerLimits,
+    Taken,
+    take_all,
+)
+from service.engine.batching.due import STRETCH, allowance
+from service.engine.batching.model_queue import LEAST_STEPS, ModelQueue, Rejection, S
+from service.engine.batching.request_block import RequestBlock, Row
 from service.engine.execution.cost_model import Cost
-from service.errors import DeadlineExceeded, Overloaded
+from service.errors import DeadlineExceeded, Overloaded, ServiceError
 from service.ipc.messages import ModelKey
 
-HEAD_START_SECONDS = 1.0
-LEAST_STEPS = 16
-"""Lower limit of K. Fewer steps would cost less than the host's work for a batch and each sequence in it."""
-PACE = 0.8
-"""K keeps this share of the throughput that a batch of the whole time budget reaches, even if the shortest sequence is very short."""
 NEWEST = 0.05
 """Weight of the newest batch in the running mean of the steps per batch."""
-STRETCH = 5.0
-"""A sequence is due at its arrival plus this multiple of the time that it takes alone."""
-SLACK = 3.0
-"""A sequence is due at least this multiple of the time that it takes alone before its deadline: in a batch it takes longer than alone."""
 CAUTION = 1.25
 """A request is admitted if this multiple of its expected time fits before its deadline."""
-UNLIMITED = 1 << 30
-"""More steps than any sequence has."""
 
 
-class QueuedSequence:
-    """One sequence, from its arrival until its last step has been scheduled.
+class ScheduledBatch(NamedTuple, Generic[S]):
+    """What runs in a batch: whole blocks, and steps of sequences."""
 
-    remaining: steps that have not been scheduled.
-    divisible: whether several batches may share its steps.
-    stateful: whether it continues from a state or leaves one behind.
-    ready: whether every chunk before it has run.
-    begun: whether some of its steps have been scheduled.
-    due: its position in the queue: arrival plus an allowance, minus the head start of its priority.
-    """
-
-    __slots__ = ("arrived", "begun", "deadline", "divisible", "due", "head_start", "ready", "remaining", "stateful")
-
-    def __init__(
-        self, steps: int, deadline: float, priority: int = 0, *, divisible: bool = True, stateful: bool = False
-    ) -> None:
-        self.remaining = steps
-        self.deadline = deadline
-        self.head_start = priority * HEAD_START_SECONDS
-        self.divisible = divisible
-        self.stateful = stateful
-        self.ready = True
-        self.begun = False
-        self.arrived = 0.0
-        self.due = 0.0
+    model: ModelKey
+    blocks: list[RequestBlock]
+    parts: list[ScheduledSteps[S]]
 
 
-S = TypeVar("S", bound=QueuedSequence)
+class RefusedRequest(NamedTuple):
+    """A request of a block that was refused, and why."""
+
+    id: int
+    error: ServiceError
 
 
-class ScheduledSteps(NamedTuple, Generic[S]):
-    """The steps of one sequence that run in a batch. first, last: whether the sequence begins or ends with them."""
+class RemovedRequests(NamedTuple, Generic[S]):
+    """What was removed from the queue."""
 
-    sequence: S
+    blocks: list[RequestBlock]
+    sequences: list[S]
+
+
+@dataclass(slots=True)
+class _Arriving:
+    """What the check of its deadline needs to know of a request, or of a block. longest: steps of its longest sequence."""
+
+    count: int
     steps: int
-    first: bool
-    last: bool
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """Limits of the queue and of a batch.
-
-    continuous: whether sequences join and leave at every batch. Otherwise each batch runs whole sequences in the order of their arrival.
-    """
-
-    max_waiting: int
-    max_batch_sequences: int
-    max_batch_tokens: int
-    batch_seconds: float
-    continuous: bool = True
-
-
-class Rejection(NamedTuple):
-    """A request that was rejected because it would have missed its deadline.
-
-    A request with at least as many steps, less time than `needed` and no higher priority would miss its deadline too.
-    """
-
-    steps: int
-    needed: float
+    longest: int
+    deadline: float
     head_start: float
-    message: str
-    retry_after: int
-
-    def covers(self, steps: int, time_left: float, head_start: float) -> bool:
-        return steps >= self.steps and time_left < self.needed and head_start <= self.head_start
 
 
-class ModelQueue(Generic[S]):
-    """The queued sequences of one model, in the order of their due times.
+class _Accepted(NamedTuple):
+    """A request of a block that is being queued."""
 
-    steps: remaining steps of all sequences.
-    used: seconds that the model's batches have taken, on the scheduler's account.
-    reach: running mean of the steps that a batch takes of its longest sequence.
-    cost: of the model's batches, as of the last batch.
-    rejection: the last rejection since then.
-    """
-
-    __slots__ = ("cost", "reach", "rejection", "sequences", "serial", "steps", "used")
-
-    def __init__(self, cost: Cost, used: float) -> None:
-        self.sequences: list[S] = []
-        self.steps = 0
-        self.used = used
-        self.reach = 0.0
-        self.update_cost(cost)
-
-    def update_cost(self, cost: Cost) -> None:
-        self.rejection: Rejection | None = None
-        self.cost = cost
-        self.serial = cost.fixed / LEAST_STEPS + cost.per_step + cost.per_token
-        """Upper bound of the seconds per step: no two sequences share a batch, and every batch takes LEAST_STEPS."""
-
-    def insert(self, sequence: S) -> None:
-        sequences = self.sequences
-        # Most sequences arrive in due order, and a comparison is cheaper than a search.
-        if not sequences or sequences[-1].due <= sequence.due:
-            sequences.append(sequence)
-        else:
-            insort(sequences, sequence, key=_due)
-        self.steps += sequence.remaining
+    due: float
+    row: Row
 
 
 def _unlimited_room(model: ModelKey) -> int:
     return UNLIMITED
+
+
+def _without_blocks(block: RequestBlock) -> list[S]:
+    raise AssertionError("this scheduler has no blocks")
 
 
 class Scheduler(Generic[S]):
@@ -157,19 +100,27 @@ class Scheduler(Generic[S]):
 
     cost: returns the predicted cost of a model's batches.
     room: returns how many more sequences of a model may keep a state between batches.
+    unpack: returns the sequences of a block with one request.
     """
 
     def __init__(
-        self, limits: SchedulerLimits, cost: Callable[[ModelKey], Cost], room: Callable[[ModelKey], int] = _unlimited_room
+        self,
+        limits: SchedulerLimits,
+        cost: Callable[[ModelKey], Cost],
+        room: Callable[[ModelKey], int] = _unlimited_room,
+        unpack: Callable[[RequestBlock], list[S]] = _without_blocks,
     ) -> None:
         self._limits = limits
         self._cost = cost
         self._room = room
+        self._unpack = unpack
         self._queues: dict[ModelKey, ModelQueue[S]] = {}
         self._earliest_deadline = math.inf
         """Lower bound of all queued deadlines."""
         self._used = 0.0
         """`used` of the model that ran last. A new queue starts here: a model earns no credit while it has no requests."""
+        self._arrivals = 0
+        """Number of requests so far."""
         self.waiting = 0
         """Sequences that have not begun."""
         self.begun = 0
@@ -181,23 +132,36 @@ class Scheduler(Generic[S]):
         Raises Overloaded if the queue is full or the request would miss its deadline behind the queued work, and DeadlineExceeded if the
         request would miss its deadline even alone.
         """
-        if self.waiting + len(sequences) > self._limits.max_waiting:
-            raise Overloaded(
-                f"{self.waiting} sequences wait, this request has {len(sequences)} and "
-                f"SEQSERVE_MAX_WAITING is {self._limits.max_waiting}: retry later, or raise SEQSERVE_MAX_WAITING",
-                retry_after=1,
-            )
         if not sequences:
             return
-        queue = self._queues.get(model) or ModelQueue[S](self._cost(model), self._used)
-        if busy or self._queues:
-            self._check_deadline(model, queue, sequences, now, busy)
-        self._queues[model] = queue
+        first, steps = sequences[0], [sequence.remaining for sequence in sequences]
+        request = _Arriving(len(sequences), sum(steps), max(steps), first.deadline, first.head_start)
+        queue = self._queue(model)
+        self._check_room(request)
+        due = self._due(queue.cost, request, now)
+        self._check_deadline(model, queue, request, due, now, busy)
         for sequence in sequences:
-            sequence.arrived, sequence.due = now, self._due(queue.cost, sequence, sequence.remaining, now)
+            sequence.arrived, sequence.due, sequence.order = now, due, self._arrivals
             queue.insert(sequence)
-        self._earliest_deadline = min(self._earliest_deadline, sequences[0].deadline)
-        self.waiting += len(sequences)
+        self._arrivals += 1
+        self._count(model, queue, request)
+
+    def add_block(self, block: RequestBlock, *, now: float, busy: float = 0.0) -> list[RefusedRequest]:
+        """Queue the requests of a block, as `add` would queue them one after the other. Returns the refused requests."""
+        model = block.model
+        queue = self._queue(model)
+        block.arrive(now, self._arrivals, queue.cost if self._limits.continuous else None)
+        self._arrivals += block.requests
+        together = _Arriving(block.sequences, block.steps, block.longest, block.deadline, block.head_start)
+        if self.waiting + block.sequences <= self._limits.max_waiting and self._surely_in_time(queue, together, now, busy):
+            self._count(model, queue, together)
+            queue.blocks.append(block)
+            return []
+        refused = self._add_one_by_one(block, queue, now, busy)
+        left = block.without(refused)
+        if left is not None:
+            queue.blocks.append(left)
+        return [RefusedRequest(block.ids[index], error) for index, error in refused.items()]
 
     def holds(self, model: ModelKey) -> bool:
         """Return whether any sequence of this model has steps left."""
@@ -205,128 +169,169 @@ class Scheduler(Generic[S]):
 
     def waiting_by_model(self) -> dict[ModelKey, int]:
         """Return the number of sequences that have not begun, by model."""
-        return {model: sum([not sequence.begun for sequence in queue.sequences]) for model, queue in self._queues.items()}
+        return {
+            model: queue.count - sum([sequence.begun for sequence in queue.sequences]) for model, queue in self._queues.items()
+        }
 
     def drop(self, sequences: list[S]) -> int:
         """Remove these sequences of one request from the queue. Returns how many of them were queued."""
         dropped = {id(sequence) for sequence in sequences}
-        return len(self._remove(lambda sequence: id(sequence) in dropped))
+        return len(self._remove(lambda sequence: id(sequence) in dropped, lambda _: ()).sequences)
 
-    def drop_late(self, now: float) -> list[S]:
-        """Remove and return the sequences with a past deadline."""
+    def drop_request(self, owner: object, id: int) -> bool:
+        """Remove one request of an owner's blocks. Returns false if no queued block has it."""
+
+        def is_it(block: RequestBlock) -> Collection[int]:
+            return [block.ids.index(id)] if block.owner is owner and id in block.ids else ()
+
+        return bool(self._remove(lambda _: False, is_it).blocks)
+
+    def drop_owner(self, owner: object) -> list[RequestBlock]:
+        """Remove and return the blocks of an owner."""
+        return self._remove(lambda _: False, lambda block: range(block.requests) if block.owner is owner else ()).blocks
+
+    def drop_late(self, now: float) -> RemovedRequests[S]:
+        """Remove and return the requests with a past deadline."""
         if now < self._earliest_deadline:
-            return []
-        late = self._remove(lambda sequence: sequence.deadline <= now)
-        deadlines = (sequence.deadline for queue in self._queues.values() for sequence in queue.sequences)
+            return RemovedRequests([], [])
+        late = self._remove(
+            lambda sequence: sequence.deadline <= now,
+            lambda block: np.flatnonzero(block.deadlines <= now).tolist() if block.deadline <= now else (),
+        )
+        queues = self._queues.values()
+        deadlines = [sequence.deadline for queue in queues for sequence in queue.sequences]
+        deadlines += [block.deadline for queue in queues for block in queue.blocks]
         self._earliest_deadline = min(deadlines, default=math.inf)
         return late
 
     def backlog_seconds(self) -> float:
         """Return the predicted time of all queued work."""
-        return sum(self._seconds(queue, len(queue.sequences), queue.steps) for queue in self._queues.values())
+        return sum(self._seconds(queue, queue.count, queue.steps) for queue in self._queues.values())
 
-    def next_batch(self) -> tuple[ModelKey, list[ScheduledSteps[S]]] | None:
-        """Choose the model that runs next and the steps of its sequences. Returns None if no sequence can run now."""
+    def next_batch(self) -> ScheduledBatch[S] | None:
+        """Choose the model that runs next and what of its queue. Returns None if no sequence can run now."""
         for model in sorted(self._queues, key=self._claim) if len(self._queues) > 1 else list(self._queues):
             queue = self._queues[model]
             queue.update_cost(self._cost(model))
-            scheduled = self._choose(model, queue)
-            if scheduled:
-                longest = max([part.steps for part in scheduled])
+            taken = self._take(model, queue)
+            blocks = self._advance(model, queue, taken)
+            if taken.rows:
                 self._used = queue.used
-                queue.used += queue.cost.of(longest, sum([part.steps for part in scheduled]))
-                queue.reach += NEWEST * (longest - queue.reach) if queue.reach else longest
-                self._advance(model, queue, scheduled)
-                return model, scheduled
+                queue.used += queue.cost.of(taken.longest, taken.tokens)
+                queue.reach += NEWEST * (taken.longest - queue.reach) if queue.reach else taken.longest
+                return ScheduledBatch(model, blocks, taken.parts)
         return None
+
+    # Arrivals.
+
+    def _queue(self, model: ModelKey) -> ModelQueue[S]:
+        """Return the queue of a model, or a new one, which `_count` will keep."""
+        queue = self._queues.get(model)
+        return ModelQueue(self._cost(model), self._used) if queue is None else queue
+
+    def _count(self, model: ModelKey, queue: ModelQueue[S], request: _Arriving) -> None:
+        """Count a request that is queued."""
+        self._queues[model] = queue
+        self._earliest_deadline = min(self._earliest_deadline, request.deadline)
+        self.waiting += request.count
+        queue.count += request.count
+        queue.steps += request.steps
+
+    def _add_one_by_one(self, block: RequestBlock, queue: ModelQueue[S], now: float, busy: float) -> dict[int, ServiceError]:
+        """Count the requests of a block that are accepted, and return the error for each other."""
+        refused: dict[int, ServiceError] = {}
+        accepted: list[_Accepted] = []
+        deadlines = block.deadlines.tolist()
+        for index, (row, due) in enumerate(zip(block.rows, block.due.tolist(), strict=True)):
+            request = _Arriving(row.sequences, row.steps, row.longest, deadlines[index], block.head_start)
+            try:
+                self._check_room(request)
+                self._check_deadline(block.model, queue, request, due, now, busy, accepted)
+            except ServiceError as error:
+                refused[index] = error
+                if block.model not in self._queues:
+                    queue.rejection = None  # an empty queue is not kept
+            else:
+                accepted.append(_Accepted(due, row))
+                self._count(block.model, queue, request)
+        return refused
+
+    # Batches.
 
     def _claim(self, model: ModelKey) -> float:
         """Sort key of the models: the smallest runs next. A priority level is worth as much as within a queue."""
         queue = self._queues[model]
-        return queue.used - queue.sequences[0].head_start
+        return queue.used - queue.head_start()
 
-    def _choose(self, model: ModelKey, queue: ModelQueue[S]) -> list[ScheduledSteps[S]]:
-        """Take sequences in due order until the batch is full. The first sequence is always taken."""
-        limits = self._limits
-        first = list(islice((sequence for sequence in queue.sequences if sequence.ready), limits.max_batch_sequences))
-        if not first:
-            return []
-        limit, first_steps = self._step_limit(first, queue.cost), _rounded(first[0].remaining)
-        scheduled: list[ScheduledSteps[S]] = []
-        tokens, longest, room = 0, 0, -1
-        for sequence in queue.sequences:
-            if not sequence.ready:
-                continue
-            steps = min(sequence.remaining, limit) if sequence.divisible else sequence.remaining
-            if not sequence.begun and (sequence.stateful or steps < sequence.remaining):
-                room = self._room(model) if room < 0 else room
-                if room == 0:
-                    continue
-                room -= 1
-            if scheduled:
-                if tokens + steps > limits.max_batch_tokens or len(scheduled) == limits.max_batch_sequences:
-                    break
-                # A long indivisible sequence would delay shorter sequences beyond the budget. It runs when it is first in the queue.
-                if (
-                    steps > max(first_steps, limit)
-                    and queue.cost.of(max(longest, steps), tokens + steps) > limits.batch_seconds
-                ):
-                    continue
-            tokens, longest = tokens + steps, max(longest, steps)
-            scheduled.append(ScheduledSteps(sequence, steps, not sequence.begun, steps == sequence.remaining))
-        return scheduled
+    def _take(self, model: ModelKey, queue: ModelQueue[S]) -> Taken[S]:
+        taken = take_all(queue, self._limits)
+        if taken is None:
+            taken = BatchBuilder(queue, self._limits, lambda: self._room(model), self._unpack).take()
+        return taken
 
-    def _step_limit(self, ready: list[S], cost: Cost) -> int:
-        """Return K: the most steps that the next batch takes of a divisible sequence."""
-        if not self._limits.continuous:
-            return UNLIMITED
-        within_budget = max(LEAST_STEPS, cost.steps_within(self._limits.batch_seconds, len(ready)))
-        shortest = _rounded(min([sequence.remaining for sequence in ready]))
-        return min(within_budget, max(shortest, cost.steps_at_pace(PACE, within_budget, len(ready))))
-
-    def _advance(self, model: ModelKey, queue: ModelQueue[S], scheduled: list[ScheduledSteps[S]]) -> None:
-        """Update the counts, and remove the sequences that have no steps left."""
+    def _advance(self, model: ModelKey, queue: ModelQueue[S], taken: Taken[S]) -> list[RequestBlock]:
+        """Remove from the queue what has no steps left, and update the counts. Returns the blocks of the batch."""
+        if taken.rows == queue.count and not taken.parts:
+            self.waiting -= taken.rows
+            del self._queues[model]
+            return list(taken.requests)
+        blocks = [block.select(sorted(indices)) for block, indices in taken.requests.items()]
+        gone = {block: [*taken.requests.get(block, ()), *taken.divided.get(block, ())] for block in queue.blocks}
+        left = [block.without(gone[block]) for block in queue.blocks]
+        queue.blocks = [block for block in left if block is not None]
+        sequences, steps = sum([block.sequences for block in blocks]), sum([block.steps for block in blocks])
         finished = 0
-        for part in scheduled:
+        for part in taken.parts:
             sequence = part.sequence
-            queue.steps -= part.steps
+            steps += part.steps
             sequence.remaining -= part.steps
             sequence.begun = True
             finished += part.last
             self.waiting -= part.first
             self.begun += (not part.last) - (not part.first)
-        if finished == len(queue.sequences):
-            del self._queues[model]
-        elif finished:
+        self.waiting -= sequences
+        queue.count -= sequences + finished
+        queue.steps -= steps
+        if finished:
             # The batch usually is a prefix of the queue: the sequences behind it need no check.
-            end = queue.sequences.index(scheduled[-1].sequence) + 1
+            end = queue.sequences.index(taken.parts[-1].sequence) + 1
             queue.sequences[:end] = [sequence for sequence in queue.sequences[:end] if sequence.remaining]
+        if not queue.count:
+            del self._queues[model]
+        return blocks
 
-    def _remove(self, matches: Callable[[S], bool]) -> list[S]:
-        """Remove and return the matching sequences of all queues."""
-        removed: list[S] = []
+    def _remove(self, matches: Callable[[S], bool], matching: Callable[[RequestBlock], Collection[int]]) -> RemovedRequests[S]:
+        """Remove and return the matching sequences of all queues, and the matching requests of blocks. matching: returns their indices."""
+        removed: RemovedRequests[S] = RemovedRequests([], [])
         for model, queue in list(self._queues.items()):
-            matching = [sequence for sequence in queue.sequences if matches(sequence)]
-            if matching:
-                queue.sequences = [sequence for sequence in queue.sequences if not matches(sequence)]
-                queue.steps -= sum([sequence.remaining for sequence in matching])
-                queue.rejection = None
-                removed += matching
-                if not queue.sequences:
-                    del self._queues[model]
-        begun = sum([sequence.begun for sequence in removed])
-        self.begun -= begun
-        self.waiting -= len(removed) - begun
+            blocks = [(block, indices) for block in queue.blocks if (indices := sorted(matching(block)))]
+            sequences = [sequence for sequence in queue.sequences if matches(sequence)]
+            if not blocks and not sequences:
+                continue
+            gone = dict(blocks)
+            left = [block.without(gone.get(block, ())) for block in queue.blocks]
+            queue.blocks = [block for block in left if block is not None]
+            queue.sequences = [sequence for sequence in queue.sequences if not matches(sequence)]
+            chosen = [block.select(indices) for block, indices in blocks]
+            begun, in_blocks = sum([sequence.begun for sequence in sequences]), sum([block.sequences for block in chosen])
+            queue.count -= len(sequences) + in_blocks
+            queue.steps -= sum([sequence.remaining for sequence in sequences]) + sum([block.steps for block in chosen])
+            queue.rejection = None
+            self.begun -= begun
+            self.waiting -= len(sequences) + in_blocks - begun
+            removed.blocks.extend(chosen)
+            removed.sequences.extend(sequences)
+            if not queue.count:
+                del self._queues[model]
         return removed
 
     # Predictions.
 
-    def _due(self, cost: Cost, sequence: S, steps: int, now: float) -> float:
-        """Return the due time of a sequence of `steps` steps that arrives now."""
+    def _due(self, cost: Cost, request: _Arriving, now: float) -> float:
+        """Return the due time of a request that arrives now."""
         if not self._limits.continuous:
-            return now - sequence.head_start
-        alone = cost.of(steps, steps)
-        return now - sequence.head_start + max(0.0, min(STRETCH * alone, sequence.deadline - now - SLACK * alone))
+            return now - request.head_start
+        return now - request.head_start + allowance(cost, request.longest, request.deadline - now)
 
     def _seconds(self, queue: ModelQueue[S], count: int, steps: int, longest: int = 0) -> float:
         """Return the predicted time of `count` sequences of one model that have `steps` steps together.
@@ -347,57 +352,73 @@ class Scheduler(Generic[S]):
             return UNLIMITED
         return int(queue.reach) or max(LEAST_STEPS, queue.cost.steps_within(self._limits.batch_seconds, rows))
 
-    def _check_deadline(self, model: ModelKey, queue: ModelQueue[S], sequences: list[S], now: float, busy: float) -> None:
-        """Raise Overloaded or DeadlineExceeded if a request would miss its deadline."""
-        first, steps = sequences[0], sum([sequence.remaining for sequence in sequences])
-        time_left = first.deadline - now
-        if queue.rejection is not None and queue.rejection.covers(steps, time_left, first.head_start):
+    def _check_room(self, request: _Arriving) -> None:
+        """Raise Overloaded if the queue is full."""
+        if self.waiting + request.count > self._limits.max_waiting:
+            raise Overloaded(
+                f"{self.waiting} sequences wait, this request has {request.count} and "
+                f"SEQSERVE_MAX_WAITING is {self._limits.max_waiting}: retry later, or raise SEQSERVE_MAX_WAITING",
+                retry_after=1,
+            )
+
+    def _surely_in_time(self, queue: ModelQueue[S], request: _Arriving, now: float, busy: float) -> bool:
+        """Return whether a request keeps its deadline even if every sequence in the queue runs alone before it."""
+        time_left = request.deadline - now
+        if queue.rejection is not None and queue.rejection.covers(request.steps, time_left, request.head_start):
+            return False
+        serial = request.count * queue.cost.fixed + request.steps * queue.serial
+        for queued in self._queues.values():
+            serial += queued.count * queued.cost.fixed + queued.steps * queued.serial
+        return (CAUTION + STRETCH) * (busy + serial) <= time_left
+
+    def _check_deadline(
+        self,
+        model: ModelKey,
+        queue: ModelQueue[S],
+        request: _Arriving,
+        due: float,
+        now: float,
+        busy: float,
+        accepted: Sequence[_Accepted] = (),
+    ) -> None:
+        """Raise Overloaded or DeadlineExceeded if a request would miss its deadline.
+
+        accepted: requests of the same block that are counted, but not yet queued.
+        """
+        if (not busy and not self._queues) or self._surely_in_time(queue, request, now, busy):
+            return
+        time_left = request.deadline - now
+        if queue.rejection is not None and queue.rejection.covers(request.steps, time_left, request.head_start):
             # Under heavy overload a rejection must cost little.
             raise Overloaded(queue.rejection.message, retry_after=queue.rejection.retry_after)
-        serial = len(sequences) * queue.cost.fixed + steps * queue.serial
-        for queued in self._queues.values():
-            serial += len(queued.sequences) * queued.cost.fixed + queued.steps * queued.serial
-        if (CAUTION + STRETCH) * (busy + serial) <= time_left:
-            return
-        longest = max([sequence.remaining for sequence in sequences])
-        due = self._due(queue.cost, first, longest, now)
-        expected = busy + self._expected_seconds(model, queue, len(sequences), steps, longest, due)
+        expected = busy + self._expected_seconds(model, queue, request, due, accepted)
         # Until the due time, later arrivals may take this request's place in a full batch.
-        full = len(queue.sequences) >= self._limits.max_batch_sequences
+        full = queue.count >= self._limits.max_batch_sequences
         needed = CAUTION * expected + (max(0.0, due - now) if full else 0.0)
         if needed <= time_left:
             return
-        alone = self._seconds(queue, len(sequences), steps, longest)
+        alone = self._seconds(queue, request.count, request.steps, request.longest)
         if CAUTION * alone > time_left:
             raise DeadlineExceeded(
                 f"the request takes about {alone:.3g} s alone and its deadline is in {time_left:.3g} s: allow more time"
             )
         message = f"an answer is expected in {expected:.3g} s and the deadline is in {time_left:.3g} s: retry later, or allow more time"
-        queue.rejection = Rejection(steps, needed, first.head_start, message, math.ceil(expected))
+        queue.rejection = Rejection(request.steps, needed, request.head_start, message, math.ceil(expected))
         raise Overloaded(message, retry_after=queue.rejection.retry_after)
 
     def _expected_seconds(
-        self, model: ModelKey, queue: ModelQueue[S], count: int, steps: int, longest: int, due: float
+        self, model: ModelKey, queue: ModelQueue[S], request: _Arriving, due: float, accepted: Sequence[_Accepted]
     ) -> float:
         """Return the expected completion time of a request, including the work of its model that is due before it.
 
         Each other model adds its queued work, but at most as much again: models share the device by time.
         """
-        ahead = bisect_right(queue.sequences, due, key=_due)
-        steps_ahead = queue.steps - sum([sequence.remaining for sequence in queue.sequences[ahead:]])
-        own = self._seconds(queue, count + ahead, steps + steps_ahead, longest)
+        count_later, steps_later = queue.due_later(due)
+        later = [row for other_due, row in accepted if other_due > due]
+        count = queue.count - count_later - sum([row.sequences for row in later])
+        steps = queue.steps - steps_later - sum([row.steps for row in later])
+        own = self._seconds(queue, request.count + count, request.steps + steps, request.longest)
         others = [
-            min(own, self._seconds(other, len(other.sequences), other.steps))
-            for key, other in self._queues.items()
-            if key != model
+            min(own, self._seconds(other, other.count, other.steps)) for key, other in self._queues.items() if key != model
         ]
         return own + sum(others)
-
-
-def _rounded(steps: int) -> int:
-    """Round up to a power of two, and to at least LEAST_STEPS."""
-    return max(LEAST_STEPS, 1 << (steps - 1).bit_length())
-
-
-def _due(sequence: QueuedSequence) -> float:
-    return sequence.due

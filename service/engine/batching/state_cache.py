@@ -10,7 +10,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from service.engine.batch import Chunk
-from service.engine.batching.scheduler import ScheduledSteps
+from service.engine.batching.batch_builder import ScheduledSteps
 from service.engine.batching.session_state import State
 from service.engine.batching.state_slots import DISCARD_SLOT, ZERO_SLOT, SlotAllocator, StateSlot
 from service.engine.batching.ticket import RequestSequence, StateLocation

@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from service.engine.batching.scheduler import QueuedSequence
+from service.engine.batching.model_queue import QueuedSequence
+from service.engine.batching.request_block import RequestBlock
 from service.engine.batching.session_state import State
 from service.engine.batching.state_slots import StateSlot
-from service.engine.execution.in_flight import ChunkResult
+from service.engine.execution.in_flight import BlockResult, ChunkResult
 from service.errors import ServiceError
 from service.ipc.messages import Answer, ModelKey, Request
+
+
+class BlockOwner(Protocol):
+    """The frontend of a block: receives the replies to its requests."""
+
+    def answer(self, block: RequestBlock, result: BlockResult) -> None:
+        """Answer all requests of a block."""
+
+    def refuse(self, ids: Sequence[int], error: ServiceError) -> None:
+        """Refuse requests."""
+
+    def open_ticket(self, id: int, request: Request) -> Ticket:
+        """Return a ticket for a request that leaves its block, because it does not run as a whole."""
+
 
 SendAnswer = Callable[[Answer, list[bytes]], None]
 SendRefusal = Callable[[ServiceError], None]

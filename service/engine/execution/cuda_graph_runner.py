@@ -144,7 +144,7 @@ class CudaGraphRunner(ModelRunner):
         assert collector is not None
         began = time.monotonic()
         bucket, captured = self._graph_for(batch)
-        ends = self._staging.stage(batch, collector.index, bucket.rows)
+        offsets = self._staging.stage(batch, collector.index, bucket.rows)
         staged = time.monotonic()
         if captured is None:
             outputs = self._launch_layers(batch, collector)
@@ -157,7 +157,7 @@ class CudaGraphRunner(ModelRunner):
         collector.record_end()
         return InFlightBatch(
             batch,
-            ends,
+            offsets,
             outputs.arrays,
             self._seconds(batch, captured),
             began,

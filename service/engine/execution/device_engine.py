@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from service.engine.batch import Batch, Chunk
+from service.engine.batch import Batch
 from service.engine.batching.session_state import State
 from service.engine.execution.cost_model import NEWEST, Correction, Cost
 from service.engine.execution.cuda_graph_runner import CudaGraphRunner, GraphPool, RunBetweenBatches, run_now
@@ -21,7 +21,7 @@ from service.engine.execution.device import (
     raise_if_lost,
     reserve_memory,
 )
-from service.engine.execution.in_flight import ChunkResult, EndObserver, InFlightBatch
+from service.engine.execution.in_flight import EndObserver, FinishedPart, InFlightBatch
 from service.engine.execution.model_runner import ModelRunner
 from service.errors import OutOfMemory
 from service.ipc.messages import LoadedModel, ModelKey
@@ -86,7 +86,7 @@ class DeviceEngine:
         self._corrections: dict[ModelKey, Correction] = {}
         self._arena_bytes = 0
         self._in_flight: deque[InFlightBatch] = deque()
-        self._done: list[tuple[Chunk, ChunkResult]] = []
+        self._done: list[FinishedPart] = []
         self._launches = 0
         self._launch_seconds = 0.0
         """Running mean of the host's time from accepting a batch to its launch."""
@@ -257,8 +257,8 @@ class DeviceEngine:
         self._launch_seconds += NEWEST * (launch_seconds - self._launch_seconds)
         self._launched_at = in_flight.launched
 
-    def finished(self) -> list[tuple[Chunk, ChunkResult]]:
-        """Return the chunks that finished since the last call, with their results; raises DeviceLost if the device failed."""
+    def finished(self) -> list[FinishedPart]:
+        """Return the blocks and chunks that finished since the last call, with their results; raises DeviceLost if the device failed."""
         self._collect()
         done, self._done = self._done, []
         return done

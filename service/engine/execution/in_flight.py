@@ -1,16 +1,19 @@
-"""A batch in flight, and the results of its chunks."""
+"""A batch in flight, and the results of its blocks and chunks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 from numpy.typing import NDArray
 
 from service.engine.batch import Batch, Chunk
+from service.engine.batching.request_block import RequestBlock
 from service.engine.execution.device import OutputCollector
+from service.ipc.blocks import COUNT
+from service.ipc.messages import Returns
 
 Array = NDArray[Any]
 
@@ -29,6 +32,23 @@ class ChunkResult(NamedTuple):
     sequence: Array | None
     steps: int
     per_step: bool = False
+
+
+class BlockResult(NamedTuple):
+    """The result of a block: the arrays of a ChunkResult for all its sequences.
+
+    steps: (sequences,) int32, how many steps the encoder returned of each, as bytes.
+    """
+
+    scores: Array | None
+    picks: Array | None
+    embedding: Array | None
+    sequence: Array | None
+    steps: bytes | memoryview
+    per_step: bool = False
+
+
+FinishedPart = tuple[Chunk, ChunkResult] | tuple[RequestBlock, BlockResult]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +70,7 @@ class BatchArrays:
 class InFlightBatch:
     """A launched batch.
 
-    ends: where each chunk ends in the staged tokens.
+    offsets: (rows + 1,) where each row begins in the staged tokens; valid until the buffer is staged again.
     arrays: the outputs; complete when `collector` is, or at once without one.
     predicted: seconds that the batch should take.
     began, staged, launched: moments on the clock of time.monotonic.
@@ -58,7 +78,7 @@ class InFlightBatch:
     """
 
     batch: Batch
-    ends: list[int]
+    offsets: NDArray[np.int32]
     arrays: BatchArrays
     predicted: float
     began: float
@@ -76,27 +96,48 @@ class InFlightBatch:
         if self.collector is not None:
             self.collector.wait()
 
-    def results(self) -> list[tuple[Chunk, ChunkResult]]:
-        """Return the result of each chunk, once the batch has ended."""
+    def results(self) -> list[FinishedPart]:
+        """Return the result of each block and chunk, once the batch has ended."""
         batch, arrays = self.batch, self.arrays
-        offsets = [0, *self.ends] if arrays.offsets is None else arrays.offsets[: batch.rows + 1].tolist()
+        offsets: list[int] = []
+        if arrays.per_step or batch.returns_sequence or batch.chunks:
+            offsets = (self.offsets if arrays.offsets is None else arrays.offsets[: batch.rows + 1]).tolist()
         lines = offsets[batch.rows] if arrays.per_step else batch.rows
-        scores, picks = self._kept(arrays.scores, lines), self._kept(arrays.picks, lines)
-        embedding = self._kept(arrays.embedding, batch.rows) if batch.returns_embedding else None
-        sequence = self._kept(arrays.sequence, offsets[batch.rows]) if batch.returns_sequence else None
-        results = []
-        for row, (chunk, (begin, end)) in enumerate(zip(batch.chunks, pairwise(offsets), strict=True)):
-            chunk_lines = slice(begin, end) if arrays.per_step else slice(row, row + 1)
-            result = ChunkResult(
-                None if scores is None else scores[chunk_lines],
-                None if picks is None else picks[chunk_lines],
-                embedding[row : row + 1] if embedding is not None and chunk.returns.embedding else None,
-                sequence[begin:end] if sequence is not None and chunk.returns.sequence else None,
-                end - begin,
-                arrays.per_step,
-            )
-            results.append((chunk, result))
+        kept = (
+            self._kept(arrays.scores, lines),
+            self._kept(arrays.picks, lines),
+            self._kept(arrays.embedding, batch.rows) if batch.returns_embedding else None,
+            self._kept(arrays.sequence, offsets[batch.rows]) if batch.returns_sequence else None,
+        )
+        results: list[FinishedPart] = []
+        first = 0
+        for block in batch.blocks:
+            end = first + block.sequences
+            steps = block.columns.lengths
+            if arrays.offsets is not None:
+                steps = np.diff(arrays.offsets[first : end + 1]).astype(COUNT).tobytes()
+            slices = self._slices(kept, first, end, offsets, block.returns)
+            results.append((block, BlockResult(*slices, steps, arrays.per_step)))
+            first = end
+        for row, chunk in enumerate(batch.chunks, first):
+            slices = self._slices(kept, row, row + 1, offsets, chunk.returns)
+            results.append((chunk, ChunkResult(*slices, offsets[row + 1] - offsets[row], arrays.per_step)))
         return results
+
+    def _slices(
+        self, kept: Sequence[Array | None], first: int, end: int, offsets: list[int], returns: Returns
+    ) -> tuple[Array | None, Array | None, Array | None, Array | None]:
+        """Return the part of each array that belongs to some rows."""
+        scores, picks, embedding, sequence = kept
+        rows = slice(first, end)
+        steps = slice(offsets[first], offsets[end]) if offsets else rows
+        lines = steps if self.arrays.per_step else rows
+        return (
+            None if scores is None else scores[lines],
+            None if picks is None else picks[lines],
+            embedding[rows] if embedding is not None and returns.embedding else None,
+            sequence[steps] if sequence is not None and returns.sequence else None,
+        )
 
     def _kept(self, array: Array | None, lines: int) -> Array | None:
         """Return the first lines of an array, copied if the next batch overwrites the array."""

@@ -58,10 +58,10 @@ class ModelRunner:
     def launch(self, batch: Batch, collector: OutputCollector | None = None) -> InFlightBatch:
         """Run a batch; raises whatever the model raises."""
         began = time.monotonic()
-        ends = self._staging.stage(batch)
+        offsets = self._staging.stage(batch)
         staged = time.monotonic()
         encoding = self._encode(batch.rows, batch.tokens, sequence=batch.returns_sequence, whole=batch.whole)[1]
-        return InFlightBatch(batch, ends, _on_host(encoding), self.predicted_seconds(batch), began, staged, time.monotonic())
+        return InFlightBatch(batch, offsets, _on_host(encoding), self.predicted_seconds(batch), began, staged, time.monotonic())
 
     def _encode(self, rows: int, tokens: int, *, sequence: bool = False, whole: bool = True) -> tuple[Ragged, Encoding]:
         """Run the encoder on the staged batch. whole: every row is a whole sequence. Returns the encoder's input and output."""

@@ -1,4 +1,4 @@
-"""Host buffers in which the chunks of a batch are packed end to end. They are allocated once, so nothing here grows with the load.
+"""Host buffers in which the blocks and chunks of a batch are packed end to end. They are allocated once: nothing here grows with the load.
 
 Each batch that may be in flight has a host buffer, so the next batch is staged while the previous batch is still copied. On a GPU the host
 buffers are pinned, and one copy moves offsets, state slots and data to a device buffer.
@@ -6,10 +6,12 @@ buffers are pinned, and one copy moves offsets, state slots and data to a device
 
 from __future__ import annotations
 
-from itertools import accumulate
+from array import array
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.launching import round_up
@@ -23,7 +25,7 @@ from service.modeling.state_slabs import RowSlots
 ALIGNED_BYTES = 256
 """Alignment of the data behind the offsets: kernels read wide pieces."""
 JOINED_BYTES = 1 << 16
-"""Up to this size the chunks are joined before they are copied to the buffer: a large copy is faster than many small copies."""
+"""Up to this size the parts of a batch are joined before they are copied to the buffer: a large copy is faster than many small copies."""
 
 
 class Staging:
@@ -42,30 +44,44 @@ class Staging:
         self._offsets, self._read_slots, self._write_slots = zip(
             *(np.split(head, (rows + 1, 2 * rows + 1)) for head in heads), strict=True
         )
+        for read_slots, write_slots in zip(self._read_slots, self._write_slots, strict=True):
+            read_slots[:], write_slots[:] = ZERO_SLOT, DISCARD_SLOT
+        self._rows_with_slots = [0] * in_flight
+        """Rows of each buffer that may have slots of the batch before."""
         self._data = [buffer.numpy()[self._begin :].data for buffer in self._host]
 
-    def stage(self, batch: Batch, buffer: int = 0, rows: int = 0) -> list[int]:
-        """Pack the chunks of a batch into a host buffer, with empty rows behind them up to `rows`. Returns where each chunk ends."""
-        rows = max(rows, batch.rows)
-        ends = list(accumulate(chunk.steps for chunk in batch.chunks))
-        needed, size = ends[-1] * self.step_bytes, sum([len(chunk.data) for chunk in batch.chunks])
+    def stage(self, batch: Batch, buffer: int = 0, rows: int = 0) -> NDArray[np.int32]:
+        """Pack a batch into a host buffer, with empty rows behind it up to `rows`.
+
+        Returns (batch rows + 1,) where each row begins, in the buffer: it is overwritten with the next batch.
+        """
+        rows, tokens = max(rows, batch.rows), batch.tokens
+        parts = [block.columns.values for block in batch.blocks] + [chunk.data for chunk in batch.chunks]
+        needed, size = tokens * self.step_bytes, sum([len(part) for part in parts])
         if size != needed:
             raise ValueError(
-                f"{batch.rows} chunks have {size} bytes, different from {ends[-1]} steps of {self.step_bytes} bytes"
+                f"{batch.rows} sequences have {size} bytes, different from {tokens} steps of {self.step_bytes} bytes"
             )
-        target = self._data[buffer]
-        if needed <= JOINED_BYTES:
-            target[:needed] = b"".join([chunk.data for chunk in batch.chunks])
-        else:
-            for begin, end, chunk in zip([0, *ends], ends, batch.chunks, strict=False):
-                target[begin * self.step_bytes : end * self.step_bytes] = chunk.data
-        self._offsets[buffer][1 : batch.rows + 1] = ends
-        self._offsets[buffer][batch.rows + 1 : rows + 1] = ends[-1]
-        self._read_slots[buffer][:rows], self._write_slots[buffer][:rows] = ZERO_SLOT, DISCARD_SLOT
+        target, begin = self._data[buffer], 0
+        for part in parts if needed > JOINED_BYTES else [b"".join(parts)]:
+            target[begin : begin + len(part)] = part
+            begin += len(part)
+        lengths: list[Any] = [block.columns.lengths for block in batch.blocks]
+        if batch.chunks:
+            lengths.append(array("i", [chunk.steps for chunk in batch.chunks]))
+        offsets = self._offsets[buffer]
+        np.frombuffer(b"".join(lengths), np.int32).cumsum(out=offsets[1 : batch.rows + 1])
+        offsets[batch.rows + 1 : rows + 1] = tokens
+        used = self._rows_with_slots[buffer]
+        if used:
+            self._read_slots[buffer][:used], self._write_slots[buffer][:used] = ZERO_SLOT, DISCARD_SLOT
+        self._rows_with_slots[buffer] = 0 if batch.whole else batch.rows
         if not batch.whole:
-            self._read_slots[buffer][: batch.rows] = [chunk.read_slot for chunk in batch.chunks]
-            self._write_slots[buffer][: batch.rows] = [chunk.write_slot for chunk in batch.chunks]
-        return ends
+            resumed = slice(batch.rows - len(batch.chunks), batch.rows)
+            self._read_slots[buffer][resumed] = [chunk.read_slot for chunk in batch.chunks]
+            self._write_slots[buffer][resumed] = [chunk.write_slot for chunk in batch.chunks]
+        begins: NDArray[np.int32] = offsets[: batch.rows + 1]
+        return begins
 
     def ragged(self, rows: int, tokens: int) -> Ragged:
         """Return the staged batch as the encoder reads it: on the device after its copy, else in the first host buffer."""

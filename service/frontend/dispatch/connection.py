@@ -7,20 +7,25 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from service.errors import EngineLost, ServiceError
 from service.ipc import messages
 from service.ipc.async_channel import AsyncChannel
-from service.ipc.channel import Channel, Frame
+from service.ipc.blocks import BlockKey, encode_block, is_large, split_answers
+from service.ipc.channel import Channel, Frame, encode
 from service.ipc.messages import Answer, LoadedModel, Message, ModelKey, Request
 from service.ipc.rpc import Rpc
 from service.metrics import Metrics
 
 DEADLINE_RESOLUTION_SECONDS = 0.005
 """A deadline is noticed at most this late."""
+
+
+REQUEST_BYTES = 64
+"""About how many bytes a request takes in the channel besides its values."""
 
 
 class Answered(NamedTuple):
@@ -44,16 +49,15 @@ class Receiver(Protocol):
 class PendingRequest:
     """A request without an answer yet.
 
-    `frame` and `tail`, which has the trailing bytes that are not in the frame, are kept to send the request again: once to another
-    engine, or to the next engine of its session. `at` is the engine that has the request, None while there is none. `orphaned` is true
+    `data` has the values of its steps. They are kept to send the request again: once to another engine, or to the next engine of its
+    session. `at` is the engine that has the request, None while there is none. `orphaned` is true
     when an engine ended while it had the request. `done` is true once the receiver was called, or waits no longer. `key` is the
     request's model version.
     """
 
     id: int
     request: Request
-    frame: bytes
-    tail: bytes | memoryview
+    data: bytes | memoryview
     receiver: Receiver
     deadlines: Deadlines
     key: ModelKey
@@ -64,8 +68,8 @@ class PendingRequest:
 
     @property
     def size(self) -> int:
-        """Return the bytes that the request takes in the channel."""
-        return len(self.frame) + len(self.tail)
+        """Return about how many bytes the request takes in the channel."""
+        return REQUEST_BYTES + len(self.data)
 
     def end(self) -> None:
         """Forget the request everywhere; its receiver is called no more."""
@@ -147,7 +151,7 @@ class PredictedWait:
     def __init__(self) -> None:
         self._reported = 0.0
         self._reported_at = 0.0
-        self._sent: dict[int, tuple[int, float]] = {}
+        self._sent: dict[int, tuple[float, float]] = {}
         self._sent_seconds = 0.0
 
     def report(self, seconds: float, frames: int, now: float) -> None:
@@ -157,10 +161,15 @@ class PredictedWait:
         # Summed anew at every report, so that rounding errors do not add up.
         self._sent_seconds = sum(price for _, price in self._sent.values())
 
-    def add(self, id: int, frame: int, seconds: float) -> None:
-        """Record a request of this many predicted seconds, sent as frame number `frame`, counted from 1."""
-        self._sent[id] = frame, seconds
+    def add(self, id: int, seconds: float) -> None:
+        """Record a request of this many predicted seconds, which is about to leave."""
+        self._sent[id] = math.inf, seconds
         self._sent_seconds += seconds
+
+    def sent(self, ids: Iterable[int], frame: int) -> None:
+        """Record that these requests left in frame number `frame`, counted from 1."""
+        for id in ids:
+            self._sent[id] = frame, self._sent[id][1]
 
     def drop(self, id: int) -> None:
         """Forget a request that was answered or cancelled."""
@@ -194,17 +203,20 @@ class EngineConnection:
         self._on_lost = on_lost
         self._wait = PredictedWait()
         self._handlers: dict[type[Message], Callable[[Frame, Any], None]] = {
+            messages.AnswerBlock: self._handle_answers,
             messages.Backlog: self._handle_backlog,
             messages.EngineStatus: self._handle_status,
             messages.Refusal: self._handle_refusal,
         }
-        self._channel = AsyncChannel(channel, self._handle_frame, self._lose, self._count_written)
+        self._channel = AsyncChannel(channel, self._handle_frame, self._lose, self._count_written, self._send_blocks)
         self.rpc = Rpc(self._channel.send, "an engine", next_id)
         self.models: dict[ModelKey, LoadedModel] = {}
         self.ready = False
         self.place = 0
         self.pending: dict[int, PendingRequest] = {}
         self._pending_bytes = 0
+        self._blocks: dict[BlockKey, dict[int, PendingRequest]] = {}
+        """Requests that leave at the end of the tick."""
 
     @property
     def pending_bytes(self) -> int:
@@ -220,17 +232,29 @@ class EngineConnection:
         pending.at = self
         self.pending[pending.id] = pending
         self._pending_bytes += pending.size
-        self._channel.send(pending.frame, following=pending.tail)
         model = self.models.get(pending.key)
-        self._wait.add(pending.id, self._channel.frames_sent, model.seconds(pending.request.lengths) if model else 0.0)
+        self._wait.add(pending.id, model.seconds(pending.request.lengths) if model else 0.0)
+        if pending.request.session is None:
+            key = BlockKey(pending.key, pending.request.priority, pending.request.returns)
+            self._blocks.setdefault(key, {})[pending.id] = pending
+            self._channel.flush_soon()
+        elif is_large(pending.data):
+            frame = encode(pending.request, pending.id, following=len(pending.data))
+            self._channel.send(frame, following=pending.data)
+            self._wait.sent([pending.id], self._channel.frames_sent)
+        else:
+            self._channel.send(encode(pending.request, pending.id, (pending.data,)))
+            self._wait.sent([pending.id], self._channel.frames_sent)
 
     def release(self, key: ModelKey) -> None:
         """Tell the engine that this frontend sends no further requests for a model version."""
+        self._send_blocks()
         self._channel.send_message(messages.Release(key))
 
     def cancel(self, pending: PendingRequest) -> None:
-        """Tell the engine that nothing waits for a request any longer."""
-        self._channel.send_message(messages.Cancel(), pending.id)
+        """Tell the engine that nothing waits for a request any longer, unless it has not left yet."""
+        if not any(block.pop(pending.id, None) for block in self._blocks.values()):
+            self._channel.send_message(messages.Cancel(), pending.id)
 
     def forget(self, pending: PendingRequest) -> None:
         """Remove a request from the pending requests and from the predicted wait."""
@@ -263,10 +287,27 @@ class EngineConnection:
         if pending is not None:
             pending.answer(answer, frame.tail)
 
+    def _handle_answers(self, frame: Frame, block: messages.AnswerBlock) -> None:
+        for id, answer, data in split_answers(block, frame.tail):
+            pending = self.pending.get(id)
+            if pending is not None:
+                pending.answer(answer, data)
+
     def _handle_refusal(self, frame: Frame, refusal: messages.Refusal) -> None:
         pending = self.pending.get(frame.id)
         if pending is not None:
             pending.fail(refusal.error)
+
+    def _send_blocks(self) -> None:
+        """Send the requests of this tick: a block for each key, and a block for each large request."""
+        blocks, self._blocks = self._blocks, {}
+        for key, block in blocks.items():
+            small = [pending for pending in block.values() if not is_large(pending.data)]
+            large = [pending for pending in block.values() if is_large(pending.data)]
+            for together in ([small] if small else []) + [[pending] for pending in large]:
+                frame, following = encode_block(key, together)
+                self._channel.send(frame, following=following)
+                self._wait.sent([pending.id for pending in together], self._channel.frames_sent)
 
     def _count_written(self, size: int, writes: int) -> None:
         self._metrics.channel_bytes.add("frontend", by=size)

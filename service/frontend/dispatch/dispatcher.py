@@ -17,7 +17,7 @@ from service.errors import DeadlineExceeded, EngineLost, Overloaded, ServiceErro
 from service.frontend.dispatch.connection import Answered, Deadlines, EngineConnection, PendingRequest, Receiver
 from service.frontend.dispatch.placement import engine_of_session
 from service.ipc import messages
-from service.ipc.channel import MAX_COPIED_BYTES, Channel, encode, replace_message
+from service.ipc.channel import Channel
 from service.ipc.messages import Answer, LoadedModel, ModelKey, Request
 from service.metrics import Metrics
 
@@ -77,7 +77,7 @@ class Dispatcher:
         connection = EngineConnection(channel, self._metrics, self._clock, self._next_id, self._handle_met, self._handle_lost)
         self._connections.append(connection)
 
-    def send(self, request: Request, tail: bytes | memoryview, receiver: Receiver) -> PendingRequest:
+    def send(self, request: Request, data: bytes | memoryview, receiver: Receiver) -> PendingRequest:
         """Send a request to an engine; raises a ServiceError.
 
         The receiver is called later, never before this function returns, and not at all after `cancel`.
@@ -85,13 +85,9 @@ class Dispatcher:
         if not self.ready:
             raise self._not_ready()
         id, key = self._next_id(), request.key
-        if len(tail) <= MAX_COPIED_BYTES:
-            frame, tail = encode(request, id, (tail,)), b""
-        else:
-            frame = encode(request, id, following=len(tail))
+        pending = PendingRequest(id, request, data, receiver, self._deadlines, key)
         engines = self._serving(key) if request.session is None else [self._engine_of(request.session)]
-        engine = self._choose(_with_room(engines, len(frame) + len(tail), self._channel_bytes))
-        pending = PendingRequest(id, request, frame, tail, receiver, self._deadlines, key)
+        engine = self._choose(_with_room(engines, pending.size, self._channel_bytes))
         engine.submit(pending)
         self._deadlines.add(pending)
         return pending
@@ -102,10 +98,10 @@ class Dispatcher:
             self._withdraw(pending)
             pending.end()
 
-    async def submit(self, request: Request, tail: bytes | memoryview) -> Answered:
+    async def submit(self, request: Request, data: bytes | memoryview) -> Answered:
         """Return the answer to a request; raises a ServiceError. Cancels the request when the awaiting task is cancelled."""
         receiver = _FutureReceiver()
-        pending = self.send(request, tail, receiver)
+        pending = self.send(request, data, receiver)
         try:
             return await receiver.future
         finally:
@@ -239,8 +235,7 @@ class Dispatcher:
             if pending.request.session is None:
                 self._retry(pending)
             else:
-                again = msgspec.structs.replace(pending.request, resubmitted=True)
-                pending.frame = replace_message(pending.frame, again)
+                pending.request = msgspec.structs.replace(pending.request, resubmitted=True)
                 self._orphans[pending.id] = pending
 
     def _retry(self, pending: PendingRequest) -> None:

@@ -6,8 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from service.engine.batching.scheduler import QueuedSequence, SchedulerLimits
+from service.engine.batching.batch_builder import SchedulerLimits
+from service.engine.batching.model_queue import QueuedSequence
+from service.engine.batching.request_block import RequestBlock
 from service.engine.execution.cost_model import Cost
+from service.ipc.blocks import COUNT, DEADLINE, ID, Columns
 from service.ipc.messages import IDS, ModelKey, Request, Returns
 
 MODEL = ModelKey("words", "1")
@@ -65,3 +68,36 @@ def request(
 def ids(sequences: Sequence[Sequence[int]]) -> bytes:
     """Return sequences of token ids in the format of the frontend."""
     return b"".join(np.array(sequence, IDS).tobytes() for sequence in sequences)
+
+
+def block(
+    requests: Sequence[tuple[int, float, Sequence[int]]],
+    values: bytes = b"",
+    *,
+    model: ModelKey = MODEL,
+    priority: int = 0,
+    returns: Returns = PLAIN,
+    divisible: bool = False,
+    owner: object = None,
+) -> RequestBlock:
+    """Return a block. requests: the id, the deadline and the lengths of each; values: their token ids, zeros by default."""
+    lengths = [steps for _, _, of_request in requests for steps in of_request]
+    columns = Columns(
+        np.array([id for id, _, _ in requests], ID).tobytes(),
+        np.array([deadline for _, deadline, _ in requests], DEADLINE).tobytes(),
+        np.array([len(of_request) for _, _, of_request in requests], COUNT).tobytes(),
+        np.array(lengths, COUNT).tobytes(),
+        values or bytes(np.dtype(IDS).itemsize * sum(lengths)),
+    )
+    return RequestBlock(
+        model,
+        columns,
+        steps=sum(lengths),
+        shortest=min(lengths, default=0),
+        longest=max(lengths, default=0),
+        deadline=min(deadline for _, deadline, _ in requests),
+        priority=priority,
+        returns=returns,
+        divisible=divisible,
+        owner=owner,
+    )

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from service.engine.batch import Batch, Chunk
+from service.engine.batch import Batch
 from service.engine.batching.batcher import Batcher
+from service.engine.batching.request_block import RequestBlock
 from service.engine.batching.session_state import State
 from service.engine.batching.session_table import SessionTable
 from service.engine.batching.state_slots import ZERO_SLOT
@@ -19,12 +20,14 @@ from service.engine.batching.ticket import Ticket
 from service.engine.execution.cost_model import Cost
 from service.engine.execution.device import DeviceLost
 from service.engine.execution.device_engine import PreparedModel
-from service.engine.execution.in_flight import ChunkResult, EndObserver
+from service.engine.execution.in_flight import BlockResult, ChunkResult, EndObserver, FinishedPart
 from service.errors import OutOfMemory, ServiceError
-from service.ipc.messages import FEATURES, IDS, Answer, LoadedModel, ModelKey, Returns
+from service.ipc.blocks import COUNT, split_answers
+from service.ipc.messages import FEATURES, IDS, Answer, AnswerBlock, LoadedModel, ModelKey, Request, Returns
 from service.ipc.session_journal import SessionJournal
 from service.log import Log
 from service.metrics import Counter, Metrics
+from tests.engine.batching import fakes
 from tests.engine.batching.fakes import MODEL, OTHER, PLAIN, ids, limits, request
 
 POISON = 666
@@ -48,7 +51,7 @@ class FakeEngine:
         self.states: dict[ModelKey, list[list[float]]] = {key: [[0.0, 0.0] for _ in range(100)] for key in self.served}
         self.observer: EndObserver | None = None
         self._slots = slots
-        self._done: list[tuple[Chunk, ChunkResult]] = []
+        self._done: list[FinishedPart] = []
 
     def loaded(self) -> list[LoadedModel]:
         return [LoadedModel(*key.labels, self.device, [], 0, generation=key.generation) for key in self.served]
@@ -90,22 +93,28 @@ class FakeEngine:
         return self.cost(batch.model).of(batch.longest, batch.tokens)
 
     def launch(self, batch: Batch) -> None:
+        in_blocks = [rows_of(block) for block in batch.blocks]
         rows = [np.frombuffer(chunk.data, IDS) for chunk in batch.chunks]
-        self.ran.append([int(row[0]) for row in rows])
+        together = [row for block_rows in in_blocks for row in block_rows] + rows
+        self.ran.append([int(row[0]) for row in together])
         states = self.states[batch.model]
         read = [states[chunk.read_slot] for chunk in batch.chunks]
         for chunk, (total, count), row in zip(batch.chunks, read, rows, strict=True):
             # Written before the failure: a batch that fails on a device leaves its writes behind too.
             states[chunk.write_slot] = [total + float(row.sum()), count + len(row)]
         assert states[ZERO_SLOT] == [0.0, 0.0]
-        if any(POISON in row for row in rows):
+        if any(POISON in row for row in together):
             raise ValueError("poisoned")
+        self._done += [
+            (block, of_block([result_of(row, 0, 0, block.returns) for row in block_rows]))
+            for block, block_rows in zip(batch.blocks, in_blocks, strict=True)
+        ]
         self._done += [
             (chunk, result_of(row, total, count, chunk.returns))
             for chunk, (total, count), row in zip(batch.chunks, read, rows, strict=True)
         ]
 
-    def finished(self) -> list[tuple[Chunk, ChunkResult]]:
+    def finished(self) -> list[FinishedPart]:
         done, self._done = self._done, []
         return done
 
@@ -127,13 +136,38 @@ def result_of(row: np.ndarray[tuple[int], np.dtype[np.int32]], total: float, cou
     )
 
 
+def rows_of(block: RequestBlock) -> list[np.ndarray[tuple[int], np.dtype[np.int32]]]:
+    """Return the ids of each sequence of a block."""
+    values: np.ndarray[tuple[int], np.dtype[np.int32]] = np.frombuffer(block.columns.values, IDS)
+    if len(values) != block.steps:
+        raise ValueError("the values do not match the lengths")
+    return np.split(values, np.cumsum(block.lengths)[:-1])
+
+
+def of_block(results: list[ChunkResult]) -> BlockResult:
+    """Return the result of a block of sequences with these results."""
+
+    def joined(name: str) -> Any:
+        arrays = [getattr(result, name) for result in results]
+        return None if arrays[0] is None else np.concatenate(arrays)
+
+    steps = np.array([result.steps for result in results], COUNT).tobytes()
+    return BlockResult(joined("scores"), joined("picks"), joined("embedding"), joined("sequence"), steps, results[0].per_step)
+
+
 class EngineOfSteps(FakeEngine):
     """Returns every second step of each sequence, with a pick per step and no scores."""
 
     def launch(self, batch: Batch) -> None:
+        for block in batch.blocks:
+            self._done.append((block, of_block([_every_second(row) for row in rows_of(block)])))
         for chunk in batch.chunks:
-            picks = np.frombuffer(chunk.data, IDS)[::2, None]
-            self._done.append((chunk, ChunkResult(None, picks, None, None, steps=len(picks), per_step=True)))
+            self._done.append((chunk, _every_second(np.frombuffer(chunk.data, IDS))))
+
+
+def _every_second(row: np.ndarray[tuple[int], np.dtype[np.int32]]) -> ChunkResult:
+    picks = row[::2, None]
+    return ChunkResult(None, picks, None, None, steps=len(picks), per_step=True)
 
 
 class EngineOfSmallMemory(FakeEngine):
@@ -158,8 +192,8 @@ class AsynchronousEngine(FakeEngine):
     def __init__(self, slots: int = 4, in_flight: int = 1) -> None:
         super().__init__(slots)
         self._most_in_flight = in_flight
-        self._in_flight: list[list[tuple[Chunk, ChunkResult]]] = []
-        self._ready: list[tuple[Chunk, ChunkResult]] = []
+        self._in_flight: list[list[FinishedPart]] = []
+        self._ready: list[FinishedPart] = []
 
     @property
     def accepts_batch(self) -> bool:  # type: ignore[override]
@@ -169,7 +203,7 @@ class AsynchronousEngine(FakeEngine):
         super().launch(batch)
         self._in_flight.append(super().finished())
 
-    def finished(self) -> list[tuple[Chunk, ChunkResult]]:
+    def finished(self) -> list[FinishedPart]:
         ready, self._ready = self._ready, []
         return ready
 
@@ -193,6 +227,9 @@ class FakeClient:
     ticket: Ticket | None = None
     disconnected: bool = False
 
+    def receive_answer(self, answer: Answer, arrays: list[bytes]) -> None:
+        self.answers.append((answer, b"".join(arrays)))
+
     @property
     def replies(self) -> int:
         return len(self.answers) + len(self.errors)
@@ -209,8 +246,43 @@ class FakeClient:
         return [float(sum(sequence)) for sequence in self.sequences]
 
 
+class FakeFrontend:
+    """The owner of blocks: passes their replies to the clients."""
+
+    def __init__(self) -> None:
+        self.clients: dict[int, FakeClient] = {}
+
+    def add(self, client: FakeClient) -> int:
+        """Return the id of a new request."""
+        self.clients[len(self.clients)] = client
+        return len(self.clients) - 1
+
+    def answer(self, block: RequestBlock, result: BlockResult) -> None:
+        arrays = [array for array in result[:4] if array is not None]
+        scores, picks, embedding, sequence = [() if array is None else array.shape for array in result[:4]]
+        answer = AnswerBlock(block.requests, block.sequences, scores, picks, embedding, sequence, result.per_step)
+        data = b"".join((block.columns.ids, block.columns.counts, result.steps, *[array.tobytes() for array in arrays]))
+        for id, of_request, values in split_answers(answer, data):
+            if not self.clients[id].disconnected:
+                self.clients[id].answers.append((of_request, bytes(values)))
+
+    def refuse(self, ids: Sequence[int], error: ServiceError) -> None:
+        for id in ids:
+            self.clients[id].errors.append(error)
+
+    def open_ticket(self, id: int, request: Request) -> Ticket:
+        client = self.clients[id]
+        client.ticket = Ticket(request, client.receive_answer, client.errors.append)
+        return client.ticket
+
+
 class BatcherHarness:
-    """A batcher with a fake engine and a clock that the test moves."""
+    """A batcher with a fake engine and a clock that the test moves.
+
+    in_blocks: whether requests without a session arrive in blocks, as from a frontend, or one by one with a ticket.
+    """
+
+    in_blocks = True
 
     def __init__(
         self,
@@ -231,6 +303,7 @@ class BatcherHarness:
         scheduler_limits = limits(max_waiting, max_batch_sequences, max_batch_tokens, batch_seconds)
         self.batcher = Batcher(scheduler_limits, self.engine, sessions, self.metrics, lambda: self.now, Log("engine"))
         self.clients: list[FakeClient] = []
+        self.frontend = FakeFrontend()
 
     def call(
         self,
@@ -249,8 +322,14 @@ class BatcherHarness:
         """Submit a request with these sequences. lengths: the lengths that it claims, by default the real ones."""
         client = FakeClient(sequences)
         self.clients.append(client)
+        lengths = lengths or [len(sequence) for sequence in sequences]
+        if self.in_blocks and session is None:
+            requests = [(self.frontend.add(client), self.now + allowed, lengths)]
+            options = {"model": model, "priority": priority, "returns": returns, "owner": self.frontend}
+            self.batcher.submit_block(fakes.block(requests, ids(sequences), divisible=self.engine.streams(model), **options))  # type: ignore[arg-type]
+            return client
         sent = request(
-            lengths or [len(sequence) for sequence in sequences],
+            lengths,
             model=model,
             deadline=self.now + allowed,
             priority=priority,
@@ -260,19 +339,16 @@ class BatcherHarness:
             ends=ends,
             exactly=exactly,
         )
-        client.ticket = self.batcher.submit(
-            sent,
-            ids(sequences),
-            lambda answer, arrays: client.answers.append((answer, b"".join(arrays))),
-            client.errors.append,
-            again=again,
-        )
+        client.ticket = self.batcher.submit(sent, ids(sequences), client.receive_answer, client.errors.append, again=again)
         return client
 
     def disconnect(self, client: FakeClient) -> None:
-        assert client.ticket is not None
         client.disconnected = client.disconnected or not client.replies
-        self.batcher.cancel(client.ticket)
+        if client.ticket is not None:
+            self.batcher.cancel(client.ticket)
+        else:
+            [id] = [id for id, other in self.frontend.clients.items() if other is client]
+            self.batcher.cancel_request(self.frontend, id)
 
     def run(self) -> None:
         """Run batches until no sequence waits. Each step launches a batch or empties the queue of late sequences."""

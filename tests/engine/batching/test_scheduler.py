@@ -9,15 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from service.engine.batching.scheduler import (
-    CAUTION,
-    HEAD_START_SECONDS,
-    LEAST_STEPS,
-    STRETCH,
-    QueuedSequence,
-    ScheduledSteps,
-    Scheduler,
-)
+from service.engine.batching.batch_builder import ScheduledSteps
+from service.engine.batching.due import HEAD_START_SECONDS, STRETCH
+from service.engine.batching.model_queue import LEAST_STEPS, QueuedSequence
+from service.engine.batching.scheduler import CAUTION, Scheduler
 from service.engine.execution.cost_model import Cost
 from service.errors import DeadlineExceeded, Overloaded
 from service.ipc.messages import ModelKey
@@ -60,15 +55,15 @@ def add(
 def batch(of: Scheduler[QueuedSequence]) -> tuple[ModelKey, list[ScheduledSteps[QueuedSequence]]]:
     taken = of.next_batch()
     assert taken is not None
-    return taken
+    return taken.model, taken.parts
 
 
 def batches(of: Scheduler[QueuedSequence]) -> list[tuple[ModelKey, list[int]]]:
     """Return all batches until the queue is empty: the model, and the steps of each sequence."""
     taken = []
     while (next_batch := of.next_batch()) is not None:
-        assert next_batch[1], "a batch is never empty"
-        taken.append((next_batch[0], [part.steps for part in next_batch[1]]))
+        assert next_batch.parts, "a batch is never empty"
+        taken.append((next_batch.model, [part.steps for part in next_batch.parts]))
     return taken
 
 
@@ -105,7 +100,7 @@ def test_queue_limit_counts_only_sequences_that_have_not_begun(limit: int, offer
             assert before == limit
         if data.draw(st.booleans()):
             taken = queue.next_batch()
-            ran += sum(part.first for part in taken[1]) if taken else 0
+            ran += sum(part.first for part in taken.parts) if taken else 0
         assert queue.waiting == accepted - ran <= limit
     assert refused + accepted == len(offered)
 
@@ -250,7 +245,7 @@ def test_more_rows_leave_fewer_steps_for_each() -> None:
 def test_shortest_sequence_limits_the_steps_of_a_batch() -> None:
     queue = scheduler(cost=STEP_COST, max_batch_tokens=1000)
     add(queue, 90, 18, 80, divisible=True)
-    assert batches(queue) == [(MODEL, [18, 32, 32]), (MODEL, [48, 58])]
+    assert batches(queue) == [(MODEL, [32, 18, 32]), (MODEL, [58, 48])]
 
 
 def test_batch_takes_at_least_the_least_steps() -> None:
@@ -394,8 +389,8 @@ def test_drop_late_removes_and_returns_late_sequences() -> None:
     late = add(queue, 1, 2, deadline=5.0)
     late += add(queue, 3, deadline=4.0, model=OTHER)
     add(queue, 4, deadline=7.0)
-    assert queue.drop_late(3.999) == []
-    assert set(queue.drop_late(5.0)) == set(late)
+    assert queue.drop_late(3.999).sequences == []
+    assert set(queue.drop_late(5.0).sequences) == set(late)
     assert queue.waiting == 1
     assert batches(queue) == [(MODEL, [4])]
 
@@ -405,7 +400,7 @@ def test_drop_late_removes_a_begun_sequence() -> None:
     [long] = add(queue, 100, deadline=150.0, divisible=True)
     batch(queue)
     assert (queue.waiting, queue.begun) == (0, 1)
-    assert queue.drop_late(150.0) == [long]
+    assert queue.drop_late(150.0).sequences == [long]
     assert (queue.waiting, queue.begun) == (0, 0)
 
 
@@ -537,7 +532,7 @@ class Queueing(RuleBasedStateMachine):
     @rule()
     def drop_late(self) -> None:
         late = {queued.sequence for queued in self.plain if queued.sequence.deadline <= self.now}
-        assert set(self.queue.drop_late(self.now)) == late
+        assert set(self.queue.drop_late(self.now).sequences) == late
         self.plain = [queued for queued in self.plain if queued.sequence not in late]
         for sequence in late:
             self._free_room(sequence)
@@ -551,7 +546,7 @@ class Queueing(RuleBasedStateMachine):
         if taken is None:
             assert not self.plain
             return
-        model, parts = taken
+        model, parts = taken.model, taken.parts
         queued_sequences = {queued.sequence for queued in self.plain if queued.model == model}
         assert len(parts) <= self.ROWS and {part.sequence for part in parts} <= queued_sequences
         assert len(parts) == len({part.sequence for part in parts})

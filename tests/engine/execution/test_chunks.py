@@ -57,7 +57,7 @@ def rows(seed: int) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
 
 def run(engine: DeviceEngine, *chunks: Chunk) -> list[ChunkResult]:
     engine.launch(Batch(ModelKey("streamed", "1"), list(chunks)))
-    return [result for _, result in engine.finished()]
+    return [result for _, result in engine.finished() if isinstance(result, ChunkResult)]
 
 
 def chunk(

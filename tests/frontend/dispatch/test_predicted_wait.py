@@ -13,14 +13,23 @@ def test_idle_engine_has_no_wait() -> None:
 
 def test_sent_requests_count_until_they_are_dropped() -> None:
     wait_at_engine = PredictedWait()
-    wait_at_engine.add(1, frame=1, seconds=0.25)
-    wait_at_engine.add(2, frame=2, seconds=0.5)
+    wait_at_engine.add(1, seconds=0.25)
+    wait_at_engine.sent([1], frame=1)
+    wait_at_engine.add(2, seconds=0.5)
+    wait_at_engine.sent([2], frame=2)
     assert wait_at_engine.seconds(now=0.0) == wait_at_engine.seconds(now=60.0) == 0.75
     wait_at_engine.drop(1)
     assert wait_at_engine.seconds(now=60.0) == 0.5
     wait_at_engine.drop(1)
     wait_at_engine.drop(2)
     assert wait_at_engine.seconds(now=60.0) == 0.0
+
+
+def test_report_does_not_include_a_request_that_has_not_left() -> None:
+    wait_at_engine = PredictedWait()
+    wait_at_engine.add(1, seconds=0.25)
+    wait_at_engine.report(2.0, frames=100, now=0.0)
+    assert wait_at_engine.seconds(now=0.0) == 2.25
 
 
 def test_report_shrinks_with_time_to_zero() -> None:
@@ -40,7 +49,9 @@ def test_report_replaces_the_previous_one() -> None:
 def test_report_includes_the_frames_it_counts(frames: int, wait: float) -> None:
     """Frame 2 is not a request."""
     wait_at_engine = PredictedWait()
-    wait_at_engine.add(1, frame=1, seconds=0.25)
-    wait_at_engine.add(2, frame=3, seconds=0.5)
+    wait_at_engine.add(1, seconds=0.25)
+    wait_at_engine.sent([1], frame=1)
+    wait_at_engine.add(2, seconds=0.5)
+    wait_at_engine.sent([2], frame=3)
     wait_at_engine.report(2.0, frames, now=0.0)
     assert wait_at_engine.seconds(now=0.0) == wait

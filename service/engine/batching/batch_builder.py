@@ -1,0 +1,195 @@
+"""Takes the next batch of one model from its queue. Pure: nothing here knows a clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from typing import Generic, NamedTuple
+
+from service.engine.batching.model_queue import LEAST_STEPS, BlockRequest, ModelQueue, S
+from service.engine.batching.request_block import RequestBlock
+from service.engine.execution.cost_model import Cost
+
+PACE = 0.8
+"""K keeps this share of the throughput that a batch of the whole time budget reaches, even if the shortest sequence is very short."""
+UNLIMITED = 1 << 30
+"""More steps than any sequence has."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """Limits of the queue and of a batch.
+
+    continuous: whether sequences join and leave at every batch. Otherwise each batch runs whole sequences in the order of their arrival.
+    """
+
+    max_waiting: int
+    max_batch_sequences: int
+    max_batch_tokens: int
+    batch_seconds: float
+    continuous: bool = True
+
+
+class ScheduledSteps(NamedTuple, Generic[S]):
+    """The steps of one sequence that run in a batch. first, last: whether the sequence begins or ends with them."""
+
+    sequence: S
+    steps: int
+    first: bool
+    last: bool
+
+
+@dataclass(slots=True)
+class Taken(Generic[S]):
+    """What the next batch takes of a queue.
+
+    rows, tokens, longest: of the batch.
+    requests: indices of the whole requests of each block, in any order; divided: indices of the requests that became sequences.
+    parts: the steps of sequences.
+    """
+
+    rows: int = 0
+    tokens: int = 0
+    longest: int = 0
+    requests: dict[RequestBlock, Sequence[int]] = field(default_factory=dict)
+    divided: dict[RequestBlock, list[int]] = field(default_factory=dict)
+    parts: list[ScheduledSteps[S]] = field(default_factory=list)
+
+
+def take_all(queue: ModelQueue[S], limits: SchedulerLimits) -> Taken[S] | None:
+    """Return the whole queue if it has only blocks and fits into one batch, which is the usual case."""
+    blocks, cost = queue.blocks, queue.cost
+    if queue.sequences or queue.count > limits.max_batch_sequences or queue.steps > limits.max_batch_tokens:
+        return None
+    longest = max([block.longest for block in blocks])
+    if longest > LEAST_STEPS:
+        limit = step_limit(limits, min([block.shortest for block in blocks]), queue.count, cost)
+        if longest > limit and (blocks[0].divisible or cost.of(longest, queue.steps) > limits.batch_seconds):
+            return None
+    return Taken(queue.count, queue.steps, longest, {block: range(block.requests) for block in blocks})
+
+
+class BatchBuilder(Generic[S]):
+    """Takes requests in due order until the batch is full. The first sequence is always taken.
+
+    room: returns how many more sequences of the model may keep a state between batches.
+    unpack: returns the sequences of a block with one request.
+    """
+
+    def __init__(
+        self,
+        queue: ModelQueue[S],
+        limits: SchedulerLimits,
+        room: Callable[[], int],
+        unpack: Callable[[RequestBlock], list[S]],
+    ) -> None:
+        self._queue = queue
+        self._limits = limits
+        self._room = room
+        self._unpack = unpack
+        self._free_room: int | None = None
+        self._limit = self._usual = UNLIMITED
+        self._taken: Taken[S] = Taken()
+
+    def take(self) -> Taken[S]:
+        """Return what the batch takes. Nothing if no sequence can run now."""
+        waiting = (request for request in self._queue.in_order() if isinstance(request, BlockRequest) or request.ready)
+        first = list(islice(waiting, self._limits.max_batch_sequences))
+        if first:
+            self._limit = step_limit(self._limits, *_shortest(first, self._limits.max_batch_sequences), self._queue.cost)
+            self._usual = max(self._limit, _rounded(_shortest(first, 1)[0]))
+            for request in chain(first, waiting):
+                if self._taken.rows == self._limits.max_batch_sequences:
+                    break
+                if not (self._take_request(request) if isinstance(request, BlockRequest) else self._take_steps(request)):
+                    break
+        return self._taken
+
+    def _take_request(self, request: BlockRequest) -> bool:
+        """Take a request of a block, or leave it where it is. Returns whether the batch may take more."""
+        row = request.row
+        if request.block.divisible and row.longest > self._limit:
+            return self._divide(request)
+        if not self._fits(row.sequences, row.steps):
+            first_fits = row.sequences > 1 and self._fits(1, request.block.lengths[row.first])
+            return first_fits and self._divide(request)
+        if row.longest > self._usual and self._exceeds_budget(row.longest, row.steps):
+            if row.sequences > 1:
+                return self._divide(request)
+            if self._taken.rows:
+                return True
+        self._add(row.sequences, row.steps, row.longest)
+        self._taken.requests.setdefault(request.block, []).append(request.index)  # type: ignore[attr-defined]
+        return True
+
+    def _divide(self, request: BlockRequest) -> bool:
+        """Turn a request into its sequences, and take steps of them."""
+        block = request.block.select([request.index])
+        self._taken.divided.setdefault(request.block, []).append(request.index)
+        sequences = self._unpack(block)
+        for sequence in sequences:
+            sequence.arrived, sequence.due, sequence.order = block.arrived, request.due, request.order
+            self._queue.insert(sequence)
+        return all(self._take_steps(sequence) for sequence in sequences)
+
+    def _take_steps(self, sequence: S) -> bool:
+        """Take steps of a sequence, or leave it where it is. Returns whether the batch may take more."""
+        steps = min(sequence.remaining, self._limit) if sequence.divisible else sequence.remaining
+        if not sequence.begun and (sequence.stateful or steps < sequence.remaining):
+            if self._free_room is None:
+                self._free_room = self._room()
+            if self._free_room == 0:
+                return True
+            self._free_room -= 1
+        if not self._fits(1, steps):
+            return False
+        if self._taken.rows and steps > self._usual and self._exceeds_budget(steps, steps):
+            return True
+        self._add(1, steps, steps)
+        self._taken.parts.append(ScheduledSteps(sequence, steps, not sequence.begun, steps == sequence.remaining))
+        return True
+
+    def _fits(self, rows: int, steps: int) -> bool:
+        taken, limits = self._taken, self._limits
+        fits = taken.rows + rows <= limits.max_batch_sequences and taken.tokens + steps <= limits.max_batch_tokens
+        return fits or (not taken.rows and rows == 1)
+
+    def _exceeds_budget(self, longest: int, steps: int) -> bool:
+        """Return whether a long indivisible sequence would delay shorter sequences beyond the budget. It runs when it is first."""
+        taken = self._taken
+        return self._queue.cost.of(max(taken.longest, longest), taken.tokens + steps) > self._limits.batch_seconds
+
+    def _add(self, rows: int, steps: int, longest: int) -> None:
+        self._taken.rows += rows
+        self._taken.tokens += steps
+        self._taken.longest = max(self._taken.longest, longest)
+
+
+def step_limit(limits: SchedulerLimits, shortest: int, rows: int, cost: Cost) -> int:
+    """Return K: the most steps that the next batch takes of a divisible sequence. shortest: steps of the shortest sequence in it."""
+    if not limits.continuous:
+        return UNLIMITED
+    within_budget = max(LEAST_STEPS, cost.steps_within(limits.batch_seconds, rows))
+    return min(within_budget, max(_rounded(shortest), cost.steps_at_pace(PACE, within_budget, rows)))
+
+
+def _shortest(requests: Sequence[BlockRequest | S], most: int) -> tuple[int, int]:
+    """Return the fewest remaining steps among the first sequences, at most `most` of them, and their number."""
+    shortest, rows = UNLIMITED, 0
+    for request in requests:
+        if not isinstance(request, BlockRequest):
+            shortest, rows = min(shortest, request.remaining), rows + 1
+        elif rows + request.row.sequences <= most:
+            shortest, rows = min(shortest, request.row.shortest), rows + request.row.sequences
+        else:
+            first = request.row.first
+            shortest, rows = min(shortest, *request.block.lengths[first : first + most - rows]), most
+        if rows == most:
+            break
+    return shortest, rows
+
+
+def _rounded(steps: int) -> int:
+    """Round up to a power of two, and to at least LEAST_STEPS."""
+    return max(LEAST_STEPS, 1 << (steps - 1).bit_length())

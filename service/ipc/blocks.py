@@ -1,0 +1,133 @@
+"""Blocks of requests: how the requests of one tick of an event loop share a frame, and how their answers come apart again."""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from math import prod
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from service.ipc.channel import MAX_COPIED_BYTES, encode
+from service.ipc.messages import Answer, AnswerBlock, ModelKey, Request, RequestBlock, Returns
+
+ITEM_BYTES = 4
+"""Size of each value in the arrays of an answer."""
+ID, DEADLINE, COUNT = np.dtype("<u8"), np.dtype("<f8"), np.dtype("<i4")
+"""Values in the columns of a block: ids, deadlines, and counts of sequences and steps."""
+ID_BYTES, DEADLINE_BYTES, COUNT_BYTES = ID.itemsize, DEADLINE.itemsize, COUNT.itemsize
+Buffer = bytes | memoryview
+
+
+class Columns(NamedTuple):
+    """The requests of a block: see `messages.RequestBlock`."""
+
+    ids: Buffer
+    deadlines: Buffer
+    counts: Buffer
+    lengths: Buffer
+    values: Buffer
+
+    @classmethod
+    def read(cls, data: Buffer, requests: int, sequences: int) -> Columns:
+        """Return the columns, which lie end to end."""
+        view = memoryview(data)
+        deadlines = ID_BYTES * requests
+        counts = deadlines + DEADLINE_BYTES * requests
+        lengths = counts + COUNT_BYTES * requests
+        values = lengths + COUNT_BYTES * sequences
+        return cls(view[:deadlines], view[deadlines:counts], view[counts:lengths], view[lengths:values], view[values:])
+
+
+class BlockKey(NamedTuple):
+    """What the requests of a block have in common."""
+
+    model: ModelKey
+    priority: int
+    returns: Returns
+
+
+class QueuedRequest(Protocol):
+    """A request that leaves in the next block. data: the values of its steps."""
+
+    id: int
+    request: Request
+    data: Buffer
+
+
+def encode_block(key: BlockKey, queued: Sequence[QueuedRequest]) -> tuple[bytes, Buffer]:
+    """Return the frame of a block, and the bytes that follow it without a copy: the values of a large request, which is alone."""
+    requests = [pending.request for pending in queued]
+    lengths = array("i", [steps for request in requests for steps in request.lengths])
+    deadlines = array("d", [request.deadline for request in requests])
+    columns = (
+        array("Q", [pending.id for pending in queued]),
+        deadlines,
+        array("i", [len(request.lengths) for request in requests]),
+        lengths,
+    )
+    block = RequestBlock(
+        *key.model,
+        requests=len(requests),
+        sequences=len(lengths),
+        steps=sum(lengths),
+        shortest=min(lengths),
+        longest=max(lengths),
+        deadline=min(deadlines),
+        sent=requests[0].sent,
+        priority=key.priority,
+        returns=key.returns,
+    )
+    if len(queued) == 1 and is_large(queued[0].data):
+        return encode(block, tail=columns, following=len(queued[0].data)), queued[0].data
+    return encode(block, tail=(*columns, *[pending.data for pending in queued])), b""
+
+
+def is_large(data: Buffer) -> bool:
+    """Return whether a request has a block of its own, so that its values are not copied."""
+    return len(data) > MAX_COPIED_BYTES
+
+
+def split_answers(block: AnswerBlock, data: Buffer) -> Iterator[tuple[int, Answer, Buffer]]:
+    """Yield the id of each request, its answer and the bytes of its arrays."""
+    head = struct.Struct(f"<{block.requests}Q{block.requests}i{block.sequences}i")
+    values = head.unpack_from(data)
+    ids, counts = values[: block.requests], values[block.requests : 2 * block.requests]
+    steps = values[2 * block.requests :]
+    sequence_ends = list(accumulate(counts, initial=0))
+    step_ends = list(accumulate(steps, initial=0))
+    arrays = list(_arrays(block, head.size))
+    for index, (id, count) in enumerate(zip(ids, counts, strict=True)):
+        first, end = sequence_ends[index], sequence_ends[index + 1]
+        lines = count, step_ends[end] - step_ends[first]
+        begins = first, step_ends[first]
+        shapes, parts = {}, []
+        for field in arrays:
+            number = lines[field.per_step]
+            begin = field.begin + begins[field.per_step] * field.line_bytes
+            shapes[field.name] = number, *field.line
+            parts.append(data[begin : begin + number * field.line_bytes])
+        answer = Answer(**shapes, steps=list(steps[first:end]))  # type: ignore[arg-type]
+        yield id, answer, parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+class _Field(NamedTuple):
+    """An array of a block's answers. line: the shape of one line; line_bytes: its size; begin: where the array begins."""
+
+    name: str
+    per_step: bool
+    line: tuple[int, ...]
+    line_bytes: int
+    begin: int
+
+
+def _arrays(block: AnswerBlock, begin: int) -> Iterator[_Field]:
+    shapes = {"scores": block.scores, "picks": block.picks, "embedding": block.embedding, "sequence": block.sequence}
+    for name, shape in shapes.items():
+        if shape:
+            per_step = name == "sequence" or (block.per_step and name != "embedding")
+            yield _Field(name, per_step, shape[1:], ITEM_BYTES * prod(shape[1:]), begin)
+            begin += ITEM_BYTES * prod(shape)

@@ -1,0 +1,230 @@
+"""Requests in blocks are queued, refused, dropped and scheduled exactly as the same requests one by one."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from service.engine.batching import scheduler
+from service.engine.batching.batch_builder import SchedulerLimits, Taken
+from service.engine.batching.model_queue import ModelQueue, QueuedSequence
+from service.engine.batching.request_block import RequestBlock
+from service.engine.batching.scheduler import Scheduler
+from service.engine.execution.cost_model import Cost
+from service.errors import ServiceError
+from service.ipc.blocks import COUNT, DEADLINE, ID, Columns
+from service.ipc.messages import IDS
+from tests.engine.batching.fakes import MODEL, OTHER, block
+
+EVENTS = 250
+LENGTHS = (1, 2, 5, 16, 17, 40)
+
+
+class NamedSequence(QueuedSequence):
+    """A sequence that knows its request. number: its place among the sequences of the request."""
+
+    def __init__(self, id: int, number: int, steps: int, deadline: float, priority: int = 0, **kind: bool) -> None:
+        super().__init__(steps, deadline, priority, **kind)
+        self.id = id
+        self.number = number
+
+
+@dataclass
+class Pair:
+    """Two schedulers that receive the same events: `single` one request after the other, `blocks` in blocks."""
+
+    chance: random.Random
+    now: float = 0.0
+    last_id: int = 0
+    single_sequences: dict[int, list[NamedSequence]] = field(default_factory=dict)
+    block_sequences: dict[int, list[NamedSequence]] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        choose = self.chance.choice
+        self.costs = {
+            key: Cost(choose([0.0, 1.0, 20.0]), choose([0.0, 0.1, 1.0]), choose([0.0, 0.01])) for key in (MODEL, OTHER)
+        }
+        self.divisible = {key: choose([True, False]) for key in (MODEL, OTHER)}
+        limits = SchedulerLimits(
+            choose([5, 20, 100]), choose([1, 3, 8]), choose([30, 100]), choose([5.0, 10.0, 100.0]), self.chance.random() < 0.8
+        )
+        self.room = choose([0, 1, 2, 5])
+        self.single: Scheduler[NamedSequence] = Scheduler(limits, self.costs.__getitem__, lambda _: self.room)
+        self.blocks: Scheduler[NamedSequence] = Scheduler(limits, self.costs.__getitem__, lambda _: self.room, self._unpack)
+
+    def event(self) -> None:
+        events = (self.add, self.batch, self.time_passes, self.cancel, self.drop_late, self.add_chunk)
+        self.chance.choices(events, (5, 5, 2, 1, 1, 1))[0]()
+        if self.chance.random() < 0.2:
+            self.room = self.chance.choice([0, 1, 2, 5])
+        assert (self.single.waiting, self.single.begun) == (self.blocks.waiting, self.blocks.begun)
+        assert self.single.waiting_by_model() == self.blocks.waiting_by_model()
+        assert self.single.backlog_seconds() == pytest.approx(self.blocks.backlog_seconds())
+
+    def add(self) -> None:
+        model, priority, busy = (
+            self.chance.choice([MODEL, OTHER]),
+            self.chance.choice([0, 0, -1, 1]),
+            self.chance.choice([0.0, 3.0]),
+        )
+        requests, refused = [], {}
+        for _ in range(self.chance.choice([1, 1, 2, 4, 8])):
+            self.last_id += 1
+            deadline = self.now + self.chance.choice([1.0, 30.0, 200.0, 1e9])
+            steps = [self.chance.choice(LENGTHS) for _ in range(self.chance.choice([1, 1, 1, 2, 4]))]
+            requests.append((self.last_id, deadline, steps))
+            sequences = [
+                NamedSequence(self.last_id, number, count, deadline, priority, divisible=self.divisible[model])
+                for number, count in enumerate(steps)
+            ]
+            try:
+                self.single.add(model, sequences, now=self.now, busy=busy)
+                self.single_sequences[self.last_id] = sequences
+            except ServiceError as error:
+                refused[self.last_id] = (type(error), error.message)
+        made = block(requests, _values(requests), model=model, priority=priority, divisible=self.divisible[model])
+        answers = self.blocks.add_block(made, now=self.now, busy=busy)
+        assert {id: (type(error), error.message) for id, error in answers} == refused
+        self.counts["refused"] += len(refused)
+
+    def add_chunk(self) -> None:
+        """Add a chunk of a session, which is never in a block."""
+        model = self.chance.choice([MODEL, OTHER])
+        if not self.divisible[model]:
+            return
+        self.last_id += 1
+        steps, deadline = self.chance.choice(LENGTHS), self.now + self.chance.choice([30.0, 1e9])
+        errors = []
+        for queue, sequences in ((self.single, self.single_sequences), (self.blocks, self.block_sequences)):
+            sequence = NamedSequence(self.last_id, 0, steps, deadline, divisible=True, stateful=True)
+            try:
+                queue.add(model, [sequence], now=self.now)
+                sequences[self.last_id] = [sequence]
+            except ServiceError as error:
+                errors.append(error.message)
+        assert len(set(errors)) <= 1 and len(errors) in (0, 2)
+
+    def batch(self) -> None:
+        single, blocks = self.single.next_batch(), self.blocks.next_batch()
+        if single is None or blocks is None:
+            assert single is blocks
+            return
+        assert single.model == blocks.model
+        rows = [(part.sequence.id, part.sequence.number, *part[1:]) for part in blocks.parts]
+        for whole in blocks.blocks:
+            _check_columns(whole)
+            for id, row in zip(whole.ids, whole.rows, strict=True):
+                rows += [(id, number, whole.lengths[row.first + number], True, True) for number in range(row.sequences)]
+        assert sorted((part.sequence.id, part.sequence.number, *part[1:]) for part in single.parts) == sorted(rows)
+        self.counts["in blocks"] += len(rows) - len(blocks.parts)
+        self.counts["one by one"] += len(blocks.parts)
+
+    def time_passes(self) -> None:
+        self.now += self.chance.choice([0.0, 0.3, 5.0, 50.0])
+
+    def cancel(self) -> None:
+        queued = [id for id, sequences in self.single_sequences.items() if any(sequence.remaining for sequence in sequences)]
+        if not queued:
+            return
+        id = self.chance.choice(queued)
+        dropped = self.single.drop(self.single_sequences.pop(id))
+        if id in self.block_sequences:
+            assert self.blocks.drop(self.block_sequences[id]) == dropped
+        else:
+            assert self.blocks.drop_request(None, id) == (dropped > 0)
+
+    def drop_late(self) -> None:
+        single, blocks = self.single.drop_late(self.now), self.blocks.drop_late(self.now)
+        late = [sequence.id for sequence in blocks.sequences]
+        late += [
+            id for whole in blocks.blocks for id, row in zip(whole.ids, whole.rows, strict=True) for _ in range(row.sequences)
+        ]
+        assert sorted(sequence.id for sequence in single.sequences) == sorted(late)
+        self.counts["late"] += len(late)
+
+    def _unpack(self, one: RequestBlock) -> list[NamedSequence]:
+        [id] = one.ids
+        _check_columns(one)
+        self.block_sequences[id] = [
+            NamedSequence(id, number, steps, one.deadline, one.priority, divisible=one.divisible)
+            for number, steps in enumerate(one.lengths)
+        ]
+        return self.block_sequences[id]
+
+
+def _values(requests: list[tuple[int, float, list[int]]]) -> bytes:
+    """Return the id of its request as every value."""
+    return b"".join(np.full(sum(steps), id, IDS).tobytes() for id, _, steps in requests)
+
+
+def _check_columns(made: RequestBlock) -> None:
+    """Check that the columns of a block belong together, and that its totals are theirs."""
+    assert (made.requests, made.sequences, made.steps) == (len(made.ids), len(made.lengths), sum(made.lengths))
+    assert (made.shortest, made.longest, made.deadline) == (min(made.lengths), max(made.lengths), min(made.deadlines))
+    expected = [id for id, row in zip(made.ids, made.rows, strict=True) for _ in range(row.steps)]
+    assert np.frombuffer(made.columns.values, IDS).tolist() == expected
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_blocks_run_as_their_requests_would_one_by_one(seed: int) -> None:
+    pair = Pair(random.Random(seed))
+    for _ in range(EVENTS):
+        pair.event()
+
+
+def test_every_kind_of_event_occurs() -> None:
+    counts: Counter[str] = Counter()
+    for seed in range(10):
+        pair = Pair(random.Random(seed))
+        for _ in range(EVENTS):
+            pair.event()
+        counts.update(pair.counts)
+    assert all(counts[kind] > 50 for kind in ("in blocks", "one by one", "refused", "late"))
+
+
+def test_batch_beyond_its_limits_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def take_all(queue: ModelQueue[NamedSequence], limits: SchedulerLimits) -> Taken[NamedSequence] | None:
+        everything: dict[RequestBlock, Sequence[int]] = {made: range(made.requests) for made in queue.blocks}
+        return None if queue.sequences else Taken(queue.count, queue.steps, 1, everything)
+
+    monkeypatch.setattr(scheduler, "take_all", take_all)
+    with pytest.raises(AssertionError):
+        for seed in range(10):
+            test_blocks_run_as_their_requests_would_one_by_one(seed)
+
+
+REQUESTS = st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=4), min_size=1, max_size=8)
+
+
+@given(REQUESTS, st.data())
+@settings(deadline=None)
+def test_part_and_rest_of_a_block_are_the_block(lengths: list[list[int]], data: st.DataObject) -> None:
+    requests = [(7 * index + 1, 10.0 + index, steps) for index, steps in enumerate(lengths)]
+    whole = block(requests, _values(requests))
+    whole.arrive(1.0, 5, Cost(1.0, 1.0, 0.0))
+    chosen = sorted(data.draw(st.sets(st.integers(0, len(lengths) - 1), min_size=1)))
+    part, rest = whole.select(chosen), whole.without(chosen)
+    for made in (part, rest) if rest is not None else (part,):
+        _check_columns(made)
+        assert made.arrived == 1.0
+    ids = part.ids + (rest.ids if rest is not None else [])
+    assert sorted(ids) == whole.ids
+    assert part.due.tolist() == whole.due[chosen].tolist() and part.orders.tolist() == whole.orders[chosen].tolist()
+
+
+def test_columns_are_read_back() -> None:
+    columns = block([(9, 2.0, [3, 1]), (11, 1.5, [2])], bytes(range(24))).columns
+    read = Columns.read(b"".join(columns), requests=2, sequences=3)
+    assert [bytes(column) for column in read] == [bytes(column) for column in columns]
+    assert np.frombuffer(read.ids, ID).tolist() == [9, 11]
+    assert np.frombuffer(read.deadlines, DEADLINE).tolist() == [2.0, 1.5]
+    assert np.frombuffer(read.counts, COUNT).tolist() == [2, 1]
+    assert np.frombuffer(read.lengths, COUNT).tolist() == [3, 1, 2]
