@@ -31,8 +31,8 @@ KERNELS = {
     "sticky": "*(volatile int*)0x10 = 1;",
     "endless": "while (true) { __nanosleep(1000); }",
 }
-LEAKS = {"engine-leak": "Answer", "frontend-leak": "Request"}
-"""The message that the leaking process sends once per request."""
+LEAKS = {"engine-leak": ("Answer", "AnswerBlock"), "frontend-leak": ("Request", "RequestBlock")}
+"""The messages with which the leaking process sends requests or answers."""
 LINUX_ONLY = ("memfd_create", "eventfd", "eventfd_read", "eventfd_write", "sched_getaffinity", "sched_setaffinity")
 kept: list[bytes] = []
 
@@ -56,7 +56,8 @@ def into_batches(graphs: Any, fault: str) -> None:
     launch = graphs.CudaGraphRunner.launch
 
     def planted(self: Any, batch: Any, *arguments: Any, **options: Any) -> Any:
-        if any(chunk.steps == STEPS for chunk in batch.chunks):
+        lengths = [steps for block in batch.blocks for steps in block.lengths]
+        if STEPS in lengths or any(chunk.steps == STEPS for chunk in batch.chunks):
             raise_device_error(fault)
         return launch(self, batch, *arguments, **options)
 
@@ -66,10 +67,10 @@ def into_batches(graphs: Any, fault: str) -> None:
 def into_frames(channel: Any, fault: str) -> None:
     encode, leaking = channel.encode, LEAKS[fault]
 
-    def planted(message: Any, *arguments: Any) -> Any:
-        if type(message).__name__ == leaking:
-            kept.append(bytes(LEAKED_BYTES))
-        return encode(message, *arguments)
+    def planted(message: Any, *arguments: Any, **options: Any) -> Any:
+        if type(message).__name__ in leaking:
+            kept.append(bytes(LEAKED_BYTES * getattr(message, "requests", 1)))
+        return encode(message, *arguments, **options)
 
     channel.encode = planted
 
