@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Callable, Iterable
 from functools import lru_cache
+from itertools import chain
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -230,15 +231,25 @@ def _id_out_of_range(id: int, field: str, model: ServedModel) -> InvalidInput:
 
 def _parse_features(values: list[Any], field: str, model: ServedModel, width: int) -> NDArray[Any]:
     _check_max_steps(len(values), field, model)
+    rows = _check_rows(values, field, model)
+    if set(map(len, rows)) - {width}:
+        step = next(step for step, row in enumerate(rows) if len(row) != width)
+        at = f"{field}[{step}]"
+        raise InvalidInput(f"{at} has {len(rows[step])} numbers: {_step_format(model)}", field=at)
+    numbers = np.fromiter(chain.from_iterable(rows), np.float64, len(rows) * width)
+    return engine_features(numbers.reshape(len(rows), width), _field_of_step(field), model)
+
+
+def _check_rows(values: list[Any], field: str, model: ServedModel) -> list[list[float]]:
+    """Return the steps as lists of floats; raises InvalidInput, which names the first wrong element."""
     try:
-        rows = _FEATURES.validate_python(values)
+        return msgspec.convert(values, list[list[float]])  # in half the time of the check that can name the element
+    except msgspec.ValidationError:
+        pass
+    try:
+        return _FEATURES.validate_python(values)
     except ValidationError as error:
         raise _wrong_element(error, field, f": {_step_format(model)}") from None
-    for step, row in enumerate(rows):
-        if len(row) != width:
-            at = f"{field}[{step}]"
-            raise InvalidInput(f"{at} has {len(row)} numbers: {_step_format(model)}", field=at)
-    return engine_features(np.array(rows, np.float64).reshape(len(rows), width), _field_of_step(field), model)
 
 
 def _check_bytes(data: bytes, field: str, model: ServedModel) -> None:
