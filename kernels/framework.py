@@ -20,12 +20,12 @@ from kernels.ragged import Encoded, Outputs, Ragged, compute_dtype, start_offset
 class StepOrder:
     """The order in which a loop over time steps takes rows and tokens.
 
-    rows: (rows,) the batch's rows, longest first; tokens: (tokens,) the batch's tokens, step by step; lengths: (rows,), longest first;
-    running: the number of rows that have each step.
+    rows: (rows,) the batch's rows, longest first, or None for the order of the batch; tokens: (tokens,) the batch's tokens, step by step,
+    or None for the order of the batch; lengths: (rows,), longest first; running: the number of rows that have each step.
     """
 
-    rows: Tensor
-    tokens: Tensor
+    rows: Tensor | None
+    tokens: Tensor | None
     lengths: Tensor
     running: list[int]
 
@@ -35,7 +35,7 @@ class StepOrder:
 
     def by_row(self, *values: Tensor) -> Iterator[tuple[Tensor, ...]]:
         """Yield, for each step, the running rows' slice of each array of row values in step order."""
-        rows = self.rows.shape[0]
+        rows = self.lengths.shape[0]
         for running in self.running:
             if running < rows:
                 rows, values = running, tuple(value[:running] for value in values)
@@ -44,21 +44,30 @@ class StepOrder:
     def sort_rows(self, state: Tensor | None, width: int) -> Tensor:
         """Return a copy of a state, (rows, width) float32, in step order; zeros when there is no state."""
         if state is None:
-            return self.rows.new_zeros(len(self.rows), width, dtype=torch.float32)
+            return self.lengths.new_zeros(len(self.lengths), width, dtype=torch.float32)
+        if self.rows is None:
+            return state.to(torch.float32, copy=True)
         return state.float().index_select(0, self.rows)
+
+    def sort_tokens(self, values: Tensor) -> Tensor:
+        """Return token values in step order, for reading only: they may share the memory of `values`."""
+        return values[: sum(self.running)] if self.tokens is None else values.index_select(0, self.tokens)
 
     def unsort_rows(self, values: Tensor) -> Tensor:
         """Return row values in the order of the batch."""
-        return torch.empty_like(values).index_copy_(0, self.rows, values)
+        return values if self.rows is None else torch.empty_like(values).index_copy_(0, self.rows, values)
 
     def unsort_tokens(self, values: Tensor) -> Tensor:
         """Return token values in the order of the batch."""
-        return torch.empty_like(values).index_copy_(0, self.tokens, values)
+        return values if self.tokens is None else torch.empty_like(values).index_copy_(0, self.tokens, values)
 
 
 def order_by_length(x: Ragged) -> StepOrder:
     """Return the step order of a batch. It is computed on the host, which launches the steps."""
     lengths = x.lengths
+    if lengths.size and lengths.min() == lengths.max() == 1:
+        # The next step of many sessions, whose time the reordering would double.
+        return StepOrder(None, None, torch.from_numpy(lengths).to(x.data.device), [len(lengths)])
     rows = np.argsort(-lengths, kind="stable")
     step, row = (lengths[rows] > np.arange(lengths.max(initial=0))[:, None]).nonzero()
     by_row, by_token, sorted_lengths = (
@@ -86,8 +95,8 @@ class StepOutputs:
     def __init__(self, order: StepOrder, width: int, want: Outputs) -> None:
         self._order = order
         self._want = want
-        zeros = order.rows.new_zeros(len(order.rows), width, dtype=torch.float32)
-        self._steps = zeros.new_empty(len(order.tokens), width) if want.steps else None
+        zeros = order.lengths.new_zeros(len(order.lengths), width, dtype=torch.float32)
+        self._steps = zeros.new_empty(sum(order.running), width) if want.steps else None
         self._sum = zeros.clone() if want.mean else None
         self._max = torch.full_like(zeros, -torch.inf) if want.max else None
         self._step_slices = None if self._steps is None else order.by_step(self._steps)

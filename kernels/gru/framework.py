@@ -15,7 +15,7 @@ from kernels.ragged import Encoded, Outputs, Ragged
 def gru(x: Ragged, weights: GRUWeights, state: GRUState | None, *, want: Outputs) -> Encoded:
     """Encode every row. Shapes as in `kernels.gru.types`."""
     order = order_by_length(x)
-    data = x.data.index_select(0, order.tokens)
+    data = order.sort_tokens(x.data)
     gates = data.float() if weights.input is None else linear(data, weights.input, weights.bias)
     hidden = order.sort_rows(state.hidden if state else None, weights.hidden)
     outputs = StepOutputs(order, weights.hidden, want)

@@ -19,7 +19,7 @@ def qrnn(x: Ragged, weights: QRNNWeights, state: QRNNState | None, *, want: Outp
     """Encode every row. Shapes as in `kernels.qrnn.types`."""
     order, size = order_by_length(x), weights.hidden
     left = None if state is None else state.left
-    gates = _gates(x, weights, left).index_select(0, order.tokens)
+    gates = order.sort_tokens(_gates(x, weights, left))
     f = gates[:, size : 2 * size].sigmoid()
     i = gates[:, 3 * size :].sigmoid() if weights.pooling == "ifo" else 1 - f
     added = gates[:, :size].tanh().mul_(i)

@@ -18,7 +18,7 @@ from kernels.sru.types import SRUState, SRUWeights
 def sru(x: Ragged, weights: SRUWeights, state: SRUState | None, *, want: Outputs) -> Encoded:
     """Encode every row. Shapes as in `kernels.sru.types`."""
     order, size = order_by_length(x), weights.hidden
-    data = x.data.index_select(0, order.tokens)
+    data = order.sort_tokens(x.data)
     blocks = _blocks(data, weights)
     candidate, gates, skip = blocks[:, :size], blocks[:, size : 3 * size] + weights.bias.float(), _skip(data, blocks, weights)
     cell, last = order.sort_rows(state.cell if state else None, size), order.sort_rows(None, size)
