@@ -10,13 +10,14 @@ from types import ModuleType
 
 from loadtest.discovery import CannotMeasure
 from loadtest.report import RESULTS
-from loadtest.scenarios import codec, devices, endpoints, engine, locust_traffic, perf_analyzer, serving, simulate
+from loadtest.scenarios import capacity, codec, devices, endpoints, engine, locust_traffic, perf_analyzer, serving, simulate
 
 SCENARIOS: dict[str, tuple[ModuleType, Path]] = {
     "locust": (locust_traffic, Path("build/loadtest")),
     "serving": (serving, RESULTS),
     "endpoints": (endpoints, RESULTS),
     "codec": (codec, RESULTS),
+    "capacity": (capacity, RESULTS),
     "engine": (engine, RESULTS),
     "devices": (devices, RESULTS),
     "perf-analyzer": (perf_analyzer, Path("build/perf-analyzer")),

@@ -10,8 +10,9 @@ import msgspec
 class Job(msgspec.Struct):
     """One load on one server.
 
-    transport: a name in TRANSPORTS. path: the gRPC method; HTTP requests contain their own. reader: a name in READERS. expected: the
-    scores of each request; without it, every answer must be equal to the first. rate: requests a second of an open loop with Poisson
+    transport: "http", "grpc" or "websocket". path: the gRPC method, or the path and the query of a WebSocket; HTTP requests contain their
+    own. requests: messages, or whole frames of a WebSocket. reader: a name in READERS. expected: the scores of each request; without it,
+    every answer must be equal to the first. rate: requests a second of an open loop with Poisson
     arrivals, or 0 for a closed loop. callers: connections. pids: the processes of the server.
     """
 

@@ -17,6 +17,7 @@ from loadtest.generator.http import HttpConnection
 from loadtest.generator.job import Job, Result
 from loadtest.generator.readers import READERS, agree
 from loadtest.generator.timer import Timer
+from loadtest.generator.websocket import WebSocketConnection
 
 GRACE_SECONDS = 1.0
 """Time for the requests that are open at the end."""
@@ -276,7 +277,10 @@ class AnswerCheck:
 def _connection_factory(load: Load, job: Job) -> Callable[[], Connection]:
     if job.transport == "http":
         return lambda: HttpConnection(load, job.requests)
-    frames = grpc.prepare(job.requests, f"{job.host}:{job.port}", job.path)
+    authority = f"{job.host}:{job.port}"
+    if job.transport == "websocket":
+        return lambda: WebSocketConnection(load, job.requests, authority, job.path)
+    frames = grpc.prepare(job.requests, authority, job.path)
     return lambda: GrpcConnection(load, frames)
 
 

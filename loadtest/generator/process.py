@@ -5,7 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import fmean
 
 import msgspec
 
@@ -14,6 +18,28 @@ from loadtest.generator.job import Job, Result
 
 MARGIN_SECONDS = 60.0
 """Time beyond a job's own duration after which a generator that has not finished is ended."""
+
+
+def run_in_processes(jobs: Sequence[Job]) -> Result:
+    """Run jobs on one server at the same time, each in its own generator process, and return the result of all of them."""
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        return merged(list(pool.map(run_in_process, jobs)))
+
+
+def merged(results: Sequence[Result]) -> Result:
+    """Return the result of loads that ran at the same time. Each has measured the processor time of the same server."""
+    failures: Counter[str] = Counter()
+    for result in results:
+        failures.update(result.failures)
+    return Result(
+        seconds=fmean(result.seconds for result in results),
+        due=sum(result.due for result in results),
+        answers=sum(result.answers for result in results),
+        latencies=b"".join(result.latencies for result in results),
+        failures=dict(failures),
+        cpu_seconds=sum(result.cpu_seconds for result in results),
+        server_cpu_seconds=[fmean(times) for times in zip(*(result.server_cpu_seconds for result in results), strict=True)],
+    )
 
 
 def run_in_process(job: Job) -> Result:

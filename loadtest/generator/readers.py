@@ -32,11 +32,25 @@ def _scores(body: bytes, count: int) -> Sequence[float]:
     return scores
 
 
+def _answer(body: bytes, count: int) -> Sequence[float]:
+    """Read no score. Raises ValueError for an answer of POST /infer without outputs."""
+    body.index(b'"outputs":')
+    return ()
+
+
+def _session(body: bytes, count: int) -> Sequence[float]:
+    """Read no score: each chunk of a session has other scores. Raises ValueError for an answer without steps of a session."""
+    body.index(b'"steps":')
+    return ()
+
+
 READERS: dict[str, Callable[[bytes, int], Sequence[float]]] = {
     "infer": _infer,
     "tensor": _tensor,
     "last floats": _last_floats,
     "scores": _scores,
+    "answer": _answer,
+    "session": _session,
 }
 
 
