@@ -243,6 +243,9 @@ async def both_servers(frontend: Frontend) -> AsyncIterator[list[grpc.aio.Channe
             await channel.close()
         await library.stop(None)
         own.close()
+        async with asyncio.timeout(60):
+            while connections:
+                await asyncio.sleep(0.01)
 
 
 async def call(channel: grpc.aio.Channel, message: bytes, **options: Any) -> Reply:
