@@ -152,7 +152,10 @@ class DeadlineExceeded(ServiceError):
 
 
 class InferenceFailed(ServiceError):
+    """A failure that is not the client's. `in_frontend` is true if the frontend itself failed, not the model."""
+
     code = "inference_failed"
+    in_frontend = False
 
 
 class Status(NamedTuple):

@@ -36,14 +36,15 @@ def open_socket(server: Server) -> Iterator[socket.socket]:
         yield client
 
 
-def frame(opcode: int, payload: bytes = b"", *, last: bool = True) -> bytes:
-    """Return a client's frame, with a mask that changes nothing."""
+def frame(opcode: int, payload: bytes = b"", *, last: bool = True, mask: bytes = bytes(4)) -> bytes:
+    """Return a client's frame. The default mask changes nothing."""
     size = len(payload)
     if size < 126:
         length = bytes([0x80 | size])
     else:
         length = b"\xfe" + size.to_bytes(2, "big") if size < 1 << 16 else b"\xff" + size.to_bytes(8, "big")
-    return bytes([0x80 * last | opcode]) + length + bytes(4) + payload
+    masked = bytes(byte ^ mask[at % 4] for at, byte in enumerate(payload)) if any(mask) else payload
+    return bytes([0x80 * last | opcode]) + length + mask + masked
 
 
 def receive_frame(client: socket.socket) -> tuple[int, bytes]:

@@ -403,7 +403,8 @@ def test_chunk_in_flight_on_a_killed_engine_gets_session_lost(two_engines: Serve
         flying = pool.submit(ask, two_engines, "sensors", SLOW * 3, name)
         stream.send(struct.pack("<3f", *ROW) * 80_000)
         stream.send(json.dumps({"input": [ROW]}))
-        eventually(lambda: two_engines.metric("seqserve_stage_seconds_count", stage="parse") == parsed + 3, 10)
+        eventually(lambda: two_engines.metric("seqserve_requests_in_flight") == 3, 10)
+        eventually(lambda: two_engines.metric("seqserve_stage_seconds_count", stage="parse") == parsed + 1, 10)
         time.sleep(0.1)  # from the frontend to the engine
         kill(two_engines, "engine-1")
         assert code(flying.result(30)) == (409, "session_lost")

@@ -154,9 +154,9 @@ class OutputWriter:
     def write_all(self, answers: Sequence[tuple[Answer, bytes | memoryview]]) -> list[bytes] | None:
         """Return what `write` returns for each of several answers, or None if they are not simple enough to be written together.
 
-        Simple are answers of one sequence each that consist of finite scores by label.
+        Simple are answers of one sequence each that consist of finite scores by label, or of finite values.
         """
-        if not isinstance(self._members, _ClassifyMembers):
+        if not isinstance(self._members, _ClassifyMembers | _RegressMembers):
             return None
         data = b"".join([data for _, data in answers])
         size = self._members.row_bytes
@@ -193,12 +193,24 @@ class _ClassifyMembers:
         return members
 
 
-def _regress(head: RegressHead) -> _Members:
-    def members(part: _SequenceArrays) -> bytes:
-        values = json_numbers(part.scores[0])
-        return b'"value":' + (values[1:-1] if head.outputs == 1 else values)
+class _RegressMembers:
+    """Writes the members of regress outputs."""
 
-    return lambda parts: [members(part) for part in parts]
+    def __init__(self, head: RegressHead) -> None:
+        self._template = b'"value":%b' if head.outputs == 1 else b'"value":[%b]'
+        self.row_bytes = np.dtype(FEATURES).itemsize * head.outputs
+
+    def __call__(self, parts: list[_SequenceArrays]) -> list[bytes]:
+        members = self.of_scores(np.concatenate([part.scores for part in parts]))
+        assert members is not None, "decode_arrays refuses what is not finite"
+        return members
+
+    def of_scores(self, scores: Array) -> list[bytes] | None:
+        """Return the members for each row of (sequences, outputs) values, or None if a value is not finite."""
+        text = json_numbers(scores)
+        if b"null" in text:
+            return None
+        return [self._template % row for row in text[2:-2].split(b"],[")]
 
 
 class _TagMembers:
@@ -242,7 +254,7 @@ _Members = Callable[[list[_SequenceArrays]], list[bytes]]
 """Returns the JSON members of a head's output for each sequence, without the braces."""
 _MEMBERS: dict[type, Callable[[Any], _Members]] = {
     ClassifyHead: _ClassifyMembers,
-    RegressHead: _regress,
+    RegressHead: _RegressMembers,
     TagHead: _TagMembers,
     SpanHead: _span,
     NextHead: _next,

@@ -16,11 +16,18 @@ from service.errors import InferenceFailed, ServiceError
 from service.frontend.catalog import ServedModel
 from service.frontend.dispatch.connection import PendingRequest
 from service.frontend.http_protocol import Exchange
-from service.frontend.inference import UNKNOWN_MODEL_LABELS, Frontend, count_end
+from service.frontend.inference import (
+    UNKNOWN_MODEL_LABELS,
+    Frontend,
+    TrackedRequest,
+    count_end,
+    may_be_of_another_version,
+    run_inference,
+)
 from service.frontend.large_answers import LARGE_ANSWER_BYTES
 from service.frontend.request_heads import RequestHead
 from service.ipc.messages import Answer, ModelKey, Request
-from service.metrics import GONE, OK, Metrics
+from service.metrics import CUT_OFF, GONE, OK, Metrics
 
 
 class RequestTally:
@@ -73,11 +80,15 @@ class RequestTally:
 
 
 class Parsed(NamedTuple):
-    """A request whose body is decoded. version: None for the newest. context: data from which the endpoint writes the reply."""
+    """A request whose body is decoded. version: None for the newest. context: data from which the endpoint writes the reply.
+
+    session: the id of the session that the request belongs to, if there is one.
+    """
 
     model: str
     version: str | int | None
     context: Any
+    session: str | None = None
 
 
 class AnsweredCall(NamedTuple):
@@ -99,16 +110,31 @@ class Reply(NamedTuple):
 class HotCall:
     """One request, from its start to its reply."""
 
-    __slots__ = ("arrived", "context", "counted", "disconnected", "endpoint", "exchange", "model", "pending", "sent")
+    __slots__ = (
+        "arrived",
+        "context",
+        "counted",
+        "disconnected",
+        "endpoint",
+        "exchange",
+        "model",
+        "parsed",
+        "pending",
+        "search",
+        "sent",
+    )
 
-    def __init__(self, endpoint: HotEndpoint, exchange: Exchange, model: ServedModel, arrived: float, context: Any) -> None:
+    def __init__(self, endpoint: HotEndpoint, exchange: Exchange, model: ServedModel, arrived: float, parsed: Parsed) -> None:
         """arrived: the monotonic time of arrival in seconds."""
         self.endpoint = endpoint
         self.exchange = exchange
         self.model = model
         self.arrived = self.sent = arrived
-        self.context = context
+        self.parsed = parsed
+        self.context = parsed.context
         self.pending: PendingRequest | None = None
+        self.search: asyncio.Task[None] | None = None
+        """Sends the request to the version that its session belongs to."""
         self.disconnected = False
         self.counted = False
         """Whether its end is in the metrics."""
@@ -119,10 +145,14 @@ class HotCall:
 
     def failed(self, error: ServiceError) -> None:
         self.pending = None
-        self.endpoint.fail(self, error)
+        self.endpoint.fail_or_search(self, error)
 
     def disconnect(self) -> None:
-        self.endpoint.disconnect(self)
+        self.endpoint.cancel(self, GONE)
+
+    def cut_off(self) -> None:
+        """The service shuts down: cancel the request. The exchange is not used any more."""
+        self.endpoint.cancel(self, CUT_OFF)
 
 
 class HotEndpoint(ABC):
@@ -158,22 +188,34 @@ class HotEndpoint(ABC):
         """See `Endpoint.start`."""
         arrived = time.monotonic()
         parsed = self.parse(head, body)
-        if parsed is None:
-            return None
+        return None if parsed is None else self.run(parsed, exchange, arrived)
+
+    def run(self, parsed: Parsed, exchange: Exchange, arrived: float, model: ServedModel | None = None) -> HotCall:
+        """Send a decoded request to an engine. The reply comes after the return. Raises the ServiceError of a request that is refused.
+
+        model: instead of the one that the request names. The session of the request belongs to it.
+        """
         self._tally.accept()
-        labels = UNKNOWN_MODEL_LABELS
+        labels, retired = UNKNOWN_MODEL_LABELS, None
         try:
-            model = self.frontend.catalog.find(parsed.model, parsed.version)
+            if model is None:
+                model, retired = self._find(parsed)
             labels = model.key.labels
-            call = HotCall(self, exchange, model, arrived, parsed.context)
-            request, data = self.build(parsed, model, arrived)
-            call.sent = request.sent
-            call.pending = self.frontend.dispatcher.send(request, data, call)
+            call = HotCall(self, exchange, model, arrived, parsed)
+            if retired is None:
+                self._send(call)
+            else:
+                self._search_version(call)
         except Exception as error:
             code = error.code if isinstance(error, ServiceError) else InferenceFailed.code
             self._tally.fail(labels, code, time.monotonic() - arrived)
             raise
         return call
+
+    def refuse(self, labels: tuple[str, str], error: ServiceError, arrived: float) -> None:
+        """Count a request that cannot be decoded."""
+        self._tally.accept()
+        self._tally.fail(labels, error.code, time.monotonic() - arrived)
 
     def abandon(self) -> None:
         """See `Endpoint.abandon`."""
@@ -191,14 +233,63 @@ class HotEndpoint(ABC):
         self._count_failure(call, error.code)
         call.exchange.respond_error(error)
 
-    def disconnect(self, call: HotCall) -> None:
-        """Cancel a request whose client closed the connection."""
+    def fail_or_search(self, call: HotCall, error: ServiceError) -> None:
+        """Reply with the error, unless the request may succeed with the version that its session belongs to."""
+        if may_be_of_another_version(self.frontend, call.model, call.parsed.session, error):
+            self._search_version(call)
+        else:
+            self.fail(call, error)
+
+    def cancel(self, call: HotCall, outcome: str) -> None:
+        """Cancel a request that nothing waits for any longer. outcome: its label in the metrics."""
         call.disconnected = True
         if call.pending is not None:
             self.frontend.dispatcher.cancel(call.pending)
             call.pending = None
+        if call.search is not None:
+            call.search.cancel()
         if not call.counted:
-            self._count_failure(call, GONE)
+            self._count_failure(call, outcome)
+
+    def _find(self, parsed: Parsed) -> tuple[ServedModel, ServiceError | None]:
+        """Return the model of a request, and None unless only an open session may still use it; raises UnknownModel."""
+        catalog = self.frontend.catalog
+        if parsed.session is None:
+            return catalog.find(parsed.model, parsed.version), None
+        return catalog.find_or_retired(parsed.model, parsed.version)
+
+    def _send(self, call: HotCall) -> None:
+        try:
+            request, data = self.build(call.parsed, call.model, call.arrived)
+        except ServiceError as error:
+            if not may_be_of_another_version(self.frontend, call.model, call.parsed.session, error):
+                raise
+            self._search_version(call)
+            return
+        call.sent = request.sent
+        call.pending = self.frontend.dispatcher.send(request, data, call)
+
+    def _search_version(self, call: HotCall) -> None:
+        """Start again as the general path does, which finds the version of the session."""
+        call.search = asyncio.ensure_future(self._run_inference(call))
+
+    async def _run_inference(self, call: HotCall) -> None:
+        tracked, parsed = TrackedRequest(call.arrived), call.parsed
+
+        async def build(model: ServedModel) -> tuple[Request, bytes | memoryview]:
+            call.model = model
+            return self.build(parsed, model, call.arrived)
+
+        try:
+            _, answered = await run_inference(self.frontend, tracked, parsed.model, parsed.version, parsed.session, build)
+        except ServiceError as error:
+            self.fail(call, error)
+        except Exception as error:
+            self.fail(call, self.frontend.internal_error(error))
+        else:
+            call.answered(*answered)
+        finally:
+            call.search = None
 
     def _count_failure(self, call: HotCall, outcome: str) -> None:
         call.counted = True

@@ -99,7 +99,9 @@ class Frontend:
     def internal_error(self, error: Exception) -> InferenceFailed:
         """Log an unexpected exception, and return the error for the client, which contains no detail."""
         self.log.error("bug", error=f"{type(error).__name__}: {error}")
-        return InferenceFailed("the service failed on this request: see its log")
+        failure = InferenceFailed("the service failed on this request: see its log")
+        failure.in_frontend = True
+        return failure
 
 
 @dataclass(slots=True)
@@ -173,8 +175,6 @@ async def run_inference(
             frontend.metrics.stage_seconds.observe(time.monotonic() - tracked.arrived, *tracked.labels, "parse")
             return model, await frontend.dispatcher.submit(request, tail)
         except (SessionConflict, InvalidInput, TooLarge) as error:
-            # A session stays with the version that it began with, although a newer one may be served now. The input may be valid only
-            # for that version: try again with it.
             session_model = await _model_of_session(frontend, model, session, error)
             if session_model is None or (version is not None and session_model.version != model.version):
                 raise
@@ -184,14 +184,25 @@ async def run_inference(
     )
 
 
+def may_be_of_another_version(frontend: Frontend, model: ServedModel, session: str | None, error: ServiceError) -> bool:
+    """Return whether a request to a session may have failed because the session belongs to another version than `model`.
+
+    A session stays with the version that it began with, although a newer one may be served now. An input may be valid only for that
+    version.
+    """
+    if isinstance(error, SessionConflict):
+        return error.elsewhere is not None
+    return session is not None and isinstance(error, InvalidInput | TooLarge) and frontend.catalog.has_other_versions(model.key)
+
+
 async def _model_of_session(
     frontend: Frontend, model: ServedModel, session: str | None, error: ServiceError
 ) -> ServedModel | None:
     """Return the version that the session belongs to when it differs from `model` and may therefore be the cause of the error."""
+    if session is None or not may_be_of_another_version(frontend, model, session, error):
+        return None
     if isinstance(error, SessionConflict):
         key = error.elsewhere and ModelKey(*error.elsewhere)
-    elif session is None or not frontend.catalog.has_other_versions(model.key):
-        return None
     else:
         key = await frontend.dispatcher.model_of_session(session)
     if not key or key == model.key or key.name != model.spec.name or key not in frontend.catalog:

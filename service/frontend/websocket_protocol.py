@@ -4,7 +4,8 @@ uvicorn takes a protocol class as a setting (`ws=`) but has no hook for these ca
 implementation and of websockets' parser, and use their undocumented attributes; constraints.txt pins both versions. The alternative is
 a new protocol: it would repeat uvicorn's handshake and keepalive, and the parser.
 
-Frames are parsed one at a time, for at most SLICE_SECONDS in one callback. Reading stops while a message waits for the application, and
+Messages bypass ASGI: a MessageReceiver takes them in callbacks. Frames are parsed one at a time, for at most SLICE_SECONDS in one
+callback, and a message that consists of one frame without websockets' parser. Reading stops while the receiver takes no message, and
 while the client does not read its replies.
 """
 
@@ -13,20 +14,22 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Generator
-from typing import Any
+from http import HTTPStatus
+from typing import Any, Protocol, cast
 
 import uvicorn
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
 from websockets.exceptions import PayloadTooBig
-from websockets.frames import CloseCode, Frame
+from websockets.frames import CloseCode, Frame, apply_mask  # type: ignore[attr-defined]
+from websockets.http11 import Request
+from websockets.protocol import State
 from websockets.server import ServerProtocol
 from websockets.streams import StreamReader
 
 from service.errors import InvalidRequest, Overloaded, TooLarge
 from service.frontend.connection_guard import Phase, UnreadBytes
 from service.frontend.http_protocol import MAX_WAITING_BYTES, HotPath
-from service.frontend.rest.websocket import SERVICE_RESTART
 
 CLOSE_SECONDS = 1.0
 """Longest wait for the client's close frame after the service has sent its own."""
@@ -34,6 +37,24 @@ SLICE_SECONDS = 0.002
 """Time after which a callback leaves the rest of the frames and messages to a later callback."""
 RATE_SECONDS = 1.0
 """Interval over which the limits per second count."""
+SOCKET = "seqserve.socket"
+"""The extension in the ASGI scope of a handshake that holds the WebSocketProtocol."""
+MAX_JOINED_BYTES = 1 << 16
+"""A larger message is not copied behind its head."""
+_TEXT_FRAME, _BINARY_FRAME = 0x81, 0x82
+"""The first byte of a frame that is a whole message, RFC 6455 section 5.2."""
+_MASKED, _SIZE_OF_16_BITS, _SIZE_OF_64_BITS = 0x80, 126, 127
+
+
+class MessageReceiver(Protocol):
+    """The application's side of an accepted socket."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether it takes another message now. When it becomes true again, the receiver calls `WebSocketProtocol.read_on`."""
+
+    def receive(self, data: bytes, is_text: bool) -> None:
+        """Take a message. A text is valid UTF-8."""
 
 
 class _FrameReader(StreamReader):
@@ -73,8 +94,9 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         self._reading = True
         self._continuation: asyncio.Handle | None = None
         """The callback that parses further frames."""
-        self._slice_end = 0.0
-        """Monotonic time at which the application lets other callbacks run."""
+        self._receiver: MessageReceiver | None = None
+        self._in_frame = False
+        """Whether websockets' parser has read a frame in part."""
         self._message_bytes = 0
         """Bytes of the frames of an incomplete message."""
         self._rate_began = 0.0
@@ -126,18 +148,35 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
 
     # The application's side.
 
+    def deliver_to(self, receiver: MessageReceiver) -> None:
+        """Pass the messages to a receiver from now on. The end of the socket is still an ASGI event."""
+        self._receiver = receiver
+        self.read_on()
+
+    def read_on(self) -> None:
+        """Pass on the messages that have arrived, in a later callback."""
+        if not self.disconnected:
+            self._parse_later(0.0)
+
+    def send_text(self, content: bytes) -> None:
+        """Send a text message. A closing socket sends nothing more."""
+        if self.close_sent or self.conn.state is not State.OPEN or self.transport.is_closing():
+            return
+        head = _text_head(len(content))
+        if len(content) <= MAX_JOINED_BYTES:
+            self.transport.write(head + content)
+        else:
+            self.transport.writelines((head, content))
+
+    def fail(self, code: CloseCode) -> None:
+        """Close the socket after an internal error."""
+        if not self.close_sent:
+            self.conn.fail(code)
+            self.handle_parser_exception()
+
     async def receive(self) -> Any:
-        """Return the next ASGI event. Other callbacks run in between when the application never waits."""
-        if time.monotonic() > self._slice_end:
-            await asyncio.sleep(0)
-            self._slice_end = time.monotonic() + SLICE_SECONDS
-        if self.queue.empty():
-            self._parse_frames()
-        if self.queue.empty():
-            event = await self.queue.get()
-            self._slice_end = time.monotonic() + SLICE_SECONDS
-            return event
-        return self.queue.get_nowait()
+        """Return the next ASGI event: the handshake, or the end of the socket."""
+        return await self.queue.get()
 
     async def send(self, message: Any) -> None:
         """Send an ASGI event. A refused handshake counts as complete: uvicorn would log an error for it."""
@@ -147,20 +186,27 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         elif message["type"] == "websocket.close":
             self._parse_later(0.0)
 
+    def handle_connect(self, event: Request) -> None:
+        """Give the application access to this object."""
+        super().handle_connect(event)
+        if self.response.status_code == HTTPStatus.SWITCHING_PROTOCOLS:
+            cast(dict[str, Any], self.scope["extensions"])[SOCKET] = self
+
     def send_receive_event_to_app(self) -> None:
-        """Queue a complete message. uvicorn would log the message when its text cannot be decoded."""
+        """Pass a message that arrived in frames to the receiver."""
         data = self.frames[0] if len(self.frames) == 1 else b"".join(self.frames)
-        self.frames, self._message_bytes, self.phase_began = [], 0, self.loop.time()
+        self.frames, self._message_bytes = [], 0
+        self._deliver(data, self.curr_msg_data_type == "text")
+
+    def _deliver(self, data: bytes, is_text: bool) -> None:
+        self.phase_began = self.loop.time()
         if self.close_sent:
             return
-        event: Any = {"type": "websocket.receive", "bytes": data}
-        if self.curr_msg_data_type == "text":
-            try:
-                event = {"type": "websocket.receive", "text": data.decode()}
-            except UnicodeDecodeError:
-                self._close_for(InvalidRequest.code, CloseCode.INVALID_DATA, "the text of a message is not UTF-8")
-                return
-        self.queue.put_nowait(event)
+        if is_text and not _is_utf8(data):
+            self._close_for(InvalidRequest.code, CloseCode.INVALID_DATA, "the text of a message is not UTF-8")
+            return
+        assert self._receiver is not None, "nothing is parsed before"
+        self._receiver.receive(data, is_text)
 
     # The connection guard.
 
@@ -245,10 +291,14 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
 
     def _parse_frame(self) -> bool:
         """Handle one frame; false if no whole frame has arrived."""
+        if self._take_message():
+            return True
         now = time.monotonic()
         if now - self._rate_began >= RATE_SECONDS:
             self._rate_began, self._later_frames, self._pings = now, 0, 0
+        has_bytes = bool(self.conn.reader.buffer)
         arrived = self.conn.parse_frame()
+        self._in_frame = has_bytes and not arrived
         if self.conn.parser_exc is not None:
             if self.close_timer is None:
                 too_large = isinstance(self.conn.parser_exc, PayloadTooBig)
@@ -258,8 +308,27 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             self.handle_events()
         elif self._draining and not self.close_sent:
             self._draining = False
-            self.queue.put_nowait({"type": "websocket.disconnect", "code": SERVICE_RESTART, "reason": None})
+            self.queue.put_nowait({"type": "websocket.disconnect", "code": CloseCode.SERVICE_RESTART, "reason": None})
         return arrived
+
+    def _take_message(self) -> bool:
+        """Pass on the next message if it has arrived whole and in one frame. websockets' parser takes three times as long."""
+        buffer = self.conn.reader.buffer
+        between_messages = not self._in_frame and self.conn.current_size is None and self.conn.state is State.OPEN
+        if not between_messages or len(buffer) < 2 or buffer[0] not in (_TEXT_FRAME, _BINARY_FRAME):
+            return False
+        size, start = buffer[1] ^ _MASKED, 6
+        if size == _SIZE_OF_16_BITS:
+            size, start = int.from_bytes(buffer[2:4]), 8
+        elif size >= _SIZE_OF_64_BITS:
+            return False  # a large message, or one without a mask
+        end = start + size
+        if len(buffer) < end or size > self._settings.max_message_bytes:
+            return False
+        data, is_text = apply_mask(bytes(buffer[start:end]), bytes(buffer[start - 4 : start])), buffer[0] == _TEXT_FRAME
+        del buffer[:end]
+        self._deliver(data, is_text)
+        return True
 
     def _parse_later(self, seconds: float) -> None:
         if self._continuation is None:
@@ -272,12 +341,11 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
 
     def _may_parse(self) -> bool:
         """Return whether the next frame may be handled now: nothing waits for the application, the client, or the next callback."""
-        return (
-            self._continuation is None
-            and (self.queue.empty() or self.close_sent)
-            and self.writable.is_set()
-            and not self.transport.is_closing()
-        )
+        if self._continuation is not None or self.transport.is_closing() or not self.writable.is_set():
+            return False
+        if self._receiver is None:
+            return self.close_sent or not self.handshake_initiated
+        return self.close_sent or self._receiver.ready
 
     def _set_reading(self) -> None:
         """Read from the socket exactly when frames may be handled. While the service drains, no further messages are read."""
@@ -320,3 +388,22 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
 
     def _count_closed(self, reason: str) -> None:
         self._hot_path.frontend.metrics.connections_closed.add(reason)
+
+
+def _text_head(size: int) -> bytes:
+    """Return the head of a text message in one frame, which a server does not mask."""
+    if size < _SIZE_OF_16_BITS:
+        return bytes((_TEXT_FRAME, size))
+    if size < 1 << 16:
+        return bytes((_TEXT_FRAME, _SIZE_OF_16_BITS)) + size.to_bytes(2)
+    return bytes((_TEXT_FRAME, _SIZE_OF_64_BITS)) + size.to_bytes(8)
+
+
+def _is_utf8(data: bytes) -> bool:
+    if data.isascii():
+        return True
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True

@@ -141,6 +141,18 @@ def test_answers_written_together_equal_those_written_alone(labels: list[str]) -
         assert np.array_equal(np.array(list(json.loads(output)[0]["scores"].values()), FEATURES), row)
 
 
+@pytest.mark.parametrize("outputs", [1, 3])
+def test_values_written_together_equal_those_written_alone(outputs: int) -> None:
+    writer = OutputWriter(spec(kind="regress", pool="last", outputs=outputs))
+    rows = np.random.default_rng(0).normal(size=(50, outputs)).astype(FEATURES)
+    answers = [(Answer((1, outputs), steps=[1]), row.tobytes()) for row in rows]
+    together = writer.write_all(answers)
+    assert together == [writer.write(answer, data) for answer, data in answers]
+    for output, row in zip(together, rows, strict=True):
+        assert np.array_equal(np.array(json.loads(output)[0]["value"], FEATURES).reshape(-1), row)
+    assert writer.write_all([answers[0], (answers[1][0], (rows[1] * np.inf).tobytes())]) is None
+
+
 def test_answers_that_differ_in_form_are_not_written_together() -> None:
     writer, row = OutputWriter(spec(**CLASSIFY)), np.array([0.5, 0.25, 0.25], FEATURES)
     plain = (Answer((1, 3), steps=[4]), row.tobytes())
@@ -150,7 +162,7 @@ def test_answers_that_differ_in_form_are_not_written_together() -> None:
     assert writer.write_all([plain, plain])
     for answer in (two, vector, broken):
         assert writer.write_all([plain, answer]) is None
-    assert OutputWriter(spec(kind="regress", pool="last")).write_all([(Answer((1, 1), steps=[1]), bytes(4))]) is None
+    assert OutputWriter(spec(**TAG)).write_all([(Answer((1, 1), steps=[1]), bytes(4))]) is None
 
 
 def test_missing_array_takes_no_bytes_of_the_next_array() -> None:

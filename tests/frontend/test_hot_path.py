@@ -212,6 +212,43 @@ def test_both_paths_return_the_same_bytes(server: Server) -> None:
         assert hot == general, message
 
 
+def session_bodies(session: str) -> list[bytes]:
+    """Return requests to sessions in an order that lets most of them fail or succeed because of the state of the session."""
+    row = [0.25, -2.0, 3.0]
+    chunks: list[dict[str, Any]] = [
+        {"start": False},
+        {},
+        {"inputs": [[row] * 3]},
+        {"start": None, "return": ["embedding", "sequence"]},
+        {"inputs": [[[1.0]]]},
+        {"inputs": [[row], [row]]},
+        {"inputs": [[]]},
+        {"version": "9"},
+        {"model": "nothing"},
+        {"model": "words", "inputs": ["how far"]},
+        {"start": True},
+        {"start": 1},
+        {"end": None},
+        {"end": False},
+        {"session": session + "\n"},
+        {"session": "stream:7"},
+        {"session": ""},
+        {"session": 5},
+        {"start": False, "end": True},
+        {"start": False},
+    ]
+    bodies = [{"model": "sensors", "inputs": [[row]], "session": session, **chunk} for chunk in chunks]
+    return [json.dumps(body).encode() for body in bodies]
+
+
+def test_sessions_get_the_same_bytes_on_both_paths(server: Server) -> None:
+    hot = [exchange(server, request(body)) for body in session_bodies("hot-hot")]
+    general = [exchange(server, through_the_general_path(request(body))) for body in session_bodies("general")]
+    for body, reply, same in zip(session_bodies("hot-hot"), hot, general, strict=True):
+        assert reply == same.replace(b"general", b"hot-hot"), body
+    assert sum(reply.startswith(b"HTTP/1.1 200") for reply in hot) == 6
+
+
 def test_mutated_requests_get_the_same_bytes_on_both_paths(server: Server) -> None:
     generator = random.Random(1)
     for _ in range(150):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
 import socket
+import struct
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
@@ -99,6 +102,49 @@ def test_slow_pings_and_few_fragments_are_within_the_limits(server: Server) -> N
         assert (opcode, json.loads(reply)["session"]["steps"]) == (TEXT, 1)
 
 
+def mixed_frames() -> Iterator[bytes]:
+    """Yield messages of all lengths of a head, whole, in fragments, with pings between, masked, and two that are refused."""
+    row = b"[0.1, -2.0, 30.0]"
+    for size in (30, 125, 126, 127, 300, 65_535, 65_536):
+        yield frame(TEXT, b'{"input": [%b]}' % row + b" " * (size - 30), mask=b"\x01\x80\xff\x00")
+    yield frame(BINARY, struct.pack("<3f", 0.1, -2.0, 30.0) * 40, mask=b"abcd")
+    yield (
+        frame(TEXT, MESSAGE[:9], last=False, mask=b"efgh")
+        + frame(PING, b"ping")
+        + frame(CONTINUATION, MESSAGE[9:], mask=b"ijkl")
+    )
+    yield frame(PING) + frame(BINARY) + frame(TEXT)
+    yield frame(TEXT, '{"input": "é"}'.encode(), mask=b"mnop") + frame(TEXT, MESSAGE)
+
+
+def replies_to(server: Server, pieces: list[bytes]) -> tuple[list[str | int], list[float]]:
+    """Return the error or the number of steps of every reply to `mixed_frames`, and the scores of all replies."""
+    with open_socket(server) as client:
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for piece in pieces:
+            client.sendall(piece)
+        frames = [receive_frame(client) for _ in range(15)]
+    assert [payload for opcode, payload in frames if opcode == PONG] == [b"ping", b""]
+    replies = [json.loads(payload) for opcode, payload in frames if opcode == TEXT]
+    outputs = [reply["outputs"][0] for reply in replies if "outputs" in reply]
+    scores = [score for output in outputs for score in output["scores"].values()]
+    return [reply.get("error") or reply["session"]["steps"] for reply in replies], scores
+
+
+def test_replies_do_not_depend_on_where_the_frames_are_cut(server: Server) -> None:
+    """A message that arrives whole takes another way than one that arrives in parts."""
+    frames = list(mixed_frames())
+    expected, scores = replies_to(server, frames)
+    assert [reply for reply in expected if isinstance(reply, int)] == [1, 2, 3, 4, 5, 6, 7, 47, 48, 49]
+    data, generator = b"".join(frames), random.Random(3)
+    random_cuts = [sorted({*generator.sample(range(2_000), 20), *generator.sample(range(len(data)), 20)}) for _ in range(5)]
+    for cuts in (*random_cuts, list(range(2_000))):
+        pieces = [data[start:end] for start, end in itertools.pairwise([0, *cuts, len(data)])]
+        replies, same_scores = replies_to(server, pieces)
+        assert replies == expected
+        assert same_scores == pytest.approx(scores, rel=1e-5)
+
+
 def test_fragments_beyond_the_rate_are_read_later(server: Server) -> None:
     """Five messages of 200 frames need more than two seconds at 400 frames per second, and each is answered."""
     parts = [frame(TEXT, MESSAGE, last=False), frame(CONTINUATION, last=False) * 198, frame(CONTINUATION)]
@@ -152,12 +198,12 @@ def test_client_that_does_not_read_is_not_read_either(generous: Server, flood: b
     """Only the buffers of the kernel fill. Then the connection closes."""
     before = closed(generous, "slow_reader")
     with open_socket(generous) as client:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.settimeout(1)
-        sent = 0
+        sent, unsent = 0, flood
         while sent < ENDLESS_BYTES:
             try:
-                sent += client.send(flood)
+                size = client.send(unsent)
+                sent, unsent = sent + size, unsent[size:] or flood  # the socket takes a part of a frame when its buffer is full
             except TimeoutError:
                 if closed(generous, "slow_reader") > before:
                     break

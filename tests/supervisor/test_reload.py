@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import uvloop
+from websockets.sync.client import ClientConnection, connect
 
 from service.modeling import spec
 from tests import models
@@ -290,6 +291,37 @@ def test_chunk_is_validated_for_the_session_s_version(reloaded: Reloaded, tmp_pa
     refusal = server.infer("sensors", [[[0.1] * 3]], session="old", version="2")
     assert refusal.status_code == 400, "the request names the version"
     assert server.infer("sensors", [[[0.1] * 3]], session="other").status_code == 400
+
+
+def test_socket_continues_the_version_of_its_session(reloaded: Reloaded, tmp_path: Path) -> None:
+    """Also a second socket, whose first chunk is valid for the newest version or for the session's alone."""
+    server, root, _ = reloaded
+    models.sensors(root, features=3)
+    load(server, "sensors")
+
+    def send(stream: ClientConnection, features: int, **options: Any) -> tuple[str, int]:
+        stream.send(json.dumps({"input": [[0.1] * features], **options}))
+        reply = json.loads(stream.recv(timeout=30))
+        return reply.get("version") or reply["code"], reply.get("session", {}).get("steps", 0)
+
+    def open_stream(query: str) -> ClientConnection:
+        return connect(server.address.replace("http", "ws") + f"/stream?model=sensors&{query}", proxy=None)
+
+    with open_stream("session=old") as first:
+        assert send(first, 3) == ("1", 1)
+        models.sensors(tmp_path / "wider", features=4)
+        shutil.move(tmp_path / "wider" / "sensors" / "1", root / "sensors" / "2")
+        load(server, "sensors")
+        assert send(first, 3) == ("1", 2)
+        assert send(first, 4) == ("invalid_input", 0)
+        with open_stream("session=old") as second:
+            assert [send(second, 3), send(second, 3)] == [("1", 3), ("1", 4)]
+        assert server.client.delete("/sessions/old/state").status_code == 200
+        assert send(first, 3) == ("unknown_session", 0)
+        assert send(first, 4, start=True) == ("2", 1)
+        assert [send(first, 4), send(first, 4, end=True), send(first, 4)] == [("2", 2), ("2", 3), ("2", 1)]
+    with open_stream("version=2&session=new") as exact, open_stream("version=1&session=new") as conflicting:
+        assert [send(exact, 4), send(conflicting, 3)] == [("2", 1), ("session_conflict", 0)]
 
 
 def test_sessions_of_an_unloaded_version_continue_to_their_end(reloaded: Reloaded) -> None:

@@ -69,17 +69,27 @@ class InferBody(JsonBody):
         return input_field(index)
 
 
-class OneShotBody(msgspec.Struct, forbid_unknown_fields=True, gc=False):
-    """The fields of an InferBody without a session. A body that does not decode takes the general path, which explains why."""
+class InferFields(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    """The fields of an InferBody. A body that does not decode, or is not `complete`, takes the general path, which explains why."""
 
     model: str
     inputs: Annotated[list[Any], msgspec.Meta(min_length=1)]
     version: str | int | None = None
+    session: str | None = None
+    start: bool | None = None
+    end: bool | msgspec.UnsetType = msgspec.UNSET
     returns: Annotated[list[Literal["embedding", "sequence"]], msgspec.Meta(max_length=MAX_RETURNS)] = msgspec.field(
         default=[], name="return"
     )
     deadline_ms: Annotated[float, msgspec.Meta(gt=0)] | None = None
     priority: Annotated[int, msgspec.Meta(ge=-10, le=10)] = 0
+
+    @property
+    def complete(self) -> bool:
+        """Return whether the fields of the session are valid together."""
+        if self.session is None:
+            return self.start is None and self.end is msgspec.UNSET
+        return len(self.inputs) == 1 and validation.is_session_id(self.session)
 
 
 class SessionSteps(BaseModel):
@@ -145,8 +155,8 @@ async def _write_large_reply(
     model: ServedModel,
     answer: messages.Answer,
     data: bytes | memoryview,
-    field_of: Callable[[int], str] = input_field,
-    session: str | None = None,
+    field_of: Callable[[int], str],
+    session: str | None,
 ) -> bytes:
     """Return what `write_reply` returns for a large answer; raises InvalidInput."""
     arrays = await asyncio.to_thread(decode_arrays, model.spec, answer, data, field_of)
@@ -202,11 +212,14 @@ def _check_session_fields(body: InferBody) -> None:
             raise InvalidInput(f"{field} requires session: name the session, or leave {field} out", field=field)
 
 
-_decode = msgspec.json.Decoder(OneShotBody).decode
+_decode = msgspec.json.Decoder(InferFields).decode
 
 
 class HotInfer(HotEndpoint):
-    """The endpoint on the hot path, for requests without a session. The context of a call is its body."""
+    """The endpoint on the hot path. The context of a call is its fields."""
+
+    field_of = staticmethod(input_field)
+    """Returns the name of an input for an error message."""
 
     def accepts(self, head: RequestHead) -> bool:
         limit = min(MAX_LOOP_BODY_BYTES, self.frontend.settings.max_body_bytes)
@@ -214,34 +227,42 @@ class HotInfer(HotEndpoint):
 
     def parse(self, head: RequestHead, body: bytes) -> Parsed | None:
         try:
-            parsed = _decode(body)
+            fields = _decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return None
-        return Parsed(parsed.model, parsed.version, parsed)
+        return Parsed(fields.model, fields.version, fields, fields.session) if fields.complete else None
 
     def build(self, parsed: Parsed, model: ServedModel, arrived: float) -> tuple[messages.Request, bytes | memoryview]:
-        body, settings = parsed.context, self.frontend.settings
-        lengths, data = validation.pack_inputs(body.inputs, input_field, model, settings)
+        fields: InferFields = parsed.context
+        lengths, data = validation.pack_inputs(fields.inputs, self.field_of, model, self.frontend.settings)
         options = validation.Options(
-            returns=check_returns(body.returns, model.spec),
-            deadline_ms=validation.resolve_deadline_ms(body.deadline_ms, settings),
-            priority=body.priority,
-            exact_version=body.version is not None,
+            returns=check_returns(fields.returns, model.spec),
+            deadline_ms=validation.resolve_deadline_ms(fields.deadline_ms, self.frontend.settings),
+            priority=fields.priority,
+            session=fields.session,
+            session_starts=fields.start,
+            session_ends=fields.end is True,
+            exact_version=fields.version is not None,
         )
         return validation.engine_request(lengths, options, model, arrived), data
 
     def write(self, model: ServedModel, answers: list[AnsweredCall]) -> list[Reply | ServiceError]:
         together = model.writer.write_all([(answer, data) for _, answer, data in answers])
         if together is not None:
-            return [Reply(write_reply(model, outputs), _HEADERS) for outputs in together]
-        return [_reply(model, answered) for answered in answers]
+            return [_reply(model, answered, outputs) for answered, outputs in zip(answers, together, strict=True)]
+        return [self._write(model, answered) for answered in answers]
 
     async def write_large(self, model: ServedModel, answered: AnsweredCall) -> Reply:
-        return Reply(await _write_large_reply(self.frontend, model, answered.answer, answered.data), _HEADERS)
+        call, answer, data = answered
+        session: str | None = call.context.session
+        return Reply(await _write_large_reply(self.frontend, model, answer, data, self.field_of, session), _HEADERS)
+
+    def _write(self, model: ServedModel, answered: AnsweredCall) -> Reply | ServiceError:
+        try:
+            return _reply(model, answered, model.writer.write(answered.answer, answered.data, self.field_of))
+        except ServiceError as error:
+            return error
 
 
-def _reply(model: ServedModel, answered: AnsweredCall) -> Reply | ServiceError:
-    try:
-        return Reply(write_reply(model, model.writer.write(answered.answer, answered.data)), _HEADERS)
-    except ServiceError as error:
-        return error
+def _reply(model: ServedModel, answered: AnsweredCall, outputs: bytes) -> Reply:
+    return Reply(write_reply(model, outputs, answered.call.context.session, answered.answer.session_steps), _HEADERS)

@@ -11,29 +11,32 @@ import asyncio
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Coroutine, Iterable
 from contextlib import suppress
 from typing import Annotated, Any, Literal
 
+import msgspec
 from fastapi import APIRouter, Request, Response
 from pydantic import Field, StrictBool
-from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketDisconnected
+from starlette.websockets import WebSocket, WebSocketDisconnect
+from websockets.frames import CloseCode
 
-from service.errors import InvalidRequest, ServiceError, UnknownRoute
+from service.errors import InferenceFailed, InvalidRequest, ServiceError, UnknownRoute
+from service.frontend.catalog import ServedModel
 from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
+from service.frontend.hot_calls import HotCall, Parsed, RequestTally
 from service.frontend.http_exchange import error_body
 from service.frontend.inference import ClientDisconnected, Frontend, track_request
-from service.frontend.rest.infer import InferBody, Packer, answer, check_returns
+from service.frontend.rest.infer import HotInfer, InferBody, InferFields, answer, check_returns
 from service.frontend.rest.schemas import ERRORS, JsonBody, QueryParameters, SessionId, describe_query
 from service.frontend.validation import RESERVED_SESSION_PREFIX, resolve_deadline_ms
+from service.frontend.websocket_protocol import SOCKET, WebSocketProtocol
 from service.ipc.messages import DecodeBody
 from service.modeling.spec import ModelSpec
 from service.settings import Settings
 
 MAX_IN_FLIGHT = 32
 """Number of messages of one socket that are read before they are answered. Later messages, and the end of the socket, wait."""
-SERVICE_RESTART = 1012
-INTERNAL_ERROR = 1011
 
 
 class StreamQuery(QueryParameters):
@@ -61,6 +64,30 @@ class StreamQuery(QueryParameters):
         returns = [part for name, value in pairs if name == "return" for part in value.split(",")]
         return dict(pairs) | ({"return": returns} if returns else {})
 
+    def check_options(self, spec: ModelSpec, settings: Settings) -> None:
+        """Raise the ServiceError of options that every chunk would be refused for."""
+        check_returns(self.returns, spec)
+        resolve_deadline_ms(self.deadline_ms, settings)
+
+    def fields_of(self, chunk: Chunk, session: str, start: bool | None) -> InferFields:
+        """Return the request of a chunk, for the hot path."""
+        return InferFields(inputs=[chunk.input], session=session, start=start, end=chunk.end, **self._options())
+
+    def body_of(self, message: StreamMessage, session: str, start: bool | None) -> ChunkBody:
+        """Return the request of a message, for the general path."""
+        return ChunkBody.model_construct(
+            inputs=[message.input], session=session, start=start, end=message.end, **self._options()
+        )
+
+    def _options(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "version": self.version,
+            "returns": self.returns,
+            "deadline_ms": self.deadline_ms,
+            "priority": self.priority,
+        }
+
 
 class StreamMessage(JsonBody):
     """One text message on /stream."""
@@ -76,27 +103,56 @@ class StreamMessage(JsonBody):
     end: StrictBool = False
     """true closes the session after this chunk; the next chunk starts it again."""
 
+
+class Chunk(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    """The fields of a StreamMessage."""
+
+    input: Any
+    start: bool | None = None
+    end: bool = False
+
     @classmethod
-    def read(cls, event: Mapping[str, Any]) -> StreamMessage:
-        """Return the message of a websocket.receive event. A binary message consists of the chunk alone."""
-        data = event.get("bytes")
-        return cls.parse(event["text"]) if data is None else cls.model_construct(input=bytes(data))
+    def read(cls, data: bytes, is_text: bool) -> Chunk:
+        """Return a message. A binary message consists of the input alone. Raises the ServiceError of a text that is not valid."""
+        if not is_text:
+            return cls(data)
+        try:
+            return _decode(data)
+        except (msgspec.MsgspecError, RecursionError):
+            message = StreamMessage.parse(data)  # explains what is wrong
+            return cls(message.input, message.start, message.end)
+
+
+_decode = msgspec.json.Decoder(Chunk).decode
+
+
+def _chunk_field(index: int) -> str:
+    """Return the name of a message's only input in error messages."""
+    assert index == 0
+    return "input"
 
 
 class ChunkBody(InferBody):
     """The body of POST /infer for one message on /stream, with the options of its socket."""
 
     def field_of(self, index: int) -> str:
-        return "input"
+        return _chunk_field(index)
 
-    def with_message(self, message: StreamMessage, *, session_begun: bool) -> ChunkBody:
-        """Return the body for a message. Once the session has begun, a message without `start` only continues it."""
-        start = False if message.start is None and session_begun else message.start
-        return self.model_copy(update={"inputs": [message.input], "start": start, "end": message.end})
+
+class HotChunks(HotInfer):
+    """Runs the chunks of all sockets."""
+
+    field_of = staticmethod(_chunk_field)
+
+
+def resolve_start(start: bool | None, *, begun: bool) -> bool | None:
+    """Return `start` of a chunk. Once the session has begun, a chunk without `start` only continues it."""
+    return False if start is None and begun else start
 
 
 def add_routes(router: APIRouter, frontend: Frontend) -> None:
     """Add /stream. WebSocket handshakes at other paths are refused with the error of an unknown route."""
+    chunks = HotChunks(frontend, RequestTally(frontend.metrics))
 
     @router.get("/stream", responses=ERRORS, openapi_extra=describe_query(StreamQuery))
     async def describe_stream(request: Request) -> Response:
@@ -105,152 +161,221 @@ def add_routes(router: APIRouter, frontend: Frontend) -> None:
 
     @router.websocket("/stream")
     async def stream(socket: WebSocket) -> None:
-        await serve_socket(frontend, socket)
+        await serve_socket(frontend, chunks, socket)
 
     @router.websocket("/{path:path}")
     async def unknown_path(socket: WebSocket) -> None:
         raise UnknownRoute("no WebSocket is served at this path: see /docs")
 
 
-async def serve_socket(frontend: Frontend, socket: WebSocket) -> None:
+async def serve_socket(frontend: Frontend, chunks: HotChunks, socket: WebSocket) -> None:
     """Serve one socket until it closes. Raises a ServiceError, which refuses the handshake, for an invalid query."""
     query = StreamQuery.parse(socket.query_params.multi_items())
-    session = RESERVED_SESSION_PREFIX + uuid.uuid4().hex if query.session is None else query.session
     model = frontend.catalog.find(query.model, query.version)
-    body = body_of_stream(query, session, model.spec, frontend.settings)
+    query.check_options(model.spec, frontend.settings)
     await socket.accept()
-    chunks = _ChunkStream(frontend, socket, body, model.key.labels)
+    stream = _ChunkStream(frontend, chunks, socket, query, model.key.labels)
     try:
-        await chunks.run()
+        await stream.run()
     finally:
-        await chunks.leave(close_session=query.session is None)
-
-
-def body_of_stream(query: StreamQuery, session: str, spec: ModelSpec, settings: Settings) -> ChunkBody:
-    """Return the body that all chunks of a socket share; raises a ServiceError for options that every chunk would be refused for."""
-    body = ChunkBody.model_construct(
-        model=query.model,
-        inputs=[],
-        version=query.version,
-        returns=query.returns,
-        session=session,
-        deadline_ms=query.deadline_ms,
-        priority=query.priority,
-    )
-    check_returns(body.returns, spec)
-    resolve_deadline_ms(body.deadline_ms, settings)
-    return body
+        await stream.leave()
 
 
 class _ChunkStream:
-    """The chunks of one socket, answered in their order. `labels` are the metric labels of messages that cannot be parsed.
+    """The chunks of one socket, answered in their order.
 
     The first chunk starts or continues the session. Every later chunk only continues it unless the message has `start`, so a session
     that was lost never restarts by accident. A chunk that starts or ends the session is answered before the next chunk leaves for the
     engine: only its reply tells whether the next chunk starts the session or continues it.
     """
 
-    def __init__(self, frontend: Frontend, socket: WebSocket, body: ChunkBody, labels: tuple[str, str]) -> None:
+    def __init__(
+        self, frontend: Frontend, chunks: HotChunks, socket: WebSocket, query: StreamQuery, labels: tuple[str, str]
+    ) -> None:
+        """labels: the metric labels of messages that cannot be parsed."""
         self._frontend = frontend
-        self._labels = labels
+        self._chunks = chunks
         self._socket = socket
-        self._body = body
-        self._session_begun = False
-        self._disconnected = False
+        self._connection: WebSocketProtocol = socket.scope["extensions"][SOCKET]
+        self._query = query
+        self._session = query.session or RESERVED_SESSION_PREFIX + uuid.uuid4().hex
+        self._labels = labels
+        self.model: ServedModel | None = None
+        """The model that answered the latest chunk: the session belongs to it."""
+        self._begun = False
+        """Whether the session has begun and not ended."""
         self._submitted = False
-        self._unanswered: deque[asyncio.Task[bool]] = deque()
+        self._disconnected = False
+        self._unanswered: deque[_PendingReply] = deque()
+        self._alone: asyncio.Task[None] | None = None
+        """Handles a message that is answered before the next message is taken."""
+        self._all_answered: asyncio.Future[None] | None = None
 
     async def run(self) -> None:
         """Answer messages until the client disconnects or the service shuts down; on shutdown, answer what arrived before it."""
-        while (event := await self._socket.receive())["type"] == "websocket.receive":
-            await self._handle_message(time.monotonic(), event)
-            while len(self._unanswered) >= MAX_IN_FLIGHT:
-                await asyncio.wait([self._unanswered[0]])
-                self._unanswered.popleft()
-        self._disconnected = not (self._frontend.draining and event["code"] == SERVICE_RESTART)
+        self._connection.deliver_to(self)
+        event = await self._socket.receive()
+        self._disconnected = not (self._frontend.draining and event["code"] == CloseCode.SERVICE_RESTART)
         if not self._disconnected:
+            if self._alone is not None:
+                await asyncio.wait([self._alone])
             await self._wait_for_replies()
             with suppress(WebSocketDisconnect):
-                await self._socket.close(SERVICE_RESTART)
+                await self._socket.close(CloseCode.SERVICE_RESTART)
 
-    async def leave(self, *, close_session: bool) -> None:
+    async def leave(self) -> None:
         """Cancel the unanswered chunks, and close the session if it belongs to this socket alone."""
-        for task in self._unanswered:
-            task.cancel()
-        if self._unanswered:
-            await asyncio.wait(self._unanswered)
-        if close_session and self._submitted:
+        if self._alone is not None:
+            self._alone.cancel()
+            await asyncio.wait([self._alone])
+        for reply in self._unanswered:
+            reply.cancel(cut_off=not self._disconnected)
+        self._unanswered.clear()
+        if self._query.session is None and self._submitted:
             with suppress(ServiceError):
-                await self._frontend.dispatcher.end_session(self._body.session or "")
+                await self._frontend.dispatcher.end_session(self._session)
 
-    async def _handle_message(self, arrived: float, event: Any) -> None:
-        """Start the reply to a message, after the replies to earlier messages if the chunk starts or ends the session."""
-        text = event.get("text")
-        try:
-            if text is None or len(text) <= MAX_LOOP_BODY_BYTES:
-                await self._handle_parsed(arrived, StreamMessage.read(event))
-                return
-            async with self._frontend.decoder.decode(DecodeBody("stream"), text.encode()) as decoded:
-                await self._handle_parsed(arrived, StreamMessage.restore(decoded.options, input=None), decoded.pack)
-                # The next chunk would overtake this chunk while the decoder packs its inputs.
-                await self._wait_for_replies()
-        except ServiceError as error:
-            self._start_reply(arrived, error)
+    # The receiver of messages.
 
-    async def _handle_parsed(self, arrived: float, message: StreamMessage, pack: Packer | None = None) -> None:
-        body = self._body.with_message(message, session_begun=self._session_begun)
-        if body.start is False and not body.end:
-            self._start_reply(arrived, body, pack)
+    @property
+    def ready(self) -> bool:
+        return self._alone is None and len(self._unanswered) < MAX_IN_FLIGHT
+
+    def receive(self, data: bytes, is_text: bool) -> None:
+        """Send a chunk to the engine, or start a task for a message that is answered alone."""
+        arrived = time.monotonic()
+        if is_text and len(data) > MAX_LOOP_BODY_BYTES:
+            self._handle_alone(self._answer_large(data, arrived))
             return
-        await self._wait_for_replies()
-        task = self._start_reply(arrived, body, pack)
-        await self._wait_for_replies()
-        if not task.cancelled() and task.result():
-            self._session_begun = not body.end
+        try:
+            chunk = Chunk.read(data, is_text)
+        except ServiceError as error:
+            self._chunks.refuse(self._labels, error, arrived)
+            self._append_reply().respond_error(error)
+            return
+        start = resolve_start(chunk.start, begun=self._begun)
+        if start is False and not chunk.end:
+            self._send(chunk, start, arrived)
+        else:
+            self._handle_alone(self._send_alone(chunk, start, arrived))
 
-    def _start_reply(self, arrived: float, body: ChunkBody | ServiceError, pack: Packer | None = None) -> asyncio.Task[bool]:
-        """Start a task for one reply. Tasks run in the order of their creation, so chunks leave in the order of their messages."""
-        previous = self._unanswered[-1] if self._unanswered else None
-        task = asyncio.ensure_future(self._reply(arrived, body, pack, previous))
-        self._unanswered.append(task)
-        return task
+    # Replies.
+
+    def send_replies(self) -> None:
+        """Send the replies whose turn has come."""
+        was_ready = self.ready
+        while self._unanswered and self._unanswered[0].content:
+            reply = self._unanswered.popleft()
+            self._connection.send_text(reply.content)
+            if reply.in_error:
+                self._connection.fail(CloseCode.INTERNAL_ERROR)
+        if not self._unanswered and self._all_answered is not None and not self._all_answered.done():
+            self._all_answered.set_result(None)
+        if self.ready and not was_ready:
+            self._connection.read_on()
+
+    def _append_reply(self) -> _PendingReply:
+        reply = _PendingReply(self)
+        self._unanswered.append(reply)
+        return reply
 
     async def _wait_for_replies(self) -> None:
-        """Wait until every message has its reply: replies are sent in order, so the last reply ends the wait."""
+        """Wait until every message has its reply."""
         if self._unanswered:
-            await asyncio.wait([self._unanswered[-1]])
-            self._unanswered.clear()
+            self._all_answered = asyncio.get_running_loop().create_future()
+            await self._all_answered
 
-    async def _reply(
-        self, arrived: float, body: ChunkBody | ServiceError, pack: Packer | None, previous: asyncio.Task[bool] | None
-    ) -> bool:
-        """Reply to one message after the previous reply. Return true unless the reply is an error."""
-        internal, succeeded = False, True
+    # Messages.
+
+    def _send(self, chunk: Chunk, start: bool | None, arrived: float) -> _PendingReply:
+        query, reply = self._query, self._append_reply()
+        fields = query.fields_of(chunk, self._session, start)
+        parsed = Parsed(query.model, query.version, fields, self._session)
+        continues = start is False and self.model is not None and self.model.key in self._frontend.catalog
+        self._submitted = True
         try:
-            text = await self._answer(arrived, body, pack)
-        except ClientDisconnected:
-            return False
+            reply.call = self._chunks.run(parsed, reply, arrived, self.model if continues else None)
         except ServiceError as error:
-            succeeded, text = False, error_body(error)
+            reply.respond_error(error)
         except Exception as error:
-            internal, succeeded, text = True, False, error_body(self._frontend.internal_error(error))
-        if previous is not None:
-            await asyncio.wait([previous])
-        with suppress(WebSocketDisconnect, WebSocketDisconnected):
-            await self._socket.send_text(text.decode())
-            if internal:
-                await self._socket.close(INTERNAL_ERROR)
-        return succeeded
+            reply.respond_error(self._frontend.internal_error(error))
+        return reply
 
-    async def _answer(self, arrived: float, body: ChunkBody | ServiceError, pack: Packer | None) -> bytes:
-        with track_request(self._frontend.metrics, arrived) as tracked:
-            tracked.labels = self._labels
-            if isinstance(body, ServiceError):
-                raise body
-            self._submitted = True
-            try:
-                return await answer(self._frontend, tracked, body, pack)
-            except asyncio.CancelledError:
-                if self._disconnected:
-                    raise ClientDisconnected from None
-                raise
+    def _handle_alone(self, handling: Coroutine[Any, Any, None]) -> None:
+        def read_on(task: asyncio.Task[None]) -> None:
+            self._alone = None
+            self._connection.read_on()
+
+        self._alone = asyncio.ensure_future(handling)
+        self._alone.add_done_callback(read_on)
+
+    async def _send_alone(self, chunk: Chunk, start: bool | None, arrived: float) -> None:
+        """Answer a chunk that starts or ends the session."""
+        await self._wait_for_replies()
+        reply = self._send(chunk, start, arrived)
+        await self._wait_for_replies()
+        if not reply.failed:
+            self._begun = not chunk.end
+
+    async def _answer_large(self, data: bytes, arrived: float) -> None:
+        """Answer a message that the decoder parses."""
+        await self._wait_for_replies()
+        reply = self._append_reply()
+        try:
+            with track_request(self._frontend.metrics, arrived) as tracked:
+                tracked.labels = self._labels
+                try:
+                    async with self._frontend.decoder.decode(DecodeBody("stream"), data) as decoded:
+                        message = StreamMessage.restore(decoded.options, input=None)
+                        start = resolve_start(message.start, begun=self._begun)
+                        self._submitted = True
+                        body = self._query.body_of(message, self._session, start)
+                        content = await answer(self._frontend, tracked, body, decoded.pack)
+                except asyncio.CancelledError:
+                    if self._disconnected:
+                        raise ClientDisconnected from None
+                    raise
+        except ClientDisconnected:
+            return
+        except ServiceError as error:
+            reply.respond_error(error)
+        except Exception as error:
+            reply.respond_error(self._frontend.internal_error(error))
+        else:
+            if start is not False or message.end:
+                self._begun, self.model = not message.end, None
+            reply.respond(content, b"")
+
+
+class _PendingReply:
+    """The reply to one message: the exchange of its request."""
+
+    __slots__ = ("_stream", "call", "content", "failed", "in_error")
+
+    def __init__(self, stream: _ChunkStream) -> None:
+        self._stream = stream
+        self.call: HotCall | None = None
+        self.content = b""
+        self.failed = False
+        self.in_error = False
+        """Whether the frontend failed, so that nobody knows whether the session has the chunk."""
+
+    def respond(self, content: bytes, headers: bytes) -> None:
+        if self.call is not None:
+            self._stream.model = self.call.model
+        self._end(content)
+
+    def respond_error(self, error: ServiceError) -> None:
+        self.failed = True
+        self.in_error = isinstance(error, InferenceFailed) and error.in_frontend
+        self._end(error_body(error))
+
+    def cancel(self, *, cut_off: bool) -> None:
+        """Cancel the request."""
+        if self.call is not None:
+            (self.call.cut_off if cut_off else self.call.disconnect)()
+
+    def _end(self, content: bytes) -> None:
+        self.call = None  # it refers to this object: a cycle would stay in memory until the next full garbage collection
+        self.content = content
+        self._stream.send_replies()

@@ -5,17 +5,21 @@ from __future__ import annotations
 import re
 import struct
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import msgspec
 import numpy as np
 import pytest
 
 from service.errors import InvalidInput, InvalidRequest, ServiceError, TooLarge, UnknownModel
 from service.frontend.catalog import Catalog, ServedModel
+from service.frontend.hot_calls import Parsed, RequestTally
+from service.frontend.inference import Frontend
 from service.frontend.rest import infer as rest_infer
 from service.frontend.rest.infer import InferBody, pack_inputs
 from service.frontend.rest.sessions import ForkBody
-from service.frontend.rest.websocket import ChunkBody, StreamMessage, StreamQuery, body_of_stream
+from service.frontend.rest.websocket import Chunk, HotChunks, StreamMessage, StreamQuery, resolve_start
 from service.frontend.validation import SESSION_ID_SCHEMA, check_session_id
 from service.ipc.messages import Request
 from service.modeling.spec import ModelSpec
@@ -43,10 +47,31 @@ def infer(catalog: Catalog, **options: Any) -> Request:
     return engine_request(catalog, InferBody.model_validate({"model": "speller", "inputs": [[1, 2]], **options}))[0]
 
 
-def stream_body(catalog: Catalog, query: str, session: str = "stream:1") -> ChunkBody:
+def parse_query(catalog: Catalog, query: str) -> StreamQuery:
     items = [(name, value) for name, _, value in (part.partition("=") for part in query.split("&"))]
     stream = StreamQuery.parse(items)
-    return body_of_stream(stream, session, catalog.find(stream.model, stream.version).spec, SETTINGS)
+    stream.check_options(catalog.find(stream.model, stream.version).spec, SETTINGS)
+    return stream
+
+
+def chunk_request(
+    catalog: Catalog, query: str, chunk: Chunk, *, start: bool | None = None
+) -> tuple[Request, bytes | memoryview]:
+    """Return the engine's request for a chunk, which the hot path and the general path build alike."""
+    stream = parse_query(catalog, query)
+    model = catalog.find(stream.model, stream.version)
+    fields = stream.fields_of(chunk, "stream:1", start)
+    chunks = HotChunks(cast(Frontend, SimpleNamespace(settings=SETTINGS)), cast(RequestTally, None))
+    message = StreamMessage.model_construct(input=chunk.input, start=chunk.start, end=chunk.end)
+    try:
+        hot = chunks.build(Parsed(stream.model, stream.version, fields, "stream:1"), model, 100.0)
+    except ServiceError as error:
+        with pytest.raises(type(error), match=re.escape(error.message)):
+            engine_request(catalog, stream.body_of(message, "stream:1", start))
+        raise
+    request, tail = engine_request(catalog, stream.body_of(message, "stream:1", start))
+    assert (msgspec.structs.replace(request, sent=hot[0].sent), tail) == hot
+    return hot
 
 
 def refused(error: ServiceError, kind: type[ServiceError], field: str | None, *parts: str) -> None:
@@ -105,27 +130,25 @@ def test_null_start_needs_no_session(catalog: Catalog) -> None:
 
 
 def test_query_applies_to_the_chunks_of_a_socket(catalog: Catalog) -> None:
-    body = stream_body(catalog, "model=speller&version=1&deadline_ms=250&priority=-3&return=embedding,sequence")
-    request, tail = engine_request(catalog, body.with_message(StreamMessage(input=[3, 4], end=True), session_begun=False))
+    query = "model=speller&version=1&deadline_ms=250&priority=-3&return=embedding,sequence"
+    request, tail = chunk_request(catalog, query, Chunk([3, 4], end=True))
     assert (request.model, request.version, request.priority, request.deadline) == ("speller", "1", -3, 100.25)
     assert (request.session, request.session_starts, request.session_ends) == ("stream:1", None, True)
     assert request.returns.embedding and request.returns.sequence
     assert tail == struct.pack("<2i", 3, 4)
+    request, _ = chunk_request(catalog, "model=speller", Chunk([3]), start=False)
+    assert (request.exactly, request.session_starts, request.session_ends) == (False, False, False)
 
 
 def test_return_parameter_can_be_repeated(catalog: Catalog) -> None:
-    assert stream_body(catalog, "model=sensors&return=embedding&return=sequence").returns == ["embedding", "sequence"]
+    assert parse_query(catalog, "model=sensors&return=embedding&return=sequence").returns == ["embedding", "sequence"]
 
 
 @pytest.mark.parametrize(
     "begun, requested, start", [(False, None, None), (True, None, False), (True, True, True), (False, False, False)]
 )
-def test_chunk_continues_a_begun_session_unless_it_has_start(
-    catalog: Catalog, begun: bool, requested: bool | None, start: bool | None
-) -> None:
-    body = stream_body(catalog, "model=speller")
-    request, _ = engine_request(catalog, body.with_message(StreamMessage(input=[1], start=requested), session_begun=begun))
-    assert request.session_starts is start
+def test_chunk_continues_a_begun_session_unless_it_has_start(begun: bool, requested: bool | None, start: bool | None) -> None:
+    assert resolve_start(requested, begun=begun) is start
 
 
 @pytest.mark.parametrize(
@@ -144,7 +167,7 @@ def test_chunk_continues_a_begun_session_unless_it_has_start(
 )
 def test_invalid_query_is_refused(catalog: Catalog, query: str, kind: type[ServiceError], field: str, part: str) -> None:
     with pytest.raises(kind) as raised:
-        stream_body(catalog, query)
+        parse_query(catalog, query)
     refused(raised.value, kind, field, part)
 
 
@@ -163,26 +186,21 @@ def test_invalid_query_is_refused(catalog: Catalog, query: str, kind: type[Servi
 )
 def test_invalid_message_is_refused(text: str, kind: type[ServiceError], field: str | None, part: str) -> None:
     with pytest.raises(kind) as raised:
-        StreamMessage.read({"type": "websocket.receive", "text": text})
+        Chunk.read(text.encode(), is_text=True)
     refused(raised.value, kind, field, part)
 
 
 def raw(catalog: Catalog, model: str, data: bytes) -> tuple[Request, bytes | memoryview]:
-    message = StreamMessage.read({"type": "websocket.receive", "bytes": data})
-    return engine_request(catalog, stream_body(catalog, f"model={model}").with_message(message, session_begun=False))
+    return chunk_request(catalog, f"model={model}", Chunk.read(data, is_text=False))
 
 
 def test_binary_chunk_equals_the_same_numbers_in_json(catalog: Catalog) -> None:
-    rows = [[0.5, -2.0, 3e38], [0.0, 1e-40, -0.0]]
+    rows = [[0.5, -3e38, 3e38], [0.0, 1e-40, -0.0]]
     request, tail = raw(catalog, "sensors", np.array(rows, "<f4").tobytes())
-    same, same_tail = engine_request(
-        catalog, stream_body(catalog, "model=sensors").with_message(StreamMessage(input=rows), session_begun=False)
-    )
+    same, same_tail = chunk_request(catalog, "model=sensors", Chunk(rows))
     assert (request.lengths, tail) == (same.lengths, same_tail) == ([2], np.array(rows, np.float32).tobytes())
     request, tail = raw(catalog, "speller", struct.pack("<3i", 0, 11, 7))
-    same, same_tail = engine_request(
-        catalog, stream_body(catalog, "model=speller").with_message(StreamMessage(input=[0, 11, 7]), session_begun=False)
-    )
+    same, same_tail = chunk_request(catalog, "model=speller", Chunk([0, 11, 7]))
     assert (request.lengths, tail) == (same.lengths, same_tail)
 
 
@@ -212,9 +230,8 @@ def test_binary_chunk_is_validated(
 
 
 def test_error_in_a_chunk_names_the_field_input(catalog: Catalog) -> None:
-    body = stream_body(catalog, "model=speller")
     with pytest.raises(InvalidInput) as raised:
-        engine_request(catalog, body.with_message(StreamMessage(input=[1, 99]), session_begun=True))
+        chunk_request(catalog, "model=speller", Chunk([1, 99]), start=False)
     refused(raised.value, InvalidInput, "input[1]", "from 0 to 11")
 
 

@@ -1,0 +1,118 @@
+"""What a client of /stream gets when the frontend itself fails. The test plays the connection and the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from starlette.datastructures import QueryParams
+from starlette.websockets import WebSocket
+from websockets.frames import CloseCode
+
+from service.errors import SessionConflict
+from service.frontend.catalog import Catalog, ServedModel
+from service.frontend.dispatch.dispatcher import Dispatcher
+from service.frontend.hot_calls import RequestTally
+from service.frontend.inference import Frontend, SupervisorClient
+from service.frontend.rest.websocket import HotChunks, serve_socket
+from service.frontend.websocket_protocol import SOCKET, MessageReceiver
+from service.ipc.channel import encode
+from service.ipc.messages import Answer, Refusal, Request
+from service.log import Log
+from service.metrics import Metrics
+from service.settings import Settings
+from tests import models
+from tests.frontend.dispatch.test_dispatcher import EngineProcess, meet, run
+
+CHUNK = b'{"input": [1, 2]}'
+
+
+class Connection:
+    """Records what the application does with a socket."""
+
+    def __init__(self) -> None:
+        self.replies: list[dict[str, Any]] = []
+        self._close_code: CloseCode | None = None
+        self.ended = asyncio.Event()
+        self.receiver: MessageReceiver | None = None
+
+    def deliver_to(self, receiver: MessageReceiver) -> None:
+        self.receiver = receiver
+
+    def read_on(self) -> None:
+        """A message is given to the receiver by the test."""
+
+    def send_text(self, content: bytes) -> None:
+        self.replies.append(json.loads(content))
+
+    def fail(self, code: CloseCode) -> None:
+        self._close_code = code
+        self.ended.set()
+
+    def socket(self, query: str) -> WebSocket:
+        """Return what Starlette gives to the application."""
+        scope = {"extensions": {SOCKET: self}}
+        return cast(
+            WebSocket,
+            SimpleNamespace(query_params=QueryParams(query), scope=scope, accept=self.accept, receive=self.receive),
+        )
+
+    def close_code(self) -> CloseCode | None:
+        return self._close_code
+
+    async def accept(self) -> None:
+        """Accept the handshake."""
+
+    async def receive(self) -> dict[str, Any]:
+        await self.ended.wait()
+        return {"type": "websocket.disconnect", "code": 1006}
+
+    async def reply(self, message: bytes) -> dict[str, Any]:
+        """Give a message to the application, and return the reply."""
+        assert self.receiver is not None
+        self.receiver.receive(message, is_text=True)
+        while not self.replies:
+            await asyncio.sleep(0.001)
+        return self.replies.pop()
+
+
+async def run_engine(engine: EngineProcess) -> None:
+    """Refuse the first request, answer the second, and refuse the end of the session."""
+    for number in itertools.count():
+        [frame] = await engine.frames(1)
+        answers = number == 1 and isinstance(frame.message, Request)
+        engine.send(encode(Answer((1, 2)) if answers else Refusal.of(SessionConflict("busy")), frame.id))
+
+
+def fail(*arguments: Any) -> None:
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("method", ["build", "write"])
+def test_internal_error_closes_the_socket_with_1011(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    """Nobody knows whether the session has the chunk. An error of the engine leaves the socket open."""
+    spec = models.words(tmp_path)
+
+    async def within(dispatcher: Dispatcher, metrics: Metrics) -> None:
+        engine, connection = asyncio.ensure_future(run_engine(await meet(dispatcher))), Connection()
+        catalog = Catalog([ServedModel(spec, "1", None)], {})
+        frontend = Frontend(Settings(), catalog, dispatcher, metrics, Log("frontend"), cast(SupervisorClient, None))
+        chunks = HotChunks(frontend, RequestTally(metrics))
+        serving = asyncio.ensure_future(serve_socket(frontend, chunks, connection.socket("model=words")))
+        await asyncio.sleep(0)
+        assert (await connection.reply(CHUNK))["code"] == "session_conflict"
+        assert connection.close_code() is None
+        monkeypatch.setattr(chunks, method, fail)
+        reply = await connection.reply(CHUNK)
+        assert reply["code"] == "inference_failed"
+        assert connection.close_code() == CloseCode.INTERNAL_ERROR
+        assert "ZeroDivisionError" not in reply["error"]
+        await serving
+        engine.cancel()
+
+    run(within)
