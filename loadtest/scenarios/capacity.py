@@ -32,6 +32,8 @@ SUMMARY = "the largest rate of the service by number of frontends, and its laten
 QUESTIONS, SENSOR = "question-type-cnn", "sensor-forecast"
 MANY = 64
 """Inputs of a large request."""
+FEWER = 4
+"""Requests with many inputs have this many times fewer callers: the queue of an engine holds 1,024 sequences unless a setting says more."""
 REQUESTS = 200
 """Distinct requests of each kind, sent in a cycle."""
 SESSIONS = 256
@@ -135,6 +137,7 @@ def _round(number: int, options: argparse.Namespace) -> Iterator[Trial]:
             for kind in options.kinds:
                 requests = KINDS[kind](Clients(server.url, options.models))
                 for callers in options.callers:
+                    callers = callers if requests.inputs == 1 else max(1, callers // FEWER)
                     case = {"request": kind, "frontends": frontends, "generators": options.generators, "callers": callers}
                     yield from _measure(server, requests, case, number, options)
 

@@ -39,4 +39,4 @@ def test_every_kind_is_measured_in_both_loops(tmp_path: Path, capsys: pytest.Cap
         assert record["inputs/s"] == pytest.approx(inputs * record["answers/s"], rel=1e-3)
         assert 0 < record["p50_ms"] <= record["p99_ms"]
         assert record["frontends_us"] > 0 < record["engine_us"]
-    assert capsys.readouterr().out.count("2 x 2") == len(records)
+    assert capsys.readouterr().out.count(" 2 x ") == len(records)
