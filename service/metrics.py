@@ -7,9 +7,12 @@ closed sets: no value from a client becomes a label.
 
 from __future__ import annotations
 
+import gc
 import operator
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Literal
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -208,6 +211,12 @@ class Metrics:
         )
         self.channel_bytes = Counter("seqserve_channel_bytes", "Bytes written to channels.", ("writer",))
         self.channel_writes = Counter("seqserve_channel_writes", "Write calls on channels.", ("writer",))
+        self.gc_seconds = Histogram(
+            "seqserve_gc_seconds",
+            "Time of Python's garbage collections, in which a process does nothing else.",
+            ("process",),
+            SECONDS,
+        )
         self.restarts = Counter("seqserve_process_restarts", "Processes restarted, by reason.", ("process", "reason"))
         self.model_changes = Counter(
             "seqserve_model_changes",
@@ -225,6 +234,21 @@ class Metrics:
         self.backend = Gauge(
             "seqserve_kernel_backend_info", "1 for each kernel backend in use.", (*model, "layer", "backend"), alike=True
         )
+
+    def observe_collections(self, process: str) -> None:
+        """Observe every garbage collection of this process from now on."""
+        began = 0.0
+        self.gc_seconds.observe_often(0.0, 0, process)  # a collection while the series are read must not add one
+
+        def observe(phase: Literal["start", "stop"], info: dict[str, int]) -> None:
+            nonlocal began
+            now = time.perf_counter()
+            if phase == "start":
+                began = now
+            else:
+                self.gc_seconds.observe(now - began, process)
+
+        gc.callbacks.append(observe)
 
     def start(self, models: Iterable[tuple[str, str]]) -> None:
         """Show at 0 every count whose first increase matters to alerts, for these models and versions.

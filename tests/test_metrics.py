@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from itertools import pairwise
 
 import msgspec
@@ -107,6 +108,19 @@ def test_server_shows_failure_counters_and_the_batch_limit(server: Server) -> No
     assert the_one(shown, "seqserve_process_restarts_total", process="engine", reason="ended") == 0
     assert the_one(shown, "seqserve_max_batch_sequences") == 64
     assert the_one(shown, "seqserve_ready") == 1
+
+
+def test_collections_are_observed_from_the_first_on() -> None:
+    metrics = Metrics()
+    metrics.observe_collections("engine")
+    try:
+        [(labels, [*_, total])] = metrics.snapshot()["seqserve_gc_seconds"]
+        assert (labels, total) == (("engine",), 0.0)
+        gc.collect()
+        [(_, [*counts, total])] = metrics.snapshot()["seqserve_gc_seconds"]
+        assert sum(counts) >= 1 and total > 0
+    finally:
+        gc.callbacks.pop()
 
 
 def test_gauge_goes_up_and_down() -> None:

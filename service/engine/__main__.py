@@ -13,7 +13,7 @@ from service.errors import StartError
 from service.ipc.channel import send_now
 from service.ipc.heartbeat import Heartbeat
 from service.ipc.messages import Failed
-from service.ipc.process_config import DEVICE_LOST, ProcessConfig, freeze_startup_objects
+from service.ipc.process_config import DEVICE_LOST, ProcessConfig, freeze_heap
 from service.ipc.session_journal import SessionJournal, journal_records
 from service.log import Log
 from service.metrics import Metrics
@@ -34,9 +34,10 @@ def main() -> None:
         log.info("loaded", model=model.name, version=model.version, device=model.device, backends=model.backends)
     journal = SessionJournal(journal_records(settings), config.journal)
     batcher = build_batcher(settings, engine, metrics, log, journal)
-    models = ModelLoader(engine, batcher, partial(prepare_model, settings, engine), log)
+    models = ModelLoader(engine, batcher, partial(prepare_model, settings, engine), log, on_open=freeze_heap)
     worker = Worker(control, heartbeat, batcher, engine, models, config.place, metrics)
-    freeze_startup_objects()
+    freeze_heap()
+    metrics.observe_collections("engine")
     try:
         worker.run()
     except DeviceLost as error:

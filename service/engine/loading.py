@@ -43,16 +43,26 @@ class _ClosingVersion:
 
 
 class ModelLoader:
-    """Opens and closes model versions for the supervisor. Calls `changed` after each change of the served versions."""
+    """Opens and closes model versions for the supervisor.
+
+    Calls `on_open` after it has opened a version, and `changed` after each change of the served versions.
+    """
 
     def __init__(
-        self, engine: Engine, batcher: Batcher, load: LoadVersion, log: Log, clock: Callable[[], float] = time.monotonic
+        self,
+        engine: Engine,
+        batcher: Batcher,
+        load: LoadVersion,
+        log: Log,
+        clock: Callable[[], float] = time.monotonic,
+        on_open: Callable[[], None] = lambda: None,
     ) -> None:
         self._engine = engine
         self._batcher = batcher
         self._load = load
         self._log = log
         self._clock = clock
+        self._on_open = on_open
         self._loader = LoaderThread[PreparedModel]()
         self._closing: dict[ModelKey, _ClosingVersion] = {}
         self._released: set[tuple[Hashable, ModelKey]] = set()
@@ -74,6 +84,7 @@ class ModelLoader:
             self._loading.discard(model_version.key)
             if error is None and not closed:
                 self._engine.open(model_version.key, future.result())
+                self._on_open()
                 self._log.info(
                     "loaded", model=model_version.name, version=model_version.version, generation=model_version.generation
                 )

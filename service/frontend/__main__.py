@@ -12,7 +12,7 @@ from service.frontend.dispatch.dispatcher import Dispatcher
 from service.frontend.inference import Frontend
 from service.frontend.server import serve
 from service.ipc.heartbeat import Heartbeat
-from service.ipc.process_config import ProcessConfig, freeze_startup_objects
+from service.ipc.process_config import ProcessConfig, freeze_heap
 from service.log import Log
 from service.metrics import Metrics
 
@@ -21,7 +21,7 @@ def main() -> None:
     """Serve clients until SIGTERM, then drain."""
     config = ProcessConfig.read()
     settings, metrics = config.read_settings(), Metrics()
-    control = Control(config.open_control(), Heartbeat(config.heartbeat))
+    control = Control(config.open_control(), Heartbeat(config.heartbeat), on_change=freeze_heap)
     log = Log("frontend")
     try:
         catalog = build_catalog(config.manifest, log, strict=config.strict)
@@ -31,7 +31,8 @@ def main() -> None:
     dispatcher = Dispatcher(metrics, settings.channel_bytes, control.ready, len(settings.devices))
     frontend = Frontend(settings, catalog, dispatcher, metrics, log, control)
     application = build_app(frontend)
-    freeze_startup_objects()
+    freeze_heap()
+    metrics.observe_collections("frontend")
     listening = socket.socket(fileno=config.listening)
     serve(application, frontend, control, listening, config.grpc, is_restart=not config.strict)
 

@@ -29,11 +29,14 @@ INDEX_SECONDS = 1.0
 
 
 class Control:
-    """The control channel of one frontend."""
+    """The control channel of one frontend. Calls `on_change` after each change of the served models."""
 
-    def __init__(self, channel: Channel, heartbeat: Heartbeat | None = None) -> None:
+    def __init__(
+        self, channel: Channel, heartbeat: Heartbeat | None = None, on_change: Callable[[], None] = lambda: None
+    ) -> None:
         self._raw_channel = channel
         self._heartbeat = heartbeat
+        self._on_change = on_change
         self._channel: AsyncChannel | None = None
         self._rpc = Rpc(self._send, "the supervisor")
         self._changes: set[asyncio.Task[None]] = set()
@@ -115,7 +118,12 @@ class Control:
 
     def _handle_serve_models(self, frame: Frame, message: messages.ServeModels, frontend: Frontend) -> None:
         manifest = message.manifest
-        self._start_change(frame, manifest.model_versions, frontend, lambda: frontend.serve(manifest))
+
+        def apply() -> None:
+            frontend.serve(manifest)
+            self._on_change()
+
+        self._start_change(frame, manifest.model_versions, frontend, apply)
 
     def _start_change(
         self, frame: Frame, model_versions: list[ModelVersion], frontend: Frontend, apply: Callable[[], None]

@@ -79,8 +79,12 @@ class ProcessConfig(msgspec.Struct, frozen=True):
         return Channel(socket.socket(fileno=self.control))
 
 
-def freeze_startup_objects() -> None:
-    """Exempt everything built so far from garbage collection: a full collection would pause the process for 30 ms and more."""
+def freeze_heap() -> None:
+    """Exempt every object that exists now from garbage collection.
+
+    A full collection over models and imported modules would pause the process for 30 ms and more. Call it after the start and after each
+    change of the models. A frozen object is still freed when its last reference disappears.
+    """
     gc.collect()
     gc.freeze()
     # Collect again: otherwise the collector counts the frozen objects and lets the garbage of 100,000 requests pile up.

@@ -36,8 +36,10 @@ class LoadingEngine(FakeEngine):
         self.opened: list[ModelKey] = []
         self.closed: list[ModelKey] = []
         self.outcomes: list[ServiceError | None] = []
-        self.changes = 0
-        self.loader = ModelLoader(self, self.batching.batcher, load, Log("engine-0"), lambda: self.batching.now)
+        self.changes = self.freezes = 0
+        self.loader = ModelLoader(
+            self, self.batching.batcher, load, Log("engine-0"), lambda: self.batching.now, self._count_freeze
+        )
         self.loader.changed = self._count_change
 
     def open(self, key: ModelKey, prepared: PreparedModel) -> None:
@@ -72,6 +74,9 @@ class LoadingEngine(FakeEngine):
     def _count_change(self) -> None:
         self.changes += 1
 
+    def _count_freeze(self) -> None:
+        self.freezes += 1
+
 
 @pytest.fixture
 def engine() -> Iterator[LoadingEngine]:
@@ -80,7 +85,7 @@ def engine() -> Iterator[LoadingEngine]:
 
 def test_prepared_version_is_served_and_announced(engine: LoadingEngine) -> None:
     assert engine.prepare_new() is None
-    assert (engine.opened, engine.changes) == ([NEW.key], 1)
+    assert (engine.opened, engine.freezes, engine.changes) == ([NEW.key], 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +106,7 @@ def test_version_that_cannot_load_is_reported_with_its_reason(error: Exception, 
     reported = engine.prepare_new()
     assert type(reported) is kind
     assert message in str(reported)
-    assert (engine.opened, engine.changes) == ([], 0)
+    assert (engine.opened, engine.freezes, engine.changes) == ([], 0, 0)
 
 
 def test_version_is_unloaded_after_every_frontend_released_it(engine: LoadingEngine) -> None:

@@ -14,7 +14,16 @@ from service.frontend.control import FORGET_SECONDS, Control
 from service.frontend.dispatch.dispatcher import Dispatcher
 from service.frontend.inference import Frontend, track_request
 from service.ipc.channel import Channel, encode, pair, send_now
-from service.ipc.messages import CollectMetrics, ForgetModel, MetricsCollected, ModelKey, ScrapeMetrics
+from service.ipc.messages import (
+    CollectMetrics,
+    Done,
+    ForgetModel,
+    Manifest,
+    MetricsCollected,
+    ModelKey,
+    ScrapeMetrics,
+    ServeModels,
+)
 from service.log import Log
 from service.metrics import UNLOADED, Metrics
 from service.settings import Settings
@@ -68,6 +77,19 @@ def test_metrics_of_the_frontend_stand_in_before_the_first_reply() -> None:
     run(test)
 
 
+def test_change_of_the_models_is_announced() -> None:
+    async def test(control: Control, supervisor: Channel) -> None:
+        supervisor.send(encode(ServeModels(Manifest([], {})), 7))
+        supervisor.flush()
+        while not (frames := supervisor.receive()):
+            await asyncio.sleep(0.001)
+        assert [(type(frame.message), frame.id) for frame in frames] == [(Done, 7)]
+        assert changes == ["changed"]
+
+    changes: list[str] = []
+    run(test, lambda: changes.append("changed"))
+
+
 def test_huge_model_name_never_reaches_the_supervisor() -> None:
     async def test(control: Control, supervisor: Channel) -> None:
         for change in (control.load, control.unload):
@@ -112,10 +134,10 @@ def test_version_is_forgotten_after_its_last_reply_is_counted() -> None:
     run_dispatcher(test)
 
 
-def run(test: Callable[[Control, Channel], Awaitable[None]]) -> None:
+def run(test: Callable[[Control, Channel], Awaitable[None]], on_change: Callable[[], None] = lambda: None) -> None:
     async def within_a_loop() -> None:
         near, far = pair()
-        control, supervisor = Control(Channel(far)), Channel(near)
+        control, supervisor = Control(Channel(far), on_change=on_change), Channel(near)
         metrics = Metrics()
         control.listen(
             Frontend(Settings(), Catalog([], {}), Dispatcher(metrics, 1_000, control.ready), metrics, Log("frontend"), control)

@@ -9,7 +9,7 @@ import os
 from service.frontend.decoder.worker import Decoder
 from service.ipc.async_channel import AsyncChannel
 from service.ipc.channel import Frame
-from service.ipc.process_config import ProcessConfig, freeze_startup_objects
+from service.ipc.process_config import ProcessConfig, freeze_heap
 from service.log import Log
 
 
@@ -17,7 +17,7 @@ async def main() -> None:
     """Decode bodies until the frontend closes the channel."""
     config = ProcessConfig.read()
     decoder = Decoder(config.read_settings(), Log("decoder"))
-    freeze_startup_objects()
+    freeze_heap()
     gc.disable()  # collections during a parse find no garbage, and take three times as long as the parse itself
 
     def handle(frame: Frame) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -205,6 +208,23 @@ def test_prepared_model_is_served_until_it_is_closed(
     assert metrics.weight_bytes.values[WORDS.labels] == [encoders[WORDS].weight_bytes()], "the older version is still served"
     engine.close(WORDS)
     assert WORDS.labels not in metrics.weight_bytes.values
+
+
+@pytest.mark.parametrize("key", [*HEADS, SENSORS])
+def test_closed_model_is_freed_without_the_garbage_collector(tmp_path: Path, key: ModelKey) -> None:
+    """The collector skips the models, which exist when the heap is frozen."""
+    spec = models.sensors(tmp_path) if key == SENSORS else models.OF_EVERY_HEAD[key.name](tmp_path)
+    arrays = store.read_arrays(tmp_path / key.name / key.version, spec)
+    gc.disable()
+    try:
+        engine = DeviceEngine({}, Metrics(), max_batch_sequences=8, max_batch_tokens=40)
+        engine.open(key, engine.prepare(lambda: Encoder(spec, arrays, torch.device("cpu"), 1 << 20), lambda work: work()))
+        run(engine, key, [chunk(key, 7)])
+        parameters = weakref.ref(engine._runners[key].encoder)
+        engine.close(key)
+        assert parameters() is None
+    finally:
+        gc.enable()
 
 
 def test_failed_preparation_changes_nothing(engine: DeviceEngine) -> None:
