@@ -1,7 +1,8 @@
 """One engine without frontends: where the time of a single request goes, and how many requests the engine answers.
 
-Single rows run in sequence. Then batches of a fixed number of rows run back to back, as under constant load. Then requests arrive
-in an open loop, at rates from a tenth of the engine's capacity to ten times as much (`engine_open_loop`).
+Single rows run in sequence. Then batches of a fixed number of rows run back to back, as under constant load; a batch is one block of
+requests. On a CPU the host's time for a request is measured too (`engine_host`). Then requests arrive in an open loop, at rates from a
+tenth of the engine's capacity to ten times as much (`engine_open_loop`).
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from kernels.bench import questions
 from kernels.bench.report import Setting, slug
 from kernels.bench.tables import write
 from loadtest import report, servers, synthetic_models
+from loadtest.scenarios.engine_host import BLOCKS, HostTime, host_time, request_block
 from loadtest.scenarios.engine_open_loop import HEAVY, LONG, MIXED, REAL, EngineLoad, OpenLoopLevel, levels
-from service.engine.batch import Batch, Chunk
+from service.engine.batch import Batch
+from service.engine.batching.request_block import RequestBlock
 from service.engine.execution.device_engine import DeviceEngine
 from service.engine.execution.in_flight import InFlightBatch
-from service.ipc.messages import FEATURES, IDS, ModelKey, Returns
+from service.ipc.messages import FEATURES, IDS, ModelKey
 from service.local import build_engine
 from service.metrics import Metrics
 from service.modeling.spec import EmbeddingLayer, Layer, LSTMLayer, ModelSpec, SequenceInput
@@ -117,6 +120,7 @@ def run(options: argparse.Namespace) -> int:
     ]
     print("\nbatches back to back\n")
     print(_throughput_table(throughputs) + "\n")
+    host_times = _host_times(engine, options)
     open_levels: list[OpenLoopLevel] = []
     if options.open_seconds:
         open_levels = [
@@ -125,10 +129,21 @@ def run(options: argparse.Namespace) -> int:
         ]
         print("open loop\n")
         print(_open_loop_table(open_levels) + "\n")
-    results: list[SingleRow | Throughput | OpenLoopLevel] = [*singles, *throughputs, *open_levels]
+    results: list[SingleRow | Throughput | HostTime | OpenLoopLevel] = [*singles, *throughputs, *host_times, *open_levels]
     records = [asdict(result) | asdict(setting) for result in results]
     write(options.out / f"engine-{slug(setting.device)}.jsonl", records)
     return 0
+
+
+def _host_times(engine: DeviceEngine, options: argparse.Namespace) -> list[HostTime]:
+    """Measure and print the host's time for a request of the first model over questions, on a CPU."""
+    models = [model for model in options.models if model in QUESTIONS]
+    if engine.device.type != "cpu" or not models:
+        return []
+    host_times = [host_time(engine, models[0], *sizes, options.seconds) for sizes in BLOCKS]
+    print("processor time besides the model\n")
+    print(_host_table(host_times) + "\n")
+    return host_times
 
 
 def _engine(device: str, models: Sequence[str], rows: int, tokens: int) -> DeviceEngine:
@@ -205,7 +220,7 @@ def throughput(engine: DeviceEngine, model: str, rows: int, seconds: float) -> T
             batch = next(batches)
             engine.launch(batch)
             launched, tokens = launched + 1, tokens + batch.tokens
-        answered += len(engine.finished())
+        answered += sum(block.sequences for block, _ in engine.finished() if isinstance(block, RequestBlock))
     duration = time.monotonic() - began
     engine.watch(None)
     rate, batch_us = round(answered / duration, 1), round(1e6 * duration / launched, 2)
@@ -228,16 +243,15 @@ def _batches(engine: DeviceEngine, model: str, rows: int) -> Iterator[Batch]:
         lengths = questions.lengths(rows, seed) if model in QUESTIONS else [STEPS] * rows
         if model in QUESTIONS and rows == 1:
             lengths = questions.lengths(VARIANTS)[seed : seed + 1]
-        batches.append(Batch(ModelKey(model, "1"), [_chunk(spec, steps, chance) for steps in lengths]))
+        block = request_block(ModelKey(model, "1"), lengths, _values(spec, sum(lengths), chance))
+        batches.append(Batch(block.model, [], blocks=[block]))
     return itertools.cycle(batches)
 
 
-def _chunk(spec: ModelSpec, steps: int, chance: np.random.Generator) -> Chunk:
+def _values(spec: ModelSpec, steps: int, chance: np.random.Generator) -> bytes:
     if spec.input.features is not None:
-        data = chance.normal(size=(steps, spec.input.features)).astype(FEATURES)
-    else:
-        data = chance.integers(spec.input.vocabulary or 1, size=steps).astype(IDS)
-    return Chunk(data.tobytes(), steps, Returns(), None)
+        return chance.normal(size=(steps, spec.input.features)).astype(FEATURES).tobytes()
+    return chance.integers(spec.input.vocabulary or 1, size=steps).astype(IDS).tobytes()
 
 
 def _single_row_table(singles: Sequence[SingleRow]) -> str:
@@ -256,6 +270,16 @@ def _throughput_table(throughputs: Sequence[Throughput]) -> str:
         "device": "device_share:.2f",
     }
     return _table(throughputs, {"model": "model", "rows": "rows", **columns, "limit": "limit"})
+
+
+def _host_table(host_times: Sequence[HostTime]) -> str:
+    columns = {
+        "blocks": "blocks",
+        "requests a block": "requests",
+        "us a request": "request_us:.2f",
+        "us a batch": "batch_us:.1f",
+    }
+    return _table(host_times, columns)
 
 
 def _open_loop_table(open_levels: Sequence[OpenLoopLevel]) -> str:

@@ -10,6 +10,7 @@ import pytest
 from loadtest.__main__ import main
 from loadtest.scenarios import engine as engine_scenario
 from loadtest.scenarios import engine_open_loop
+from loadtest.scenarios.engine_host import BLOCKS
 from service.local import build_engine
 from service.metrics import Metrics
 from service.settings import Settings
@@ -27,8 +28,12 @@ def test_stages_add_up_and_every_batch_size_has_a_throughput(tmp_path: Path, cap
     assert single["model"] == MODEL and set(stages) == set(engine_scenario.STAGES)
     assert stages["total"][1] <= stages["total"][0] <= stages["total"][2]
     assert stages["total"][0] == pytest.approx(sum(stages[stage][0] for stage in engine_scenario.STAGES[:-1]), rel=0.2)
-    assert [level["rows"] for level in levels] == [1, 2, 4]
-    assert all(level["sequences_per_second"] > 0 and level["device_share"] > 0 for level in levels)
+    sizes, host_times = levels[:3], levels[3:]
+    assert [level["rows"] for level in sizes] == [1, 2, 4]
+    assert all(level["sequences_per_second"] > 0 and level["device_share"] > 0 for level in sizes)
+    assert [(host["blocks"], host["requests"]) for host in host_times] == list(BLOCKS)
+    for host in host_times:
+        assert host["batch_us"] == pytest.approx(host["blocks"] * host["requests"] * host["request_us"], rel=0.1)
     assert str(path) in capsys.readouterr().out
 
 
