@@ -13,9 +13,9 @@ from kernels import compile as compiler
 from service.engine.batching.batch_builder import SchedulerLimits
 from service.engine.batching.batcher import Batcher
 from service.engine.batching.session_table import SessionTable
-from service.engine.execution.cuda_graph_runner import RunBetweenBatches
 from service.engine.execution.device import available_bytes, use_device
 from service.engine.execution.device_engine import DeviceEngine, PreparedModel
+from service.engine.execution.graph_capture import RunBetweenBatches
 from service.errors import ModelError, NoRoom, SettingsError
 from service.ipc.messages import ModelKey, ModelVersion
 from service.ipc.session_journal import SessionJournal, journal_records

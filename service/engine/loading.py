@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from service.engine.batching.batcher import Batcher
 from service.engine.engine import Engine
-from service.engine.execution.cuda_graph_runner import RunBetweenBatches
 from service.engine.execution.device_engine import PreparedModel
+from service.engine.execution.graph_capture import RunBetweenBatches
 from service.engine.loader_thread import LoaderThread
 from service.errors import InvalidModel, ModelError, NoRoom, ServiceError
 from service.ipc.messages import CloseModel, ModelKey, ModelVersion

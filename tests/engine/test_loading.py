@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from service.engine.execution.cuda_graph_runner import RunBetweenBatches
 from service.engine.execution.device_engine import PreparedModel
+from service.engine.execution.graph_capture import RunBetweenBatches
 from service.engine.loading import CHECK_SECONDS, CLOSING_SECONDS, ModelLoader
 from service.errors import InvalidModel, ModelError, NoRoom, ServiceError, SessionLost
 from service.ipc.messages import CloseModel, ModelKey, ModelVersion

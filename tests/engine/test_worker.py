@@ -10,8 +10,8 @@ import pytest
 
 from service.engine.batching.batcher import Batcher
 from service.engine.batching.ticket import SendAnswer, SendRefusal, Ticket
-from service.engine.execution.cuda_graph_runner import RunBetweenBatches
 from service.engine.execution.device_engine import PreparedModel
+from service.engine.execution.graph_capture import RunBetweenBatches
 from service.engine.loading import ModelLoader
 from service.engine.worker import FRAMES_PER_BATCH, Worker
 from service.ipc.channel import Channel, Frame, encode, pair

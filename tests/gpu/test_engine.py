@@ -15,9 +15,10 @@ from numpy.testing import assert_allclose
 from service.engine.batch import Batch, Chunk
 from service.engine.batching.state_slots import DISCARD_SLOT, FIRST_SLOT, ZERO_SLOT
 from service.engine.execution import cuda_graph_runner
-from service.engine.execution.cuda_graph_runner import CudaGraphRunner, GraphPool
+from service.engine.execution.cuda_graph_runner import CudaGraphRunner
 from service.engine.execution.device import DeviceMemory, OutputCollector, use_device
 from service.engine.execution.device_engine import DeviceEngine
+from service.engine.execution.graph_capture import GraphPool
 from service.engine.execution.in_flight import ChunkResult
 from service.errors import OutOfMemory
 from service.ipc.messages import FEATURES, IDS, ModelKey, Returns

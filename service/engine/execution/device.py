@@ -19,6 +19,8 @@ HIGH_PRIORITY = -1
 SMALL_BYTES, SMALL_BLOCKS = 1 << 20, 32
 """torch's allocator keeps blocks up to SMALL_BYTES apart from larger blocks."""
 ALIGNED_BYTES = 16
+SET_CAPTURE_DEPENDENCIES = 1
+"""The driver's flag that replaces the nodes behind which the next captured work runs."""
 
 
 class DeviceLost(Exception):
@@ -107,15 +109,47 @@ class Copy:
     It calls the driver: torch's copy costs the host more than everything else in the launch of a small batch.
     """
 
-    def __init__(self, target: Tensor, source: Tensor, stream: int) -> None:
-        """Both arrays must keep their addresses. stream: the driver's handle."""
+    def __init__(self, target: Tensor, source: Tensor) -> None:
+        """Both arrays must keep their addresses."""
         assert target.nbytes == source.nbytes and target.is_contiguous() and source.is_contiguous()
         self._arrays = target, source
-        self._arguments = target.data_ptr(), source.data_ptr(), source.nbytes, stream
+        self._arguments = target.data_ptr(), source.data_ptr(), source.nbytes
+
+    def start(self, stream: int) -> None:
+        """Queue the copy on a stream, named by the driver's handle; raises RuntimeError if the device fails."""
+        _check(_driver().cuMemcpyAsync(*self._arguments, stream))
+
+
+class GraphLaunch:
+    """The launch of a captured graph, always on the same stream. It calls the driver, as `Copy` does."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, stream: int) -> None:
+        """stream: the driver's handle."""
+        self._graph = graph  # owns the executable graph
+        self._arguments = graph.raw_cuda_graph_exec(), stream
 
     def start(self) -> None:
-        """Queue the copy on its stream; raises RuntimeError if the device fails."""
-        _check(_driver().cuMemcpyAsync(*self._arguments))
+        """Launch the graph; raises RuntimeError if the device fails."""
+        _check(_driver().cuGraphLaunch(*self._arguments))
+
+
+def add_to_capture(graph: torch.cuda.CUDAGraph, stream: int) -> None:
+    """Make a copy of a graph a node of the graph that is being captured on a stream, behind all work captured so far.
+
+    graph: made with `keep_graph`. stream: the driver's handle. Raises RuntimeError.
+    """
+    driver, node = _driver(), ctypes.c_void_p()
+    status, id, captured = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
+    last_nodes, count = ctypes.POINTER(ctypes.c_void_p)(), ctypes.c_size_t()
+    information = (status, id, captured, last_nodes, count)
+    _check(driver.cuStreamGetCaptureInfo_v2(ctypes.c_void_p(stream), *map(ctypes.byref, information)))
+    child = ctypes.c_void_p(graph.raw_cuda_graph())
+    _check(driver.cuGraphAddChildGraphNode(ctypes.byref(node), captured, last_nodes, count, child))
+    _check(
+        driver.cuStreamUpdateCaptureDependencies(
+            ctypes.c_void_p(stream), ctypes.byref(node), ctypes.c_size_t(1), SET_CAPTURE_DEPENDENCIES
+        )
+    )
 
 
 class OutputCollector:
@@ -173,5 +207,6 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 def _driver() -> ctypes.CDLL:
     library = driver()
     library.cuMemcpyAsync.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
+    library.cuGraphLaunch.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     library.cuEventRecord.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     return library

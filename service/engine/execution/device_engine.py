@@ -12,7 +12,7 @@ import torch
 from service.engine.batch import Batch
 from service.engine.batching.session_state import State
 from service.engine.execution.cost_model import NEWEST, Correction, Cost
-from service.engine.execution.cuda_graph_runner import CudaGraphRunner, GraphPool, RunBetweenBatches, run_now
+from service.engine.execution.cuda_graph_runner import CudaGraphRunner
 from service.engine.execution.device import (
     DeviceLost,
     DeviceMemory,
@@ -21,6 +21,7 @@ from service.engine.execution.device import (
     raise_if_lost,
     reserve_memory,
 )
+from service.engine.execution.graph_capture import GraphPool, RunBetweenBatches, run_now
 from service.engine.execution.in_flight import EndObserver, FinishedPart, InFlightBatch
 from service.engine.execution.model_runner import ModelRunner
 from service.errors import OutOfMemory

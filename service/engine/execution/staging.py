@@ -6,7 +6,9 @@ buffers are pinned, and one copy moves offsets, state slots and data to a device
 
 from __future__ import annotations
 
+import ctypes
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,16 +18,18 @@ from torch import Tensor
 
 from kernels.launching import round_up
 from kernels.ragged import Ragged
-from service.engine.batch import Batch
+from service.engine.batch import Batch, Chunk
 from service.engine.batching.state_slots import DISCARD_SLOT, ZERO_SLOT
 from service.engine.execution.device import Copy
-from service.ipc.messages import FEATURES, IDS
+from service.ipc.messages import FEATURES, IDS, ModelKey, Returns
 from service.modeling.state_slabs import RowSlots
 
 ALIGNED_BYTES = 256
 """Alignment of the data behind the offsets: kernels read wide pieces."""
 JOINED_BYTES = 1 << 16
 """Up to this size the parts of a batch are joined before they are copied to the buffer: a large copy is faster than many small copies."""
+PARALLEL_BYTES = 1 << 20
+"""From this size on, torch copies a part in several threads: a single thread takes longer than the copy to the device."""
 
 
 class Staging:
@@ -64,8 +68,12 @@ class Staging:
             )
         target, begin = self._data[buffer], 0
         for part in parts if needed > JOINED_BYTES else [b"".join(parts)]:
-            target[begin : begin + len(part)] = part
-            begin += len(part)
+            end = begin + len(part)
+            if len(part) < PARALLEL_BYTES:
+                target[begin:end] = part
+            else:
+                self._host[buffer][self._begin + begin : self._begin + end].copy_(_as_tensor(part))
+            begin = end
         lengths: list[Any] = [block.columns.lengths for block in batch.blocks]
         if batch.chunks:
             lengths.append(array("i", [chunk.steps for chunk in batch.chunks]))
@@ -83,6 +91,11 @@ class Staging:
         begins: NDArray[np.int32] = offsets[: batch.rows + 1]
         return begins
 
+    def stage_zeros(self, lengths: Sequence[int], rows: int = 0) -> None:
+        """Stage rows of zeros with these lengths, and empty rows behind them up to `rows`."""
+        chunks = [Chunk(bytes(steps * self.step_bytes), steps, Returns(), None) for steps in lengths]
+        self.stage(Batch(ModelKey("", ""), chunks), rows=rows)
+
     def ragged(self, rows: int, tokens: int) -> Ragged:
         """Return the staged batch as the encoder reads it: on the device after its copy, else in the first host buffer."""
         buffer = self._encoder_buffer()
@@ -95,14 +108,20 @@ class Staging:
         read_slots, write_slots = numbers[self._rows + 1 : 2 * self._rows + 1], numbers[2 * self._rows + 1 :]
         return RowSlots(read_slots[:rows], write_slots[:rows])
 
-    def copy(self, tokens: int, stream: int, buffer: int = 0) -> Copy:
-        """Return the copy of a host buffer with `tokens` tokens to the device, on this stream."""
+    def copy(self, tokens: int, buffer: int = 0) -> Copy:
+        """Return the copy of a host buffer with `tokens` tokens to the device."""
         assert self._device is not None
         end = self._begin + tokens * self.step_bytes
-        return Copy(self._device[:end], self._host[buffer][:end], stream)
+        return Copy(self._device[:end], self._host[buffer][:end])
 
     def _encoder_buffer(self) -> Tensor:
         return self._host[0] if self._device is None else self._device
+
+
+def _as_tensor(part: bytes | memoryview) -> Tensor:
+    """Return the bytes of a part as a tensor that shares their memory, for reading only."""
+    address, _ = np.frombuffer(part, np.uint8).__array_interface__["data"]
+    return torch.frombuffer((ctypes.c_ubyte * len(part)).from_address(address), dtype=torch.uint8)
 
 
 assert (IDS, FEATURES) == ("int32", "float32"), "Staging counts on four bytes per value"

@@ -8,17 +8,51 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.engine.execution.graph_buckets import GROWTH, LEAST_TOKENS, MOST_GRAPHS, Bucket, GraphBuckets
+from service.engine.execution.graph_buckets import (
+    LEAST_TOKENS,
+    MOST_GRAPHS,
+    TOKEN_PADDING,
+    Bucket,
+    GraphBuckets,
+    TokenCost,
+    row_counts,
+    token_limits,
+)
 
+MICROSECOND = 1e-6
 SIZES = st.integers(1, 5000)
-DEFAULT = GraphBuckets(max_rows=64, max_tokens=4096, max_steps=512)
+TIMES = st.floats(0, 1e-2)
 
 
-@given(rows=st.integers(1, 600), tokens=SIZES, steps=SIZES)
-def test_buckets_are_distinct_and_limited(rows: int, tokens: int, steps: int) -> None:
-    buckets = GraphBuckets(rows, tokens, steps).buckets
-    assert 0 < len(buckets) <= MOST_GRAPHS
+def cost(rows: int, *, per_token: float = 0.01, padded: float = 0.004, fixed: float = 20.0) -> TokenCost:
+    """Return the cost of graphs with the default limits. Times are in microseconds."""
+    least, most = token_limits(rows, 4096, 512)
+    shortest, longest = (MICROSECOND * (fixed + per_token * tokens) for tokens in (least, most))
+    return TokenCost(rows, least, most, shortest, longest, MICROSECOND * padded)
+
+
+DEFAULT = GraphBuckets([cost(rows) for rows in (64, 8, 1)])
+
+
+@st.composite
+def random_costs(draw: st.DrawFn) -> list[TokenCost]:
+    most_rows, max_tokens, max_steps = draw(st.integers(1, 600)), draw(SIZES), draw(SIZES)
+    rows = draw(st.lists(st.sampled_from(row_counts(most_rows)), min_size=1, unique=True))
+    return [
+        TokenCost(count, *token_limits(count, max_tokens, max_steps), draw(TIMES), draw(TIMES), draw(st.floats(-1e-6, 1e-5)))
+        for count in rows
+    ]
+
+
+@given(random_costs())
+def test_buckets_are_distinct_and_limited(costs: list[TokenCost]) -> None:
+    buckets = GraphBuckets(costs).buckets
+    assert len(costs) <= len(buckets) <= MOST_GRAPHS
     assert len(set(buckets)) == len(buckets)
+    for each in costs:
+        tokens = [bucket.tokens for bucket in buckets if bucket.rows == each.rows]
+        assert (tokens[0], tokens[-1]) == (each.least, each.most)
+    assert [bucket.tokens for bucket in buckets] == sorted(bucket.tokens for bucket in buckets)
 
 
 @given(rows=st.integers(1, 64), tokens=st.integers(1, 4096))
@@ -28,19 +62,27 @@ def test_batch_gets_the_smallest_bucket_that_holds_it(rows: int, tokens: int) ->
     assert bucket == min(large_enough, default=None)
 
 
-@given(rows=st.integers(1, 600), tokens=SIZES, steps=SIZES)
-def test_token_counts_grow_by_a_bounded_factor(rows: int, tokens: int, steps: int) -> None:
-    buckets = GraphBuckets(rows, tokens, steps).buckets
-    for count in {bucket.rows for bucket in buckets}:
-        counts = sorted(bucket.tokens for bucket in buckets if bucket.rows == count)
-        assert all(after <= GROWTH * before for before, after in pairwise(counts))
+@pytest.mark.parametrize("padded", [0.0, 0.001, 0.004, 0.01])
+def test_padding_takes_at_most_its_share_of_a_batch(padded: float) -> None:
+    costs = [cost(rows, padded=padded) for rows in (64, 1)]
+    buckets = GraphBuckets(costs).buckets
+    for each in costs:
+        for smaller, larger in pairwise(bucket.tokens for bucket in buckets if bucket.rows == each.rows):
+            seconds = MICROSECOND * (20 + 0.01 * (smaller + 1))
+            assert (larger - smaller - 1) * each.padded <= TOKEN_PADDING * seconds * (1 + 1e-9)
+
+
+def test_cheaper_padding_needs_fewer_graphs() -> None:
+    numbers = [len(GraphBuckets([cost(64, padded=padded)]).buckets) for padded in (0.0, 0.001, 0.002, 0.01)]
+    assert numbers == sorted(set(numbers)) and numbers[0] == 2
 
 
 def test_full_batches_and_single_rows_have_buckets() -> None:
     assert DEFAULT.bucket(64, 4096) == Bucket(64, 4096)
     assert DEFAULT.bucket(1, 512) == Bucket(1, 512)
     assert DEFAULT.bucket(1, 1) == Bucket(1, LEAST_TOKENS)
-    assert DEFAULT.bucket(2, 100) == Bucket(8, 112)
+    bucket = DEFAULT.bucket(2, 100)
+    assert bucket is not None and bucket.rows == 8
 
 
 @pytest.mark.parametrize("rows, tokens", [(65, 100), (64, 4097)])
@@ -48,6 +90,21 @@ def test_batch_beyond_the_limits_has_no_bucket(rows: int, tokens: int) -> None:
     assert DEFAULT.bucket(rows, tokens) is None
 
 
-def test_buckets_are_sorted_by_size() -> None:
-    sizes = [bucket.tokens for bucket in DEFAULT.buckets]
-    assert sizes == sorted(sizes)
+@pytest.mark.parametrize(
+    "most, counts",
+    [
+        (1, [1]),
+        (2, [2, 1]),
+        (64, [64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1]),
+        (100, [100, 96, 64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1]),
+    ],
+)
+def test_row_counts_are_at_most_half_as_large_again(most: int, counts: list[int]) -> None:
+    assert row_counts(most) == counts
+
+
+def test_token_limits_depend_on_the_rows() -> None:
+    assert token_limits(1, 4096, 512) == (LEAST_TOKENS, 512)
+    assert token_limits(64, 4096, 512) == (64, 4096)
+    assert token_limits(64, 40, 512) == (40, 40)
+    assert token_limits(1, 4096, 3) == (3, 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from kernels.ragged import Ragged
 from service.engine.batch import Batch, Chunk
-from service.engine.execution.staging import Staging
+from service.engine.execution.staging import PARALLEL_BYTES, Staging
 from service.ipc.messages import FEATURES, IDS, ModelKey, Returns
 
 CPU = torch.device("cpu")
@@ -48,6 +49,18 @@ def test_ids_are_packed_end_to_end(lengths: list[int]) -> None:
     assert x.data.tolist() == list(range(sum(lengths)))
     assert x.offsets.dtype == torch.int32
     assert x.lengths.tolist() == lengths
+
+
+@pytest.mark.parametrize("difference", [-4, 0, 4])
+def test_large_parts_are_copied_whole(difference: int) -> None:
+    steps = (PARALLEL_BYTES + difference) // 4
+    values = np.random.default_rng(0).integers(1 << 30, size=steps).astype(IDS)
+    staged = batch([np.arange(3, dtype=IDS), values, np.arange(5, dtype=IDS)])
+    for data in (staged.chunks[1].data, memoryview(staged.chunks[1].data)):
+        chunks = [staged.chunks[0], replace(staged.chunks[1], data=data), staged.chunks[2]]
+        x = stage(Staging(ROWS, steps + 8, None, CPU), Batch(staged.model, chunks))
+        assert x.data.numpy()[3:-5].tobytes() == values.tobytes()
+        assert x.data[:3].tolist() + x.data[-5:].tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
 
 
 @given(st.integers(1, 7), st.lists(st.integers(1, TOKENS // ROWS), min_size=1, max_size=ROWS))
