@@ -22,7 +22,7 @@ from service.modeling.heads import HeadOutput
 T = TypeVar("T")
 TIMED_REPLAYS = 3
 TYPICAL_STEPS = 16
-"""Steps of a row in the batches that decide whether a row count gets graphs of its own."""
+"""Steps of a row in the batches that decide whether a row count gets graphs."""
 
 
 class RunBetweenBatches(Protocol):
