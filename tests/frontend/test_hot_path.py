@@ -241,6 +241,39 @@ def session_bodies(session: str) -> list[bytes]:
     return [json.dumps(body).encode() for body in bodies]
 
 
+def oip_session_messages(session: str) -> list[bytes]:
+    """Return requests to a session of the Open Inference Protocol, as JSON and with raw values."""
+    row = {"name": "inputs", "datatype": "FP32", "shape": [1, 1, 3]}
+    flags: list[dict[str, Any]] = [
+        {"sequence_start": False},
+        {"sequence_start": True},
+        {},
+        {},
+        {"priority": 3},
+        {"sequence_end": "yes"},
+        {"sequence_end": True},
+        {},
+    ]
+    messages = []
+    for flag in flags:
+        options = {"parameters": {"sequence_id": session, **flag}}
+        document = {"inputs": [{**row, "data": [0.5, -1.0, 2.0]}], **options}
+        messages.append(
+            request(json.dumps(document).encode(), head=b"POST /v2/models/sensors/infer HTTP/1.1\r\nHost: test\r\n")
+        )
+        messages.append(binary_message("sensors", {"inputs": [row], **options}, struct.pack("<3f", 0.5, -1.0, 2.0)))
+    return messages
+
+
+def test_sessions_of_the_inference_protocol_get_the_same_bytes_on_both_paths(server: Server) -> None:
+    hot = [exchange(server, message) for message in oip_session_messages("hot-hot")]
+    general = [exchange(server, through_the_general_path(message)) for message in oip_session_messages("general")]
+    assert hot == [reply.replace(b"general", b"hot-hot") for reply in general]
+    assert sum(reply.startswith(b"HTTP/1.1 200") for reply in hot) == 9
+    steps = [int(match[1]) for reply in hot if (match := re.search(rb'"sequence_steps":(\d+)', reply))]
+    assert steps == [1, 1, 2, 3, 4, 5, 6, 7, 8]
+
+
 def test_sessions_get_the_same_bytes_on_both_paths(server: Server) -> None:
     hot = [exchange(server, request(body)) for body in session_bodies("hot-hot")]
     general = [exchange(server, through_the_general_path(request(body))) for body in session_bodies("general")]

@@ -1,6 +1,6 @@
 """The gRPC calls of all connections of a frontend: which method answers a call, and on which path.
 
-ModelInfer without a session takes the hot path, every other call the general path. Both answer the same request with the same response.
+ModelInfer takes the hot path, every other call the general path. Both answer the same request with the same response.
 """
 
 from __future__ import annotations

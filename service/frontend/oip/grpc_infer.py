@@ -1,4 +1,4 @@
-"""ModelInfer on the hot path: calls without a session, answered with callbacks instead of tasks."""
+"""ModelInfer on the hot path: calls answered with callbacks instead of tasks."""
 
 from __future__ import annotations
 
@@ -96,12 +96,14 @@ class HotGrpcInfer(HotEndpoint):
             request = read_request(body)
             if request is None and len(body) <= MAX_UNSCANNED_BYTES:
                 request = protobuf.infer_request(METHODS["ModelInfer"].parse(body))
-            if request is None or (request.parameters and parameters.session_id(request.parameters) is not None):
+            if request is None:
                 return None
+            session = parameters.session_id(request.parameters) if request.parameters else None
             tensors = InputTensors(request.inputs)
         except ServiceError:
             return None  # the general path raises it again, and counts the request
-        return Parsed(request.model, request.version or None, _Context(request, tensors, deadline, key))
+        context = _Context(request, tensors, deadline, key if session is None else None)
+        return Parsed(request.model, request.version or None, context, session)
 
     def build(self, parsed: Parsed, model: ServedModel, arrived: float) -> tuple[Request, bytes | memoryview]:
         context: _Context = parsed.context
@@ -112,7 +114,7 @@ class HotGrpcInfer(HotEndpoint):
             if packed is not None:
                 return validation.engine_request(packed[0], _within(form.options, seconds), model, arrived), packed[1]
             tensors = form.decode(context.values)  # for the error that names the wrong value
-        options = check_options(context.request, None, model, settings, seconds)
+        options = check_options(context.request, parsed.session, model, settings, seconds)
         request, data = engine_request(context.request, tensors.pack(model, settings), options, model, arrived)
         if context.key is not None and form is None:
             without_id = msgspec.structs.replace(context.request, id="")
@@ -183,6 +185,8 @@ def _write(model: ServedModel, answered: AnsweredCall) -> Reply:
     """Return the reply; raises a ServiceError."""
     context: _Context = answered.call.context
     response = build_response(context.request, context.tensors, model, answered.answer, answered.data)
+    if response.parameters:
+        return Reply(protobuf.infer_response(response).SerializeToString(), b"")
     content, form = write_response(response), context.form
     if form is not None and form.response_size == len(answered.data):
         start = write_start(response.model, response.version, response.id)

@@ -207,8 +207,8 @@ class ClassifyWriter:
         return responses
 
     def accepts(self, answer: Answer, data: bytes | memoryview) -> bool:
-        """Return whether an answer has scores and nothing else."""
-        return len(answer.scores) == 2 and answer.scores[0] * self._row_bytes == len(data)
+        """Return whether an answer has scores and nothing else, and belongs to no session."""
+        return len(answer.scores) == 2 and answer.scores[0] * self._row_bytes == len(data) and not answer.session_steps
 
 
 @lru_cache(maxsize=1024)

@@ -1,4 +1,4 @@
-"""One gRPC call, run by a method handler of the gRPC library in a task: every method except ModelInfer without a session.
+"""One gRPC call, run by a method handler of the gRPC library in a task: every method except ModelInfer.
 
 It is the `context` of the handler, as far as the handlers of this service use one. Flow control holds end to end: a client that does not
 read stops `write`, and a handler that reads no requests stops the client.

@@ -1,4 +1,4 @@
-"""POST /v2/models/NAME/infer on the hot path: requests without a session."""
+"""POST /v2/models/NAME/infer on the hot path."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _accepted_encoding = lru_cache(maxsize=256)(accepted_encoding)
 class _Context(NamedTuple):
     """A request, and what its reply needs. encoding: an encoding that the client accepts for the reply.
 
-    key: of the form that the request has or may get, None without raw values or with long JSON. With a form, the raw values are
-    in `values`, and `parsed` and `tensors` have none.
+    key: of the form that the request has or may get; None without raw values, with long JSON, or in a session. With a form, the raw
+    values are in `values`, and `parsed` and `tensors` have none.
     """
 
     parsed: ParsedRequest
@@ -71,12 +71,11 @@ class HotOipInfer(HotEndpoint):
             return Parsed(name, version or None, _Context(form.parsed, form.tensors, encoding, key, form, values))
         try:
             parsed = parse_infer(self.frontend, body, json_length, name, version)
-            if parameters.session_id(parsed.request.parameters) is not None:
-                return None
+            session = parameters.session_id(parsed.request.parameters)
             tensors = InputTensors(parsed.request.inputs)
         except ServiceError:
             return None  # the general path raises it again, and counts the request
-        return Parsed(name, version or None, _Context(parsed, tensors, encoding, key))
+        return Parsed(name, version or None, _Context(parsed, tensors, encoding, key if session is None else None), session)
 
     def build(self, parsed: Parsed, model: ServedModel, arrived: float) -> tuple[Request, bytes | memoryview]:
         context: _Context = parsed.context
@@ -86,7 +85,7 @@ class HotOipInfer(HotEndpoint):
             if packed is not None:
                 return validation.engine_request(packed[0], form.options, model, arrived), packed[1]
             tensors = form.decode(context.values)  # for the error that names the wrong value
-        request, data = build_request(context.parsed.request, tensors, None, model, settings, arrived)
+        request, data = build_request(context.parsed.request, tensors, parsed.session, model, settings, arrived)
         if context.key is not None:
             self._forms.remember(context.key, context.parsed, model, request.lengths)
         return request, data

@@ -345,6 +345,23 @@ def test_values_that_are_not_finite_get_equal_replies(frontend: Frontend) -> Non
     assert reply.code is grpc.StatusCode.INVALID_ARGUMENT
 
 
+def test_chunks_of_sessions_get_equal_replies(frontend: Frontend) -> None:
+    cast(CallbackDispatcher, frontend.dispatcher).steps = 7
+    plain = tensors(("ids", "INT32", [1, 3], bytes(12)), model="speller")
+    flags = [
+        ("sequence_start", "bool_param", True),
+        ("sequence_end", "bool_param", True),
+        ("sequence_start", "bool_param", False),
+    ]
+    named = [with_parameter(plain, "sequence_id", field, id) for field, id in (("string_param", "mine"), ("int64_param", 7))]
+    messages = [*named, *(with_parameter(message, *flag) for message in named for flag in flags)]
+    two = with_parameter(tensors(("ids", "INT32", [2, 3], bytes(24)), model="speller"), "sequence_id", "string_param", "mine")
+    replies = check_equal(frontend, [message.SerializeToString() for message in [*messages, *messages, two]])
+    assert [reply.code.name for reply in replies] == ["OK"] * 16 + ["INVALID_ARGUMENT"]
+    response = METHODS["ModelInfer"].response_type.FromString(replies[0].data)
+    assert response.parameters["sequence_steps"].int64_param == 7
+
+
 def test_metadata_and_deadline_do_not_change_replies(frontend: Frontend) -> None:
     metadata = (("x-custom", "1"), ("x-data-bin", b"\0\xff"), ("triton_grpc_error", "true"))
     check_equal(frontend, corpus()[:10], metadata=metadata)
@@ -363,7 +380,7 @@ def test_usual_requests_take_the_hot_path(frontend: Frontend, monkeypatch: pytes
     session = with_parameter(tensors(("ids", "INT32", [1, 3], bytes(12)), model="speller"), "sequence_id", "string_param", "a")
     messages = [text(QUESTION), with_parameter(text(QUESTION), "timeout", "int64_param", 5_000_000), session]
     check_equal(frontend, [message.SerializeToString() for message in messages])
-    assert taken == [True, True, False]
+    assert taken == [True, True, True]
 
 
 def test_answers_written_together_equal_those_written_alone(harness: InferHarness) -> None:
