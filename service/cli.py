@@ -127,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     _setting(command, "--port", help="HTTP port; 0 takes a free port")
     _setting(command, "--grpc-port", metavar="PORT", help="gRPC port; 0 takes a free port")
     _setting(command, "--device", metavar="auto|cpu|cuda:N,...", help="devices to run on, one engine for each")
-    _setting(command, "--frontends", metavar="N", help="number of processes that parse requests")
+    _setting(command, "--frontends", metavar="auto|N", help="number of processes that parse requests")
     _setting(command, "--debug", action="store_true", help="let clients record batches with POST /debug/trace")
     command.set_defaults(run=serve)
     command = commands.add_parser("infer", parents=[shared], help="run a text model without a server")

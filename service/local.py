@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from service.cores import compute_threads, usable_cores
 from service.engine import build
 from service.engine.execution.device_engine import DeviceEngine
 from service.errors import ServiceError
@@ -23,7 +24,7 @@ def build_engine(settings: Settings, metrics: Metrics) -> DeviceEngine:
     """Build an engine on the first device with every model loaded, each with generation 0; raises StartError."""
     versions = Repository(settings.models, settings.versions).manifest().model_versions
     versions = [msgspec.structs.replace(version, generation=0) for version in versions]
-    return build.build_engine(versions, settings, metrics, Log("engine"))
+    return build.build_engine(versions, settings, metrics, Log("engine"), threads=_compute_threads(settings))
 
 
 def infer(settings: Settings, name: str, texts: list[str]) -> list[dict[str, Any]]:
@@ -32,7 +33,7 @@ def infer(settings: Settings, name: str, texts: list[str]) -> list[dict[str, Any
     manifest = Repository(settings.models, settings.versions).manifest()
     model = build_catalog(manifest, log, strict=True).find(name, None)
     versions = [version for version in manifest.model_versions if version.key == model.key]
-    engine = build.build_engine(versions, settings, metrics, log)
+    engine = build.build_engine(versions, settings, metrics, log, threads=_compute_threads(settings))
     batcher = build.build_batcher(settings, engine, metrics, log)
     lengths, data = validation.pack_inputs(texts, head_outputs.input_field, model, settings)
     options = validation.Options(validation.requested_returns((), model.spec), settings.default_deadline_ms)
@@ -47,3 +48,8 @@ def infer(settings: Settings, name: str, texts: list[str]) -> list[dict[str, Any
     answer, parts = replies[0]
     outputs: list[dict[str, Any]] = msgspec.json.decode(model.writer.write(answer, b"".join(parts)))
     return outputs
+
+
+def _compute_threads(settings: Settings) -> int:
+    """Return the threads of the engine. One core stays free for the caller."""
+    return compute_threads(usable_cores(), 1, len(settings.devices))

@@ -217,6 +217,7 @@ class Metrics:
             ("process",),
             SECONDS,
         )
+        self.processes = Gauge("seqserve_processes", "Frontends and engines that the service keeps running.", ("process",))
         self.restarts = Counter("seqserve_process_restarts", "Processes restarted, by reason.", ("process", "reason"))
         self.model_changes = Counter(
             "seqserve_model_changes",

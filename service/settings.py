@@ -11,9 +11,9 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from service.errors import SettingsError
 
@@ -28,6 +28,8 @@ EMBEDDED_MODELS = HERE / "embedded_models" if (HERE / "embedded_models").is_dir(
 """The wheel contains the repository's models inside this package."""
 MAX_INPUTS_CEILING = 4096
 """Largest value of `max_inputs`: each input of a request takes some microseconds of its frontend's event loop."""
+AUTO: Final = "auto"
+"""The service chooses the value by the machine."""
 Positive = Annotated[int, Field(gt=0)]
 PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -42,6 +44,13 @@ def _device_list(text: str) -> str:
     if twice:
         raise ValueError(f"{', '.join(sorted(twice))} is named twice: an engine uses a whole GPU, so name each GPU once")
     return text
+
+
+def _auto_or_number(value: object) -> object:
+    """Validate auto or a number above zero: pydantic would report an error for each of the two."""
+    if value != AUTO and not re.fullmatch(r"[1-9][0-9]{0,3}", str(value)):
+        raise ValueError("use auto, or a number from 1 to 9999")
+    return value
 
 
 def _policy(text: str) -> str:
@@ -69,8 +78,10 @@ class Settings(BaseModel):
     device: Annotated[str, AfterValidator(_device_list)] = "auto"
     """auto, or a list of cpu and cuda:N separated by commas. One engine per entry serves all models. auto takes the first GPU that
     works, otherwise the CPU."""
-    frontends: Positive = 1
-    """Number of processes that parse and tokenise requests."""
+    frontends: Annotated[Literal["auto"] | int, BeforeValidator(_auto_or_number)] = AUTO
+    """Number of processes that parse and tokenise requests. auto chooses it by the cores that the service may use and its devices."""
+    numa: Literal["auto", "off"] = AUTO
+    """auto pins frontends and the engine of a GPU to the cores of the GPU's NUMA node, if they are enough."""
     cache: Path = Path("~/.cache/seqserve")
     """Folder that keeps compiled kernels for the next start. If it is not writable, every start compiles them."""
     fold_limit_bytes: Annotated[int, Field(ge=0)] = 256 << 20

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -23,8 +23,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 LIMIT_SECONDS = 60.0
 """Shortest limit of a wait for an event that must happen eventually."""
-PATIENT = {"default_deadline_ms": "60000"}
-"""Deadlines that a busy machine meets too."""
+DEFAULTS = {"default_deadline_ms": "60000", "frontends": "1"}
+"""Deadlines that a busy machine meets too, and as many frontends on every machine."""
 MAX_EXITS = 3
 """How often a process of a shared server may end. Later restarts wait for seconds."""
 Check = Callable[[], Any]
@@ -33,15 +33,18 @@ Check = Callable[[], Any]
 class Server:
     """A running `seqserve serve`. Its log goes to a file."""
 
-    def __init__(self, models: Path, scratch: Path, *flags: str, **variables: str) -> None:
+    def __init__(
+        self, models: Path, scratch: Path, *flags: str, program: Sequence[str] = ("-m", "service"), **variables: str
+    ) -> None:
+        """program: arguments of Python that start the command line."""
         self.log_file = scratch / f"log-{time.monotonic_ns()}"
         with self.log_file.open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "service", "serve", "--models", str(models), "--port", "0", "--grpc-port", "0", *flags],
+                [sys.executable, *program, "serve", "--models", str(models), "--port", "0", "--grpc-port", "0", *flags],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env=os.environ | {f"SEQSERVE_{name.upper()}": value for name, value in (PATIENT | variables).items()},
+                env=os.environ | {f"SEQSERVE_{name.upper()}": value for name, value in (DEFAULTS | variables).items()},
             )
         started = time.monotonic()
         self.address, self.grpc = self._await_addresses()
@@ -99,9 +102,11 @@ class Server:
 
 
 @contextmanager
-def serving(models: Path, scratch: Path, *flags: str, **variables: str) -> Iterator[Server]:
+def serving(
+    models: Path, scratch: Path, *flags: str, program: Sequence[str] = ("-m", "service"), **variables: str
+) -> Iterator[Server]:
     """Run a server until the end of the block. Then print its log, which pytest shows for a failed test."""
-    server = Server(models, scratch, *flags, **variables)
+    server = Server(models, scratch, *flags, program=program, **variables)
     try:
         yield server
     finally:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-SHARED = {"service.ipc", "service.errors", "service.log", "service.metrics", "service.settings"}
+SHARED = {"service.ipc", "service.cores", "service.errors", "service.log", "service.metrics", "service.settings"}
 EVERYTHING = {"service", "loadtest"}
 SCHEDULING = {
     *("service.engine.batching.scheduler", "service.engine.batching.batch_builder", "service.engine.batching.model_queue"),
@@ -23,6 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {  # the rule with the longest matching name h
     "service": set(),
     **{f"service.{name}": EVERYTHING for name in ("__main__", "cli", "local")},
     **{f"service.{name}": {"service.errors"} for name in ("errors", "log", "settings", "metrics")},
+    "service.cores": {"service.settings"},
     "service.ipc": {"service.errors", "service.metrics", "service.settings"},
     "service.modeling": {"kernels", "service.errors", "service.ipc.messages"},
     "service.modeling.spec": {"service.errors"},

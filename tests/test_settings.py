@@ -76,8 +76,11 @@ def test_unknown_key_is_refused_with_the_file(file: Path) -> None:
         ("SEQSERVE_PORT", "65536", "less than or equal to 65535"),
         ("SEQSERVE_PORT", "-1", "greater than or equal to 0"),
         ("SEQSERVE_PORT", "", "valid integer"),
-        ("SEQSERVE_FRONTENDS", "0", "greater than 0"),
-        ("SEQSERVE_FRONTENDS", "1.5", "valid integer"),
+        *(
+            ("SEQSERVE_FRONTENDS", value, "use auto, or a number from 1 to 9999")
+            for value in ("0", "-1", "1.5", "many", "10000", "")
+        ),
+        ("SEQSERVE_NUMA", "on", "'auto' or 'off'"),
         *(
             ("SEQSERVE_DEVICE", value, "use auto, or the device")
             for value in ("gpu", "cuda", "cuda:-1", "cuda:01", "cpu\n", "")
@@ -108,6 +111,13 @@ def test_impossible_value_is_refused_with_variable_and_value(variable: str, valu
 )
 def test_device_lists_one_device_per_engine(said: str, devices: tuple[str, ...]) -> None:
     assert load({"device": said}, {}).devices == devices
+
+
+@pytest.mark.parametrize(("said", "frontends"), [("auto", "auto"), ("1", 1), (16, 16), ("9999", 9999)])
+def test_frontends_are_a_number_or_auto(said: str | int, frontends: str | int) -> None:
+    settings = load({"frontends": said}, {})
+    assert settings.frontends == frontends
+    assert Settings.model_validate_json(settings.model_dump_json()) == settings
 
 
 def test_impossible_value_is_refused_with_its_source(file: Path) -> None:

@@ -26,7 +26,15 @@ def main() -> None:
     control, heartbeat = config.open_control(), Heartbeat(config.heartbeat)
     log = Log(f"engine-{config.place}")
     try:
-        engine = build_engine(config.manifest.model_versions, settings, metrics, log, place=config.place, strict=config.strict)
+        engine = build_engine(
+            config.manifest.model_versions,
+            settings,
+            metrics,
+            log,
+            place=config.place,
+            threads=config.compute_threads,
+            strict=config.strict,
+        )
     except StartError as error:
         send_now(control, Failed(str(error)))
         return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,13 +35,14 @@ def build_engine(
     log: Log,
     *,
     place: int = 0,
+    threads: int,
     strict: bool = True,
 ) -> DeviceEngine:
     """Build the engine of device number `place` with these versions loaded and warmed up.
 
-    A version that cannot be loaded raises StartError, or is logged and left out unless `strict`.
+    threads: for the computation on a CPU. A version that cannot be loaded raises StartError, or is logged and left out unless `strict`.
     """
-    torch.set_num_threads(compute_threads(_cores(), settings))
+    torch.set_num_threads(threads)
     compiler.set_cache_folder(settings.cache)
     device = _device(settings.devices[place])
     use_device(device)
@@ -94,16 +94,6 @@ def prepare_model(
         return encoder
 
     return engine.prepare(load, between_batches)
-
-
-def _cores() -> int:
-    """Return the number of cores that this process may use. Only Linux knows it; elsewhere, return the cores of the machine."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def compute_threads(cores: int, settings: Settings) -> int:
-    """Return the threads of one engine: the engines share the cores that the frontends leave free."""
-    return max(1, (cores - settings.frontends) // len(settings.devices))
 
 
 def _encoder(version: ModelVersion, device: torch.device, settings: Settings) -> Encoder:

@@ -7,10 +7,13 @@ import socket
 from service.errors import StartError
 from service.frontend.app import build_app
 from service.frontend.catalog import build_catalog
+from service.frontend.connection_share import ConnectionShare
 from service.frontend.control import Control
 from service.frontend.dispatch.dispatcher import Dispatcher
 from service.frontend.inference import Frontend
+from service.frontend.listener import SharedPort
 from service.frontend.server import serve
+from service.ipc.connection_counts import ConnectionCounts, Port
 from service.ipc.heartbeat import Heartbeat
 from service.ipc.process_config import ProcessConfig, freeze_heap
 from service.log import Log
@@ -33,8 +36,14 @@ def main() -> None:
     application = build_app(frontend)
     freeze_heap()
     metrics.observe_collections("frontend")
-    listening = socket.socket(fileno=config.listening)
-    serve(application, frontend, control, listening, config.grpc, is_restart=not config.strict)
+    counts = ConnectionCounts(config.connections)
+
+    def shared_port(port: Port, descriptor: int) -> SharedPort:
+        return SharedPort(socket.socket(fileno=descriptor), ConnectionShare(counts.on_port(port), config.place))
+
+    http = shared_port(Port.HTTP, config.http)
+    grpc = shared_port(Port.GRPC, config.grpc) if config.grpc >= 0 else None
+    serve(application, frontend, control, http, grpc, is_restart=not config.strict)
 
 
 if __name__ == "__main__":

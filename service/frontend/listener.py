@@ -5,14 +5,25 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
+
+from service.frontend.connection_share import ConnectionShare
 
 ACCEPT_PAUSE_SECONDS, MAX_ACCEPTS = 0.001, 64
 """Pause between two rounds of accepting connections, and the most connections of one round."""
+MAX_EXCESS = 10
+"""A frontend above its share pauses for each connection above it, and for this many at most."""
 FULL_PAUSE_SECONDS = 0.02
 """Pause before accepting a connection for which another must close."""
 ERROR_PAUSE_SECONDS = 1.0
 """Pause after accepting a connection has failed."""
+
+
+class SharedPort(NamedTuple):
+    """A listening socket that all frontends inherit, and this frontend's share of its connections."""
+
+    listening: socket.socket
+    share: ConnectionShare
 
 
 class Listener:
@@ -23,55 +34,83 @@ class Listener:
     - With SO_REUSEPORT the kernel assigns each connection to a frontend by a hash. Connections to a hanging frontend would wait although
       other frontends are free. The kernel would reset the connections that a frontend has not accepted when it dies.
 
-    A frontend accepts one connection, pauses while the others accept, and doubles the number while connections keep waiting.
+    A frontend accepts a few connections, and pauses while the others accept. A frontend above the mean of all frontends also pauses before
+    it accepts. It then accepts what the others have left, more each time: they may hang.
     """
 
     def __init__(
-        self, listening: socket.socket, make_protocol: Callable[[], asyncio.Protocol], make_room: Callable[[], bool]
+        self,
+        port: SharedPort,
+        make_protocol: Callable[[], asyncio.Protocol],
+        make_room: Callable[[int], bool],
+        connections: Callable[[], int],
     ) -> None:
-        """make_protocol: returns the protocol for a new connection. make_room: returns whether another connection may be accepted."""
-        listening.setblocking(False)
-        self._listening = listening
+        """make_protocol: returns the protocol for a new connection. make_room: returns whether another connection may be accepted; takes
+        the number of accepted connections that are not open yet. connections: returns the number of open connections.
+        """
+        port.listening.setblocking(False)
+        self._listening, self._share = port
         self._make_protocol = make_protocol
         self._make_room = make_room
+        self._connections = connections
         self._connecting: set[asyncio.Task[Any]] = set()
-        self._reopening: asyncio.TimerHandle | None = None
-        self._accepts_per_round = 1
-        self._last_round = 0.0
+        self._pausing: asyncio.TimerHandle | None = None
+        self._left = 0
+        """How many connections the last round above the share accepted, because the others left them."""
 
     def open(self) -> None:
         """Start to accept connections."""
-        asyncio.get_running_loop().add_reader(self._listening.fileno(), self._accept_round)
+        self.publish()
+        asyncio.get_running_loop().add_reader(self._listening.fileno(), self._accept_share)
 
     def close(self) -> None:
         """Stop accepting connections; other frontends accept the waiting connections."""
-        if self._reopening is not None:
-            self._reopening.cancel()
+        if self._pausing is not None:
+            self._pausing.cancel()
         asyncio.get_running_loop().remove_reader(self._listening.fileno())
+        self._share.withdraw()
 
-    def _accept_round(self) -> None:
-        now = asyncio.get_running_loop().time()
-        busy = now - self._last_round < 5 * ACCEPT_PAUSE_SECONDS
-        self._accepts_per_round = min(MAX_ACCEPTS, 2 * self._accepts_per_round) if busy else 1
-        self._last_round = now
+    def publish(self) -> None:
+        """Let the other frontends know how many connections this frontend has. Called now and then, because connections close."""
+        self._share.publish(self._connections() + len(self._connecting))
+
+    def _accept_share(self) -> None:
+        """Accept connections up to this frontend's share of them."""
+        self.publish()
+        excess = self._share.excess()
+        if excess:
+            self._pause(min(excess, MAX_EXCESS) * ACCEPT_PAUSE_SECONDS, self._accept_left)
+        else:
+            self._left = 0
+            self._accept(self._share.allowance())
+
+    def _accept_left(self) -> None:
+        """Accept connections that the other frontends have not accepted during a pause."""
+        self._left += 1
+        self._accept(self._left)
+
+    def _accept(self, most: float) -> None:
+        """Accept up to `most` connections. Then pause if others may wait."""
         try:
-            for _ in range(self._accepts_per_round):
-                if not self._make_room():
-                    self._pause(FULL_PAUSE_SECONDS)
+            for _ in range(int(min(most, MAX_ACCEPTS))):
+                if not self._make_room(len(self._connecting)):
+                    self._pause(FULL_PAUSE_SECONDS, self._accept_share)
                     return
                 self._start(self._listening.accept()[0])
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-            pass  # another frontend was faster, or the client disconnected
+            self._left = 0
+            self.open()  # another frontend was faster, or the client disconnected
         except OSError:
             # Usually no file descriptor is left. Without the pause the event loop would do nothing but try again.
-            self._pause(ERROR_PAUSE_SECONDS)
-            return
-        self._pause(ACCEPT_PAUSE_SECONDS)
+            self._pause(ERROR_PAUSE_SECONDS, self._accept_share)
+        else:
+            self.publish()
+            self._pause(ACCEPT_PAUSE_SECONDS, self._accept_share)
 
-    def _pause(self, seconds: float) -> None:
+    def _pause(self, seconds: float, then: Callable[[], None]) -> None:
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._listening.fileno())
-        self._reopening = loop.call_later(seconds, self.open)
+        self._pausing = loop.call_later(seconds, then)
 
     def _start(self, connection: socket.socket) -> None:
         connection.setblocking(False)

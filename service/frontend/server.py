@@ -10,13 +10,12 @@ import socket
 import uvicorn
 from fastapi import FastAPI
 
-from service.errors import StartError
 from service.frontend.connection_guard import ConnectionGuard, GuardedConnection
 from service.frontend.control import Control
 from service.frontend.hot_calls import RequestTally
 from service.frontend.http_protocol import HotPath, HttpProtocol
 from service.frontend.inference import Frontend
-from service.frontend.listener import Listener
+from service.frontend.listener import Listener, SharedPort
 from service.frontend.oip.grpc_server import GrpcServer
 from service.frontend.oip.hot_infer import HotOipInfer
 from service.frontend.rest.infer import HotInfer
@@ -33,19 +32,26 @@ INVALID_HTTP = "Invalid HTTP request received."
 
 
 class FrontendServer(uvicorn.Server):
-    """uvicorn's server with a Listener for each socket, next to the gRPC server. SIGTERM drains both; SIGINT is the supervisor's.
+    """uvicorn's server with a Listener, next to the gRPC server. SIGTERM drains both; SIGINT is the supervisor's.
 
     A restarted frontend (`is_restart`) accepts no connection before it has met an engine: clients wait in the socket's backlog instead
     of getting 503.
     """
 
     def __init__(
-        self, config: uvicorn.Config, control: Control, frontend: Frontend, grpc: str | None, *, is_restart: bool
+        self,
+        config: uvicorn.Config,
+        control: Control,
+        frontend: Frontend,
+        http: SharedPort,
+        grpc: SharedPort | None,
+        *,
+        is_restart: bool,
     ) -> None:
-        """grpc: the address of the gRPC port, None without gRPC."""
+        """grpc: None without gRPC."""
         super().__init__(config)
         self._is_restart = is_restart
-        self._listeners: list[Listener] = []
+        self._listener = Listener(http, self._make_protocol, self._make_room, lambda: len(self.server_state.connections))
         self._hot_path = build_hot_path(frontend)
         self._guard = ConnectionGuard(frontend.settings, frontend.metrics, self._connections)
         self._control = control
@@ -58,20 +64,17 @@ class FrontendServer(uvicorn.Server):
         if self._is_restart:
             self._control.listen(self._frontend)
             await self._frontend.dispatcher.wait_for_engine(ENGINE_WAIT_SECONDS)
-        await super().startup([])  # without sockets: the listeners accept instead of uvicorn
-        for listening in sockets or []:
-            self._listeners.append(Listener(listening, self._make_protocol, self._make_room))
-            self._listeners[-1].open()
+        await super().startup([])  # without sockets: the listener accepts instead of uvicorn
+        self._listener.open()
         if self._grpc is not None:
-            await self._grpc.open()
+            self._grpc.open()
         if not self._is_restart:
             self._control.listen(self._frontend)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop accepting connections, and wait for open requests until the drain deadline."""
         self._frontend.draining = True
-        for listener in self._listeners:
-            listener.close()
+        self._listener.close()
         closing = [super().shutdown(sockets)]
         if self._grpc is not None:
             closing.append(self._grpc.close())
@@ -80,6 +83,9 @@ class FrontendServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Apply the connections' limits of time once a second: timers of each connection would cost more than its requests."""
+        self._listener.publish()
+        if self._grpc is not None:
+            self._grpc.publish()
         if counter % TICKS_PER_SECOND == 0:
             now = asyncio.get_running_loop().time()
             self._guard.sweep(now)
@@ -92,9 +98,9 @@ class FrontendServer(uvicorn.Server):
         http = [connection for connection in open_connections if isinstance(connection, HttpProtocol | WebSocketProtocol)]
         return [*http, *self._grpc.connections] if self._grpc is not None else [*http]
 
-    def _make_room(self) -> bool:
+    def _make_room(self, connecting: int) -> bool:
         grpc_connections = len(self._grpc.connections) if self._grpc is not None else 0
-        return self._guard.make_room(len(self.server_state.connections) + grpc_connections)
+        return self._guard.make_room(len(self.server_state.connections) + grpc_connections + connecting)
 
     def _make_protocol(self) -> asyncio.Protocol:
         """Return a protocol for one connection, as uvicorn's own startup creates it."""
@@ -125,9 +131,9 @@ class _JsonLogHandler(logging.Handler):
 
 
 def serve(
-    app: FastAPI, frontend: Frontend, control: Control, listening: socket.socket, grpc: str | None, *, is_restart: bool
+    app: FastAPI, frontend: Frontend, control: Control, http: SharedPort, grpc: SharedPort | None, *, is_restart: bool
 ) -> None:
-    """Serve until SIGTERM, with gRPC on the address `grpc`. Requests then have `drain_seconds` to finish."""
+    """Serve until SIGTERM, with gRPC if it has a port. Requests then have `drain_seconds` to finish."""
     frontend.metrics.start(model.key.labels for model in frontend.catalog.served)
     for logger in ("uvicorn.error", "grpc", "asyncio"):
         logging.getLogger(logger).addHandler(_JsonLogHandler(frontend.log))
@@ -146,8 +152,5 @@ def serve(
         timeout_keep_alive=round(max(1, frontend.settings.idle_seconds)),
         timeout_graceful_shutdown=max(1, round(frontend.settings.drain_seconds)),
     )
-    server = FrontendServer(config, control, frontend, grpc, is_restart=is_restart)
-    try:
-        server.run(sockets=[listening])
-    except StartError as error:
-        control.failed(str(error))
+    server = FrontendServer(config, control, frontend, http, grpc, is_restart=is_restart)
+    server.run(sockets=[http.listening])

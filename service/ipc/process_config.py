@@ -29,16 +29,19 @@ DEVICE_LOST = 70
 class ProcessConfig(msgspec.Struct, frozen=True):
     """What a child reads from its standard input: settings as JSON, its parent's process id, and inherited descriptors.
 
-    `place` is the child's number, counted from 0 in each role: an engine runs on the device with this number in the settings. `grpc` is the
-    address of a frontend's gRPC server. `manifest` names the models to serve; with `strict`, a model that cannot be loaded fails the start.
+    `place` is the child's number, counted from 0 in each role: an engine runs on the device with this number in the settings. `http` and
+    `grpc` are the listening sockets of a frontend, and `connections` is the file of its ConnectionCounts. `manifest` names the models to
+    serve; with `strict`, a model that cannot be loaded fails the start.
     """
 
     parent: int
     settings: str
     control: int
     place: int = 0
-    listening: int = -1
-    grpc: str | None = None
+    compute_threads: int = 1
+    http: int = -1
+    grpc: int = -1
+    connections: int = -1
     heartbeat: int = -1
     journal: int = -1
     manifest: Manifest = Manifest([], {})
@@ -70,7 +73,8 @@ class ProcessConfig(msgspec.Struct, frozen=True):
     @property
     def descriptors(self) -> list[int]:
         """Return the descriptors that the child inherits."""
-        return [descriptor for descriptor in (self.control, self.listening, self.heartbeat, self.journal) if descriptor >= 0]
+        inherited = (self.control, self.http, self.grpc, self.connections, self.heartbeat, self.journal)
+        return [descriptor for descriptor in inherited if descriptor >= 0]
 
     def read_settings(self) -> Settings:
         return Settings.model_validate_json(self.settings)

@@ -7,8 +7,8 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Set
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TypeVar
 
 from service.errors import Unavailable
@@ -72,6 +72,10 @@ class Child:
     @property
     def role(self) -> str:
         return self.name.partition("-")[0]
+
+    @property
+    def place(self) -> int:
+        return int(self.name.partition("-")[2])
 
     def send(self, message: Message, id: int = 0) -> None:
         """Queue a message; it leaves as fast as the process reads."""
@@ -154,16 +158,20 @@ def start(
     settings: Settings,
     handle_message: Callable[[Child, Frame], None],
     *,
-    listening: int,
-    grpc: str | None,
+    http: int,
+    grpc: int,
+    connections: int,
+    compute_threads: int,
+    cores: Set[int] | None,
     journal: SessionJournal | None,
     manifest: Manifest,
     strict: bool,
 ) -> Child:
     """Start a process; raises OSError, with nothing left behind, when the system lacks the resources.
 
-    Its first heartbeat is due when its models must be loaded. listening: descriptor of the HTTP port, for frontends; grpc: the address that
-    a frontend opens itself; journal: session ids of the previous engine; strict: a model that cannot be loaded fails the start.
+    Its first heartbeat is due when its models must be loaded. http, grpc: descriptors of the ports, for frontends, and connections of their
+    ConnectionCounts; cores: to which the process is pinned, None for all; journal: session ids of the previous engine; strict: a model that
+    cannot be loaded fails the start.
     """
     role, _, place = name.partition("-")
     with ExitStack() as inherited, ExitStack() as on_error:
@@ -178,15 +186,18 @@ def start(
             settings=settings.model_dump_json(),
             control=far.fileno(),
             place=int(place),
-            listening=listening if role == FRONTEND else -1,
-            grpc=grpc if role == FRONTEND else None,
+            http=http if role == FRONTEND else -1,
+            grpc=grpc if role == FRONTEND else -1,
+            connections=connections if role == FRONTEND else -1,
+            compute_threads=compute_threads,
             heartbeat=heartbeat.descriptor,
             journal=journal.descriptor if journal else -1,
             manifest=manifest,
             strict=strict,
         )
         environment = CHILD_ENVIRONMENT | (FRONTEND_ENVIRONMENT if role == FRONTEND else {})
-        process = config.spawn(f"service.{role}", **environment)
+        with pinned(cores):
+            process = config.spawn(f"service.{role}", **environment)
         on_error.callback(process.wait)
         on_error.callback(process.kill)
         child = Child(name, process, Channel(near), heartbeat, handle_message)
@@ -200,3 +211,18 @@ def connect(frontend: Child, engine: Child) -> None:
     with near, far:
         frontend.attach(near)
         engine.attach(far)
+
+
+@contextmanager
+def pinned(cores: Set[int] | None) -> Iterator[None]:
+    """Start processes on these cores within the context. They inherit the affinity of this thread, and so do all of their threads."""
+    if cores is None:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    with suppress(OSError):  # the container may have lost these cores since the start
+        os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import random
 import signal
-import socket
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -17,18 +16,20 @@ from typing import Any
 from service.errors import InferenceFailed, ServiceError, StartError
 from service.ipc import messages
 from service.ipc.channel import Frame
+from service.ipc.connection_counts import ConnectionCounts
 from service.ipc.heartbeat import IDLE_SECONDS, PATIENCE_SECONDS
 from service.ipc.messages import Done, Drain, Manifest, Message, MetricsCollected, ModelKey, ModelsListed, Refusal, Reply
 from service.ipc.session_journal import SessionJournal, journal_records
 from service.log import Log
 from service.metrics import Metrics
 from service.settings import Settings
+from service.supervisor import numa, ports
 from service.supervisor.metrics_aggregator import MetricsAggregator
+from service.supervisor.placement import place_processes
 from service.supervisor.process import ENGINE, FRONTEND, Child, connect, start
 from service.supervisor.reload import ModelReloader
 from service.supervisor.repository import Repository
 
-BACKLOG = 2048
 LONGEST_DELAY_SECONDS = 5.0
 FORGIVEN_SECONDS = 60.0
 """After this time an exit no longer delays the next restart."""
@@ -75,10 +76,14 @@ class Supervisor:
             repository, settings, self._children.values, self._forget_model, self._metrics, log
         )
         self._engine_names = [f"{ENGINE}-{place}" for place in range(len(settings.devices))]
-        self._names = [*self._engine_names, *(f"{FRONTEND}-{place}" for place in range(settings.frontends))]
+        self._placement = place_processes(settings)
+        self._names = [*self._engine_names, *(f"{FRONTEND}-{place}" for place in range(self._placement.frontends))]
+        for role in (ENGINE, FRONTEND):
+            self._metrics.processes.set(sum(name.startswith(role) for name in self._names), role)
         self._journals = {name: SessionJournal(journal_records(settings)) for name in self._engine_names}
-        self._listening = _open_port(settings)
-        self._grpc = _reserve_port(settings) if settings.grpc else None
+        self._connection_counts = ConnectionCounts.create(self._placement.frontends)
+        self._http = ports.open_http(settings)
+        self._grpc = ports.open_grpc(settings) if settings.grpc else None
 
     @property
     def manifest(self) -> Manifest:
@@ -99,6 +104,13 @@ class Supervisor:
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._log_bug)
+        self._log.info(
+            "starting",
+            cores=self._placement.cores,
+            frontends=self._placement.frontends,
+            engines=len(self._engine_names),
+            compute_threads=self._placement.compute_threads,
+        )
         loop.add_signal_handler(signal.SIGTERM, self._stop_requested.set)
         loop.add_signal_handler(signal.SIGINT, self._interrupt)
         try:
@@ -155,12 +167,16 @@ class Supervisor:
     def _start(self, name: str) -> Child:
         """Start a process and connect it with all processes of the other role; raises OSError, with nothing left behind."""
         is_engine = name in self._engine_names
+        node, cores = self._placement.pinned.get(name, (None, None))
         child = start(
             name,
             self._settings,
             self._handle_message,
-            listening=self._listening.fileno(),
-            grpc=self._grpc_address,
+            http=self._http.fileno(),
+            grpc=self._grpc.fileno() if self._grpc is not None else -1,
+            connections=self._connection_counts.descriptor,
+            compute_threads=self._placement.compute_threads,
+            cores=cores,
             journal=self._journals.get(name),
             manifest=self._model_reloader.engine_manifest() if is_engine else self.manifest,
             strict=not self._announced,
@@ -174,7 +190,8 @@ class Supervisor:
         except OSError:
             child.abandon()
             raise
-        self._log.info("started", child=name, pid=child.process.pid)
+        pinned = {} if cores is None else {"numa_node": node, "cores": numa.format_cores(cores)}
+        self._log.info("started", child=name, pid=child.process.pid, **pinned)
         if self._draining:
             child.send(Drain())
         self._children[name] = child
@@ -187,6 +204,8 @@ class Supervisor:
             if caller is child:
                 call.cancel()
         del self._children[child.name]
+        if child.role == FRONTEND:
+            self._connection_counts.remove(child.place)
         self._metrics_aggregator.keep_totals(child)
         if child.failure is not None and not self._announced:
             raise StartError(child.failure)
@@ -230,7 +249,7 @@ class Supervisor:
         if not self._announced and len(ready) == len(self._names):
             self._announced = True
             try:
-                self._announce(_address(self._listening), self._grpc_address)
+                self._announce(ports.address(self._http, self._settings), self._grpc_address)
             except OSError as error:
                 self._log.warning("standard output cannot be written", error=str(error))
 
@@ -322,7 +341,7 @@ class Supervisor:
             frontend.kill("ended")
 
     def _close_ports(self) -> None:
-        self._listening.close()
+        self._http.close()
         if self._grpc is not None:
             self._grpc.close()
 
@@ -332,7 +351,7 @@ class Supervisor:
 
     @property
     def _grpc_address(self) -> str | None:
-        return None if self._grpc is None else _address(self._grpc)
+        return None if self._grpc is None else ports.address(self._grpc, self._settings)
 
     def _forget_model(self, key: ModelKey) -> None:
         self._metrics_aggregator.forget_model(*key.labels)
@@ -340,36 +359,3 @@ class Supervisor:
     def _log_bug(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """An exception in a callback fails what it served, and nothing else."""
         self._log.error("bug", error=repr(context.get("exception") or context["message"]))
-
-
-def _open_port(settings: Settings) -> socket.socket:
-    """Return the listening HTTP socket. All frontends accept from its one queue: where one stands still, the others continue."""
-    listening = _bind(settings.host, settings.port, socket.SO_REUSEADDR, "choose another with --host or --port")
-    listening.listen(BACKLOG)
-    return listening
-
-
-def _reserve_port(settings: Settings) -> socket.socket:
-    """Return a socket that is bound to the gRPC port and never listens: each frontend opens the port itself.
-
-    An exclusive bind comes first: a port that another program uses stops the start here and not in the frontends.
-    """
-    way_out = "choose another with --grpc-port, or disable gRPC with SEQSERVE_GRPC=0"
-    _bind(settings.host, settings.grpc_port, socket.SO_REUSEADDR, way_out).close()
-    return _bind(settings.host, settings.grpc_port, socket.SO_REUSEPORT, way_out)
-
-
-def _bind(host: str, port: int, option: int, way_out: str) -> socket.socket:
-    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    bound.setsockopt(socket.SOL_SOCKET, option, 1)
-    try:
-        bound.bind((host, port))
-    except OSError as error:
-        bound.close()
-        raise StartError(f"cannot listen on {host} port {port}: {error.strerror}; {way_out}") from error
-    return bound
-
-
-def _address(bound: socket.socket) -> str:
-    host, port = bound.getsockname()[:2]
-    return f"{f'[{host}]' if ':' in host else host}:{port}"

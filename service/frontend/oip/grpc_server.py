@@ -6,19 +6,16 @@ Connections come from `http2`, method handlers from the gRPC library. The librar
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator, Callable
-from ipaddress import ip_address
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from service.errors import StartError
 from service.frontend.http2.connection import Http2Connection, Limits
 from service.frontend.inference import Frontend
-from service.frontend.listener import Listener
+from service.frontend.listener import Listener, SharedPort
 from service.frontend.oip.grpc_application import GrpcApplication
 from service.frontend.oip.grpc_calls import GrpcContext, GrpcShutdown
 from service.frontend.oip.grpc_methods import rpc_handlers
@@ -44,37 +41,37 @@ SWEEP_SECONDS = 1.0
 """How often the shutdown applies the limits of time."""
 CLOSE_SECONDS = 1.0
 """How long connections may take to close."""
-BACKLOG = 1024
-
-
-def _always() -> bool:
-    return True
 
 
 class GrpcServer:
-    """A gRPC server on one address, which other processes may share. A wildcard address accepts IPv4 and IPv6."""
+    """A gRPC server on a port that all frontends share."""
 
-    def __init__(self, frontend: Frontend, address: str, make_room: Callable[[], bool] = _always) -> None:
-        """make_room: returns whether another connection may be accepted."""
+    def __init__(self, frontend: Frontend, port: SharedPort, make_room: Callable[[int], bool]) -> None:
+        """make_room: as a Listener takes it."""
         self.connections: set[Http2Connection] = set()
         self._frontend = frontend
-        self._address = address
+        self._port = port
         self._make_room = make_room
         self._shutdown = GrpcShutdown()
 
-    async def open(self) -> None:
-        """Start accepting calls; raises StartError."""
-        listening = _listen(self._address)
+    def open(self) -> None:
+        """Start accepting calls."""
         for descriptor in (health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR):
             POOL.AddSerializedFile(descriptor.serialized_pb)
         handlers = (rpc_handlers(self._frontend, self._shutdown), self._health_handlers(), _reflection_handlers())
         self._application = GrpcApplication(self._frontend, handlers, self._shutdown)
         limits = _limits(self._frontend.settings)
-        self._socket = listening
         self._listener = Listener(
-            listening, lambda: Http2Connection(self._application, limits, self.connections), self._make_room
+            self._port,
+            lambda: Http2Connection(self._application, limits, self.connections),
+            self._make_room,
+            lambda: len(self.connections),
         )
         self._listener.open()
+
+    def publish(self) -> None:
+        """Let the other frontends know how many connections this frontend has."""
+        self._listener.publish()
 
     def sweep(self, now: float) -> None:
         """Apply the limits of time of calls and connections. Called once a second."""
@@ -90,7 +87,7 @@ class GrpcServer:
         """Stop accepting calls, and give open inference calls `drain_seconds` to finish."""
         self._shutdown.begun.set()
         self._listener.close()
-        self._socket.close()
+        self._port.listening.close()
         for connection in list(self.connections):
             connection.drain()
         await asyncio.sleep(ACCEPT_SECONDS)
@@ -169,24 +166,3 @@ def _limits(settings: Settings) -> Limits:
         max_ping_strikes=MAX_PING_STRIKES,
         stall_seconds=settings.send_seconds,
     )
-
-
-def _listen(address: str) -> socket.socket:
-    """Return a listening socket that other processes may share; raises StartError."""
-    host, _, port = address.rpartition(":")
-    host = host.strip("[]")
-    dual = ip_address(host).is_unspecified and socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual or ":" in host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    # Connections inherit it. The next start could not bind the port while one of them is in TIME_WAIT without it.
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if family is socket.AF_INET6:
-        listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if dual else 1)
-    try:
-        listening.bind(("::" if dual else host, int(port)))
-        listening.listen(BACKLOG)
-    except OSError as error:
-        listening.close()
-        raise StartError(f"cannot listen on {address} for gRPC: choose another port with --grpc-port") from error
-    return listening

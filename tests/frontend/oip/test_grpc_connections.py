@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 
-from service.errors import StartError
-from service.frontend.oip.grpc_server import _listen
 from service.frontend.oip.protobuf import METHODS
 from tests.frontend.http2.peer import (
     DATA,
@@ -161,39 +159,3 @@ def test_reply_that_waits_for_its_client_survives_the_shutdown(models_folder: Pa
     reply = b"".join(payload for kind, payload in frames if kind == DATA)
     assert struct.unpack(">BI", reply[:5]) == (0, len(reply) - 5)
     assert [payload for kind, payload in frames if kind == HEADERS][-1].endswith(b"grpc-status\x010")
-
-
-# Addresses.
-
-
-def accepts(listening: socket.socket, host: str) -> bool:
-    try:
-        with closing(socket.create_connection((host, listening.getsockname()[1]), LIMIT_SECONDS)):
-            return True
-    except OSError:
-        return False
-
-
-@pytest.mark.parametrize(("address", "reached"), [("127.0.0.1:0", {"127.0.0.1"}), ("[::1]:0", {"::1"})])
-def test_an_address_is_listened_on_alone(address: str, reached: set[str]) -> None:
-    if "::1" in address and not socket.has_dualstack_ipv6():
-        pytest.skip("IPv6 is missing")
-    with closing(_listen(address)) as listening:
-        assert {host for host in ("127.0.0.1", "::1") if accepts(listening, host)} == reached
-
-
-@pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0"])
-def test_wildcard_address_accepts_both_families(address: str) -> None:
-    with closing(_listen(address)) as listening:
-        assert accepts(listening, "127.0.0.1")
-        assert accepts(listening, "::1") == socket.has_dualstack_ipv6()
-
-
-def test_processes_share_an_address_but_not_with_others() -> None:
-    with closing(_listen("127.0.0.1:0")) as first:
-        port = first.getsockname()[1]
-        _listen(f"127.0.0.1:{port}").close()
-        with socket.socket() as other, pytest.raises(OSError, match="in use"):
-            other.bind(("127.0.0.1", port))
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(StartError, match="--grpc-port"):
-        _listen(f"127.0.0.1:{taken.getsockname()[1]}")

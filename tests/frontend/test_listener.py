@@ -1,0 +1,198 @@
+"""Connections are spread over the frontends, and a frontend that hangs or ends holds none."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import signal
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, closing, suppress
+from pathlib import Path
+
+import pytest
+
+from service.frontend.connection_share import ConnectionShare
+from service.frontend.listener import Listener, SharedPort
+from service.ipc.connection_counts import NOT_ACCEPTING, ConnectionCounts, Port
+from tests.frontend.http2.peer import PREFACE, settings
+from tests.serving import LIMIT_SECONDS, Server, eventually, serving
+from tests.steady import processes
+
+FRONTENDS, CONNECTIONS = 8, 64
+HTTP = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
+GRPC = PREFACE + settings()
+ESTABLISHED = "01"
+
+
+def share(numbers: list[int], place: int = 0) -> ConnectionShare:
+    counts = ConnectionCounts.create(len(numbers)).on_port(Port.HTTP)
+    for other, number in enumerate(numbers):
+        counts[other] = number
+    return ConnectionShare(counts, place)
+
+
+@pytest.mark.parametrize(
+    "numbers, excess, allowance",
+    [
+        ([0], 0, math.inf),
+        ([9], 0, math.inf),
+        ([9, NOT_ACCEPTING], 0, math.inf),
+        ([0, 0, 0, 0], 0, 1),
+        ([1, 0, 0, 0], 1, 1),
+        ([1, 1, 1, 1], 0, 1),
+        ([4, 4, 4, 4], 0, 2),
+        ([100, 20, 30, 50], 50, 13),
+        ([0, 20, 30, 50], 0, 32),
+        ([20, 20, NOT_ACCEPTING, NOT_ACCEPTING], 0, 6),
+    ],
+)
+def test_share_follows_from_the_mean(numbers: list[int], excess: int, allowance: float) -> None:
+    assert share(numbers).excess() == excess
+    assert int(min(share(numbers).allowance(), 1e9)) == min(allowance, 1e9)
+
+
+def test_withdrawn_frontend_is_not_waited_for() -> None:
+    counts = ConnectionCounts.create(2).on_port(Port.GRPC)
+    one, other = ConnectionShare(counts, 0), ConnectionShare(counts, 1)
+    one.publish(7)
+    other.publish(0)
+    assert one.excess() == 4
+    other.withdraw()
+    assert one.excess() == 0
+
+
+# Listeners in this process.
+
+
+class Frontend:
+    """A listener in this process, which counts what it accepts. It begins with `connections` that are only a number."""
+
+    def __init__(self, listening: socket.socket, numbers: memoryview[int], place: int, connections: int = 0) -> None:
+        self.accepted = 0
+        port = SharedPort(listening.dup(), ConnectionShare(numbers, place))
+        self._listening = port.listening
+        self._listener = Listener(port, self._make_protocol, lambda _: True, lambda: connections + self.accepted)
+        self._listener.open()
+
+    def close(self) -> None:
+        self._listener.close()
+        self._listening.close()
+
+    def _make_protocol(self) -> asyncio.Protocol:
+        self.accepted += 1
+        return asyncio.Protocol()
+
+
+def numbers_of(frontends: int) -> memoryview[int]:
+    return ConnectionCounts.create(frontends).on_port(Port.HTTP)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+def run(test: Awaitable[None]) -> None:
+    asyncio.run(asyncio.wait_for(test, LIMIT_SECONDS))
+
+
+@pytest.mark.parametrize("beside", [[], [0], [0] * 15, [NOT_ACCEPTING] * 3, [100, 100]])
+def test_connections_that_others_leave_are_accepted(beside: list[int]) -> None:
+    numbers = numbers_of(1 + len(beside))
+    for place, number in enumerate(beside, 1):
+        numbers[place] = number
+
+    async def test() -> None:
+        with socket.create_server(("127.0.0.1", 0), backlog=40) as listening, ExitStack() as clients:
+            for _ in range(40):
+                clients.enter_context(closing(socket.create_connection(listening.getsockname())))
+            frontend = Frontend(listening, numbers, 0)
+            await until(lambda: frontend.accepted == 40)
+            frontend.close()
+        assert numbers[0] == NOT_ACCEPTING
+
+    run(test())
+
+
+def test_frontend_above_the_mean_leaves_connections_to_the_others() -> None:
+    numbers = numbers_of(2)
+
+    async def test() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listening, ExitStack() as clients:
+            many = clients.enter_context(closing(Frontend(listening, numbers, 0, connections=20)))
+            few = clients.enter_context(closing(Frontend(listening, numbers, 1)))
+            for count in range(1, 11):
+                clients.enter_context(closing(socket.create_connection(listening.getsockname())))
+                await until(lambda count=count: many.accepted + few.accepted == count)  # type: ignore[misc]
+            assert (many.accepted, few.accepted) == (0, 10)
+
+    run(test())
+
+
+# A service with many frontends.
+
+
+@pytest.fixture(scope="module")
+def many(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder, count = tmp_path_factory.mktemp("log"), str(FRONTENDS)
+    with serving(models_folder, folder, "--frontends", count, "--device", "cpu", idle_seconds="600") as running:
+        running.client.close()
+        yield running
+
+
+def connect(address: str, hello: bytes) -> socket.socket:
+    host, _, port = address.removeprefix("http://").rpartition(":")
+    client = socket.create_connection((host, int(port)), LIMIT_SECONDS)
+    client.sendall(hello)
+    return client
+
+
+def connections(server: Server, address: str) -> dict[str, int]:
+    """Return the number of connections to a port of the service that each frontend has accepted."""
+    port = f":{int(address.rpartition(':')[2]):04X}"
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()]
+    accepted = {f"socket:[{line[9]}]" for line in lines if line[1].endswith(port) and line[3] == ESTABLISHED}
+    frontends = {name: pid for name, pid in processes(server).items() if name.startswith("frontend")}
+    return {name: len(accepted & sockets(pid)) for name, pid in frontends.items()}
+
+
+def sockets(pid: int) -> set[str]:
+    """Return the sockets of a process."""
+    found = set()
+    for file in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            found.add(str(file.readlink()))
+    return found
+
+
+@pytest.mark.parametrize("at_once", [False, True], ids=["one after another", "at once"])
+@pytest.mark.parametrize(("port", "hello"), [("address", HTTP), ("grpc", GRPC)], ids=["HTTP", "gRPC"])
+def test_frontends_share_the_connections_of_a_port(many: Server, port: str, hello: bytes, at_once: bool) -> None:
+    address = getattr(many, port)
+    eventually(lambda: not any(connections(many, address).values()))
+    with ExitStack() as clients:
+        opened = []
+        for _ in range(CONNECTIONS):
+            opened.append(clients.enter_context(closing(connect(address, hello))))
+            if not at_once:
+                assert opened[-1].recv(1 << 16)
+        if at_once:
+            assert all(client.recv(1 << 16) for client in opened)
+        spread = connections(many, address).values()
+    assert sum(spread) == CONNECTIONS
+    assert max(spread) <= 3 * CONNECTIONS / FRONTENDS, spread
+
+
+def test_hanging_and_ended_frontends_hold_no_connection(many: Server) -> None:
+    eventually(lambda: not any(connections(many, many.address).values()))
+    hanging, ended = many.pid("frontend-0"), many.pid("frontend-1")
+    os.kill(hanging, signal.SIGSTOP)
+    os.kill(ended, signal.SIGKILL)
+    with ExitStack() as clients:
+        for _ in range(CONNECTIONS):
+            client = clients.enter_context(closing(connect(many.address, HTTP)))
+            assert client.recv(1 << 16).startswith(b"HTTP/1.1 200")
+    os.kill(hanging, signal.SIGCONT)
+    eventually(lambda: many.pid("frontend-1") != ended)
