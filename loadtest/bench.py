@@ -1,39 +1,60 @@
-"""`seqserve bench`: load a running server at several levels and report rates, latencies and time by stage."""
+"""`seqserve bench`: load a running server at several levels and report rates, latencies and time by stage.
+
+Unless the caller names the levels, a closed loop finds the largest rate, and the levels are an open loop at shares of it. A level that
+the load generator limits is measured again with more generator processes.
+"""
 
 from __future__ import annotations
 
-import itertools
 import json
+import os
 import sys
 import urllib.request
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import uvloop
+from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
-from loadtest import discovery, load, report, tracing, traffic
+from loadtest import discovery, report, tracing, traffic
 from loadtest.callers import Target
-from loadtest.load import Figures
-from loadtest.report import BenchLevel
+from loadtest.generator.job import Job
+from loadtest.generator.process import run_in_processes
+from loadtest.generator.scaling import Measured, best, more_generators
+from loadtest.report import BenchLevel, Level
 
 REQUESTS = 1000
 """Distinct requests that are prepared before the clock starts, and sent in a cycle."""
 WARM_UP_SECONDS = 1.0
-StartLevel = Callable[[load.Watch], Coroutine[Any, Any, Figures]]
-STAGES = ("parse", "queue", "stage_in", "compute", "stage_out", "encode", "total")
-ROWS, CHANNEL = "rows", "channel"
-METRICS = {"seqserve_stage_seconds": "", "seqserve_batch_sequences": ROWS, "seqserve_channel_seconds": CHANNEL}
+"""Load before each level. Its requests count for the stages, but not for the rate and the latency."""
+GRACE_SECONDS = 10.0
+"""Time for the requests that are open at the end. A server that has recorded a trace answers no request while it writes the trace."""
+START_SECONDS = 1.0
+"""Time for the start of a generator process."""
+SEARCH_CALLERS, SEARCH_SECONDS = 128, 2.0
+"""Of the closed loop that finds the largest rate."""
+SEARCH_SEQUENCES = 512
+"""Requests with several inputs have fewer callers: the queue of an engine holds 1,024 sequences unless a setting says more."""
+SHARES = (0.25, 0.5, 0.7, 0.9)
+"""The levels, as shares of the largest rate."""
+CONNECTIONS = 256
+"""Connections of an open loop. A request that is due while all of them are busy waits, and its latency grows meanwhile."""
+STAGES = ("parse", "channel", "queue", "stage_in", "device_wait", "compute", "stage_out", "reply", "encode")
+"""In their order. They add up to the total."""
+TOTAL, ROWS = "total", "rows"
+METRICS = {"seqserve_stage_seconds": "", "seqserve_batch_sequences": ROWS}
 """Metrics that are read, and their key in StageCounts; the stages have a label."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to measure: `callers` are the levels of a closed loop, `rates` (requests a second) the levels of an open loop."""
+    """What to measure: `callers` are the levels of a closed loop, `rates` (requests a second) the levels of an open loop.
+
+    Without both, the levels are SHARES of the largest rate. generators: the number of generator processes, None for as many as it takes.
+    """
 
     url: str
     model: str | None
@@ -43,6 +64,17 @@ class Plan:
     seconds: float
     inputs: int
     seed: int
+    generators: int | None
+
+    @property
+    def levels(self) -> list[Level]:
+        """Return the levels that the caller has named."""
+        return [*map(_closed, self.callers), *[Level(f"{rate:g}/s", CONNECTIONS, rate) for rate in self.rates]]
+
+    @property
+    def search(self) -> Level:
+        """Return the closed loop that finds the largest rate."""
+        return _closed(max(1, min(SEARCH_CALLERS, SEARCH_SEQUENCES // self.inputs)))
 
 
 def run(plan: Plan, models: Path, out: Path | None, trace: Path | None = None) -> int:
@@ -51,51 +83,118 @@ def run(plan: Plan, models: Path, out: Path | None, trace: Path | None = None) -
     if trace is not None:
         tracing.prepare(plan.url)
     source = discovery.inputs(models, model, plan.seed)
-    target = Target.of(plan.url, "/infer")
-    requests = request_cycle(target, source, plan.inputs)
     print(
         f"{model['name']} version {model['version']} on {plan.url}, inputs a request: {plan.inputs} ({source}), seed {plan.seed}"
     )
-    loop = f"open loop, {plan.arrivals} arrivals" if plan.rates else "closed loop"
-    print(f"{loop}, {plan.seconds:g} s a level after a warm-up of {WARM_UP_SECONDS:g} s\n", flush=True)
-    uvloop.run(load.closed(target, requests, 1, WARM_UP_SECONDS, lambda _: None))
-    *starts, last = _starts(plan, target, requests)
-    levels = [_level(plan, model, *start) for start in starts]
-    with nullcontext() if trace is None else tracing.recorded(plan.url, trace, plan.seconds):
-        levels.append(_level(plan, model, *last))
-    print("\n".join(report.levels(levels, "rate" if plan.rates else "callers")))
+    print(f"{_loop(plan)}, {plan.seconds:g} s a level after a warm-up of {WARM_UP_SECONDS:g} s\n", flush=True)
+    bench = _Bench(plan, model, source)
+    measured: list[BenchLevel] = []
+    levels = plan.levels
+    if not levels:
+        measured.append(bench.measure(plan.search, min(plan.seconds, SEARCH_SECONDS)))
+        levels = shares_of(measured[0].measured.rate)
+    for level in levels:
+        is_traced = trace is not None and level is levels[-1]
+        with tracing.recorded(plan.url, trace, bench.level_seconds) if is_traced and trace else nullcontext():
+            measured.append(bench.measure(level, plan.seconds))
+    print("\n".join(report.levels(measured)))
     if out is not None:
-        out.write_text("".join(f"{json.dumps(report.record(level, model))}\n" for level in levels))
-    return 1 if any(level.figures.failed for level in levels) else 0
+        out.write_text("".join(f"{json.dumps(report.record(level, model))}\n" for level in measured))
+    return 1 if any(level.measured.result.failures for level in measured) else 0
 
 
-def request_cycle(target: Target, source: traffic.Traffic, inputs: int) -> Iterator[bytes]:
-    """Return prepared requests of `inputs` sequences each, repeated forever."""
-    return itertools.cycle([target.request(json.dumps(source.body(inputs)).encode()) for _ in range(REQUESTS)])
+def requests_of(target: Target, source: traffic.Traffic, inputs: int) -> list[bytes]:
+    """Return prepared requests of `inputs` sequences each."""
+    return [target.request(json.dumps(source.body(inputs)).encode()) for _ in range(REQUESTS)]
 
 
-def _starts(plan: Plan, target: Target, requests: Iterator[bytes]) -> Iterator[tuple[str, StartLevel]]:
-    """Yield the name and the start of each level: the rates, or the numbers of callers when there are no rates."""
-    for rate in plan.rates:
-        gaps = traffic.ARRIVALS[plan.arrivals](rate, plan.seed)
-        yield f"{rate:g}/s", partial(load.opened, target, requests, gaps, plan.seconds)
-    for callers in [] if plan.rates else plan.callers:
-        yield str(callers), partial(load.closed, target, requests, callers, plan.seconds)
+def shares_of(largest: float) -> list[Level]:
+    """Return the levels of an open loop below the largest rate, none if that is 0."""
+    return [Level(f"{share:.0%}, {share * largest:.0f}/s", CONNECTIONS, share * largest) for share in SHARES if largest]
 
 
-def _level(plan: Plan, model: dict[str, Any], name: str, start: StartLevel) -> BenchLevel:
-    def watch(figures: Figures) -> None:
-        print(report.progress(name, figures, plan.seconds), file=sys.stderr, flush=True)
+def divided(job: Job, level: Level, generators: int) -> list[Job]:
+    """Divide the load of a level among generator processes, which need a caller each."""
+    count = min(generators, level.callers)
+    return [
+        structs.replace(
+            job,
+            callers=level.callers // count + (number < level.callers % count),
+            rate=level.rate / count,
+            seed=job.seed + number,
+        )
+        for number in range(count)
+    ]
 
-    before = StageCounts.read(plan.url, model)
-    figures = uvloop.run(start(watch))
-    after = StageCounts.read(plan.url, model)
-    return BenchLevel(name, figures, after.stages(before), after.rows(before))
+
+def _closed(callers: int) -> Level:
+    return Level("1 caller" if callers == 1 else f"{callers} callers", callers)
+
+
+def _loop(plan: Plan) -> str:
+    """Describe the levels."""
+    if plan.callers:
+        return "closed loop"
+    opened = f"open loop, {plan.arrivals} arrivals"
+    return opened if plan.rates else f"the largest rate in a closed loop, then shares of it in an {opened}"
+
+
+class _Bench:
+    """Measures levels of load on one model of a server."""
+
+    def __init__(self, plan: Plan, model: dict[str, Any], source: traffic.Traffic) -> None:
+        target = Target.of(plan.url, "/infer")
+        requests = requests_of(target, source, plan.inputs)
+        self._plan = plan
+        self._model = model
+        self._generators = plan.generators or 1
+        """Generators of the next level: as many as the previous levels needed."""
+        self._job = Job(
+            "http",
+            target.host,
+            target.port,
+            "",
+            requests,
+            "answer",
+            [[]] * len(requests),
+            warm_up=WARM_UP_SECONDS,
+            grace=GRACE_SECONDS,
+            seed=plan.seed,
+            arrivals=plan.arrivals,
+        )
+
+    @property
+    def level_seconds(self) -> float:
+        """Return about how long one measurement of a level takes."""
+        return START_SECONDS + WARM_UP_SECONDS + self._plan.seconds
+
+    def measure(self, level: Level, seconds: float) -> BenchLevel:
+        """Measure a level, again with more generators as long as they are the limit."""
+        most = min(level.callers, self._plan.generators or os.cpu_count() or 1)
+        trials = [self._measure_once(level, seconds, self._generators)]
+        while generators := more_generators([trial.measured for trial in trials], most):
+            print(
+                f"{level.name}: the load generator was the limit, measured again with {generators} generator processes",
+                flush=True,
+            )
+            trials.append(self._measure_once(level, seconds, generators))
+            self._generators = best([trial.measured for trial in trials]).generators
+        chosen = best([trial.measured for trial in trials])
+        return next(trial for trial in trials if trial.measured is chosen)
+
+    def _measure_once(self, level: Level, seconds: float, generators: int) -> BenchLevel:
+        jobs = divided(structs.replace(self._job, seconds=seconds), level, generators)
+        before = StageCounts.read(self._plan.url, self._model)
+        measured = Measured(len(jobs), run_in_processes(jobs))
+        after = StageCounts.read(self._plan.url, self._model)
+        result = BenchLevel(level, measured, after.stages(before), after.total(before), after.rows(before))
+        print(report.level_progress(result), file=sys.stderr, flush=True)
+        return result
 
 
 @dataclass(frozen=True, slots=True)
 class StageCounts:
-    """Sums and counts from /metrics: a model's time by stage and its sequences in batches, and the channel time of all models."""
+    """Sums and counts of one model from /metrics: its time by stage and its sequences in batches."""
 
     sums: dict[str, float]
     counts: dict[str, float]
@@ -108,7 +207,7 @@ class StageCounts:
         labels = {"model": model["name"], "version": model["version"]}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                if family.name in METRICS and (labels.items() <= sample.labels.items() or METRICS[family.name] == CHANNEL):
+                if family.name in METRICS and labels.items() <= sample.labels.items():
                     key = sample.labels.get("stage", METRICS[family.name])
                     if sample.name.endswith("_sum"):
                         read.sums[key] = sample.value
@@ -120,13 +219,13 @@ class StageCounts:
         """Return mean milliseconds by stage since `before`."""
         return {stage: 1000 * self._mean(before, stage) for stage in STAGES}
 
+    def total(self, before: StageCounts) -> float:
+        """Return the mean milliseconds of whole requests since `before`."""
+        return 1000 * self._mean(before, TOTAL)
+
     def rows(self, before: StageCounts) -> float:
         """Return the mean number of sequences in a batch since `before`."""
         return self._mean(before, ROWS)
-
-    def channel(self, before: StageCounts) -> float:
-        """Return the mean milliseconds from a frontend to the engine since `before`."""
-        return 1000 * self._mean(before, CHANNEL)
 
     def _mean(self, before: StageCounts, key: str) -> float:
         count = self.counts.get(key, 0.0) - before.counts.get(key, 0.0)

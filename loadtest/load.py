@@ -1,24 +1,21 @@
-"""Load on one server. In a closed loop, each caller waits for its answer; in an open loop, requests are sent when they are due."""
+"""A closed loop on one server, for connections of every kind: each caller waits for its answer."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from loadtest.callers import Connectable, Connection, Response
+from loadtest.generator.readers import refusal
 
 GRACE_SECONDS = 10.0
 """Time for the requests that are open at the end."""
-MAX_OPEN = 2000
-"""Open requests of an open loop. A request that is due beyond this limit fails: no server could answer it in time."""
-PROGRESS_SECONDS = 1.0
 RETRY_SECONDS = 0.1
 """Pause of a caller after a broken connection."""
 
@@ -48,7 +45,7 @@ class Figures:
         if reply.status == 200:
             self.answers.append(seconds)
         else:
-            self.failures[reason(reply)] += 1
+            self.failures[refusal(reply.status, reply.body)] += 1
 
 
 def nearest_rank(ordered: Sequence[float], share: float) -> float:
@@ -56,11 +53,7 @@ def nearest_rank(ordered: Sequence[float], share: float) -> float:
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
-Watch = Callable[[Figures], None]
-"""Called every second with the figures so far."""
-
-
-async def closed(target: Connectable, requests: Iterator[bytes], callers: int, seconds: float, watch: Watch) -> Figures:
+async def closed(target: Connectable, requests: Iterator[bytes], callers: int, seconds: float) -> Figures:
     """Run a fixed number of callers. A caller sends its next request after its answer."""
     load = _Load(target, requests)
     await load.connect(callers)
@@ -70,25 +63,7 @@ async def closed(target: Connectable, requests: Iterator[bytes], callers: int, s
         while (start := time.monotonic()) < end:
             await load.ask(start)
 
-    return await load.run(asyncio.gather(*(keep_asking() for _ in range(callers))), seconds, watch)
-
-
-async def opened(
-    target: Connectable, requests: Iterator[bytes], gaps: Iterator[float], seconds: float, watch: Watch
-) -> Figures:
-    """Send requests `gaps` seconds apart. The latency of a request starts at the time when it is due."""
-    load = _Load(target, requests)
-
-    async def arrive() -> None:
-        async with asyncio.TaskGroup() as tasks:
-            for due in _due(gaps, time.monotonic(), seconds):
-                await asyncio.sleep(due - time.monotonic())
-                if load.open < MAX_OPEN:
-                    tasks.create_task(load.ask(due))
-                else:
-                    load.figures.failures[f"not sent, {MAX_OPEN} are open"] += 1
-
-    return await load.run(asyncio.ensure_future(arrive()), seconds, watch)
+    return await load.run(asyncio.gather(*(keep_asking() for _ in range(callers))), seconds)
 
 
 class _Load:
@@ -99,14 +74,12 @@ class _Load:
         self._requests = requests
         self._idle: list[Connection] = []
         self.figures = Figures()
-        self.open = 0
 
     async def connect(self, callers: int) -> None:
         self._idle += await asyncio.gather(*(self._target.connect() for _ in range(callers)))
 
     async def ask(self, start: float) -> None:
         """Send one request. Its latency starts at `start`."""
-        self.open += 1
         caller = None
         try:
             caller = self._take_idle() or await self._target.connect()
@@ -123,8 +96,6 @@ class _Load:
             self.figures.count(reply, time.monotonic() - start)
             if caller.connected:
                 self._idle.append(caller)
-        finally:
-            self.open -= 1
 
     def _take_idle(self) -> Connection | None:
         """Return an idle connection. Connections that the server has closed are dropped."""
@@ -133,31 +104,14 @@ class _Load:
                 return caller
         return None
 
-    async def run(self, work: asyncio.Future[Any], seconds: float, watch: Watch) -> Figures:
+    async def run(self, work: asyncio.Future[Any], seconds: float) -> Figures:
         """Wait for the work, at most GRACE_SECONDS longer than `seconds`."""
         start = time.monotonic()
-        while not work.done() and time.monotonic() < start + seconds + GRACE_SECONDS:
-            await asyncio.wait((work,), timeout=PROGRESS_SECONDS)
-            self.figures.seconds = time.monotonic() - start
-            watch(self.figures)
+        await asyncio.wait((work,), timeout=seconds + GRACE_SECONDS)
+        self.figures.seconds = time.monotonic() - start
         work.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await work
         for caller in self._idle:
             caller.hang_up()
         return self.figures
-
-
-def _due(gaps: Iterator[float], start: float, seconds: float) -> Iterator[float]:
-    """Yield due times on whole milliseconds: the event loop's timers are no finer, and would seem to delay answers."""
-    at = start
-    while (at := at + next(gaps)) < start + seconds:
-        yield math.ceil(at * 1000) / 1000
-
-
-def reason(reply: Response) -> str:
-    """Return the status, and the error code where the body has one."""
-    try:
-        return f"{reply.status} {json.loads(reply.body)['code']}"
-    except (ValueError, KeyError, TypeError):
-        return str(reply.status)

@@ -24,8 +24,8 @@ from locust.env import Environment
 from locust.exception import StopTest
 
 from loadtest import discovery, request_log
-from loadtest.callers import Response
-from loadtest.load import RETRY_SECONDS, reason
+from loadtest.generator.readers import refusal
+from loadtest.load import RETRY_SECONDS
 from loadtest.servers import ROOT
 from loadtest.traffic import Traffic
 
@@ -84,7 +84,7 @@ class LoadUser(FastHttpUser):
         """Mark a response as a failure, with the reason, unless it is an answer."""
         error = _connection_error(response)
         if response.status_code not in (0, 200):
-            response.failure(reason(Response(response.status_code, response.content)))
+            response.failure(refusal(response.status_code, response.content))
         elif error is not None:
             response.failure(type(error).__name__)
             time.sleep(RETRY_SECONDS)

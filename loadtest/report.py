@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kernels.bench.tables import aligned, three_digits
+from loadtest.generator.scaling import Measured
 from loadtest.load import Figures
 
 RESULTS = Path(__file__).parent / "results"
@@ -19,18 +21,33 @@ QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
 @dataclass(frozen=True, slots=True)
-class BenchLevel:
-    """Results of one level of load. stages: mean milliseconds by stage; rows: mean sequences in a batch."""
+class Level:
+    """One load. callers: connections; rate: requests a second of an open loop, 0 for a closed loop."""
 
     name: str
-    figures: Figures
+    callers: int
+    rate: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class BenchLevel:
+    """Results of one level of load. stages, total: mean milliseconds by stage and of whole requests; rows: mean sequences in a batch."""
+
+    level: Level
+    measured: Measured
     stages: dict[str, float]
+    total: float
     rows: float
 
 
 def milliseconds(figures: Figures) -> dict[str, float]:
     """Return the quantiles of the latency."""
     return {name: 1000 * figures.quantile(share) for name, share in QUANTILES.items()}
+
+
+def latencies(measured: Measured) -> dict[str, float]:
+    """Return the quantiles of the latency of a load."""
+    return milliseconds(Figures(answers=measured.result.ordered_latencies()))
 
 
 def progress(name: str, figures: Figures, seconds: float) -> str:
@@ -42,20 +59,43 @@ def progress(name: str, figures: Figures, seconds: float) -> str:
     )
 
 
-def levels(measured: Sequence[BenchLevel], unit: str) -> Iterable[str]:
-    """Yield a table with one line for each level, and the reasons of failed requests."""
-    stages = list(measured[0].stages)
-    quantiles, means = (f"{name} ms" for name in QUANTILES), (f"{stage} ms" for stage in stages)
-    lines = [[unit, "answers/s", *quantiles, "failed", "rows/batch", *means]]
+def level_progress(level: BenchLevel) -> str:
+    """Return a line about a level that was measured."""
+    times = "  ".join(f"{quantile} {value:.2f} ms" for quantile, value in latencies(level.measured).items())
+    failed = sum(level.measured.result.failures.values())
+    return f"  {level.level.name}: {level.measured.rate:.0f}/s  {times}  {failed} failed"
+
+
+def levels(measured: Sequence[BenchLevel]) -> Iterable[str]:
+    """Yield a table of the loads, a table of the stages, and the reasons of failures and of limited rates."""
+    yield table(
+        [["load", "answers/s", *(f"{name} ms" for name in QUANTILES), "failed", "rows/batch", "generators"]]
+        + [_load_line(level) for level in measured]
+    )
+    yield "\nmean ms by stage, their sum, and the mean of whole requests in the server:"
+    yield table([["load", *measured[0].stages, "sum", "total"]] + [_stage_line(level) for level in measured])
     for level in measured:
-        figures = level.figures
-        times = (f"{value:.2f}" for value in milliseconds(figures).values())
-        by_stage = (f"{level.stages[stage]:.3f}" for stage in stages)
-        lines.append([level.name, f"{figures.rate:.0f}", *times, str(figures.failed), f"{level.rows:.1f}", *by_stage])
-    yield table(lines)
-    for level in measured:
-        for reason, count in level.figures.failures.most_common():
-            yield f"{level.name}: {count} failed with {reason}"
+        for reason, count in Counter(level.measured.result.failures).most_common():
+            yield f"{level.level.name}: {count} failed with {reason}"
+        if level.measured.limited:
+            yield (
+                f"{level.level.name}: limited by the load generator: its processes were busy for {level.measured.busy:.0%} of the time"
+            )
+
+
+def _load_line(level: BenchLevel) -> list[str]:
+    measured = level.measured
+    times = (f"{value:.2f}" for value in latencies(measured).values())
+    failed = sum(measured.result.failures.values())
+    return [
+        *(level.level.name, f"{measured.rate:.0f}", *times, str(failed), f"{level.rows:.1f}"),
+        f"{measured.generators}, {measured.busy:.0%} busy",
+    ]
+
+
+def _stage_line(level: BenchLevel) -> list[str]:
+    times = (*level.stages.values(), sum(level.stages.values()), level.total)
+    return [level.level.name, *(f"{value:.3f}" for value in times)]
 
 
 def table(lines: Sequence[Sequence[str]]) -> str:
@@ -76,16 +116,25 @@ def environment(machine: str, packages: Iterable[str]) -> dict[str, Any]:
 
 def record(level: BenchLevel, model: dict[str, Any]) -> dict[str, Any]:
     """Return a level as plain values."""
-    figures = level.figures
+    measured, result = level.measured, level.measured.result
+    load = (
+        {"loop": "open", "rate": level.level.rate} if level.level.rate else {"loop": "closed", "callers": level.level.callers}
+    )
     return {
         "model": model["name"],
         "version": model["version"],
-        "level": level.name,
-        "seconds": round(figures.seconds, 3),
-        "answers": len(figures.answers),
-        "answers_per_second": round(figures.rate, 1),
-        **{f"{name}_ms": None if math.isnan(value) else round(value, 3) for name, value in milliseconds(figures).items()},
-        "failures": dict(figures.failures),
+        "level": level.level.name,
+        **load,
+        "generators": measured.generators,
+        "generators_busy": round(measured.busy, 3),
+        "limited_by_generators": measured.limited,
+        "seconds": round(result.seconds, 3),
+        "answers": result.answers,
+        "answers_per_second": round(measured.rate, 1),
+        **{f"{name}_ms": None if math.isnan(value) else round(value, 3) for name, value in latencies(measured).items()},
+        "failures": result.failures,
         "rows_per_batch": round(level.rows, 2),
         "stages_ms": {name: round(value, 4) for name, value in level.stages.items()},
+        "stages_sum_ms": round(sum(level.stages.values()), 4),
+        "total_ms": round(level.total, 4),
     }

@@ -1,19 +1,16 @@
-"""Seeded traffic: inputs with the lengths of real questions, and arrivals that do not wait for answers."""
+"""Seeded traffic: inputs with the lengths of real questions."""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from kernels.bench.questions import COUNTS, SHORTEST
-
-BURST = 20
-"""Mean number of requests in a burst."""
 
 
 class Traffic:
@@ -62,22 +59,3 @@ def words(tokenizer: str) -> list[str]:
     vocabulary = sorted(read.get_vocab(with_added_tokens=False).items())
     unknown = json.loads(tokenizer)["model"].get("unk_token")
     return [word for word, id in vocabulary if word != unknown and read.encode(word).ids == [id]]
-
-
-def poisson(rate: float, seed: int = 0) -> Iterator[float]:
-    """Yield the seconds between independent arrivals, with a mean of `rate` a second."""
-    source = random.Random(seed)
-    while True:
-        yield source.expovariate(rate)
-
-
-def bursty(rate: float, seed: int = 0) -> Iterator[float]:
-    """Yield the seconds between arrivals in bursts of BURST simultaneous requests on average, with a mean of `rate` a second."""
-    source = random.Random(seed)
-    while True:
-        yield source.expovariate(rate / BURST)
-        while source.random() > 1 / BURST:
-            yield 0.0
-
-
-ARRIVALS = {"poisson": poisson, "bursty": bursty}

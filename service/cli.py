@@ -86,12 +86,12 @@ def bench(settings: Settings, url: str, json: Path | None, trace: Path | None, *
     """Send load to a running server and print what it measured."""
     _find_load_generator()
     from loadtest.bench import Plan, run
-    from loadtest.discovery import NoServer
+    from loadtest.discovery import CannotMeasure
     from loadtest.tracing import NoTrace
 
     try:
         return run(Plan(url=url.rstrip("/"), **load), settings.models, json, trace)
-    except (NoServer, NoTrace, ValueError, OSError) as error:
+    except (CannotMeasure, NoTrace, ValueError, OSError) as error:
         raise StartError(str(error)) from error
 
 
@@ -146,23 +146,33 @@ def _parser() -> argparse.ArgumentParser:
     levels.add_argument(
         "--callers",
         type=_listed(int),
-        default=[1, 8, 32, 128],
+        default=[],
         metavar="N,N",
-        help="numbers of clients that each wait for a reply before they send again (default: 1,8,32,128)",
+        help="closed loop: numbers of clients that each wait for a reply before they send again",
     )
     levels.add_argument(
-        "--rates", type=_listed(float), default=[], metavar="R,R", help="requests per second, sent without waiting for replies"
+        "--rates",
+        type=_listed(float),
+        default=[],
+        metavar="R,R",
+        help="open loop: requests per second, sent without waiting for replies (default: shares of the largest rate)",
     )
     command.add_argument(
         "--arrivals",
         choices=("poisson", "bursty"),
         default="poisson",
-        help="how --rates spaces requests (default: %(default)s)",
+        help="how an open loop spaces requests (default: %(default)s)",
     )
     command.add_argument(
         "--seconds", type=_above_zero(float), default=5.0, help="duration of each level (default: %(default)s)"
     )
     command.add_argument("--inputs", type=_above_zero(int), default=1, help="sequences per request (default: %(default)s)")
+    command.add_argument(
+        "--generators",
+        type=_above_zero(int),
+        metavar="N",
+        help="processes that send the load (default: 1, and more where they limit a level)",
+    )
     command.add_argument("--seed", type=int, default=0, help="seed of the traffic (default: %(default)s)")
     command.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file, one JSON object per level")
     command.add_argument(

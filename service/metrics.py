@@ -144,8 +144,9 @@ class Histogram(Series):
 class Metrics:
     """All series, as attributes. Units are seconds and other base units.
 
-    The label `stage` is parse, encode or total (once per request), queue (once per sequence), or stage_in, compute or stage_out (once
-    per batch).
+    The label `stage` is parse, channel, reply, encode or total (once per request), or queue, stage_in, device_wait, compute or stage_out
+    (once per sequence, in every batch that runs some of its steps). The stages follow each other without a gap: for requests with one
+    sequence that runs in one batch, the means of the stages add up to the mean of total.
     """
 
     def __init__(self) -> None:
@@ -168,11 +169,6 @@ class Metrics:
         )
         self.batches = Counter("seqserve_batches", "Batches run, as one CUDA graph or launch by launch.", (*model, "by"))
         self.stage_seconds = Histogram("seqserve_stage_seconds", "Time in each stage.", (*model, "stage"), SECONDS)
-        self.sequence_seconds = Counter(
-            "seqserve_sequence_seconds",
-            "Time in the stages of batches, counted once per sequence in the batch.",
-            (*model, "stage"),
-        )
         self.failed_seconds = Counter("seqserve_failed_seconds", "Time of requests that ended with an error.", model)
         self.last_answer = Gauge(
             "seqserve_last_answer_time_seconds", "Unix time of the last successful reply.", model, alike=True
@@ -205,9 +201,6 @@ class Metrics:
         self.rerun = Counter("seqserve_rerun", "Requests run again because their engine ended.")
         self.connections_closed = Counter(
             "seqserve_connections_closed", "Connections that a frontend closed before the client did.", ("reason",)
-        )
-        self.channel_seconds = Histogram(
-            "seqserve_channel_seconds", "Time from a frontend's send to the engine's receipt.", (), SECONDS
         )
         self.channel_bytes = Counter("seqserve_channel_bytes", "Bytes written to channels.", ("writer",))
         self.channel_writes = Counter("seqserve_channel_writes", "Write calls on channels.", ("writer",))

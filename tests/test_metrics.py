@@ -141,11 +141,11 @@ def test_series_requires_exactly_its_labels(labels: tuple[str, ...]) -> None:
 
 def test_bucket_includes_its_upper_bound() -> None:
     metrics = Metrics()
-    metrics.channel_seconds.observe(0.5)
-    metrics.channel_seconds.observe(0.5000001)
-    assert value(metrics.snapshot(), "seqserve_channel_seconds_bucket", le="0.25") == 0
-    assert value(metrics.snapshot(), "seqserve_channel_seconds_bucket", le="0.5") == 1
-    assert value(metrics.snapshot(), "seqserve_channel_seconds_bucket", le="1.0") == 2
+    metrics.stage_seconds.observe(0.5, *MODEL, "channel")
+    metrics.stage_seconds.observe(0.5000001, *MODEL, "channel")
+    assert value(metrics.snapshot(), f"{STAGE}_bucket", le="0.25") == 0
+    assert value(metrics.snapshot(), f"{STAGE}_bucket", le="0.5") == 1
+    assert value(metrics.snapshot(), f"{STAGE}_bucket", le="1.0") == 2
 
 
 def test_exposed_buckets_are_cumulative() -> None:
@@ -202,7 +202,7 @@ def test_snapshot_is_independent_of_later_counts() -> None:
     metrics = busy()
     snapshot, copy = metrics.snapshot(), metrics.snapshot()
     metrics.rerun.add()
-    metrics.channel_seconds.observe(1.0)
+    metrics.stage_seconds.observe(1.0, *MODEL, "queue")
     assert snapshot == copy != metrics.snapshot()
 
 

@@ -7,6 +7,8 @@ from typing import Protocol
 
 OK = 200
 """Status of a right answer. gRPC's status 0 is reported with it, and its other statuses as they are."""
+CLOSED = "closed by the server"
+"""Why a connection breaks that the server has closed."""
 
 
 class Exchange(Protocol):
@@ -35,7 +37,7 @@ class Connection(asyncio.Protocol):
         self._transport = transport  # type: ignore[assignment] # uvloop's transport is no subclass
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._break("closed by the server")
+        self._break(CLOSED)
 
     def ask(self, number: int) -> None:
         """Send the request with this number."""

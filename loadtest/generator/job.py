@@ -12,8 +12,8 @@ class Job(msgspec.Struct):
 
     transport: "http", "grpc" or "websocket". path: the gRPC method, or the path and the query of a WebSocket; HTTP requests contain their
     own. requests: messages, or whole frames of a WebSocket. reader: a name in READERS. expected: the scores of each request; without it,
-    every answer must be equal to the first. rate: requests a second of an open loop with Poisson
-    arrivals, or 0 for a closed loop. callers: connections. pids: the processes of the server.
+    every answer must be equal to the first. callers: connections. grace: time for the requests that are open at the end. rate: requests
+    a second of an open loop, or 0 for a closed loop. arrivals: a name in ARRIVALS, for an open loop. pids: the processes of the server.
     """
 
     transport: str
@@ -26,7 +26,9 @@ class Job(msgspec.Struct):
     callers: int = 1
     seconds: float = 1.0
     warm_up: float = 0.0
+    grace: float = 1.0
     rate: float = 0.0
+    arrivals: str = "poisson"
     seed: int = 0
     pids: list[int] = msgspec.field(default_factory=list)
 
@@ -34,9 +36,9 @@ class Job(msgspec.Struct):
 class Result(msgspec.Struct):
     """Result of a job after its warm-up.
 
-    due: requests of an open loop that were due in the measured time. answers: right answers that arrived in it. latencies: of
-    these answers, and in an open loop of later answers too, as float64. cpu_seconds: processor time of the generator.
-    server_cpu_seconds: processor time of each process in `pids`.
+    due: requests of an open loop that were due in the measured time. answers: right answers that arrived in it, whenever their requests
+    were due. latencies: of these answers, or in an open loop of all right answers to the requests that were due, as float64.
+    cpu_seconds: processor time of the generator. server_cpu_seconds: processor time of each process in `pids`.
     """
 
     seconds: float

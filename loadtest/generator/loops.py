@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from array import array
 from collections import Counter, deque
@@ -11,16 +10,15 @@ from collections.abc import Callable
 from itertools import cycle
 
 from loadtest.generator import grpc
-from loadtest.generator.connection import OK, Connection
+from loadtest.generator.arrivals import ARRIVALS
+from loadtest.generator.connection import CLOSED, OK, Connection
 from loadtest.generator.grpc import GrpcConnection
 from loadtest.generator.http import HttpConnection
 from loadtest.generator.job import Job, Result
-from loadtest.generator.readers import READERS, agree
+from loadtest.generator.readers import READERS, agree, refusal
 from loadtest.generator.timer import Timer
 from loadtest.generator.websocket import WebSocketConnection
 
-GRACE_SECONDS = 1.0
-"""Time for the requests that are open at the end."""
 RETRY_SECONDS = 0.1
 MAX_KNOWN = 64
 """Remembered right answers of one request. They differ in the last digits, because a row's rounding depends on its batch."""
@@ -57,7 +55,7 @@ class Load:
     def _reset(self) -> None:
         self._latencies = array("d")
         self._failures: Counter[str] = Counter()
-        self._due = 0
+        self._due = self._right = 0
 
     async def connect(self) -> None:
         await asyncio.gather(*(self._connect() for _ in range(self._job.callers)))
@@ -80,14 +78,14 @@ class Load:
         """Send no more requests."""
         clocks, self._seconds = self._read_clocks(), time.monotonic() - self._start
         self._cpu_seconds, *self._server_cpu_seconds = (b - a for a, b in zip(self._clocks, clocks, strict=True))
-        self._answered = len(self._latencies)
+        self._answered = self._right
 
     def _read_clocks(self) -> list[float]:
         return [time.process_time(), *map(time.clock_gettime, self._pids)]
 
     async def drain(self) -> None:
         """Wait for the open requests for a while, then close all connections."""
-        deadline = time.monotonic() + GRACE_SECONDS
+        deadline = time.monotonic() + self._job.grace
         while self._open() and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
         for connection in self._connections:
@@ -103,8 +101,9 @@ class Load:
         raise NotImplementedError
 
     def broken(self, connection: Connection, reason: str) -> None:
-        """Count the failure, and replace the connection after a pause."""
-        self._failures[reason] += 1
+        """Count the failure, unless the server has closed an idle connection, and replace the connection after a pause."""
+        if connection.number >= 0 or reason != CLOSED:
+            self._failures[reason] += 1
         self._connections.discard(connection)
         retry = asyncio.ensure_future(self._replace())
         self._retries.add(retry)
@@ -154,6 +153,7 @@ class ClosedLoop(Load):
             return
         reason = self._answers.fault(connection.number, status, body)
         if reason is None:
+            self._right += 1
             self._latencies.append(now - connection.since)
         else:
             self._failures[reason] += 1
@@ -172,7 +172,7 @@ class ClosedLoop(Load):
 
 
 class OpenLoop(Load):
-    """Poisson arrivals, which do not wait for answers. A latency counts from the time when its request was due.
+    """Arrivals that do not wait for answers. A latency counts from the time when its request was due.
 
     A request that finds no idle connection waits for one, and its latency grows meanwhile.
     """
@@ -181,7 +181,7 @@ class OpenLoop(Load):
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        self._gaps = random.Random(job.seed)
+        self._gaps = ARRIVALS[job.arrivals](job.rate, job.seed)
         self._idle: deque[Connection] = deque()
         self._waiting: deque[float] = deque()
 
@@ -200,7 +200,7 @@ class OpenLoop(Load):
         self._timer.close()
 
     def _schedule(self) -> None:
-        self._next += self._gaps.expovariate(self._job.rate)
+        self._next += next(self._gaps)
         self._timer.set(self._next)
 
     def _arrive(self) -> None:
@@ -212,7 +212,7 @@ class OpenLoop(Load):
                 self._ask(self._idle.popleft(), self._next)
             else:
                 self._waiting.append(self._next)
-            self._next += self._gaps.expovariate(self._job.rate)
+            self._next += next(self._gaps)
         self._timer.set(self._next)
 
     def _ask(self, connection: Connection, due: float) -> None:
@@ -224,8 +224,10 @@ class OpenLoop(Load):
         reason = self._answers.fault(connection.number, status, body)
         if reason is not None:
             self._failures[reason] += 1
-        elif connection.since >= self._counted_since:
-            self._latencies.append(now - connection.since)
+        else:
+            self._right += 1
+            if connection.since >= self._counted_since:
+                self._latencies.append(now - connection.since)
         connection.number = -1
         self._resume(connection)
 
@@ -256,7 +258,7 @@ class AnswerCheck:
     def fault(self, number: int, status: int, body: bytes) -> str | None:
         """Return why an answer does not count, or None for a right answer."""
         if status != OK:
-            return f"status {status}"
+            return f"status {refusal(status, body)}"
         return None if body in self._known[number] or self._is_right(number, body) else WRONG
 
     def _is_right(self, number: int, body: bytes) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,8 @@ from loadtest.generator.job import Job, Result
 
 MARGIN_SECONDS = 60.0
 """Time beyond a job's own duration after which a generator that has not finished is ended."""
+IMPORTABLE = str(Path(__file__).parents[2])
+"""The folder of the package `loadtest`. The wheel has it inside `service`, where Python would not find it."""
 
 
 def run_in_processes(jobs: Sequence[Job]) -> Result:
@@ -44,13 +47,14 @@ def merged(results: Sequence[Result]) -> Result:
 
 def run_in_process(job: Job) -> Result:
     """Run a job in a new generator process. Raises CannotMeasure when the process fails."""
-    limit = job.warm_up + job.seconds + MARGIN_SECONDS
+    limit = job.warm_up + job.seconds + job.grace + MARGIN_SECONDS
     with tempfile.TemporaryDirectory() as folder:
         source, destination = Path(folder) / "job", Path(folder) / "result"
         source.write_bytes(msgspec.msgpack.encode(job))
         command = (sys.executable, "-m", "loadtest.generator", str(source), str(destination))
+        folders = os.pathsep.join(filter(None, (IMPORTABLE, os.environ.get("PYTHONPATH"))))
         try:
-            completed = subprocess.run(command, capture_output=True, timeout=limit)
+            completed = subprocess.run(command, capture_output=True, timeout=limit, env=os.environ | {"PYTHONPATH": folders})
         except subprocess.TimeoutExpired as error:
             raise CannotMeasure(f"the load generator did not finish within {limit:g} s") from error
         if completed.returncode:

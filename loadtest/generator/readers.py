@@ -54,6 +54,14 @@ READERS: dict[str, Callable[[bytes, int], Sequence[float]]] = {
 }
 
 
+def refusal(status: int, body: bytes) -> str:
+    """Return the status of an answer without scores, and the error code where the body has one."""
+    try:
+        return f"{status} {json.loads(body)['code']}"
+    except (ValueError, KeyError, TypeError):
+        return str(status)
+
+
 def agree(scores: Sequence[float], expected: Sequence[float], tolerance: float = TOLERANCE) -> bool:
     """Return whether the scores are equal within the tolerance; NaN never is."""
     return len(scores) == len(expected) and all(abs(a - b) <= tolerance for a, b in zip(scores, expected, strict=True))

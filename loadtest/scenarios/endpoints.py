@@ -19,10 +19,11 @@ import numpy as np
 import uvloop
 from numpy.typing import NDArray
 
-from loadtest import discovery, load, servers
-from loadtest.bench import StageCounts, request_cycle
+from loadtest import discovery, servers
+from loadtest.bench import StageCounts, requests_of
 from loadtest.callers import Connectable, Response, Target
 from loadtest.discovery import CannotMeasure
+from loadtest.generator.readers import refusal
 from loadtest.grpc_callers import Method
 from loadtest.load import Figures
 from loadtest.oip_requests import METHOD, PATH, behind_json, message
@@ -42,8 +43,8 @@ REQUESTS = 200
 COMPARED = 8
 """Requests that every endpoint must answer alike before any of them is timed."""
 COLUMNS = ("p50_ms", "p99_ms", "cpu_ms", "frontend_ms", "load_ms", "busiest")
-ENGINE_STAGES = ("queue", "stage_in", "compute", "stage_out")
-SHOWN_STAGES = ("parse", "channel", "queue", "compute", "encode", "total", "outside")
+ENGINE_STAGES = ("queue", "stage_in", "device_wait", "compute", "stage_out")
+SHOWN_STAGES = ("parse", "channel", "queue", "compute", "reply", "encode", "total", "outside")
 PACKAGES = ("torch", "fastapi", "uvicorn", "uvloop", "httptools", "grpcio", "msgspec")
 
 Sample = tuple[list[float], StageCounts]
@@ -92,7 +93,7 @@ def endpoints_of(server: servers.ServerProcess, models: Path) -> list[Endpoint]:
     lists = [traffic.input(STEPS) for _ in range(REQUESTS)]
     arrays = [np.array(rows, np.float32) for rows in lists]
     return [
-        Endpoint(TEXT, questions, infer, request_cycle(infer, texts, inputs=1), _read_score),
+        Endpoint(TEXT, questions, infer, itertools.cycle(requests_of(infer, texts, inputs=1)), _read_score),
         Endpoint(FLOATS, sensor, infer, itertools.cycle([_json_floats(infer, rows) for rows in lists]), read_value),
         Endpoint(BINARY, sensor, tensors, itertools.cycle([_binary(tensors, rows) for rows in arrays]), _read_behind_json),
         Endpoint(GRPC, sensor, method, itertools.cycle([message(SENSOR, rows) for rows in arrays]), _read_message),
@@ -154,7 +155,7 @@ async def first_replies(endpoint: Endpoint) -> list[Response]:
     connection.hang_up()
     for reply in replies:
         if reply.status != 200:
-            raise CannotMeasure(f"{endpoint.name} is refused with {load.reason(reply)}")
+            raise CannotMeasure(f"{endpoint.name} is refused with {refusal(reply.status, reply.body)}")
     return replies
 
 
@@ -173,7 +174,7 @@ def _contender(endpoint: Endpoint, server: servers.ServerProcess, frontends: int
     def costs(figures: Figures, before: Sample, after: Sample) -> tuple[dict[str, float], dict[str, float]]:
         used = [end - begin for end, begin in zip(after[0], before[0], strict=True)]
         load_ms, cpu_ms, *each = (1000 * value / max(1, len(figures.answers)) for value in used)
-        stages = after[1].stages(before[1]) | {"channel": after[1].channel(before[1])}
+        stages = after[1].stages(before[1]) | {"total": after[1].total(before[1])}
         stages["outside"] = stages["total"] - sum(stages[stage] for stage in ENGINE_STAGES)
         busiest = max(each) / (sum(each) or 1)
         return {"cpu_ms": cpu_ms, "frontend_ms": sum(each), "load_ms": load_ms, "busiest": busiest}, stages

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kernels.bench import questions
-from loadtest.traffic import poisson
+from loadtest.generator.arrivals import poisson
 from service.engine.batching.batcher import Batcher
 from service.engine.batching.request_block import RequestBlock
 from service.engine.batching.ticket import Ticket
@@ -164,7 +164,7 @@ class EngineLoad:
         self._finish()
         return ledger
 
-    def answer(self, block: RequestBlock, result: BlockResult) -> None:
+    def answer(self, block: RequestBlock, result: BlockResult, ready: float) -> None:
         now = time.monotonic()
         for id in block.ids:
             self._ledger.answer(*self._sent.pop(id), now)

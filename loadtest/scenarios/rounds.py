@@ -40,9 +40,9 @@ class Contender:
 
     def trial(self, round: int, seconds: float) -> Trial:
         """Run a closed loop after a warm-up of a quarter of its time."""
-        uvloop.run(load.closed(self.target, self.requests, self.callers, seconds / 4, lambda _: None))
+        uvloop.run(load.closed(self.target, self.requests, self.callers, seconds / 4))
         before = self.sample()
-        figures = uvloop.run(load.closed(self.target, self.requests, self.callers, seconds, lambda _: None))
+        figures = uvloop.run(load.closed(self.target, self.requests, self.callers, seconds))
         costs, stages = self.costs(figures, before, self.sample())
         print(report.progress(label(self.case), figures, seconds), file=sys.stderr, flush=True)
         return Trial(self.case, round, len(figures.answers), figures.failures, values_of(figures) | costs, stages)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from itertools import accumulate, islice
 
 from kernels.bench.questions import COUNTS, SHORTEST
+from loadtest.generator.arrivals import ARRIVALS
 from loadtest.simulation.policies import SimulatedSequence
-from loadtest.traffic import ARRIVALS
 
 SHORT_STEPS, LONG_STEPS = 10, 4096
 LONG_SHARE = 0.01

@@ -37,7 +37,8 @@ class Chunk:
 class Batch:
     """Blocks and chunks of one model that run in one forward pass, at least one. A block has a row for each sequence. Blocks come first.
 
-    since: when the first of them could have run, on the clock of time.monotonic; infinite if unknown.
+    since: when the first of them could have run; formed: when the batcher had chosen them. Both are on the clock of time.monotonic, and
+    infinite if unknown.
     rows, tokens: of all of them; longest: steps of the longest row; whole: whether every row is a whole sequence.
     returns_embedding, returns_sequence: whether any of them returns these outputs.
     """
@@ -45,6 +46,7 @@ class Batch:
     __slots__ = (
         "blocks",
         "chunks",
+        "formed",
         "longest",
         "model",
         "returns_embedding",
@@ -56,11 +58,17 @@ class Batch:
     )
 
     def __init__(
-        self, model: ModelKey, chunks: Sequence[Chunk], since: float = math.inf, blocks: Sequence[RequestBlock] = ()
+        self,
+        model: ModelKey,
+        chunks: Sequence[Chunk],
+        since: float = math.inf,
+        blocks: Sequence[RequestBlock] = (),
+        formed: float = math.inf,
     ) -> None:
         self.model = model
         self.chunks = chunks
         self.since = since
+        self.formed = formed
         self.blocks = blocks
         self.rows = sum([block.sequences for block in blocks]) + len(chunks)
         self.tokens = sum([block.steps for block in blocks]) + sum([chunk.steps for chunk in chunks])

@@ -21,7 +21,7 @@ from service.ipc import messages
 from service.ipc.blocks import Columns
 from service.ipc.channel import Channel, Frame, encode, send_now
 from service.ipc.heartbeat import IDLE_SECONDS, PATIENCE_SECONDS, Heartbeat
-from service.ipc.messages import Answer, Backlog, Done, EngineStatus, Message, MetricsCollected, Ready, Refusal
+from service.ipc.messages import Answer, Backlog, Done, EngineStatus, Message, MetricsCollected, ModelKey, Ready, Refusal
 from service.metrics import Metrics
 
 HANG_FACTOR = 10.0
@@ -156,8 +156,8 @@ class Worker:
     # Messages of the frontends.
 
     def _handle_block(self, channel: Channel, frame: Frame, message: messages.RequestBlock) -> None:
-        self._metrics.channel_seconds.observe_often(max(0.0, time.monotonic() - message.sent), message.requests)
         key = message.key
+        served = self._engine.serves(key)
         block = RequestBlock(
             key,
             Columns.read(frame.tail, message.requests, message.sequences),
@@ -167,17 +167,24 @@ class Worker:
             deadline=message.deadline,
             priority=message.priority,
             returns=message.returns,
-            divisible=self._engine.serves(key) and self._engine.streams(key),
+            divisible=served and self._engine.streams(key),
             owner=self._frontends[channel],
         )
+        if served:
+            self._count_channel(key, message.sent, message.requests)
         self._batcher.submit_block(block)
 
     def _handle_request(self, channel: Channel, frame: Frame, request: messages.Request) -> None:
-        self._metrics.channel_seconds.observe(max(0.0, time.monotonic() - request.sent))
+        if self._engine.serves(request.key):
+            self._count_channel(request.key, request.sent, 1)
         reply, refuse = partial(self._answer, channel, frame.id), partial(self._refuse, channel, frame.id)
         ticket = self._batcher.submit(request, frame.tail, reply, refuse, again=request.resubmitted)
         if not ticket.ended:
             self._frontends[channel].tickets[frame.id] = ticket
+
+    def _count_channel(self, key: ModelKey, sent: float, requests: int) -> None:
+        """Count the way of requests to this engine. Only for served models: labels of others would stay for ever."""
+        self._metrics.stage_seconds.observe_often(max(0.0, time.monotonic() - sent), requests, *key.labels, "channel")
 
     def _handle_cancel(self, channel: Channel, frame: Frame, message: messages.Cancel) -> None:
         frontend = self._frontends[channel]
@@ -212,13 +219,15 @@ class Worker:
             reply = Refusal.of(error)
         self._send(channel, frame.id, encode(reply, frame.id, (state,)))
 
-    def send_block(self, channel: Channel, block: RequestBlock, result: BlockResult) -> None:
-        """Send the answers to all requests of a block."""
+    def send_block(self, channel: Channel, block: RequestBlock, result: BlockResult, ready: float) -> None:
+        """Send the answers to all requests of a block. ready: when the result was."""
         if channel not in self._frontends:
             return
         arrays = (result.scores, result.picks, result.embedding, result.sequence)
         scores, picks, embedding, sequence = [() if array is None else array.shape for array in arrays]
-        answer = messages.AnswerBlock(block.requests, block.sequences, scores, picks, embedding, sequence, result.per_step)
+        answer = messages.AnswerBlock(
+            block.requests, block.sequences, scores, picks, embedding, sequence, result.per_step, ready
+        )
         columns = block.columns.ids, block.columns.counts, result.steps
         channel.send(encode(answer, tail=(*columns, *[array for array in arrays if array is not None])))
         self._answered.add(channel)
@@ -290,8 +299,8 @@ class _Frontend:
         self._channel = channel
         self.tickets: dict[int, Ticket] = {}
 
-    def answer(self, block: RequestBlock, result: BlockResult) -> None:
-        self._worker.send_block(self._channel, block, result)
+    def answer(self, block: RequestBlock, result: BlockResult, ready: float) -> None:
+        self._worker.send_block(self._channel, block, result, ready)
 
     def refuse(self, ids: Sequence[int], error: ServiceError) -> None:
         self._worker.refuse_all(self._channel, ids, error)

@@ -47,14 +47,20 @@ class RequestTally:
         """Count a request that was sent to an engine."""
         self._accepted += 1
 
-    def answer(self, labels: tuple[str, str], parse: Sequence[float], total: Sequence[float], encode: float) -> None:
-        """Count requests of one model that were answered together. parse, total: seconds of each; encode: seconds of all."""
+    def answer(
+        self, labels: tuple[str, str], parse: Sequence[float], total: Sequence[float], *, reply: float, encode: float
+    ) -> None:
+        """Count requests of one model that were answered together.
+
+        parse, total: seconds of each. reply: their mean. encode: seconds until all were encoded, which each of them waited.
+        """
         seconds = self._seconds.get(labels)
         if seconds is None:
-            seconds = self._seconds[labels] = {"parse": [], "encode": [], "total": []}
+            seconds = self._seconds[labels] = {"parse": [], "total": []}
         seconds["parse"] += parse
         seconds["total"] += total
-        seconds["encode"] += [encode / len(total)] * len(total)
+        self._metrics.stage_seconds.observe_often(reply, len(total), *labels, "reply")
+        self._metrics.stage_seconds.observe_often(encode, len(total), *labels, "encode")
         self._last_answer[labels] = datetime.now(UTC).timestamp()
         self._ended += len(total)
         self._unfolded += len(total)
@@ -320,7 +326,7 @@ class HotEndpoint(ABC):
         except Exception as error:
             reply = self.frontend.internal_error(error)
         if not call.disconnected:
-            self._send_replies(call.model, [call], [reply], start)
+            self._send_replies(call.model, [answered], [reply], start)
 
     def _write_answers_of_model(self, model: ServedModel, answers: list[AnsweredCall]) -> None:
         start = time.monotonic()
@@ -328,24 +334,26 @@ class HotEndpoint(ABC):
             replies = self.write(model, answers)
         except Exception as error:
             replies = [self.frontend.internal_error(error)] * len(answers)
-        self._send_replies(model, [answered.call for answered in answers], replies, start)
+        self._send_replies(model, answers, replies, start)
 
     def _send_replies(
-        self, model: ServedModel, calls: list[HotCall], replies: Sequence[Reply | ServiceError], start: float
+        self, model: ServedModel, answers: list[AnsweredCall], replies: Sequence[Reply | ServiceError], start: float
     ) -> None:
         """Send the replies to requests of one model, and count these. start: when the writing of the replies began."""
-        replied = []
-        for call, reply in zip(calls, replies, strict=True):
+        replied, ready = [], 0.0
+        for (call, answer, _), reply in zip(answers, replies, strict=True):
             if isinstance(reply, ServiceError):
                 self.fail(call, reply)
                 continue
             call.counted = True
             replied.append(call)
+            ready += answer.ready
             _send(call, reply)
         if replied:
             now = time.monotonic()
             parse, total = [call.sent - call.arrived for call in replied], [now - call.arrived for call in replied]
-            self._tally.answer(model.key.labels, parse, total, now - start)
+            waited = max(0.0, start - ready / len(replied))
+            self._tally.answer(model.key.labels, parse, total, reply=waited, encode=now - start)
 
 
 def _send(call: HotCall, reply: Reply) -> None:

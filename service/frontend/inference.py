@@ -148,6 +148,12 @@ def count_end(metrics: Metrics, labels: tuple[str, str], outcome: str, seconds: 
         metrics.failed_seconds.add(*labels, by=seconds)
 
 
+def count_answer(metrics: Metrics, labels: tuple[str, str], ready: float, received: float) -> None:
+    """Count the way back and the encoding of an answer that is encoded now. ready: when the engine had the results."""
+    metrics.stage_seconds.observe(max(0.0, received - ready), *labels, "reply")
+    metrics.stage_seconds.observe(time.monotonic() - received, *labels, "encode")
+
+
 RequestBuilder = Callable[[ServedModel], Awaitable[tuple[Request, bytes | memoryview]]]
 """Validates a client's inputs for a model, and returns the engine's request and its tensor bytes; raises a ServiceError."""
 
@@ -172,7 +178,7 @@ async def run_inference(
             request, tail = await build(model)
             if unknown is not None:
                 request = _continue_only(request, unknown)
-            frontend.metrics.stage_seconds.observe(time.monotonic() - tracked.arrived, *tracked.labels, "parse")
+            frontend.metrics.stage_seconds.observe(request.sent - tracked.arrived, *tracked.labels, "parse")
             return model, await frontend.dispatcher.submit(request, tail)
         except (SessionConflict, InvalidInput, TooLarge) as error:
             session_model = await _model_of_session(frontend, model, session, error)

@@ -77,7 +77,7 @@ def encode_block(key: BlockKey, queued: Sequence[QueuedRequest]) -> tuple[bytes,
         shortest=min(lengths),
         longest=max(lengths),
         deadline=min(deadlines),
-        sent=requests[0].sent,
+        sent=sum([request.sent for request in requests]) / len(requests),
         priority=key.priority,
         returns=key.returns,
     )
@@ -110,7 +110,7 @@ def split_answers(block: AnswerBlock, data: Buffer) -> Iterator[tuple[int, Answe
             begin = field.begin + begins[field.per_step] * field.line_bytes
             shapes[field.name] = number, *field.line
             parts.append(data[begin : begin + number * field.line_bytes])
-        answer = Answer(**shapes, steps=list(steps[first:end]))  # type: ignore[arg-type]
+        answer = Answer(**shapes, steps=list(steps[first:end]), ready=block.ready)  # type: ignore[arg-type]
         yield id, answer, parts[0] if len(parts) == 1 else b"".join(parts)
 
 

@@ -115,7 +115,8 @@ class RequestBlock(Message, frozen=True):
     Their columns follow the message, end to end: ids (requests,) uint64; deadlines (requests,) float64, seconds on the machine's
     monotonic clock; counts (requests,) int32, the sequences of each request; lengths (sequences,) int32, the time steps of each
     sequence; and the values of all steps, (steps,) int32 ids or (steps, features) float32. `shortest` and `longest` are the steps of
-    one sequence, `deadline` is the earliest, `sent` a moment on that clock. A higher `priority` runs sooner.
+    one sequence, `deadline` is the earliest, `sent` the mean of the moments on that clock at which the requests were sent. A higher
+    `priority` runs sooner.
     """
 
     model: str
@@ -224,7 +225,7 @@ class Answer(Message, frozen=True):
 
     `scores` float32 and `picks` int32 have one line per sequence or per time step, as the head decides. `embedding` is (sequences, width)
     and `sequence` (tokens, width), both float32. `steps` counts the steps of each sequence in per-step arrays. `session_steps` counts all
-    steps of the session, this chunk included.
+    steps of the session, this chunk included. `ready` is when the engine had the results, on the machine's monotonic clock.
     """
 
     scores: tuple[int, ...] = ()
@@ -233,13 +234,15 @@ class Answer(Message, frozen=True):
     sequence: tuple[int, ...] = ()
     steps: list[int] = []
     session_steps: int = 0
+    ready: float = 0.0
 
 
 class AnswerBlock(Message, frozen=True):
     """The answers to requests of one RequestBlock: the shapes of an Answer, for all sequences of the requests together.
 
     Columns come first: ids (requests,) uint64, counts (requests,) int32 and steps (sequences,) int32, the steps of each sequence in
-    per-step arrays. The arrays follow in the order of an Answer. `per_step` tells whether scores and picks have a line per step.
+    per-step arrays. The arrays follow in the order of an Answer. `per_step` tells whether scores and picks have a line per step. `ready` is
+    that of each Answer.
     """
 
     requests: int
@@ -249,6 +252,7 @@ class AnswerBlock(Message, frozen=True):
     embedding: tuple[int, ...] = ()
     sequence: tuple[int, ...] = ()
     per_step: bool = False
+    ready: float = 0.0
 
 
 class Backlog(Message, frozen=True):

@@ -25,8 +25,8 @@ class Pending:
     data: bytes | memoryview
 
 
-def pending(id: int, lengths: list[int], data: bytes, deadline: float = 9.0) -> Pending:
-    return Pending(id, Request("words", "2", lengths, deadline, sent=1.0, priority=1, generation=3), data)
+def pending(id: int, lengths: list[int], data: bytes, deadline: float = 9.0, sent: float = 1.0) -> Pending:
+    return Pending(id, Request("words", "2", lengths, deadline, sent=sent, priority=1, generation=3), data)
 
 
 def received(frame: bytes, following: bytes | memoryview) -> tuple[RequestBlock, Columns]:
@@ -44,8 +44,9 @@ def received(frame: bytes, following: bytes | memoryview) -> tuple[RequestBlock,
 
 
 def test_block_has_the_columns_and_totals_of_its_requests() -> None:
-    message, columns = received(*encode_block(KEY, [pending(4, [2, 5], b"ab" * 14, 8.0), pending(6, [1], b"cdef")]))
-    assert message == RequestBlock("words", "2", 3, 2, 3, 8, 1, 5, 8.0, 1.0, 1, Returns(embedding=True))
+    requests = [pending(4, [2, 5], b"ab" * 14, 8.0, sent=1.0), pending(6, [1], b"cdef", sent=2.0)]
+    message, columns = received(*encode_block(KEY, requests))
+    assert message == RequestBlock("words", "2", 3, 2, 3, 8, 1, 5, 8.0, 1.5, 1, Returns(embedding=True)), "the mean of `sent`"
     assert (bytes(columns.ids), bytes(columns.deadlines)) == (
         np.array([4, 6], "<u8").tobytes(),
         np.array([8.0, 9.0]).tobytes(),
@@ -76,7 +77,7 @@ def test_each_answer_has_the_lines_of_its_request(counts: list[int], per_step: b
         np.arange(sum(steps) * 2, dtype=FEATURES).reshape(sum(steps), 2),
     ]
     scores, picks, embedding, sequence = (array.shape for array in arrays)
-    message = AnswerBlock(len(counts), len(steps), scores, picks, embedding, sequence, per_step)
+    message = AnswerBlock(len(counts), len(steps), scores, picks, embedding, sequence, per_step, ready=3.5)
     columns = np.arange(len(counts), dtype="<u8"), np.array(counts, "<i4"), np.array(steps, "<i4")
     data = b"".join(part.tobytes() for part in (*columns, *arrays))
     first = first_step = 0
@@ -85,7 +86,7 @@ def test_each_answer_has_the_lines_of_its_request(counts: list[int], per_step: b
         by_sequence, by_step = slice(first, first + count), slice(first_step, first_step + sum(own_steps))
         by_line = by_step if per_step else by_sequence
         parts = [arrays[0][by_line], arrays[1][by_line], arrays[2][by_sequence], arrays[3][by_step]]
-        assert (id, answer.steps) == (index, own_steps)
+        assert (id, answer.steps, answer.ready) == (index, own_steps, 3.5)
         assert (answer.scores, answer.picks, answer.embedding, answer.sequence) == tuple(part.shape for part in parts)
         assert bytes(values) == b"".join(part.tobytes() for part in parts)
         first, first_step = first + count, first_step + sum(own_steps)

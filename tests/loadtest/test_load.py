@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,8 +16,6 @@ from loadtest.load import Figures
 from tests.loadtest.conftest import Handler, answered, answering, reply
 
 SECONDS = 0.3
-GAP = 0.021
-"""14 requests are due within SECONDS."""
 
 
 def requests(target: Target) -> Iterator[bytes]:
@@ -28,21 +25,9 @@ def requests(target: Target) -> Iterator[bytes]:
 def closed(handler: Handler, callers: int = 2, seconds: float = SECONDS) -> Figures:
     async def run() -> Figures:
         async with answering(handler) as target:
-            return await load.closed(target, requests(target), callers, seconds, _unwatched)
+            return await load.closed(target, requests(target), callers, seconds)
 
     return asyncio.run(run())
-
-
-def opened(handler: Handler, gap: float, seconds: float = SECONDS, idle_seconds: float = 60.0) -> Figures:
-    async def run() -> Figures:
-        async with answering(handler, idle_seconds) as target:
-            return await load.opened(target, requests(target), itertools.repeat(gap), seconds, _unwatched)
-
-    return asyncio.run(run())
-
-
-def _unwatched(figures: Figures) -> None:
-    """Ignore the progress."""
 
 
 def test_closed_loop_keeps_every_caller_busy_until_the_end() -> None:
@@ -77,12 +62,11 @@ def test_refusals_are_counted_by_status_and_code() -> None:
     assert math.isnan(figures.quantile(0.5))
 
 
-@pytest.mark.parametrize("loop", ["closed", "opened"])
-def test_connection_closed_by_the_server_fails_and_is_replaced(loop: str) -> None:
+def test_connection_closed_by_the_server_fails_and_is_replaced() -> None:
     async def handler(number: int) -> bytes | None:
         return None if number < 2 else await answered(number)
 
-    figures = closed(handler) if loop == "closed" else opened(handler, gap=GAP)
+    figures = closed(handler)
     assert figures.failures == {"ConnectionResetError": 2}
     assert figures.answers
 
@@ -131,104 +115,20 @@ def test_answer_may_arrive_in_pieces() -> None:
     assert asyncio.run(run()) == Response(503, b'{"outputs": [1]}')
 
 
-def test_open_loop_sends_due_requests_despite_open_ones() -> None:
-    """Half of the requests stay open until the end. The others are sent and answered."""
-
-    async def handler(number: int) -> bytes:
-        await asyncio.sleep(2 * SECONDS if number % 2 else 0)
-        return await answered(number)
-
-    figures = opened(handler, gap=GAP)
-    assert figures.failed == 0
-    assert len(figures.answers) == 14
-    assert sum(seconds > SECONDS for seconds in figures.answers) == 7
-
-
-def test_open_loop_latency_starts_at_the_due_time() -> None:
-    """The server handles one request at a time, slower than they arrive: a queue builds up."""
-    one_at_a_time = asyncio.Lock()
-
-    async def handler(number: int) -> bytes:
-        async with one_at_a_time:
-            await asyncio.sleep(0.04)
-        return await answered(number)
-
-    figures = opened(handler, gap=GAP)
-    assert len(figures.answers) == 14
-    assert max(figures.answers) >= 14 * 0.04 - 14 * GAP
-
-
-def test_latency_includes_the_delay_of_the_load_generator() -> None:
-    def slowly(target: Target) -> Iterator[bytes]:
-        time.sleep(0.1)
-        yield from requests(target)
-
-    async def run() -> Figures:
-        async with answering(answered) as target:
-            return await load.opened(target, slowly(target), itertools.repeat(GAP), 2.5 * GAP, _unwatched)
-
-    first, second = asyncio.run(run()).answers
-    assert first >= 0.1
-    assert second >= 0.1 - GAP
-
-
 def test_unanswered_requests_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "GRACE_SECONDS", 0.2)
-    monkeypatch.setattr(load, "PROGRESS_SECONDS", 0.05)
 
     async def handler(number: int) -> bytes:
         await asyncio.sleep(60 if number < 3 else 0)
         return await answered(number)
 
     assert closed(handler, callers=3).failures == {"unanswered": 3}
-    figures = opened(handler, gap=0.055)
-    assert figures.failures == {"unanswered": 3}
-    assert len(figures.answers) == 2
-
-
-def test_open_loop_limits_its_open_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "MAX_OPEN", 2)
-    monkeypatch.setattr(load, "GRACE_SECONDS", 0.1)
-    monkeypatch.setattr(load, "PROGRESS_SECONDS", 0.05)
-
-    async def handler(number: int) -> bytes:
-        await asyncio.sleep(60)
-        return await answered(number)
-
-    assert opened(handler, gap=0.055).failures == {"unanswered": 2, "not sent, 2 are open": 3}
-
-
-def test_connection_closed_while_idle_is_no_failure() -> None:
-    """Two requests are open at the start, and a third is sent long after the server has closed both connections."""
-
-    async def run() -> Figures:
-        async with answering(answered, idle_seconds=0.1) as target:
-            gaps = itertools.chain([0.0, 0.0, 0.4], itertools.repeat(1.0))
-            return await load.opened(target, requests(target), gaps, 0.6, _unwatched)
-
-    figures = asyncio.run(run())
-    assert not figures.failures
-    assert len(figures.answers) == 3
 
 
 def test_closed_loop_without_a_server_fails_immediately() -> None:
     target = Target("127.0.0.1", 9, "/infer")
     with pytest.raises(OSError, match=r"refused|failed"):
-        asyncio.run(load.closed(target, requests(target), 1, SECONDS, _unwatched))
-
-
-def test_watch_is_called_with_the_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "PROGRESS_SECONDS", 0.05)
-    answers: list[int] = []
-
-    async def run() -> Figures:
-        async with answering(answered) as target:
-            return await load.closed(target, requests(target), 1, SECONDS, lambda figures: answers.append(len(figures.answers)))
-
-    figures = asyncio.run(run())
-    assert len(answers) >= 3
-    assert answers == sorted(answers)
-    assert answers[-1] == len(figures.answers)
+        asyncio.run(load.closed(target, requests(target), 1, SECONDS))
 
 
 @pytest.mark.parametrize(("share", "seconds"), [(0.5, 5), (0.9, 9), (0.99, 10), (1.0, 10), (0.0, 1)])

@@ -155,15 +155,16 @@ class Batcher:
         Calls `before_launch` with each batch. Returns whether a batch was launched.
         """
         launched = self._engine.accepts_batch and self._launch_next(before_launch)
-        for part, result in self._engine.finished():
+        finished, ready = self._engine.finished(), self._clock()
+        for part, result in finished:
             if isinstance(part, RequestBlock):
                 assert isinstance(result, BlockResult)
-                self._finish_block(part, result)
+                self._finish_block(part, result, ready)
                 continue
             sequence: RequestSequence = part.owner
             assert isinstance(result, ChunkResult)
             if not sequence.ticket.ended and sequence.add_result(result):
-                self._finish(sequence)
+                self._finish(sequence, ready)
         self.sessions.expire()
         return launched
 
@@ -221,15 +222,15 @@ class Batcher:
 
     def _launch_next(self, before_launch: Callable[[Batch], None]) -> bool:
         """Launch the next batch. Returns False if no sequence can run now."""
-        now = self._clock()
-        self._drop_late(now)
+        self._drop_late(self._clock())
         scheduled = self._scheduler.next_batch()
         if scheduled is None:
             return False
-        self._count_queued(scheduled, now)
+        formed = self._clock()
+        self._count_queued(scheduled, formed)
         model, blocks, parts = scheduled
         since = min([block.arrived for block in blocks] + [part.sequence.arrived for part in parts])
-        batch = Batch(model, [self._chunk(model, part) for part in parts], since, blocks)
+        batch = Batch(model, [self._chunk(model, part) for part in parts], since, blocks, formed)
         if self._observer is not None:
             arrivals = [block.arrived for block in blocks for _ in range(block.sequences)]
             self._observer(batch, arrivals + [part.sequence.arrived for part in parts])
@@ -308,18 +309,18 @@ class Batcher:
         self._log.error("model raised", model=model.name, version=model.version, error=description)
         return InferenceFailed(f"the model raised {description}")
 
-    def _finish_block(self, block: RequestBlock, result: BlockResult) -> None:
+    def _finish_block(self, block: RequestBlock, result: BlockResult, ready: float) -> None:
         del self._running[block]
         self._metrics.sequences.add(*block.model.labels, by=block.sequences)
-        block.owner.answer(block, result)
+        block.owner.answer(block, result, ready)
 
-    def _finish(self, sequence: RequestSequence) -> None:
+    def _finish(self, sequence: RequestSequence, ready: float) -> None:
         """Handle the end of a sequence's last chunk; the request is answered with its last sequence."""
         ticket = sequence.ticket
         session_steps = 0 if sequence.session is None else self.sessions.advance(sequence.session, sequence)
         if ticket.sequence_done():
             self._metrics.sequences.add(*ticket.key.labels, by=len(ticket.sequences))
-            ticket.answer(session_steps)
+            ticket.answer(ready, session_steps)
 
     def _reject(self, ticket: Ticket, error: ServiceError) -> None:
         """Refuse a request that did not fail in a batch, and count it."""

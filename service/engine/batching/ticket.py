@@ -19,8 +19,8 @@ from service.ipc.messages import Answer, ModelKey, Request
 class BlockOwner(Protocol):
     """The frontend of a block: receives the replies to its requests."""
 
-    def answer(self, block: RequestBlock, result: BlockResult) -> None:
-        """Answer all requests of a block."""
+    def answer(self, block: RequestBlock, result: BlockResult, ready: float) -> None:
+        """Answer all requests of a block. ready: when the result was."""
 
     def refuse(self, ids: Sequence[int], error: ServiceError) -> None:
         """Refuse requests."""
@@ -142,8 +142,11 @@ class Ticket:
         self._incomplete -= 1
         return not self._incomplete
 
-    def answer(self, session_steps: int = 0) -> None:
-        """Answer with the results of all sequences. session_steps: steps of the session so far, if the request is a chunk."""
+    def answer(self, ready: float, session_steps: int = 0) -> None:
+        """Answer with the results of all sequences.
+
+        ready: when the last of them was. session_steps: steps of the session so far, if the request is a chunk.
+        """
         shapes, data = {}, []
         single_chunks = all(len(sequence.results) == 1 for sequence in self.sequences)
         first = self.sequences[0].results[-1]
@@ -157,7 +160,7 @@ class Ticket:
             data += [array.tobytes() for array in arrays]
         steps = [sum([result.steps for result in sequence.results]) for sequence in self.sequences]
         self._end()
-        self._reply(Answer(**shapes, steps=steps, session_steps=session_steps), data)
+        self._reply(Answer(**shapes, steps=steps, session_steps=session_steps, ready=ready), data)
 
     def refuse(self, error: ServiceError) -> None:
         self._end()

@@ -293,25 +293,26 @@ class DeviceEngine:
         """Count a batch in the metrics, and correct the predictions for its model."""
         metrics, batch = self._metrics, in_flight.batch
         computed = in_flight.launched if in_flight.collector is None else ended
-        stages = {
-            "stage_in": in_flight.staged - in_flight.began,
-            "compute": computed - max(in_flight.staged, self._last_ended),
-            "stage_out": time.monotonic() - ended,
-        }
+        started = max(in_flight.staged, self._last_ended)
         # The host's time counts as long as a request waited: the next batch will take it as well.
         labels = batch.model.labels
         began = max(min(batch.since, in_flight.began), self._last_ended)
         self._corrections[batch.model].observe(in_flight.predicted, computed - began)
         self._last_ended = ended
-        for stage, seconds in stages.items():
-            metrics.stage_seconds.observe(seconds, *labels, stage)
-            metrics.sequence_seconds.add(*labels, stage, by=batch.rows * seconds)
         metrics.batch_sequences.observe(batch.rows, *labels)
         metrics.batch_tokens.observe(batch.tokens, *labels)
         metrics.batches.add(*labels, "graph" if in_flight.by_graph else "launches")
         metrics.tokens.add(*labels, by=batch.tokens)
         metrics.padded_tokens.add(*labels, by=in_flight.padded_tokens)
         metrics.padding_avoided.add(*labels, by=batch.rows * batch.longest - batch.tokens)
+        stages = {
+            "stage_in": in_flight.staged - min(batch.formed, in_flight.began),
+            "device_wait": started - in_flight.staged,
+            "compute": computed - started,
+            "stage_out": time.monotonic() - computed,
+        }
+        for stage, seconds in stages.items():
+            metrics.stage_seconds.observe_often(seconds, batch.rows, *labels, stage)
 
     def _warm_up(self, encoder: Encoder, run_between_batches: RunBetweenBatches = run_now) -> ModelRunner:
         """Warm up a model. On a GPU this captures its graphs and allocates the memory that they need."""

@@ -46,7 +46,7 @@ async def infer(
     start = time.monotonic()
     building = partial(build_response, request, tensors, model, answer, data)
     response = building() if len(data) <= LARGE_ANSWER_BYTES else await asyncio.to_thread(building)
-    frontend.metrics.stage_seconds.observe(time.monotonic() - start, *tracked.labels, "encode")
+    inference.count_answer(frontend.metrics, tracked.labels, answer.ready, start)
     return response
 
 

@@ -127,8 +127,8 @@ class _ModelCounts:
 
     def stage_seconds(self, stage: str) -> ValuesByLabels:
         """Return the seconds in a stage. Each sequence of a batch adds the whole duration of the batch."""
-        name = (self.metrics.stage_seconds if stage in ("queue", "total") else self.metrics.sequence_seconds).name
-        return {(model, version): values[-1] for (model, version, label), values in self._series(name) if label == stage}
+        seconds = self._series(self.metrics.stage_seconds.name)
+        return {(model, version): values[-1] for (model, version, label), values in seconds if label == stage}
 
     def _sums(self, name: str) -> ValuesByLabels:
         """Return a series summed over all labels other than model and version."""

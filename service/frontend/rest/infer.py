@@ -20,7 +20,7 @@ from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
 from service.frontend.head_outputs import InferOutput, decode_arrays, input_field
 from service.frontend.hot_calls import AnsweredCall, HotEndpoint, Parsed, Reply
 from service.frontend.http_exchange import JSON, cancel_on_disconnect, read_json, respond
-from service.frontend.inference import Frontend, TrackedRequest, run_inference, track_request
+from service.frontend.inference import Frontend, TrackedRequest, count_answer, run_inference, track_request
 from service.frontend.large_answers import LARGE_ANSWER_BYTES
 from service.frontend.request_heads import RequestHead
 from service.frontend.rest.schemas import ERRORS, JsonBody, SessionId, describe_body
@@ -146,7 +146,7 @@ async def answer(frontend: Frontend, tracked: TrackedRequest, body: InferBody, p
         encoded = write_reply(model, model.writer.write(shapes, data, body.field_of), body.session, shapes.session_steps)
     else:
         encoded = await _write_large_reply(frontend, model, shapes, data, body.field_of, body.session)
-    frontend.metrics.stage_seconds.observe(time.monotonic() - start, *tracked.labels, "encode")
+    count_answer(frontend.metrics, tracked.labels, shapes.ready, start)
     return encoded
 
 

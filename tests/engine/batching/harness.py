@@ -257,10 +257,10 @@ class FakeFrontend:
         self.clients[len(self.clients)] = client
         return len(self.clients) - 1
 
-    def answer(self, block: RequestBlock, result: BlockResult) -> None:
+    def answer(self, block: RequestBlock, result: BlockResult, ready: float) -> None:
         arrays = [array for array in result[:4] if array is not None]
         scores, picks, embedding, sequence = [() if array is None else array.shape for array in result[:4]]
-        answer = AnswerBlock(block.requests, block.sequences, scores, picks, embedding, sequence, result.per_step)
+        answer = AnswerBlock(block.requests, block.sequences, scores, picks, embedding, sequence, result.per_step, ready)
         data = b"".join((block.columns.ids, block.columns.counts, result.steps, *[array.tobytes() for array in arrays]))
         for id, of_request, values in split_answers(answer, data):
             if not self.clients[id].disconnected:

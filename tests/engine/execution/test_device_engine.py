@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from service.engine.batch import Batch, Chunk
 from service.engine.execution import model_runner
 from service.engine.execution.device_engine import DeviceEngine
-from service.engine.execution.in_flight import ChunkResult
+from service.engine.execution.in_flight import BatchArrays, ChunkResult, InFlightBatch
 from service.ipc.messages import FEATURES, IDS, ModelKey, Returns
 from service.metrics import Counter, Metrics
 from service.modeling import store
@@ -258,7 +259,22 @@ def test_batch_is_counted_in_the_metrics(engine: DeviceEngine, metrics: Metrics)
     assert count(metrics.padding_avoided) == max(LENGTHS) * len(LENGTHS) - sum(LENGTHS)
     assert metrics.batch_sequences.values[WORDS.labels][-1] == len(LENGTHS)
     assert metrics.batch_tokens.values[WORDS.labels][-1] == sum(LENGTHS)
-    assert {stage for *_, stage in metrics.stage_seconds.values} == {"stage_in", "compute", "stage_out"}
+    counts = {stage: sum(values[:-1]) for (*_, stage), values in metrics.stage_seconds.values.items()}
+    assert counts == dict.fromkeys(("stage_in", "device_wait", "compute", "stage_out"), len(LENGTHS)), "once per sequence"
+
+
+def test_stages_of_a_batch_follow_without_a_gap(engine: DeviceEngine, metrics: Metrics) -> None:
+    """The batch was staged while the device still ran the previous one."""
+    now = time.monotonic()
+    batch = Batch(WORDS, [chunk(WORDS, 3), chunk(WORDS, 4)], formed=now - 1.0)
+    arrays, on_a_gpu = BatchArrays(None, None, None, None, None, False), SimpleNamespace()
+    engine._last_ended = now - 0.5
+    in_flight = InFlightBatch(batch, np.empty(0, np.int32), arrays, 0.1, now - 0.9, now - 0.8, now - 0.7, on_a_gpu)  # type: ignore[arg-type] # nothing is read
+    engine._count(in_flight, ended=now - 0.25)
+    means = {stage: values[-1] / 2 for (*_, stage), values in metrics.stage_seconds.values.items()}
+    assert list(means) == ["stage_in", "device_wait", "compute", "stage_out"]
+    assert [means[stage] for stage in ("stage_in", "device_wait", "compute")] == pytest.approx([0.2, 0.3, 0.25])
+    assert means["stage_out"] >= 0.25
 
 
 def count(counter: Counter) -> float:

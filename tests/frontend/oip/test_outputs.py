@@ -107,7 +107,8 @@ def test_request_is_counted_once_and_timed_by_stage(harness: InferHarness) -> No
     def counts() -> list[float]:
         metrics = harness.frontend.metrics
         stages = [
-            sum(metrics.stage_seconds.values.get(("speller", "1", stage), [0])[:-1]) for stage in ("parse", "encode", "total")
+            sum(metrics.stage_seconds.values.get(("speller", "1", stage), [0])[:-1])
+            for stage in ("parse", "reply", "encode", "total")
         ]
         return [metrics.requests.values.get(("speller", "1", "ok"), [0])[0], *stages]
 

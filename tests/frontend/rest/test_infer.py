@@ -156,7 +156,11 @@ def test_each_stage_of_a_request_is_timed(server: Server) -> None:
     assert server.metric("seqserve_kernel_backend_info", model="words", version="1", backend="framework") == 1
 
 
-STAGES = {"parse": 1, "queue": 2, "stage_in": 1, "compute": 1, "stage_out": 1, "encode": 1, "total": 1}
+STAGES = {
+    **dict.fromkeys(("parse", "channel", "reply", "encode", "total"), 1),
+    **dict.fromkeys(("queue", "stage_in", "device_wait", "compute", "stage_out"), 2),
+}
+"""How often each stage of a request with two inputs is counted."""
 
 
 # Invalid requests.

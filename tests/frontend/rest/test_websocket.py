@@ -117,7 +117,7 @@ def test_every_chunk_is_counted_as_a_request(server: Server) -> None:
     def counts() -> dict[str, float]:
         stages = {
             stage: server.metric("seqserve_stage_seconds_count", model="sensors", stage=stage)
-            for stage in ("parse", "encode", "total")
+            for stage in ("parse", "channel", "reply", "encode", "total")
         }
         outcomes = {
             outcome: server.metric("seqserve_requests_total", model="sensors", outcome=outcome)
@@ -132,6 +132,8 @@ def test_every_chunk_is_counted_as_a_request(server: Server) -> None:
     after = counts()
     assert {name: after[name] - before[name] for name in after} == {
         "parse": 1,
+        "channel": 1,
+        "reply": 1,
         "encode": 1,
         "total": 2,
         "ok": 1,

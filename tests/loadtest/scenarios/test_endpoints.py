@@ -54,7 +54,7 @@ def test_every_endpoint_is_timed_with_every_number_of_frontends(
         assert 0 <= record["busiest"] <= 1
         stages = record["stages_ms"]
         assert 0 < stages["parse"] < stages["outside"] < stages["total"]
-        assert all(stages[stage] > 0 for stage in ("channel", "queue", "compute", "encode"))
+        assert all(stages[stage] > 0 for stage in ("channel", "queue", "compute", "reply", "encode"))
     assert any(record["busiest"] for record in records), "the clock of a process may be coarser than a trial"
     assert sum(record["frontend_ms"] for record in records) < sum(record["cpu_ms"] for record in records)
     printed = capsys.readouterr().out
@@ -135,7 +135,7 @@ def test_grpc_caller_returns_raw_answers_and_error_names() -> None:
         assert await connection.ask(b"ab") == (200, b"abab")
         connection.hang_up()
         requests = (itertools.repeat(data) for data in (b"yes", b"no"))
-        answers, refusals = [await load.closed(method, each, 2, 0.2, lambda _: None) for each in requests]
+        answers, refusals = [await load.closed(method, each, 2, 0.2) for each in requests]
         await server.stop(None)
         return answers, refusals
 
