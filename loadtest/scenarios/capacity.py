@@ -1,6 +1,6 @@
 """The largest rate of the service by number of frontends, and its latency at a share of that rate.
 
-Several generator processes load one server: first in a closed loop, then in an open loop whose rate is a share of the closed loop's.
+Several generator processes load one server: first in a closed loop, then in an open loop at a share of the rate of the closed loop.
 """
 
 from __future__ import annotations

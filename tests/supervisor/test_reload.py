@@ -294,7 +294,7 @@ def test_chunk_is_validated_for_the_session_s_version(reloaded: Reloaded, tmp_pa
 
 
 def test_socket_continues_the_version_of_its_session(reloaded: Reloaded, tmp_path: Path) -> None:
-    """Also a second socket, whose first chunk is valid for the newest version or for the session's alone."""
+    """A second socket finds the version too, although its first chunk is not valid for the newest version."""
     server, root, _ = reloaded
     models.sensors(root, features=3)
     load(server, "sensors")

@@ -358,7 +358,7 @@ class _PendingReply:
         self.content = b""
         self.failed = False
         self.in_error = False
-        """Whether the frontend failed, so that nobody knows whether the session has the chunk."""
+        """Whether the frontend failed. It is then unknown whether the session has the chunk."""
 
     def respond(self, content: bytes, headers: bytes) -> None:
         if self.call is not None:

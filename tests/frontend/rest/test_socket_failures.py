@@ -45,7 +45,7 @@ class Connection:
         self.receiver = receiver
 
     def read_on(self) -> None:
-        """A message is given to the receiver by the test."""
+        """The test itself passes the messages to the receiver."""
 
     def send_text(self, content: bytes) -> None:
         self.replies.append(json.loads(content))
@@ -95,7 +95,7 @@ def fail(*arguments: Any) -> None:
 
 @pytest.mark.parametrize("method", ["build", "write"])
 def test_internal_error_closes_the_socket_with_1011(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    """Nobody knows whether the session has the chunk. An error of the engine leaves the socket open."""
+    """It is unknown whether the session has the chunk. An error of the engine leaves the socket open."""
     spec = models.words(tmp_path)
 
     async def within(dispatcher: Dispatcher, metrics: Metrics) -> None:
