@@ -102,14 +102,19 @@ class ConnectionGuard:
                     self._close(connection.refuse_slow_request, "slow_request")
         self._limit_unread_bytes()
 
-    def make_room(self, open_connections: int) -> bool:
+    def make_room(self, open_connections: int, connecting: int) -> bool:
         """Return whether another connection may be accepted now. Otherwise close some, so that it may be soon.
+
+        connecting: accepted connections that are not open yet. While there are any, none is closed: an older connection that clients use
+        would close instead of a new connection that is silent.
 
         Connections that have been idle for the longest time close first, then connections whose request has been arriving for the longest
         time. Several close at once, because each call looks at all connections.
         """
-        if open_connections < self.limit:
+        if open_connections + connecting < self.limit:
             return True
+        if connecting:
+            return False
         connections, count = self._connections(), max(1, self.limit // 64)
         for phase in (Phase.IDLE, Phase.KEPT, Phase.RECEIVING):
             candidates = (connection for connection in connections if connection.phase is phase)

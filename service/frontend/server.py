@@ -100,7 +100,7 @@ class FrontendServer(uvicorn.Server):
 
     def _make_room(self, connecting: int) -> bool:
         grpc_connections = len(self._grpc.connections) if self._grpc is not None else 0
-        return self._guard.make_room(len(self.server_state.connections) + grpc_connections + connecting)
+        return self._guard.make_room(len(self.server_state.connections) + grpc_connections, connecting)
 
     def _make_protocol(self) -> asyncio.Protocol:
         """Return a protocol for one connection, as uvicorn's own startup creates it."""

@@ -82,20 +82,31 @@ def test_longest_idle_connection_makes_room_first() -> None:
     old, new = Connection(phase_began=1), Connection(phase_began=2)
     dripping = Connection(Phase.RECEIVING, phase_began=0)
     guard, metrics = guard_of(new, dripping, old)
-    assert guard.make_room(2)
+    assert guard.make_room(2, 0)
     assert [old.closed, new.closed, dripping.closed] == [[], [], []]
-    assert not guard.make_room(3), "its socket closes later"
+    assert not guard.make_room(3, 0), "its socket closes later"
     assert [old.closed, new.closed, dripping.closed] == [["aborted"], [], []]
     assert metrics.connections_closed.values == {("too_many",): [1.0]}
+
+
+def test_no_connection_closes_while_others_are_not_open_yet() -> None:
+    """Of a burst of silent connections none can be closed yet. A kept connection would close in their place."""
+    kept = Connection(Phase.KEPT)
+    guard, metrics = guard_of(kept)
+    assert guard.make_room(1, 1)
+    assert not guard.make_room(1, 2)
+    assert (kept.closed, metrics.connections_closed.values) == ([], {})
+    assert not guard.make_room(3, 0)
+    assert kept.closed == ["aborted"]
 
 
 def test_running_connections_make_no_room() -> None:
     dripping, running = Connection(Phase.RECEIVING), Connection(Phase.RUNNING)
     guard, metrics = guard_of(running, dripping)
-    assert not guard.make_room(3)
+    assert not guard.make_room(3, 0)
     assert dripping.closed == ["aborted"]
     guard, metrics = guard_of(running, running, running)
-    assert not guard.make_room(3)
+    assert not guard.make_room(3, 0)
     assert (running.closed, metrics.connections_closed.values) == ([], {})
 
 

@@ -258,14 +258,14 @@ def test_idle_connection_stays_while_there_is_room(peer: Peer) -> None:
     peer.loop.now += 3600
     guard.sweep(peer.loop.now)
     assert not peer.closed and peer.connection.phase is Phase.KEPT
-    assert not guard.make_room(1)
+    assert not guard.make_room(1, 0)
     assert peer.closed and closed_for(metrics) == {"too_many": 1}
 
 
 def test_running_request_keeps_its_connection(peer: Peer) -> None:
     guard, _ = guard_of(peer, max_connections=1)
     peer.send(request(1, b"/hold"))
-    assert peer.connection.phase is Phase.RUNNING and not guard.make_room(1) and not peer.closed
+    assert peer.connection.phase is Phase.RUNNING and not guard.make_room(1, 0) and not peer.closed
 
 
 def test_long_burst_is_handled_in_turns(loop: ClockLoop) -> None:
