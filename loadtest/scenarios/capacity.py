@@ -37,6 +37,8 @@ FEWER = 4
 REQUESTS = 200
 """Distinct requests of each kind, sent in a cycle."""
 SESSIONS = 256
+OPEN_CONNECTIONS = 256
+"""Connections of an open loop, over all generators. A request that finds none idle waits, and its latency grows meanwhile."""
 COLUMNS = ("answers/s", "inputs/s", "p50_ms", "p99_ms", "frontends_us", "engine_us", "generators_us", "generators_busy")
 PACKAGES = ("torch", "uvicorn", "uvloop", "httptools", "msgspec", "orjson")
 
@@ -172,7 +174,7 @@ def _trial(
         requests.requests,
         requests.reader,
         [[]] * len(requests.requests),
-        callers=case["callers"],
+        callers=max(case["callers"], OPEN_CONNECTIONS // options.generators) if rate else case["callers"],
         seconds=options.seconds,
         warm_up=options.seconds / 4,
         rate=rate / options.generators,
