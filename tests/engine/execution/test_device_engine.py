@@ -293,6 +293,7 @@ def test_warm_up_runs_every_size_before_it_measures(device: str, longer: list[tu
 
     limits = SimpleNamespace(input=SimpleNamespace(max_steps=50))
     encoder: Any = SimpleNamespace(device=torch.device(device), spec=limits, time_batch=time_batch)
-    model_runner._measure_cost(encoder, rows=8, steps=4, tokens=500)
+    cost = model_runner._measure_cost(encoder, rows=8, steps=4, tokens=500)
+    assert cost.per_step > 0, "although longer rows took no longer"
     timed = [size for size in ((1, 4), (1, 16), (8, 4)) for _ in range(model_runner.TRIALS)]
     assert ran == [(1, 4), (2, 4), (4, 4), (8, 4), *longer, *timed], "measurements come last"
