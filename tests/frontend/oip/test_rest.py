@@ -574,7 +574,10 @@ def test_response_has_an_accepted_encoding(server: Server, accepted: str, chosen
     plain = post(server, body, "/v2/models/forecaster/infer", headers={"accept-encoding": "identity"})
     answer = post(server, body, "/v2/models/forecaster/infer", headers={"accept-encoding": accepted})
     assert (answer.status_code, answer.headers.get("content-encoding")) == (200, chosen)
-    assert answer.json()["outputs"] == plain.json()["outputs"]
+    [output], [expected] = answer.json()["outputs"], plain.json()["outputs"]
+    # The last digit depends on where the engine cuts the sequence.
+    assert output.pop("data") == pytest.approx(expected.pop("data"), rel=1e-5)
+    assert output == expected
 
 
 def test_small_response_is_not_compressed(server: Server) -> None:
