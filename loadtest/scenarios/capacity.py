@@ -37,6 +37,8 @@ FEWER = 4
 REQUESTS = 200
 """Distinct requests of each kind, sent in a cycle."""
 SESSIONS = 256
+GRACE_SECONDS = 10.0
+"""Time for the requests that are open at the end."""
 OPEN_CONNECTIONS = 256
 """Connections of an open loop, over all generators. A request that finds none idle waits, and its latency grows meanwhile."""
 COLUMNS = ("answers/s", "inputs/s", "p50_ms", "p99_ms", "frontends_us", "engine_us", "generators_us", "generators_busy")
@@ -178,6 +180,7 @@ def _trial(
         seconds=options.seconds,
         warm_up=options.seconds / 4,
         rate=rate / options.generators,
+        grace=GRACE_SECONDS,
         pids=[*roles[0], *roles[1]],
     )
     jobs = [structs.replace(job, seed=number * options.generators + each) for each in range(options.generators)]
