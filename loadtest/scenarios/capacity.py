@@ -40,7 +40,7 @@ SESSIONS = 256
 GRACE_SECONDS = 10.0
 """Time for the requests that are open at the end."""
 OPEN_CONNECTIONS = 256
-"""Connections of an open loop, over all generators. A request that finds none idle waits, and its latency grows meanwhile."""
+"""Connections of an open loop of requests with one input, over all generators. A request that finds none idle waits, and its latency grows meanwhile."""
 COLUMNS = ("answers/s", "inputs/s", "p50_ms", "p99_ms", "frontends_us", "engine_us", "generators_us", "generators_busy")
 PACKAGES = ("torch", "uvicorn", "uvloop", "httptools", "msgspec", "orjson")
 
@@ -176,13 +176,15 @@ def _trial(
         requests.requests,
         requests.reader,
         [[]] * len(requests.requests),
-        callers=max(case["callers"], OPEN_CONNECTIONS // options.generators) if rate else case["callers"],
+        callers=case["callers"],
         seconds=options.seconds,
         warm_up=options.seconds / 4,
         rate=rate / options.generators,
         grace=GRACE_SECONDS,
         pids=[*roles[0], *roles[1]],
     )
+    if rate and requests.inputs == 1:
+        job.callers = max(job.callers, OPEN_CONNECTIONS // options.generators)
     jobs = [structs.replace(job, seed=number * options.generators + each) for each in range(options.generators)]
     result = run_in_processes(jobs)
     values = _values(result, len(roles[0]), options.generators) | {
