@@ -40,7 +40,8 @@ SESSIONS = 256
 GRACE_SECONDS = 10.0
 """Time for the requests that are open at the end."""
 OPEN_CONNECTIONS = 256
-"""Connections of an open loop of requests with one input, over all generators. A request that finds none idle waits, and its latency grows meanwhile."""
+"""Connections of an open loop of requests with one input, over all generators. A request that finds none idle waits, which its latency
+includes."""
 COLUMNS = ("answers/s", "inputs/s", "p50_ms", "p99_ms", "frontends_us", "engine_us", "generators_us", "generators_busy")
 PACKAGES = ("torch", "uvicorn", "uvloop", "httptools", "msgspec", "orjson")
 
