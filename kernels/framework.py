@@ -66,7 +66,7 @@ def order_by_length(x: Ragged) -> StepOrder:
     """Return the step order of a batch. It is computed on the host, which launches the steps."""
     lengths = x.lengths
     if lengths.size and lengths.min() == lengths.max() == 1:
-        # The next step of many sessions, whose time the reordering would double.
+        # Mostly the next step of many sessions: reordering would double its time.
         return StepOrder(None, None, torch.from_numpy(lengths).to(x.data.device), [len(lengths)])
     rows = np.argsort(-lengths, kind="stable")
     step, row = (lengths[rows] > np.arange(lengths.max(initial=0))[:, None]).nonzero()

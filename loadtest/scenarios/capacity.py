@@ -17,6 +17,7 @@ import numpy as np
 from msgspec import structs
 
 from loadtest import discovery, servers
+from loadtest.bench import CONNECTIONS, GRACE_SECONDS
 from loadtest.callers import Target
 from loadtest.generator import websocket
 from loadtest.generator.job import Job, Result
@@ -37,11 +38,6 @@ FEWER = 4
 REQUESTS = 200
 """Distinct requests of each kind, sent in a cycle."""
 SESSIONS = 256
-GRACE_SECONDS = 10.0
-"""Time for the requests that are open at the end."""
-OPEN_CONNECTIONS = 256
-"""Connections of an open loop of requests with one input, over all generators. A request that finds none idle waits, which its latency
-includes."""
 COLUMNS = ("answers/s", "inputs/s", "p50_ms", "p99_ms", "frontends_us", "engine_us", "generators_us", "generators_busy")
 PACKAGES = ("torch", "uvicorn", "uvloop", "httptools", "msgspec", "orjson")
 
@@ -185,7 +181,7 @@ def _trial(
         pids=[*roles[0], *roles[1]],
     )
     if rate and requests.inputs == 1:
-        job.callers = max(job.callers, OPEN_CONNECTIONS // options.generators)
+        job.callers = max(job.callers, CONNECTIONS // options.generators)
     jobs = [structs.replace(job, seed=number * options.generators + each) for each in range(options.generators)]
     result = run_in_processes(jobs)
     values = _values(result, len(roles[0]), options.generators) | {

@@ -12,6 +12,7 @@ import itertools
 import statistics
 import tempfile
 import time
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,12 +24,13 @@ from kernels.bench import questions
 from kernels.bench.report import Setting, slug
 from kernels.bench.tables import write
 from loadtest import report, servers, synthetic_models
-from loadtest.scenarios.engine_host import BLOCKS, HostTime, host_time, request_block
+from loadtest.scenarios.engine_host import BLOCKS, NO_DEADLINE, HostTime, host_time
 from loadtest.scenarios.engine_open_loop import HEAVY, LONG, MIXED, REAL, EngineLoad, OpenLoopLevel, levels
 from service.engine.batch import Batch
 from service.engine.batching.request_block import RequestBlock
 from service.engine.execution.device_engine import DeviceEngine
 from service.engine.execution.in_flight import InFlightBatch
+from service.ipc.blocks import Columns
 from service.ipc.messages import FEATURES, IDS, ModelKey
 from service.local import build_engine
 from service.metrics import Metrics
@@ -243,9 +245,22 @@ def _batches(engine: DeviceEngine, model: str, rows: int) -> Iterator[Batch]:
         lengths = questions.lengths(rows, seed) if model in QUESTIONS else [STEPS] * rows
         if model in QUESTIONS and rows == 1:
             lengths = questions.lengths(VARIANTS)[seed : seed + 1]
-        block = request_block(ModelKey(model, "1"), lengths, _values(spec, sum(lengths), chance))
+        block = _request_block(ModelKey(model, "1"), lengths, _values(spec, sum(lengths), chance))
         batches.append(Batch(block.model, [], blocks=[block]))
     return itertools.cycle(batches)
+
+
+def _request_block(model: ModelKey, lengths: Sequence[int], values: bytes) -> RequestBlock:
+    """Return a block of requests with one sequence each."""
+    count = len(lengths)
+    columns = Columns(
+        array("Q", range(1, count + 1)).tobytes(),
+        array("d", [NO_DEADLINE] * count).tobytes(),
+        array("i", [1] * count).tobytes(),
+        array("i", lengths).tobytes(),
+        values,
+    )
+    return RequestBlock(model, columns, steps=sum(lengths), shortest=min(lengths), longest=max(lengths), deadline=NO_DEADLINE)
 
 
 def _values(spec: ModelSpec, steps: int, chance: np.random.Generator) -> bytes:

@@ -11,23 +11,20 @@ import selectors
 import statistics
 import threading
 import time
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 
 from kernels.bench import questions
-from service.engine.batching.request_block import RequestBlock
 from service.engine.build import build_batcher
 from service.engine.execution.device_engine import DeviceEngine, PreparedModel
 from service.engine.execution.in_flight import InFlightBatch
 from service.engine.loading import ModelLoader
 from service.engine.worker import Worker
-from service.ipc import messages
-from service.ipc.blocks import Columns
+from service.ipc.blocks import BlockKey, Buffer, encode_block
 from service.ipc.channel import Channel, encode, pair
 from service.ipc.heartbeat import Heartbeat
-from service.ipc.messages import AnswerBlock, Attach, ModelKey
+from service.ipc.messages import AnswerBlock, Attach, ModelKey, Request, Returns
 from service.log import Log
 from service.metrics import Metrics
 from service.settings import Settings
@@ -51,17 +48,13 @@ class HostTime:
     batch_us: float
 
 
-def request_block(model: ModelKey, lengths: Sequence[int], values: bytes) -> RequestBlock:
-    """Return a block of requests with one sequence each."""
-    count = len(lengths)
-    columns = Columns(
-        array("Q", range(1, count + 1)).tobytes(),
-        array("d", [NO_DEADLINE] * count).tobytes(),
-        array("i", [1] * count).tobytes(),
-        array("i", lengths).tobytes(),
-        values,
-    )
-    return RequestBlock(model, columns, steps=sum(lengths), shortest=min(lengths), longest=max(lengths), deadline=NO_DEADLINE)
+@dataclass(slots=True)
+class _Question:
+    """A request that waits for its block, as `QueuedRequest` describes it."""
+
+    id: int
+    request: Request
+    data: Buffer
 
 
 def host_time(engine: DeviceEngine, model: str, blocks: int, requests: int, seconds: float) -> HostTime:
@@ -109,21 +102,12 @@ def _no_model(*_: object) -> PreparedModel:
 
 def _frame(model: str, requests: int, seed: int) -> bytes:
     """Return the frame of a block, as a frontend sends it."""
-    lengths = questions.lengths(requests, seed)
-    block = request_block(ModelKey(model, "1"), lengths, bytes(4 * sum(lengths)))
-    message = messages.RequestBlock(
-        *block.model,
-        requests=block.requests,
-        sequences=block.sequences,
-        steps=block.steps,
-        shortest=block.shortest,
-        longest=block.longest,
-        deadline=block.deadline,
-        sent=time.monotonic(),
-        priority=block.priority,
-        returns=block.returns,
-    )
-    return encode(message, tail=tuple(block.columns))
+    now = time.monotonic()
+    queued = [
+        _Question(id, Request(model, "1", [steps], NO_DEADLINE, now), bytes(4 * steps))
+        for id, steps in enumerate(questions.lengths(requests, seed), 1)
+    ]
+    return encode_block(BlockKey(ModelKey(model, "1"), 0, Returns()), queued)[0]
 
 
 def _close_after(sending: BaseProcess, supervisor: Channel) -> None:

@@ -6,6 +6,7 @@ Every float32 is written as the shortest decimal that identifies it: half the by
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
@@ -156,7 +157,7 @@ class OutputWriter:
 
         Simple are answers of one sequence each that consist of finite scores by label, or of finite values.
         """
-        if not isinstance(self._members, _ClassifyMembers | _RegressMembers):
+        if not isinstance(self._members, _RowMembers):
             return None
         data = b"".join([data for _, data in answers])
         size = self._members.row_bytes
@@ -166,14 +167,12 @@ class OutputWriter:
         return members and [b"[{%b}]" % member for member in members]
 
 
-class _ClassifyMembers:
-    """Writes the members of classify outputs: a template for each label that may be the best."""
+class _RowMembers(ABC):
+    """Writes the members of outputs that consist of one row of scores for each sequence."""
 
-    def __init__(self, head: ClassifyHead) -> None:
-        labels = [orjson.dumps(label).replace(b"%", b"%%") for label in head.labels]
-        scores = b",".join(b"%b:%%b" % label for label in labels)
-        self._templates = [b'"label":%b,"score":%%b,"scores":{%b}' % (label, scores) for label in labels]
-        self.row_bytes = np.dtype(FEATURES).itemsize * len(labels)
+    def __init__(self, width: int) -> None:
+        """width: scores in a row."""
+        self.row_bytes = np.dtype(FEATURES).itemsize * width
 
     def __call__(self, parts: list[_SequenceArrays]) -> list[bytes]:
         members = self.of_scores(np.concatenate([part.scores for part in parts]))
@@ -181,36 +180,41 @@ class _ClassifyMembers:
         return members
 
     def of_scores(self, scores: Array) -> list[bytes] | None:
-        """Return the members for each row of (sequences, labels) scores, or None if a score is not finite."""
+        """Return the members for each row of (sequences, width) scores, or None if a score is not finite."""
         text = json_numbers(scores)
-        if b"null" in text:
-            return None
-        rows, best = text[2:-2].split(b"],["), scores.argmax(axis=1).tolist()
+        return None if b"null" in text else self._write(text[2:-2].split(b"],["), scores)
+
+    @abstractmethod
+    def _write(self, rows: list[bytes], scores: Array) -> list[bytes]:
+        """Return the members for each row. rows: the JSON numbers of each row of scores."""
+
+
+class _ClassifyMembers(_RowMembers):
+    """Writes the members of classify outputs: a template for each label that may be the best."""
+
+    def __init__(self, head: ClassifyHead) -> None:
+        super().__init__(len(head.labels))
+        labels = [orjson.dumps(label).replace(b"%", b"%%") for label in head.labels]
+        scores = b",".join(b"%b:%%b" % label for label in labels)
+        self._templates = [b'"label":%b,"score":%%b,"scores":{%b}' % (label, scores) for label in labels]
+
+    def _write(self, rows: list[bytes], scores: Array) -> list[bytes]:
         members = []
-        for row, pick in zip(rows, best, strict=True):
+        for row, pick in zip(rows, scores.argmax(axis=1).tolist(), strict=True):
             values = row.split(b",")
             members.append(self._templates[pick] % (values[pick], *values))
         return members
 
 
-class _RegressMembers:
+class _RegressMembers(_RowMembers):
     """Writes the members of regress outputs."""
 
     def __init__(self, head: RegressHead) -> None:
+        super().__init__(head.outputs)
         self._template = b'"value":%b' if head.outputs == 1 else b'"value":[%b]'
-        self.row_bytes = np.dtype(FEATURES).itemsize * head.outputs
 
-    def __call__(self, parts: list[_SequenceArrays]) -> list[bytes]:
-        members = self.of_scores(np.concatenate([part.scores for part in parts]))
-        assert members is not None, "decode_arrays refuses what is not finite"
-        return members
-
-    def of_scores(self, scores: Array) -> list[bytes] | None:
-        """Return the members for each row of (sequences, outputs) values, or None if a value is not finite."""
-        text = json_numbers(scores)
-        if b"null" in text:
-            return None
-        return [self._template % row for row in text[2:-2].split(b"],[")]
+    def _write(self, rows: list[bytes], scores: Array) -> list[bytes]:
+        return [self._template % row for row in rows]
 
 
 class _TagMembers:

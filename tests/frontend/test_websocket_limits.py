@@ -132,7 +132,7 @@ def replies_to(server: Server, pieces: list[bytes]) -> tuple[list[str | int], li
 
 
 def test_replies_do_not_depend_on_where_the_frames_are_cut(server: Server) -> None:
-    """A message that arrives whole takes another way than one that arrives in parts."""
+    """Messages that arrive whole and messages that arrive in parts are parsed by different code."""
     frames = list(mixed_frames())
     expected, scores = replies_to(server, frames)
     assert [reply for reply in expected if isinstance(reply, int)] == [1, 2, 3, 4, 5, 6, 7, 47, 48, 49]

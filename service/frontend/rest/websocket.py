@@ -262,7 +262,7 @@ class _ChunkStream:
     # Replies.
 
     def send_replies(self) -> None:
-        """Send the replies whose turn has come."""
+        """Send the replies that are next in the order of the messages."""
         was_ready = self.ready
         while self._unanswered and self._unanswered[0].content:
             reply = self._unanswered.popleft()
