@@ -20,14 +20,15 @@ MODEL = "question-type-cnn"
 
 
 def test_stages_add_up_and_every_batch_size_has_a_throughput(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--device", "cpu", "--models", MODEL, "--rows", "4", "--batches", "20", "--seconds", "0.02"]
+    # The stages of one batch add up exactly. The medians of several batches need not, least of all on a busy machine.
+    options = ["--device", "cpu", "--models", MODEL, "--rows", "4", "--batches", "1", "--seconds", "0.02"]
     assert main(["engine", *options, "--open-seconds", "0", "--out", str(tmp_path)]) == 0
     [path] = tmp_path.iterdir()
     single, *levels = [json.loads(line) for line in path.read_text().splitlines()]
     stages = single["stages_us"]
     assert single["model"] == MODEL and set(stages) == set(engine_scenario.STAGES)
     assert stages["total"][1] <= stages["total"][0] <= stages["total"][2]
-    assert stages["total"][0] == pytest.approx(sum(stages[stage][0] for stage in engine_scenario.STAGES[:-1]), rel=0.2)
+    assert stages["total"][0] == pytest.approx(sum(stages[stage][0] for stage in engine_scenario.STAGES[:-1]), abs=0.1)
     sizes, host_times = levels[:3], levels[3:]
     assert [level["rows"] for level in sizes] == [1, 2, 4]
     assert all(level["sequences_per_second"] > 0 and level["device_share"] > 0 for level in sizes)
