@@ -174,7 +174,7 @@ eval: .venv/installed
 	@touch $@
 
 # Prints how much each process grew. A busy machine only takes longer. nginx and HAProxy are not installed here: their packages start them.
-test-long: .venv/tools .venv-proxies/installed
+test-long: .venv/tools .venv-proxies/installed .venv-perf/installed libb64
 	PATH="$(CURDIR)/.venv-proxies/bin:$$PATH:/usr/sbin" $(BIN)/python -m tests.tiers long
 
 # Records the tested kernels in tests/gpu/passed.json; `make test` warns when the kernels have changed since.

@@ -81,8 +81,8 @@ def _measure_all(options: argparse.Namespace, url: str, grpc: str | None) -> int
     if grpc is None:
         print("gRPC is skipped: name its address with --grpc", file=sys.stderr)
     lines, failed = [["protocol", "model", "callers", *COLUMNS]], 0
-    for case in _cases(options.out, url, grpc, options.callers):
-        record = _measure(case, options.binary, options.out)
+    for case in cases(options.out, url, grpc, options.callers):
+        record = measure(case, options.binary, options.out)
         failed += record is None
         if record is None:
             figures = ["failed", *["-"] * (len(COLUMNS) - 1)]
@@ -95,7 +95,8 @@ def _measure_all(options: argparse.Namespace, url: str, grpc: str | None) -> int
     return 1 if failed else 0
 
 
-def _cases(out: Path, url: str, grpc: str | None, callers: Sequence[int]) -> Iterator[PerfAnalyzerCase]:
+def cases(out: Path, url: str, grpc: str | None, callers: Sequence[int]) -> Iterator[PerfAnalyzerCase]:
+    """Write the inputs to the folder `out`, and yield the runs at each level of concurrent requests."""
     address = url.partition("://")[2]
     questions, sequences = _questions(url, out / "questions.json"), _sequences(url, out / "sequences.json")
     for count in callers:
@@ -135,15 +136,18 @@ def _write(file: Path, data: list[Any]) -> Path:
     return file
 
 
-def _measure(case: PerfAnalyzerCase, binary: Path, out: Path) -> dict[str, str] | None:
-    """Run perf_analyzer. Returns the line of its CSV file, or None after printing its output when it fails."""
+def measure(case: PerfAnalyzerCase, binary: Path, out: Path, *flags: str) -> dict[str, str] | None:
+    """Run perf_analyzer. Returns the line of its CSV file, or None after printing its output when it fails.
+
+    flags: more flags of perf_analyzer.
+    """
     figures = out / f"{case.name}.csv"
     figures.unlink(missing_ok=True)
     folders = map(str, binary.parent.parent.glob(LIBRARIES))
     environment = os.environ | {"LD_LIBRARY_PATH": os.pathsep.join(filter(None, (*folders, os.environ.get("LD_LIBRARY_PATH"))))}
     try:
         completed = subprocess.run(
-            case.command(binary, figures), env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
+            [*case.command(binary, figures), *flags], env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
         )
         printed, status = completed.stdout + completed.stderr, completed.returncode
     except subprocess.TimeoutExpired:

@@ -1,25 +1,45 @@
-"""gRPC calls by independent implementations: nghttp2 (Debian: nghttp2-client) and gRPC for JavaScript (npm)."""
+"""gRPC calls by independent implementations: nghttp2, gRPC for JavaScript, for Go and for C++.
+
+Debian's packages nghttp2-client, nodejs, npm, golang-go and golang-google-grpc-dev provide the programs and the library for Go. npm
+installs the library for JavaScript. The client in C++ is Triton's load generator, which `make test-long` installs.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import struct
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from loadtest.scenarios import perf_analyzer
 from service.frontend.oip import protobuf
-from tests.serving import Server, check_unharmed, serving
+from tests.serving import Server, check_unharmed, eventually, serving
 
 ROOT = Path(__file__).resolve().parents[2]
 PROTO = ROOT / "service" / "frontend" / "oip" / "inference.proto"
 PATH = "/inference.GRPCInferenceService/ModelInfer"
+INFER = protobuf.METHODS["ModelInfer"]
+TEXT = b"Who wrote Hamlet ?"
+QUESTION = ("text", "BYTES", [1], struct.pack("<I", len(TEXT)) + TEXT)
+"""The input of a request: name, datatype, shape and contents."""
 HEADERS = ("-Hte: trailers", "-Hcontent-type: application/grpc")
-SCRIPT = Path(__file__).with_name("grpc_client.js")
-PACKAGES = ("@grpc/grpc-js@1.14", "@grpc/proto-loader@0.8")
+JAVASCRIPT_CLIENT = Path(__file__).with_name("grpc_client.js")
+GO_CLIENT = Path(__file__).with_name("grpc_client.go")
+MODULES = ("@grpc/grpc-js@1.14", "@grpc/proto-loader@0.8")
+PACKAGES = {"nghttp": "nghttp2-client", "h2load": "nghttp2-client", "node": "nodejs", "npm": "npm", "go": "golang-go"}
+"""The Debian package of each program."""
+GO_PATH = Path("/usr/share/gocode")
+"""Where Debian's packages install libraries for Go. They are used without modules, so nothing is downloaded."""
+STEPS = 4096
+"""The most rows of a sequence that sensor-forecast takes."""
+ANALYZER_CALLS = 500
+"""The calls of one run of Triton's load generator."""
 
 
 @pytest.fixture(scope="module")
@@ -31,20 +51,26 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def body(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file with the body of a ModelInfer call."""
-    question = b"Who wrote Hamlet ?"
-    message = protobuf.METHODS["ModelInfer"].request_type(model_name="question-type")
-    message.inputs.add(name="text", datatype="BYTES", shape=[1])
-    message.raw_input_contents.append(struct.pack("<I", len(question)) + question)
-    data = message.SerializeToString()
+    data = infer_request("question-type", *QUESTION)
     file = tmp_path_factory.mktemp("body") / "request"
     file.write_bytes(struct.pack(">BI", 0, len(data)) + data)
     return file
 
 
+def infer_request(model: str, tensor: str, datatype: str, shape: Sequence[int], contents: bytes, *outputs: str) -> bytes:
+    """Return a ModelInferRequest with one input."""
+    message = INFER.request_type(model_name=model, raw_input_contents=[contents])
+    message.inputs.add(name=tensor, datatype=datatype, shape=shape)
+    for output in outputs:
+        message.outputs.add(name=output)
+    data: bytes = message.SerializeToString()
+    return data
+
+
 def program(name: str) -> str:
     found = shutil.which(name)
     if found is None:
-        pytest.skip(f"{name} is not installed")
+        pytest.skip(f"{name} is missing: install Debian's package {PACKAGES[name]}")
     return found
 
 
@@ -68,12 +94,12 @@ def test_h2load_gets_every_answer(served: Server, body: Path, window_bits: str) 
 
 def test_javascript_client(served: Server, tmp_path: Path) -> None:
     node, npm = program("node"), program("npm")
-    installing = subprocess.run([npm, "install", "--ignore-scripts", *PACKAGES], cwd=tmp_path, capture_output=True, text=True)
+    installing = subprocess.run([npm, "install", "--ignore-scripts", *MODULES], cwd=tmp_path, capture_output=True, text=True)
     if installing.returncode:
         pytest.skip(f"npm cannot install the client: {installing.stderr[-200:]}")
-    shutil.copy(SCRIPT, tmp_path)
+    shutil.copy(JAVASCRIPT_CLIENT, tmp_path)
     said = subprocess.run(
-        [node, SCRIPT.name, served.grpc, str(PROTO)], cwd=tmp_path, capture_output=True, text=True, timeout=300
+        [node, JAVASCRIPT_CLIENT.name, served.grpc, str(PROTO)], cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
     assert said.stdout.splitlines() == [
         "label HUM",
@@ -84,4 +110,67 @@ def test_javascript_client(served: Server, tmp_path: Path) -> None:
         "cancelled 1",
         "ready true",
     ], said.stderr
+    check_unharmed(served)
+
+
+def test_go_client(served: Server, tmp_path: Path) -> None:
+    client = go_client(tmp_path)
+    sequences = np.random.default_rng(0).standard_normal((1, STEPS, 3), np.float32).repeat(2, axis=0)
+    # Scores may differ in the last digit from call to call; labels do not, so the client can compare replies.
+    requests = {
+        "question": infer_request("question-type", *QUESTION, "label"),
+        "long": infer_request("sensor-forecast", "inputs", "FP32", sequences.shape, sequences.tobytes(), "sequence"),
+        "unknown": infer_request("nobody", *QUESTION),
+        "large": infer_request("question-type", "text", "BYTES", [1], bytes(20 << 20)),
+        "ready": b"",
+    }
+    for name, data in requests.items():
+        (tmp_path / name).write_bytes(data)
+    said = subprocess.run([client, served.grpc, tmp_path], capture_output=True, text=True, timeout=300)
+    assert said.stdout.splitlines() == [
+        "compressed true",
+        "500 answers",
+        "code 5 unknown_model",
+        "code 8 too_large",
+        "50 replies on a stream",
+        "cancelled 1",
+        "deadline 4",
+    ], said.stderr
+    question, long, ready = (
+        protobuf.METHODS[method].response_type.FromString((tmp_path / f"{name}.reply").read_bytes())
+        for method, name in [("ModelInfer", "question"), ("ModelInfer", "long"), ("ServerReady", "ready")]
+    )
+    assert question.raw_output_contents[0][4:] == b"HUM" and ready.ready
+    # 2 MiB, many times the first window of the client: bytes in a wrong place would make a difference.
+    first, second = np.frombuffer(long.raw_output_contents[0], np.float32).reshape(2, STEPS, -1)
+    np.testing.assert_allclose(first, second, atol=1e-5)
+    check_unharmed(served)
+
+
+def go_client(folder: Path) -> Path:
+    """Build the client in Go, and return its program."""
+    go = program("go")
+    if not (GO_PATH / "src" / "google.golang.org" / "grpc").is_dir():
+        pytest.skip("gRPC for Go is missing: install Debian's package golang-google-grpc-dev")
+    client = folder / "client"
+    environment = os.environ | {"GO111MODULE": "off", "GOPATH": str(GO_PATH), "CGO_ENABLED": "0"}
+    subprocess.run([go, "build", "-o", client, GO_CLIENT], env=environment, timeout=600, check=True)
+    return client
+
+
+def test_cpp_client(served: Server, tmp_path: Path) -> None:
+    """Triton's load generator calls with gRPC for C++: questions, and sessions in single calls and on streams."""
+    if not perf_analyzer.BINARY.is_file():
+        pytest.skip(f"{perf_analyzer.BINARY} is missing: `make test-long` installs it")
+    cases = [
+        case
+        for case in perf_analyzer.cases(tmp_path, served.address, served.grpc, callers=[8])
+        if case.protocol != perf_analyzer.REST
+    ]
+    before = served.metric("seqserve_requests_total", outcome="ok")
+    for case in cases:
+        # A fixed number of calls: a busy machine takes longer, and no figure has to be stable.
+        figures = perf_analyzer.measure(case, perf_analyzer.BINARY, tmp_path, "--request-count", str(ANALYZER_CALLS))
+        assert figures is not None, f"{case.name} failed"
+    eventually(lambda: served.metric("seqserve_requests_total", outcome="ok") - before >= len(cases) * ANALYZER_CALLS)
     check_unharmed(served)
