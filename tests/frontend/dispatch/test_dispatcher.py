@@ -99,7 +99,7 @@ def run(
         metrics = Metrics()
         dispatcher = Dispatcher(metrics, channel_bytes, lambda: None, places, clock)
         try:
-            await asyncio.wait_for(test(dispatcher, metrics), 60)
+            await asyncio.wait_for(test(dispatcher, metrics), 300)
         finally:
             dispatcher.close()
             while met:

@@ -45,8 +45,9 @@ def test_open_loop_accounts_for_every_request(tmp_path: Path) -> None:
     spec = models.made_up(tmp_path, "small", ids, models.EMBEDDING, {"kind": "lstm", "hidden": 4}, head=regress)
     engine = build_engine(Settings(models=tmp_path, device="cpu"), Metrics())
     for mixture in (engine_open_loop.REAL, engine_open_loop.MIXED, engine_open_loop.HEAVY):
-        rate = engine_open_loop.EngineLoad(engine, spec.name, mixture, "continuous").capacity(0.2)
-        assert rate > 0
+        load = engine_open_loop.EngineLoad(engine, spec.name, mixture, "continuous")
+        # A busy machine may answer nothing in a short time.
+        rate = next(rate for seconds in (0.2, 1.0, 5.0, 25.0) if (rate := load.capacity(seconds)) > 0)
         [under, over] = engine_open_loop.levels(engine, spec.name, mixture, "continuous", rate, (0.2, 2.0), 0.2, 0.1)
         assert over.offered > under.offered
         assert over.refused + over.dropped > 0 or over.answered > rate
