@@ -58,6 +58,9 @@ RUN python -c 'import compileall, sysconfig; compileall.compile_dir(sysconfig.ge
 COPY --from=dependencies /opt/seqserve /opt/seqserve
 COPY --from=project /project /opt/seqserve
 COPY --from=project /models /models
+# Machine code of the CPU kernels, for every processor of this architecture.
+RUN SEQSERVE_CACHE=/var/cache/seqserve /opt/seqserve/bin/python -m kernels.cpu --all \
+    && chown -R seqserve:seqserve /var/cache/seqserve
 ENV PATH=/opt/seqserve/bin:$PATH \
     PYTHONDONTWRITEBYTECODE=1 \
     SEQSERVE_CACHE=/var/cache/seqserve \

@@ -19,7 +19,7 @@ PROJECT     := pyproject.toml setup.py constraints.txt Makefile
 # Containers often set it. The tests start hundreds of Python processes, and each would compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install gpu serve test test-fast test-anywhere lint eval bench loadtest bench-serve bench-engine bench-capacity bench-devices java perf-analyzer libb64 simulate test-long test-gpu docker-test proto check-python
+.PHONY: help install gpu compiled serve test test-fast test-anywhere lint eval bench loadtest bench-serve bench-engine bench-capacity bench-devices java perf-analyzer libb64 simulate test-long test-gpu docker-test proto check-python
 
 help:
 	@echo "make serve          install, then serve the embedded models on 127.0.0.1:8000"
@@ -30,7 +30,7 @@ help:
 	@echo "make docker-test    build the image, start the compose files on a container engine, test and remove them"
 	@echo "make test-anywhere  run the tests as on a busy machine that has just booted"
 	@echo "make lint           run ruff and mypy"
-	@echo "make install        set up .venv"
+	@echo "make install        set up .venv and compile the CPU kernels"
 	@echo "make eval           send the test questions in DATA=folder to the running service"
 	@echo "make bench          time every kernel and its baselines on DEVICE=cpu or cuda:0"
 	@echo "make loadtest       USERS=32 clients for SECONDS=30 on a new server, or on URL; report and chart in OUT=build/loadtest"
@@ -47,7 +47,7 @@ check-python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than 3.11: set PYTHON=python3.12 or newer"; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "the venv module is missing: install it (Debian: apt-get install python3-venv)"; exit 1; }
 
-install: .venv/installed gpu
+install: .venv/installed gpu compiled
 
 .venv/installed: $(PROJECT) | check-python
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -63,27 +63,31 @@ gpu: .venv/installed
 	elif [ "$$driver" -lt 580 ]; then echo "the NVIDIA driver is $$driver and CUDA 13 needs 580 or newer: the service uses the CPU"; \
 	elif [ ! -e .venv/gpu ]; then echo "NVIDIA driver $$driver: installing the GPU packages"; $(PIP) --editable '.[gpu]' && touch .venv/gpu; fi
 
+# Machine code of the CPU kernels, in the folder that SEQSERVE_CACHE names. Returns at once if it is there.
+compiled: .venv/installed
+	@$(BIN)/python -m kernels.cpu
+
 .venv/tools: .venv/installed
 	@$(PIP) --editable '.[dev,load,bench]'
 	@touch $@
 
-serve: .venv/installed gpu
+serve: .venv/installed gpu compiled
 	@exec $(BIN)/seqserve serve $(ARGS)
 
 # Test files run in parallel. The tests of a file share servers, so they run in one worker.
 PARALLEL := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-test: lint
+test: lint compiled
 	$(BIN)/python -m pytest $(PARALLEL)
 	@$(BIN)/python -m tests.gpu --stale
 	@$(BIN)/python -m tests.tiers --stale
 
 # The short tests that start no server: for a quick run between two edits. They do not wait, so there is one worker for each core.
-test-fast: .venv/tools
+test-fast: .venv/tools compiled
 	$(BIN)/python -m pytest $(PARALLEL) --numprocesses $(CORES) -m "not server and not slow and not gpu"
 
 # As on a machine that booted 30 seconds ago, with a busy process on every core.
-test-anywhere: .venv/tools
+test-anywhere: .venv/tools compiled
 	$(BIN)/python -m tests.anywhere --uptime 30 --burn $(PARALLEL)
 
 lint: .venv/tools
@@ -96,7 +100,7 @@ lint: .venv/tools
 	@touch $@
 
 # Every kernel family and every baseline that installs, on DEVICE; results go to kernels/bench/results.
-bench: .venv/baselines gpu
+bench: .venv/baselines gpu compiled
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m kernels.bench all --device $(DEVICE)
 
 .venv/load: .venv/installed
@@ -104,7 +108,7 @@ bench: .venv/baselines gpu
 	@touch $@
 
 # Mixed traffic to a new server with the flags in $(ARGS), or to the server at $(URL).
-loadtest: .venv/load gpu
+loadtest: .venv/load gpu compiled
 	@$(BIN)/python -m loadtest locust --users $(USERS) --seconds $(SECONDS) --out $(OUT) $(if $(URL),--url $(URL)) $(if $(ARGS),-- $(ARGS))
 
 # The servers beside which this one is measured, each in its own environment. What cannot be installed is skipped there, with the reason.
@@ -125,21 +129,21 @@ java:
 
 # This service beside others with the same weights, about an hour: ARGS="--rounds 1 --seconds 1 --servers seqserve Triton" shortens it.
 # Then the endpoints of this service, and its codecs. Results go to loadtest/results.
-bench-serve: .venv/load gpu java $(BASELINES)
+bench-serve: .venv/load gpu compiled java $(BASELINES)
 	@$(BIN)/python -m loadtest serving $(ARGS)
 	@$(BIN)/python -m loadtest endpoints
 	@$(BIN)/python -m loadtest codec
 
 # The stages of a request inside an engine, and its throughput; results go to loadtest/results.
-bench-engine: .venv/load gpu
+bench-engine: .venv/load gpu compiled
 	@$(BIN)/python -m loadtest engine --device $(DEVICE)
 
 # The largest rate of each kind of request, and the latency below it; results go to loadtest/results.
-bench-capacity: .venv/load gpu
+bench-capacity: .venv/load gpu compiled
 	@$(BIN)/python -m loadtest capacity --device $(DEVICE) $(ARGS)
 
 # One device, then all devices in DEVICE; results go to loadtest/results.
-bench-devices: .venv/load gpu
+bench-devices: .venv/load gpu compiled
 	@$(BIN)/python -m loadtest devices --devices $(DEVICE)
 
 # The program is part of a wheel of Triton's client, whose requirements conflict with those in .venv.
@@ -156,7 +160,7 @@ libb64:
 	$$as_root apt-get update -qq && $$as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends libb64-0d >/dev/null; }
 
 # Over REST and gRPC, to a new server, or to the server at $(URL) and, for gRPC, at $(GRPC).
-perf-analyzer: .venv/load .venv-perf/installed libb64 gpu
+perf-analyzer: .venv/load .venv-perf/installed libb64 gpu compiled
 	@$(BIN)/python -m loadtest perf-analyzer $(if $(URL),--url $(URL)) $(if $(GRPC),--grpc $(GRPC))
 
 # COST names the measured costs of batches in loadtest/results/costs.json; `python -m loadtest simulate --measure cuda:0` adds a device.
@@ -174,7 +178,7 @@ eval: .venv/installed
 	@touch $@
 
 # Prints how much each process grew. A busy machine only takes longer. nginx and HAProxy are not installed here: their packages start them.
-test-long: .venv/tools .venv-proxies/installed .venv-perf/installed libb64
+test-long: .venv/tools compiled .venv-proxies/installed .venv-perf/installed libb64
 	PATH="$(CURDIR)/.venv-proxies/bin:$$PATH:/usr/sbin" $(BIN)/python -m tests.tiers long
 
 # Records the tested kernels in tests/gpu/passed.json; `make test` warns when the kernels have changed since.

@@ -21,8 +21,7 @@ from typing import Any
 
 import torch
 
-CACHE, DEFAULT_CACHE = "SEQSERVE_CACHE", "~/.cache/seqserve"
-"""The environment variable that names the folder of compiled kernels, and the folder if it is not set."""
+from kernels.folder import cache_folder
 
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14
@@ -152,21 +151,6 @@ class _Config(ctypes.Structure):
 def _source_text(source: Path) -> str:
     """Return a source with its includes inserted. Includes name paths relative to their file. The text identifies compiled code."""
     return re.sub(r'#include "([\w/.]+\.cuh)"', lambda match: _source_text(source.parent / match[1]), source.read_text())
-
-
-def set_cache_folder(folder: Path) -> None:
-    """Use this folder of compiled kernels from now on."""
-    os.environ[CACHE] = str(folder)
-
-
-def cache_folder() -> Path | None:
-    """Return the folder of compiled kernels, which SEQSERVE_CACHE names, or None if it cannot be written. Creates it if needed."""
-    try:
-        path = Path(os.environ.get(CACHE, DEFAULT_CACHE)).expanduser()
-        path.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # RuntimeError: this user has no home folder
-        return None
-    return path if os.access(path, os.W_OK) else None
 
 
 def _architecture(device: int) -> str:

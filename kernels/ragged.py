@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -170,10 +169,10 @@ def reversal_index(offsets: Tensor, tokens: int) -> Tensor:
 def check_ragged(x: Ragged) -> None:
     """Raises ContractError unless x is a batch. On a GPU the offsets' values are trusted: reading them would wait for the device."""
     check_shape("x.offsets", x.offsets, (None,))
-    if x.offsets.device.type != "cpu":
+    if not x.offsets.is_cpu:
         return
     offsets = x.offsets.tolist()
-    if not offsets or offsets[0] != 0 or offsets[-1] != len(x.data) or any(end < begin for begin, end in pairwise(offsets)):
+    if not offsets or offsets[0] != 0 or offsets[-1] != len(x.data) or offsets != sorted(offsets):
         raise ContractError(
             f"x.offsets must rise from 0 to the {len(x.data)} tokens and never fall; they begin with {offsets[:8]}"
         )
@@ -221,20 +220,6 @@ def state_entries(x: Ragged, state: RowState, name: str = "state") -> int | None
     if state.sources is not None:
         check_shape(f"{name}.sources", state.sources, (x.rows,))
     return None
-
-
-def gated_columns(weights: Any, gates: int) -> int:
-    """Return the data's number of columns for an LSTM (4 gates) or a GRU (3); raises ContractError for inconsistent weights."""
-    check_shape("weights.recurrent", weights.recurrent, (None, None))
-    hidden: int = weights.hidden
-    check_shape("weights.recurrent", weights.recurrent, (hidden, gates * hidden))
-    if weights.input is not None and weights.bias is not None:
-        check_shape("weights.input", weights.input, (None, gates * hidden))
-        check_shape("weights.bias", weights.bias, (gates * hidden,))
-        return int(weights.input.shape[0])
-    if weights.input is not None or weights.bias is not None:
-        raise ContractError("weights.input and weights.bias belong together: pass both, or neither")
-    return gates * hidden
 
 
 def check_shape(name: str, array: Tensor, shape: tuple[int | None, ...]) -> None:

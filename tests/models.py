@@ -19,6 +19,8 @@ LABELS = ("near", "far", "unknown")
 TEXT = {"kind": "text", "vocabulary": len(WORDS), "max_steps": 64}
 IDS = {"kind": "ids", "vocabulary": 12, "max_steps": 64}
 EMBEDDING = {"kind": "embedding", "width": 6}
+SENSORS_HIDDEN = 256
+"""Large enough for inputs of thousands of steps to take some time, which tests of running requests need."""
 COUNT = 2.0**-12
 """What one time step adds to a cell of the accumulator. A power of two adds exactly in float32, and tanh(COUNT) rounds to COUNT."""
 
@@ -56,7 +58,7 @@ def sensors(
     name: str = "sensors",
     *,
     features: int = 3,
-    hidden: int = 8,
+    hidden: int = SENSORS_HIDDEN,
     max_steps: int = 200_000,
     bidirectional: bool = False,
 ) -> ModelSpec:
@@ -118,25 +120,27 @@ def halver(root: Path) -> ModelSpec:
     return made_up(root, "halver", {"kind": "features", "features": 2, "max_steps": 64}, conv, head={"kind": "sequence"})
 
 
-def accumulator(root: Path, name: str = "accumulator", *, max_steps: int = 30_000) -> ModelSpec:
+def accumulator(root: Path, name: str = "accumulator", *, max_steps: int = 30_000, hidden: int = 2) -> ModelSpec:
     """Write a model with two sums over ids 0, 1 and 2, which stand for -1, 0 and 1: the sum of the values, and the number of steps.
 
     Three gates are saturated, as sigmoid(40) is 1 in float32, and nothing recurs but the cell: that holds each sum times COUNT, and the
-    head answers its tanh.
+    head answers its tanh. Units after the first two only take time.
     """
     spec = ModelSpec(
         name=name,
         precision="float32",
         input=SequenceInput(kind="ids", vocabulary=3, max_steps=max_steps),
-        layers=(EmbeddingLayer(kind="embedding", width=1), LSTMLayer(kind="lstm", hidden=2)),
+        layers=(EmbeddingLayer(kind="embedding", width=1), LSTMLayer(kind="lstm", hidden=hidden)),
         head=RegressHead(kind="regress", pool="last", outputs=2),
     )
     arrays = {tensor: torch.zeros(shape) for tensor, shape in spec.tensors().items()}
     arrays["layers.0.weight"] = torch.tensor([[-1.0], [0.0], [1.0]])
-    # Gate blocks input, forget, cell, output, of two units each.
-    arrays["layers.1.0.forward.input"][0, 4] = COUNT
-    arrays["layers.1.0.forward.bias"] = torch.tensor([40.0, 40.0, 40.0, 40.0, 0.0, COUNT, 40.0, 40.0])
-    arrays["head.weight"] = torch.eye(2)
+    inputs, biases = (arrays[f"layers.1.0.forward.{name}"].view(-1, 4, hidden) for name in ("input", "bias"))
+    input_gate, forget_gate, cell_gate, output_gate = range(4)
+    inputs[0, cell_gate, 0] = COUNT
+    biases[0, [input_gate, forget_gate, output_gate], :2] = 40.0
+    biases[0, cell_gate, 1] = COUNT
+    arrays["head.weight"][:2, :2] = torch.eye(2)
     return store.write(root / name / "1", spec, arrays, card="made up")
 
 

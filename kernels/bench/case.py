@@ -68,6 +68,15 @@ def case_for_layer(case: BenchCase, family: str, form: str = "") -> BenchCase:
     return replace(case, workload=workload, weights=weights(workload, normal))
 
 
+def embedded_case(case: BenchCase) -> tuple[Tensor, BenchCase]:
+    """Return an embedding, (vocabulary, hidden), and a layer over the embedded token ids, with the form and size of a folded layer."""
+    workload = replace(case.workload, kind="layer", inputs=case.workload.hidden)
+    normal = _normal(workload, torch.Generator(case.x.data.device).manual_seed(1))
+    embedding = normal(case.workload.inputs, workload.inputs)
+    x = Ragged(embedding[case.x.data.long()], case.x.offsets)
+    return embedding, replace(case, workload=workload, x=x, weights=weights(workload, normal))
+
+
 def _normal(workload: Workload, generator: torch.Generator) -> Normal:
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
         values = torch.randn(shape, generator=generator, device=generator.device) * scale

@@ -25,16 +25,20 @@ def weights(workload: Workload, normal: Normal) -> tuple[Any, ...]:
 
 
 def _lstm(workload: Workload, normal: Normal) -> tuple[LSTMWeights, ...]:
-    """The data of a recurrence are gate inputs."""
+    """The data of a recurrence are gate inputs; those of a folded layer select them from a table."""
     inputs, hidden = workload.inputs, workload.hidden
-    if workload.kind == "recurrence":
-        return (LSTMWeights(input=None, recurrent=normal(hidden, 4 * hidden, scale=hidden**-0.5), bias=None),)
+    if workload.kind in ("recurrence", "folded"):
+        table = normal(inputs, 4 * hidden) if workload.kind == "folded" else None
+        return (LSTMWeights(None, normal(hidden, 4 * hidden, scale=hidden**-0.5), None, table),)
     matrices = normal(inputs, 4 * hidden, scale=inputs**-0.5), normal(hidden, 4 * hidden, scale=hidden**-0.5)
     return (LSTMWeights(*matrices, bias=normal(4 * hidden)),)
 
 
 def _gru(workload: Workload, normal: Normal) -> tuple[GRUWeights, ...]:
     inputs, hidden = workload.inputs, workload.hidden
+    if workload.kind == "folded":
+        recurrent, recurrent_bias = normal(hidden, 3 * hidden, scale=hidden**-0.5), normal(hidden)
+        return (GRUWeights(None, recurrent, None, recurrent_bias, table=normal(inputs, 3 * hidden)),)
     matrices = normal(inputs, 3 * hidden, scale=inputs**-0.5), normal(hidden, 3 * hidden, scale=hidden**-0.5)
     return (GRUWeights(*matrices, bias=normal(3 * hidden), recurrent_bias=normal(hidden)),)
 

@@ -29,8 +29,8 @@ WANT = {
 }
 """The output of the encoder by kind: a vector for each row, or for each step."""
 
-WITHOUT_BASELINES = ("recurrence", "folded")
-"""Kinds over gate inputs or token ids. Layers of other libraries start earlier."""
+WITHOUT_BASELINES = ("recurrence",)
+"""Kinds over gate inputs. Layers of other libraries start earlier."""
 
 BASELINES_ONLY = ("copy", "product")
 """Kinds without an encoder, which measure the speed of the device in the same run."""

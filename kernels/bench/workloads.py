@@ -11,7 +11,7 @@ from kernels.bench.workload import FORMS, LONG_MEMORY, VOCABULARY, Workload
 STEPS = 64
 
 FOLDED_FORMS = {"sru": FORMS["sru"], "qrnn": FORMS["qrnn"][:1]}
-"""Forms that are also timed over token ids, as first layers."""
+"""Forms that are also timed over token ids on a GPU, as first layers. A CPU runs the last of them, and every other family."""
 
 RECURRENCE_STEPS = (STEPS, 320)
 """Two lengths, which separate the time of a step from the fixed time of a call."""
@@ -48,6 +48,8 @@ def _usual(family: str) -> str:
 def _recurrent_on_cpu(family: str, quick: bool) -> Iterator[Workload]:
     for hidden, rows, lengths in product((128, 256) if quick else (128, 256, 512), (1, 8, 32), ("equal", "questions")):
         yield _square(family, rows, hidden, lengths=lengths, form=_usual(family))
+        form = FOLDED_FORMS[family][-1] if family in FOLDED_FORMS else ""
+        yield _folded(family, rows, STEPS, hidden, form, lengths=lengths)
 
 
 _GRID_ON_CUDA = {
@@ -94,13 +96,13 @@ def _grid_on_cuda(family: str, quick: bool) -> Iterator[Workload]:
     if quick:
         for hidden, rows, form in product((256, 512), (1, 32), FORMS[family]):
             yield _square(family, rows, hidden, dtype="float16", form=form)
-        yield from (_folded(family, 32, STEPS, 512, form) for form in FOLDED_FORMS[family])
+        yield from (_folded(family, 32, STEPS, 512, form, dtype="float16") for form in FOLDED_FORMS[family])
         return
     yield Workload(family, 1, _COPIED, 512, 512, dtype="float16", kind="copy")
     for hidden, rows, steps in product(*_GRID_ON_CUDA[family]):
         yield from (Workload(family, rows, steps, hidden, hidden, dtype="float16", form=form) for form in FORMS[family])
     for hidden, rows, steps in product(*_FOLDED_ON_CUDA):
-        yield from (_folded(family, rows, steps, hidden, form) for form in FOLDED_FORMS[family])
+        yield from (_folded(family, rows, steps, hidden, form, dtype="float16") for form in FOLDED_FORMS[family])
     yield from _outside_the_grid(family)
     if family == "sru":
         yield Workload(family, 1, 4096, 512, 512, dtype="float16", form=LONG_MEMORY)
@@ -108,5 +110,5 @@ def _grid_on_cuda(family: str, quick: bool) -> Iterator[Workload]:
             yield Workload(family, rows, steps, hidden, hidden, dtype="float16", kind="every-step", form=form)
 
 
-def _folded(family: str, rows: int, steps: int, hidden: int, form: str) -> Workload:
-    return Workload(family, rows, steps, VOCABULARY, hidden, dtype="float16", kind="folded", form=form)
+def _folded(family: str, rows: int, steps: int, hidden: int, form: str, **others: str) -> Workload:
+    return Workload(family, rows, steps, VOCABULARY, hidden, kind="folded", form=form, **others)

@@ -12,13 +12,15 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from kernels.backend import AUTO, Choice, accepts_everything, cached_choice, only_by_name
-from kernels.conv import framework, launch, reference
+from kernels.conv import cpu, framework, launch, reference
 from kernels.conv.backend import ConvBackend
 from kernels.conv.types import ConvBlock, ConvState, ConvWeights, check_conv, check_conv_stack, check_text_cnn
+from kernels.cpu import cache
 from kernels.ragged import Encoded, Outputs, Ragged, with_state_slots
 
 BACKENDS = (
     ConvBackend("fused", launch.conv, launch.refused, stack=launch.stack, text_cnn=launch.text_cnn),
+    ConvBackend("cpu", with_state_slots(framework.conv), cache.refuses, text_cnn=cpu.text_cnn),
     ConvBackend("framework", with_state_slots(framework.conv), accepts_everything),
     ConvBackend(
         "reference", with_state_slots(reference.conv), only_by_name, stack=reference.stack, text_cnn=reference.text_cnn

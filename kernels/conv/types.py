@@ -91,7 +91,7 @@ class ConvWeights:
         return _columns(self)
 
     @cached_property
-    def packed(self) -> dict[Any, Tensor]:
+    def packed(self) -> dict[Any, Any]:
         """The weights in the layouts that kernels read, by layout. Each is packed once."""
         return {}
 

@@ -2,35 +2,71 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 from torch import Tensor
 
-from kernels.ragged import Ragged, check_ragged, check_shape, gated_columns, source_slots, state_entries
+from kernels.gated import check_gated_data, gated_columns
+from kernels.ragged import Ragged, check_shape, form_of, source_slots, state_entries
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class GRUWeights:
-    """The weights of one layer in one direction, gate blocks in the order reset, update, new.
+    """The weights of one layer in one direction, gate blocks in the order reset, update, new. Values must not change after the
+    first call.
 
-    input: (inputs, 3 x hidden), or None when the data are gate inputs; recurrent: (hidden, 3 x hidden); bias: (3 x hidden,), or None
-    when input is None. recurrent_bias: (hidden,), the bias of the new gate's recurrent product, which the reset gate scales with it
-    ("reset after", as in cuDNN and PyTorch); or None to apply the reset gate before the product (Cho et al. 2014).
+    input: (inputs, 3 x hidden), or None when the data are gate inputs; recurrent: (hidden, 3 x hidden); bias: (3 x hidden,), or
+    None when input is None. recurrent_bias: (hidden,), the bias of the new gate's recurrent product, which the reset gate
+    scales with it ("reset after", as in cuDNN and PyTorch); or None to apply the reset gate before the product (Cho et al.
+    2014).
+
+    table: (vocabulary, 3 x hidden), or None. With a table, the data are ids, (tokens,) int32 or int64, the table's rows are the
+    gate inputs, and input and bias are None.
     """
 
     input: Tensor | None
     recurrent: Tensor
     bias: Tensor | None
     recurrent_bias: Tensor | None
+    table: Tensor | None = None
 
     @property
     def hidden(self) -> int:
         return self.recurrent.shape[0]
 
+    @cached_property
+    def columns(self) -> int | None:
+        """The data's number of columns, or None for ids. The first access checks the shapes and raises ContractError if they
+        are inconsistent."""
+        columns = gated_columns(self, 3)
+        if self.recurrent_bias is not None:
+            check_shape("weights.recurrent_bias", self.recurrent_bias, (self.hidden,))
+        return columns
+
+    @cached_property
+    def form(self) -> dict[str, Any]:
+        """The properties that both directions of a layer must share."""
+        return form_of(self)
+
+    @cached_property
+    def over_gate_inputs(self) -> GRUWeights:
+        """The weights of the same layer over the rows of its table. They share what kernels pack."""
+        weights = replace(self, input=None, bias=None, table=None)
+        vars(weights)["packed"] = self.packed
+        return weights
+
+    @cached_property
+    def packed(self) -> dict[Any, Any]:
+        """The weights in the layouts that kernels read, by layout; each is made once and kept."""
+        return {}
+
 
 @dataclass(frozen=True, slots=True)
 class GRUState:
-    """hidden: (rows, hidden) float32, or with slots a (slots, hidden) state cache. slots, sources: as in `kernels.ragged.RowState`."""
+    """hidden: (rows, hidden) float32, or with slots a (slots, hidden) state cache. slots, sources: as in
+    `kernels.ragged.RowState`."""
 
     hidden: Tensor
     slots: Tensor | None = None
@@ -44,9 +80,6 @@ class GRUState:
 
 def check_gru(x: Ragged, weights: GRUWeights, state: GRUState | None) -> None:
     """Raises ContractError unless data, weights and state have consistent shapes."""
-    check_shape("x.data", x.data, (None, gated_columns(weights, 3)))
-    check_ragged(x)
-    if weights.recurrent_bias is not None:
-        check_shape("weights.recurrent_bias", weights.recurrent_bias, (weights.hidden,))
+    check_gated_data(x, weights.columns)
     if state is not None:
         check_shape("state.hidden", state.hidden, (state_entries(x, state), weights.hidden))

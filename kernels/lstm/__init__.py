@@ -1,4 +1,4 @@
-"""The LSTM over ragged batches, one layer in one direction.
+"""The LSTM over ragged batches, one layer in one direction or in both.
 
     i, f, o = sigmoid(gates of x[t] and h[t-1])        g = tanh(gate)
     c[t] = f * c[t-1] + i * g                          h[t] = o * tanh(c[t])
@@ -7,16 +7,19 @@ Hochreiter and Schmidhuber 1997, with the forget gate of Gers et al. 2000, as to
 """
 
 from kernels.backend import AUTO, Backend, Choice, accepts_everything, cached_choice, only_by_name
-from kernels.lstm import framework, persistent, reference
+from kernels.cpu import cache
+from kernels.gated import with_table
+from kernels.lstm import cpu, framework, persistent, reference
 from kernels.lstm.types import LSTMState, LSTMWeights, check_lstm
-from kernels.ragged import Encoded, Outputs, Ragged, with_state_slots
+from kernels.ragged import Encoded, Outputs, Ragged, check_both_directions, with_state_slots
 
 BACKENDS = (
-    Backend("persistent", persistent.persistent, persistent.refuses_persistent, persistent.describe_persistent),
-    Backend("cluster", persistent.cluster, persistent.refuses_cluster),
-    Backend("grid", persistent.grid, persistent.refuses_grid),
-    Backend("framework", with_state_slots(framework.lstm), accepts_everything),
-    Backend("reference", with_state_slots(reference.lstm), only_by_name),
+    Backend("persistent", with_table(persistent.persistent), persistent.refuses_persistent, persistent.describe_persistent),
+    Backend("cluster", with_table(persistent.cluster), persistent.refuses_cluster),
+    Backend("grid", with_table(persistent.grid), persistent.refuses_grid),
+    Backend("cpu", cpu.lstm, cache.refuses, bidirectional=cpu.bidirectional),
+    Backend("framework", with_table(with_state_slots(framework.lstm)), accepts_everything),
+    Backend("reference", with_table(with_state_slots(reference.lstm)), only_by_name),
 )
 _chosen = cached_choice(lambda: BACKENDS)
 
@@ -30,9 +33,26 @@ def choice(weights: LSTMWeights, backend: str = AUTO) -> Choice:
 def lstm(x: Ragged, weights: LSTMWeights, state: LSTMState | None = None, *, want: Outputs, backend: str = AUTO) -> Encoded:
     """Encode every row of `x`, starting from `state` (zeros when None).
 
-    x.data: (tokens, inputs), or (tokens, 4 x hidden) gate inputs when weights.input is None. `kernels.lstm.types` describes
-    shapes and gate order; raises ContractError for inconsistent shapes.
+    x.data: (tokens, inputs), or (tokens, 4 x hidden) gate inputs when weights.input is None, or (tokens,) ids for a
+    table. `kernels.lstm.types` describes shapes and gate order; raises ContractError for inconsistent shapes.
     """
     check_lstm(x, weights, state)
     encoded: Encoded = choice(weights, backend).backend.run(x, weights, state, want=want)
+    return encoded
+
+
+def bidirectional(
+    x: Ragged,
+    weights: tuple[LSTMWeights, LSTMWeights],
+    states: tuple[LSTMState, LSTMState] | None = None,
+    *,
+    want: Outputs,
+    backend: str = AUTO,
+) -> Encoded:
+    """Encode every row of `x` forward and backward with a pair of weights of the same form, starting from a pair of states.
+
+    The outputs are joined as [forward | backward], the steps in the order of the tokens; the state is the pair of states.
+    """
+    check_both_directions(check_lstm, x, weights, states)
+    encoded: Encoded = choice(weights[0], backend).backend.run_bidirectional(x, weights, states, want=want)
     return encoded

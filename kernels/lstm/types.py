@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from torch import Tensor
 
-from kernels.ragged import Ragged, check_ragged, check_shape, gated_columns, source_slots, state_entries
+from kernels.gated import check_gated_data, gated_columns
+from kernels.ragged import Ragged, check_shape, form_of, source_slots, state_entries
 
 GATES = ("input", "forget", "cell", "output")
 """Order of the gate blocks along every axis of 4 x hidden."""
@@ -16,28 +17,46 @@ GATES = ("input", "forget", "cell", "output")
 
 @dataclass(frozen=True)
 class LSTMWeights:
-    """The weights of one layer in one direction, gate blocks in the order of GATES. Values must not change after the first call.
+    """The weights of one layer in one direction, gate blocks in the order of GATES. Values must not change after the first
+    call.
 
-    input: (inputs, 4 x hidden), or None when the data are gate inputs, that is ``x @ input + bias``; recurrent: (hidden, 4 x hidden);
-    bias: (4 x hidden,), or None when input is None.
+    input: (inputs, 4 x hidden), or None when the data are gate inputs, that is ``x @ input + bias``; recurrent: (hidden, 4 x
+    hidden); bias: (4 x hidden,), or None when input is None.
+
+    table: (vocabulary, 4 x hidden), or None. With a table, the data are ids, (tokens,) int32 or int64, the table's rows are the
+    gate inputs, and input and bias are None.
     """
 
     input: Tensor | None
     recurrent: Tensor
     bias: Tensor | None
+    table: Tensor | None = None
 
     @property
     def hidden(self) -> int:
         return self.recurrent.shape[0]
 
     @cached_property
-    def columns(self) -> int:
-        """The data's number of columns. The first access checks these shapes and raises ContractError if they are inconsistent."""
+    def columns(self) -> int | None:
+        """The data's number of columns, or None for ids. The first access checks these shapes and raises ContractError if they
+        are inconsistent."""
         return gated_columns(self, 4)
 
     @cached_property
-    def packed(self) -> dict[Any, Tensor]:
-        """The recurrent weights in the layouts that kernels read, by layout; each is made once and kept."""
+    def form(self) -> dict[str, Any]:
+        """The properties that both directions of a layer must share."""
+        return form_of(self)
+
+    @cached_property
+    def over_gate_inputs(self) -> LSTMWeights:
+        """The weights of the same layer over the rows of its table. They share what kernels pack."""
+        weights = replace(self, input=None, bias=None, table=None)
+        vars(weights)["packed"] = self.packed
+        return weights
+
+    @cached_property
+    def packed(self) -> dict[Any, Any]:
+        """The weights in the layouts that kernels read, by layout; each is made once and kept."""
         return {}
 
 
@@ -61,8 +80,7 @@ class LSTMState:
 
 def check_lstm(x: Ragged, weights: LSTMWeights, state: LSTMState | None) -> None:
     """Raises ContractError unless data, weights and state have consistent shapes."""
-    check_shape("x.data", x.data, (None, weights.columns))
-    check_ragged(x)
+    check_gated_data(x, weights.columns)
     if state is None:
         return
     entries = state_entries(x, state)

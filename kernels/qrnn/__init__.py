@@ -8,13 +8,15 @@ Bradbury et al. 2017; f keeps, as in the paper.
 """
 
 from kernels.backend import AUTO, Backend, Choice, accepts_everything, cached_choice, only_by_name
-from kernels.qrnn import framework, fused, reference
+from kernels.cpu import cache
+from kernels.qrnn import cpu, framework, fused, reference
 from kernels.qrnn.types import QRNNState, QRNNWeights, check_qrnn
 from kernels.ragged import Encoded, Outputs, Ragged, check_both_directions, with_state_slots
 from kernels.scan.launch import refuses
 
 BACKENDS = (
     Backend("fused", fused.qrnn, refuses, bidirectional=fused.bidirectional),
+    Backend("cpu", cpu.qrnn, cache.refuses, bidirectional=cpu.bidirectional),
     Backend("framework", with_state_slots(framework.qrnn), accepts_everything),
     Backend("reference", with_state_slots(reference.qrnn), only_by_name),
 )

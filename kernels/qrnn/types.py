@@ -64,7 +64,7 @@ class QRNNWeights:
         return form_of(self)
 
     @cached_property
-    def packed(self) -> dict[Any, Tensor]:
+    def packed(self) -> dict[Any, Any]:
         """The weights in the layouts that kernels read, by layout; each is made once and kept."""
         return {}
 

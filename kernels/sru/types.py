@@ -62,7 +62,7 @@ class SRUWeights:
         return form_of(self) | {"skip_from": self.skip_from is not None}
 
     @cached_property
-    def packed(self) -> dict[Any, Tensor]:
+    def packed(self) -> dict[Any, Any]:
         """The weights in the layouts that kernels read, by layout; each is made once and kept."""
         return {}
 

@@ -7,6 +7,7 @@ from functools import partial
 
 from service.engine.build import build_batcher, build_engine, prepare_model
 from service.engine.execution.device import DeviceLost
+from service.engine.kernel_compiler import compile_in_background
 from service.engine.loading import ModelLoader
 from service.engine.worker import Worker
 from service.errors import StartError
@@ -38,6 +39,8 @@ def main() -> None:
     except StartError as error:
         send_now(control, Failed(str(error)))
         return
+    if engine.device.type == "cpu" and config.place == 0:
+        compile_in_background(log)
     for model in engine.loaded():
         log.info("loaded", model=model.name, version=model.version, device=model.device, backends=model.backends)
     journal = SessionJournal(journal_records(settings), config.journal)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from kernels import compile as compiler
+from kernels.folder import set_cache_folder
 from service.engine.batching.batch_builder import SchedulerLimits
 from service.engine.batching.batcher import Batcher
 from service.engine.batching.session_table import SessionTable
@@ -40,10 +40,11 @@ def build_engine(
 ) -> DeviceEngine:
     """Build the engine of device number `place` with these versions loaded and warmed up.
 
-    threads: for the computation on a CPU. A version that cannot be loaded raises StartError, or is logged and left out unless `strict`.
+    threads: for the computation on a CPU. A version that cannot be loaded raises StartError, or is logged and left out unless
+    `strict`.
     """
     torch.set_num_threads(threads)
-    compiler.set_cache_folder(settings.cache)
+    set_cache_folder(settings.cache)
     device = _device(settings.devices[place])
     use_device(device)
     encoders: dict[ModelKey, Encoder] = {}

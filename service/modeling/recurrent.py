@@ -14,7 +14,6 @@ from kernels import gru as gru_kernel
 from kernels import lstm as lstm_kernel
 from kernels import qrnn as qrnn_kernel
 from kernels import sru as sru_kernel
-from kernels.directions import compose_directions
 from kernels.embedding import fold, fold_taps, folded_bytes
 from kernels.gru.types import GRUState, GRUWeights
 from kernels.lstm.types import LSTMState, LSTMWeights
@@ -31,8 +30,9 @@ from service.modeling.spec import GRULayer, LSTMLayer, QRNNLayer, RecurrentLayer
 class RecurrentFamily:
     """The functions of a recurrent kernel family that a stack calls.
 
-    run: runs one direction; run_both: runs both; choice: picks the backend; fold: returns one direction's weights with the embedding folded
-    in, so that they take ids; folded_bytes: returns the bytes of its tables; allocate: returns zeroed state slabs for a number of slots.
+    run: runs one direction; run_both: runs both; choice: picks the backend; fold: returns one direction's weights with the
+    embedding folded in, so that they take ids; folded_bytes: returns the bytes of its tables; allocate: returns zeroed state
+    slabs for a number of slots.
     """
 
     run: Callable[..., Encoded]
@@ -45,7 +45,8 @@ class RecurrentFamily:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentLevel:
-    """The weights of one level: each direction, forward first, and (2, outputs) of a layer norm over the level's output, or None."""
+    """The weights of one level: each direction, forward first, and (2, outputs) of a layer norm over the level's output, or
+    None."""
 
     directions: tuple[Any, ...]
     norm: Tensor | None = None
@@ -170,28 +171,9 @@ def _normalise(encoded: Encoded, x: Ragged, want: Outputs, level: RecurrentLevel
     return replace(pool_steps(steps, x.offsets, want, directions=len(level.directions)), state=encoded.state)
 
 
-@dataclass(frozen=True, slots=True)
-class FoldedGates:
-    """The weights of an LSTM or GRU after its input product was folded into a table of gate inputs, one row per token id."""
-
-    table: Tensor
-    weights: LSTMWeights | GRUWeights
-
-
-def _with_folded_gates(run: Callable[..., Encoded]) -> Callable[..., Encoded]:
-    """Return `run`, extended to FoldedGates: their gate inputs are gathered first, because the kernel takes no ids."""
-
-    def run_vectors_or_ids(x: Ragged, weights: Any, state: Any, *, want: Outputs) -> Encoded:
-        if isinstance(weights, FoldedGates):
-            return run(embed_ids(x, weights.table), weights.weights, state, want=want)
-        return run(x, weights, state, want=want)
-
-    return run_vectors_or_ids
-
-
-def _fold_gates(weights: LSTMWeights | GRUWeights, table: Tensor) -> FoldedGates:
+def _fold_gates(weights: LSTMWeights | GRUWeights, table: Tensor) -> LSTMWeights | GRUWeights:
     assert weights.input is not None
-    return FoldedGates(fold(table, weights.input, weights.bias), replace(weights, input=None, bias=None))
+    return replace(weights, input=None, bias=None, table=fold(table, weights.input, weights.bias))
 
 
 def _gate_bytes(weights: LSTMWeights | GRUWeights, table: Tensor) -> int:
@@ -226,11 +208,11 @@ def _qrnn_bytes(weights: QRNNWeights, table: Tensor) -> int:
     return folded_bytes(table, weights.input.shape[2], taps=weights.window, dense=True)
 
 
-def _lstm_states(weights: LSTMWeights | FoldedGates, slots: int) -> LSTMState:
+def _lstm_states(weights: LSTMWeights, slots: int) -> LSTMState:
     return LSTMState(_zeros(weights, slots), _zeros(weights, slots))
 
 
-def _gru_states(weights: GRUWeights | FoldedGates, slots: int) -> GRUState:
+def _gru_states(weights: GRUWeights, slots: int) -> GRUState:
     return GRUState(_zeros(weights, slots))
 
 
@@ -250,17 +232,17 @@ def _qrnn_states(weights: QRNNWeights, slots: int) -> QRNNState:
 
 def _zeros(weights: Any, slots: int) -> Tensor:
     """Return (slots, hidden) float32 zeros on the device of the weights."""
-    if isinstance(weights, FoldedGates):
-        device, hidden = weights.weights.recurrent.device, weights.weights.hidden
-    else:
-        device, hidden = weights.bias.device, weights.hidden
-    return torch.zeros(slots, hidden, dtype=torch.float32, device=device)
+    tensor = weights.recurrent if isinstance(weights, LSTMWeights | GRUWeights) else weights.bias
+    return torch.zeros(slots, weights.hidden, dtype=torch.float32, device=tensor.device)
 
 
-_lstm, _gru = _with_folded_gates(lstm_kernel.lstm), _with_folded_gates(gru_kernel.gru)
 FAMILIES: dict[type[RecurrentLayer], RecurrentFamily] = {
-    LSTMLayer: RecurrentFamily(_lstm, compose_directions(_lstm), lstm_kernel.choice, _fold_gates, _gate_bytes, _lstm_states),
-    GRULayer: RecurrentFamily(_gru, compose_directions(_gru), gru_kernel.choice, _fold_gates, _gate_bytes, _gru_states),
+    LSTMLayer: RecurrentFamily(
+        lstm_kernel.lstm, lstm_kernel.bidirectional, lstm_kernel.choice, _fold_gates, _gate_bytes, _lstm_states
+    ),
+    GRULayer: RecurrentFamily(
+        gru_kernel.gru, gru_kernel.bidirectional, gru_kernel.choice, _fold_gates, _gate_bytes, _gru_states
+    ),
     SRULayer: RecurrentFamily(sru_kernel.sru, sru_kernel.bidirectional, sru_kernel.choice, _fold_sru, _sru_bytes, _sru_states),
     QRNNLayer: RecurrentFamily(
         qrnn_kernel.qrnn, qrnn_kernel.bidirectional, qrnn_kernel.choice, _fold_qrnn, _qrnn_bytes, _qrnn_states

@@ -1,7 +1,7 @@
 """The interface of a layer that runs on a device.
 
-The first layer of a model over tokens takes token ids. It either embeds them and runs its first product, or gathers rows from tables into
-which the embedding and that product were folded at load. Both give the same result within rounding.
+The first layer of a model over tokens takes token ids. It either embeds them and runs its first product, or gathers rows from
+tables into which the embedding and that product were folded at load. Both give the same result within rounding.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class RunnableLayer(ABC):
 
     @property
     def streams(self) -> bool:
-        """Whether chunks of a sequence, each resumed from the state of the previous chunk, give the result of the whole sequence."""
+        """Whether chunks of a sequence, each resumed from the state of the previous chunk, give the result of the whole
+        sequence."""
         return False
 
     @property
@@ -85,7 +86,13 @@ def weight_tensors(weights: Any) -> list[Tensor]:
     """Return the tensors of a weights dataclass, of the dataclasses within it, and of what kernels packed from them."""
     values = [getattr(weights, field.name) for field in fields(weights)]
     nested = [tensor for value in values if is_dataclass(value) for tensor in weight_tensors(value)]
-    return [value for value in values if isinstance(value, Tensor)] + nested + [*getattr(weights, "packed", {}).values()]
+    packed = [tensor for layout in getattr(weights, "packed", {}).values() for tensor in _packed_tensors(layout)]
+    return [value for value in values if isinstance(value, Tensor)] + nested + packed
+
+
+def _packed_tensors(layout: Any) -> Sequence[Tensor]:
+    """Return the tensors of weights in the layout of a kernel: one tensor, or several in `arrays`."""
+    return (layout,) if isinstance(layout, Tensor) else layout.arrays
 
 
 def device_bytes(tensors: Sequence[Tensor]) -> int:

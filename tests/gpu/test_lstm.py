@@ -266,6 +266,7 @@ def test_explain_names_the_kernel_and_the_reasons() -> None:
         "persistent: this device has no room for 5000 hidden units",
         "cluster: no cluster of this device has room for 5000 hidden units",
         "grid: this device has no room for 5000 hidden units",
+        "cpu: runs on a CPU only",
         "framework: chosen",
     ]
     assert (

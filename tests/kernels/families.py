@@ -87,21 +87,27 @@ def whole(normal: Normal, *shape: int, below: int) -> Tensor:
     return (normal(*shape) * 1000).long() % below
 
 
-def _lstm(normal: Normal, rows: int, hidden: int, inputs: int) -> tuple[LSTMWeights, LSTMState]:
+def _lstm(normal: Normal, rows: int, hidden: int, inputs: int, *, ids: bool = False) -> tuple[LSTMWeights, LSTMState]:
+    """ids: with a table."""
     weights = LSTMWeights(
-        input=normal(inputs, 4 * hidden) * inputs**-0.5,
+        input=None if ids else normal(inputs, 4 * hidden) * inputs**-0.5,
         recurrent=normal(hidden, 4 * hidden) * hidden**-0.5,
-        bias=normal(4 * hidden),
+        bias=None if ids else normal(4 * hidden),
+        table=normal(VOCABULARY, 4 * hidden) if ids else None,
     )
     return weights, LSTMState(normal(rows, hidden).tanh(), normal(rows, hidden))
 
 
-def _gru(normal: Normal, rows: int, hidden: int, inputs: int, *, reset: str = "after") -> tuple[GRUWeights, GRUState]:
+def _gru(
+    normal: Normal, rows: int, hidden: int, inputs: int, *, reset: str = "after", ids: bool = False
+) -> tuple[GRUWeights, GRUState]:
+    """ids: with a table."""
     weights = GRUWeights(
-        input=normal(inputs, 3 * hidden) * inputs**-0.5,
+        input=None if ids else normal(inputs, 3 * hidden) * inputs**-0.5,
         recurrent=normal(hidden, 3 * hidden) * hidden**-0.5,
-        bias=normal(3 * hidden),
+        bias=None if ids else normal(3 * hidden),
         recurrent_bias=normal(hidden) if reset == "after" else None,
+        table=normal(VOCABULARY, 3 * hidden) if ids else None,
     )
     return weights, GRUState(normal(rows, hidden).tanh())
 
@@ -180,8 +186,11 @@ MAKERS: dict[str, Callable[..., tuple[Any, Any]]] = {"lstm": _lstm, "gru": _gru,
 
 FORMS = (
     Form("lstm"),
+    Form("lstm", ids=True),
     Form("gru", reset="after"),
     Form("gru", reset="before"),
+    Form("gru", reset="after", ids=True),
+    Form("gru", reset="before", ids=True),
     Form("sru", version=2, skip="block"),
     Form("sru", version=2, skip="columns", tanh=True),
     Form("sru", version=2, skip="none"),
@@ -217,8 +226,8 @@ FORMS = (
 
 def _gates(x: Ragged, weights: Any, state: Any) -> Arguments:
     """Return the problem of an LSTM or a GRU with gate inputs as the data."""
-    gates = x.data @ weights.input + weights.bias
-    return Arguments(Ragged(gates, x.offsets), replace(weights, input=None, bias=None), state)
+    gates = x.data @ weights.input + weights.bias if weights.table is None else weights.table[x.data.long()]
+    return Arguments(Ragged(gates, x.offsets), replace(weights, input=None, bias=None, table=None), state)
 
 
 def _blocks(x: Ragged, weights: Any, state: Any) -> Arguments:
@@ -252,3 +261,9 @@ GATED: dict[str, Callable[..., Arguments]] = {"lstm": _gates, "gru": _gates, "sr
 
 def runs_on_cpu(backend: Backend) -> bool:
     return backend.name == "reference" or backend.refuses(Problem(torch.device("cpu"), torch.float32, 1)) is None
+
+
+def cpu_backends(family: str) -> list[str]:
+    """Return the names of the backends that accept a CPU, from the fastest to the fallback. Compiled loops do once they are compiled."""
+    backends: tuple[Backend, ...] = import_module(f"kernels.{family}").BACKENDS
+    return [backend.name for backend in backends if backend.name != "reference" and runs_on_cpu(backend)]

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from kernels import compile as compiler
+from kernels import folder
 from service.settings import Settings
 
 KERNELS = Path(compiler.__file__).parent
@@ -25,14 +26,14 @@ SOURCES = sorted(KERNELS.glob("*/*.cu"))
 
 def test_environment_variable_names_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SEQSERVE_CACHE", str(tmp_path / "new" / "kernels"))
-    assert compiler.cache_folder() == tmp_path / "new" / "kernels"
+    assert folder.cache_folder() == tmp_path / "new" / "kernels"
     assert (tmp_path / "new" / "kernels").is_dir()
 
 
 def test_default_folder_is_in_the_users_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SEQSERVE_CACHE", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert compiler.cache_folder() == tmp_path / ".cache" / "seqserve"
+    assert folder.cache_folder() == tmp_path / ".cache" / "seqserve"
 
 
 @pytest.fixture
@@ -88,7 +89,7 @@ def test_architecture_is_specific_to_the_device(
 def test_kernels_compile_without_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SEQSERVE_CACHE", str(tmp_path / "file" / "kernels"))
-    assert compiler.cache_folder() is None
+    assert folder.cache_folder() is None
     assert compiler._load_or_compile("text", ()) == b"code 1 of text"
     assert compiler._load_or_compile("text", ()) == b"code 2 of text"
 
@@ -109,17 +110,17 @@ def test_full_disk_does_not_prevent_compilation(tmp_path: Path, monkeypatch: pyt
 def test_read_only_folder_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SEQSERVE_CACHE", str(tmp_path))
     monkeypatch.setattr(os, "access", lambda *_: False)
-    assert compiler.cache_folder() is None
+    assert folder.cache_folder() is None
 
 
 def test_service_and_kernels_have_the_same_default_folder() -> None:
-    assert Settings().cache == Path(compiler.DEFAULT_CACHE)
+    assert Settings().cache == Path(folder.DEFAULT_CACHE)
 
 
 def test_set_cache_folder_overrides_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SEQSERVE_CACHE", "elsewhere")
-    compiler.set_cache_folder(tmp_path)
-    assert compiler.cache_folder() == tmp_path
+    folder.set_cache_folder(tmp_path)
+    assert folder.cache_folder() == tmp_path
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: f"{source.parent.name}/{source.name}")

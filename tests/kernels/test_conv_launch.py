@@ -637,7 +637,8 @@ def test_several_blocks_share_a_long_row(launches: list[Launch]) -> None:
 
 
 def test_framework_runs_on_a_cpu_and_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    explanation = "fused: needs an NVIDIA GPU\nframework: chosen"
+    monkeypatch.setattr("kernels.cpu.cache.missing", lambda: "Numba is not installed")
+    explanation = "fused: needs an NVIDIA GPU\ncpu: Numba is not installed\nframework: chosen"
     assert explain("conv", device="cpu", dtype="float16", hidden=96) == explanation
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))

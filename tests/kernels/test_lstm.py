@@ -9,7 +9,7 @@ import torch
 
 from kernels.lstm.types import LSTMState, LSTMWeights
 from kernels.ragged import ContractError
-from tests.kernels.families import Form
+from tests.kernels.families import Form, cpu_backends
 from tests.kernels.inputs import as_float64, assert_encodings_close, encoding, rows
 
 
@@ -41,7 +41,7 @@ def torch_lstm(weights: LSTMWeights) -> torch.nn.LSTM:
     return baseline
 
 
-@pytest.mark.parametrize("backend", ["framework", "reference"])
+@pytest.mark.parametrize("backend", [*cpu_backends("lstm"), "reference"])
 @pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
 def test_state_in_slots_is_read_and_written_in_place(backend: str, index: torch.dtype) -> None:
     form = Form("lstm")

@@ -16,13 +16,13 @@ from kernels.conv.backend import ConvBackend
 from kernels.conv.types import ConvWeights
 from kernels.ragged import ContractError, Encoded, Outputs, Ragged
 from tests.kernels import inputs
-from tests.kernels.families import VOCABULARY, Form
+from tests.kernels.families import VOCABULARY, Form, cpu_backends
 from tests.kernels.inputs import assert_close, map_arrays, ragged
 
 LENGTHS = [9, 0, 1, 3, 14, 2]
 WIDTHS = (3, 1, 4)
 WAYS = ["", "embedding", "tables"]
-BACKENDS = ["framework", "reference"]
+BACKENDS = [*cpu_backends("conv"), "reference"]
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 every_way_in = pytest.mark.parametrize("ids", WAYS)
 

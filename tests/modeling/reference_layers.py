@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from service.modeling.spec import ConvLayer, GRULayer, Layer, LSTMLayer, RecurrentLayer, TCNLayer, TextCNNLayer
+from tests.kernels.families import cpu_backends
 from tests.modeling import reference_blocks
 from tests.modeling.reference_cells import CELLS, Cell
 
@@ -288,3 +289,8 @@ TCNS = (
 TEXT_CNNS = (Form("text_cnn"), Form("text_cnn", padding=2), Form("text_cnn", widths=(2,), padding=1))
 BOTH_WAYS = tuple(form.also(depth=2, bidirectional=True) for form in RECURRENT)
 EVERY_LAYER = (*RECURRENT, *BOTH_WAYS, *CONVOLUTIONS, *TCNS, *TEXT_CNNS)
+
+
+def fastest_on_cpu(form: Form) -> str:
+    """Return the name of the backend that runs a layer of this form on a CPU."""
+    return cpu_backends("conv" if form.kind in ("tcn", "text_cnn") else form.kind)[0]

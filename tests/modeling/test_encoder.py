@@ -16,7 +16,7 @@ from service.modeling.spec import ModelSpec
 from tests.kernels import inputs
 from tests.kernels.inputs import assert_close
 from tests.modeling import reference_layers
-from tests.modeling.reference_layers import Form
+from tests.modeling.reference_layers import Form, fastest_on_cpu
 from tests.modeling.reference_model import LABELS, ReferenceModel, reference_model
 
 CPU = torch.device("cpu")
@@ -144,7 +144,7 @@ def test_faster_embedding_mode_is_chosen(monkeypatch: pytest.MonkeyPatch, faster
     measured_faster(monkeypatch, faster)
     model = reference_model(form)
     made = encoder(model)
-    assert made.backends() == {"layers.0": faster, "layers.1": "framework"}
+    assert made.backends() == {"layers.0": faster, "layers.1": fastest_on_cpu(form)}
     assert_agrees(model, made)
 
 
@@ -168,7 +168,7 @@ def test_limit_of_zero_bytes_folds_nothing(monkeypatch: pytest.MonkeyPatch, form
 @every_stack
 def test_model_over_features_has_no_embedding_mode(forms: tuple[Form, ...]) -> None:
     backends = encoder(reference_model(*forms, embedded=False)).backends()
-    assert backends == {f"layers.{index}": "framework" for index in range(len(forms))}
+    assert backends == {f"layers.{index}": fastest_on_cpu(form) for index, form in enumerate(forms)}
 
 
 @pytest.mark.parametrize("embedded", [False, True])

@@ -19,7 +19,7 @@ from service.modeling.spec import QRNNLayer, RecurrentLayer, SRULayer
 from tests.kernels import inputs
 from tests.kernels.inputs import EVERYTHING, assert_close, assert_states_close
 from tests.modeling import reference_layers
-from tests.modeling.reference_layers import Form, ReferenceLayer, ReferenceTorchRNN, last
+from tests.modeling.reference_layers import Form, ReferenceLayer, ReferenceTorchRNN, fastest_on_cpu, last
 
 CPU = torch.device("cpu")
 LENGTHS = [9, 1, 14, 3]
@@ -179,7 +179,7 @@ def test_chunks_of_a_stack_give_the_same_steps(form: Form, cuts: list[int]) -> N
 @torch_has_it
 def test_stack_reports_its_backend_and_tensors(kind: str, depth: int, bidirectional: bool) -> None:
     stack, reference = stacked(Form(kind, depth=depth, bidirectional=bidirectional))
-    assert stack.backend() == "framework"
+    assert stack.backend() == fastest_on_cpu(Form(kind))
     added = {"lstm": 4, "gru": 2}[kind]  # gates whose two biases of torch are one bias here
     biases = added * reference_layers.HIDDEN * depth * (1 + bidirectional)
     assert sum(one.numel() for one in stack.tensors()) == sum(one.numel() for one in reference.parameters()) - biases
@@ -193,5 +193,5 @@ def test_layer_holds_the_tensors_of_its_spec(form: Form) -> None:
     in_filters = ("magnitude", "norm") if form.kind in ("conv", "tcn") else ()
     kept = [array for name, array in arrays.items() if not name.endswith(in_filters)] if in_filters else [*arrays.values()]
     assert sum(one.numel() for one in runnable.tensors()) == sum(array.numel() for array in kept)
-    assert runnable.backend() == "framework"
+    assert runnable.backend() == fastest_on_cpu(form)
     assert runnable.takes_ids is None

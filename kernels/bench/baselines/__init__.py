@@ -6,14 +6,19 @@ from kernels.bench.baselines.baseline import Baseline
 from kernels.bench.baselines.comparison import convolution, device_copy, first_sru_package, lstm, one_product
 from kernels.bench.baselines.conv import CONV
 from kernels.bench.baselines.discrete import gru_steps, lstm_gates, lstm_steps, qrnn_steps, sru_steps
-from kernels.bench.baselines.layers import packed, padded
-from kernels.bench.baselines.packages import onnx_runtime, sru_package
+from kernels.bench.baselines.layers import packed, padded, padded_over_ids
+from kernels.bench.baselines.packages import onnx_runtime, onnx_runtime_over_ids, sru_package, sru_package_over_ids
+from kernels.bench.baselines.scans import qrnn_scan, qrnn_scan_over_ids
 from kernels.bench.workload import Workload
 from kernels.bench.workloads import in_figure, one_long_row
 
 CPU, CUDA = ("cpu",), ("cuda",)
 _LAYERS = (Baseline("torch padded", padded), Baseline("torch packed", packed))
 _ONNX_RUNTIME = Baseline("onnxruntime", onnx_runtime, CPU)
+_OVER_IDS = (
+    Baseline("embedding, torch padded", padded_over_ids, CPU, over_ids=True),
+    Baseline("embedding, onnxruntime", onnx_runtime_over_ids, CPU, over_ids=True),
+)
 
 # On a GPU they take the same time for every size: milliseconds of host time.
 _SLOW = "its loop has a thousand launches or more, and capturing them takes longer than timing"
@@ -39,6 +44,11 @@ def _small_or_one_long_row(workload: Workload) -> bool:
 
 _DEFAULT_STREAM = "its kernel is launched on the default stream"
 _SRU_PACKAGE = Baseline("sru package", sru_package, eager_only=_DEFAULT_STREAM, condition=_small_or_one_long_row)
+_SRU_PACKAGE_OVER_IDS = Baseline("embedding, sru package", sru_package_over_ids, CPU, over_ids=True)
+_QRNN_SCANS = (
+    Baseline("torch gates, scan", qrnn_scan, CPU),
+    Baseline("embedding, torch gates, scan", qrnn_scan_over_ids, CPU, over_ids=True),
+)
 _FIRST_SRU_PACKAGE = Baseline("sru package v1", first_sru_package, CUDA, _DEFAULT_STREAM, one_long_row)
 _ON_CUDA = (
     Baseline("one product", one_product, CUDA, condition=_layer_in_grid),
@@ -54,9 +64,15 @@ _FIGURE = (
 )
 
 BASELINES: dict[str, tuple[Baseline, ...]] = {
-    "lstm": (*_LAYERS, *_LSTM_LOOPS, _ONNX_RUNTIME),
-    "gru": (*_LAYERS, Baseline("torch by step", gru_steps), _ONNX_RUNTIME),
-    "sru": (Baseline("torch by step", sru_steps, condition=_outside_the_grid), _SRU_PACKAGE, *_ON_CUDA, *_FIGURE),
-    "qrnn": (Baseline("torch by step", qrnn_steps, condition=_outside_the_grid), _FIRST_SRU_PACKAGE, *_ON_CUDA),
+    "lstm": (*_LAYERS, *_LSTM_LOOPS, _ONNX_RUNTIME, *_OVER_IDS),
+    "gru": (*_LAYERS, Baseline("torch by step", gru_steps), _ONNX_RUNTIME, *_OVER_IDS),
+    "sru": (
+        Baseline("torch by step", sru_steps, condition=_outside_the_grid),
+        _SRU_PACKAGE,
+        _SRU_PACKAGE_OVER_IDS,
+        *_ON_CUDA,
+        *_FIGURE,
+    ),
+    "qrnn": (Baseline("torch by step", qrnn_steps, condition=_outside_the_grid), *_QRNN_SCANS, _FIRST_SRU_PACKAGE, *_ON_CUDA),
     "conv": CONV,
 }

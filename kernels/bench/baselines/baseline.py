@@ -40,7 +40,7 @@ class Baseline:
     """A competitor of our kernels. `build` raises MissingError if it is not installed.
 
     eager_only: why it cannot be captured in a CUDA graph; condition: limits a baseline that is slow, or made for one comparison, to the
-    workloads where it is useful.
+    workloads where it is useful; over_ids: it looks up an embedding of token ids, and runs the folded workloads and no others.
     """
 
     name: str
@@ -48,10 +48,12 @@ class Baseline:
     devices: tuple[str, ...] = ("cpu", "cuda")
     eager_only: str | None = None
     condition: Callable[[Workload], bool] = lambda _: True
+    over_ids: bool = False
 
     def applies(self, workload: Workload, device: str) -> bool:
         """Return whether the baseline runs this workload on `device`, which is cpu or cuda."""
-        return device in self.devices and workload.kind not in WITHOUT_BASELINES and self.condition(workload)
+        takes_data = workload.kind not in WITHOUT_BASELINES and self.over_ids == (workload.kind == "folded")
+        return device in self.devices and takes_data and self.condition(workload)
 
 
 def optional_package(package: str, install: str) -> Any:
@@ -70,6 +72,11 @@ def pad(case: BenchCase, at_least: int = 0) -> Tensor:
     padded = pad_sequence(list(torch.split(case.x.data, case.lengths)))
     missing = max(at_least - padded.shape[0], 0)
     return torch.nn.functional.pad(padded, (0, 0, 0, 0, 0, missing)).contiguous()
+
+
+def pad_ids(case: BenchCase) -> Tensor:
+    """Return the token ids as (longest, rows), with id 0 after the end of each row."""
+    return pad_sequence(list(torch.split(case.x.data, case.lengths)))
 
 
 def last(case: BenchCase) -> Callable[[Tensor], Tensor]:

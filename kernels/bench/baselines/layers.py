@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from kernels.bench.baselines.baseline import TimedCall, last, pad
-from kernels.bench.case import BenchCase
+from kernels.bench.agreement import expected_answer
+from kernels.bench.baselines.baseline import TimedCall, last, pad, pad_ids
+from kernels.bench.case import BenchCase, embedded_case
 from kernels.gru.types import GRUWeights
 from kernels.lstm.types import LSTMWeights
 
@@ -19,6 +21,13 @@ def padded(case: BenchCase) -> TimedCall:
         return TimedCall(lambda: layer(data)[0], lambda steps: steps.transpose(0, 1).flatten(0, 1))
     take = last(case)
     return TimedCall(lambda: take(layer(data)[0]))
+
+
+def padded_over_ids(case: BenchCase) -> TimedCall:
+    """An embedding of the padded token ids, then the layer."""
+    embedding, embedded = embedded_case(case)
+    layer, take, ids = _layer(embedded), last(case), pad_ids(case)
+    return TimedCall(lambda: take(layer(functional.embedding(ids, embedding))[0]), expected=expected_answer(embedded))
 
 
 def packed(case: BenchCase) -> TimedCall:

@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from kernels.bench.baselines.baseline import MissingError, TimedCall, last, optional_package, pad
+from kernels.bench.agreement import expected_answer
+from kernels.bench.baselines.baseline import MissingError, TimedCall, last, optional_package, pad, pad_ids
 from kernels.bench.baselines.layers import second_bias
-from kernels.bench.case import BenchCase
+from kernels.bench.case import BenchCase, embedded_case
 from kernels.gru.types import GRUWeights
 from kernels.lstm.types import LSTMWeights
 from kernels.sru.types import SRUWeights
@@ -20,19 +22,48 @@ ORDER = {"LSTM": (0, 3, 1, 2), "GRU": (1, 0, 2)}
 
 
 def onnx_runtime(case: BenchCase) -> TimedCall:
+    session, lengths = _session(case)
+    feeds = {"X": pad(case).numpy(), **lengths}
+    return TimedCall(lambda: session.run(None, feeds), lambda answer: torch.from_numpy(answer[0][0]))
+
+
+def onnx_runtime_over_ids(case: BenchCase) -> TimedCall:
+    """An embedding of the padded token ids by torch, then the layer."""
+    embedding, embedded = embedded_case(case)
+    session, lengths = _session(embedded)
+    ids = pad_ids(case)
+    return TimedCall(
+        lambda: session.run(None, {"X": functional.embedding(ids, embedding).numpy(), **lengths}),
+        lambda answer: torch.from_numpy(answer[0][0]),
+        expected=expected_answer(embedded),
+    )
+
+
+def _session(case: BenchCase) -> tuple[Any, dict[str, Any]]:
+    """Return a session of ONNX Runtime, and the lengths of the rows if they differ."""
     onnx, runtime = optional_package("onnx", INSTALL), optional_package("onnxruntime", INSTALL)
     options = runtime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = torch.get_num_threads(), 1
     model = _model(onnx, case).SerializeToString()
     session = runtime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-    feeds = {"X": pad(case).numpy()}
-    if case.ragged:
-        feeds["lengths"] = torch.tensor(case.lengths, dtype=torch.int32).numpy()
-    return TimedCall(lambda: session.run(None, feeds), lambda answer: torch.from_numpy(answer[0][0]))
+    return session, {"lengths": torch.tensor(case.lengths, dtype=torch.int32).numpy()} if case.ragged else {}
 
 
 def sru_package(case: BenchCase) -> TimedCall:
     """Its operator for the CPU or kernel for the GPU. It also computes the padding, which follows each row and needs no mask."""
+    cell, data, take = _sru_cell(case), pad(case), last(case)
+    return TimedCall(lambda: take(cell(data)[0]))
+
+
+def sru_package_over_ids(case: BenchCase) -> TimedCall:
+    """An embedding of the padded token ids, then its operator."""
+    embedding, embedded = embedded_case(case)
+    cell, take, ids = _sru_cell(embedded), last(case), pad_ids(case)
+    return TimedCall(lambda: take(cell(functional.embedding(ids, embedding))[0]), expected=expected_answer(embedded))
+
+
+def _sru_cell(case: BenchCase) -> Any:
+    """Return the layer of the package with our weights."""
     weights: SRUWeights = case.weights[0]
     assert weights.input is not None
     device, dtype, inputs, hidden = weights.bias.device, weights.bias.dtype, weights.input.shape[0], weights.hidden
@@ -46,8 +77,7 @@ def sru_package(case: BenchCase) -> TimedCall:
     cell.weight.copy_(weights.input.view(inputs, 3, hidden).transpose(1, 2).reshape(inputs, 3 * hidden))
     cell.weight_c.copy_(torch.zeros_like(weights.bias) if weights.cell is None else weights.cell)
     cell.bias.copy_(weights.bias)
-    data, take = pad(case), last(case)
-    return TimedCall(lambda: take(cell(data)[0]))
+    return cell
 
 
 def _model(onnx: Any, case: BenchCase) -> Any:

@@ -25,6 +25,7 @@ from service.modeling import store
 from service.modeling.encoder import Encoder
 from tests import models
 from tests.kernels import inputs
+from tests.kernels.families import cpu_backends
 
 WORDS, SENSORS = ModelKey("words", "1"), ModelKey("sensors", "1")
 HEADS = [ModelKey(name, "1") for name in models.OF_EVERY_HEAD]
@@ -107,7 +108,7 @@ def test_result_is_the_output_of_the_encoder(engine: DeviceEngine, encoders: dic
 
 
 def test_classifier_returns_scores_embedding_and_sequence(engine: DeviceEngine) -> None:
-    for key, width in ((WORDS, 10), (SENSORS, 8)):
+    for key, width in ((WORDS, 10), (SENSORS, models.SENSORS_HIDDEN)):
         [result] = run(engine, key, [chunk(key, 7)])
         assert result.picks is None and result.steps == 7
         assert result.scores is not None and result.scores.shape == (1, len(models.LABELS))
@@ -245,7 +246,7 @@ def test_loaded_reports_device_backends_and_bytes(engine: DeviceEngine, encoders
     assert (words.name, words.version, words.device) == ("words", "1", "cpu")
     assert words.weight_bytes == encoders[WORDS].weight_bytes() > 0
     assert [line.partition(": ")[0] for line in words.backends] == ["layers.0", "layers.1"]
-    assert sensors.backends == ["layers.0: framework"]
+    assert sensors.backends == [f"layers.0: {cpu_backends('lstm')[0]}"]
 
 
 def test_larger_batch_is_predicted_to_take_longer(engine: DeviceEngine) -> None:

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.kernels.families import cpu_backends
 from tests.models import LABELS, WORDS
 from tests.serving import Server, eventually, serving
 
@@ -117,7 +118,7 @@ def test_models_are_listed_with_device_and_backends(server: Server) -> None:
         ("words", "2", True),
     ]
     assert listed[0]["device"] == "cpu"
-    assert listed[0]["backends"] == ["layers.0: framework"]
+    assert listed[0]["backends"] == [f"layers.0: {cpu_backends('lstm')[0]}"]
     assert listed[1]["head"]["labels"] == list(LABELS)
     assert [model["streams"] for model in listed] == [True, False, False]
 
@@ -153,7 +154,7 @@ def test_each_stage_of_a_request_is_timed(server: Server) -> None:
         assert server.metric("seqserve_stage_seconds_count", model="words", stage=stage) == before[stage] + added, stage
     assert server.metric("seqserve_ready") == 1
     assert server.metric("seqserve_requests_in_flight") == 0
-    assert server.metric("seqserve_kernel_backend_info", model="words", version="1", backend="framework") == 1
+    assert server.metric("seqserve_kernel_backend_info", model="words", version="1", backend=cpu_backends("lstm")[0]) == 1
 
 
 STAGES = {

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
+from tests.models import SENSORS_HIDDEN
 from tests.serving import Server, check_unharmed, eventually, serving
 
 ROW = [0.1, -2.0, 30.0]
@@ -66,7 +67,7 @@ def test_query_options_apply_to_every_chunk(server: Server) -> None:
     with open_stream(server, f"{MODEL}&version=1&return=embedding,sequence&priority=3&deadline_ms=20000") as stream:
         for steps in (3, 1):
             [output] = send(stream, {"input": [ROW] * steps})["outputs"]
-            assert len(output["embedding"]) == 8
+            assert len(output["embedding"]) == SENSORS_HIDDEN
             assert len(output["sequence"]) == steps
             assert output["sequence"][-1] == output["embedding"]
 

@@ -13,6 +13,7 @@ import torch
 import kernels.sru
 from kernels.backend import accepts_everything, only_by_name
 from kernels.bench import measure, timing
+from kernels.bench.baselines import BASELINES
 from kernels.bench.baselines.baseline import Baseline, TimedCall
 from kernels.bench.case import BenchCase, random_case
 from kernels.bench.measure import Bench, Findings
@@ -54,9 +55,19 @@ def test_other_workloads_have_one_form_and_no_grid(family: str) -> None:
     on_cpu = workloads(family, "cpu", quick=False)
     on_cuda = workloads(family, "cuda", quick=False)
     others = [workload for workload in on_cuda if workload.lengths == "questions" or workload.dtype == "float32"]
-    assert len(on_cpu) == 18 and len(others) == 4
+    assert len(on_cpu) == 36 and len(others) == 4
     for workload in (*on_cpu, *others):
-        assert workload.form == FORMS[family][-1] and not workload.in_grid
+        form = FOLDED_FORMS[family][-1] if workload.kind == "folded" else FORMS[family][-1]
+        assert workload.form == form and not workload.in_grid
+
+
+@pytest.mark.parametrize("family", FOLDED_FORMS)
+def test_folded_layers_have_a_baseline_on_a_cpu(family: str) -> None:
+    folded = [workload for workload in workloads(family, "cpu", quick=False) if workload.kind == "folded"]
+    assert len(folded) == 18
+    for workload in folded:
+        (baseline,) = (baseline for baseline in BASELINES[family] if baseline.applies(workload, "cpu"))
+        assert baseline.over_ids and baseline.name.startswith("embedding, ")
 
 
 @pytest.fixture

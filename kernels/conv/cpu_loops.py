@@ -1,0 +1,227 @@
+"""Text CNNs over folded tables, compiled for the CPU: the windows of a row are sums of table rows, and only their maximum over
+time is kept.
+
+A tile is a few vectors of maps. Its maxima and the sums of a window stay in registers while all windows of a row pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from kernels.cpu.compiled import Codegen, Compiled, inner, llvm_code
+from kernels.cpu.products import product
+from kernels.cpu.rows import floats, longs, number_at
+from kernels.cpu.vectors import FLOAT, FLOAT_BYTES, LANES, LONG, REGISTERS, STORED, Vectors, for_each_case, index
+from kernels.embedding import FIRST
+
+TILE_VECTORS = min(8, REGISTERS // 4)
+"""Vectors of the largest tile: each has a maximum and a sum."""
+
+
+class Layer(NamedTuple):
+    """One layer, in the order of the numbers of `kernels.conv.cpu`.
+
+    table: the address of the tables, (width, height, outputs), with `row_numbers` numbers from row to row and `tap_numbers`
+    from tap to tap; column: of its first output among those of all layers; bias: the address of (outputs,) float32; relu:
+    whether negative maxima become 0.
+    """
+
+    table: int
+    storage: int
+    tap_numbers: int
+    row_numbers: int
+    height: int
+    width: int
+    dilation: int
+    stride: int
+    left: int
+    right: int
+    outputs: int
+    column: int
+    bias: int
+    relu: int
+
+
+LAYER_NUMBERS = len(Layer._fields)
+
+
+@llvm_code
+def max_of_windows(
+    _typing: Any,
+    storage: Any,
+    vectors: Any,
+    table: Any,
+    tap_numbers: Any,
+    row_numbers: Any,
+    steps: Any,
+    windows: Any,
+    stride: Any,
+    width: Any,
+    dilation: Any,
+    columns: Any,
+    maxima: Any,
+) -> tuple[Any, Codegen]:
+    """Write the maximum over the windows of a row, for up to `vectors` vectors of maps.
+
+    table: the stored numbers of the first map, of row 0 and tap 0; steps: (windows + reach - 1,) int64 table rows; columns: the
+    numbers that the last vector has in every table row; maxima: (vectors x LANES,) float32, of which only `columns` in the last
+    vector are defined. All but numbers are addresses.
+    """
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Sequence[ir.Value]) -> ir.Value:
+        storage, vectors, table, tap_numbers, row_numbers, steps, windows, stride, width, dilation, columns, maxima = arguments
+        code = Vectors(builder)
+        steps_at, maxima_at = code.pointer(steps, LONG), code.pointer(maxima, FLOAT)
+        mask = code.first_lanes(columns)
+
+        def emit(stored: int, count: int) -> None:
+            table_at = code.pointer(table, STORED[stored])
+            highest = [code.variable(code.constant(-np.inf)) for _ in range(count)]
+            with cgutils.for_range(builder, windows, intp=windows.type) as window:
+                first_step = builder.mul(window.index, stride)
+                sums = [code.variable() for _ in range(count)]
+                for place in sums:
+                    builder.store(code.constant(0.0), place)
+                with cgutils.for_range(builder, width, intp=width.type) as tap:
+                    step = builder.add(first_step, builder.mul(tap.index, dilation))
+                    row = builder.load(builder.gep(steps_at, [step]))
+                    first = builder.add(builder.mul(tap.index, tap_numbers), builder.mul(row, row_numbers))
+                    for number, place in enumerate(sums):
+                        at = builder.add(first, index(number * LANES))
+                        whole = number < count - 1
+                        loaded = (
+                            code.load_stored(table_at, at, stored) if whole else code.load_masked(table_at, at, stored, mask)
+                        )
+                        builder.store(builder.fadd(builder.load(place), loaded), place)
+                for place, total in zip(highest, sums, strict=True):
+                    builder.store(code.maximum(builder.load(place), builder.load(total)), place)
+            for number, place in enumerate(highest):
+                code.store(builder.load(place), maxima_at, index(number * LANES))
+
+        sizes = range(1, TILE_VECTORS + 1)
+        for_each_case(
+            builder,
+            storage,
+            tuple(STORED),
+            lambda stored: for_each_case(builder, vectors, sizes, lambda count: emit(stored, count)),
+        )
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 12), codegen
+
+
+@Compiled
+def text_cnn(
+    part: int,
+    parts: int,
+    offsets: int,
+    offset_bytes: int,
+    rows: int,
+    ids: int,
+    id_bytes: int,
+    layers: int,
+    layer_count: int,
+    outputs: int,
+    maxima: int,
+    storage: int,
+    panels: int,
+    bias: int,
+    scores: int,
+    score_columns: int,
+    scratch: int,
+) -> None:
+    """Pool part `part` of `parts` of a batch's rows. Raises IndexError for an id outside of the tables.
+
+    layers: (layer_count, LAYER_NUMBERS) int64, a `Layer` each; maxima: (rows, outputs) float32; panels, bias: of a classifier,
+    or 0, whose scores are written to rows of `score_columns` numbers; scratch: memory as `kernels.conv.cpu` computes it.
+    """
+    begin, end = rows * part // parts, rows * (part + 1) // parts
+    numbers = longs(layers, layer_count * LAYER_NUMBERS)
+    tile = scratch
+    steps_address = scratch + FLOAT_BYTES * TILE_VECTORS * LANES
+    for row in range(begin, end):
+        first, last = number_at(offsets, offset_bytes, row), number_at(offsets, offset_bytes, row + 1)
+        for number in range(layer_count):
+            layer = _layer(numbers, number)
+            steps = longs(steps_address, last - first + layer.left + layer.right)
+            _table_rows(layer, ids, id_bytes, first, last, steps)
+            target = floats(maxima + FLOAT_BYTES * (outputs * row + layer.column), layer.outputs)
+            _pool(layer, steps, tile, target)
+    if panels:
+        begins = longs(steps_address, end - begin)
+        for row in range(begin, end):
+            begins[row - begin] = outputs * row
+        out = scores + FLOAT_BYTES * score_columns * begin
+        product(storage, maxima, steps_address, end - begin, outputs, panels, bias, out, score_columns)
+
+
+@inner
+def _layer(numbers: Any, number: int) -> Layer:
+    first = LAYER_NUMBERS * number
+    return Layer(
+        numbers[first],
+        numbers[first + 1],
+        numbers[first + 2],
+        numbers[first + 3],
+        numbers[first + 4],
+        numbers[first + 5],
+        numbers[first + 6],
+        numbers[first + 7],
+        numbers[first + 8],
+        numbers[first + 9],
+        numbers[first + 10],
+        numbers[first + 11],
+        numbers[first + 12],
+        numbers[first + 13],
+    )
+
+
+@inner
+def _table_rows(layer: Layer, ids: int, id_bytes: int, first: int, last: int, steps: Any) -> None:
+    """Write the table rows of a row's steps and of the padding around them."""
+    steps[: layer.left] = 0
+    for token in range(first, last):
+        row = number_at(ids, id_bytes, token) + FIRST
+        if row < FIRST or row >= layer.height:
+            raise IndexError("a token id is outside of the table")
+        steps[layer.left + token - first] = row
+    steps[layer.left + last - first :] = 0
+
+
+@inner
+def _pool(layer: Layer, steps: Any, tile: int, target: Any) -> None:
+    """Write the activated maximum over the windows of a row, or zeros if it has none."""
+    reach = (layer.width - 1) * layer.dilation + 1
+    windows = (len(steps) - reach) // layer.stride + 1 if len(steps) >= reach else 0
+    if not windows:
+        target[:] = 0.0
+        return
+    number_bytes = 4 if layer.storage == 0 else 2
+    bias = floats(layer.bias, layer.outputs)
+    highest = floats(tile, TILE_VECTORS * LANES)
+    for column in range(0, layer.outputs, TILE_VECTORS * LANES):
+        columns = min(layer.outputs - column, TILE_VECTORS * LANES)
+        vectors = (columns + LANES - 1) // LANES
+        max_of_windows(
+            layer.storage,
+            vectors,
+            layer.table + number_bytes * column,
+            layer.tap_numbers,
+            layer.row_numbers,
+            steps.ctypes.data,
+            windows,
+            layer.stride,
+            layer.width,
+            layer.dilation,
+            columns - LANES * (vectors - 1),
+            tile,
+        )
+        for number in range(columns):
+            value = highest[number] + bias[column + number]
+            target[column + number] = np.float32(0.0) if layer.relu and value < 0.0 else value

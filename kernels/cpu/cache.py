@@ -1,0 +1,86 @@
+"""Where the machine code of compiled loops is kept, and whether it is complete.
+
+Imports neither Numba nor torch, which take half a second and more.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import platform
+import shutil
+import sys
+import tempfile
+from functools import cache
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kernels.cpu.target import host_target
+from kernels.folder import cache_folder, readable_folder
+
+if TYPE_CHECKING:
+    from kernels.backend import Problem
+
+KERNELS = Path(__file__).resolve().parents[1]
+LOOPS = "*/cpu_loops.py"
+SOURCES = ("cpu/*.py", LOOPS)
+NOT_COMPILED = "not compiled for this processor: run `python -m kernels.cpu`"
+SHARED_MEMORY = "/dev/shm"  # noqa: S108 # mkdtemp makes a private folder in it
+COMPLETE = "complete"
+"""The file that shows that every function of the folder is compiled."""
+
+
+def refuses(problem: Problem) -> str | None:
+    """`Backend.refuses` of the CPU backends."""
+    return "runs on a CPU only" if problem.device.type != "cpu" else missing()
+
+
+def missing() -> str | None:
+    """Return why compiled loops cannot run without a pause, or None."""
+    if find_spec("numba") is None:
+        return "Numba is not installed"
+    if host_target() is None:
+        return "needs a processor with AVX2, AVX-512 or NEON"
+    folder = code_folder()
+    if folder is not None and (folder / COMPLETE).exists():
+        return None
+    return NOT_COMPILED if cache_folder() else "the folder of compiled kernels cannot be written: set SEQSERVE_CACHE"
+
+
+def code_folder() -> Path | None:
+    """Return the folder for machine code of these sources on this processor, or None if there is no folder of compiled kernels."""
+    parent, target = readable_folder(), host_target()
+    return None if parent is None or target is None else parent / f"cpu-{target.name}-{_digest()}"
+
+
+@cache
+def writable_code_folder() -> Path | None:
+    """Return `code_folder`, or a temporary copy of it if it is read-only, because Numba only reads from folders that it can write."""
+    folder = code_folder()
+    if folder is None or cache_folder() is not None:
+        return folder
+    if not folder.exists():
+        return None
+    copy = Path(tempfile.mkdtemp(prefix="seqserve-", dir=None if _has_temporary_folder() else SHARED_MEMORY))
+    atexit.register(shutil.rmtree, copy, ignore_errors=True)
+    shutil.copytree(folder, copy, dirs_exist_ok=True)
+    return copy
+
+
+def _has_temporary_folder() -> bool:
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError:  # a read-only container without a volume for temporary files
+        return False
+    return True
+
+
+@cache
+def _digest() -> str:
+    """Return a digest of everything that the machine code depends on besides the target."""
+    parts = [platform.python_version(), sys.platform, *(metadata.version(package) for package in ("numba", "llvmlite"))]
+    files = sorted(file for pattern in SOURCES for file in KERNELS.glob(pattern))
+    parts += [file.read_text() for file in files]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

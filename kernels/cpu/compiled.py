@@ -1,0 +1,79 @@
+"""Compiles loops with Numba and keeps the machine code in the folder of compiled kernels.
+
+`inner` compiles a function into its callers. `Compiled` is a function that Python calls: its arguments are numbers and
+addresses, all int64, because Numba would take microseconds to unpack arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeVar
+
+from numba import config, njit, types
+from numba.extending import intrinsic
+
+from kernels.cpu.cache import COMPLETE, KERNELS, LOOPS, writable_code_folder
+from kernels.cpu.target import Target, host_target
+from kernels.ragged import ContractError
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Codegen = Callable[..., Any]
+
+
+def compiled_target() -> Target:
+    """Return the target that this process compiles for. It must be set before the first function is compiled."""
+    target = host_target()
+    if target is None:
+        raise ContractError("the cpu backend needs a processor with AVX2, AVX-512 or NEON")
+    config.CPU_NAME, config.CPU_FEATURES = target.name, target.features
+    return target
+
+
+def inner(function: Function) -> Function:
+    """Compile a function that compiled functions call."""
+    compiled: Function = njit(nogil=True, error_model="numpy")(function)
+    return compiled
+
+
+def llvm_code(function: Callable[..., tuple[Any, Codegen]]) -> Any:
+    """Return a function for compiled code that is written in LLVM operations. `function` returns its signature and what emits its code."""
+    return intrinsic(function)
+
+
+ALL: list[Compiled] = []
+"""Every compiled function of the imported modules."""
+
+
+class Compiled:
+    """A function of int64 arguments, compiled at its first call or read from the folder. It releases the interpreter lock."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+        ALL.append(self)
+
+    def __call__(self, *arguments: int) -> None:
+        self.machine_code(*arguments)
+
+    def compile(self) -> None:
+        """Compile the function, or read it from the folder."""
+        self.machine_code  # noqa: B018
+
+    @cached_property
+    def machine_code(self) -> Any:
+        folder = writable_code_folder()
+        # Numba reads this setting when it decorates a function.
+        config.CACHE_DIR = "" if folder is None else str(folder)
+        signature = types.void(*[types.int64] * self._function.__code__.co_argcount)
+        return njit(signature, nogil=True, error_model="numpy", cache=folder is not None)(self._function)
+
+
+def compile_all(folder: Path) -> None:
+    """Compile every loop that is not in the folder of this target yet."""
+    for source in KERNELS.glob(LOOPS):
+        import_module(f"kernels.{source.parent.name}.{source.stem}")
+    for function in ALL:
+        function.compile()
+    (folder / COMPLETE).touch()

@@ -1,0 +1,90 @@
+"""What every CPU backend does in Python around its compiled loop: addresses, output arrays and states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.ragged import Outputs, Ragged, without_sources
+
+FLOAT_BYTES, LONG_BYTES, ALIGNED_BYTES = 4, 8, 64
+TILE_BYTES = 2048
+"""The sums of the largest tile: eight rows of four vectors of 64 bytes."""
+
+
+class StateArrays(NamedTuple):
+    """The states of a call's rows. arguments: for the compiled loop, the addresses of the arrays before the batch, of the slots
+    that the rows start from, of the arrays after the batch and of the slots that the rows write; after: the state after the
+    batch; kept: arrays that must exist until the loop has ended."""
+
+    arguments: tuple[int, ...]
+    after: Any
+    kept: tuple[Tensor, ...]
+
+
+def as_floats(values: Tensor) -> Tensor:
+    """Return values as compiled loops read them: contiguous float32."""
+    return values.float().contiguous()
+
+
+def as_longs(numbers: Tensor) -> Tensor:
+    """Return offsets, slots or ids as compiled loops read them: contiguous int64."""
+    return numbers.long().contiguous()
+
+
+OutputTensors = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+"""The steps, last, mean and max of `Encoded`."""
+
+
+def empty_outputs(x: Ragged, want: Outputs, width: int) -> OutputTensors:
+    """Return unwritten arrays for the wanted outputs."""
+    rows = x.rows
+    return (
+        torch.empty(len(x.data), width) if want.steps else None,
+        torch.empty(rows, width) if want.last else None,
+        torch.empty(rows, width) if want.mean else None,
+        torch.empty(rows, width) if want.max else None,
+    )
+
+
+def output_arguments(outputs: OutputTensors, width: int, column: int = 0) -> tuple[int, ...]:
+    """Return the addresses of the outputs from a column on, 0 for those that are not wanted, and the width of their rows."""
+    return (*[0 if array is None else array.data_ptr() + FLOAT_BYTES * column for array in outputs], width)
+
+
+def row_states(kind: Callable[..., Any], names: Sequence[str], state: Any, rows: int, hidden: int) -> StateArrays:
+    """Return the states of a call. kind: the class of the state; names: its arrays, (rows or slots, hidden)."""
+    if state is not None and state.slots is not None:
+        caches = [getattr(state, name).data_ptr() for name in names]
+        slots = as_longs(state.slots)
+        sources = slots if state.sources is None else as_longs(state.sources)
+        return StateArrays((*caches, sources.data_ptr(), *caches, slots.data_ptr()), without_sources(state), (slots, sources))
+    after = [torch.empty(rows, hidden) for _ in names]
+    before = () if state is None else tuple([as_floats(getattr(state, name)) for name in names])
+    begin = [array.data_ptr() for array in before] or [0] * len(names)
+    return StateArrays((*begin, 0, *[array.data_ptr() for array in after], 0), kind(*after), before)
+
+
+def updates_in_place(state: Any) -> bool:
+    """Return whether a compiled loop can run from this state: it has no slots, or caches that a loop can read and write."""
+    if state is None or state.slots is None:
+        return True
+    caches = [getattr(state, field.name) for field in fields(state) if field.name not in ("slots", "sources")]
+    return all(cache.is_contiguous() and cache.dtype in (torch.float32, torch.int64) for cache in caches)
+
+
+def aligned(size: int) -> int:
+    """Return a number of bytes rounded up, so that the bytes after it are aligned."""
+    return -(-size // ALIGNED_BYTES) * ALIGNED_BYTES
+
+
+def scratch_bytes(rows: int, tokens: int, *, state_floats: int, token_floats: int) -> int:
+    """Return the bytes of scratch memory for a call. state_floats, token_floats: numbers that the loop keeps for a row and for
+    a token."""
+    orders, row_offsets = LONG_BYTES * (rows + 2 * tokens + 2), LONG_BYTES * rows
+    floats = FLOAT_BYTES * (rows * state_floats + tokens * token_floats)
+    return aligned(orders) + aligned(row_offsets) + TILE_BYTES + floats

@@ -1,0 +1,339 @@
+"""Products of float32 rows with packed weights: the tile that every CPU kernel computes, and the layout of its weights.
+
+Weights are packed into panels, (panels, depth, vectors, LANES): all weights of one panel are consecutive. The width of every
+block of columns is rounded up to LANES with zeros. In a panel of a recurrent weight, the vectors are the gates of the same
+LANES units; in a panel of any other weight they are consecutive columns.
+
+A tile is up to `max_rows` rows of one panel. It keeps its sums in registers while it runs over the depth. Each sum adds its
+products in the order of the depth, so a row's result does not depend on the rows beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kernels.cpu.compiled import Codegen, inner, llvm_code
+from kernels.cpu.launch import TILE_BYTES
+from kernels.cpu.launch import aligned as aligned_size
+from kernels.cpu.rows import Batch, floats, longs
+from kernels.cpu.storage import BFLOAT16, FLOAT16, FLOAT32
+from kernels.cpu.vectors import (
+    FLOAT,
+    FLOAT_BYTES,
+    LANES,
+    LONG,
+    LONG_BYTES,
+    REGISTERS,
+    STORED,
+    Vectors,
+    for_each_case,
+    index,
+)
+from kernels.launching import round_up
+
+VECTORS = 4
+"""Vectors of a panel of consecutive columns."""
+PANEL_COLUMNS = VECTORS * LANES
+LARGEST_TILE = 8
+"""More rows take longer to compile and are hardly faster."""
+UNROLLED = 4
+"""Steps over the depth without a branch between them."""
+ROWS_IN_CACHE = 96
+"""Rows of a product that pass over all panels together, so that they stay in the cache."""
+
+
+def max_rows(vectors: int) -> int:
+    """Return the rows of the largest tile whose sums fit into the registers beside the weights and one value."""
+    return min(LARGEST_TILE, max(1, (REGISTERS - vectors - 1) // vectors))
+
+
+def padded(hidden: int) -> int:
+    """Return the width of a block of `hidden` columns."""
+    return round_up(hidden, LANES)
+
+
+def product_width(columns: int) -> int:
+    """Return the width of the rows that a product writes, for this number of padded columns."""
+    return round_up(columns, PANEL_COLUMNS)
+
+
+def pack_blocks(weight: Tensor, blocks: int) -> Tensor:
+    """Return a weight, (depth, blocks x hidden), in panels with a vector of each block. The dtype stays."""
+    separate = _pad_blocks(weight, blocks)
+    panels = separate.reshape(len(weight), blocks, separate.shape[2] // LANES, LANES)
+    return panels.permute(2, 0, 1, 3).contiguous()
+
+
+def pack_columns(weight: Tensor, blocks: int) -> Tensor:
+    """Return a weight, (depth, blocks x hidden), in panels of VECTORS consecutive vectors. The dtype stays."""
+    columns = _pad_blocks(weight, blocks).flatten(1)
+    columns = pad(columns, (0, -columns.shape[1] % PANEL_COLUMNS))
+    panels = columns.reshape(len(weight), columns.shape[1] // PANEL_COLUMNS, VECTORS, LANES)
+    return panels.transpose(0, 1).contiguous()
+
+
+def pack_bias(bias: Tensor, blocks: int) -> Tensor:
+    """Return a bias, (blocks x hidden,), as float32 for a weight of `pack_columns`."""
+    columns = _pad_blocks(bias.float()[None], blocks).flatten()
+    return pad(columns, (0, -len(columns) % PANEL_COLUMNS))
+
+
+def _pad_blocks(weight: Tensor, blocks: int) -> Tensor:
+    """Return a weight as (depth, blocks, hidden), with hidden rounded up to LANES."""
+    separate = weight.reshape(len(weight), blocks, weight.shape[1] // blocks)
+    return pad(separate, (0, -separate.shape[2] % LANES))
+
+
+def _sums_tile(vectors: int, started: int) -> Any:
+    """Return the intrinsic that computes the sums of a tile with panels of `vectors` vectors, of which the first `started` do
+    not start from zero."""
+
+    @llvm_code
+    def tile(
+        _typing: Any,
+        storage: Any,
+        rows: Any,
+        start: Any,
+        start_offsets: Any,
+        block: Any,
+        values: Any,
+        value_offsets: Any,
+        depth: Any,
+        panel: Any,
+        sums: Any,
+        width: Any,
+    ) -> tuple[Any, Codegen]:
+        return types.void(*[types.int64] * 11), codegen
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Sequence[ir.Value]) -> ir.Value:
+        storage, rows, start, start_offsets, block, values, value_offsets, depth, panel, sums, width = arguments
+        code = Vectors(builder)
+        start_at, values_at, sums_at = (code.pointer(address, FLOAT) for address in (start, values, sums))
+        starts, begins = (code.pointer(address, LONG) for address in (start_offsets, value_offsets))
+        zero = code.constant(0.0)
+
+        def started_row(row: int) -> list[ir.Value]:
+            first = builder.load(builder.gep(starts, [index(row)]))
+            blocks = [builder.add(first, builder.mul(block, index(vector))) for vector in range(started)]
+            values = [code.load(start_at, at) for at in blocks]
+            return [code.variable(value) for value in values + [zero] * (vectors - started)]
+
+        def emit(stored: int, count: int) -> None:
+            places = [started_row(row) for row in range(count)]
+            offsets = [builder.load(builder.gep(begins, [index(row)])) for row in range(count)]
+            _emit_products(code, places, values_at, offsets, panel, depth, stored)
+            for row, row_places in enumerate(places):
+                for vector, place in enumerate(row_places):
+                    at = builder.add(builder.mul(width, index(row)), index(vector * LANES))
+                    code.store(builder.load(place), sums_at, at)
+
+        sizes = range(1, max_rows(vectors) + 1)
+        for_each_case(
+            builder,
+            storage,
+            (FLOAT32, BFLOAT16, FLOAT16),
+            lambda stored: for_each_case(builder, rows, sizes, lambda count: emit(stored, count)),
+        )
+        return context.get_dummy_value()
+
+    return tile
+
+
+def _emit_products(
+    code: Vectors,
+    places: Sequence[Sequence[ir.Value]],
+    values: ir.Value,
+    offsets: Sequence[ir.Value],
+    panel: ir.Value,
+    depth: ir.Value,
+    storage: int,
+) -> None:
+    """Add the products of a tile's rows and a panel to the tile's variables, by row and vector.
+
+    values: float32, the rows begin at `offsets`; panel: the address of the panel's weights.
+    """
+    builder, vectors = code.builder, len(places[0])
+    weights = code.pointer(panel, STORED[storage])
+
+    def add(position: ir.Value) -> None:
+        first = builder.mul(position, index(vectors * LANES))
+        columns = [code.load_stored(weights, builder.add(first, index(vector * LANES)), storage) for vector in range(vectors)]
+        for offset, row_places in zip(offsets, places, strict=True):
+            value = code.broadcast(values, builder.add(offset, position))
+            for column, place in zip(columns, row_places, strict=True):
+                builder.store(code.multiply_add(value, column, builder.load(place)), place)
+
+    unrolled = builder.udiv(depth, index(UNROLLED))
+    with cgutils.for_range(builder, unrolled, intp=unrolled.type) as loop:
+        start = builder.mul(loop.index, index(UNROLLED))
+        for step in range(UNROLLED):
+            add(builder.add(start, index(step)))
+    start = builder.mul(unrolled, index(UNROLLED))
+    with cgutils.for_range(builder, builder.sub(depth, start), intp=unrolled.type) as loop:
+        add(builder.add(start, loop.index))
+
+
+@llvm_code
+def _zeros(_typing: Any) -> tuple[Any, Codegen]:
+    """Return the address of as many int64 zeros as a tile has rows."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Sequence[ir.Value]) -> ir.Value:
+        zeros = cgutils.global_constant(builder, "zeros", ir.Constant(ir.ArrayType(LONG, LARGEST_TILE), [0] * LARGEST_TILE))
+        return builder.ptrtoint(zeros, LONG)
+
+    return types.int64(), codegen
+
+
+def _sums_of(vectors: int, started: int) -> Any:
+    """Return the compiled function that writes ``start + values @ panel`` for a tile of rows and a panel of `vectors` vectors.
+
+    Only the first `started` vectors have a start; the others start from zero. The function takes, as numbers and addresses:
+    the storage of the panel and the number of rows; start, start_offsets, block: float32 numbers, where each row's begin,
+    int64, and the numbers from vector to vector; values, value_offsets, depth: float32 rows of `depth` numbers and where each
+    begins; panel; sums, width: where the first row is written, and the numbers from row to row.
+    """
+    tile = _sums_tile(vectors, started)
+
+    @inner
+    def sums_of(
+        storage: int,
+        rows: int,
+        start: int,
+        start_offsets: int,
+        block: int,
+        values: int,
+        value_offsets: int,
+        depth: int,
+        panel: int,
+        sums: int,
+        width: int,
+    ) -> None:
+        tile(storage, rows, start, start_offsets, block, values, value_offsets, depth, panel, sums, width)
+
+    return sums_of
+
+
+sums_of_4, sums_of_3, sums_of_2, sums_of_1 = _sums_of(4, 4), _sums_of(3, 2), _sums_of(2, 2), _sums_of(1, 1)
+MAX_ROWS = max_rows(VECTORS)
+
+
+@inner
+def tile_rows(rows: int, largest: int) -> int:
+    """Return the rows of the next tile, so that all tiles of `rows` rows have about the same size."""
+    tiles = (rows + largest - 1) // largest
+    return (rows + tiles - 1) // tiles
+
+
+@inner
+def product(
+    storage: int, values: int, offsets: int, rows: int, depth: int, panels: int, bias: int, out: int, width: int
+) -> None:
+    """Write ``values @ weight + bias``, (rows, width).
+
+    values, offsets: float32 rows of `depth` numbers and where each begins, int64; panels: of `pack_columns`; bias: of
+    `pack_bias`.
+    """
+    panel_bytes = depth * PANEL_COLUMNS * stored_bytes(storage)
+    for first in range(0, rows, ROWS_IN_CACHE):
+        end = min(first + ROWS_IN_CACHE, rows)
+        for panel in range(width // PANEL_COLUMNS):
+            column = FLOAT_BYTES * PANEL_COLUMNS * panel
+            row = first
+            while row < end:
+                count = tile_rows(end - row, MAX_ROWS)
+                sums_of_4(
+                    storage,
+                    count,
+                    bias + column,
+                    _zeros(),
+                    LANES,
+                    values,
+                    offsets + LONG_BYTES * row,
+                    depth,
+                    panels + panel_bytes * panel,
+                    out + FLOAT_BYTES * width * row + column,
+                    width,
+                )
+                row += count
+
+
+aligned = inner(aligned_size)
+
+
+@inner
+def tile_memory(rows: int, width: int, memory: int) -> tuple[int, int, int]:
+    """Return where each row of `width` numbers begins, memory for the sums of a tile, and where the scratch memory goes on."""
+    sums = memory + aligned(LONG_BYTES * rows)
+    begins = longs(memory, rows)
+    for row in range(rows):
+        begins[row] = row * width
+    return memory, sums, sums + TILE_BYTES
+
+
+@inner
+def stored_bytes(storage: int) -> int:
+    return 4 if storage == FLOAT32 else 2
+
+
+@inner
+def gate_inputs(
+    batch: Batch,
+    tokens: Any,
+    offsets: Any,
+    data: int,
+    columns: int,
+    storage: int,
+    blocks: int,
+    hidden: int,
+    weight: int,
+    bias: int,
+    table: int,
+    table_rows: int,
+    memory: int,
+) -> tuple[int, int]:
+    """Return the address of the gate inputs and the numbers from block to block of a row. Rows are in the order of the steps.
+
+    tokens: the numbers of the tokens, step by step; offsets: receives where each token's gate inputs begin; data: rows of
+    `columns` numbers, which are the gate inputs themselves when there is no weight, or ids for a table of gate inputs; memory:
+    for gate inputs that are computed or not aligned. Raises IndexError for an id outside of the table.
+    """
+    width = padded_width(hidden)
+    for position in range(batch.tokens):
+        offsets[position] = columns * (tokens[position] if not table else _table_row(data, tokens[position], table_rows))
+    if table:
+        data = table
+    if not weight and width == hidden:
+        return data, hidden
+    out_width = (blocks * width + PANEL_COLUMNS - 1) // PANEL_COLUMNS * PANEL_COLUMNS
+    if weight:
+        product(storage, data, offsets.ctypes.data, batch.tokens, columns, weight, bias, memory, out_width)
+    else:
+        for position in range(batch.tokens):
+            row = floats(data + FLOAT_BYTES * offsets[position], columns)
+            target = floats(memory + FLOAT_BYTES * out_width * position, out_width)
+            for block in range(blocks):
+                target[block * width : block * width + hidden] = row[block * hidden : (block + 1) * hidden]
+                target[block * width + hidden : (block + 1) * width] = 0.0
+    for position in range(batch.tokens):
+        offsets[position] = position * out_width
+    return memory, width
+
+
+@inner
+def _table_row(ids: int, token: int, rows: int) -> int:
+    """Return the id of a token, which is a row of a table."""
+    row = longs(ids, token + 1)[token]
+    if row < 0 or row >= rows:
+        raise IndexError("a token id is outside of the table")
+    return row  # type: ignore[no-any-return]
+
+
+@inner
+def padded_width(hidden: int) -> int:
+    return (hidden + LANES - 1) // LANES * LANES

@@ -1,0 +1,171 @@
+"""The recurrences of the SRU and the QRNN over the steps of a row, after its gate inputs.
+
+The early blocks decide the cell: candidate, forget gate and, in ifo-pooling, input gate. The late blocks decide the hidden
+vector alone: the SRU's reset gate and skip, the QRNN's output gate. Without outputs of every step, a row needs the late blocks
+of its last step only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+
+from kernels.cpu.compiled import Codegen, llvm_code
+from kernels.cpu.forms import FORMS, ScanForm
+from kernels.cpu.vectors import FLOAT, LANES, STORED, Vectors, for_each_case, index
+
+
+@llvm_code
+def scan(
+    _typing: Any,
+    form: Any,
+    quiet: Any,
+    steps: Any,
+    units: Any,
+    early: Any,
+    early_step: Any,
+    late: Any,
+    late_step: Any,
+    skip: Any,
+    skip_step: Any,
+    factors: Any,
+    width: Any,
+    scale: Any,
+    cell: Any,
+) -> tuple[Any, Codegen]:
+    """Advance the cells of a row by `steps` steps, and write the hidden vectors of all steps but the first `quiet`.
+
+    form: a number of FORMS; units: a multiple of LANES; early: blocks of the first step, `units` numbers each, of which the
+    first is replaced by the hidden vector; late: the gate of the hidden vector in the step `quiet`; skip: of the same step;
+    early_step, late_step, skip_step: from step to step; factors: of the old cell in the forget gate and, `width` numbers
+    later, in the reset gate; scale: one number, of the skip; cell: (units,), which changes. All but numbers are addresses of
+    float32 numbers.
+    """
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Sequence[ir.Value]) -> ir.Value:
+        form, quiet, steps, units, early, early_step, late, late_step, skip, skip_step, factors, width, scale, cell = arguments
+        code = Vectors(builder)
+        arrays = [code.pointer(address, FLOAT) for address in (early, late, skip, factors, cell)]
+
+        def emit(number: int) -> None:
+            row = _Row(code, FORMS[number], units, width, code.pointer(scale, FLOAT), *arrays)
+            with cgutils.for_range(builder, quiet, intp=quiet.type) as loop:
+                row.emit_cells(builder.mul(loop.index, early_step))
+            with cgutils.for_range(builder, builder.sub(steps, quiet), intp=quiet.type) as loop:
+                first = builder.mul(builder.add(loop.index, quiet), early_step)
+                row.emit_hidden(first, builder.mul(loop.index, late_step), builder.mul(loop.index, skip_step))
+
+        for_each_case(builder, form, range(len(FORMS)), emit)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 14), codegen
+
+
+class _Row:
+    """Emits the steps of a row. Offsets are in numbers."""
+
+    def __init__(
+        self,
+        code: Vectors,
+        form: ScanForm,
+        units: ir.Value,
+        width: ir.Value,
+        scale: ir.Value,
+        early: ir.Value,
+        late: ir.Value,
+        skip: ir.Value,
+        factors: ir.Value,
+        cell: ir.Value,
+    ) -> None:
+        self._code, self._form, self._units, self._width = code, form, units, width
+        self._early, self._late, self._skip, self._factors, self._cell = early, late, skip, factors, cell
+        self._scale = code.broadcast(scale, index(0)) if form.skip else None
+
+    def emit_cells(self, early: ir.Value) -> None:
+        """Advance the cells by one step. early: where its early blocks begin."""
+        build = self._code.builder
+        with cgutils.for_range(build, build.udiv(self._units, index(LANES)), intp=early.type) as loop:
+            unit = build.mul(loop.index, index(LANES))
+            cell = self._code.load(self._cell, unit)
+            self._code.store(self._new_cell(early, unit, cell), self._cell, unit)
+
+    def emit_hidden(self, early: ir.Value, late: ir.Value, skip: ir.Value) -> None:
+        """Advance the cells by one step and write its hidden vector in the place of the candidate."""
+        build = self._code.builder
+        with cgutils.for_range(build, build.udiv(self._units, index(LANES)), intp=early.type) as loop:
+            unit = build.mul(loop.index, index(LANES))
+            before = self._code.load(self._cell, unit)
+            cell = self._new_cell(early, unit, before)
+            self._code.store(cell, self._cell, unit)
+            hidden = self._hidden(build.add(late, unit), build.add(skip, unit), unit, before, cell)
+            self._code.store(hidden, self._early, build.add(early, unit))
+
+    def _new_cell(self, early: ir.Value, unit: ir.Value, cell: ir.Value) -> ir.Value:
+        code, build = self._code, self._code.builder
+        offsets = [build.add(build.add(early, unit), build.mul(self._units, index(block))) for block in range(self._form.early)]
+        candidate, forget, *others = [code.load(self._early, offset) for offset in offsets]
+        if self._form.sru:
+            kept = build.fdiv(build.fsub(cell, candidate), code.sigmoid_divisor(self._with_cell(forget, 0, unit, cell)))
+            return build.fadd(candidate, kept)
+        numerator, divisor = code.tanh_fraction(candidate)
+        forget_divisor, one = code.sigmoid_divisor(forget), code.constant(1.0)
+        if others:
+            added = build.fdiv(numerator, build.fmul(divisor, code.sigmoid_divisor(others[0])))
+            return code.multiply_add(build.fdiv(one, forget_divisor), cell, added)
+        # One division for both quotients. It does not depend on the cell, so the next step does not wait for it.
+        inverse = build.fdiv(one, build.fmul(divisor, forget_divisor))
+        new = build.fmul(build.fmul(numerator, forget_divisor), inverse)
+        return code.multiply_add(build.fmul(divisor, inverse), build.fsub(cell, new), new)
+
+    def _hidden(self, late: ir.Value, skip: ir.Value, unit: ir.Value, before: ir.Value, cell: ir.Value) -> ir.Value:
+        code, build, form = self._code, self._code.builder, self._form
+        if not form.late:
+            return cell
+        divisor = code.sigmoid_divisor(self._with_cell(code.load(self._late, late), 1, unit, before))
+        inner = code.tanh(cell) if form.tanh else cell
+        if self._scale is None:
+            return build.fdiv(inner, divisor)
+        unchanged = build.fmul(code.load(self._skip, skip), self._scale)
+        return build.fadd(unchanged, build.fdiv(build.fsub(inner, unchanged), divisor))
+
+    def _with_cell(self, gate: ir.Value, number: int, unit: ir.Value, cell: ir.Value) -> ir.Value:
+        if not self._form.own_cell:
+            return gate
+        build = self._code.builder
+        factor = self._code.load(self._factors, build.add(unit, build.mul(self._width, index(number))))
+        return self._code.multiply_add(factor, cell, gate)
+
+
+@llvm_code
+def add_stored(_typing: Any, storage: Any, source: Any, count: Any, base: Any, target: Any) -> tuple[Any, Codegen]:
+    """Write ``base + source`` to `target`. source: `count` stored numbers; base, target: float32, which may be the same."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Sequence[ir.Value]) -> ir.Value:
+        storage, source, count, base, target = arguments
+        code = Vectors(builder)
+        base_at, target_at = code.pointer(base, FLOAT), code.pointer(target, FLOAT)
+
+        def emit(stored: int) -> None:
+            source_at = code.pointer(source, STORED[stored])
+
+            def add(at: ir.Value, values: ir.Value) -> None:
+                code.store(builder.fadd(code.load(base_at, at), values), target_at, at)
+
+            vectors = builder.udiv(count, index(LANES))
+            with cgutils.for_range(builder, vectors, intp=count.type) as loop:
+                at = builder.mul(loop.index, index(LANES))
+                add(at, code.load_stored(source_at, at, stored))
+            first = builder.mul(vectors, index(LANES))
+            with cgutils.for_range(builder, builder.sub(count, first), intp=count.type) as loop:
+                at = builder.add(first, loop.index)
+                value = code.load_stored_number(source_at, at, stored)
+                place = builder.gep(target_at, [at])
+                builder.store(builder.fadd(builder.load(builder.gep(base_at, [at])), value), place)
+
+        for_each_case(builder, storage, tuple(STORED), emit)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), codegen

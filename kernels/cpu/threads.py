@@ -1,0 +1,59 @@
+"""One pool of threads for all compiled loops of the process. The rows of a batch are independent, so each thread takes a part
+of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from queue import SimpleQueue
+from threading import Thread
+
+import torch
+
+PART_OPERATIONS = 5_000_000
+"""Multiplications that are worth another thread, which needs some 20 us to begin."""
+
+Results = SimpleQueue[BaseException | None]
+
+
+def run_in_parts(
+    function: Callable[..., None], arguments: Sequence[int], rows: int, operations: int, scratch_bytes: int
+) -> None:
+    """Call a compiled function for parts of a batch's rows: as many as torch has threads, if there is enough work.
+
+    The function receives the part, the number of parts, the arguments, and the address of `scratch_bytes` of memory for this
+    part alone.
+    """
+    parts = min(torch.get_num_threads(), rows, operations // PART_OPERATIONS)
+    if parts <= 1:
+        scratch = torch.empty(scratch_bytes, dtype=torch.uint8)
+        function(0, 1, *arguments, scratch.data_ptr())
+        return
+    scratch = torch.empty(parts * scratch_bytes, dtype=torch.uint8)
+    results: Results = SimpleQueue()
+    for part in range(1, parts):
+        _tasks(part).put((function, (part, parts, *arguments, scratch.data_ptr() + part * scratch_bytes), results))
+    try:
+        function(0, parts, *arguments, scratch.data_ptr())
+    finally:  # the others use the arrays until they have ended
+        errors = [results.get() for _ in range(1, parts)]
+    for error in filter(None, errors):
+        raise error
+
+
+@cache
+def _tasks(worker: int) -> SimpleQueue[tuple[Callable[..., None], tuple[int, ...], Results]]:
+    """Return the queue of a worker thread, which runs until the process ends."""
+    tasks: SimpleQueue[tuple[Callable[..., None], tuple[int, ...], Results]] = SimpleQueue()
+
+    def work() -> None:
+        while True:
+            function, arguments, results = tasks.get()
+            try:
+                function(*arguments)
+                results.put(None)
+            except BaseException as error:  # the caller raises it
+                results.put(error)
+
+    Thread(target=work, name=f"kernels-{worker}", daemon=True).start()
+    return tasks

@@ -1,0 +1,194 @@
+"""Vectors of float32 in LLVM's intermediate representation, for the innermost loops of the CPU kernels.
+
+Numba compiles plain loops well, but it does not keep a tile of sums in registers across a loop. The tiles are therefore written
+as LLVM operations on vectors of LANES numbers, which LLVM turns into the instructions of any processor. Values, sums and cells
+are float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+
+from kernels.cpu.compiled import Codegen, compiled_target, llvm_code
+from kernels.cpu.storage import BFLOAT16, FLOAT16, FLOAT32
+
+FLOAT, HALF, SHORT, INT, LONG = ir.FloatType(), ir.HalfType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+FLOAT_BYTES, LONG_BYTES = 4, 8
+STORED = {FLOAT32: FLOAT, BFLOAT16: SHORT, FLOAT16: HALF}
+"""The LLVM type of a stored weight."""
+
+LOG2_E = 1.4426950408889634
+LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440e-4
+"""Their sum is ln 2; the product of LN2_HIGH and a small whole number is exact in float32."""
+EXP_MINUS_1 = (0.0013926250394433737, 0.00836323294788599, 0.04166655242443085, 0.16666576266288757, 0.5)
+"""p(r) of exp(r) - 1 = r + r^2 p(r) for |r| <= ln(2) / 2, highest power first. The relative error is below 2.6e-8."""
+MAX_EXPONENT = 30.0
+"""exp(30) is 1e13: sigmoid and tanh are 0 or 1 in float32 beyond it, and no product of two such numbers overflows."""
+
+
+TARGET = compiled_target()
+LANES, REGISTERS = TARGET.lanes, TARGET.registers
+VECTOR = ir.VectorType(FLOAT, LANES)
+INTS = ir.VectorType(INT, LANES)
+MASK = ir.VectorType(ir.IntType(1), LANES)
+
+
+def index(value: int) -> ir.Constant:
+    return ir.Constant(LONG, value)
+
+
+class Vectors:
+    """Emits operations on vectors at the position of a builder."""
+
+    def __init__(self, builder: ir.IRBuilder) -> None:
+        self.builder = builder
+
+    def constant(self, value: float) -> ir.Constant:
+        return ir.Constant(VECTOR, [ir.Constant(FLOAT, value)] * LANES)
+
+    def pointer(self, address: ir.Value, element: ir.Type = FLOAT) -> ir.Value:
+        return self.builder.inttoptr(address, element.as_pointer())
+
+    def variable(self, value: ir.Value | None = None) -> ir.Value:
+        """Return a variable, which LLVM keeps in a register."""
+        place = cgutils.alloca_once(self.builder, VECTOR)
+        if value is not None:
+            self.builder.store(value, place)
+        return place
+
+    def load(self, pointer: ir.Value, offset: ir.Value) -> ir.Value:
+        """Return LANES numbers from `offset` on."""
+        return self._load(pointer, offset, VECTOR, FLOAT_BYTES)
+
+    def load_stored(self, pointer: ir.Value, offset: ir.Value, storage: int) -> ir.Value:
+        """Return LANES weights from `offset` on as float32."""
+        if storage == FLOAT32:
+            return self.load(pointer, offset)
+        return self._as_floats(self._load(pointer, offset, ir.VectorType(STORED[storage], LANES), 2), storage)
+
+    def load_stored_number(self, pointer: ir.Value, offset: ir.Value, storage: int) -> ir.Value:
+        """Return one weight as float32."""
+        stored = self.builder.load(self.builder.gep(pointer, [offset]))
+        if storage == FLOAT16:
+            return self.builder.fpext(stored, FLOAT)
+        if storage == BFLOAT16:
+            return self.builder.bitcast(self.builder.shl(self.builder.zext(stored, INT), ir.Constant(INT, 16)), FLOAT)
+        return stored
+
+    def load_masked(self, pointer: ir.Value, offset: ir.Value, storage: int, mask: ir.Value) -> ir.Value:
+        """Return the weights in the lanes of a mask, from `offset` on, as float32, and zeros in the other lanes. Reads nothing
+        else."""
+        vector = ir.VectorType(STORED[storage], LANES)
+        address = self.builder.bitcast(self.builder.gep(pointer, [offset]), vector.as_pointer())
+        kind = {FLOAT32: "f32", BFLOAT16: "i16", FLOAT16: "f16"}[storage]
+        name = f"llvm.masked.load.v{LANES}{kind}.p0"
+        signature = ir.FunctionType(vector, [vector.as_pointer(), INT, MASK, vector])
+        function = cgutils.get_or_insert_function(self.builder.module, signature, name)
+        align = ir.Constant(INT, FLOAT_BYTES if storage == FLOAT32 else 2)
+        return self._as_floats(self.builder.call(function, [address, align, mask, ir.Constant(vector, None)]), storage)
+
+    def first_lanes(self, count: ir.Value) -> ir.Value:
+        """Return the mask of the first `count` lanes."""
+        counts = self.builder.insert_element(
+            ir.Constant(INTS, ir.Undefined), self.builder.trunc(count, INT), ir.Constant(INT, 0)
+        )
+        counts = self.builder.shuffle_vector(counts, ir.Constant(INTS, ir.Undefined), ir.Constant(INTS, [0] * LANES))
+        return self.builder.icmp_signed("<", ir.Constant(INTS, list(range(LANES))), counts)
+
+    def maximum(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        """Return the larger number of each lane. It is not a number if either is not."""
+        return self._call("llvm.maximum", a, b)
+
+    def store(self, value: ir.Value, pointer: ir.Value, offset: ir.Value) -> None:
+        place = self.builder.bitcast(self.builder.gep(pointer, [offset]), VECTOR.as_pointer())
+        self.builder.store(value, place).align = FLOAT_BYTES
+
+    def broadcast(self, pointer: ir.Value, offset: ir.Value) -> ir.Value:
+        """Return a vector with the number at `offset` in every lane."""
+        number = self.builder.load(self.builder.gep(pointer, [offset]))
+        first = self.builder.insert_element(ir.Constant(VECTOR, ir.Undefined), number, ir.Constant(INT, 0))
+        return self.builder.shuffle_vector(first, ir.Constant(VECTOR, ir.Undefined), ir.Constant(INTS, [0] * LANES))
+
+    def multiply_add(self, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+        """Return a * b + c, rounded once."""
+        return self._call("llvm.fma", a, b, c)
+
+    def sigmoid_divisor(self, x: ir.Value) -> ir.Value:
+        """Return 1 + exp(-x). Its inverse is the sigmoid of x."""
+        scale, rest = self._exp(self.builder.fneg(x))
+        return self.builder.fadd(self.multiply_add(scale, rest, scale), self.constant(1.0))
+
+    def tanh_fraction(self, x: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """Return a numerator and a divisor whose quotient is tanh(x): exp(2x) - 1 and exp(2x) + 1. Exact to a few bits also
+        near 0."""
+        scale, rest = self._exp(self.builder.fadd(x, x))
+        numerator = self.multiply_add(scale, rest, self.builder.fsub(scale, self.constant(1.0)))
+        return numerator, self.builder.fadd(numerator, self.constant(2.0))
+
+    def sigmoid(self, x: ir.Value) -> ir.Value:
+        return self.builder.fdiv(self.constant(1.0), self.sigmoid_divisor(x))
+
+    def tanh(self, x: ir.Value) -> ir.Value:
+        return self.builder.fdiv(*self.tanh_fraction(x))
+
+    def _exp(self, x: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """Return a power of two and a number whose product, plus that power, is exp(x). |x| is limited to MAX_EXPONENT."""
+        build = self.builder
+        limit = self.constant(MAX_EXPONENT)
+        x = build.select(build.fcmp_ordered(">", x, limit), limit, x)
+        x = build.select(build.fcmp_ordered("<", x, build.fneg(limit)), build.fneg(limit), x)
+        whole = self._call("llvm.rint", build.fmul(x, self.constant(LOG2_E)))
+        rest = self.multiply_add(whole, self.constant(-LN2_HIGH), x)
+        rest = self.multiply_add(whole, self.constant(-LN2_LOW), rest)
+        polynomial = self.constant(EXP_MINUS_1[0])
+        for coefficient in EXP_MINUS_1[1:]:
+            polynomial = self.multiply_add(polynomial, rest, self.constant(coefficient))
+        exponent = build.add(build.fptosi(whole, INTS), ir.Constant(INTS, [127] * LANES))
+        scale = build.bitcast(build.shl(exponent, ir.Constant(INTS, [23] * LANES)), VECTOR)
+        return scale, self.multiply_add(build.fmul(rest, rest), polynomial, rest)
+
+    def _as_floats(self, stored: ir.Value, storage: int) -> ir.Value:
+        if storage == FLOAT32:
+            return stored
+        if storage == FLOAT16:
+            return self.builder.fpext(stored, VECTOR)
+        # bfloat16 is the upper half of a float32.
+        bits = self.builder.shl(self.builder.zext(stored, INTS), ir.Constant(INTS, [16] * LANES))
+        return self.builder.bitcast(bits, VECTOR)
+
+    def _load(self, pointer: ir.Value, offset: ir.Value, vector: ir.Type, align: int) -> ir.Value:
+        loaded = self.builder.load(self.builder.bitcast(self.builder.gep(pointer, [offset]), vector.as_pointer()))
+        loaded.align = align
+        return loaded
+
+    def _call(self, name: str, *arguments: ir.Value) -> ir.Value:
+        signature = ir.FunctionType(VECTOR, [VECTOR] * len(arguments))
+        function = cgutils.get_or_insert_function(self.builder.module, signature, f"{name}.v{LANES}f32")
+        return self.builder.call(function, arguments)
+
+
+def for_each_case(builder: ir.IRBuilder, value: ir.Value, cases: Sequence[int], emit: Callable[[int], None]) -> None:
+    """Emit a switch: the code of the case that equals `value` runs. `emit` emits the code of a case."""
+    end = builder.append_basic_block("end_of_cases")
+    switch = builder.switch(value, end)
+    for case in cases:
+        block = builder.append_basic_block(f"case_{case}")
+        switch.add_case(index(case), block)
+        builder.position_at_end(block)
+        emit(case)
+        builder.branch(end)
+    builder.position_at_end(end)
+
+
+@llvm_code
+def pointer_at(_typing: Any, address: Any) -> tuple[Any, Codegen]:
+    """Return the pointer for an address, for `numba.carray`."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Sequence[ir.Value]) -> ir.Value:
+        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.int64), codegen

@@ -1,0 +1,200 @@
+"""The launcher of `cpu_loops.py`, which the SRU and the QRNN share: packed weights, and one call for all steps of a ragged
+batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kernels.cpu.forms import ScanForm
+from kernels.cpu.launch import ALIGNED_BYTES, FLOAT_BYTES, LONG_BYTES, as_floats, as_longs
+from kernels.cpu.storage import STORAGES
+from kernels.cpu.threads import run_in_parts
+
+PRODUCT_TOKENS = 192
+"""Tokens of a chunk whose gate inputs are a product."""
+GATHERED_FLOATS = 16384
+"""Gate inputs of a chunk that are rows of an array: they stay in the fastest cache but one."""
+GATHERED_UNITS = 512
+"""Units of such a chunk, which are consecutive in memory."""
+STEP_OPERATIONS = 64
+"""Operations of a step of one unit without its product, as many as multiplications that take the same time."""
+
+
+class GateInputs(NamedTuple):
+    """Where the compiled loop finds the gate inputs and the skip of a batch, as in `cpu_loops.run`."""
+
+    source: int
+    columns: int
+    depth: int = 0
+    begins: int = 0
+    numbers: int = 0
+    number_bytes: int = 0
+    first_row: int = 0
+    row_count: int = 0
+    taps: int = 1
+    tap_stride: int = 0
+    skip: int = 0
+    skip_columns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ScanLayer:
+    """The packed weights of an SRU or a QRNN.
+
+    arguments: for the compiled loop, the form, the hidden size, the storage, and the addresses of the product's weights (or
+    0), of the bias and of the factors; width: the hidden size with padding; groups: the most threads; group_units,
+    chunk_tokens: that are computed together; token_floats: scratch memory of a token; operations: for each token, as
+    multiplications; arrays: what the addresses refer to.
+    """
+
+    arguments: tuple[int, ...]
+    hidden: int
+    width: int
+    groups: int
+    group_units: int
+    chunk_tokens: int
+    token_floats: int
+    operations: int
+    arrays: tuple[Tensor, ...]
+
+    def run(
+        self,
+        batch: tuple[int, ...],
+        gates: GateInputs,
+        states: tuple[int, ...],
+        outputs: tuple[int, ...],
+    ) -> None:
+        """Encode a batch. batch: of `batch_arguments`; the others: as in `cpu_loops.run`."""
+        _, _, rows, tokens, _ = batch
+        chunk = max(1, min(self.chunk_tokens, tokens))
+        longs, floats = rows + 1 + 3 * chunk, rows * self.width + chunk * self.token_floats
+        run_in_parts(
+            _loops().run,
+            (*batch, chunk, self.group_units, *self.arguments, *gates, *states, *outputs),
+            self.groups,
+            tokens * self.operations,
+            LONG_BYTES * longs + ALIGNED_BYTES + FLOAT_BYTES * floats,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """Factors of the old cell in the forget gate and the gate of the hidden vector, (2 x hidden,) or None, and of the
+    skip."""
+
+    cell: Tensor | None = None
+    skip: float = 1.0
+
+
+def batch_arguments(offsets: Tensor, tokens: int, reverse: int) -> tuple[int, ...]:
+    """Return the address of contiguous offsets, the bytes of an offset, the rows, the tokens and the direction: 1 for
+    backward."""
+    return offsets.data_ptr(), offsets.itemsize, offsets.shape[0] - 1, tokens, reverse
+
+
+def cell_states(state: Any, rows: int, hidden: int) -> tuple[tuple[int, ...], Tensor, Any]:
+    """Return the addresses of the cells before the batch (or 0), of the slots that the rows start from, of the cells after
+    the batch and of the slots that the rows write (0 if there are none); the cells after the batch; and other arrays that the
+    addresses refer to."""
+    if state is None:
+        after = torch.empty(rows, hidden)
+        return (0, 0, after.data_ptr(), 0), after, None
+    if state.slots is None:
+        after, before = torch.empty(rows, hidden), as_floats(state.cell)
+        return (before.data_ptr(), 0, after.data_ptr(), 0), after, before
+    slots = as_longs(state.slots)
+    sources = slots if state.sources is None else as_longs(state.sources)
+    cells = state.cell.data_ptr()
+    return (cells, sources.data_ptr(), cells, slots.data_ptr()), state.cell, (slots, sources)
+
+
+def product_layer(number: int, form: ScanForm, weight: Tensor, bias: Tensor, hidden: int, factors: Factors) -> ScanLayer:
+    """Pack a layer whose gate inputs are a product. weight: (depth, blocks x hidden), bias: (blocks x hidden,), the early
+    blocks first."""
+    from kernels.cpu.products import PANEL_COLUMNS, pack_columns
+
+    blocks = weight.shape[1] // hidden if hidden else form.early + form.late
+    stored = weight if weight.dtype in STORAGES else weight.float()
+    panels = pack_columns(_by_group(stored, blocks, PANEL_COLUMNS), 1)
+    packed_bias = _by_group(bias.float()[None], blocks, PANEL_COLUMNS)[0].contiguous()
+    return _layer(
+        number,
+        form,
+        hidden,
+        panels,
+        packed_bias,
+        factors,
+        STORAGES[stored.dtype],
+        PANEL_COLUMNS,
+        PRODUCT_TOKENS,
+        len(weight) * blocks,
+    )
+
+
+def row_layer(number: int, form: ScanForm, bias: Tensor, hidden: int, factors: Factors, storage: torch.dtype) -> ScanLayer:
+    """Pack a layer whose gate inputs are rows of an array. bias: (blocks x hidden,), the early blocks first."""
+    from kernels.cpu.products import PANEL_COLUMNS
+
+    padded_bias = pad(bias.float().reshape(form.early + form.late + form.skip, hidden), (0, -hidden % PANEL_COLUMNS))
+    units = min(GATHERED_UNITS, padded_bias.shape[1])
+    chunk = max(1, GATHERED_FLOATS // max(1, units * len(padded_bias)))
+    return _layer(number, form, hidden, None, padded_bias, factors, STORAGES[storage], units, chunk, 0)
+
+
+def _layer(
+    number: int,
+    form: ScanForm,
+    hidden: int,
+    panels: Tensor | None,
+    bias: Tensor,
+    factors: Factors,
+    storage: int,
+    group_units: int,
+    chunk_tokens: int,
+    products: int,
+) -> ScanLayer:
+    from kernels.cpu.products import PANEL_COLUMNS
+
+    cell = bias.new_zeros(2, hidden) if factors.cell is None else factors.cell.float().reshape(2, hidden)
+    packed_factors = torch.cat((pad(cell, (0, -hidden % PANEL_COLUMNS)).flatten(), torch.tensor([factors.skip])))
+    width = (len(packed_factors) - 1) // 2
+    addresses = 0 if panels is None else panels.data_ptr(), bias.data_ptr(), packed_factors.data_ptr()
+    return ScanLayer(
+        arguments=(number, hidden, storage, *addresses),
+        hidden=hidden,
+        width=width,
+        groups=width // PANEL_COLUMNS,
+        group_units=max(group_units, 1),
+        chunk_tokens=chunk_tokens,
+        token_floats=(form.early + form.late + form.skip) * group_units,
+        operations=hidden * (products + STEP_OPERATIONS),
+        arrays=(bias, packed_factors) if panels is None else (panels, bias, packed_factors),
+    )
+
+
+def _by_group(columns: Tensor, blocks: int, group: int) -> Tensor:
+    """Return columns, (n, blocks x hidden), as (n, groups x blocks x group): the units of a group are together, with zeros
+    after the last."""
+    separate = columns.reshape(len(columns), blocks, columns.shape[1] // blocks)
+    padded = pad(separate, (0, -separate.shape[2] % group))
+    groups = padded.reshape(len(columns), blocks, padded.shape[2] // group, group)
+    return groups.transpose(1, 2).flatten(1)
+
+
+def as_stored_rows(table: Tensor) -> Tensor:
+    """Return a table as compiled loops read it: stored in a dtype that they know, the columns of a row consecutive."""
+    stored = table if table.dtype in STORAGES else table.float()
+    return stored if stored.stride(-1) == 1 else stored.contiguous()
+
+
+@cache
+def _loops() -> Any:
+    """Return the module of compiled loops. It imports Numba, which takes half a second."""
+    return import_module("kernels.scan.cpu_loops")

@@ -1,0 +1,398 @@
+"""The loops of the SRU and the QRNN, compiled for the CPU.
+
+The tokens are computed in chunks, and a chunk in groups of units. For each group, the gate inputs of all tokens of the chunk
+are a product or rows of a table. Then the cells of these units run over the chunk's part of every row while the gate inputs
+are in the cache. The units are independent of each other, so a thread takes a part of the units of all rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kernels.cpu.compiled import Compiled, inner
+from kernels.cpu.forms import FORMS, QRNN_FORMS
+from kernels.cpu.products import PANEL_COLUMNS, product, stored_bytes
+from kernels.cpu.rows import OutputArrays, check_rows, floats, longs, number_at
+from kernels.cpu.scans import add_stored, scan
+from kernels.cpu.vectors import FLOAT_BYTES, LONG_BYTES
+
+EARLY = np.array([form.early for form in FORMS])
+LATE = np.array([form.late for form in FORMS])
+SKIP = np.array([form.skip for form in FORMS])
+IFO = FORMS.index(QRNN_FORMS["ifo"])
+
+
+class Layer(NamedTuple):
+    """The layer and its gate inputs, as the arguments of `run`. The address of a missing array is 0."""
+
+    form: int
+    hidden: int
+    width: int
+    storage: int
+    weights: int
+    bias: int
+    factors: int
+    source: int
+    columns: int
+    depth: int
+    begins: int
+    numbers: int
+    number_bytes: int
+    first_row: int
+    taps: int
+    tap_stride: int
+    skip: int
+    skip_columns: int
+
+
+class Chunk(NamedTuple):
+    """A chunk of the tokens. late: the tokens that need a hidden vector; every: whether all tokens do."""
+
+    offsets: Any
+    reverse: int
+    begin: int
+    end: int
+    row: int
+    late: Any
+    every: bool
+
+
+class Scratch(NamedTuple):
+    """Memory of a chunk and a group of units: early and late blocks, the skip, and the beginnings of values."""
+
+    early: int
+    late: int
+    skip: int
+    early_begins: Any
+    late_begins: Any
+
+
+class Group(NamedTuple):
+    """Consecutive units: the first, how many with padding, and how many without."""
+
+    first: int
+    units: int
+    real: int
+
+
+@Compiled
+def run(
+    part: int,
+    parts: int,
+    offsets: int,
+    offset_bytes: int,
+    rows: int,
+    tokens: int,
+    reverse: int,
+    chunk_tokens: int,
+    group_units: int,
+    form: int,
+    hidden: int,
+    storage: int,
+    weights: int,
+    bias: int,
+    factors: int,
+    source: int,
+    columns: int,
+    depth: int,
+    begins: int,
+    numbers: int,
+    number_bytes: int,
+    first_row: int,
+    row_count: int,
+    taps: int,
+    tap_stride: int,
+    skip: int,
+    skip_columns: int,
+    cell_before: int,
+    sources: int,
+    cell_after: int,
+    slots: int,
+    steps: int,
+    last: int,
+    mean: int,
+    max: int,
+    output_width: int,
+    scratch: int,
+) -> None:
+    """Encode part `part` of `parts` of a layer's units, in chunks of up to `chunk_tokens` tokens and groups of up to
+    `group_units` units.
+
+    With weights, source is the data, each token's `depth` values begin at begins[token], or at `columns` times its number,
+    and a group is one panel of each block. Without weights, source are `row_count` rows of `columns` stored gate inputs for
+    each tap; a token's gate inputs are the sum of the rows ``first_row + numbers[token, tap]`` of all taps, or the row of its
+    own number. Raises IndexError for another row, before anything is written. skip: rows of `skip_columns` numbers, for a
+    skip that is no block. scratch: memory of `kernels.scan.cpu.scratch_bytes`.
+    """
+    if numbers:
+        check_rows(numbers, number_bytes, tokens * taps, first_row, row_count)
+    width = -(-hidden // PANEL_COLUMNS) * PANEL_COLUMNS
+    groups = width // PANEL_COLUMNS
+    first, end = groups * part // parts * PANEL_COLUMNS, groups * (part + 1) // parts * PANEL_COLUMNS
+    own = Group(first, end - first, min(end, hidden) - first)
+    layer = Layer(
+        form,
+        hidden,
+        width,
+        storage,
+        weights,
+        bias,
+        factors,
+        source,
+        columns,
+        depth,
+        begins,
+        numbers,
+        number_bytes,
+        first_row,
+        taps,
+        tap_stride,
+        skip,
+        skip_columns,
+    )
+    outputs = OutputArrays(steps, last, mean, max, output_width)
+    begin_of_rows = longs(scratch, rows + 1)
+    for row in range(rows + 1):
+        begin_of_rows[row] = number_at(offsets, offset_bytes, row)
+    lists = longs(scratch + LONG_BYTES * (rows + 1), 3 * chunk_tokens)
+    cells = scratch + LONG_BYTES * (rows + 1 + 3 * chunk_tokens)
+    cells += -cells % 64
+    memory = cells + FLOAT_BYTES * width * rows
+    early = memory
+    late = early + FLOAT_BYTES * chunk_tokens * EARLY[form] * group_units
+    room = Scratch(
+        early,
+        late,
+        late + FLOAT_BYTES * chunk_tokens * LATE[form] * group_units,
+        lists[:chunk_tokens],
+        lists[chunk_tokens : 2 * chunk_tokens],
+    )
+    _begin_rows(begin_of_rows, own, hidden, cell_before, sources, cells, width, outputs)
+    every = steps != 0 or mean != 0 or max != 0
+    chunks = (tokens + chunk_tokens - 1) // chunk_tokens
+    for number in range(chunks):
+        begin = chunk_tokens * (chunks - 1 - number if reverse else number)
+        chunk_end = min(begin + chunk_tokens, tokens)
+        row = int(np.searchsorted(begin_of_rows, begin, side="right")) - 1
+        late_tokens = _late_tokens(begin_of_rows, reverse, begin, chunk_end, row, every, lists[2 * chunk_tokens :])
+        chunk = Chunk(begin_of_rows, reverse, begin, chunk_end, row, late_tokens, every)
+        if weights:
+            _find_values(layer, chunk, room)
+        for unit in range(first, end, group_units):
+            units = min(group_units, end - unit)
+            group = Group(unit, units, min(units, hidden - unit))
+            _gate_inputs(layer, chunk, group, room)
+            _scan_rows(layer, chunk, group, room, cells, outputs)
+    _end_rows(begin_of_rows, own, hidden, cells, width, cell_after, slots, outputs)
+
+
+@inner
+def _begin_rows(
+    offsets: Any, own: Group, hidden: int, source: int, sources: int, cells: int, width: int, outputs: OutputArrays
+) -> None:
+    """Copy the cells that the rows start from, and prepare the outputs."""
+    for row in range(len(offsets) - 1):
+        cell = floats(cells + FLOAT_BYTES * (width * row + own.first), own.units)
+        if source == 0:
+            cell[:] = 0.0
+        else:
+            slot = longs(sources, row + 1)[row] if sources else row
+            cell[: own.real] = floats(source + FLOAT_BYTES * (hidden * slot + own.first), own.real)
+            cell[own.real :] = 0.0
+        empty = offsets[row] == offsets[row + 1]
+        if outputs.mean:
+            _output(outputs.mean, outputs, row, own)[:] = 0.0
+        if outputs.max:
+            _output(outputs.max, outputs, row, own)[:] = 0.0 if empty else -np.inf
+        if outputs.last and empty:
+            _output(outputs.last, outputs, row, own)[:] = 0.0
+
+
+@inner
+def _end_rows(
+    offsets: Any, own: Group, hidden: int, cells: int, width: int, target: int, slots: int, outputs: OutputArrays
+) -> None:
+    """Copy the cells after the rows, and complete the outputs."""
+    for row in range(len(offsets) - 1):
+        slot = longs(slots, row + 1)[row] if slots else row
+        cell = floats(cells + FLOAT_BYTES * (width * row + own.first), own.real)
+        floats(target + FLOAT_BYTES * (hidden * slot + own.first), own.real)[:] = cell
+        if outputs.mean:
+            mean = _output(outputs.mean, outputs, row, own)
+            steps = np.float32(max(offsets[row + 1] - offsets[row], 1))
+            for unit in range(own.real):
+                mean[unit] /= steps
+
+
+@inner
+def _output(address: int, outputs: OutputArrays, row: int, group: Group) -> Any:
+    return floats(address + FLOAT_BYTES * (outputs.width * row + group.first), group.real)
+
+
+@inner
+def _late_tokens(offsets: Any, reverse: int, begin: int, end: int, row: int, every: bool, tokens: Any) -> Any:
+    """Return the tokens of a chunk that need a hidden vector: all tokens, or the last token of each row."""
+    count = 0
+    if every:
+        for token in range(begin, end):
+            tokens[count] = token
+            count += 1
+        return tokens[:count]
+    while row < len(offsets) - 1 and offsets[row] < end:
+        final = offsets[row] if reverse else offsets[row + 1] - 1
+        if offsets[row] < offsets[row + 1] and begin <= final < end:
+            tokens[count] = final
+            count += 1
+        row += 1
+    return tokens[:count]
+
+
+@inner
+def _find_values(layer: Layer, chunk: Chunk, room: Scratch) -> None:
+    """Write where the values of the chunk's tokens begin."""
+    begins = longs(layer.begins, chunk.end if layer.begins else 0)
+    for position in range(chunk.end - chunk.begin):
+        token = chunk.begin + position
+        room.early_begins[position] = begins[token] if layer.begins else token * layer.columns
+    for position in range(len(chunk.late)):
+        token = chunk.late[position]
+        room.late_begins[position] = begins[token] if layer.begins else token * layer.columns
+
+
+@inner
+def _gate_inputs(layer: Layer, chunk: Chunk, group: Group, room: Scratch) -> None:
+    """Write the blocks of a group of units: early blocks of all tokens, late blocks of the tokens that need a hidden vector."""
+    early, tokens = EARLY[layer.form], chunk.end - chunk.begin
+    late = LATE[layer.form] + (SKIP[layer.form] and not layer.skip)
+    if layer.weights:
+        panel_bytes = layer.depth * PANEL_COLUMNS * stored_bytes(layer.storage)
+        panel = group.first // PANEL_COLUMNS * (early + late)
+        weights, bias = layer.weights + panel_bytes * panel, layer.bias + FLOAT_BYTES * PANEL_COLUMNS * panel
+        product(
+            layer.storage,
+            layer.source,
+            room.early_begins.ctypes.data,
+            tokens,
+            layer.depth,
+            weights,
+            bias,
+            room.early,
+            early * PANEL_COLUMNS,
+        )
+        product(
+            layer.storage,
+            layer.source,
+            room.late_begins.ctypes.data,
+            len(chunk.late),
+            layer.depth,
+            weights + panel_bytes * early,
+            bias + FLOAT_BYTES * PANEL_COLUMNS * early,
+            room.late,
+            late * PANEL_COLUMNS,
+        )
+    else:
+        for position in range(tokens):
+            _gather(layer, group, chunk.begin + position, 0, early, room.early + FLOAT_BYTES * early * group.units * position)
+        for position in range(len(chunk.late)):
+            _gather(layer, group, chunk.late[position], early, late, room.late + FLOAT_BYTES * late * group.units * position)
+    if layer.skip and group.real < group.units:
+        for position in range(len(chunk.late)):
+            columns = layer.skip + FLOAT_BYTES * (layer.skip_columns * chunk.late[position] + group.first)
+            target = floats(room.skip + FLOAT_BYTES * group.units * position, group.units)
+            target[: group.real] = floats(columns, group.real)
+            target[group.real :] = 0.0
+
+
+@inner
+def _gather(layer: Layer, group: Group, token: int, first: int, blocks: int, target: int) -> None:
+    """Write `blocks` blocks of a token from the block `first` on: the sum of its rows and the bias."""
+    for block in range(first, first + blocks):
+        # The QRNN's input gate is its last block, but an early one.
+        stored_block = 5 - block if layer.form == IFO and block >= 2 else block
+        column = stored_block * layer.hidden + group.first
+        base = layer.bias + FLOAT_BYTES * (layer.width * block + group.first)
+        for tap in range(layer.taps):
+            row = token
+            if layer.numbers:
+                row = layer.first_row + number_at(layer.numbers, layer.number_bytes, token * layer.taps + tap)
+            place = tap * layer.tap_stride + row * layer.columns + column
+            add_stored(layer.storage, layer.source + stored_bytes(layer.storage) * place, group.real, base, target)
+            base = target
+        if group.real < group.units:
+            floats(target, group.units)[group.real :] = 0.0
+        target += FLOAT_BYTES * group.units
+
+
+@inner
+def _scan_rows(layer: Layer, chunk: Chunk, group: Group, room: Scratch, cells: int, outputs: OutputArrays) -> None:
+    """Run a group of units over the steps of every row in the chunk."""
+    early_width = EARLY[layer.form] * group.units
+    late_width = (LATE[layer.form] + (SKIP[layer.form] and not layer.skip)) * group.units
+    in_place = layer.skip != 0 and group.real == group.units
+    skip, skip_width = room.late + FLOAT_BYTES * group.units, late_width
+    if layer.skip:
+        skip, skip_width = room.skip, group.units
+    if in_place:
+        skip, skip_width = layer.skip + FLOAT_BYTES * group.first, layer.skip_columns
+    direction = -1 if chunk.reverse else 1
+    row, finals = chunk.row, 0
+    while row < len(chunk.offsets) - 1 and chunk.offsets[row] < chunk.end:
+        begin, end = max(chunk.offsets[row], chunk.begin), min(chunk.offsets[row + 1], chunk.end)
+        steps = end - begin
+        if steps > 0:
+            is_final = begin == chunk.offsets[row] if chunk.reverse else end == chunk.offsets[row + 1]
+            quiet = 0 if chunk.every else steps - is_final
+            start = end - 1 if chunk.reverse else begin
+            late = start - chunk.begin if chunk.every else finals
+            skip_row = start + direction * quiet if in_place else late
+            early_at = room.early + FLOAT_BYTES * early_width * (start - chunk.begin)
+            scan(
+                layer.form,
+                quiet,
+                steps,
+                group.units,
+                early_at,
+                direction * early_width,
+                room.late + FLOAT_BYTES * late_width * late,
+                direction * late_width,
+                skip + FLOAT_BYTES * skip_width * skip_row,
+                direction * skip_width,
+                layer.factors + FLOAT_BYTES * group.first,
+                layer.width,
+                layer.factors + FLOAT_BYTES * 2 * layer.width,
+                cells + FLOAT_BYTES * (layer.width * row + group.first),
+            )
+            if chunk.every:
+                _add_steps(outputs, row, start, direction, steps, group, early_at, early_width)
+            if is_final and outputs.last:
+                final = early_at + FLOAT_BYTES * direction * early_width * (steps - 1)
+                _output(outputs.last, outputs, row, group)[:] = floats(final, group.real)
+            finals += is_final
+        row += 1
+
+
+@inner
+def _add_steps(
+    outputs: OutputArrays, row: int, start: int, direction: int, steps: int, group: Group, vectors: int, width: int
+) -> None:
+    """Add the hidden vectors of `steps` steps from the token `start` on to the outputs that grow with every step.
+
+    vectors: the address of the first, `width` numbers from token to token.
+    """
+    for step in range(steps):
+        vector = floats(vectors + FLOAT_BYTES * direction * width * step, group.real)
+        # Loops and not slices: an assignment to a slice costs more than the copy of a few numbers.
+        if outputs.steps:
+            target = _output(outputs.steps, outputs, start + direction * step, group)
+            for unit in range(group.real):
+                target[unit] = vector[unit]
+        if outputs.mean:
+            total = _output(outputs.mean, outputs, row, group)
+            for unit in range(group.real):
+                total[unit] += vector[unit]
+        if outputs.max:
+            highest = _output(outputs.max, outputs, row, group)
+            for unit in range(group.real):
+                highest[unit] = vector[unit] if vector[unit] > highest[unit] else highest[unit]

@@ -1,0 +1,162 @@
+"""The SRU's launcher of the CPU loops: all steps of a ragged batch in one call, without padding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.cpu import launch
+from kernels.cpu.forms import FORMS, ScanForm
+from kernels.cpu.threads import run_in_parts
+from kernels.norm import layer_norm
+from kernels.ragged import Encoded, Outputs, Ragged, with_state_slots, without_sources
+from kernels.scan.cpu import (
+    Factors,
+    GateInputs,
+    ScanLayer,
+    as_stored_rows,
+    batch_arguments,
+    cell_states,
+    product_layer,
+    row_layer,
+)
+from kernels.sru.types import SRUState, SRUWeights
+
+
+def sru(x: Ragged, weights: SRUWeights, state: SRUState | None, *, want: Outputs) -> Encoded:
+    """Encode every row. Shapes as in `kernels.sru.types`."""
+    hidden = weights.hidden
+    outputs = launch.empty_outputs(x, want, hidden)
+    after = _run(x, weights, state, launch.output_arguments(outputs, hidden))
+    return Encoded(after, *outputs)
+
+
+def bidirectional(
+    x: Ragged, weights: tuple[SRUWeights, SRUWeights], states: tuple[SRUState, SRUState] | None, *, want: Outputs
+) -> Encoded:
+    """Encode every row in both directions. Shapes as in `kernels.sru.types`."""
+    hidden = weights[0].hidden
+    outputs = launch.empty_outputs(x, want, 2 * hidden)
+    after = [
+        _run(x, layer, state, launch.output_arguments(outputs, 2 * hidden, direction * hidden), direction)
+        for direction, (layer, state) in enumerate(zip(weights, states or (None, None), strict=True))
+    ]
+    return Encoded(tuple(after), *outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Projection:
+    """A packed projection: its width with padding, its addresses and storage for the compiled product, and the arrays behind
+    them."""
+
+    width: int
+    arguments: tuple[int, ...]
+    arrays: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """The layer, and its projection or table."""
+
+    layer: ScanLayer
+    projection: _Projection | None
+    table: Tensor | None
+
+    @property
+    def arrays(self) -> tuple[Tensor, ...]:
+        projection = () if self.projection is None else self.projection.arrays
+        return (*self.layer.arrays, *projection, *(() if self.table is None else (self.table,)))
+
+
+def _run(x: Ragged, weights: SRUWeights, state: SRUState | None, outputs: tuple[int, ...], reverse: int = 0) -> SRUState:
+    """Write the outputs to their addresses and return the state after the batch. reverse: 1 for the backward direction."""
+    if state is not None and state.slots is not None and not launch.updates_in_place(state):
+
+        def by_row(x: Ragged, weights: SRUWeights, state: SRUState | None, *, want: Outputs | None) -> Encoded:
+            return Encoded(_run(x, weights, state, outputs, reverse))
+
+        after: SRUState = with_state_slots(by_row)(x, weights, state, want=None).state
+        return after
+    packed, offsets = _pack(x, weights), x.offsets.contiguous()
+    batch = batch_arguments(offsets, x.data.shape[0], reverse)
+    states, cells, kept = cell_states(state, batch[2], packed.layer.hidden)
+    arrays, gates = _gates(x, weights, packed)
+    packed.layer.run(batch, gates, states, outputs)
+    del arrays, kept  # the addresses refer to them until here
+    return SRUState(cells) if state is None or state.slots is None else without_sources(state)
+
+
+def _gates(x: Ragged, weights: SRUWeights, packed: _Packed) -> tuple[tuple[Tensor, ...], GateInputs]:
+    """Return arrays, and where the compiled loop finds the gate inputs and the skip in them."""
+    if packed.table is not None:
+        table, ids = packed.table, x.data.contiguous()
+        rows = {"numbers": ids.data_ptr(), "number_bytes": ids.itemsize, "row_count": len(table)}
+        return (ids,), GateInputs(table.data_ptr(), table.stride(0), **rows)
+    data = launch.as_floats(x.data)
+    columns = data.shape[1]
+    if weights.input is None:
+        return (data,), GateInputs(data.data_ptr(), columns)
+    values, depth = data if weights.norm is None else layer_norm(data, weights.norm), columns
+    if packed.projection is not None:
+        values, depth = _project(values, packed.projection), weights.input.shape[0]
+    skip, skip_columns = 0, 0
+    if weights.skip_from is not None:
+        skip, skip_columns = data.data_ptr() + launch.FLOAT_BYTES * weights.skip_from, columns
+    gates = GateInputs(values.data_ptr(), values.shape[1], depth, skip=skip, skip_columns=skip_columns)
+    return (data, values), gates
+
+
+def _project(values: Tensor, projection: _Projection) -> Tensor:
+    tokens, columns = values.shape
+    out = torch.empty(tokens, projection.width)
+    storage, *addresses = projection.arguments
+    arguments = (tokens, storage, values.data_ptr(), columns, *addresses, projection.width, out.data_ptr())
+    run_in_parts(_loops().project, arguments, tokens, tokens * columns * projection.width, launch.LONG_BYTES * tokens)
+    return out
+
+
+def _pack(x: Ragged, weights: SRUWeights) -> _Packed:
+    """Return the packed weights. Blocks as the data may have a skip block or not."""
+    key = "cpu", x.data.shape[-1] if weights.input is None and weights.table is None else 0
+    packed: _Packed | None = weights.packed.get(key)
+    if packed is None:
+        packed = weights.packed[key] = _pack_layer(x, weights)
+    return packed
+
+
+def _pack_layer(x: Ragged, weights: SRUWeights) -> _Packed:
+    table = None if weights.table is None else as_stored_rows(weights.table)
+    columns = next(array.shape[1] for array in (table, weights.input, x.data) if array is not None)
+    hidden = weights.hidden
+    blocks = columns // hidden if hidden else 3
+    form = ScanForm(2, 1, True, weights.cell is not None, weights.tanh, blocks == 4 or weights.skip_from is not None)
+    bias = torch.zeros(blocks * hidden)
+    bias[hidden : 3 * hidden] = weights.bias
+    number, factors = FORMS.index(form), Factors(weights.cell, weights.scale if blocks == 3 else 1.0)
+    if weights.input is not None:
+        layer = product_layer(number, form, weights.input, bias, hidden, factors)
+    else:
+        layer = row_layer(number, form, bias, hidden, factors, torch.float32 if table is None else table.dtype)
+    projection = None if weights.projection is None else _pack_projection(weights.projection)
+    return _Packed(layer, projection, table)
+
+
+def _pack_projection(projection: Tensor) -> _Projection:
+    from kernels.cpu.products import pack_columns, product_width
+    from kernels.cpu.storage import STORAGES
+
+    stored = projection if projection.dtype in STORAGES else projection.float()
+    panels, width = pack_columns(stored, 1), product_width(projection.shape[1])
+    bias = torch.zeros(width)
+    return _Projection(width, (STORAGES[stored.dtype], panels.data_ptr(), bias.data_ptr()), (panels, bias))
+
+
+@cache
+def _loops() -> Any:
+    """Return the module of compiled loops. It imports Numba, which takes half a second."""
+    return import_module("kernels.sru.cpu_loops")

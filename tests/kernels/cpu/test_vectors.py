@@ -1,0 +1,73 @@
+"""Tests of the vector operations that compiled loops are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from llvmlite import ir
+from numba import types
+
+from kernels.cpu.compiled import inner, llvm_code
+from kernels.cpu.vectors import LANES, VECTOR, Vectors, index
+
+Emit = Callable[[Vectors, ir.Value], ir.Value]
+
+
+def on_array(emit: Emit) -> Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]:
+    """Return a function that applies an operation to an array of a multiple of LANES numbers."""
+
+    def operation(_typing: Any, source: Any, target: Any) -> Any:
+        def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+            code = Vectors(builder)
+            source_at, target_at = (code.pointer(address) for address in arguments)
+            code.store(emit(code, code.load(source_at, index(0))), target_at, index(0))
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64), codegen
+
+    compiled = llvm_code(operation)
+
+    @inner
+    def run(source: int, target: int, count: int) -> None:
+        for first in range(0, count, LANES):
+            compiled(source + 4 * first, target + 4 * first)
+
+    def apply(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        results = np.empty_like(values)
+        run(values.ctypes.data, results.ctypes.data, len(values))
+        return results
+
+    return apply
+
+
+VALUES = np.concatenate(
+    [np.linspace(-100, 100, 4000), np.linspace(-1, 1, 4000), np.geomspace(1e-30, 1, 4000), [0.0, -0.0, 1e30, -1e30] * 20]
+).astype(np.float32)
+VALUES = VALUES[: len(VALUES) // LANES * LANES]
+
+
+@pytest.mark.parametrize(
+    "emit, exact, relative",
+    [
+        (Vectors.sigmoid, lambda x: 1 / (1 + np.exp(-x)), False),
+        (Vectors.tanh, np.tanh, True),
+    ],
+    ids=["sigmoid", "tanh"],
+)
+def test_function_is_exact_to_a_few_bits(emit: Emit, exact: Callable[[Any], Any], relative: bool) -> None:
+    with np.errstate(over="ignore"):
+        expected = exact(VALUES.astype(np.float64))
+    errors = np.abs(on_array(emit)(VALUES) - expected)
+    assert (errors <= 4e-7 * (np.abs(expected) if relative else 1)).all()
+
+
+@pytest.mark.parametrize("emit", [Vectors.sigmoid, Vectors.tanh], ids=["sigmoid", "tanh"])
+def test_not_a_number_stays(emit: Emit) -> None:
+    assert np.isnan(on_array(emit)(np.full(LANES, np.nan, np.float32))).all()
+
+
+def test_vector_has_the_lanes_of_the_target() -> None:
+    assert VECTOR.count == LANES
