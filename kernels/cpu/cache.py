@@ -5,12 +5,13 @@ Imports neither Numba nor torch, which take half a second and more.
 
 from __future__ import annotations
 
-import atexit
 import hashlib
 import platform
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
@@ -55,18 +56,19 @@ def code_folder() -> Path | None:
     return None if parent is None or target is None else parent / f"cpu-{target.name}-{_digest()}"
 
 
-@cache
-def writable_code_folder() -> Path | None:
-    """Return `code_folder`, or a temporary copy of it if it is read-only, because Numba only reads from folders that it can write."""
+@contextmanager
+def folder_to_compile_in() -> Iterator[Path | None]:
+    """Yield `code_folder`, or a temporary copy of it if it is read-only, because Numba only reads from folders that it can write."""
     folder = code_folder()
     if folder is None or cache_folder() is not None:
-        return folder
-    if not folder.exists():
-        return None
-    copy = Path(tempfile.mkdtemp(prefix="seqserve-", dir=None if _has_temporary_folder() else SHARED_MEMORY))
-    atexit.register(shutil.rmtree, copy, ignore_errors=True)
-    shutil.copytree(folder, copy, dirs_exist_ok=True)
-    return copy
+        yield folder
+    elif not folder.exists():
+        yield None
+    else:
+        parent = None if _has_temporary_folder() else SHARED_MEMORY
+        with tempfile.TemporaryDirectory(prefix="seqserve-", dir=parent) as copy:
+            shutil.copytree(folder, copy, dirs_exist_ok=True)
+            yield Path(copy)
 
 
 def _has_temporary_folder() -> bool:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from numba import config, njit, types
 from numba.extending import intrinsic
 
-from kernels.cpu.cache import COMPLETE, KERNELS, LOOPS, writable_code_folder
+from kernels.cpu.cache import COMPLETE, KERNELS, LOOPS, folder_to_compile_in
 from kernels.cpu.target import Target, host_target
 from kernels.ragged import ContractError
 
@@ -63,11 +63,11 @@ class Compiled:
 
     @cached_property
     def machine_code(self) -> Any:
-        folder = writable_code_folder()
-        # Numba reads this setting when it decorates a function.
-        config.CACHE_DIR = "" if folder is None else str(folder)
         signature = types.void(*[types.int64] * self._function.__code__.co_argcount)
-        return njit(signature, nogil=True, error_model="numpy", cache=folder is not None)(self._function)
+        with folder_to_compile_in() as folder:
+            # Numba reads this setting when it decorates a function. With a signature, it also compiles or loads it then.
+            config.CACHE_DIR = "" if folder is None else str(folder)
+            return njit(signature, nogil=True, error_model="numpy", cache=folder is not None)(self._function)
 
 
 def compile_all(folder: Path) -> None:

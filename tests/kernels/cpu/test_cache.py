@@ -16,11 +16,9 @@ from kernels.folder import CACHE
 
 
 @pytest.fixture(autouse=True)
-def _fresh_folder() -> Iterator[None]:
-    cache.writable_code_folder.cache_clear()
+def _fresh_target() -> Iterator[None]:
     target.host_target.cache_clear()
     yield
-    cache.writable_code_folder.cache_clear()
     target.host_target.cache_clear()
 
 
@@ -42,7 +40,8 @@ def test_empty_folder_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_complete_folder_is_used(complete: Path) -> None:
     assert cache.missing() is None
-    assert cache.writable_code_folder() == complete
+    with cache.folder_to_compile_in() as folder:
+        assert folder == complete
 
 
 def test_folder_that_cannot_be_written_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,9 +53,10 @@ def test_folder_that_cannot_be_written_refuses(tmp_path: Path, monkeypatch: pyte
 def test_read_only_folder_is_copied(complete: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "cache_folder", lambda: None)
     assert cache.missing() is None
-    copy = cache.writable_code_folder()
-    assert copy is not None and copy != complete
-    assert (copy / cache.COMPLETE).exists()
+    with cache.folder_to_compile_in() as copy:
+        assert copy is not None and copy != complete
+        assert (copy / cache.COMPLETE).exists()
+    assert not copy.exists() and complete.exists()
 
 
 def test_container_without_temporary_folder_uses_shared_memory(complete: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,8 +66,8 @@ def test_container_without_temporary_folder_uses_shared_memory(complete: Path, m
     monkeypatch.setattr(cache, "cache_folder", lambda: None)
     monkeypatch.setattr("tempfile.gettempdir", no_folder)
     monkeypatch.setattr(cache, "SHARED_MEMORY", str(complete.parent))
-    copy = cache.writable_code_folder()
-    assert copy is not None and copy.parent == complete.parent and (copy / cache.COMPLETE).exists()
+    with cache.folder_to_compile_in() as copy:
+        assert copy is not None and copy.parent == complete.parent and (copy / cache.COMPLETE).exists()
 
 
 def test_missing_numba_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
