@@ -1,6 +1,8 @@
 """Products of float32 rows with packed weights: the tile that every CPU kernel computes, and the layout of its weights.
 
-Weights are packed into panels, (panels, depth, vectors, LANES): all weights of one panel are consecutive. The width of every
+Weights are packed into panels, (panels, depth, vectors, LANES): all weights of one panel are consecutive. In panels of
+bfloat16, (panels, depth / 2, vectors, LANES, 2), the weights of two consecutive steps are the halves of a 32-bit word, because
+a shift or a mask then makes float32 numbers of a whole vector. The width of every
 block of columns is rounded up to LANES with zeros. In a panel of a recurrent weight, the vectors are the gates of the same
 LANES units; in a panel of any other weight they are consecutive columns.
 
@@ -13,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from llvmlite import ir
 from numba.core import cgutils, types
 from torch import Tensor
@@ -30,7 +33,7 @@ from kernels.cpu.vectors import (
     LONG,
     LONG_BYTES,
     REGISTERS,
-    STORED,
+    STORED_PANEL,
     Vectors,
     for_each_case,
     index,
@@ -67,7 +70,7 @@ def pack_blocks(weight: Tensor, blocks: int) -> Tensor:
     """Return a weight, (depth, blocks x hidden), in panels with a vector of each block. The dtype stays."""
     separate = _pad_blocks(weight, blocks)
     panels = separate.reshape(len(weight), blocks, separate.shape[2] // LANES, LANES)
-    return panels.permute(2, 0, 1, 3).contiguous()
+    return _pair_halves(panels.permute(2, 0, 1, 3))
 
 
 def pack_columns(weight: Tensor, blocks: int) -> Tensor:
@@ -75,7 +78,16 @@ def pack_columns(weight: Tensor, blocks: int) -> Tensor:
     columns = _pad_blocks(weight, blocks).flatten(1)
     columns = pad(columns, (0, -columns.shape[1] % PANEL_COLUMNS))
     panels = columns.reshape(len(weight), columns.shape[1] // PANEL_COLUMNS, VECTORS, LANES)
-    return panels.transpose(0, 1).contiguous()
+    return _pair_halves(panels.transpose(0, 1))
+
+
+def _pair_halves(panels: Tensor) -> Tensor:
+    """Return panels, (panels, depth, vectors, LANES), as they are stored: contiguous, and pairs of steps of bfloat16 together."""
+    if panels.dtype != torch.bfloat16:
+        return panels.contiguous()
+    even = pad(panels, (0, 0, 0, 0, 0, panels.shape[1] % 2))
+    pairs = even.reshape(even.shape[0], even.shape[1] // 2, 2, *even.shape[2:])
+    return pairs.permute(0, 1, 3, 4, 2).contiguous()
 
 
 def pack_bias(bias: Tensor, blocks: int) -> Tensor:
@@ -159,24 +171,39 @@ def _emit_products(
     values: float32, the rows begin at `offsets`; panel: the address of the panel's weights.
     """
     builder, vectors = code.builder, len(places[0])
-    weights = code.pointer(panel, STORED[storage])
+    weights = code.pointer(panel, STORED_PANEL[storage])
 
-    def add(position: ir.Value) -> None:
+    def load(position: ir.Value, steps: int) -> list[list[ir.Value]]:
+        """Return the weights of consecutive steps, by step and vector. position: of the first step, or of its pair."""
         first = builder.mul(position, index(vectors * LANES))
-        columns = [code.load_stored(weights, builder.add(first, index(vector * LANES)), storage) for vector in range(vectors)]
+        at = [builder.add(first, index(vector * LANES)) for vector in range(vectors)]
+        if storage == BFLOAT16:
+            pairs = [code.load_pairs(weights, offset) for offset in at]
+            return [[pair[half] for pair in pairs] for half in range(steps)]
+        return [[code.load_stored(weights, offset, storage) for offset in at]]
+
+    def add(position: ir.Value, columns: Sequence[ir.Value]) -> None:
         for offset, row_places in zip(offsets, places, strict=True):
             value = code.broadcast(values, builder.add(offset, position))
             for column, place in zip(columns, row_places, strict=True):
                 builder.store(code.multiply_add(value, column, builder.load(place)), place)
 
+    together = 2 if storage == BFLOAT16 else 1
     unrolled = builder.udiv(depth, index(UNROLLED))
     with cgutils.for_range(builder, unrolled, intp=unrolled.type) as loop:
         start = builder.mul(loop.index, index(UNROLLED))
-        for step in range(UNROLLED):
-            add(builder.add(start, index(step)))
+        first_load = builder.mul(loop.index, index(UNROLLED // together))
+        for step in range(0, UNROLLED, together):
+            for number, columns in enumerate(load(builder.add(first_load, index(step // together)), together)):
+                add(builder.add(start, index(step + number)), columns)
     start = builder.mul(unrolled, index(UNROLLED))
     with cgutils.for_range(builder, builder.sub(depth, start), intp=unrolled.type) as loop:
-        add(builder.add(start, loop.index))
+        position = builder.add(start, loop.index)
+        loaded = load(builder.udiv(position, index(together)), together)
+        if together == 2:
+            odd = builder.trunc(position, ir.IntType(1))
+            loaded = [[builder.select(odd, second, first) for first, second in zip(*loaded, strict=True)]]
+        add(position, loaded[0])
 
 
 @llvm_code
@@ -239,7 +266,7 @@ def product(
     values, offsets: float32 rows of `depth` numbers and where each begins, int64; panels: of `pack_columns`; bias: of
     `pack_bias`.
     """
-    panel_bytes = depth * PANEL_COLUMNS * stored_bytes(storage)
+    panel_bytes = VECTORS * vector_bytes(storage, depth)
     for first in range(0, rows, ROWS_IN_CACHE):
         end = min(first + ROWS_IN_CACHE, rows)
         for panel in range(width // PANEL_COLUMNS):
@@ -274,6 +301,13 @@ def tile_memory(rows: int, width: int, memory: int) -> tuple[int, int, int]:
     for row in range(rows):
         begins[row] = row * width
     return memory, sums, sums + TILE_BYTES
+
+
+@inner
+def vector_bytes(storage: int, depth: int) -> int:
+    """Return the bytes of the weights of one vector of a panel. bfloat16 weights are stored in pairs of steps."""
+    steps = depth + depth % 2 if storage == BFLOAT16 else depth
+    return steps * LANES * stored_bytes(storage)
 
 
 @inner

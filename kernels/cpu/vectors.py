@@ -20,6 +20,8 @@ FLOAT, HALF, SHORT, INT, LONG = ir.FloatType(), ir.HalfType(), ir.IntType(16), i
 FLOAT_BYTES, LONG_BYTES = 4, 8
 STORED = {FLOAT32: FLOAT, BFLOAT16: SHORT, FLOAT16: HALF}
 """The LLVM type of a stored weight."""
+STORED_PANEL = STORED | {BFLOAT16: INT}
+"""The same in a panel, where bfloat16 weights are stored in pairs."""
 
 LOG2_E = 1.4426950408889634
 LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440e-4
@@ -78,6 +80,13 @@ class Vectors:
         if storage == BFLOAT16:
             return self.builder.bitcast(self.builder.shl(self.builder.zext(stored, INT), ir.Constant(INT, 16)), FLOAT)
         return stored
+
+    def load_pairs(self, pointer: ir.Value, offset: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """Return the first and the second bfloat16 numbers of LANES pairs as float32."""
+        words = self._load(pointer, offset, INTS, FLOAT_BYTES)
+        first = self.builder.shl(words, ir.Constant(INTS, [16] * LANES))
+        second = self.builder.and_(words, ir.Constant(INTS, [0xFFFF0000] * LANES))
+        return self.builder.bitcast(first, VECTOR), self.builder.bitcast(second, VECTOR)
 
     def load_masked(self, pointer: ir.Value, offset: ir.Value, storage: int, mask: ir.Value) -> ir.Value:
         """Return the weights in the lanes of a mask, from `offset` on, as float32, and zeros in the other lanes. Reads nothing

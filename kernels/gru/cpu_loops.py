@@ -19,12 +19,12 @@ from kernels.cpu.products import (
     gate_inputs,
     max_rows,
     padded_width,
-    stored_bytes,
     sums_of_1,
     sums_of_2,
     sums_of_3,
     tile_memory,
     tile_rows,
+    vector_bytes,
 )
 from kernels.cpu.rows import OutputArrays, add_step, begin_outputs, end_rows, load_state, order_batch, still_running
 from kernels.cpu.vectors import FLOAT, FLOAT_BYTES, LANES, LONG, LONG_BYTES, Vectors, index
@@ -141,7 +141,7 @@ def reset_after(
     gates, gate_offsets, block: the gate inputs, where those of each row begin, and the numbers from gate to gate; before,
     after: rows of `width` numbers; row_offsets: where each row of `before` begins; sums: memory for the sums of a tile.
     """
-    panel_bytes = hidden * BLOCKS * LANES * stored_bytes(storage)
+    panel_bytes = BLOCKS * vector_bytes(storage, hidden)
     for panel in range(width // LANES):
         column = FLOAT_BYTES * LANES * panel
         row = 0
@@ -188,7 +188,7 @@ def reset_before(
 ) -> None:
     """Advance the running rows by one step. updates, reset_states: memory for rows of `width` numbers; the rest as in
     `reset_after`."""
-    vector_bytes = hidden * LANES * stored_bytes(storage)
+    column_bytes = vector_bytes(storage, hidden)
     panels = width // LANES
     for panel in range(panels):
         column = FLOAT_BYTES * LANES * panel
@@ -196,7 +196,7 @@ def reset_before(
         while row < running:
             count = tile_rows(running - row, LARGEST_RESET_AND_UPDATE)
             offset = LONG_BYTES * row
-            weights = recurrent + RESET_AND_UPDATE * vector_bytes * panel
+            weights = recurrent + RESET_AND_UPDATE * column_bytes * panel
             sums_of_2(
                 storage,
                 count,
@@ -219,7 +219,7 @@ def reset_before(
         while row < running:
             count = tile_rows(running - row, LARGEST_NEW)
             offset = LONG_BYTES * row
-            weights = recurrent + vector_bytes * (RESET_AND_UPDATE * panels + panel)
+            weights = recurrent + column_bytes * (RESET_AND_UPDATE * panels + panel)
             new_inputs = gates + column + FLOAT_BYTES * RESET_AND_UPDATE * block
             sums_of_1(
                 storage,

@@ -15,7 +15,7 @@ from numba import types
 from numba.core import cgutils
 
 from kernels.cpu.compiled import Codegen, Compiled, inner, llvm_code
-from kernels.cpu.products import gate_inputs, max_rows, padded_width, stored_bytes, sums_of_4, tile_memory, tile_rows
+from kernels.cpu.products import gate_inputs, max_rows, padded_width, sums_of_4, tile_memory, tile_rows, vector_bytes
 from kernels.cpu.rows import (
     OutputArrays,
     add_step,
@@ -89,7 +89,7 @@ def advance(
     gates, gate_offsets, block: the gate inputs, where those of each row begin, and the numbers from gate to gate; before,
     after, cells: rows of `width` numbers; row_offsets: where each row of `before` begins; sums: memory for the sums of a tile.
     """
-    panel_bytes = hidden * BLOCKS * LANES * stored_bytes(storage)
+    panel_bytes = BLOCKS * vector_bytes(storage, hidden)
     for panel in range(width // LANES):
         column = FLOAT_BYTES * LANES * panel
         row = 0

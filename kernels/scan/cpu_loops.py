@@ -13,7 +13,7 @@ import numpy as np
 
 from kernels.cpu.compiled import Compiled, inner
 from kernels.cpu.forms import FORMS, QRNN_FORMS
-from kernels.cpu.products import PANEL_COLUMNS, product, stored_bytes
+from kernels.cpu.products import PANEL_COLUMNS, VECTORS, product, stored_bytes, vector_bytes
 from kernels.cpu.rows import OutputArrays, check_rows, floats, longs, number_at
 from kernels.cpu.scans import add_stored, scan
 from kernels.cpu.vectors import FLOAT_BYTES, LONG_BYTES
@@ -267,7 +267,7 @@ def _gate_inputs(layer: Layer, chunk: Chunk, group: Group, room: Scratch) -> Non
     early, tokens = EARLY[layer.form], chunk.end - chunk.begin
     late = LATE[layer.form] + (SKIP[layer.form] and not layer.skip)
     if layer.weights:
-        panel_bytes = layer.depth * PANEL_COLUMNS * stored_bytes(layer.storage)
+        panel_bytes = VECTORS * vector_bytes(layer.storage, layer.depth)
         panel = group.first // PANEL_COLUMNS * (early + late)
         weights, bias = layer.weights + panel_bytes * panel, layer.bias + FLOAT_BYTES * PANEL_COLUMNS * panel
         product(
