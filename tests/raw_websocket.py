@@ -10,9 +10,10 @@ from urllib.parse import urlsplit
 from tests.serving import LIMIT_SECONDS, Server
 
 CONTINUATION, TEXT, BINARY, CLOSE, PING, PONG = 0, 1, 2, 8, 9, 10
+QUERY = "model=sensors&return=sequence"
 HANDSHAKE = (
-    b"GET /stream?model=sensors&return=sequence HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
-    b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+    "GET /stream?{query} HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+    "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
 )
 
 
@@ -25,10 +26,10 @@ def connection(server: Server) -> Iterator[socket.socket]:
 
 
 @contextmanager
-def open_socket(server: Server) -> Iterator[socket.socket]:
+def open_socket(server: Server, query: str = QUERY) -> Iterator[socket.socket]:
     """A connection on which the handshake of a WebSocket is complete."""
     with connection(server) as client:
-        client.sendall(HANDSHAKE)
+        client.sendall(HANDSHAKE.format(query=query).encode())
         reply = b""
         while not reply.endswith(b"\r\n\r\n"):
             reply += client.recv(1)
