@@ -14,7 +14,8 @@ from kernels.backend import FAMILIES
 from kernels.bench import goals, report
 from kernels.bench.baselines import BASELINES
 from kernels.bench.measure import Bench
-from kernels.bench.shares import with_shares
+from kernels.bench.peaks import measured_peaks
+from kernels.bench.shares import with_shares_of_peaks, with_shares_of_product
 from kernels.bench.tables import write
 from kernels.bench.workload import FORMS
 from kernels.bench.workloads import workloads
@@ -27,7 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     device: torch.device = options.device
     out: Path | None = options.out or (None if options.quick else RESULTS)
-    setting = _prepare(device, options.threads)
+    setting = _prepare(device, options.threads, options.quick)
+    if setting.peaks:
+        print(setting.peaks)
     families = FAMILIES if options.family == "all" else (options.family,)
     return max([_family(family, device, options.quick, setting, out) for family in families])
 
@@ -38,23 +41,32 @@ def _family(family: str, device: torch.device, quick: bool, setting: report.Sett
 
     bench = Bench(device, BASELINES[family], _budget_s(family, device, quick), progress)
     findings = bench.measured(workloads(family, device.type, quick))
-    measurements = with_shares(findings.measurements)
+    measurements = _with_shares(findings.measurements, device, setting)
     print(f"\n{family} on {setting}; microseconds: median (p10-p90), * the fastest\n")
     print(report.table(measurements))
-    if extras := report.extras(measurements):
-        print(f"\n{extras}\n")
+    for part in filter(None, (report.shares(measurements), report.extras(measurements))):
+        print(f"\n{part}\n")
     for line in (*findings.refused, *findings.skipped, *(f"WRONG: {error}" for error in findings.wrong)):
         print(line)
-    judged = goals.table(measurements, [backend.name for backend in import_module(f"kernels.{family}").BACKENDS])
+    backends = [backend.name for backend in import_module(f"kernels.{family}").BACKENDS]
+    judged = goals.table(goals.goals_for(device.type, setting.threads), measurements, backends)
     if judged:
         print(f"\n{judged}\n")
     if out is not None:
-        name = f"{family}-{report.slug(setting.device)}"
+        name = setting.file_name(family)
         write(out / f"{name}.jsonl", [one.record(setting) for one in measurements])
         if judged:
             (out / f"{name}-goals.txt").write_text(f"{setting}\n\n{judged}\n")
             print(f"written to {out / name}-goals.txt")
     return 1 if findings.wrong else 0
+
+
+def _with_shares(
+    measurements: Sequence[report.Measurement], device: torch.device, setting: report.Setting
+) -> Sequence[report.Measurement]:
+    if device.type == "cuda":
+        return with_shares_of_product(measurements)
+    return with_shares_of_peaks(measurements, setting.peaks) if setting.peaks else measurements
 
 
 def _budget_s(family: str, device: torch.device, quick: bool) -> float:
@@ -66,15 +78,15 @@ def _budget_s(family: str, device: torch.device, quick: bool) -> float:
     return 0.03 if family in FORMS else 0.05 if quick else 0.15
 
 
-def _prepare(device: torch.device, threads: int) -> report.Setting:
-    """Set up torch: no TF32, so that float32 is float32, and cuDNN searches for its fastest convolution."""
+def _prepare(device: torch.device, threads: int, quick: bool) -> report.Setting:
+    """Set up torch: no TF32, so that float32 is float32, and cuDNN searches for its fastest convolution. Measure the peaks of a CPU."""
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cudnn.benchmark = True
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.set_num_threads(threads)
-    return report.Setting.of(device)
+    return report.Setting.of(device, measured_peaks(threads, quick) if device.type == "cpu" else None)
 
 
 def _device(name: str) -> torch.device:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 from kernels.bench.workload import DENSE_WIDTHS, EMBEDDED, FOLDED, Workload
@@ -28,6 +29,11 @@ def text_cnn_ids(rows: int, form: str, **others: str) -> Workload:
     return Workload("conv", rows, STEPS, EMBEDDING, EMBEDDING, kind="text-cnn-ids", form=form, **others)
 
 
+def embedded(workload: Workload) -> Workload:
+    """Return the workload over an embedding. The library runs it for both forms."""
+    return replace(workload, form=EMBEDDED)
+
+
 def dense(rows: int, hidden: int, form: str, **others: str) -> Workload:
     return Workload("conv", rows, STEPS, hidden, hidden, kind="dense-conv", form=form, **others)
 
@@ -48,7 +54,7 @@ def on_cpu(quick: bool) -> Iterator[Workload]:
         yield dense(rows, hidden, form)
     if not quick:
         yield from (dense(32, 256, form, lengths="questions") for form in DENSE_WIDTHS)
-    for rows, lengths, form in product((1,) if quick else (1, 32), ("equal", "questions"), IDS_FORMS):
+    for rows, lengths, form in product((1,) if quick else (1, 8, 32), ("equal", "questions"), IDS_FORMS):
         yield text_cnn_ids(rows, form, lengths=lengths)
     yield from (temporal(1, hidden) for hidden in ((64,) if quick else (64, 256)))
     yield temporal(1, 64, kind="tcn-last")

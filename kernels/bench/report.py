@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from kernels.bench.peaks import Peaks
 from kernels.bench.tables import aligned, three_digits
 from kernels.bench.timing import Spread
 from kernels.bench.workload import WANT, Workload
@@ -25,21 +26,32 @@ EXTRA = (MEMORY, FACTORS, SHARE)
 """Additional values of some measurements: bytes that a strategy copies, relative to the input; error of factorised filters, relative to the
 true filters; multiplications a second, relative to a large product on the same device."""
 
+FMA_SHARE, READ_SHARE = "share_of_peak_fma", "share_of_memory_rate"
+BOUNDS = {FMA_SHARE: "peak FMA", READ_SHARE: "memory"}
+"""Additional values of measurements on a CPU, by what bounds their workload: the share of the peak rate of multiply-adds, or of the rate
+at which weights are read from caches and memory."""
+
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Device, date and package versions of a run. threads: on a CPU."""
+    """Device, date and package versions of a run. threads: on a CPU; peaks: on a CPU, if they were measured."""
 
     device: str
     date: str
     versions: dict[str, str]
     threads: int | None
+    peaks: Peaks | None = None
 
     @classmethod
-    def of(cls, device: torch.device) -> Setting:
+    def of(cls, device: torch.device, peaks: Peaks | None = None) -> Setting:
         """Return the setting of a run that starts now."""
         threads = torch.get_num_threads() if device.type == "cpu" else None
-        return cls(device_name(device), date.today().isoformat(), versions(device), threads)
+        return cls(device_name(device), date.today().isoformat(), versions(device), threads, peaks)
+
+    def file_name(self, family: str) -> str:
+        """Return the name of a family's results, without an ending. It has the threads if there are several."""
+        threads = f"-{self.threads}-threads" if self.threads and self.threads > 1 else ""
+        return f"{family}-{slug(self.device)}{threads}"
 
     def __str__(self) -> str:
         threads = "" if self.threads is None else f", {self.threads} thread{'s' if self.threads > 1 else ''}"
@@ -49,7 +61,7 @@ class Setting:
 @dataclass(frozen=True, slots=True)
 class Measurement:
     """One backend or baseline on one workload, with one kind of timing. error: largest error against the reference; extra: by name of
-    EXTRA."""
+    EXTRA or BOUNDS."""
 
     workload: Workload
     backend: str
@@ -59,9 +71,7 @@ class Measurement:
     extra: Mapping[str, float] = field(default_factory=dict)
 
     def record(self, setting: Setting) -> dict[str, object]:
-        work, environment = self.workload, asdict(setting)
-        if setting.threads is None:
-            del environment["threads"]
+        work, environment = self.workload, {name: value for name, value in asdict(setting).items() if value is not None}
         return {
             "family": work.family,
             "workload": work.kind,
@@ -101,6 +111,19 @@ def table(measurements: Sequence[Measurement]) -> str:
 def extras(measurements: Sequence[Measurement]) -> str:
     """Return a table for each name of EXTRA that has values: a line for each workload, a column for each backend."""
     return "\n\n".join(aligned(lines) for name in EXTRA if len(lines := _extra(measurements, name)) > 1)
+
+
+def shares(measurements: Sequence[Measurement]) -> str:
+    """Return a line for each workload, with what bounds it and the share of each backend; empty without shares."""
+    cells: dict[tuple[Workload, str], dict[str, str]] = {}
+    for one in measurements:
+        for name in BOUNDS.keys() & one.extra.keys():
+            cells.setdefault((one.workload, BOUNDS[name]), {})[one.backend] = f"{one.extra[name]:.0%}".replace("%", " %")
+    backends = list(dict.fromkeys(backend for by_backend in cells.values() for backend in by_backend))
+    lines = [["workload", "share of", *backends]]
+    for (workload, bound), by_backend in cells.items():
+        lines.append([str(workload), bound, *(by_backend.get(backend, "-") for backend in backends)])
+    return aligned(lines) if cells else ""
 
 
 def _extra(measurements: Sequence[Measurement], name: str) -> list[list[str]]:

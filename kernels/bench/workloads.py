@@ -50,6 +50,8 @@ def _recurrent_on_cpu(family: str, quick: bool) -> Iterator[Workload]:
         yield _square(family, rows, hidden, lengths=lengths, form=_usual(family))
         form = FOLDED_FORMS[family][-1] if family in FOLDED_FORMS else ""
         yield _folded(family, rows, STEPS, hidden, form, lengths=lengths)
+    if family not in FORMS and not quick:
+        yield _square(family, 1, 512, dtype="bfloat16")
 
 
 _GRID_ON_CUDA = {

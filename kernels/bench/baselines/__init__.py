@@ -6,7 +6,7 @@ from kernels.bench.baselines.baseline import Baseline
 from kernels.bench.baselines.comparison import convolution, device_copy, first_sru_package, lstm, one_product
 from kernels.bench.baselines.conv import CONV
 from kernels.bench.baselines.discrete import gru_steps, lstm_gates, lstm_steps, qrnn_steps, sru_steps
-from kernels.bench.baselines.layers import packed, padded, padded_over_ids
+from kernels.bench.baselines.layers import packed, packed_over_ids, padded, padded_over_ids
 from kernels.bench.baselines.packages import onnx_runtime, onnx_runtime_over_ids, sru_package, sru_package_over_ids
 from kernels.bench.baselines.scans import qrnn_scan, qrnn_scan_over_ids
 from kernels.bench.workload import Workload
@@ -14,9 +14,10 @@ from kernels.bench.workloads import in_figure, one_long_row
 
 CPU, CUDA = ("cpu",), ("cuda",)
 _LAYERS = (Baseline("torch padded", padded), Baseline("torch packed", packed))
-_ONNX_RUNTIME = Baseline("onnxruntime", onnx_runtime, CPU)
+_ONNX_RUNTIME = Baseline("onnxruntime", onnx_runtime, CPU, condition=lambda workload: workload.dtype == "float32")
 _OVER_IDS = (
     Baseline("embedding, torch padded", padded_over_ids, CPU, over_ids=True),
+    Baseline("embedding, torch packed", packed_over_ids, CPU, over_ids=True),
     Baseline("embedding, onnxruntime", onnx_runtime_over_ids, CPU, over_ids=True),
 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.utils.rnn import pack_padded_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 from kernels.bench.agreement import expected_answer
 from kernels.bench.baselines.baseline import TimedCall, last, pad, pad_ids
@@ -33,13 +33,23 @@ def padded_over_ids(case: BenchCase) -> TimedCall:
 def packed(case: BenchCase) -> TimedCall:
     """The data are packed before the clock starts."""
     layer, data = _layer(case), pack_padded_sequence(pad(case), torch.tensor(case.lengths), enforce_sorted=False)
+    return TimedCall(lambda: _last_of_packed(layer, data))
 
-    def run() -> Tensor:
-        state = layer(data)[1]
-        hidden: Tensor = state[0] if isinstance(state, tuple) else state
-        return hidden[0]
 
-    return TimedCall(run)
+def packed_over_ids(case: BenchCase) -> TimedCall:
+    """An embedding of token ids that are packed before the clock starts, then the layer."""
+    embedding, embedded = embedded_case(case)
+    layer, ids = _layer(embedded), pack_padded_sequence(pad_ids(case), torch.tensor(case.lengths), enforce_sorted=False)
+    return TimedCall(
+        lambda: _last_of_packed(layer, ids._replace(data=functional.embedding(ids.data, embedding))),
+        expected=expected_answer(embedded),
+    )
+
+
+def _last_of_packed(layer: torch.nn.RNNBase, data: PackedSequence) -> Tensor:
+    state = layer(data)[1]
+    hidden: Tensor = state[0] if isinstance(state, tuple) else state
+    return hidden[0]
 
 
 def _layer(case: BenchCase) -> torch.nn.RNNBase:

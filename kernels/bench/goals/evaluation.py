@@ -10,8 +10,8 @@ from typing import Literal
 
 from kernels.bench.goals.limit import Limit, Line
 from kernels.bench.report import Measurement
-from kernels.bench.shares import multiplications
 from kernels.bench.tables import aligned
+from kernels.bench.work import multiplications
 from kernels.bench.workload import Workload
 from kernels.bench.workloads import RECURRENCE_STEPS
 
@@ -45,16 +45,18 @@ def microseconds(times: Times, workload: Workload) -> float | None:
     return times.ours(workload)
 
 
-def speedup(*baselines: str, timing: str = "kernel", ours: str | None = None, at: Workload | None = None) -> Value:
-    """Return how many times as long the fastest of some baselines takes as our backend.
+def speedup(
+    *baselines: str, timing: str = "kernel", ours: str | None = None, at: Callable[[Workload], Workload] | None = None
+) -> Value:
+    """Return how many times as long the fastest of some baselines takes as our backend, if all of them were timed.
 
-    timing, ours: how the baselines and our backend are timed; at: the workload of the baselines, if it differs.
+    timing, ours: how the baselines and our backend are timed; at: returns the workload of the baselines, if it differs.
     """
 
     def value(times: Times, workload: Workload) -> float | None:
-        baseline = [us for name in baselines if (us := times.of(name, at or workload, timing)) is not None]
-        our_us = times.ours(workload, ours or timing)
-        return min(baseline) / our_us if baseline and our_us is not None else None
+        timed = [times.of(name, at(workload) if at else workload, timing) for name in baselines]
+        baseline, our_us = [us for us in timed if us is not None], times.ours(workload, ours or timing)
+        return min(baseline) / our_us if len(baseline) == len(baselines) and our_us is not None else None
 
     return value
 
@@ -79,8 +81,7 @@ def rate(baseline: str | None = None) -> Value:
 
     def value(times: Times, workload: Workload) -> float | None:
         us = times.ours(workload) if baseline is None else times.of(baseline, workload)
-        count = multiplications(workload)
-        return None if us is None or count is None else count / us
+        return None if us is None else multiplications(workload) / us
 
     return value
 
@@ -140,7 +141,7 @@ class Goal:
         hidden = sorted({workload.hidden for workload in self.workloads})
         backends = dict.fromkeys(times.chosen(workload) for workload in values)
         lines = [[f"{self.name}: {', '.join(backends)}", *map(str, hidden)]]
-        by_size = sorted(self.workloads, key=lambda workload: (workload.rows, workload.steps))
+        by_size = sorted(self.workloads, key=lambda workload: (workload.lengths, workload.rows, workload.steps))
         for size, group in groupby(by_size, key=lambda workload: workload.size):
             cells = {workload.hidden: f"{values[workload]:.3g}" for workload in group if workload in values}
             lines.append([size, *(cells.get(column, "-") for column in hidden)])

@@ -11,6 +11,8 @@ import torch
 from kernels.bench import goals
 from kernels.bench.baselines.baseline import Baseline
 from kernels.bench.convolutions import IDS_FORMS
+from kernels.bench.goals import on_cuda
+from kernels.bench.goals.evaluation import Goal
 from kernels.bench.measure import Bench, Findings
 from kernels.bench.report import Measurement
 from kernels.bench.timing import Spread
@@ -70,8 +72,10 @@ def timed(workload: Workload, backend: str, median_us: float, timing: str = "ker
     return Measurement(workload, backend, timing, Spread(median_us, median_us, median_us, 20), 0.0)
 
 
-def judged(measurements: Iterable[Measurement], backends: Sequence[str]) -> tuple[dict[str, str], list[list[list[str]]]]:
+def judged(
+    measurements: Iterable[Measurement], backends: Sequence[str], judging: Sequence[Goal] = on_cuda.GOALS
+) -> tuple[dict[str, str], list[list[list[str]]]]:
     """Return the measured value, the limit and the verdict of each goal by its name, and the cells of the grids."""
-    table = goals.table(measurements, backends)
+    table = goals.table(judging, measurements, backends)
     lines, *grids = ([re.split(" {2,}", line) for line in part.splitlines()] for part in table.split("\n\n"))
     return {name: " ".join(cells) for name, *cells in lines[1:]}, grids

@@ -8,7 +8,7 @@ import pytest
 
 from kernels.bench import goals
 from kernels.bench.convolutions import LARGE, PRODUCT
-from kernels.bench.goals.definitions import MANY_ROWS, ONE_ROW, TEMPORAL, VECTORS
+from kernels.bench.goals.on_cuda import GOALS, MANY_ROWS, ONE_ROW, TEMPORAL, VECTORS
 from kernels.bench.report import Measurement
 from kernels.bench.workload import Workload
 from kernels.bench.workloads import workloads
@@ -49,8 +49,8 @@ def test_large_text_cnn_is_compared_with_the_rate_of_a_product(share: float, sho
 
 
 def test_share_needs_both_rates() -> None:
-    assert goals.table([timed(LARGE, "quick", 1000.0)], BACKENDS) == ""
-    assert goals.table([product(600.0)], BACKENDS) == ""
+    assert goals.table(GOALS, [timed(LARGE, "quick", 1000.0)], BACKENDS) == ""
+    assert goals.table(GOALS, [product(600.0)], BACKENDS) == ""
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_only_kernel_times_of_the_first_backend_count() -> None:
     assert lines(eager) == {}
 
 
-def test_no_workload_on_a_cpu_has_a_goal() -> None:
+def test_no_workload_on_a_cpu_has_a_goal_of_a_gpu() -> None:
     on_cpu = workloads("conv", "cpu", quick=False)
     measurements = [timed(workload, backend, 1.0) for workload in on_cpu for backend in ("quick", "torch conv1d")]
-    assert goals.table(measurements, BACKENDS) == ""
+    assert goals.table(GOALS, measurements, BACKENDS) == ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from tests.kernels.bench.conftest import CPU, FORMED, RECURRENCE, TINY, measured
 from tests.kernels.families import cpu_backends
 
 OPTIONAL = {"onnxruntime", "sru package", "direct loops"}
+OPTIONAL_OVER_IDS = {"embedding, onnxruntime"}
 
 
 def timed_backends(findings: Findings) -> list[str]:
@@ -69,6 +71,27 @@ def test_onnx_runtime_agrees(workload: Workload) -> None:
     findings = measured(workload, Baseline("onnxruntime", onnx_runtime))
     assert not findings.wrong
     assert findings.measurements[-1].backend == "onnxruntime"
+
+
+@pytest.mark.parametrize("family", ["lstm", "gru"])
+@pytest.mark.parametrize("lengths", ["equal", "questions"])
+def test_libraries_agree_over_token_ids(family: str, lengths: str) -> None:
+    baselines = [each for each in BASELINES[family] if each.over_ids]
+    findings = measured(tiny(family, "folded", lengths), *baselines)
+    names = [f"embedding, {library}" for library in ("torch padded", "torch packed", "onnxruntime")]
+    assert [each.name for each in baselines] == names and not findings.wrong
+    timed = [name for name in timed_backends(findings) if name not in OPTIONAL_OVER_IDS]
+    assert timed == [*cpu_backends(family), *names[:2]]
+    assert all(measurement.error < 1e-5 for measurement in findings.measurements)
+
+
+@pytest.mark.parametrize("family", ["lstm", "gru"])
+def test_baselines_run_bfloat16_where_they_support_it(family: str) -> None:
+    half = replace(tiny(family), dtype="bfloat16")
+    findings = measured(half, *(each for each in BASELINES[family] if each.applies(half, "cpu")))
+    assert not findings.wrong
+    assert {"torch padded", "torch packed"} <= {*timed_backends(findings)}
+    assert "onnxruntime" not in timed_backends(findings)
 
 
 @pytest.mark.parametrize(

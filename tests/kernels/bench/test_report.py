@@ -15,7 +15,8 @@ from kernels.backend import FAMILIES
 from kernels.bench import __main__ as command
 from kernels.bench import questions, report
 from kernels.bench.baselines.baseline import Baseline, TimedCall
-from kernels.bench.report import MEMORY, SHARE, Measurement, Setting
+from kernels.bench.peaks import Peaks
+from kernels.bench.report import FMA_SHARE, MEMORY, READ_SHARE, SHARE, Measurement, Setting
 from kernels.bench.tables import write
 from kernels.bench.timing import Spread
 from kernels.bench.workload import Workload
@@ -27,6 +28,7 @@ TEXTS = {"family", "workload", "want", "backend", "device", "dtype", "lengths", 
 COUNTS = {"rows", "steps", "tokens", "input", "hidden", "layers", "directions", "threads", "repetitions"}
 FIGURES = {"median_us", "p10_us", "p90_us", "agrees"}
 
+PEAKS = Peaks(1000.0, {1 << 18: 100.0})
 SETTING = Setting("Abacus, 2 cores", "2026-01-02", {"torch": "2"}, threads=1)
 
 
@@ -48,6 +50,18 @@ def test_every_record_has_all_fields(workload: Workload, tmp_path: Path) -> None
 
 def test_record_of_a_gpu_has_no_threads() -> None:
     assert "threads" not in measurement("fast", "kernel", 2.0).record(Setting("H200", "2026-01-02", {}, threads=None))
+
+
+def test_record_of_a_cpu_has_its_peaks() -> None:
+    record = measurement("fast", "eager", 2.0).record(replace(SETTING, peaks=PEAKS))
+    assert record["peaks"] == {"multiply_adds_per_us": 1000.0, "read_bytes_per_us": {1 << 18: 100.0}}
+
+
+@pytest.mark.parametrize(
+    "threads, name", [(None, "gru-abacus-2core"), (1, "gru-abacus-2core"), (2, "gru-abacus-2core-2-threads")]
+)
+def test_results_of_several_threads_have_their_own_name(threads: int | None, name: str) -> None:
+    assert replace(SETTING, threads=threads).file_name("gru") == name
 
 
 def test_table_marks_the_fastest_of_each_timing() -> None:
@@ -117,11 +131,12 @@ def test_name_has_the_form() -> None:
 
 @pytest.fixture
 def few_workloads(monkeypatch: pytest.MonkeyPatch) -> Callable[[Baseline], None]:
-    """Limit the command to one tiny workload for each family, and one baseline."""
+    """Limit the command to one tiny workload for each family, and one baseline. The peaks are known."""
 
     def set_up(baseline: Baseline) -> None:
         monkeypatch.setattr(command, "workloads", lambda family, *_: [work for work in TINY if work.family == family][:1])
         monkeypatch.setattr(command, "BASELINES", dict.fromkeys(FAMILIES, (baseline,)))
+        monkeypatch.setattr(command, "measured_peaks", lambda *_: PEAKS)
 
     return set_up
 
@@ -154,16 +169,42 @@ def test_wrong_baseline_sets_exit_status_1(
     assert "broken" not in next(tmp_path.iterdir()).read_text()
 
 
-def test_product_shares_are_printed_and_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_shares_of_the_peaks_are_printed_and_written(
+    few_workloads: Callable[[Baseline], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    few = [Workload("conv", 1, 8, 8, 8, kind="product"), tiny("conv", "dense-conv")]
-    monkeypatch.setattr(command, "workloads", lambda *_: few)
+    few_workloads(RIGHT)
+    assert command.main(["lstm", "--quick", "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert str(PEAKS) in printed and "share of" in printed
+    (path,) = tmp_path.iterdir()
+    for record in map(json.loads, path.read_text().splitlines()):
+        assert FMA_SHARE in record or READ_SHARE in record
+        assert record["peaks"]["read_bytes_per_us"] == {str(1 << 18): 100.0}
+
+
+def test_run_without_peaks_has_no_shares(
+    few_workloads: Callable[[Baseline], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    few_workloads(RIGHT)
+    monkeypatch.setattr(command, "measured_peaks", lambda *_: None)
     assert command.main(["conv", "--quick", "--out", str(tmp_path)]) == 0
-    assert "share of the product rate" in capsys.readouterr().out
-    records = [json.loads(line) for path in tmp_path.iterdir() for line in path.read_text().splitlines()]
-    assert [SHARE in record for record in records] == [record["workload"] != "product" for record in records]
-    assert len(records) > 2
+    assert "share of" not in capsys.readouterr().out
+    assert "peaks" not in next(tmp_path.iterdir()).read_text()
+
+
+def test_run_with_two_threads_has_its_own_file_and_no_goals(
+    few_workloads: Callable[[Baseline], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few_workloads(RIGHT)
+    monkeypatch.setattr(command, "workloads", lambda *_: [])  # two threads would slow each other down on a busy machine
+    monkeypatch.setattr("kernels.bench.goals.table", lambda goals, *_: f"{len(goals)} goals" if goals else "")
+    for threads in ("1", "2"):
+        assert command.main(["gru", "--quick", "--threads", threads, "--out", str(tmp_path)]) == 0
+    name = f"gru-{report.slug(report.device_name(CPU))}"
+    assert {path.name for path in tmp_path.iterdir()} == {f"{name}.jsonl", f"{name}-goals.txt", f"{name}-2-threads.jsonl"}
 
 
 def test_goals_are_printed_and_written(
@@ -173,7 +214,7 @@ def test_goals_are_printed_and_written(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     few_workloads(RIGHT)
-    monkeypatch.setattr("kernels.bench.goals.table", lambda rows, backends: f"{len(rows)} rows, {backends[-2:]}")
+    monkeypatch.setattr("kernels.bench.goals.table", lambda _, rows, backends: f"{len(rows)} rows, {backends[-2:]}")
     assert command.main(["lstm", "--quick", "--out", str(tmp_path)]) == 0
     setting, _, line = (tmp_path / f"lstm-{report.slug(report.device_name(CPU))}-goals.txt").read_text().splitlines()
     rows = len(cpu_backends("lstm")) + 1

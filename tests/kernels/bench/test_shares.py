@@ -1,4 +1,4 @@
-"""Multiplications are counted by window, and a share is relative to a product with the same timing."""
+"""A share is that of the measured peaks on a CPU, where the larger of two times is the bound, and that of a product on a GPU."""
 
 from __future__ import annotations
 
@@ -7,41 +7,62 @@ from dataclasses import replace
 import pytest
 
 from kernels.bench import report
-from kernels.bench.report import SHARE
-from kernels.bench.shares import multiplications, with_shares
+from kernels.bench.peaks import Peaks
+from kernels.bench.report import FMA_SHARE, MEMORY, READ_SHARE, SHARE
+from kernels.bench.shares import bound, with_shares_of_peaks, with_shares_of_product
 from kernels.bench.workload import Workload
 from tests.kernels.bench.conftest import timed, tiny
 
 PRODUCT = Workload("conv", 1, 10, 10, 10, kind="product")
 DENSE = tiny("conv", "dense-conv", "equal", form="width 3")
+"""2,268 multiplications."""
+PEAKS = Peaks(1000.0, {1 << 18: 100.0, 1 << 20: 50.0})
+
+
+def one_row(hidden: int, rows: int = 1) -> Workload:
+    return Workload("lstm", rows, 10, hidden, hidden, kind="recurrence")
 
 
 @pytest.mark.parametrize(
-    "workload, expected",
+    "workload, name, least_us",
     [
-        (PRODUCT, 1000),
-        (DENSE, 3 * 7 * 3 * 6 * 6),
-        (tiny("conv", "dense-conv", "equal", form="width 5"), 3 * 7 * 5 * 6 * 6),
-        (tiny("conv", "text-cnn", "equal"), 3 * (5 * 3 + 4 * 4 + 3 * 5) * 6 * 2),
-        (tiny("conv", "text-cnn-ids", "equal"), 3 * (5 * 3 + 4 * 4 + 3 * 5) * 6 * 2),
-        (tiny("conv", "tcn", "equal"), 8 * 3 * 7 * 3 * 6 * 6),
-        (tiny("conv", "tcn-last", "equal"), None),
-        (tiny("conv", "text-cnn-ids", "equal", form="folded"), None),
-        (tiny("lstm"), None),
+        # 10 steps of 4 x 128 x 128 weights, 256 KiB: they are read in 26,214 us, and multiplied in 655 us for each row.
+        (one_row(128), READ_SHARE, 10 * (1 << 18) / 100),
+        (one_row(128, rows=39), READ_SHARE, 10 * (1 << 18) / 100),
+        (one_row(128, rows=41), FMA_SHARE, 41 * 10 * (1 << 16) / 1000),
+        (one_row(256), READ_SHARE, 10 * (1 << 20) / 50),
+        (tiny("sru", "folded"), READ_SHARE, (2 * sum(tiny("sru").row_lengths()) + 2 * 3) * 6 * 4 / 100),
+        # The matrix of 400 bytes is read in 4 us, and needs 1,000 multiplications.
+        (PRODUCT, READ_SHARE, 4.0),
+        (replace(PRODUCT, steps=100), FMA_SHARE, 10.0),
     ],
     ids=str,
 )
-def test_only_windows_in_the_output_are_counted(workload: Workload, expected: int | None) -> None:
-    assert multiplications(workload) == expected
+def test_larger_of_two_times_is_the_bound(workload: Workload, name: str, least_us: float) -> None:
+    lower = bound(workload, PEAKS)
+    assert lower.share == name and lower.least_us == pytest.approx(least_us)
 
 
-def test_row_shorter_than_a_filter_has_no_windows() -> None:
-    assert multiplications(Workload("conv", 1, 4, 6, 6, kind="text-cnn")) == (2 * 3 + 1 * 4 + 0) * 6 * 2
+def test_every_measurement_has_the_share_of_its_bound() -> None:
+    many = replace(PRODUCT, steps=100)
+    measurements = [
+        timed(PRODUCT, "quick", 8.0, "eager"),
+        replace(timed(many, "quick", 20.0, "eager"), extra={MEMORY: 3.0}),
+        timed(many, "slow", 80.0, "eager"),
+    ]
+    after = with_shares_of_peaks(measurements, PEAKS)
+    assert [one.extra for one in after] == [{READ_SHARE: 0.5}, {MEMORY: 3.0, FMA_SHARE: 0.5}, {FMA_SHARE: 0.125}]
+    assert [one.spread for one in after] == [one.spread for one in measurements]
 
 
-def test_questions_are_counted_without_padding() -> None:
-    questions = replace(DENSE, lengths="questions")
-    assert multiplications(questions) == sum(questions.row_lengths()) * 3 * 6 * 6
+def test_table_names_the_bound_of_each_workload() -> None:
+    many = replace(PRODUCT, steps=100)
+    measurements = [timed(PRODUCT, "quick", 8.0), timed(many, "quick", 14.0), timed(many, "slow", 80.0)]
+    heading, first, second = report.shares(with_shares_of_peaks(measurements, PEAKS)).splitlines()
+    assert heading.split() == ["workload", "share", "of", "quick", "slow"]
+    assert first.split()[-4:] == ["memory", "50", "%", "-"]
+    assert second.split()[-6:] == ["peak", "FMA", "71", "%", "12", "%"]
+    assert report.shares(measurements) == ""
 
 
 def test_share_is_relative_to_a_product_with_the_same_timing() -> None:
@@ -52,18 +73,19 @@ def test_share_is_relative_to_a_product_with_the_same_timing() -> None:
         timed(DENSE, "quick", 4.536, "eager"),
         timed(DENSE, "quick", 4.536, "replay"),
         timed(replace(DENSE, dtype="float16"), "quick", 4.536),
-        timed(tiny("conv", "tcn-last"), "quick", 1.0),
+        timed(tiny("conv", "text-cnn-ids", form="folded"), "quick", 1.0),
     ]
-    after = with_shares(measurements)
+    after = with_shares_of_product(measurements)
     assert [one.extra for one in after] == [{}, {}, {SHARE: 0.5}, {SHARE: 1.0}, {}, {}, {}]
     assert [replace(one, extra={}) for one in after] == measurements
 
 
-def test_other_families_have_no_shares() -> None:
-    measurements = [timed(tiny("lstm"), "quick", 1.0), timed(tiny("sru", "copy"), "device copy", 1.0)]
-    assert with_shares(measurements) == measurements
+def test_other_families_have_no_shares_of_a_product() -> None:
+    measurements = [timed(PRODUCT, "one product", 1.0), timed(tiny("lstm"), "quick", 1.0)]
+    assert with_shares_of_product(measurements) == measurements
 
 
 def test_share_is_added_to_other_extra_values() -> None:
-    measurement = replace(timed(DENSE, "im2col + product", 2.268), extra={report.MEMORY: 3.0})
-    assert with_shares([timed(PRODUCT, "one product", 1.0), measurement])[1].extra == {report.MEMORY: 3.0, SHARE: 1.0}
+    measurement = replace(timed(DENSE, "im2col + product", 2.268), extra={MEMORY: 3.0})
+    after = with_shares_of_product([timed(PRODUCT, "one product", 1.0), measurement])
+    assert after[1].extra == {MEMORY: 3.0, SHARE: 1.0}

@@ -11,7 +11,7 @@ from kernels.bench.baselines.conv.direct import loops_on_cpu, loops_on_cuda
 from kernels.bench.baselines.conv.low_rank import low_rank
 from kernels.bench.baselines.conv.lowering import batch_innermost, in_tiles, lowered, tap_by_tap
 from kernels.bench.baselines.conv.winograd import winograd
-from kernels.bench.shares import multiplications
+from kernels.bench.work import multiplications
 from kernels.bench.workload import EMBEDDED, STACKS, Workload
 
 CPU, CUDA = ("cpu",), ("cuda",)
@@ -29,8 +29,7 @@ def _over_ids(workload: Workload) -> bool:
 
 
 def _small(limit: int, workload: Workload) -> bool:
-    count = multiplications(workload)
-    return _over_vectors(workload) and count is not None and count <= limit
+    return _over_vectors(workload) and multiplications(workload) <= limit
 
 
 CONV = (

@@ -1,0 +1,117 @@
+"""The least work of a workload: the multiplications and the weights read that its answers need, whatever a backend does.
+
+Padding, the embedding in front of a folded layer, and gates that change no answer are not needed. Additions, activations and the
+data are not counted.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kernels.bench.workload import DILATIONS, EMBEDDED, FORMS, IDS, STACKS, TEMPORAL_WIDTH, TEXT_CNNS, WANT, Workload
+
+BLOCKS = {"lstm": 4, "gru": 3, "sru": 3, "qrnn": 3}
+"""Blocks of gates of a step."""
+WEIGHT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
+"""Bytes of a stored weight by dtype."""
+
+
+class ReadArray(NamedTuple):
+    """Weights that are read together: bytes of the array, and how many times it is read."""
+
+    array_bytes: int
+    times: int = 1
+
+
+def multiplications(workload: Workload) -> int:
+    """Return the multiplications with weights. Each window of a convolution counts fully, also at the ends of a row."""
+    if workload.kind == "product":
+        return workload.steps * workload.inputs * workload.hidden
+    if workload.family == "conv":
+        return 0 if _is_folded(workload) else _taps(workload) * workload.inputs * workload.outputs
+    if workload.family in FORMS:
+        return 0 if _is_folded(workload) else _scan_blocks(workload) * workload.hidden * _window_inputs(workload)
+    columns = workload.hidden + (workload.inputs if workload.kind == "layer" else 0)
+    return _tokens(workload) * BLOCKS[workload.family] * workload.hidden * columns
+
+
+def weights_read(workload: Workload) -> list[ReadArray]:
+    """Return the arrays of weights that all rows share. Only the recurrent weight of an LSTM or GRU is read in every step.
+
+    Of a table, only the rows of the tokens are read.
+    """
+    if workload.kind == "product":
+        return [_array(workload, workload.inputs * workload.hidden)]
+    if workload.family == "conv":
+        return _weights_of_convolution(workload)
+    hidden, blocks = workload.hidden, BLOCKS.get(workload.family, 0)
+    if workload.family in FORMS:
+        if _is_folded(workload):
+            return [_array(workload, _scan_blocks(workload) * hidden)]
+        return [_array(workload, blocks * hidden * _window_inputs(workload))]
+    arrays = [_array(workload, blocks * hidden * hidden, times=max(workload.row_lengths()))]
+    if workload.kind == "layer":
+        arrays.append(_array(workload, blocks * hidden * workload.inputs))
+    if _is_folded(workload):
+        arrays.append(_array(workload, _tokens(workload) * blocks * hidden))
+    return arrays
+
+
+def _array(workload: Workload, numbers: int, times: int = 1) -> ReadArray:
+    return ReadArray(numbers * WEIGHT_BYTES[workload.dtype], times)
+
+
+def _is_folded(workload: Workload) -> bool:
+    return workload.kind in IDS and workload.form != EMBEDDED
+
+
+def _tokens(workload: Workload) -> int:
+    return sum(workload.row_lengths())
+
+
+def _window_inputs(workload: Workload) -> int:
+    """Return the inputs of the gates of an SRU or QRNN, for all steps of the window."""
+    steps = FORMS["qrnn"].index(workload.form) + 1 if workload.family == "qrnn" else 1
+    return steps * workload.inputs
+
+
+def _scan_blocks(workload: Workload) -> int:
+    """Return the blocks of gates of all steps of an SRU or QRNN.
+
+    The third block, and the skip in the table of a folded SRU, do not change the cell: only steps with an answer need them.
+    """
+    late = 2 if workload.family == "sru" and _is_folded(workload) else 1
+    answers = _tokens(workload) if WANT[workload.kind] == "steps" else workload.rows
+    return (BLOCKS[workload.family] - 1) * _tokens(workload) + late * answers
+
+
+def _weights_of_convolution(workload: Workload) -> list[ReadArray]:
+    if _is_folded(workload):
+        return [_array(workload, _taps(workload) * workload.outputs)]
+    arrays = [_array(workload, workload.layers * sum(workload.widths) * workload.inputs * workload.outputs)]
+    if workload.kind in IDS:
+        arrays.append(_array(workload, _tokens(workload) * workload.inputs))
+    return arrays
+
+
+def _taps(workload: Workload) -> int:
+    """Return the taps of all windows of all layers."""
+    return sum(_windows(workload, width) * width for width in workload.widths)
+
+
+def _windows(workload: Workload, width: int) -> int:
+    """Return the number of windows of all layers. In a text CNN only whole windows count."""
+    if workload.kind == "tcn-last":
+        return sum(map(_windows_for_the_last_step, workload.row_lengths()))
+    beyond = width - 1 if workload.kind in TEXT_CNNS else 0
+    layers = workload.layers if workload.kind in STACKS else 1
+    return layers * sum(max(steps - beyond, 0) for steps in workload.row_lengths())
+
+
+def _windows_for_the_last_step(steps: int) -> int:
+    """Return the windows of all layers that the last step of a row depends on."""
+    needed, count = {steps - 1}, 0
+    for dilation in reversed(DILATIONS):
+        count += len(needed)
+        needed = {step - tap * dilation for step in needed for tap in range(TEMPORAL_WIDTH) if step >= tap * dilation}
+    return count
