@@ -15,7 +15,7 @@ from kernels.conv import framework
 from kernels.conv.layer_by_layer import text_cnn_of
 from kernels.conv.types import ConvWeights
 from kernels.cpu.launch import FLOAT_BYTES, LONG_BYTES, aligned
-from kernels.cpu.storage import STORAGES
+from kernels.cpu.storage import STORAGES, panel_storage
 from kernels.cpu.threads import run_in_parts
 from kernels.ragged import Encoded, Ragged
 
@@ -105,9 +105,9 @@ def _pack(layers: tuple[ConvWeights, ...], classifier: Classifier | None) -> Tex
     scoring = 0, 0, 0, 0
     if classifier is not None:
         weight, bias = classifier
-        stored = weight if weight.dtype in STORAGES else weight.float()
-        panels, packed_bias = pack_columns(stored, 1), pack_bias(bias, 1)
-        scoring = STORAGES[stored.dtype], panels.data_ptr(), packed_bias.data_ptr(), product_width(padded(weight.shape[1]))
+        storage = panel_storage(weight, int8=False)
+        panels, packed_bias = pack_columns(weight, 1, storage), pack_bias(bias, 1)
+        scoring = storage, panels.data_ptr(), packed_bias.data_ptr(), product_width(padded(weight.shape[1]))
         arrays += [panels, packed_bias]
     return TextTables(
         layers,

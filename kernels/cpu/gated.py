@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu import launch
-from kernels.cpu.storage import STORAGES
+from kernels.cpu.storage import INT8, panel_storage
 from kernels.cpu.threads import run_in_parts
 from kernels.launching import address
 from kernels.ragged import Encoded, Outputs, Ragged
@@ -23,8 +23,9 @@ class GatedWeights:
 
     hidden: the layer's units; takes_ids: whether the data are ids; arguments: for the compiled loop, the data's columns, the
     storage, the hidden size, the addresses of the input weight, the bias, the recurrent weight, the recurrent bias and the
-    table, 0 for those that are missing, and the rows of the table; operations: multiplications for each token; width,
-    gate_width: of a row of the hidden state and of the gate inputs in scratch memory; arrays: what the addresses refer to.
+    table, 0 for those that are missing, and the rows of the table; operations: multiplications for each token; width: of a row
+    of the hidden state in scratch memory; quantized_floats, token_floats: scratch memory of a quantized hidden state, and of a
+    token: its gate inputs and its quantized data; arrays: what the addresses refer to.
     """
 
     hidden: int
@@ -32,7 +33,8 @@ class GatedWeights:
     arguments: tuple[int, ...]
     operations: int
     width: int
-    gate_width: int
+    quantized_floats: int
+    token_floats: int
     arrays: tuple[Tensor, ...]
 
 
@@ -53,16 +55,17 @@ class GatedFamily:
 def pack_gated(weights: Any, panels: Sequence[int], recurrent_bias: Tensor | None = None) -> GatedWeights:
     """Pack the weights of an LSTM or GRU. panels: the blocks of columns that a tile computes together, in the order of the
     columns."""
+    from kernels.cpu.int8 import row_floats
     from kernels.cpu.products import pack_bias, pack_blocks, pack_columns, padded, product_width
 
     input, bias, recurrent, table = weights.input, weights.bias, weights.recurrent, weights.table
     hidden, gates = recurrent.shape
     blocks, width = sum(panels), padded(hidden)
-    stored = _common_dtype(recurrent if input is None else input, recurrent)
-    parts = torch.split(recurrent.to(stored), [count * hidden for count in panels], dim=1)
-    packed = torch.cat([pack_blocks(part, count).flatten() for part, count in zip(parts, panels, strict=True)])
+    storage = panel_storage(recurrent if input is None else input, recurrent, int8=weights.int8)
+    parts = torch.split(recurrent, [count * hidden for count in panels], dim=1)
+    packed = torch.cat([pack_blocks(part, count, storage).flatten() for part, count in zip(parts, panels, strict=True)])
     arrays = [
-        None if input is None else pack_columns(input.to(stored), blocks),
+        None if input is None else pack_columns(input, blocks, storage),
         None if bias is None else pack_bias(bias, blocks),
         packed,
         None if recurrent_bias is None else pack_bias(recurrent_bias, 1),
@@ -72,10 +75,11 @@ def pack_gated(weights: Any, panels: Sequence[int], recurrent_bias: Tensor | Non
     return GatedWeights(
         hidden,
         table is not None,
-        (columns, STORAGES[stored], hidden, *map(address, arrays), 0 if table is None else len(table)),
+        (columns, storage, hidden, *map(address, arrays), 0 if table is None else len(table)),
         operations=gates * (hidden if input is None else hidden + columns),
         width=width,
-        gate_width=product_width(blocks * width),
+        quantized_floats=row_floats(width),
+        token_floats=product_width(blocks * width) + (0 if input is None or storage != INT8 else row_floats(columns)),
         arrays=tuple(array for array in arrays if array is not None),
     )
 
@@ -118,13 +122,11 @@ def _run_direction(
         ),
         rows,
         tokens * weights.operations,
-        launch.scratch_bytes(rows, tokens, state_floats=family.scratch_states * weights.width, token_floats=weights.gate_width),
+        launch.scratch_bytes(
+            rows,
+            tokens,
+            state_floats=family.scratch_states * weights.width + weights.quantized_floats,
+            token_floats=weights.token_floats,
+        ),
     )
     return states.after
-
-
-def _common_dtype(*weights: Tensor) -> torch.dtype:
-    """Return the dtype in which weights are packed: their own, or float32 where they differ."""
-    dtypes = {weight.dtype for weight in weights}
-    [dtype] = dtypes if len(dtypes) == 1 else [torch.float32]
-    return dtype if dtype in STORAGES else torch.float32

@@ -84,7 +84,8 @@ def aligned(size: int) -> int:
 
 def scratch_bytes(rows: int, tokens: int, *, state_floats: int, token_floats: int) -> int:
     """Return the bytes of scratch memory for a call. state_floats, token_floats: numbers that the loop keeps for a row and for
-    a token."""
+    a token, with its quantized row."""
     orders, row_offsets = LONG_BYTES * (rows + 2 * tokens + 2), LONG_BYTES * rows
     floats = FLOAT_BYTES * (rows * state_floats + tokens * token_floats)
-    return aligned(orders) + aligned(row_offsets) + TILE_BYTES + floats
+    quantized_rows = 4 * ALIGNED_BYTES  # two arrays of a step and two of all tokens
+    return aligned(orders) + aligned(row_offsets) + TILE_BYTES + floats + quantized_rows

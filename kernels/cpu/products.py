@@ -2,7 +2,7 @@
 
 Weights are packed into panels, (panels, depth, vectors, LANES): all weights of one panel are consecutive. In panels of
 bfloat16, (panels, depth / 2, vectors, LANES, 2), the weights of two consecutive steps are the halves of a 32-bit word, because
-a shift or a mask then makes float32 numbers of a whole vector. The width of every
+a shift or a mask then makes float32 numbers of a whole vector. `kernels.cpu.int8` describes panels of int8. The width of every
 block of columns is rounded up to LANES with zeros. In a panel of a recurrent weight, the vectors are the gates of the same
 LANES units; in a panel of any other weight they are consecutive columns.
 
@@ -12,20 +12,20 @@ products in the order of the depth, so a row's result does not depend on the row
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from llvmlite import ir
 from numba.core import cgutils, types
 from torch import Tensor
 from torch.nn.functional import pad
 
 from kernels.cpu.compiled import Codegen, inner, llvm_code
+from kernels.cpu.int8 import emit_int8_products, int8_vector_bytes, pack_int8, quantized_bytes, rows_of_product
 from kernels.cpu.launch import TILE_BYTES
 from kernels.cpu.launch import aligned as aligned_size
 from kernels.cpu.rows import Batch, floats, longs
-from kernels.cpu.storage import BFLOAT16, FLOAT16, FLOAT32
+from kernels.cpu.storage import BFLOAT16, FLOAT32, INT8
 from kernels.cpu.vectors import (
     FLOAT,
     FLOAT_BYTES,
@@ -39,6 +39,7 @@ from kernels.cpu.vectors import (
     index,
 )
 from kernels.launching import round_up
+from kernels.quantized import quantize
 
 VECTORS = 4
 """Vectors of a panel of consecutive columns."""
@@ -66,25 +67,37 @@ def product_width(columns: int) -> int:
     return round_up(columns, PANEL_COLUMNS)
 
 
-def pack_blocks(weight: Tensor, blocks: int) -> Tensor:
-    """Return a weight, (depth, blocks x hidden), in panels with a vector of each block. The dtype stays."""
-    separate = _pad_blocks(weight, blocks)
-    panels = separate.reshape(len(weight), blocks, separate.shape[2] // LANES, LANES)
-    return _pair_halves(panels.permute(2, 0, 1, 3))
+def pack_blocks(weight: Tensor, blocks: int, storage: int) -> Tensor:
+    """Return a weight, (depth, blocks x hidden), in panels with a vector of each block."""
+
+    def panels(matrix: Tensor) -> Tensor:
+        separate = _pad_blocks(matrix, blocks)
+        return separate.reshape(len(matrix), blocks, separate.shape[2] // LANES, LANES).permute(2, 0, 1, 3)
+
+    return _store(weight, panels, storage)
 
 
-def pack_columns(weight: Tensor, blocks: int) -> Tensor:
-    """Return a weight, (depth, blocks x hidden), in panels of VECTORS consecutive vectors. The dtype stays."""
-    columns = _pad_blocks(weight, blocks).flatten(1)
-    columns = pad(columns, (0, -columns.shape[1] % PANEL_COLUMNS))
-    panels = columns.reshape(len(weight), columns.shape[1] // PANEL_COLUMNS, VECTORS, LANES)
-    return _pair_halves(panels.transpose(0, 1))
+def pack_columns(weight: Tensor, blocks: int, storage: int) -> Tensor:
+    """Return a weight, (depth, blocks x hidden), in panels of VECTORS consecutive vectors."""
+
+    def panels(matrix: Tensor) -> Tensor:
+        columns = _pad_blocks(matrix, blocks).flatten(1)
+        columns = pad(columns, (0, -columns.shape[1] % PANEL_COLUMNS))
+        return columns.reshape(len(matrix), columns.shape[1] // PANEL_COLUMNS, VECTORS, LANES).transpose(0, 1)
+
+    return _store(weight, panels, storage)
+
+
+def _store(weight: Tensor, panels: Callable[[Tensor], Tensor], storage: int) -> Tensor:
+    """Return the panels of a weight as they are stored. panels: returns those of a matrix, (panels, depth, vectors, LANES)."""
+    if storage == INT8:
+        numbers, scales = quantize(weight)
+        return pack_int8(panels(numbers), panels(scales[None]))
+    return panels(weight.float()).contiguous() if storage == FLOAT32 else _pair_halves(panels(weight.bfloat16()))
 
 
 def _pair_halves(panels: Tensor) -> Tensor:
-    """Return panels, (panels, depth, vectors, LANES), as they are stored: contiguous, and pairs of steps of bfloat16 together."""
-    if panels.dtype != torch.bfloat16:
-        return panels.contiguous()
+    """Return panels of bfloat16 with the weights of two steps together."""
     even = pad(panels, (0, 0, 0, 0, 0, panels.shape[1] % 2))
     pairs = even.reshape(even.shape[0], even.shape[1] // 2, 2, *even.shape[2:])
     return pairs.permute(0, 1, 3, 4, 2).contiguous()
@@ -130,26 +143,36 @@ def _sums_tile(vectors: int, started: int) -> Any:
         starts, begins = (code.pointer(address, LONG) for address in (start_offsets, value_offsets))
         zero = code.constant(0.0)
 
-        def started_row(row: int) -> list[ir.Value]:
+        def start_row(row: int) -> list[ir.Value]:
             first = builder.load(builder.gep(starts, [index(row)]))
             blocks = [builder.add(first, builder.mul(block, index(vector))) for vector in range(started)]
-            values = [code.load(start_at, at) for at in blocks]
-            return [code.variable(value) for value in values + [zero] * (vectors - started)]
+            return [code.load(start_at, at) for at in blocks] + [zero] * (vectors - started)
+
+        def sum_int8(offsets: Sequence[ir.Value]) -> list[list[ir.Value]]:
+            products = emit_int8_products(code, values_at, offsets, panel, depth, vectors)
+            return [
+                [builder.fadd(value, product) for value, product in zip(start_row(row), row_products, strict=True)]
+                for row, row_products in enumerate(products)
+            ]
+
+        def sum_floats(offsets: Sequence[ir.Value], stored: int) -> list[list[ir.Value]]:
+            places = [[code.variable(value) for value in start_row(row)] for row in range(len(offsets))]
+            _emit_products(code, places, values_at, offsets, panel, depth, stored)
+            return [[builder.load(place) for place in row_places] for row_places in places]
 
         def emit(stored: int, count: int) -> None:
-            places = [started_row(row) for row in range(count)]
             offsets = [builder.load(builder.gep(begins, [index(row)])) for row in range(count)]
-            _emit_products(code, places, values_at, offsets, panel, depth, stored)
-            for row, row_places in enumerate(places):
-                for vector, place in enumerate(row_places):
+            totals = sum_int8(offsets) if stored == INT8 else sum_floats(offsets, stored)
+            for row, row_totals in enumerate(totals):
+                for vector, total in enumerate(row_totals):
                     at = builder.add(builder.mul(width, index(row)), index(vector * LANES))
-                    code.store(builder.load(place), sums_at, at)
+                    code.store(total, sums_at, at)
 
         sizes = range(1, max_rows(vectors) + 1)
         for_each_case(
             builder,
             storage,
-            (FLOAT32, BFLOAT16, FLOAT16),
+            (FLOAT32, BFLOAT16, INT8),
             lambda stored: for_each_case(builder, rows, sizes, lambda count: emit(stored, count)),
         )
         return context.get_dummy_value()
@@ -180,7 +203,7 @@ def _emit_products(
         if storage == BFLOAT16:
             pairs = [code.load_pairs(weights, offset) for offset in at]
             return [[pair[half] for pair in pairs] for half in range(steps)]
-        return [[code.load_stored(weights, offset, storage) for offset in at]]
+        return [[code.load(weights, offset) for offset in at]]
 
     def add(position: ir.Value, columns: Sequence[ir.Value]) -> None:
         for offset, row_places in zip(offsets, places, strict=True):
@@ -222,8 +245,8 @@ def _sums_of(vectors: int, started: int) -> Any:
 
     Only the first `started` vectors have a start; the others start from zero. The function takes, as numbers and addresses:
     the storage of the panel and the number of rows; start, start_offsets, block: float32 numbers, where each row's begin,
-    int64, and the numbers from vector to vector; values, value_offsets, depth: float32 rows of `depth` numbers and where each
-    begins; panel; sums, width: where the first row is written, and the numbers from row to row.
+    int64, and the numbers from vector to vector; values, value_offsets, depth: rows of `depth` numbers, of `rows_of_product`,
+    and where each begins; panel; sums, width: where the first row is written, and the numbers from row to row.
     """
     tile = _sums_tile(vectors, started)
 
@@ -263,8 +286,8 @@ def product(
 ) -> None:
     """Write ``values @ weight + bias``, (rows, width).
 
-    values, offsets: float32 rows of `depth` numbers and where each begins, int64; panels: of `pack_columns`; bias: of
-    `pack_bias`.
+    values, offsets: rows of `depth` numbers, of `rows_of_product`, and where each begins, int64; panels: of `pack_columns`;
+    bias: of `pack_bias`.
     """
     panel_bytes = VECTORS * vector_bytes(storage, depth)
     for first in range(0, rows, ROWS_IN_CACHE):
@@ -294,25 +317,23 @@ aligned = inner(aligned_size)
 
 
 @inner
-def tile_memory(rows: int, width: int, memory: int) -> tuple[int, int, int]:
-    """Return where each row of `width` numbers begins, memory for the sums of a tile, and where the scratch memory goes on."""
+def tile_memory(rows: int, width: int, memory: int) -> tuple[int, int, int, int]:
+    """Return where each row of `width` numbers begins, memory for the sums of a tile and for quantized rows, and where the scratch
+    memory goes on."""
     sums = memory + aligned(LONG_BYTES * rows)
     begins = longs(memory, rows)
     for row in range(rows):
         begins[row] = row * width
-    return memory, sums, sums + TILE_BYTES
+    quantized = sums + TILE_BYTES
+    return memory, sums, quantized, quantized + quantized_bytes(rows, width)
 
 
 @inner
 def vector_bytes(storage: int, depth: int) -> int:
-    """Return the bytes of the weights of one vector of a panel. bfloat16 weights are stored in pairs of steps."""
-    steps = depth + depth % 2 if storage == BFLOAT16 else depth
-    return steps * LANES * stored_bytes(storage)
-
-
-@inner
-def stored_bytes(storage: int) -> int:
-    return 4 if storage == FLOAT32 else 2
+    """Return the bytes of one vector of a panel. bfloat16 weights are stored in pairs of steps."""
+    if storage == INT8:
+        return int8_vector_bytes(depth)
+    return depth * LANES * FLOAT_BYTES if storage == FLOAT32 else (depth + depth % 2) * LANES * FLOAT_BYTES // 2
 
 
 @inner
@@ -335,7 +356,8 @@ def gate_inputs(
 
     tokens: the numbers of the tokens, step by step; offsets: receives where each token's gate inputs begin; data: rows of
     `columns` numbers, which are the gate inputs themselves when there is no weight, or ids for a table of gate inputs; memory:
-    for gate inputs that are computed or not aligned. Raises IndexError for an id outside of the table.
+    for gate inputs that are computed or not aligned, and then for quantized data. Raises IndexError for an id outside of the
+    table.
     """
     width = padded_width(hidden)
     for position in range(batch.tokens):
@@ -346,7 +368,9 @@ def gate_inputs(
         return data, hidden
     out_width = (blocks * width + PANEL_COLUMNS - 1) // PANEL_COLUMNS * PANEL_COLUMNS
     if weight:
-        product(storage, data, offsets.ctypes.data, batch.tokens, columns, weight, bias, memory, out_width)
+        quantized = memory + FLOAT_BYTES * out_width * batch.tokens
+        rows, begins = rows_of_product(storage, data, offsets.ctypes.data, batch.tokens, columns, quantized)
+        product(storage, rows, begins, batch.tokens, columns, weight, bias, memory, out_width)
     else:
         for position in range(batch.tokens):
             row = floats(data + FLOAT_BYTES * offsets[position], columns)

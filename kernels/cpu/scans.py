@@ -13,8 +13,9 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils, types
 
-from kernels.cpu.compiled import Codegen, llvm_code
+from kernels.cpu.compiled import Codegen, inner, llvm_code
 from kernels.cpu.forms import FORMS, ScanForm
+from kernels.cpu.storage import FLOAT32
 from kernels.cpu.vectors import FLOAT, LANES, STORED, Vectors, for_each_case, index
 
 
@@ -137,6 +138,12 @@ class _Row:
         build = self._code.builder
         factor = self._code.load(self._factors, build.add(unit, build.mul(self._width, index(number))))
         return self._code.multiply_add(factor, cell, gate)
+
+
+@inner
+def stored_bytes(storage: int) -> int:
+    """Return the bytes of a stored number of a row that is gathered."""
+    return 4 if storage == FLOAT32 else 2
 
 
 @llvm_code

@@ -4,5 +4,13 @@ from __future__ import annotations
 
 import torch
 
-FLOAT32, BFLOAT16, FLOAT16 = range(3)
+FLOAT32, BFLOAT16, FLOAT16, INT8 = range(4)
 STORAGES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+"""Of rows that a kernel gathers."""
+
+
+def panel_storage(*weights: torch.Tensor, int8: bool) -> int:
+    """Return how weights of products are stored: in int8, in bfloat16 if all are, or in float32."""
+    if int8:
+        return INT8
+    return BFLOAT16 if all(weight.dtype == torch.bfloat16 for weight in weights) else FLOAT32

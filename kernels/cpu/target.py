@@ -22,7 +22,8 @@ class Target:
     """A kind of processor.
 
     name, features: as LLVM knows them; needed: the features that a processor of the architecture may lack, by LLVM's names;
-    lanes: float32 numbers of a vector register; registers: vector registers.
+    lanes: float32 numbers of a vector register; registers: vector registers; int8_steps: products that an instruction adds up in
+    each lane of an int8 product: four of unsigned and signed bytes (VNNI), or two of 16-bit numbers.
     """
 
     name: str
@@ -30,15 +31,17 @@ class Target:
     needed: tuple[str, ...]
     lanes: int
     registers: int
+    int8_steps: int
     features: str = ""
 
 
+AVX512 = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512vnni")
 TARGETS = (
-    Target("x86-64-v4", X86, ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"), lanes=16, registers=32),
-    Target("x86-64-v3", X86, ("avx2", "fma", "bmi2", "f16c"), lanes=8, registers=16),
-    Target("generic", ARM, (), lanes=4, registers=32, features="+neon"),
+    Target("x86-64-v4", X86, AVX512, lanes=16, registers=32, int8_steps=4, features="+avx512vnni"),
+    Target("x86-64-v3", X86, ("avx2", "fma", "bmi2", "f16c"), lanes=8, registers=16, int8_steps=2),
+    Target("generic", ARM, (), lanes=4, registers=32, int8_steps=2, features="+neon"),
 )
-"""From the fastest to the slowest: AVX-512, AVX2, and Arm with NEON."""
+"""From the fastest to the slowest: AVX-512 with VNNI, AVX2, and Arm with NEON."""
 
 
 @cache

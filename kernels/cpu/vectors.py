@@ -16,12 +16,13 @@ from numba.core import cgutils, types
 from kernels.cpu.compiled import Codegen, compiled_target, llvm_code
 from kernels.cpu.storage import BFLOAT16, FLOAT16, FLOAT32
 
-FLOAT, HALF, SHORT, INT, LONG = ir.FloatType(), ir.HalfType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+FLOAT, HALF = ir.FloatType(), ir.HalfType()
+BYTE, SHORT, INT, LONG = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 FLOAT_BYTES, LONG_BYTES = 4, 8
 STORED = {FLOAT32: FLOAT, BFLOAT16: SHORT, FLOAT16: HALF}
 """The LLVM type of a stored weight."""
-STORED_PANEL = STORED | {BFLOAT16: INT}
-"""The same in a panel, where bfloat16 weights are stored in pairs."""
+STORED_PANEL = {FLOAT32: FLOAT, BFLOAT16: INT}
+"""The same in a panel of floating-point weights, where those of bfloat16 are stored in pairs."""
 
 LOG2_E = 1.4426950408889634
 LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440e-4
@@ -57,7 +58,7 @@ class Vectors:
 
     def variable(self, value: ir.Value | None = None) -> ir.Value:
         """Return a variable, which LLVM keeps in a register."""
-        place = cgutils.alloca_once(self.builder, VECTOR)
+        place = cgutils.alloca_once(self.builder, VECTOR if value is None else value.type)
         if value is not None:
             self.builder.store(value, place)
         return place
@@ -65,6 +66,14 @@ class Vectors:
     def load(self, pointer: ir.Value, offset: ir.Value) -> ir.Value:
         """Return LANES numbers from `offset` on."""
         return self._load(pointer, offset, VECTOR, FLOAT_BYTES)
+
+    def load_ints(self, pointer: ir.Value, offset: ir.Value) -> ir.Value:
+        """Return LANES 32-bit integers from `offset` on."""
+        return self._load(pointer, offset, INTS, FLOAT_BYTES)
+
+    def load_bytes(self, pointer: ir.Value, offset: ir.Value, count: int) -> ir.Value:
+        """Return `count` bytes for each lane, from `offset` on."""
+        return self._load(pointer, offset, ir.VectorType(BYTE, LANES * count), 1)
 
     def load_stored(self, pointer: ir.Value, offset: ir.Value, storage: int) -> ir.Value:
         """Return LANES weights from `offset` on as float32."""
@@ -102,29 +111,60 @@ class Vectors:
 
     def first_lanes(self, count: ir.Value) -> ir.Value:
         """Return the mask of the first `count` lanes."""
-        counts = self.builder.insert_element(
-            ir.Constant(INTS, ir.Undefined), self.builder.trunc(count, INT), ir.Constant(INT, 0)
-        )
-        counts = self.builder.shuffle_vector(counts, ir.Constant(INTS, ir.Undefined), ir.Constant(INTS, [0] * LANES))
+        counts = self.in_every_lane(self.builder.trunc(count, INT))
         return self.builder.icmp_signed("<", ir.Constant(INTS, list(range(LANES))), counts)
 
     def maximum(self, a: ir.Value, b: ir.Value) -> ir.Value:
         """Return the larger number of each lane. It is not a number if either is not."""
         return self._call("llvm.maximum", a, b)
 
+    def absolute(self, value: ir.Value) -> ir.Value:
+        return self._call("llvm.fabs", value)
+
+    def round(self, value: ir.Value) -> ir.Value:
+        """Return the nearest whole numbers, the even ones of two."""
+        return self._call("llvm.rint", value)
+
+    def largest(self, value: ir.Value) -> ir.Value:
+        """Return the largest number of all lanes. It is not a number if any is not."""
+        return self.call(f"llvm.vector.reduce.fmaximum.v{LANES}f32", FLOAT, value)
+
     def store(self, value: ir.Value, pointer: ir.Value, offset: ir.Value) -> None:
-        place = self.builder.bitcast(self.builder.gep(pointer, [offset]), VECTOR.as_pointer())
-        self.builder.store(value, place).align = FLOAT_BYTES
+        place = self.builder.bitcast(self.builder.gep(pointer, [offset]), value.type.as_pointer())
+        # Arrays are aligned to their elements, not to whole vectors.
+        self.builder.store(value, place).align = 1 if value.type.element != FLOAT else FLOAT_BYTES
+
+    def in_every_lane(self, number: ir.Value) -> ir.Value:
+        """Return a vector with a 32-bit number in every lane."""
+        undefined = ir.Constant(ir.VectorType(number.type, LANES), ir.Undefined)
+        first = self.builder.insert_element(undefined, number, ir.Constant(INT, 0))
+        return self.builder.shuffle_vector(first, undefined, ir.Constant(INTS, [0] * LANES))
 
     def broadcast(self, pointer: ir.Value, offset: ir.Value) -> ir.Value:
         """Return a vector with the number at `offset` in every lane."""
-        number = self.builder.load(self.builder.gep(pointer, [offset]))
-        first = self.builder.insert_element(ir.Constant(VECTOR, ir.Undefined), number, ir.Constant(INT, 0))
-        return self.builder.shuffle_vector(first, ir.Constant(VECTOR, ir.Undefined), ir.Constant(INTS, [0] * LANES))
+        return self.in_every_lane(self.builder.load(self.builder.gep(pointer, [offset])))
 
     def multiply_add(self, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
         """Return a * b + c, rounded once."""
         return self._call("llvm.fma", a, b, c)
+
+    def for_each_vector(self, pointer: ir.Value, count: ir.Value, emit: Callable[[ir.Value, ir.Value], None]) -> None:
+        """Emit a loop over `count` float32 numbers, LANES at a time, with zeros after the last. `emit` emits the code for a vector
+        and its offset."""
+        build = self.builder
+        whole = build.udiv(count, index(LANES))
+        with cgutils.for_range(build, whole, intp=whole.type) as loop:
+            offset = build.mul(loop.index, index(LANES))
+            emit(self.load(pointer, offset), offset)
+        offset = build.mul(whole, index(LANES))
+        rest = build.sub(count, offset)
+        with build.if_then(build.icmp_signed(">", rest, index(0))):
+            emit(self.load_masked(pointer, offset, FLOAT32, self.first_lanes(rest)), offset)
+
+    def call(self, name: str, returned: ir.Type, *arguments: ir.Value) -> ir.Value:
+        """Call a function of LLVM by its whole name."""
+        signature = ir.FunctionType(returned, [argument.type for argument in arguments])
+        return self.builder.call(cgutils.get_or_insert_function(self.builder.module, signature, name), arguments)
 
     def sigmoid_divisor(self, x: ir.Value) -> ir.Value:
         """Return 1 + exp(-x). Its inverse is the sigmoid of x."""
@@ -150,7 +190,7 @@ class Vectors:
         limit = self.constant(MAX_EXPONENT)
         x = build.select(build.fcmp_ordered(">", x, limit), limit, x)
         x = build.select(build.fcmp_ordered("<", x, build.fneg(limit)), build.fneg(limit), x)
-        whole = self._call("llvm.rint", build.fmul(x, self.constant(LOG2_E)))
+        whole = self.round(build.fmul(x, self.constant(LOG2_E)))
         rest = self.multiply_add(whole, self.constant(-LN2_HIGH), x)
         rest = self.multiply_add(whole, self.constant(-LN2_LOW), rest)
         polynomial = self.constant(EXP_MINUS_1[0])
@@ -175,9 +215,8 @@ class Vectors:
         return loaded
 
     def _call(self, name: str, *arguments: ir.Value) -> ir.Value:
-        signature = ir.FunctionType(VECTOR, [VECTOR] * len(arguments))
-        function = cgutils.get_or_insert_function(self.builder.module, signature, f"{name}.v{LANES}f32")
-        return self.builder.call(function, arguments)
+        """Call a function of LLVM from vectors to a vector."""
+        return self.call(f"{name}.v{LANES}f32", VECTOR, *arguments)
 
 
 def for_each_case(builder: ir.IRBuilder, value: ir.Value, cases: Sequence[int], emit: Callable[[int], None]) -> None:

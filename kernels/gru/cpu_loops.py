@@ -15,6 +15,7 @@ from numba import types
 from numba.core import cgutils
 
 from kernels.cpu.compiled import Codegen, Compiled, inner, llvm_code
+from kernels.cpu.int8 import rows_of_product
 from kernels.cpu.products import (
     gate_inputs,
     max_rows,
@@ -135,12 +136,15 @@ def reset_after(
     after: int,
     width: int,
     sums: int,
+    quantized: int,
 ) -> None:
     """Advance the running rows by one step, panel by panel.
 
     gates, gate_offsets, block: the gate inputs, where those of each row begin, and the numbers from gate to gate; before,
-    after: rows of `width` numbers; row_offsets: where each row of `before` begins; sums: memory for the sums of a tile.
+    after: rows of `width` numbers; row_offsets: where each row of `before` begins; sums, quantized: memory for the sums of a tile
+    and for quantized rows.
     """
+    values, begins = rows_of_product(storage, before, row_offsets, running, hidden, quantized)
     panel_bytes = BLOCKS * vector_bytes(storage, hidden)
     for panel in range(width // LANES):
         column = FLOAT_BYTES * LANES * panel
@@ -154,8 +158,8 @@ def reset_after(
                 gates + column,
                 gate_offsets + offset,
                 block,
-                before,
-                row_offsets + offset,
+                values,
+                begins + offset,
                 hidden,
                 recurrent + panel_bytes * panel,
                 sums,
@@ -185,11 +189,13 @@ def reset_before(
     after: int,
     width: int,
     sums: int,
+    quantized: int,
 ) -> None:
     """Advance the running rows by one step. updates, reset_states: memory for rows of `width` numbers; the rest as in
     `reset_after`."""
     column_bytes = vector_bytes(storage, hidden)
     panels = width // LANES
+    values, begins = rows_of_product(storage, before, row_offsets, running, hidden, quantized)
     for panel in range(panels):
         column = FLOAT_BYTES * LANES * panel
         row = 0
@@ -203,8 +209,8 @@ def reset_before(
                 gates + column,
                 gate_offsets + offset,
                 block,
-                before,
-                row_offsets + offset,
+                values,
+                begins + offset,
                 hidden,
                 weights,
                 sums,
@@ -213,6 +219,7 @@ def reset_before(
             begin = FLOAT_BYTES * width * row + column
             reset_hidden(count, sums, before + begin, updates + begin, reset_states + begin, width)
             row += count
+    values, begins = rows_of_product(storage, reset_states, row_offsets, running, hidden, quantized)
     for panel in range(panels):
         column = FLOAT_BYTES * LANES * panel
         row = 0
@@ -227,8 +234,8 @@ def reset_before(
                 new_inputs,
                 gate_offsets + offset,
                 block,
-                reset_states,
-                row_offsets + offset,
+                values,
+                begins + offset,
                 hidden,
                 weights,
                 sums,
@@ -275,7 +282,7 @@ def run(
     width = padded_width(hidden)
     batch, step_tokens, gate_offsets, memory = order_batch(offsets, rows, tokens, reverse, part, parts, scratch)
     outputs = OutputArrays(steps, last, mean, max, output_width)
-    row_offsets, sums, states = tile_memory(rows, width, memory)
+    row_offsets, sums, quantized, states = tile_memory(rows, width, memory)
     array_bytes = FLOAT_BYTES * width * rows
     updates, reset_states, memory = states + 2 * array_bytes, states + 3 * array_bytes, states + 4 * array_bytes
     gates, block = gate_inputs(
@@ -290,7 +297,20 @@ def run(
         at = gate_offsets.ctypes.data + LONG_BYTES * first
         if recurrent_bias:
             reset_after(
-                storage, running, gates, at, block, before, row_offsets, hidden, recurrent, recurrent_bias, after, width, sums
+                storage,
+                running,
+                gates,
+                at,
+                block,
+                before,
+                row_offsets,
+                hidden,
+                recurrent,
+                recurrent_bias,
+                after,
+                width,
+                sums,
+                quantized,
             )
         else:
             reset_before(
@@ -308,6 +328,7 @@ def run(
                 after,
                 width,
                 sums,
+                quantized,
             )
         add_step(batch, outputs, running, step_tokens[first:], hidden, after, width)
         first += running

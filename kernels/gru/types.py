@@ -24,6 +24,9 @@ class GRUWeights:
 
     table: (vocabulary, 3 x hidden), or None. With a table, the data are ids, (tokens,) int32 or int64, the table's rows are the
     gate inputs, and input and bias are None.
+
+    int8: whether products on a CPU take int8 weights and rows, each row with its own scale, where the backend can; input and recurrent
+    then have values of `kernels.quantized.dequantize`.
     """
 
     input: Tensor | None
@@ -31,6 +34,7 @@ class GRUWeights:
     bias: Tensor | None
     recurrent_bias: Tensor | None
     table: Tensor | None = None
+    int8: bool = False
 
     @property
     def hidden(self) -> int:

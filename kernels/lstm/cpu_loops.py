@@ -15,6 +15,7 @@ from numba import types
 from numba.core import cgutils
 
 from kernels.cpu.compiled import Codegen, Compiled, inner, llvm_code
+from kernels.cpu.int8 import rows_of_product
 from kernels.cpu.products import gate_inputs, max_rows, padded_width, sums_of_4, tile_memory, tile_rows, vector_bytes
 from kernels.cpu.rows import (
     OutputArrays,
@@ -83,12 +84,15 @@ def advance(
     after: int,
     width: int,
     sums: int,
+    quantized: int,
 ) -> None:
     """Advance the running rows by one step, panel by panel.
 
     gates, gate_offsets, block: the gate inputs, where those of each row begin, and the numbers from gate to gate; before,
-    after, cells: rows of `width` numbers; row_offsets: where each row of `before` begins; sums: memory for the sums of a tile.
+    after, cells: rows of `width` numbers; row_offsets: where each row of `before` begins; sums, quantized: memory for the sums of
+    a tile and for quantized rows.
     """
+    values, begins = rows_of_product(storage, before, row_offsets, running, hidden, quantized)
     panel_bytes = BLOCKS * vector_bytes(storage, hidden)
     for panel in range(width // LANES):
         column = FLOAT_BYTES * LANES * panel
@@ -102,8 +106,8 @@ def advance(
                 gates + column,
                 gate_offsets + offset,
                 block,
-                before,
-                row_offsets + offset,
+                values,
+                begins + offset,
                 hidden,
                 recurrent + panel_bytes * panel,
                 sums,
@@ -152,7 +156,7 @@ def run(
     width = padded_width(hidden)
     batch, step_tokens, gate_offsets, memory = order_batch(offsets, rows, tokens, reverse, part, parts, scratch)
     outputs = OutputArrays(steps, last, mean, max, output_width)
-    row_offsets, sums, memory = tile_memory(rows, width, memory)
+    row_offsets, sums, quantized, memory = tile_memory(rows, width, memory)
     states, cells = memory, memory + 2 * FLOAT_BYTES * width * rows
     gates, block = gate_inputs(
         batch,
@@ -177,7 +181,22 @@ def run(
     for step in range(batch.steps):
         running = still_running(batch, running, step)
         offsets_at = gate_offsets.ctypes.data + LONG_BYTES * first
-        advance(storage, running, gates, offsets_at, block, before, row_offsets, hidden, recurrent, cells, after, width, sums)
+        advance(
+            storage,
+            running,
+            gates,
+            offsets_at,
+            block,
+            before,
+            row_offsets,
+            hidden,
+            recurrent,
+            cells,
+            after,
+            width,
+            sums,
+            quantized,
+        )
         add_step(batch, outputs, running, step_tokens[first:], hidden, after, width)
         first += running
         before, after = after, before

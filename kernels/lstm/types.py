@@ -25,12 +25,16 @@ class LSTMWeights:
 
     table: (vocabulary, 4 x hidden), or None. With a table, the data are ids, (tokens,) int32 or int64, the table's rows are the
     gate inputs, and input and bias are None.
+
+    int8: whether products on a CPU take int8 weights and rows, each row with its own scale, where the backend can; input and recurrent
+    then have values of `kernels.quantized.dequantize`.
     """
 
     input: Tensor | None
     recurrent: Tensor
     bias: Tensor | None
     table: Tensor | None = None
+    int8: bool = False
 
     @property
     def hidden(self) -> int:

@@ -162,7 +162,7 @@ def _pack_layer(weights: QRNNWeights, reverse: int) -> _Packed:
     if weights.input is not None:
         taps = weights.input if reverse else weights.input.flip(0)
         matrix = taps.flatten(0, 1).view(-1, blocks, hidden)[:, order].flatten(1)
-        return _Packed(product_layer(number, form, matrix, bias, hidden, Factors()), None)
+        return _Packed(product_layer(number, form, matrix, bias, hidden, Factors(), int8=weights.int8), None)
     tables = None if weights.tables is None else as_stored_rows(weights.tables)
     storage = torch.float32 if tables is None else tables.dtype
     return _Packed(row_layer(number, form, bias, hidden, Factors(), storage), tables)

@@ -36,12 +36,16 @@ class QRNNWeights:
     tables: (window, 1 + vocabulary, blocks x hidden), the present step first, or None. With tables, the data are ids, (tokens,) int32
     or int64, input is None, and the convolution is a sum over the window: each table contributes its row of the id at its step. Id n is
     row `kernels.embedding.FIRST` + n; row 0 is zeros, for steps of padding.
+
+    int8: whether products on a CPU take int8 weights and rows, each row with its own scale, where the backend can; input
+    then has values of `kernels.quantized.dequantize`.
     """
 
     input: Tensor | None
     bias: Tensor
     pooling: str = "fo"
     tables: Tensor | None = None
+    int8: bool = False
 
     @property
     def hidden(self) -> int:

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from kernels.cpu.forms import ScanForm
 from kernels.cpu.launch import ALIGNED_BYTES, FLOAT_BYTES, LONG_BYTES, as_floats, as_longs
-from kernels.cpu.storage import STORAGES
+from kernels.cpu.storage import INT8, STORAGES, panel_storage
 from kernels.cpu.threads import run_in_parts
 
 PRODUCT_TOKENS = 192
@@ -50,8 +50,8 @@ class ScanLayer:
 
     arguments: for the compiled loop, the form, the hidden size, the storage, and the addresses of the product's weights (or
     0), of the bias and of the factors; width: the hidden size with padding; groups: the most threads; group_units,
-    chunk_tokens: that are computed together; token_floats: scratch memory of a token; operations: for each token, as
-    multiplications; arrays: what the addresses refer to.
+    chunk_tokens: that are computed together; token_floats: scratch memory of a token, with its quantized values; operations: for
+    each token, as multiplications; arrays: what the addresses refer to.
     """
 
     arguments: tuple[int, ...]
@@ -80,7 +80,7 @@ class ScanLayer:
             (*batch, chunk, self.group_units, *self.arguments, *gates, *states, *outputs),
             self.groups,
             tokens * self.operations,
-            LONG_BYTES * longs + ALIGNED_BYTES + FLOAT_BYTES * floats,
+            LONG_BYTES * longs + 3 * ALIGNED_BYTES + FLOAT_BYTES * floats,
         )
 
 
@@ -115,14 +115,17 @@ def cell_states(state: Any, rows: int, hidden: int) -> tuple[tuple[int, ...], Te
     return (cells, sources.data_ptr(), cells, slots.data_ptr()), state.cell, (slots, sources)
 
 
-def product_layer(number: int, form: ScanForm, weight: Tensor, bias: Tensor, hidden: int, factors: Factors) -> ScanLayer:
+def product_layer(
+    number: int, form: ScanForm, weight: Tensor, bias: Tensor, hidden: int, factors: Factors, *, int8: bool
+) -> ScanLayer:
     """Pack a layer whose gate inputs are a product. weight: (depth, blocks x hidden), bias: (blocks x hidden,), the early
-    blocks first."""
+    blocks first; int8: as in the weights."""
+    from kernels.cpu.int8 import row_floats
     from kernels.cpu.products import PANEL_COLUMNS, pack_columns
 
     blocks = weight.shape[1] // hidden if hidden else form.early + form.late
-    stored = weight if weight.dtype in STORAGES else weight.float()
-    panels = pack_columns(_by_group(stored, blocks, PANEL_COLUMNS), 1)
+    storage = panel_storage(weight, int8=int8)
+    panels = pack_columns(_by_group(weight, blocks, PANEL_COLUMNS), 1, storage)
     packed_bias = _by_group(bias.float()[None], blocks, PANEL_COLUMNS)[0].contiguous()
     return _layer(
         number,
@@ -131,10 +134,11 @@ def product_layer(number: int, form: ScanForm, weight: Tensor, bias: Tensor, hid
         panels,
         packed_bias,
         factors,
-        STORAGES[stored.dtype],
+        storage,
         PANEL_COLUMNS,
         PRODUCT_TOKENS,
         len(weight) * blocks,
+        row_floats(len(weight)) if storage == INT8 else 0,
     )
 
 
@@ -145,7 +149,7 @@ def row_layer(number: int, form: ScanForm, bias: Tensor, hidden: int, factors: F
     padded_bias = pad(bias.float().reshape(form.early + form.late + form.skip, hidden), (0, -hidden % PANEL_COLUMNS))
     units = min(GATHERED_UNITS, padded_bias.shape[1])
     chunk = max(1, GATHERED_FLOATS // max(1, units * len(padded_bias)))
-    return _layer(number, form, hidden, None, padded_bias, factors, STORAGES[storage], units, chunk, 0)
+    return _layer(number, form, hidden, None, padded_bias, factors, STORAGES[storage], units, chunk, 0, 0)
 
 
 def _layer(
@@ -159,6 +163,7 @@ def _layer(
     group_units: int,
     chunk_tokens: int,
     products: int,
+    quantized_floats: int,
 ) -> ScanLayer:
     from kernels.cpu.products import PANEL_COLUMNS
 
@@ -173,7 +178,7 @@ def _layer(
         groups=width // PANEL_COLUMNS,
         group_units=max(group_units, 1),
         chunk_tokens=chunk_tokens,
-        token_floats=(form.early + form.late + form.skip) * group_units,
+        token_floats=(form.early + form.late + form.skip) * group_units + quantized_floats,
         operations=hidden * (products + STEP_OPERATIONS),
         arrays=(bias, packed_factors) if panels is None else (panels, bias, packed_factors),
     )

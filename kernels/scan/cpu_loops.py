@@ -13,9 +13,10 @@ import numpy as np
 
 from kernels.cpu.compiled import Compiled, inner
 from kernels.cpu.forms import FORMS, QRNN_FORMS
-from kernels.cpu.products import PANEL_COLUMNS, VECTORS, product, stored_bytes, vector_bytes
+from kernels.cpu.int8 import rows_of_product
+from kernels.cpu.products import PANEL_COLUMNS, VECTORS, product, vector_bytes
 from kernels.cpu.rows import OutputArrays, check_rows, floats, longs, number_at
-from kernels.cpu.scans import add_stored, scan
+from kernels.cpu.scans import add_stored, scan, stored_bytes
 from kernels.cpu.vectors import FLOAT_BYTES, LONG_BYTES
 
 EARLY = np.array([form.early for form in FORMS])
@@ -60,11 +61,12 @@ class Chunk(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Memory of a chunk and a group of units: early and late blocks, the skip, and the beginnings of values."""
+    """Memory of a chunk and a group of units: early and late blocks, the skip, quantized values, and the beginnings of values."""
 
     early: int
     late: int
     skip: int
+    quantized: int
     early_begins: Any
     late_begins: Any
 
@@ -162,10 +164,12 @@ def run(
     memory = cells + FLOAT_BYTES * width * rows
     early = memory
     late = early + FLOAT_BYTES * chunk_tokens * EARLY[form] * group_units
+    late_blocks = LATE[form] + SKIP[form]
     room = Scratch(
         early,
         late,
         late + FLOAT_BYTES * chunk_tokens * LATE[form] * group_units,
+        late + FLOAT_BYTES * chunk_tokens * late_blocks * group_units,
         lists[:chunk_tokens],
         lists[chunk_tokens : 2 * chunk_tokens],
     )
@@ -178,12 +182,11 @@ def run(
         row = int(np.searchsorted(begin_of_rows, begin, side="right")) - 1
         late_tokens = _late_tokens(begin_of_rows, reverse, begin, chunk_end, row, every, lists[2 * chunk_tokens :])
         chunk = Chunk(begin_of_rows, reverse, begin, chunk_end, row, late_tokens, every)
-        if weights:
-            _find_values(layer, chunk, room)
+        rows_at, begins_at = _find_values(layer, chunk, room) if weights else (0, 0)
         for unit in range(first, end, group_units):
             units = min(group_units, end - unit)
             group = Group(unit, units, min(units, hidden - unit))
-            _gate_inputs(layer, chunk, group, room)
+            _gate_inputs(layer, chunk, group, room, rows_at, begins_at)
             _scan_rows(layer, chunk, group, room, cells, outputs)
     _end_rows(begin_of_rows, own, hidden, cells, width, cell_after, slots, outputs)
 
@@ -250,20 +253,26 @@ def _late_tokens(offsets: Any, reverse: int, begin: int, end: int, row: int, eve
 
 
 @inner
-def _find_values(layer: Layer, chunk: Chunk, room: Scratch) -> None:
-    """Write where the values of the chunk's tokens begin."""
-    begins = longs(layer.begins, chunk.end if layer.begins else 0)
-    for position in range(chunk.end - chunk.begin):
+def _find_values(layer: Layer, chunk: Chunk, room: Scratch) -> tuple[int, int]:
+    """Return the rows of the chunk's products and where each begins. Writes where those of the late tokens begin."""
+    tokens, begins = chunk.end - chunk.begin, longs(layer.begins, chunk.end if layer.begins else 0)
+    for position in range(tokens):
         token = chunk.begin + position
         room.early_begins[position] = begins[token] if layer.begins else token * layer.columns
+    early_at = room.early_begins.ctypes.data
+    rows, begins_at = rows_of_product(layer.storage, layer.source, early_at, tokens, layer.depth, room.quantized)
+    row_begins = longs(begins_at, tokens)
     for position in range(len(chunk.late)):
-        token = chunk.late[position]
-        room.late_begins[position] = begins[token] if layer.begins else token * layer.columns
+        room.late_begins[position] = row_begins[chunk.late[position] - chunk.begin]
+    return rows, begins_at
 
 
 @inner
-def _gate_inputs(layer: Layer, chunk: Chunk, group: Group, room: Scratch) -> None:
-    """Write the blocks of a group of units: early blocks of all tokens, late blocks of the tokens that need a hidden vector."""
+def _gate_inputs(layer: Layer, chunk: Chunk, group: Group, room: Scratch, rows: int, begins: int) -> None:
+    """Write the blocks of a group of units: early blocks of all tokens, late blocks of the tokens that need a hidden vector.
+
+    rows, begins: of `_find_values`.
+    """
     early, tokens = EARLY[layer.form], chunk.end - chunk.begin
     late = LATE[layer.form] + (SKIP[layer.form] and not layer.skip)
     if layer.weights:
@@ -272,8 +281,8 @@ def _gate_inputs(layer: Layer, chunk: Chunk, group: Group, room: Scratch) -> Non
         weights, bias = layer.weights + panel_bytes * panel, layer.bias + FLOAT_BYTES * PANEL_COLUMNS * panel
         product(
             layer.storage,
-            layer.source,
-            room.early_begins.ctypes.data,
+            rows,
+            begins,
             tokens,
             layer.depth,
             weights,
@@ -283,7 +292,7 @@ def _gate_inputs(layer: Layer, chunk: Chunk, group: Group, room: Scratch) -> Non
         )
         product(
             layer.storage,
-            layer.source,
+            rows,
             room.late_begins.ctypes.data,
             len(chunk.late),
             layer.depth,

@@ -51,10 +51,11 @@ def bidirectional(
 
 @dataclass(frozen=True, slots=True)
 class _Projection:
-    """A packed projection: its width with padding, its addresses and storage for the compiled product, and the arrays behind
-    them."""
+    """A packed projection: its width with padding, the scratch memory of a token's quantized values, its addresses and storage
+    for the compiled product, and the arrays behind them."""
 
     width: int
+    quantized_floats: int
     arguments: tuple[int, ...]
     arrays: tuple[Tensor, ...]
 
@@ -116,7 +117,9 @@ def _project(values: Tensor, projection: _Projection) -> Tensor:
     out = torch.empty(tokens, projection.width)
     storage, *addresses = projection.arguments
     arguments = (tokens, storage, values.data_ptr(), columns, *addresses, projection.width, out.data_ptr())
-    run_in_parts(_loops().project, arguments, tokens, tokens * columns * projection.width, launch.LONG_BYTES * tokens)
+    scratch = launch.aligned(launch.LONG_BYTES * tokens) + launch.FLOAT_BYTES * projection.quantized_floats * tokens
+    operations = tokens * columns * projection.width
+    run_in_parts(_loops().project, arguments, tokens, operations, scratch + 2 * launch.ALIGNED_BYTES)
     return out
 
 
@@ -139,21 +142,23 @@ def _pack_layer(x: Ragged, weights: SRUWeights) -> _Packed:
     bias[hidden : 3 * hidden] = weights.bias
     number, factors = FORMS.index(form), Factors(weights.cell, weights.scale if blocks == 3 else 1.0)
     if weights.input is not None:
-        layer = product_layer(number, form, weights.input, bias, hidden, factors)
+        layer = product_layer(number, form, weights.input, bias, hidden, factors, int8=weights.int8)
     else:
         layer = row_layer(number, form, bias, hidden, factors, torch.float32 if table is None else table.dtype)
-    projection = None if weights.projection is None else _pack_projection(weights.projection)
+    projection = None if weights.projection is None else _pack_projection(weights.projection, int8=weights.int8)
     return _Packed(layer, projection, table)
 
 
-def _pack_projection(projection: Tensor) -> _Projection:
+def _pack_projection(projection: Tensor, *, int8: bool) -> _Projection:
+    from kernels.cpu.int8 import row_floats
     from kernels.cpu.products import pack_columns, product_width
-    from kernels.cpu.storage import STORAGES
+    from kernels.cpu.storage import INT8, panel_storage
 
-    stored = projection if projection.dtype in STORAGES else projection.float()
-    panels, width = pack_columns(stored, 1), product_width(projection.shape[1])
+    storage = panel_storage(projection, int8=int8)
+    panels, width = pack_columns(projection, 1, storage), product_width(projection.shape[1])
     bias = torch.zeros(width)
-    return _Projection(width, (STORAGES[stored.dtype], panels.data_ptr(), bias.data_ptr()), (panels, bias))
+    quantized_floats = row_floats(len(projection)) if storage == INT8 else 0
+    return _Projection(width, quantized_floats, (storage, panels.data_ptr(), bias.data_ptr()), (panels, bias))
 
 
 @cache

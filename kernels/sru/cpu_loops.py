@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from kernels.cpu.compiled import Compiled
-from kernels.cpu.products import product
+from kernels.cpu.int8 import rows_of_product
+from kernels.cpu.products import aligned, product
 from kernels.cpu.rows import longs
-from kernels.cpu.vectors import FLOAT_BYTES
+from kernels.cpu.vectors import FLOAT_BYTES, LONG_BYTES
 
 
 @Compiled
@@ -23,9 +24,10 @@ def project(
     scratch: int,
 ) -> None:
     """Write the product of part `part` of `parts` of the tokens with packed weights, (tokens, width). scratch: memory for
-    (tokens,) int64."""
+    (tokens,) int64, aligned, and for quantized rows."""
     begin, end = tokens * part // parts, tokens * (part + 1) // parts
     offsets = longs(scratch, end - begin)
     for position in range(end - begin):
         offsets[position] = (begin + position) * columns
-    product(storage, data, scratch, end - begin, columns, weights, bias, out + FLOAT_BYTES * width * begin, width)
+    rows, begins = rows_of_product(storage, data, scratch, end - begin, columns, scratch + aligned(LONG_BYTES * (end - begin)))
+    product(storage, rows, begins, end - begin, columns, weights, bias, out + FLOAT_BYTES * width * begin, width)

@@ -34,6 +34,9 @@ class SRUWeights:
     table: (vocabulary, 3 x hidden or 4 x hidden), or None. With a table, the data are ids, (tokens,) int32 or int64, the table's rows
     are the blocks, and input, projection, skip_from and norm are None. norm: (2, columns) gain and offset of a layer norm of the data,
     as torch.nn.LayerNorm computes it, or None. It precedes the projection and the product and does not affect the skip.
+
+    int8: whether products on a CPU take int8 weights and rows, each row with its own scale, where the backend can; input and projection
+    then have values of `kernels.quantized.dequantize`.
     """
 
     input: Tensor | None
@@ -45,6 +48,7 @@ class SRUWeights:
     tanh: bool = False
     table: Tensor | None = None
     norm: Tensor | None = None
+    int8: bool = False
 
     @property
     def hidden(self) -> int:

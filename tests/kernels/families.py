@@ -18,25 +18,29 @@ from kernels.embedding import tap_rows
 from kernels.gru.types import GRUState, GRUWeights
 from kernels.lstm.types import LSTMState, LSTMWeights
 from kernels.qrnn.types import POOLINGS, QRNNState, QRNNWeights
+from kernels.quantized import dequantize, quantize
 from kernels.ragged import Encoded, Outputs, Ragged
 from kernels.sru.types import SRUState, SRUWeights
-from tests.kernels.inputs import EVERYTHING, Arguments, as_float64, map_arrays, ragged, rows
+from tests.kernels.inputs import EVERYTHING, Arguments, arrays, as_float64, map_arrays, ragged, rows
 
 Normal = Callable[..., Tensor]
 VOCABULARY = 11
+MATRICES = ("input", "recurrent", "projection")
 
 
 class Form:
-    """A family with options of its weights, such as ``Form("gru", reset="before")``."""
+    """A family with options of its weights, such as ``Form("gru", reset="before")``. int8: products take int8 weights and rows."""
 
     def __init__(self, family: str, **options: Any) -> None:
         self.family = family
+        self.int8 = bool(options.pop("int8", False))
         self.options = options
         self.module = import_module(f"kernels.{family}")
         self.backends: tuple[Backend, ...] = self.module.BACKENDS
 
     def __str__(self) -> str:
-        return "-".join([self.family, *(f"{name}={value}" for name, value in self.options.items())])
+        options = [f"{name}={value}" for name, value in self.options.items()]
+        return "-".join([self.family, *["int8"] * self.int8, *options])
 
     def arguments(
         self, lengths: Sequence[int], hidden: int, inputs: int, *, storage: torch.dtype = torch.float32, seed: int = 0
@@ -49,6 +53,9 @@ class Form:
 
         weights, state = MAKERS[self.family](normal, len(lengths), hidden, inputs, **self.options)
         weights = map_arrays(weights, lambda array: array.to(storage))
+        if self.int8:
+            matrices = {name: array for name, array in arrays(weights).items() if name in MATRICES}
+            weights = replace(weights, int8=True, **{name: dequantize(*quantize(array)) for name, array in matrices.items()})
         if self.takes_ids:
             return Arguments(ragged(whole(normal, sum(lengths), below=VOCABULARY).int(), lengths), weights, state)
         first = weights.filters if self.family == "conv" else getattr(weights, "projection", None)
@@ -221,6 +228,16 @@ FORMS = (
     Form("conv", width=2, left=2, dilation=2, activation="glu", ids="embedding"),
     Form("conv", width=3, left=2, ids="tables"),
     Form("conv", width=4, stride=2, activation="gated_tanh", ids="tables"),
+)
+INT8_FORMS = (
+    Form("lstm", int8=True),
+    Form("lstm", int8=True, ids=True),
+    Form("gru", int8=True, reset="after"),
+    Form("gru", int8=True, reset="before"),
+    Form("sru", int8=True, version=2, skip="columns", projection=True),
+    Form("sru", int8=True, version=1, skip="block"),
+    Form("qrnn", int8=True, pooling="fo", window=1),
+    Form("qrnn", int8=True, pooling="ifo", window=3),
 )
 
 

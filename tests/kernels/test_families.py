@@ -16,7 +16,7 @@ from torch import Tensor
 from kernels.backend import FAMILIES
 from kernels.ragged import Encoded, Outputs, Ragged
 from tests.kernels import inputs
-from tests.kernels.families import FORMS, Form, runs_on_cpu
+from tests.kernels.families import FORMS, INT8_FORMS, Form, cpu_backends, runs_on_cpu
 from tests.kernels.inputs import (
     OUTPUTS,
     Arguments,
@@ -45,9 +45,10 @@ SIZES = [
     ([], 3, 5),
     ([0, 5, 5, 0, 2], 151, 37),
 ]
+EVERY_FORM = [*FORMS, *INT8_FORMS]
 WITH_GATES = [form for form in FORMS if form.takes_gates]
-BIDIRECTIONAL = [form for form in FORMS if hasattr(form.module, "bidirectional")]
-WITH_SLOTS = [form for form in FORMS if hasattr(form.arguments([1], 1, 1).state, "slots")]
+BIDIRECTIONAL = [form for form in EVERY_FORM if hasattr(form.module, "bidirectional")]
+WITH_SLOTS = [form for form in EVERY_FORM if hasattr(form.arguments([1], 1, 1).state, "slots")]
 
 
 def is_causal(form: Form) -> bool:
@@ -57,11 +58,14 @@ def is_causal(form: Form) -> bool:
 
 
 def on_every_backend(forms: list[Form]) -> pytest.MarkDecorator:
-    pairs = [(form, backend.name) for form in forms for backend in form.backends if runs_on_cpu(backend)]
+    """Run a test on the backends that accept a CPU. Only the compiled loops compute in int8."""
+    pairs = [(form, backend.name) for form in forms for backend in form.backends if not form.int8 and runs_on_cpu(backend)]
+    pairs += [(form, "cpu") for form in forms if form.int8 and "cpu" in cpu_backends(form.family)]
     return pytest.mark.parametrize("form, backend", pairs, ids=str)
 
 
-every_backend = on_every_backend(list(FORMS))
+every_backend = on_every_backend(EVERY_FORM)
+every_float_backend = on_every_backend(list(FORMS))
 every_size = pytest.mark.parametrize("lengths, hidden, width", SIZES, ids=str)
 
 
@@ -69,14 +73,14 @@ def test_every_family_is_tested() -> None:
     assert {form.family for form in FORMS} == set(FAMILIES)
 
 
-@every_backend
+@every_float_backend
 @every_size
 def test_outputs_and_state_match_the_reference(form: Form, backend: str, lengths: list[int], hidden: int, width: int) -> None:
     arguments = form.arguments(lengths, hidden, width)
     assert_encodings_close(form.run(*arguments, backend=backend), form.exact(arguments), steps=longest(arguments.x))
 
 
-@every_backend
+@every_float_backend
 @hypothesis.given(
     lengths=st.lists(st.integers(0, 17), max_size=5),
     hidden=st.integers(1, 19),
@@ -134,7 +138,7 @@ def test_arrays_need_not_be_contiguous(form: Form, backend: str) -> None:
     assert_encodings_close(form.run(*sparse, backend=backend), form.run(*arguments, backend=backend), steps=0)
 
 
-@on_every_backend([form for form in FORMS if is_causal(form)])
+@on_every_backend([form for form in EVERY_FORM if is_causal(form)])
 @pytest.mark.parametrize("seed", range(3))
 def test_chunks_give_the_same_result_as_the_whole_row(form: Form, backend: str, seed: int) -> None:
     x, weights, state = form.arguments([31, 1, 0, 17, 8], 13, 7, seed=seed)
@@ -250,7 +254,7 @@ def test_state_in_slots_is_read_and_written_in_place(form: Form, backend: str, i
     assert all(bool((cache[[1, 2, 5]] == 9).all()) for name, cache in arrays(caches).items() if name != "slots")
 
 
-@on_every_backend([form for form in WITH_SLOTS if is_causal(form)])
+@on_every_backend([form for form in WITH_SLOTS if is_causal(form) and not form.int8])
 @pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("seed", range(2))
 def test_rows_share_a_first_slot_and_a_last_slot(form: Form, backend: str, index: torch.dtype, seed: int) -> None:

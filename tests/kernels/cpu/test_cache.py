@@ -78,7 +78,7 @@ def test_missing_numba_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "machine, features, name",
     [
-        ("x86_64", {"avx2", "fma", "bmi2", "f16c", "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}, "x86-64-v4"),
+        ("x86_64", {"avx2", "fma", "bmi2", "f16c", *target.AVX512}, "x86-64-v4"),
         ("x86_64", {"avx2", "fma", "bmi2", "f16c", "avx512f"}, "x86-64-v3"),
         ("x86_64", {"sse2"}, None),
         ("aarch64", set(), "generic"),

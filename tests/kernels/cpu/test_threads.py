@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from kernels.cpu import threads
-from tests.kernels.families import FORMS, Form, cpu_backends
+from tests.kernels.families import FORMS, INT8_FORMS, Form, cpu_backends
 from tests.kernels.inputs import OUTPUTS, arrays
 
-COMPILED = [form for form in FORMS if "cpu" in cpu_backends(form.family) and form.family != "conv"]
+COMPILED = [form for form in (*FORMS, *INT8_FORMS) if "cpu" in cpu_backends(form.family) and form.family != "conv"]
 
 
 @pytest.fixture
