@@ -11,10 +11,13 @@ from tests.serving import LIMIT_SECONDS, Server
 
 CONTINUATION, TEXT, BINARY, CLOSE, PING, PONG = 0, 1, 2, 8, 9, 10
 QUERY = "model=sensors&return=sequence"
-HANDSHAKE = (
-    "GET /stream?{query} HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
-    "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
-)
+
+
+def handshake(query: str = QUERY) -> bytes:
+    return (
+        f"GET /stream?{query} HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+        "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+    ).encode()
 
 
 @contextmanager
@@ -29,7 +32,7 @@ def connection(server: Server) -> Iterator[socket.socket]:
 def open_socket(server: Server, query: str = QUERY) -> Iterator[socket.socket]:
     """A connection on which the handshake of a WebSocket is complete."""
     with connection(server) as client:
-        client.sendall(HANDSHAKE.format(query=query).encode())
+        client.sendall(handshake(query))
         reply = b""
         while not reply.endswith(b"\r\n\r\n"):
             reply += client.recv(1)

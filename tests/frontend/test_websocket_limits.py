@@ -17,13 +17,13 @@ import pytest
 from tests.raw_websocket import (
     BINARY,
     CONTINUATION,
-    HANDSHAKE,
     PING,
     PONG,
     TEXT,
     close_code,
     connection,
     frame,
+    handshake,
     open_socket,
     receive_frame,
 )
@@ -162,7 +162,7 @@ def test_handshake_beyond_the_number_of_sockets_gets_503(server: Server) -> None
         for _ in range(MAX_SOCKETS):
             sockets.enter_context(open_socket(server))
         with connection(server) as client:
-            client.sendall(HANDSHAKE)
+            client.sendall(handshake())
             reply = client.recv(1 << 16)
         assert reply.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
         assert b"SEQSERVE_MAX_SOCKETS" in reply and b'"code":"overloaded"' in reply
@@ -173,7 +173,7 @@ def test_handshake_beyond_the_number_of_sockets_gets_503(server: Server) -> None
 
 def can_open(server: Server) -> bool:
     with connection(server) as client:
-        client.sendall(HANDSHAKE)
+        client.sendall(handshake())
         return client.recv(1 << 16).startswith(b"HTTP/1.1 101 ")
 
 

@@ -92,7 +92,13 @@ def test_any_size_matches_the_reference(
     form: Form, backend: str, lengths: list[int], hidden: int, width: int, seed: int
 ) -> None:
     arguments = form.arguments(lengths, hidden, width, seed=seed)
+    hypothesis.assume(not form.options.get("norm") or can_be_normalised(arguments.x.data))
     assert_encodings_close(form.run(*arguments, backend=backend), form.exact(arguments), steps=longest(arguments.x))
+
+
+def can_be_normalised(data: Tensor) -> bool:
+    """Return whether a layer norm keeps rounding errors small: it multiplies those of a token whose values are nearly equal."""
+    return bool(((data - data.mean(1, keepdim=True)).square().mean(1) > 0.05**2).all())
 
 
 @every_backend
