@@ -108,14 +108,14 @@ def _run_direction(
     family: GatedFamily, x: Ragged, weights: GatedWeights, state: Any, outputs: tuple[int, ...], *, reverse: bool
 ) -> Any:
     """Run the compiled loop and return the state after the batch. outputs: of `launch.output_arguments`."""
-    rows, tokens = x.rows, len(x.data)
-    data = launch.as_longs(x.data) if weights.takes_ids else launch.as_floats(x.data)
-    offsets = launch.as_longs(x.offsets)
+    rows, tokens = x.rows, x.data.shape[0]
+    data = x.data.contiguous() if weights.takes_ids else launch.as_floats(x.data)
+    offsets = x.offsets.contiguous()
     states = launch.row_states(family.state, family.state_arrays, state, rows, weights.hidden)
     run_in_parts(
         family.loop(),
         (
-            *(offsets.data_ptr(), rows, tokens, int(reverse), data.data_ptr()),
+            *(offsets.data_ptr(), offsets.itemsize, rows, tokens, int(reverse), data.data_ptr(), data.itemsize),
             *weights.arguments,
             *states.arguments,
             *outputs,

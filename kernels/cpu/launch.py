@@ -44,7 +44,7 @@ def empty_outputs(x: Ragged, want: Outputs, width: int) -> OutputTensors:
     """Return unwritten arrays for the wanted outputs."""
     rows = x.rows
     return (
-        torch.empty(len(x.data), width) if want.steps else None,
+        torch.empty(x.data.shape[0], width) if want.steps else None,
         torch.empty(rows, width) if want.last else None,
         torch.empty(rows, width) if want.mean else None,
         torch.empty(rows, width) if want.max else None,
@@ -85,7 +85,7 @@ def aligned(size: int) -> int:
 def scratch_bytes(rows: int, tokens: int, *, state_floats: int, token_floats: int) -> int:
     """Return the bytes of scratch memory for a call. state_floats, token_floats: numbers that the loop keeps for a row and for
     a token, with its quantized row."""
-    orders, row_offsets = LONG_BYTES * (rows + 2 * tokens + 2), LONG_BYTES * rows
+    orders, row_offsets = LONG_BYTES * (2 * rows + 2 * tokens + 3), LONG_BYTES * rows
     floats = FLOAT_BYTES * (rows * state_floats + tokens * token_floats)
     quantized_rows = 4 * ALIGNED_BYTES  # two arrays of a step and two of all tokens
     return aligned(orders) + aligned(row_offsets) + TILE_BYTES + floats + quantized_rows

@@ -24,7 +24,7 @@ from kernels.cpu.compiled import Codegen, inner, llvm_code
 from kernels.cpu.int8 import emit_int8_products, int8_vector_bytes, pack_int8, quantized_bytes, rows_of_product
 from kernels.cpu.launch import TILE_BYTES
 from kernels.cpu.launch import aligned as aligned_size
-from kernels.cpu.rows import Batch, floats, longs
+from kernels.cpu.rows import Batch, floats, longs, number_at
 from kernels.cpu.storage import BFLOAT16, FLOAT32, INT8
 from kernels.cpu.vectors import (
     FLOAT,
@@ -342,6 +342,7 @@ def gate_inputs(
     tokens: Any,
     offsets: Any,
     data: int,
+    number_bytes: int,
     columns: int,
     storage: int,
     blocks: int,
@@ -355,13 +356,15 @@ def gate_inputs(
     """Return the address of the gate inputs and the numbers from block to block of a row. Rows are in the order of the steps.
 
     tokens: the numbers of the tokens, step by step; offsets: receives where each token's gate inputs begin; data: rows of
-    `columns` numbers, which are the gate inputs themselves when there is no weight, or ids for a table of gate inputs; memory:
+    `columns` numbers, which are the gate inputs themselves when there is no weight, or ids of `number_bytes` for a table of gate
+    inputs; memory:
     for gate inputs that are computed or not aligned, and then for quantized data. Raises IndexError for an id outside of the
     table.
     """
     width = padded_width(hidden)
     for position in range(batch.tokens):
-        offsets[position] = columns * (tokens[position] if not table else _table_row(data, tokens[position], table_rows))
+        row = tokens[position] if not table else _table_row(data, number_bytes, tokens[position], table_rows)
+        offsets[position] = columns * row
     if table:
         data = table
     if not weight and width == hidden:
@@ -384,12 +387,12 @@ def gate_inputs(
 
 
 @inner
-def _table_row(ids: int, token: int, rows: int) -> int:
+def _table_row(ids: int, id_bytes: int, token: int, rows: int) -> int:
     """Return the id of a token, which is a row of a table."""
-    row = longs(ids, token + 1)[token]
+    row = number_at(ids, id_bytes, token)
     if row < 0 or row >= rows:
         raise IndexError("a token id is outside of the table")
-    return row  # type: ignore[no-any-return]
+    return row
 
 
 @inner

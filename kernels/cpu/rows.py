@@ -108,15 +108,18 @@ def longest_first(offsets: Any, order: Any, begins: Any, part: int, parts: int) 
 
 @inner
 def order_batch(
-    offsets: int, rows: int, tokens: int, reverse: int, part: int, parts: int, scratch: int
+    offsets: int, offset_bytes: int, rows: int, tokens: int, reverse: int, part: int, parts: int, scratch: int
 ) -> tuple[Batch, Any, Any, int]:
     """Return a part of a batch, its tokens step by step, an array for a number of each token, and where the scratch memory goes
     on."""
-    numbers = longs(scratch, rows + 2 * tokens + 2)
-    batch = longest_first(longs(offsets, rows + 1), numbers[:rows], numbers[rows + tokens :], part, parts)
+    begins = longs(scratch, rows + 1)
+    for row in range(rows + 1):
+        begins[row] = number_at(offsets, offset_bytes, row)
+    numbers = longs(scratch + LONG_BYTES * (rows + 1), rows + 2 * tokens + 2)
+    batch = longest_first(begins, numbers[:rows], numbers[rows + tokens :], part, parts)
     step_tokens = numbers[rows : rows + tokens]
     tokens_by_step(batch, reverse, step_tokens)
-    rest = scratch + LONG_BYTES * len(numbers)
+    rest = numbers.ctypes.data + LONG_BYTES * len(numbers)
     return batch, step_tokens, numbers[rows + tokens :], rest + -rest % ALIGNED_BYTES
 
 

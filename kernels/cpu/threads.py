@@ -6,13 +6,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 from queue import SimpleQueue
-from threading import Thread
+from threading import Thread, local
 
 import torch
 
 PART_OPERATIONS = 5_000_000
 """Multiplications that are worth another thread, which needs some 20 us to begin."""
+LARGEST_KEPT_BYTES = 64 << 20
 
+_kept = local()
 Results = SimpleQueue[BaseException | None]
 
 
@@ -25,11 +27,10 @@ def run_in_parts(
     part alone.
     """
     parts = min(torch.get_num_threads(), rows, operations // PART_OPERATIONS)
+    scratch = _scratch(max(parts, 1) * scratch_bytes)  # refers to the memory until the end
     if parts <= 1:
-        scratch = torch.empty(scratch_bytes, dtype=torch.uint8)
         function(0, 1, *arguments, scratch.data_ptr())
         return
-    scratch = torch.empty(parts * scratch_bytes, dtype=torch.uint8)
     results: Results = SimpleQueue()
     for part in range(1, parts):
         _tasks(part).put((function, (part, parts, *arguments, scratch.data_ptr() + part * scratch_bytes), results))
@@ -39,6 +40,18 @@ def run_in_parts(
         errors = [results.get() for _ in range(1, parts)]
     for error in filter(None, errors):
         raise error
+
+
+def _scratch(size: int) -> torch.Tensor:
+    """Return memory that this thread keeps for its next call, because new pages cost as much as a tenth of a large call. The
+    memory of a very large call is not kept."""
+    kept: torch.Tensor | None = getattr(_kept, "scratch", None)
+    if kept is not None and kept.shape[0] >= size:
+        return kept
+    scratch = torch.empty(size, dtype=torch.uint8)
+    if size <= LARGEST_KEPT_BYTES:
+        _kept.scratch = scratch
+    return scratch
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 from kernels.cpu.gated import GatedFamily, GatedWeights, pack_gated, run_both, run_gated
 from kernels.cpu.launch import updates_in_place
@@ -40,6 +41,7 @@ def _packed(weights: GRUWeights) -> GatedWeights:
     return packed
 
 
+@cache
 def _loop() -> Callable[..., None]:
     from kernels.gru.cpu_loops import run  # imports Numba, which takes half a second
 

@@ -251,10 +251,12 @@ def run(
     part: int,
     parts: int,
     offsets: int,
+    offset_bytes: int,
     rows: int,
     tokens: int,
     reverse: int,
     data: int,
+    number_bytes: int,
     columns: int,
     storage: int,
     hidden: int,
@@ -277,16 +279,30 @@ def run(
 ) -> None:
     """Encode part `part` of `parts` of a batch's rows. Addresses are 0 for arrays that a call does not have.
 
-    scratch: memory as `kernels.gru.cpu` computes it. The other arguments are those of `kernels.gru.gru` with packed weights.
+    offset_bytes, number_bytes: of an offset and of a number of the data; scratch: memory as `kernels.gru.cpu` computes it. The
+    other arguments are those of `kernels.gru.gru` with packed weights.
     """
     width = padded_width(hidden)
-    batch, step_tokens, gate_offsets, memory = order_batch(offsets, rows, tokens, reverse, part, parts, scratch)
+    batch, step_tokens, gate_offsets, memory = order_batch(offsets, offset_bytes, rows, tokens, reverse, part, parts, scratch)
     outputs = OutputArrays(steps, last, mean, max, output_width)
     row_offsets, sums, quantized, states = tile_memory(rows, width, memory)
     array_bytes = FLOAT_BYTES * width * rows
     updates, reset_states, memory = states + 2 * array_bytes, states + 3 * array_bytes, states + 4 * array_bytes
     gates, block = gate_inputs(
-        batch, step_tokens, gate_offsets, data, columns, storage, BLOCKS, hidden, input, bias, table, table_rows, memory
+        batch,
+        step_tokens,
+        gate_offsets,
+        data,
+        number_bytes,
+        columns,
+        storage,
+        BLOCKS,
+        hidden,
+        input,
+        bias,
+        table,
+        table_rows,
+        memory,
     )
     load_state(batch, hidden_before, sources, hidden, states, width)
     begin_outputs(batch, outputs, hidden)

@@ -123,10 +123,12 @@ def run(
     part: int,
     parts: int,
     offsets: int,
+    offset_bytes: int,
     rows: int,
     tokens: int,
     reverse: int,
     data: int,
+    number_bytes: int,
     columns: int,
     storage: int,
     hidden: int,
@@ -151,10 +153,11 @@ def run(
 ) -> None:
     """Encode part `part` of `parts` of a batch's rows. Addresses are 0 for arrays that a call does not have.
 
-    scratch: memory as `kernels.lstm.cpu` computes it. The other arguments are those of `kernels.lstm.lstm` with packed weights.
+    offset_bytes, number_bytes: of an offset and of a number of the data; scratch: memory as `kernels.lstm.cpu` computes it. The
+    other arguments are those of `kernels.lstm.lstm` with packed weights.
     """
     width = padded_width(hidden)
-    batch, step_tokens, gate_offsets, memory = order_batch(offsets, rows, tokens, reverse, part, parts, scratch)
+    batch, step_tokens, gate_offsets, memory = order_batch(offsets, offset_bytes, rows, tokens, reverse, part, parts, scratch)
     outputs = OutputArrays(steps, last, mean, max, output_width)
     row_offsets, sums, quantized, memory = tile_memory(rows, width, memory)
     states, cells = memory, memory + 2 * FLOAT_BYTES * width * rows
@@ -163,6 +166,7 @@ def run(
         step_tokens,
         gate_offsets,
         data,
+        number_bytes,
         columns,
         storage,
         BLOCKS,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from threading import Thread, local
 
 import pytest
 import torch
@@ -43,3 +44,22 @@ def test_error_of_a_thread_is_raised(three_threads: None) -> None:
     with pytest.raises(IndexError, match="part 2 of 3"):
         threads.run_in_parts(fail, (), rows=5, operations=10, scratch_bytes=64)
     threads.run_in_parts(lambda *_: None, (), rows=5, operations=10, scratch_bytes=64)
+
+
+def test_scratch_memory_is_kept_for_the_next_call_of_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "LARGEST_KEPT_BYTES", 128)
+    monkeypatch.setattr(threads, "_kept", local())
+    addresses: list[int] = []
+
+    def call(size: int) -> None:
+        threads.run_in_parts(lambda *arguments: addresses.append(arguments[-1]), (), 1, 1, size)
+
+    for size in (64, 128, 32, 129, 128):
+        call(size)
+    other = Thread(target=call, args=(128,))
+    other.start()
+    other.join()
+    _, kept, smaller, larger, again, of_another_thread = addresses
+    assert kept == smaller == again
+    assert kept != larger, "memory of a very large call is not kept"
+    assert kept != of_another_thread
