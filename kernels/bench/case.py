@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.bench.weights import Normal, weights
+from kernels.bench.weights import STORED, Normal, weights
 from kernels.bench.workload import BASELINES_ONLY, IDS, STACKS, TEXT_CNNS, VOCABULARY, WANT, Workload
-from kernels.ragged import STORAGE, Outputs, Ragged
+from kernels.ragged import Outputs, Ragged
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +80,6 @@ def embedded_case(case: BenchCase) -> tuple[Tensor, BenchCase]:
 def _normal(workload: Workload, generator: torch.Generator) -> Normal:
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
         values = torch.randn(shape, generator=generator, device=generator.device) * scale
-        return values.to(STORAGE[workload.dtype])
+        return values.to(STORED[workload.dtype])
 
     return normal

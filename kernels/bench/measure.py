@@ -16,8 +16,8 @@ from kernels.bench.agreement import DisagreesError, ExpectedAnswer, expected_ans
 from kernels.bench.baselines.baseline import Baseline, MissingError, TimedCall
 from kernels.bench.case import BenchCase, random_case
 from kernels.bench.report import Measurement
-from kernels.bench.workload import BASELINES_ONLY, Workload
-from kernels.ragged import STORAGE
+from kernels.bench.weights import STORED
+from kernels.bench.workload import BASELINES_ONLY, INT8, Workload
 
 
 @dataclass(slots=True)
@@ -64,10 +64,10 @@ class Bench:
 
     def _contenders(self, workload: Workload, findings: Findings) -> Iterator[Baseline]:
         """Yield our backends, each as a baseline, then the baselines of the workload."""
-        problem = Problem(self.device, STORAGE[workload.dtype], workload.outputs)
+        problem = Problem(self.device, STORED[workload.dtype], workload.outputs)
         backends: tuple[Backend, ...] = import_module(f"kernels.{workload.family}").BACKENDS
         for backend in () if workload.kind in BASELINES_ONLY else backends:
-            reason = backend.refuses(problem)
+            reason = _refuses(backend, workload, problem)
             if reason is None and _too_slow(backend, workload):
                 line = f"{backend.name} is the last resort: on the grids of sizes, it is timed up to 128 steps of 32 rows"
                 findings.skipped[line] = None
@@ -75,7 +75,8 @@ class Bench:
                 yield Baseline(backend.name, partial(_our_call, backend.name))
             elif backend.name != "reference":
                 findings.refused[f"{backend.name} refuses: {reason}"] = None
-        yield from (baseline for baseline in self.baselines if baseline.applies(workload, self.device.type))
+        baselines = () if workload.dtype == INT8 else self.baselines
+        yield from (baseline for baseline in baselines if baseline.applies(workload, self.device.type))
 
     def _time(self, contender: Baseline, case: BenchCase, our_answer: ExpectedAnswer | None, findings: Findings) -> None:
         try:
@@ -117,6 +118,12 @@ class Bench:
             findings.skipped[f"{contender.name} has eager times only: {error}"] = None
             if graph_only:
                 yield "eager", timing.eager(call.run, self.device, self.budget_s)
+
+
+def _refuses(backend: Backend, workload: Workload, problem: Problem) -> str | None:
+    if workload.dtype == INT8 and backend.name != "cpu":
+        return "has no int8 products"
+    return backend.refuses(problem)
 
 
 def _too_slow(backend: Backend, workload: Workload) -> bool:

@@ -6,22 +6,47 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from kernels.bench.workload import DILATIONS, EMBEDDED, FORMS, IDS, LONG_MEMORY, STACKS, TEMPORAL_WIDTH, VOCABULARY, Workload
+from kernels.bench.workload import (
+    DILATIONS,
+    EMBEDDED,
+    FORMS,
+    IDS,
+    INT8,
+    LONG_MEMORY,
+    STACKS,
+    TEMPORAL_WIDTH,
+    VOCABULARY,
+    Workload,
+)
 from kernels.conv.types import ConvBlock, ConvWeights
 from kernels.embedding import FIRST, fold_taps
 from kernels.gru.types import GRUWeights
 from kernels.lstm.types import LSTMWeights
 from kernels.qrnn.types import QRNNWeights
+from kernels.quantized import dequantize, quantize
+from kernels.ragged import STORAGE
 from kernels.sru.types import SRUWeights
 
 Normal = Callable[..., Tensor]
+STORED = STORAGE | {INT8: torch.float32}
+"""Dtypes of data and weights, by the dtype of a workload."""
 
 
 def weights(workload: Workload, normal: Normal) -> tuple[Any, ...]:
     """Return the layers of a workload. `normal` returns a random array of a shape, times `scale`."""
-    return WEIGHTS[workload.family](workload, normal)
+    layers = WEIGHTS[workload.family](workload, normal)
+    return tuple(map(_as_int8, layers)) if workload.dtype == INT8 else layers
+
+
+def _as_int8(layer: Any) -> Any:
+    """Return a recurrent layer whose products take int8 weights, with the values of these weights."""
+    matrices = {name: getattr(layer, name, None) for name in ("input", "recurrent")}
+    return replace(
+        layer, int8=True, **{name: dequantize(*quantize(matrix)) for name, matrix in matrices.items() if matrix is not None}
+    )
 
 
 def _lstm(workload: Workload, normal: Normal) -> tuple[LSTMWeights, ...]:

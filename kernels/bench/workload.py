@@ -44,6 +44,9 @@ TEXT_WIDTHS = (3, 4, 5)
 DENSE_WIDTHS = {"width 3": 3, "width 5": 5}
 """Forms of a dense layer, which returns a vector for every step."""
 
+INT8 = "int8"
+"""The dtype of layers whose products take int8 weights and rows. Their data are float32."""
+
 EMBEDDED, FOLDED = "embedded", "folded"
 """Forms of a text CNN over token ids: the layers look up an embedding, or tables of the embedding times the filters."""
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import product
 
 from kernels.bench import convolutions
-from kernels.bench.workload import FORMS, LONG_MEMORY, VOCABULARY, Workload
+from kernels.bench.workload import FORMS, INT8, LONG_MEMORY, VOCABULARY, Workload
 
 STEPS = 64
 
@@ -52,6 +52,8 @@ def _recurrent_on_cpu(family: str, quick: bool) -> Iterator[Workload]:
         yield _folded(family, rows, STEPS, hidden, form, lengths=lengths)
     if family not in FORMS and not quick:
         yield _square(family, 1, 512, dtype="bfloat16")
+    for hidden, rows in product((256,) if quick else (128, 256, 512), (1, 8, 32)):
+        yield _square(family, rows, hidden, dtype=INT8, form=_usual(family))
 
 
 _GRID_ON_CUDA = {

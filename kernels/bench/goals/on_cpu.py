@@ -11,7 +11,7 @@ from dataclasses import replace
 from kernels.bench.convolutions import embedded
 from kernels.bench.goals.evaluation import Goal, Times, speedup
 from kernels.bench.goals.limit import Limit
-from kernels.bench.workload import FOLDED, Workload
+from kernels.bench.workload import FOLDED, INT8, Workload
 from kernels.bench.workloads import workloads
 
 EAGER = "eager"
@@ -71,9 +71,14 @@ def _text_cnn_goal(lengths: str, name: str, limit: float) -> Goal:
     return Goal(f"text CNN over token ids, {name}, torch conv1d, smallest", folded, value, Limit(limit), has_grid=True)
 
 
+def _int8_goal(family: str) -> Goal:
+    return Goal(f"{family} layer, int8 over float32", cells(family, "layer", INT8), _over_float32, Limit(None), has_grid=True)
+
+
 GOALS = [
     *(goal for family in GATED for goal in _gated_goals(family)),
     *(goal for family in SCANS for goal in _scan_goals(family)),
+    *(_int8_goal(family) for family in (*GATED, *SCANS)),
     _text_cnn_goal("equal", "64 steps", 60),
     _text_cnn_goal("questions", "questions", 100),
 ]

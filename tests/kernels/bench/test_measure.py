@@ -17,7 +17,7 @@ from kernels.bench.baselines.discrete import lstm_gates
 from kernels.bench.baselines.packages import onnx_runtime, sru_package
 from kernels.bench.case import BenchCase, random_case
 from kernels.bench.measure import Findings
-from kernels.bench.workload import Workload
+from kernels.bench.workload import FORMS, INT8, Workload
 from tests.kernels.bench.conftest import CPU, FORMED, RECURRENCE, TINY, measured, tiny
 from tests.kernels.families import cpu_backends
 
@@ -54,6 +54,15 @@ def test_every_backend_and_torch_baseline_agrees(workload: Workload) -> None:
         assert 0 <= measurement.error < 1e-5
         assert 0 < spread.p10_us <= spread.median_us <= spread.p90_us < 1e6
         assert spread.repetitions >= timing.AT_LEAST
+
+
+@pytest.mark.parametrize("family", ["lstm", "gru", *FORMS])
+def test_only_the_loops_of_a_cpu_are_timed_in_int8(family: str) -> None:
+    findings = measured(replace(tiny(family), dtype=INT8), always(torch.zeros(1)))
+    assert not findings.wrong
+    assert timed_backends(findings) == [name for name in cpu_backends(family) if name == "cpu"]
+    assert "framework refuses: has no int8 products" in findings.refused
+    assert all(measurement.error > 1e-5 for measurement in findings.measurements), "rows are rounded"
 
 
 @pytest.mark.parametrize("workload", FORMED, ids=str)
