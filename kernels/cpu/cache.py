@@ -7,11 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
-import shutil
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
@@ -28,7 +24,6 @@ KERNELS = Path(__file__).resolve().parents[1]
 LOOPS = "*/cpu_loops.py"
 SOURCES = ("cpu/*.py", LOOPS)
 NOT_COMPILED = "not compiled for this processor: run `python -m kernels.cpu`"
-SHARED_MEMORY = "/dev/shm"  # noqa: S108 # mkdtemp makes a private folder in it
 COMPLETE = "complete"
 """The file that shows that every function of the folder is compiled."""
 
@@ -54,29 +49,6 @@ def code_folder() -> Path | None:
     """Return the folder for machine code of these sources on this processor, or None if there is no folder of compiled kernels."""
     parent, target = readable_folder(), host_target()
     return None if parent is None or target is None else parent / f"cpu-{target.name}-{_digest()}"
-
-
-@contextmanager
-def folder_to_compile_in() -> Iterator[Path | None]:
-    """Yield `code_folder`, or a temporary copy of it if it is read-only, because Numba only reads from folders that it can write."""
-    folder = code_folder()
-    if folder is None or cache_folder() is not None:
-        yield folder
-    elif not folder.exists():
-        yield None
-    else:
-        parent = None if _has_temporary_folder() else SHARED_MEMORY
-        with tempfile.TemporaryDirectory(prefix="seqserve-", dir=parent) as copy:
-            shutil.copytree(folder, copy, dirs_exist_ok=True)
-            yield Path(copy)
-
-
-def _has_temporary_folder() -> bool:
-    try:
-        tempfile.gettempdir()
-    except FileNotFoundError:  # a read-only container without a volume for temporary files
-        return False
-    return True
 
 
 @cache

@@ -6,17 +6,20 @@ addresses, all int64, because Numba would take microseconds to unpack arrays.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
 from numba import config, njit, types
+from numba.core.caching import UserProvidedCacheLocator
 from numba.extending import intrinsic
 
-from kernels.cpu.cache import COMPLETE, KERNELS, LOOPS, folder_to_compile_in
+from kernels.cpu.cache import COMPLETE, KERNELS, LOOPS, code_folder
 from kernels.cpu.target import Target, host_target
+from kernels.folder import cache_folder
 from kernels.ragged import ContractError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -64,10 +67,32 @@ class Compiled:
     @cached_property
     def machine_code(self) -> Any:
         signature = types.void(*[types.int64] * self._function.__code__.co_argcount)
-        with folder_to_compile_in() as folder:
-            # Numba reads this setting when it decorates a function. With a signature, it also compiles or loads it then.
-            config.CACHE_DIR = "" if folder is None else str(folder)
-            return njit(signature, nogil=True, error_model="numpy", cache=folder is not None)(self._function)
+        with _kept_in(code_folder()) as is_kept:
+            return njit(signature, nogil=True, error_model="numpy", cache=is_kept)(self._function)
+
+
+class FolderLocator(UserProvidedCacheLocator):  # type: ignore[misc]  # Numba has no types
+    """Tells Numba where in a folder the machine code of a function is. Numba's own locators go by the path of the source file, so
+    that a second installation would compile again, and they refuse a read-only folder."""
+
+    @classmethod
+    def get_suitable_cache_subpath(cls, source: str) -> str:
+        return Path(source).parent.name
+
+    def ensure_cache_path(self) -> None:
+        Path(self.get_cache_path()).mkdir(parents=True, exist_ok=True)
+
+
+@contextmanager
+def _kept_in(folder: Path | None) -> Iterator[bool]:
+    """Let Numba keep machine code in this folder. Yields whether it can: the folder is there, or can be made."""
+    before = config.CACHE_DIR, config.CACHE_LOCATOR_CLASSES
+    config.CACHE_DIR = str(folder)
+    config.CACHE_LOCATOR_CLASSES = f"{__name__}.{FolderLocator.__name__}"
+    try:
+        yield folder is not None and (folder.exists() or cache_folder() is not None)
+    finally:
+        config.CACHE_DIR, config.CACHE_LOCATOR_CLASSES = before
 
 
 def compile_all(folder: Path) -> None:

@@ -40,34 +40,17 @@ def test_empty_folder_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_complete_folder_is_used(complete: Path) -> None:
     assert cache.missing() is None
-    with cache.folder_to_compile_in() as folder:
-        assert folder == complete
+
+
+def test_read_only_folder_is_used(complete: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "cache_folder", lambda: None)
+    assert cache.missing() is None
 
 
 def test_folder_that_cannot_be_written_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv(CACHE, str(tmp_path / "file" / "folder"))
     assert "cannot be written" in str(cache.missing())
-
-
-def test_read_only_folder_is_copied(complete: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "cache_folder", lambda: None)
-    assert cache.missing() is None
-    with cache.folder_to_compile_in() as copy:
-        assert copy is not None and copy != complete
-        assert (copy / cache.COMPLETE).exists()
-    assert not copy.exists() and complete.exists()
-
-
-def test_container_without_temporary_folder_uses_shared_memory(complete: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_folder() -> str:
-        raise FileNotFoundError
-
-    monkeypatch.setattr(cache, "cache_folder", lambda: None)
-    monkeypatch.setattr("tempfile.gettempdir", no_folder)
-    monkeypatch.setattr(cache, "SHARED_MEMORY", str(complete.parent))
-    with cache.folder_to_compile_in() as copy:
-        assert copy is not None and copy.parent == complete.parent and (copy / cache.COMPLETE).exists()
 
 
 def test_missing_numba_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
