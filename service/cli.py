@@ -1,4 +1,4 @@
-"""The commands `seqserve serve | infer | models | bench`: parse flags, read settings, run."""
+"""The commands `seqserve serve | infer | models | quantize | bench`: parse flags, read settings, run."""
 
 from __future__ import annotations
 
@@ -82,6 +82,17 @@ def models(settings: Settings) -> int:
     return 0
 
 
+def quantize(
+    settings: Settings, model: str, precision: str, data: Path | None, model_version: int | None, name: str | None
+) -> int:
+    """Write a model in another precision as a new version and print what that changes."""
+    from service import quantize  # imports torch
+
+    folder, section = quantize.quantize(settings, model, precision, version=model_version, name=name, data=data)
+    print(f"{folder} is complete. Its card says:\n\n{section}", end="")
+    return 0
+
+
 def bench(settings: Settings, url: str, json: Path | None, trace: Path | None, **load: Any) -> int:
     """Send load to a running server and print what it measured."""
     _find_load_generator()
@@ -118,7 +129,7 @@ def _example(manifest: Manifest) -> dict[str, Any]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="seqserve", description="A server for sequence models.")
     parser.add_argument("--version", action="version", version=f"seqserve {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="serve | infer | models | bench")
+    commands = parser.add_subparsers(required=True, metavar="serve | infer | models | quantize | bench")
     shared = argparse.ArgumentParser(add_help=False)
     _setting(shared, "--models", metavar="DIR", help="folder of models")
     _setting(shared, "--config", metavar="FILE", help="TOML file of settings")
@@ -137,6 +148,25 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(run=infer)
     command = commands.add_parser("models", parents=[shared], help="list the models folder")
     command.set_defaults(run=models)
+    command = commands.add_parser(
+        "quantize", parents=[shared], help="store a model in another precision, as a new version, and measure what that changes"
+    )
+    command.add_argument("model", metavar="MODEL", help="name of a model in the models folder")
+    command.add_argument(
+        "--precision", required=True, choices=("int8", "bfloat16", "float16"), help="precision of the new version"
+    )
+    command.add_argument(
+        "--data",
+        type=Path,
+        metavar="FILE",
+        help="lines of a label, a space and a text, to measure the accuracy of a text classifier (default: compare the outputs for "
+        "random inputs)",
+    )
+    command.add_argument(
+        "--version", dest="model_version", type=_above_zero(int), metavar="N", help="version to read (default: the newest)"
+    )
+    command.add_argument("--name", metavar="NEW", help="write version 1 of a new model (default: the next version of MODEL)")
+    command.set_defaults(run=quantize)
     command = commands.add_parser(
         "bench", parents=[shared], help="send load to a running server and report latency and throughput"
     )

@@ -12,6 +12,7 @@ import pytest
 
 from service import __main__
 from service.cli import main
+from tests import models
 from tests.serving import Server, serving
 
 QUESTIONS = ["how far is the sea ?", "who was first"]
@@ -38,6 +39,25 @@ def test_models_command_lists_the_folder(models_folder: Path, capsys: pytest.Cap
     printed = capsys.readouterr().out
     assert "words  version 2  text > embedding > lstm > classify  float32" in printed
     assert "sensors  version 1  features > lstm > classify  float32" in printed
+
+
+def test_quantize_command_writes_a_version_and_prints_its_card(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    models.words(tmp_path / "models")
+    data = tmp_path / "texts.txt"
+    data.write_text("near how far is the sea ?\nfar who was first\n")
+    command = ["quantize", "words", "--precision", "int8", "--models", str(tmp_path / "models"), "--version", "1"]
+    assert main([*command, "--name", "small", "--data", str(data)]) == 0
+    folder = tmp_path / "models" / "small" / "1"
+    first, _, section = capsys.readouterr().out.partition("\n\n")
+    assert first == f"{folder} is complete. Its card says:"
+    assert (folder / "card.md").read_text() == f"made up\n\n{section}"
+    assert "| | float32 | int8 |" in section and "on 2 texts of texts.txt" in section
+    assert main(["models", "--models", str(tmp_path / "models")]) == 0
+    assert "small  version 1  text > embedding > lstm > classify  int8" in capsys.readouterr().out
+    assert main([*command, "--name", "small"]) == 1
+    assert "small exists in" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main([*command[:2], "--precision", "int4"])
 
 
 def test_serve_shows_a_request_that_an_alias_answers(models_folder: Path, tmp_path: Path) -> None:

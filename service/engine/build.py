@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -88,7 +89,7 @@ def prepare_model(
     """Prepare a version while the engine serves others; raises ModelError, or NoRoom when it does not fit."""
 
     def load() -> Encoder:
-        _check_memory(version, _weights_bytes(version), available_bytes(engine.device))
+        _check_memory(version, _weights_bytes(version, engine.device), available_bytes(engine.device))
         encoder = _encoder(version, engine.device, settings)
         if settings.max_model_bytes:
             _check_memory(version, encoder.weight_bytes(), settings.max_model_bytes - engine.weight_bytes)
@@ -105,12 +106,11 @@ def _encoder(version: ModelVersion, device: torch.device, settings: Settings) ->
     return Encoder(model, store.read_arrays(folder, model), device, settings.fold_limit_bytes)
 
 
-def _weights_bytes(version: ModelVersion) -> int:
-    file = Path(version.folder) / spec.WEIGHTS
-    try:
-        return file.stat().st_size
-    except OSError as error:
-        raise ModelError(f"{file} cannot be read: {error.strerror}") from error
+def _weights_bytes(version: ModelVersion, device: torch.device) -> int:
+    """Return the bytes that the weights of a version take on a device, without folded tables and copies that kernels pack."""
+    model = spec.ModelSpec.model_validate_json(version.spec)
+    bytes_per_value = 4 if device.type == "cpu" or model.precision == "float32" else 2
+    return bytes_per_value * sum(math.prod(shape) for shape in model.tensors().values())
 
 
 def _check_memory(version: ModelVersion, needed: int, free: int) -> None:

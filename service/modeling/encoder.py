@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from kernels.ragged import Encoded, Outputs, Ragged
+from service.errors import ModelError
 from service.modeling import heads, layer_builder
 from service.modeling.heads import HeadOutput
 from service.modeling.layer_builder import NamedLayer
 from service.modeling.runnable_layer import RunnableLayer, device_bytes
 from service.modeling.spec import EmbeddingLayer, ModelSpec
 from service.modeling.state_slabs import RowSlots, RunningPool, StateSlabs
+from service.modeling.stored_weights import INT8
 
 TRIAL_ROWS, TRIAL_STEPS, TRIAL_RUNS = 4, 16, 5
 """The batch that decides between an embedding and its folded table, and how many times it is timed."""
@@ -41,7 +43,10 @@ class Encoder:
     def __init__(self, spec: ModelSpec, arrays: Mapping[str, Tensor], device: torch.device, fold_limit_bytes: int) -> None:
         self.spec = spec
         self.device = device
-        self._parts = layer_builder.build_parts(_named_layers(spec, arrays), device)
+        int8 = spec.precision == INT8
+        if int8 and device.type == "cuda":
+            arrays, int8 = _in_float16(arrays), False
+        self._parts = layer_builder.build_parts(_named_layers(spec, arrays), device, int8=int8)
         self._head = heads.build(spec.head, arrays, device)
         self._layers[-1].linear = self._head.linear
         self._slabs: StateSlabs | None = None
@@ -162,6 +167,17 @@ def _named_layers(spec: ModelSpec, arrays: Mapping[str, Tensor]) -> list[NamedLa
             named_layers.append(NamedLayer(name, layer, inputs, _without_prefix(arrays, f"{name}.")))
         inputs = layer.outputs
     return named_layers
+
+
+def _in_float16(arrays: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the arrays of an int8 model in the dtype of the kernels of a GPU; raises ModelError for values that float16 does not have."""
+    halves = {name: array.half() for name, array in arrays.items()}
+    for name, array in halves.items():
+        if not bool(torch.isfinite(array).all()):
+            raise ModelError(
+                f"{name} has values above the range of float16, in which a GPU runs int8 models: store it in bfloat16"
+            )
+    return halves
 
 
 def _without_prefix(arrays: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ from kernels.lstm.types import LSTMState, LSTMWeights
 from kernels.norm import layer_norm
 from kernels.pooling import pool_steps
 from kernels.qrnn.types import QRNNState, QRNNWeights
-from kernels.ragged import Encoded, Outputs, Ragged
+from kernels.ragged import Encoded, Outputs, Ragged, compute_dtype
 from kernels.sru.types import SRUState, SRUWeights
 from service.modeling.runnable_layer import EMBEDDED, FOLDED, RunnableLayer, embed_ids, unique_tensors, weight_tensors
 from service.modeling.spec import GRULayer, LSTMLayer, QRNNLayer, RecurrentLayer, SRULayer
@@ -127,15 +127,16 @@ class RecurrentStack(RunnableLayer):
         return encoded if level.norm is None else _normalise(encoded, x, want, level)
 
 
-def build(layer: RecurrentLayer, inputs: int, weights: Mapping[str, Tensor]) -> RecurrentStack:
-    """Return the stack of a recurrent layer. Its weights are on their device already; inputs: the layer's input width."""
+def build(layer: RecurrentLayer, inputs: int, weights: Mapping[str, Tensor], *, int8: bool = False) -> RecurrentStack:
+    """Return the stack of a recurrent layer. Its weights are on their device already; inputs: the layer's input width; int8: whether
+    products may take int8 numbers."""
     levels = []
     for level in range(layer.depth):
         shared = {name: weights[f"{level}.{name}"] for name in layer.shared(inputs)}
         directions = []
         for backward, direction in enumerate(layer.directions):
             arrays = {name: weights[f"{level}.{direction}.{name}"] for name in layer.weights(inputs)}
-            directions.append(_weights(layer, inputs, backward, arrays | shared))
+            directions.append(replace(_weights(layer, inputs, backward, arrays | shared), int8=int8))
         norm_after = isinstance(layer, SRULayer) and layer.layer_norm == "after"
         levels.append(RecurrentLevel(tuple(directions), shared["norm"] if norm_after else None))
         inputs = layer.outputs
@@ -226,7 +227,8 @@ def _qrnn_states(weights: QRNNWeights, slots: int) -> QRNNState:
         left = torch.zeros(slots, earlier_steps, dtype=torch.int64, device=weights.bias.device)
     else:
         assert weights.input is not None
-        left = weights.input.new_zeros(slots, earlier_steps, weights.input.shape[1])
+        dtype = compute_dtype(weights.input.dtype, weights.input.device)
+        left = torch.zeros(slots, earlier_steps, weights.input.shape[1], dtype=dtype, device=weights.input.device)
     return QRNNState(_zeros(weights, slots), left)
 
 

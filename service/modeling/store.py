@@ -7,32 +7,34 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from kernels.ragged import STORAGE
 from service.errors import ModelError
 from service.modeling.spec import CARD, MODEL, TOKENIZER, WEIGHTS, ModelSpec, digest, read, read_verified
+from service.modeling.stored_weights import from_stored, tensor_forms, to_stored, wrong_values
 
 
 def read_arrays(folder: Path, spec: ModelSpec) -> dict[str, Tensor]:
-    """Return the tensors of a version folder, on the CPU; raises ModelError unless they are exactly the tensors that `spec` describes."""
+    """Return the arrays of a version folder, on the CPU; raises ModelError unless its tensors are exactly those that `spec` describes.
+
+    The matrices of an int8 model are float32, each a number times its scale.
+    """
     data = read_verified(folder / WEIGHTS, spec)
     try:
-        arrays = load(data)
+        stored = load(data)
     except SafetensorError as error:
         raise ModelError(f"{folder / WEIGHTS} is not a complete safetensors file: {error}") from error
-    _check(folder / WEIGHTS, arrays, spec)
-    return arrays
+    _check(folder / WEIGHTS, stored, spec)
+    return from_stored(stored, spec)
 
 
 def write(folder: Path, spec: ModelSpec, arrays: Mapping[str, Tensor], *, card: str, tokenizer: str | None = None) -> ModelSpec:
     """Write a version folder and return `spec` with the digests of its files; raises ModelError if the arrays do not match `spec`."""
     if folder.parent.name != spec.name:
         raise ModelError(f"the model is named {spec.name!r} and its folder {folder.parent.name!r}: use the same name for both")
-    stored = {name: array.to(STORAGE[spec.precision]).contiguous() for name, array in arrays.items()}
+    stored = to_stored(arrays, spec)
     _check(folder / WEIGHTS, stored, spec)
     files = {WEIGHTS: save(stored)} | ({TOKENIZER: tokenizer.encode()} if tokenizer is not None else {})
     signed = spec.model_copy(update={"sha256": {name: digest(data) for name, data in files.items()}})
@@ -45,21 +47,24 @@ def write(folder: Path, spec: ModelSpec, arrays: Mapping[str, Tensor], *, card: 
     return signed
 
 
-def _check(file: Path, arrays: Mapping[str, Tensor], spec: ModelSpec) -> None:
-    """Raise ModelError unless `arrays` have the names, shapes and dtype that `spec` describes, and finite values."""
-    shapes = spec.tensors()
-    for name in sorted(shapes.keys() | arrays.keys()):
-        if name not in arrays:
-            raise ModelError(f"{file}: the tensor {name} of shape {shapes[name]} is missing")
-        if name not in shapes:
+def _check(file: Path, tensors: Mapping[str, Tensor], spec: ModelSpec) -> None:
+    """Raise ModelError unless `tensors` have the names, shapes and dtypes that `spec` describes, and valid values."""
+    forms = tensor_forms(spec)
+    for name in sorted(forms.keys() | tensors.keys()):
+        if name not in tensors:
+            raise ModelError(f"{file}: the tensor {name} of shape {forms[name].shape} is missing")
+        if name not in forms:
             raise ModelError(f"{file}: the tensor {name} belongs to no layer of {MODEL}")
-        array = arrays[name]
-        if tuple(array.shape) != shapes[name]:
-            raise ModelError(f"{file}: {name} has shape {tuple(array.shape)}, {MODEL} requires {shapes[name]}")
-        if array.dtype != STORAGE[spec.precision]:
-            raise ModelError(f"{file}: {name} is {array.dtype} and the precision in {MODEL} is {spec.precision}")
-        if not bool(torch.isfinite(array).all()):
-            raise ModelError(f"{file}: {name} has values that are not finite")
+        tensor, form = tensors[name], forms[name]
+        if tuple(tensor.shape) != form.shape:
+            raise ModelError(f"{file}: {name} has shape {tuple(tensor.shape)}, {MODEL} requires {form.shape}")
+        if tensor.dtype != form.dtype:
+            raise ModelError(
+                f"{file}: {name} is {tensor.dtype}, the precision {spec.precision} in {MODEL} requires {form.dtype}"
+            )
+        wrong = wrong_values(name, tensor)
+        if wrong is not None:
+            raise ModelError(f"{file}: {name} {wrong}")
 
 
 def _toml(values: Mapping[str, Any], path: str = "") -> str:

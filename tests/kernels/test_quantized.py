@@ -11,13 +11,13 @@ def test_largest_weight_of_each_column_is_the_largest_number() -> None:
     numbers, scales = quantize(torch.tensor([[1.0, -0.5, 0.0], [-0.2, 0.1, 0.0]]))
     assert numbers.dtype == torch.int8
     assert numbers.tolist() == [[127, -127, 0], [-25, 25, 0]]
-    torch.testing.assert_close(scales, torch.tensor([1.0, 0.5, 0.0]) / LEVELS)
+    assert scales.tolist() == (torch.tensor([1.0, 0.5, 0.0]) / LEVELS).bfloat16().tolist()
 
 
 def test_error_is_at_most_half_a_number() -> None:
     weight = torch.randn(64, 33, generator=torch.Generator().manual_seed(0))
     numbers, scales = quantize(weight)
-    assert bool(((dequantize(numbers, scales) - weight).abs() <= 0.5001 * scales).all())
+    assert bool(((dequantize(numbers, scales) - weight).abs() <= 0.5 * scales + 1e-7).all())
 
 
 def test_taps_share_the_scale_of_their_column() -> None:

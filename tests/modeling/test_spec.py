@@ -99,7 +99,7 @@ def test_tensor_shapes_follow_from_the_layers(tmp_path: Path) -> None:
         ('pool = "max"', 'pool = "min"', "head.pool", "'last', 'mean' or 'max'"),
         ('"far"', '"near"', "head", "labels must be unique"),
         ('["near", "far", "unknown"]', '["near"]', "head.labels", "at least 2 items"),
-        ("float32", "float8", "precision", "'float32', 'float16' or 'bfloat16'"),
+        ("float32", "float8", "precision", "'float32', 'float16', 'bfloat16' or 'int8'"),
         ('"words"', '"wo rds"', "name", "match pattern"),
         (EMBEDDING, "", "the whole file", "an input of kind 'ids' does not fit a first layer of kind 'lstm': text and ids"),
         (LSTM, "", "the whole file", "an embedding needs a layer after it: add one"),

@@ -161,7 +161,7 @@ def test_wrong_shape_error_has_both_shapes(folder: Path, model: ModelSpec) -> No
 
 def test_wrong_dtype_error_has_both_dtypes(folder: Path, model: ModelSpec) -> None:
     message = read_error(folder, model, changed(model, {BIAS: torch.zeros(20, dtype=torch.float16)}))
-    assert message == f"{BIAS} is torch.float16 and the precision in model.toml is float32"
+    assert message == f"{BIAS} is torch.float16, the precision float32 in model.toml requires torch.float32"
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

@@ -33,6 +33,7 @@ from service.modeling.spec.heads import (
 )
 from service.modeling.spec.layers import (
     LAYER_KINDS,
+    MATRICES,
     ConvLayer,
     EmbeddingLayer,
     GRULayer,
@@ -47,6 +48,7 @@ from service.modeling.spec.layers import (
 from service.modeling.spec.table import Shapes, Size, Table
 
 __all__ = [
+    "MATRICES",
     "ClassifyHead",
     "ConvLayer",
     "EmbedHead",
@@ -118,7 +120,7 @@ class ModelSpec(Table):
 
     name: Annotated[str, Field(pattern=f"^{NAME.pattern}$")]
     description: str = ""
-    precision: Literal["float32", "float16", "bfloat16"]
+    precision: Literal["float32", "float16", "bfloat16", "int8"]
     input: SequenceInput
     layers: Annotated[tuple[Layer, ...], Field(min_length=1)]
     head: Head
@@ -157,7 +159,7 @@ class ModelSpec(Table):
         return self
 
     def tensors(self) -> Shapes:
-        """Return the name and shape of every tensor in weights.safetensors."""
+        """Return the name and shape of every tensor of the layers and the head."""
         shapes: Shapes = {}
         inputs = self.input.vocabulary or self.input.features or 0
         for index, layer in enumerate(self.layers):
@@ -165,6 +167,10 @@ class ModelSpec(Table):
             inputs = layer.outputs
         head = self.head.tensors(inputs, self.input.vocabulary)
         return shapes | {f"head.{name}": shape for name, shape in head.items()}
+
+    def matrices(self) -> list[str]:
+        """Return the names of the tensors that are stored as int8 numbers if that is the precision."""
+        return [name for name in self.tensors() if name.rpartition(".")[2] in MATRICES]
 
     @property
     def min_steps(self) -> int:

@@ -11,6 +11,9 @@ from service.modeling.spec.table import LayerTable, Shapes, Size
 DIRECTIONS = ("forward", "backward")
 QRNN_BLOCKS = {"f": 2, "fo": 3, "ifo": 4}
 GATED = ("glu", "gated_tanh")
+MATRICES = ("weight", "input", "recurrent", "projection", "filters")
+"""Last parts of the names of matrices; their last axis has the columns. Direction and magnitude of a weight norm are not matrices: the
+filters are computed from both when a model is loaded."""
 
 
 class EmbeddingLayer(LayerTable):

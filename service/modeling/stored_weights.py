@@ -1,0 +1,73 @@
+"""How the precision of a model stores its arrays in weights.safetensors.
+
+A precision of floats stores every array in its dtype. The precision int8 stores a matrix as int8 numbers, with a float32 scale for each
+column in the tensor `NAME.scale`, and every other array as float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.quantized import LEVELS, dequantize, quantize
+from kernels.ragged import STORAGE
+from service.modeling.spec import ModelSpec
+
+INT8 = "int8"
+SCALE = ".scale"
+"""The end of the name of a matrix's scales."""
+
+
+class TensorForm(NamedTuple):
+    """Shape and dtype of a tensor in weights.safetensors."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def tensor_forms(spec: ModelSpec) -> dict[str, TensorForm]:
+    """Return the form of every tensor in weights.safetensors, by name."""
+    shapes = spec.tensors()
+    if spec.precision != INT8:
+        return {name: TensorForm(shape, STORAGE[spec.precision]) for name, shape in shapes.items()}
+    forms = {name: TensorForm(shape, torch.float32) for name, shape in shapes.items()}
+    for name in spec.matrices():
+        forms[name] = TensorForm(shapes[name], torch.int8)
+        forms[name + SCALE] = TensorForm(shapes[name][-1:], torch.float32)
+    return forms
+
+
+def to_stored(arrays: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
+    """Return the tensors that store the arrays of a model. Missing and unknown arrays stay missing and unknown."""
+    if spec.precision != INT8:
+        return {name: array.to(STORAGE[spec.precision]).contiguous() for name, array in arrays.items()}
+    stored = {name: array.float().contiguous() for name, array in arrays.items()}
+    for name in spec.matrices():
+        if name in arrays:
+            stored[name], stored[name + SCALE] = quantize(stored[name])
+    return stored
+
+
+def from_stored(stored: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
+    """Return the arrays of a model from the tensors that store them; matrices of int8 numbers become float32."""
+    if spec.precision != INT8:
+        return dict(stored)
+    return {
+        name: dequantize(stored[name], stored[name + SCALE]) if name + SCALE in stored else stored[name]
+        for name in spec.tensors()
+    }
+
+
+def wrong_values(name: str, tensor: Tensor) -> str | None:
+    """Return what is wrong with the values of a tensor in weights.safetensors, or None."""
+    if tensor.dtype == torch.int8:
+        below = bool((tensor < -LEVELS).any())
+        return f"has numbers below -{LEVELS}: int8 weights are from -{LEVELS} to {LEVELS}" if below else None
+    if not name.endswith(SCALE):
+        return None if bool(torch.isfinite(tensor).all()) else "has values that are not finite"
+    if not bool(torch.isfinite(LEVELS * tensor).all()):
+        return "has scales that are not finite, or too large for finite weights"
+    return "has negative scales" if bool((tensor < 0).any()) else None

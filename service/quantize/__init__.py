@@ -1,0 +1,119 @@
+"""Stores a model in another precision, as a new version, and measures what that changes: `seqserve quantize`."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kernels.folder import set_cache_folder
+from service.cores import usable_cores
+from service.errors import ModelError
+from service.modeling import spec, store
+from service.modeling.encoder import Encoder
+from service.modeling.tokenizer import Tokenizer
+from service.quantize.card import precision_section, with_section
+from service.quantize.comparison import compare
+from service.quantize.inputs import random_inputs, read_texts
+from service.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where the new version will be, and the existing version that it is made of."""
+
+    source: Path
+    name: str
+    version: int
+
+    def folder(self, root: Path) -> Path:
+        return root / self.name / str(self.version)
+
+
+def quantize(
+    settings: Settings,
+    model: str,
+    precision: str,
+    *,
+    version: int | None = None,
+    name: str | None = None,
+    data: Path | None = None,
+) -> tuple[Path, str]:
+    """Write a version of a model in another precision; return its folder and the section "Precision" of its card.
+
+    version: the version to read, or None for the newest; name: of a new model, or None for the next version of the same model;
+    data: a file of labelled texts, or None to compare the versions on random inputs. Raises ModelError.
+    """
+    torch.set_num_threads(usable_cores())
+    set_cache_folder(settings.cache)
+    root = settings.models
+    target = _target(root, model, version, name)
+    before = spec.read(target.source)
+    if before.precision == precision:
+        raise ModelError(f"{target.source} has the precision {precision} already: choose another")
+    tokenizer = Tokenizer.read(target.source, before) if before.input.kind == "text" else None
+    inputs = random_inputs(before) if data is None else read_texts(data, before, tokenizer)
+    try:
+        # A hidden folder is not a model, and one rename within the models folder makes the finished version visible.
+        with tempfile.TemporaryDirectory(prefix=".quantize-", dir=root) as hidden:
+            written = target.folder(Path(hidden))
+            after = _write(written, target, before, precision, tokenizer)
+            comparison = compare(_encoder(target.source, before, settings), _encoder(written, after, settings), inputs)
+            sizes = _weights_bytes(target.source), _weights_bytes(written)
+            section = precision_section(comparison, f"version {target.source.name} of {model}", sizes)
+            (written / spec.CARD).write_text(with_section(_card(target.source), section))
+            _publish(written, target.folder(root))
+    except OSError as error:
+        raise ModelError(f"{target.folder(root)} cannot be written: {error}") from error
+    return target.folder(root), section
+
+
+def _target(root: Path, model: str, version: int | None, name: str | None) -> Target:
+    """Return what to read and to write; raises ModelError for a model or version that does not exist, and for a name that does."""
+    models = spec.find_models(root)
+    if model not in models:
+        raise ModelError(f"{root} has no model {model!r}: the models are {', '.join(models)}")
+    versions = models[model]
+    if version is not None and str(version) not in versions:
+        raise ModelError(f"{model} has no version {version}: the versions are {', '.join(versions)}")
+    newest = list(versions)[-1]
+    source = versions[newest if version is None else str(version)]
+    if name is None:
+        return Target(source, model, int(newest) + 1)
+    if not spec.NAME.fullmatch(name):
+        raise ModelError(f"{name!r} is not a name of a model: use letters, digits, '.', '_' and '-'")
+    if name in models or name in spec.read_aliases(root, models):
+        raise ModelError(f"{name} exists in {root}: choose another name, or leave --name out for the next version of {model}")
+    return Target(source, name, 1)
+
+
+def _write(folder: Path, target: Target, before: spec.ModelSpec, precision: str, tokenizer: Tokenizer | None) -> spec.ModelSpec:
+    """Write the new version without its card and return its description."""
+    described = before.model_copy(update={"name": target.name, "precision": precision, "sha256": {}})
+    definition = None if tokenizer is None else tokenizer.definition.decode()
+    return store.write(folder, described, store.read_arrays(target.source, before), card="", tokenizer=definition)
+
+
+def _encoder(folder: Path, described: spec.ModelSpec, settings: Settings) -> Encoder:
+    """Return a version as the engine of a CPU runs it."""
+    return Encoder(described, store.read_arrays(folder, described), torch.device("cpu"), settings.fold_limit_bytes)
+
+
+def _weights_bytes(folder: Path) -> int:
+    return (folder / spec.WEIGHTS).stat().st_size
+
+
+def _card(folder: Path) -> str:
+    """Return the card of a version, or an empty text if it has none."""
+    file = folder / spec.CARD
+    return file.read_text() if file.exists() else ""
+
+
+def _publish(written: Path, folder: Path) -> None:
+    """Move a complete version folder, or the folder of a new model, into the models folder. Raises OSError if it exists by now."""
+    if folder.parent.exists():
+        written.rename(folder)
+    else:
+        written.parent.rename(folder.parent)
