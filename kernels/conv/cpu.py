@@ -5,8 +5,9 @@ Other convolutions are products of whole windows. They run in `framework`, with 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -54,15 +55,13 @@ def text_cnn(x: Ragged, layers: Sequence[ConvWeights], classifier: Classifier | 
     """Run all layers over every row and pool each by its maximum. Shapes as in `kernels.conv.text_cnn`."""
     if not all(layer.tables is not None and layer.activation in MONOTONE for layer in layers):
         return _layer_by_layer(x, layers, classifier)
-    from kernels.conv.cpu_loops import text_cnn as run  # imports Numba, which takes half a second
-
-    packed, rows, tokens = _packed(layers, classifier), x.rows, len(x.data)
+    packed, rows, tokens = _packed(layers, classifier), x.rows, x.data.shape[0]
     ids, offsets = x.data.contiguous(), x.offsets.contiguous()
     maxima = torch.empty(rows, packed.outputs)
     storage, panels, bias, width = packed.scoring
     scores = torch.empty(rows, width) if panels else None
     run_in_parts(
-        run,
+        _loop(),
         (
             *(offsets.data_ptr(), offsets.itemsize, rows, ids.data_ptr(), ids.itemsize),
             *(packed.numbers, len(layers), packed.outputs, maxima.data_ptr()),
@@ -75,6 +74,13 @@ def text_cnn(x: Ragged, layers: Sequence[ConvWeights], classifier: Classifier | 
     if scores is not None and classifier is not None:
         scores = scores[:, : classifier[0].shape[1]]
     return Encoded(None, max=maxima, scores=scores)
+
+
+@cache
+def _loop() -> Callable[..., None]:
+    from kernels.conv.cpu_loops import text_cnn as run  # imports Numba, which takes half a second
+
+    return run
 
 
 def _packed(layers: Sequence[ConvWeights], classifier: Classifier | None) -> TextTables:

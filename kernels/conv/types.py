@@ -170,7 +170,8 @@ def check_text_cnn(x: Ragged, layers: Sequence[ConvWeights], classifier: tuple[T
         raise ContractError("layers is empty: a text CNN needs at least one layer")
     first = layers[0]
     for number, layer in enumerate(layers):
-        check_conv(x, layer, None)
+        if number == 0 or layer.columns != first.columns:  # the data are checked once
+            check_conv(x, layer, None)
         if layer.embedding is not first.embedding or (layer.tables is None) != (first.tables is None):
             raise ContractError(
                 f"layers[{number}] and layers[0] differ in how they take ids: share one embedding, or give every layer tables"
