@@ -21,7 +21,7 @@ from kernels.cpu.threads import run_in_parts
 from kernels.ragged import Encoded, Ragged
 
 MONOTONE = ("none", "relu")
-"""Activations whose maximum over time is the activation of the maximum."""
+"""Activations that may follow the maximum over time, because they never decrease."""
 TILE_FLOATS = 128
 """Numbers of the largest tile."""
 ROW_OPERATIONS = 2

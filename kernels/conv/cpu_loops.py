@@ -28,7 +28,7 @@ class Layer(NamedTuple):
     """One layer, in the order of the numbers of `kernels.conv.cpu`.
 
     table: the address of the tables, (width, height, outputs), with `row_numbers` numbers from row to row and `tap_numbers`
-    from tap to tap; column: of its first output among those of all layers; bias: the address of (outputs,) float32; relu:
+    from tap to tap; column: of its first output among the outputs of all layers; bias: the address of (outputs,) float32; relu:
     whether negative maxima become 0.
     """
 

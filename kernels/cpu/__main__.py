@@ -16,7 +16,7 @@ NICENESS = 10
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m kernels.cpu", description="Compile the CPU kernels.")
-    parser.add_argument("--all", action="store_true", help="for every processor of this architecture, not only for this one")
+    parser.add_argument("--all", action="store_true", help="for all processors of this architecture")
     parser.add_argument("--low-priority", action="store_true", help="let other processes go first")
     options = parser.parse_args()
     if options.low_priority:

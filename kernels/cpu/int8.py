@@ -1,9 +1,9 @@
-"""Products of int8 weights with rows that are quantized when they are needed, each with a scale of its own.
+"""Products of int8 weights with rows that are quantized when they are needed, each with its own scale.
 
 A row's scale is its largest absolute value / 127, so a result depends on no other row. The integer sums are exact. A sum times the
 scales of its row and its column is the product.
 
-An instruction adds up the products of STEPS consecutive steps in each lane, so the weights of STEPS steps of a column are together.
+An instruction adds up the products of STEPS consecutive steps of a column, so these weights are together.
 A panel is (depth / STEPS, vectors, LANES, STEPS) int8, then the scales of its columns, (vectors, LANES) float32, and the numbers from
 which its sums start, (vectors, LANES) int32. A quantized row is its scale, float32, and its numbers. VNNI multiplies unsigned with
 signed bytes: there, the numbers of a row are 128 too large, and the sums start from -128 times the sums of the columns.
@@ -45,7 +45,7 @@ BYTES = STEPS == 4
 """Whether the numbers of a quantized row are unsigned bytes; they are 16-bit numbers otherwise."""
 SHIFT, NUMBER = (128, BYTE) if BYTES else (0, SHORT)
 SMALLEST = 1e-30
-"""A row whose values are all smaller counts as zeros: LEVELS / SMALLEST is still a float32 number."""
+"""A row of smaller values counts as zeros: LEVELS / SMALLEST is still a float32 number."""
 UNROLLED = 4
 """Words of STEPS steps without a branch between them."""
 
@@ -182,7 +182,7 @@ def emit_int8_products(
 
 
 def _emit_step(code: Vectors, total: ir.Value, word: ir.Value, weights: ir.Value) -> ir.Value:
-    """Return `total` and, in each lane, the products of the STEPS numbers of a word with the weights of the lane."""
+    """Return `total` plus the products of the STEPS numbers of a word with the weights of each column."""
     builder = code.builder
     if BYTES:
         return code.call("llvm.x86.avx512.vpdpbusd.512", INTS, total, word, builder.bitcast(weights, INTS))

@@ -52,7 +52,7 @@ def empty_outputs(x: Ragged, want: Outputs, width: int) -> OutputTensors:
 
 
 def output_arguments(outputs: OutputTensors, width: int, column: int = 0) -> tuple[int, ...]:
-    """Return the addresses of the outputs from a column on, 0 for those that are not wanted, and the width of their rows."""
+    """Return the addresses of the outputs from a column on, 0 for outputs that are not wanted, and the width of their rows."""
     return (*[0 if array is None else array.data_ptr() + FLOAT_BYTES * column for array in outputs], width)
 
 

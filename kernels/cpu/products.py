@@ -7,7 +7,7 @@ block of columns is rounded up to LANES with zeros. In a panel of a recurrent we
 LANES units; in a panel of any other weight they are consecutive columns.
 
 A tile is up to `max_rows` rows of one panel. It keeps its sums in registers while it runs over the depth. Each sum adds its
-products in the order of the depth, so a row's result does not depend on the rows beside it.
+products in the order of the depth, so a row's result does not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ ROWS_IN_CACHE = 96
 
 
 def max_rows(vectors: int) -> int:
-    """Return the rows of the largest tile whose sums fit into the registers beside the weights and one value."""
+    """Return the rows of the largest tile. Its sums, a vector of each block and one value fit into the registers."""
     return min(LARGEST_TILE, max(1, (REGISTERS - vectors - 1) // vectors))
 
 
@@ -89,7 +89,7 @@ def pack_columns(weight: Tensor, blocks: int, storage: int) -> Tensor:
 
 
 def _store(weight: Tensor, panels: Callable[[Tensor], Tensor], storage: int) -> Tensor:
-    """Return the panels of a weight as they are stored. panels: returns those of a matrix, (panels, depth, vectors, LANES)."""
+    """Return the panels of a weight as they are stored. panels: splits a matrix into panels, (panels, depth, vectors, LANES)."""
     if storage == INT8:
         numbers, scales = quantize(weight)
         return pack_int8(panels(numbers), panels(scales[None]))
@@ -116,8 +116,8 @@ def _pad_blocks(weight: Tensor, blocks: int) -> Tensor:
 
 
 def _sums_tile(vectors: int, started: int) -> Any:
-    """Return the intrinsic that computes the sums of a tile with panels of `vectors` vectors, of which the first `started` do
-    not start from zero."""
+    """Return the intrinsic that computes the sums of a tile with panels of `vectors` vectors. Only the first `started` vectors
+    have a start other than zero."""
 
     @llvm_code
     def tile(

@@ -28,7 +28,7 @@ class Batch(NamedTuple):
 
 
 class OutputArrays(NamedTuple):
-    """The addresses of the outputs, 0 for those that are not requested, and the distance between two rows or two steps of each."""
+    """The addresses of the outputs, 0 for outputs that are not requested, and the distance between two rows or two steps of each."""
 
     steps: int
     last: int

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 
 TARGET = "KERNELS_CPU_TARGET"
-"""The environment variable that names another target than the fastest one of this processor."""
+"""The environment variable that names another target than the fastest of this processor."""
 X86, ARM = "x86", "arm"
 ARCHITECTURES = {"x86_64": X86, "AMD64": X86, "aarch64": ARM, "arm64": ARM}
 """Architectures by the machine's name."""
@@ -22,8 +22,8 @@ class Target:
     """A kind of processor.
 
     name, features: as LLVM knows them; needed: the features that a processor of the architecture may lack, by LLVM's names;
-    lanes: float32 numbers of a vector register; registers: vector registers; int8_steps: products that an instruction adds up in
-    each lane of an int8 product: four of unsigned and signed bytes (VNNI), or two of 16-bit numbers.
+    lanes: float32 numbers of a vector register; registers: vector registers; int8_steps: how many products of integers an
+    instruction adds up in 32 bits: four of unsigned and signed bytes (VNNI), or two of 16-bit numbers.
     """
 
     name: str
@@ -46,7 +46,7 @@ TARGETS = (
 
 @cache
 def host_target() -> Target | None:
-    """Return the fastest target that runs on this processor, or the one that KERNELS_CPU_TARGET names; None if there is none."""
+    """Return the fastest target of this processor, or the target that KERNELS_CPU_TARGET names; None if there is none."""
     name, targets = os.environ.get(TARGET), compilable_targets()
     if name is None:
         targets = [target for target in targets if _runs_here(target)]

@@ -22,7 +22,7 @@ FLOAT_BYTES, LONG_BYTES = 4, 8
 STORED = {FLOAT32: FLOAT, BFLOAT16: SHORT, FLOAT16: HALF}
 """The LLVM type of a stored weight."""
 STORED_PANEL = {FLOAT32: FLOAT, BFLOAT16: INT}
-"""The same in a panel of floating-point weights, where those of bfloat16 are stored in pairs."""
+"""The same in a panel of floating-point weights, where bfloat16 weights are stored in pairs."""
 
 LOG2_E = 1.4426950408889634
 LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440e-4
@@ -72,7 +72,7 @@ class Vectors:
         return self._load(pointer, offset, INTS, FLOAT_BYTES)
 
     def load_bytes(self, pointer: ir.Value, offset: ir.Value, count: int) -> ir.Value:
-        """Return `count` bytes for each lane, from `offset` on."""
+        """Return LANES x `count` bytes from `offset` on."""
         return self._load(pointer, offset, ir.VectorType(BYTE, LANES * count), 1)
 
     def load_stored(self, pointer: ir.Value, offset: ir.Value, storage: int) -> ir.Value:
@@ -98,7 +98,7 @@ class Vectors:
         return self.builder.bitcast(first, VECTOR), self.builder.bitcast(second, VECTOR)
 
     def load_masked(self, pointer: ir.Value, offset: ir.Value, storage: int, mask: ir.Value) -> ir.Value:
-        """Return the weights in the lanes of a mask, from `offset` on, as float32, and zeros in the other lanes. Reads nothing
+        """Return the weights that a mask selects, from `offset` on, as float32, and zeros elsewhere. Reads nothing
         else."""
         vector = ir.VectorType(STORED[storage], LANES)
         address = self.builder.bitcast(self.builder.gep(pointer, [offset]), vector.as_pointer())
@@ -110,23 +110,23 @@ class Vectors:
         return self._as_floats(self.builder.call(function, [address, align, mask, ir.Constant(vector, None)]), storage)
 
     def first_lanes(self, count: ir.Value) -> ir.Value:
-        """Return the mask of the first `count` lanes."""
+        """Return the mask of the first `count` elements."""
         counts = self.in_every_lane(self.builder.trunc(count, INT))
         return self.builder.icmp_signed("<", ir.Constant(INTS, list(range(LANES))), counts)
 
     def maximum(self, a: ir.Value, b: ir.Value) -> ir.Value:
-        """Return the larger number of each lane. It is not a number if either is not."""
+        """Return the larger numbers of two vectors, element by element. The result is not a number where either is not."""
         return self._call("llvm.maximum", a, b)
 
     def absolute(self, value: ir.Value) -> ir.Value:
         return self._call("llvm.fabs", value)
 
     def round(self, value: ir.Value) -> ir.Value:
-        """Return the nearest whole numbers, the even ones of two."""
+        """Return the nearest whole numbers. Halves are rounded to even numbers."""
         return self._call("llvm.rint", value)
 
     def largest(self, value: ir.Value) -> ir.Value:
-        """Return the largest number of all lanes. It is not a number if any is not."""
+        """Return the largest number of a vector. It is not a number if any is not."""
         return self.call(f"llvm.vector.reduce.fmaximum.v{LANES}f32", FLOAT, value)
 
     def store(self, value: ir.Value, pointer: ir.Value, offset: ir.Value) -> None:
@@ -135,13 +135,13 @@ class Vectors:
         self.builder.store(value, place).align = 1 if value.type.element != FLOAT else FLOAT_BYTES
 
     def in_every_lane(self, number: ir.Value) -> ir.Value:
-        """Return a vector with a 32-bit number in every lane."""
+        """Return a vector of copies of a 32-bit number."""
         undefined = ir.Constant(ir.VectorType(number.type, LANES), ir.Undefined)
         first = self.builder.insert_element(undefined, number, ir.Constant(INT, 0))
         return self.builder.shuffle_vector(first, undefined, ir.Constant(INTS, [0] * LANES))
 
     def broadcast(self, pointer: ir.Value, offset: ir.Value) -> ir.Value:
-        """Return a vector with the number at `offset` in every lane."""
+        """Return a vector of copies of the number at `offset`."""
         return self.in_every_lane(self.builder.load(self.builder.gep(pointer, [offset])))
 
     def multiply_add(self, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
@@ -172,7 +172,7 @@ class Vectors:
         return self.builder.fadd(self.multiply_add(scale, rest, scale), self.constant(1.0))
 
     def tanh_fraction(self, x: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """Return a numerator and a divisor whose quotient is tanh(x): exp(2x) - 1 and exp(2x) + 1. Exact to a few bits also
+        """Return the numerator and the divisor of tanh(x): exp(2x) - 1 and exp(2x) + 1. Exact to a few bits also
         near 0."""
         scale, rest = self._exp(self.builder.fadd(x, x))
         numerator = self.multiply_add(scale, rest, self.builder.fsub(scale, self.constant(1.0)))
@@ -185,7 +185,7 @@ class Vectors:
         return self.builder.fdiv(*self.tanh_fraction(x))
 
     def _exp(self, x: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """Return a power of two and a number whose product, plus that power, is exp(x). |x| is limited to MAX_EXPONENT."""
+        """Return a power of two p and a number r with exp(x) = p * r + p. |x| is limited to MAX_EXPONENT."""
         build = self.builder
         limit = self.constant(MAX_EXPONENT)
         x = build.select(build.fcmp_ordered(">", x, limit), limit, x)

@@ -140,7 +140,7 @@ def reset_after(
 ) -> None:
     """Advance the running rows by one step, panel by panel.
 
-    gates, gate_offsets, block: the gate inputs, where those of each row begin, and the numbers from gate to gate; before,
+    gates, gate_offsets, block: the gate inputs, where the inputs of each row begin, and the numbers from gate to gate; before,
     after: rows of `width` numbers; row_offsets: where each row of `before` begins; sums, quantized: memory for the sums of a tile
     and for quantized rows.
     """

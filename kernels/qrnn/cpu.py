@@ -128,7 +128,7 @@ def _gates(
 
 
 def _find_rows(ids: Tensor, tables: Tensor, batch: tuple[int, ...], lefts: tuple[int, ...]) -> Tensor:
-    """Return the rows of the tables in each token's window. Raises IndexError if one is outside of the tables."""
+    """Return the rows of the tables in each token's window. Raises IndexError for a row outside of the tables."""
     taps, height, _ = tables.shape
     numbers = torch.empty(ids.shape[0], taps, dtype=torch.int64)
     _loops().find_rows(ids.data_ptr(), ids.itemsize, FIRST, height, *batch, taps, *lefts, numbers.data_ptr())

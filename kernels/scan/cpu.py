@@ -18,7 +18,7 @@ from kernels.cpu.storage import INT8, STORAGES, panel_storage
 from kernels.cpu.threads import run_in_parts
 
 PRODUCT_TOKENS = 192
-"""Tokens of a chunk whose gate inputs are a product."""
+"""Tokens of a chunk with gate inputs from a product."""
 GATHERED_FLOATS = 16384
 """Gate inputs of a chunk that are rows of an array: they stay in the fastest cache but one."""
 GATHERED_UNITS = 512
@@ -118,7 +118,7 @@ def cell_states(state: Any, rows: int, hidden: int) -> tuple[tuple[int, ...], Te
 def product_layer(
     number: int, form: ScanForm, weight: Tensor, bias: Tensor, hidden: int, factors: Factors, *, int8: bool
 ) -> ScanLayer:
-    """Pack a layer whose gate inputs are a product. weight: (depth, blocks x hidden), bias: (blocks x hidden,), the early
+    """Pack a layer with gate inputs that are a product. weight: (depth, blocks x hidden), bias: (blocks x hidden,), the early
     blocks first; int8: as in the weights."""
     from kernels.cpu.int8 import row_floats
     from kernels.cpu.products import PANEL_COLUMNS, pack_columns
@@ -143,7 +143,7 @@ def product_layer(
 
 
 def row_layer(number: int, form: ScanForm, bias: Tensor, hidden: int, factors: Factors, storage: torch.dtype) -> ScanLayer:
-    """Pack a layer whose gate inputs are rows of an array. bias: (blocks x hidden,), the early blocks first."""
+    """Pack a layer with gate inputs that are rows of an array. bias: (blocks x hidden,), the early blocks first."""
     from kernels.cpu.products import PANEL_COLUMNS
 
     padded_bias = pad(bias.float().reshape(form.early + form.late + form.skip, hidden), (0, -hidden % PANEL_COLUMNS))

@@ -254,7 +254,7 @@ def _late_tokens(offsets: Any, reverse: int, begin: int, end: int, row: int, eve
 
 @inner
 def _find_values(layer: Layer, chunk: Chunk, room: Scratch) -> tuple[int, int]:
-    """Return the rows of the chunk's products and where each begins. Writes where those of the late tokens begin."""
+    """Return the rows of the chunk's products and where each begins. Writes where the rows of the late tokens begin."""
     tokens, begins = chunk.end - chunk.begin, longs(layer.begins, chunk.end if layer.begins else 0)
     for position in range(tokens):
         token = chunk.begin + position
