@@ -35,7 +35,7 @@ def record(tmp_path: Path) -> Path:
 def run(pytester: pytest.Pytester, kernels: Path, record: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """A run over tests with this code, on a machine that has a GPU; pytester forgets the modules that it imports."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
-    return lambda code, *arguments: main(arguments, pytester.makepyfile(code), kernels, record)
+    return lambda code, *arguments: main(arguments, pytester.makepyfile(code), kernels, record, workers=0)
 
 
 def write(file: Path, text: str) -> None:

@@ -1,4 +1,4 @@
-"""The largest rate of the service by number of frontends, and its latency at a share of that rate.
+"""The largest rate of the service by number of frontends and size of a batch, and its latency at a share of that rate.
 
 Several generator processes load one server: first in a closed loop, then in an open loop at a share of the rate of the closed loop.
 """
@@ -8,8 +8,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,15 +32,17 @@ from loadtest.scenarios.rounds import Trial, Values
 from loadtest.servers import ServerProcess
 from loadtest.traffic import Traffic
 
-SUMMARY = "the largest rate of the service by number of frontends, and its latency below it"
+SUMMARY = "the largest rate of the service by number of frontends and size of a batch, and its latency below it"
 QUESTIONS, SENSOR = "question-type-cnn", "sensor-forecast"
 MANY = 64
 """Inputs of a large request."""
 FEWER = 4
-"""Requests with many inputs have this many times fewer callers: the queue of an engine holds 1,024 sequences unless a setting says more."""
+"""Requests with many inputs have this many times fewer callers, and never more than the queue of an engine holds."""
 REQUESTS = 200
 """Distinct requests of each kind, sent in a cycle."""
 SESSIONS = 256
+STEPS, WAITING = 64, 16
+"""Time steps in a batch and sequences in the queue of an engine for each sequence in a batch, as in the service's defaults."""
 COLUMNS = ("answers/s", "inputs/s", "p50_ms", "p99_ms", "frontends_us", "engine_us", "generators_us", "generators_busy")
 PACKAGES = ("torch", "uvicorn", "uvloop", "httptools", "msgspec", "orjson")
 
@@ -114,12 +119,12 @@ KINDS: dict[str, Callable[[Clients], Requests]] = {
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="what the clients send")
     parser.add_argument("--frontends", type=int, nargs="+", default=[1], help="numbers of frontends")
+    parser.add_argument("--batches", type=int, nargs="+", default=[64], help="most sequences in a batch")
     parser.add_argument("--generators", type=int, default=1, help="load generator processes")
     parser.add_argument("--callers", type=int, nargs="+", default=[32], help="concurrent callers of each generator")
     parser.add_argument("--share", type=float, default=0.7, help="rate of the open loop as a share of the closed loop's")
     parser.add_argument("--device", default="cpu", help="cpu or cuda:0")
     parser.add_argument("--models", type=Path, default=servers.MODELS, help="models folder")
-    parser.add_argument("--config", type=Path, help="TOML file with settings of the service")
     parser.add_argument("--log", type=Path, help="log file of the servers")
     rounds.add_options(parser, seconds=3.0, rounds=3)
 
@@ -131,16 +136,30 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _round(number: int, options: argparse.Namespace) -> Iterator[Trial]:
-    config = [] if options.config is None else ["--config", str(options.config)]
-    for frontends in options.frontends:
-        flags = ["--models", str(options.models), "--device", options.device, "--frontends", str(frontends), *config]
-        with servers.running(*servers.seqserve(*flags), log=options.log) as server:
-            for kind in options.kinds:
+    for frontends, batch in product(options.frontends, options.batches):
+        with _serving(frontends, batch, options) as server:
+            for kind, callers in product(options.kinds, options.callers):
                 requests = KINDS[kind](Clients(server.url, options.models))
-                for callers in options.callers:
-                    callers = callers if requests.inputs == 1 else max(1, callers // FEWER)
-                    case = {"request": kind, "frontends": frontends, "generators": options.generators, "callers": callers}
-                    yield from _measure(server, requests, case, number, options)
+                callers = callers if requests.inputs == 1 else _fewer(callers, batch, options.generators)
+                sizes = {"frontends": frontends, "batch": batch, "generators": options.generators, "callers": callers}
+                yield from _measure(server, requests, {"request": kind} | sizes, number, options)
+
+
+def _fewer(callers: int, batch: int, generators: int) -> int:
+    """Return the callers of each generator for requests with many inputs."""
+    return max(1, min(callers // FEWER, WAITING * batch // MANY // generators))
+
+
+@contextmanager
+def _serving(frontends: int, batch: int, options: argparse.Namespace) -> Iterator[ServerProcess]:
+    """Run a server with batches of at most `batch` sequences."""
+    limits = {"max_batch_sequences": batch, "max_batch_tokens": STEPS * batch, "max_waiting": WAITING * batch}
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder, "settings.toml")
+        config.write_text("".join(f"{name} = {value}\n" for name, value in limits.items()))
+        flags = ("--models", str(options.models), "--device", options.device, "--frontends", str(frontends))
+        with servers.running(*servers.seqserve(*flags, "--config", str(config)), log=options.log) as server:
+            yield server
 
 
 def _measure(
@@ -207,8 +226,15 @@ def _values(result: Result, frontends: int, generators: int) -> Values:
 
 def _table(trials: Sequence[Trial]) -> Iterator[list[str]]:
     """Yield one line for each case."""
-    yield ["request", "frontends", "callers", "loop", *rounds.headings(COLUMNS)]
+    yield ["request", "frontends", "batch", "callers", "loop", *rounds.headings(COLUMNS)]
     for case in rounds.by_case(trials):
         labels = case[0].case
         callers = f"{labels['generators']} x {labels['callers']}"
-        yield [labels["request"], str(labels["frontends"]), callers, labels["loop"], *rounds.spreads(case, COLUMNS)]
+        yield [
+            labels["request"],
+            str(labels["frontends"]),
+            str(labels["batch"]),
+            callers,
+            labels["loop"],
+            *rounds.spreads(case, COLUMNS),
+        ]

@@ -21,6 +21,8 @@ from tests.gpu.stamp import kernels_hash, warning
 HERE = Path(__file__).resolve().parent
 KERNELS = HERE.parent.parent / "kernels"
 PASSED = HERE / "passed.json"
+WORKERS = 4
+"""Processes that run tests: most of the time goes to the reference on the CPU."""
 
 
 class OutcomeCounts:
@@ -33,20 +35,24 @@ class OutcomeCounts:
         self.passed, self.skipped = (len(terminalreporter.getreports(outcome)) for outcome in ("passed", "skipped"))
 
 
-def main(arguments: Sequence[str], tests: Path = HERE, kernels: Path = KERNELS, record: Path = PASSED) -> int:
-    """Return the exit status: that of pytest, or 0 for --stale."""
+def main(
+    arguments: Sequence[str], tests: Path = HERE, kernels: Path = KERNELS, record: Path = PASSED, workers: int = WORKERS
+) -> int:
+    """Return the exit status: that of pytest, or 0 for --stale. workers: processes that run tests, or 0 to run them in this one."""
     if list(arguments) != ["--stale"]:
-        return _run(arguments, tests, kernels, record)
+        return _run(arguments, tests, kernels, record, workers)
     message = warning(record, kernels)
     if message is not None:
         print(message, file=sys.stderr)
     return 0
 
 
-def _run(arguments: Sequence[str], tests: Path, kernels: Path, record: Path) -> int:
+def _run(arguments: Sequence[str], tests: Path, kernels: Path, record: Path, workers: int) -> int:
     # Hashed before the tests: a kernel may be edited while they run.
     tested, counts = kernels_hash(kernels), OutcomeCounts()
-    status = pytest.main([str(tests), *arguments], plugins=[counts])
+    # The tests of a file share servers, so they run in one worker.
+    parallel = ["--numprocesses", str(workers), "--dist", "loadfile", "--no-loadscope-reorder"]
+    status = pytest.main([str(tests), *parallel, *arguments], plugins=[counts])
     # Arguments may select a few tests only. A partial run proves nothing, and neither does a run that skips every test.
     partial = bool(arguments or os.environ.get("PYTEST_ADDOPTS"))
     if status == pytest.ExitCode.OK and counts.passed and not partial:
