@@ -123,8 +123,8 @@ class Batcher:
                 return
             block = in_time
         for refused in self._scheduler.add_block(block, now=now, busy=self._engine.remaining_seconds):
-            self._metrics.refused.add(refused.error.code)
-            owner.refuse([refused.id], refused.error)
+            self._metrics.refused.add(refused.error.code, by=len(refused.ids))
+            owner.refuse(refused.ids, refused.error)
 
     def cancel_request(self, owner: BlockOwner, id: int) -> None:
         """Drop a request of a block. If it runs, it is answered nevertheless: the owner ignores answers that nothing waits for."""

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_right, insort
+from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from service.engine.batching.due import HEAD_START_SECONDS
 from service.engine.batching.request_block import RequestBlock, Row
 from service.engine.execution.cost_model import Cost
+from service.errors import Overloaded
 
 LEAST_STEPS = 16
 """The fewest steps that a batch takes of a longer sequence. Fewer cost less than the host's work for a batch and each sequence in it."""
@@ -84,6 +86,9 @@ class Rejection(NamedTuple):
     message: str
     retry_after: int
 
+    def error(self) -> Overloaded:
+        return Overloaded(self.message, retry_after=self.retry_after)
+
     def covers(self, steps: int, time_left: float, head_start: float) -> bool:
         return steps >= self.steps and time_left < self.needed and head_start <= self.head_start
 
@@ -132,16 +137,6 @@ class ModelQueue(Generic[S]):
         first = next(self.in_order())
         return first.block.head_start if isinstance(first, BlockRequest) else first.head_start
 
-    def due_later(self, due: float) -> tuple[int, int]:
-        """Return how many sequences are due after this time, and their remaining steps."""
-        later = self.sequences[bisect_right(self.sequences, due, key=_due) :]
-        count, steps = len(later), sum([sequence.remaining for sequence in later])
-        for block in self.blocks:
-            for index in np.flatnonzero(block.due > due).tolist():
-                count += block.rows[index].sequences
-                steps += block.rows[index].steps
-        return count, steps
-
     def in_order(self) -> Iterator[BlockRequest | S]:
         """Return the requests of the blocks and the sequences in the order of their due times, as they are now."""
         if not self.blocks:
@@ -163,10 +158,41 @@ class ModelQueue(Generic[S]):
                 yield BlockRequest(block, place - ends[number] + block.requests)
 
 
+class WorkByDue:
+    """The queued work of a model while a request or a block arrives, to count what is due after some time.
+
+    The queue is sorted at the first count, and no more than once for all requests of a block.
+    """
+
+    def __init__(self, queue: ModelQueue[Any]) -> None:
+        self._queue = queue
+        self._accepted: list[tuple[float, Row]] = []
+
+    def accept(self, due: float, row: Row) -> None:
+        """Add a request of the block, which is not in the queue yet."""
+        self._accepted.append((due, row))
+
+    def later(self, due: float) -> tuple[int, int]:
+        """Return how many sequences are due after this time, and their remaining steps."""
+        sooner, counts, steps = self._latest_first
+        requests = bisect_left(sooner, -due)
+        accepted = [row for other_due, row in self._accepted if other_due > due]
+        return counts[requests] + sum([row.sequences for row in accepted]), steps[requests] + sum(
+            [row.steps for row in accepted]
+        )
+
+    @cached_property
+    def _latest_first(self) -> tuple[list[float], list[int], list[int]]:
+        """Return minus the due time of each queued request, and the sequences and steps of all requests before each."""
+        blocks, sequences = self._queue.blocks, self._queue.sequences
+        due = np.concatenate([np.array([sequence.due for sequence in sequences]), *[block.due for block in blocks]])
+        rows = [row for block in blocks for row in block.rows]
+        counts = np.array([1] * len(sequences) + [row.sequences for row in rows], np.int64)
+        steps = np.array([sequence.remaining for sequence in sequences] + [row.steps for row in rows], np.int64)
+        order = np.argsort(-due)
+        return (-due[order]).tolist(), [0, *counts[order].cumsum().tolist()], [0, *steps[order].cumsum().tolist()]
+
+
 def position(request: QueuedSequence | BlockRequest) -> tuple[float, int]:
     """Sort key of the queue: requests that are due at the same time run in the order of their arrival."""
     return request.due, request.order
-
-
-def _due(sequence: QueuedSequence) -> float:
-    return sequence.due

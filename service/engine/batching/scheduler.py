@@ -20,7 +20,7 @@ request. A block that does not fit is cut along its requests. A request that doe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Generic, NamedTuple
 
@@ -35,8 +35,8 @@ from service.engine.batching.batch_builder import (
     take_all,
 )
 from service.engine.batching.due import STRETCH, allowance
-from service.engine.batching.model_queue import LEAST_STEPS, ModelQueue, Rejection, S
-from service.engine.batching.request_block import RequestBlock, Row
+from service.engine.batching.model_queue import LEAST_STEPS, ModelQueue, Rejection, S, WorkByDue
+from service.engine.batching.request_block import RequestBlock
 from service.engine.execution.cost_model import Cost
 from service.errors import DeadlineExceeded, Overloaded, ServiceError
 from service.ipc.messages import ModelKey
@@ -55,10 +55,10 @@ class ScheduledBatch(NamedTuple, Generic[S]):
     parts: list[ScheduledSteps[S]]
 
 
-class RefusedRequest(NamedTuple):
-    """A request of a block that was refused, and why."""
+class RefusedRequests(NamedTuple):
+    """Requests of a block that were refused for one reason."""
 
-    id: int
+    ids: list[int]
     error: ServiceError
 
 
@@ -78,13 +78,6 @@ class _Arriving:
     longest: int
     deadline: float
     head_start: float
-
-
-class _Accepted(NamedTuple):
-    """A request of a block that is being queued."""
-
-    due: float
-    row: Row
 
 
 def _unlimited_room(model: ModelKey) -> int:
@@ -137,31 +130,32 @@ class Scheduler(Generic[S]):
         first, steps = sequences[0], [sequence.remaining for sequence in sequences]
         request = _Arriving(len(sequences), sum(steps), max(steps), first.deadline, first.head_start)
         queue = self._queue(model)
-        self._check_room(request)
         due = self._due(queue.cost, request, now)
-        self._check_deadline(model, queue, request, due, now, busy)
+        error = self._refusal(model, queue, request, due, now, busy, WorkByDue(queue))
+        if error is not None:
+            raise error
         for sequence in sequences:
             sequence.arrived, sequence.due, sequence.order = now, due, self._arrivals
             queue.insert(sequence)
         self._arrivals += 1
         self._count(model, queue, request)
 
-    def add_block(self, block: RequestBlock, *, now: float, busy: float = 0.0) -> list[RefusedRequest]:
+    def add_block(self, block: RequestBlock, *, now: float, busy: float = 0.0) -> list[RefusedRequests]:
         """Queue the requests of a block, as `add` would queue them one after the other. Returns the refused requests."""
         model = block.model
         queue = self._queue(model)
         block.arrive(now, self._arrivals, queue.cost if self._limits.continuous else None)
         self._arrivals += block.requests
         together = _Arriving(block.sequences, block.steps, block.longest, block.deadline, block.head_start)
-        if self.waiting + block.sequences <= self._limits.max_waiting and self._surely_in_time(queue, together, now, busy):
+        if self._has_room(block.sequences) and self._surely_in_time(queue, together, now, busy):
             self._count(model, queue, together)
             queue.blocks.append(block)
             return []
         refused = self._add_one_by_one(block, queue, now, busy)
-        left = block.without(refused)
+        left = block.without([index for indices, _ in refused for index in indices])
         if left is not None:
             queue.blocks.append(left)
-        return [RefusedRequest(block.ids[index], error) for index, error in refused.items()]
+        return [RefusedRequests([block.ids[index] for index in indices], error) for indices, error in refused]
 
     def holds(self, model: ModelKey) -> bool:
         """Return whether any sequence of this model has steps left."""
@@ -237,23 +231,32 @@ class Scheduler(Generic[S]):
         queue.count += request.count
         queue.steps += request.steps
 
-    def _add_one_by_one(self, block: RequestBlock, queue: ModelQueue[S], now: float, busy: float) -> dict[int, ServiceError]:
-        """Count the requests of a block that are accepted, and return the error for each other."""
-        refused: dict[int, ServiceError] = {}
-        accepted: list[_Accepted] = []
+    def _add_one_by_one(
+        self, block: RequestBlock, queue: ModelQueue[S], now: float, busy: float
+    ) -> list[tuple[list[int], ServiceError]]:
+        """Count the requests of a block that are accepted, and return the indices of the others by the reason."""
+        refused: list[tuple[list[int], ServiceError]] = []
+        work, known, covered = WorkByDue(queue), None, list[int]()
         deadlines = block.deadlines.tolist()
         for index, (row, due) in enumerate(zip(block.rows, block.due.tolist(), strict=True)):
+            rejection = queue.rejection
+            covers = rejection is not None and rejection.covers(row.steps, deadlines[index] - now, block.head_start)
+            if rejection is not None and covers and self._has_room(row.sequences):
+                # Under heavy overload a rejection must cost little.
+                if rejection is not known:
+                    known, covered = rejection, []
+                    refused.append((covered, rejection.error()))
+                covered.append(index)
+                continue
             request = _Arriving(row.sequences, row.steps, row.longest, deadlines[index], block.head_start)
-            try:
-                self._check_room(request)
-                self._check_deadline(block.model, queue, request, due, now, busy, accepted)
-            except ServiceError as error:
-                refused[index] = error
+            error = self._refusal(block.model, queue, request, due, now, busy, work)
+            if error is None:
+                work.accept(due, row)
+                self._count(block.model, queue, request)
+            else:
+                refused.append(([index], error))
                 if block.model not in self._queues:
                     queue.rejection = None  # an empty queue is not kept
-            else:
-                accepted.append(_Accepted(due, row))
-                self._count(block.model, queue, request)
         return refused
 
     # Batches.
@@ -352,14 +355,8 @@ class Scheduler(Generic[S]):
             return UNLIMITED
         return int(queue.reach) or max(LEAST_STEPS, queue.cost.steps_within(self._limits.batch_seconds, rows))
 
-    def _check_room(self, request: _Arriving) -> None:
-        """Raise Overloaded if the queue is full."""
-        if self.waiting + request.count > self._limits.max_waiting:
-            raise Overloaded(
-                f"{self.waiting} sequences wait, this request has {request.count} and "
-                f"SEQSERVE_MAX_WAITING is {self._limits.max_waiting}: retry later, or raise SEQSERVE_MAX_WAITING",
-                retry_after=1,
-            )
+    def _has_room(self, sequences: int) -> bool:
+        return self.waiting + sequences <= self._limits.max_waiting
 
     def _surely_in_time(self, queue: ModelQueue[S], request: _Arriving, now: float, busy: float) -> bool:
         """Return whether a request keeps its deadline even if every sequence in the queue runs alone before it."""
@@ -371,7 +368,7 @@ class Scheduler(Generic[S]):
             serial += queued.count * queued.cost.fixed + queued.steps * queued.serial
         return (CAUTION + STRETCH) * (busy + serial) <= time_left
 
-    def _check_deadline(
+    def _refusal(
         self,
         model: ModelKey,
         queue: ModelQueue[S],
@@ -379,44 +376,44 @@ class Scheduler(Generic[S]):
         due: float,
         now: float,
         busy: float,
-        accepted: Sequence[_Accepted] = (),
-    ) -> None:
-        """Raise Overloaded or DeadlineExceeded if a request would miss its deadline.
-
-        accepted: requests of the same block that are counted, but not yet queued.
-        """
+        work: WorkByDue,
+    ) -> ServiceError | None:
+        """Return the error if the queue is full or a request would miss its deadline, None if it is accepted."""
+        if not self._has_room(request.count):
+            return Overloaded(
+                f"{self.waiting} sequences wait, this request has {request.count} and "
+                f"SEQSERVE_MAX_WAITING is {self._limits.max_waiting}: retry later, or raise SEQSERVE_MAX_WAITING",
+                retry_after=1,
+            )
         if (not busy and not self._queues) or self._surely_in_time(queue, request, now, busy):
-            return
+            return None
         time_left = request.deadline - now
         if queue.rejection is not None and queue.rejection.covers(request.steps, time_left, request.head_start):
-            # Under heavy overload a rejection must cost little.
-            raise Overloaded(queue.rejection.message, retry_after=queue.rejection.retry_after)
-        expected = busy + self._expected_seconds(model, queue, request, due, accepted)
+            return queue.rejection.error()
+        expected = busy + self._expected_seconds(model, queue, request, due, work)
         # Until the due time, later arrivals may take this request's place in a full batch.
         full = queue.count >= self._limits.max_batch_sequences
         needed = CAUTION * expected + (max(0.0, due - now) if full else 0.0)
         if needed <= time_left:
-            return
+            return None
         alone = self._seconds(queue, request.count, request.steps, request.longest)
         if CAUTION * alone > time_left:
-            raise DeadlineExceeded(
+            return DeadlineExceeded(
                 f"the request takes about {alone:.3g} s alone and its deadline is in {time_left:.3g} s: allow more time"
             )
         message = f"an answer is expected in {expected:.3g} s and the deadline is in {time_left:.3g} s: retry later, or allow more time"
         queue.rejection = Rejection(request.steps, needed, request.head_start, message, math.ceil(expected))
-        raise Overloaded(message, retry_after=queue.rejection.retry_after)
+        return queue.rejection.error()
 
     def _expected_seconds(
-        self, model: ModelKey, queue: ModelQueue[S], request: _Arriving, due: float, accepted: Sequence[_Accepted]
+        self, model: ModelKey, queue: ModelQueue[S], request: _Arriving, due: float, work: WorkByDue
     ) -> float:
         """Return the expected completion time of a request, including the work of its model that is due before it.
 
         Each other model adds its queued work, but at most as much again: models share the device by time.
         """
-        count_later, steps_later = queue.due_later(due)
-        later = [row for other_due, row in accepted if other_due > due]
-        count = queue.count - count_later - sum([row.sequences for row in later])
-        steps = queue.steps - steps_later - sum([row.steps for row in later])
+        count_later, steps_later = work.later(due)
+        count, steps = queue.count - count_later, queue.steps - steps_later
         own = self._seconds(queue, request.count + count, request.steps + steps, request.longest)
         others = [
             min(own, self._seconds(other, other.count, other.steps)) for key, other in self._queues.items() if key != model

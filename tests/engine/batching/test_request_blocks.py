@@ -92,7 +92,7 @@ class Pair:
                 refused[self.last_id] = (type(error), error.message)
         made = block(requests, _values(requests), model=model, priority=priority, divisible=self.divisible[model])
         answers = self.blocks.add_block(made, now=self.now, busy=busy)
-        assert {id: (type(error), error.message) for id, error in answers} == refused
+        assert {id: (type(error), error.message) for ids, error in answers for id in ids} == refused
         self.counts["refused"] += len(refused)
 
     def add_chunk(self) -> None:
