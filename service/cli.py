@@ -1,4 +1,4 @@
-"""The commands `seqserve serve | infer | models | quantize | bench`: parse flags, read settings, run."""
+"""The commands `seqserve serve | infer | models | quantize | key | bench`: parse flags, read settings, run."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from service import __version__
+from service.access import keys
+from service.access.policy import check_start
+from service.access.scopes import KEY_SCOPES, Scope
 from service.errors import ServiceError, SettingsError, StartError
 from service.ipc.messages import Manifest
 from service.log import Log
@@ -49,6 +52,7 @@ def serve(settings: Settings) -> int:
         print(f"seqserve is ready on {address}{also} after {time.monotonic() - started:.1f} s. Try it:\n")
         print(f"curl -s {address}/infer -H 'Content-Type: application/json' -d '{body}'\n", flush=True)
 
+    check_start(settings)
     supervisor = Supervisor(settings, Log("supervisor"), announce)
     body = json.dumps(_example(supervisor.manifest))
     supervisor.serve()
@@ -93,6 +97,18 @@ def quantize(
     return 0
 
 
+def new_key(settings: Settings, name: str, scopes: list[Scope], tenant: str | None, max_priority: int) -> int:
+    """Add a key to the key file and print it: the file has only its hash."""
+    if not settings.keys:
+        raise SettingsError("no key file is named: add --keys FILE, or set SEQSERVE_KEYS")
+    token = keys.create(Path(settings.keys), name, scopes, tenant or name, max_priority)
+    print(f"{token}\n")
+    print(
+        f"This is the key {name}. It is shown only now: {settings.keys} has its hash. Send it as Authorization: Bearer {token}"
+    )
+    return 0
+
+
 def bench(settings: Settings, url: str, json: Path | None, trace: Path | None, **load: Any) -> int:
     """Send load to a running server and print what it measured."""
     _find_load_generator()
@@ -129,7 +145,7 @@ def _example(manifest: Manifest) -> dict[str, Any]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="seqserve", description="A server for sequence models.")
     parser.add_argument("--version", action="version", version=f"seqserve {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="serve | infer | models | quantize | bench")
+    commands = parser.add_subparsers(required=True, metavar="serve | infer | models | quantize | key | bench")
     shared = argparse.ArgumentParser(add_help=False)
     _setting(shared, "--models", metavar="DIR", help="folder of models")
     _setting(shared, "--config", metavar="FILE", help="TOML file of settings")
@@ -139,6 +155,9 @@ def _parser() -> argparse.ArgumentParser:
     _setting(command, "--grpc-port", metavar="PORT", help="gRPC port; 0 takes a free port")
     _setting(command, "--device", metavar="auto|cpu|cuda:N,...", help="devices to run on, one engine for each")
     _setting(command, "--frontends", metavar="auto|N", help="number of processes that parse requests")
+    _setting(command, "--keys", metavar="FILE", help="TOML file of keys, which requests then need")
+    _setting(command, "--insecure", action="store_true", help="serve everybody who reaches the port, without keys")
+    _setting(command, "--allowed-hosts", metavar="NAME,NAME", help="names of this service in Host headers, besides localhost")
     _setting(command, "--debug", action="store_true", help="let clients record batches with POST /debug/trace")
     command.set_defaults(run=serve)
     command = commands.add_parser("infer", parents=[shared], help="run a text model without a server")
@@ -167,6 +186,24 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--name", metavar="NEW", help="write version 1 of a new model (default: the next version of MODEL)")
     command.set_defaults(run=quantize)
+    key_commands = commands.add_parser("key", help="create keys").add_subparsers(required=True, metavar="new")
+    command = key_commands.add_parser("new", parents=[shared], help="add a key to the key file and print it once")
+    command.add_argument("name", metavar="NAME", help="name of the key, for the log")
+    _setting(command, "--keys", metavar="FILE", help="TOML file of keys; created if it is missing")
+    command.add_argument(
+        "--scopes",
+        type=_scopes,
+        default="infer,session",
+        metavar="SCOPE,SCOPE",
+        help=f"what the key allows, of {', '.join(KEY_SCOPES)} (default: %(default)s)",
+    )
+    command.add_argument(
+        "--tenant", metavar="TENANT", help="keys of one tenant see the same sessions (default: a tenant with the key's name)"
+    )
+    command.add_argument(
+        "--max-priority", type=int, default=0, metavar="N", help="highest priority of its requests (default: %(default)s)"
+    )
+    command.set_defaults(run=new_key)
     command = commands.add_parser(
         "bench", parents=[shared], help="send load to a running server and report latency and throughput"
     )
@@ -210,6 +247,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.set_defaults(run=bench)
     return parser
+
+
+def _scopes(words: str) -> list[Scope]:
+    """Parse scopes of keys, separated by commas."""
+    unknown = [word for word in words.split(",") if word not in KEY_SCOPES]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not a scope: choose from {', '.join(KEY_SCOPES)}")
+    return [Scope(word) for word in words.split(",")]
 
 
 def _above_zero(kind: type[T]) -> Callable[[str], T]:

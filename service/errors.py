@@ -3,6 +3,8 @@
 ServiceError
 ├── InvalidRequest        the body as a whole cannot be read
 ├── InvalidInput          one field has the wrong type, shape or value
+├── Unauthorized          the request has no key, or one that is not valid
+├── Forbidden             the caller may not do this
 ├── UnknownModel          no such model or version is served
 ├── UnknownRoute          nothing is served at this path
 ├── UnknownSession        no such session is open
@@ -52,6 +54,14 @@ class InvalidRequest(ServiceError):
 
 class InvalidInput(ServiceError):
     code = "invalid_input"
+
+
+class Unauthorized(ServiceError):
+    code = "unauthorized"
+
+
+class Forbidden(ServiceError):
+    code = "forbidden"
 
 
 class UnknownModel(ServiceError):
@@ -168,6 +178,8 @@ class Status(NamedTuple):
 STATUS: dict[type[ServiceError], Status] = {
     InvalidRequest: Status(400, "INVALID_ARGUMENT"),
     InvalidInput: Status(400, "INVALID_ARGUMENT"),
+    Unauthorized: Status(401, "UNAUTHENTICATED"),
+    Forbidden: Status(403, "PERMISSION_DENIED"),
     UnknownModel: Status(404, "NOT_FOUND"),
     UnknownRoute: Status(404, "UNIMPLEMENTED"),
     UnknownSession: Status(404, "NOT_FOUND"),

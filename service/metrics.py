@@ -193,6 +193,7 @@ class Metrics:
         self.backlog_seconds = Gauge(
             "seqserve_backlog_seconds", "Predicted time of all work that waits or runs in an engine.", ("engine",)
         )
+        self.denied = Counter("seqserve_denied", "Requests that were refused for their key, host or origin.", ("reason",))
         self.refused = Counter("seqserve_refused", "Requests that an engine refused before they ran.", ("reason",))
         self.failed = Counter("seqserve_failed", "Requests for which the model raised an exception.", model)
         self.cancelled = Counter(

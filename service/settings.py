@@ -73,6 +73,16 @@ class Settings(BaseModel):
     """Whether the service also listens for gRPC."""
     grpc_port: Annotated[int, Field(ge=0, le=65535)] = 8001
     """gRPC port; 0 takes a free port, which the ready line names."""
+    keys: str = ""
+    """TOML file of keys, which requests then need; empty for none. `seqserve key new` adds keys. Changes are read within seconds."""
+    insecure: bool = False
+    """Serve everybody who reaches the port, administration included, without keys. An address that is not loopback needs this or
+    keys."""
+    allowed_hosts: str = ""
+    """Names of this service that a Host header may have, besides those of loopback, separated by commas; * allows all. With keys, empty
+    allows all too."""
+    allowed_origins: str = ""
+    """Origins, such as https://example.com, whose web pages may use the service from a browser, separated by commas."""
     models: Path = EMBEDDED_MODELS
     """Folder of model folders: <name>/<version>/model.toml."""
     device: Annotated[str, AfterValidator(_device_list)] = "auto"

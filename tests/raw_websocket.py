@@ -15,7 +15,7 @@ QUERY = "model=sensors&return=sequence"
 
 def handshake(query: str = QUERY) -> bytes:
     return (
-        f"GET /stream?{query} HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+        f"GET /stream?{query} HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
         "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
     ).encode()
 

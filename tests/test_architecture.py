@@ -32,7 +32,8 @@ MAY_IMPORT: dict[str, set[str]] = {  # the rule with the longest matching name h
         f"service.engine.batching.{name}": SCHEDULING for name in ("scheduler", "batch_builder", "model_queue", "request_block")
     },
     "service.quantize": {"kernels", "service.modeling", "service.cores", "service.errors", "service.settings"},
-    "service.frontend": {"service.modeling.spec", "service.modeling.tokenizer", *SHARED},
+    "service.access": {"service.errors", "service.ipc.messages", "service.settings"},
+    "service.frontend": {"service.access", "service.modeling.spec", "service.modeling.tokenizer", *SHARED},
     "service.supervisor": {"service.modeling.spec", *SHARED},
 }
 WEB = {"fastapi", "starlette", "uvicorn", "httptools", "websockets", "grpc", "aiohttp"}

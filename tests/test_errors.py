@@ -40,9 +40,28 @@ def test_code_maps_back_to_its_class() -> None:
 
 
 def test_status_codes_exist_in_their_protocols() -> None:
-    assert {status.http for status in STATUS.values()} <= {400, 404, 405, 408, 409, 413, 415, 429, 431, 500, 501, 503, 504, 507}
+    assert {status.http for status in STATUS.values()} <= {
+        400,
+        401,
+        403,
+        404,
+        405,
+        408,
+        409,
+        413,
+        415,
+        429,
+        431,
+        500,
+        501,
+        503,
+        504,
+        507,
+    }
     assert {status.grpc for status in STATUS.values()} <= {
         "INVALID_ARGUMENT",
+        "UNAUTHENTICATED",
+        "PERMISSION_DENIED",
         "NOT_FOUND",
         "ABORTED",
         "UNIMPLEMENTED",

@@ -489,7 +489,7 @@ def hang_up(server: Server) -> None:
     body = json.dumps({"model": "sensors", "inputs": [SLOW[:2_000]]}).encode()
     host, port = server.address.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
-        connection.sendall(b"POST /infer HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+        connection.sendall(b"POST /infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
 
 
 def sent_ahead(server: Server) -> None:

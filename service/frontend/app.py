@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Match, Route
 
 from service import __version__
@@ -25,9 +26,9 @@ def build_app(frontend: Frontend) -> FastAPI:
     """Return the ASGI application.
 
     FastAPI routes requests and generates the OpenAPI document; the endpoints read, validate and write by themselves (DirectRoute).
-    There is no middleware: a wrapper around the receive channel would hide that a client has disconnected.
     """
     app = FastAPI(title="seqserve", version=__version__, description="A model server for sequence models.", redoc_url=None)
+    app.state.frontend = frontend
     router = APIRouter(route_class=DirectRoute)
     # Starlette tries routes in this order: the routes of inference come first.
     infer.add_routes(router, frontend)
@@ -39,6 +40,14 @@ def build_app(frontend: Frontend) -> FastAPI:
     debug.add_routes(router, frontend)
     app.include_router(router)
 
+    if frontend.access.origins:
+        # It wraps only the sending side: a wrapper around the receiving side would hide that a client has disconnected.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(frontend.access.origins),
+            allow_methods=["GET", "POST", "PUT", "DELETE"],
+            allow_headers=["*"],
+        )
     app.add_exception_handler(ServiceError, _service_error_handler(frontend))
     app.add_exception_handler(HTTPException, _routing_error_handler(frontend, router))
     app.add_exception_handler(ClientDisconnected, _handle_disconnect)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
+from service.access.caller import Caller
 from service.errors import InferenceFailed, ServiceError
 from service.frontend.catalog import ServedModel
 from service.frontend.dispatch.connection import PendingRequest
@@ -118,6 +119,7 @@ class HotCall:
 
     __slots__ = (
         "arrived",
+        "caller",
         "context",
         "counted",
         "disconnected",
@@ -130,13 +132,16 @@ class HotCall:
         "sent",
     )
 
-    def __init__(self, endpoint: HotEndpoint, exchange: Exchange, model: ServedModel, arrived: float, parsed: Parsed) -> None:
+    def __init__(
+        self, endpoint: HotEndpoint, exchange: Exchange, model: ServedModel, arrived: float, parsed: Parsed, caller: Caller
+    ) -> None:
         """arrived: the monotonic time of arrival in seconds."""
         self.endpoint = endpoint
         self.exchange = exchange
         self.model = model
         self.arrived = self.sent = arrived
         self.parsed = parsed
+        self.caller = caller
         self.context = parsed.context
         self.pending: PendingRequest | None = None
         self.search: asyncio.Task[None] | None = None
@@ -194,9 +199,11 @@ class HotEndpoint(ABC):
         """See `Endpoint.start`."""
         arrived = time.monotonic()
         parsed = self.parse(head, body)
-        return None if parsed is None else self.run(parsed, exchange, arrived)
+        return None if parsed is None else self.run(parsed, exchange, arrived, head.caller)
 
-    def run(self, parsed: Parsed, exchange: Exchange, arrived: float, model: ServedModel | None = None) -> HotCall:
+    def run(
+        self, parsed: Parsed, exchange: Exchange, arrived: float, caller: Caller, model: ServedModel | None = None
+    ) -> HotCall:
         """Send a decoded request to an engine. The reply comes after the return. Raises the ServiceError of a request that is refused.
 
         model: instead of the one that the request names. The session of the request belongs to it.
@@ -207,7 +214,7 @@ class HotEndpoint(ABC):
             if model is None:
                 model, retired = self._find(parsed)
             labels = model.key.labels
-            call = HotCall(self, exchange, model, arrived, parsed)
+            call = HotCall(self, exchange, model, arrived, parsed, caller)
             if retired is None:
                 self._send(call)
             else:
@@ -272,6 +279,7 @@ class HotEndpoint(ABC):
                 raise
             self._search_version(call)
             return
+        request = call.caller.admit(request)
         call.sent = request.sent
         call.pending = self.frontend.dispatcher.send(request, data, call)
 
@@ -280,7 +288,7 @@ class HotEndpoint(ABC):
         call.search = asyncio.ensure_future(self._run_inference(call))
 
     async def _run_inference(self, call: HotCall) -> None:
-        tracked, parsed = TrackedRequest(call.arrived), call.parsed
+        tracked, parsed = TrackedRequest(call.arrived, call.caller), call.parsed
 
         async def build(model: ServedModel) -> tuple[Request, bytes | memoryview]:
             call.model = model

@@ -10,12 +10,16 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, HTTPConnection
 
-from service.errors import STATUS, InvalidRequest, ServiceError, TooLarge, UnsupportedMedia
+from service.access.caller import Caller
+from service.access.scopes import Scope
+from service.errors import STATUS, InvalidRequest, ServiceError, TooLarge, Unauthorized, UnsupportedMedia
+from service.frontend.access_log import AuditEntry, audited
 from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
 from service.frontend.inference import ClientDisconnected, Frontend
 from service.frontend.large_answers import MAX_JOINED_BYTES
+from service.frontend.scopes import HTTP_SCOPES
 
 T = TypeVar("T")
 JSON = "application/json"
@@ -51,12 +55,40 @@ def body_limit(frontend: Frontend) -> Limit:
 class DirectRoute(APIRoute):
     """A FastAPI route that calls its endpoint with the request and sends the response, without FastAPI's validation and serialisation.
 
-    `get_route_handler` is FastAPI's documented hook for this. FastAPI still describes the route in the OpenAPI document.
+    It first checks that the caller has the scope of the route (`HTTP_SCOPES`), so no route is without a check. `get_route_handler` is
+    FastAPI's documented hook for this. FastAPI still describes the route in the OpenAPI document.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handler: Callable[[Request], Coroutine[Any, Any, Response]] = self.endpoint
-        return handler
+        endpoint: Callable[[Request], Coroutine[Any, Any, Response]] = self.endpoint
+        scopes = HTTP_SCOPES[self.path]
+
+        async def handle(request: Request) -> Response:
+            frontend: Frontend = request.app.state.frontend
+            scope = scopes if isinstance(scopes, Scope) else scopes[request.method]
+            action = f"{request.method} {request.url.path}"
+            peer = "" if request.client is None else request.client.host
+            with audited(frontend, scope, action, peer) as entry:
+                admit(frontend, request, scope, entry)
+                request.state.caller = entry.caller
+                return await endpoint(request)
+
+        return handle
+
+
+def admit(frontend: Frontend, connection: HTTPConnection, scope: Scope, entry: AuditEntry) -> None:
+    """Enter the caller of a request or a handshake; raises Forbidden or Unauthorized unless it has the scope."""
+    if scope is Scope.PUBLIC:
+        return
+    headers = connection.headers
+    entry.caller = frontend.access.identify(headers.get("host", ""), headers.get("origin"), headers.get("authorization"))
+    entry.caller.require(scope)
+
+
+def caller_of(request: Request) -> Caller:
+    """Return the caller of a request to a DirectRoute."""
+    caller: Caller = request.state.caller
+    return caller
 
 
 async def read_json(request: Request, frontend: Frontend, limit: Limit | None = None) -> bytes:
@@ -136,6 +168,8 @@ def respond_error(frontend: Frontend, error: ServiceError, headers: dict[str, st
     response = Response(error_body(error), STATUS[type(error)].http, headers, media_type=JSON)
     if error.retry_after is not None:
         response.headers["retry-after"] = str(error.retry_after)
+    if isinstance(error, Unauthorized):
+        response.headers["www-authenticate"] = "Bearer"
     if frontend.draining or isinstance(error, TooLarge):
         response.headers["connection"] = "close"
     return response

@@ -75,7 +75,7 @@ class HotPath:
     def __init__(self, frontend: Frontend, infer: Endpoint, oip_infer: Endpoint) -> None:
         """infer: POST /infer. oip_infer: inference of the Open Inference Protocol."""
         self.frontend = frontend
-        self.heads = RequestHeads(frontend.settings.max_headers)
+        self.heads = RequestHeads(frontend.settings.max_headers, frontend.access)
         self._infer = infer
         self._oip_infer = oip_infer
         self.open_sockets = 0

@@ -12,6 +12,8 @@ from typing import Protocol
 
 import msgspec
 
+from service.access.caller import Caller
+from service.access.policy import AccessPolicy
 from service.errors import InferenceFailed, InvalidInput, ServiceError, SessionConflict, TooLarge, Unavailable, UnknownModel
 from service.frontend.body_budget import BodyBudget
 from service.frontend.catalog import Catalog, ServedModel
@@ -64,11 +66,13 @@ class Frontend:
     log: Log
     supervisor: SupervisorClient
     draining: bool = False
+    access: AccessPolicy = field(init=False)
     bodies: BodyBudget = field(init=False)
     decoder: BodyDecoder = field(init=False)
     large_answers: LargeAnswers = field(init=False)
 
     def __post_init__(self) -> None:
+        self.access = AccessPolicy(self.settings)
         self.bodies = BodyBudget(self.settings.max_receiving_bytes)
         self.large_answers = LargeAnswers()
         self.decoder = BodyDecoder(self.settings, self.bodies, self.log)
@@ -109,14 +113,15 @@ class TrackedRequest:
     """One request in the metrics. `arrived` is its monotonic time of arrival in seconds."""
 
     arrived: float
+    caller: Caller
     labels: tuple[str, str] = UNKNOWN_MODEL_LABELS
     outcome: str = OK
 
 
 @contextmanager
-def track_request(metrics: Metrics, arrived: float) -> Iterator[TrackedRequest]:
+def track_request(metrics: Metrics, arrived: float, caller: Caller) -> Iterator[TrackedRequest]:
     """Count a request as in flight, and at its end under exactly one outcome. Exceptions pass through."""
-    tracked = TrackedRequest(arrived)
+    tracked = TrackedRequest(arrived, caller)
     metrics.accepted.add()
     metrics.in_flight.add()
     try:
@@ -176,12 +181,13 @@ async def run_inference(
         tracked.labels = model.key.labels
         try:
             request, tail = await build(model)
+            request = tracked.caller.admit(request)
             if unknown is not None:
                 request = _continue_only(request, unknown)
             frontend.metrics.stage_seconds.observe(request.sent - tracked.arrived, *tracked.labels, "parse")
             return model, await frontend.dispatcher.submit(request, tail)
         except (SessionConflict, InvalidInput, TooLarge) as error:
-            session_model = await _model_of_session(frontend, model, session, error)
+            session_model = await _model_of_session(frontend, model, session and tracked.caller.session(session), error)
             if session_model is None or (version is not None and session_model.version != model.version):
                 raise
             model, unknown = session_model, None

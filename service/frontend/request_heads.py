@@ -12,19 +12,24 @@ from dataclasses import dataclass
 
 import httptools
 
+from service.access.caller import Caller
+from service.access.policy import AccessPolicy
+from service.access.scopes import Scope
+from service.errors import ServiceError
+
 MAX_HEADS = 512
 MAX_HEAD_BYTES = 1024
 """Longer heads are parsed each time: one client must not fill the memory with heads that it never repeats."""
 READ_HEADERS = (b"content-type", b"accept-encoding", b"inference-header-content-length")
 """The headers that endpoints of the hot path read."""
-_UNUSUAL = frozenset((b"transfer-encoding", b"content-encoding", b"expect", b"te", b"trailer"))
+_UNUSUAL = frozenset((b"transfer-encoding", b"content-encoding", b"expect", b"te", b"trailer", b"origin"))
 _CONNECTION_OPTIONS = frozenset((b"keep-alive", b"upgrade", b"http2-settings"))
 """Options of a connection that stays open. An upgrade is ignored, as HTTP allows: some clients offer one with every request."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestHead:
-    """A head that the hot path may answer. `length` is the size of the body in bytes.
+    """A head that the hot path may answer. `length` is the size of the body in bytes, `caller` whom the request comes from.
 
     `headers` has those of READ_HEADERS that the request has, with lower-case names: a remembered head should be small.
     """
@@ -32,14 +37,16 @@ class RequestHead:
     path: str
     length: int
     headers: Mapping[bytes, bytes]
+    caller: Caller
 
 
 class RequestHeads:
     """Parses heads and remembers the result."""
 
-    def __init__(self, max_headers: int) -> None:
+    def __init__(self, max_headers: int, access: AccessPolicy) -> None:
         """max_headers: the general path refuses a request with more."""
         self._max_headers = max_headers
+        self._access = access
         self._known: dict[bytes, RequestHead | None] = {}
 
     def find(self, head: bytes) -> RequestHead | None:
@@ -48,12 +55,29 @@ class RequestHeads:
             return self._known[head]
         except KeyError:
             pass
-        parsed = _parse(head, self._max_headers)
+        parsed = self._parse(head)
         if len(head) <= MAX_HEAD_BYTES:
             if len(self._known) >= MAX_HEADS:
                 self._known.clear()
             self._known[head] = parsed
         return parsed
+
+    def forget(self) -> None:
+        """Parse all heads again when they come again: the keys have changed."""
+        self._known.clear()
+
+    def _parse(self, head: bytes) -> RequestHead | None:
+        parsed = _parse(head, self._max_headers)
+        if parsed is None:
+            return None
+        path, headers = parsed
+        try:
+            caller = self._access.identify(headers[b"host"].decode("latin-1"), None, _text(headers.get(b"authorization")))
+            caller.require(Scope.INFER)
+        except ServiceError:
+            return None  # the general path raises it again
+        kept = {name: headers[name] for name in READ_HEADERS if name in headers}
+        return RequestHead(sys.intern(path), int(headers[b"content-length"]), kept, caller)
 
 
 class _Reader:
@@ -81,7 +105,8 @@ class _Reader:
         self.ends_early = True
 
 
-def _parse(head: bytes, max_headers: int) -> RequestHead | None:
+def _parse(head: bytes, max_headers: int) -> tuple[str, dict[bytes, bytes]] | None:
+    """Return the path and the headers of a usual request, None for any other."""
     reader = _Reader()
     parser = httptools.HttpRequestParser(reader)
     try:
@@ -104,4 +129,8 @@ def _parse(head: bytes, max_headers: int) -> RequestHead | None:
     path = reader.url.decode("latin-1")
     if not path.startswith("/") or not path.isascii() or not set(path).isdisjoint("%?#"):
         return None
-    return RequestHead(sys.intern(path), int(length), {name: headers[name] for name in READ_HEADERS if name in headers})
+    return path, headers
+
+
+def _text(value: bytes | None) -> str | None:
+    return None if value is None else value.decode("latin-1")

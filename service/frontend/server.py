@@ -10,6 +10,7 @@ import socket
 import uvicorn
 from fastapi import FastAPI
 
+from service.errors import SettingsError
 from service.frontend.connection_guard import ConnectionGuard, GuardedConnection
 from service.frontend.control import Control
 from service.frontend.hot_calls import RequestTally
@@ -89,9 +90,22 @@ class FrontendServer(uvicorn.Server):
         if counter % TICKS_PER_SECOND == 0:
             now = asyncio.get_running_loop().time()
             self._guard.sweep(now)
+            self._reload_keys()
             if self._grpc is not None:
                 self._grpc.sweep(now)
         return await super().on_tick(counter)
+
+    def _reload_keys(self) -> None:
+        """Take over a changed key file. If it cannot be read, the keys stay as they are."""
+        access = self._frontend.access
+        before = access.generation
+        try:
+            access.reload()
+        except SettingsError as error:
+            self._frontend.log.error("keys not reloaded", error=str(error))
+        if access.generation != before:
+            self._hot_path.heads.forget()
+            self._frontend.log.info("keys reloaded")
 
     def _connections(self) -> list[GuardedConnection]:
         open_connections = self.server_state.connections

@@ -22,6 +22,20 @@ DIGEST_BYTES = 16
 """Size of a session id's digest in the session journal."""
 
 
+TENANT_END = "\x1f"
+"""Separates a tenant from the id of its session."""
+
+
+def session_of_tenant(tenant: str, id: str) -> str:
+    """Return the name of a session in the engines. tenant: empty in a service without keys."""
+    return f"{tenant}{TENANT_END}{id}" if tenant else id
+
+
+def session_id(name: str) -> str:
+    """Return the id that a client gave to a session."""
+    return name.partition(TENANT_END)[2] or name
+
+
 class ModelKey(NamedTuple):
     """Identifies what a batch runs: one version of one model. `generation` tells apart successive contents of its folder."""
 

@@ -54,7 +54,7 @@ def reply_to(server: Server, message: bytes) -> bytes:
 
 @pytest.mark.parametrize("path", [b"/infer", b"/v2/models/words/infer", b"/healthz"])
 def test_large_or_many_headers_get_431(server: Server, path: bytes) -> None:
-    head = b"POST %b HTTP/1.1\r\nHost: a\r\n" % path
+    head = b"POST %b HTTP/1.1\r\nHost: localhost\r\n" % path
     for headers in (
         b"X: " + b"x" * (1 << 17) + b"\r\n",
         b"X: 1\r\n" * 101,
@@ -68,7 +68,7 @@ def test_large_or_many_headers_get_431(server: Server, path: bytes) -> None:
 
 def test_endless_header_gets_431_before_its_end(server: Server) -> None:
     with connection(server) as client:
-        client.sendall(b"POST /infer HTTP/1.1\r\nHost: a\r\nX: ")
+        client.sendall(b"POST /infer HTTP/1.1\r\nHost: localhost\r\nX: ")
         with suppress(OSError):  # the end of the connection
             for _ in range(20):
                 client.sendall(b"x" * (1 << 16))
@@ -80,32 +80,32 @@ def test_endless_header_gets_431_before_its_end(server: Server) -> None:
     "head",
     [
         b"POST /infer HTTP/1.1\r\n",
-        b"POST /infer HTTP/1.1\r\nHost: a\r\nHost: b\r\n",
-        b"POST /infer HTTP/2.0\r\nHost: a\r\n",
-        b"POST /infer HTTP/0.9\r\nHost: a\r\n",
-        b"POST /infer HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n",
-        b"POST /infer HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: xchunked\r\n",
-        b"POST /infer HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\n",
-        b"POST /infer HTTP/1.1\r\nHost: a\r\nContent-Length : 5\r\n",
-        b"POST /infer HTTP/1.1\r\nHost: a\r\n folded: 1\r\n",
-        b"POST /infer HTTP/1.1\r\nHost: a\r\nX: a\0b\r\n",
-        b"POST /infer HTTP/1.1\r\nHost: a\nX: b\n",
+        b"POST /infer HTTP/1.1\r\nHost: localhost\r\nHost: b\r\n",
+        b"POST /infer HTTP/2.0\r\nHost: localhost\r\n",
+        b"POST /infer HTTP/0.9\r\nHost: localhost\r\n",
+        b"POST /infer HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n",
+        b"POST /infer HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: xchunked\r\n",
+        b"POST /infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n",
+        b"POST /infer HTTP/1.1\r\nHost: localhost\r\nContent-Length : 5\r\n",
+        b"POST /infer HTTP/1.1\r\nHost: localhost\r\n folded: 1\r\n",
+        b"POST /infer HTTP/1.1\r\nHost: localhost\r\nX: a\0b\r\n",
+        b"POST /infer HTTP/1.1\r\nHost: localhost\nX: b\n",
     ],
 )
 def test_ambiguous_head_gets_400_and_nothing_after_it_is_read(server: Server, head: bytes) -> None:
-    hidden = b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n"
+    hidden = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
     reply = reply_to(server, head + LENGTH + b"\r\n" + BODY + hidden)
     assert reply.startswith(b"HTTP/1.1 400 Bad Request\r\n")
     assert reply.count(b"HTTP/1.1 ") == 1
     assert b'"code":"invalid_request"' in reply
 
 
-HIDDEN = b"GET /healthz HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
+HIDDEN = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 
 
 @pytest.mark.parametrize("upgrade", [b"h2c", b"websocket", b"anything"])
 def test_body_of_a_request_that_offers_an_upgrade_is_its_body(server: Server, upgrade: bytes) -> None:
-    offer = b"Host: a\r\nConnection: Upgrade\r\nUpgrade: %b\r\n" % upgrade
+    offer = b"Host: localhost\r\nConnection: Upgrade\r\nUpgrade: %b\r\n" % upgrade
     reply = reply_to(server, b"POST /infer HTTP/1.1\r\n" + offer + LENGTH + b"\r\n" + BODY + HIDDEN)
     assert reply.count(b"HTTP/1.1 200 OK\r\n") == reply.count(b"HTTP/1.1 ") == 2, "the second is a request of its own"
     body_is_a_request = b"Content-Length: %d\r\n\r\n%b" % (len(HIDDEN), HIDDEN)
@@ -116,7 +116,9 @@ def test_body_of_a_request_that_offers_an_upgrade_is_its_body(server: Server, up
 
 
 def test_nothing_after_an_ignored_upgrade_is_read(server: Server) -> None:
-    reply = reply_to(server, b"GET /healthz HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n" + HIDDEN)
+    reply = reply_to(
+        server, b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n" + HIDDEN
+    )
     assert reply.startswith(b"HTTP/1.1 200 OK\r\n")
     assert b"connection: close\r\n" in reply
     assert reply.count(b"HTTP/1.1 ") == 1
@@ -126,11 +128,11 @@ def test_nothing_after_an_ignored_upgrade_is_read(server: Server) -> None:
     "begin",
     [
         b"POST /inf",
-        b"POST /infer HTTP/1.1\r\nHost: a\r\n",
-        b"POST /infer HTTP/1.1\r\nHost: a\r\n" + LENGTH + b"\r\n",
-        b"POST /infer HTTP/1.1\r\nHost: a\r\n" + LENGTH + b"\r\n" + BODY[:9],
-        b"POST /infer HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n{",
-        b"GET /stream HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n",
+        b"POST /infer HTTP/1.1\r\nHost: localhost\r\n",
+        b"POST /infer HTTP/1.1\r\nHost: localhost\r\n" + LENGTH + b"\r\n",
+        b"POST /infer HTTP/1.1\r\nHost: localhost\r\n" + LENGTH + b"\r\n" + BODY[:9],
+        b"POST /infer HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n{",
+        b"GET /stream HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n",
     ],
 )
 def test_unfinished_request_gets_408(server: Server, begin: bytes) -> None:
@@ -143,7 +145,7 @@ def test_dripping_request_gets_408(server: Server) -> None:
     with connection(server) as client:
         client.settimeout(0.1)
         began, reply = time.monotonic(), b""
-        client.sendall(b"POST /infer HTTP/1.1\r\nHost: a\r\n")
+        client.sendall(b"POST /infer HTTP/1.1\r\nHost: localhost\r\n")
         while not reply:
             client.sendall(b"X: y\r\n")
             try:
@@ -162,7 +164,7 @@ def test_reader_that_stops_reading_is_disconnected(server: Server) -> None:
     """The replies to pipelined requests wait for a client that never reads."""
     ids = [[1] * 60] * 60
     body = json.dumps({"model": "words", "inputs": ids, "return": ["sequence"]}).encode()
-    message = b"POST /infer HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+    message = b"POST /infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
     before = server.metric("seqserve_connections_closed_total", reason="slow_reader")
     with connection(server) as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -204,7 +206,7 @@ def test_few_open_files_are_enough_for_the_service(models_folder: Path, tmp_path
 
 def test_incomplete_bodies_share_a_budget(server: Server) -> None:
     """Four clients send a megabyte each of a body that they do not complete. The fourth is refused, and small requests are not."""
-    head = b"POST %b HTTP/1.1\r\nHost: a\r\nContent-Length: 9000000\r\n\r\n"
+    head = b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9000000\r\n\r\n"
     with ExitStack() as parked:
         clients = [parked.enter_context(connection(server)) for _ in range(4)]
         for client, path in zip(clients, (b"/infer", b"/v2/models/words/infer", b"/infer", b"/infer?general"), strict=True):
@@ -227,9 +229,9 @@ def test_long_list_of_returns_is_refused(server: Server) -> None:
 
 
 def test_pipelined_requests_of_both_paths_are_answered_in_order(server: Server) -> None:
-    general = b"POST /infer?general HTTP/1.1\r\nHost: a\r\n" + LENGTH + b"\r\n" + BODY
-    hot = b"POST /infer HTTP/1.1\r\nHost: a\r\n" + LENGTH + b"\r\n" + BODY
-    unknown = b"GET /%d HTTP/1.1\r\nHost: a\r\n\r\n"
+    general = b"POST /infer?general HTTP/1.1\r\nHost: localhost\r\n" + LENGTH + b"\r\n" + BODY
+    hot = b"POST /infer HTTP/1.1\r\nHost: localhost\r\n" + LENGTH + b"\r\n" + BODY
+    unknown = b"GET /%d HTTP/1.1\r\nHost: localhost\r\n\r\n"
     numbers = range(300)
     with connection(server) as client:
         client.sendall(b"".join(unknown % number + general + hot for number in numbers) + HIDDEN)

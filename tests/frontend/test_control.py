@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from service.access.caller import LOCAL
 from service.errors import UnknownModel
 from service.frontend.catalog import Catalog
 from service.frontend.control import FORGET_SECONDS, Control
@@ -114,7 +115,7 @@ def test_version_is_forgotten_after_its_last_reply_is_counted() -> None:
         control.listen(frontend)
 
         async def answer() -> None:
-            with track_request(metrics, time.monotonic()) as tracked:
+            with track_request(metrics, time.monotonic(), LOCAL) as tracked:
                 tracked.labels = key.labels
                 await dispatcher.submit(request(), b"")
 

@@ -10,6 +10,7 @@ from typing import cast
 
 import pytest
 
+from service.access.caller import LOCAL
 from service.errors import InvalidInput, Overloaded, ServiceError
 from service.frontend.catalog import Catalog, ServedModel
 from service.frontend.dispatch.dispatcher import Dispatcher
@@ -25,7 +26,7 @@ from service.settings import Settings
 from tests import models
 from tests.frontend.dispatch.test_dispatcher import EngineProcess, meet, run
 
-HEAD = RequestHead("/infer", 0, {})
+HEAD = RequestHead("/infer", 0, {}, LOCAL)
 
 
 class Echo(HotEndpoint):

@@ -17,7 +17,7 @@ import pytest
 
 from tests.serving import LIMIT_SECONDS, Server, serving
 
-HOT = b"POST /infer HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n"
+HOT = b"POST /infer HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 GENERAL_HEADER = b"TE: trailers\r\n"
 """A header that makes any request unusual, and that no endpoint reads."""
 UNUSUAL_INPUTS: list[Any] = [None, True, 5, {}, ["x"], [1.0], [-1], [10**30], [2**63], [[1.0]], "\ud800"]
@@ -135,7 +135,7 @@ def oip_messages() -> list[bytes]:
     ]
     messages = []
     for path in ("words/infer", "words/versions/1/infer", "words/versions/9/infer", "nothing/infer", "words/infer?x=1"):
-        head = b"POST /v2/models/%b HTTP/1.1\r\nHost: test\r\n" % path.encode()
+        head = b"POST /v2/models/%b HTTP/1.1\r\nHost: localhost\r\n" % path.encode()
         messages += [request(json.dumps(document).encode(), head=head) for document in documents]
         binary = json.dumps(
             {"inputs": [{**{k: v for k, v in ids.items() if k != "data"}, "parameters": {"binary_data_size": 12}}]}
@@ -151,7 +151,7 @@ def binary_message(model: str, document: dict[str, Any], values: bytes, headers:
     """Return an inference request with raw values. document: the JSON, without the size of the values."""
     document = {**document, "inputs": [{**document["inputs"][0], "parameters": {"binary_data_size": len(values)}}]}
     text = json.dumps(document).encode()
-    head = b"POST /v2/models/%b/infer HTTP/1.1\r\nHost: test\r\n%b" % (model.encode(), headers)
+    head = b"POST /v2/models/%b/infer HTTP/1.1\r\nHost: localhost\r\n%b" % (model.encode(), headers)
     return request(text + values, head=head + b"Inference-Header-Content-Length: %d\r\n" % len(text))
 
 
@@ -259,7 +259,7 @@ def oip_session_messages(session: str) -> list[bytes]:
         options = {"parameters": {"sequence_id": session, **flag}}
         document = {"inputs": [{**row, "data": [0.5, -1.0, 2.0]}], **options}
         messages.append(
-            request(json.dumps(document).encode(), head=b"POST /v2/models/sensors/infer HTTP/1.1\r\nHost: test\r\n")
+            request(json.dumps(document).encode(), head=b"POST /v2/models/sensors/infer HTTP/1.1\r\nHost: localhost\r\n")
         )
         messages.append(binary_message("sensors", {"inputs": [row], **options}, struct.pack("<3f", 0.5, -1.0, 2.0)))
     return messages
@@ -317,16 +317,16 @@ def test_pipelined_requests_are_answered_in_order(server: Server) -> None:
     "message",
     [
         b"GARBAGE\r\n\r\n",
-        b"POST /infer HTTP/1.0\r\nHost: a\r\nContent-Length: 2\r\n\r\n{}",
-        b"POST /infer HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: 2\r\n\r\n{}",
-        b"POST /infer HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
-        b"POST /infer HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\nContent-Encoding: gzip\r\n\r\n{}",
-        b"POST /infer HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\nContent-Type: text/plain\r\n\r\n{}",
-        b"POST /infer HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\nContent-Type: application/vnd.x+json\r\n\r\n{}",
-        b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n",
-        b"GET /infer HTTP/1.1\r\nHost: a\r\n\r\n",
-        b"POST /elsewhere HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n{}",
-        b"POST /infer?x HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n{}",
+        b"POST /infer HTTP/1.0\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}",
+        b"POST /infer HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: 2\r\n\r\n{}",
+        b"POST /infer HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+        b"POST /infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\nContent-Encoding: gzip\r\n\r\n{}",
+        b"POST /infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\nContent-Type: text/plain\r\n\r\n{}",
+        b"POST /infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\nContent-Type: application/vnd.x+json\r\n\r\n{}",
+        b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET /infer HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"POST /elsewhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}",
+        b"POST /infer?x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}",
     ],
 )
 def test_unusual_request_is_answered_and_the_next_hot_one_too(server: Server, message: bytes) -> None:
@@ -369,7 +369,7 @@ def test_counts_are_those_of_the_general_path(server: Server) -> None:
 def test_client_that_never_reads_is_not_read_from(server: Server) -> None:
     """Its requests wait in its own socket, not in the memory of the frontend."""
     body = json.dumps({"model": "words", "inputs": [[1] * 60] * 60, "return": ["sequence"]}).encode()
-    message, sent = request(body, head=b"POST /infer HTTP/1.1\r\nHost: a\r\n"), 0
+    message, sent = request(body, head=b"POST /infer HTTP/1.1\r\nHost: localhost\r\n"), 0
     address = urlsplit(server.address)
     with socket.create_connection((address.hostname, address.port), LIMIT_SECONDS) as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -236,7 +236,7 @@ def raw_request(values: NDArray[np.float32]) -> bytes:
     tensor = {"name": "inputs", "datatype": "FP32", "shape": values.shape, "parameters": parameters}
     header = json.dumps({"inputs": [tensor]}).encode()
     lengths = b"Inference-Header-Content-Length: %d\r\nContent-Length: %d\r\n" % (len(header), len(header) + values.nbytes)
-    return b"POST %b HTTP/1.1\r\nHost: test\r\n%b\r\n%b%b" % (INFER.encode(), lengths, header, values.tobytes())
+    return b"POST %b HTTP/1.1\r\nHost: localhost\r\n%b\r\n%b%b" % (INFER.encode(), lengths, header, values.tobytes())
 
 
 def test_large_raw_tensor_over_grpc(service: Service) -> None:

@@ -37,10 +37,10 @@ class Attack:
 
 
 def post(path: str, body: bytes, headers: str = "") -> bytes:
-    return f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n{headers}\r\n".encode() + body
+    return f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n{headers}\r\n".encode() + body
 
 
-HEAD = b"POST /infer HTTP/1.1\r\nHost: a\r\n"
+HEAD = b"POST /infer HTTP/1.1\r\nHost: localhost\r\n"
 SMALL = post("/infer", json.dumps({"model": "words", "inputs": ["how far"]}).encode())
 ROW = json.dumps({"input": [[0.1, -2.0, 30.0]]}).encode()
 
@@ -61,7 +61,7 @@ ATTACKS = (
     Attack("many headers", HEAD + b"X: 1\r\n" * 200_000 + b"\r\n"),
     Attack("pipelined requests", SMALL * 20_000),
     Attack("pipelined requests without reading the replies", SMALL * 20_000, reads=False),
-    Attack("pipelined requests of the general path", b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n" * 100_000),
+    Attack("pipelined requests of the general path", b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n" * 100_000),
     Attack("chunks of one byte", HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n[\r\n" * 500_000),
     Attack("many names to return", post("/infer", b'{"model":"words","inputs":["a"],"return":[' + b'"x",' * 15_000 + b'"x"]}')),
     Attack(

@@ -34,12 +34,12 @@ def infer(model: str) -> bytes:
 
 
 def post(headers: str, body: bytes, target: str = "/infer", version: str = "1.1") -> bytes:
-    return f"POST {target} HTTP/{version}\r\nHost: a\r\n{headers}\r\n".encode() + body
+    return f"POST {target} HTTP/{version}\r\nHost: localhost\r\n{headers}\r\n".encode() + body
 
 
 BODY = infer("words")
 SMUGGLED = post(f"Content-Length: {len(infer('smuggled'))}\r\n", infer("smuggled"))
-OPEN = b"POST /infer HTTP/1.1\r\nHost: a\r\nContent-Length: 500\r\n\r\n"
+OPEN = b"POST /infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 500\r\n\r\n"
 """The beginning of a smuggled request, whose body would be the next request."""
 CHUNKED = b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
 LENGTH = f"Content-Length: {len(BODY)}\r\n"
@@ -137,7 +137,8 @@ ATTACKS: dict[str, bytes] = {
     },
     "upgrade with a request as body": post(f"{UPGRADE}websocket\r\nContent-Length: {len(SMUGGLED)}\r\n", SMUGGLED, "/stream"),
     "GET with a body": post(LENGTH, BODY + SMUGGLED).replace(b"POST", b"GET", 1),
-    "GET with a request as body": b"GET /healthz HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(SMUGGLED) + SMUGGLED,
+    "GET with a request as body": b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(SMUGGLED)
+    + SMUGGLED,
     "HTTP/1.0 with chunks": post(f"Connection: keep-alive\r\n{CHUNKS}", CHUNKED + SMUGGLED, version="1.0"),
     "HTTP/1.0 with a length": post(f"Connection: keep-alive\r\n{LENGTH}", BODY + SMUGGLED, version="1.0"),
     "other version": post(LENGTH, BODY + SMUGGLED, version="1.2"),

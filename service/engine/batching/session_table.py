@@ -19,7 +19,7 @@ from service.errors import (
     TooManySessions,
     UnknownSession,
 )
-from service.ipc.messages import DIGEST_BYTES, ModelKey, Request
+from service.ipc.messages import DIGEST_BYTES, ModelKey, Request, session_id
 from service.ipc.session_journal import SessionJournal
 from service.metrics import Metrics
 
@@ -57,9 +57,11 @@ class SessionTable:
         return len(self._open)
 
     def get(self, id: str) -> Session:
-        """Return an open session; raises the error that describes its end if it is not open."""
+        """Return an open session; raises the error that describes its end if it is not open. A client that resumes it still gets that."""
         if id not in self._open:
-            raise self._unreported_end(id) or UnknownSession(f"no session {id!r} is open", field="session")
+            ended = self._ended.get(_digest(id))
+            unknown = UnknownSession(f"no session {session_id(id)!r} is open", field="session")
+            raise unknown if ended is None else self._end_error(ended.reason, id)
         return self._open[id]
 
     def find(self, id: str) -> Session | None:
@@ -83,7 +85,7 @@ class SessionTable:
         if session.key != request.key:
             raise _other_version(session, request)
         if session.ending:
-            raise SessionConflict(f"session {id!r} ends with an earlier chunk", field="session")
+            raise SessionConflict(f"session {session_id(id)!r} ends with an earlier chunk", field="session")
         return session
 
     def open(self, id: str, key: ModelKey) -> Session:
@@ -148,7 +150,7 @@ class SessionTable:
         if error is not None:
             raise error
         if request.session_starts is False:
-            raise UnknownSession(f"no session {id!r} is open: start it with start = true", field="session")
+            raise UnknownSession(f"no session {session_id(id)!r} is open: start it with start = true", field="session")
 
     def _unreported_end(self, id: str) -> ServiceError | None:
         ended = self._forget(_digest(id))
@@ -156,9 +158,9 @@ class SessionTable:
 
     def _end_error(self, reason: str, id: str) -> ServiceError:
         causes = {
-            "expired": f"session {id!r} was idle for longer than SEQSERVE_SESSION_IDLE_SECONDS, {self._idle_seconds:g} s",
-            "lost": f"the engine that held the state of session {id!r} ended",
-            "unloaded": f"the model version of session {id!r} was unloaded",
+            "expired": f"session {session_id(id)!r} was idle for longer than SEQSERVE_SESSION_IDLE_SECONDS, {self._idle_seconds:g} s",
+            "lost": f"the engine that held the state of session {session_id(id)!r} ended",
+            "unloaded": f"the model version of session {session_id(id)!r} was unloaded",
         }
         return UNREPORTED_ENDS[reason](f"{causes[reason]}: start the session again from its first step", field="session")
 
@@ -185,7 +187,9 @@ class SessionTable:
 def _other_version(session: Session, request: Request) -> SessionConflict:
     """Return the error for a chunk of another model or version. `elsewhere` is the session's version if the client may have meant it."""
     key = session.key
-    message = f"session {session.id!r} belongs to {key.name} version {key.version}: name that version, or another session"
+    message = (
+        f"session {session_id(session.id)!r} belongs to {key.name} version {key.version}: name that version, or another session"
+    )
     meant = key.labels == request.key.labels or (key.name == request.model and not request.exactly)
     return SessionConflict(message, field="session", elsewhere=key if meant else None)
 

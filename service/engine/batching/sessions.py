@@ -16,7 +16,7 @@ from service.engine.batching.state_slots import ZERO_SLOT
 from service.engine.batching.ticket import RequestSequence, Session, Ticket
 from service.engine.engine import Engine
 from service.errors import InvalidInput, ServiceError, SessionConflict, SessionLost
-from service.ipc.messages import ModelKey, Request
+from service.ipc.messages import ModelKey, Request, session_id
 from service.metrics import Metrics
 
 
@@ -45,7 +45,9 @@ class Sessions:
         """Return the state of a session as a safetensors file; raises ServiceError."""
         session = self._table.get(id)
         if session.chunks:
-            raise SessionConflict(f"a chunk of session {id!r} is still to run: wait for its answer", field="session")
+            raise SessionConflict(
+                f"a chunk of session {session_id(id)!r} is still to run: wait for its answer", field="session"
+            )
         state = self._states.read(session.location)
         assert state is not None, "an idle session has at least one answered chunk"
         return session_state.pack(state, self._origin(session.key, session.steps))
@@ -53,7 +55,9 @@ class Sessions:
     def import_state(self, id: str, data: bytes) -> None:
         """Open a session with an exported state; raises ServiceError."""
         if self._table.find(id) is not None:
-            raise SessionConflict(f"session {id!r} is open: delete it first, or name another session", field="session")
+            raise SessionConflict(
+                f"session {session_id(id)!r} is open: delete it first, or name another session", field="session"
+            )
         state, origin = session_state.unpack(data)
         key = self._engine.newest(origin.model, origin.version)
         if key is None or not self._engine.streams(key):
@@ -129,7 +133,7 @@ class Sessions:
         later = list(session.chunks)[index + 1 :]
         while len(session.chunks) > index:
             session.chunks.pop()
-        message = f"an earlier chunk of session {session.id!r} was not run: send both again, in their order"
+        message = f"an earlier chunk of session {session_id(session.id)!r} was not run: send both again, in their order"
         for sequence in later:
             self._refuse(sequence.ticket, SessionConflict(message, field="session"))
         self.leave(session)
@@ -171,7 +175,7 @@ class Sessions:
     def _end(self, session: Session, reason: str, kind: type[ServiceError] = SessionConflict) -> None:
         chunks, session.chunks = session.chunks, deque()
         for chunk in chunks:
-            message = f"session {session.id!r} was {reason} before this chunk was answered"
+            message = f"session {session_id(session.id)!r} was {reason} before this chunk was answered"
             self._refuse(chunk.ticket, kind(message, field="session"))
         self._states.discard(session.location)
         self._table.close(session, reason)

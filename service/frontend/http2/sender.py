@@ -53,6 +53,12 @@ class Sender:
         """How many bytes wait for the client."""
         return self.pending_bytes + (self._transport.get_write_buffer_size() if self._transport is not None else 0)
 
+    @property
+    def peer(self) -> str:
+        """Return the address of the client, empty if it is not known."""
+        name = None if self._transport is None else self._transport.get_extra_info("peername")
+        return str(name[0]) if name else ""
+
     def connect(self, transport: asyncio.WriteTransport) -> None:
         self._transport = transport
 

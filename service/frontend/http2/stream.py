@@ -77,6 +77,11 @@ class Stream:
         self.progressed = 0.0
         """When data was sent last while more waited."""
 
+    @property
+    def peer(self) -> str:
+        """Return the address of the client, empty if it is not known."""
+        return self._sender.peer
+
     # Called by the connection.
 
     def receive(self, data: bytes, size: int, ended: bool) -> None:

@@ -9,18 +9,22 @@ import asyncio
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import grpc
 
+from service.access.caller import ANYBODY, Caller
+from service.access.scopes import Scope
 from service.errors import InvalidRequest, RequestTimeout, ServiceError, Unavailable
+from service.frontend.access_log import record
 from service.frontend.hot_calls import RequestTally
 from service.frontend.http2.header_blocks import RequestFields
 from service.frontend.http2.stream import Stream, StreamHandler
 from service.frontend.inference import Frontend
 from service.frontend.oip.grpc_calls import RECEIVE_LIMIT_FACTOR, GrpcShutdown
-from service.frontend.oip.grpc_infer import WITHOUT_DEADLINE, HotGrpcInfer, InferCall, InferHead
-from service.frontend.oip.grpc_runner import CUT_OFF, DEADLINE_EXCEEDED, GrpcCall
+from service.frontend.oip.grpc_infer import HotGrpcInfer, InferCall, InferHead
+from service.frontend.oip.grpc_runner import CUT_OFF, DEADLINE_EXCEEDED, GrpcCall, Work
 from service.frontend.oip.grpc_wire import (
     CallEnded,
     CallFields,
@@ -33,6 +37,7 @@ from service.frontend.oip.grpc_wire import (
     trailers_only,
 )
 from service.frontend.oip.protobuf import SERVICE
+from service.frontend.scopes import grpc_scope
 from service.settings import Settings
 
 INFER_PATH = f"/{SERVICE}/ModelInfer"
@@ -40,12 +45,20 @@ CONTENT_TYPE = b"application/grpc"
 
 
 class _Route(NamedTuple):
-    """Where the calls with the same fields go. refusal: the header block of the response to all of them, if there is one."""
+    """Where the calls with the same fields go.
 
-    fields: CallFields | None
-    method: grpc.RpcMethodHandler | None
-    hot: bool
+    hot: the head of a call without a deadline, if the hot path may answer it. refusal: the header block of the response to all of them,
+    if there is one. denied: whether they are refused for their caller. generation: of the access policy that decided.
+    """
+
+    fields: CallFields | None = None
+    method: grpc.RpcMethodHandler | None = None
+    scope: Scope = Scope.PUBLIC
+    caller: Caller = ANYBODY
+    hot: InferHead | None = None
     refusal: bytes = b""
+    denied: bool = False
+    generation: int = 0
 
 
 class _CallDetails(NamedTuple):
@@ -87,9 +100,11 @@ class GrpcApplication:
 
     def start(self, stream: Stream, request: RequestFields) -> StreamHandler | None:
         route: _Route | None = request.context
-        if route is None:
-            route = request.context = self._find_route(request)
+        if route is None or route.generation != self._frontend.access.generation:
+            route = request.context = self._find_route(request, stream.peer)
         if route.refusal:
+            if route.denied:
+                request.context = None  # the next call is counted and logged too
             stream.send_headers(route.refusal, last=True)
             return None
         assert route.fields is not None and route.method is not None
@@ -133,13 +148,12 @@ class GrpcApplication:
         if self._calls:
             await asyncio.wait(list(self._calls))
 
-    def start_hot(self, stream: Stream, deadline: float, message: bytes) -> bool:
+    def start_hot(self, stream: Stream, head: InferHead, deadline: float, message: bytes) -> bool:
         """Start a ModelInfer call on the hot path; false when the general path must answer it."""
         call, before = InferCall(stream, self._frontend, self._hot_calls.discard), stream.handler
         self._hot_calls.add(call)
         stream.handler = call
-        head = WITHOUT_DEADLINE if math.isinf(deadline) else InferHead("", 0, {}, deadline)
-        if call.start(self._infer, head, message):
+        if call.start(self._infer, head if math.isinf(deadline) else replace(head, deadline=deadline), message):
             return True
         self._hot_calls.discard(call)
         stream.handler = before
@@ -153,28 +167,43 @@ class GrpcApplication:
         """Return a reader of a request's body."""
         return MessageReader(self._max_message_bytes, self._account)
 
-    def _find_route(self, request: RequestFields) -> _Route:
+    def _find_route(self, request: RequestFields, peer: str) -> _Route:
+        generation = self._frontend.access.generation
         if request.method != b"POST":
-            return _Route(None, None, False, http_refusal(405))
+            return _Route(refusal=http_refusal(405))
         content_type = request.get(b"content-type") or b""
         if not content_type.startswith(CONTENT_TYPE) or content_type[len(CONTENT_TYPE) :][:1] not in (b"", b"+", b";"):
-            return _Route(None, None, False, http_refusal(415))
+            return _Route(refusal=http_refusal(415))
         try:
             fields = CallFields.read(request)
         except CallEnded as ended:
-            return _Route(None, None, False, trailers_only(ended.status))
+            return _Route(refusal=trailers_only(ended.status))
         details = _CallDetails(fields.path)
         method = next((found for handler in self._handlers if (found := handler.service(details)) is not None), None)
         if method is None:
-            return _Route(None, None, False, trailers_only(Status(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")))
-        return _Route(fields, method, fields.path == INFER_PATH)
+            return _Route(refusal=trailers_only(Status(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")))
+        scope, caller = grpc_scope(fields.path), ANYBODY
+        try:
+            if scope is not Scope.PUBLIC:
+                caller = self._identify(request)
+                caller.require(scope)
+        except ServiceError as error:
+            record(self._frontend, caller, scope, fields.path, peer, error.code)
+            return _Route(refusal=trailers_only(error_status(error)), denied=True, generation=generation)
+        hot = InferHead("", 0, {}, caller) if fields.path == INFER_PATH else None
+        return _Route(fields, method, scope, caller, hot, generation=generation)
+
+    def _identify(self, request: RequestFields) -> Caller:
+        key, host = request.get(b"authorization"), request.authority.decode("latin-1")
+        return self._frontend.access.identify(host, None, None if key is None else key.decode("latin-1"))
 
     def start_call(
         self, stream: Stream, request: RequestFields, route: _Route, deadline: float, reader: MessageReader
     ) -> GrpcCall:
         """Start a call on the general path. reader: may hold its request."""
         assert route.fields is not None and route.method is not None
-        call = GrpcCall(stream, request, route.fields, deadline, route.method, reader, self._max_message_bytes)
+        work = Work(route.fields, route.method, route.scope, route.caller)
+        call = GrpcCall(stream, request, work, deadline, reader, self._max_message_bytes)
         task = call.start(self._frontend, self._shutdown)
         self._calls[task] = call
         task.add_done_callback(self._calls.pop)
@@ -242,7 +271,8 @@ class _UnaryRequest:
 
     def _start_hot(self, message: bytes | None) -> bool:
         """Start the request on the hot path; false when the general path must answer it."""
-        if message is None or not self._route.hot or not self._application.start_hot(self._stream, self._deadline, message):
+        head = self._route.hot
+        if message is None or head is None or not self._application.start_hot(self._stream, head, self._deadline, message):
             return False
         self.lost()
         return True

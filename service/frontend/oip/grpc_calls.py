@@ -48,9 +48,9 @@ class GrpcShutdown:
 
 
 @contextmanager
-def track_call(frontend: Frontend, shutdown: GrpcShutdown, arrived: float) -> Iterator[TrackedRequest]:
+def track_call(frontend: Frontend, shutdown: GrpcShutdown, arrived: float, context: GrpcContext) -> Iterator[TrackedRequest]:
     """Track an inference request in the metrics; raises ClientDisconnected if its client cancels it."""
-    with track_request(frontend.metrics, arrived) as tracked:
+    with track_request(frontend.metrics, arrived, context.caller) as tracked:
         try:
             yield tracked
         except asyncio.CancelledError:

@@ -45,7 +45,6 @@ class InferHead(RequestHead):
 NO_VALUES = memoryview(b"")
 RAW_OUTPUTS = RawOutputs({}, default=True)
 """Every output of a response is sent as raw bytes."""
-WITHOUT_DEADLINE = InferHead("", 0, {})
 
 
 class _Context(NamedTuple):

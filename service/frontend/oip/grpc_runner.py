@@ -11,11 +11,14 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import grpc
 
+from service.access.caller import Caller
+from service.access.scopes import AUDITED, Scope
 from service.errors import ServiceError
+from service.frontend.access_log import record
 from service.frontend.http2.header_blocks import RequestFields
 from service.frontend.http2.stream import Stream
 from service.frontend.inference import Frontend
@@ -43,6 +46,15 @@ CUT_OFF = Status(grpc.StatusCode.UNAVAILABLE, "the service is shutting down: ret
 Coder = Callable[[Any], Any] | None
 
 
+class Work(NamedTuple):
+    """What a call asks for, and who asks."""
+
+    fields: CallFields
+    method: grpc.RpcMethodHandler
+    scope: Scope
+    caller: Caller
+
+
 class GrpcCall:
     """A call. deadline: monotonic time in seconds, infinite for none."""
 
@@ -50,18 +62,19 @@ class GrpcCall:
         self,
         stream: Stream,
         request: RequestFields,
-        fields: CallFields,
+        work: Work,
         deadline: float,
-        method: grpc.RpcMethodHandler,
         reader: MessageReader,
         max_bytes: int,
     ) -> None:
         """reader: may hold messages that arrived before. max_bytes: size limit of a decompressed message."""
         self._stream = stream
         self._request = request
-        self._fields = fields
+        self._fields = work.fields
         self._deadline = deadline
-        self._method = method
+        self._method = work.method
+        self._scope = work.scope
+        self.caller = work.caller
         self._reader = reader
         self._max_bytes = max_bytes
         self._unconsumed = 0
@@ -144,6 +157,8 @@ class GrpcCall:
             status = error_status(frontend.internal_error(error))
         finally:
             self._reader.close()
+        if self._scope in AUDITED:
+            record(frontend, self.caller, self._scope, self._fields.path, self._stream.peer, status.code.name.lower())
         self._end(status)
 
     async def _call_method(self) -> None:

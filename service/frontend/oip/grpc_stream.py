@@ -99,7 +99,7 @@ class InferStream:
 
     async def _reply(self, data: bytes, arrived: float) -> _StreamReply:
         try:
-            with track_call(self._frontend, self._shutdown, arrived) as tracked:
+            with track_call(self._frontend, self._shutdown, arrived, self._context) as tracked:
                 async with read_request(data, self._frontend) as read:
                     response = await self._in_session_order(
                         read.request, lambda: infer_message(self._frontend, tracked, read, self._context)

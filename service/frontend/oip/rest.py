@@ -19,6 +19,7 @@ from service.frontend.http_exchange import (
     JSON,
     MANAGEMENT_LIMIT,
     OCTET_STREAM,
+    caller_of,
     cancel_on_disconnect,
     read_tensors,
     respond,
@@ -180,7 +181,7 @@ def _add_repository(router: APIRouter, frontend: Frontend, responses: Responses)
 
 
 async def _infer(frontend: Frontend, request: Request) -> Response:
-    with track_request(frontend.metrics, time.monotonic()) as tracked:
+    with track_request(frontend.metrics, time.monotonic(), caller_of(request)) as tracked:
         (name, version), header_length = _path_model(request), _header_length(request)
         data = await read_tensors(request, frontend)
         answering = _answer_data(frontend, tracked, data, header_length, name, version)

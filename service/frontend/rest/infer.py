@@ -19,7 +19,7 @@ from service.frontend.catalog import ServedModel
 from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
 from service.frontend.head_outputs import InferOutput, decode_arrays, input_field
 from service.frontend.hot_calls import AnsweredCall, HotEndpoint, Parsed, Reply
-from service.frontend.http_exchange import JSON, cancel_on_disconnect, read_json, respond
+from service.frontend.http_exchange import JSON, caller_of, cancel_on_disconnect, read_json, respond
 from service.frontend.inference import Frontend, TrackedRequest, count_answer, run_inference, track_request
 from service.frontend.large_answers import LARGE_ANSWER_BYTES
 from service.frontend.request_heads import RequestHead
@@ -117,7 +117,7 @@ def add_routes(router: APIRouter, frontend: Frontend) -> None:
     @router.post("/infer", response_model=InferReply, responses=ERRORS, openapi_extra=describe_body(InferBody, _EXAMPLE))
     async def infer(request: Request) -> Response:
         """Run a model on each input."""
-        with track_request(frontend.metrics, time.monotonic()) as tracked:
+        with track_request(frontend.metrics, time.monotonic(), caller_of(request)) as tracked:
             data = await read_json(request, frontend)
             return respond(frontend, await cancel_on_disconnect(request, _answer_data(frontend, tracked, data)))
 

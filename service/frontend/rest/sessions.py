@@ -8,6 +8,7 @@ from pydantic import BaseModel
 from service.frontend.http_exchange import (
     MANAGEMENT_LIMIT,
     OCTET_STREAM,
+    caller_of,
     cancel_on_disconnect,
     read_json,
     read_state,
@@ -46,7 +47,7 @@ def add_routes(router: APIRouter, frontend: Frontend) -> None:
     @router.get(STATE_PATH, responses={**ERRORS, 200: {"content": {OCTET_STREAM: _STATE}}}, openapi_extra={"parameters": [_ID]})
     async def export_state(request: Request) -> Response:
         """Return the state of a session as a safetensors file, which any replica with the same model accepts. It stays open."""
-        state = await cancel_on_disconnect(request, frontend.dispatcher.export_session(_id(request)))
+        state = await cancel_on_disconnect(request, frontend.dispatcher.export_session(_session(request, _id(request))))
         return respond(frontend, state, OCTET_STREAM)
 
     @router.put(
@@ -58,14 +59,14 @@ def add_routes(router: APIRouter, frontend: Frontend) -> None:
     async def import_state(request: Request) -> Response:
         """Open a session that continues from an exported state."""
         id, state = _id(request), await read_state(request, frontend)
-        await cancel_on_disconnect(request, frontend.dispatcher.import_session(id, state))
+        await cancel_on_disconnect(request, frontend.dispatcher.import_session(_session(request, id), state))
         return respond_json(frontend, {"session": id})
 
     @router.delete(STATE_PATH, response_model=SessionReply, responses=ERRORS, openapi_extra={"parameters": [_ID]})
     async def close(request: Request) -> Response:
         """Close a session and drop its state."""
         id = _id(request)
-        await cancel_on_disconnect(request, frontend.dispatcher.end_session(id))
+        await cancel_on_disconnect(request, frontend.dispatcher.end_session(_session(request, id)))
         return respond_json(frontend, {"session": id})
 
     @router.post(
@@ -77,13 +78,18 @@ def add_routes(router: APIRouter, frontend: Frontend) -> None:
     async def fork(request: Request) -> Response:
         """Open another session that continues from the current state of this session."""
         id, body = _id(request), ForkBody.parse(await read_json(request, frontend, MANAGEMENT_LIMIT))
-        await cancel_on_disconnect(request, _fork(frontend, id, body.session))
+        await cancel_on_disconnect(request, _fork(frontend, _session(request, id), _session(request, body.session)))
         return respond_json(frontend, {"session": body.session})
 
 
 async def _fork(frontend: Frontend, id: str, copy: str) -> None:
-    """Copy a session. The two ids may belong to two engines, so the state passes through the frontend."""
+    """Copy a session, both named as the engines do. They may belong to two engines, so the state passes through the frontend."""
     await frontend.dispatcher.import_session(copy, await frontend.dispatcher.export_session(id))
+
+
+def _session(request: Request, id: str) -> str:
+    """Return the name of a session of the caller in the engines."""
+    return caller_of(request).session(id)
 
 
 def _id(request: Request) -> str:

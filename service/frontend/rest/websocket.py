@@ -21,11 +21,14 @@ from pydantic import Field, StrictBool
 from starlette.websockets import WebSocket, WebSocketDisconnect
 from websockets.frames import CloseCode
 
+from service.access.caller import Caller
+from service.access.scopes import Scope
 from service.errors import InferenceFailed, InvalidRequest, ServiceError, UnknownRoute
+from service.frontend.access_log import audited
 from service.frontend.catalog import ServedModel
 from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
 from service.frontend.hot_calls import HotCall, Parsed, RequestTally
-from service.frontend.http_exchange import error_body
+from service.frontend.http_exchange import admit, error_body
 from service.frontend.inference import ClientDisconnected, Frontend, track_request
 from service.frontend.rest.infer import HotInfer, InferBody, InferFields, answer, check_returns
 from service.frontend.rest.schemas import ERRORS, JsonBody, QueryParameters, SessionId, describe_query
@@ -171,10 +174,13 @@ def add_routes(router: APIRouter, frontend: Frontend) -> None:
 async def serve_socket(frontend: Frontend, chunks: HotChunks, socket: WebSocket) -> None:
     """Serve one socket until it closes. Raises a ServiceError, which refuses the handshake, for an invalid query."""
     query = StreamQuery.parse(socket.query_params.multi_items())
+    peer = "" if socket.client is None else socket.client.host
+    with audited(frontend, Scope.SESSION, "GET /stream", peer) as entry:
+        admit(frontend, socket, Scope.SESSION, entry)
     model = frontend.catalog.find(query.model, query.version)
     query.check_options(model.spec, frontend.settings)
     await socket.accept()
-    stream = _ChunkStream(frontend, chunks, socket, query, model.key.labels)
+    stream = _ChunkStream(frontend, chunks, socket, query, model.key.labels, entry.caller)
     try:
         await stream.run()
     finally:
@@ -190,7 +196,13 @@ class _ChunkStream:
     """
 
     def __init__(
-        self, frontend: Frontend, chunks: HotChunks, socket: WebSocket, query: StreamQuery, labels: tuple[str, str]
+        self,
+        frontend: Frontend,
+        chunks: HotChunks,
+        socket: WebSocket,
+        query: StreamQuery,
+        labels: tuple[str, str],
+        caller: Caller,
     ) -> None:
         """labels: the metric labels of messages that cannot be parsed."""
         self._frontend = frontend
@@ -200,6 +212,7 @@ class _ChunkStream:
         self._query = query
         self._session = query.session or RESERVED_SESSION_PREFIX + uuid.uuid4().hex
         self._labels = labels
+        self._caller = caller
         self.model: ServedModel | None = None
         """The model that answered the latest chunk: the session belongs to it."""
         self._begun = False
@@ -233,7 +246,7 @@ class _ChunkStream:
         self._unanswered.clear()
         if self._query.session is None and self._submitted:
             with suppress(ServiceError):
-                await self._frontend.dispatcher.end_session(self._session)
+                await self._frontend.dispatcher.end_session(self._caller.session(self._session))
 
     # The receiver of messages.
 
@@ -294,7 +307,7 @@ class _ChunkStream:
         continues = start is False and self.model is not None and self.model.key in self._frontend.catalog
         self._submitted = True
         try:
-            reply.call = self._chunks.run(parsed, reply, arrived, self.model if continues else None)
+            reply.call = self._chunks.run(parsed, reply, arrived, self._caller, self.model if continues else None)
         except ServiceError as error:
             reply.respond_error(error)
         except Exception as error:
@@ -322,7 +335,7 @@ class _ChunkStream:
         await self._wait_for_replies()
         reply = self._append_reply()
         try:
-            with track_request(self._frontend.metrics, arrived) as tracked:
+            with track_request(self._frontend.metrics, arrived, self._caller) as tracked:
                 tracked.labels = self._labels
                 try:
                     async with self._frontend.decoder.decode(DecodeBody("stream"), data) as decoded:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, cast
 import msgspec
 import pytest
 
+from service.access.caller import LOCAL
 from service.errors import InvalidInput, Overloaded, ServiceError, Unavailable
 from service.frontend.catalog import Catalog, ServedModel
 from service.frontend.decoder import client
@@ -54,7 +55,7 @@ class Bench(NamedTuple):
 
         async def run() -> Any:
             try:
-                return await answering(TrackedRequest(100.0))
+                return await answering(TrackedRequest(100.0, LOCAL))
             except ServiceError as error:
                 return type(error), error.message, error.field, error.retry_after
 

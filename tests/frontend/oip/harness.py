@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import pytest
 
+from service.access.caller import LOCAL
 from service.errors import ServiceError
 from service.frontend.catalog import Catalog
 from service.frontend.inference import Frontend, track_request
@@ -74,7 +75,7 @@ class InferHarness(NamedTuple):
         request = InferRequest(model, version, "7", parameters, list(inputs), list(outputs))
 
         async def run() -> InferResponse:
-            with track_request(self.frontend.metrics, 100.0) as tracked:
+            with track_request(self.frontend.metrics, 100.0, LOCAL) as tracked:
                 return await infer(self.frontend, tracked, request)
 
         return asyncio.run(run())

@@ -288,7 +288,7 @@ def test_body_at_the_size_limit_is_accepted(server: Server) -> None:
 
 
 def test_body_with_huge_content_length_gets_413_unread(server: Server) -> None:
-    answer = raw(server, b"POST /infer HTTP/1.1\r\nHost: a\r\nContent-Length: 9999999999999999\r\n\r\n")
+    answer = raw(server, b"POST /infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9999999999999999\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 413 ")
 
 
@@ -400,7 +400,7 @@ def test_disconnected_client_is_cancelled_without_harm_to_its_batch(static: Serv
         computed = static.metric("seqserve_sequences_total", model="words")
         body = json.dumps(GOOD).encode()
         connection = connect(static)
-        connection.sendall(b"POST /infer HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+        connection.sendall(b"POST /infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
         mates = [pool.submit(static.infer, "words", [QUESTION]) for _ in range(5)]
         eventually(lambda: static.metric("seqserve_requests_in_flight") == 7, 5)
         connection.close()
@@ -469,9 +469,9 @@ def raw(server: Server, data: bytes) -> bytes:
     [
         b"\r\n\r\n",
         b"GARBAGE\r\n\r\n",
-        b"POST /infer HTTP/1.1\r\nHost: a\r\nContent-Length: -5\r\n\r\n",
-        b"POST /infer HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n",
-        b"POST /infer HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"POST /infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n",
+        b"POST /infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"POST /infer HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
         b"\x16\x03\x01\x02\x00\x01\x00",
     ],
     ids=["empty", "garbage", "negative", "smuggled", "bad chunk", "TLS"],
@@ -483,13 +483,13 @@ def test_malformed_http_gets_400_or_a_closed_connection(server: Server, data: by
 
 def test_disconnect_inside_the_body_ends_the_request(server: Server) -> None:
     with connect(server) as connection:
-        connection.sendall(b"POST /infer HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{")
+        connection.sendall(b"POST /infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
     eventually(lambda: server.metric("seqserve_requests_in_flight") == 0, 5)
 
 
 def test_pipelined_requests_are_answered_in_order(server: Server) -> None:
     body = json.dumps(GOOD).encode()
-    request = b"POST /infer HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
-    answer = raw(server, request + b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n" + request)
+    request = b"POST /infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+    answer = raw(server, request + b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n" + request)
     assert [answer.count(part) for part in (b"HTTP/1.1 200", b'"outputs"', b'"live"')] == [3, 2, 1]
     assert answer.index(b'"outputs"') < answer.index(b'"live"')

@@ -1,0 +1,56 @@
+"""The caller of one request: what it may do, and whose sessions it sees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from msgspec import structs
+
+from service.access.scopes import OPEN_SCOPES, Scope
+from service.errors import Forbidden
+from service.ipc.messages import Request, session_of_tenant
+
+MAX_PRIORITY = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who sends a request. name: of its key, or how it was recognised. tenant: empty without keys."""
+
+    name: str
+    tenant: str
+    scopes: frozenset[Scope]
+    max_priority: int
+
+    def require(self, scope: Scope) -> None:
+        """Raise Forbidden unless the caller has the scope."""
+        if scope in self.scopes:
+            return
+        if self is ANYBODY:
+            raise Forbidden(
+                f"{scope} is for local clients while the service has no keys: connect over 127.0.0.1 and name it as the host, "
+                "or start the service with SEQSERVE_KEYS"
+            )
+        raise Forbidden(f"the key {self.name} does not have the scope {scope}: use another key")
+
+    def session(self, id: str) -> str:
+        """Return the name of a session in the engines, where sessions of other tenants may have the same id."""
+        return session_of_tenant(self.tenant, id)
+
+    def admit(self, request: Request) -> Request:
+        """Return a request for the engines; raises Forbidden for a session or a priority that the caller may not use."""
+        if request.priority > self.max_priority:
+            raise Forbidden(
+                f"the highest priority of {self.name} is {self.max_priority}: send a lower priority, or use another key",
+                field="priority",
+            )
+        if request.session is None:
+            return request
+        self.require(Scope.SESSION)
+        return structs.replace(request, session=self.session(request.session)) if self.tenant else request
+
+
+LOCAL = Caller("local", "", frozenset(Scope), MAX_PRIORITY)
+"""A client on this machine of a service without keys, or any client of an insecure one."""
+ANYBODY = Caller("anybody", "", OPEN_SCOPES, 0)
+"""Any other client of a service without keys, and every client of which nothing is known."""

@@ -1,0 +1,121 @@
+"""The checks of every request: its key, its Host and its Origin. Without keys, clients on this machine may do everything.
+
+A web page may send requests to a service on the machine of its visitor, under the name of its own host if it controls that name's address.
+The browser then tells the page's Origin, and the Host is the page's: both must be known.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from service.access.caller import ANYBODY, LOCAL, Caller
+from service.access.keys import KeyRing
+from service.errors import Forbidden, SettingsError, Unauthorized
+from service.settings import Settings
+
+LOOPBACK_NAMES = frozenset(("localhost", "127.0.0.1", "[::1]"))
+ANY_HOST = "*"
+BEARER = "bearer "
+
+
+class AccessPolicy:
+    """The rules of one service. `generation` changes with its keys: what was decided before must be decided again."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Raises SettingsError for a key file that cannot be read."""
+        self._file = Path(settings.keys) if settings.keys else None
+        self._keys = None if self._file is None else KeyRing.read(self._file)
+        self._modified = self._modification()
+        self._insecure = settings.insecure
+        hosts = _listed(settings.allowed_hosts)
+        # A page in a browser has no key.
+        self._any_host = ANY_HOST in hosts or (self._keys is not None and not hosts)
+        self._hosts = LOOPBACK_NAMES | hosts
+        self._origins = _listed(settings.allowed_origins)
+        self.generation = 0
+
+    @property
+    def origins(self) -> Iterable[str]:
+        """Return the origins that browsers may send requests from, besides the service's own."""
+        return self._origins
+
+    def identify(self, host: str, origin: str | None, authorization: str | None) -> Caller:
+        """Return the caller of a request with these headers.
+
+        Raises Unauthorized without a valid key, if the service has keys, and Forbidden for a host or an origin that is not allowed.
+        """
+        self._check_host(host)
+        self._check_origin(host, origin)
+        return self._caller(host, authorization)
+
+    def _check_host(self, host: str) -> None:
+        if not self._any_host and _name(host) not in self._hosts:
+            raise Forbidden("the Host of the request is not one of this service: add it to SEQSERVE_ALLOWED_HOSTS")
+
+    def reload(self) -> None:
+        """Read the key file again if it has changed. Raises SettingsError and keeps the old keys if it cannot be read."""
+        modified = self._modification()
+        if self._file is None or modified == self._modified:
+            return
+        self._modified = modified
+        self._keys = KeyRing.read(self._file)
+        self.generation += 1
+
+    def _caller(self, host: str, authorization: str | None) -> Caller:
+        if self._keys is None:
+            # Such a service listens on loopback (`check_start`). A proxy there passes on requests of others, with their Host.
+            return LOCAL if self._insecure or _name(host) in LOOPBACK_NAMES else ANYBODY
+        if authorization is None:
+            raise Unauthorized("the request has no key: send the header Authorization: Bearer KEY")
+        scheme, token = authorization[: len(BEARER)], authorization[len(BEARER) :]
+        caller = self._keys.find(token.strip()) if scheme.lower() == BEARER else None
+        if caller is None:
+            raise Unauthorized("the key is not valid: send the header Authorization: Bearer KEY with a key of this service")
+        return caller
+
+    def _check_origin(self, host: str, origin: str | None) -> None:
+        if origin is None or origin.lower() in self._origins or urlsplit(origin).netloc.lower() == host.lower():
+            return
+        raise Forbidden("web pages of this Origin may not use the service: add it to SEQSERVE_ALLOWED_ORIGINS")
+
+    def _modification(self) -> tuple[int, int] | None:
+        try:
+            status = None if self._file is None else self._file.stat()
+        except OSError:
+            return None
+        return None if status is None else (status.st_mtime_ns, status.st_ino)
+
+
+def check_start(settings: Settings) -> None:
+    """Raise SettingsError for a service that others can reach and that has no keys, unless it is meant to be insecure."""
+    if settings.keys:
+        KeyRing.read(Path(settings.keys))
+    elif not settings.insecure and not _is_loopback(settings.host):
+        raise SettingsError(
+            f"host is {settings.host}, which other machines may reach, and the service has no keys: set keys to a file of keys "
+            "(seqserve key new NAME creates one), set insecure to serve everybody, or listen on 127.0.0.1"
+        )
+
+
+def _listed(names: str) -> set[str]:
+    return {name.strip().lower() for name in names.split(",") if name.strip()}
+
+
+def _name(host: str) -> str:
+    """Return a Host header without its port, in lower case."""
+    name, colon, port = host.rpartition(":")
+    return (name if colon and port.isdigit() else host).lower()
+
+
+def _is_loopback(address: str) -> bool:
+    if address == "localhost":
+        return True
+    try:
+        parsed = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return False
+    mapped = getattr(parsed, "ipv4_mapped", None)
+    return (mapped or parsed).is_loopback

@@ -1,0 +1,109 @@
+"""The file of keys: what is stored, what a token opens, and which files are refused."""
+
+from __future__ import annotations
+
+import re
+import stat
+from pathlib import Path
+
+import pytest
+
+from service.access.keys import KeyRing, create
+from service.access.scopes import Scope
+from service.errors import SettingsError
+
+INFER = [Scope.INFER]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "made" / "keys.toml"
+
+
+def test_token_identifies_the_caller_of_its_key(file: Path) -> None:
+    first = create(file, "reader", [Scope.INFER, Scope.SESSION], "sales", 3)
+    second = create(file, "operator", [Scope.ADMIN], "operations", 0)
+    ring = KeyRing.read(file)
+    reader, operator = ring.find(first), ring.find(second)
+    assert reader is not None and operator is not None
+    assert (reader.name, reader.tenant, reader.max_priority) == ("reader", "sales", 3)
+    assert reader.scopes == {Scope.PUBLIC, Scope.INFER, Scope.SESSION, Scope.STATE}
+    assert operator.scopes == {Scope.PUBLIC, Scope.ADMIN}
+
+
+def test_file_has_no_secret_and_only_its_owner_reads_it(file: Path) -> None:
+    token = create(file, "reader", INFER, "sales", 0)
+    id, _, secret = token.partition(".")
+    text = file.read_text()
+    assert id in text and secret not in text
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert len(secret) >= 43, "256 bits in base64"
+
+
+def test_no_two_tokens_are_alike(file: Path) -> None:
+    tokens = [create(file, f"key-{number}", INFER, "sales", 0) for number in range(20)]
+    assert len({part for token in tokens for part in token.split(".")}) == 40
+    assert len(set(re.findall(r"salt = '(\w+)'", file.read_text()))) == 20
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        *("", ".", "{id}", "{id}.", "{secret}", ".{secret}", "{id}.{secret}a", "{id}.{secret} ", "{id}.{secret}" + "a" * 99),
+        *("{id}.{id}", "{id}{secret}", "0000000000000000.{secret}", "ü{id}.{secret}"),
+    ],
+)
+def test_other_tokens_identify_nobody(form: str, file: Path) -> None:
+    id, _, secret = create(file, "reader", INFER, "sales", 0).partition(".")
+    ring = KeyRing.read(file)
+    assert ring.find(f"{id}.{secret}") is not None
+    assert ring.find(form.format(id=id, secret=secret)) is None
+    assert ring.find(f"{id}.{secret[:-1]}") is None
+
+
+def test_a_key_without_a_record_is_not_the_empty_secret(tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text("")
+    assert KeyRing.read(file).find("") is None
+    assert KeyRing.read(file).find(".") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("[", "keys.toml"),
+        ("[a]\nname = 'reader'", "keys.toml: tenant"),
+        ("a = 1", "keys.toml"),
+        ("[a]\nname = 'reader'\ntenant = 'a b'\nscopes = []\nsalt = ''\nsha256 = ''", "tenant"),
+        ("[a]\nname = 'r'\ntenant = 't'\nscopes = ['everything']\nsalt = ''\nsha256 = ''", "scopes"),
+        (f"[a]\nname = 'r'\ntenant = 't'\nscopes = ['state']\nsalt = '{'0' * 32}'\nsha256 = '{'0' * 64}'", "scopes"),
+        (
+            f"[a]\nname = 'r'\ntenant = 't'\nscopes = []\nmax_priority = 11\nsalt = '{'0' * 32}'\nsha256 = '{'0' * 64}'",
+            "max_pri",
+        ),
+        ("\xff", "keys.toml"),
+    ],
+)
+def test_damaged_file_is_refused_by_name(text: str, named: str, tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_bytes(text.encode("latin-1"))
+    with pytest.raises(SettingsError, match=named):
+        KeyRing.read(file)
+
+
+def test_missing_file_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"missing\.toml"):
+        KeyRing.read(tmp_path / "missing.toml")
+
+
+def test_name_is_given_once(file: Path) -> None:
+    create(file, "reader", INFER, "sales", 0)
+    with pytest.raises(SettingsError, match="already has a key named reader"):
+        create(file, "reader", INFER, "sales", 0)
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a\x1fb", "é", "-a", "a" * 65, "a'"])
+def test_name_that_could_not_be_stored_is_refused(name: str, file: Path) -> None:
+    with pytest.raises(SettingsError, match="name is"):
+        create(file, name, INFER, "sales", 0)
+    assert not file.exists()

@@ -1,0 +1,141 @@
+"""Who is admitted: by key, by Host and by Origin."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.access.caller import ANYBODY, LOCAL, Caller
+from service.access.keys import create
+from service.access.policy import AccessPolicy, check_start
+from service.access.scopes import Scope
+from service.errors import Forbidden, SettingsError, Unauthorized
+from service.ipc.messages import Request, session_id
+from service.settings import Settings
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "keys.toml"
+
+
+def admit(policy: AccessPolicy, scope: Scope = Scope.INFER, **given: Any) -> Caller:
+    caller = policy.identify(**{"host": "localhost:8000", "origin": None, "authorization": None, **given})
+    caller.require(scope)
+    return caller
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:8000", "127.0.0.1:1", "[::1]:8000", "[::1]"])
+@pytest.mark.parametrize("scope", Scope)
+def test_without_keys_a_local_client_may_do_everything(host: str, scope: Scope) -> None:
+    assert admit(AccessPolicy(Settings()), scope, host=host) is LOCAL
+
+
+@pytest.mark.parametrize(
+    "host", ["", "example.com", "127.0.0.1.example.com", "localhost.example.com:8000", "127.0.0.2", "[::2]"]
+)
+def test_other_hosts_are_refused(host: str) -> None:
+    with pytest.raises(Forbidden, match="SEQSERVE_ALLOWED_HOSTS"):
+        admit(AccessPolicy(Settings()), host=host)
+
+
+def test_client_of_an_allowed_host_may_infer_and_not_administrate() -> None:
+    policy = AccessPolicy(Settings(allowed_hosts="Model.example, other.example"))
+    assert admit(policy, host="model.example:80") is ANYBODY
+    for scope in (Scope.ADMIN, Scope.DEBUG, Scope.STATE):
+        with pytest.raises(Forbidden, match=f"{scope} is for local clients"):
+            admit(policy, scope, host="model.example")
+
+
+@pytest.mark.parametrize("origin", ["null", "http://example.com", "https://localhost:9", "http://localhost:8000.example.com"])
+@pytest.mark.parametrize("insecure", [False, True])
+def test_web_pages_of_other_origins_are_refused(origin: str, insecure: bool) -> None:
+    with pytest.raises(Forbidden, match="SEQSERVE_ALLOWED_ORIGINS"):
+        admit(AccessPolicy(Settings(insecure=insecure)), origin=origin)
+
+
+def test_own_pages_and_allowed_origins_are_admitted() -> None:
+    policy = AccessPolicy(Settings(allowed_origins="https://App.example"))
+    assert admit(policy, origin="http://localhost:8000") is LOCAL
+    assert admit(policy, origin="https://app.example") is LOCAL
+
+
+def test_insecure_service_serves_everybody_under_its_names() -> None:
+    policy = AccessPolicy(Settings(insecure=True, host="0.0.0.0", allowed_hosts="*"))
+    assert admit(policy, Scope.ADMIN, host="example.com") is LOCAL
+    with pytest.raises(Forbidden):
+        admit(AccessPolicy(Settings(insecure=True, host="0.0.0.0")), host="example.com")
+
+
+def test_with_keys_every_caller_needs_one(file: Path) -> None:
+    token = create(file, "reader", [Scope.INFER, Scope.SESSION], "sales", 2)
+    policy = AccessPolicy(Settings(keys=str(file), host="0.0.0.0"))
+    caller = admit(policy, host="any.example", authorization=f"Bearer {token}")
+    assert (caller.name, caller.tenant) == ("reader", "sales")
+    assert admit(policy, Scope.STATE, authorization=f"bearer  {token}").name == "reader"
+    with pytest.raises(Forbidden, match="reader does not have the scope admin"):
+        admit(policy, Scope.ADMIN, authorization=f"Bearer {token}")
+    for wrong in (None, "", token, f"Basic {token}", "Bearer ", f"Bearer {token}x", f"Bearer{token}"):
+        with pytest.raises(Unauthorized, match="Authorization: Bearer"):
+            admit(policy, authorization=wrong)
+
+
+def test_changed_file_is_read_and_a_damaged_one_is_not(file: Path) -> None:
+    first = create(file, "first", [Scope.INFER], "sales", 0)
+    policy = AccessPolicy(Settings(keys=str(file)))
+    policy.reload()
+    assert policy.generation == 0
+    second = create(file, "second", [Scope.INFER], "sales", 0)
+    policy.reload()
+    assert policy.generation == 1
+    assert admit(policy, authorization=f"Bearer {second}").name == "second"
+    file.write_text("[")
+    with pytest.raises(SettingsError):
+        policy.reload()
+    policy.reload()
+    assert policy.generation == 1
+    assert admit(policy, authorization=f"Bearer {first}").name == "first"
+    file.write_text("")
+    policy.reload()
+    with pytest.raises(Unauthorized):
+        admit(policy, authorization=f"Bearer {first}")
+
+
+def test_service_that_others_reach_needs_keys_or_consent(file: Path) -> None:
+    for host in ("0.0.0.0", "::", "192.0.2.1", "example.com", ""):
+        with pytest.raises(SettingsError, match="set keys to a file"):
+            check_start(Settings(host=host))
+        check_start(Settings(host=host, insecure=True))
+    for host in ("127.0.0.1", "127.3.4.5", "::1", "localhost", "::ffff:127.0.0.1"):
+        check_start(Settings(host=host))
+    create(file, "reader", [Scope.INFER], "sales", 0)
+    check_start(Settings(host="0.0.0.0", keys=str(file)))
+    with pytest.raises(SettingsError, match="missing"):
+        check_start(Settings(keys=str(file.with_name("missing.toml"))))
+
+
+def request(**options: Any) -> Request:
+    return Request("words", "1", [1], deadline=1.0, sent=0.0, **options)
+
+
+def test_sessions_of_two_tenants_have_different_names() -> None:
+    one, other = (Caller("key", tenant, frozenset(Scope), 0) for tenant in ("one", "other"))
+    names = {one.session("7"), other.session("7"), LOCAL.session("7")}
+    assert len(names) == 3
+    assert {session_id(name) for name in names} == {"7"}
+    assert one.admit(request(session="7")).session == one.session("7")
+    assert LOCAL.admit(request(session="7")).session == "7"
+    assert one.admit(request()).session is None
+
+
+def test_priority_and_sessions_need_the_right() -> None:
+    caller = Caller("reader", "sales", frozenset((Scope.INFER,)), 1)
+    assert caller.admit(request(priority=1)).priority == 1
+    assert caller.admit(request(priority=-5)).priority == -5
+    with pytest.raises(Forbidden, match="highest priority of reader is 1") as refused:
+        caller.admit(request(priority=2))
+    assert refused.value.field == "priority"
+    with pytest.raises(Forbidden, match="scope session"):
+        caller.admit(request(session="7"))

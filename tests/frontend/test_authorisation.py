@@ -1,0 +1,227 @@
+"""Every endpoint with every kind of key: each is found by introspection, so that a new one cannot be forgotten."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import grpc
+import httpx
+import pytest
+from fastapi.routing import APIRoute, iter_route_contexts
+from starlette.routing import Route, WebSocketRoute
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
+
+from service.access.keys import create
+from service.access.scopes import KEY_SCOPES, Scope
+from service.frontend.app import build_app
+from service.frontend.catalog import Catalog
+from service.frontend.dispatch.dispatcher import Dispatcher
+from service.frontend.inference import Frontend, SupervisorClient
+from service.frontend.oip.protobuf import METHODS, SERVICE
+from service.frontend.scopes import GRPC_SCOPES, HTTP_SCOPES, grpc_scope
+from service.log import Log
+from service.metrics import Metrics
+from service.settings import Settings
+from tests import raw_websocket
+from tests.serving import Server, eventually, serving
+
+OPEN_PAGES = {"/docs", "/docs/oauth2-redirect", "/openapi.json"}
+"""Routes of FastAPI itself: the description of the service, which is the same for everybody."""
+QUESTION = "how far is the sea ?"
+
+
+class Guarded(NamedTuple):
+    """A server with keys: a token for each scope, tokens of two tenants, and the file."""
+
+    server: Server
+    scoped: dict[Scope, str]
+    tenants: dict[str, str]
+    file: Path
+
+    def send(self, method: str, path: str, token: str | None, **options: Any) -> httpx.Response:
+        headers = {} if token is None else {"authorization": f"Bearer {token}"}
+        return self.server.client.request(method, path, headers=headers, **options)
+
+    def infer(self, token: str | None, **options: Any) -> httpx.Response:
+        return self.send("POST", "/infer", token, json={"model": "words", "inputs": [QUESTION], **options})
+
+    def chunk(self, token: str, id: str, **options: Any) -> httpx.Response:
+        """Send three steps of a session."""
+        body = {"model": "sensors", "inputs": [[[1, 2, 3]] * 3], "session": id, **options}
+        return self.send("POST", "/infer", token, json=body)
+
+
+@pytest.fixture(scope="module")
+def guarded(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    scratch = tmp_path_factory.mktemp("keys")
+    file = scratch / "keys.toml"
+    scoped = {scope: create(file, f"only-{scope}", [scope], "scoped", 0) for scope in KEY_SCOPES}
+    tenants = {name: create(file, name, [Scope.INFER, Scope.SESSION], name, 1) for name in ("sales", "support")}
+    with serving(models_folder, scratch, "--keys", str(file), "--debug", frontends="2") as server:
+        yield Guarded(server, scoped, tenants, file)
+
+
+def routes() -> list[APIRoute]:
+    """Return the routes of the service."""
+    metrics = Metrics()
+    engines = Dispatcher(metrics, 1, lambda: None)
+    frontend = Frontend(Settings(), Catalog([], {}), engines, metrics, Log("frontend"), cast(SupervisorClient, None))
+    found = [context.original_route for context in iter_route_contexts(build_app(frontend).routes)]
+    assert {route.path for route in found if isinstance(route, Route) and not isinstance(route, APIRoute)} == OPEN_PAGES
+    assert {route.path for route in found if isinstance(route, WebSocketRoute)} == {"/stream", "/{path:path}"}
+    return [route for route in found if isinstance(route, APIRoute)]
+
+
+ENDPOINTS = [(method, route.path) for route in routes() for method in sorted(route.methods or ())]
+
+
+def scope_of(method: str, path: str) -> Scope:
+    scopes = HTTP_SCOPES[path]
+    return scopes if isinstance(scopes, Scope) else scopes[method]
+
+
+def test_scopes_are_those_of_the_routes() -> None:
+    assert HTTP_SCOPES.keys() == {path for _, path in ENDPOINTS}
+    assert GRPC_SCOPES.keys() == METHODS.keys()
+
+
+@pytest.mark.parametrize(("method", "path"), ENDPOINTS)
+def test_endpoint_admits_the_keys_with_its_scope_and_no_others(method: str, path: str, guarded: Guarded) -> None:
+    filled, needed = re.sub(r"\{\w+(:path)?\}", "1", path), scope_of(method, path)
+    allowed = {Scope.SESSION} if needed is Scope.STATE else {needed}
+    for token in (None, "wrong", f"{'0' * 16}.{'0' * 43}"):
+        answer = guarded.send(method, filled, token)
+        assert (answer.status_code == 401) is (needed is not Scope.PUBLIC), answer.text
+        if answer.status_code == 401:
+            assert (answer.json()["code"], answer.headers["www-authenticate"]) == ("unauthorized", "Bearer")
+    for scope, token in guarded.scoped.items():
+        answer = guarded.send(method, filled, token)
+        admitted = needed is Scope.PUBLIC or scope in allowed
+        assert (answer.status_code == 403) is not admitted, (scope, answer.text)
+        assert answer.status_code != 401
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_grpc_method_admits_the_keys_with_its_scope_and_no_others(name: str, guarded: Guarded) -> None:
+    check_grpc(f"/{SERVICE}/{name}", guarded)
+
+
+@pytest.mark.parametrize(
+    "path", ["/grpc.health.v1.Health/Check", "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"]
+)
+def test_other_grpc_services_have_scopes(path: str, guarded: Guarded) -> None:
+    check_grpc(path, guarded)
+
+
+def check_grpc(path: str, guarded: Guarded) -> None:
+    needed = grpc_scope(path)
+    for token in (None, "wrong"):
+        status = grpc_status(guarded, path, token)
+        assert (status is grpc.StatusCode.UNAUTHENTICATED) is (needed is not Scope.PUBLIC)
+    for scope, token in guarded.scoped.items():
+        admitted = needed in (Scope.PUBLIC, scope)
+        assert (grpc_status(guarded, path, token) is grpc.StatusCode.PERMISSION_DENIED) is not admitted
+
+
+def grpc_status(guarded: Guarded, path: str, token: str | None) -> grpc.StatusCode:
+    """Return the status of a call with an empty message, or without a message where a stream of them is expected."""
+    metadata = [] if token is None else [("authorization", f"Bearer {token}")]
+    with grpc.insecure_channel(guarded.server.grpc) as channel:
+        try:
+            list(channel.stream_stream(path)(iter([b""]), metadata=metadata, timeout=60))
+        except grpc.RpcError as error:
+            return cast(grpc.StatusCode, error.code())
+    return grpc.StatusCode.OK
+
+
+def test_socket_needs_a_key_with_sessions(guarded: Guarded) -> None:
+    url = guarded.server.address.replace("http", "ws") + "/stream?model=sensors"
+    for token, status in ((None, 401), ("wrong", 401), (guarded.scoped[Scope.INFER], 403)):
+        with pytest.raises(InvalidStatus) as refused, connect(url, additional_headers=bearer(token)):
+            pass
+        assert refused.value.response.status_code == status
+    with connect(url, additional_headers=bearer(guarded.tenants["sales"])) as socket:
+        socket.send('{"input": [[1, 2, 3]]}')
+        assert '"outputs"' in str(socket.recv())
+
+
+def bearer(token: str | None) -> dict[str, str]:
+    return {} if token is None else {"authorization": f"Bearer {token}"}
+
+
+def test_sessions_of_other_tenants_look_unknown(guarded: Guarded) -> None:
+    sales, support = guarded.tenants["sales"], guarded.tenants["support"]
+    assert guarded.chunk(sales, "1", start=True).json()["session"]["steps"] == 3
+    unknown, foreign = (guarded.chunk(support, id, start=False) for id in ("never", "1"))
+    assert (unknown.status_code, foreign.status_code) == (404, 404)
+    assert unknown.text.replace("never", "1") == foreign.text
+    for method, path in (("GET", "state"), ("DELETE", "state"), ("POST", "fork")):
+        body: dict[str, Any] = {"json": {"session": "copy"}} if path == "fork" else {}
+        unknown, foreign = (guarded.send(method, f"/sessions/{id}/{path}", support, **body) for id in ("never", "1"))
+        assert unknown.status_code == foreign.status_code == 404
+        assert unknown.text.replace("never", "1") == foreign.text
+    # The same id is another session of the other tenant, and neither disturbs the other.
+    assert guarded.chunk(support, "1").json()["session"] == {"id": "1", "steps": 3}
+    assert guarded.chunk(sales, "1", start=False).json()["session"]["steps"] == 6
+    state = guarded.send("GET", "/sessions/1/state", sales).content
+    assert guarded.send("PUT", "/sessions/brought/state", support, content=state).status_code == 200
+    assert guarded.send("DELETE", "/sessions/1/state", sales).status_code == 200
+    assert guarded.chunk(support, "1", start=False).json()["session"]["steps"] == 6
+    for id in ("1", "brought"):
+        assert guarded.send("DELETE", f"/sessions/{id}/state", support).status_code == 200
+
+
+@pytest.mark.parametrize("general", [{}, {"connection": "close"}], ids=["hot path", "general path"])
+def test_priority_has_the_ceiling_of_the_key(general: dict[str, str], guarded: Guarded) -> None:
+    headers = {"authorization": f"Bearer {guarded.tenants['sales']}", **general}
+    for priority, status in ((1, 200), (2, 403)):
+        body = {"model": "words", "inputs": [QUESTION], "priority": priority}
+        answer = guarded.server.client.post("/infer", json=body, headers=headers)
+        assert answer.status_code == status, answer.text
+
+
+def test_revoked_key_ends_and_new_key_begins(guarded: Guarded) -> None:
+    token = create(guarded.file, "late", [Scope.INFER], "late", 0)
+    eventually(lambda: [guarded.infer(token).status_code for _ in range(6)] == [200] * 6)
+    text = guarded.file.read_text()
+    guarded.file.write_text(text[: text.index(f"[{token.partition('.')[0]!r}]")])
+    eventually(lambda: [guarded.infer(token).status_code for _ in range(6)] == [401] * 6)
+    assert guarded.infer(guarded.tenants["sales"]).status_code == 200
+
+
+def test_administration_and_refusals_are_logged(guarded: Guarded) -> None:
+    since = guarded.server.log_bytes
+    guarded.send("POST", "/v2/repository/models/words/load", guarded.scoped[Scope.ADMIN])
+    guarded.send("POST", "/v2/repository/models/words/unload", guarded.scoped[Scope.INFER])
+    guarded.infer("wrong")
+    guarded.infer(guarded.tenants["sales"])
+    entries = guarded.server.events("audit", since=since)
+    assert [(entry["caller"], entry["action"], entry["outcome"]) for entry in entries] == [
+        ("only-admin", "POST /v2/repository/models/words/load", "ok"),
+        ("only-infer", "POST /v2/repository/models/words/unload", "forbidden"),
+        ("anybody", "POST /infer", "unauthorized"),
+    ]
+    assert {entry["peer"] for entry in entries} == {"127.0.0.1"}
+    assert not any(token in guarded.server.log_file.read_text() for token in guarded.scoped.values())
+
+
+def test_web_pages_of_others_reach_nothing(server: Server) -> None:
+    """A page that posts text, and a page whose own name leads to this machine."""
+    for headers in ({"origin": "http://evil.example"}, {"host": "evil.example"}, {"origin": "null"}):
+        for path in ("/infer", "/v2/repository/models/words/unload", "/v2/models/words/infer", "/metrics"):
+            method = "GET" if path == "/metrics" else "POST"
+            answer = server.client.request(method, path, content=b"{}", headers={"content-type": "text/plain", **headers})
+            assert (answer.status_code, answer.json()["code"]) == (403, "forbidden")
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items()).encode()
+        handshake = raw_websocket.handshake()
+        if "host" in headers:
+            handshake = handshake.replace(b"Host: localhost\r\n", b"")
+        with raw_websocket.connection(server) as socket:
+            socket.sendall(handshake.replace(b"Connection:", lines + b"Connection:"))
+            assert socket.recv(1 << 16).startswith(b"HTTP/1.1 403 ")
+    assert server.client.get("/healthz", headers={"host": "evil.example"}).status_code == 200
+    assert server.infer("words", [QUESTION]).status_code == 200
