@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
+from dataclasses import dataclass
 from typing import Any
 
 STDERR = 2
+MAX_CAPPED_LINES, CAP_SECONDS = 20, 10.0
+"""How many lines of one event clients can cause in this time."""
+
+
+@dataclass(slots=True)
+class _Cap:
+    """Lines of one event since its period began. until: monotonic time of the period's end."""
+
+    until: float = -math.inf
+    lines: int = 0
+    left_out: int = 0
 
 
 class Log:
@@ -24,6 +37,7 @@ class Log:
         self._dropped = 0
         self._torn = False
         """Whether the last write stopped in the middle of a line."""
+        self._caps: dict[str, _Cap] = {}
 
     def info(self, event: str, **values: Any) -> None:
         self._write("info", event, values)
@@ -33,6 +47,22 @@ class Log:
 
     def error(self, event: str, **values: Any) -> None:
         self._write("error", event, values)
+
+    def capped(self, event: str, **values: Any) -> None:
+        """Write an event that clients cause, at most MAX_CAPPED_LINES lines of it in CAP_SECONDS.
+
+        The first line after that has `left_out`, the number of lines that are missing before it.
+        """
+        cap = self._caps.setdefault(event, _Cap())
+        now = time.monotonic()
+        if now >= cap.until:
+            cap.until, cap.lines = now + CAP_SECONDS, 0
+        cap.lines += 1
+        if cap.lines > MAX_CAPPED_LINES:
+            cap.left_out += 1
+            return
+        left_out, cap.left_out = cap.left_out, 0
+        self.info(event, **values, **({"left_out": left_out} if left_out else {}))
 
     def _write(self, level: str, event: str, values: dict[str, Any]) -> None:
         line = self._format(level, event, values)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from service.log import Log
+from service.log import CAP_SECONDS, MAX_CAPPED_LINES, Log
 
 
 @pytest.fixture
@@ -92,3 +92,20 @@ def test_line_break_in_a_value_forges_no_line(descriptor: int, tmp_path: Path) -
     point(descriptor, tmp_path / "log")
     Log("test", descriptor).info("written", text='a\n{"event": "forged"}')
     assert [line["event"] for line in lines(tmp_path / "log")] == ["written"]
+
+
+def test_clients_cannot_fill_the_log(descriptor: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, log, file = 100.0, Log("frontend", descriptor), tmp_path / "log"
+    monkeypatch.setattr("service.log.time.monotonic", lambda: now)
+    point(descriptor, file)
+    for number in range(1000):
+        log.capped("audit", number=number)
+    for _ in range(3):
+        log.capped("other")
+    now += CAP_SECONDS
+    log.capped("audit", number=1000)
+    log.capped("audit", number=1001)
+    audits = [line for line in lines(file) if line["event"] == "audit"]
+    assert [line["number"] for line in audits] == [*range(MAX_CAPPED_LINES), 1000, 1001]
+    assert [line.get("left_out") for line in audits[-3:]] == [None, 1000 - MAX_CAPPED_LINES, None]
+    assert sum(line["event"] == "other" for line in lines(file)) == 3

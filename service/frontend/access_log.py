@@ -48,4 +48,5 @@ def record(frontend: Frontend, caller: Caller, scope: Scope, action: str, peer: 
     if refused:
         frontend.metrics.denied.add(outcome)
     if refused or scope in AUDITED:
-        frontend.log.info("audit", caller=caller.name, peer=peer, action=action[:MAX_ACTION_CHARACTERS], outcome=outcome)
+        write = frontend.log.capped if refused else frontend.log.info
+        write("audit", caller=caller.name, peer=peer, action=action[:MAX_ACTION_CHARACTERS], outcome=outcome)

@@ -11,6 +11,7 @@ from starlette.routing import Match, Route
 
 from service import __version__
 from service.errors import MethodNotAllowed, ServiceError, UnknownRoute
+from service.frontend import docs_page
 from service.frontend.http_exchange import DirectRoute, respond_error
 from service.frontend.inference import ClientDisconnected, Frontend
 from service.frontend.oip import rest as oip_rest
@@ -27,7 +28,13 @@ def build_app(frontend: Frontend) -> FastAPI:
 
     FastAPI routes requests and generates the OpenAPI document; the endpoints read, validate and write by themselves (DirectRoute).
     """
-    app = FastAPI(title="seqserve", version=__version__, description="A model server for sequence models.", redoc_url=None)
+    app = FastAPI(
+        title="seqserve",
+        version=__version__,
+        description="A model server for sequence models.",
+        docs_url=None,  # FastAPI's own page loads its scripts from other hosts
+        redoc_url=None,
+    )
     app.state.frontend = frontend
     router = APIRouter(route_class=DirectRoute)
     # Starlette tries routes in this order: the routes of inference come first.
@@ -38,6 +45,7 @@ def build_app(frontend: Frontend) -> FastAPI:
     models.add_routes(router, frontend)
     health.add_routes(router, frontend)
     debug.add_routes(router, frontend)
+    docs_page.add_routes(router)
     app.include_router(router)
 
     if frontend.access.origins:

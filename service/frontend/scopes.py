@@ -14,6 +14,8 @@ HTTP_SCOPES: Mapping[str, Scope | Mapping[str, Scope]] = {
     "/readyz": Scope.PUBLIC,
     "/v2/health/live": Scope.PUBLIC,
     "/v2/health/ready": Scope.PUBLIC,
+    "/docs": Scope.PUBLIC,
+    "/docs/{name}": Scope.PUBLIC,
     "/metrics": Scope.METRICS,
     "/infer": Scope.INFER,
     "/models": Scope.INFER,

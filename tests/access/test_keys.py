@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import stat
+import time
 from pathlib import Path
 
 import pytest
@@ -107,3 +108,19 @@ def test_name_that_could_not_be_stored_is_refused(name: str, file: Path) -> None
     with pytest.raises(SettingsError, match="name is"):
         create(file, name, INFER, "sales", 0)
     assert not file.exists()
+
+
+def test_time_of_a_check_does_not_tell_what_is_wrong(file: Path) -> None:
+    """Neither an unknown id nor the first wrong character shows in the fastest checks, which other work on the machine does not slow."""
+    id, _, secret = create(file, "reader", INFER, "sales", 0).partition(".")
+    ring = KeyRing.read(file)
+    late, early = secret[:-1] + ("a" if secret[-1] != "a" else "b"), ("a" if secret[0] != "a" else "b") + secret[1:]
+    tokens = (f"{id}.{secret}", f"{id}.{late}", f"{id}.{early}", f"{'0' * len(id)}.{secret}")
+    times: list[list[int]] = [[] for _ in tokens]
+    for _ in range(5000):
+        for token, seen in zip(tokens, times, strict=True):
+            began = time.perf_counter_ns()
+            ring.find(token)
+            seen.append(time.perf_counter_ns() - began)
+    typical = [sorted(seen)[len(seen) // 10] for seen in times]
+    assert max(typical) < 1.25 * min(typical), typical

@@ -29,8 +29,8 @@ from service.settings import Settings
 from tests import raw_websocket
 from tests.serving import Server, eventually, serving
 
-OPEN_PAGES = {"/docs", "/docs/oauth2-redirect", "/openapi.json"}
-"""Routes of FastAPI itself: the description of the service, which is the same for everybody."""
+OPEN_PAGES = {"/openapi.json"}
+"""The route of FastAPI itself: the description of the service, which is the same for everybody."""
 QUESTION = "how far is the sea ?"
 
 
