@@ -73,6 +73,8 @@ class Settings(BaseModel):
     """Whether the service also listens for gRPC."""
     grpc_port: Annotated[int, Field(ge=0, le=65535)] = 8001
     """gRPC port; 0 takes a free port, which the ready line names."""
+    grpc_reflection: bool = True
+    """Whether gRPC clients may ask which methods and messages there are."""
     keys: str = ""
     """TOML file of keys, which requests then need; empty for none. `seqserve key new` adds keys. Changes are read within seconds."""
     insecure: bool = False

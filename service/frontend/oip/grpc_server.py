@@ -58,7 +58,9 @@ class GrpcServer:
         """Start accepting calls."""
         for descriptor in (health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR):
             POOL.AddSerializedFile(descriptor.serialized_pb)
-        handlers = (rpc_handlers(self._frontend, self._shutdown), self._health_handlers(), _reflection_handlers())
+        handlers = [rpc_handlers(self._frontend, self._shutdown), self._health_handlers()]
+        if self._frontend.settings.grpc_reflection:
+            handlers.append(_reflection_handlers())
         self._application = GrpcApplication(self._frontend, handlers, self._shutdown)
         limits = _limits(self._frontend.settings)
         self._listener = Listener(
