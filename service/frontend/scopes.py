@@ -1,4 +1,4 @@
-"""The scope of every endpoint, by transport. An endpoint that is missing here cannot be added to the service."""
+"""The scope of every endpoint, by transport."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ HTTP_SCOPES: Mapping[str, Scope | Mapping[str, Scope]] = {
     "/sessions/{id:path}/fork": Scope.SESSION,
     "/debug/trace": Scope.DEBUG,
 }
-"""By path, or by path and method. Endpoints of Triton that the service does not have answer as inference does."""
+"""By path, or by path and method. A path that is missing here cannot be added to the service. Endpoints of Triton that the service does
+not have answer as inference does."""
 
 GRPC_SCOPES: Mapping[str, Scope] = {
     "ServerLive": Scope.PUBLIC,
@@ -71,6 +72,6 @@ _OTHER_GRPC_SERVICES = {"grpc.health.v1.Health": Scope.PUBLIC, "grpc.reflection.
 
 
 def grpc_scope(path: str) -> Scope:
-    """Return the scope of the method at a path, which is /SERVICE/METHOD; raises KeyError if it is missing here."""
+    """Return the scope of the method at a path, which is /SERVICE/METHOD. A method that is missing here is for administrators."""
     service, _, method = path[1:].partition("/")
-    return _OTHER_GRPC_SERVICES[service] if service in _OTHER_GRPC_SERVICES else GRPC_SCOPES[method]
+    return _OTHER_GRPC_SERVICES.get(service) or GRPC_SCOPES.get(method, Scope.ADMIN)

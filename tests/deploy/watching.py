@@ -140,7 +140,7 @@ def _has_no_time(client: httpx.Client, batch: int) -> None:
 def _hangs_up(client: httpx.Client, batch: int) -> None:
     body = json.dumps({"model": "sensors", "inputs": [[STEP] * 3_000]}).encode()
     with socket.create_connection((client.base_url.host, client.base_url.port or 80)) as connection:
-        connection.sendall(b"POST /infer HTTP/1.1\r\nHost: here\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+        connection.sendall(b"POST /infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
         time.sleep(0.02)
 
 

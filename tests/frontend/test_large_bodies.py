@@ -77,7 +77,8 @@ class Service:
 
     def send(self, path: str, body: bytes, **headers: str) -> tuple[int, Any]:
         """Send a request in pieces as uvicorn would. Return the status and the body of the reply."""
-        names = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+        sent_headers = {"host": "localhost", **headers}
+        names = [(name.replace("_", "-").encode(), value.encode()) for name, value in sent_headers.items()]
         scope = {
             "type": "http",
             "method": "POST",

@@ -16,7 +16,7 @@ from service.frontend.http2.stream import Stream, StreamHandler
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
 END_STREAM, ACK, END_HEADERS, PADDED, PRIORITIZED = 1, 1, 4, 8, 0x20
-REQUEST = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/echo"), (b":authority", b"test")]
+REQUEST = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/echo"), (b":authority", b"localhost")]
 LIMITS = Limits(
     max_streams=8,
     max_header_bytes=16 << 10,
@@ -90,6 +90,9 @@ class FakeTransport:
         self.buffered = 0
         self.full = self.closing = self.eof = self.reading_paused = False
         self.largest_buffer = 0
+
+    def get_extra_info(self, name: str) -> tuple[str, int] | None:
+        return ("127.0.0.1", 1) if name == "peername" else None
 
     def write(self, data: bytes) -> None:
         assert not self.closing and not self.eof, "the server wrote to a closed connection"

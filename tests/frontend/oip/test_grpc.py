@@ -27,6 +27,7 @@ from service.log import Log
 from service.metrics import Metrics
 from service.settings import Settings
 from tests import models
+from tests.frontend.oip.library import LibraryHandlers
 from tests.serving import Server, eventually, serving
 
 SHIPPED = Path(__file__).resolve().parents[3] / "models"
@@ -344,7 +345,7 @@ def test_internal_error_reveals_no_details(capfd: pytest.CaptureFixture[str]) ->
 
     async def call_methods() -> list[grpc.RpcError]:
         server = grpc.aio.server()
-        server.add_generic_rpc_handlers((rpc_handlers(frontend, GrpcShutdown()),))
+        server.add_generic_rpc_handlers((LibraryHandlers(rpc_handlers(frontend, GrpcShutdown())),))
         address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         await server.start()
         async with grpc.aio.insecure_channel(address) as channel:

@@ -34,6 +34,7 @@ from service.metrics import Metrics
 from service.modeling.spec import ClassifyHead
 from service.settings import Settings
 from tests.frontend.oip.harness import FakeDispatcher, InferHarness
+from tests.frontend.oip.library import LibraryHandlers
 
 LIMIT = 1 << 16
 INFER = "/inference.GRPCInferenceService/ModelInfer"
@@ -232,7 +233,7 @@ async def both_servers(frontend: Frontend) -> AsyncIterator[list[grpc.aio.Channe
     )
     limit = LIMIT * RECEIVE_LIMIT_FACTOR
     library = grpc.aio.server(options=[("grpc.max_receive_message_length", limit), ("grpc.so_reuseport", 0)])
-    library.add_generic_rpc_handlers(handlers)
+    library.add_generic_rpc_handlers([LibraryHandlers(handler) for handler in handlers])
     ports = [own.sockets[0].getsockname()[1], library.add_insecure_port("127.0.0.1:0")]
     await library.start()
     channels = [grpc.aio.insecure_channel(f"127.0.0.1:{port}") for port in ports]

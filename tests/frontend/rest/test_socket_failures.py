@@ -59,7 +59,14 @@ class Connection:
         scope = {"extensions": {SOCKET: self}}
         return cast(
             WebSocket,
-            SimpleNamespace(query_params=QueryParams(query), scope=scope, accept=self.accept, receive=self.receive),
+            SimpleNamespace(
+                query_params=QueryParams(query),
+                scope=scope,
+                client=None,
+                headers={"host": "localhost"},
+                accept=self.accept,
+                receive=self.receive,
+            ),
         )
 
     def close_code(self) -> CloseCode | None:
