@@ -323,6 +323,21 @@ def test_state_of_another_model_or_format_is_refused(two_fronts: Server) -> None
     assert steps(ask(two_fronts, "speller", [1], "known", end=True)) == 3
 
 
+def test_hostile_state_neither_ends_nor_stalls_the_engine(two_fronts: Server) -> None:
+    assert steps(ask(two_fronts, "speller", [1, 2], "kept")) == 2
+    metadata = json.loads(state(two_fronts, "kept")[8:].partition(b"}")[0] + b"}}")["__metadata__"]
+    empty = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    for said, tensors in {
+        "dimensions that overflow": {"a": empty | {"shape": [0, 1 << 62, 1 << 62]}},
+        "very many tensors": {f"{number}": empty for number in range(100_000)},
+        "very many dimensions": {"a": empty | {"shape": [0] * 65}},
+    }.items():
+        header = json.dumps({"__metadata__": metadata, **tensors}).encode()
+        assert code(put(two_fronts, "hostile", struct.pack("<Q", len(header)) + header)) == (400, "invalid_request"), said
+    assert steps(ask(two_fronts, "speller", [1], "kept", end=True)) == 3
+    assert two_fronts.metric("seqserve_process_restarts_total") == 0
+
+
 # Limits.
 
 

@@ -209,8 +209,8 @@ class Worker:
             match message:
                 case messages.ExportSession(session=session):
                     state = self._batcher.sessions.export_state(session)
-                case messages.ImportSession(session=session):
-                    self._batcher.sessions.import_state(session, bytes(frame.tail))
+                case messages.ImportSession(session=session, origin=origin, tensors=tensors):
+                    self._batcher.sessions.import_state(session, origin, tensors, frame.tail)
                 case messages.FindSession(session=session):
                     reply = messages.SessionFound(self._batcher.sessions.model_of(session))
                 case messages.EndSession(session=session):

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from service.errors import BY_CODE, InferenceFailed, ServiceError, SessionConflict
+from service.ipc.session_file import Origin, StoredTensor
 from service.metrics import Snapshot
 
 IDS = "int32"
@@ -206,9 +207,11 @@ class ExportSession(Message, frozen=True):
 
 
 class ImportSession(Message, frozen=True):
-    """Call: open a session with the state in the trailing bytes."""
+    """Call: open a session with a state from `origin`. The bytes of its tensors are the trailing bytes."""
 
     session: str
+    origin: Origin
+    tensors: dict[str, StoredTensor]
 
 
 class EndSession(Message, frozen=True):

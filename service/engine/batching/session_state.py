@@ -1,72 +1,63 @@
-"""The state of a session on the host, and its export format: a small safetensors file."""
+"""The state of a session on the host, and its tensors in an exported file."""
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-from safetensors import SafetensorError
-from safetensors.torch import load, save
+import torch
+from safetensors.torch import save
 from torch import Tensor
 
 from service.errors import InvalidRequest, SessionConflict
 from service.ipc.messages import ModelKey
+from service.ipc.session_file import Origin, StoredTensor, metadata_of
 from service.modeling.spec import WEIGHTS, ModelSpec
 
 State = Mapping[str, Tensor]
 """The tensors of one state slot, by layer and name."""
-FORMAT = "seqserve state 1"
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """Where a state comes from: the model version, the digest of its weights, and the steps that led to the state."""
-
-    model: str
-    version: str
-    weights: str
-    steps: int
-
-    @classmethod
-    def of(cls, spec: ModelSpec, key: ModelKey, steps: int) -> Origin:
-        return cls(key.name, key.version, spec.sha256.get(WEIGHTS, ""), steps)
+def origin_of(spec: ModelSpec, key: ModelKey, steps: int) -> Origin:
+    """Return the origin of a state that `steps` steps of a model version led to."""
+    return Origin(key.name, key.version, spec.sha256.get(WEIGHTS, ""), steps)
 
 
 def pack(state: State, origin: Origin) -> bytes:
     """Return a state as a safetensors file with its origin in the metadata."""
-    metadata = {"format": FORMAT, "model": origin.model, "version": origin.version, "weights": origin.weights}
-    packed: bytes = save(dict(state), metadata=metadata | {"steps": str(origin.steps)})
+    packed: bytes = save(dict(state), metadata=metadata_of(origin))
     return packed
 
 
-def unpack(data: bytes) -> tuple[dict[str, Tensor], Origin]:
-    """Return the state and the origin that `pack` wrote; raises InvalidRequest for other bytes."""
-    try:
-        state = load(data)
-        (length,) = struct.unpack_from("<Q", data)
-        metadata = json.loads(data[8 : 8 + length])["__metadata__"]
-        if metadata["format"] != FORMAT:
-            raise ValueError(f"its format is not {FORMAT}")
-        steps = int(metadata["steps"])
-        if not 0 < steps < 1 << 62:
-            raise ValueError("its steps are not a number above zero")
-        return state, Origin(metadata["model"], metadata["version"], metadata["weights"], steps)
-    except (SafetensorError, ValueError, KeyError, TypeError, struct.error) as error:
-        raise InvalidRequest(
-            f"the body is not the state of a session: {error}; send the body that GET on this path returned"
-        ) from None
-
-
-def check(state: State, like: State, origin: Origin, expected: Origin) -> None:
-    """Validate an imported state. Raises SessionConflict for another origin, InvalidRequest for tensors unlike those of `like`."""
+def check_origin(origin: Origin, expected: Origin) -> None:
+    """Raise SessionConflict if a state is from another model version, or from other weights."""
     if (origin.model, origin.version, origin.weights) != (expected.model, expected.version, expected.weights):
         raise SessionConflict(
             f"the state is from {origin.model} version {origin.version} with weights that are not served here: start a new session"
         )
-    shapes, expected_shapes = ({name: tuple(tensor.shape) for name, tensor in tensors.items()} for tensors in (state, like))
-    if shapes != expected_shapes or not all(tensor.is_floating_point() for tensor in state.values()):
+
+
+def unpack(tensors: Mapping[str, StoredTensor], data: bytes | memoryview, like: State) -> dict[str, Tensor]:
+    """Return an imported state as copies of its bytes. Raises InvalidRequest for tensors unlike those of `like`.
+
+    Names and shapes are compared before anything is allocated. A replica with another kind of device may have stored another dtype.
+    """
+    shapes, expected = (
+        {name: stored.shape for name, stored in tensors.items()},
+        {name: tuple(like[name].shape) for name in like},
+    )
+    # The ids of earlier steps, which a folded QRNN keeps, come in no imported state: they are rows of a table.
+    if shapes != expected or not all(tensor.is_floating_point() for tensor in like.values()):
         raise InvalidRequest("the tensors of the state do not match the model: send the body that GET on this path returned")
-    if any(bool(tensor.isnan().any()) for tensor in state.values()):
-        raise InvalidRequest("the state contains NaN: send the body that GET on this path returned")
+    state = {name: _tensor(tensor, data).to(like[name].dtype) for name, tensor in tensors.items()}
+    if not all(bool(tensor.isfinite().all()) for tensor in state.values()):
+        raise InvalidRequest("the state contains values that are not finite: send the body that GET on this path returned")
+    return state
+
+
+def _tensor(stored: StoredTensor, data: bytes | memoryview) -> Tensor:
+    begin, end = stored.data_offsets
+    if begin == end:
+        return torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
+    # A copy is aligned and writable, and does not keep the whole frame in memory.
+    return torch.frombuffer(bytearray(data[begin:end]), dtype=DTYPES[stored.dtype]).reshape(stored.shape)

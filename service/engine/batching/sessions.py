@@ -6,10 +6,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from service.engine.batching import session_state
-from service.engine.batching.session_state import Origin
 from service.engine.batching.session_table import SessionTable
 from service.engine.batching.state_cache import StateCache
 from service.engine.batching.state_slots import ZERO_SLOT
@@ -17,6 +16,7 @@ from service.engine.batching.ticket import RequestSequence, Session, Ticket
 from service.engine.engine import Engine
 from service.errors import InvalidInput, ServiceError, SessionConflict, SessionLost
 from service.ipc.messages import ModelKey, Request, session_id
+from service.ipc.session_file import Origin, StoredTensor
 from service.metrics import Metrics
 
 
@@ -52,20 +52,20 @@ class Sessions:
         assert state is not None, "an idle session has at least one answered chunk"
         return session_state.pack(state, self._origin(session.key, session.steps))
 
-    def import_state(self, id: str, data: bytes) -> None:
-        """Open a session with an exported state; raises ServiceError."""
+    def import_state(self, id: str, origin: Origin, tensors: Mapping[str, StoredTensor], data: bytes | memoryview) -> None:
+        """Open a session with an exported state; raises ServiceError. data: the bytes of the tensors."""
         if self._table.find(id) is not None:
             raise SessionConflict(
                 f"session {session_id(id)!r} is open: delete it first, or name another session", field="session"
             )
-        state, origin = session_state.unpack(data)
         key = self._engine.newest(origin.model, origin.version)
         if key is None or not self._engine.streams(key):
             raise SessionConflict(
-                f"the state is from {origin.model!r:.100} version {origin.version!r:.100}, which has no sessions here",
+                f"the state is from {origin.model!r} version {origin.version!r}, which has no sessions here",
                 field="session",
             )
-        session_state.check(state, self._engine.save(key, ZERO_SLOT), origin, self._origin(key, origin.steps))
+        session_state.check_origin(origin, self._origin(key, origin.steps))
+        state = session_state.unpack(tensors, data, self._engine.save(key, ZERO_SLOT))
         session = self._table.open(id, key)
         session.location.on_host, session.steps = state, origin.steps
         self._table.rest(session, self._clock())
@@ -181,4 +181,4 @@ class Sessions:
         self._table.close(session, reason)
 
     def _origin(self, key: ModelKey, steps: int) -> Origin:
-        return Origin.of(self._engine.spec(key), key, steps)
+        return session_state.origin_of(self._engine.spec(key), key, steps)

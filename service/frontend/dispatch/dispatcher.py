@@ -19,6 +19,7 @@ from service.frontend.dispatch.placement import engine_of_session
 from service.ipc import messages
 from service.ipc.channel import Channel
 from service.ipc.messages import Answer, LoadedModel, ModelKey, Request
+from service.ipc.session_file import SessionFile
 from service.metrics import Metrics
 
 TRACE_GRACE_SECONDS = 60.0
@@ -124,9 +125,9 @@ class Dispatcher:
         """Return the state of a session, which stays open; raises a ServiceError."""
         return await self._call_engine_of(session, messages.ExportSession(session))
 
-    async def import_session(self, session: str, state: bytes | memoryview) -> None:
+    async def import_session(self, session: str, file: SessionFile) -> None:
         """Open a session with an exported state; raises a ServiceError."""
-        await self._call_engine_of(session, messages.ImportSession(session), state)
+        await self._call_engine_of(session, messages.ImportSession(session, file.origin, file.tensors), file.data)
 
     async def end_session(self, session: str) -> None:
         """End a session; raises a ServiceError when it is not open."""

@@ -18,6 +18,7 @@ from service.frontend.http_exchange import (
 from service.frontend.inference import Frontend
 from service.frontend.rest.schemas import ERRORS, JsonBody, SessionId, describe_body
 from service.frontend.validation import SESSION_ID_SCHEMA, check_session_id
+from service.ipc import session_file
 
 STATE_PATH = "/sessions/{id:path}/state"
 FORK_PATH = "/sessions/{id:path}/fork"
@@ -58,8 +59,8 @@ def add_routes(router: APIRouter, frontend: Frontend) -> None:
     )
     async def import_state(request: Request) -> Response:
         """Open a session that continues from an exported state."""
-        id, state = _id(request), await read_state(request, frontend)
-        await cancel_on_disconnect(request, frontend.dispatcher.import_session(_session(request, id), state))
+        id, file = _id(request), session_file.read(await read_state(request, frontend))
+        await cancel_on_disconnect(request, frontend.dispatcher.import_session(_session(request, id), file))
         return respond_json(frontend, {"session": id})
 
     @router.delete(STATE_PATH, response_model=SessionReply, responses=ERRORS, openapi_extra={"parameters": [_ID]})
@@ -84,7 +85,7 @@ def add_routes(router: APIRouter, frontend: Frontend) -> None:
 
 async def _fork(frontend: Frontend, id: str, copy: str) -> None:
     """Copy a session, both named as the engines do. They may belong to two engines, so the state passes through the frontend."""
-    await frontend.dispatcher.import_session(copy, await frontend.dispatcher.export_session(id))
+    await frontend.dispatcher.import_session(copy, session_file.read(await frontend.dispatcher.export_session(id)))
 
 
 def _session(request: Request, id: str) -> str:

@@ -22,6 +22,7 @@ from service.engine.execution.device import DeviceLost
 from service.engine.execution.device_engine import PreparedModel
 from service.engine.execution.in_flight import BlockResult, ChunkResult, EndObserver, FinishedPart
 from service.errors import OutOfMemory, ServiceError
+from service.ipc import session_file
 from service.ipc.blocks import COUNT, split_answers
 from service.ipc.messages import FEATURES, IDS, Answer, AnswerBlock, LoadedModel, ModelKey, Request, Returns
 from service.ipc.session_journal import SessionJournal
@@ -349,6 +350,11 @@ class BatcherHarness:
         else:
             [id] = [id for id, other in self.frontend.clients.items() if other is client]
             self.batcher.cancel_request(self.frontend, id)
+
+    def import_state(self, session: str, exported: bytes) -> None:
+        """Open a session with an exported file, as a frontend does."""
+        file = session_file.read(exported)
+        self.batcher.sessions.import_state(session, file.origin, file.tensors, file.data)
 
     def run(self) -> None:
         """Run batches until no sequence waits. Each step launches a batch or empties the queue of late sequences."""

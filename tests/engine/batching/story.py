@@ -131,7 +131,7 @@ class Story:
             return
         data, account = self.exports[which % len(self.exports)]
         try:
-            self.harness.batcher.sessions.import_state(name, data)
+            self.harness.import_state(name, data)
         except ServiceError as error:
             assert isinstance(error, SessionConflict | TooManySessions)
         else:

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from service.engine.batching import session_state as states
-from service.engine.batching.session_state import Origin
 from service.errors import (
     DeadlineExceeded,
     InferenceFailed,
@@ -28,7 +27,9 @@ from service.errors import (
     UnknownModel,
     UnknownSession,
 )
+from service.ipc import session_file
 from service.ipc.messages import ModelKey
+from service.ipc.session_file import Origin
 from service.ipc.session_journal import SessionJournal
 from tests.engine.batching.fakes import MODEL, OTHER
 from tests.engine.batching.harness import (
@@ -496,8 +497,8 @@ def test_exported_state_continues_in_another_engine() -> None:
     send(here, 1, 2)
     send(here, 9, session="b")
     data = here.batcher.sessions.export_state("a")
-    there.batcher.sessions.import_state("a", data)
-    here.batcher.sessions.import_state("fork", data)
+    there.import_state("a", data)
+    here.import_state("fork", data)
     assert progress(send(there, 3)) == (6, 3)
     assert progress(send(here, 4, session="fork")) == (7, 3)
     assert progress(send(here, 10)) == (13, 3)
@@ -510,7 +511,7 @@ def test_export_waits_for_running_chunks() -> None:
     with pytest.raises(SessionConflict):
         harness.batcher.sessions.export_state("a")
     harness.run()
-    assert states.unpack(harness.batcher.sessions.export_state("a"))[1].steps == 2
+    assert session_file.read(harness.batcher.sessions.export_state("a")).origin.steps == 2
 
 
 def test_import_respects_open_sessions_and_the_limit() -> None:
@@ -518,10 +519,10 @@ def test_import_respects_open_sessions_and_the_limit() -> None:
     send(harness, 1)
     data = harness.batcher.sessions.export_state("a")
     with pytest.raises(SessionConflict):
-        harness.batcher.sessions.import_state("a", data)
-    harness.batcher.sessions.import_state("b", data)
+        harness.import_state("a", data)
+    harness.import_state("b", data)
     with pytest.raises(TooManySessions):
-        harness.batcher.sessions.import_state("c", data)
+        harness.import_state("c", data)
     assert send(harness, 1).sums == [2.0]
 
 
@@ -537,7 +538,7 @@ def test_import_respects_open_sessions_and_the_limit() -> None:
 )
 def test_import_of_another_model_is_refused(origin: Origin) -> None:
     with pytest.raises(SessionConflict):
-        BatcherHarness().batcher.sessions.import_state("a", states.pack({"sum": torch.zeros(2)}, origin))
+        BatcherHarness().import_state("a", states.pack({"sum": torch.zeros(2)}, origin))
 
 
 @pytest.mark.parametrize(
@@ -548,13 +549,14 @@ def test_import_of_another_model_is_refused(origin: Origin) -> None:
         {},
         {"sum": torch.zeros(2), "more": torch.zeros(1)},
         {"sum": torch.tensor([0.0, float("nan")])},
+        {"sum": torch.tensor([0.0, float("-inf")])},
         {"sum": torch.zeros(2, dtype=torch.int32)},
     ],
-    ids=["shape", "name", "none", "more", "not a number", "dtype"],
+    ids=["shape", "name", "none", "more", "not a number", "infinite", "dtype"],
 )
 def test_import_of_other_tensors_is_refused(state: states.State) -> None:
     with pytest.raises(InvalidRequest):
-        BatcherHarness().batcher.sessions.import_state("a", states.pack(state, Origin(*MODEL.labels, "abc", 1)))
+        BatcherHarness().import_state("a", states.pack(state, Origin(*MODEL.labels, "abc", 1)))
 
 
 def test_import_of_damaged_bytes_is_refused() -> None:
@@ -563,12 +565,12 @@ def test_import_of_damaged_bytes_is_refused() -> None:
     chance = random.Random(0)
     for cut in range(len(data)):
         with pytest.raises(ServiceError):
-            harness.batcher.sessions.import_state("a", data[:cut])
+            harness.import_state("a", data[:cut])
     for _ in range(500):
         changed = bytearray(data)
         changed[chance.randrange(len(data) - 8)] = chance.randrange(256)
         try:
-            harness.batcher.sessions.import_state("a", bytes(changed))
+            harness.import_state("a", bytes(changed))
         except ServiceError:
             continue
         assert harness.batcher.sessions.export_state("a")

@@ -11,11 +11,13 @@ import torch
 from numpy.testing import assert_allclose
 
 from service.engine.batch import Batch, Chunk
-from service.engine.batching.session_state import Origin, pack, unpack
+from service.engine.batching.session_state import origin_of, pack, unpack
 from service.engine.batching.state_slots import DISCARD_SLOT, FIRST_SLOT, ZERO_SLOT
 from service.engine.execution.device_engine import DeviceEngine
 from service.engine.execution.in_flight import ChunkResult
+from service.ipc import session_file
 from service.ipc.messages import FEATURES, ModelKey, Returns
+from service.ipc.session_file import Origin
 from service.metrics import Metrics
 from service.modeling import store
 from service.modeling.encoder import Encoder
@@ -110,15 +112,15 @@ def test_restored_state_continues_bit_for_bit(layer: str, head: str, tmp_path: P
     spec, engine = make_engine(tmp_path, layer, head)
     key = ModelKey("streamed", "1")
     run(engine, chunk(rows(1)[:5], write_slot=FIRST_SLOT))
-    state, origin = unpack(pack(engine.save(key, FIRST_SLOT), Origin.of(spec, key, 5)))
+    file = session_file.read(pack(engine.save(key, FIRST_SLOT), origin_of(spec, key, 5)))
     run(engine, chunk(rows(2), write_slot=FIRST_SLOT + 1))
-    engine.restore(key, FIRST_SLOT + 1, state)
+    engine.restore(key, FIRST_SLOT + 1, unpack(file.tensors, file.data, engine.save(key, ZERO_SLOT)))
     [stayed] = run(engine, chunk(rows(1)[5:], read_slot=FIRST_SLOT))
     [moved] = run(engine, chunk(rows(1)[5:], read_slot=FIRST_SLOT + 1))
     for name in ("scores", "embedding", "sequence"):
         expected, actual = getattr(stayed, name), getattr(moved, name)
         assert (expected is None and actual is None) or (expected == actual).all()
-    assert origin == Origin("streamed", "1", spec.sha256["weights.safetensors"], 5)
+    assert file.origin == Origin("streamed", "1", spec.sha256["weights.safetensors"], 5)
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,12 @@ from service.frontend.dispatch.dispatcher import Dispatcher
 from service.frontend.dispatch.placement import engine_of_session
 from service.ipc.channel import encode
 from service.ipc.messages import Answer, Cancel, Done, EndSession, ExportSession, ImportSession, Refusal, Request
+from service.ipc.session_file import Origin, SessionFile
 from service.metrics import Metrics
 from tests.frontend.dispatch.test_dispatcher import EngineProcess, meet, meet_two, request, run, send
 
 NAMES = [str(number) for number in range(20)]
+ORIGIN = Origin("words", "1", "", 1)
 FIRST, SECOND = ([name for name in NAMES if engine_of_session(name, 2) == place] for place in (0, 1))
 
 
@@ -26,6 +28,11 @@ async def chunk(dispatcher: Dispatcher, session: str, tail: bytes = b"", seconds
     task = asyncio.ensure_future(dispatcher.submit(asked, tail))
     await asyncio.sleep(0)
     return task
+
+
+def a_file(size: int) -> SessionFile:
+    """Return an exported file whose tensors take `size` bytes."""
+    return SessionFile(ORIGIN, {}, memoryview(bytes(size)))
 
 
 async def lose(dispatcher: Dispatcher, engine: EngineProcess) -> None:
@@ -152,13 +159,13 @@ def test_session_calls_go_to_the_sessions_engine() -> None:
     async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
         first_engine, second_engine = await meet_two(dispatcher)
         export = asyncio.ensure_future(dispatcher.export_session(FIRST[0]))
-        adopt = asyncio.ensure_future(dispatcher.import_session(SECOND[0], b"state"))
+        adopt = asyncio.ensure_future(dispatcher.import_session(SECOND[0], a_file(5)))
         [frame] = await first_engine.frames(1)
         assert (frame.message, frame.tail) == (ExportSession(FIRST[0]), b"")
         first_engine.send(encode(Done(), frame.id, (b"its state",)))
         assert await export == b"its state"
         [frame] = await second_engine.frames(1)
-        assert (frame.message, frame.tail) == (ImportSession(SECOND[0]), b"state")
+        assert (frame.message, frame.tail) == (ImportSession(SECOND[0], ORIGIN, {}), bytes(5))
         second_engine.send(encode(Done(), frame.id))
         await adopt
         end = asyncio.ensure_future(dispatcher.end_session(FIRST[0]))
@@ -176,7 +183,7 @@ def test_calls_to_a_lost_engine_fail() -> None:
         engine = await meet(dispatcher)
         asked = [
             asyncio.ensure_future(one)
-            for one in (dispatcher.export_session("a"), dispatcher.import_session("b", b"state"), dispatcher.end_session("c"))
+            for one in (dispatcher.export_session("a"), dispatcher.import_session("b", a_file(5)), dispatcher.end_session("c"))
         ]
         await engine.frames(3)
         engine.channel.close()
@@ -193,14 +200,14 @@ def test_calls_to_a_lost_engine_fail() -> None:
 def test_session_states_count_towards_channel_bytes() -> None:
     async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
         engine = await meet(dispatcher)
-        first = asyncio.ensure_future(dispatcher.import_session("a", bytes(6_000)))
+        first = asyncio.ensure_future(dispatcher.import_session("a", a_file(6_000)))
         [frame] = await engine.frames(1)
-        for refused in (dispatcher.import_session("b", bytes(6_000)), dispatcher.submit(request(), bytes(6_000))):
+        for refused in (dispatcher.import_session("b", a_file(6_000)), dispatcher.submit(request(), bytes(6_000))):
             with pytest.raises(Overloaded, match="SEQSERVE_CHANNEL_BYTES is 10000"):
                 await refused
         engine.send(encode(Done(), frame.id))
         await first
-        second = asyncio.ensure_future(dispatcher.import_session("b", bytes(6_000)))
+        second = asyncio.ensure_future(dispatcher.import_session("b", a_file(6_000)))
         await engine.frames(1)
         second.cancel()
 
