@@ -25,7 +25,7 @@ ServiceError
 ├── InvalidModel          a model's folder is not valid
 ├── EngineLost            the engine process ended and the request could not be run again in time
 ├── DeadlineExceeded      the request's deadline passed first
-└── InferenceFailed       the model raised an exception: a bug of the service or of the model
+└── InferenceFailed       the model or the service raised an exception: a bug of either
 """
 
 from __future__ import annotations
@@ -166,6 +166,10 @@ class InferenceFailed(ServiceError):
 
     code = "inference_failed"
     in_frontend = False
+
+
+SERVICE_FAILED = "the service failed on this request: see its log"
+"""Message of an InferenceFailed for an unexpected exception, which only the log names."""
 
 
 class Status(NamedTuple):

@@ -10,6 +10,7 @@ import msgspec
 from service.cores import compute_threads, usable_cores
 from service.engine import build
 from service.engine.execution.device_engine import DeviceEngine
+from service.engine.internal_errors import InternalErrors
 from service.errors import ServiceError
 from service.frontend import head_outputs, validation
 from service.frontend.catalog import build_catalog
@@ -34,7 +35,7 @@ def infer(settings: Settings, name: str, texts: list[str]) -> list[dict[str, Any
     model = build_catalog(manifest, log, strict=True).find(name, None)
     versions = [version for version in manifest.model_versions if version.key == model.key]
     engine = build.build_engine(versions, settings, metrics, log, threads=_compute_threads(settings))
-    batcher = build.build_batcher(settings, engine, metrics, log)
+    batcher = build.build_batcher(settings, engine, metrics, InternalErrors(log, metrics))
     lengths, data = validation.pack_inputs(texts, head_outputs.input_field, model, settings)
     options = validation.Options(validation.requested_returns((), model.spec), settings.default_deadline_ms)
     request = validation.engine_request(lengths, options, model, time.monotonic())

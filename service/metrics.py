@@ -69,6 +69,9 @@ RESTARTS = (
 )
 """Only an engine has a device that can fail."""
 
+ENGINE_WORK = ("requests", "session_call", "trace", "cancel", "release", "batch", "answer")
+"""What an engine did when it met an unexpected exception: it handled a message of a frontend, formed a batch, or answered requests."""
+
 Rows = list[tuple[tuple[str, ...], list[float]]]
 Snapshot = dict[str, Rows]
 
@@ -196,6 +199,11 @@ class Metrics:
         self.denied = Counter("seqserve_denied", "Requests that were refused for their key, host or origin.", ("reason",))
         self.refused = Counter("seqserve_refused", "Requests that an engine refused before they ran.", ("reason",))
         self.failed = Counter("seqserve_failed", "Requests for which the model raised an exception.", model)
+        self.engine_errors = Counter(
+            "seqserve_engine_errors",
+            "Unexpected exceptions in an engine, which are bugs of the service, by what the engine did.",
+            ("work",),
+        )
         self.cancelled = Counter(
             "seqserve_cancelled", "Requests cancelled because the client disconnected or the deadline passed.", ("while",)
         )
@@ -256,6 +264,8 @@ class Metrics:
                 self.requests.start(*model, outcome)
         for reason in REFUSALS:
             self.refused.start(reason)
+        for work in ENGINE_WORK:
+            self.engine_errors.start(work)
         for reason in CLOSED_FOR:
             self.connections_closed.start(reason)
         for where in CANCELLED_WHILE:

@@ -73,7 +73,7 @@ def test_failure_counters_start_at_0() -> None:
         for name in (
             *("requests", "refused", "failed", "cancelled", "rerun", "process_restarts"),
             *("sessions_ended", "session_moves", "requests_accepted", "model_changes"),
-            "connections_closed",
+            *("connections_closed", "engine_errors"),
         )
     }
     assert {one.value for one in samples(shown)} == {0.0}

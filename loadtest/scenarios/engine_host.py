@@ -19,6 +19,7 @@ from kernels.bench import questions
 from service.engine.build import build_batcher
 from service.engine.execution.device_engine import DeviceEngine, PreparedModel
 from service.engine.execution.in_flight import InFlightBatch
+from service.engine.internal_errors import InternalErrors
 from service.engine.loading import ModelLoader
 from service.engine.worker import Worker
 from service.ipc.blocks import BlockKey, Buffer, encode_block
@@ -87,8 +88,11 @@ def _started(engine: DeviceEngine) -> tuple[Channel, Channel, Worker]:
     """Return the supervisor's end of the control channel, the end of a frontend, and the engine's loop, which has not begun."""
     (near, far), (client, attached) = pair(), pair()
     metrics, log = Metrics(), Log("engine")
-    batcher = build_batcher(Settings(), engine, metrics, log)
-    worker = Worker(Channel(far), Heartbeat(), batcher, engine, ModelLoader(engine, batcher, _no_model, log), 0, metrics)
+    errors = InternalErrors(log, metrics)
+    batcher = build_batcher(Settings(), engine, metrics, errors)
+    worker = Worker(
+        Channel(far), Heartbeat(), batcher, engine, ModelLoader(engine, batcher, _no_model, log), 0, metrics, errors
+    )
     supervisor = Channel(near)
     supervisor.send(encode(Attach()), attached)
     supervisor.flush()

@@ -19,6 +19,7 @@ from service.engine.batching.ticket import Ticket
 from service.engine.build import build_batcher
 from service.engine.execution.device_engine import DeviceEngine
 from service.engine.execution.in_flight import BlockResult
+from service.engine.internal_errors import InternalErrors
 from service.errors import ServiceError
 from service.ipc.blocks import COUNT, DEADLINE, ID, Columns
 from service.ipc.messages import IDS, Answer, ModelKey, Request
@@ -118,7 +119,8 @@ class EngineLoad:
         self, engine: DeviceEngine, model: str, mixture: str, batching: str, deadline_seconds: float = 1e6, seed: int = 0
     ) -> None:
         settings = Settings(batching=batching)  # type: ignore[arg-type]
-        self._batcher: Batcher = build_batcher(settings, engine, Metrics(), Log("bench"))
+        metrics = Metrics()
+        self._batcher: Batcher = build_batcher(settings, engine, metrics, InternalErrors(Log("bench"), metrics))
         self._key = ModelKey(model, "1")
         self._divisible = engine.streams(self._key)
         self._deadline_seconds = deadline_seconds

@@ -7,6 +7,7 @@ from functools import partial
 
 from service.engine.build import build_batcher, build_engine, prepare_model
 from service.engine.execution.device import DeviceLost
+from service.engine.internal_errors import InternalErrors
 from service.engine.kernel_compiler import compile_in_background
 from service.engine.loading import ModelLoader
 from service.engine.worker import Worker
@@ -44,9 +45,10 @@ def main() -> None:
     for model in engine.loaded():
         log.info("loaded", model=model.name, version=model.version, device=model.device, backends=model.backends)
     journal = SessionJournal(journal_records(settings), config.journal)
-    batcher = build_batcher(settings, engine, metrics, log, journal)
+    errors = InternalErrors(log, metrics)
+    batcher = build_batcher(settings, engine, metrics, errors, journal)
     models = ModelLoader(engine, batcher, partial(prepare_model, settings, engine), log, on_open=freeze_heap)
-    worker = Worker(control, heartbeat, batcher, engine, models, config.place, metrics)
+    worker = Worker(control, heartbeat, batcher, engine, models, config.place, metrics, errors)
     freeze_heap()
     metrics.observe_collections("engine")
     try:

@@ -16,6 +16,7 @@ from service.engine.batching.session_table import SessionTable
 from service.engine.execution.device import available_bytes, use_device
 from service.engine.execution.device_engine import DeviceEngine, PreparedModel
 from service.engine.execution.graph_capture import RunBetweenBatches
+from service.engine.internal_errors import InternalErrors
 from service.errors import ModelError, NoRoom, SettingsError
 from service.ipc.messages import ModelKey, ModelVersion
 from service.ipc.session_journal import SessionJournal, journal_records
@@ -67,7 +68,11 @@ def build_engine(
 
 
 def build_batcher(
-    settings: Settings, engine: DeviceEngine, metrics: Metrics, log: Log, journal: SessionJournal | None = None
+    settings: Settings,
+    engine: DeviceEngine,
+    metrics: Metrics,
+    errors: InternalErrors,
+    journal: SessionJournal | None = None,
 ) -> Batcher:
     """Build the queue and the sessions of an engine. Without a journal, session ids do not outlive this process."""
     budget_ms = settings.batch_budget_ms or BATCH_BUDGET_MS[engine.device.type]
@@ -80,7 +85,7 @@ def build_batcher(
     )
     journal = journal or SessionJournal(journal_records(settings))
     table = SessionTable(settings.max_sessions, settings.session_idle_seconds, journal, metrics)
-    return Batcher(limits, engine, table, metrics, time.monotonic, log)
+    return Batcher(limits, engine, table, metrics, time.monotonic, errors)
 
 
 def prepare_model(

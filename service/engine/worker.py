@@ -8,17 +8,20 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from service.engine.batch import Batch
 from service.engine.batching.batcher import Batcher
 from service.engine.batching.request_block import RequestBlock
 from service.engine.batching.ticket import Ticket
 from service.engine.engine import Engine
 from service.engine.execution.in_flight import BlockResult
+from service.engine.internal_errors import InternalErrors
 from service.engine.loading import ModelLoader
 from service.engine.profiling.session import ProfilingSession
-from service.errors import ServiceError
+from service.errors import InferenceFailed, ServiceError
 from service.ipc import messages
-from service.ipc.blocks import Columns
+from service.ipc.blocks import ID, Columns
 from service.ipc.channel import Channel, Frame, encode, send_now
 from service.ipc.heartbeat import IDLE_SECONDS, PATIENCE_SECONDS, Heartbeat
 from service.ipc.messages import Answer, Backlog, Done, EngineStatus, Message, MetricsCollected, ModelKey, Ready, Refusal
@@ -29,6 +32,18 @@ HANG_FACTOR = 10.0
 FRAMES_PER_BATCH = 64
 """The loop launches a batch, if the device accepts one, after this many frames. Otherwise, under overload, refusing requests would keep
 the device idle."""
+WORK: dict[type[Message], str] = {
+    messages.RequestBlock: "requests",
+    messages.Request: "requests",
+    messages.Cancel: "cancel",
+    messages.RecordTrace: "trace",
+    messages.Release: "release",
+    messages.ExportSession: "session_call",
+    messages.ImportSession: "session_call",
+    messages.EndSession: "session_call",
+    messages.FindSession: "session_call",
+}
+"""The metric label of each message of a frontend."""
 
 
 class Worker:
@@ -43,6 +58,7 @@ class Worker:
         models: ModelLoader,
         place: int,
         metrics: Metrics,
+        errors: InternalErrors,
     ) -> None:
         self._control = control
         self._heartbeat = heartbeat
@@ -52,6 +68,7 @@ class Worker:
         self._models.changed = self._send_status
         self._place = place
         self._metrics = metrics
+        self._errors = errors
         self._profiling = ProfilingSession(engine, batcher, self._status(), heartbeat)
         self._frontends: dict[Channel, _Frontend] = {}
         self._answered: set[Channel] = set()
@@ -108,13 +125,15 @@ class Worker:
             channel = key.fileobj
             if not isinstance(channel, Channel) or not events & selectors.EVENT_READ:
                 continue
+            if channel is not self._control and channel not in self._frontends:
+                continue  # forgotten since the selector returned
             for number, frame in enumerate(channel.receive(), 1):
                 if channel is self._control:
                     handle_control = self._control_handlers.get(type(frame.message))
                     if handle_control is not None:
                         handle_control(frame, frame.message)
                 else:
-                    self._handlers[type(frame.message)](channel, frame, frame.message)
+                    self._handle_frame(channel, frame)
                 if number % FRAMES_PER_BATCH == 0:
                     self._batcher.step(self._before_launch)
             if not channel.open:
@@ -154,6 +173,27 @@ class Worker:
             self._flush(channel)
 
     # Messages of the frontends.
+
+    def _handle_frame(self, channel: Channel, frame: Frame) -> None:
+        """Handle a message. If that raises an unexpected exception, its requests are refused and the loop goes on."""
+        try:
+            self._handlers[type(frame.message)](channel, frame, frame.message)
+        except Exception as error:
+            self._refuse_frame(channel, frame, self._errors.report(WORK[type(frame.message)], error))
+
+    def _refuse_frame(self, channel: Channel, frame: Frame, failure: InferenceFailed) -> None:
+        """Refuse what a message asks for."""
+        frontend = self._frontends.get(channel)
+        if frontend is None:
+            return
+        match frame.message:
+            case messages.RequestBlock(requests=count):
+                ids = np.frombuffer(frame.tail, ID, count).tolist()
+                self._batcher.fail_requests(frontend, ids, failure)
+            case messages.Cancel() | messages.Release():
+                pass  # no reply is due
+            case _:
+                self._refuse(channel, frame.id, failure)
 
     def _handle_block(self, channel: Channel, frame: Frame, message: messages.RequestBlock) -> None:
         key = message.key
@@ -279,11 +319,13 @@ class Worker:
 
     def _forget(self, channel: Channel) -> None:
         """The frontend has ended: cancel its requests."""
+        frontend = self._frontends.pop(channel, None)
+        if frontend is None and channel is not self._control:
+            return  # a write found the end before a read
         self._selector.unregister(channel)
         self._answered.discard(channel)
         self._profiling.forget(channel)
         self._models.forget(channel)
-        frontend = self._frontends.pop(channel, None)
         if frontend is not None:
             self._batcher.cancel_owner(frontend)
             for ticket in frontend.tickets.values():

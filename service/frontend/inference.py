@@ -14,7 +14,16 @@ import msgspec
 
 from service.access.caller import Caller
 from service.access.policy import AccessPolicy
-from service.errors import InferenceFailed, InvalidInput, ServiceError, SessionConflict, TooLarge, Unavailable, UnknownModel
+from service.errors import (
+    SERVICE_FAILED,
+    InferenceFailed,
+    InvalidInput,
+    ServiceError,
+    SessionConflict,
+    TooLarge,
+    Unavailable,
+    UnknownModel,
+)
 from service.frontend.body_budget import BodyBudget
 from service.frontend.catalog import Catalog, ServedModel
 from service.frontend.decoder.client import BodyDecoder
@@ -103,7 +112,7 @@ class Frontend:
     def internal_error(self, error: Exception) -> InferenceFailed:
         """Log an unexpected exception, and return the error for the client, which contains no detail."""
         self.log.error("bug", error=f"{type(error).__name__}: {error}")
-        failure = InferenceFailed("the service failed on this request: see its log")
+        failure = InferenceFailed(SERVICE_FAILED)
         failure.in_frontend = True
         return failure
 

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import re
+from itertools import chain
 
 import pytest
 
-from service.metrics import CANCELLED_WHILE, REFUSALS, RESTARTS, SESSION_ENDS, SESSION_MOVES, Counter, Metrics, Series
+from service.metrics import (
+    CANCELLED_WHILE,
+    ENGINE_WORK,
+    REFUSALS,
+    RESTARTS,
+    SESSION_ENDS,
+    SESSION_MOVES,
+    Counter,
+    Metrics,
+    Series,
+)
 from tests.deploy.shipped import ROOT, alerts, panels
 
 PAGE = (ROOT / "docs" / "operations.md").read_text()
@@ -53,5 +64,6 @@ def test_named_panels_and_files_exist() -> None:
 
 def test_every_label_value_is_explained() -> None:
     values = PAGE.partition("| label | values |")[2]
-    for word in (*REFUSALS, *CANCELLED_WHILE, *SESSION_ENDS, *SESSION_MOVES, *(word for pair in RESTARTS for word in pair)):
+    closed_sets = REFUSALS, CANCELLED_WHILE, ENGINE_WORK, SESSION_ENDS, SESSION_MOVES, *RESTARTS
+    for word in chain.from_iterable(closed_sets):
         assert f"`{word}`" in values

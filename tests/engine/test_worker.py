@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 import pytest
 
 from service.engine.batching.batcher import Batcher
-from service.engine.batching.ticket import SendAnswer, SendRefusal, Ticket
+from service.engine.batching.request_block import RequestBlock
+from service.engine.batching.ticket import BlockOwner, SendAnswer, SendRefusal, Ticket
 from service.engine.execution.device_engine import PreparedModel
 from service.engine.execution.graph_capture import RunBetweenBatches
+from service.engine.internal_errors import InternalErrors
 from service.engine.loading import ModelLoader
 from service.engine.worker import FRAMES_PER_BATCH, Worker
+from service.errors import SERVICE_FAILED, ServiceError
+from service.ipc import messages
 from service.ipc.channel import Channel, Frame, encode, pair
 from service.ipc.heartbeat import Heartbeat
 from service.ipc.messages import (
@@ -24,6 +29,7 @@ from service.ipc.messages import (
     CollectMetrics,
     Done,
     EngineStatus,
+    ExportSession,
     MetricsCollected,
     ModelKey,
     ModelVersion,
@@ -33,7 +39,8 @@ from service.ipc.messages import (
 )
 from service.log import Log
 from service.metrics import Metrics
-from tests.engine.batching.fakes import request
+from tests.engine.batching import fakes
+from tests.engine.batching.fakes import MODEL, NEVER, PLAIN, request
 from tests.engine.batching.harness import FakeEngine
 
 PLACE = 3
@@ -44,10 +51,11 @@ BATCHES = 6
 
 
 class OneRequestPerBatch(Batcher):
-    """Answers one request per batch, then calls `after` with the number of the batch."""
+    """Answers one request per batch, then calls `after` with the number of the batch. Raises `raised` for what frontends send."""
 
     def __init__(self, after: Callable[[int], None]) -> None:
         self._after = after
+        self.raised: Exception | None = None
         self._batches = 0
         self._replies: list[SendAnswer] = []
         self._since = 0
@@ -71,10 +79,17 @@ class OneRequestPerBatch(Batcher):
     def submit(
         self, request: Request, data: bytes | memoryview, reply: SendAnswer, refuse: SendRefusal, *, again: bool = False
     ) -> Ticket:
+        self._fail_if_told()
         self._replies.append(reply)
         self._since += 1
         self.most_between = max(self.most_between, self._since)
         return Ticket(request, reply, refuse)
+
+    def submit_block(self, block: RequestBlock) -> None:
+        self._fail_if_told()
+
+    def fail_requests(self, owner: BlockOwner, ids: Sequence[int], error: ServiceError) -> None:
+        owner.refuse(ids, error)
 
     def cancel(self, ticket: Ticket) -> None:
         self._replies.clear()
@@ -83,7 +98,7 @@ class OneRequestPerBatch(Batcher):
         pass
 
     def cancel_request(self, owner: object, id: int) -> None:
-        pass
+        self._fail_if_told()
 
     def step(self, before_launch: object = None) -> bool:
         self._since = 0
@@ -92,6 +107,10 @@ class OneRequestPerBatch(Batcher):
         self._batches += 1
         self._after(self._batches)
         return True
+
+    def _fail_if_told(self) -> None:
+        if self.raised is not None:
+            raise self.raised
 
 
 class Idle(FakeEngine):
@@ -114,7 +133,8 @@ class WorkerHarness:
         self.to_supervisor: list[Frame] = []
         self.batcher = OneRequestPerBatch(self._after)
         models = ModelLoader(self.engine, self.batcher, self._prepared, Log("worker"))
-        self._worker = Worker(self._control, self.heartbeat, self.batcher, self.engine, models, PLACE, self.metrics)
+        errors = InternalErrors(Log("worker"), self.metrics)
+        self._worker = Worker(self._control, self.heartbeat, self.batcher, self.engine, models, PLACE, self.metrics, errors)
 
     def run(self) -> None:
         self.supervisor.flush()
@@ -169,6 +189,31 @@ def test_batches_are_launched_between_many_requests(harness: WorkerHarness) -> N
         harness.frontend.send(encode(request([2]), id, (b"",)))
     harness.run()
     assert harness.batcher.most_between == FRAMES_PER_BATCH
+
+
+def test_unexpected_exception_refuses_its_requests_and_nothing_else(
+    harness: WorkerHarness, capfd: pytest.CaptureFixture[str]
+) -> None:
+    columns = fakes.block([(11, NEVER, [1]), (12, NEVER, [1, 1])]).columns
+    block = messages.RequestBlock(*MODEL, 2, 3, 3, 1, 1, NEVER, 0.0, 0, PLAIN)
+    harness.batcher.raised = IndexError("secret")
+    harness.frontend.send(encode(request([2]), 10, (b"",)))
+    harness.frontend.send(encode(block, 0, columns))
+    harness.frontend.send(encode(Cancel(), 13))
+    harness.frontend.send(encode(ExportSession("a"), 14))
+    harness.frontend.send(encode(RecordTrace(batches=5, seconds=0.0), 16))
+    harness.run()
+    refused = {frame.id: frame.message for frame in harness.to_frontend if isinstance(frame.message, Refusal)}
+    assert list(refused) == [10, 11, 12, 14]
+    assert {(refusal.code, refusal.message) for refusal in refused.values()} == {("inference_failed", SERVICE_FAILED)}
+    assert 16 in [frame.id for frame in harness.to_frontend if isinstance(frame.message, Done)]
+    counts = {work: values for (work,), [values] in harness.metrics.engine_errors.values.items()}
+    assert counts == {"requests": 2, "cancel": 1, "session_call": 1}
+    logged = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
+    assert [(entry["event"], entry["work"]) for entry in logged] == [
+        ("bug", work) for work in ("requests", "cancel", "session_call")
+    ]
+    assert logged[0]["error"] == "IndexError: secret"
 
 
 def test_frontend_without_answers_gets_no_backlog(harness: WorkerHarness) -> None:

@@ -25,6 +25,7 @@ from service.engine.batching.ticket import BlockOwner, RequestSequence, SendAnsw
 from service.engine.engine import Engine
 from service.engine.execution.device import DeviceLost
 from service.engine.execution.in_flight import BlockResult, ChunkResult
+from service.engine.internal_errors import InternalErrors
 from service.errors import (
     DeadlineExceeded,
     InferenceFailed,
@@ -34,7 +35,6 @@ from service.errors import (
     UnknownModel,
 )
 from service.ipc.messages import ModelKey, Request
-from service.log import Log
 from service.metrics import Metrics
 
 LaunchObserver = Callable[[Batch, list[float]], None]
@@ -55,7 +55,7 @@ class Batcher:
         table: SessionTable,
         metrics: Metrics,
         clock: Callable[[], float],
-        log: Log,
+        errors: InternalErrors,
     ) -> None:
         self._engine = engine
         self._states = StateCache(engine, metrics)
@@ -63,7 +63,7 @@ class Batcher:
         self.sessions = Sessions(engine, table, self._states, metrics, clock, self._reject)
         self._metrics = metrics
         self._clock = clock
-        self._log = log
+        self._errors = errors
         self._observer: LaunchObserver | None = None
         self._running: dict[RequestBlock, set[int]] = {}
         """The blocks that run, each with the ids of its cancelled requests."""
@@ -106,6 +106,8 @@ class Batcher:
             if not (isinstance(error, SessionConflict) and error.elsewhere):
                 self._metrics.refused.add(error.code)
             ticket.refuse(error)
+        except Exception as error:
+            self._fail(ticket, "requests", error)
         return ticket
 
     def submit_block(self, block: RequestBlock) -> None:
@@ -125,6 +127,12 @@ class Batcher:
         for refused in self._scheduler.add_block(block, now=now, busy=self._engine.remaining_seconds):
             self._metrics.refused.add(refused.error.code, by=len(refused.ids))
             owner.refuse(refused.ids, refused.error)
+
+    def fail_requests(self, owner: BlockOwner, ids: Sequence[int], error: ServiceError) -> None:
+        """Refuse requests of a block whose submission raised an exception. Some of them may be queued."""
+        for id in ids:
+            self._scheduler.drop_request(owner, id)
+        owner.refuse(ids, error)
 
     def cancel_request(self, owner: BlockOwner, id: int) -> None:
         """Drop a request of a block. If it runs, it is answered nevertheless: the owner ignores answers that nothing waits for."""
@@ -160,11 +168,9 @@ class Batcher:
             if isinstance(part, RequestBlock):
                 assert isinstance(result, BlockResult)
                 self._finish_block(part, result, ready)
-                continue
-            sequence: RequestSequence = part.owner
-            assert isinstance(result, ChunkResult)
-            if not sequence.ticket.ended and sequence.add_result(result):
-                self._finish(sequence, ready)
+            else:
+                assert isinstance(result, ChunkResult)
+                self._finish_chunk(part.owner, result, ready)
         self.sessions.expire()
         return launched
 
@@ -209,10 +215,10 @@ class Batcher:
     def _queue(self, ticket: Ticket, data: bytes | memoryview, again: bool) -> None:
         request = ticket.request
         session = None if request.session is None else self.sessions.session_of(request, again)
-        sequences = _sequences(ticket, data, session, divisible=self._engine.streams(ticket.key))
         try:
+            sequences = _sequences(ticket, data, session, divisible=self._engine.streams(ticket.key))
             self._scheduler.add(ticket.key, sequences, now=self._clock(), busy=self._engine.remaining_seconds)
-        except ServiceError:
+        except Exception:
             if session is not None:
                 self.sessions.leave(session)
             raise
@@ -229,11 +235,14 @@ class Batcher:
         formed = self._clock()
         self._count_queued(scheduled, formed)
         model, blocks, parts = scheduled
-        since = min([block.arrived for block in blocks] + [part.sequence.arrived for part in parts])
-        batch = Batch(model, [self._chunk(model, part) for part in parts], since, blocks, formed)
+        chunks = self._chunks(model, parts)
+        if not blocks and not chunks:
+            return True
+        since = min([block.arrived for block in blocks] + [chunk.owner.arrived for chunk in chunks])
+        batch = Batch(model, chunks, since, blocks, formed)
         if self._observer is not None:
             arrivals = [block.arrived for block in blocks for _ in range(block.sequences)]
-            self._observer(batch, arrivals + [part.sequence.arrived for part in parts])
+            self._observer(batch, arrivals + [chunk.owner.arrived for chunk in chunks])
         self._run(batch, before_launch)
         return True
 
@@ -257,6 +266,18 @@ class Batcher:
         for part in scheduled.parts:
             if part.first:
                 self._metrics.stage_seconds.observe(now - part.sequence.arrived, *labels)
+
+    def _chunks(self, model: ModelKey, parts: Sequence[ScheduledSteps[RequestSequence]]) -> list[Chunk]:
+        """Return the chunks of the scheduled steps. Refuses a request whose chunk raises an exception."""
+        chunks, failed = [], False
+        for part in parts:
+            try:
+                chunks.append(self._chunk(model, part))
+            except Exception as error:
+                failed = True
+                self._fail(part.sequence.ticket, "batch", error)
+        # Another chunk of a failed request must not run: the slot that it would write is free.
+        return [chunk for chunk in chunks if not chunk.owner.ticket.ended] if failed else chunks
 
     def _chunk(self, model: ModelKey, part: ScheduledSteps[RequestSequence]) -> Chunk:
         sequence = part.sequence
@@ -304,23 +325,44 @@ class Batcher:
         if isinstance(error, ServiceError):
             self._metrics.refused.add(error.code)
             return error
-        description = f"{type(error).__name__}: {error}"
         self._metrics.failed.add(*model.labels)
-        self._log.error("model raised", model=model.name, version=model.version, error=description)
-        return InferenceFailed(f"the model raised {description}")
+        self._errors.log("model raised", error, model=model.name, version=model.version)
+        return InferenceFailed("the model raised an exception on this request: the log of the service names it")
 
     def _finish_block(self, block: RequestBlock, result: BlockResult, ready: float) -> None:
         del self._running[block]
+        try:
+            block.owner.answer(block, result, ready)
+        except Exception as error:
+            block.owner.refuse(block.ids, self._errors.report("answer", error))
+            return
         self._metrics.sequences.add(*block.model.labels, by=block.sequences)
-        block.owner.answer(block, result, ready)
 
-    def _finish(self, sequence: RequestSequence, ready: float) -> None:
-        """Handle the end of a sequence's last chunk; the request is answered with its last sequence."""
+    def _finish_chunk(self, sequence: RequestSequence, result: ChunkResult, ready: float) -> None:
+        """Handle the end of a chunk; the request is answered with the last chunk of its last sequence."""
         ticket = sequence.ticket
-        session_steps = 0 if sequence.session is None else self.sessions.advance(sequence.session, sequence)
-        if ticket.sequence_done():
-            self._metrics.sequences.add(*ticket.key.labels, by=len(ticket.sequences))
-            ticket.answer(ready, session_steps)
+        if ticket.ended:
+            return
+        try:
+            if sequence.add_result(result) and ticket.sequence_done():
+                self._answer(sequence, ready)
+        except Exception as error:
+            self._fail(ticket, "answer", error)
+
+    def _answer(self, sequence: RequestSequence, ready: float) -> None:
+        """Answer a request. sequence: the last of the request, and the only one of a session's chunk."""
+        ticket, session = sequence.ticket, sequence.session
+        # The answer first: if it raises an exception, the session keeps its state.
+        ticket.answer(ready, 0 if session is None else session.steps + sequence.steps)
+        if session is not None:
+            self.sessions.advance(session, sequence)
+        self._metrics.sequences.add(*ticket.key.labels, by=len(ticket.request.lengths))
+
+    def _fail(self, ticket: Ticket, work: str, error: Exception) -> None:
+        """Refuse a request that met an unexpected exception. work: one of metrics.ENGINE_WORK."""
+        failure = self._errors.report(work, error)
+        if not ticket.ended:
+            self._refuse(ticket, failure)
 
     def _reject(self, ticket: Ticket, error: ServiceError) -> None:
         """Refuse a request that did not fail in a batch, and count it."""

@@ -109,9 +109,9 @@ class Sessions:
         session.chunks.append(chunk)
         self._table.wake(session)
 
-    def advance(self, session: Session, chunk: RequestSequence) -> int:
-        """Keep the state of a chunk that has run. Returns the steps of its session so far."""
-        session.steps += sum(result.steps for result in chunk.results)
+    def advance(self, session: Session, chunk: RequestSequence) -> None:
+        """Keep the state of a chunk that has been answered."""
+        session.steps += chunk.steps
         session.chunks.popleft()
         if not chunk.keeps_state:
             self._states.release(chunk)
@@ -123,7 +123,6 @@ class Sessions:
                 session.chunks[0].ready = True
             else:
                 self._table.rest(session, self._clock())
-        return session.steps
 
     def skip(self, session: Session, chunk: RequestSequence) -> None:
         """Remove a chunk that will not run, and refuse the chunks that arrived after it."""

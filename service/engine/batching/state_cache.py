@@ -55,6 +55,7 @@ class StateCache:
         """Return the scheduled steps of a sequence as a chunk, with the slots that it reads and writes."""
         sequence, slots = scheduled.sequence, self._slots_of(model)
         session = sequence.session
+        sequence.launched += 1  # before anything that may raise: `release` then restores the state of the session
         keeps_state = sequence.keeps_state or not scheduled.last
         if scheduled.first and session is not None:
             slots.resting.pop(session.location, None)
@@ -66,7 +67,6 @@ class StateCache:
         sequence.read_slot = None if of_session else source
         slots.releasing += sequence.read_slot is not None
         sequence.slot = slots.allocator.allocate() if keeps_state else None
-        sequence.launched += 1
         return Chunk(
             sequence.take_bytes(scheduled.steps),
             scheduled.steps,
@@ -139,7 +139,11 @@ class StateCache:
         if location.on_host is None:
             return location.slot
         slot = slots.allocator.allocate()
-        self._engine.restore(location.key, slot.number, location.on_host)
+        try:
+            self._engine.restore(location.key, slot.number, location.on_host)
+        except Exception:
+            slots.allocator.free(slot)
+            raise
         self._metrics.session_moves.add("slot")
         return slot
 

@@ -115,6 +115,11 @@ class RequestSequence(QueuedSequence):
         taken, self.data = self.data[:size], self.data[size:]
         return taken
 
+    @property
+    def steps(self) -> int:
+        """The steps of its finished chunks."""
+        return sum([result.steps for result in self.results])
+
     def add_result(self, result: ChunkResult) -> bool:
         """Add the result of the next chunk. Returns whether the sequence is complete."""
         self.results.append(result)
@@ -158,9 +163,9 @@ class Ticket:
             )
             shapes[name] = (sum([len(array) for array in arrays]), *arrays[0].shape[1:])
             data += [array.tobytes() for array in arrays]
-        steps = [sum([result.steps for result in sequence.results]) for sequence in self.sequences]
-        self._end()
+        steps = [sequence.steps for sequence in self.sequences]
         self._reply(Answer(**shapes, steps=steps, session_steps=session_steps, ready=ready), data)
+        self._end()
 
     def refuse(self, error: ServiceError) -> None:
         self._end()

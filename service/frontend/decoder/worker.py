@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from service.errors import InferenceFailed, ServiceError
+from service.errors import SERVICE_FAILED, InferenceFailed, ServiceError
 from service.frontend import validation
 from service.frontend.catalog import ServedModel
 from service.frontend.oip import json, protobuf
@@ -59,7 +59,7 @@ class Decoder:
             refusal = error
         except Exception as error:
             self._log.error("bug", error=f"{type(error).__name__}: {error}")
-            refusal = InferenceFailed("the service failed on this request: see its log")
+            refusal = InferenceFailed(SERVICE_FAILED)
         return encode(Refusal.of(refusal), frame.id)
 
     def _handle(self, id: int, message: Message, data: bytes) -> bytes | None:

@@ -21,6 +21,7 @@ from service.engine.execution.cost_model import Cost
 from service.engine.execution.device import DeviceLost
 from service.engine.execution.device_engine import PreparedModel
 from service.engine.execution.in_flight import BlockResult, ChunkResult, EndObserver, FinishedPart
+from service.engine.internal_errors import InternalErrors
 from service.errors import OutOfMemory, ServiceError
 from service.ipc import session_file
 from service.ipc.blocks import COUNT, split_answers
@@ -302,7 +303,8 @@ class BatcherHarness:
         self.journal = journal or SessionJournal(2 * max_sessions)
         sessions = SessionTable(max_sessions, IDLE_SECONDS, self.journal, self.metrics)
         scheduler_limits = limits(max_waiting, max_batch_sequences, max_batch_tokens, batch_seconds)
-        self.batcher = Batcher(scheduler_limits, self.engine, sessions, self.metrics, lambda: self.now, Log("engine"))
+        errors = InternalErrors(Log("engine"), self.metrics, lambda: self.now)
+        self.batcher = Batcher(scheduler_limits, self.engine, sessions, self.metrics, lambda: self.now, errors)
         self.clients: list[FakeClient] = []
         self.frontend = FakeFrontend()
 

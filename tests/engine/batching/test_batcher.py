@@ -115,7 +115,7 @@ def test_sequence_that_makes_the_model_raise_fails_alone() -> None:
     assert (first.sums, last.sums) == ([1.0], [3.0, 4.0])
     [error] = bad.errors
     assert isinstance(error, InferenceFailed)
-    assert error.message == "the model raised ValueError: poisoned"
+    assert error.message == "the model raised an exception on this request: the log of the service names it"
 
 
 def test_log_names_the_model_and_its_error(capfd: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from service.engine.batching import session_state as states
+from service.engine.batching.scheduler import Scheduler
 from service.errors import (
     DeadlineExceeded,
     InferenceFailed,
@@ -62,6 +63,10 @@ def send(harness: BatcherHarness, *values: int, session: str = "a", **options: o
     client = harness.call(values, session=session, **options)  # type: ignore[arg-type]
     harness.run()
     return client
+
+
+def fail(*arguments: object) -> None:
+    raise IndexError("secret")
 
 
 def used_slots(harness: BatcherHarness, model: ModelKey = MODEL) -> int:
@@ -294,6 +299,40 @@ def test_chunk_that_fails_changes_nothing() -> None:
     assert refused(bad) is InferenceFailed and mate.sums == [3.0]
     assert send(harness, 4).sums == [5.0]
     assert send(harness, 4, session="b").sums == [7.0]
+
+
+def test_chunk_whose_state_cannot_be_restored_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = BatcherHarness(engine=FakeEngine(slots=1))
+    for name in ("a", "b"):
+        send(harness, 1, session=name)
+    restore, fails = harness.engine.restore, iter([fail])
+    monkeypatch.setattr(harness.engine, "restore", lambda *arguments: next(fails, restore)(*arguments))
+    bad, mate = harness.call([10], session="a"), harness.call([2], session="b")
+    harness.run()
+    assert refused(bad) is InferenceFailed and mate.sums == [3.0]
+    assert progress(send(harness, 4)) == (5, 2)
+    assert counted(harness.metrics.engine_errors) == {"batch": 1}
+
+
+def test_chunk_whose_answer_raises_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = BatcherHarness()
+    send(harness, 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(FakeClient, "receive_answer", fail)
+        bad, later = harness.call([10], session="a"), harness.call([20], session="a")
+        harness.run()
+    assert refused(bad) is InferenceFailed and refused(later) is SessionConflict
+    assert progress(send(harness, 2)) == (3, 2)
+    assert used_slots(harness) == 1
+
+
+def test_chunk_that_raises_in_the_queue_opens_no_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = BatcherHarness()
+    with monkeypatch.context() as patched:
+        patched.setattr(Scheduler, "add", fail)
+        assert refused(harness.call([10], session="a", allowed=5.0)) is InferenceFailed
+    assert harness.batcher.sessions.model_of("a") is None and harness.batcher.idle
+    assert progress(send(harness, 2)) == (2, 1)
 
 
 def test_session_without_an_answered_chunk_is_not_open() -> None:
