@@ -27,6 +27,7 @@ from tests.serving import Server, eventually, serving
 
 ROW = [0.1, -0.2, 0.3]
 ROWS = [[0.1 * step, -0.5, 1.0 / step] for step in range(1, 24)]
+HUGE = [[3e38] * 3] * 6
 IDS = [1, 5, 11, 0, 3, 3, 7, 2, 9, 4, 6, 8, 10]
 CUTS = (0, 1, 2, 7, 8)
 SLOW = [ROW] * 60_000
@@ -45,6 +46,8 @@ def streaming(tmp_path_factory: pytest.TempPathFactory) -> Path:
     models.speller(root)
     models.forecaster(root)
     models.reader(root)
+    conv = {"kind": "conv", "filters": 4, "width": 3, "padding": "causal"}
+    models.made_up(root, "summer", rows, conv, head={"kind": "embed", "pool": "mean"})
     models.made_up(root, "tagger", ids, models.EMBEDDING, gru, head={"kind": "tag", "labels": models.LABELS})
     models.made_up(root, "averager", rows, lstm, head={"kind": "embed", "pool": "mean"})
     models.made_up(root, "tracker", rows, {"kind": "sru", "hidden": 4}, gru, head={"kind": "sequence"})
@@ -203,6 +206,25 @@ def test_invalid_chunk_is_refused_and_leaves_the_session_intact(two_fronts: Serv
     assert code(ask(two_fronts, "speller", [99], "mine")) == (400, "invalid_input")
     assert code(ask(two_fronts, "reader", [1], "read")) == (400, "invalid_input")
     assert steps(ask(two_fronts, "speller", [1], "mine", end=True)) == 2
+
+
+def test_chunk_that_is_not_finite_leaves_the_session_intact(two_fronts: Server) -> None:
+    assert steps(ask(two_fronts, "summer", ROWS[:3], "sane")) == 3
+    expected = ask(two_fronts, "summer", ROWS[3:9], "sane", end=True).json()["outputs"]
+    assert steps(ask(two_fronts, "summer", ROWS[:3], "driven")) == 3
+    refused = ask(two_fronts, "summer", HUGE, "driven")
+    assert code(refused) == (400, "invalid_input")
+    assert refused.json()["field"] == "inputs[0]"
+    assert refused.json()["error"] == "inputs[0] drives summer to values that are not finite: send smaller numbers"
+    again = ask(two_fronts, "summer", ROWS[3:9], "driven", end=True)
+    assert steps(again) == 9 and again.json()["outputs"] == expected
+    with streamed(two_fronts, "model=summer") as stream:
+        assert tell(stream, input=HUGE)["code"] == "invalid_input"
+        assert tell(stream, input=ROWS[:3])["session"]["steps"] == 3
+        assert tell(stream, input=HUGE)["field"] == "input"
+        assert tell(stream, input=ROWS[3:9], end=True)["outputs"] == expected
+    assert code(ask(two_fronts, "summer", HUGE, "never")) == (400, "invalid_input")
+    assert code(ask(two_fronts, "summer", [ROW], "never", start=False)) == (404, "unknown_session")
 
 
 def test_session_continues_at_any_frontend(two_fronts: Server) -> None:

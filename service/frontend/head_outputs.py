@@ -81,6 +81,8 @@ def decode_arrays(
 
     Raises InvalidInput for an input that produced values beyond float32.
     """
+    if not answer.finite:
+        raise _not_finite(spec, field_of(0))
     start, arrays = 0, []
     for shape, dtype in (
         (answer.scores, FEATURES),
@@ -94,9 +96,13 @@ def decode_arrays(
         arrays.append(np.frombuffer(data, dtype, math.prod(shape), start).reshape(shape))
         start += arrays[-1].nbytes
     if not all(np.isfinite(array).all() for array in arrays if array.size):
-        field = field_of(next(index for index, part in enumerate(_split(spec, answer, arrays)) if not part.finite))
-        raise InvalidInput(f"{field} drives {spec.name} to values that are not finite: send smaller numbers", field=field)
+        wrong = next(index for index, part in enumerate(_split(spec, answer, arrays)) if not part.finite)
+        raise _not_finite(spec, field_of(wrong))
     return arrays
+
+
+def _not_finite(spec: ModelSpec, field: str) -> InvalidInput:
+    return InvalidInput(f"{field} drives {spec.name} to values that are not finite: send smaller numbers", field=field)
 
 
 def json_numbers(values: Array) -> bytes:

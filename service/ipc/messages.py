@@ -242,7 +242,8 @@ class Answer(Message, frozen=True):
 
     `scores` float32 and `picks` int32 have one line per sequence or per time step, as the head decides. `embedding` is (sequences, width)
     and `sequence` (tokens, width), both float32. `steps` counts the steps of each sequence in per-step arrays. `session_steps` counts all
-    steps of the session, this chunk included. `ready` is when the engine had the results, on the machine's monotonic clock.
+    steps of the session, this chunk included. `ready` is when the engine had the results, on the machine's monotonic clock. `finite` is
+    false, and there are no arrays, if the chunk of a session led to values that are not finite: the session is then unchanged.
     """
 
     scores: tuple[int, ...] = ()
@@ -252,6 +253,7 @@ class Answer(Message, frozen=True):
     steps: list[int] = []
     session_steps: int = 0
     ready: float = 0.0
+    finite: bool = True
 
 
 class AnswerBlock(Message, frozen=True):

@@ -74,3 +74,7 @@ class StateSlabs:
             if isinstance(value := getattr(slab, field.name), Tensor)
         }
         return states | ({} if self.pool is None else self.pool.slabs())
+
+    def of_numbers(self) -> list[Tensor]:
+        """Return the slabs of floating-point numbers as (slots, numbers), without those that have none."""
+        return [slab.flatten(1) for slab in self.slabs().values() if slab.is_floating_point() and slab[0].numel()]

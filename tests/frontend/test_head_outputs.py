@@ -174,6 +174,15 @@ def test_missing_array_takes_no_bytes_of_the_next_array() -> None:
     }
 
 
+def test_chunk_that_the_engine_refuses_as_not_finite_is_named() -> None:
+    writer = OutputWriter(spec(kind="regress", pool="last"))
+    refused = Answer(finite=False)
+    assert writer.write_all([(refused, b"")]) is None
+    with pytest.raises(InvalidInput, match=r"^chunk drives .* to values that are not finite: send smaller numbers$") as raised:
+        writer.write(refused, b"", lambda _: "chunk")
+    assert raised.value.field == "chunk"
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_input_with_a_result_that_is_not_finite_is_named(value: float) -> None:
     regress = {"kind": "regress", "pool": "last"}

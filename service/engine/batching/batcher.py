@@ -344,7 +344,11 @@ class Batcher:
         if ticket.ended:
             return
         try:
-            if sequence.add_result(result) and ticket.sequence_done():
+            complete = sequence.add_result(result)
+            if sequence.session is not None and not result.finite:
+                self._drop(ticket)
+                ticket.answer_not_finite(ready)
+            elif complete and ticket.sequence_done():
                 self._answer(sequence, ready)
         except Exception as error:
             self._fail(ticket, "answer", error)

@@ -152,7 +152,8 @@ class Ticket:
 
         ready: when the last of them was. session_steps: steps of the session so far, if the request is a chunk.
         """
-        shapes, data = {}, []
+        shapes: dict[str, Any] = {}
+        data: list[bytes] = []
         single_chunks = all(len(sequence.results) == 1 for sequence in self.sequences)
         first = self.sequences[0].results[-1]
         for index, name in enumerate(ARRAYS):
@@ -165,6 +166,11 @@ class Ticket:
             data += [array.tobytes() for array in arrays]
         steps = [sequence.steps for sequence in self.sequences]
         self._reply(Answer(**shapes, steps=steps, session_steps=session_steps, ready=ready), data)
+        self._end()
+
+    def answer_not_finite(self, ready: float) -> None:
+        """Answer a chunk that led to values that are not finite. The frontend refuses it, in the words of its API."""
+        self._reply(Answer(ready=ready, finite=False), [])
         self._end()
 
     def refuse(self, error: ServiceError) -> None:

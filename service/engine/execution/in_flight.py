@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from service.engine.batch import Batch, Chunk
 from service.engine.batching.request_block import RequestBlock
+from service.engine.batching.state_slots import DISCARD_SLOT
 from service.engine.execution.device import OutputCollector
 from service.ipc.blocks import COUNT
 from service.ipc.messages import Returns
@@ -24,6 +25,7 @@ class ChunkResult(NamedTuple):
     scores: (lines, n) float32, picks: (lines, m) int32. A line is one step if `per_step`, else the whole chunk.
     embedding: (1, width) float32, sequence: (steps, width) float32.
     steps: how many steps the encoder returned.
+    finite: whether the outputs and the state that the chunk wrote are finite; True for a chunk that is a whole sequence.
     """
 
     scores: Array | None
@@ -32,6 +34,7 @@ class ChunkResult(NamedTuple):
     sequence: Array | None
     steps: int
     per_step: bool = False
+    finite: bool = True
 
 
 class BlockResult(NamedTuple):
@@ -75,6 +78,8 @@ class InFlightBatch:
     predicted: seconds that the batch should take.
     began, staged, launched: moments on the clock of time.monotonic.
     by_graph: whether one CUDA graph ran the batch. The graph also computed `padded_tokens`, which belong to no chunk.
+    finite: whether each row has written a finite state, complete with the outputs; None if every row has. A row without a state slot counts
+        for nothing here.
     """
 
     batch: Batch
@@ -87,6 +92,7 @@ class InFlightBatch:
     collector: OutputCollector | None = None
     by_graph: bool = False
     padded_tokens: int = 0
+    finite: Array | None = None
 
     @property
     def ended(self) -> bool:
@@ -109,6 +115,7 @@ class InFlightBatch:
             self._kept(arrays.embedding, batch.rows) if batch.returns_embedding else None,
             self._kept(arrays.sequence, offsets[batch.rows]) if batch.returns_sequence else None,
         )
+        all_finite = batch.whole or self._all_finite(kept)
         results: list[FinishedPart] = []
         first = 0
         for block in batch.blocks:
@@ -121,8 +128,17 @@ class InFlightBatch:
             first = end
         for row, chunk in enumerate(batch.chunks, first):
             slices = self._slices(kept, row, row + 1, offsets, chunk.returns)
-            results.append((chunk, ChunkResult(*slices, offsets[row + 1] - offsets[row], arrays.per_step)))
+            finite = all_finite or self._is_finite(row, chunk, slices)
+            results.append((chunk, ChunkResult(*slices, offsets[row + 1] - offsets[row], arrays.per_step, finite)))
         return results
+
+    def _all_finite(self, outputs: Sequence[Array | None]) -> bool:
+        return (self.finite is None or bool(self.finite[: self.batch.rows].all())) and _are_finite(outputs)
+
+    def _is_finite(self, row: int, chunk: Chunk, outputs: Sequence[Array | None]) -> bool:
+        """Return whether the outputs of a chunk are finite, and the state that it wrote."""
+        state_finite = self.finite is None or chunk.write_slot == DISCARD_SLOT or bool(self.finite[row])
+        return state_finite and _are_finite(outputs)
 
     def _slices(
         self, kept: Sequence[Array | None], first: int, end: int, offsets: list[int], returns: Returns
@@ -144,6 +160,10 @@ class InFlightBatch:
         if array is None:
             return None
         return array[:lines] if self.collector is None else array[:lines].copy()
+
+
+def _are_finite(arrays: Sequence[Array | None]) -> bool:
+    return all(array is None or bool(np.isfinite(array).all()) for array in arrays)
 
 
 EndObserver = Callable[[InFlightBatch, float], None]

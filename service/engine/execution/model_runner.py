@@ -9,7 +9,7 @@ from service.engine.batch import Batch
 from service.engine.batching.state_slots import FIRST_SLOT
 from service.engine.execution.cost_model import Cost
 from service.engine.execution.device import OutputCollector
-from service.engine.execution.in_flight import BatchArrays, InFlightBatch
+from service.engine.execution.in_flight import Array, BatchArrays, InFlightBatch
 from service.engine.execution.staging import Staging
 from service.modeling.encoder import Encoder, Encoding
 
@@ -61,7 +61,14 @@ class ModelRunner:
         offsets = self._staging.stage(batch)
         staged = time.monotonic()
         encoding = self._encode(batch.rows, batch.tokens, sequence=batch.returns_sequence, whole=batch.whole)[1]
-        return InFlightBatch(batch, offsets, _on_host(encoding), self.predicted_seconds(batch), began, staged, time.monotonic())
+        finite = None if batch.whole else self._finite_states(batch.rows)
+        arrays, predicted = _on_host(encoding), self.predicted_seconds(batch)
+        return InFlightBatch(batch, offsets, arrays, predicted, began, staged, time.monotonic(), finite=finite)
+
+    def _finite_states(self, rows: int) -> Array | None:
+        """Return whether each row of the batch has written a finite state, None if every row has."""
+        targets = self._staging.row_slots(rows).targets
+        return None if self.encoder.states_surely_finite(targets) else self.encoder.finite_states(targets).numpy()
 
     def _encode(self, rows: int, tokens: int, *, sequence: bool = False, whole: bool = True) -> tuple[Ragged, Encoding]:
         """Run the encoder on the staged batch. whole: every row is a whole sequence. Returns the encoder's input and output."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -33,12 +34,14 @@ from tests.engine.batching import fakes
 from tests.engine.batching.fakes import MODEL, OTHER, PLAIN, ids, limits, request
 
 POISON = 666
+OVERFLOW = 777
+"""Id that leads to a state that is not finite."""
 ROOM = 3
 IDLE_SECONDS = 60.0
 
 
 class FakeEngine:
-    """An engine whose state is the sum and the number of a sequence's ids. A batch that contains POISON raises."""
+    """An engine whose state is the sum and the number of a sequence's ids. A batch that contains POISON raises. OVERFLOW is infinite."""
 
     accepts_batch = True
     remaining_seconds = 0.0
@@ -103,7 +106,7 @@ class FakeEngine:
         read = [states[chunk.read_slot] for chunk in batch.chunks]
         for chunk, (total, count), row in zip(batch.chunks, read, rows, strict=True):
             # Written before the failure: a batch that fails on a device leaves its writes behind too.
-            states[chunk.write_slot] = [total + float(row.sum()), count + len(row)]
+            states[chunk.write_slot] = [total + value_of(row), count + len(row)]
         assert states[ZERO_SLOT] == [0.0, 0.0]
         if any(POISON in row for row in together):
             raise ValueError("poisoned")
@@ -129,13 +132,20 @@ class FakeEngine:
 
 def result_of(row: np.ndarray[tuple[int], np.dtype[np.int32]], total: float, count: float, returns: Returns) -> ChunkResult:
     steps = row.astype(FEATURES)[:, None]
+    sum = total + value_of(row)
     return ChunkResult(
-        scores=np.array([[total + row.sum(), count + len(row)]], FEATURES),
+        scores=np.array([[sum, count + len(row)]], FEATURES),
         picks=None,
         embedding=steps.max(0, keepdims=True) if returns.embedding else None,
         sequence=steps if returns.sequence else None,
         steps=len(row),
+        finite=math.isfinite(sum),
     )
+
+
+def value_of(row: np.ndarray[tuple[int], np.dtype[np.int32]]) -> float:
+    """Return the sum of ids."""
+    return math.inf if OVERFLOW in row else float(row.sum())
 
 
 def rows_of(block: RequestBlock) -> list[np.ndarray[tuple[int], np.dtype[np.int32]]]:

@@ -19,7 +19,7 @@ from service.errors import ServiceError, SessionConflict, SessionExpired, Sessio
 from service.ipc.messages import ModelKey
 from service.ipc.session_journal import SessionJournal
 from tests.engine.batching.fakes import MODEL, OTHER
-from tests.engine.batching.harness import IDLE_SECONDS, POISON, AsynchronousEngine, BatcherHarness, FakeClient
+from tests.engine.batching.harness import IDLE_SECONDS, OVERFLOW, POISON, AsynchronousEngine, BatcherHarness, FakeClient
 
 NAMES = ("a", "b", "c", "d", "e")
 MOST_SESSIONS = 3
@@ -158,7 +158,10 @@ class Story:
         self.events += 1
         waiting = []
         for chunk in self.sent:
-            if chunk.client.answers:
+            if chunk.client.answers and not chunk.client.answers[0][0].finite:
+                assert OVERFLOW in chunk.values
+                self._refused_as_not_finite(chunk)
+            elif chunk.client.answers:
                 account = self.accounts.setdefault(chunk.name, Account())
                 if chunk.starts:
                     account = self.accounts[chunk.name] = Account()
@@ -174,6 +177,13 @@ class Story:
             else:
                 waiting.append(chunk)
         self.sent = waiting
+
+    def _refused_as_not_finite(self, chunk: SentChunk) -> None:
+        """The session is as before the chunk. A session that this chunk started is not open, and its name may be used again."""
+        self.errors["not_finite"] += 1
+        self.reported.discard(chunk.name)
+        if chunk.starts:
+            self.accounts.pop(chunk.name, None)
 
     def _refused(self, name: str, error: ServiceError) -> None:
         self.errors[error.code] += 1

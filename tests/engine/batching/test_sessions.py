@@ -35,6 +35,7 @@ from service.ipc.session_journal import SessionJournal
 from tests.engine.batching.fakes import MODEL, OTHER
 from tests.engine.batching.harness import (
     IDLE_SECONDS,
+    OVERFLOW,
     POISON,
     AsynchronousEngine,
     BatcherHarness,
@@ -335,6 +336,48 @@ def test_chunk_that_raises_in_the_queue_opens_no_session(monkeypatch: pytest.Mon
     assert progress(send(harness, 2)) == (2, 1)
 
 
+@pytest.mark.parametrize("ends", [False, True])
+def test_chunk_that_is_not_finite_changes_nothing(ends: bool) -> None:
+    harness = BatcherHarness()
+    for name in ("a", "b"):
+        send(harness, 1, session=name)
+    bad, later = harness.call([10, OVERFLOW], session="a", ends=ends), harness.call([20], session="a")
+    mate = harness.call([2], session="b")
+    harness.run()
+    assert [answer.finite for answer, _ in bad.answers] == [False]
+    assert refused(later) is SessionConflict and mate.sums == [3.0]
+    assert used_slots(harness) == 2
+    assert progress(send(harness, 2)) == (3, 2)
+
+
+def test_first_chunk_that_is_not_finite_opens_no_session() -> None:
+    harness = BatcherHarness()
+    bad = send(harness, OVERFLOW)
+    assert not bad.answers[0][0].finite
+    assert harness.batcher.sessions.model_of("a") is None and used_slots(harness) == 0
+    assert refused(send(harness, 1, starts=False)) is UnknownSession
+
+
+@pytest.mark.parametrize("place", [0, 40, 69])
+def test_long_chunk_is_refused_if_any_part_is_not_finite(place: int) -> None:
+    harness = chunked_harness()
+    engine = harness.engine
+    assert isinstance(engine, AsynchronousEngine)
+
+    def run(client: FakeClient) -> FakeClient:
+        while not client.replies:
+            harness.batcher.step()
+            engine.end()
+        return client
+
+    run(harness.call([1], session="a"))
+    steps = [1] * 70
+    steps[place] = OVERFLOW
+    assert not run(harness.call(steps, session="a")).answers[0][0].finite
+    assert harness.batcher.idle and used_slots(harness) == 1
+    assert progress(run(harness.call([2], session="a"))) == (3, 2)
+
+
 def test_session_without_an_answered_chunk_is_not_open() -> None:
     harness = BatcherHarness(max_waiting=1)
     waits = harness.call([1])
@@ -628,7 +671,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(
         name=st.sampled_from(NAMES),
-        values=st.lists(st.sampled_from([1, 2, POISON]), min_size=1, max_size=20),
+        values=st.lists(st.sampled_from([1, 2, POISON, OVERFLOW]), min_size=1, max_size=20),
         starts=st.sampled_from([None, None, True, False]),
         ends=st.booleans(),
         allowed=st.sampled_from([1e9, 30.0]),

@@ -46,9 +46,10 @@ HEADS: dict[str, dict[str, Any]] = {
 EVERYTHING = Returns(embedding=True, sequence=True)
 
 
-def make_engine(root: Path, layer: str, head: str) -> tuple[ModelSpec, DeviceEngine]:
+def make_engine(root: Path, layer: str, head: str, scale: float = 1.0) -> tuple[ModelSpec, DeviceEngine]:
+    """Return an engine with a model of random weights, multiplied by `scale`."""
     spec = models.made_up(root, "streamed", FLOATS, LAYERS[layer], head=HEADS[head])
-    arrays = store.read_arrays(root / "streamed" / "1", spec)
+    arrays = {name: scale * array for name, array in store.read_arrays(root / "streamed" / "1", spec).items()}
     encoder = Encoder(spec, arrays, torch.device("cpu"), 1 << 20)
     return spec, DeviceEngine({ModelKey("streamed", "1"): encoder}, Metrics(), max_batch_sequences=4, max_batch_tokens=64)
 
@@ -121,6 +122,57 @@ def test_restored_state_continues_bit_for_bit(layer: str, head: str, tmp_path: P
         expected, actual = getattr(stayed, name), getattr(moved, name)
         assert (expected is None and actual is None) or (expected == actual).all()
     assert file.origin == Origin("streamed", "1", spec.sha256["weights.safetensors"], 5)
+
+
+HUGE = np.full((2, 3), 3e38, FEATURES)
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_chunk_with_a_bad_state_or_output_is_marked(layer: str, head: str, tmp_path: Path) -> None:
+    _, engine = make_engine(tmp_path, layer, head, scale=100.0)
+    key = ModelKey("streamed", "1")
+    good, last, bad, new = run(
+        engine,
+        chunk(rows(1)[:5], write_slot=FIRST_SLOT),
+        chunk(rows(2)),
+        chunk(HUGE, write_slot=FIRST_SLOT + 1),
+        chunk(rows(3)[:1], write_slot=FIRST_SLOT + 2),
+    )
+    state_of_bad = [tensor.isfinite().all() for tensor in engine.save(key, FIRST_SLOT + 1).values()]
+    outputs_of_bad = [np.isfinite(array).all() for array in bad[:4] if array is not None]
+    assert bad.finite == all([*state_of_bad, *outputs_of_bad])
+    assert not bad.finite or layer in ("lstm", "gru", "sru", "qrnn"), "gates limit the values of recurrent layers"
+    assert good.finite and last.finite and new.finite
+    [after] = run(engine, chunk(rows(1)[5:], FIRST_SLOT, FIRST_SLOT))
+    assert after.finite
+
+
+def test_state_that_is_not_finite_marks_its_chunk(tmp_path: Path) -> None:
+    """The outputs of this step are finite: the cell of an LSTM is not part of them, and its forget gate may close."""
+    _, engine = make_engine(tmp_path, "lstm", "last")
+    key = ModelKey("streamed", "1")
+    run(engine, chunk(rows(1)[:5], write_slot=FIRST_SLOT))
+    for value in (float("nan"), float("inf"), float("-inf")):
+        state = {name: tensor.clone() for name, tensor in engine.save(key, FIRST_SLOT).items()}
+        state["0.1.cell"][0] = value
+        engine.restore(key, FIRST_SLOT + 1, state)
+        poisoned, good = run(engine, chunk(rows(2), FIRST_SLOT + 1, FIRST_SLOT + 2), chunk(rows(2), FIRST_SLOT, FIRST_SLOT + 3))
+        assert (poisoned.finite, good.finite) == (False, True)
+
+
+def test_large_finite_states_are_not_marked(tmp_path: Path) -> None:
+    """Their sum is beyond float32."""
+    spec = models.made_up(tmp_path, "streamed", FLOATS, LAYERS["conv"], head=HEADS["tag"])
+    encoder = Encoder(spec, store.read_arrays(tmp_path / "streamed" / "1", spec), torch.device("cpu"), 1 << 20)
+    encoder.allocate_states(FIRST_SLOT + 2)
+    slots = torch.tensor([FIRST_SLOT, FIRST_SLOT + 1], dtype=torch.int32)
+    state = encoder.save(FIRST_SLOT)
+    encoder.restore(FIRST_SLOT, {name: torch.full_like(tensor, 3e38) for name, tensor in state.items()})
+    assert not encoder.states_surely_finite(slots)
+    assert encoder.finite_states(slots).tolist() == [True, True]
+    encoder.restore(FIRST_SLOT + 1, {name: torch.full_like(tensor, -torch.inf) for name, tensor in state.items()})
+    assert encoder.finite_states(slots).tolist() == [True, False]
 
 
 @pytest.mark.parametrize(
