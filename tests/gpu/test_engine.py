@@ -274,6 +274,42 @@ def test_restored_state_continues_in_another_slot(
             assert (expected is None and array is None) or (expected == array).all(), part
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("returns", [PLAIN, VECTOR, STEPS], ids=["graph", "graph and embedding", "launches"])
+@pytest.mark.parametrize("name", ["sensors", "counter", "forecaster"])
+def test_chunk_with_a_state_that_is_not_finite_is_marked(
+    on_gpu: DeviceEngine,
+    specs: dict[ModelKey, tuple[ModelSpec, dict[str, torch.Tensor]]],
+    name: str,
+    returns: Returns,
+    value: float,
+) -> None:
+    """Two batches are in flight: each has its own result. A chunk that writes no state is not marked for the states of others."""
+    key, rows = ModelKey(name, "1"), 4
+    chunks = batch(specs[key][0], [6] * rows, seed=5, returns=returns).chunks
+    run(on_gpu, Batch(key, [piece(chunk, 0, FIRST_SLOT + row) for row, chunk in enumerate(chunks)]))
+    state = on_gpu.save(key, FIRST_SLOT + 1)
+    on_gpu.restore(key, FIRST_SLOT + 1, {part: torch.full_like(tensor, value) for part, tensor in state.items()})
+    second = Batch(key, [piece(chunk, 1, FIRST_SLOT + row) for row, chunk in enumerate(chunks)])
+    good = Batch(key, [piece(chunks[0], 1, FIRST_SLOT), chunks[1], piece(chunks[2], 0, FIRST_SLOT + 5)])
+    on_gpu.launch(second)
+    on_gpu.launch(good)
+    results = collected(on_gpu, second.rows + good.rows)
+    assert [result.finite for _, result in results] == [True, False, True, True, True, True, True]
+
+
+def test_large_finite_states_are_not_marked(
+    on_gpu: DeviceEngine, specs: dict[ModelKey, tuple[ModelSpec, dict[str, torch.Tensor]]]
+) -> None:
+    key = ModelKey("sensors", "1")
+    encoder = on_gpu._runners[key].encoder
+    slots = torch.tensor([FIRST_SLOT, FIRST_SLOT + 1], dtype=torch.int32, device=CUDA)
+    state = encoder.save(FIRST_SLOT)
+    encoder.restore(FIRST_SLOT, {name: torch.full_like(tensor, 3e38) for name, tensor in state.items()})
+    encoder.restore(FIRST_SLOT + 1, {name: torch.full_like(tensor, -torch.inf) for name, tensor in state.items()})
+    assert encoder.finite_states(slots).tolist() == [True, False]
+
+
 def piece(chunk: Chunk, number: int, slot: int) -> Chunk:
     """Return chunk `number` of the three chunks of a sequence. Its state is in `slot` between the chunks."""
     cuts = (0, chunk.steps // 3, chunk.steps // 2 + 1, chunk.steps)
