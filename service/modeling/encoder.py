@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -51,7 +50,6 @@ class Encoder:
         self._head = heads.build(spec.head, arrays, device)
         self._layers[-1].linear = self._head.linear
         self._slabs: StateSlabs | None = None
-        self._finite_slabs: list[Tensor] = []
         if isinstance(spec.layers[0], EmbeddingLayer):
             self._choose_embedding(arrays["layers.0.weight"].to(device), fold_limit_bytes)
 
@@ -71,23 +69,10 @@ class Encoder:
         width = self.spec.layers[-1].outputs
         pool = RunningPool(pools[0], slots, width, self.device) if pools else None  # type: ignore[arg-type]
         self._slabs = StateSlabs([layer.allocate_states(slots) for layer in self._layers], pool)
-        self._finite_slabs = self._slabs.of_numbers()
 
-    @torch.inference_mode()
-    def finite_states(self, slots: Tensor) -> Tensor:
-        """Return (len(slots),) bool on the device: which of these slots, after a batch has written them, have finite numbers only.
-
-        A slot that no batch has written may have the initial -inf of a running maximum.
-        """
-        if not self._finite_slabs:
-            return torch.ones(len(slots), dtype=torch.bool, device=self.device)
-        states = torch.cat([slab.index_select(0, slots) for slab in self._finite_slabs], dim=1)
-        return (states - states).any(1).logical_not()  # a finite number minus itself is 0, any other is NaN
-
-    @torch.inference_mode()
-    def states_surely_finite(self, slots: Tensor) -> bool:
-        """Return whether a cheap check proves that all these slots have finite numbers only: on a CPU, for a few microseconds."""
-        return all(math.isfinite(slab.index_select(0, slots).sum()) for slab in self._finite_slabs)
+    def state_numbers(self) -> list[Tensor]:
+        """Return the state slabs of floating-point numbers as (slots, numbers)."""
+        return [] if self._slabs is None else self._slabs.numbers()
 
     @torch.inference_mode()
     def save(self, slot: int) -> dict[str, Tensor]:

@@ -75,6 +75,6 @@ class StateSlabs:
         }
         return states | ({} if self.pool is None else self.pool.slabs())
 
-    def of_numbers(self) -> list[Tensor]:
-        """Return the slabs of floating-point numbers as (slots, numbers), without those that have none."""
-        return [slab.flatten(1) for slab in self.slabs().values() if slab.is_floating_point() and slab[0].numel()]
+    def numbers(self) -> list[Tensor]:
+        """Return the slabs of floating-point numbers as (slots, numbers)."""
+        return [slab.flatten(1) for slab in self.slabs().values() if slab.is_floating_point()]

@@ -298,18 +298,6 @@ def test_chunk_with_a_state_that_is_not_finite_is_marked(
     assert [result.finite for _, result in results] == [True, False, True, True, True, True, True]
 
 
-def test_large_finite_states_are_not_marked(
-    on_gpu: DeviceEngine, specs: dict[ModelKey, tuple[ModelSpec, dict[str, torch.Tensor]]]
-) -> None:
-    key = ModelKey("sensors", "1")
-    encoder = on_gpu._runners[key].encoder
-    slots = torch.tensor([FIRST_SLOT, FIRST_SLOT + 1], dtype=torch.int32, device=CUDA)
-    state = encoder.save(FIRST_SLOT)
-    encoder.restore(FIRST_SLOT, {name: torch.full_like(tensor, 3e38) for name, tensor in state.items()})
-    encoder.restore(FIRST_SLOT + 1, {name: torch.full_like(tensor, -torch.inf) for name, tensor in state.items()})
-    assert encoder.finite_states(slots).tolist() == [True, False]
-
-
 def piece(chunk: Chunk, number: int, slot: int) -> Chunk:
     """Return chunk `number` of the three chunks of a sequence. Its state is in `slot` between the chunks."""
     cuts = (0, chunk.steps // 3, chunk.steps // 2 + 1, chunk.steps)

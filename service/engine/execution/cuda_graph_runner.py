@@ -32,7 +32,7 @@ from service.engine.execution.graph_capture import (
 )
 from service.engine.execution.in_flight import BatchArrays, InFlightBatch
 from service.engine.execution.model_runner import ModelRunner
-from service.engine.execution.state_check import StateCheck
+from service.engine.execution.state_check import DeviceStateCheck
 from service.modeling.encoder import Encoder, Encoding
 
 CAPTURE_SECONDS = 5.0
@@ -100,7 +100,7 @@ class CudaGraphRunner(ModelRunner):
         capture = GraphCapture(self._encode_bucket, self._staging, self._stream, pool, run_between_batches)
         self.fallback_reason = self._capture_all(capture, collectors, (max_batch_sequences, max_batch_tokens, steps))
         targets = self._staging.row_slots(max_batch_sequences).targets
-        self._state_check = StateCheck(encoder, targets, collectors, pool) if encoder.streams else None
+        self._device_check = DeviceStateCheck(encoder.state_numbers(), targets, collectors, pool)
         self._launch_cost = self.cost
         if self._captured:
             self.cost = self._graph_cost()
@@ -126,7 +126,7 @@ class CudaGraphRunner(ModelRunner):
             outputs = captured.outputs[collector.index]
         if batch.returns_embedding:
             self._start(outputs.embedding)
-        finite = None if batch.whole or self._state_check is None else self._state_check.start(collector)
+        finite = None if batch.whole else self._device_check.start(collector)
         collector.record_end()
         return InFlightBatch(
             batch,

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
+from functools import cached_property
 
 from kernels.ragged import Ragged
 from service.engine.batch import Batch
 from service.engine.batching.state_slots import FIRST_SLOT
 from service.engine.execution.cost_model import Cost
 from service.engine.execution.device import OutputCollector
-from service.engine.execution.in_flight import Array, BatchArrays, InFlightBatch
+from service.engine.execution.in_flight import BatchArrays, InFlightBatch
 from service.engine.execution.staging import Staging
+from service.engine.execution.state_check import HostStateCheck
 from service.modeling.encoder import Encoder, Encoding
 
 TRIAL_STEPS = 16
@@ -61,14 +63,13 @@ class ModelRunner:
         offsets = self._staging.stage(batch)
         staged = time.monotonic()
         encoding = self._encode(batch.rows, batch.tokens, sequence=batch.returns_sequence, whole=batch.whole)[1]
-        finite = None if batch.whole else self._finite_states(batch.rows)
+        finite = None if batch.whole else self._state_check.finite_rows(self._staging.written_slots(batch.rows))
         arrays, predicted = _on_host(encoding), self.predicted_seconds(batch)
         return InFlightBatch(batch, offsets, arrays, predicted, began, staged, time.monotonic(), finite=finite)
 
-    def _finite_states(self, rows: int) -> Array | None:
-        """Return whether each row of the batch has written a finite state, None if every row has."""
-        targets = self._staging.row_slots(rows).targets
-        return None if self.encoder.states_surely_finite(targets) else self.encoder.finite_states(targets).numpy()
+    @cached_property
+    def _state_check(self) -> HostStateCheck:
+        return HostStateCheck(self.encoder.state_numbers())
 
     def _encode(self, rows: int, tokens: int, *, sequence: bool = False, whole: bool = True) -> tuple[Ragged, Encoding]:
         """Run the encoder on the staged batch. whole: every row is a whole sequence. Returns the encoder's input and output."""

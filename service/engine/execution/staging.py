@@ -108,6 +108,11 @@ class Staging:
         read_slots, write_slots = numbers[self._rows + 1 : 2 * self._rows + 1], numbers[2 * self._rows + 1 :]
         return RowSlots(read_slots[:rows], write_slots[:rows])
 
+    def written_slots(self, rows: int) -> NDArray[np.int32]:
+        """Return the state slots that the rows of the batch in the first host buffer write."""
+        slots: NDArray[np.int32] = self._write_slots[0][:rows]
+        return slots
+
     def copy(self, tokens: int, buffer: int = 0) -> Copy:
         """Return the copy of a host buffer with `tokens` tokens to the device."""
         assert self._device is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from service.engine.batching.session_state import origin_of, pack, unpack
 from service.engine.batching.state_slots import DISCARD_SLOT, FIRST_SLOT, ZERO_SLOT
 from service.engine.execution.device_engine import DeviceEngine
 from service.engine.execution.in_flight import ChunkResult
+from service.engine.execution.state_check import HostStateCheck, finite_rows
 from service.ipc import session_file
 from service.ipc.messages import FEATURES, ModelKey, Returns
 from service.ipc.session_file import Origin
@@ -161,18 +163,18 @@ def test_state_that_is_not_finite_marks_its_chunk(tmp_path: Path) -> None:
         assert (poisoned.finite, good.finite) == (False, True)
 
 
-def test_large_finite_states_are_not_marked(tmp_path: Path) -> None:
-    """Their sum is beyond float32."""
-    spec = models.made_up(tmp_path, "streamed", FLOATS, LAYERS["conv"], head=HEADS["tag"])
-    encoder = Encoder(spec, store.read_arrays(tmp_path / "streamed" / "1", spec), torch.device("cpu"), 1 << 20)
-    encoder.allocate_states(FIRST_SLOT + 2)
-    slots = torch.tensor([FIRST_SLOT, FIRST_SLOT + 1], dtype=torch.int32)
-    state = encoder.save(FIRST_SLOT)
-    encoder.restore(FIRST_SLOT, {name: torch.full_like(tensor, 3e38) for name, tensor in state.items()})
-    assert not encoder.states_surely_finite(slots)
-    assert encoder.finite_states(slots).tolist() == [True, True]
-    encoder.restore(FIRST_SLOT + 1, {name: torch.full_like(tensor, -torch.inf) for name, tensor in state.items()})
-    assert encoder.finite_states(slots).tolist() == [True, False]
+@pytest.mark.parametrize("check", [lambda slabs, slots: HostStateCheck(slabs).finite_rows(slots.numpy()), finite_rows])
+def test_large_finite_states_are_not_marked(check: Callable[[list[torch.Tensor], torch.Tensor], Any]) -> None:
+    """Their sum is beyond float32. The second check is the one of a GPU."""
+    states = torch.full((5, 3), 3e38)
+    states[3, 1] = -torch.inf
+    slabs = [torch.zeros(5, 2), states, torch.zeros(5, 0), torch.full((5, 1), 6e4, dtype=torch.float16)]
+    finite = check(slabs, torch.tensor([1, 3, 2], dtype=torch.int32))
+    assert finite.tolist() == [True, False, True]
+    slabs[0][2] = torch.nan
+    assert check(slabs, torch.tensor([3, 2, 1], dtype=torch.int32)).tolist() == [False, False, True]
+    finite = check(slabs, torch.tensor([4, 1], dtype=torch.int32))
+    assert finite is None or finite.tolist() == [True, True]
 
 
 @pytest.mark.parametrize(
