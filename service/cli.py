@@ -97,11 +97,13 @@ def quantize(
     return 0
 
 
-def new_key(settings: Settings, name: str, scopes: list[Scope], tenant: str | None, max_priority: int) -> int:
+def new_key(
+    settings: Settings, name: str, scopes: list[Scope], tenant: str | None, max_priority: int, tenant_sessions: int
+) -> int:
     """Add a key to the key file and print it: the file has only its hash."""
     if not settings.keys:
         raise SettingsError("no key file is named: add --keys FILE, or set SEQSERVE_KEYS")
-    token = keys.create(Path(settings.keys), name, scopes, tenant or name, max_priority)
+    token = keys.create(Path(settings.keys), name, scopes, tenant or name, max_priority, tenant_sessions)
     print(f"{token}\n")
     print(
         f"This is the key {name}. It is shown only now: {settings.keys} has its hash. Send it as Authorization: Bearer {token}"
@@ -202,6 +204,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument(
         "--max-priority", type=int, default=0, metavar="N", help="highest priority of its requests (default: %(default)s)"
+    )
+    command.add_argument(
+        "--max-sessions",
+        dest="tenant_sessions",
+        type=int,
+        default=0,
+        metavar="N",
+        help="most open sessions of its tenant in one engine; 0 for no limit of its own (default: %(default)s)",
     )
     command.set_defaults(run=new_key)
     command = commands.add_parser(

@@ -15,12 +15,17 @@ MAX_PRIORITY = 10
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sends a request. name: of its key, or how it was recognised. tenant: empty without keys."""
+    """Who sends a request.
+
+    name: of its key, or how it was recognised. tenant: empty without keys. max_sessions: how many sessions its tenant may have open in one
+    engine, 0 for no limit of its own.
+    """
 
     name: str
     tenant: str
     scopes: frozenset[Scope]
     max_priority: int
+    max_sessions: int = 0
 
     def require(self, scope: Scope) -> None:
         """Raise Forbidden unless the caller has the scope."""
@@ -47,7 +52,9 @@ class Caller:
         if request.session is None:
             return request
         self.require(Scope.SESSION)
-        return structs.replace(request, session=self.session(request.session)) if self.tenant else request
+        if not self.tenant:
+            return request
+        return structs.replace(request, session=self.session(request.session), session_limit=self.max_sessions)
 
 
 LOCAL = Caller("local", "", frozenset(Scope), MAX_PRIORITY)

@@ -51,11 +51,12 @@ class _KeyTable(BaseModel):
     tenant: Annotated[str, Field(pattern=f"^{NAME}$")]
     scopes: list[Annotated[str, Field(pattern="^(" + "|".join(KEY_SCOPES) + ")$")]]
     max_priority: Annotated[int, Field(ge=-10, le=10)] = 0
+    max_sessions: Annotated[int, Field(ge=0)] = 0
     salt: Annotated[str, Field(pattern=f"^[0-9a-f]{{{2 * SALT_BYTES}}}$")]
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
     def key(self) -> Key:
-        caller = Caller(self.name, self.tenant, with_implied(map(Scope, self.scopes)), self.max_priority)
+        caller = Caller(self.name, self.tenant, with_implied(map(Scope, self.scopes)), self.max_priority, self.max_sessions)
         return Key(caller, bytes.fromhex(self.salt), bytes.fromhex(self.sha256))
 
 
@@ -90,7 +91,7 @@ class KeyRing:
         return key.caller if matches and key is not _NO_KEY else None
 
 
-def create(file: Path, name: str, scopes: Sequence[Scope], tenant: str, max_priority: int) -> str:
+def create(file: Path, name: str, scopes: Sequence[Scope], tenant: str, max_priority: int = 0, max_sessions: int = 0) -> str:
     """Add a key to a file, which is created if it is missing. Returns the token, which is stored nowhere.
 
     Raises SettingsError for a name that another key has, or for a file that cannot be read or written.
@@ -103,6 +104,7 @@ def create(file: Path, name: str, scopes: Sequence[Scope], tenant: str, max_prio
         "tenant": tenant,
         "scopes": [scope.value for scope in scopes],
         "max_priority": max_priority,
+        "max_sessions": max_sessions,
         "salt": salt.hex(),
         "sha256": sha256(salt + secret.encode()).hexdigest(),
     }

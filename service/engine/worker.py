@@ -249,8 +249,8 @@ class Worker:
             match message:
                 case messages.ExportSession(session=session):
                     state = self._batcher.sessions.export_state(session)
-                case messages.ImportSession(session=session, origin=origin, tensors=tensors):
-                    self._batcher.sessions.import_state(session, origin, tensors, frame.tail)
+                case messages.ImportSession(session=session, origin=origin, tensors=tensors, session_limit=limit):
+                    self._batcher.sessions.import_state(session, origin, tensors, frame.tail, limit)
                 case messages.FindSession(session=session):
                     reply = messages.SessionFound(self._batcher.sessions.model_of(session))
                 case messages.EndSession(session=session):

@@ -32,6 +32,11 @@ def session_of_tenant(tenant: str, id: str) -> str:
     return f"{tenant}{TENANT_END}{id}" if tenant else id
 
 
+def session_tenant(name: str) -> str:
+    """Return the tenant of a session, empty without keys."""
+    return name.rpartition(TENANT_END)[0]
+
+
 def session_id(name: str) -> str:
     """Return the id that a client gave to a session."""
     return name.partition(TENANT_END)[2] or name
@@ -161,7 +166,8 @@ class Request(Message, frozen=True):
 
     With `session`, the sequence is the next chunk of that session. `session_starts` is true to start it, false to resume it, and None
     for either. `session_ends` closes it after this chunk. `exactly` is true when the client named the version; otherwise a session's own
-    version is meant. `resubmitted` is true when another engine ended before it answered.
+    version is meant. `resubmitted` is true when another engine ended before it answered. `session_limit` is how many sessions its
+    tenant may have open in one engine, 0 for no limit of its own.
     """
 
     model: str
@@ -177,6 +183,7 @@ class Request(Message, frozen=True):
     generation: int = 0
     exactly: bool = True
     resubmitted: bool = False
+    session_limit: int = 0
 
     @property
     def key(self) -> ModelKey:
@@ -212,6 +219,7 @@ class ImportSession(Message, frozen=True):
     session: str
     origin: Origin
     tensors: dict[str, StoredTensor]
+    session_limit: int = 0
 
 
 class EndSession(Message, frozen=True):

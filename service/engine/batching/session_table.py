@@ -6,7 +6,7 @@ A journal therefore records the ids of open sessions and of sessions that ended 
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from service.errors import (
     TooManySessions,
     UnknownSession,
 )
-from service.ipc.messages import DIGEST_BYTES, ModelKey, Request, session_id
+from service.ipc.messages import DIGEST_BYTES, ModelKey, Request, session_id, session_tenant
 from service.ipc.session_journal import SessionJournal
 from service.metrics import Metrics
 
@@ -47,6 +47,8 @@ class SessionTable:
         self._journal = journal
         self._metrics = metrics
         self._open: dict[str, Session] = {}
+        self._of_tenant: Counter[str] = Counter()
+        """How many sessions each tenant has open."""
         self._idle: OrderedDict[Session, None] = OrderedDict()
         """Sessions without a chunk, idle longest first."""
         self._ended: OrderedDict[bytes, _EndedSession] = OrderedDict()
@@ -88,8 +90,15 @@ class SessionTable:
             raise SessionConflict(f"session {session_id(id)!r} ends with an earlier chunk", field="session")
         return session
 
-    def open(self, id: str, key: ModelKey) -> Session:
-        """Open a session; raises TooManySessions at the limit."""
+    def open(self, id: str, key: ModelKey, tenant_limit: int = 0) -> Session:
+        """Open a session; raises TooManySessions at the limit. tenant_limit: of the open sessions of its tenant, 0 for none."""
+        tenant = session_tenant(id)
+        if 0 < tenant_limit <= self._of_tenant[tenant]:
+            raise TooManySessions(
+                f"{self._of_tenant[tenant]} sessions of {tenant} are open and its key allows {tenant_limit}: end one, or retry later",
+                field="session",
+                retry_after=1,
+            )
         if len(self._open) >= self._limit:
             raise TooManySessions(
                 f"{len(self._open)} sessions are open and SEQSERVE_MAX_SESSIONS is {self._limit}: "
@@ -100,6 +109,7 @@ class SessionTable:
         self._forget(_digest(id))
         if not self._free_records:
             self._forget(next(iter(self._ended)))
+        self._of_tenant[tenant] += 1
         session = self._open[id] = Session(id, StateLocation(key), self._free_records.pop())
         self._journal.write(session.record, _digest(id))
         return session
@@ -180,6 +190,10 @@ class SessionTable:
 
     def _remove(self, session: Session, reason: str) -> None:
         del self._open[session.id]
+        tenant = session_tenant(session.id)
+        self._of_tenant[tenant] -= 1
+        if not self._of_tenant[tenant]:
+            del self._of_tenant[tenant]
         self._idle.pop(session, None)
         self._metrics.sessions_ended.add(reason)
 

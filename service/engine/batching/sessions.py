@@ -52,8 +52,10 @@ class Sessions:
         assert state is not None, "an idle session has at least one answered chunk"
         return session_state.pack(state, self._origin(session.key, session.steps))
 
-    def import_state(self, id: str, origin: Origin, tensors: Mapping[str, StoredTensor], data: bytes | memoryview) -> None:
-        """Open a session with an exported state; raises ServiceError. data: the bytes of the tensors."""
+    def import_state(
+        self, id: str, origin: Origin, tensors: Mapping[str, StoredTensor], data: bytes | memoryview, limit: int = 0
+    ) -> None:
+        """Open a session with an exported state; raises ServiceError. data: the bytes of the tensors. limit: as `SessionTable.open`."""
         if self._table.find(id) is not None:
             raise SessionConflict(
                 f"session {session_id(id)!r} is open: delete it first, or name another session", field="session"
@@ -66,7 +68,7 @@ class Sessions:
             )
         session_state.check_origin(origin, self._origin(key, origin.steps))
         state = session_state.unpack(tensors, data, self._engine.save(key, ZERO_SLOT))
-        session = self._table.open(id, key)
+        session = self._table.open(id, key, limit)
         session.location.on_host, session.steps = state, origin.steps
         self._table.rest(session, self._clock())
 
@@ -101,7 +103,7 @@ class Sessions:
         assert id is not None
         if request.session_starts and (old := self._table.find(id)) is not None:
             self._end(old, "restarted")
-        return self._table.resume(request, again) or self._table.open(id, request.key)
+        return self._table.resume(request, again) or self._table.open(id, request.key, request.session_limit)
 
     def append(self, session: Session, chunk: RequestSequence) -> None:
         """Add a queued chunk to its session. It is ready once every chunk before it has been answered."""

@@ -125,9 +125,9 @@ class Dispatcher:
         """Return the state of a session, which stays open; raises a ServiceError."""
         return await self._call_engine_of(session, messages.ExportSession(session))
 
-    async def import_session(self, session: str, file: SessionFile) -> None:
-        """Open a session with an exported state; raises a ServiceError."""
-        await self._call_engine_of(session, messages.ImportSession(session, file.origin, file.tensors), file.data)
+    async def import_session(self, session: str, file: SessionFile, limit: int = 0) -> None:
+        """Open a session with an exported state; raises a ServiceError. limit: open sessions of its tenant in one engine, 0 for none."""
+        await self._call_engine_of(session, messages.ImportSession(session, file.origin, file.tensors, limit), file.data)
 
     async def end_session(self, session: str) -> None:
         """End a session; raises a ServiceError when it is not open."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
+from service.access.caller import Caller
 from service.frontend.http_exchange import (
     MANAGEMENT_LIMIT,
     OCTET_STREAM,
@@ -60,7 +61,9 @@ def add_routes(router: APIRouter, frontend: Frontend) -> None:
     async def import_state(request: Request) -> Response:
         """Open a session that continues from an exported state."""
         id, file = _id(request), session_file.read(await read_state(request, frontend))
-        await cancel_on_disconnect(request, frontend.dispatcher.import_session(_session(request, id), file))
+        await cancel_on_disconnect(
+            request, frontend.dispatcher.import_session(_session(request, id), file, caller_of(request).max_sessions)
+        )
         return respond_json(frontend, {"session": id})
 
     @router.delete(STATE_PATH, response_model=SessionReply, responses=ERRORS, openapi_extra={"parameters": [_ID]})
@@ -79,13 +82,14 @@ def add_routes(router: APIRouter, frontend: Frontend) -> None:
     async def fork(request: Request) -> Response:
         """Open another session that continues from the current state of this session."""
         id, body = _id(request), ForkBody.parse(await read_json(request, frontend, MANAGEMENT_LIMIT))
-        await cancel_on_disconnect(request, _fork(frontend, _session(request, id), _session(request, body.session)))
+        await cancel_on_disconnect(request, _fork(frontend, caller_of(request), id, body.session))
         return respond_json(frontend, {"session": body.session})
 
 
-async def _fork(frontend: Frontend, id: str, copy: str) -> None:
-    """Copy a session, both named as the engines do. They may belong to two engines, so the state passes through the frontend."""
-    await frontend.dispatcher.import_session(copy, session_file.read(await frontend.dispatcher.export_session(id)))
+async def _fork(frontend: Frontend, caller: Caller, id: str, copy: str) -> None:
+    """Copy a session. The two ids may belong to two engines, so the state passes through the frontend."""
+    file = session_file.read(await frontend.dispatcher.export_session(caller.session(id)))
+    await frontend.dispatcher.import_session(caller.session(copy), file, caller.max_sessions)
 
 
 def _session(request: Request, id: str) -> str:
