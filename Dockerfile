@@ -72,8 +72,10 @@ WORKDIR /
 EXPOSE 8000 8001
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=5s --timeout=3s --start-period=120s --retries=3 CMD ["python", "-Ic", "\
-import http.client, os; \
-service = http.client.HTTPConnection('127.0.0.1', int(os.environ.get('SEQSERVE_PORT', '8000')), timeout=2); \
+import http.client, os, ssl; \
+place = '127.0.0.1', int(os.environ.get('SEQSERVE_PORT', '8000')); \
+tls = {'context': ssl._create_unverified_context()} if os.environ.get('SEQSERVE_TLS_CERT') else None; \
+service = http.client.HTTPSConnection(*place, timeout=2, **tls) if tls else http.client.HTTPConnection(*place, timeout=2); \
 service.request('GET', '/readyz'); \
 raise SystemExit(service.getresponse().status != 200)"]
 ENTRYPOINT ["seqserve"]

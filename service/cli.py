@@ -18,6 +18,7 @@ from service.access import keys
 from service.access.policy import check_start
 from service.access.scopes import KEY_SCOPES, Scope
 from service.errors import ServiceError, SettingsError, StartError
+from service.frontend.tls import build_context
 from service.ipc.messages import Manifest
 from service.log import Log
 from service.modeling import spec
@@ -47,12 +48,13 @@ def serve(settings: Settings) -> int:
     started = time.monotonic()
 
     def announce(http: str, grpc: str | None) -> None:
-        address = f"http://{http}"
+        address = f"{'https' if settings.tls_cert else 'http'}://{http}"
         also = f" and for gRPC on {grpc}" if grpc else ""
         print(f"seqserve is ready on {address}{also} after {time.monotonic() - started:.1f} s. Try it:\n")
         print(f"curl -s {address}/infer -H 'Content-Type: application/json' -d '{body}'\n", flush=True)
 
     check_start(settings)
+    build_context(settings)
     supervisor = Supervisor(settings, Log("supervisor"), announce)
     body = json.dumps(_example(supervisor.manifest))
     supervisor.serve()
@@ -158,6 +160,9 @@ def _parser() -> argparse.ArgumentParser:
     _setting(command, "--device", metavar="auto|cpu|cuda:N,...", help="devices to run on, one engine for each")
     _setting(command, "--frontends", metavar="auto|N", help="number of processes that parse requests")
     _setting(command, "--keys", metavar="FILE", help="TOML file of keys, which requests then need")
+    _setting(command, "--tls-cert", metavar="FILE", help="certificate and its chain: both ports then speak TLS")
+    _setting(command, "--tls-key", metavar="FILE", help="key of the certificate, if it is not in the same file")
+    _setting(command, "--tls-client-ca", metavar="FILE", help="authority of the certificates that clients then need")
     _setting(command, "--insecure", action="store_true", help="serve everybody who reaches the port, without keys")
     _setting(command, "--allowed-hosts", metavar="NAME,NAME", help="names of this service in Host headers, besides localhost")
     _setting(command, "--debug", action="store_true", help="let clients record batches with POST /debug/trace")

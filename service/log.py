@@ -48,7 +48,7 @@ class Log:
     def error(self, event: str, **values: Any) -> None:
         self._write("error", event, values)
 
-    def capped(self, event: str, **values: Any) -> None:
+    def capped(self, level: str, event: str, **values: Any) -> None:
         """Write an event that clients cause, at most MAX_CAPPED_LINES lines of it in CAP_SECONDS.
 
         The first line after that has `left_out`, the number of lines that are missing before it.
@@ -62,7 +62,7 @@ class Log:
             cap.left_out += 1
             return
         left_out, cap.left_out = cap.left_out, 0
-        self.info(event, **values, **({"left_out": left_out} if left_out else {}))
+        self._write(level, event, values | ({"left_out": left_out} if left_out else {}))
 
     def _write(self, level: str, event: str, values: dict[str, Any]) -> None:
         line = self._format(level, event, values)

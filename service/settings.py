@@ -75,6 +75,12 @@ class Settings(BaseModel):
     """gRPC port; 0 takes a free port, which the ready line names."""
     grpc_reflection: bool = True
     """Whether gRPC clients may ask which methods and messages there are."""
+    tls_cert: str = ""
+    """PEM file of the certificate and its chain: both ports then speak TLS. Changed files are read within seconds."""
+    tls_key: str = ""
+    """PEM file of the certificate's key, if it is not in the same file."""
+    tls_client_ca: str = ""
+    """PEM file of the authority that signs the certificates of clients, which they then need."""
     keys: str = ""
     """TOML file of keys, which requests then need; empty for none. `seqserve key new` adds keys. Changes are read within seconds."""
     insecure: bool = False

@@ -95,7 +95,7 @@ class Server:
         """Return the addresses of HTTP and of gRPC; the second is empty without gRPC."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            if found := re.search(r"ready on (http://\S+)(?: and for gRPC on (\S+))?", line):
+            if found := re.search(r"ready on (https?://\S+)(?: and for gRPC on (\S+))?", line):
                 return found[1], found[2] or ""
         self.process.stdout.close()
         raise AssertionError(f"the server ended with {self.process.wait()}:\n{self.log_file.read_text()}")

@@ -99,12 +99,12 @@ def test_clients_cannot_fill_the_log(descriptor: int, tmp_path: Path, monkeypatc
     monkeypatch.setattr("service.log.time.monotonic", lambda: now)
     point(descriptor, file)
     for number in range(1000):
-        log.capped("audit", number=number)
+        log.capped("info", "audit", number=number)
     for _ in range(3):
-        log.capped("other")
+        log.capped("info", "other")
     now += CAP_SECONDS
-    log.capped("audit", number=1000)
-    log.capped("audit", number=1001)
+    log.capped("info", "audit", number=1000)
+    log.capped("info", "audit", number=1001)
     audits = [line for line in lines(file) if line["event"] == "audit"]
     assert [line["number"] for line in audits] == [*range(MAX_CAPPED_LINES), 1000, 1001]
     assert [line.get("left_out") for line in audits[-3:]] == [None, 1000 - MAX_CAPPED_LINES, None]

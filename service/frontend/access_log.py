@@ -48,5 +48,8 @@ def record(frontend: Frontend, caller: Caller, scope: Scope, action: str, peer: 
     if refused:
         frontend.metrics.denied.add(outcome)
     if refused or scope in AUDITED:
-        write = frontend.log.capped if refused else frontend.log.info
-        write("audit", caller=caller.name, peer=peer, action=action[:MAX_ACTION_CHARACTERS], outcome=outcome)
+        values = {"caller": caller.name, "peer": peer, "action": action[:MAX_ACTION_CHARACTERS], "outcome": outcome}
+        if refused:
+            frontend.log.capped("info", "audit", **values)
+        else:
+            frontend.log.info("audit", **values)

@@ -461,7 +461,8 @@ class HttpProtocol(HttpToolsProtocol):
         content = error_body(error)
         head = self._hot_path.reply_head(status, self.server_state.default_headers, len(content), headers)
         self.transport.write(head + content)
-        self.transport.write_eof()
+        if self.transport.can_write_eof():  # TLS has no half-closed connections
+            self.transport.write_eof()
         self.flow.resume_reading()
         self.loop.call_later(LINGER_SECONDS, self.transport.close)
 

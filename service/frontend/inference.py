@@ -30,6 +30,7 @@ from service.frontend.decoder.client import BodyDecoder
 from service.frontend.dispatch.connection import Answered
 from service.frontend.dispatch.dispatcher import Dispatcher
 from service.frontend.large_answers import LargeAnswers
+from service.frontend.tls import TlsContexts
 from service.ipc.messages import IndexEntry, Manifest, ModelKey, Request
 from service.log import Log
 from service.metrics import CUT_OFF, GONE, OK, Metrics, Snapshot
@@ -76,12 +77,14 @@ class Frontend:
     supervisor: SupervisorClient
     draining: bool = False
     access: AccessPolicy = field(init=False)
+    tls: TlsContexts = field(init=False)
     bodies: BodyBudget = field(init=False)
     decoder: BodyDecoder = field(init=False)
     large_answers: LargeAnswers = field(init=False)
 
     def __post_init__(self) -> None:
         self.access = AccessPolicy(self.settings)
+        self.tls = TlsContexts(self.settings)
         self.bodies = BodyBudget(self.settings.max_receiving_bytes)
         self.large_answers = LargeAnswers()
         self.decoder = BodyDecoder(self.settings, self.bodies, self.log)

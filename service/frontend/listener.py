@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from service.frontend.connection_share import ConnectionShare
+from service.frontend.tls import HANDSHAKE_SECONDS
 
 ACCEPT_PAUSE_SECONDS, MAX_ACCEPTS = 0.001, 64
 """Pause between two rounds of accepting connections, and the most connections of one round."""
@@ -44,15 +46,18 @@ class Listener:
         make_protocol: Callable[[], asyncio.Protocol],
         make_room: Callable[[int], bool],
         connections: Callable[[], int],
+        tls: Callable[[], ssl.SSLContext | None] = lambda: None,
     ) -> None:
         """make_protocol: returns the protocol for a new connection. make_room: returns whether another connection may be accepted; takes
-        the number of accepted connections that are not open yet. connections: returns the number of open connections.
+        the number of accepted connections that are not open yet. connections: returns the number of open connections. tls: returns the
+        context of a new connection, None for plain text.
         """
         port.listening.setblocking(False)
         self._listening, self._share = port
         self._make_protocol = make_protocol
         self._make_room = make_room
         self._connections = connections
+        self._tls = tls
         self._connecting: set[asyncio.Task[Any]] = set()
         self._pausing: asyncio.TimerHandle | None = None
         self._left = 0
@@ -120,7 +125,9 @@ class Listener:
         task.add_done_callback(self._connecting.discard)
 
     async def _connect(self, connection: socket.socket) -> None:
+        tls = self._tls()
+        options: dict[str, Any] = {} if tls is None else {"ssl": tls, "ssl_handshake_timeout": HANDSHAKE_SECONDS}
         try:
-            await asyncio.get_running_loop().connect_accepted_socket(self._make_protocol, connection)
+            await asyncio.get_running_loop().connect_accepted_socket(self._make_protocol, connection, **options)
         except OSError:
-            connection.close()  # the client disconnected
+            connection.close()  # the client disconnected, or its handshake failed

@@ -52,7 +52,13 @@ class FrontendServer(uvicorn.Server):
         """grpc: None without gRPC."""
         super().__init__(config)
         self._is_restart = is_restart
-        self._listener = Listener(http, self._make_protocol, self._make_room, lambda: len(self.server_state.connections))
+        self._listener = Listener(
+            http,
+            self._make_protocol,
+            self._make_room,
+            lambda: len(self.server_state.connections),
+            lambda: frontend.tls.http,
+        )
         self._hot_path = build_hot_path(frontend)
         self._guard = ConnectionGuard(frontend.settings, frontend.metrics, self._connections)
         self._control = control
@@ -91,6 +97,7 @@ class FrontendServer(uvicorn.Server):
             now = asyncio.get_running_loop().time()
             self._guard.sweep(now)
             self._reload_keys()
+            self._reload_certificates()
             if self._grpc is not None:
                 self._grpc.sweep(now)
         return await super().on_tick(counter)
@@ -102,10 +109,18 @@ class FrontendServer(uvicorn.Server):
         try:
             access.reload()
         except SettingsError as error:
-            self._frontend.log.error("keys not reloaded", error=str(error))
+            self._frontend.log.capped("error", "keys not reloaded", error=str(error))
         if access.generation != before:
             self._hot_path.heads.forget()
             self._frontend.log.info("keys reloaded")
+
+    def _reload_certificates(self) -> None:
+        """Take over changed certificates for new connections. If they are not valid, the old ones stay."""
+        try:
+            if self._frontend.tls.reload():
+                self._frontend.log.info("certificates reloaded")
+        except SettingsError as error:
+            self._frontend.log.capped("error", "certificates not reloaded", error=str(error))
 
     def _connections(self) -> list[GuardedConnection]:
         open_connections = self.server_state.connections
@@ -130,7 +145,7 @@ def build_hot_path(frontend: Frontend) -> HotPath:
 class _JsonLogHandler(logging.Handler):
     """Writes the warnings of libraries as JSON lines to the service's log.
 
-    It leaves out uvicorn's warning about a request that is not valid HTTP: clients could fill the log with it, and a metric counts them.
+    It leaves out uvicorn's warning about a request that is not valid HTTP: a metric counts them. Clients may cause the others too.
     """
 
     def __init__(self, log: Log) -> None:
@@ -141,7 +156,7 @@ class _JsonLogHandler(logging.Handler):
         if record.msg == INVALID_HTTP:
             return
         error = repr(record.exc_info[1]) if record.exc_info else None
-        self._log.warning("library warning", message=record.getMessage().strip(), error=error)
+        self._log.capped("warning", "library warning", message=record.getMessage().strip(), error=error)
 
 
 def serve(

@@ -533,7 +533,8 @@ class Http2Connection(asyncio.Protocol):
         self._sender.flush()
         if self._transport.is_closing():
             return
-        self._transport.write_eof()
+        if self._transport.can_write_eof():  # TLS has no half-closed connections
+            self._transport.write_eof()
         self._transport.resume_reading()
         self._loop.call_later(LINGER_SECONDS, self._transport.close)
 

@@ -68,6 +68,7 @@ class GrpcServer:
             lambda: Http2Connection(self._application, limits, self.connections),
             self._make_room,
             lambda: len(self.connections),
+            lambda: self._frontend.tls.grpc,
         )
         self._listener.open()
 
