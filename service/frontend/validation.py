@@ -191,8 +191,7 @@ def engine_ids(values: NDArray[Any], field_of: FieldOf, model: ServedModel) -> N
 def engine_features(values: NDArray[Any], field_of: FieldOf, model: ServedModel) -> NDArray[Any]:
     """Return (steps, features) numbers as the engine's float32; raises InvalidInput for the first number beyond float32."""
     if not _all_fit(values):
-        finite = np.abs(values) <= _LARGEST
-        step, index = np.argwhere(~finite)[0]
+        step, index = np.argwhere(~_fitting(values))[0]
         field = f"{field_of(step)}[{index}]"
         raise InvalidInput(f"{field} is {values[step, index]:g}: {_step_format(model)}", field=field)
     return values.astype(FEATURES, copy=False)
@@ -202,8 +201,13 @@ def _all_fit(values: NDArray[Any]) -> bool:
     """Return whether every number is finite as float32."""
     if values.size <= SMALL_VALUES and sum(map(abs, values.ravel().tolist())) <= _LARGEST:
         return True  # in a tenth of the time. NaN and infinity make the sum larger or equal to nothing
-    finite = np.isfinite(values) if values.itemsize <= 4 else np.abs(values) <= _LARGEST
-    return bool(finite.all())
+    return bool(_fitting(values).all())
+
+
+def _fitting(values: NDArray[Any]) -> NDArray[np.bool_]:
+    """Return which numbers are finite as float32. The limit of float32 is infinite as float16."""
+    fitting: NDArray[np.bool_] = np.isfinite(values) if values.itemsize <= 4 else np.abs(values) <= _LARGEST
+    return fitting
 
 
 def tokenize(text: str, field: str, model: ServedModel) -> bytes:

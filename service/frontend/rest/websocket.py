@@ -121,7 +121,7 @@ class Chunk(msgspec.Struct, forbid_unknown_fields=True, gc=False):
             return cls(data)
         try:
             return _decode(data)
-        except (msgspec.MsgspecError, RecursionError):
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             message = StreamMessage.parse(data)  # explains what is wrong
             return cls(message.input, message.start, message.end)
 

@@ -75,6 +75,8 @@ INVALID: list[tuple[str, list[Tensor], str, str]] = [
     ("speller", [integers("ids", [[[1]]])], "ids", "[steps] or [sequences, steps]"),
     ("forecaster", [tensor("inputs", [[[1, 2, 3], [1, np.inf, 3]]])], "inputs[0][1][1]", "inf"),
     ("forecaster", [tensor("inputs", [[1, 2, 1e300]], "FP64")], "inputs[0][0][2]", "1e+300"),
+    ("forecaster", [tensor("inputs", [[1, 2, np.inf]], "FP16")], "inputs[0][0][2]", "is inf"),
+    ("forecaster", [tensor("inputs", [[1, -np.inf, 2]], "BF16")], "inputs[0][0][1]", "is -inf"),
     ("forecaster", [tensor("inputs", [*PACKED[:5], [0, 0, np.nan]]), integers("offsets", OFFSETS)], "inputs[2][2][2]", "nan"),
     ("speller", [integers("ids", padded([[1, 2], [99]], 0)), integers("lengths", [2, 1])], "ids[1][0]", "99 and the token ids"),
     ("speller", [integers("ids", [2**40], "INT64")], "ids[0][0]", str(2**40)),

@@ -1,0 +1,49 @@
+"""No bytes from a client make a parser raise anything but the error for that client, or take long. See tests/fuzz."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.fuzz.planted import PLANTED
+from tests.fuzz.targets import TARGETS, checked
+
+pytest.importorskip("atheris")
+SECONDS = 8
+"""How long each parser is fuzzed."""
+PLANTED_SECONDS = 120
+"""Time limit for a planted fault, which takes a few seconds to find."""
+
+
+def fuzz(target: str, seconds: int, folder: Path) -> tuple[int, str]:
+    """Return the exit status of the fuzzer, and the end of its output."""
+    command = [sys.executable, "-m", "tests.fuzz", target, str(seconds), str(folder)]
+    run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    return run.returncode, run.stdout[-4000:]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_no_bytes_break_a_parser(target: str, tmp_path: Path) -> None:
+    status, output = fuzz(target, SECONDS, tmp_path)
+    assert status == 0, output
+    assert "Done " in output
+
+
+@pytest.mark.parametrize("target, finding", [("planted-exception", "IndexError: planted"), ("planted-stall", "TooSlow: ")])
+def test_fuzzer_finds_a_planted_fault(target: str, finding: str, tmp_path: Path) -> None:
+    status, output = fuzz(target, PLANTED_SECONDS, tmp_path)
+    assert status != 0 and finding in output
+    [found] = tmp_path.glob("crash-*")
+    with pytest.raises(Exception, match=r"planted|processor time"):
+        checked(PLANTED[target])(found.read_bytes())
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_corpus_has_inputs_that_a_parser_takes(target: str) -> None:
+    files = list((Path(__file__).parents[1] / "fuzz" / "corpus" / target).iterdir())
+    assert files
+    for file in files:
+        TARGETS[target](file.read_bytes())
