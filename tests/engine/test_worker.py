@@ -33,6 +33,7 @@ from service.ipc.messages import (
     MetricsCollected,
     ModelKey,
     ModelVersion,
+    Ready,
     RecordTrace,
     Refusal,
     Request,
@@ -134,12 +135,12 @@ class WorkerHarness:
         self.batcher = OneRequestPerBatch(self._after)
         models = ModelLoader(self.engine, self.batcher, self._prepared, Log("worker"))
         errors = InternalErrors(Log("worker"), self.metrics)
-        self._worker = Worker(self._control, self.heartbeat, self.batcher, self.engine, models, PLACE, self.metrics, errors)
+        self.worker = Worker(self._control, self.heartbeat, self.batcher, self.engine, models, PLACE, self.metrics, errors)
 
     def run(self) -> None:
         self.supervisor.flush()
         self.frontend.flush()
-        self._worker.run()
+        self.worker.run()
 
     def close(self) -> None:
         for channel in (self.supervisor, self._control, self.frontend):
@@ -214,6 +215,17 @@ def test_unexpected_exception_refuses_its_requests_and_nothing_else(
         ("bug", work) for work in ("requests", "cancel", "session_call")
     ]
     assert logged[0]["error"] == "IndexError: secret"
+
+
+def test_frontend_that_a_write_finds_closed_is_forgotten_once(harness: WorkerHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    def submit(*arguments: object, **options: object) -> None:
+        harness.frontend.close()
+        harness.worker._send_status()
+
+    monkeypatch.setattr(harness.batcher, "submit", submit)
+    harness.frontend.send(encode(request([2]), 10, (b"",)))
+    harness.run()
+    assert [type(frame.message) for frame in harness.to_supervisor] == [Ready]
 
 
 def test_frontend_without_answers_gets_no_backlog(harness: WorkerHarness) -> None:
