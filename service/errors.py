@@ -3,7 +3,7 @@
 ServiceError
 ├── InvalidRequest        the body as a whole cannot be read
 ├── InvalidInput          one field has the wrong type, shape or value
-├── Unauthorized          the request has no key, or one that is not valid
+├── Unauthorized          the request has no valid key
 ├── Forbidden             the caller may not do this
 ├── UnknownModel          no such model or version is served
 ├── UnknownRoute          nothing is served at this path

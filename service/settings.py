@@ -90,7 +90,7 @@ class Settings(BaseModel):
     """Names of this service that a Host header may have, besides those of loopback, separated by commas; * allows all. With keys, empty
     allows all too."""
     allowed_origins: str = ""
-    """Origins, such as https://example.com, whose web pages may use the service from a browser, separated by commas."""
+    """Origins of web pages that may use the service from a browser, such as https://example.com, separated by commas."""
     models: Path = EMBEDDED_MODELS
     """Folder of model folders: <name>/<version>/model.toml."""
     device: Annotated[str, AfterValidator(_device_list)] = "auto"

@@ -1,1 +1,1 @@
-"""Who may do what: keys with scopes and tenants, and the rules for a service without keys."""
+"""Access control: keys with scopes and tenants, and the rules for a service without keys."""

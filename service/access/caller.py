@@ -1,4 +1,4 @@
-"""The caller of one request: what it may do, and whose sessions it sees."""
+"""The caller of a request, with its rights and its tenant."""
 
 from __future__ import annotations
 
@@ -58,6 +58,6 @@ class Caller:
 
 
 LOCAL = Caller("local", "", frozenset(Scope), MAX_PRIORITY)
-"""A client on this machine of a service without keys, or any client of an insecure one."""
+"""A client on the same machine as a service without keys, or any client of an insecure service."""
 ANYBODY = Caller("anybody", "", OPEN_SCOPES, 0)
-"""Any other client of a service without keys, and every client of which nothing is known."""
+"""Any other client of a service without keys, and every client that is not identified."""

@@ -31,7 +31,7 @@ HEADER = "# Keys of seqserve. `seqserve key new NAME` adds one; delete a table t
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A key, without its secret: whom it identifies, and the salted hash of the secret."""
+    """A key, without its secret: the caller that it identifies, and the salted hash of the secret."""
 
     caller: Caller
     salt: bytes
@@ -82,7 +82,7 @@ class KeyRing:
         return {key.caller.name for key in self._keys.values()}
 
     def find(self, token: str) -> Caller | None:
-        """Return whom a token identifies, None for an unknown id or a wrong secret. The time does not tell which."""
+        """Return the caller that a token identifies, None for an unknown id or a wrong secret. Both take the same time."""
         if len(token) > MAX_TOKEN_CHARACTERS:
             return None
         id, _, secret = token.partition(".")

@@ -1,7 +1,7 @@
 """The checks of every request: its key, its Host and its Origin. Without keys, clients on this machine may do everything.
 
-A web page may send requests to a service on the machine of its visitor, under the name of its own host if it controls that name's address.
-The browser then tells the page's Origin, and the Host is the page's: both must be known.
+A web page may send requests to a service on the machine of its visitor. It may use the name of its own host if it controls the address of
+that name. The browser then sends the Origin of the page, and the Host is that of the page: both must be allowed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BEARER = "bearer "
 
 
 class AccessPolicy:
-    """The rules of one service. `generation` changes with its keys: what was decided before must be decided again."""
+    """The rules of one service. `generation` changes with its keys: earlier decisions are then out of date."""
 
     def __init__(self, settings: Settings) -> None:
         """Raises SettingsError for a key file that cannot be read."""

@@ -1,4 +1,4 @@
-"""What a caller may do, in groups. Every endpoint belongs to exactly one scope."""
+"""The rights of callers, in groups. Every endpoint belongs to exactly one scope."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Scope(StrEnum):
 KEY_SCOPES = (Scope.INFER, Scope.SESSION, Scope.ADMIN, Scope.METRICS, Scope.DEBUG)
 """The scopes that a key may have. A key with SESSION may also export and import the sessions of its tenant."""
 OPEN_SCOPES = frozenset((Scope.PUBLIC, Scope.INFER, Scope.SESSION, Scope.METRICS))
-"""What everybody may do who reaches a service without keys."""
+"""The rights of every client that reaches a service without keys."""
 AUDITED = frozenset((Scope.ADMIN, Scope.DEBUG))
 """Every use of these scopes is logged."""
 

@@ -18,7 +18,7 @@ MAX_ACTION_CHARACTERS = 200
 
 @dataclass(slots=True)
 class AuditEntry:
-    """Who sends a request. caller: ANYBODY until it is known."""
+    """The sender of a request. caller: ANYBODY until it is known."""
 
     caller: Caller = ANYBODY
 

@@ -29,7 +29,7 @@ _CONNECTION_OPTIONS = frozenset((b"keep-alive", b"upgrade", b"http2-settings"))
 
 @dataclass(frozen=True, slots=True)
 class RequestHead:
-    """A head that the hot path may answer. `length` is the size of the body in bytes, `caller` whom the request comes from.
+    """A head that the hot path may answer. `length` is the size of the body in bytes, `caller` the sender of the request.
 
     `headers` has those of READ_HEADERS that the request has, with lower-case names: a remembered head should be small.
     """

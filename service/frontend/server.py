@@ -115,7 +115,7 @@ class FrontendServer(uvicorn.Server):
             self._frontend.log.info("keys reloaded")
 
     def _reload_certificates(self) -> None:
-        """Take over changed certificates for new connections. If they are not valid, the old ones stay."""
+        """Take over changed certificates for new connections. Without valid files, the old certificates stay."""
         try:
             if self._frontend.tls.reload():
                 self._frontend.log.info("certificates reloaded")

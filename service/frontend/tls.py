@@ -12,7 +12,7 @@ from service.settings import Settings
 HTTP_PROTOCOLS, GRPC_PROTOCOLS = ("http/1.1",), ("h2",)
 """What each port offers during the handshake (ALPN)."""
 HANDSHAKE_SECONDS = 5.0
-"""How long a client may take for a handshake: until then its connection counts, and cannot be closed for another one."""
+"""How long a client may take for a handshake: until then its connection counts, and cannot be closed for a new connection."""
 
 
 class TlsContexts:
@@ -28,7 +28,7 @@ class TlsContexts:
     def reload(self) -> bool:
         """Read the files again if they have changed. Returns whether they have.
 
-        Raises SettingsError and keeps the contexts if the new files are not valid, for example because only one of them is new yet.
+        Raises SettingsError and keeps the contexts if the new files are not valid, for example because only the certificate is new yet.
         """
         if self._modifications() == self._read_at:
             return False

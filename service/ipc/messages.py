@@ -167,7 +167,7 @@ class Request(Message, frozen=True):
     With `session`, the sequence is the next chunk of that session. `session_starts` is true to start it, false to resume it, and None
     for either. `session_ends` closes it after this chunk. `exactly` is true when the client named the version; otherwise a session's own
     version is meant. `resubmitted` is true when another engine ended before it answered. `session_limit` is how many sessions its
-    tenant may have open in one engine, 0 for no limit of its own.
+    tenant may have open in one engine, 0 without a limit for tenants.
     """
 
     model: str

@@ -232,7 +232,7 @@ def test_administration_and_refusals_are_logged(guarded: Guarded) -> None:
 
 
 def test_web_pages_of_others_reach_nothing(server: Server) -> None:
-    """A page that posts text, and a page whose own name leads to this machine."""
+    """Pages that post text from another origin, or that let their own name lead to this machine."""
     for headers in ({"origin": "http://evil.example"}, {"host": "evil.example"}, {"origin": "null"}):
         for path in ("/infer", "/v2/repository/models/words/unload", "/v2/models/words/infer", "/metrics"):
             method = "GET" if path == "/metrics" else "POST"

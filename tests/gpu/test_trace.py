@@ -54,7 +54,7 @@ def outside(slices: list[DrawnSlice], outer: list[DrawnSlice]) -> list[str]:
 
 
 def _beyond(inner: DrawnSlice, outer: DrawnSlice) -> int:
-    """Return by how much a slice begins before the other one or ends after it, in nanoseconds."""
+    """Return by how much a slice begins before `outer` or ends after it, in nanoseconds."""
     return max(outer.begin - inner.begin, inner.end - outer.end)
 
 

@@ -47,7 +47,7 @@ Coder = Callable[[Any], Any] | None
 
 
 class Work(NamedTuple):
-    """What a call asks for, and who asks."""
+    """The method of a call, and its caller."""
 
     fields: CallFields
     method: grpc.RpcMethodHandler
