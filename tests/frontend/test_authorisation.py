@@ -141,6 +141,28 @@ def grpc_status(guarded: Guarded, path: str, token: str | None) -> grpc.StatusCo
     return grpc.StatusCode.OK
 
 
+SPELLINGS = (
+    *("//{}", "/{}/", "/./{}", "/../{}", "/x/../{}", "/%2f{}", "/{};x", "/{}?x", "/{}%00", "/{}%20", "/{}#x", "/%2e/{}"),
+    "http://localhost/{}",
+)
+
+
+@pytest.mark.parametrize(
+    "headers", [b"", b"X-Original-URL: /healthz\r\nX-Rewrite-URL: /healthz\r\n", b"X-HTTP-Method-Override: GET\r\n"]
+)
+@pytest.mark.parametrize("spelling", [*SPELLINGS, "upper case", "escaped"])
+def test_other_spellings_of_a_path_admit_nobody(spelling: str, headers: bytes, guarded: Guarded) -> None:
+    for method, path in (("POST", "v2/repository/models/words/unload"), ("POST", "infer"), ("GET", "metrics")):
+        escaped = f"/%{ord(path[0]):02x}{path[1:]}"
+        target = {"upper case": f"/{path.upper()}", "escaped": escaped}.get(spelling, spelling).format(path)
+        with raw_websocket.connection(guarded.server) as client:
+            lines = f"{method} {target} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\nConnection: close\r\n"
+            client.sendall(lines.encode() + headers + b"\r\n{}")
+            status = int(client.recv(1 << 16).split(b" ")[1])
+        assert status in (307, 400, 401, 404, 405), target  # 307 leads to the path without its last slash
+    assert guarded.infer(guarded.tenants["sales"]).status_code == 200
+
+
 def test_socket_needs_a_key_with_sessions(guarded: Guarded) -> None:
     url = guarded.server.address.replace("http", "ws") + "/stream?model=sensors"
     for token, status in ((None, 401), ("wrong", 401), (guarded.scoped[Scope.INFER], 403)):
