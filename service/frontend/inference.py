@@ -114,7 +114,7 @@ class Frontend:
 
     def internal_error(self, error: Exception) -> InferenceFailed:
         """Log an unexpected exception, and return the error for the client, which contains no detail."""
-        self.log.error("bug", error=f"{type(error).__name__}: {error}")
+        self.log.capped("error", "bug", error=f"{type(error).__name__}: {error}")
         failure = InferenceFailed(SERVICE_FAILED)
         failure.in_frontend = True
         return failure
