@@ -207,6 +207,7 @@ class Worker:
             deadline=message.deadline,
             priority=message.priority,
             returns=message.returns,
+            share=message.share,
             divisible=served and self._engine.streams(key),
             owner=self._frontends[channel],
         )

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from service.ipc.channel import MAX_COPIED_BYTES, encode
-from service.ipc.messages import Answer, AnswerBlock, ModelKey, Request, RequestBlock, Returns
+from service.ipc.messages import NO_TENANT, Answer, AnswerBlock, ModelKey, Request, RequestBlock, Returns, Share
 
 ITEM_BYTES = 4
 """Size of each value in the arrays of an answer."""
@@ -48,6 +48,7 @@ class BlockKey(NamedTuple):
     model: ModelKey
     priority: int
     returns: Returns
+    share: Share = NO_TENANT
 
 
 class QueuedRequest(Protocol):
@@ -80,6 +81,7 @@ def encode_block(key: BlockKey, queued: Sequence[QueuedRequest]) -> tuple[bytes,
         sent=sum([request.sent for request in requests]) / len(requests),
         priority=key.priority,
         returns=key.returns,
+        share=key.share,
     )
     if len(queued) == 1 and is_large(queued[0].data):
         return encode(block, tail=columns, following=len(queued[0].data)), queued[0].data

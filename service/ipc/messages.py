@@ -65,6 +65,16 @@ class Returns(msgspec.Struct, array_like=True, frozen=True):
     sequence: bool = False
 
 
+class Share(msgspec.Struct, array_like=True, frozen=True):
+    """Tenants share the time of an engine by weight. tenant: empty in a service without keys."""
+
+    tenant: str = ""
+    weight: float = 1.0
+
+
+NO_TENANT = Share()
+
+
 class LoadedModel(msgspec.Struct, array_like=True, frozen=True):
     """A model version that an engine serves: its kernels, memory and cost.
 
@@ -130,7 +140,7 @@ class Message(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
 
 class RequestBlock(Message, frozen=True):
-    """Requests without a session of one loop tick, for one model version, with one priority and the same outputs.
+    """Requests without a session of one loop tick, for one model version, of one tenant, with one priority and the same outputs.
 
     Their columns follow the message, end to end: ids (requests,) uint64; deadlines (requests,) float64, seconds on the machine's
     monotonic clock; counts (requests,) int32, the sequences of each request; lengths (sequences,) int32, the time steps of each
@@ -151,6 +161,7 @@ class RequestBlock(Message, frozen=True):
     sent: float
     priority: int
     returns: Returns
+    share: Share = NO_TENANT
 
     @property
     def key(self) -> ModelKey:
@@ -184,6 +195,7 @@ class Request(Message, frozen=True):
     exactly: bool = True
     resubmitted: bool = False
     session_limit: int = 0
+    share: Share = NO_TENANT
 
     @property
     def key(self) -> ModelKey:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Generic, NamedTuple
@@ -57,12 +58,14 @@ class Taken(Generic[S]):
     parts: list[ScheduledSteps[S]] = field(default_factory=list)
 
 
-def take_all(queue: ModelQueue[S], limits: SchedulerLimits) -> Taken[S] | None:
-    """Return the whole queue if it has only blocks and fits into one batch, which is the usual case."""
+def take_all(queue: ModelQueue[S], limits: SchedulerLimits, max_seconds: float = math.inf) -> Taken[S] | None:
+    """Return the whole queue if it has only blocks and fits into one batch, which is the usual case. max_seconds: see BatchBuilder."""
     blocks, cost = queue.blocks, queue.cost
     if queue.sequences or queue.count > limits.max_batch_sequences or queue.steps > limits.max_batch_tokens:
         return None
     longest = max([block.longest for block in blocks])
+    if queue.count > 1 and cost.of(longest, queue.steps) > max_seconds:
+        return None
     if longest > LEAST_STEPS:
         limit = step_limit(limits, min([block.shortest for block in blocks]), queue.count, cost)
         if longest > limit and (blocks[0].divisible or cost.of(longest, queue.steps) > limits.batch_seconds):
@@ -71,8 +74,9 @@ def take_all(queue: ModelQueue[S], limits: SchedulerLimits) -> Taken[S] | None:
 
 
 class BatchBuilder(Generic[S]):
-    """Takes requests in due order until the batch is full. The first sequence is always taken.
+    """Takes requests in order until the batch is full. The first sequence is always taken.
 
+    in_order: the requests of the queue. max_seconds: limit of the predicted time of a batch with several sequences.
     room: returns how many more sequences of the model may keep a state between batches.
     unpack: returns the sequences of a block with one request.
     """
@@ -80,11 +84,15 @@ class BatchBuilder(Generic[S]):
     def __init__(
         self,
         queue: ModelQueue[S],
+        in_order: Iterator[BlockRequest | S],
         limits: SchedulerLimits,
         room: Callable[[], int],
         unpack: Callable[[RequestBlock], list[S]],
+        max_seconds: float = math.inf,
     ) -> None:
         self._queue = queue
+        self._in_order = in_order
+        self._max_seconds = max_seconds
         self._limits = limits
         self._room = room
         self._unpack = unpack
@@ -94,7 +102,7 @@ class BatchBuilder(Generic[S]):
 
     def take(self) -> Taken[S]:
         """Return what the batch takes. Nothing if no sequence can run now."""
-        waiting = (request for request in self._queue.in_order() if isinstance(request, BlockRequest) or request.ready)
+        waiting = (request for request in self._in_order if isinstance(request, BlockRequest) or request.ready)
         first = list(islice(waiting, self._limits.max_batch_sequences))
         if first:
             self._limit = step_limit(self._limits, *_shortest(first, self._limits.max_batch_sequences), self._queue.cost)
@@ -111,8 +119,9 @@ class BatchBuilder(Generic[S]):
         row = request.row
         if request.block.divisible and row.longest > self._limit:
             return self._divide(request)
-        if not self._fits(row.sequences, row.steps):
-            first_fits = row.sequences > 1 and self._fits(1, request.block.lengths[row.first])
+        if not self._fits(row.sequences, row.steps, row.longest):
+            steps = request.block.lengths[row.first]
+            first_fits = row.sequences > 1 and self._fits(1, steps, steps)
             return first_fits and self._divide(request)
         if row.longest > self._usual and self._exceeds_budget(row.longest, row.steps):
             if row.sequences > 1:
@@ -142,7 +151,7 @@ class BatchBuilder(Generic[S]):
             if self._free_room == 0:
                 return True
             self._free_room -= 1
-        if not self._fits(1, steps):
+        if not self._fits(1, steps, steps):
             return False
         if self._taken.rows and steps > self._usual and self._exceeds_budget(steps, steps):
             return True
@@ -150,9 +159,11 @@ class BatchBuilder(Generic[S]):
         self._taken.parts.append(ScheduledSteps(sequence, steps, not sequence.begun, steps == sequence.remaining))
         return True
 
-    def _fits(self, rows: int, steps: int) -> bool:
+    def _fits(self, rows: int, steps: int, longest: int) -> bool:
         taken, limits = self._taken, self._limits
         fits = taken.rows + rows <= limits.max_batch_sequences and taken.tokens + steps <= limits.max_batch_tokens
+        if fits and self._max_seconds < math.inf:
+            fits = self._queue.cost.of(max(taken.longest, longest), taken.tokens + steps) <= self._max_seconds
         return fits or (not taken.rows and rows == 1)
 
     def _exceeds_budget(self, longest: int, steps: int) -> bool:

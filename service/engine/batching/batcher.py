@@ -405,6 +405,7 @@ def _unpack(block: RequestBlock) -> list[RequestSequence]:
         priority=block.priority,
         returns=block.returns,
         generation=generation,
+        share=block.share,
     )
     ticket = owner.open_ticket(id, request)
     sequences = _sequences(ticket, block.columns.values, None, divisible=block.divisible)

@@ -1,7 +1,7 @@
 """Requests that arrived together from one frontend, in columns: while they run as a whole, no request is an object.
 
-A block has stateless requests of one model and priority that return the same outputs. Its columns are the bytes in which the frontend sent
-them. Pure: nothing here knows a device, a socket or a clock.
+A block has stateless requests of one model, tenant and priority that return the same outputs. Its columns are the bytes in which the
+frontend sent them. Pure: nothing here knows a device, a socket or a clock.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from service.engine.batching.due import HEAD_START_SECONDS, allowance, allowances
 from service.engine.execution.cost_model import Cost
 from service.ipc.blocks import COUNT, COUNT_BYTES, DEADLINE, ID, ID_BYTES, Columns
-from service.ipc.messages import ModelKey, Returns
+from service.ipc.messages import NO_TENANT, ModelKey, Returns, Share
 
 PLAIN = Returns()
 
@@ -55,6 +55,7 @@ class RequestBlock:
         deadline: float,
         priority: int = 0,
         returns: Returns = PLAIN,
+        share: Share = NO_TENANT,
         divisible: bool = True,
         owner: Any = None,
     ) -> None:
@@ -69,6 +70,7 @@ class RequestBlock:
         self.priority = priority
         self.head_start = priority * HEAD_START_SECONDS
         self.returns = returns
+        self.share = share
         self.divisible = divisible
         self.owner = owner
         self.arrived = 0.0
@@ -136,6 +138,7 @@ class RequestBlock:
             deadline=float(self.deadlines[chosen].min()),
             priority=self.priority,
             returns=self.returns,
+            share=self.share,
             divisible=self.divisible,
             owner=self.owner,
         )

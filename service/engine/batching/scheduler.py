@@ -11,6 +11,8 @@ The scheduler is pure: the time is an argument, and nothing here knows about a d
   short one. Sequences of equal length run in the order of their arrival, so later requests never delay an accepted request. A priority
   level is a fixed head start in seconds: a higher level runs earlier, and no level starves.
 - **Models share the device by time.** The model with the fewest seconds of device time runs next.
+- **Tenants share it by weight** (`fair_shares.py`). The requests of a tenant over its share wait behind those of the others, whatever their
+  priority. While several tenants send requests, a batch ends within the time budget, so that none waits long for the batch of another.
 - **A request that would miss its deadline is rejected when it arrives**, by the predicted cost of the work queued before it.
 
 Requests without a state arrive in blocks (`request_block.py`). Blocks that fit into the next batch as a whole cost nothing for each
@@ -35,16 +37,19 @@ from service.engine.batching.batch_builder import (
     take_all,
 )
 from service.engine.batching.due import STRETCH, allowance
+from service.engine.batching.fair_shares import FairShares
 from service.engine.batching.model_queue import LEAST_STEPS, ModelQueue, Rejection, S, WorkByDue
 from service.engine.batching.request_block import RequestBlock
 from service.engine.execution.cost_model import Cost
 from service.errors import DeadlineExceeded, Overloaded, ServiceError
-from service.ipc.messages import ModelKey
+from service.ipc.messages import ModelKey, Share
 
 NEWEST = 0.05
 """Weight of the newest batch in the running mean of the steps per batch."""
 CAUTION = 1.25
 """A request is admitted if this multiple of its expected time fits before its deadline."""
+TENANT_SHARE = 0.875
+"""Of the places in the queue that the other tenants leave, a tenant with waiting sequences takes at most this share."""
 
 
 class ScheduledBatch(NamedTuple, Generic[S]):
@@ -71,13 +76,15 @@ class RemovedRequests(NamedTuple, Generic[S]):
 
 @dataclass(slots=True)
 class _Arriving:
-    """What the check of its deadline needs to know of a request, or of a block. longest: steps of its longest sequence."""
+    """What the check of its deadline needs to know of a request, or of a block of `requests`. longest: steps of its longest sequence."""
 
+    share: Share
     count: int
     steps: int
     longest: int
     deadline: float
     head_start: float
+    requests: int = 1
 
 
 def _unlimited_room(model: ModelKey) -> int:
@@ -108,6 +115,7 @@ class Scheduler(Generic[S]):
         self._room = room
         self._unpack = unpack
         self._queues: dict[ModelKey, ModelQueue[S]] = {}
+        self._shares = FairShares()
         self._earliest_deadline = math.inf
         """Lower bound of all queued deadlines."""
         self._used = 0.0
@@ -128,10 +136,10 @@ class Scheduler(Generic[S]):
         if not sequences:
             return
         first, steps = sequences[0], [sequence.remaining for sequence in sequences]
-        request = _Arriving(len(sequences), sum(steps), max(steps), first.deadline, first.head_start)
+        request = _Arriving(first.share, len(sequences), sum(steps), max(steps), first.deadline, first.head_start)
         queue = self._queue(model)
         due = self._due(queue.cost, request, now)
-        error = self._refusal(model, queue, request, due, now, busy, WorkByDue(queue))
+        error = self._refusal(model, queue, request, due, now, busy, WorkByDue(queue, first.share.tenant))
         if error is not None:
             raise error
         for sequence in sequences:
@@ -146,8 +154,10 @@ class Scheduler(Generic[S]):
         queue = self._queue(model)
         block.arrive(now, self._arrivals, queue.cost if self._limits.continuous else None)
         self._arrivals += block.requests
-        together = _Arriving(block.sequences, block.steps, block.longest, block.deadline, block.head_start)
-        if self._has_room(block.sequences) and self._surely_in_time(queue, together, now, busy):
+        together = _Arriving(
+            block.share, block.sequences, block.steps, block.longest, block.deadline, block.head_start, block.requests
+        )
+        if self._has_room(together) and self._surely_in_time(queue, together, now, busy):
             self._count(model, queue, together)
             queue.blocks.append(block)
             return []
@@ -166,6 +176,11 @@ class Scheduler(Generic[S]):
         return {
             model: queue.count - sum([sequence.begun for sequence in queue.sequences]) for model, queue in self._queues.items()
         }
+
+    @property
+    def waiting_tenants(self) -> set[str]:
+        """Return the tenants of the queued sequences."""
+        return {tenant for queue in self._queues.values() for tenant in queue.tenants}
 
     def drop(self, sequences: list[S]) -> int:
         """Remove these sequences of one request from the queue. Returns how many of them were queued."""
@@ -208,6 +223,8 @@ class Scheduler(Generic[S]):
             queue = self._queues[model]
             queue.update_cost(self._cost(model))
             taken = self._take(model, queue)
+            if taken.rows:
+                self._shares.start_batch(self.waiting_tenants)
             blocks = self._advance(model, queue, taken)
             if taken.rows:
                 self._used = queue.used
@@ -227,77 +244,82 @@ class Scheduler(Generic[S]):
         """Count a request that is queued."""
         self._queues[model] = queue
         self._earliest_deadline = min(self._earliest_deadline, request.deadline)
+        self._shares.arrive(request.share, waits=request.share.tenant in self.waiting_tenants)
         self.waiting += request.count
-        queue.count += request.count
-        queue.steps += request.steps
+        queue.count_work(request.share.tenant, request.count, request.steps)
 
     def _add_one_by_one(
         self, block: RequestBlock, queue: ModelQueue[S], now: float, busy: float
     ) -> list[tuple[list[int], ServiceError]]:
         """Count the requests of a block that are accepted, and return the indices of the others by the reason."""
         refused: list[tuple[list[int], ServiceError]] = []
-        work, known, covered = WorkByDue(queue), None, list[int]()
+        tenant = block.share.tenant
+        work, known, covered = WorkByDue(queue, tenant), None, list[int]()
         deadlines = block.deadlines.tolist()
         for index, (row, due) in enumerate(zip(block.rows, block.due.tolist(), strict=True)):
-            rejection = queue.rejection
+            request = _Arriving(block.share, row.sequences, row.steps, row.longest, deadlines[index], block.head_start)
+            rejection = queue.rejection_of(tenant)
             covers = rejection is not None and rejection.covers(row.steps, deadlines[index] - now, block.head_start)
-            if rejection is not None and covers and self._has_room(row.sequences):
+            if rejection is not None and covers and self._has_room(request):
                 # Under heavy overload a rejection must cost little.
                 if rejection is not known:
                     known, covered = rejection, []
                     refused.append((covered, rejection.error()))
                 covered.append(index)
                 continue
-            request = _Arriving(row.sequences, row.steps, row.longest, deadlines[index], block.head_start)
             error = self._refusal(block.model, queue, request, due, now, busy, work)
             if error is None:
                 work.accept(due, row)
                 self._count(block.model, queue, request)
             else:
                 refused.append(([index], error))
-                if block.model not in self._queues:
-                    queue.rejection = None  # an empty queue is not kept
         return refused
 
     # Batches.
 
-    def _claim(self, model: ModelKey) -> float:
+    def _claim(self, model: ModelKey) -> tuple[float, float]:
         """Sort key of the models: the smallest runs next. A priority level is worth as much as within a queue."""
         queue = self._queues[model]
-        return queue.used - queue.head_start()
+        return self._shares.least_paid(queue.tenants), queue.used - queue.head_start()
 
     def _take(self, model: ModelKey, queue: ModelQueue[S]) -> Taken[S]:
-        taken = take_all(queue, self._limits)
+        max_seconds = self._limits.batch_seconds if self._shares.contested and self._limits.continuous else math.inf
+        taken = take_all(queue, self._limits, max_seconds)
         if taken is None:
-            taken = BatchBuilder(queue, self._limits, lambda: self._room(model), self._unpack).take()
+            in_order = self._shares.in_turn(queue) if len(queue.tenants) > 1 else queue.in_order()
+            room = lambda: self._room(model)  # noqa: E731
+            taken = BatchBuilder(queue, in_order, self._limits, room, self._unpack, max_seconds).take()
         return taken
 
     def _advance(self, model: ModelKey, queue: ModelQueue[S], taken: Taken[S]) -> list[RequestBlock]:
         """Remove from the queue what has no steps left, and update the counts. Returns the blocks of the batch."""
         if taken.rows == queue.count and not taken.parts:
             self.waiting -= taken.rows
+            for block in taken.requests:
+                self._shares.charge(block.share.tenant, queue.price(block.sequences, block.steps))
             del self._queues[model]
             return list(taken.requests)
         blocks = [block.select(sorted(indices)) for block, indices in taken.requests.items()]
         gone = {block: [*taken.requests.get(block, ()), *taken.divided.get(block, ())] for block in queue.blocks}
         left = [block.without(gone[block]) for block in queue.blocks]
         queue.blocks = [block for block in left if block is not None]
-        sequences, steps = sum([block.sequences for block in blocks]), sum([block.steps for block in blocks])
-        finished = 0
+        tenants = len(queue.tenants)
+        for block in blocks:
+            self.waiting -= block.sequences
+            self._shares.charge(block.share.tenant, queue.price(block.sequences, block.steps))
+            queue.count_work(block.share.tenant, -block.sequences, -block.steps)
         for part in taken.parts:
             sequence = part.sequence
-            steps += part.steps
             sequence.remaining -= part.steps
             sequence.begun = True
-            finished += part.last
+            begun = (not part.last) - (not part.first)
             self.waiting -= part.first
-            self.begun += (not part.last) - (not part.first)
-        self.waiting -= sequences
-        queue.count -= sequences + finished
-        queue.steps -= steps
-        if finished:
-            # The batch usually is a prefix of the queue: the sequences behind it need no check.
-            end = queue.sequences.index(taken.parts[-1].sequence) + 1
+            self.begun += begun
+            self._shares.charge(sequence.share.tenant, queue.price(1, part.steps))
+            queue.count_work(sequence.share.tenant, -int(part.last), -part.steps, begun)
+        if any(part.last for part in taken.parts):
+            # The batch of a single tenant usually is a prefix of the queue: the sequences behind it need no check.
+            end = queue.sequences.index(taken.parts[-1].sequence) + 1 if tenants == 1 else None
             queue.sequences[:end] = [sequence for sequence in queue.sequences[:end] if sequence.remaining]
         if not queue.count:
             del self._queues[model]
@@ -317,9 +339,11 @@ class Scheduler(Generic[S]):
             queue.sequences = [sequence for sequence in queue.sequences if not matches(sequence)]
             chosen = [block.select(indices) for block, indices in blocks]
             begun, in_blocks = sum([sequence.begun for sequence in sequences]), sum([block.sequences for block in chosen])
-            queue.count -= len(sequences) + in_blocks
-            queue.steps -= sum([sequence.remaining for sequence in sequences]) + sum([block.steps for block in chosen])
-            queue.rejection = None
+            for block in chosen:
+                queue.count_work(block.share.tenant, -block.sequences, -block.steps)
+            for sequence in sequences:
+                queue.count_work(sequence.share.tenant, -1, -sequence.remaining, -int(sequence.begun))
+            queue.forget_rejections()
             self.begun -= begun
             self.waiting -= len(sequences) + in_blocks - begun
             removed.blocks.extend(chosen)
@@ -355,13 +379,28 @@ class Scheduler(Generic[S]):
             return UNLIMITED
         return int(queue.reach) or max(LEAST_STEPS, queue.cost.steps_within(self._limits.batch_seconds, rows))
 
-    def _has_room(self, sequences: int) -> bool:
-        return self.waiting + sequences <= self._limits.max_waiting
+    def _has_room(self, request: _Arriving) -> bool:
+        return self.waiting + request.count <= self._limits.max_waiting and self._keeps_share(request)
+
+    def _keeps_share(self, request: _Arriving) -> bool:
+        """Return whether a request leaves the other tenants room in the queue."""
+        if not request.share.tenant:
+            return True
+        own = self._waiting_of(request.share.tenant)
+        others = self.waiting - own
+        is_first = not own and request.requests == 1
+        return is_first or own + request.count <= TENANT_SHARE * (self._limits.max_waiting - others)
+
+    def _waiting_of(self, tenant: str) -> int:
+        """Return the number of sequences of a tenant that have not begun."""
+        works = [queue.tenants[tenant] for queue in self._queues.values() if tenant in queue.tenants]
+        return sum([work.count - work.begun for work in works])
 
     def _surely_in_time(self, queue: ModelQueue[S], request: _Arriving, now: float, busy: float) -> bool:
         """Return whether a request keeps its deadline even if every sequence in the queue runs alone before it."""
         time_left = request.deadline - now
-        if queue.rejection is not None and queue.rejection.covers(request.steps, time_left, request.head_start):
+        rejection = queue.rejection_of(request.share.tenant)
+        if rejection is not None and rejection.covers(request.steps, time_left, request.head_start):
             return False
         serial = request.count * queue.cost.fixed + request.steps * queue.serial
         for queued in self._queues.values():
@@ -379,17 +418,14 @@ class Scheduler(Generic[S]):
         work: WorkByDue,
     ) -> ServiceError | None:
         """Return the error if the queue is full or a request would miss its deadline, None if it is accepted."""
-        if not self._has_room(request.count):
-            return Overloaded(
-                f"{self.waiting} sequences wait, this request has {request.count} and "
-                f"SEQSERVE_MAX_WAITING is {self._limits.max_waiting}: retry later, or raise SEQSERVE_MAX_WAITING",
-                retry_after=1,
-            )
+        if not self._has_room(request):
+            return self._queue_full(request)
         if (not busy and not self._queues) or self._surely_in_time(queue, request, now, busy):
             return None
         time_left = request.deadline - now
-        if queue.rejection is not None and queue.rejection.covers(request.steps, time_left, request.head_start):
-            return queue.rejection.error()
+        rejection = queue.rejection_of(request.share.tenant)
+        if rejection is not None and rejection.covers(request.steps, time_left, request.head_start):
+            return rejection.error()
         expected = busy + self._expected_seconds(model, queue, request, due, work)
         # Until the due time, later arrivals may take this request's place in a full batch.
         full = queue.count >= self._limits.max_batch_sequences
@@ -402,19 +438,36 @@ class Scheduler(Generic[S]):
                 f"the request takes about {alone:.3g} s alone and its deadline is in {time_left:.3g} s: allow more time"
             )
         message = f"an answer is expected in {expected:.3g} s and the deadline is in {time_left:.3g} s: retry later, or allow more time"
-        queue.rejection = Rejection(request.steps, needed, request.head_start, message, math.ceil(expected))
-        return queue.rejection.error()
+        rejection = Rejection(request.steps, needed, request.head_start, message, math.ceil(expected))
+        queue.reject(request.share.tenant, rejection)
+        return rejection.error()
+
+    def _queue_full(self, request: _Arriving) -> Overloaded:
+        limit = f"SEQSERVE_MAX_WAITING is {self._limits.max_waiting}: retry later, or raise SEQSERVE_MAX_WAITING"
+        if self._keeps_share(request):
+            message = f"{self.waiting} sequences wait, this request has {request.count} and {limit}"
+        else:
+            message = (
+                f"{self._waiting_of(request.share.tenant)} sequences of this tenant wait, this request has {request.count}, "
+                f"one tenant takes at most {TENANT_SHARE:.1%} of the places that the others leave and {limit}"
+            )
+        return Overloaded(message, retry_after=1)
 
     def _expected_seconds(
         self, model: ModelKey, queue: ModelQueue[S], request: _Arriving, due: float, work: WorkByDue
     ) -> float:
-        """Return the expected completion time of a request, including the work of its model that is due before it.
+        """Return the expected completion time of a request, including the work of its tenant and model that is due before it.
 
-        Each other model adds its queued work, but at most as much again: models share the device by time.
+        Each other tenant adds its queued work, but at most what its weight allows. Each other model adds its queued work, but at most as
+        much again: models share the device by time.
         """
         count_later, steps_later = work.later(due)
-        count, steps = queue.count - count_later, queue.steps - steps_later
-        own = self._seconds(queue, request.count + count, request.steps + steps, request.longest)
+        queued = queue.tenants.get(request.share.tenant)
+        count, steps = request.count - count_later, request.steps - steps_later
+        if queued is not None:
+            count, steps = count + queued.count, steps + queued.steps
+        count_of_others, steps_of_others = self._shares.work_of_others(queue, request.share, queue.price(count, steps))
+        own = self._seconds(queue, count + count_of_others, steps + steps_of_others, request.longest)
         others = [
             min(own, self._seconds(other, other.count, other.steps)) for key, other in self._queues.items() if key != model
         ]

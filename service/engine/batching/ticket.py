@@ -93,7 +93,9 @@ class RequestSequence(QueuedSequence):
         session: Session | None = None,
     ) -> None:
         request = ticket.request
-        super().__init__(steps, request.deadline, request.priority, divisible=divisible, stateful=session is not None)
+        super().__init__(
+            steps, request.deadline, request.priority, divisible=divisible, stateful=session is not None, share=request.share
+        )
         self.ticket = ticket
         self.data = data
         self.step_bytes = step_bytes

@@ -235,7 +235,8 @@ class EngineConnection:
         model = self.models.get(pending.key)
         self._wait.add(pending.id, model.seconds(pending.request.lengths) if model else 0.0)
         if pending.request.session is None:
-            key = BlockKey(pending.key, pending.request.priority, pending.request.returns)
+            request = pending.request
+            key = BlockKey(pending.key, request.priority, request.returns, request.share)
             self._blocks.setdefault(key, {})[pending.id] = pending
             self._channel.flush_soon()
         elif is_large(pending.data):

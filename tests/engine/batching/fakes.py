@@ -11,7 +11,7 @@ from service.engine.batching.model_queue import QueuedSequence
 from service.engine.batching.request_block import RequestBlock
 from service.engine.execution.cost_model import Cost
 from service.ipc.blocks import COUNT, DEADLINE, ID, Columns
-from service.ipc.messages import IDS, ModelKey, Request, Returns
+from service.ipc.messages import IDS, NO_TENANT, ModelKey, Request, Returns, Share
 
 MODEL = ModelKey("words", "1")
 OTHER = ModelKey("sensors", "1")
@@ -22,9 +22,14 @@ COST = Cost(1.0, 0.0, 0.0)
 
 
 def sequences(
-    *steps: int, deadline: float = NEVER, priority: int = 0, divisible: bool = False, stateful: bool = False
+    *steps: int,
+    deadline: float = NEVER,
+    priority: int = 0,
+    divisible: bool = False,
+    stateful: bool = False,
+    share: Share = NO_TENANT,
 ) -> list[QueuedSequence]:
-    return [QueuedSequence(count, deadline, priority, divisible=divisible, stateful=stateful) for count in steps]
+    return [QueuedSequence(count, deadline, priority, divisible=divisible, stateful=stateful, share=share) for count in steps]
 
 
 def limits(
@@ -77,6 +82,7 @@ def block(
     model: ModelKey = MODEL,
     priority: int = 0,
     returns: Returns = PLAIN,
+    share: Share = NO_TENANT,
     divisible: bool = False,
     owner: object = None,
 ) -> RequestBlock:
@@ -98,6 +104,7 @@ def block(
         deadline=min(deadline for _, deadline, _ in requests),
         priority=priority,
         returns=returns,
+        share=share,
         divisible=divisible,
         owner=owner,
     )

@@ -20,27 +20,44 @@ from service.engine.batching.scheduler import Scheduler
 from service.engine.execution.cost_model import Cost
 from service.errors import ServiceError
 from service.ipc.blocks import COUNT, DEADLINE, ID, Columns
-from service.ipc.messages import IDS
+from service.ipc.messages import IDS, NO_TENANT, Share
 from tests.engine.batching.fakes import MODEL, OTHER, block
 
 EVENTS = 250
 LENGTHS = (1, 2, 5, 16, 17, 40)
+TENANTS = Share("one"), Share("two", 4.0), Share("three")
 
 
 class NamedSequence(QueuedSequence):
     """A sequence that knows its request. number: its place among the sequences of the request."""
 
-    def __init__(self, id: int, number: int, steps: int, deadline: float, priority: int = 0, **kind: bool) -> None:
-        super().__init__(steps, deadline, priority, **kind)
+    def __init__(
+        self,
+        id: int,
+        number: int,
+        steps: int,
+        deadline: float,
+        priority: int = 0,
+        *,
+        share: Share,
+        divisible: bool,
+        stateful: bool = False,
+    ) -> None:
+        super().__init__(steps, deadline, priority, share=share, divisible=divisible, stateful=stateful)
         self.id = id
         self.number = number
 
 
 @dataclass
 class Pair:
-    """Two schedulers that receive the same events: `single` one request after the other, `blocks` in blocks."""
+    """Two schedulers that receive the same events: `single` one request after the other, `blocks` in blocks.
+
+    shares: of the tenants that send requests. Requests of several tenants have one sequence each, because the sequences of a request take
+    turns with those of other tenants only if the request is not in a block.
+    """
 
     chance: random.Random
+    shares: Sequence[Share] = (NO_TENANT,)
     now: float = 0.0
     last_id: int = 0
     single_sequences: dict[int, list[NamedSequence]] = field(default_factory=dict)
@@ -50,13 +67,16 @@ class Pair:
     def __post_init__(self) -> None:
         choose = self.chance.choice
         self.costs = {
-            key: Cost(choose([0.0, 1.0, 20.0]), choose([0.0, 0.1, 1.0]), choose([0.0, 0.01])) for key in (MODEL, OTHER)
+            # Sums of these are exact in any order.
+            key: Cost(choose([0.0, 1.0, 20.0]), choose([0.0, 0.125, 1.0]), choose([0.0, 1 / 64]))
+            for key in (MODEL, OTHER)
         }
         self.divisible = {key: choose([True, False]) for key in (MODEL, OTHER)}
         limits = SchedulerLimits(
             choose([5, 20, 100]), choose([1, 3, 8]), choose([30, 100]), choose([5.0, 10.0, 100.0]), self.chance.random() < 0.8
         )
         self.room = choose([0, 1, 2, 5])
+        self.sequences = [1, 1, 1, 2, 4] if len(self.shares) == 1 else [1]
         self.single: Scheduler[NamedSequence] = Scheduler(limits, self.costs.__getitem__, lambda _: self.room)
         self.blocks: Scheduler[NamedSequence] = Scheduler(limits, self.costs.__getitem__, lambda _: self.room, self._unpack)
 
@@ -75,14 +95,15 @@ class Pair:
             self.chance.choice([0, 0, -1, 1]),
             self.chance.choice([0.0, 3.0]),
         )
+        share = self.chance.choice(self.shares)
         requests, refused = [], {}
         for _ in range(self.chance.choice([1, 1, 2, 4, 8])):
             self.last_id += 1
             deadline = self.now + self.chance.choice([1.0, 30.0, 200.0, 1e9])
-            steps = [self.chance.choice(LENGTHS) for _ in range(self.chance.choice([1, 1, 1, 2, 4]))]
+            steps = [self.chance.choice(LENGTHS) for _ in range(self.chance.choice(self.sequences))]
             requests.append((self.last_id, deadline, steps))
             sequences = [
-                NamedSequence(self.last_id, number, count, deadline, priority, divisible=self.divisible[model])
+                NamedSequence(self.last_id, number, count, deadline, priority, share=share, divisible=self.divisible[model])
                 for number, count in enumerate(steps)
             ]
             try:
@@ -90,7 +111,8 @@ class Pair:
                 self.single_sequences[self.last_id] = sequences
             except ServiceError as error:
                 refused[self.last_id] = (type(error), error.message)
-        made = block(requests, _values(requests), model=model, priority=priority, divisible=self.divisible[model])
+        options = {"model": model, "priority": priority, "share": share, "divisible": self.divisible[model]}
+        made = block(requests, _values(requests), **options)  # type: ignore[arg-type]
         answers = self.blocks.add_block(made, now=self.now, busy=busy)
         assert {id: (type(error), error.message) for ids, error in answers for id in ids} == refused
         self.counts["refused"] += len(refused)
@@ -102,9 +124,10 @@ class Pair:
             return
         self.last_id += 1
         steps, deadline = self.chance.choice(LENGTHS), self.now + self.chance.choice([30.0, 1e9])
+        share = self.chance.choice(self.shares)
         errors = []
         for queue, sequences in ((self.single, self.single_sequences), (self.blocks, self.block_sequences)):
-            sequence = NamedSequence(self.last_id, 0, steps, deadline, divisible=True, stateful=True)
+            sequence = NamedSequence(self.last_id, 0, steps, deadline, share=share, divisible=True, stateful=True)
             try:
                 queue.add(model, [sequence], now=self.now)
                 sequences[self.last_id] = [sequence]
@@ -154,7 +177,7 @@ class Pair:
         [id] = one.ids
         _check_columns(one)
         self.block_sequences[id] = [
-            NamedSequence(id, number, steps, one.deadline, one.priority, divisible=one.divisible)
+            NamedSequence(id, number, steps, one.deadline, one.priority, share=one.share, divisible=one.divisible)
             for number, steps in enumerate(one.lengths)
         ]
         return self.block_sequences[id]
@@ -180,10 +203,18 @@ def test_blocks_run_as_their_requests_would_one_by_one(seed: int) -> None:
         pair.event()
 
 
-def test_every_kind_of_event_occurs() -> None:
+@pytest.mark.parametrize("seed", range(40))
+def test_blocks_of_tenants_run_as_their_requests_would_one_by_one(seed: int) -> None:
+    pair = Pair(random.Random(seed), TENANTS)
+    for _ in range(EVENTS):
+        pair.event()
+
+
+@pytest.mark.parametrize("shares", [(NO_TENANT,), TENANTS], ids=["no tenants", "tenants"])
+def test_every_kind_of_event_occurs(shares: Sequence[Share]) -> None:
     counts: Counter[str] = Counter()
     for seed in range(10):
-        pair = Pair(random.Random(seed))
+        pair = Pair(random.Random(seed), shares)
         for _ in range(EVENTS):
             pair.event()
         counts.update(pair.counts)
@@ -191,7 +222,7 @@ def test_every_kind_of_event_occurs() -> None:
 
 
 def test_batch_beyond_its_limits_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def take_all(queue: ModelQueue[NamedSequence], limits: SchedulerLimits) -> Taken[NamedSequence] | None:
+    def take_all(queue: ModelQueue[NamedSequence], limits: SchedulerLimits, max_seconds: float) -> Taken[NamedSequence] | None:
         everything: dict[RequestBlock, Sequence[int]] = {made: range(made.requests) for made in queue.blocks}
         return None if queue.sequences else Taken(queue.count, queue.steps, 1, everything)
 

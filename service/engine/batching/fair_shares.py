@@ -1,0 +1,92 @@
+"""Shares the device between tenants, by start-time fair queueing. Pure: nothing here knows a clock.
+
+A tenant pays for its sequences what they would cost alone, divided by its weight. The tenant that has paid the least runs next. No share is
+reserved: a tenant alone has the whole device. A tenant that returns starts at the level of the others, so it earns no credit while it has
+no requests. (P. Goyal, H. Vin and H. Cheng, Start-time Fair Queueing, SIGCOMM 1996.)
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import ceil
+
+from service.engine.batching.model_queue import BlockRequest, ModelQueue, S
+from service.ipc.messages import Share
+
+MEMORY = 1000
+"""A tenant competes with the others until this many batches have run without it."""
+
+
+@dataclass(slots=True)
+class _Account:
+    """What a tenant has paid. last_batch: the number of the last batch with its sequences."""
+
+    weight: float
+    paid: float
+    last_batch: int
+
+
+class FairShares:
+    """The accounts of all tenants of an engine. The keys of the service bound their number."""
+
+    def __init__(self) -> None:
+        self._accounts: dict[str, _Account] = {}
+        self._level = 0.0
+        """The least that any tenant with requests had paid, at the last batch."""
+        self._batches = 0
+
+    def arrive(self, share: Share, *, waits: bool) -> None:
+        """Note a request. waits: whether others of its tenant are queued."""
+        account = self._accounts.get(share.tenant)
+        if account is None:
+            account = self._accounts[share.tenant] = _Account(share.weight, self._level, self._batches)
+        elif not waits:
+            account.paid = max(account.paid, self._level)
+        account.weight = share.weight
+
+    @property
+    def contested(self) -> bool:
+        """Whether more than one tenant sent requests lately."""
+        return sum(self._batches - account.last_batch < MEMORY for account in self._accounts.values()) > 1
+
+    def least_paid(self, tenants: Iterable[str]) -> float:
+        """Return what the tenant that has paid the least has paid."""
+        return min([self._accounts[tenant].paid for tenant in tenants])
+
+    def start_batch(self, waiting: Iterable[str]) -> None:
+        """Note that a batch starts. waiting: the tenants with requests."""
+        self._batches += 1
+        self._level = max(self._level, self.least_paid(waiting))
+
+    def charge(self, tenant: str, price: float) -> None:
+        """Charge a tenant for sequences of the batch that starts."""
+        account = self._accounts[tenant]
+        account.paid += price / account.weight
+        account.last_batch = self._batches
+
+    def work_of_others(self, queue: ModelQueue[S], share: Share, price: float) -> tuple[int, int]:
+        """Return the sequences and steps of other tenants that run until a tenant's work of this price has run."""
+        count = steps = 0
+        for tenant, work in queue.tenants.items():
+            if tenant != share.tenant:
+                theirs = queue.price(work.count, work.steps)
+                allowed = price * self._accounts[tenant].weight / share.weight
+                part = allowed / theirs if allowed < theirs else 1.0
+                count, steps = count + ceil(part * work.count), steps + ceil(part * work.steps)
+        return count, steps
+
+    def in_turn(self, queue: ModelQueue[S]) -> Iterator[BlockRequest | S]:
+        """Return the requests of a queue, each from the tenant that will have paid the least when those before it have run."""
+        turns = [
+            (self._accounts[tenant].paid, place, self._accounts[tenant].weight, queue.in_order(tenant))
+            for place, tenant in enumerate(queue.tenants)
+        ]
+        heapq.heapify(turns)
+        while turns:
+            paid, place, weight, requests = heapq.heappop(turns)
+            request = next(requests, None)
+            if request is not None:
+                yield request
+                heapq.heappush(turns, (paid + queue.price_of(request) / weight, place, weight, requests))

@@ -1,0 +1,257 @@
+"""Tenants share the device by weight, whatever they send. Time is an argument: no test waits."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from service.engine.batching.model_queue import QueuedSequence
+from service.engine.batching.scheduler import TENANT_SHARE, Scheduler
+from service.engine.execution.cost_model import Cost
+from service.errors import Overloaded
+from service.ipc.messages import NO_TENANT, ModelKey, Share
+from tests.engine.batching.fakes import COST, MODEL, NEVER, OTHER, block, limits, sequences
+
+NOISY, QUIET, HEAVY = Share("noisy"), Share("quiet"), Share("heavy", weight=3.0)
+ROW_COST = Cost(0.0, 0.0, 1.0)
+"""One second per step of each row."""
+
+
+def scheduler(
+    max_waiting: int = 1000, max_batch_sequences: int = 8, *, cost: Cost = COST, batch_seconds: float = 100.0
+) -> Scheduler[QueuedSequence]:
+    scheduler_limits = limits(max_waiting, max_batch_sequences, 10_000, batch_seconds)
+    return Scheduler(scheduler_limits, lambda _: cost, lambda _: 1000)
+
+
+def add(
+    to: Scheduler[QueuedSequence],
+    share: Share,
+    count: int = 1,
+    *,
+    steps: int = 1,
+    now: float = 0.0,
+    deadline: float = NEVER,
+    priority: int = 0,
+    model: ModelKey = MODEL,
+) -> None:
+    """Add requests of one sequence each."""
+    for _ in range(count):
+        to.add(model, sequences(steps, share=share, deadline=deadline, priority=priority), now=now)
+
+
+def batch(of: Scheduler[QueuedSequence]) -> Counter[str]:
+    """Return how many sequences of each tenant the next batch has."""
+    taken = of.next_batch()
+    assert taken is not None
+    return Counter(part.sequence.share.tenant for part in taken.parts)
+
+
+def test_long_queue_of_one_tenant_does_not_delay_another() -> None:
+    queue = scheduler()
+    add(queue, NOISY, 100)
+    add(queue, QUIET, 3, now=1.0)
+    assert batch(queue) == {"quiet": 3, "noisy": 5}
+
+
+def test_tenant_alone_has_the_whole_device() -> None:
+    queue = scheduler()
+    add(queue, NOISY, 20)
+    assert [batch(queue)["noisy"] for _ in range(3)] == [8, 8, 4]
+
+
+def test_device_is_shared_by_weight() -> None:
+    queue = scheduler()
+    add(queue, NOISY, 200)
+    add(queue, HEAVY, 200)
+    served = sum((batch(queue) for _ in range(20)), Counter())
+    assert served["heavy"] == pytest.approx(3 * served["noisy"], abs=4)
+
+
+@pytest.mark.parametrize("in_blocks", [False, True])
+def test_tenant_that_returns_has_no_credit(in_blocks: bool) -> None:
+    """The time in which a tenant sent nothing gives it no right to more than its share later."""
+    queue = scheduler()
+    add(queue, QUIET)
+    batch(queue)
+    for _ in range(50):
+        add(queue, NOISY, 8)
+        batch(queue)
+    for share in (NOISY, QUIET):
+        if in_blocks:
+            queue.add_block(block([(number, NEVER, [1]) for number in range(100)], share=share), now=1.0)
+        else:
+            add(queue, share, 100)
+    served: Counter[str] = Counter()
+    for _ in range(10):
+        taken = queue.next_batch()
+        assert taken is not None
+        served.update(part.sequence.share.tenant for part in taken.parts)
+        for whole in taken.blocks:
+            served[whole.share.tenant] += whole.sequences
+    assert served["quiet"] == pytest.approx(40, abs=4), "no more credit than one batch"
+
+
+def test_priority_counts_within_the_requests_of_a_tenant() -> None:
+    queue = scheduler(max_batch_sequences=2)
+    add(queue, NOISY, 20, priority=10)
+    add(queue, QUIET, 1)
+    assert batch(queue) == {"noisy": 1, "quiet": 1}
+
+
+def test_long_sequences_cost_their_tenant_more() -> None:
+    queue = scheduler(max_batch_sequences=5, cost=ROW_COST)
+    add(queue, NOISY, 50, steps=4)
+    add(queue, QUIET, 50)
+    served = sum((batch(queue) for _ in range(6)), Counter())
+    assert served["quiet"] == 4 * served["noisy"]
+
+
+def test_models_do_not_multiply_the_share_of_a_tenant() -> None:
+    """One tenant uses two models: the other still has half of the time."""
+    queue = scheduler(max_batch_sequences=1)
+    for model in (MODEL, OTHER):
+        add(queue, NOISY, 50, model=model)
+    add(queue, QUIET, 50, model=ModelKey("third", "1"))
+    served = sum((batch(queue) for _ in range(40)), Counter())
+    assert served == {"noisy": 20, "quiet": 20}
+
+
+def test_tenant_cannot_take_all_places_in_the_queue() -> None:
+    queue = scheduler(max_waiting=64)
+    add(queue, NOISY, round(TENANT_SHARE * 64))
+    with pytest.raises(Overloaded, match="56 sequences of this tenant wait"):
+        add(queue, NOISY)
+    add(queue, QUIET, 7)
+    with pytest.raises(Overloaded, match="7 sequences of this tenant wait"):
+        add(queue, QUIET)
+    add(queue, HEAVY)
+    with pytest.raises(Overloaded, match="64 sequences wait"):
+        add(queue, NO_TENANT)
+
+
+def test_first_request_of_a_tenant_may_be_as_large_as_the_queue() -> None:
+    queue = scheduler(max_waiting=64)
+    queue.add(MODEL, sequences(*[1] * 64, share=QUIET), now=0.0)
+    assert queue.waiting == 64
+
+
+def test_without_keys_the_queue_has_one_limit() -> None:
+    queue = scheduler(max_waiting=64)
+    add(queue, NO_TENANT, 64)
+    assert queue.waiting == 64
+
+
+def test_queue_of_another_tenant_refuses_no_deadline() -> None:
+    """Alone, eight rows take one second each second: the noisy tenant's queue takes 50 s."""
+    queue = scheduler(cost=ROW_COST, max_batch_sequences=1)
+    add(queue, NOISY, 50)
+    with pytest.raises(Overloaded):
+        add(queue, NOISY, deadline=10.0)
+    add(queue, QUIET, 2, deadline=10.0)
+    with pytest.raises(Overloaded):
+        add(queue, QUIET, 5, deadline=10.0)
+
+
+def test_refusals_of_one_tenant_do_not_refuse_another() -> None:
+    queue = scheduler(cost=ROW_COST, max_batch_sequences=1)
+    add(queue, NOISY, 50)
+    for _ in range(3):
+        refused = queue.add_block(block([(1, 10.0, [1]), (2, 10.0, [1])], share=NOISY), now=0.0)
+        assert sorted(id for ids, _ in refused for id in ids) == [1, 2]
+    assert queue.add_block(block([(3, 10.0, [1])], share=QUIET), now=0.0) == []
+
+
+def test_batch_keeps_the_budget_while_tenants_compete() -> None:
+    queue = scheduler(cost=ROW_COST, batch_seconds=3.0)
+    add(queue, NOISY, 40)
+    assert batch(queue)["noisy"] == 8, "alone, a full batch is the fastest"
+    add(queue, QUIET)
+    assert batch(queue) == {"quiet": 1, "noisy": 2}
+    assert batch(queue) == {"noisy": 3}, "the other tenant may return at any time"
+
+
+def test_dropped_requests_leave_nothing_behind() -> None:
+    queue = scheduler()
+    made = sequences(1, 1, share=NOISY)
+    queue.add(MODEL, made, now=0.0)
+    owner = object()
+    queue.add_block(block([(1, 5.0, [1]), (2, NEVER, [1])], share=QUIET, owner=owner), now=0.0)
+    queue.drop(made)
+    queue.drop_late(6.0)
+    queue.drop_request(owner, 2)
+    assert queue.waiting == 0 and queue.next_batch() is None
+    add(queue, NOISY, 3)
+    assert batch(queue) == {"noisy": 3}
+
+
+@given(
+    weights=st.lists(st.sampled_from([0.5, 1.0, 2.0, 4.0]), min_size=2, max_size=4),
+    seed=st.integers(0, 1000),
+    size=st.integers(1, 8),
+)
+@settings(deadline=None, max_examples=50)
+def test_backlogged_tenants_get_their_shares(weights: list[float], seed: int, size: int) -> None:
+    """The service of two tenants with requests at all times differs from their weights by no more than a few sequences."""
+    chance = random.Random(seed)
+    shares = [Share(f"tenant{number}", weight) for number, weight in enumerate(weights)]
+    queue = scheduler(max_waiting=10_000, max_batch_sequences=size, cost=ROW_COST)
+    for share in shares:
+        for _ in range(200):
+            add(queue, share, steps=chance.choice([1, 2, 8]))
+    served: Counter[str] = Counter()
+    while len(queue.waiting_tenants) == len(shares):
+        taken = queue.next_batch()
+        assert taken is not None
+        for part in taken.parts:
+            served[part.sequence.share.tenant] += part.steps
+    normal = [served[share.tenant] / share.weight for share in shares]
+    assert max(normal) - min(normal) <= 8 * (size + 1) / min(weights)
+
+
+@pytest.mark.parametrize("load", [0.05, 0.3])
+def test_quiet_tenant_waits_for_one_batch_of_a_noisy_one(load: float) -> None:
+    """Simulation: one tenant sends twenty times what another sends, and more than the device can do."""
+    alone, beside = _latencies(load, noise=0.0), _latencies(load, noise=20 * load)
+    budget = 4.0
+    assert _p99(beside) <= _p99(alone) + 2 * budget
+    assert len(beside) == len(alone), "no request of the quiet tenant is refused"
+
+
+def _latencies(load: float, noise: float) -> list[float]:
+    """Return the latencies of the quiet tenant. load, noise: requests per second of each, where the device can do one per second."""
+    chance = random.Random(1)
+    queue = scheduler(max_waiting=64, cost=ROW_COST, batch_seconds=4.0)
+    arrivals = [(time, QUIET) for time in _times(chance, load)] + [(time, NOISY) for time in _times(chance, noise)]
+    arrivals.sort(key=lambda arrival: arrival[0])
+    now, latencies = 0.0, []
+    while arrivals or queue.waiting:
+        if arrivals and not queue.waiting:
+            now = max(now, arrivals[0][0])
+        while arrivals and arrivals[0][0] <= now:
+            time, share = arrivals.pop(0)
+            try:
+                add(queue, share, now=time, deadline=time + 200.0)
+            except Overloaded:
+                assert share is NOISY
+        taken = queue.next_batch()
+        assert taken is not None
+        now += sum(part.steps for part in taken.parts)
+        latencies += [now - part.sequence.arrived for part in taken.parts if part.sequence.share is QUIET]
+    return latencies
+
+
+def _times(chance: random.Random, rate: float, seconds: float = 4000.0) -> list[float]:
+    times, time = [], 0.0
+    while rate and time < seconds:
+        time += chance.expovariate(rate)
+        times.append(time)
+    return times
+
+
+def _p99(latencies: list[float]) -> float:
+    return sorted(latencies)[int(0.99 * len(latencies))]
