@@ -26,6 +26,11 @@ from service.settings import Settings, load
 from service.supervisor.supervisor import Supervisor
 
 EXAMPLE = "How far is it from Denver to Aspen ?"
+KEY_LIMITS = {
+    "max_requests_per_second": "requests in a second",
+    "max_bytes_per_second": "bytes of values in a second",
+    "max_sequences_in_flight": "sequences without an answer",
+}
 T = TypeVar("T", int, float)
 
 
@@ -100,12 +105,12 @@ def quantize(
 
 
 def new_key(
-    settings: Settings, name: str, scopes: list[Scope], tenant: str | None, max_priority: int, tenant_sessions: int
+    settings: Settings, name: str, scopes: list[Scope], tenant: str | None, tenant_sessions: int, **limits: float
 ) -> int:
-    """Add a key to the key file and print it: the file has only its hash."""
+    """Add a key to the key file and print it: the file has only its hash. limits: see `keys.create`."""
     if not settings.keys:
         raise SettingsError("no key file is named: add --keys FILE, or set SEQSERVE_KEYS")
-    token = keys.create(Path(settings.keys), name, scopes, tenant or name, max_priority, tenant_sessions)
+    token = keys.create(Path(settings.keys), name, scopes, tenant or name, max_sessions=tenant_sessions, **limits)
     print(f"{token}\n")
     print(
         f"This is the key {name}. It is shown only now: {settings.keys} has its hash. Send it as Authorization: Bearer {token}"
@@ -218,6 +223,21 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="most open sessions of its tenant in one engine; 0 for no limit of its own (default: %(default)s)",
     )
+    command.add_argument(
+        "--weight",
+        type=float,
+        default=1.0,
+        metavar="W",
+        help="weight of its tenant where tenants compete for an engine, the same for all its keys (default: %(default)s)",
+    )
+    for limit, what in KEY_LIMITS.items():
+        command.add_argument(
+            f"--{limit.replace('_', '-')}",
+            type=int,
+            default=0,
+            metavar="N",
+            help=f"most {what}; 0 for no limit (default: %(default)s)",
+        )
     command.set_defaults(run=new_key)
     command = commands.add_parser(
         "bench", parents=[shared], help="send load to a running server and report latency and throughput"

@@ -12,6 +12,7 @@ ServiceError
 ├── SessionLost           the session's state was lost with its engine
 ├── SessionConflict       the session is not in the state that the request assumes
 ├── TooManySessions       the limit of open sessions is reached
+├── QuotaExceeded         a key uses more than its quota
 ├── MethodNotAllowed      the path exists, the method does not
 ├── TooLarge              a body, a text or a sequence exceeds its limit
 ├── HeadersTooLarge       the head of a request exceeds its limits
@@ -109,6 +110,10 @@ class TooManySessions(ServiceError):
     code = "too_many_sessions"
 
 
+class QuotaExceeded(ServiceError):
+    code = "quota_exceeded"
+
+
 class MethodNotAllowed(ServiceError):
     code = "method_not_allowed"
 
@@ -191,6 +196,7 @@ STATUS: dict[type[ServiceError], Status] = {
     SessionLost: Status(409, "ABORTED"),
     SessionConflict: Status(409, "ABORTED"),
     TooManySessions: Status(429, "RESOURCE_EXHAUSTED"),
+    QuotaExceeded: Status(429, "RESOURCE_EXHAUSTED"),
     MethodNotAllowed: Status(405, "UNIMPLEMENTED"),
     TooLarge: Status(413, "RESOURCE_EXHAUSTED"),
     HeadersTooLarge: Status(431, "RESOURCE_EXHAUSTED"),

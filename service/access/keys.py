@@ -18,12 +18,16 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from service.access.caller import ANYBODY, Caller
+from service.access.caller import ANYBODY, Caller, Quotas
 from service.access.scopes import KEY_SCOPES, Scope, with_implied
 from service.errors import SettingsError
+from service.ipc.messages import Share
 
 ID_BYTES, SALT_BYTES, SECRET_BYTES = 8, 16, 32
 MAX_TOKEN_CHARACTERS = 128
+MIN_WEIGHT, MAX_WEIGHT = 0.01, 100.0
+Limit = Annotated[int, Field(ge=0)]
+"""0 means no limit."""
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 """Pattern of the names of keys and tenants. No separator of a tenant's session ids is in it."""
 HEADER = "# Keys of seqserve. `seqserve key new NAME` adds one; delete a table to revoke its key. The service reads changes by itself.\n"
@@ -51,12 +55,18 @@ class _KeyTable(BaseModel):
     tenant: Annotated[str, Field(pattern=f"^{NAME}$")]
     scopes: list[Annotated[str, Field(pattern="^(" + "|".join(KEY_SCOPES) + ")$")]]
     max_priority: Annotated[int, Field(ge=-10, le=10)] = 0
-    max_sessions: Annotated[int, Field(ge=0)] = 0
+    weight: Annotated[float, Field(ge=MIN_WEIGHT, le=MAX_WEIGHT)] = 1.0
+    max_sessions: Limit = 0
+    max_requests_per_second: Limit = 0
+    max_bytes_per_second: Limit = 0
+    max_sequences_in_flight: Limit = 0
     salt: Annotated[str, Field(pattern=f"^[0-9a-f]{{{2 * SALT_BYTES}}}$")]
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
     def key(self) -> Key:
-        caller = Caller(self.name, self.tenant, with_implied(map(Scope, self.scopes)), self.max_priority, self.max_sessions)
+        quotas = Quotas(self.max_requests_per_second, self.max_bytes_per_second, self.max_sequences_in_flight)
+        share, scopes = Share(self.tenant, self.weight), with_implied(map(Scope, self.scopes))
+        caller = Caller(self.name, share, scopes, self.max_priority, self.max_sessions, quotas)
         return Key(caller, bytes.fromhex(self.salt), bytes.fromhex(self.sha256))
 
 
@@ -69,17 +79,7 @@ class KeyRing:
     @classmethod
     def read(cls, file: Path) -> KeyRing:
         """Raises SettingsError for a file that cannot be read or has a wrong table."""
-        try:
-            tables = tomllib.loads(file.read_text())
-            return cls({id: _KeyTable.model_validate(table).key() for id, table in tables.items()})
-        except ValidationError as error:
-            detail = error.errors()[0]
-            raise SettingsError(f"key file {file}: {'.'.join(map(str, detail['loc']))}: {detail['msg']}") from None
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise SettingsError(f"key file {file}: {error}") from None
-
-    def names(self) -> set[str]:
-        return {key.caller.name for key in self._keys.values()}
+        return cls({id: table.key() for id, table in _read_tables(file).items()})
 
     def find(self, token: str) -> Caller | None:
         """Return the caller that a token identifies, None for an unknown id or a wrong secret. Both take the same time."""
@@ -91,20 +91,21 @@ class KeyRing:
         return key.caller if matches and key is not _NO_KEY else None
 
 
-def create(file: Path, name: str, scopes: Sequence[Scope], tenant: str, max_priority: int = 0, max_sessions: int = 0) -> str:
+def create(file: Path, name: str, scopes: Sequence[Scope], tenant: str, **limits: float) -> str:
     """Add a key to a file, which is created if it is missing. Returns the token, which is stored nowhere.
 
-    Raises SettingsError for a name that another key has, or for a file that cannot be read or written.
+    limits: the values of `weight` and of entries that begin with `max_`, as in the file. Raises SettingsError for a name that another key
+    has, for a value that the file may not have, or for a file that cannot be read or written.
     """
-    if file.exists() and name in KeyRing.read(file).names():
+    tables = _read_tables(file) if file.exists() else {}
+    if name in [table.name for table in tables.values()]:
         raise SettingsError(f"key file {file} already has a key named {name}: choose another name, or delete that key")
     id, salt, secret = secrets.token_hex(ID_BYTES), secrets.token_bytes(SALT_BYTES), secrets.token_urlsafe(SECRET_BYTES)
     table = {
         "name": name,
         "tenant": tenant,
         "scopes": [scope.value for scope in scopes],
-        "max_priority": max_priority,
-        "max_sessions": max_sessions,
+        **limits,
         "salt": salt.hex(),
         "sha256": sha256(salt + secret.encode()).hexdigest(),
     }
@@ -113,8 +114,33 @@ def create(file: Path, name: str, scopes: Sequence[Scope], tenant: str, max_prio
     except ValidationError as error:
         detail = error.errors()[0]
         raise SettingsError(f"{'.'.join(map(str, detail['loc']))} is {detail['input']!r}: {detail['msg']}") from None
+    _check_weights(file, {**tables, id: checked})
     _append(file, id, checked)
     return f"{id}.{secret}"
+
+
+def _read_tables(file: Path) -> dict[str, _KeyTable]:
+    """Return the tables of a file by id. Raises SettingsError."""
+    try:
+        tables = {id: _KeyTable.model_validate(table) for id, table in tomllib.loads(file.read_text()).items()}
+    except ValidationError as error:
+        detail = error.errors()[0]
+        raise SettingsError(f"key file {file}: {'.'.join(map(str, detail['loc']))}: {detail['msg']}") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise SettingsError(f"key file {file}: {error}") from None
+    _check_weights(file, tables)
+    return tables
+
+
+def _check_weights(file: Path, tables: Mapping[str, _KeyTable]) -> None:
+    """Raise SettingsError if keys of one tenant have different weights."""
+    weights: dict[str, float] = {}
+    for table in tables.values():
+        if weights.setdefault(table.tenant, table.weight) != table.weight:
+            raise SettingsError(
+                f"key file {file}: keys of the tenant {table.tenant} have the weights {weights[table.tenant]:g} and "
+                f"{table.weight:g}: give all of them one weight"
+            )
 
 
 def _append(file: Path, id: str, table: _KeyTable) -> None:

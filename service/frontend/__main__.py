@@ -16,6 +16,7 @@ from service.frontend.server import serve
 from service.ipc.connection_counts import ConnectionCounts, Port
 from service.ipc.heartbeat import Heartbeat
 from service.ipc.process_config import ProcessConfig, freeze_heap
+from service.ipc.quota_counts import QuotaCounts
 from service.log import Log
 from service.metrics import Metrics
 
@@ -32,7 +33,7 @@ def main() -> None:
         control.failed(str(error))
         return
     dispatcher = Dispatcher(metrics, settings.channel_bytes, control.ready, len(settings.devices))
-    frontend = Frontend(settings, catalog, dispatcher, metrics, log, control)
+    frontend = Frontend(settings, catalog, dispatcher, metrics, log, control, QuotaCounts.open(config.quotas, config.place))
     application = build_app(frontend)
     freeze_heap()
     metrics.observe_collections("frontend")

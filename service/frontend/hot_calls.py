@@ -281,7 +281,7 @@ class HotEndpoint(ABC):
             return
         request = call.caller.admit(request)
         call.sent = request.sent
-        call.pending = self.frontend.dispatcher.send(request, data, call)
+        call.pending = self.frontend.send(call.caller, request, data, call)
 
     def _search_version(self, call: HotCall) -> None:
         """Start again as the general path does, which finds the version of the session."""

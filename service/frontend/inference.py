@@ -27,11 +27,13 @@ from service.errors import (
 from service.frontend.body_budget import BodyBudget
 from service.frontend.catalog import Catalog, ServedModel
 from service.frontend.decoder.client import BodyDecoder
-from service.frontend.dispatch.connection import Answered
+from service.frontend.dispatch.connection import Answered, PendingRequest, Receiver
 from service.frontend.dispatch.dispatcher import Dispatcher
 from service.frontend.large_answers import LargeAnswers
+from service.frontend.quotas import QuotaLedger
 from service.frontend.tls import TlsContexts
 from service.ipc.messages import IndexEntry, Manifest, ModelKey, Request
+from service.ipc.quota_counts import QuotaCounts
 from service.log import Log
 from service.metrics import CUT_OFF, GONE, OK, Metrics, Snapshot
 from service.settings import Settings
@@ -75,8 +77,10 @@ class Frontend:
     metrics: Metrics
     log: Log
     supervisor: SupervisorClient
+    quota_counts: QuotaCounts = field(default_factory=QuotaCounts.private)
     draining: bool = False
     access: AccessPolicy = field(init=False)
+    quotas: QuotaLedger = field(init=False)
     tls: TlsContexts = field(init=False)
     bodies: BodyBudget = field(init=False)
     decoder: BodyDecoder = field(init=False)
@@ -84,6 +88,7 @@ class Frontend:
 
     def __post_init__(self) -> None:
         self.access = AccessPolicy(self.settings)
+        self.quotas = QuotaLedger(self.quota_counts)
         self.tls = TlsContexts(self.settings)
         self.bodies = BodyBudget(self.settings.max_receiving_bytes)
         self.large_answers = LargeAnswers()
@@ -105,6 +110,27 @@ class Frontend:
         self.metrics.start(model.key.labels for model in self.catalog.served)
         for key in retired:
             self.dispatcher.release(key)
+
+    def send(self, caller: Caller, request: Request, data: bytes | memoryview, receiver: Receiver) -> PendingRequest:
+        """Send a request that the caller may send, as `Dispatcher.send` does; raises QuotaExceeded."""
+        if not any(caller.quotas):
+            return self.dispatcher.send(request, data, receiver)
+        end = self.quotas.begin(caller, len(request.lengths), len(data))
+        try:
+            return self.dispatcher.send(request, data, receiver, on_end=end)
+        except ServiceError:
+            end()
+            raise
+
+    async def submit(self, caller: Caller, request: Request, data: bytes | memoryview) -> Answered:
+        """Return the answer to a request that the caller may send; raises a ServiceError."""
+        if not any(caller.quotas):
+            return await self.dispatcher.submit(request, data)
+        end = self.quotas.begin(caller, len(request.lengths), len(data))
+        try:
+            return await self.dispatcher.submit(request, data)
+        finally:
+            end()
 
     def forget(self, key: ModelKey) -> None:
         """Drop a version that no engine and no session uses any more, with its metric labels."""
@@ -197,7 +223,7 @@ async def run_inference(
             if unknown is not None:
                 request = _continue_only(request, unknown)
             frontend.metrics.stage_seconds.observe(request.sent - tracked.arrived, *tracked.labels, "parse")
-            return model, await frontend.dispatcher.submit(request, tail)
+            return model, await frontend.submit(tracked.caller, request, tail)
         except (SessionConflict, InvalidInput, TooLarge) as error:
             session_model = await _model_of_session(frontend, model, session and tracked.caller.session(session), error)
             if session_model is None or (version is not None and session_model.version != model.version):

@@ -161,6 +161,7 @@ def start(
     http: int,
     grpc: int,
     connections: int,
+    quotas: int,
     compute_threads: int,
     cores: Set[int] | None,
     journal: SessionJournal | None,
@@ -169,9 +170,9 @@ def start(
 ) -> Child:
     """Start a process; raises OSError, with nothing left behind, when the system lacks the resources.
 
-    Its first heartbeat is due when its models must be loaded. http, grpc: descriptors of the ports, for frontends, and connections of their
-    ConnectionCounts; cores: to which the process is pinned, None for all; journal: session ids of the previous engine; strict: a model that
-    cannot be loaded fails the start.
+    Its first heartbeat is due when its models must be loaded. http, grpc: descriptors of the ports, for frontends, and connections, quotas
+    of their ConnectionCounts and QuotaCounts; cores: to which the process is pinned, None for all; journal: session ids of the previous
+    engine; strict: a model that cannot be loaded fails the start.
     """
     role, _, place = name.partition("-")
     with ExitStack() as inherited, ExitStack() as on_error:
@@ -189,6 +190,7 @@ def start(
             http=http if role == FRONTEND else -1,
             grpc=grpc if role == FRONTEND else -1,
             connections=connections if role == FRONTEND else -1,
+            quotas=quotas if role == FRONTEND else -1,
             compute_threads=compute_threads,
             heartbeat=heartbeat.descriptor,
             journal=journal.descriptor if journal else -1,

@@ -19,6 +19,7 @@ from service.ipc.channel import Frame
 from service.ipc.connection_counts import ConnectionCounts
 from service.ipc.heartbeat import IDLE_SECONDS, PATIENCE_SECONDS
 from service.ipc.messages import Done, Drain, Manifest, Message, MetricsCollected, ModelKey, ModelsListed, Refusal, Reply
+from service.ipc.quota_counts import QuotaCounts
 from service.ipc.session_journal import SessionJournal, journal_records
 from service.log import Log
 from service.metrics import Metrics
@@ -82,6 +83,7 @@ class Supervisor:
             self._metrics.processes.set(sum(name.startswith(role) for name in self._names), role)
         self._journals = {name: SessionJournal(journal_records(settings)) for name in self._engine_names}
         self._connection_counts = ConnectionCounts.create(self._placement.frontends)
+        self._quota_counts = QuotaCounts.create(self._placement.frontends)
         self._http = ports.open_http(settings)
         self._grpc = ports.open_grpc(settings) if settings.grpc else None
 
@@ -175,6 +177,7 @@ class Supervisor:
             http=self._http.fileno(),
             grpc=self._grpc.fileno() if self._grpc is not None else -1,
             connections=self._connection_counts.descriptor,
+            quotas=self._quota_counts.descriptor,
             compute_threads=self._placement.compute_threads,
             cores=cores,
             journal=self._journals.get(name),
@@ -206,6 +209,7 @@ class Supervisor:
         del self._children[child.name]
         if child.role == FRONTEND:
             self._connection_counts.remove(child.place)
+            self._quota_counts.remove(child.place)
         self._metrics_aggregator.keep_totals(child)
         if child.failure is not None and not self._announced:
             raise StartError(child.failure)

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from service.access.caller import Quotas
 from service.access.keys import KeyRing, create
 from service.access.scopes import Scope
 from service.errors import SettingsError
+from service.ipc.messages import Share
 
 INFER = [Scope.INFER]
 
@@ -22,18 +24,18 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_token_identifies_the_caller_of_its_key(file: Path) -> None:
-    first = create(file, "reader", [Scope.INFER, Scope.SESSION], "sales", 3)
-    second = create(file, "operator", [Scope.ADMIN], "operations", 0)
+    first = create(file, "reader", [Scope.INFER, Scope.SESSION], "sales", max_priority=3)
+    second = create(file, "operator", [Scope.ADMIN], "operations")
     ring = KeyRing.read(file)
     reader, operator = ring.find(first), ring.find(second)
     assert reader is not None and operator is not None
-    assert (reader.name, reader.tenant, reader.max_priority) == ("reader", "sales", 3)
+    assert (reader.name, reader.share.tenant, reader.max_priority) == ("reader", "sales", 3)
     assert reader.scopes == {Scope.PUBLIC, Scope.INFER, Scope.SESSION, Scope.STATE}
     assert operator.scopes == {Scope.PUBLIC, Scope.ADMIN}
 
 
 def test_file_has_no_secret_and_only_its_owner_reads_it(file: Path) -> None:
-    token = create(file, "reader", INFER, "sales", 0)
+    token = create(file, "reader", INFER, "sales")
     id, _, secret = token.partition(".")
     text = file.read_text()
     assert id in text and secret not in text
@@ -42,7 +44,7 @@ def test_file_has_no_secret_and_only_its_owner_reads_it(file: Path) -> None:
 
 
 def test_no_two_tokens_are_alike(file: Path) -> None:
-    tokens = [create(file, f"key-{number}", INFER, "sales", 0) for number in range(20)]
+    tokens = [create(file, f"key-{number}", INFER, "sales") for number in range(20)]
     assert len({part for token in tokens for part in token.split(".")}) == 40
     assert len(set(re.findall(r"salt = '(\w+)'", file.read_text()))) == 20
 
@@ -55,7 +57,7 @@ def test_no_two_tokens_are_alike(file: Path) -> None:
     ],
 )
 def test_other_tokens_identify_nobody(form: str, file: Path) -> None:
-    id, _, secret = create(file, "reader", INFER, "sales", 0).partition(".")
+    id, _, secret = create(file, "reader", INFER, "sales").partition(".")
     ring = KeyRing.read(file)
     assert ring.find(f"{id}.{secret}") is not None
     assert ring.find(form.format(id=id, secret=secret)) is None
@@ -98,21 +100,50 @@ def test_missing_file_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_name_is_given_once(file: Path) -> None:
-    create(file, "reader", INFER, "sales", 0)
+    create(file, "reader", INFER, "sales")
     with pytest.raises(SettingsError, match="already has a key named reader"):
-        create(file, "reader", INFER, "sales", 0)
+        create(file, "reader", INFER, "sales")
 
 
 @pytest.mark.parametrize("name", ["", "a b", "a\x1fb", "é", "-a", "a" * 65, "a'"])
 def test_name_that_could_not_be_stored_is_refused(name: str, file: Path) -> None:
     with pytest.raises(SettingsError, match="name is"):
-        create(file, name, INFER, "sales", 0)
+        create(file, name, INFER, "sales")
     assert not file.exists()
+
+
+def test_limits_are_read_back(file: Path) -> None:
+    token = create(
+        file, "reader", INFER, "sales", weight=2.5, max_sessions=3, max_requests_per_second=5, max_bytes_per_second=7
+    )
+    caller = KeyRing.read(file).find(token)
+    assert caller is not None
+    assert (caller.share, caller.max_sessions, caller.quotas) == (Share("sales", 2.5), 3, Quotas(5, 7, 0))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("weight", 0.0), ("weight", 1e3), ("max_sessions", -1), ("max_bytes_per_second", -5)]
+)
+def test_limit_that_cannot_be_is_refused(name: str, value: float, file: Path) -> None:
+    with pytest.raises(SettingsError, match=f"{name} is"):
+        create(file, "reader", INFER, "sales", **{name: value})
+    assert not file.exists()
+
+
+def test_tenant_has_one_weight(file: Path) -> None:
+    create(file, "reader", INFER, "sales", weight=2.0)
+    with pytest.raises(SettingsError, match="the tenant sales have the weights 2 and 1: give all of them one weight"):
+        create(file, "writer", INFER, "sales")
+    create(file, "other", INFER, "support")
+    assert "writer" not in file.read_text()
+    file.write_text(file.read_text().replace("support", "sales"))
+    with pytest.raises(SettingsError, match="the weights 2 and 1"):
+        KeyRing.read(file)
 
 
 def test_time_of_a_check_does_not_tell_what_is_wrong(file: Path) -> None:
     """Neither an unknown id nor the first wrong character shows in the fastest checks, which other work on the machine does not slow."""
-    id, _, secret = create(file, "reader", INFER, "sales", 0).partition(".")
+    id, _, secret = create(file, "reader", INFER, "sales").partition(".")
     ring = KeyRing.read(file)
     late, early = secret[:-1] + ("a" if secret[-1] != "a" else "b"), ("a" if secret[0] != "a" else "b") + secret[1:]
     tokens = (f"{id}.{secret}", f"{id}.{late}", f"{id}.{early}", f"{'0' * len(id)}.{secret}")

@@ -12,7 +12,7 @@ from service.access.keys import create
 from service.access.policy import AccessPolicy, check_start
 from service.access.scopes import Scope
 from service.errors import Forbidden, SettingsError, Unauthorized
-from service.ipc.messages import Request, session_id
+from service.ipc.messages import Request, Share, session_id
 from service.settings import Settings
 
 
@@ -70,10 +70,10 @@ def test_insecure_service_serves_everybody_under_its_names() -> None:
 
 
 def test_with_keys_every_caller_needs_one(file: Path) -> None:
-    token = create(file, "reader", [Scope.INFER, Scope.SESSION], "sales", 2)
+    token = create(file, "reader", [Scope.INFER, Scope.SESSION], "sales", max_priority=2)
     policy = AccessPolicy(Settings(keys=str(file), host="0.0.0.0"))
     caller = admit(policy, host="any.example", authorization=f"Bearer {token}")
-    assert (caller.name, caller.tenant) == ("reader", "sales")
+    assert (caller.name, caller.share.tenant) == ("reader", "sales")
     assert admit(policy, Scope.STATE, authorization=f"bearer  {token}").name == "reader"
     with pytest.raises(Forbidden, match="reader does not have the scope admin"):
         admit(policy, Scope.ADMIN, authorization=f"Bearer {token}")
@@ -83,11 +83,11 @@ def test_with_keys_every_caller_needs_one(file: Path) -> None:
 
 
 def test_changed_file_is_read_and_a_damaged_one_is_not(file: Path) -> None:
-    first = create(file, "first", [Scope.INFER], "sales", 0)
+    first = create(file, "first", [Scope.INFER], "sales")
     policy = AccessPolicy(Settings(keys=str(file)))
     policy.reload()
     assert policy.generation == 0
-    second = create(file, "second", [Scope.INFER], "sales", 0)
+    second = create(file, "second", [Scope.INFER], "sales")
     policy.reload()
     assert policy.generation == 1
     assert admit(policy, authorization=f"Bearer {second}").name == "second"
@@ -110,7 +110,7 @@ def test_service_that_others_reach_needs_keys_or_consent(file: Path) -> None:
         check_start(Settings(host=host, insecure=True))
     for host in ("127.0.0.1", "127.3.4.5", "::1", "localhost", "::ffff:127.0.0.1"):
         check_start(Settings(host=host))
-    create(file, "reader", [Scope.INFER], "sales", 0)
+    create(file, "reader", [Scope.INFER], "sales")
     check_start(Settings(host="0.0.0.0", keys=str(file)))
     with pytest.raises(SettingsError, match="missing"):
         check_start(Settings(keys=str(file.with_name("missing.toml"))))
@@ -121,7 +121,7 @@ def request(**options: Any) -> Request:
 
 
 def test_sessions_of_two_tenants_have_different_names() -> None:
-    one, other = (Caller("key", tenant, frozenset(Scope), 0) for tenant in ("one", "other"))
+    one, other = (Caller("key", Share(tenant), frozenset(Scope), 0) for tenant in ("one", "other"))
     names = {one.session("7"), other.session("7"), LOCAL.session("7")}
     assert len(names) == 3
     assert {session_id(name) for name in names} == {"7"}
@@ -131,7 +131,7 @@ def test_sessions_of_two_tenants_have_different_names() -> None:
 
 
 def test_priority_and_sessions_need_the_right() -> None:
-    caller = Caller("reader", "sales", frozenset((Scope.INFER,)), 1)
+    caller = Caller("reader", Share("sales"), frozenset((Scope.INFER,)), 1)
     assert caller.admit(request(priority=1)).priority == 1
     assert caller.admit(request(priority=-5)).priority == -5
     with pytest.raises(Forbidden, match="highest priority of reader is 1") as refused:

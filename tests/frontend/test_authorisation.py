@@ -59,9 +59,9 @@ class Guarded(NamedTuple):
 def guarded(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     scratch = tmp_path_factory.mktemp("keys")
     file = scratch / "keys.toml"
-    scoped = {scope: create(file, f"only-{scope}", [scope], "scoped", 0) for scope in KEY_SCOPES}
+    scoped = {scope: create(file, f"only-{scope}", [scope], "scoped") for scope in KEY_SCOPES}
     tenants = {
-        name: create(file, name, [Scope.INFER, Scope.SESSION], name, 1, most)
+        name: create(file, name, [Scope.INFER, Scope.SESSION], name, max_priority=1, max_sessions=most)
         for name, most in (("sales", 0), ("support", 0), ("small", 2))
     }
     with serving(models_folder, scratch, "--keys", str(file), "--debug", frontends="2") as server:
@@ -224,7 +224,7 @@ def test_priority_has_the_ceiling_of_the_key(general: dict[str, str], guarded: G
 
 
 def test_revoked_key_ends_and_new_key_begins(guarded: Guarded) -> None:
-    token = create(guarded.file, "late", [Scope.INFER], "late", 0)
+    token = create(guarded.file, "late", [Scope.INFER], "late")
     eventually(lambda: [guarded.infer(token).status_code for _ in range(6)] == [200] * 6)
     text = guarded.file.read_text()
     guarded.file.write_text(text[: text.index(f"[{token.partition('.')[0]!r}]")])

@@ -51,8 +51,8 @@ class PendingRequest:
 
     `data` has the values of its steps. They are kept to send the request again: once to another engine, or to the next engine of its
     session. `at` is the engine that has the request, None while there is none. `orphaned` is true
-    when an engine ended while it had the request. `done` is true once the receiver was called, or waits no longer. `key` is the
-    request's model version.
+    when an engine ended while it had the request. `done` is true once the receiver was called, or waits no longer; `on_end` is called then.
+    `key` is the request's model version.
     """
 
     id: int
@@ -65,6 +65,7 @@ class PendingRequest:
     orphaned: bool = False
     at: EngineConnection | None = None
     done: bool = False
+    on_end: Callable[[], None] | None = None
 
     @property
     def size(self) -> int:
@@ -77,6 +78,8 @@ class PendingRequest:
         self.deadlines.discard(self)
         if self.at is not None:
             self.at.forget(self)
+        if self.on_end is not None:
+            self.on_end()
 
     def answer(self, answer: Answer, data: bytes | memoryview) -> None:
         """End the request with an answer."""

@@ -78,15 +78,18 @@ class Dispatcher:
         connection = EngineConnection(channel, self._metrics, self._clock, self._next_id, self._handle_met, self._handle_lost)
         self._connections.append(connection)
 
-    def send(self, request: Request, data: bytes | memoryview, receiver: Receiver) -> PendingRequest:
+    def send(
+        self, request: Request, data: bytes | memoryview, receiver: Receiver, on_end: Callable[[], None] | None = None
+    ) -> PendingRequest:
         """Send a request to an engine; raises a ServiceError.
 
-        The receiver is called later, never before this function returns, and not at all after `cancel`.
+        The receiver is called later, never before this function returns, and not at all after `cancel`. on_end: called once, at the end of
+        a request that was sent.
         """
         if not self.ready:
             raise self._not_ready()
         id, key = self._next_id(), request.key
-        pending = PendingRequest(id, request, data, receiver, self._deadlines, key)
+        pending = PendingRequest(id, request, data, receiver, self._deadlines, key, on_end=on_end)
         engines = self._serving(key) if request.session is None else [self._engine_of(request.session)]
         engine = self._choose(_with_room(engines, pending.size, self._channel_bytes))
         engine.submit(pending)
