@@ -10,7 +10,18 @@ from types import ModuleType
 
 from loadtest.discovery import CannotMeasure
 from loadtest.report import RESULTS
-from loadtest.scenarios import capacity, codec, devices, endpoints, engine, locust_traffic, perf_analyzer, serving, simulate
+from loadtest.scenarios import (
+    capacity,
+    codec,
+    devices,
+    endpoints,
+    engine,
+    fairness,
+    locust_traffic,
+    perf_analyzer,
+    serving,
+    simulate,
+)
 
 SCENARIOS: dict[str, tuple[ModuleType, Path]] = {
     "locust": (locust_traffic, Path("build/loadtest")),
@@ -20,6 +31,7 @@ SCENARIOS: dict[str, tuple[ModuleType, Path]] = {
     "capacity": (capacity, RESULTS),
     "engine": (engine, RESULTS),
     "devices": (devices, RESULTS),
+    "fairness": (fairness, RESULTS),
     "perf-analyzer": (perf_analyzer, Path("build/perf-analyzer")),
     "simulate": (simulate, RESULTS),
 }

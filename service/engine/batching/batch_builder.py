@@ -14,6 +14,8 @@ from service.engine.execution.cost_model import Cost
 
 PACE = 0.8
 """K keeps this share of the throughput that a batch of the whole time budget reaches, even if the shortest sequence is very short."""
+STRETCHED = 2.0
+"""A batch may take this multiple of the time that its longest sequence takes alone, even where its time is limited."""
 UNLIMITED = 1 << 30
 """More steps than any sequence has."""
 
@@ -64,7 +66,7 @@ def take_all(queue: ModelQueue[S], limits: SchedulerLimits, max_seconds: float =
     if queue.sequences or queue.count > limits.max_batch_sequences or queue.steps > limits.max_batch_tokens:
         return None
     longest = max([block.longest for block in blocks])
-    if queue.count > 1 and cost.of(longest, queue.steps) > max_seconds:
+    if cost.of(longest, queue.steps) > max(max_seconds, STRETCHED * cost.of(longest, longest)):
         return None
     if longest > LEAST_STEPS:
         limit = step_limit(limits, min([block.shortest for block in blocks]), queue.count, cost)
@@ -76,7 +78,7 @@ def take_all(queue: ModelQueue[S], limits: SchedulerLimits, max_seconds: float =
 class BatchBuilder(Generic[S]):
     """Takes requests in order until the batch is full. The first sequence is always taken.
 
-    in_order: the requests of the queue. max_seconds: limit of the predicted time of a batch with several sequences.
+    in_order: the requests of the queue. max_seconds: limit of the predicted time of a batch, unless single sequences take about as long.
     room: returns how many more sequences of the model may keep a state between batches.
     unpack: returns the sequences of a block with one request.
     """
@@ -163,7 +165,8 @@ class BatchBuilder(Generic[S]):
         taken, limits = self._taken, self._limits
         fits = taken.rows + rows <= limits.max_batch_sequences and taken.tokens + steps <= limits.max_batch_tokens
         if fits and self._max_seconds < math.inf:
-            fits = self._queue.cost.of(max(taken.longest, longest), taken.tokens + steps) <= self._max_seconds
+            cost, longest = self._queue.cost, max(taken.longest, longest)
+            fits = cost.of(longest, taken.tokens + steps) <= max(self._max_seconds, STRETCHED * cost.of(longest, longest))
         return fits or (not taken.rows and rows == 1)
 
     def _exceeds_budget(self, longest: int, steps: int) -> bool:
