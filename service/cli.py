@@ -1,4 +1,4 @@
-"""The commands `seqserve serve | infer | models | quantize | key | bench`: parse flags, read settings, run."""
+"""The commands `seqserve serve | infer | models | quantize | key | state-key | bench`: parse flags, read settings, run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from service import __version__
-from service.access import keys
+from service.access import keys, state_keys
 from service.access.policy import check_start
 from service.access.scopes import KEY_SCOPES, Scope
 from service.errors import ServiceError, SettingsError, StartError
@@ -59,6 +59,7 @@ def serve(settings: Settings) -> int:
         print(f"curl -s {address}/infer -H 'Content-Type: application/json' -d '{body}'\n", flush=True)
 
     check_start(settings)
+    state_keys.StateKeys(settings)
     build_context(settings)
     supervisor = Supervisor(settings, Log("supervisor"), announce)
     body = json.dumps(_example(supervisor.manifest))
@@ -118,6 +119,18 @@ def new_key(
     return 0
 
 
+def new_state_key(settings: Settings) -> int:
+    """Add a secret to the file of those that sign session states."""
+    if not settings.state_keys:
+        raise SettingsError("no file of state keys is named: add --state-keys FILE, or set SEQSERVE_STATE_KEYS")
+    file = settings.state_keys
+    count = state_keys.create(Path(file))
+    print(f"{file} has a new secret" + (f", the last of {count}" if count > 1 else "") + ". Give this file to all replicas.")
+    if count > 1:
+        print("Move the secret to the first line when all replicas know it: the first signs.")
+    return 0
+
+
 def bench(settings: Settings, url: str, json: Path | None, trace: Path | None, **load: Any) -> int:
     """Send load to a running server and print what it measured."""
     _find_load_generator()
@@ -154,7 +167,7 @@ def _example(manifest: Manifest) -> dict[str, Any]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="seqserve", description="A server for sequence models.")
     parser.add_argument("--version", action="version", version=f"seqserve {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="serve | infer | models | quantize | key | bench")
+    commands = parser.add_subparsers(required=True, metavar="serve | infer | models | quantize | key | state-key | bench")
     shared = argparse.ArgumentParser(add_help=False)
     _setting(shared, "--models", metavar="DIR", help="folder of models")
     _setting(shared, "--config", metavar="FILE", help="TOML file of settings")
@@ -165,6 +178,7 @@ def _parser() -> argparse.ArgumentParser:
     _setting(command, "--device", metavar="auto|cpu|cuda:N,...", help="devices to run on, one engine for each")
     _setting(command, "--frontends", metavar="auto|N", help="number of processes that parse requests")
     _setting(command, "--keys", metavar="FILE", help="TOML file of keys, which requests then need")
+    _setting(command, "--state-keys", metavar="FILE", help="file of secrets that sign exported session states")
     _setting(command, "--tls-cert", metavar="FILE", help="certificate and its chain: both ports then speak TLS")
     _setting(command, "--tls-key", metavar="FILE", help="key of the certificate, if it is not in the same file")
     _setting(command, "--tls-client-ca", metavar="FILE", help="authority of the certificates that clients then need")
@@ -239,6 +253,12 @@ def _parser() -> argparse.ArgumentParser:
             help=f"most {what}; 0 for no limit (default: %(default)s)",
         )
     command.set_defaults(run=new_key)
+    state_key_commands = commands.add_parser("state-key", help="create secrets that sign exported session states")
+    command = state_key_commands.add_subparsers(required=True, metavar="new").add_parser(
+        "new", parents=[shared], help="add a secret to the file of state keys"
+    )
+    _setting(command, "--state-keys", metavar="FILE", help="file of secrets; created if it is missing")
+    command.set_defaults(run=new_state_key)
     command = commands.add_parser(
         "bench", parents=[shared], help="send load to a running server and report latency and throughput"
     )

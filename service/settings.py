@@ -83,6 +83,9 @@ class Settings(BaseModel):
     """PEM file of the authority that signs the certificates of clients, which they then need."""
     keys: str = ""
     """TOML file of keys, which requests then need; empty for none. `seqserve key new` adds keys. Changes are read within seconds."""
+    state_keys: str = ""
+    """File of secrets, one on each line, that sign exported session states; empty for none. States without a signature are then refused.
+    All replicas need the same file. `seqserve state-key new` adds a secret. Changes are read within seconds."""
     insecure: bool = False
     """Serve everybody who reaches the port, administration included, without keys. An address that is not loopback needs this or
     keys."""

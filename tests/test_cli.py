@@ -93,3 +93,18 @@ def test_sigterm_during_imports_ends_the_command(monkeypatch: pytest.MonkeyPatch
             __main__.main()
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_state_key_command_adds_secrets_that_the_service_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "state-keys"
+    command = ["state-key", "new", "--state-keys", str(file)]
+    assert main(command) == 0
+    assert capsys.readouterr().out == f"{file} has a new secret. Give this file to all replicas.\n"
+    assert main(command) == 0
+    assert "the last of 2" in (printed := capsys.readouterr().out) and "first line" in printed
+    assert not any(line in printed for line in file.read_text().splitlines())
+    assert main(command[:2]) == 2
+    assert "--state-keys FILE" in capsys.readouterr().err
+    file.write_text("secret")
+    assert main(["serve", "--state-keys", str(file)]) == 2
+    assert f"state key file {file}, line 1" in capsys.readouterr().err

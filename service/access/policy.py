@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from service.access.caller import ANYBODY, LOCAL, Caller
 from service.access.keys import KeyRing
+from service.access.modification import modification
 from service.errors import Forbidden, SettingsError, Unauthorized
 from service.settings import Settings
 
@@ -28,7 +29,7 @@ class AccessPolicy:
         """Raises SettingsError for a key file that cannot be read."""
         self._file = Path(settings.keys) if settings.keys else None
         self._keys = None if self._file is None else KeyRing.read(self._file)
-        self._modified = self._modification()
+        self._modified = modification(self._file)
         self._insecure = settings.insecure
         hosts = _listed(settings.allowed_hosts)
         # A page in a browser has no key.
@@ -57,7 +58,7 @@ class AccessPolicy:
 
     def reload(self) -> None:
         """Read the key file again if it has changed. Raises SettingsError and keeps the old keys if it cannot be read."""
-        modified = self._modification()
+        modified = modification(self._file)
         if self._file is None or modified == self._modified:
             return
         self._modified = modified
@@ -80,13 +81,6 @@ class AccessPolicy:
         if origin is None or origin.lower() in self._origins or urlsplit(origin).netloc.lower() == host.lower():
             return
         raise Forbidden("web pages of this Origin may not use the service: add it to SEQSERVE_ALLOWED_ORIGINS")
-
-    def _modification(self) -> tuple[int, int] | None:
-        try:
-            status = None if self._file is None else self._file.stat()
-        except OSError:
-            return None
-        return None if status is None else (status.st_mtime_ns, status.st_ino)
 
 
 def check_start(settings: Settings) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import signal
 import socket
+from collections.abc import Callable
 
 import uvicorn
 from fastapi import FastAPI
@@ -97,7 +98,8 @@ class FrontendServer(uvicorn.Server):
             now = asyncio.get_running_loop().time()
             self._guard.sweep(now)
             self._reload_keys()
-            self._reload_certificates()
+            self._reload("certificates", self._frontend.tls.reload)
+            self._reload("state keys", self._frontend.state_keys.reload)
             if self._grpc is not None:
                 self._grpc.sweep(now)
         return await super().on_tick(counter)
@@ -114,13 +116,13 @@ class FrontendServer(uvicorn.Server):
             self._hot_path.heads.forget()
             self._frontend.log.info("keys reloaded")
 
-    def _reload_certificates(self) -> None:
-        """Take over changed certificates for new connections. Without valid files, the old certificates stay."""
+    def _reload(self, name: str, reload: Callable[[], bool]) -> None:
+        """Take over changed files. While they are not valid, everything stays as it was."""
         try:
-            if self._frontend.tls.reload():
-                self._frontend.log.info("certificates reloaded")
+            if reload():
+                self._frontend.log.info(f"{name} reloaded")
         except SettingsError as error:
-            self._frontend.log.capped("error", "certificates not reloaded", error=str(error))
+            self._frontend.log.capped("error", f"{name} not reloaded", error=str(error))
 
     def _connections(self) -> list[GuardedConnection]:
         open_connections = self.server_state.connections

@@ -6,6 +6,7 @@ import ssl
 from collections.abc import Sequence
 from pathlib import Path
 
+from service.access.modification import modification
 from service.errors import SettingsError
 from service.settings import Settings
 
@@ -42,7 +43,7 @@ class TlsContexts:
         self._read_at = read_at
 
     def _modifications(self) -> list[tuple[int, int] | None]:
-        return [_modification(file) for file in self._files]
+        return [modification(file) for file in self._files]
 
 
 def build_context(settings: Settings, protocols: Sequence[str] = HTTP_PROTOCOLS) -> ssl.SSLContext | None:
@@ -71,11 +72,3 @@ def build_context(settings: Settings, protocols: Sequence[str] = HTTP_PROTOCOLS)
 def _no_password() -> str:
     """Raise for an encrypted key, instead of a question at the terminal."""
     raise ValueError("the key is encrypted: store it without a password")
-
-
-def _modification(file: Path) -> tuple[int, int] | None:
-    try:
-        status = file.stat()
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_ino

@@ -4,7 +4,8 @@ A client sends the file back to import the session. `read` therefore accepts onl
 anything is allocated: a general reader of safetensors accepts headers that take seconds to read, and shapes that overflow.
 
 The file is the length of a JSON header (8 bytes), the header, and the tensors, one after the other. The header has an entry for each
-tensor (dtype, shape, offsets behind the header), and the origin of the state under METADATA.
+tensor (dtype, shape, offsets behind the header), and the origin of the state under METADATA. There, the first entry of a signed file is
+its signature, at a place that is the same in all files: it is found without parsing anything.
 """
 
 from __future__ import annotations
@@ -30,7 +31,14 @@ MAX_DIMENSIONS = 4
 """A state has up to two dimensions for each slot."""
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 """The dtypes of states that can be imported."""
+SIGNATURE_CHARACTERS = 64
+ALIGNMENT = 8
+"""Of the tensors in the file."""
 _LENGTH = struct.Struct("<Q")
+_METADATA_BEGIN = b'{"__metadata__":{'
+_SIGNATURE_BEGIN = _METADATA_BEGIN + b'"signature": "'
+_SIGNATURE_END = b'",'
+_SIGNATURE_AT = _LENGTH.size + len(_SIGNATURE_BEGIN)
 
 Name = Annotated[str, Meta(pattern=r"\A[a-z0-9_.]{1,64}\Z")]
 Size = Annotated[int, Meta(ge=0, lt=1 << 31)]
@@ -75,6 +83,7 @@ class _Metadata(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     version: Annotated[str, Meta(pattern=r"\A[0-9]{1,9}\Z")]
     weights: Annotated[str, Meta(pattern=r"\A[0-9a-f]{0,64}\Z")]
     steps: Annotated[str, Meta(pattern=r"\A[1-9][0-9]{0,17}\Z")]
+    signature: Annotated[str, Meta(max_length=SIGNATURE_CHARACTERS)] = ""
 
 
 class _Invalid(ValueError):
@@ -84,6 +93,38 @@ class _Invalid(ValueError):
 def metadata_of(origin: Origin) -> dict[str, str]:
     """Return the metadata of a file with a state of this origin."""
     return {"format": FORMAT, **msgspec.structs.asdict(origin), "steps": str(origin.steps)}
+
+
+class SignedFile(NamedTuple):
+    """A signed file: the bytes before its signature, the signature, and the bytes after it. It shares the memory of the file.
+
+    The signature covers the bytes before and after it. Its place and its length are fixed, so two files never have the same two parts.
+    """
+
+    before: bytes
+    signature: bytes
+    after: memoryview
+
+
+def with_signature_entry(data: bytes | memoryview) -> SignedFile:
+    """Return the parts of a file that an engine has written, with an entry for a signature, which is still empty."""
+    view = memoryview(data)
+    [length] = _LENGTH.unpack_from(view)
+    assert view[_LENGTH.size :][: len(_METADATA_BEGIN)] == _METADATA_BEGIN, "safetensors writes the metadata first"
+    entry_bytes = len(_SIGNATURE_BEGIN) - len(_METADATA_BEGIN) + SIGNATURE_CHARACTERS + len(_SIGNATURE_END)
+    assert entry_bytes % ALIGNMENT == 0, "the tensors stay aligned"
+    before = _LENGTH.pack(length + entry_bytes) + _SIGNATURE_BEGIN
+    after = b"".join((_SIGNATURE_END, view[_LENGTH.size + len(_METADATA_BEGIN) :]))
+    return SignedFile(before, b"", memoryview(after))
+
+
+def split_signed(data: bytes | memoryview) -> SignedFile | None:
+    """Return the parts of a signed file, None for a file without a signature. Looks at nothing but the place of the signature."""
+    view = memoryview(data)
+    before, end = bytes(view[:_SIGNATURE_AT]), _SIGNATURE_AT + SIGNATURE_CHARACTERS
+    if not before.endswith(_SIGNATURE_BEGIN) or len(view) < end:
+        return None
+    return SignedFile(before, bytes(view[_SIGNATURE_AT:end]), view[end:])
 
 
 def read(data: bytes | memoryview) -> SessionFile:

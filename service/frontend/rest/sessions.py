@@ -18,6 +18,7 @@ from service.frontend.http_exchange import (
 )
 from service.frontend.inference import Frontend
 from service.frontend.rest.schemas import ERRORS, JsonBody, SessionId, describe_body
+from service.frontend.state_signatures import check_signature, signed
 from service.frontend.validation import SESSION_ID_SCHEMA, check_session_id
 from service.ipc import session_file
 
@@ -49,7 +50,7 @@ def add_routes(router: APIRouter, frontend: Frontend) -> None:
     @router.get(STATE_PATH, responses={**ERRORS, 200: {"content": {OCTET_STREAM: _STATE}}}, openapi_extra={"parameters": [_ID]})
     async def export_state(request: Request) -> Response:
         """Return the state of a session as a safetensors file, which any replica with the same model accepts. It stays open."""
-        state = await cancel_on_disconnect(request, frontend.dispatcher.export_session(_session(request, _id(request))))
+        state = await cancel_on_disconnect(request, _export(frontend, caller_of(request), _id(request)))
         return respond(frontend, state, OCTET_STREAM)
 
     @router.put(
@@ -60,17 +61,15 @@ def add_routes(router: APIRouter, frontend: Frontend) -> None:
     )
     async def import_state(request: Request) -> Response:
         """Open a session that continues from an exported state."""
-        id, file = _id(request), session_file.read(await read_state(request, frontend))
-        await cancel_on_disconnect(
-            request, frontend.dispatcher.import_session(_session(request, id), file, caller_of(request).max_sessions)
-        )
+        id, state = _id(request), await read_state(request, frontend)
+        await cancel_on_disconnect(request, _import(frontend, caller_of(request), id, state))
         return respond_json(frontend, {"session": id})
 
     @router.delete(STATE_PATH, response_model=SessionReply, responses=ERRORS, openapi_extra={"parameters": [_ID]})
     async def close(request: Request) -> Response:
         """Close a session and drop its state."""
         id = _id(request)
-        await cancel_on_disconnect(request, frontend.dispatcher.end_session(_session(request, id)))
+        await cancel_on_disconnect(request, frontend.dispatcher.end_session(caller_of(request).session(id)))
         return respond_json(frontend, {"session": id})
 
     @router.post(
@@ -86,15 +85,22 @@ def add_routes(router: APIRouter, frontend: Frontend) -> None:
         return respond_json(frontend, {"session": body.session})
 
 
+async def _export(frontend: Frontend, caller: Caller, id: str) -> bytes | memoryview:
+    state = await frontend.dispatcher.export_session(caller.session(id))
+    return await signed(frontend.state_keys, caller.tenant, state)
+
+
+async def _import(frontend: Frontend, caller: Caller, id: str, state: bytes) -> None:
+    """Open a session from a state. Its signature is checked before anything else of it is read."""
+    await check_signature(frontend.state_keys, caller.tenant, state)
+    await frontend.dispatcher.import_session(caller.session(id), session_file.read(state), caller.max_sessions)
+
+
 async def _fork(frontend: Frontend, caller: Caller, id: str, copy: str) -> None:
-    """Copy a session. The two ids may belong to two engines, so the state passes through the frontend."""
+    """Copy a session. The two ids may belong to two engines, so the state passes through the frontend, where it needs no
+    signature."""
     file = session_file.read(await frontend.dispatcher.export_session(caller.session(id)))
     await frontend.dispatcher.import_session(caller.session(copy), file, caller.max_sessions)
-
-
-def _session(request: Request, id: str) -> str:
-    """Return the name of a session of the caller in the engines."""
-    return caller_of(request).session(id)
 
 
 def _id(request: Request) -> str:
