@@ -1,6 +1,7 @@
 # Commands of seqserve. `make serve` and `make test` install what they need.
 #   TORCH_INDEX   another package index for torch, for example one with CPU wheels
 #   ARGS          more flags of `seqserve serve`, such as ARGS="--port 9000 --frontends 2"
+#   KEY_FILE, CA  file with the key for the service at URL, instead of SEQSERVE_CLIENT_KEY; authority of its certificate
 #   WORKERS       processes that run tests, by default one more than there are cores: some tests wait
 
 PYTHON      ?= python3
@@ -12,6 +13,7 @@ SECONDS     ?= 30
 OUT         ?= build/loadtest
 CORES       := $(shell nproc 2>/dev/null || echo 2)
 WORKERS     ?= $(shell expr $(CORES) + 1)
+ACCESS      := $(if $(KEY_FILE),--key-file $(KEY_FILE)) $(if $(CA),--ca $(CA))
 BIN         := .venv/bin
 PIP         := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 PROJECT     := pyproject.toml setup.py constraints.txt Makefile
@@ -109,7 +111,7 @@ bench: .venv/baselines gpu compiled
 
 # Mixed traffic to a new server with the flags in $(ARGS), or to the server at $(URL).
 loadtest: .venv/load gpu compiled
-	@$(BIN)/python -m loadtest locust --users $(USERS) --seconds $(SECONDS) --out $(OUT) $(if $(URL),--url $(URL)) $(if $(ARGS),-- $(ARGS))
+	@$(BIN)/python -m loadtest locust --users $(USERS) --seconds $(SECONDS) --out $(OUT) $(if $(URL),--url $(URL)) $(ACCESS) $(if $(ARGS),-- $(ARGS))
 
 # The servers beside which this one is measured, each in its own environment. What cannot be installed is skipped there, with the reason.
 BASELINES := $(patsubst loadtest/baselines/%.txt,.venv-baselines/%/installed,$(wildcard loadtest/baselines/*.txt))
@@ -161,7 +163,7 @@ libb64:
 
 # Over REST and gRPC, to a new server, or to the server at $(URL) and, for gRPC, at $(GRPC).
 perf-analyzer: .venv/load .venv-perf/installed libb64 gpu compiled
-	@$(BIN)/python -m loadtest perf-analyzer $(if $(URL),--url $(URL)) $(if $(GRPC),--grpc $(GRPC))
+	@$(BIN)/python -m loadtest perf-analyzer $(if $(URL),--url $(URL)) $(if $(GRPC),--grpc $(GRPC)) $(ACCESS)
 
 # COST names the measured costs of batches in loadtest/results/costs.json; `python -m loadtest simulate --measure cuda:0` adds a device.
 simulate: .venv/load
@@ -169,7 +171,7 @@ simulate: .venv/load
 
 # Sends the test questions in the folder $(DATA) to the service at $(URL).
 eval: .venv/installed
-	@$(BIN)/python examples/evaluate.py $(if $(URL),--url $(URL))
+	@$(BIN)/python examples/evaluate.py $(if $(URL),--url $(URL)) $(ACCESS)
 
 .venv-proxies/installed: tests/long/proxies.txt | check-python
 	@test -x .venv-proxies/bin/python || $(PYTHON) -m venv .venv-proxies

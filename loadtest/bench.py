@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import urllib.request
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -20,11 +19,12 @@ from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
 from loadtest import discovery, report, tracing, traffic
-from loadtest.callers import Target
+from loadtest.callers import JSON, Target
 from loadtest.generator.job import Job
 from loadtest.generator.process import run_in_processes
 from loadtest.generator.scaling import Measured, best, more_generators
 from loadtest.report import BenchLevel, Level
+from service.client_access import ClientAccess
 
 REQUESTS = 1000
 """Distinct requests that are prepared before the clock starts, and sent in a cycle."""
@@ -65,6 +65,7 @@ class Plan:
     inputs: int
     seed: int
     generators: int | None
+    access: ClientAccess = discovery.NO_ACCESS
 
     @property
     def levels(self) -> list[Level]:
@@ -79,9 +80,9 @@ class Plan:
 
 def run(plan: Plan, models: Path, out: Path | None, trace: Path | None = None) -> int:
     """Measure every level. Returns 0 when every request was answered, 1 otherwise. `trace` gets batches of the last level."""
-    model = discovery.find(plan.url, plan.model)
+    model = discovery.find(plan.url, plan.model, plan.access)
     if trace is not None:
-        tracing.prepare(plan.url)
+        tracing.prepare(plan.url, plan.access)
     source = discovery.inputs(models, model, plan.seed)
     print(
         f"{model['name']} version {model['version']} on {plan.url}, inputs a request: {plan.inputs} ({source}), seed {plan.seed}"
@@ -95,7 +96,7 @@ def run(plan: Plan, models: Path, out: Path | None, trace: Path | None = None) -
         levels = shares_of(measured[0].measured.rate)
     for level in levels:
         is_traced = trace is not None and level is levels[-1]
-        with tracing.recorded(plan.url, trace, bench.level_seconds) if is_traced and trace else nullcontext():
+        with tracing.recorded(plan.url, plan.access, trace, bench.level_seconds) if is_traced and trace else nullcontext():
             measured.append(bench.measure(level, plan.seconds))
     print("\n".join(report.levels(measured)))
     if out is not None:
@@ -103,9 +104,12 @@ def run(plan: Plan, models: Path, out: Path | None, trace: Path | None = None) -
     return 1 if any(level.measured.result.failures for level in measured) else 0
 
 
-def requests_of(target: Target, source: traffic.Traffic, inputs: int) -> list[bytes]:
+def requests_of(
+    target: Target, source: traffic.Traffic, inputs: int, access: ClientAccess = discovery.NO_ACCESS
+) -> list[bytes]:
     """Return prepared requests of `inputs` sequences each."""
-    return [target.request(json.dumps(source.body(inputs)).encode()) for _ in range(REQUESTS)]
+    headers = [JSON, *(f"{name}: {value}" for name, value in access.headers.items())]
+    return [target.request(json.dumps(source.body(inputs)).encode(), *headers) for _ in range(REQUESTS)]
 
 
 def shares_of(largest: float) -> list[Level]:
@@ -144,7 +148,7 @@ class _Bench:
 
     def __init__(self, plan: Plan, model: dict[str, Any], source: traffic.Traffic) -> None:
         target = Target.of(plan.url, "/infer")
-        requests = requests_of(target, source, plan.inputs)
+        requests = requests_of(target, source, plan.inputs, plan.access)
         self._plan = plan
         self._model = model
         self._generators = plan.generators or 1
@@ -161,6 +165,8 @@ class _Bench:
             grace=GRACE_SECONDS,
             seed=plan.seed,
             arrivals=plan.arrivals,
+            tls=target.tls,
+            ca=str(plan.access.ca or ""),
         )
 
     @property
@@ -184,9 +190,9 @@ class _Bench:
 
     def _measure_once(self, level: Level, seconds: float, generators: int) -> BenchLevel:
         jobs = divided(structs.replace(self._job, seconds=seconds), level, generators)
-        before = StageCounts.read(self._plan.url, self._model)
+        before = StageCounts.read(self._plan.url, self._model, self._plan.access)
         measured = Measured(len(jobs), run_in_processes(jobs))
-        after = StageCounts.read(self._plan.url, self._model)
+        after = StageCounts.read(self._plan.url, self._model, self._plan.access)
         result = BenchLevel(level, measured, after.stages(before), after.total(before), after.rows(before))
         print(report.level_progress(result), file=sys.stderr, flush=True)
         return result
@@ -200,9 +206,8 @@ class StageCounts:
     counts: dict[str, float]
 
     @classmethod
-    def read(cls, url: str, model: dict[str, Any]) -> StageCounts:
-        with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
-            text = response.read().decode()
+    def read(cls, url: str, model: dict[str, Any], access: ClientAccess = discovery.NO_ACCESS) -> StageCounts:
+        text = discovery.fetch(f"{url}/metrics", access).decode()
         read = cls({}, {})
         labels = {"model": model["name"], "version": model["version"]}
         for family in text_string_to_metric_families(text):

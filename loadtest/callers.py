@@ -37,19 +37,21 @@ class Connectable(Protocol):
 
 
 class Target(NamedTuple):
-    """The address of an HTTP server and the path of the requests."""
+    """The address of an HTTP server, the path of the requests, and whether the server speaks TLS."""
 
     host: str
     port: int
     path: str
+    tls: bool = False
 
     @classmethod
     def of(cls, url: str, path: str) -> Target:
-        """Parse an http:// address. Raises ValueError for anything else."""
+        """Parse an http:// or https:// address. Raises ValueError for anything else."""
         parts = urlsplit(url)
-        if parts.scheme != "http" or not parts.hostname:
-            raise ValueError(f"{url} is not an address of the form http://host:port")
-        return cls(parts.hostname, parts.port or 80, path)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"{url} is not an address of the form http://host:port or https://host:port")
+        tls = parts.scheme == "https"
+        return cls(parts.hostname, parts.port or (443 if tls else 80), path, tls)
 
     def request(self, body: bytes, *headers: str) -> bytes:
         """Return the bytes of one POST. The body is JSON unless `headers` has another content type."""
@@ -78,7 +80,7 @@ class Caller(asyncio.Protocol):
 
     @classmethod
     async def connect(cls, target: Target) -> Caller:
-        _, caller = await asyncio.get_running_loop().create_connection(cls, target.host, target.port)
+        _, caller = await asyncio.get_running_loop().create_connection(cls, target.host, target.port, ssl=target.tls or None)
         return caller
 
     @property

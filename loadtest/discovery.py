@@ -1,13 +1,22 @@
-"""The models of a running server, and the words of its text models."""
+"""Requests to a running server: its models, and the words of its text models."""
 
 from __future__ import annotations
 
+import argparse
 import json
+import urllib.error
 import urllib.request
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 from loadtest import traffic
+from service.client_access import ClientAccess
+from service.errors import SettingsError
+from service.settings import CLIENT_KEY
+
+NO_ACCESS = ClientAccess()
+"""For servers without keys and TLS."""
 
 
 class CannotMeasure(Exception):
@@ -18,20 +27,67 @@ class NoServer(CannotMeasure):
     """No seqserve server answers at an address, or it does not serve the named model."""
 
 
-def served(url: str) -> dict[str, dict[str, Any]]:
-    """Return every model by name, in its newest version, as GET /models describes it. Raises NoServer."""
+class AccessDenied(CannotMeasure):
+    """The server refuses the key, or needs one."""
+
+
+def add_access_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options from which `access_of` reads the access to a running server."""
+    parser.add_argument("--key-file", type=Path, help=f"file with the key to send, instead of {CLIENT_KEY}")
+    parser.add_argument("--ca", type=Path, help="authority of the server's certificate, instead of those of the system")
+
+
+def access_of(options: argparse.Namespace) -> ClientAccess:
+    """Return the access to a running server that the options and the environment name. Raises CannotMeasure."""
     try:
-        with urllib.request.urlopen(f"{url}/models", timeout=10) as response:
-            return {model["name"]: model for model in json.load(response)["models"]}
+        return ClientAccess.read(options.key_file, options.ca)
+    except SettingsError as error:
+        raise CannotMeasure(str(error)) from None
+
+
+def fetch(url: str, access: ClientAccess, body: bytes | None = None, *, timeout: float = 10) -> bytes:
+    """Return the reply to a GET, or to a POST with this body. Raises AccessDenied, or OSError without a reply or with another status."""
+    request = urllib.request.Request(url, body)
+    for name, value in access.headers.items():
+        request.add_unredirected_header(name, value)  # another server than the named one gets no key
+    try:
+        with urllib.request.urlopen(
+            request, timeout=timeout, context=access.tls() if url.startswith("https:") else None
+        ) as response:
+            reply: bytes = response.read()
+            return reply
+    except urllib.error.HTTPError as error:
+        if error.code not in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+            raise
+        remedy = (
+            "name the file of another key with --key-file"
+            if access.key
+            else f"name its file with --key-file, or set {CLIENT_KEY}"
+        )
+        raise AccessDenied(f"{url} answers {error.code}: {reason_of(error)}; {remedy}") from error
+
+
+def reason_of(error: urllib.error.HTTPError) -> str:
+    """Return the message of a seqserve error, or the status of any other."""
+    try:
+        return str(json.load(error)["error"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"status {error.code}"
+
+
+def served(url: str, access: ClientAccess = NO_ACCESS) -> dict[str, dict[str, Any]]:
+    """Return every model by name, in its newest version, as GET /models describes it. Raises CannotMeasure."""
+    try:
+        return {model["name"]: model for model in json.loads(fetch(f"{url}/models", access))["models"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise NoServer(
             f"{url}/models does not answer like seqserve ({getattr(error, 'reason', error)}): name a running server with --url"
         ) from error
 
 
-def find(url: str, name: str | None) -> dict[str, Any]:
-    """Return the model with this name or alias, or the first model when `name` is None. Raises NoServer."""
-    models = served(url)
+def find(url: str, name: str | None, access: ClientAccess = NO_ACCESS) -> dict[str, Any]:
+    """Return the model with this name or alias, or the first model when `name` is None. Raises CannotMeasure."""
+    models = served(url, access)
     for model in models.values():
         if name is None or name in (model["name"], *model["aliases"]):
             return model

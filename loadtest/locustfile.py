@@ -28,6 +28,7 @@ from loadtest.generator.readers import refusal
 from loadtest.load import RETRY_SECONDS
 from loadtest.servers import ROOT
 from loadtest.traffic import Traffic
+from service.settings import CLIENT_KEY
 
 REQUESTS = 100
 """Distinct requests that each user prepares, and sends in a cycle."""
@@ -50,6 +51,7 @@ class LoadUser(FastHttpUser):
     """Sends a request, waits for the answer, and repeats. Its requests depend only on the seed and its number."""
 
     abstract = True
+    insecure = False
     kinds: ClassVar[tuple[str, ...]] = ("text", "ids")
     """Kinds of model input that it can send."""
     inputs = 1
@@ -133,16 +135,23 @@ def add_options(parser: LocustArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="Seed of the traffic")
     parser.add_argument("--models", type=Path, default=ROOT / "models", help="Folder with the words of the text models")
     parser.add_argument("--request-log", type=Path, include_in_web_ui=False, help="CSV file with a line for every request")
+    parser.add_argument(
+        "--key-file", type=Path, include_in_web_ui=False, help=f"File with the key to send, instead of {CLIENT_KEY}"
+    )
+    parser.add_argument("--ca", type=Path, include_in_web_ui=False, help="Authority of the server's certificate")
 
 
 def discover_models(environment: Environment, **_: Any) -> None:
-    """Assign the server's models to the kinds of user, and remove the kinds without a model."""
+    """Assign the server's models to the kinds of user, and remove the kinds without a model. All users send the same key."""
     assert environment.parsed_options is not None
     try:
-        models = discovery.served(environment.host or "").values()
-    except discovery.NoServer as error:
+        access = discovery.access_of(environment.parsed_options)
+        models = discovery.served(environment.host or "", access).values()
+    except discovery.CannotMeasure as error:
         environment.process_exit_code = 2
         raise StopTest(str(error)) from None
+    LoadUser.default_headers = access.headers
+    LoadUser.ssl_context_factory = staticmethod(lambda **_: access.tls())
     served = [(model, discovery.words(environment.parsed_options.models, model)) for model in models]
     for kind in [user for user in environment.user_classes if issubclass(user, LoadUser)]:
         kind.models = [(model, words) for model, words in served if model["input"]["kind"] in kind.kinds]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+
+from loadtest.discovery import fetch, reason_of
+from service.client_access import ClientAccess
 
 BATCHES = 100
 MAX_SECONDS = 60.0
@@ -22,19 +23,19 @@ class NoTrace(Exception):
     """The server returned no trace. The message has the reason from the server, if there is one."""
 
 
-def prepare(url: str) -> None:
+def prepare(url: str, access: ClientAccess) -> None:
     """Record one batch, so that the server loads its profiler, which may take seconds. Raises NoTrace."""
-    _record(url, 1, 0.1)
+    _record(url, access, 1, 0.1)
 
 
 @contextmanager
-def recorded(url: str, file: Path, seconds: float) -> Iterator[None]:
+def recorded(url: str, access: ClientAccess, file: Path, seconds: float) -> Iterator[None]:
     """Record batches while the block runs, which must take `seconds`, and write them to `file`. Raises NoTrace."""
     ramp = min(1.0, seconds / 4)
 
     def record() -> bytes:
         time.sleep(ramp)
-        return _record(url, BATCHES, min(MAX_SECONDS, seconds - ramp))
+        return _record(url, access, BATCHES, min(MAX_SECONDS, seconds - ramp))
 
     with ThreadPoolExecutor(1) as pool:
         trace = pool.submit(record)
@@ -42,21 +43,10 @@ def recorded(url: str, file: Path, seconds: float) -> Iterator[None]:
         file.write_bytes(trace.result())
 
 
-def _record(url: str, batches: int, seconds: float) -> bytes:
-    request = urllib.request.Request(f"{url}/debug/trace?batches={batches}&seconds={seconds:g}", b"", method="POST")
+def _record(url: str, access: ClientAccess, batches: int, seconds: float) -> bytes:
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response:
-            body: bytes = response.read()
-            return body
+        return fetch(f"{url}/debug/trace?batches={batches}&seconds={seconds:g}", access, b"", timeout=TIMEOUT_SECONDS)
     except urllib.error.HTTPError as error:
-        raise NoTrace(f"{url} returned no trace: {_reason(error)}") from error
+        raise NoTrace(f"{url} returned no trace: {reason_of(error)}") from error
     except OSError as error:
         raise NoTrace(f"{url} returned no trace: {getattr(error, 'reason', error)}") from error
-
-
-def _reason(error: urllib.error.HTTPError) -> str:
-    """Return the message of a seqserve error, or the status of any other."""
-    try:
-        return str(json.load(error)["error"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return f"status {error.code}"

@@ -17,12 +17,13 @@ from service import __version__
 from service.access import keys, state_keys
 from service.access.policy import check_start
 from service.access.scopes import KEY_SCOPES, Scope
+from service.client_access import ClientAccess
 from service.errors import ServiceError, SettingsError, StartError
 from service.frontend.tls import build_context
 from service.ipc.messages import Manifest
 from service.log import Log
 from service.modeling import spec
-from service.settings import Settings, load
+from service.settings import CLIENT_KEY, Settings, load
 from service.supervisor.supervisor import Supervisor
 
 EXAMPLE = "How far is it from Denver to Aspen ?"
@@ -131,15 +132,18 @@ def new_state_key(settings: Settings) -> int:
     return 0
 
 
-def bench(settings: Settings, url: str, json: Path | None, trace: Path | None, **load: Any) -> int:
+def bench(
+    settings: Settings, url: str, key_file: Path | None, ca: Path | None, json: Path | None, trace: Path | None, **load: Any
+) -> int:
     """Send load to a running server and print what it measured."""
+    access = ClientAccess.read(key_file, ca)
     _find_load_generator()
     from loadtest.bench import Plan, run
     from loadtest.discovery import CannotMeasure
     from loadtest.tracing import NoTrace
 
     try:
-        return run(Plan(url=url.rstrip("/"), **load), settings.models, json, trace)
+        return run(Plan(url=url.rstrip("/"), access=access, **load), settings.models, json, trace)
     except (CannotMeasure, NoTrace, ValueError, OSError) as error:
         raise StartError(str(error)) from error
 
@@ -263,6 +267,10 @@ def _parser() -> argparse.ArgumentParser:
         "bench", parents=[shared], help="send load to a running server and report latency and throughput"
     )
     command.add_argument("--url", default="http://127.0.0.1:8000", help="address of the server (default: %(default)s)")
+    command.add_argument("--key-file", type=Path, metavar="FILE", help=f"file with the key to send (default: {CLIENT_KEY})")
+    command.add_argument(
+        "--ca", type=Path, metavar="FILE", help="authority of the server's certificate (default: those of the system)"
+    )
     command.add_argument("--model", metavar="NAME", help="model to send requests to (default: the first that is served)")
     levels = command.add_mutually_exclusive_group()
     levels.add_argument(

@@ -19,7 +19,10 @@ from service.errors import SettingsError
 
 PREFIX = "SEQSERVE_"
 CONFIG = "SEQSERVE_CONFIG"
-"""The only variable that is not a setting: it names the TOML file."""
+"""Variable that names the TOML file."""
+CLIENT_KEY = "SEQSERVE_CLIENT_KEY"
+"""Variable with the key that our clients send. The service ignores it."""
+NO_SETTINGS = {CONFIG, CLIENT_KEY}
 
 VERSIONS = re.compile(r"all|latest(:[1-9][0-9]{0,3})?|[1-9][0-9]{0,8}(,[1-9][0-9]{0,8})*")
 """Syntax of a rule that selects versions of a model."""
@@ -221,7 +224,7 @@ def load(flags: Mapping[str, Any], environment: Mapping[str, str]) -> Settings:
     for name, value in (_from_file(Path(file)) if file else {}).items():
         values[name] = (f"{name} in {file}", value)
     for variable, value in environment.items():
-        if variable.startswith(PREFIX) and variable != CONFIG:
+        if variable.startswith(PREFIX) and variable not in NO_SETTINGS:
             values[variable.removeprefix(PREFIX).lower()] = (variable, value)
     for name, value in flags.items():
         if name != "config" and value is not None:

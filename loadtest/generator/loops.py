@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
 from array import array
 from collections import Counter, deque
@@ -45,6 +46,7 @@ class Load:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._new_connection = _connection_factory(self, job)
+        self._tls = ssl.create_default_context(cafile=job.ca or None) if job.tls else None
         self._connections: set[Connection] = set()
         self._numbers = cycle(range(len(job.requests)))
         self._answers = AnswerCheck(job)
@@ -61,7 +63,8 @@ class Load:
         await asyncio.gather(*(self._connect() for _ in range(self._job.callers)))
 
     async def _connect(self) -> Connection:
-        _, connection = await asyncio.get_running_loop().create_connection(self._new_connection, self._job.host, self._job.port)
+        loop, job = asyncio.get_running_loop(), self._job
+        _, connection = await loop.create_connection(self._new_connection, job.host, job.port, ssl=self._tls)
         self._connections.add(connection)
         return connection
 

@@ -28,6 +28,7 @@ STOP_SECONDS = 30
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", help="a running server, instead of a new one")
+    discovery.add_access_options(parser)
     parser.add_argument("--models", type=Path, default=MODELS, help="models folder")
     parser.add_argument("--users", type=_count, default=32, help="concurrent users")
     parser.add_argument("--seconds", type=_count, default=30, help="duration")
@@ -46,7 +47,9 @@ def run(options: argparse.Namespace) -> int:
 
 def _load(options: argparse.Namespace, url: str, models: Path) -> int:
     """Run the load test, print its figures and write them to the output folder."""
-    served = ", ".join(f"{name} {model['version']}" for name, model in discovery.served(url).items())
+    served = ", ".join(
+        f"{name} {model['version']}" for name, model in discovery.served(url, discovery.access_of(options)).items()
+    )
     users = f"{options.users} users for {options.seconds} s"
     print(f"{users} on {url}, seed {options.seed}; models: {served}\n", flush=True)
     totals = RequestTotals()
@@ -94,6 +97,8 @@ def _command(options: argparse.Namespace, url: str, models: Path) -> list[str]:
         "--stop-timeout": f"{STOP_SECONDS}s",
         "--html": options.out / HTML,
     }
+    files = {"--key-file": options.key_file, "--ca": options.ca}
+    flags |= {name: file for name, file in files.items() if file is not None}
     words = [f"{name}={value}" for name, value in flags.items()]
     return [sys.executable, "-m", "locust", "--headless", "--only-summary", "--skip-log-setup", *words]
 

@@ -20,6 +20,7 @@ from typing import Any
 from loadtest import discovery, report, servers
 from loadtest.discovery import CannotMeasure
 from loadtest.traffic import Traffic
+from service.client_access import ClientAccess
 
 BINARY = servers.ROOT / ".venv-perf" / "bin" / "perf_analyzer"
 LIBRARIES = "lib/python*/site-packages/nvidia/cuda_runtime/lib"
@@ -51,6 +52,7 @@ class PerfAnalyzerCase:
     model: str
     data: Path
     callers: int
+    key: str = ""
 
     @property
     def name(self) -> str:
@@ -58,12 +60,17 @@ class PerfAnalyzerCase:
 
     def command(self, binary: Path, out: Path) -> list[str]:
         windows = ("--measurement-interval", str(WINDOW_MS), "--stability-percentage", str(STABLE_PERCENT))
+        # The program reads headers from its command line only, also those of gRPC.
+        key = ("-H", f"authorization:Bearer {self.key}") if self.key else ()
         load = ("-m", self.model, "-u", self.address, *FLAGS[self.protocol], "--input-data", str(self.data))
-        return [str(binary), *load, "--concurrency-range", str(self.callers), *windows, "-f", str(out)]
+        return [str(binary), *load, "--concurrency-range", str(self.callers), *windows, *key, "-f", str(out)]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", help="a running server, instead of a new one")
+    parser.add_argument(
+        "--url", help="a running server, instead of a new one; perf_analyzer shows its key in the list of processes"
+    )
+    discovery.add_access_options(parser)
     parser.add_argument("--grpc", help="host:port of its gRPC endpoint; without it, gRPC is skipped")
     parser.add_argument("--callers", type=int, nargs="+", default=(1, 8, 32), help="levels of concurrent requests")
     parser.add_argument("--binary", type=Path, default=BINARY, help="path of perf_analyzer")
@@ -73,6 +80,8 @@ def run(options: argparse.Namespace) -> int:
     """Return 0, or 1 when a case could not be measured."""
     if not options.binary.is_file():
         raise CannotMeasure(f"{options.binary} is missing: install it with `make perf-analyzer`")
+    if options.url and not options.url.startswith("http://"):
+        raise CannotMeasure(f"perf-analyzer measures without TLS, and --url is {options.url}: name an address with http://")
     with servers.named_or_new(options.url, options.grpc, options.out / "server.log") as (url, grpc):
         return _measure_all(options, url, grpc)
 
@@ -81,7 +90,7 @@ def _measure_all(options: argparse.Namespace, url: str, grpc: str | None) -> int
     if grpc is None:
         print("gRPC is skipped: name its address with --grpc", file=sys.stderr)
     lines, failed = [["protocol", "model", "callers", *COLUMNS]], 0
-    for case in cases(options.out, url, grpc, options.callers):
+    for case in cases(options.out, url, grpc, options.callers, discovery.access_of(options)):
         record = measure(case, options.binary, options.out)
         failed += record is None
         if record is None:
@@ -95,21 +104,23 @@ def _measure_all(options: argparse.Namespace, url: str, grpc: str | None) -> int
     return 1 if failed else 0
 
 
-def cases(out: Path, url: str, grpc: str | None, callers: Sequence[int]) -> Iterator[PerfAnalyzerCase]:
+def cases(
+    out: Path, url: str, grpc: str | None, callers: Sequence[int], access: ClientAccess = discovery.NO_ACCESS
+) -> Iterator[PerfAnalyzerCase]:
     """Write the inputs to the folder `out`, and yield the runs at each level of concurrent requests."""
     address = url.partition("://")[2]
-    questions, sequences = _questions(url, out / "questions.json"), _sequences(url, out / "sequences.json")
+    questions, sequences = _questions(url, access, out / "questions.json"), _sequences(url, access, out / "sequences.json")
     for count in callers:
-        yield PerfAnalyzerCase(REST, address, QUESTIONS, questions, count)
-        yield PerfAnalyzerCase(REST, address, SENSOR, sequences, count)
+        yield PerfAnalyzerCase(REST, address, QUESTIONS, questions, count, access.key)
+        yield PerfAnalyzerCase(REST, address, SENSOR, sequences, count, access.key)
         if grpc is not None:
-            yield PerfAnalyzerCase(GRPC, grpc, QUESTIONS, questions, count)
-            yield PerfAnalyzerCase(GRPC, grpc, SENSOR, sequences, count)
-            yield PerfAnalyzerCase(STREAM, grpc, SENSOR, sequences, count)
+            yield PerfAnalyzerCase(GRPC, grpc, QUESTIONS, questions, count, access.key)
+            yield PerfAnalyzerCase(GRPC, grpc, SENSOR, sequences, count, access.key)
+            yield PerfAnalyzerCase(STREAM, grpc, SENSOR, sequences, count, access.key)
 
 
-def _questions(url: str, file: Path) -> Path:
-    model = discovery.find(url, QUESTIONS)
+def _questions(url: str, access: ClientAccess, file: Path) -> Path:
+    model = discovery.find(url, QUESTIONS, access)
     traffic = discovery.inputs(servers.MODELS, model)
     return _write(file, [_question(traffic.input()) for _ in range(TEXTS)])
 
@@ -121,8 +132,8 @@ def _question(value: Any) -> dict[str, Any]:
     return {"ids": {"content": value, "shape": [len(value)]}}
 
 
-def _sequences(url: str, file: Path) -> Path:
-    traffic = Traffic(discovery.find(url, SENSOR))
+def _sequences(url: str, access: ClientAccess, file: Path) -> Path:
+    traffic = Traffic(discovery.find(url, SENSOR, access))
 
     def chunk() -> dict[str, Any]:
         rows: Any = traffic.input(STEPS)

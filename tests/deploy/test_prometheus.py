@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import yaml
 
+from service.access.keys import create
+from service.access.scopes import Scope
 from service.metrics import FAULTS
 from tests.deploy.shipped import DEPLOY, alerts, dashboard, exposed, expressions, named, program, read, recorded, rules
 from tests.deploy.watching import Prometheus, callers, finite, watching
@@ -72,6 +75,33 @@ def promtool(*arguments: str, input: str | None = None) -> subprocess.CompletedP
 def test_promtool_accepts_the_shipped_files(arguments: tuple[str, ...]) -> None:
     done = promtool(*arguments)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def with_access() -> str:
+    """Return the shipped configuration with its lines for services with keys and TLS, which are comments."""
+    return re.sub(r"^    # ( *\w+:(?: \S+)?)$", r"    \1", (DEPLOY / "prometheus.yml").read_text(), flags=re.MULTILINE)
+
+
+def test_promtool_accepts_the_lines_for_keys_and_tls(tmp_path: Path) -> None:
+    (tmp_path / "prometheus.yml").write_text(with_access())
+    for name in ("rules.yml", "metrics-key", "authority.pem"):
+        (tmp_path / name).write_text((DEPLOY / name).read_text() if name == "rules.yml" else "")
+    [scrape] = yaml.safe_load(with_access())["scrape_configs"]
+    assert {"authorization", "scheme", "tls_config"} <= scrape.keys()
+    done = promtool("check", "config", "--lint=all", "--lint-fatal", str(tmp_path / "prometheus.yml"))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_prometheus_scrapes_a_server_with_keys(models_folder: Path, tmp_path: Path) -> None:
+    program("prometheus")
+    keys, [scrape] = tmp_path / "keys.toml", yaml.safe_load(with_access())["scrape_configs"]
+    authorization = scrape["authorization"]
+    (tmp_path / authorization["credentials_file"]).write_text(create(keys, "prometheus", [Scope.METRICS], "monitoring"))
+    with (
+        serving(models_folder, tmp_path, "--keys", str(keys)) as server,
+        watching(tmp_path, server, authorization=authorization) as prometheus,
+    ):
+        eventually(lambda: prometheus.get("query", query='up{job="seqserve"} == 1')["result"])
 
 
 def test_promtool_accepts_the_exposed_metrics(server: Server) -> None:

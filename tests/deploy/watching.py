@@ -30,12 +30,12 @@ STEP = [0.1, 0.2, 0.3]
 class Prometheus:
     """A running Prometheus with the shipped rules, which scrapes one server every second."""
 
-    def __init__(self, folder: Path, server: Server) -> None:
+    def __init__(self, folder: Path, server: Server, **scrape: Any) -> None:
         log = folder / "prometheus.log"
         storage, listen = f"--storage.tsdb.path={folder / 'data'}", "--web.listen-address=127.0.0.1:0"
         with log.open("w") as output:
             self.process = subprocess.Popen(
-                [program("prometheus"), f"--config.file={configured(folder, server)}", storage, listen],
+                [program("prometheus"), f"--config.file={configured(folder, server, **scrape)}", storage, listen],
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
@@ -68,11 +68,12 @@ class Prometheus:
         self.process.wait(20)
 
 
-def configured(folder: Path, server: Server) -> Path:
-    """Write the shipped configuration with this server as its target, scraped every second."""
+def configured(folder: Path, server: Server, **scrape: Any) -> Path:
+    """Write the shipped configuration with this server as its target, scraped every second. scrape: more keys of the job."""
     configuration = read("prometheus.yml")
     configuration["global"] |= dict.fromkeys(("scrape_interval", "scrape_timeout", "evaluation_interval"), "1s")
     configuration["scrape_configs"][0]["static_configs"][0]["targets"] = [server.address.removeprefix("http://")]
+    configuration["scrape_configs"][0] |= scrape
     for name in configuration["rule_files"]:
         shutil.copy(DEPLOY / name, folder / name)
     file = folder / "prometheus.yml"
@@ -81,9 +82,9 @@ def configured(folder: Path, server: Server) -> Path:
 
 
 @contextmanager
-def watching(folder: Path, server: Server) -> Iterator[Prometheus]:
-    """Run a Prometheus until the end of the block."""
-    prometheus = Prometheus(folder, server)
+def watching(folder: Path, server: Server, **scrape: Any) -> Iterator[Prometheus]:
+    """Run a Prometheus until the end of the block. scrape: as `configured` takes it."""
+    prometheus = Prometheus(folder, server, **scrape)
     try:
         yield prometheus
     finally:

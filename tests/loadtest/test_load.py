@@ -136,7 +136,7 @@ def test_quantile_is_a_measured_time(share: float, seconds: float) -> None:
     assert Figures(answers=[float(seconds) for seconds in range(10, 0, -1)]).quantile(share) == seconds
 
 
-@pytest.mark.parametrize("url", ["https://127.0.0.1:8000", "127.0.0.1:8000", "http://"])
+@pytest.mark.parametrize("url", ["ftp://127.0.0.1:8000", "127.0.0.1:8000", "http://"])
 def test_malformed_address_is_named(url: str) -> None:
     with pytest.raises(ValueError, match="is not an address of the form"):
         Target.of(url, "/infer")

@@ -1,0 +1,141 @@
+"""The commands that talk to a running service: with the key and the authority that it needs, and with a clear error without them."""
+
+from __future__ import annotations
+
+import os
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from loadtest import bench
+from loadtest.__main__ import main as loadtest
+from loadtest.discovery import AccessDenied, fetch
+from loadtest.scenarios import perf_analyzer
+from loadtest.scenarios.perf_analyzer import GRPC, REST, STREAM
+from service import cli, settings
+from service.access.keys import create
+from service.access.scopes import Scope
+from service.client_access import ClientAccess
+from service.errors import SettingsError
+from tests.certificates import Authority
+from tests.serving import serving
+
+EVALUATE = Path(__file__).parents[2] / "examples" / "evaluate.py"
+
+
+class Guarded(NamedTuple):
+    """A server that needs a key, with and without TLS: the address, and flags that name a file with the key and the authority."""
+
+    url: str
+    models: Path
+    key_file: Path
+    weak_key_file: Path
+    ca: Path | None
+
+    @property
+    def flags(self) -> list[str]:
+        return ["--url", self.url, "--key-file", str(self.key_file), *(["--ca", str(self.ca)] if self.ca else [])]
+
+    def key(self) -> str:
+        return self.key_file.read_text().strip()
+
+
+@pytest.fixture(scope="module", params=["plain", "tls"])
+def guarded(request: pytest.FixtureRequest, models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    scratch = tmp_path_factory.mktemp("guarded")
+    file, key_file, weak_key_file = scratch / "keys.toml", scratch / "key", scratch / "weak"
+    scopes = [Scope.INFER, Scope.SESSION, Scope.METRICS]
+    key_file.write_text(create(file, "measuring", scopes, "measuring") + "\n")
+    weak_key_file.write_text(create(file, "weak", [Scope.METRICS], "weak"))
+    authority = Authority(scratch) if request.param == "tls" else None
+    flags = ["--keys", str(file)]
+    if authority is not None:
+        certificate, key = authority.sign("service")
+        flags += ["--tls-cert", str(certificate), "--tls-key", str(key)]
+    with serving(models_folder, scratch, *flags) as server:
+        yield Guarded(server.address, models_folder, key_file, weak_key_file, authority.certificate if authority else None)
+
+
+@pytest.fixture(autouse=True)
+def _no_key_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(settings.CLIENT_KEY, raising=False)
+
+
+def test_bench_sends_the_key(guarded: Guarded, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(bench, "WARM_UP_SECONDS", 0.1)
+    words = ["--models", str(guarded.models), "--model", "words", "--callers", "2", "--seconds", "0.3"]
+    assert cli.main(["bench", *guarded.flags, *words]) == 0, capsys.readouterr().err
+    capsys.readouterr()
+    assert cli.main(["bench", *[word for word in guarded.flags if word not in ("--key-file", str(guarded.key_file))]]) == 1
+    advice = f"Bearer KEY; name its file with --key-file, or set {settings.CLIENT_KEY}"
+    assert "401: the request has no key" in (error := capsys.readouterr().err) and advice in error
+
+
+def test_locust_sends_the_key(guarded: Guarded, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--models", str(guarded.models), "--users", "3", "--seconds", "2", "--out", str(tmp_path))
+    assert loadtest(["locust", *guarded.flags, *words]) == 0, capsys.readouterr()
+    assert guarded.key() not in "".join(file.read_text(errors="ignore") for file in tmp_path.iterdir())
+
+
+def test_evaluation_sends_the_key(
+    guarded: Guarded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "trec.test.txt").write_text("4 Where is Ayers Rock ?\n")
+    monkeypatch.syspath_prepend(str(EVALUATE.parent))
+    evaluate = runpy.run_path(str(EVALUATE))["main"]
+    assert evaluate(["--data", str(tmp_path), *guarded.flags]) == 0
+    assert "correct of 1 questions" in capsys.readouterr().out
+    flags = ["--ca", str(guarded.ca)] if guarded.ca else []
+    assert evaluate(["--data", str(tmp_path), "--url", guarded.url, *flags]) == 1
+    assert "answers 401" in capsys.readouterr().err
+
+
+def test_perf_analyzer_sends_the_key_over_each_protocol(
+    guarded: Guarded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(perf_analyzer, "QUESTIONS", "words")
+    monkeypatch.setattr(perf_analyzer, "SENSOR", "sensors")
+    if guarded.ca is None:
+        cases = list(perf_analyzer.cases(tmp_path, guarded.url, "there:1", [1], ClientAccess.read(guarded.key_file, None)))
+        assert {case.protocol for case in cases} == {REST, GRPC, STREAM}
+        for command in [case.command(tmp_path, tmp_path) for case in cases]:
+            assert command[command.index("-H") + 1] == f"authorization:Bearer {guarded.key()}"
+    else:
+        assert loadtest(["perf-analyzer", *guarded.flags, "--binary", str(EVALUATE), "--out", str(tmp_path)]) == 2
+        assert "measures without TLS" in capsys.readouterr().err
+
+
+def test_key_without_the_scope_is_named(guarded: Guarded) -> None:
+    access = ClientAccess.read(guarded.weak_key_file, guarded.ca)
+    assert b"seqserve_" in fetch(f"{guarded.url}/metrics", access)
+    with pytest.raises(AccessDenied, match=r"403: the key weak does not have the scope infer.* another key with --key-file"):
+        fetch(f"{guarded.url}/models", access)
+
+
+def test_certificate_of_another_authority_is_refused(guarded: Guarded) -> None:
+    if guarded.ca is not None:
+        with pytest.raises(OSError, match="certificate verify failed"):
+            fetch(f"{guarded.url}/models", ClientAccess.read(guarded.key_file, None))
+
+
+def test_key_comes_from_the_file_or_else_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "key"
+    file.write_text(" from.file\n")
+    assert ClientAccess.read(None, None).headers == {}
+    monkeypatch.setenv(settings.CLIENT_KEY, "from.environment")
+    assert ClientAccess.read(None, None).headers == {"Authorization": "Bearer from.environment"}
+    assert ClientAccess.read(file, None).key == "from.file"
+    assert settings.load({}, os.environ) == settings.Settings(), "the service starts with the variable"
+
+
+@pytest.mark.parametrize("content", [b"two words", b"a\r\nX-Header: injected", b"\xff", "sécret".encode()])
+def test_file_without_one_key_is_refused(content: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_bytes(content)
+    for wrong in (file, tmp_path / "missing"):
+        with pytest.raises(SettingsError, match=r"^key file ") as raised:
+            ClientAccess.read(wrong, None)
+        assert "injected" not in str(raised.value)
