@@ -86,6 +86,8 @@ class Settings(BaseModel):
     """PEM file of the authority that signs the certificates of clients, which they then need."""
     keys: str = ""
     """TOML file of keys, which requests then need; empty for none. `seqserve key new` adds keys. Changes are read within seconds."""
+    refused_key_seconds: Annotated[float, Field(ge=0, le=10)] = 1.0
+    """How long an answer to a wrong key waits when its address has sent more than 10 of them within a minute; 0 for not at all."""
     state_keys: str = ""
     """File of secrets, one on each line, that sign exported session states; empty for none. States without a signature are then refused.
     All replicas need the same file. `seqserve state-key new` adds a secret. Changes are read within seconds."""

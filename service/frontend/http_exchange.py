@@ -67,22 +67,35 @@ class DirectRoute(APIRoute):
             frontend: Frontend = request.app.state.frontend
             scope = scopes if isinstance(scopes, Scope) else scopes[request.method]
             action = f"{request.method} {request.url.path}"
-            peer = "" if request.client is None else request.client.host
-            with audited(frontend, scope, action, peer) as entry:
-                admit(frontend, request, scope, entry)
+            with audited(frontend, scope, action, peer_of(request)) as entry:
+                await admit(frontend, request, scope, entry)
                 request.state.caller = entry.caller
                 return await endpoint(request)
 
         return handle
 
 
-def admit(frontend: Frontend, connection: HTTPConnection, scope: Scope, entry: AuditEntry) -> None:
-    """Enter the caller of a request or a handshake; raises Forbidden or Unauthorized unless it has the scope."""
+async def admit(frontend: Frontend, connection: HTTPConnection, scope: Scope, entry: AuditEntry) -> None:
+    """Enter the caller of a request or a handshake; raises Forbidden or Unauthorized unless it has the scope.
+
+    After several wrong keys of the same address, Unauthorized comes late.
+    """
     if scope is Scope.PUBLIC:
         return
     headers = connection.headers
-    entry.caller = frontend.access.identify(headers.get("host", ""), headers.get("origin"), headers.get("authorization"))
+    key = headers.get("authorization")
+    try:
+        entry.caller = frontend.access.identify(headers.get("host", ""), headers.get("origin"), key)
+    except Unauthorized:
+        if key is not None and (seconds := frontend.refused_keys.delay(peer_of(connection))):
+            await asyncio.sleep(seconds)
+        raise
     entry.caller.require(scope)
+
+
+def peer_of(connection: HTTPConnection) -> str:
+    """Return the address of the client, empty if it is not known."""
+    return "" if connection.client is None else connection.client.host
 
 
 def caller_of(request: Request) -> Caller:

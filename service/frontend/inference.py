@@ -14,6 +14,7 @@ import msgspec
 
 from service.access.caller import Caller
 from service.access.policy import AccessPolicy
+from service.access.refused_keys import RefusedKeys
 from service.access.state_keys import StateKeys
 from service.errors import (
     SERVICE_FAILED,
@@ -82,6 +83,7 @@ class Frontend:
     draining: bool = False
     access: AccessPolicy = field(init=False)
     quotas: QuotaLedger = field(init=False)
+    refused_keys: RefusedKeys = field(init=False)
     state_keys: StateKeys = field(init=False)
     tls: TlsContexts = field(init=False)
     bodies: BodyBudget = field(init=False)
@@ -91,6 +93,7 @@ class Frontend:
     def __post_init__(self) -> None:
         self.access = AccessPolicy(self.settings)
         self.quotas = QuotaLedger(self.quota_counts)
+        self.refused_keys = RefusedKeys(self.settings.refused_key_seconds)
         self.state_keys = StateKeys(self.settings)
         self.tls = TlsContexts(self.settings)
         self.bodies = BodyBudget(self.settings.max_receiving_bytes)

@@ -64,7 +64,7 @@ def guarded(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> It
         name: create(file, name, [Scope.INFER, Scope.SESSION], name, max_priority=1, max_sessions=most)
         for name, most in (("sales", 0), ("support", 0), ("small", 2))
     }
-    with serving(models_folder, scratch, "--keys", str(file), "--debug", frontends="2") as server:
+    with serving(models_folder, scratch, "--keys", str(file), "--debug", frontends="2", refused_key_seconds="0") as server:
         yield Guarded(server, scoped, tenants, file)
 
 

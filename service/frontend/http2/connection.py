@@ -93,7 +93,7 @@ class Application(Protocol):
     """What answers the requests of all connections."""
 
     def start(self, stream: Stream, request: RequestFields) -> StreamHandler | None:
-        """Start a request. Returns the handler of its body, or None if the response was sent already."""
+        """Start a request. Returns the handler of its body, or None if the application sends the response by itself."""
 
     def count_fault(self) -> None:
         """Count a connection that ends because its client violated the protocol or a limit."""

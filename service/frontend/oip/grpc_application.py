@@ -10,13 +10,14 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import grpc
 
 from service.access.caller import ANYBODY, Caller
 from service.access.scopes import Scope
-from service.errors import InvalidRequest, RequestTimeout, ServiceError, Unavailable
+from service.errors import InvalidRequest, RequestTimeout, ServiceError, Unauthorized, Unavailable
 from service.frontend.access_log import record
 from service.frontend.hot_calls import RequestTally
 from service.frontend.http2.header_blocks import RequestFields
@@ -48,7 +49,8 @@ class _Route(NamedTuple):
     """Where the calls with the same fields go.
 
     hot: the head of a call without a deadline, if the hot path may answer it. refusal: the header block of the response to all of them,
-    if there is one. denied: whether they are refused for their caller. generation: of the access policy that decided.
+    if there is one. denied: whether they are refused for their caller. delay: seconds that the refusal waits. generation: of the access
+    policy that decided.
     """
 
     fields: CallFields | None = None
@@ -58,6 +60,7 @@ class _Route(NamedTuple):
     hot: InferHead | None = None
     refusal: bytes = b""
     denied: bool = False
+    delay: float = 0.0
     generation: int = 0
 
 
@@ -105,7 +108,10 @@ class GrpcApplication:
         if route.refusal:
             if route.denied:
                 request.context = None  # the next call is counted and logged too
-            stream.send_headers(route.refusal, last=True)
+            if route.delay:
+                asyncio.get_running_loop().call_later(route.delay, partial(stream.send_headers, route.refusal, last=True))
+            else:
+                stream.send_headers(route.refusal, last=True)
             return None
         assert route.fields is not None and route.method is not None
         timeout = route.fields.timeout_seconds
@@ -189,7 +195,8 @@ class GrpcApplication:
                 caller.require(scope)
         except ServiceError as error:
             record(self._frontend, caller, scope, fields.path, peer, error.code)
-            return _Route(refusal=trailers_only(error_status(error)), denied=True, generation=generation)
+            delay = self._frontend.refused_keys.delay(peer) if isinstance(error, Unauthorized) and _has_key(request) else 0.0
+            return _Route(refusal=trailers_only(error_status(error)), denied=True, delay=delay, generation=generation)
         hot = InferHead("", 0, {}, caller) if fields.path == INFER_PATH else None
         return _Route(fields, method, scope, caller, hot, generation=generation)
 
@@ -276,3 +283,7 @@ class _UnaryRequest:
             return False
         self.lost()
         return True
+
+
+def _has_key(request: RequestFields) -> bool:
+    return request.get(b"authorization") is not None

@@ -28,7 +28,7 @@ from service.frontend.access_log import audited
 from service.frontend.catalog import ServedModel
 from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
 from service.frontend.hot_calls import HotCall, Parsed, RequestTally
-from service.frontend.http_exchange import admit, error_body
+from service.frontend.http_exchange import admit, error_body, peer_of
 from service.frontend.inference import ClientDisconnected, Frontend, track_request
 from service.frontend.rest.infer import HotInfer, InferBody, InferFields, answer, check_returns
 from service.frontend.rest.schemas import ERRORS, JsonBody, QueryParameters, SessionId, describe_query
@@ -174,9 +174,8 @@ def add_routes(router: APIRouter, frontend: Frontend) -> None:
 async def serve_socket(frontend: Frontend, chunks: HotChunks, socket: WebSocket) -> None:
     """Serve one socket until it closes. Raises a ServiceError, which refuses the handshake, for an invalid query."""
     query = StreamQuery.parse(socket.query_params.multi_items())
-    peer = "" if socket.client is None else socket.client.host
-    with audited(frontend, Scope.SESSION, "GET /stream", peer) as entry:
-        admit(frontend, socket, Scope.SESSION, entry)
+    with audited(frontend, Scope.SESSION, "GET /stream", peer_of(socket)) as entry:
+        await admit(frontend, socket, Scope.SESSION, entry)
     model = frontend.catalog.find(query.model, query.version)
     query.check_options(model.spec, frontend.settings)
     await socket.accept()
