@@ -1,0 +1,132 @@
+"""The time of a key's check tells nothing about the key: Welch's t test on many checks, as dudect does it.
+
+Two classes of wrong keys are checked in random order. The slowest checks, which interrupts and other processes have delayed, are left
+out. The statistic t is the difference of the mean times in units of its standard error. It grows with the number of checks if there is
+a difference, and stays near 0 otherwise. The planted leaks show that the test finds a difference.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import secrets
+import statistics
+import string
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from math import sqrt
+from pathlib import Path
+
+import pytest
+
+from service.access import keys
+from service.access.caller import Caller
+from service.access.keys import KeyRing
+from service.access.policy import AccessPolicy
+from service.access.scopes import Scope
+from service.errors import Unauthorized
+from service.settings import Settings
+
+CHECKS = 60_000
+"""Of one measurement, in both classes together. They find a difference of 2 ns on a quiet machine, and of 50 ns on a busy one."""
+KEPT = 0.9
+"""Share of the checks that count: the fastest ones of both classes together."""
+SUSPICIOUS = 10.0
+"""Absolute value of t above which a difference is certain."""
+LOOKUP_NS = 50.0
+"""An id that is known may take this much longer or shorter: the lookup in a dictionary takes 2 to 12 ns more for some ids, depending on
+the seed of their hashes. An id is no secret."""
+ATTEMPTS = 6
+"""A busy machine may disturb a measurement. A real difference shows in each."""
+CHARACTERS = string.ascii_letters + string.digits
+Wrong = Callable[[], str]
+"""Returns a new wrong key of one class."""
+
+
+def other_than(character: str) -> str:
+    return random.choice(CHARACTERS.replace(character, ""))
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A key file with several keys, and one of its keys."""
+    file = tmp_path_factory.mktemp("timing") / "keys.toml"
+    tokens = [keys.create(file, f"key-{number}", [Scope.INFER], "tenant") for number in range(8)]
+    return file, tokens[3]
+
+
+def wrong_keys(token: str) -> dict[str, Wrong]:
+    id, _, secret = token.partition(".")
+    return {
+        "unknown id": lambda: f"{secrets.token_hex(len(id) // 2)}.{secrets.token_urlsafe(keys.SECRET_BYTES)}",
+        "wrong secret": lambda: f"{id}.{secrets.token_urlsafe(keys.SECRET_BYTES)}",
+        "wrong first byte": lambda: f"{id}.{other_than(secret[0])}{secret[1:]}",
+        "wrong last byte": lambda: f"{id}.{secret[:-1]}{other_than(secret[-1])}",
+    }
+
+
+def t_of(policy: AccessPolicy, first: Wrong, second: Wrong, margin_ns: float) -> float:
+    """Check keys of two classes in random order and return t of what their difference exceeds the margin by."""
+    classes = [number % 2 for number in range(CHECKS)]
+    random.shuffle(classes)
+    headers = [f"Bearer {(second if chosen else first)()}" for chosen in classes]
+    times = [0] * CHECKS
+    clock, identify = time.perf_counter_ns, policy.identify
+    gc.collect()
+    gc.disable()
+    try:
+        for number, header in enumerate(headers):
+            began = clock()
+            with suppress(Unauthorized):
+                identify("localhost", None, header)
+            times[number] = clock() - began
+    finally:
+        gc.enable()
+    limit = sorted(times)[int(KEPT * CHECKS)]
+    kept = [(took, chosen) for took, chosen in zip(times, classes, strict=True) if took <= limit]
+    return welch([took for took, chosen in kept if not chosen], [took for took, chosen in kept if chosen], margin_ns)
+
+
+def welch(first: list[int], second: list[int], margin: float) -> float:
+    """Return the absolute value of Welch's t of two samples, whose means may differ by the margin."""
+    error = sqrt(statistics.variance(first) / len(first) + statistics.variance(second) / len(second))
+    return max(0.0, abs(statistics.fmean(first) - statistics.fmean(second)) - margin) / error
+
+
+def differs(file: tuple[Path, str], first: str, second: str) -> bool:
+    """Return whether wrong keys of two classes take different times in each of ATTEMPTS measurements."""
+    policy, wrong = AccessPolicy(Settings(keys=str(file[0]))), wrong_keys(file[1])
+    margin = LOOKUP_NS if "unknown id" in (first, second) else 0.0
+    return all(t_of(policy, wrong[first], wrong[second], margin) > SUSPICIOUS for _ in range(ATTEMPTS))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("unknown id", "wrong secret"),
+        ("unknown id", "wrong last byte"),
+        ("wrong first byte", "wrong last byte"),
+        ("wrong secret", "wrong last byte"),
+    ],
+)
+def test_time_of_a_check_does_not_tell_what_is_wrong(first: str, second: str, file: tuple[Path, str]) -> None:
+    assert not differs(file, first, second)
+
+
+def test_early_exit_for_an_unknown_id_is_found(file: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    find = KeyRing.find
+
+    def find_early(ring: KeyRing, token: str) -> Caller | None:
+        return find(ring, token) if token.partition(".")[0] in ring._keys else None
+
+    monkeypatch.setattr(KeyRing, "find", find_early)
+    assert differs(file, "unknown id", "wrong secret")
+
+
+def test_comparison_that_ends_at_the_first_difference_is_found(file: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def find_plainly(ring: KeyRing, token: str) -> Caller | None:
+        return None if any(sent != right for sent, right in zip(token, file[1], strict=False)) else ring.find(token)
+
+    monkeypatch.setattr(KeyRing, "find", find_plainly)
+    assert differs(file, "wrong first byte", "wrong last byte")
