@@ -3,8 +3,9 @@
 PLANTED names one fault of a server:
 - sticky, endless, memory: a device error in a batch on a GPU that has a sequence of exactly STEPS time steps;
 - engine-leak, frontend-leak: a process that keeps LEAKED_BYTES of every request;
-- stalled-read: reading a model.toml does not return while a file STALL is next to it;
+- stalled-read: reading a model.toml does not return while a file STALL is next to it; a file STALLED shows that it has begun;
 - timed-callbacks: frontends append each callback of their event loop that takes longer than TIMED_SECONDS to the file CALLBACKS;
+- recorded-network: processes append each use of the network to the file NETWORK: connections, datagrams and look-ups of names;
 - portable: a system without memfd_create, eventfd, sched_getaffinity and /proc, whose prctl fails.
 
 MONOTONIC_SHIFT is added to time.monotonic(): the machine seems to have booted at another time. See tests/anywhere.py.
@@ -25,7 +26,7 @@ from typing import Any
 
 STEPS = 13
 LEAKED_BYTES = 100
-STALL = "stall"
+STALL, STALLED = "stall", "stalled"
 TIMED_SECONDS = 0.001
 KERNELS = {
     "sticky": "*(volatile int*)0x10 = 1;",
@@ -34,6 +35,18 @@ KERNELS = {
 LEAKS = {"engine-leak": ("Answer", "AnswerBlock"), "frontend-leak": ("Request", "RequestBlock")}
 """The messages with which the leaking process sends requests or answers."""
 LINUX_ONLY = ("memfd_create", "eventfd", "eventfd_read", "eventfd_write", "sched_getaffinity", "sched_setaffinity")
+NETWORK_EVENTS = {
+    *(
+        "socket.connect",
+        "socket.sendto",
+        "socket.getaddrinfo",
+        "socket.gethostbyname",
+        "socket.gethostbyaddr",
+        "socket.getnameinfo",
+    ),
+    "urllib.Request",
+}
+"""Audit events of Python."""
 kept: list[bytes] = []
 
 
@@ -104,6 +117,18 @@ def remove_linux() -> None:
     pathlib.Path.open = refusing(pathlib.Path.open)  # type: ignore[method-assign]
 
 
+def record_network() -> None:
+    """Append a line for this process, and one for each event of NETWORK_EVENTS."""
+    file = os.open(os.environ["NETWORK"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def record(event: str, arguments: tuple[Any, ...]) -> None:
+        if event in NETWORK_EVENTS:
+            os.write(file, f"{event} {arguments[-1]!r} {sys.orig_argv}\n".encode())
+
+    sys.addaudithook(record)
+    os.write(file, f"process {os.getpid()}\n".encode())
+
+
 def shift_monotonic(seconds: float) -> None:
     """Add seconds to the monotonic clock."""
     monotonic, monotonic_ns = time.monotonic, time.monotonic_ns
@@ -116,6 +141,7 @@ def into_reads(spec: Any, fault: str) -> None:
 
     def planted(folder: Any) -> Any:
         while (folder / STALL).exists():
+            (folder / STALLED).touch()
             time.sleep(0.01)
         return read(folder)
 
@@ -175,6 +201,8 @@ def main() -> None:
     fault = os.environ.get("PLANTED")
     if fault == "portable":
         remove_linux()
+    elif fault == "recorded-network":
+        record_network()
     elif fault in LEAKS:
         sys.meta_path.insert(0, Planting(fault, "service.ipc.channel", into_frames))
     elif (

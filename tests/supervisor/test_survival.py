@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -144,6 +145,7 @@ def stalling(shared_stalling: tuple[SharedServer, Path]) -> Iterator[tuple[Serve
     with shared.lent() as server:
         yield server, stall
     stall.unlink(missing_ok=True)
+    stall.with_name(planted.STALLED).unlink(missing_ok=True)
 
 
 def test_fifo_in_the_models_folder_is_refused(unharmed: tuple[Server, Path]) -> None:
@@ -189,6 +191,39 @@ def test_load_whose_client_disconnects_is_cancelled(stalling: tuple[Server, Path
     assert answered(server)[0] == "1"
     load(server, "sensors")
     assert server.metric("seqserve_model_changes_total", outcome="client_gone") == gone + 1
+
+
+def change_and_leave(server: Server, protocol: str, change: str, model: str) -> None:
+    """Ask for a change of a model, and leave before the reply."""
+    if protocol == "http":
+        with pytest.raises(httpx.ReadTimeout):
+            server.client.post(f"/v2/repository/models/{model}/{change}", json={}, timeout=0.5)
+    else:
+        with triton.InferenceServerClient(server.grpc) as client, pytest.raises(InferenceServerException, match="Deadline"):
+            (client.load_model if change == "load" else client.unload_model)(model, client_timeout=0.5)
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+@pytest.mark.parametrize("change", ["load", "unload"])
+def test_queued_change_whose_client_disconnects_is_cancelled(protocol: str, change: str, stalling: tuple[Server, Path]) -> None:
+    """The change waits for another change, and has no effect after it."""
+    server, stall = stalling
+    log_bytes = server.log_bytes
+
+    def changed(event: str) -> list[str]:
+        return [entry["model"] for entry in server.events(event, since=log_bytes)]
+
+    stall.touch()
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(load, server, "words")
+        eventually(stall.with_name(planted.STALLED).exists)
+        change_and_leave(server, protocol, change, "sensors")
+        eventually(lambda: changed("change cancelled") == ["sensors"])
+        stall.unlink()
+        first.result(PATIENT_SECONDS)
+    load(server, "words")  # after every change before it
+    assert set(changed("changed")) == {"words"}
+    assert "sensors" in {model["name"] for model in server.client.get("/models").json()["models"]}
 
 
 def test_sigterm_ends_a_service_whose_models_folder_hangs(stalling: tuple[Server, Path]) -> None:
