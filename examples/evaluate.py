@@ -53,7 +53,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, default=os.environ.get("DATA"), help="folder of the questions (default: $DATA)")
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="address of the service (default: %(default)s)")
     parser.add_argument("--key-file", type=Path, help="file with the key to send (default: $SEQSERVE_CLIENT_KEY is the key)")
-    parser.add_argument("--ca", type=Path, help="authority of the service's certificate (default: those of the system)")
+    parser.add_argument("--ca", type=Path, help="authority of the service's certificate (default: the system's authorities)")
     flags = parser.parse_args(arguments)
     flags.data = Path(flags.data) if flags.data else None
     return flags

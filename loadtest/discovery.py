@@ -34,7 +34,7 @@ class AccessDenied(CannotMeasure):
 def add_access_options(parser: argparse.ArgumentParser) -> None:
     """Add the options from which `access_of` reads the access to a running server."""
     parser.add_argument("--key-file", type=Path, help=f"file with the key to send, instead of {CLIENT_KEY}")
-    parser.add_argument("--ca", type=Path, help="authority of the server's certificate, instead of those of the system")
+    parser.add_argument("--ca", type=Path, help="authority of the server's certificate, instead of the system's")
 
 
 def access_of(options: argparse.Namespace) -> ClientAccess:

@@ -121,7 +121,7 @@ def new_key(
 
 
 def new_state_key(settings: Settings) -> int:
-    """Add a secret to the file of those that sign session states."""
+    """Add a secret to the file of state keys."""
     if not settings.state_keys:
         raise SettingsError("no file of state keys is named: add --state-keys FILE, or set SEQSERVE_STATE_KEYS")
     file = settings.state_keys
@@ -269,7 +269,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--url", default="http://127.0.0.1:8000", help="address of the server (default: %(default)s)")
     command.add_argument("--key-file", type=Path, metavar="FILE", help=f"file with the key to send (default: {CLIENT_KEY})")
     command.add_argument(
-        "--ca", type=Path, metavar="FILE", help="authority of the server's certificate (default: those of the system)"
+        "--ca", type=Path, metavar="FILE", help="authority of the server's certificate (default: the system's authorities)"
     )
     command.add_argument("--model", metavar="NAME", help="model to send requests to (default: the first that is served)")
     levels = command.add_mutually_exclusive_group()

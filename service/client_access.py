@@ -1,4 +1,4 @@
-"""How our commands that talk to a running service reach it: with which key, and whose certificates they trust."""
+"""The key and the certificate authority with which our commands reach a running service."""
 
 from __future__ import annotations
 
@@ -23,12 +23,10 @@ class ClientAccess(NamedTuple):
     @classmethod
     def read(cls, key_file: Path | None, ca: Path | None) -> ClientAccess:
         """Return the access with the key in a file, or without a file in the environment. Raises SettingsError for a wrong file."""
-        if key_file is None:
-            return cls(_checked(os.environ.get(CLIENT_KEY, ""), CLIENT_KEY), ca)
-        try:
-            return cls(_checked(key_file.read_text(), f"key file {key_file}"), ca)
-        except (OSError, UnicodeDecodeError) as error:
-            raise SettingsError(f"key file {key_file}: {error}") from None
+        access = cls(_key(key_file), ca)
+        if ca is not None:
+            access.tls()
+        return access
 
     @property
     def headers(self) -> dict[str, str]:
@@ -43,10 +41,14 @@ class ClientAccess(NamedTuple):
             raise SettingsError(f"authority {self.ca}: {error}") from None
 
 
-def _checked(text: str, source: str) -> str:
-    """Return a key without the white space around it. Errors do not repeat it."""
-    key = text.strip()
-    if key and not _TOKEN.fullmatch(key):
+def _key(file: Path | None) -> str:
+    """Return the key in a file or in the environment, empty for none. Errors do not repeat it."""
+    source = CLIENT_KEY if file is None else f"key file {file}"
+    try:
+        key = (os.environ.get(CLIENT_KEY, "") if file is None else file.read_text()).strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{source}: {error}") from None
+    if (key or file) and not _TOKEN.fullmatch(key):
         raise SettingsError(
             f"{source} is not one key: it must be one word of ASCII characters, as `seqserve key new` printed it"
         )

@@ -1,6 +1,6 @@
-"""The service opens no connections: neither its Python code, which audit hooks watch, nor its libraries, whose sockets are listed.
+"""The service opens no connections. Audit hooks record the connections of Python code, and a list of sockets shows those of libraries.
 
-The libraries' sockets are listed every few milliseconds, so a connection of a library that is shorter may be missed.
+The sockets are listed every few milliseconds: the test may miss a shorter connection of a library.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def ports(server: Server) -> set[int]:
 
 
 def foreign_sockets(processes: set[int], ports: set[int]) -> set[str]:
-    """Return the sockets that neither listen on one of these ports nor belong to a connection that was accepted there."""
+    """Return the sockets whose local port is not in `ports`: neither listeners of the service nor connections that it accepted."""
     foreign = set()
     for pid in processes:
         with suppress(psutil.NoSuchProcess):

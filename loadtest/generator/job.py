@@ -14,7 +14,7 @@ class Job(msgspec.Struct):
     own. requests: messages, or whole frames of a WebSocket. reader: a name in READERS. expected: the scores of each request; without it,
     every answer must be equal to the first. callers: connections. grace: time for the requests that are open at the end. rate: requests
     a second of an open loop, or 0 for a closed loop. arrivals: a name in ARRIVALS, for an open loop. pids: the processes of the server.
-    tls: whether the server speaks TLS. ca: PEM file of the authority of its certificate, empty for those of the system.
+    tls: whether the server speaks TLS. ca: PEM file of the authority of its certificate, empty for the system's.
     """
 
     transport: str

@@ -60,7 +60,7 @@ class PerfAnalyzerCase:
 
     def command(self, binary: Path, out: Path) -> list[str]:
         windows = ("--measurement-interval", str(WINDOW_MS), "--stability-percentage", str(STABLE_PERCENT))
-        # The program reads headers from its command line only, also those of gRPC.
+        # perf_analyzer reads headers, for gRPC too, from its command line only.
         key = ("-H", f"authorization:Bearer {self.key}") if self.key else ()
         load = ("-m", self.model, "-u", self.address, *FLAGS[self.protocol], "--input-data", str(self.data))
         return [str(binary), *load, "--concurrency-range", str(self.callers), *windows, *key, "-f", str(out)]

@@ -22,7 +22,7 @@ PREFIX_BITS = 64
 
 
 class RefusedKeys:
-    """The wrong keys that one frontend has received, by address."""
+    """Counts the wrong keys that a frontend has received, by address."""
 
     def __init__(self, delay_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         """delay_seconds: how long an answer waits."""

@@ -59,7 +59,7 @@ class StateKeys:
         return _signature(self._secrets[0], parts)
 
     def verify(self, parts: Sequence[bytes | memoryview], signature: bytes) -> bool:
-        """Return whether one of the secrets made this signature of a message. The time does not tell how much of it is right."""
+        """Return whether a secret of the file made this signature of a message. The comparison takes constant time."""
         return any(compare_digest(_signature(secret, parts), signature) for secret in self._secrets)
 
 
@@ -70,7 +70,9 @@ def create(file: Path) -> int:
     """
     count = len(_read(file)) if file.exists() else 0
     if count == MAX_SECRETS:
-        raise SettingsError(f"state key file {file} has {count} secrets, which is the limit: delete one that is not in use")
+        raise SettingsError(
+            f"state key file {file} has {count} secrets, which is the limit: delete a secret that is not in use"
+        )
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

@@ -1,7 +1,7 @@
 """Signs the session states that leave the service, and refuses imported states that it has not signed. Needs the setting `state_keys`.
 
-A signature also covers the tenant, whose sessions alone may continue from the state. It does not cover the id: a state may be imported
-under another id, and more than once.
+A signature also covers the tenant: other tenants cannot import the state. It does not cover the id of the session: a state may be
+imported under another id, and more than once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which answers to wrong keys wait, on a clock of its own."""
+"""Answers to repeated wrong keys wait, within bounds. The clock is a fake."""
 
 from __future__ import annotations
 

@@ -124,5 +124,5 @@ def test_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 
 def test_full_file_takes_no_further_secret(file: Path) -> None:
     assert [create(file) for _ in range(MAX_SECRETS)][-1] == MAX_SECRETS
-    with pytest.raises(SettingsError, match="delete one"):
+    with pytest.raises(SettingsError, match="delete a secret"):
         create(file)

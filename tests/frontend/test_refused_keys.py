@@ -24,7 +24,7 @@ DELAY = 1.0
 
 
 class Guessed(NamedTuple):
-    """A server whose client has sent as many wrong keys as are answered at once, and a valid key."""
+    """A server with a valid key. The client has sent FREE_REFUSALS wrong keys."""
 
     server: Server
     token: str

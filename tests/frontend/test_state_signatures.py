@@ -92,7 +92,7 @@ def test_large_state_is_signed_beside_the_event_loop(keys: StateKeys) -> None:
 def test_nothing_changes_without_secrets(keys: StateKeys) -> None:
     none = StateKeys(Settings())
     assert asyncio.run(signed(none, TENANT, UNSIGNED)) is UNSIGNED
-    assert is_accepted(none, UNSIGNED) and is_accepted(none, sign(keys)), "replicas get the setting one after the other"
+    assert is_accepted(none, UNSIGNED) and is_accepted(none, sign(keys)), "replicas get the setting at different times"
 
 
 class Replicas(NamedTuple):

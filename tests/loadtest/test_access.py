@@ -131,7 +131,13 @@ def test_key_comes_from_the_file_or_else_from_the_environment(tmp_path: Path, mo
     assert settings.load({}, os.environ) == settings.Settings(), "the service starts with the variable"
 
 
-@pytest.mark.parametrize("content", [b"two words", b"a\r\nX-Header: injected", b"\xff", "sécret".encode()])
+def test_missing_authority_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--url", "https://127.0.0.1:9", "--ca", str(tmp_path / "missing"), "--out", str(tmp_path)]
+    assert loadtest(["locust", *flags]) == 2
+    assert f"authority {tmp_path / 'missing'}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [b"", b"two words", b"a\r\nX-Header: injected", b"\xff", "sécret".encode()])
 def test_file_without_one_key_is_refused(content: bytes, tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_bytes(content)

@@ -31,7 +31,7 @@ from service.settings import Settings
 CHECKS = 60_000
 """Of one measurement, in both classes together. They find a difference of 2 ns on a quiet machine, and of 50 ns on a busy one."""
 KEPT = 0.9
-"""Share of the checks that count: the fastest ones of both classes together."""
+"""Share of the checks that count: the fastest checks of both classes together."""
 SUSPICIOUS = 10.0
 """Absolute value of t above which a difference is certain."""
 LOOKUP_NS = 50.0
@@ -50,7 +50,7 @@ def other_than(character: str) -> str:
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A key file with several keys, and one of its keys."""
+    """A key file with several keys, and the token of the fourth key."""
     file = tmp_path_factory.mktemp("timing") / "keys.toml"
     tokens = [keys.create(file, f"key-{number}", [Scope.INFER], "tenant") for number in range(8)]
     return file, tokens[3]
@@ -89,7 +89,7 @@ def t_of(policy: AccessPolicy, first: Wrong, second: Wrong, margin_ns: float) ->
 
 
 def welch(first: list[int], second: list[int], margin: float) -> float:
-    """Return the absolute value of Welch's t of two samples, whose means may differ by the margin."""
+    """Return the absolute value of Welch's t of two samples. The margin is subtracted from the difference of their means."""
     error = sqrt(statistics.variance(first) / len(first) + statistics.variance(second) / len(second))
     return max(0.0, abs(statistics.fmean(first) - statistics.fmean(second)) - margin) / error
 

@@ -118,7 +118,7 @@ def remove_linux() -> None:
 
 
 def record_network() -> None:
-    """Append a line for this process, and one for each event of NETWORK_EVENTS."""
+    """Append a line for this process, and a line for each event of NETWORK_EVENTS."""
     file = os.open(os.environ["NETWORK"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def record(event: str, arguments: tuple[Any, ...]) -> None:
