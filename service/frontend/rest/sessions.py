@@ -87,12 +87,12 @@ def add_routes(router: APIRouter, frontend: Frontend) -> None:
 
 async def _export(frontend: Frontend, caller: Caller, id: str) -> bytes | memoryview:
     state = await frontend.dispatcher.export_session(caller.session(id))
-    return await signed(frontend.state_keys, caller.tenant, state)
+    return await signed(frontend.state_keys, caller.share.tenant, state)
 
 
 async def _import(frontend: Frontend, caller: Caller, id: str, state: bytes) -> None:
     """Open a session from a state. Its signature is checked before anything else of it is read."""
-    await check_signature(frontend.state_keys, caller.tenant, state)
+    await check_signature(frontend.state_keys, caller.share.tenant, state)
     await frontend.dispatcher.import_session(caller.session(id), session_file.read(state), caller.max_sessions)
 
 
