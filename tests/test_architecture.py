@@ -14,7 +14,7 @@ EVERYTHING = {"service", "loadtest"}
 SCHEDULING = {
     *("service.engine.batching.scheduler", "service.engine.batching.batch_builder", "service.engine.batching.model_queue"),
     *("service.engine.batching.request_block", "service.engine.batching.due", "service.engine.execution.cost_model"),
-    *("service.errors", "service.ipc.blocks", "service.ipc.messages"),
+    *("service.engine.batching.fair_shares", "service.errors", "service.ipc.blocks", "service.ipc.messages"),
 }
 """What decides about batches knows neither a device nor a client."""
 MAY_IMPORT: dict[str, set[str]] = {  # the rule with the longest matching name holds; a part may always import from itself
@@ -30,7 +30,8 @@ MAY_IMPORT: dict[str, set[str]] = {  # the rule with the longest matching name h
     "service.modeling.spec": {"service.errors"},
     "service.engine": {"kernels", "service.modeling", *SHARED},
     **{
-        f"service.engine.batching.{name}": SCHEDULING for name in ("scheduler", "batch_builder", "model_queue", "request_block")
+        f"service.engine.batching.{name}": SCHEDULING
+        for name in ("scheduler", "batch_builder", "fair_shares", "model_queue", "request_block")
     },
     "service.quantize": {"kernels", "service.modeling", "service.cores", "service.errors", "service.settings"},
     "service.access": {"service.errors", "service.ipc.messages", "service.settings"},
