@@ -24,6 +24,7 @@ from service.ipc.messages import Manifest
 from service.log import Log
 from service.modeling import spec
 from service.settings import CLIENT_KEY, Settings, load
+from service.supervisor.ports import Addresses
 from service.supervisor.supervisor import Supervisor
 
 EXAMPLE = "How far is it from Denver to Aspen ?"
@@ -53,10 +54,12 @@ def serve(settings: Settings) -> int:
     """Serve until SIGTERM or an interrupt."""
     started = time.monotonic()
 
-    def announce(http: str, grpc: str | None) -> None:
-        address = f"{'https' if settings.tls_cert else 'http'}://{http}"
-        also = f" and for gRPC on {grpc}" if grpc else ""
-        print(f"seqserve is ready on {address}{also} after {time.monotonic() - started:.1f} s. Try it:\n")
+    def announce(addresses: Addresses) -> None:
+        scheme = "https" if settings.tls_cert else "http"
+        address = f"{scheme}://{addresses.http}"
+        others = f" and for gRPC on {addresses.grpc}" if addresses.grpc else ""
+        others += f" and for administration on {scheme}://{addresses.admin}" if addresses.admin else ""
+        print(f"seqserve is ready on {address}{others} after {time.monotonic() - started:.1f} s. Try it:\n")
         print(f"curl -s {address}/infer -H 'Content-Type: application/json' -d '{body}'\n", flush=True)
 
     check_start(settings)
@@ -179,6 +182,10 @@ def _parser() -> argparse.ArgumentParser:
     _setting(command, "--host", help="address to listen on")
     _setting(command, "--port", help="HTTP port; 0 takes a free port")
     _setting(command, "--grpc-port", metavar="PORT", help="gRPC port; 0 takes a free port")
+    _setting(
+        command, "--admin-port", metavar="off|PORT", help="port of its own for administration and metrics; 0 takes a free port"
+    )
+    _setting(command, "--admin-host", metavar="HOST", help="address to listen on for administration and metrics")
     _setting(command, "--device", metavar="auto|cpu|cuda:N,...", help="devices to run on, one engine for each")
     _setting(command, "--frontends", metavar="auto|N", help="number of processes that parse requests")
     _setting(command, "--keys", metavar="FILE", help="TOML file of keys, which requests then need")
@@ -191,6 +198,10 @@ def _parser() -> argparse.ArgumentParser:
     _setting(command, "--debug", action="store_true", help="let clients record batches with POST /debug/trace")
     command.set_defaults(run=serve)
     command = commands.add_parser("infer", parents=[shared], help="run a text model without a server")
+    _setting(
+        command, "--admin-port", metavar="off|PORT", help="port of its own for administration and metrics; 0 takes a free port"
+    )
+    _setting(command, "--admin-host", metavar="HOST", help="address to listen on for administration and metrics")
     _setting(command, "--device", metavar="auto|cpu|cuda:N", help="device to run on")
     command.add_argument("--model", required=True, metavar="NAME")
     command.add_argument("texts", nargs="+", metavar="TEXT")

@@ -55,6 +55,7 @@ REFUSALS = tuple(
 CLOSED_FOR = (
     *("idle", "slow_request", "slow_reader", "too_many", "invalid_request", "headers_too_large", "overloaded"),
     *("too_large", "too_many_frames", "too_many_pings"),
+    *("unauthorized", "forbidden"),
 )
 """Why a frontend closes a connection before the client does."""
 CANCELLED_WHILE = ("waiting", "running")

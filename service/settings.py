@@ -10,6 +10,7 @@ import difflib
 import re
 import tomllib
 from collections.abc import Mapping
+from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -31,8 +32,11 @@ EMBEDDED_MODELS = HERE / "embedded_models" if (HERE / "embedded_models").is_dir(
 """The wheel contains the repository's models inside this package."""
 MAX_INPUTS_CEILING = 4096
 """Largest value of `max_inputs`: each input of a request takes some microseconds of its frontend's event loop."""
+MAX_PORT = 65535
 AUTO: Final = "auto"
 """The service chooses the value by the machine."""
+OFF: Final = "off"
+"""The service does without it."""
 Positive = Annotated[int, Field(gt=0)]
 PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -56,6 +60,13 @@ def _auto_or_number(value: object) -> object:
     return value
 
 
+def _off_or_port(value: object) -> object:
+    """Validate off or a port number: pydantic would report an error for each of the two."""
+    if value != OFF and not (re.fullmatch(r"[0-9]{1,5}", str(value)) and int(str(value)) <= MAX_PORT):
+        raise ValueError(f"use off, or a port from 0 to {MAX_PORT}")
+    return value
+
+
 def _policy(text: str) -> str:
     """Validate a rule that selects versions."""
     if not VERSIONS.fullmatch(text):
@@ -70,12 +81,17 @@ class Settings(BaseModel):
 
     host: str = "127.0.0.1"
     """Address on which the service listens."""
-    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    port: Annotated[int, Field(ge=0, le=MAX_PORT)] = 8000
     """HTTP port; 0 takes a free port, which the ready line names."""
     grpc: bool = True
     """Whether the service also listens for gRPC."""
-    grpc_port: Annotated[int, Field(ge=0, le=65535)] = 8001
+    grpc_port: Annotated[int, Field(ge=0, le=MAX_PORT)] = 8001
     """gRPC port; 0 takes a free port, which the ready line names."""
+    admin_port: Annotated[Literal["off"] | int, BeforeValidator(_off_or_port)] = OFF
+    """HTTP port of its own for loading and unloading models, traces and metrics, which the other ports then lack; 0 takes a free port,
+    which the ready line names."""
+    admin_host: str = "127.0.0.1"
+    """Address on which the service listens for admin_port."""
     grpc_reflection: bool = True
     """Whether gRPC clients may ask which methods and messages there are."""
     tls_cert: str = ""
@@ -201,8 +217,11 @@ class Settings(BaseModel):
 
     @model_validator(mode="after")
     def _limits_fit_together(self) -> Settings:
-        if self.grpc and self.grpc_port == self.port != 0:
-            raise ValueError(f"port and grpc_port are both {self.port}: change one of them")
+        named = {"port": self.port, "grpc_port": self.grpc_port if self.grpc else 0}
+        named["admin_port"] = 0 if self.admin_port == OFF else self.admin_port
+        for (name, port), (other, other_port) in combinations(named.items(), 2):
+            if port == other_port != 0:
+                raise ValueError(f"{name} and {other} are both {port}: change one of them")
         if self.max_inputs > self.max_waiting:
             raise ValueError(f"max_inputs is {self.max_inputs} and max_waiting is {self.max_waiting}: raise max_waiting")
         if self.default_deadline_ms > self.max_deadline_ms:

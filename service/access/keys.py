@@ -81,6 +81,10 @@ class KeyRing:
         """Raises SettingsError for a file that cannot be read or has a wrong table."""
         return cls({id: table.key() for id, table in _read_tables(file).items()})
 
+    def named(self, name: str) -> Caller | None:
+        """Return the caller that the key with this name identifies, None if there is no such key."""
+        return next((key.caller for key in self._keys.values() if key.caller.name == name), None)
+
     def find(self, token: str) -> Caller | None:
         """Return the caller that a token identifies, None for an unknown id or a wrong secret. Both take the same time."""
         if len(token) > MAX_TOKEN_CHARACTERS:

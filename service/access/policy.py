@@ -15,7 +15,7 @@ from service.access.caller import ANYBODY, LOCAL, Caller
 from service.access.keys import KeyRing
 from service.access.modification import modification
 from service.errors import Forbidden, SettingsError, Unauthorized
-from service.settings import Settings
+from service.settings import OFF, Settings
 
 LOOPBACK_NAMES = frozenset(("localhost", "127.0.0.1", "[::1]"))
 ANY_HOST = "*"
@@ -65,6 +65,10 @@ class AccessPolicy:
         self._keys = KeyRing.read(self._file)
         self.generation += 1
 
+    def current(self, caller: Caller) -> Caller | None:
+        """Return a caller with the present rights of its key, None if the key was revoked."""
+        return caller if self._keys is None else self._keys.named(caller.name)
+
     def _caller(self, host: str, authorization: str | None) -> Caller:
         if self._keys is None:
             # Such a service listens on loopback (`check_start`). A proxy there passes on requests of others, with their Host.
@@ -87,11 +91,16 @@ def check_start(settings: Settings) -> None:
     """Raise SettingsError for a service that others can reach and that has no keys, unless it is meant to be insecure."""
     if settings.keys:
         KeyRing.read(Path(settings.keys))
-    elif not settings.insecure and not _is_loopback(settings.host):
-        raise SettingsError(
-            f"host is {settings.host}, which other machines may reach, and the service has no keys: set keys to a file of keys "
-            "(seqserve key new NAME creates one), set insecure to serve everybody, or listen on 127.0.0.1"
-        )
+        return
+    hosts = (
+        {"host": settings.host} if settings.admin_port == OFF else {"host": settings.host, "admin_host": settings.admin_host}
+    )
+    for name, host in hosts.items():
+        if not settings.insecure and not _is_loopback(host):
+            raise SettingsError(
+                f"{name} is {host}, which other machines may reach, and the service has no keys: set keys to a file of keys "
+                "(seqserve key new NAME creates one), set insecure to serve everybody, or listen on 127.0.0.1"
+            )
 
 
 def _listed(names: str) -> set[str]:

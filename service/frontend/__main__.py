@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 
 from service.errors import StartError
-from service.frontend.app import build_app
 from service.frontend.catalog import build_catalog
 from service.frontend.connection_share import ConnectionShare
 from service.frontend.control import Control
@@ -34,8 +33,6 @@ def main() -> None:
         return
     dispatcher = Dispatcher(metrics, settings.channel_bytes, control.ready, len(settings.devices))
     frontend = Frontend(settings, catalog, dispatcher, metrics, log, control, QuotaCounts.open(config.quotas, config.place))
-    application = build_app(frontend)
-    freeze_heap()
     metrics.observe_collections("frontend")
     counts = ConnectionCounts(config.connections)
 
@@ -44,7 +41,8 @@ def main() -> None:
 
     http = shared_port(Port.HTTP, config.http)
     grpc = shared_port(Port.GRPC, config.grpc) if config.grpc >= 0 else None
-    serve(application, frontend, control, http, grpc, is_restart=not config.strict)
+    admin = shared_port(Port.ADMIN, config.admin) if config.admin >= 0 else None
+    serve(frontend, control, http, grpc, admin, is_restart=not config.strict)
 
 
 if __name__ == "__main__":

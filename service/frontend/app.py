@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Set
+from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.routing import Match, Route
+from starlette.routing import BaseRoute, Match, Route, WebSocketRoute
 
 from service import __version__
+from service.access.scopes import Scope
 from service.errors import MethodNotAllowed, ServiceError, UnknownRoute
 from service.frontend import docs_page
 from service.frontend.http_exchange import DirectRoute, respond_error
@@ -17,14 +20,15 @@ from service.frontend.inference import ClientDisconnected, Frontend
 from service.frontend.oip import rest as oip_rest
 from service.frontend.rest import debug, health, infer, models, sessions, websocket
 from service.frontend.rest.schemas import ERRORS
+from service.frontend.scopes import HTTP_SCOPES, scopes_of
 
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status code for a disconnected client."""
 Handler = Callable[[Request, Exception], Awaitable[Response]]
 
 
-def build_app(frontend: Frontend) -> FastAPI:
-    """Return the ASGI application.
+def build_app(frontend: Frontend, scopes: Set[Scope] = frozenset(Scope)) -> FastAPI:
+    """Return the ASGI application. scopes: of the endpoints that it has.
 
     FastAPI routes requests and generates the OpenAPI document; the endpoints read, validate and write by themselves (DirectRoute).
     """
@@ -46,6 +50,9 @@ def build_app(frontend: Frontend) -> FastAPI:
     health.add_routes(router, frontend)
     debug.add_routes(router, frontend)
     docs_page.add_routes(router)
+    router.routes = [route for route in router.routes if _path(route) not in HTTP_SCOPES or scopes_of(_path(route)) <= scopes]
+    if frontend.settings.keys:
+        _describe_keys(app, router)
     app.include_router(router)
 
     if frontend.access.origins:
@@ -61,6 +68,28 @@ def build_app(frontend: Frontend) -> FastAPI:
     app.add_exception_handler(ClientDisconnected, _handle_disconnect)
     app.add_exception_handler(Exception, _internal_error_handler(frontend))
     return app
+
+
+def _describe_keys(app: FastAPI, router: APIRouter) -> None:
+    """Name the key and its scope in the OpenAPI document, so that /docs asks for a key and sends it."""
+    for route in router.routes:
+        needed = scopes_of(_path(route)) - {Scope.PUBLIC} if isinstance(route, APIRoute) else set()
+        if needed:
+            assert isinstance(route, APIRoute)
+            route.openapi_extra = {**(route.openapi_extra or {}), "security": [{"key": sorted(needed)}]}
+    generate = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = generate()
+        document.setdefault("components", {})["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _path(route: BaseRoute) -> str:
+    assert isinstance(route, Route | WebSocketRoute)
+    return route.path
 
 
 def _service_error_handler(frontend: Frontend) -> Handler:

@@ -31,7 +31,6 @@ def add_routes(router: APIRouter) -> None:
     headers = {
         "content-security-policy": _policy(page),
         "referrer-policy": "no-referrer",
-        "x-content-type-options": "nosniff",
         "x-frame-options": "DENY",
     }
 
@@ -44,7 +43,7 @@ def add_routes(router: APIRouter) -> None:
         name = request.path_params["name"]
         if name not in (SCRIPT, STYLE, ICON):
             raise UnknownRoute("no route has this path: see /docs")
-        return FileResponse(_resource(name), headers={"x-content-type-options": "nosniff"})
+        return FileResponse(_resource(name))
 
 
 def _policy(page: bytes) -> str:

@@ -72,8 +72,8 @@ class Endpoint(Protocol):
 class HotPath:
     """What the connections of a frontend share: the endpoints, the known heads of requests and the headers of replies."""
 
-    def __init__(self, frontend: Frontend, infer: Endpoint, oip_infer: Endpoint) -> None:
-        """infer: POST /infer. oip_infer: inference of the Open Inference Protocol."""
+    def __init__(self, frontend: Frontend, infer: Endpoint | None = None, oip_infer: Endpoint | None = None) -> None:
+        """infer: POST /infer. oip_infer: inference of the Open Inference Protocol. None where the port has no such endpoint."""
         self.frontend = frontend
         self.heads = RequestHeads(frontend.settings.max_headers, frontend.access)
         self._infer = infer

@@ -32,6 +32,7 @@ from service.frontend.decoder.client import BodyDecoder
 from service.frontend.dispatch.connection import Answered, PendingRequest, Receiver
 from service.frontend.dispatch.dispatcher import Dispatcher
 from service.frontend.large_answers import LargeAnswers
+from service.frontend.open_streams import OpenStreams
 from service.frontend.quotas import QuotaLedger
 from service.frontend.tls import TlsContexts
 from service.ipc.messages import IndexEntry, Manifest, ModelKey, Request
@@ -83,6 +84,7 @@ class Frontend:
     draining: bool = False
     access: AccessPolicy = field(init=False)
     quotas: QuotaLedger = field(init=False)
+    streams: OpenStreams = field(init=False)
     refused_keys: RefusedKeys = field(init=False)
     state_keys: StateKeys = field(init=False)
     tls: TlsContexts = field(init=False)
@@ -93,6 +95,7 @@ class Frontend:
     def __post_init__(self) -> None:
         self.access = AccessPolicy(self.settings)
         self.quotas = QuotaLedger(self.quota_counts)
+        self.streams = OpenStreams(self.access)
         self.refused_keys = RefusedKeys(self.settings.refused_key_seconds)
         self.state_keys = StateKeys(self.settings)
         self.tls = TlsContexts(self.settings)

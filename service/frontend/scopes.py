@@ -39,6 +39,16 @@ HTTP_SCOPES: Mapping[str, Scope | Mapping[str, Scope]] = {
 """By path, or by path and method. A path that is missing here cannot be added to the service. Endpoints of Triton that the service does
 not have answer as inference does."""
 
+ADMIN_PORT_SCOPES = frozenset((Scope.ADMIN, Scope.DEBUG, Scope.METRICS))
+"""With an admin port, endpoints with these scopes are there, and nowhere else."""
+
+
+def scopes_of(path: str) -> frozenset[Scope]:
+    """Return the scopes of the methods of an HTTP path."""
+    scopes = HTTP_SCOPES[path]
+    return frozenset((scopes,)) if isinstance(scopes, Scope) else frozenset(scopes.values())
+
+
 GRPC_SCOPES: Mapping[str, Scope] = {
     "ServerLive": Scope.PUBLIC,
     "ServerReady": Scope.PUBLIC,

@@ -7,11 +7,14 @@ import logging
 import signal
 import socket
 from collections.abc import Callable
+from typing import NamedTuple
 
 import uvicorn
 from fastapi import FastAPI
 
+from service.access.scopes import Scope
 from service.errors import SettingsError
+from service.frontend.app import build_app
 from service.frontend.connection_guard import ConnectionGuard, GuardedConnection
 from service.frontend.control import Control
 from service.frontend.hot_calls import RequestTally
@@ -21,7 +24,9 @@ from service.frontend.listener import Listener, SharedPort
 from service.frontend.oip.grpc_server import GrpcServer
 from service.frontend.oip.hot_infer import HotOipInfer
 from service.frontend.rest.infer import HotInfer
+from service.frontend.scopes import ADMIN_PORT_SCOPES
 from service.frontend.websocket_protocol import WebSocketProtocol
+from service.ipc.process_config import freeze_heap
 from service.log import Log
 
 ENGINE_WAIT_SECONDS = 1.0
@@ -30,7 +35,15 @@ PING_SECONDS = 20.0
 """Interval of WebSocket pings, and the wait for a pong before the socket is closed."""
 TICKS_PER_SECOND = 10
 """Calls of uvicorn's `on_tick`."""
+ADMIN_CONNECTIONS = 16
 INVALID_HTTP = "Invalid HTTP request received."
+
+
+class AdminPort(NamedTuple):
+    """The admin port, and uvicorn's configuration with its application."""
+
+    port: SharedPort
+    config: uvicorn.Config
 
 
 class FrontendServer(uvicorn.Server):
@@ -38,6 +51,9 @@ class FrontendServer(uvicorn.Server):
 
     A restarted frontend (`is_restart`) accepts no connection before it has met an engine: clients wait in the socket's backlog instead
     of getting 503.
+
+    The admin port has an application of its own. It may have ADMIN_CONNECTIONS more than a frontend may have otherwise, so that a frontend
+    whose connections are all in use can still be reached there.
     """
 
     def __init__(
@@ -47,20 +63,20 @@ class FrontendServer(uvicorn.Server):
         frontend: Frontend,
         http: SharedPort,
         grpc: SharedPort | None,
+        admin: AdminPort | None,
         *,
         is_restart: bool,
     ) -> None:
-        """grpc: None without gRPC."""
+        """grpc, admin: None without these ports."""
         super().__init__(config)
         self._is_restart = is_restart
-        self._listener = Listener(
-            http,
-            self._make_protocol,
-            self._make_room,
-            lambda: len(self.server_state.connections),
-            lambda: frontend.tls.http,
-        )
         self._hot_path = build_hot_path(frontend)
+        self._listeners = [self._listen(http, config, self._hot_path, self._make_room)]
+        self._paths = [self._hot_path]
+        if admin is not None:
+            admin_path = HotPath(frontend)
+            self._listeners.append(self._listen(admin.port, admin.config, admin_path, self._make_admin_room))
+            self._paths.append(admin_path)
         self._guard = ConnectionGuard(frontend.settings, frontend.metrics, self._connections)
         self._control = control
         self._frontend = frontend
@@ -73,7 +89,8 @@ class FrontendServer(uvicorn.Server):
             self._control.listen(self._frontend)
             await self._frontend.dispatcher.wait_for_engine(ENGINE_WAIT_SECONDS)
         await super().startup([])  # without sockets: the listener accepts instead of uvicorn
-        self._listener.open()
+        for listener in self._listeners:
+            listener.open()
         if self._grpc is not None:
             self._grpc.open()
         if not self._is_restart:
@@ -82,7 +99,8 @@ class FrontendServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop accepting connections, and wait for open requests until the drain deadline."""
         self._frontend.draining = True
-        self._listener.close()
+        for listener in self._listeners:
+            listener.close()
         closing = [super().shutdown(sockets)]
         if self._grpc is not None:
             closing.append(self._grpc.close())
@@ -91,7 +109,8 @@ class FrontendServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Apply the connections' limits of time once a second: timers of each connection would cost more than its requests."""
-        self._listener.publish()
+        for listener in self._listeners:
+            listener.publish()
         if self._grpc is not None:
             self._grpc.publish()
         if counter % TICKS_PER_SECOND == 0:
@@ -113,7 +132,9 @@ class FrontendServer(uvicorn.Server):
         except SettingsError as error:
             self._frontend.log.capped("error", "keys not reloaded", error=str(error))
         if access.generation != before:
-            self._hot_path.heads.forget()
+            for path in self._paths:
+                path.heads.forget()
+            self._frontend.streams.recheck()
             self._frontend.log.info("keys reloaded")
 
     def _reload(self, name: str, reload: Callable[[], bool]) -> None:
@@ -130,12 +151,26 @@ class FrontendServer(uvicorn.Server):
         return [*http, *self._grpc.connections] if self._grpc is not None else [*http]
 
     def _make_room(self, connecting: int) -> bool:
-        grpc_connections = len(self._grpc.connections) if self._grpc is not None else 0
-        return self._guard.make_room(len(self.server_state.connections) + grpc_connections, connecting)
+        return self._guard.make_room(self._open_connections, connecting)
 
-    def _make_protocol(self) -> asyncio.Protocol:
-        """Return a protocol for one connection, as uvicorn's own startup creates it."""
-        return HttpProtocol(self.config, self.server_state, self.lifespan.state, hot_path=self._hot_path)
+    def _make_admin_room(self, connecting: int) -> bool:
+        return self._guard.make_room(self._open_connections - ADMIN_CONNECTIONS, connecting)
+
+    @property
+    def _open_connections(self) -> int:
+        return len(self.server_state.connections) + (len(self._grpc.connections) if self._grpc is not None else 0)
+
+    def _listen(
+        self, port: SharedPort, config: uvicorn.Config, hot_path: HotPath, make_room: Callable[[int], bool]
+    ) -> Listener:
+        """Return a listener for HTTP, with protocols as uvicorn's own startup creates them."""
+
+        def make_protocol() -> asyncio.Protocol:
+            return HttpProtocol(config, self.server_state, self.lifespan.state, hot_path=hot_path)
+
+        return Listener(
+            port, make_protocol, make_room, lambda: len(self.server_state.connections), lambda: self._frontend.tls.http
+        )
 
 
 def build_hot_path(frontend: Frontend) -> HotPath:
@@ -162,13 +197,31 @@ class _JsonLogHandler(logging.Handler):
 
 
 def serve(
-    app: FastAPI, frontend: Frontend, control: Control, http: SharedPort, grpc: SharedPort | None, *, is_restart: bool
+    frontend: Frontend,
+    control: Control,
+    http: SharedPort,
+    grpc: SharedPort | None,
+    admin: SharedPort | None,
+    *,
+    is_restart: bool,
 ) -> None:
-    """Serve until SIGTERM, with gRPC if it has a port. Requests then have `drain_seconds` to finish."""
+    """Serve until SIGTERM, with gRPC and administration if they have ports. Requests then have `drain_seconds` to finish."""
     frontend.metrics.start(model.key.labels for model in frontend.catalog.served)
     for logger in ("uvicorn.error", "grpc", "asyncio"):
         logging.getLogger(logger).addHandler(_JsonLogHandler(frontend.log))
-    config = uvicorn.Config(
+    if admin is None:
+        config, admin_port = _config(frontend, build_app(frontend)), None
+    else:
+        config = _config(frontend, build_app(frontend, frozenset(Scope) - ADMIN_PORT_SCOPES))
+        admin_port = AdminPort(admin, _config(frontend, build_app(frontend, ADMIN_PORT_SCOPES | {Scope.PUBLIC})))
+        admin_port.config.load()  # uvicorn loads only its own
+    freeze_heap()
+    server = FrontendServer(config, control, frontend, http, grpc, admin_port, is_restart=is_restart)
+    server.run(sockets=[http.listening])
+
+
+def _config(frontend: Frontend, app: FastAPI) -> uvicorn.Config:
+    return uvicorn.Config(
         app,
         http=HttpProtocol,
         loop="uvloop",
@@ -179,9 +232,8 @@ def serve(
         lifespan="off",
         log_config=None,
         access_log=False,
+        headers=[("x-content-type-options", "nosniff")],
         server_header=False,
         timeout_keep_alive=round(max(1, frontend.settings.idle_seconds)),
         timeout_graceful_shutdown=max(1, round(frontend.settings.drain_seconds)),
     )
-    server = FrontendServer(config, control, frontend, http, grpc, is_restart=is_restart)
-    server.run(sockets=[http.listening])

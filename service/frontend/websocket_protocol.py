@@ -27,7 +27,7 @@ from websockets.protocol import State
 from websockets.server import ServerProtocol
 from websockets.streams import StreamReader
 
-from service.errors import InvalidRequest, Overloaded, TooLarge
+from service.errors import InvalidRequest, Overloaded, ServiceError, TooLarge
 from service.frontend.connection_guard import Phase, UnreadBytes
 from service.frontend.http_protocol import MAX_WAITING_BYTES, HotPath
 
@@ -378,6 +378,10 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         if size > MAX_WAITING_BYTES and bodies.held_bytes > limit and not self.close_sent:
             reason = f"incomplete messages hold more than SEQSERVE_MAX_RECEIVING_BYTES, which is {limit}: retry later"
             self._close_for(Overloaded.code, CloseCode.TRY_AGAIN_LATER, reason)
+
+    def revoke(self, error: ServiceError) -> None:
+        """Close the socket of a caller that has lost its right."""
+        self._close_for(error.code, CloseCode.POLICY_VIOLATION, error.message)
 
     def _close_for(self, reason: str, code: CloseCode, text: str) -> None:
         """Close a connection that exceeds a limit. reason: for the metric. text: for the client, up to 123 bytes."""

@@ -17,6 +17,7 @@ class Port(IntEnum):
 
     HTTP = 0
     GRPC = 1
+    ADMIN = 2
 
 
 class ConnectionCounts:

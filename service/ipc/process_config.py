@@ -29,9 +29,9 @@ DEVICE_LOST = 70
 class ProcessConfig(msgspec.Struct, frozen=True):
     """What a child reads from its standard input: settings as JSON, its parent's process id, and inherited descriptors.
 
-    `place` is the child's number, counted from 0 in each role: an engine runs on the device with this number in the settings. `http` and
-    `grpc` are the listening sockets of a frontend, and `connections` and `quotas` are the files of its ConnectionCounts and QuotaCounts.
-    `manifest` names the models to serve; with `strict`, a model that cannot be loaded fails the start.
+    `place` is the child's number, counted from 0 in each role: an engine runs on the device with this number in the settings. `http`,
+    `grpc` and `admin` are the listening sockets of a frontend, and `connections` and `quotas` are the files of its ConnectionCounts and
+    QuotaCounts. `manifest` names the models to serve; with `strict`, a model that cannot be loaded fails the start.
     """
 
     parent: int
@@ -41,6 +41,7 @@ class ProcessConfig(msgspec.Struct, frozen=True):
     compute_threads: int = 1
     http: int = -1
     grpc: int = -1
+    admin: int = -1
     connections: int = -1
     quotas: int = -1
     heartbeat: int = -1
@@ -74,7 +75,16 @@ class ProcessConfig(msgspec.Struct, frozen=True):
     @property
     def descriptors(self) -> list[int]:
         """Return the descriptors that the child inherits."""
-        inherited = (self.control, self.http, self.grpc, self.connections, self.quotas, self.heartbeat, self.journal)
+        inherited = (
+            self.control,
+            self.http,
+            self.grpc,
+            self.admin,
+            self.connections,
+            self.quotas,
+            self.heartbeat,
+            self.journal,
+        )
         return [descriptor for descriptor in inherited if descriptor >= 0]
 
     def read_settings(self) -> Settings:

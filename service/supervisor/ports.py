@@ -3,21 +3,64 @@
 from __future__ import annotations
 
 import socket
+from contextlib import ExitStack
 from ipaddress import ip_address
+from typing import NamedTuple
 
 from service.errors import StartError
-from service.settings import Settings
+from service.settings import OFF, Settings
 
 BACKLOG = 2048
 
 
-def open_http(settings: Settings) -> socket.socket:
-    """Return the listening HTTP socket; raises StartError."""
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    return _listen(family, settings.host, settings.port, "choose another with --host or --port")
+class ListeningSockets(NamedTuple):
+    """The sockets of the service. grpc, admin: None without these ports."""
+
+    http: socket.socket
+    grpc: socket.socket | None
+    admin: socket.socket | None
+
+    def close(self) -> None:
+        for listening in self:
+            if listening is not None:
+                listening.close()
 
 
-def open_grpc(settings: Settings) -> socket.socket:
+class Addresses(NamedTuple):
+    """Host and port of each listening socket for clients. grpc, admin: None without these ports."""
+
+    http: str
+    grpc: str | None
+    admin: str | None
+
+
+def open_sockets(settings: Settings) -> ListeningSockets:
+    """Return the listening sockets; raises StartError."""
+    with ExitStack() as on_error:
+        http = on_error.enter_context(_open_http(settings.host, settings.port, "choose another with --host or --port"))
+        grpc = on_error.enter_context(_open_grpc(settings)) if settings.grpc else None
+        admin = None
+        if settings.admin_port != OFF:
+            admin = _open_http(settings.admin_host, settings.admin_port, "choose another with --admin-host or --admin-port")
+        on_error.pop_all()
+    return ListeningSockets(http, grpc, admin)
+
+
+def addresses(sockets: ListeningSockets, settings: Settings) -> Addresses:
+    """Return where clients find the service."""
+    http, grpc, admin = sockets
+    return Addresses(
+        _address(http, settings.host),
+        None if grpc is None else _address(grpc, settings.host),
+        None if admin is None else _address(admin, settings.admin_host),
+    )
+
+
+def _open_http(host: str, port: int, way_out: str) -> socket.socket:
+    return _listen(socket.AF_INET6 if ":" in host else socket.AF_INET, host, port, way_out)
+
+
+def _open_grpc(settings: Settings) -> socket.socket:
     """Return the listening gRPC socket, which accepts IPv4 and IPv6 on a wildcard address; raises StartError."""
     way_out = "choose another with --grpc-port, or disable gRPC with SEQSERVE_GRPC=0"
     dual = _is_wildcard(settings.host) and socket.has_dualstack_ipv6()
@@ -25,11 +68,11 @@ def open_grpc(settings: Settings) -> socket.socket:
     return _listen(family, settings.host, settings.grpc_port, way_out, dual=dual)
 
 
-def address(listening: socket.socket, settings: Settings) -> str:
-    """Return host and port of a listening socket for clients."""
+def _address(listening: socket.socket, named: str) -> str:
+    """Return host and port of a listening socket. named: the host in the settings."""
     host, port = listening.getsockname()[:2]
     if host == "::":
-        host = settings.host or host  # of both families
+        host = named or host  # of both families
     return f"{f'[{host}]' if ':' in host else host}:{port}"
 
 

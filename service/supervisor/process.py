@@ -21,6 +21,7 @@ from service.ipc.rpc import Rpc
 from service.ipc.session_journal import SessionJournal
 from service.metrics import Snapshot
 from service.settings import Settings
+from service.supervisor.ports import ListeningSockets
 
 R = TypeVar("R", bound=Reply)
 ENGINE, FRONTEND = "engine", "frontend"
@@ -158,8 +159,7 @@ def start(
     settings: Settings,
     handle_message: Callable[[Child, Frame], None],
     *,
-    http: int,
-    grpc: int,
+    sockets: ListeningSockets,
     connections: int,
     quotas: int,
     compute_threads: int,
@@ -170,8 +170,8 @@ def start(
 ) -> Child:
     """Start a process; raises OSError, with nothing left behind, when the system lacks the resources.
 
-    Its first heartbeat is due when its models must be loaded. http, grpc: descriptors of the ports, for frontends, and connections, quotas
-    of their ConnectionCounts and QuotaCounts; cores: to which the process is pinned, None for all; journal: session ids of the previous
+    Its first heartbeat is due when its models must be loaded. sockets: of frontends; connections, quotas: descriptors of their
+    ConnectionCounts and QuotaCounts; cores: to which the process is pinned, None for all; journal: session ids of the previous
     engine; strict: a model that cannot be loaded fails the start.
     """
     role, _, place = name.partition("-")
@@ -187,8 +187,7 @@ def start(
             settings=settings.model_dump_json(),
             control=far.fileno(),
             place=int(place),
-            http=http if role == FRONTEND else -1,
-            grpc=grpc if role == FRONTEND else -1,
+            **(_descriptors(sockets) if role == FRONTEND else {}),
             connections=connections if role == FRONTEND else -1,
             quotas=quotas if role == FRONTEND else -1,
             compute_threads=compute_threads,
@@ -205,6 +204,11 @@ def start(
         child = Child(name, process, Channel(near), heartbeat, handle_message)
         on_error.pop_all()
     return child
+
+
+def _descriptors(sockets: ListeningSockets) -> dict[str, int]:
+    """Return the descriptors of the open sockets, by field of ProcessConfig."""
+    return {name: listening.fileno() for name, listening in sockets._asdict().items() if listening is not None}
 
 
 def connect(frontend: Child, engine: Child) -> None:

@@ -27,6 +27,7 @@ from service.settings import Settings
 from service.supervisor import numa, ports
 from service.supervisor.metrics_aggregator import MetricsAggregator
 from service.supervisor.placement import place_processes
+from service.supervisor.ports import Addresses
 from service.supervisor.process import ENGINE, FRONTEND, Child, connect, start
 from service.supervisor.reload import ModelReloader
 from service.supervisor.repository import Repository
@@ -41,9 +42,9 @@ KILL_MARGIN_SECONDS = 1.0
 
 
 class Supervisor:
-    """`serve` runs the service. `announce` is called once, with the addresses of HTTP and gRPC, when all processes are ready."""
+    """`serve` runs the service. `announce` is called once, when all processes are ready."""
 
-    def __init__(self, settings: Settings, log: Log, announce: Callable[[str, str | None], None]) -> None:
+    def __init__(self, settings: Settings, log: Log, announce: Callable[[Addresses], None]) -> None:
         """Raises StartError when the models folder cannot be served or a port is taken."""
         self._settings = settings
         self._log = log
@@ -84,8 +85,7 @@ class Supervisor:
         self._journals = {name: SessionJournal(journal_records(settings)) for name in self._engine_names}
         self._connection_counts = ConnectionCounts.create(self._placement.frontends)
         self._quota_counts = QuotaCounts.create(self._placement.frontends)
-        self._http = ports.open_http(settings)
-        self._grpc = ports.open_grpc(settings) if settings.grpc else None
+        self._sockets = ports.open_sockets(settings)
 
     @property
     def manifest(self) -> Manifest:
@@ -131,7 +131,7 @@ class Supervisor:
 
     async def _end(self) -> None:
         """End all processes and free what the supervisor holds."""
-        self._close_ports()
+        self._sockets.close()
         self._model_reloader.close()
         for call in self._calls.values():
             call.cancel()
@@ -174,8 +174,7 @@ class Supervisor:
             name,
             self._settings,
             self._handle_message,
-            http=self._http.fileno(),
-            grpc=self._grpc.fileno() if self._grpc is not None else -1,
+            sockets=self._sockets,
             connections=self._connection_counts.descriptor,
             quotas=self._quota_counts.descriptor,
             compute_threads=self._placement.compute_threads,
@@ -253,7 +252,7 @@ class Supervisor:
         if not self._announced and len(ready) == len(self._names):
             self._announced = True
             try:
-                self._announce(ports.address(self._http, self._settings), self._grpc_address)
+                self._announce(ports.addresses(self._sockets, self._settings))
             except OSError as error:
                 self._log.warning("standard output cannot be written", error=str(error))
 
@@ -335,7 +334,7 @@ class Supervisor:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._interrupted.wait(), self._settings.lame_duck_seconds)
         self._frontends_closed = True
-        self._close_ports()
+        self._sockets.close()
         for frontend in self._frontends:
             frontend.process.terminate()
         draining = [running[frontend.name] for frontend in self._frontends]
@@ -344,18 +343,9 @@ class Supervisor:
         for frontend in self._frontends:
             frontend.kill("ended")
 
-    def _close_ports(self) -> None:
-        self._http.close()
-        if self._grpc is not None:
-            self._grpc.close()
-
     @property
     def _frontends(self) -> list[Child]:
         return [child for child in self._children.values() if child.role == FRONTEND]
-
-    @property
-    def _grpc_address(self) -> str | None:
-        return None if self._grpc is None else ports.address(self._grpc, self._settings)
 
     def _forget_model(self, key: ModelKey) -> None:
         self._metrics_aggregator.forget_model(*key.labels)

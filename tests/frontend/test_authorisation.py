@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from queue import Queue
 from typing import Any, NamedTuple, cast
 
 import grpc
 import httpx
+import numpy as np
 import pytest
+import tritonclient.grpc as triton
 from fastapi.routing import APIRoute, iter_route_contexts
 from starlette.routing import Route, WebSocketRoute
-from websockets.exceptions import InvalidStatus
+from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
 from service.access.keys import create
@@ -230,6 +234,69 @@ def test_revoked_key_ends_and_new_key_begins(guarded: Guarded) -> None:
     guarded.file.write_text(text[: text.index(f"[{token.partition('.')[0]!r}]")])
     eventually(lambda: [guarded.infer(token).status_code for _ in range(6)] == [401] * 6)
     assert guarded.infer(guarded.tenants["sales"]).status_code == 200
+
+
+def test_revoked_key_ends_its_open_streams(guarded: Guarded) -> None:
+    """A stream of another key, and one whose key keeps its rights, stay open."""
+    before = guarded.file.read_text()
+    token = create(guarded.file, "brief", [Scope.INFER, Scope.SESSION], "brief")
+    eventually(lambda: [guarded.infer(token).status_code for _ in range(6)] == [200] * 6)
+    url = guarded.server.address.replace("http", "ws") + "/stream?model=sensors"
+    with ExitStack() as stack:
+        ended, kept = (
+            stack.enter_context(connect(url, additional_headers=bearer(key))) for key in (token, guarded.tenants["sales"])
+        )
+        client = stack.enter_context(triton.InferenceServerClient(guarded.server.grpc))
+        results: Queue[Any] = Queue()
+        client.start_stream(lambda _, error: results.put(error), headers=bearer(token))
+        tensor = triton.InferInput("inputs", [1, 1, 3], "FP32").set_data_from_numpy(np.ones((1, 1, 3), np.float32))
+        client.async_stream_infer("sensors", [tensor])
+        assert results.get(timeout=60) is None
+        guarded.file.write_text(before)
+        with pytest.raises(ConnectionClosed) as closed:
+            ended.recv(timeout=60)
+        assert closed.value.rcvd is not None
+        assert (closed.value.rcvd.code, closed.value.rcvd.reason) == (
+            1008,
+            "the key brief was revoked: connect with another key",
+        )
+        assert "the key brief was revoked" in str(results.get(timeout=60))
+        kept.send('{"input": [[1, 2, 3]]}')
+        assert '"outputs"' in str(kept.recv(timeout=60))
+
+
+def test_document_names_the_scope_of_each_endpoint(guarded: Guarded) -> None:
+    document = guarded.server.client.get("/openapi.json").json()
+    assert document["components"]["securitySchemes"] == {"key": {"type": "http", "scheme": "bearer"}}
+    for path, methods in document["paths"].items():
+        for method, described in methods.items():
+            scopes = HTTP_SCOPES[next(known for known in HTTP_SCOPES if known.replace(":path", "") == path)]
+            expected = {scopes} if isinstance(scopes, Scope) else set(scopes.values())
+            named = {scope for each in described.get("security", []) for scope in each["key"]}
+            assert named == expected - {Scope.PUBLIC}, (method, path)
+
+
+@pytest.mark.parametrize(("method", "path"), ENDPOINTS)
+def test_browsers_do_not_guess_the_type_of_an_answer(method: str, path: str, guarded: Guarded) -> None:
+    for key in (None, guarded.scoped.get(scope_of(method, path))):
+        answer = guarded.send(method, re.sub(r"\{\w+(:path)?\}", "1", path), key)
+        assert answer.headers.get_list("x-content-type-options") == ["nosniff"]
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"POST /infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999999999999\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"A: b\r\n" * 200 + b"\r\n",
+        b"not HTTP\r\n\r\n",
+        b"POST /infer HTTP/1.1\r\nHost: evil.example\r\nContent-Length: 2\r\nOrigin: http://evil.example\r\n\r\n{}",
+    ],
+)
+def test_refusals_of_the_protocol_have_the_headers_of_all_answers(request_bytes: bytes, guarded: Guarded) -> None:
+    with raw_websocket.connection(guarded.server) as client:
+        client.sendall(request_bytes)
+        head = client.recv(1 << 16).partition(b"\r\n\r\n")[0].lower()
+    assert head.startswith(b"http/1.1 4") and head.count(b"x-content-type-options: nosniff") == 1
 
 
 def test_administration_and_refusals_are_logged(guarded: Guarded) -> None:

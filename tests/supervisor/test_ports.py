@@ -31,27 +31,35 @@ def reached(listening: socket.socket) -> set[str]:
 def test_an_address_is_listened_on_alone(host: str) -> None:
     if host == "::1" and not socket.has_dualstack_ipv6():
         pytest.skip("IPv6 is missing")
-    settings = Settings(host=host, port=0, grpc_port=0)
-    for open_port in (ports.open_http, ports.open_grpc):
-        with closing(open_port(settings)) as listening:
-            assert reached(listening) == {host}
+    settings = Settings(host=host, port=0, grpc_port=0, admin_port=0, admin_host=host)
+    with closing(ports.open_sockets(settings)) as sockets:
+        for listening, address in zip(sockets, ports.addresses(sockets, settings), strict=True):
+            assert listening is not None and reached(listening) == {host}
             shown = f"[{host}]" if ":" in host else host
-            assert ports.address(listening, settings) == f"{shown}:{listening.getsockname()[1]}"
+            assert address == f"{shown}:{listening.getsockname()[1]}"
+
+
+def test_ports_are_left_out_by_settings() -> None:
+    settings = Settings(port=0, grpc=False)
+    with closing(ports.open_sockets(settings)) as sockets:
+        assert sockets[1:] == ports.addresses(sockets, settings)[1:] == (None, None)
 
 
 @pytest.mark.parametrize("host", ["", "0.0.0.0", "::"])
 def test_grpc_accepts_both_families_on_a_wildcard_address(host: str) -> None:
-    settings = Settings(host=host, grpc_port=0)
-    with closing(ports.open_grpc(settings)) as listening:
-        assert reached(listening) == (BOTH if socket.has_dualstack_ipv6() else {"127.0.0.1"})
+    settings = Settings(host=host, port=0, grpc_port=0)
+    with closing(ports.open_sockets(settings)) as sockets:
+        assert sockets.grpc is not None
+        assert reached(sockets.grpc) == (BOTH if socket.has_dualstack_ipv6() else {"127.0.0.1"})
+        address = ports.addresses(sockets, settings).grpc
         if host:
-            assert ports.address(listening, settings).rpartition(":")[0].strip("[]") == host
+            assert address is not None and address.rpartition(":")[0].strip("[]") == host
 
 
 def test_port_in_use_is_refused_with_the_way_out() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(StartError, match=f"cannot listen on 127.0.0.1 port {port}: .*--port"):
-            ports.open_http(Settings(port=port, grpc_port=0))
-        with pytest.raises(StartError, match=f"cannot listen on 127.0.0.1 port {port}: .*--grpc-port"):
-            ports.open_grpc(Settings(port=0, grpc_port=port))
+        for name in ("port", "grpc_port", "admin_port"):
+            settings = Settings.model_validate({"port": 0, "grpc_port": 0, name: port})
+            with pytest.raises(StartError, match=f"cannot listen on 127.0.0.1 port {port}: .*--{name.replace('_', '-')}"):
+                ports.open_sockets(settings)

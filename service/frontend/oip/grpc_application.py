@@ -17,7 +17,7 @@ import grpc
 
 from service.access.caller import ANYBODY, Caller
 from service.access.scopes import Scope
-from service.errors import InvalidRequest, RequestTimeout, ServiceError, Unauthorized, Unavailable
+from service.errors import InvalidRequest, RequestTimeout, ServiceError, Unauthorized, Unavailable, Unsupported
 from service.frontend.access_log import record
 from service.frontend.hot_calls import RequestTally
 from service.frontend.http2.header_blocks import RequestFields
@@ -38,8 +38,8 @@ from service.frontend.oip.grpc_wire import (
     trailers_only,
 )
 from service.frontend.oip.protobuf import SERVICE
-from service.frontend.scopes import grpc_scope
-from service.settings import Settings
+from service.frontend.scopes import ADMIN_PORT_SCOPES, grpc_scope
+from service.settings import OFF, Settings
 
 INFER_PATH = f"/{SERVICE}/ModelInfer"
 CONTENT_TYPE = b"application/grpc"
@@ -193,6 +193,8 @@ class GrpcApplication:
             if scope is not Scope.PUBLIC:
                 caller = self._identify(request)
                 caller.require(scope)
+            if scope in ADMIN_PORT_SCOPES and self._frontend.settings.admin_port != OFF:
+                raise Unsupported("models are loaded and unloaded on the admin port of this service, over HTTP: use that port")
         except ServiceError as error:
             record(self._frontend, caller, scope, fields.path, peer, error.code)
             delay = self._frontend.refused_keys.delay(peer) if isinstance(error, Unauthorized) and _has_key(request) else 0.0
@@ -214,6 +216,9 @@ class GrpcApplication:
         task = call.start(self._frontend, self._shutdown)
         self._calls[task] = call
         task.add_done_callback(self._calls.pop)
+        if route.method.request_streaming:
+            self._frontend.streams.add(call)
+            task.add_done_callback(lambda _: self._frontend.streams.discard(call))
         stream.handler = call
         return call
 

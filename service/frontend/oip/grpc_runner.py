@@ -56,7 +56,7 @@ class Work(NamedTuple):
 
 
 class GrpcCall:
-    """A call. deadline: monotonic time in seconds, infinite for none."""
+    """A call, which is an OpenStream if its client sends several messages. deadline: monotonic time in seconds, infinite for none."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class GrpcCall:
         self._fields = work.fields
         self._deadline = deadline
         self._method = work.method
-        self._scope = work.scope
+        self.scope = work.scope
         self.caller = work.caller
         self._reader = reader
         self._max_bytes = max_bytes
@@ -97,6 +97,9 @@ class GrpcCall:
         """Cancel the handler, and end the call with a status if the client still waits for one."""
         self._cancel_status = status
         self._task.cancel()
+
+    def revoke(self, error: ServiceError) -> None:
+        self.cancel(error_status(error))
 
     # The stream.
 
@@ -157,8 +160,8 @@ class GrpcCall:
             status = error_status(frontend.internal_error(error))
         finally:
             self._reader.close()
-        if self._scope in AUDITED:
-            record(frontend, self.caller, self._scope, self._fields.path, self._stream.peer, status.code.name.lower())
+        if self.scope in AUDITED:
+            record(frontend, self.caller, self.scope, self._fields.path, self._stream.peer, status.code.name.lower())
         self._end(status)
 
     async def _call_method(self) -> None:

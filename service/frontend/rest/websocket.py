@@ -180,14 +180,16 @@ async def serve_socket(frontend: Frontend, chunks: HotChunks, socket: WebSocket)
     query.check_options(model.spec, frontend.settings)
     await socket.accept()
     stream = _ChunkStream(frontend, chunks, socket, query, model.key.labels, entry.caller)
+    frontend.streams.add(stream)
     try:
         await stream.run()
     finally:
+        frontend.streams.discard(stream)
         await stream.leave()
 
 
 class _ChunkStream:
-    """The chunks of one socket, answered in their order.
+    """An OpenStream: the chunks of one socket, answered in their order.
 
     The first chunk starts or continues the session. Every later chunk only continues it unless the message has `start`, so a session
     that was lost never restarts by accident. A chunk that starts or ends the session is answered before the next chunk leaves for the
@@ -205,13 +207,14 @@ class _ChunkStream:
     ) -> None:
         """labels: the metric labels of messages that cannot be parsed."""
         self._frontend = frontend
+        self.scope = Scope.SESSION
         self._chunks = chunks
         self._socket = socket
         self._connection: WebSocketProtocol = socket.scope["extensions"][SOCKET]
         self._query = query
         self._session = query.session or RESERVED_SESSION_PREFIX + uuid.uuid4().hex
         self._labels = labels
-        self._caller = caller
+        self.caller = caller
         self.model: ServedModel | None = None
         """The model that answered the latest chunk: the session belongs to it."""
         self._begun = False
@@ -235,6 +238,9 @@ class _ChunkStream:
             with suppress(WebSocketDisconnect):
                 await self._socket.close(CloseCode.SERVICE_RESTART)
 
+    def revoke(self, error: ServiceError) -> None:
+        self._connection.revoke(error)
+
     async def leave(self) -> None:
         """Cancel the unanswered chunks, and close the session if it belongs to this socket alone."""
         if self._alone is not None:
@@ -245,7 +251,7 @@ class _ChunkStream:
         self._unanswered.clear()
         if self._query.session is None and self._submitted:
             with suppress(ServiceError):
-                await self._frontend.dispatcher.end_session(self._caller.session(self._session))
+                await self._frontend.dispatcher.end_session(self.caller.session(self._session))
 
     # The receiver of messages.
 
@@ -306,7 +312,7 @@ class _ChunkStream:
         continues = start is False and self.model is not None and self.model.key in self._frontend.catalog
         self._submitted = True
         try:
-            reply.call = self._chunks.run(parsed, reply, arrived, self._caller, self.model if continues else None)
+            reply.call = self._chunks.run(parsed, reply, arrived, self.caller, self.model if continues else None)
         except ServiceError as error:
             reply.respond_error(error)
         except Exception as error:
@@ -334,7 +340,7 @@ class _ChunkStream:
         await self._wait_for_replies()
         reply = self._append_reply()
         try:
-            with track_request(self._frontend.metrics, arrived, self._caller) as tracked:
+            with track_request(self._frontend.metrics, arrived, self.caller) as tracked:
                 tracked.labels = self._labels
                 try:
                     async with self._frontend.decoder.decode(DecodeBody("stream"), data) as decoded:
