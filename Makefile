@@ -21,7 +21,7 @@ PROJECT     := pyproject.toml setup.py constraints.txt Makefile
 # Containers often set it. The tests start hundreds of Python processes, and each would compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install gpu compiled serve test test-fast test-anywhere lint eval bench loadtest bench-serve bench-engine bench-capacity bench-devices java perf-analyzer libb64 simulate test-long test-gpu docker-test proto check-python
+.PHONY: help install gpu compiled serve test test-fast test-anywhere lint eval bench loadtest bench-serve bench-engine bench-capacity bench-fairness bench-devices java perf-analyzer libb64 simulate test-long test-gpu docker-test proto check-python
 
 help:
 	@echo "make serve          install, then serve the embedded models on 127.0.0.1:8000"
@@ -39,6 +39,7 @@ help:
 	@echo "make bench-serve    time this service and other model servers with the same weights, then each protocol and its codec"
 	@echo "make bench-engine   time one engine without its frontend on DEVICE=cpu or cuda:0"
 	@echo "make bench-capacity time the whole service by number of frontends, sessions included, on DEVICE=cpu or cuda:0"
+	@echo "make bench-fairness time a tenant beside another that sends twenty times as much, on DEVICE=cpu or cuda:0"
 	@echo "make bench-devices  time this service on one device and on several, DEVICE=cuda:0,cuda:1"
 	@echo "make perf-analyzer  run Triton's load generator on a new server, or on URL=http://host:8000 GRPC=host:8001"
 	@echo "make simulate       compare batching strategies on a virtual clock: minutes, needs no GPU"
@@ -143,6 +144,10 @@ bench-engine: .venv/load gpu compiled
 # The largest rate of each kind of request, and the latency below it; results go to loadtest/results.
 bench-capacity: .venv/load gpu compiled
 	@$(BIN)/python -m loadtest capacity --device $(DEVICE) $(ARGS)
+
+# One tenant beside another that sends too much.
+bench-fairness: .venv/load gpu compiled
+	@$(BIN)/python -m loadtest fairness --device $(DEVICE) $(ARGS)
 
 # One device, then all devices in DEVICE; results go to loadtest/results.
 bench-devices: .venv/load gpu compiled
