@@ -16,12 +16,14 @@ WORKERS     ?= $(shell expr $(CORES) + 1)
 ACCESS      := $(if $(KEY_FILE),--key-file $(KEY_FILE)) $(if $(CA),--ca $(CA))
 BIN         := .venv/bin
 PIP         := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+LOCK        := .venv-audit/bin/pip-compile --quiet --generate-hashes --strip-extras --no-header --no-annotate --unsafe-package torch \
+               --no-emit-index-url --no-emit-find-links --no-emit-trusted-host --constraint constraints.txt
 PROJECT     := pyproject.toml setup.py constraints.txt Makefile
 .DEFAULT_GOAL := help
 # Containers often set it. The tests start hundreds of Python processes, and each would compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install gpu compiled serve test test-fast test-anywhere lint eval bench loadtest bench-serve bench-engine bench-capacity bench-fairness bench-devices java perf-analyzer libb64 simulate test-long test-gpu docker-test proto check-python
+.PHONY: help install gpu compiled serve test test-fast test-anywhere lint eval bench loadtest bench-serve bench-engine bench-capacity bench-fairness bench-devices java perf-analyzer libb64 lock audit sbom simulate test-long test-gpu docker-test proto check-python
 
 help:
 	@echo "make serve          install, then serve the embedded models on 127.0.0.1:8000"
@@ -42,6 +44,9 @@ help:
 	@echo "make bench-fairness time a tenant beside another that sends twenty times as much, on DEVICE=cpu or cuda:0"
 	@echo "make bench-devices  time this service on one device and on several, DEVICE=cuda:0,cuda:1"
 	@echo "make perf-analyzer  run Triton's load generator on a new server, or on URL=http://host:8000 GRPC=host:8001"
+	@echo "make lock           write the hashes of the image's packages to deploy/requirements after a change of dependencies"
+	@echo "make audit          look for known vulnerabilities of these packages: needs the internet"
+	@echo "make sbom           list the packages of the image in build/sbom.json"
 	@echo "make simulate       compare batching strategies on a virtual clock: minutes, needs no GPU"
 	@echo "make proto          compile service/frontend/oip/inference.proto after a change"
 
@@ -152,6 +157,26 @@ bench-fairness: .venv/load gpu compiled
 # One device, then all devices in DEVICE; results go to loadtest/results.
 bench-devices: .venv/load gpu compiled
 	@$(BIN)/python -m loadtest devices --devices $(DEVICE)
+
+# Tools that look at the packages of the image. Their requirements are not those of the service.
+.venv-audit/installed: constraints.txt | check-python
+	@test -x .venv-audit/bin/python || $(PYTHON) -m venv .venv-audit
+	@.venv-audit/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt pip-audit pip-tools
+	@touch $@
+
+# With the Python version of the image, because some packages are for some versions only.
+lock: .venv-audit/installed
+	@$(LOCK) --output-file deploy/requirements/cpu.txt pyproject.toml
+	@$(LOCK) --extra gpu --constraint deploy/requirements/cpu.txt --output-file deploy/requirements/gpu.txt pyproject.toml
+
+# Asks a service on the internet for known vulnerabilities.
+audit: .venv-audit/installed
+	@.venv-audit/bin/pip-audit --require-hashes --disable-pip --requirement deploy/requirements/gpu.txt
+	@grep -E '^torch==' constraints.txt | .venv-audit/bin/pip-audit --no-deps --disable-pip --requirement /dev/stdin
+
+# Writes build/sbom.json.
+sbom:
+	@docker build --target sbom --output build --build-arg TORCH_INDEX="$(TORCH_INDEX)" $(ARGS) .
 
 # The program is part of a wheel of Triton's client, whose requirements conflict with those in .venv.
 .venv-perf/installed: loadtest/perf-analyzer.txt | check-python

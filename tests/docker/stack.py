@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
+from ast import literal_eval
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,10 @@ class Stack:
         """Run a command in the service's container and return its output."""
         return self.compose("exec", "--no-TTY", *(["--user", user] if user else []), "service", *command)
 
+    def inside_python(self, statement: str) -> str:
+        """Run a statement, which may use os and Path, in the service's container and return its output: the image has no shell."""
+        return self.inside("python", "-Ic", f"import os; from pathlib import Path; {statement}")
+
     def config(self) -> dict[str, Any]:
         """Return the merged compose files."""
         read: dict[str, Any] = json.loads(self.compose("config", "--format", "json"))
@@ -70,8 +74,11 @@ class Stack:
 
     def engine(self) -> str:
         """Return the process id of the engine in the container, or an empty text."""
-        found = self.inside("sh", "-c", "grep -lz '^service[.]engine$' /proc/[0-9]*/cmdline || true")
-        return "".join(re.findall(r"\d+", found))
+        commands = self.inside_python(
+            "print({file.parent.name: file.read_text() for file in Path('/proc').glob('[0-9]*/cmdline')})"
+        )
+        engines = [pid for pid, command in literal_eval(commands).items() if command.endswith("\0service.engine\0")]
+        return "".join(engines)
 
     def reaches(self, service: str, path: str) -> bool:
         """Return whether the path returns 200."""
