@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import yaml
@@ -38,8 +38,15 @@ def copied() -> set[str]:
     return {source for *sources, _ in taken for source in sources}
 
 
+class ComposeLoader(yaml.SafeLoader):
+    """Reads YAML with the tag of compose for a list that replaces the one in the first file."""
+
+
+ComposeLoader.add_constructor("!override", lambda loader, node: loader.construct_sequence(cast(yaml.SequenceNode, node)))
+
+
 def services(file: str) -> dict[str, dict[str, Any]]:
-    read: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / file).read_text())["services"]
+    read: dict[str, dict[str, Any]] = yaml.load((ROOT / file).read_text(), ComposeLoader)["services"]
     return read
 
 
@@ -149,6 +156,25 @@ def test_stop_grace_period_exceeds_the_drain() -> None:
     grace = re.fullmatch(r"(\d+)s", services(COMPOSE)["service"]["stop_grace_period"])
     assert grace
     assert int(grace[1]) > limits.lame_duck_seconds + limits.drain_seconds
+
+
+def test_system_calls_are_limited_without_a_gpu() -> None:
+    [file] = [option.partition(":")[2] for option in services(COMPOSE)["service"]["security_opt"] if "seccomp" in option]
+    profile = json.loads((ROOT / file).read_text())
+    assert profile["defaultAction"] == "SCMP_ACT_ERRNO"
+    allowed = {name for entry in profile["syscalls"] if entry["action"] == "SCMP_ACT_ALLOW" for name in entry["names"]}
+    assert not allowed & {
+        "ptrace",
+        "process_vm_readv",
+        "mount",
+        "unshare",
+        "setns",
+        "bpf",
+        "keyctl",
+        "io_uring_setup",
+        "clone3",
+    }
+    assert not any("seccomp" in option for option in services(GPU)["service"]["security_opt"])
 
 
 def test_only_the_gpu_file_requests_a_gpu() -> None:

@@ -58,6 +58,18 @@ def test_root_filesystem_is_read_only(stack: Stack) -> None:
     stack.inside("python", "-Ic", "open('/tmp/probe', 'w')", user="0")
 
 
+def test_kernel_refuses_what_the_service_never_does(stack: Stack) -> None:
+    """The filter of system calls refuses namespaces, debuggers, io_uring, keys and sockets of virtual machines."""
+    filtered = stack.inside_python("print(Path('/proc/1/status').read_text())")
+    assert re.search(r"^Seccomp:\s*2$", filtered, re.MULTILINE)
+    calls = {"unshare": "libc.unshare(0x10000000)", "ptrace": "libc.ptrace(0, 0, 0, 0)", "setns": "libc.setns(0, 0)"}
+    for call in calls.values():
+        refused = f"import ctypes; libc = ctypes.CDLL(None, use_errno=True); print({call}, ctypes.get_errno())"
+        assert stack.inside_python(refused).split() == ["-1", "1"]
+    with pytest.raises(AssertionError, match="Operation not permitted"):
+        stack.inside_python("import socket; socket.socket(40)")
+
+
 def test_image_has_no_program_but_python(stack: Stack) -> None:
     """Neither a shell nor a package manager nor a compiler."""
     listed = "print(sorted({file.name for folder in ('bin', 'sbin', 'usr/local/bin') for file in Path('/', folder).iterdir()}))"
