@@ -16,16 +16,15 @@ from service.engine.batching.model_queue import BlockRequest, ModelQueue, S
 from service.ipc.messages import Share
 
 MEMORY = 1000
-"""A tenant competes with the others until this many batches have run without it."""
+"""Tenants compete until this many batches in a row were of one tenant."""
 
 
 @dataclass(slots=True)
 class _Account:
-    """What a tenant has paid. last_batch: the number of the last batch with its sequences."""
+    """What a tenant has paid."""
 
     weight: float
     paid: float
-    last_batch: int
 
 
 class FairShares:
@@ -36,20 +35,25 @@ class FairShares:
         self._level = 0.0
         """The least that any tenant with requests had paid, at the last batch."""
         self._batches = 0
+        self._newest = ""
+        """The tenant that was the last to send a request or to be in a batch."""
+        self._last_change = -MEMORY
+        """The number of the batch at which it was another tenant."""
 
     def arrive(self, share: Share, *, waits: bool) -> None:
         """Note a request. waits: whether others of its tenant are queued."""
         account = self._accounts.get(share.tenant)
         if account is None:
-            account = self._accounts[share.tenant] = _Account(share.weight, self._level, self._batches)
+            account = self._accounts[share.tenant] = _Account(share.weight, self._level)
         elif not waits:
             account.paid = max(account.paid, self._level)
         account.weight = share.weight
+        self._note(share.tenant)
 
     @property
     def contested(self) -> bool:
         """Whether more than one tenant sent requests lately."""
-        return sum(self._batches - account.last_batch < MEMORY for account in self._accounts.values()) > 1
+        return self._batches - self._last_change < MEMORY
 
     def least_paid(self, tenants: Iterable[str]) -> float:
         """Return what the tenant that has paid the least has paid."""
@@ -64,7 +68,13 @@ class FairShares:
         """Charge a tenant for sequences of the batch that starts."""
         account = self._accounts[tenant]
         account.paid += price / account.weight
-        account.last_batch = self._batches
+        self._note(tenant)
+
+    def _note(self, tenant: str) -> None:
+        if tenant != self._newest:
+            if self._newest:
+                self._last_change = self._batches
+            self._newest = tenant
 
     def work_of_others(self, queue: ModelQueue[S], share: Share, price: float) -> tuple[int, int]:
         """Return the sequences and steps of other tenants that run until a tenant's work of this price has run."""

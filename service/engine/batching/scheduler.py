@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, NamedTuple
 
 import numpy as np
@@ -287,8 +288,7 @@ class Scheduler(Generic[S]):
         taken = take_all(queue, self._limits, max_seconds)
         if taken is None:
             in_order = self._shares.in_turn(queue) if len(queue.tenants) > 1 else queue.in_order()
-            room = lambda: self._room(model)  # noqa: E731
-            taken = BatchBuilder(queue, in_order, self._limits, room, self._unpack, max_seconds).take()
+            taken = BatchBuilder(queue, in_order, self._limits, partial(self._room, model), self._unpack, max_seconds).take()
         return taken
 
     def _advance(self, model: ModelKey, queue: ModelQueue[S], taken: Taken[S]) -> list[RequestBlock]:

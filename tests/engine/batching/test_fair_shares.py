@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from service.engine.batching import fair_shares
 from service.engine.batching.model_queue import QueuedSequence
 from service.engine.batching.scheduler import TENANT_SHARE, Scheduler
 from service.engine.execution.cost_model import Cost
@@ -166,13 +167,16 @@ def test_refusals_of_one_tenant_do_not_refuse_another() -> None:
     assert queue.add_block(block([(3, 10.0, [1])], share=QUIET), now=0.0) == []
 
 
-def test_batch_keeps_the_budget_while_tenants_compete() -> None:
+def test_batch_keeps_the_budget_while_tenants_compete(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fair_shares, "MEMORY", 3)
     queue = scheduler(cost=ROW_COST, batch_seconds=3.0)
     add(queue, NOISY, 40)
     assert batch(queue)["noisy"] == 8, "alone, a full batch is the fastest"
     add(queue, QUIET)
     assert batch(queue) == {"quiet": 1, "noisy": 2}
     assert batch(queue) == {"noisy": 3}, "the other tenant may return at any time"
+    assert [batch(queue) for _ in range(2)] == 2 * [{"noisy": 3}]
+    assert batch(queue) == {"noisy": 8}, "it has been away for a while"
 
 
 def test_dropped_requests_leave_nothing_behind() -> None:
