@@ -248,7 +248,7 @@ def test_revoked_key_ends_its_open_streams(guarded: Guarded) -> None:
         )
         client = stack.enter_context(triton.InferenceServerClient(guarded.server.grpc))
         results: Queue[Any] = Queue()
-        client.start_stream(lambda _, error: results.put(error), headers=bearer(token))
+        client.start_stream(lambda **reply: results.put(reply["error"]), headers=bearer(token))
         tensor = triton.InferInput("inputs", [1, 1, 3], "FP32").set_data_from_numpy(np.ones((1, 1, 3), np.float32))
         client.async_stream_infer("sensors", [tensor])
         assert results.get(timeout=60) is None
