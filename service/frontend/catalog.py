@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 import orjson
@@ -15,6 +17,11 @@ from service.ipc.messages import Manifest, ModelKey, ModelVersion
 from service.log import Log
 from service.modeling.spec import ModelSpec
 from service.modeling.tokenizer import Tokenizer
+
+MAX_LISTED = 8
+"""Names of models in an error."""
+MAX_COMPARED = 64
+"""Names that are compared with an unknown name, and characters of that name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +98,10 @@ class Catalog:
         return list({model.key: model for versions in self.index.values() for model in versions.values()}.values())
 
     def find(self, name: str, version: str | int | None) -> ServedModel:
-        """Return a served model by name or alias, its newest version for None; raises UnknownModel, which lists what is served."""
+        """Return a served model by name or alias, its newest version for None; raises UnknownModel, which says what is served."""
         versions = self.index.get(name)
         if versions is None:
-            raise UnknownModel(f"unknown model {quote(name)}: served are {', '.join(sorted(self.index))}", field="model")
+            raise UnknownModel(f"unknown model {quote(name)}: {self._way_out(name)}", field="model")
         if version is None:
             return versions[next(reversed(versions))]
         number = str(version)
@@ -104,6 +111,16 @@ class Catalog:
                 field="version",
             )
         return versions[number]
+
+    def _way_out(self, name: str) -> str:
+        """Return what to say of an unknown name: what is served, or of many models those with a similar name."""
+        if len(self.index) <= MAX_LISTED:
+            return f"served are {', '.join(sorted(self.index))}"
+        # Any client may cause this search: it takes less than a millisecond.
+        candidates = islice((served for served in self.index if served[:1] == name[:1]), MAX_COMPARED)
+        near = difflib.get_close_matches(name[:MAX_COMPARED], candidates, MAX_LISTED)
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        return f"{hint}GET /models lists the {len(self.index)} names that are served"
 
     def find_retired(self, name: str, version: str | int | None) -> ServedModel | None:
         """Return the latest known version that matches, served or not: an open session may have begun with it."""

@@ -67,7 +67,16 @@ def wrong_values(name: str, tensor: Tensor) -> str | None:
         below = bool((tensor < -LEVELS).any())
         return f"has numbers below -{LEVELS}: int8 weights are from -{LEVELS} to {LEVELS}" if below else None
     if not name.endswith(SCALE):
-        return None if bool(torch.isfinite(tensor).all()) else "has values that are not finite"
+        return _not_finite(tensor)
     if not bool(torch.isfinite(LEVELS * tensor).all()):
         return "has scales that are not finite, or too large for finite weights"
     return "has negative scales" if bool((tensor < 0).any()) else None
+
+
+def _not_finite(tensor: Tensor) -> str | None:
+    """Return how many values of a tensor are not finite, and where the first of them is, or None."""
+    wrong = ~torch.isfinite(tensor)
+    if not bool(wrong.any()):
+        return None
+    first = wrong.nonzero()[0].tolist()
+    return f"has {int(wrong.sum())} values that are not finite, the first at {first}: {float(tensor[tuple(first)])}"

@@ -34,9 +34,10 @@ class Tokenizer:
         except Exception as error:  # the library raises plain Exception for every kind of broken file
             raise ModelError(f"{file}: {error}") from error
         tokens = tokenizer.vocabulary
-        if tokens != spec.input.vocabulary:
+        if tokens > (spec.input.vocabulary or 0):
             raise ModelError(
-                f"{file} needs a vocabulary of {tokens} and input.vocabulary in {MODEL} is {spec.input.vocabulary}: make them equal"
+                f"{file} has ids up to {tokens - 1} and input.vocabulary in {MODEL} is {spec.input.vocabulary}: raise it to {tokens}, "
+                "with as many rows in the embedding, or use the tokenizer of the model"
             )
         return tokenizer
 

@@ -35,6 +35,17 @@ def test_name_finds_the_newest_version_and_alias_its_target(spec: ModelSpec) -> 
         catalog.find("stable", "10")
 
 
+def test_error_names_similar_models_of_many(spec: ModelSpec) -> None:
+    catalog = Catalog(served(spec, 1), {f"words-{number}": "words" for number in range(1000)})
+    with pytest.raises(
+        UnknownModel, match=r"^unknown model words-1234: did you mean words-\d+ or .*\? GET /models lists the 1001 names"
+    ) as near:
+        catalog.find("words-1234", None)
+    assert len(near.value.message) < 200
+    with pytest.raises(UnknownModel, match=r"^unknown model zzz: GET /models lists the 1001 names that are served$"):
+        catalog.find("zzz", None)
+
+
 def test_retired_version_is_found_for_sessions_until_forgotten(spec: ModelSpec) -> None:
     first, second = served(spec, 1, 2)
     catalog = Catalog([first], {"stable": "words/1"})

@@ -119,7 +119,7 @@ def test_int8_model_is_close_to_its_weights_in_float32(tmp_path: Path, form: For
         (SCALE, torch.tensor([1.0] * 19 + [float("nan")]), f"{SCALE} has scales that are not finite, or too large"),
         (SCALE, torch.tensor([1.0] * 19 + [float("inf")]), f"{SCALE} has scales that are not finite, or too large"),
         (SCALE, torch.tensor([1.0] * 19 + [1e37]), f"{SCALE} has scales that are not finite, or too large"),
-        (BIAS, torch.tensor([1.0] * 19 + [float("nan")]), f"{BIAS} has values that are not finite"),
+        (BIAS, torch.tensor([1.0] * 19 + [float("nan")]), f"{BIAS} has 1 values that are not finite, the first at [19]: nan"),
         (INPUT, torch.full((7, 20), -128, dtype=torch.int8), f"{INPUT} has numbers below -127"),
     ],
 )

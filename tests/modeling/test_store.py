@@ -167,12 +167,12 @@ def test_wrong_dtype_error_has_both_dtypes(folder: Path, model: ModelSpec) -> No
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_non_finite_weights_are_rejected(folder: Path, model: ModelSpec, value: float) -> None:
     message = read_error(folder, model, changed(model, {BIAS: torch.tensor([0.0] * 19 + [value])}))
-    assert message == f"{BIAS} has values that are not finite"
+    assert message == f"{BIAS} has 1 values that are not finite, the first at [19]: {value}"
 
 
 def test_weights_that_overflow_the_precision_are_rejected(tmp_path: Path, model: ModelSpec) -> None:
     half = model.model_copy(update={"precision": "float16"})
     folder = tmp_path / "half" / model.name / "1"
-    with pytest.raises(ModelError, match="has values that are not finite"):
+    with pytest.raises(ModelError, match="has 20 values that are not finite"):
         store.write(folder, half, {**models.weights(model), BIAS: torch.full((20,), 1e5)}, card="made up")
     assert not folder.exists()
