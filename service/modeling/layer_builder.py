@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kernels.conv.types import ConvBlock
 from kernels.ragged import compute_dtype
+from service.errors import ModelError
 from service.modeling import convolution, recurrent
 from service.modeling.runnable_layer import RunnableLayer
 from service.modeling.spec import MATRICES, ConvLayer, Layer, RecurrentLayer, TCNLayer, TextCNNLayer
@@ -50,7 +51,7 @@ def build_parts(named_layers: Sequence[NamedLayer], device: torch.device, *, int
     for is_convolution, group in groupby(named_layers, key=lambda named: named.is_convolution):
         run = list(group)
         if is_convolution:
-            blocks = [block for named in run for block in _blocks(named.layer, _on_device(named.arrays, device))]
+            blocks = [block for named in run for block in _finite_blocks(named, device)]
             parts.append(EncoderPart(tuple(named.name for named in run), convolution.ConvStack(blocks)))
         else:
             parts += [
@@ -73,6 +74,18 @@ def build_layer(
     if isinstance(layer, TextCNNLayer):
         return convolution.build_text_cnn(layer, weights)
     return convolution.ConvStack(_blocks(layer, weights))
+
+
+def _finite_blocks(named: NamedLayer, device: torch.device) -> list[ConvBlock]:
+    """Return the blocks of a convolution; raises ModelError if its filters are not finite with the norms folded in."""
+    blocks = _blocks(named.layer, _on_device(named.arrays, device))
+    for weights in [weights for block in blocks for weights in block.layers]:
+        if not bool(torch.isfinite(weights.filters).all() and torch.isfinite(weights.bias).all()):
+            raise ModelError(
+                f"{named.name}: with its norms folded in, the filters have values above the range of {weights.filters.dtype}: "
+                "check the norms, or store the model in a precision with a larger range"
+            )
+    return blocks
 
 
 def _blocks(layer: Layer, weights: Mapping[str, Tensor]) -> list[ConvBlock]:

@@ -19,6 +19,8 @@ from service.modeling.spec import ModelSpec
 INT8 = "int8"
 SCALE = ".scale"
 """The end of the name of a matrix's scales."""
+BATCH_NORM_ROWS = 4
+"""Gain, offset, mean and variance. A layer norm has two rows."""
 
 
 class TensorForm(NamedTuple):
@@ -67,10 +69,26 @@ def wrong_values(name: str, tensor: Tensor) -> str | None:
         below = bool((tensor < -LEVELS).any())
         return f"has numbers below -{LEVELS}: int8 weights are from -{LEVELS} to {LEVELS}" if below else None
     if not name.endswith(SCALE):
-        return _not_finite(tensor)
+        return _not_finite(tensor) or _not_foldable(name, tensor)
     if not bool(torch.isfinite(LEVELS * tensor).all()):
         return "has scales that are not finite, or too large for finite weights"
     return "has negative scales" if bool((tensor < 0).any()) else None
+
+
+def _not_foldable(name: str, tensor: Tensor) -> str | None:
+    """Return why a batch norm or the direction of a weight norm cannot become part of the filters, or None."""
+    part = name.rpartition(".")[2]
+    if part == "norm" and len(tensor) == BATCH_NORM_ROWS:
+        negative = (tensor[3] < 0).nonzero()
+        if len(negative):
+            return f"has a negative variance, {float(tensor[3][negative[0]]):g} of map {int(negative[0])}: write the running variance"
+    if part == "direction":
+        zero = (tensor.float().abs().amax((0, 1)) == 0).nonzero()
+        if len(zero):
+            return (
+                f"is zero for map {int(zero[0])}, and weight norm divides by its length: write the filters without weight_norm"
+            )
+    return None
 
 
 def _not_finite(tensor: Tensor) -> str | None:

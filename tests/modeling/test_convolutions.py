@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from kernels.ragged import Encoded, Outputs, Ragged
+from service.errors import ModelError
 from service.modeling import layer_builder
+from service.modeling.layer_builder import NamedLayer
 from service.modeling.spec import ConvLayer
+from service.modeling.stored_weights import wrong_values
 from tests.kernels import inputs
 from tests.kernels.inputs import EVERYTHING, assert_close
 from tests.modeling import reference_layers
@@ -29,6 +33,40 @@ def encode(form: Form, x: Ragged, want: Outputs) -> Encoded:
     return layer_builder.build_layer(
         form.spec, reference_layers.FEATURES, form.reference(reference_layers.FEATURES).arrays(), CPU
     )(x, want)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "wrong"),
+    [
+        (
+            "layers.0.norm",
+            torch.tensor([[1.0, 1.0], [0.0, 0.0], [0.0, 0.0], [1.0, -0.5]]),
+            "a negative variance, -0.5 of map 1",
+        ),
+        ("layers.0.direction", torch.tensor([[[1.0, 0.0]], [[0.5, 0.0]]]), "is zero for map 1"),
+        ("layers.1.0.1.direction", torch.zeros(2, 1, 3), "is zero for map 0"),
+    ],
+)
+def test_norm_that_cannot_be_folded_is_refused(name: str, tensor: Tensor, wrong: str) -> None:
+    message = wrong_values(name, tensor)
+    assert message is not None and wrong in message
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [("layers.0.norm", torch.zeros(4, 3)), ("layers.0.0.norm", -torch.ones(2, 3)), ("layers.0.direction", torch.ones(2, 1, 3))],
+)
+def test_norm_that_can_be_folded_is_accepted(name: str, tensor: Tensor) -> None:
+    assert wrong_values(name, tensor) is None
+
+
+def test_filters_that_overflow_with_their_norm_are_refused() -> None:
+    """Requests would be blamed for values that are not finite."""
+    layer = ConvLayer(kind="conv", filters=1, width=1, batch_norm=True)
+    norm = torch.tensor([[3e38], [0.0], [0.0], [0.0]])
+    arrays = {"filters": torch.ones(1, 2, 1), "bias": torch.zeros(1), "norm": norm}
+    with pytest.raises(ModelError, match=r"layers\.0: with its norms folded in, the filters have values above the range"):
+        layer_builder.build_parts([NamedLayer("layers.0", layer, 2, arrays)], CPU)
 
 
 @every_conv
