@@ -78,14 +78,14 @@ def test_tensor_shapes_follow_from_the_layers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "old, new, key, hint",
     [
-        ("pool", "pol", "head.pol", "unknown key: remove it or correct its name"),
+        ("pool", "pol", "head.pol", "unknown key: did you mean pool?"),
         ("width = 6", "width = 6\ndropout = 0.5", "layers.0.dropout", "unknown key: remove it or correct its name"),
-        ("hidden = 5", "hiden = 5", "layers.1.hiden", "unknown key: remove it or correct its name"),
+        ("hidden = 5", "hiden = 5", "layers.1.hiden", "unknown key: did you mean hidden?"),
         ("precision", "colour = 1\nprecision", "colour", "unknown key: remove it or correct its name"),
-        ("hidden = 5", "", "layers.1.hidden", "Field required"),
+        ("hidden = 5", "", "layers.1.hidden", "this key is missing: add it"),
         ("hidden = 5", "hidden = 0", "layers.1.hidden", "greater than 0"),
         ("hidden = 5", "hidden = true", "layers.1.hidden", "valid integer"),
-        ("max_steps = 64", "", "input.max_steps", "Field required"),
+        ("max_steps = 64", "", "input.max_steps", "this key is missing: add it"),
         ("max_steps = 64", "max_steps = 6.5", "input.max_steps", "valid integer"),
         ("vocabulary = 10", "", "input", "an input of kind 'ids' requires vocabulary"),
         ("vocabulary = 10", "vocabulary = 10\nfeatures = 3", "input", "an input of kind 'ids' has no features: remove it"),
@@ -113,6 +113,14 @@ def test_invalid_file_error_names_file_key_and_hint(tmp_path: Path, old: str, ne
     folder = version_folder(tmp_path, GOOD.replace(old, new))
     message = error_message(folder)
     assert any(line.startswith(f"{key}: ") and hint in line for line in message.split(f"{folder / 'model.toml'}: "))
+
+
+def test_wrong_layer_is_the_only_complaint(tmp_path: Path) -> None:
+    """The only layer of a model, so that no valid one is left."""
+    lines = GOOD.replace(EMBEDDING, "").replace('kind = "ids"\nvocabulary = 10', FEATURES)
+    for old, new in (("hidden = 5", "hidden = 0"), ('"lstm"', '"lsmt"')):
+        message = error_message(version_folder(tmp_path / new.strip('"'), lines.replace(old, new)))
+        assert message.count("model.toml") == 1, message
 
 
 @pytest.mark.parametrize("old, new", [("vocabulary = 10", ""), ('"far"', '"near"'), (LSTM, "")])

@@ -14,14 +14,14 @@ import re
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
 from service.errors import ModelError
+from service.modeling.spec.error_messages import error_messages
 from service.modeling.spec.files import read_file
 from service.modeling.spec.heads import (
-    HEAD_KINDS,
     ClassifyHead,
     EmbedHead,
     Head,
@@ -32,7 +32,6 @@ from service.modeling.spec.heads import (
     TagHead,
 )
 from service.modeling.spec.layers import (
-    LAYER_KINDS,
     MATRICES,
     ConvLayer,
     EmbeddingLayer,
@@ -201,7 +200,7 @@ def read(folder: Path) -> ModelSpec:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ModelError(f"{file}: {error}") from error
     except ValidationError as error:
-        raise ModelError("; ".join(f"{file}: {_error_message(dict(detail))}" for detail in error.errors())) from error
+        raise ModelError("; ".join(f"{file}: {message}" for message in error_messages(error))) from error
     if spec.name != folder.parent.name:
         raise ModelError(f"{file}: name is {spec.name!r} and the folder is {folder.parent.name!r}: use the same name for both")
     return spec
@@ -276,12 +275,3 @@ def read_aliases(root: Path, models: Mapping[str, Collection[str]]) -> dict[str,
 def visible_folders(root: Path) -> Iterator[Path]:
     """Return the folders within `root` that are not hidden: models in the models folder, versions in a model folder."""
     return (path for path in sorted(root.iterdir()) if path.is_dir() and not path.name.startswith("."))
-
-
-def _error_message(error: Mapping[str, Any]) -> str:
-    """Return one pydantic error in terms of the TOML file."""
-    # A discriminated union adds its tag to the location; the author of a TOML file knows only keys and indices.
-    key = ".".join(str(part) for part in error["loc"] if part not in (*LAYER_KINDS, *HEAD_KINDS))
-    unknown = error["type"] == "extra_forbidden"
-    message = "unknown key: remove it or correct its name" if unknown else str(error["msg"]).removeprefix("Value error, ")
-    return f"{key or 'the whole file'}: {message}"

@@ -1,0 +1,75 @@
+"""What is wrong with a model.toml, in terms of the file."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+
+from service.modeling.spec.heads import HEAD_KINDS
+from service.modeling.spec.layers import LAYER_KINDS
+
+MAX_SHOWN = 80
+"""Characters of a wrong value in an error."""
+Location = tuple[int | str, ...]
+
+
+class _Problem(NamedTuple):
+    """An error of pydantic. location: keys and indices in the file. kind, message, context: as pydantic has them."""
+
+    location: Location
+    kind: str
+    message: str
+    value: Any
+    context: dict[str, Any]
+
+    def describe(self, others: Iterable[_Problem]) -> str:
+        """Return what is wrong, and what to do."""
+        match self.kind:
+            case "value_error":
+                return self.message.removeprefix("Value error, ")
+            case "missing":
+                return "this key is missing: add it"
+            case "extra_forbidden":
+                return f"unknown key: {self._meant(others) or 'remove it or correct its name'}"
+            case "union_tag_invalid":
+                return f"kind is {self.context['tag']!r}: use one of {self.context['expected_tags']}"
+            case "union_tag_not_found":
+                return "the key kind is missing: add it"
+        return f"the value is {_shortened(self.value)}: it {_requirement(self.message)}"
+
+    def _meant(self, others: Iterable[_Problem]) -> str | None:
+        """Return a question for an unknown key with nearly the name of a missing one."""
+        *table, key = self.location
+        missing = [str(other.location[-1]) for other in others if other.kind == "missing" and [*other.location[:-1]] == table]
+        near = difflib.get_close_matches(str(key), missing, 1)
+        return f"did you mean {near[0]}?" if near else None
+
+
+def error_messages(invalid: ValidationError) -> list[str]:
+    """Return each error with its place in the file."""
+    problems = [
+        _Problem(_location(error["loc"]), error["type"], error["msg"], error["input"], error.get("ctx", {}))
+        for error in invalid.errors()
+    ]
+    # A list without its wrong items is too short: the items have errors of their own.
+    inside = {problem.location[:1] for problem in problems if len(problem.location) > 1}
+    problems = [problem for problem in problems if problem.kind != "too_short" or problem.location not in inside]
+    return [f"{'.'.join(map(str, problem.location)) or 'the whole file'}: {problem.describe(problems)}" for problem in problems]
+
+
+def _location(parts: Location) -> Location:
+    """Return where an error is. A discriminated union adds its tag; the author of a TOML file knows only keys and indices."""
+    return tuple(part for part in parts if part not in (*LAYER_KINDS, *HEAD_KINDS))
+
+
+def _requirement(message: str) -> str:
+    return re.sub(r"^\w+ should", "should", message).replace(" after validation", "")
+
+
+def _shortened(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
