@@ -183,7 +183,7 @@ def _parser() -> argparse.ArgumentParser:
     _setting(command, "--port", help="HTTP port; 0 takes a free port")
     _setting(command, "--grpc-port", metavar="PORT", help="gRPC port; 0 takes a free port")
     _setting(
-        command, "--admin-port", metavar="off|PORT", help="port of its own for administration and metrics; 0 takes a free port"
+        command, "--admin-port", metavar="off|PORT", help="separate port for administration and metrics; 0 takes a free port"
     )
     _setting(command, "--admin-host", metavar="HOST", help="address to listen on for administration and metrics")
     _setting(command, "--device", metavar="auto|cpu|cuda:N,...", help="devices to run on, one engine for each")
@@ -199,7 +199,7 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(run=serve)
     command = commands.add_parser("infer", parents=[shared], help="run a text model without a server")
     _setting(
-        command, "--admin-port", metavar="off|PORT", help="port of its own for administration and metrics; 0 takes a free port"
+        command, "--admin-port", metavar="off|PORT", help="separate port for administration and metrics; 0 takes a free port"
     )
     _setting(command, "--admin-host", metavar="HOST", help="address to listen on for administration and metrics")
     _setting(command, "--device", metavar="auto|cpu|cuda:N", help="device to run on")

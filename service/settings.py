@@ -88,7 +88,7 @@ class Settings(BaseModel):
     grpc_port: Annotated[int, Field(ge=0, le=MAX_PORT)] = 8001
     """gRPC port; 0 takes a free port, which the ready line names."""
     admin_port: Annotated[Literal["off"] | int, BeforeValidator(_off_or_port)] = OFF
-    """HTTP port of its own for loading and unloading models, traces and metrics, which the other ports then lack; 0 takes a free port,
+    """Separate HTTP port for loading and unloading models, traces and metrics, which the other ports then lack; 0 takes a free port,
     which the ready line names."""
     admin_host: str = "127.0.0.1"
     """Address on which the service listens for admin_port."""

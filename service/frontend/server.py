@@ -52,8 +52,8 @@ class FrontendServer(uvicorn.Server):
     A restarted frontend (`is_restart`) accepts no connection before it has met an engine: clients wait in the socket's backlog instead
     of getting 503.
 
-    The admin port has an application of its own. It may have ADMIN_CONNECTIONS more than a frontend may have otherwise, so that a frontend
-    whose connections are all in use can still be reached there.
+    The admin port has a separate application. It accepts ADMIN_CONNECTIONS connections beyond the limit, so that administrators reach a
+    frontend whose connections are all in use.
     """
 
     def __init__(

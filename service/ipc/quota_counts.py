@@ -1,4 +1,4 @@
-"""What keys with quotas use, counted by all frontends in memory that they share."""
+"""The use of keys with quotas, counted by all frontends in memory that they share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from service.ipc.shared_file import create_shared_file
 
 MAX_KEYS = 4096
-"""Keys with quotas over the life of a service, revoked ones included."""
+"""Largest number of keys with quotas over the life of a service, revoked keys included."""
 BYTES = 8
 
 
@@ -33,7 +33,7 @@ _REGION = MAX_KEYS * len(_Field)
 
 
 class Used(NamedTuple):
-    """What a key uses: sequences in flight, and requests and bytes within the last second."""
+    """The use of a key: sequences in flight, and requests and bytes within the last second."""
 
     in_flight: int
     requests: float
@@ -41,7 +41,7 @@ class Used(NamedTuple):
 
 
 class QuotaCounts:
-    """Each frontend writes its own numbers and reads those of all."""
+    """Each frontend writes its own numbers and reads the numbers of all frontends."""
 
     def __init__(self, numbers: memoryview[int], place: int, descriptor: int = -1) -> None:
         self.descriptor = descriptor
@@ -93,7 +93,7 @@ class QuotaCounts:
 
 
 class KeyUse:
-    """What one key uses."""
+    """The numbers of one key."""
 
     def __init__(self, numbers: memoryview[int], slot: int, place: int) -> None:
         """place: of the frontend that counts with this object."""
@@ -119,7 +119,7 @@ class KeyUse:
         self._numbers[self._own + _Field.IN_FLIGHT] -= sequences
 
     def total(self, now: float) -> Used:
-        """Return what the key uses over all frontends.
+        """Return the use of the key over all frontends.
 
         Of the second before, the part counts that is within one second of now, as if its requests had come evenly.
         """

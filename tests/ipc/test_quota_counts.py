@@ -52,7 +52,7 @@ def test_requests_count_for_a_second(now: float, requests: float) -> None:
 @given(st.lists(st.tuples(st.floats(0.0, 3.0), st.integers(0, 5)), max_size=40))
 @settings(deadline=None)
 def test_estimate_lies_between_half_open_windows(steps: list[tuple[float, int]]) -> None:
-    """The estimate is at least the requests of this second of the clock, and at most those of this and the one before."""
+    """The estimate has at least the requests of this second of the clock, and at most the requests of two seconds."""
     use, now, times = QuotaCounts.private().of_key("reader"), 5.0, list[float]()
     for passed, count in steps:
         now += passed

@@ -121,7 +121,7 @@ class Rejection(NamedTuple):
 class QueuedWork:
     """The work of one tenant in a queue.
 
-    count, steps: of its sequences; begun: how many of these have begun. rejection: the last one since the last batch.
+    count, steps: of its sequences; begun: the number of those that have begun. rejection: the last rejection since the last batch.
     """
 
     __slots__ = ("begun", "count", "rejection", "steps")
@@ -215,7 +215,7 @@ class ModelQueue(Generic[S]):
     def in_order(self, tenant: str | None = None) -> Iterator[BlockRequest | S]:
         """Return the requests of the blocks and the sequences in the order of their due times, as they are now.
 
-        tenant: whose requests, None for all.
+        tenant: return its requests only; None for all tenants.
         """
         blocks, sequences = (self.blocks, self.sequences[:]) if tenant is None else self.of_tenant(tenant)
         if not blocks:
