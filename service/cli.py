@@ -198,10 +198,6 @@ def _parser() -> argparse.ArgumentParser:
     _setting(command, "--debug", action="store_true", help="let clients record batches with POST /debug/trace")
     command.set_defaults(run=serve)
     command = commands.add_parser("infer", parents=[shared], help="run a text model without a server")
-    _setting(
-        command, "--admin-port", metavar="off|PORT", help="separate port for administration and metrics; 0 takes a free port"
-    )
-    _setting(command, "--admin-host", metavar="HOST", help="address to listen on for administration and metrics")
     _setting(command, "--device", metavar="auto|cpu|cuda:N", help="device to run on")
     command.add_argument("--model", required=True, metavar="NAME")
     command.add_argument("texts", nargs="+", metavar="TEXT")

@@ -29,8 +29,8 @@ NO_QUOTAS = Quotas()
 class Caller:
     """Who sends a request.
 
-    name: of its key, or how it was recognised. share: its tenant, empty without keys, and the tenant's weight. max_sessions: how many
-    sessions its tenant may have open in one engine, 0 for no limit of its own.
+    name: of its key, or how it was recognised. key: the id of its key, empty without keys. share: its tenant, empty without keys, and the
+    tenant's weight. max_sessions: how many sessions its tenant may have open in one engine, 0 for no limit of its own.
     """
 
     name: str
@@ -39,6 +39,7 @@ class Caller:
     max_priority: int
     max_sessions: int = 0
     quotas: Quotas = NO_QUOTAS
+    key: str = ""
 
     def require(self, scope: Scope) -> None:
         """Raise Forbidden unless the caller has the scope."""

@@ -63,10 +63,10 @@ class _KeyTable(BaseModel):
     salt: Annotated[str, Field(pattern=f"^[0-9a-f]{{{2 * SALT_BYTES}}}$")]
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
-    def key(self) -> Key:
+    def key(self, id: str) -> Key:
         quotas = Quotas(self.max_requests_per_second, self.max_bytes_per_second, self.max_sequences_in_flight)
         share, scopes = Share(self.tenant, self.weight), with_implied(map(Scope, self.scopes))
-        caller = Caller(self.name, share, scopes, self.max_priority, self.max_sessions, quotas)
+        caller = Caller(self.name, share, scopes, self.max_priority, self.max_sessions, quotas, id)
         return Key(caller, bytes.fromhex(self.salt), bytes.fromhex(self.sha256))
 
 
@@ -79,11 +79,12 @@ class KeyRing:
     @classmethod
     def read(cls, file: Path) -> KeyRing:
         """Raises SettingsError for a file that cannot be read or has a wrong table."""
-        return cls({id: table.key() for id, table in _read_tables(file).items()})
+        return cls({id: table.key(id) for id, table in _read_tables(file).items()})
 
-    def named(self, name: str) -> Caller | None:
-        """Return the caller that the key with this name identifies, None if there is no such key."""
-        return next((key.caller for key in self._keys.values() if key.caller.name == name), None)
+    def current(self, id: str) -> Caller | None:
+        """Return the caller that the key with this id identifies, None if there is no such key any more."""
+        key = self._keys.get(id)
+        return None if key is None else key.caller
 
     def find(self, token: str) -> Caller | None:
         """Return the caller that a token identifies, None for an unknown id or a wrong secret. Both take the same time."""
@@ -132,8 +133,17 @@ def _read_tables(file: Path) -> dict[str, _KeyTable]:
         raise SettingsError(f"key file {file}: {'.'.join(map(str, detail['loc']))}: {detail['msg']}") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise SettingsError(f"key file {file}: {error}") from None
+    _check_names(file, tables)
     _check_weights(file, tables)
     return tables
+
+
+def _check_names(file: Path, tables: Mapping[str, _KeyTable]) -> None:
+    """Raise SettingsError if two keys have one name: the log and the quotas tell keys apart by their names."""
+    names = [table.name for table in tables.values()]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise SettingsError(f"key file {file}: two keys are named {twice[0]}: give each key a name of its own")
 
 
 def _check_weights(file: Path, tables: Mapping[str, _KeyTable]) -> None:

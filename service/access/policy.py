@@ -67,7 +67,7 @@ class AccessPolicy:
 
     def current(self, caller: Caller) -> Caller | None:
         """Return a caller with the present rights of its key, None if the key was revoked."""
-        return caller if self._keys is None else self._keys.named(caller.name)
+        return caller if self._keys is None else self._keys.current(caller.key)
 
     def _caller(self, host: str, authorization: str | None) -> Caller:
         if self._keys is None:

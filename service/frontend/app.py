@@ -12,7 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Match, Route, WebSocketRoute
 
 from service import __version__
-from service.access.scopes import Scope
+from service.access.scopes import KEY_SCOPES, Scope
 from service.errors import MethodNotAllowed, ServiceError, UnknownRoute
 from service.frontend import docs_page
 from service.frontend.http_exchange import DirectRoute, respond_error
@@ -73,7 +73,8 @@ def build_app(frontend: Frontend, scopes: Set[Scope] = frozenset(Scope)) -> Fast
 def _describe_keys(app: FastAPI, router: APIRouter) -> None:
     """Name the key and its scope in the OpenAPI document, so that /docs asks for a key and sends it."""
     for route in router.routes:
-        needed = scopes_of(_path(route)) - {Scope.PUBLIC} if isinstance(route, APIRoute) else set()
+        # STATE comes with SESSION, and PUBLIC with every key.
+        needed = scopes_of(_path(route)) & set(KEY_SCOPES) if isinstance(route, APIRoute) else set()
         if needed:
             assert isinstance(route, APIRoute)
             route.openapi_extra = {**(route.openapi_extra or {}), "security": [{"key": sorted(needed)}]}

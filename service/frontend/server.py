@@ -73,8 +73,10 @@ class FrontendServer(uvicorn.Server):
         self._hot_path = build_hot_path(frontend)
         self._listeners = [self._listen(http, config, self._hot_path, self._make_room)]
         self._paths = [self._hot_path]
+        self._admin_socket: socket.socket | None = None
         if admin is not None:
             admin_path = HotPath(frontend)
+            self._admin_socket = admin.port.listening
             self._listeners.append(self._listen(admin.port, admin.config, admin_path, self._make_admin_room))
             self._paths.append(admin_path)
         self._guard = ConnectionGuard(frontend.settings, frontend.metrics, self._connections)
@@ -101,6 +103,8 @@ class FrontendServer(uvicorn.Server):
         self._frontend.draining = True
         for listener in self._listeners:
             listener.close()
+        if self._admin_socket is not None:
+            self._admin_socket.close()
         closing = [super().shutdown(sockets)]
         if self._grpc is not None:
             closing.append(self._grpc.close())

@@ -130,6 +130,26 @@ def test_limit_that_cannot_be_is_refused(name: str, value: float, file: Path) ->
     assert not file.exists()
 
 
+def test_two_keys_of_one_name_are_refused(file: Path) -> None:
+    create(file, "reader", INFER, "sales")
+    create(file, "writer", INFER, "sales")
+    file.write_text(file.read_text().replace("writer", "reader"))
+    with pytest.raises(SettingsError, match="two keys are named reader"):
+        KeyRing.read(file)
+
+
+def test_key_that_was_replaced_is_revoked(file: Path) -> None:
+    """The new key has the name of the old one."""
+    first = create(file, "reader", INFER, "sales")
+    old = KeyRing.read(file).find(first)
+    file.unlink()
+    second = create(file, "reader", INFER, "sales")
+    ring = KeyRing.read(file)
+    new = ring.find(second)
+    assert old is not None and new is not None
+    assert ring.current(old.key) is None and ring.current(new.key) == new
+
+
 def test_tenant_has_one_weight(file: Path) -> None:
     create(file, "reader", INFER, "sales", weight=2.0)
     with pytest.raises(SettingsError, match="the tenant sales have the weights 2 and 1: give all of them one weight"):

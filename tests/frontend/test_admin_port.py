@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import signal
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -91,17 +94,43 @@ def test_grpc_names_the_admin_port(divided: Server) -> None:
 
 
 def test_full_main_port_leaves_room_for_administrators(divided: Server) -> None:
-    """Requests that are running keep all connections of the main port."""
-    head = b"POST /infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n"
-    place = urlsplit(divided.address)
+    """All connections of the main port have a request that runs: none of them closes to make room."""
+    body = json.dumps({"model": "words", "inputs": [QUESTION], "deadline_ms": 60_000}).encode()
+    head = b"POST /infer HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(
+        body
+    )
+    place, engine = urlsplit(divided.address), divided.pid("engine-0")
     with ExitStack() as stack:
-        for _ in range(CONNECTIONS):
-            client = stack.enter_context(socket.create_connection((place.hostname, place.port), 10))
-            client.sendall(head)
-        eventually(lambda: httpx.get(f"{divided.admin}/readyz", trust_env=False).status_code == 200)
-        for _ in range(CONNECTIONS):
-            administrator = stack.enter_context(httpx.Client(base_url=divided.admin, timeout=30, trust_env=False))
-            assert administrator.get("/metrics").status_code == 200
+        os.kill(engine, signal.SIGSTOP)
+        stack.callback(_resume, engine)
+        clients = [stack.enter_context(socket.create_connection((place.hostname, place.port), 60)) for _ in range(CONNECTIONS)]
+        for client in clients:
+            client.sendall(head + body)
+        answer = httpx.get(f"{divided.admin}/healthz", timeout=60, trust_env=False)
+        _resume(engine)
+        assert answer.status_code == 200
+        assert all(client.recv(1 << 12).startswith(b"HTTP/1.1 ") for client in clients)
+
+
+def test_admin_port_closes_with_the_others(models_folder: Path, tmp_path: Path) -> None:
+    with serving(models_folder, tmp_path, "--admin-port", "0", lame_duck_seconds="0") as server:
+        place = urlsplit(server.admin)
+        server.process.send_signal(signal.SIGTERM)
+        eventually(lambda: _refuses(place.hostname or "", place.port or 0))
+
+
+def _resume(engine: int) -> None:
+    """Let a stopped engine go on, unless it was restarted because it hung."""
+    with suppress(ProcessLookupError):
+        os.kill(engine, signal.SIGCONT)
+
+
+def _refuses(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), 10).close()
+    except ConnectionRefusedError:
+        return True
+    return False
 
 
 def test_keys_count_on_the_admin_port(models_folder: Path, tmp_path: Path) -> None:

@@ -194,7 +194,7 @@ class GrpcApplication:
                 caller = self._identify(request)
                 caller.require(scope)
             if scope in ADMIN_PORT_SCOPES and self._frontend.settings.admin_port != OFF:
-                raise Unsupported("models are loaded and unloaded on the admin port of this service, over HTTP: use that port")
+                raise Unsupported("models are loaded and unloaded over HTTP, on the admin port of this service: use that port")
         except ServiceError as error:
             record(self._frontend, caller, scope, fields.path, peer, error.code)
             delay = self._frontend.refused_keys.delay(peer) if isinstance(error, Unauthorized) and _has_key(request) else 0.0
