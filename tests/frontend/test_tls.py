@@ -56,7 +56,7 @@ def test_http_and_sockets_over_tls(secured: Server, authority: Authority) -> Non
     assert large.status_code == 200 and len(large.content) > 1 << 20
     assert secured.client.get("/readyz").status_code == 200
     context = ssl.create_default_context(cafile=str(authority.certificate))
-    with connect(secured.address.replace("https", "wss") + "/stream?model=sensors", ssl=context) as stream:
+    with connect(secured.address.replace("https", "wss") + "/stream?model=sensors", ssl=context, open_timeout=60) as stream:
         stream.send('{"input": [[1, 2, 3]]}')
         assert '"outputs"' in str(stream.recv())
 

@@ -256,7 +256,7 @@ def test_models_are_unloaded_and_loaded(served: Server, client: Any) -> None:
 @pytest.mark.parametrize(
     ("message", "status", "code", "text"),
     [
-        (raw("inputs", "FP32", [1, 1, 3], bytes(12), model="nobody"), "NOT_FOUND", "unknown_model", "served are"),
+        (raw("inputs", "FP32", [1, 1, 3], bytes(12), model="nobody"), "NOT_FOUND", "unknown_model", "are served"),
         (b"\xff\xff", "INVALID_ARGUMENT", "invalid_request", "not a valid inference.ModelInferRequest"),
         (raw("inputs", "FP32", [1, 1, 3], bytes(12), bytes(4)), "INVALID_ARGUMENT", "invalid_input", "2 entries for 1 inputs"),
         (raw("inputs", "FP32", [1, 1, 3], bytes(13)), "INVALID_ARGUMENT", "invalid_input", "13 bytes"),
