@@ -16,11 +16,15 @@ BOTH = {"127.0.0.1", "::1"}
 
 
 def reached(listening: socket.socket) -> set[str]:
-    """Return the addresses on which a socket accepts connections."""
+    """Return the addresses on which a socket accepts connections. Another process may have its port number on the other address."""
     accepting = set()
+    listening.settimeout(1)
     for host in BOTH:
         try:
-            with closing(socket.create_connection((host, listening.getsockname()[1]), LIMIT_SECONDS)):
+            with (
+                closing(socket.create_connection((host, listening.getsockname()[1]), LIMIT_SECONDS)),
+                closing(listening.accept()[0]),
+            ):
                 accepting.add(host)
         except OSError:
             continue
