@@ -76,7 +76,7 @@ compiled: .venv/installed
 	@$(BIN)/python -m kernels.cpu
 
 .venv/tools: .venv/installed
-	@$(PIP) --editable '.[dev,load,bench]'
+	@$(PIP) --editable '.[dev,load,bench,import]'
 	@touch $@
 
 serve: .venv/installed gpu compiled

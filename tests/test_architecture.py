@@ -33,6 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {  # the rule with the longest matching name h
         f"service.engine.batching.{name}": SCHEDULING
         for name in ("scheduler", "batch_builder", "fair_shares", "model_queue", "request_block")
     },
+    "service.importers": {"kernels", "service.modeling", "service.cores", "service.errors", "service.settings"},
     "service.quantize": {"kernels", "service.modeling", "service.cores", "service.errors", "service.settings"},
     "service.access": {"service.errors", "service.ipc.messages", "service.settings"},
     "service.frontend": {"service.access", "service.modeling.spec", "service.modeling.tokenizer", *SHARED},

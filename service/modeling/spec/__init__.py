@@ -19,6 +19,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from service.errors import ModelError
+from service.modeling.spec.activations import Activation
 from service.modeling.spec.error_messages import error_messages
 from service.modeling.spec.files import read_file
 from service.modeling.spec.heads import (
@@ -26,6 +27,7 @@ from service.modeling.spec.heads import (
     EmbedHead,
     Head,
     NextHead,
+    PoolingHead,
     RegressHead,
     SequenceHead,
     SpanHead,
@@ -33,13 +35,20 @@ from service.modeling.spec.heads import (
 )
 from service.modeling.spec.layers import (
     MATRICES,
+    ActivationLayer,
+    BatchNormLayer,
     ConvLayer,
+    DenseLayer,
     EmbeddingLayer,
+    GatedLayer,
     GRULayer,
     Layer,
+    LayerNormLayer,
     LSTMLayer,
+    PoolLayer,
     QRNNLayer,
     RecurrentLayer,
+    RNNLayer,
     SRULayer,
     TCNLayer,
     TextCNNLayer,
@@ -48,17 +57,26 @@ from service.modeling.spec.table import Shapes, Size, Table
 
 __all__ = [
     "MATRICES",
+    "Activation",
+    "ActivationLayer",
+    "BatchNormLayer",
     "ClassifyHead",
     "ConvLayer",
+    "DenseLayer",
     "EmbedHead",
     "EmbeddingLayer",
     "GRULayer",
+    "GatedLayer",
     "Head",
     "LSTMLayer",
     "Layer",
+    "LayerNormLayer",
     "ModelSpec",
     "NextHead",
+    "PoolLayer",
+    "PoolingHead",
     "QRNNLayer",
+    "RNNLayer",
     "RecurrentLayer",
     "RegressHead",
     "SRULayer",
@@ -135,8 +153,6 @@ class ModelSpec(Table):
                 f"an input of kind {self.input.kind!r} does not fit a first layer of kind {kinds[0]!r}: "
                 "text and ids need an embedding, features have none"
             )
-        if kinds[-1] == "embedding":
-            raise ValueError("an embedding needs a layer after it: add one")
         if "text_cnn" in kinds[:-1]:
             raise ValueError("a text_cnn outputs one vector per sequence: it can only be the last layer")
         return self
@@ -149,7 +165,7 @@ class ModelSpec(Table):
 
     @model_validator(mode="after")
     def _head_fits_the_encoder(self) -> ModelSpec:
-        if not self.has_steps and getattr(self.head, "pool", None) != "max":
+        if not self.has_steps and self.pools != ("max",):
             raise ValueError('a text_cnn needs a head of kind classify, regress or embed with pool = "max"')
         if self.head.kind == "next" and self.input.vocabulary is None:
             raise ValueError('a head of kind "next" needs an input of kind "text" or "ids"')
@@ -163,7 +179,7 @@ class ModelSpec(Table):
         inputs = self.input.vocabulary or self.input.features or 0
         for index, layer in enumerate(self.layers):
             shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.tensors(inputs).items()}
-            inputs = layer.outputs
+            inputs = layer.output_width(inputs)
         head = self.head.tensors(inputs, self.input.vocabulary)
         return shapes | {f"head.{name}": shape for name, shape in head.items()}
 
@@ -178,6 +194,19 @@ class ModelSpec(Table):
         for layer in reversed(self.layers):
             steps = layer.steps_for(steps)
         return steps
+
+    @property
+    def pools(self) -> tuple[str, ...]:
+        """The pools of the head, or none if it works on every step."""
+        return self.head.pool if isinstance(self.head, PoolingHead) else ("last",) if self.head.kind == "next" else ()
+
+    @property
+    def output_width(self) -> int:
+        """Width of the vectors of the last layer."""
+        inputs = self.input.vocabulary or self.input.features or 0
+        for layer in self.layers:
+            inputs = layer.output_width(inputs)
+        return inputs
 
     @property
     def has_steps(self) -> bool:

@@ -6,9 +6,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StrictBool, model_validator
 
+from service.modeling.spec.activations import NONE, SIGMOID, TANH, Activation, ConvActivation
 from service.modeling.spec.table import LayerTable, Shapes, Size
 
 DIRECTIONS = ("forward", "backward")
+Direction = Literal["forward", "backward"]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Pads = tuple[Annotated[int, Field(ge=0, strict=True)], Annotated[int, Field(ge=0, strict=True)]]
 QRNN_BLOCKS = {"f": 2, "fo": 3, "ifo": 4}
 GATED = ("glu", "gated_tanh")
 MATRICES = ("weight", "input", "recurrent", "projection", "filters")
@@ -31,19 +35,38 @@ class EmbeddingLayer(LayerTable):
 
 
 class RecurrentLayer(LayerTable):
-    """`depth` levels of `hidden` units. The output of a bidirectional level is [forward | backward]."""
+    """`depth` levels of `hidden` units, each in one direction or in both.
+
+    `merge` says how both directions of a level become its output: concat is [forward | backward], the others combine the directions number
+    by number. A layer of direction "backward" reads each sequence from its end; its outputs stay in the order of the input.
+    """
 
     hidden: Size
     depth: Size = 1
     bidirectional: StrictBool = False
+    direction: Direction = "forward"
+    merge: Literal["concat", "sum", "mean", "product"] = "concat"
+
+    @model_validator(mode="after")
+    def _directions_agree(self) -> RecurrentLayer:
+        if self.bidirectional and self.direction != "forward":
+            raise ValueError('a bidirectional layer runs in both directions: remove direction = "backward"')
+        if self.merge != "concat" and not self.bidirectional:
+            raise ValueError(f"merge = {self.merge!r} combines two directions: set bidirectional, or remove it")
+        return self
 
     @property
     def directions(self) -> tuple[str, ...]:
-        return DIRECTIONS if self.bidirectional else DIRECTIONS[:1]
+        return DIRECTIONS if self.bidirectional else (self.direction,)
+
+    @property
+    def vector(self) -> int:
+        """Width of the vector that one direction outputs."""
+        return self.hidden
 
     @property
     def outputs(self) -> int:
-        return self.hidden * len(self.directions)
+        return self.vector * (len(self.directions) if self.merge == "concat" else 1)
 
     def tensors(self, inputs: int) -> Shapes:
         shapes: Shapes = {}
@@ -63,26 +86,78 @@ class RecurrentLayer(LayerTable):
         return {}
 
 
-class LSTMLayer(RecurrentLayer):
-    """Gate blocks input, forget, cell, output."""
+class GatedLayer(RecurrentLayer):
+    """A recurrent layer with a product of the hidden state at every step.
 
-    kind: Literal["lstm"]
+    `clip` bounds the gate inputs, from -clip to clip. `layer_norm` normalises the input's product without its bias and the recurrent
+    product, each over all gates of a step. With `learned_start`, a sequence starts from states in the weights instead of zeros.
+    """
+
+    clip: Positive | None = None
+    layer_norm: StrictBool = False
+    learned_start: StrictBool = False
+
+    def gated_weights(self, inputs: int, gates: int) -> Shapes:
+        """Return the tensors that all gated layers have. gates: number of gate blocks."""
+        columns = gates * self.hidden
+        shapes: Shapes = {"input": (inputs, columns), "recurrent": (self.vector, columns), "bias": (columns,)}
+        shapes |= {"input_norm": (2, columns), "recurrent_norm": (2, columns)} if self.layer_norm else {}
+        return shapes | ({"start": (self.vector,)} if self.learned_start else {})
+
+
+class RNNLayer(GatedLayer):
+    """h[t] = activation(x[t] @ input + bias + h[t-1] @ recurrent) (Elman 1990)."""
+
+    kind: Literal["rnn"]
+    activation: Activation = TANH
 
     def weights(self, inputs: int) -> Shapes:
-        gates = 4 * self.hidden
-        return {"input": (inputs, gates), "recurrent": (self.hidden, gates), "bias": (gates,)}
+        return self.gated_weights(inputs, 1)
 
 
-class GRULayer(RecurrentLayer):
+class LSTMLayer(GatedLayer):
+    """Gate blocks input, forget, cell, output.
+
+    `gate_activation` is applied to the input, forget and output gates, `activation` to the cell gate, `output_activation` to the cell
+    before the output gate. With `peepholes`, the previous cell feeds the input and forget gates, and the new cell feeds the output gate. A
+    `projection` maps the output to fewer numbers, which are then the hidden state. With `layer_norm`, the new cell is normalised as well.
+    """
+
+    kind: Literal["lstm"]
+    gate_activation: Activation = SIGMOID
+    activation: Activation = TANH
+    output_activation: Activation = TANH
+    peepholes: StrictBool = False
+    projection: Size | None = None
+
+    @property
+    def vector(self) -> int:
+        return self.projection or self.hidden
+
+    def weights(self, inputs: int) -> Shapes:
+        shapes = self.gated_weights(inputs, 4)
+        shapes |= {"peephole": (3 * self.hidden,)} if self.peepholes else {}
+        shapes |= {"projection": (self.hidden, self.projection)} if self.projection else {}
+        shapes |= {"cell_norm": (2, self.hidden)} if self.layer_norm else {}
+        return shapes | ({"start_cell": (self.hidden,)} if self.learned_start else {})
+
+
+class GRULayer(GatedLayer):
     """Gate blocks reset, update, new. With `reset_after`, the reset gate is applied to the recurrent product and its bias."""
 
     kind: Literal["gru"]
     reset_after: StrictBool = True
+    gate_activation: Activation = SIGMOID
+    activation: Activation = TANH
+
+    @model_validator(mode="after")
+    def _norm_needs_one_product(self) -> GRULayer:
+        if self.layer_norm and not self.reset_after:
+            raise ValueError("layer_norm normalises one recurrent product, and reset_after = false has two: set reset_after")
+        return self
 
     def weights(self, inputs: int) -> Shapes:
-        gates = 3 * self.hidden
-        shapes: Shapes = {"input": (inputs, gates), "recurrent": (self.hidden, gates), "bias": (gates,)}
-        return shapes | ({"recurrent_bias": (self.hidden,)} if self.reset_after else {})
+        return self.gated_weights(inputs, 3) | ({"recurrent_bias": (self.hidden,)} if self.reset_after else {})
 
 
 class SRULayer(RecurrentLayer):
@@ -132,41 +207,150 @@ class QRNNLayer(RecurrentLayer):
         return {"input": (self.window, inputs, blocks), "bias": (blocks,)}
 
 
-class ConvLayer(LayerTable):
-    """A convolution over time. `same` pads both sides, `causal` the left side, so that with stride 1 every step has an output.
+class WindowLayer(LayerTable):
+    """A layer whose outputs each read a window of `width` steps.
+
+    `padding` adds zero steps to each sequence. `same` pads both sides and `causal` the left side so that with stride 1 every step has an
+    output. `same_upper` and `same_lower` pad so that a sequence of n steps has ceil(n / stride) outputs; an odd number of steps has one
+    more on the right or on the left. `pads` are the steps on the left and on the right; they replace `padding`.
+    """
+
+    width: Size
+    dilation: Size = 1
+    stride: Size = 1
+    padding: Literal["same", "same_upper", "same_lower", "causal", "none"] = "same"
+    pads: Pads | None = None
+
+    @model_validator(mode="after")
+    def _pads_replace_padding(self) -> WindowLayer:
+        if self.pads is not None and "padding" in self.model_fields_set:
+            raise ValueError("pads and padding are both set: remove one of them")
+        return self
+
+    @property
+    def reach(self) -> int:
+        """Steps from the first to the last step of a window."""
+        return (self.width - 1) * self.dilation + 1
+
+    @property
+    def pads_by_length(self) -> bool:
+        """Whether the number of padding steps depends on the length of the sequence."""
+        return self.pads is None and self.padding in ("same_upper", "same_lower") and self.stride > 1
+
+    @property
+    def padding_steps(self) -> tuple[int, int]:
+        """Zero steps before and after each sequence, unless they depend on its length."""
+        if self.pads is not None:
+            return self.pads
+        around = self.reach - 1
+        left = {"same_lower": around - around // 2, "causal": around, "none": 0}.get(self.padding, around // 2)
+        return left, 0 if self.padding in ("none", "causal") else around - left
+
+    def steps_for(self, steps: int) -> int:
+        if self.pads_by_length:
+            return (steps - 1) * self.stride + 1
+        return max(1, (steps - 1) * self.stride + self.reach - sum(self.padding_steps))
+
+
+class ConvLayer(WindowLayer):
+    """A convolution over time.
 
     A gated activation has twice as many maps: values, then their gates. With `weight_norm`, the filters are stored as a direction and
-    a magnitude. `batch_norm` is applied before the activation.
+    a magnitude. `batch_norm` is applied before the activation. With `groups`, each group of filters reads its own group of inputs.
     """
 
     kind: Literal["conv"]
     filters: Size
-    width: Size
-    dilation: Size = 1
-    stride: Size = 1
-    padding: Literal["same", "causal", "none"] = "same"
-    activation: Literal["none", "relu", "tanh", "gelu", "glu", "gated_tanh"] = "relu"
+    activation: ConvActivation = ConvActivation(kind="relu")
     weight_norm: StrictBool = False
     batch_norm: StrictBool = False
+    epsilon: Positive = 1e-5
+    groups: Size = 1
 
     @property
     def outputs(self) -> int:
         return self.filters
 
     @property
-    def padding_steps(self) -> tuple[int, int]:
-        """Zero steps before and after each sequence."""
-        reach = (self.width - 1) * self.dilation
-        return {"same": (reach // 2, reach - reach // 2), "causal": (reach, 0), "none": (0, 0)}[self.padding]
+    def maps(self) -> int:
+        return self.filters * (2 if self.activation.kind in GATED else 1)
 
     def tensors(self, inputs: int) -> Shapes:
-        maps = self.filters * (2 if self.activation in GATED else 1)
-        norm: Shapes = {"norm": (4, maps)} if self.batch_norm else {}
-        return convolution(self.width, inputs, maps, weight_norm=self.weight_norm) | norm
+        if inputs % self.groups or self.maps % self.groups:
+            raise ValueError(
+                f"groups is {self.groups} and must divide the {inputs} inputs and the {self.maps} filters of the layer"
+            )
+        norm: Shapes = {"norm": (4, self.maps)} if self.batch_norm else {}
+        return convolution(self.width, inputs // self.groups, self.maps, weight_norm=self.weight_norm) | norm
 
-    def steps_for(self, steps: int) -> int:
-        reach = (self.width - 1) * self.dilation + 1
-        return max(1, (steps - 1) * self.stride + reach - sum(self.padding_steps))
+
+class PoolLayer(WindowLayer):
+    """The maximum or mean of each window of `width` steps. Padding is no candidate for a maximum; a mean counts it with `count_padding`."""
+
+    kind: Literal["pool"]
+    reduce: Literal["max", "mean"]
+    padding: Literal["same", "same_upper", "same_lower", "causal", "none"] = "none"
+    count_padding: StrictBool = False
+
+    def output_width(self, inputs: int) -> int:
+        return inputs
+
+    def tensors(self, inputs: int) -> Shapes:
+        return {}
+
+
+class DenseLayer(LayerTable):
+    """activation(x @ weight + bias) at every step."""
+
+    kind: Literal["dense"]
+    width: Size
+    activation: Activation = NONE
+
+    @property
+    def outputs(self) -> int:
+        return self.width
+
+    def tensors(self, inputs: int) -> Shapes:
+        return {"weight": (inputs, self.width), "bias": (self.width,)}
+
+
+class ActivationLayer(LayerTable):
+    """An activation of every number."""
+
+    kind: Literal["activation"]
+    activation: Activation
+
+    def output_width(self, inputs: int) -> int:
+        return inputs
+
+    def tensors(self, inputs: int) -> Shapes:
+        return {}
+
+
+class LayerNormLayer(LayerTable):
+    """A layer norm of every step: gain and offset."""
+
+    kind: Literal["layer_norm"]
+    epsilon: Positive = 1e-5
+
+    def output_width(self, inputs: int) -> int:
+        return inputs
+
+    def tensors(self, inputs: int) -> Shapes:
+        return {"norm": (2, inputs)}
+
+
+class BatchNormLayer(LayerTable):
+    """A batch norm of every step by stored statistics: gain, offset, mean and variance."""
+
+    kind: Literal["batch_norm"]
+    epsilon: Positive = 1e-5
+
+    def output_width(self, inputs: int) -> int:
+        return inputs
+
+    def tensors(self, inputs: int) -> Shapes:
+        return {"norm": (4, inputs)}
 
 
 class TCNLayer(LayerTable):
@@ -226,10 +410,26 @@ class TextCNNLayer(LayerTable):
 
 
 Layer = Annotated[
-    EmbeddingLayer | LSTMLayer | GRULayer | SRULayer | QRNNLayer | ConvLayer | TCNLayer | TextCNNLayer,
+    EmbeddingLayer
+    | RNNLayer
+    | LSTMLayer
+    | GRULayer
+    | SRULayer
+    | QRNNLayer
+    | ConvLayer
+    | PoolLayer
+    | TCNLayer
+    | TextCNNLayer
+    | DenseLayer
+    | ActivationLayer
+    | LayerNormLayer
+    | BatchNormLayer,
     Field(discriminator="kind"),
 ]
-LAYER_KINDS = ("embedding", "lstm", "gru", "sru", "qrnn", "conv", "tcn", "text_cnn")
+LAYER_KINDS = (
+    *("embedding", "rnn", "lstm", "gru", "sru", "qrnn", "conv", "pool", "tcn", "text_cnn"),
+    *("dense", "activation", "layer_norm", "batch_norm"),
+)
 
 
 def convolution(width: int, inputs: int, maps: int, *, weight_norm: bool = False) -> Shapes:

@@ -19,9 +19,13 @@ class Table(BaseModel):
 class LayerTable(Table):
     """A layer of an encoder."""
 
+    def output_width(self, inputs: int) -> int:
+        """Return the width of the output. inputs: the input width."""
+        return self.outputs
+
     @property
     def outputs(self) -> int:
-        """Width of the output."""
+        """Width of the output, for layers that decide it."""
         raise NotImplementedError
 
     def tensors(self, inputs: int) -> Shapes:

@@ -1,0 +1,66 @@
+"""What an importer found in a foreign checkpoint, in the words of model.toml."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from service.errors import ModelError
+
+Array = NDArray[Any]
+
+
+class ImportRefused(ModelError):
+    """The checkpoint cannot become a model folder. The message names the part that is in the way, and what to do."""
+
+
+@dataclass(slots=True)
+class Part:
+    """One layer, or the head: its table of model.toml and its tensors, named within the table (`0.forward.input`, `weight`)."""
+
+    table: dict[str, Any]
+    arrays: dict[str, Array] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Draft:
+    """A model in the words of model.toml, with weights in float32.
+
+    input, layers, head: as in model.toml, with the sizes that follow from the arrays. The head may be incomplete: a recipe completes it.
+    used: source tensor -> what it became; unused: source tensors that no layer needed; notes: differences between the source and this
+    model that its user must know.
+    """
+
+    source: str
+    input: dict[str, Any]
+    layers: list[Part]
+    head: Part
+    used: dict[str, str] = field(default_factory=dict)
+    unused: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def arrays(self) -> dict[str, Array]:
+        """Return every tensor under its name in weights.safetensors, in float32."""
+        parts: list[tuple[str, Part]] = [(f"layers.{index}", part) for index, part in enumerate(self.layers)]
+        return {
+            f"{prefix}.{name}": np.ascontiguousarray(array, np.float32)
+            for prefix, part in [*parts, ("head", self.head)]
+            for name, array in part.arrays.items()
+        }
+
+    def model(self, name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the content of model.toml. overrides: keys of the tables `input` and `head`, and of the top level, from a recipe."""
+        head = {**self.head.table, **overrides.get("head", {})}
+        top = {key: value for key, value in overrides.items() if key not in ("input", "head", "layers")}
+        return {
+            "name": name,
+            "precision": "float32",
+            **top,
+            "input": {**self.input, **overrides.get("input", {})},
+            "layers": [part.table for part in self.layers],
+            "head": head,
+        }
