@@ -88,7 +88,7 @@ class Forecaster(nn.Module):
             precision="float16",
             input=SequenceInput(kind="features", features=len(CHANNELS), max_steps=MAX_STEPS),
             layers=(self.layer,),
-            head=RegressHead(kind="regress", pool="last", outputs=len(CHANNELS)),
+            head=RegressHead(kind="regress", pool=("last",), outputs=len(CHANNELS)),
         )
 
 

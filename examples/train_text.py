@@ -92,7 +92,7 @@ class Classifier(nn.Module):
             precision="float16",
             input=SequenceInput(kind="text", vocabulary=vocabulary, max_steps=512),
             layers=(EmbeddingLayer(kind="embedding", width=width), self.encoder.layer),
-            head=ClassifyHead(kind="classify", pool="max", labels=LABELS),
+            head=ClassifyHead(kind="classify", pool=("max",), labels=LABELS),
         )
 
 

@@ -17,16 +17,20 @@ from kernels.directions import compose_directions
 from kernels.ragged import STORAGE, ContractError, RunKernel
 
 AUTO = "auto"
-FAMILIES = ("lstm", "gru", "sru", "qrnn", "conv")
+FAMILIES = ("rnn", "lstm", "gru", "sru", "qrnn", "conv")
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """The properties that decide the choice of a backend: device, dtype and size. All are known before any data."""
+    """The properties that decide the choice of a backend. All are known before any data.
+
+    variant: what a layer has beyond the plain layer of its family, for example peepholes, or None.
+    """
 
     device: torch.device
     storage: torch.dtype
     hidden: int
+    variant: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +38,8 @@ class Backend:
     """One implementation of a kernel family.
 
     refuses: returns why it cannot or should not run a problem, or None; describe: returns details of how it runs a problem;
-    bidirectional: runs both directions at once, for backends where that is faster than two runs.
+    bidirectional: runs both directions at once, for backends where that is faster than two runs. plain_only: whether it runs only plain
+    layers.
     """
 
     name: str
@@ -42,6 +47,13 @@ class Backend:
     refuses: Callable[[Problem], str | None]
     describe: Callable[[Problem], str] | None = None
     bidirectional: RunKernel | None = None
+    plain_only: bool = True
+
+    def refusal(self, problem: Problem) -> str | None:
+        """Return why this backend does not run the problem, or None."""
+        if problem.variant is not None and self.plain_only:
+            return f"does not run {problem.variant}"
+        return self.refuses(problem)
 
     @property
     def run_bidirectional(self) -> RunKernel:
@@ -72,7 +84,7 @@ def choose(backends: Sequence[Backend], problem: Problem, requested: str = AUTO)
         return _by_name(backends, requested)
     why: list[str] = []
     for backend in backends:
-        reason = backend.refuses(problem)
+        reason = backend.refusal(problem)
         if reason is None:
             details = f" ({backend.describe(problem)})" if backend.describe else ""
             return Choice(backend, (*why, f"{backend.name}: chosen{details}"))
@@ -80,15 +92,16 @@ def choose(backends: Sequence[Backend], problem: Problem, requested: str = AUTO)
     raise ContractError(f"no backend accepts {problem}: {'; '.join(why)}")
 
 
-def cached_choice(backends: Callable[[], Sequence[Backend]]) -> Callable[[torch.device, torch.dtype, int, str], Choice]:
-    """Return `choose` as a cached function of device, storage, hidden and requested. A backend's answer for a problem never changes.
+def cached_choice(backends: Callable[[], Sequence[Backend]]) -> Callable[..., Choice]:
+    """Return `choose` as a cached function of device, storage, hidden, requested and variant. A backend's answer for a problem never
+    changes.
 
     backends: called when a choice is made, not before.
     """
 
     @cache
-    def chosen(device: torch.device, storage: torch.dtype, hidden: int, requested: str) -> Choice:
-        return choose(backends(), Problem(device, storage, hidden), requested)
+    def chosen(device: torch.device, storage: torch.dtype, hidden: int, requested: str, variant: str | None = None) -> Choice:
+        return choose(backends(), Problem(device, storage, hidden, variant), requested)
 
     return chosen
 

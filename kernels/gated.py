@@ -1,10 +1,15 @@
-"""Shared by the LSTM and the GRU: the check of their weights, and their layers over token ids."""
+"""Shared by the LSTM, the GRU and the plain RNN: the check of their weights, their variants, and their layers over token ids."""
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
+from torch import Tensor
+
 from kernels.embedding import embed
+from kernels.framework import linear
+from kernels.norm import layer_norm
 from kernels.ragged import (
     ContractError,
     Encoded,
@@ -19,13 +24,16 @@ from kernels.ragged import (
 
 
 def gated_columns(weights: Any, gates: int) -> int | None:
-    """Return the data's number of columns for an LSTM (4 gates) or a GRU (3), or None for ids.
+    """Return the data's number of columns for an LSTM (4 gates), a GRU (3) or an RNN (1), or None for ids.
 
     Raises ContractError for inconsistent weights.
     """
     check_shape("weights.recurrent", weights.recurrent, (None, None))
     hidden: int = weights.hidden
-    check_shape("weights.recurrent", weights.recurrent, (hidden, gates * hidden))
+    check_shape("weights.recurrent", weights.recurrent, (weights.vector, gates * hidden))
+    for name in ("input_norm", "recurrent_norm"):
+        if getattr(weights, name) is not None:
+            check_shape(f"weights.{name}", getattr(weights, name), (2, gates * hidden))
     if weights.table is not None:
         check_absent(weights, ("input", "bias"), "the data are ids")
         check_shape("weights.table", weights.table, (None, gates * hidden))
@@ -37,6 +45,39 @@ def gated_columns(weights: Any, gates: int) -> int | None:
     if weights.input is not None or weights.bias is not None:
         raise ContractError("weights.input and weights.bias belong together: pass both, or neither")
     return gates * hidden
+
+
+def variant_of(weights: Any, **others: bool) -> str | None:
+    """Return what these weights have beyond the plain layer of their family, or None. others: what a family adds."""
+    plain = {field.name: field.default for field in fields(weights)}
+    found = {
+        "layer norm": weights.input_norm is not None,
+        "a clip": weights.clip is not None,
+        "activations of its own": weights.activations != plain["activations"],
+        **others,
+    }
+    return ", ".join(name for name, present in found.items() if present) or None
+
+
+def gate_inputs(data: Tensor, weights: Any) -> Tensor:
+    """Return the gate inputs of all tokens, (tokens, gates x hidden) float32: ``x @ input + bias``, with the norm of the product if there
+    is one. data: as in `kernels.lstm.types`, without ids."""
+    if weights.input is None:
+        return data.float()
+    if weights.input_norm is None:
+        return linear(data, weights.input, weights.bias)
+    gates: Tensor = layer_norm(linear(data, weights.input, None), weights.input_norm, weights.epsilon) + weights.bias
+    return gates
+
+
+def recurrent_product(hidden: Tensor, weights: Any) -> Tensor:
+    """Return ``h @ recurrent``, (rows, gates x hidden) float32, with its norm if there is one."""
+    product = linear(hidden, weights.recurrent, None)
+    return product if weights.recurrent_norm is None else layer_norm(product, weights.recurrent_norm, weights.epsilon)
+
+
+def clipped(values: Tensor, clip: float | None) -> Tensor:
+    return values if clip is None else values.clamp(-clip, clip)
 
 
 def check_gated_data(x: Ragged, columns: int | None) -> None:

@@ -8,7 +8,7 @@ from torch.nn import functional
 EPSILON = 1e-5
 
 
-def layer_norm(values: Tensor, norm: Tensor) -> Tensor:
+def layer_norm(values: Tensor, norm: Tensor, epsilon: float = EPSILON) -> Tensor:
     """Return the normalised values, (n, width) float32. values: (n, width); norm: (2, width) gain and offset."""
     gain, offset = norm.float()
-    return functional.layer_norm(values.float(), values.shape[1:], gain, offset, EPSILON)
+    return functional.layer_norm(values.float(), values.shape[1:], gain, offset, epsilon)

@@ -10,11 +10,19 @@ from kernels.ragged import Ragged, Sizes, count_windows, start_offsets
 
 
 def windows(
-    x: Ragged, width: int, *, left: int = 0, right: int = 0, dilation: int = 1, stride: int = 1, context: Tensor | None = None
+    x: Ragged,
+    width: int,
+    *,
+    left: int | Sizes = 0,
+    right: int | Sizes = 0,
+    dilation: int = 1,
+    stride: int = 1,
+    context: Tensor | None = None,
 ) -> Tensor:
     """Return the steps that a filter covers at each of its positions, row after row: (windows, width, inputs), earliest step first.
 
-    left, right: zero steps before and after each row; context: (rows, left, inputs), steps that replace the zeros on the left.
+    left, right: zero steps before and after each row, one number for all rows or (rows,) numbers; context: (rows, left, inputs), steps that
+    replace the zeros on the left, of which all rows then have as many.
     """
     index = WindowIndex(x, left, right)
     padded = x.data.new_zeros(index.steps, *x.data.shape[1:])
@@ -27,14 +35,21 @@ def windows(
 class WindowIndex:
     """Positions in a batch of rows packed with their padding. Computed on the host, where small arrays are cheap."""
 
-    def __init__(self, x: Ragged, left: int, right: int) -> None:
+    def __init__(self, x: Ragged, left: int | Sizes, right: int | Sizes) -> None:
+        """left, right: steps of padding before and after each row, one number for all rows or (rows,) numbers."""
         self._lengths = x.lengths + left + right
+        self._left = left
         self._starts = start_offsets(self._lengths)
         self.steps = int(self._lengths.sum())
         self.tokens: Sizes = np.repeat(self._starts + left - start_offsets(x.lengths), x.lengths) + np.arange(x.data.shape[0])
         """(tokens,) the position of each token."""
-        self.left: Sizes = self._starts[:, None] + np.arange(left)
-        """(rows, left) the positions of the padding before each row."""
+
+    @property
+    def left(self) -> Sizes:
+        """The positions of the padding before each row, (rows, left), if all rows have as many steps of it."""
+        assert isinstance(self._left, int)
+        positions: Sizes = self._starts[:, None] + np.arange(self._left)
+        return positions
 
     def windows(self, width: int, dilation: int, stride: int) -> Sizes:
         """Return the positions that a filter covers at each of its positions, row after row: (windows, width)."""

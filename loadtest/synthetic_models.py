@@ -27,7 +27,7 @@ def write(
     tokenizer: str | None = None,
 ) -> ModelSpec:
     """Write version 1 of a model that classifies the last step. The weights are normal, times `scale`, from a fixed seed."""
-    head = ClassifyHead(kind="classify", pool="last", labels=tuple(labels))
+    head = ClassifyHead(kind="classify", pool=("last",), labels=tuple(labels))
     tables = {"name": name, "description": CARD.strip(), "precision": precision, "input": input, "layers": layers, "head": head}
     spec = ModelSpec.model_validate(tables)
     seeded = torch.Generator().manual_seed(0)

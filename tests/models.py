@@ -48,7 +48,7 @@ def words(
         precision="float32",
         input=SequenceInput(kind="text", vocabulary=len(WORDS), max_steps=max_steps),
         layers=(EmbeddingLayer(kind="embedding", width=6), LSTMLayer(kind="lstm", hidden=5, bidirectional=bidirectional)),
-        head=ClassifyHead(kind="classify", pool="max", labels=LABELS),
+        head=ClassifyHead(kind="classify", pool=("max",), labels=LABELS),
     )
     return store.write(root / name / str(version), spec, weights(spec, seed), card="made up", tokenizer=tokenizer())
 
@@ -69,7 +69,7 @@ def sensors(
         precision="float32",
         input=SequenceInput(kind="features", features=features, max_steps=max_steps),
         layers=layers,
-        head=ClassifyHead(kind="classify", pool="last", labels=LABELS),
+        head=ClassifyHead(kind="classify", pool=("last",), labels=LABELS),
     )
     return store.write(root / name / "1", spec, weights(spec), card="made up")
 
@@ -131,7 +131,7 @@ def accumulator(root: Path, name: str = "accumulator", *, max_steps: int = 30_00
         precision="float32",
         input=SequenceInput(kind="ids", vocabulary=3, max_steps=max_steps),
         layers=(EmbeddingLayer(kind="embedding", width=1), LSTMLayer(kind="lstm", hidden=hidden)),
-        head=RegressHead(kind="regress", pool="last", outputs=2),
+        head=RegressHead(kind="regress", pool=("last",), outputs=2),
     )
     arrays = {tensor: torch.zeros(shape) for tensor, shape in spec.tensors().items()}
     arrays["layers.0.weight"] = torch.tensor([[-1.0], [0.0], [1.0]])

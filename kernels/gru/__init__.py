@@ -15,15 +15,15 @@ from kernels.ragged import Encoded, Outputs, Ragged, check_both_directions, with
 
 BACKENDS = (
     Backend("cpu", cpu.gru, cache.refuses, bidirectional=cpu.bidirectional),
-    Backend("framework", with_table(with_state_slots(framework.gru)), accepts_everything),
-    Backend("reference", with_table(with_state_slots(reference.gru)), only_by_name),
+    Backend("framework", with_table(with_state_slots(framework.gru)), accepts_everything, plain_only=False),
+    Backend("reference", with_table(with_state_slots(reference.gru)), only_by_name, plain_only=False),
 )
 _chosen = cached_choice(lambda: BACKENDS)
 
 
 def choice(weights: GRUWeights, backend: str = AUTO) -> Choice:
     """Return the backend that `gru` chooses for these weights."""
-    return _chosen(weights.recurrent.device, weights.recurrent.dtype, weights.hidden, backend)
+    return _chosen(weights.recurrent.device, weights.recurrent.dtype, weights.hidden, backend, weights.variant)
 
 
 def gru(x: Ragged, weights: GRUWeights, state: GRUState | None = None, *, want: Outputs, backend: str = AUTO) -> Encoded:

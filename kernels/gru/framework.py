@@ -5,9 +5,12 @@ Runs wherever torch runs; nothing is padded.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from kernels.framework import StepOutputs, linear, order_by_length
+from kernels.gated import clipped, gate_inputs, recurrent_product
 from kernels.gru.types import GRUState, GRUWeights
 from kernels.ragged import Encoded, Outputs, Ragged
 
@@ -16,18 +19,42 @@ def gru(x: Ragged, weights: GRUWeights, state: GRUState | None, *, want: Outputs
     """Encode every row. Shapes as in `kernels.gru.types`."""
     order = order_by_length(x)
     data = order.sort_tokens(x.data)
-    gates = data.float() if weights.input is None else linear(data, weights.input, weights.bias)
+    gates = gate_inputs(data, weights)
     hidden = order.sort_rows(state.hidden if state else None, weights.hidden)
     outputs = StepOutputs(order, weights.hidden, want)
-    advance = _reset_before if weights.recurrent_bias is None else _reset_after
+    advance = _advance(weights)
     for (step,), (running,) in zip(order.by_step(gates), order.by_row(hidden), strict=True):
         advance(step, running, weights)
         outputs.add(running)
     return outputs.encoded(hidden, GRUState(order.unsort_rows(hidden)))
 
 
+def _advance(weights: GRUWeights) -> Callable[[Tensor, Tensor, GRUWeights], None]:
+    """Return the function that advances the running rows by one step, in place."""
+    if weights.variant is not None:
+        return _variant_step
+    return _reset_before if weights.recurrent_bias is None else _reset_after
+
+
+def _variant_step(gates: Tensor, hidden: Tensor, weights: GRUWeights) -> None:
+    """Advance the running rows of any GRU."""
+    size = weights.hidden
+    gate, activation = weights.activations
+    if weights.recurrent_bias is None:
+        r, z = gate(clipped(linear(hidden, weights.recurrent[:, : 2 * size], gates[:, : 2 * size]), weights.clip)).chunk(
+            2, dim=1
+        )
+        n = linear(r * hidden, weights.recurrent[:, 2 * size :], gates[:, 2 * size :])
+    else:
+        product = recurrent_product(hidden, weights)
+        r, z = gate(clipped(gates[:, : 2 * size] + product[:, : 2 * size], weights.clip)).chunk(2, dim=1)
+        n = gates[:, 2 * size :] + r * (product[:, 2 * size :] + weights.recurrent_bias)
+    n = activation(clipped(n, weights.clip))
+    hidden.sub_(n).mul_(z).add_(n)
+
+
 def _reset_after(gates: Tensor, hidden: Tensor, weights: GRUWeights) -> None:
-    """Advance the running rows by one step, in place. The reset gate scales the recurrent product of the new gate."""
+    """The reset gate scales the recurrent product of the new gate."""
     assert weights.recurrent_bias is not None
     size = weights.hidden
     recurrent = linear(hidden, weights.recurrent, None)
@@ -37,7 +64,7 @@ def _reset_after(gates: Tensor, hidden: Tensor, weights: GRUWeights) -> None:
 
 
 def _reset_before(gates: Tensor, hidden: Tensor, weights: GRUWeights) -> None:
-    """Advance the running rows by one step, in place. The reset gate scales the hidden state before the product of the new gate."""
+    """The reset gate scales the hidden state before the product of the new gate."""
     size = weights.hidden
     r, z = linear(hidden, weights.recurrent[:, : 2 * size], gates[:, : 2 * size]).sigmoid_().chunk(2, dim=1)
     n = linear(r * hidden, weights.recurrent[:, 2 * size :], gates[:, 2 * size :]).tanh_()

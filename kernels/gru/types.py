@@ -8,8 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from kernels.gated import check_gated_data, gated_columns
-from kernels.ragged import Ragged, check_shape, form_of, source_slots, state_entries
+from kernels.activations import SIGMOID, TANH, Activation
+from kernels.gated import check_gated_data, gated_columns, variant_of
+from kernels.norm import EPSILON
+from kernels.ragged import ContractError, Ragged, check_shape, form_of, source_slots, state_entries
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,10 @@ class GRUWeights:
 
     int8: whether products on a CPU take int8 weights and rows, each row with its own scale, where the backend can; input and recurrent
     then have values of `kernels.quantized.dequantize`.
+
+    activations: of the reset and update gates, and of the new gate. clip: bounds the input of every gate's activation, from -clip to clip,
+    or None. input_norm, recurrent_norm: (2, 3 x hidden) gain and offset of a layer norm over ``x @ input`` without the bias and over
+    ``h @ recurrent``, or None; epsilon: of the norms. A recurrent norm needs a recurrent_bias.
     """
 
     input: Tensor | None
@@ -35,10 +41,25 @@ class GRUWeights:
     recurrent_bias: Tensor | None
     table: Tensor | None = None
     int8: bool = False
+    activations: tuple[Activation, Activation] = (SIGMOID, TANH)
+    clip: float | None = None
+    input_norm: Tensor | None = None
+    recurrent_norm: Tensor | None = None
+    epsilon: float = EPSILON
 
     @property
     def hidden(self) -> int:
         return self.recurrent.shape[0]
+
+    @property
+    def vector(self) -> int:
+        """Width of the output and of the hidden state."""
+        return self.hidden
+
+    @cached_property
+    def variant(self) -> str | None:
+        """What these weights have beyond the plain GRU, or None."""
+        return variant_of(self)
 
     @cached_property
     def columns(self) -> int | None:
@@ -47,6 +68,8 @@ class GRUWeights:
         columns = gated_columns(self, 3)
         if self.recurrent_bias is not None:
             check_shape("weights.recurrent_bias", self.recurrent_bias, (self.hidden,))
+        elif self.recurrent_norm is not None:
+            raise ContractError("weights.recurrent_norm needs one recurrent product: pass a recurrent_bias")
         return columns
 
     @cached_property
@@ -57,7 +80,7 @@ class GRUWeights:
     @cached_property
     def over_gate_inputs(self) -> GRUWeights:
         """The weights of the same layer over the rows of its table. They share what kernels pack."""
-        weights = replace(self, input=None, bias=None, table=None)
+        weights = replace(self, input=None, bias=None, table=None, input_norm=None)
         vars(weights)["packed"] = self.packed
         return weights
 

@@ -3,7 +3,8 @@
     i, f, o = sigmoid(gates of x[t] and h[t-1])        g = tanh(gate)
     c[t] = f * c[t-1] + i * g                          h[t] = o * tanh(c[t])
 
-Hochreiter and Schmidhuber 1997, with the forget gate of Gers et al. 2000, as torch.nn.LSTM computes it.
+Hochreiter and Schmidhuber 1997, with the forget gate of Gers et al. 2000, as torch.nn.LSTM computes it. `LSTMWeights` describes peepholes,
+projections, clips, layer norms and other activations.
 """
 
 from kernels.backend import AUTO, Backend, Choice, accepts_everything, cached_choice, only_by_name
@@ -18,8 +19,8 @@ BACKENDS = (
     Backend("cluster", with_table(persistent.cluster), persistent.refuses_cluster),
     Backend("grid", with_table(persistent.grid), persistent.refuses_grid),
     Backend("cpu", cpu.lstm, cache.refuses, bidirectional=cpu.bidirectional),
-    Backend("framework", with_table(with_state_slots(framework.lstm)), accepts_everything),
-    Backend("reference", with_table(with_state_slots(reference.lstm)), only_by_name),
+    Backend("framework", with_table(with_state_slots(framework.lstm)), accepts_everything, plain_only=False),
+    Backend("reference", with_table(with_state_slots(reference.lstm)), only_by_name, plain_only=False),
 )
 _chosen = cached_choice(lambda: BACKENDS)
 
@@ -27,7 +28,7 @@ _chosen = cached_choice(lambda: BACKENDS)
 def choice(weights: LSTMWeights, backend: str = AUTO) -> Choice:
     """Return the backend that `lstm` chooses for these weights."""
     recurrent = weights.recurrent
-    return _chosen(recurrent.device, recurrent.dtype, recurrent.shape[0], backend)
+    return _chosen(recurrent.device, recurrent.dtype, weights.hidden, backend, weights.variant)
 
 
 def lstm(x: Ragged, weights: LSTMWeights, state: LSTMState | None = None, *, want: Outputs, backend: str = AUTO) -> Encoded:

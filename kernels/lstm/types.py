@@ -8,7 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from kernels.gated import check_gated_data, gated_columns
+from kernels.activations import SIGMOID, TANH, Activation
+from kernels.gated import check_gated_data, gated_columns, variant_of
+from kernels.norm import EPSILON
 from kernels.ragged import Ragged, check_shape, form_of, source_slots, state_entries
 
 GATES = ("input", "forget", "cell", "output")
@@ -28,6 +30,13 @@ class LSTMWeights:
 
     int8: whether products on a CPU take int8 weights and rows, each row with its own scale, where the backend can; input and recurrent
     then have values of `kernels.quantized.dequantize`.
+
+    peephole: (3 x hidden,), or None: the weights of the previous cell in the input and forget gates and of the new cell in the output
+    gate (Gers and Schmidhuber 2000). projection: (hidden, vector), or None: maps the output to fewer numbers, which are the hidden state;
+    the recurrent matrix then has `vector` rows (Sak et al. 2014). activations: of the gates, of the cell gate, and of the cell before the
+    output gate. clip: bounds the input of every gate's activation, from -clip to clip, or None. input_norm, recurrent_norm:
+    (2, 4 x hidden) gain and offset of a layer norm over ``x @ input`` without the bias and over ``h @ recurrent``, or None; cell_norm:
+    (2, hidden) of the new cell; epsilon: of the norms (Ba, Kiros and Hinton 2016).
     """
 
     input: Tensor | None
@@ -35,16 +44,39 @@ class LSTMWeights:
     bias: Tensor | None
     table: Tensor | None = None
     int8: bool = False
+    peephole: Tensor | None = None
+    projection: Tensor | None = None
+    activations: tuple[Activation, Activation, Activation] = (SIGMOID, TANH, TANH)
+    clip: float | None = None
+    input_norm: Tensor | None = None
+    recurrent_norm: Tensor | None = None
+    cell_norm: Tensor | None = None
+    epsilon: float = EPSILON
 
     @property
     def hidden(self) -> int:
-        return self.recurrent.shape[0]
+        return self.recurrent.shape[0] if self.projection is None else self.projection.shape[0]
+
+    @property
+    def vector(self) -> int:
+        """Width of the output and of the hidden state."""
+        return self.recurrent.shape[0] if self.projection is None else self.projection.shape[1]
+
+    @cached_property
+    def variant(self) -> str | None:
+        """What these weights have beyond the plain LSTM, or None."""
+        return variant_of(self, peepholes=self.peephole is not None, **{"a projection": self.projection is not None})
 
     @cached_property
     def columns(self) -> int | None:
         """The data's number of columns, or None for ids. The first access checks these shapes and raises ContractError if they
         are inconsistent."""
-        return gated_columns(self, 4)
+        columns = gated_columns(self, 4)
+        if self.peephole is not None:
+            check_shape("weights.peephole", self.peephole, (3 * self.hidden,))
+        if self.cell_norm is not None:
+            check_shape("weights.cell_norm", self.cell_norm, (2, self.hidden))
+        return columns
 
     @cached_property
     def form(self) -> dict[str, Any]:
@@ -54,7 +86,7 @@ class LSTMWeights:
     @cached_property
     def over_gate_inputs(self) -> LSTMWeights:
         """The weights of the same layer over the rows of its table. They share what kernels pack."""
-        weights = replace(self, input=None, bias=None, table=None)
+        weights = replace(self, input=None, bias=None, table=None, input_norm=None)
         vars(weights)["packed"] = self.packed
         return weights
 
@@ -66,7 +98,8 @@ class LSTMWeights:
 
 @dataclass(frozen=True, slots=True)
 class LSTMState:
-    """hidden, cell: (rows, hidden) float32, the state after each row's last chunk; with slots, (slots, hidden) state caches.
+    """hidden: (rows, vector), cell: (rows, hidden), float32, the state after each row's last chunk; with slots, state caches with one entry
+    for each slot.
 
     slots, sources: as in `kernels.ragged.RowState`.
     """
@@ -88,5 +121,5 @@ def check_lstm(x: Ragged, weights: LSTMWeights, state: LSTMState | None) -> None
     if state is None:
         return
     entries = state_entries(x, state)
-    check_shape("state.hidden", state.hidden, (entries, weights.hidden))
+    check_shape("state.hidden", state.hidden, (entries, weights.vector))
     check_shape("state.cell", state.cell, (entries, weights.hidden))

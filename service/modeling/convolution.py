@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels import conv as conv_kernel
 from kernels.conv.norms import fold_batch_norm, fold_weight_norm
-from kernels.conv.types import ConvBlock, ConvState, ConvWeights
+from kernels.conv.types import ACTIVATIONS, GATED, ConvBlock, ConvState, ConvWeights
 from kernels.embedding import fold_taps, folded_bytes
 from kernels.ragged import ContractError, Encoded, Outputs, Ragged, compute_dtype
 from service.modeling.runnable_layer import EMBEDDED, FOLDED, RunnableLayer, embed_ids, unique_tensors, weight_tensors
@@ -124,11 +124,17 @@ class TextCNN(RunnableLayer):
 
 def build_conv(layer: ConvLayer, weights: Mapping[str, Tensor]) -> list[ConvBlock]:
     """Return the blocks of a `conv` layer. Its weights are on their device already."""
-    left, right = layer.padding_steps
-    filters, bias = _filters(weights, ""), weights["bias"]
+    left, right = (0, 0) if layer.pads_by_length else layer.padding_steps
+    filters, bias = _ungrouped(_filters(weights, ""), layer.groups), weights["bias"]
     if layer.batch_norm:
-        filters, bias = fold_batch_norm(filters, bias, weights["norm"])
-    return [ConvBlock((ConvWeights(filters, bias, left, right, layer.dilation, layer.stride, layer.activation),))]
+        filters, bias = fold_batch_norm(filters, bias, weights["norm"], layer.epsilon)
+    activation = layer.activation.kind if has_kernel_activation(layer) else "none"
+    return [ConvBlock((ConvWeights(filters, bias, left, right, layer.dilation, layer.stride, activation),))]
+
+
+def has_kernel_activation(layer: ConvLayer) -> bool:
+    """Return whether the convolution kernels apply the activation of this layer themselves."""
+    return layer.activation.kind in (*ACTIVATIONS, *GATED)
 
 
 def build_tcn(layer: TCNLayer, weights: Mapping[str, Tensor]) -> list[ConvBlock]:
@@ -164,6 +170,17 @@ def _filters(weights: Mapping[str, Tensor], name: str) -> Tensor:
     if f"{name}filters" in weights:
         return weights[f"{name}filters"]
     return fold_weight_norm(weights[f"{name}direction"], weights[f"{name}magnitude"])
+
+
+def _ungrouped(filters: Tensor, groups: int) -> Tensor:
+    """Return filters over all inputs, (width, inputs, maps), with zeros outside each group. filters: (width, inputs / groups, maps)."""
+    if groups == 1:
+        return filters
+    width, inputs, maps = filters.shape
+    whole = filters.new_zeros(width, groups, inputs, groups, maps // groups)
+    for group, part in enumerate(filters.chunk(groups, dim=2)):
+        whole[:, group, :, group] = part
+    return whole.reshape(width, groups * inputs, maps)
 
 
 def _with_first_layer(block: ConvBlock, layer: ConvWeights) -> ConvBlock:

@@ -17,7 +17,7 @@ from service.modeling.heads import HeadOutput
 from service.modeling.layer_builder import NamedLayer
 from service.modeling.runnable_layer import RunnableLayer, device_bytes
 from service.modeling.spec import EmbeddingLayer, ModelSpec
-from service.modeling.state_slabs import RowSlots, RunningPool, StateSlabs
+from service.modeling.state_slabs import RUNNING_POOLS, RowSlots, RunningPool, StateSlabs
 from service.modeling.stored_weights import INT8
 
 TRIAL_ROWS, TRIAL_STEPS, TRIAL_RUNS = 4, 16, 5
@@ -65,10 +65,12 @@ class Encoder:
 
     def allocate_states(self, slots: int) -> None:
         """Allocate the state slabs of sequences that arrive in chunks. `slots` includes ZERO_SLOT and DISCARD_SLOT."""
-        pools = [name for name in ("mean", "max") if getattr(self._head.wants, name)]
-        width = self.spec.layers[-1].outputs
-        pool = RunningPool(pools[0], slots, width, self.device) if pools else None  # type: ignore[arg-type]
-        self._slabs = StateSlabs([layer.allocate_states(slots) for layer in self._layers], pool)
+        width = self.spec.output_width
+        wanted = [pool for pool in RUNNING_POOLS if getattr(self._head.wants, pool)]
+        pools = [
+            RunningPool(pool, slots, width, self.device, "pool" if len(wanted) == 1 else f"pool.{pool}") for pool in wanted
+        ]
+        self._slabs = StateSlabs([layer.allocate_states(slots) for layer in self._layers], pools)
 
     def state_numbers(self) -> list[Tensor]:
         """Return the state slabs of floating-point numbers as (slots, numbers)."""
@@ -99,8 +101,9 @@ class Encoder:
             x = Ragged(encoded.steps, x.offsets if encoded.offsets is None else encoded.offsets)
         encoded = self._run_part(len(self._parts) - 1, x, want, slots)
         offsets = x.offsets if encoded.offsets is None else encoded.offsets
-        if slots is not None and self._slabs is not None and self._slabs.pool is not None:
-            encoded = self._slabs.pool(encoded, offsets, slots)
+        if slots is not None:
+            for pool in self._allocated_slabs().pools:
+                encoded = pool(encoded, offsets, slots)
         return Encoding(self._head(encoded, offsets), encoded.steps if sequence else None, offsets)
 
     def backends(self) -> dict[str, str]:
@@ -162,14 +165,14 @@ class Encoder:
 
 
 def _named_layers(spec: ModelSpec, arrays: Mapping[str, Tensor]) -> list[NamedLayer]:
-    """Return the layers after the embedding, or all layers if there is none."""
+    """Return the layers after the embedding, or all layers if there is none. A model of an embedding alone has one layer."""
     named_layers = []
     inputs = spec.input.vocabulary or spec.input.features or 0
     for index, layer in enumerate(spec.layers):
         name = f"layers.{index}"
-        if not isinstance(layer, EmbeddingLayer):
+        if not isinstance(layer, EmbeddingLayer) or len(spec.layers) == 1:
             named_layers.append(NamedLayer(name, layer, inputs, _without_prefix(arrays, f"{name}.")))
-        inputs = layer.outputs
+        inputs = layer.output_width(inputs)
     return named_layers
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from kernels.ragged import Encoded, Outputs, compute_dtype
+from service.modeling.activations import kernel_activation
+from service.modeling.pooled_vector import PooledVector
 from service.modeling.spec import ClassifyHead, EmbedHead, Head, NextHead, RegressHead, SequenceHead, SpanHead, TagHead
 
 
@@ -70,19 +72,24 @@ class LinearHead(RunnableHead):
 
 
 class PooledHead(LinearHead):
-    """A linear layer over one vector per row, followed by softmax for `classify`."""
+    """A linear layer over one vector per row, followed by a function of its scores."""
 
-    def __init__(self, head: ClassifyHead | RegressHead, linear: Linear) -> None:
+    def __init__(self, vector: PooledVector, linear: Linear, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__(linear)
-        self.wants = Outputs(**{head.pool: True})
-        self.linear = linear.weight, linear.bias
-        self._pool = head.pool
-        self._softmax = isinstance(head, ClassifyHead)
+        self.wants = vector.wants
+        self.streams = vector.streams
+        if vector.is_pool_alone:
+            self.linear = linear.weight, linear.bias
+        self._vector = vector
+        self._function = function
 
     def __call__(self, encoded: Encoded, offsets: Tensor) -> HeadOutput:
-        pooled: Tensor = getattr(encoded, self._pool)
-        scores = self._linear(pooled) if encoded.scores is None else encoded.scores
-        return HeadOutput(_softmax(scores) if self._softmax else scores.float(), embedding=pooled)
+        vector = self._vector(encoded, offsets)
+        scores = self._linear(vector) if encoded.scores is None else encoded.scores
+        return HeadOutput(self._function(scores), embedding=vector)
+
+    def tensors(self) -> list[Tensor]:
+        return [*super().tensors(), *self._vector.tensors()]
 
 
 class Tagger(LinearHead):
@@ -125,16 +132,21 @@ class NextTokens(LinearHead):
         return HeadOutput(scores, picks.int(), encoded.last)
 
 
-class PooledVector(RunnableHead):
+class VectorHead(RunnableHead):
     """The pooled vector itself."""
 
-    def __init__(self, head: EmbedHead) -> None:
-        self.wants = Outputs(**{head.pool: True})
-        self._head = head
+    def __init__(self, vector: PooledVector, *, normalize: bool) -> None:
+        self.wants = vector.wants
+        self.streams = vector.streams
+        self._vector = vector
+        self._normalize = normalize
 
     def __call__(self, encoded: Encoded, offsets: Tensor) -> HeadOutput:
-        pooled: Tensor = getattr(encoded, self._head.pool)
-        return HeadOutput(embedding=torch.nn.functional.normalize(pooled, dim=1) if self._head.normalize else pooled)
+        vector = self._vector(encoded, offsets)
+        return HeadOutput(embedding=torch.nn.functional.normalize(vector, dim=1) if self._normalize else vector)
+
+    def tensors(self) -> list[Tensor]:
+        return self._vector.tensors()
 
 
 class EveryStep(RunnableHead):
@@ -149,7 +161,7 @@ class EveryStep(RunnableHead):
 def build(head: Head, arrays: Mapping[str, Tensor], device: torch.device) -> RunnableHead:
     """Return the head with its weights on `device`."""
     if isinstance(head, EmbedHead):
-        return PooledVector(head)
+        return VectorHead(PooledVector(head, arrays, device), normalize=head.normalize)
     if isinstance(head, SequenceHead):
         return EveryStep()
     linear = Linear(arrays, device)
@@ -160,7 +172,20 @@ def build(head: Head, arrays: Mapping[str, Tensor], device: torch.device) -> Run
     if isinstance(head, NextHead):
         return NextTokens(head, linear)
     assert isinstance(head, ClassifyHead | RegressHead)
-    return PooledHead(head, linear)
+    return PooledHead(PooledVector(head, arrays, device), linear, _score_function(head))
+
+
+def _score_function(head: ClassifyHead | RegressHead) -> Callable[[Tensor], Tensor]:
+    """Return the function from the scores of the linear layer to what the head answers, float32."""
+    if isinstance(head, ClassifyHead):
+        return _probabilities if head.multi_label else _softmax
+    activation = kernel_activation(head.activation)
+    return lambda scores: activation(scores.float())
+
+
+def _probabilities(scores: Tensor) -> Tensor:
+    """Return the probability of each label by itself."""
+    return scores.float().sigmoid()
 
 
 def _softmax(scores: Tensor) -> Tensor:

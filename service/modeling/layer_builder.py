@@ -14,7 +14,20 @@ from kernels.ragged import compute_dtype
 from service.errors import ModelError
 from service.modeling import convolution, recurrent
 from service.modeling.runnable_layer import RunnableLayer
-from service.modeling.spec import MATRICES, ConvLayer, Layer, RecurrentLayer, TCNLayer, TextCNNLayer
+from service.modeling.spec import (
+    MATRICES,
+    Activation,
+    ActivationLayer,
+    ConvLayer,
+    EmbeddingLayer,
+    Layer,
+    PoolLayer,
+    RecurrentLayer,
+    TCNLayer,
+    TextCNNLayer,
+)
+from service.modeling.step_layers import STEP_LAYERS, build_embedding, build_step_layer
+from service.modeling.window_layers import PaddedRows, WindowPool
 
 COMPILED = "cpu"
 """The backend of a CPU that reads matrices in bfloat16, with the results of the same values in float32."""
@@ -31,7 +44,8 @@ class NamedLayer:
 
     @property
     def is_convolution(self) -> bool:
-        return isinstance(self.layer, ConvLayer | TCNLayer)
+        """Whether this layer may be part of a stack of convolutions."""
+        return isinstance(self.layer, TCNLayer) or (isinstance(self.layer, ConvLayer) and not self.layer.pads_by_length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +62,15 @@ def build_parts(named_layers: Sequence[NamedLayer], device: torch.device, *, int
     int8: whether the matrices have the values of int8 numbers and scales, and a CPU may compute with the numbers.
     """
     parts: list[EncoderPart] = []
+    named_layers = [part for named in named_layers for part in _with_own_activation(named)]
     for is_convolution, group in groupby(named_layers, key=lambda named: named.is_convolution):
         run = list(group)
         if is_convolution:
             blocks = [block for named in run for block in _finite_blocks(named, device)]
-            parts.append(EncoderPart(tuple(named.name for named in run), convolution.ConvStack(blocks)))
+            parts.append(EncoderPart(_names(run), convolution.ConvStack(blocks)))
         else:
             parts += [
-                EncoderPart((named.name,), build_layer(named.layer, named.inputs, named.arrays, device, int8=int8))
+                EncoderPart(_names([named]), build_layer(named.layer, named.inputs, named.arrays, device, int8=int8))
                 for named in run
             ]
     return parts
@@ -73,7 +88,28 @@ def build_layer(
         return stack
     if isinstance(layer, TextCNNLayer):
         return convolution.build_text_cnn(layer, weights)
-    return convolution.ConvStack(_blocks(layer, weights))
+    if isinstance(layer, STEP_LAYERS):
+        return build_step_layer(layer, inputs, weights)
+    if isinstance(layer, EmbeddingLayer):
+        return build_embedding(layer)
+    if isinstance(layer, PoolLayer):
+        return WindowPool(layer)
+    convolutions = convolution.ConvStack(_blocks(layer, weights))
+    return PaddedRows(layer, convolutions) if isinstance(layer, ConvLayer) and layer.pads_by_length else convolutions
+
+
+def _with_own_activation(named: NamedLayer) -> list[NamedLayer]:
+    """Return the layer, or a convolution and its activation as two layers if the convolution kernels do not have the activation."""
+    layer = named.layer
+    if not isinstance(layer, ConvLayer) or convolution.has_kernel_activation(layer):
+        return [named]
+    activation = Activation.model_validate(layer.activation.model_dump())
+    return [named, NamedLayer("", ActivationLayer(kind="activation", activation=activation), layer.outputs, {})]
+
+
+def _names(run: Sequence[NamedLayer]) -> tuple[str, ...]:
+    """Return the names of layers in model.toml."""
+    return tuple(named.name for named in run if named.name)
 
 
 def _finite_blocks(named: NamedLayer, device: torch.device) -> list[ConvBlock]:

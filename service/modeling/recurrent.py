@@ -13,6 +13,7 @@ from torch import Tensor
 from kernels import gru as gru_kernel
 from kernels import lstm as lstm_kernel
 from kernels import qrnn as qrnn_kernel
+from kernels import rnn as rnn_kernel
 from kernels import sru as sru_kernel
 from kernels.embedding import fold, fold_taps, folded_bytes
 from kernels.gru.types import GRUState, GRUWeights
@@ -21,9 +22,13 @@ from kernels.norm import layer_norm
 from kernels.pooling import pool_steps
 from kernels.qrnn.types import QRNNState, QRNNWeights
 from kernels.ragged import Encoded, Outputs, Ragged, compute_dtype
+from kernels.rnn.types import RNNState, RNNWeights
 from kernels.sru.types import SRUState, SRUWeights
+from service.modeling.activations import kernel_activation
 from service.modeling.runnable_layer import EMBEDDED, FOLDED, RunnableLayer, embed_ids, unique_tensors, weight_tensors
-from service.modeling.spec import GRULayer, LSTMLayer, QRNNLayer, RecurrentLayer, SRULayer
+from service.modeling.spec import GatedLayer, GRULayer, LSTMLayer, QRNNLayer, RecurrentLayer, RNNLayer, SRULayer
+
+GatedWeights = RNNWeights | LSTMWeights | GRUWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +48,31 @@ class RecurrentFamily:
     allocate: Callable[[Any, int], Any]
 
 
+MERGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "mean": lambda forward, backward: (forward + backward) / 2,
+    "product": torch.mul,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class RecurrentLevel:
-    """The weights of one level: each direction, forward first, and (2, outputs) of a layer norm over the level's output, or
-    None."""
+    """The weights of one level.
+
+    directions: the weights of each direction, forward first; norm: (2, outputs) of a layer norm over the level's output, or None;
+    backward: whether the only direction reads rows from their end; merge: how two directions are combined, a key of MERGES, or None to join
+    them; starts: the state that rows start from, by its fields, for each direction, or none for zeros.
+    """
 
     directions: tuple[Any, ...]
     norm: Tensor | None = None
+    backward: bool = False
+    merge: str | None = None
+    starts: tuple[Mapping[str, Tensor], ...] = ()
 
     def tensors(self) -> list[Tensor]:
         tensors = [tensor for weights in self.directions for tensor in weight_tensors(weights)]
+        tensors += [tensor for start in self.starts for tensor in start.values()]
         return tensors if self.norm is None else [*tensors, self.norm]
 
 
@@ -86,7 +106,7 @@ class RecurrentStack(RunnableLayer):
 
     @property
     def streams(self) -> bool:
-        return all(len(level.directions) == 1 for level in self._levels)
+        return all(len(level.directions) == 1 and not level.backward for level in self._levels)
 
     @property
     def resumes_for_free(self) -> bool:
@@ -94,7 +114,7 @@ class RecurrentStack(RunnableLayer):
 
     def allocate_states(self, slots: int) -> list[Any]:
         levels = [self._folded or self._levels[0], *self._levels[1:]]
-        return [self._family.allocate(weights, slots) for level in levels for weights in level.directions]
+        return [state for level in levels for state in self._start(level, slots)]
 
     def embed(self, table: Tensor) -> None:
         self._embedding, self._folded, self.takes_ids = table, None, EMBEDDED
@@ -118,13 +138,34 @@ class RecurrentStack(RunnableLayer):
 
     def _run_level(self, level: RecurrentLevel, x: Ragged, want: Outputs, states: tuple[Any, ...]) -> Encoded:
         """Run one level. The state is a tuple with one entry per direction."""
-        kernel_want = want if level.norm is None else Outputs(steps=True)
-        if len(level.directions) == 1:
-            encoded = self._family.run(x, level.directions[0], states[0], want=kernel_want)
-            encoded = replace(encoded, state=(encoded.state,))
-        else:
-            encoded = self._family.run_both(x, level.directions, None if states[0] is None else states, want=kernel_want)
-        return encoded if level.norm is None else _normalise(encoded, x, want, level)
+        if level.starts and states[0] is None:
+            states = self._start(level, x.rows)
+        if level.merge is not None:
+            return _merge(
+                self._run_directions(level, x, replace(want, steps=True, mean=False, max=False), states), x, want, level.merge
+            )
+        if level.norm is not None:
+            return _normalise(
+                self._run_directions(level, x, Outputs(steps=True), states), x, want, level.norm, len(level.directions)
+            )
+        return self._run_directions(level, x, want, states)
+
+    def _run_directions(self, level: RecurrentLevel, x: Ragged, want: Outputs, states: tuple[Any, ...]) -> Encoded:
+        if len(level.directions) == 2:
+            return self._family.run_both(x, level.directions, None if states[0] is None else states, want=want)
+        read = x.reversed() if level.backward else x
+        encoded = self._family.run(read, level.directions[0], states[0], want=want)
+        if level.backward and encoded.steps is not None:
+            encoded = replace(encoded, steps=Ragged(encoded.steps, x.offsets).reversed().data)
+        return replace(encoded, state=(encoded.state,))
+
+    def _start(self, level: RecurrentLevel, entries: int) -> tuple[Any, ...]:
+        """Return the states of rows that have no earlier chunk, one per direction, with this number of entries."""
+        states = tuple(self._family.allocate(weights, entries) for weights in level.directions)
+        for state, start in zip(states, level.starts, strict=False):
+            for name, value in start.items():
+                getattr(state, name).copy_(value)
+        return states
 
 
 def build(layer: RecurrentLayer, inputs: int, weights: Mapping[str, Tensor], *, int8: bool = False) -> RecurrentStack:
@@ -138,17 +179,25 @@ def build(layer: RecurrentLayer, inputs: int, weights: Mapping[str, Tensor], *, 
             arrays = {name: weights[f"{level}.{direction}.{name}"] for name in layer.weights(inputs)}
             directions.append(replace(_weights(layer, inputs, backward, arrays | shared), int8=int8))
         norm_after = isinstance(layer, SRULayer) and layer.layer_norm == "after"
-        levels.append(RecurrentLevel(tuple(directions), shared["norm"] if norm_after else None))
+        merge = layer.merge if isinstance(layer, GatedLayer) and layer.merge != "concat" else None
+        starts = tuple(_learned_start(weights, f"{level}.{direction}.") for direction in layer.directions)
+        levels.append(
+            RecurrentLevel(
+                tuple(directions),
+                shared["norm"] if norm_after else None,
+                backward=layer.direction == "backward",
+                merge=merge,
+                starts=starts if any(starts) else (),
+            )
+        )
         inputs = layer.outputs
     return RecurrentStack(FAMILIES[type(layer)], levels)
 
 
 def _weights(layer: RecurrentLayer, inputs: int, backward: int, arrays: Mapping[str, Tensor]) -> Any:
     """Return the kernel weights of one level in one direction. backward: 0 or 1."""
-    if isinstance(layer, LSTMLayer):
-        return LSTMWeights(arrays["input"], arrays["recurrent"], arrays["bias"])
-    if isinstance(layer, GRULayer):
-        return GRUWeights(arrays["input"], arrays["recurrent"], arrays["bias"], arrays.get("recurrent_bias"))
+    if isinstance(layer, GatedLayer):
+        return _gated_weights(layer, arrays)
     if isinstance(layer, QRNNLayer):
         return QRNNWeights(arrays["input"], arrays["bias"], layer.pooling)
     assert isinstance(layer, SRULayer)
@@ -165,19 +214,61 @@ def _weights(layer: RecurrentLayer, inputs: int, backward: int, arrays: Mapping[
     )
 
 
-def _normalise(encoded: Encoded, x: Ragged, want: Outputs, level: RecurrentLevel) -> Encoded:
+def _gated_weights(layer: GatedLayer, arrays: Mapping[str, Tensor]) -> GatedWeights:
+    """Return the kernel weights of one level of an RNN, an LSTM or a GRU in one direction."""
+    products = arrays["input"], arrays["recurrent"], arrays["bias"]
+    variant: dict[str, Any] = {name: arrays.get(name) for name in ("input_norm", "recurrent_norm")}
+    variant |= {"clip": layer.clip, "epsilon": layer.epsilon}
+    if isinstance(layer, LSTMLayer):
+        activations = (
+            kernel_activation(layer.gate_activation),
+            kernel_activation(layer.activation),
+            kernel_activation(layer.output_activation),
+        )
+        variant |= {name: arrays.get(name) for name in ("peephole", "projection", "cell_norm")}
+        return LSTMWeights(*products, None, activations=activations, **variant)
+    if isinstance(layer, GRULayer):
+        gates = kernel_activation(layer.gate_activation), kernel_activation(layer.activation)
+        return GRUWeights(*products, arrays.get("recurrent_bias"), activations=gates, **variant)
+    assert isinstance(layer, RNNLayer)
+    return RNNWeights(*products, None, activations=(kernel_activation(layer.activation),), **variant)
+
+
+def _learned_start(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Return the state that a direction starts from, by the fields of its state, as far as the weights have it."""
+    named = {"hidden": f"{prefix}start", "cell": f"{prefix}start_cell"}
+    return {field: weights[name] for field, name in named.items() if name in weights}
+
+
+def _merge(encoded: Encoded, x: Ragged, want: Outputs, merge: str) -> Encoded:
+    """Return the wanted outputs of two directions that are combined number by number."""
+
+    def merged(joined: Tensor | None) -> Tensor | None:
+        return None if joined is None else MERGES[merge](*joined.chunk(2, dim=1))
+
+    steps = merged(encoded.steps)
+    assert steps is not None
+    pooled = pool_steps(steps, x.offsets, replace(want, last=False), directions=1)
+    return replace(pooled, last=merged(encoded.last), state=encoded.state)
+
+
+def _normalise(encoded: Encoded, x: Ragged, want: Outputs, norm: Tensor, directions: int) -> Encoded:
     """Return the wanted outputs after the layer norm over the level's steps."""
-    assert encoded.steps is not None and level.norm is not None
-    steps = layer_norm(encoded.steps, level.norm)
-    return replace(pool_steps(steps, x.offsets, want, directions=len(level.directions)), state=encoded.state)
+    assert encoded.steps is not None
+    return replace(pool_steps(layer_norm(encoded.steps, norm), x.offsets, want, directions=directions), state=encoded.state)
 
 
-def _fold_gates(weights: LSTMWeights | GRUWeights, table: Tensor) -> LSTMWeights | GRUWeights:
-    assert weights.input is not None
-    return replace(weights, input=None, bias=None, table=fold(table, weights.input, weights.bias))
+def _fold_gates(weights: GatedWeights, table: Tensor) -> GatedWeights:
+    assert weights.input is not None and weights.bias is not None
+    if weights.input_norm is None:
+        gates = fold(table, weights.input, weights.bias)
+    else:
+        product = fold(table.float(), weights.input)
+        gates = (layer_norm(product, weights.input_norm, weights.epsilon) + weights.bias.float()).to(table.dtype)
+    return replace(weights, input=None, bias=None, table=gates, input_norm=None)
 
 
-def _gate_bytes(weights: LSTMWeights | GRUWeights, table: Tensor) -> int:
+def _gate_bytes(weights: GatedWeights, table: Tensor) -> int:
     assert weights.input is not None
     return folded_bytes(table, weights.input.shape[1])
 
@@ -209,8 +300,12 @@ def _qrnn_bytes(weights: QRNNWeights, table: Tensor) -> int:
     return folded_bytes(table, weights.input.shape[2], taps=weights.window, dense=True)
 
 
+def _rnn_states(weights: RNNWeights, slots: int) -> RNNState:
+    return RNNState(_zeros(weights, slots))
+
+
 def _lstm_states(weights: LSTMWeights, slots: int) -> LSTMState:
-    return LSTMState(_zeros(weights, slots), _zeros(weights, slots))
+    return LSTMState(_zeros(weights, slots, weights.vector), _zeros(weights, slots))
 
 
 def _gru_states(weights: GRUWeights, slots: int) -> GRUState:
@@ -232,13 +327,16 @@ def _qrnn_states(weights: QRNNWeights, slots: int) -> QRNNState:
     return QRNNState(_zeros(weights, slots), left)
 
 
-def _zeros(weights: Any, slots: int) -> Tensor:
-    """Return (slots, hidden) float32 zeros on the device of the weights."""
-    tensor = weights.recurrent if isinstance(weights, LSTMWeights | GRUWeights) else weights.bias
-    return torch.zeros(slots, weights.hidden, dtype=torch.float32, device=tensor.device)
+def _zeros(weights: Any, slots: int, width: int | None = None) -> Tensor:
+    """Return (slots, width) float32 zeros on the device of the weights. width: hidden, unless it differs."""
+    tensor = weights.recurrent if isinstance(weights, GatedWeights) else weights.bias
+    return torch.zeros(slots, weights.hidden if width is None else width, dtype=torch.float32, device=tensor.device)
 
 
 FAMILIES: dict[type[RecurrentLayer], RecurrentFamily] = {
+    RNNLayer: RecurrentFamily(
+        rnn_kernel.rnn, rnn_kernel.bidirectional, rnn_kernel.choice, _fold_gates, _gate_bytes, _rnn_states
+    ),
     LSTMLayer: RecurrentFamily(
         lstm_kernel.lstm, lstm_kernel.bidirectional, lstm_kernel.choice, _fold_gates, _gate_bytes, _lstm_states
     ),

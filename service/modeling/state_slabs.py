@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -23,12 +23,18 @@ class RowSlots:
     targets: Tensor
 
 
+PoolName = Literal["mean", "max"]
+RUNNING_POOLS: tuple[PoolName, ...] = get_args(PoolName)
+
+
 class RunningPool:
     """The mean or maximum over all steps that a sequence has had so far. The pool "last" needs no state."""
 
-    def __init__(self, pool: Literal["mean", "max"], slots: int, width: int, device: torch.device) -> None:
+    def __init__(self, pool: PoolName, slots: int, width: int, device: torch.device, name: str) -> None:
+        """name: of the state's arrays."""
         initial = 0.0 if pool == "mean" else -torch.inf
         self.pool = pool
+        self._name = name
         self._slab = torch.full((slots, width), initial, device=device)
         self._steps = torch.zeros(slots, 1, device=device)
 
@@ -45,7 +51,7 @@ class RunningPool:
         return replace(encoded, mean=total / count.clamp(min=1))
 
     def slabs(self) -> dict[str, Tensor]:
-        return {"pool": self._slab, "pool.steps": self._steps}
+        return {self._name: self._slab, f"{self._name}.steps": self._steps}
 
     @staticmethod
     def _store(slab: Tensor, targets: Tensor, values: Tensor) -> Tensor:
@@ -55,10 +61,10 @@ class RunningPool:
 
 @dataclass(frozen=True, slots=True)
 class StateSlabs:
-    """The slabs of one model: the states of each part's layers, and the running pool if the head pools over time."""
+    """The slabs of one model: the states of each part's layers, and the running pools of a head that pools over time."""
 
     parts: Sequence[Sequence[Any]]
-    pool: RunningPool | None
+    pools: Sequence[RunningPool]
 
     def states(self, part: int, slots: RowSlots) -> list[Any]:
         """Return the states of a part's layers, bound to the slots of the batch's rows."""
@@ -73,7 +79,7 @@ class StateSlabs:
             for field in fields(slab)
             if isinstance(value := getattr(slab, field.name), Tensor)
         }
-        return states | ({} if self.pool is None else self.pool.slabs())
+        return states | {name: slab for pool in self.pools for name, slab in pool.slabs().items()}
 
     def numbers(self) -> list[Tensor]:
         """Return the slabs of floating-point numbers as (slots, numbers)."""

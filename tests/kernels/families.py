@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.activations import Activation
 from kernels.backend import AUTO, Backend, Problem
 from kernels.conv.types import GATED as CONV_GATED
 from kernels.conv.types import ConvState, ConvWeights
@@ -20,11 +21,18 @@ from kernels.lstm.types import LSTMState, LSTMWeights
 from kernels.qrnn.types import POOLINGS, QRNNState, QRNNWeights
 from kernels.quantized import dequantize, quantize
 from kernels.ragged import Encoded, Outputs, Ragged
+from kernels.reference import reference_gate_inputs
+from kernels.rnn.types import RNNState, RNNWeights
 from kernels.sru.types import SRUState, SRUWeights
 from tests.kernels.inputs import EVERYTHING, Arguments, arrays, as_float64, map_arrays, ragged, rows
 
 Normal = Callable[..., Tensor]
 VOCABULARY = 11
+ACTIVATIONS = {
+    **{kind: Activation(kind) for kind in ("sigmoid", "tanh", "relu", "relu6", "softsign")},
+    "hard_sigmoid": Activation("hard_sigmoid", (0.2, 0.5)),
+    "scaled_tanh": Activation("scaled_tanh", (1.2, 0.7)),
+}
 MATRICES = ("input", "recurrent", "projection")
 
 
@@ -58,8 +66,9 @@ class Form:
             weights = replace(weights, int8=True, **{name: dequantize(*quantize(array)) for name, array in matrices.items()})
         if self.takes_ids:
             return Arguments(ragged(whole(normal, sum(lengths), below=VOCABULARY).int(), lengths), weights, state)
-        first = weights.filters if self.family == "conv" else getattr(weights, "projection", None)
-        columns = (weights.input if first is None else first).shape[-2]
+        first = {"conv": "filters", "sru": "projection"}.get(self.family, "input")
+        matrix = getattr(weights, first)
+        columns = (weights.input if matrix is None else matrix).shape[-2]
         return Arguments(ragged(normal(sum(lengths), columns), lengths), weights, state)
 
     def run(self, x: Ragged, weights: Any, state: Any = None, *, want: Outputs = EVERYTHING, backend: str = AUTO) -> Encoded:
@@ -75,6 +84,11 @@ class Form:
     def exact(self, arguments: Arguments) -> Encoded:
         """Return the reference's encoding of these values in float64."""
         return self.run(*as_float64(arguments), backend="reference")
+
+    @property
+    def variant(self) -> str | None:
+        """What the weights have beyond the plain layer of their family."""
+        return getattr(self.arguments([1], 1, 1).weights, "variant", None)
 
     @property
     def takes_ids(self) -> bool:
@@ -94,19 +108,76 @@ def whole(normal: Normal, *shape: int, below: int) -> Tensor:
     return (normal(*shape) * 1000).long() % below
 
 
-def _lstm(normal: Normal, rows: int, hidden: int, inputs: int, *, ids: bool = False) -> tuple[LSTMWeights, LSTMState]:
+def _variant(normal: Normal, gates: int, hidden: int, kinds: Sequence[str], clip: float | None, norm: bool) -> dict[str, Any]:
+    """Return the fields of gated weights with these activations, clip and layer norms. A large epsilon does not amplify rounding."""
+    fields: dict[str, Any] = {"activations": tuple(ACTIVATIONS[kind] for kind in kinds)} if kinds else {}
+    if norm:
+        norms = {f"{name}_norm": normal(2, gates * hidden) for name in ("input", "recurrent")}
+        fields |= {**norms, "epsilon": 0.1}
+    return fields | {"clip": clip}
+
+
+def _lstm(
+    normal: Normal,
+    rows: int,
+    hidden: int,
+    inputs: int,
+    *,
+    ids: bool = False,
+    peepholes: bool = False,
+    projection: bool = False,
+    activations: Sequence[str] = (),
+    clip: float | None = None,
+    layer_norm: bool = False,
+) -> tuple[LSTMWeights, LSTMState]:
     """ids: with a table."""
+    vector = (hidden + 1) // 2 if projection else hidden
     weights = LSTMWeights(
         input=None if ids else normal(inputs, 4 * hidden) * inputs**-0.5,
-        recurrent=normal(hidden, 4 * hidden) * hidden**-0.5,
+        recurrent=normal(vector, 4 * hidden) * vector**-0.5,
         bias=None if ids else normal(4 * hidden),
         table=normal(VOCABULARY, 4 * hidden) if ids else None,
+        peephole=normal(3 * hidden) if peepholes else None,
+        projection=normal(hidden, vector) * hidden**-0.5 if projection else None,
+        cell_norm=normal(2, hidden) if layer_norm else None,
+        **_variant(normal, 4, hidden, activations, clip, layer_norm),
     )
-    return weights, LSTMState(normal(rows, hidden).tanh(), normal(rows, hidden))
+    return weights, LSTMState(normal(rows, vector).tanh(), normal(rows, hidden))
+
+
+def _rnn(
+    normal: Normal,
+    rows: int,
+    hidden: int,
+    inputs: int,
+    *,
+    ids: bool = False,
+    activations: Sequence[str] = (),
+    clip: float | None = None,
+    layer_norm: bool = False,
+) -> tuple[RNNWeights, RNNState]:
+    """ids: with a table."""
+    weights = RNNWeights(
+        input=None if ids else normal(inputs, hidden) * inputs**-0.5,
+        recurrent=normal(hidden, hidden) * 0.5 * hidden**-0.5,
+        bias=None if ids else normal(hidden),
+        table=normal(VOCABULARY, hidden) if ids else None,
+        **_variant(normal, 1, hidden, activations, clip, layer_norm),
+    )
+    return weights, RNNState(normal(rows, hidden).tanh())
 
 
 def _gru(
-    normal: Normal, rows: int, hidden: int, inputs: int, *, reset: str = "after", ids: bool = False
+    normal: Normal,
+    rows: int,
+    hidden: int,
+    inputs: int,
+    *,
+    reset: str = "after",
+    ids: bool = False,
+    activations: Sequence[str] = (),
+    clip: float | None = None,
+    layer_norm: bool = False,
 ) -> tuple[GRUWeights, GRUState]:
     """ids: with a table."""
     weights = GRUWeights(
@@ -115,6 +186,7 @@ def _gru(
         bias=None if ids else normal(3 * hidden),
         recurrent_bias=normal(hidden) if reset == "after" else None,
         table=normal(VOCABULARY, 3 * hidden) if ids else None,
+        **_variant(normal, 3, hidden, activations, clip, layer_norm),
     )
     return weights, GRUState(normal(rows, hidden).tanh())
 
@@ -189,9 +261,28 @@ def _conv(
     return replace(weights, tables=tables), None
 
 
-MAKERS: dict[str, Callable[..., tuple[Any, Any]]] = {"lstm": _lstm, "gru": _gru, "sru": _sru, "qrnn": _qrnn, "conv": _conv}
+MAKERS: dict[str, Callable[..., tuple[Any, Any]]] = {
+    "rnn": _rnn,
+    "lstm": _lstm,
+    "gru": _gru,
+    "sru": _sru,
+    "qrnn": _qrnn,
+    "conv": _conv,
+}
 
 FORMS = (
+    Form("rnn"),
+    Form("rnn", activations=("relu",)),
+    Form("rnn", ids=True, clip=0.5),
+    Form("rnn", layer_norm=True),
+    Form("lstm", peepholes=True),
+    Form("lstm", projection=True),
+    Form("lstm", peepholes=True, projection=True, clip=0.7, ids=True),
+    Form("lstm", activations=("hard_sigmoid", "softsign", "relu6")),
+    Form("lstm", layer_norm=True, peepholes=True),
+    Form("gru", activations=("hard_sigmoid", "scaled_tanh"), clip=0.9),
+    Form("gru", reset="before", activations=("sigmoid", "softsign"), ids=True),
+    Form("gru", layer_norm=True),
     Form("lstm"),
     Form("lstm", ids=True),
     Form("gru", reset="after"),
@@ -242,9 +333,10 @@ INT8_FORMS = (
 
 
 def _gates(x: Ragged, weights: Any, state: Any) -> Arguments:
-    """Return the problem of an LSTM or a GRU with gate inputs as the data."""
-    gates = x.data @ weights.input + weights.bias if weights.table is None else weights.table[x.data.long()]
-    return Arguments(Ragged(gates, x.offsets), replace(weights, input=None, bias=None, table=None), state)
+    """Return the problem of an RNN, an LSTM or a GRU with gate inputs as the data."""
+    gates = reference_gate_inputs(x, weights) if weights.table is None else weights.table[x.data.long()]
+    rest = replace(weights, input=None, bias=None, table=None, input_norm=None)
+    return Arguments(Ragged(gates, x.offsets), rest, state)
 
 
 def _blocks(x: Ragged, weights: Any, state: Any) -> Arguments:
@@ -273,11 +365,13 @@ def _convolved(x: Ragged, weights: Any, state: Any) -> Arguments:
     return Arguments(Ragged(gates, x.offsets), replace(weights, input=None, tables=None), alone)
 
 
-GATED: dict[str, Callable[..., Arguments]] = {"lstm": _gates, "gru": _gates, "sru": _blocks, "qrnn": _convolved}
+GATED: dict[str, Callable[..., Arguments]] = {"rnn": _gates, "lstm": _gates, "gru": _gates, "sru": _blocks, "qrnn": _convolved}
 
 
-def runs_on_cpu(backend: Backend) -> bool:
-    return backend.name == "reference" or backend.refuses(Problem(torch.device("cpu"), torch.float32, 1)) is None
+def runs_on_cpu(backend: Backend, variant: str | None = None) -> bool:
+    """Return whether a backend accepts a CPU. variant: what the weights have beyond the plain layer of their family."""
+    problem = Problem(torch.device("cpu"), torch.float32, 1, variant)
+    return backend.name == "reference" or backend.refusal(problem) is None
 
 
 def cpu_backends(family: str) -> list[str]:

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from torch import Tensor, nn
 from torch.nn import functional
 
-from service.modeling.spec import ConvLayer, GRULayer, Layer, LSTMLayer, RecurrentLayer, TCNLayer, TextCNNLayer
+from service.modeling.spec import ConvLayer, GRULayer, Layer, LSTMLayer, RecurrentLayer, SRULayer, TCNLayer, TextCNNLayer
 from tests.kernels.families import cpu_backends
 from tests.modeling import reference_blocks
 from tests.modeling.reference_cells import CELLS, Cell
@@ -117,7 +117,7 @@ class ReferenceLevel(nn.Module):
         super().__init__()
         cell = CELLS[_LAYERS.validate_python(spec).kind]
         self.cells = nn.ModuleList(cell(spec, inputs, way * spec.hidden) for way in range(1 + spec.bidirectional))
-        self.when = getattr(spec, "layer_norm", "none")
+        self.when = spec.layer_norm if isinstance(spec, SRULayer) else "none"
         self.norm = None if self.when == "none" else nn.LayerNorm(inputs if self.when == "before" else spec.outputs)
         if self.norm is not None:
             nn.init.normal_(self.norm.weight)
@@ -143,7 +143,7 @@ class ReferenceConv(ReferenceLayer):
     def __init__(self, spec: ConvLayer, inputs: int) -> None:
         super().__init__()
         self.spec = spec
-        maps = spec.filters * (2 if spec.activation in GATED else 1)
+        maps = spec.filters * (2 if spec.activation.kind in GATED else 1)
         padding = "same" if spec.padding == "same" else 0
         self.conv = reference_blocks.convolution(
             inputs, maps, spec.width, dilation=spec.dilation, padding=padding, normed=spec.weight_norm
@@ -166,7 +166,7 @@ class ReferenceConv(ReferenceLayer):
         return {**named, "norm": reference_blocks.statistics(self.norm)} if self.norm else named
 
     def _activated(self, maps: Tensor) -> Tensor:
-        name = self.spec.activation
+        name = self.spec.activation.kind
         if name not in GATED:
             activated: Tensor = ACTIVATIONS[name](maps)
             return activated

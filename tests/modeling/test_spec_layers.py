@@ -213,8 +213,16 @@ def test_tensors_of_a_head(head: Table, weight: tuple[int, int] | None) -> None:
         ({"kind": "conv", "filters": 4, "width": 0}, "width", "greater than 0"),
         ({"kind": "conv", "filters": 4, "width": 3, "stride": 0}, "stride", "greater than 0"),
         ({"kind": "conv", "filters": 4, "width": 3, "dilation": -1}, "dilation", "greater than 0"),
-        ({"kind": "conv", "filters": 4, "width": 3, "padding": "valid"}, "padding", "'same', 'causal' or 'none'"),
-        ({"kind": "conv", "filters": 4, "width": 3, "activation": "elu"}, "activation", "'gelu', 'glu' or 'gated_tanh'"),
+        (
+            {"kind": "conv", "filters": 4, "width": 3, "padding": "valid"},
+            "padding",
+            "'same', 'same_upper', 'same_lower', 'causal' or 'none'",
+        ),
+        (
+            {"kind": "conv", "filters": 4, "width": 3, "activation": "swish"},
+            "kind",
+            "'exponential', 'glu' or 'gated_tanh'",
+        ),
         ({"kind": "conv", "filters": 4, "width": 3, "weight_norm": 1}, "weight_norm", "valid boolean"),
         ({"kind": "conv", "filters": 4, "width": 3, "batch_norm": "yes"}, "batch_norm", "valid boolean"),
         ({"kind": "tcn", "filters": 4}, "levels", "Field required"),
@@ -240,7 +248,7 @@ def test_invalid_layer_error_names_the_key(layer: Table, key: str, message: str)
     "head, key, message",
     [
         ({"kind": "tag"}, "labels", "Field required"),
-        ({"kind": "tag", "labels": ["near"]}, "labels", "at least 2 items"),
+        ({"kind": "tag", "labels": ["near"]}, "tag", "softmax would always choose it"),
         ({"kind": "tag", "labels": ["near", "near"]}, "tag", "labels must be unique"),
         ({"kind": "tag", "labels": LABELS, "pool": "max"}, "pool", "not permitted"),
         ({"kind": "regress"}, "pool", "Field required"),

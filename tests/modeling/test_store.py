@@ -87,7 +87,7 @@ def test_non_contiguous_weights_are_written(tmp_path: Path, model: ModelSpec) ->
 def test_toml_round_trips_any_characters(tmp_path_factory: pytest.TempPathFactory, labels: list[str], description: str) -> None:
     root = tmp_path_factory.mktemp("odd")
     model = models.words(root)
-    head = ClassifyHead(kind="classify", pool="mean", labels=tuple(labels))
+    head = ClassifyHead(kind="classify", pool=("mean",), labels=tuple(labels))
     odd = model.model_copy(update={"head": head, "description": description})
     folder = root / "odd" / model.name / "1"
     written = store.write(folder, odd, models.weights(odd), card=description)

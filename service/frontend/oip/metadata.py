@@ -78,10 +78,10 @@ def inputs(spec: ModelSpec) -> list[TensorMetadata]:
 def outputs(spec: ModelSpec) -> list[TensorMetadata]:
     """Return the outputs of a model: the head's outputs, then the outputs that a request must name to receive them."""
     head = head_outputs(spec)
-    extra = [TensorMetadata("embedding", "FP32", (_width(spec),))] if spec.has_embedding else []
+    extra = [TensorMetadata("embedding", "FP32", (spec.embedding_width,))] if spec.has_embedding else []
     if spec.has_steps:
         layout = [TensorMetadata(LENGTHS, "INT32", (1,)), TensorMetadata(OFFSETS, "INT32", (-1,))]
-        extra += [TensorMetadata("sequence", "FP32", (-1, _width(spec))), *layout]
+        extra += [TensorMetadata("sequence", "FP32", (-1, spec.output_width)), *layout]
     return [*head, *(tensor for tensor in extra if tensor not in head)]
 
 
@@ -107,9 +107,9 @@ def head_outputs(spec: ModelSpec) -> list[TensorMetadata]:
         case NextHead(top=top):
             return [TensorMetadata("ids", "INT32", (top,)), TensorMetadata("scores", "FP32", (top,))]
         case EmbedHead():
-            return [TensorMetadata("embedding", "FP32", (_width(spec),))]
+            return [TensorMetadata("embedding", "FP32", (spec.embedding_width,))]
         case SequenceHead():
-            return [TensorMetadata("sequence", "FP32", (-1, _width(spec)))]
+            return [TensorMetadata("sequence", "FP32", (-1, spec.output_width))]
 
 
 def server_metadata() -> dict[str, Any]:
@@ -228,10 +228,6 @@ def _scheduling(frontend: Frontend, served: ServedModel) -> dict[str, Any]:
     if any(loaded.key == served.key and loaded.streams for loaded in frontend.dispatcher.models):
         return {"sequence_batching": {"max_sequence_idle_microseconds": round(frontend.settings.session_idle_seconds * 1e6)}}
     return {"dynamic_batching": {}}
-
-
-def _width(spec: ModelSpec) -> int:
-    return spec.layers[-1].outputs
 
 
 def _tensor_metadata(tensor: TensorMetadata) -> dict[str, Any]:

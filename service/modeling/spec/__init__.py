@@ -158,6 +158,11 @@ class ModelSpec(Table):
         return self
 
     @model_validator(mode="after")
+    def _groups_divide_the_inputs(self) -> ModelSpec:
+        self.tensors()  # raises ValueError for a layer whose sizes do not fit its input
+        return self
+
+    @model_validator(mode="after")
     def _max_steps_is_at_least_min_steps(self) -> ModelSpec:
         if self.min_steps > self.input.max_steps:
             raise ValueError(f"the layers need {self.min_steps} steps and input.max_steps is {self.input.max_steps}: raise it")
@@ -207,6 +212,11 @@ class ModelSpec(Table):
         for layer in self.layers:
             inputs = layer.output_width(inputs)
         return inputs
+
+    @property
+    def embedding_width(self) -> int:
+        """Width of the vector that the head works on."""
+        return self.head.vector_width(self.output_width) if isinstance(self.head, PoolingHead) else self.output_width
 
     @property
     def has_steps(self) -> bool:

@@ -57,6 +57,8 @@ class Activation(Table):
     @model_validator(mode="before")
     @classmethod
     def _name_is_enough(cls, value: Any) -> Any:
+        if not isinstance(value, str | dict | Activation):
+            raise ValueError('write the name of an activation, or a table such as { kind = "elu", alpha = 0.5 }')
         return {"kind": value} if isinstance(value, str) else value
 
     @model_validator(mode="after")
@@ -84,7 +86,7 @@ class Activation(Table):
 class ConvActivation(Activation):
     """An activation, or a function of a value and its gate: value * sigmoid(gate), or tanh(value) * sigmoid(gate)."""
 
-    kind: Kind | Gated  # type: ignore[assignment]  # a subclass may accept more than its base: pydantic checks each by itself
+    kind: Literal[Kind, Gated]  # type: ignore[assignment]  # pydantic checks each class by itself
 
 
 NONE, SIGMOID, TANH, RELU = (Activation(kind=kind) for kind in ("none", "sigmoid", "tanh", "relu"))

@@ -63,7 +63,14 @@ def error_messages(invalid: ValidationError) -> list[str]:
 
 def _location(parts: Location) -> Location:
     """Return where an error is. A discriminated union adds its tag; the author of a TOML file knows only keys and indices."""
-    return tuple(part for part in parts if part not in (*LAYER_KINDS, *HEAD_KINDS))
+    match parts:
+        case ("layers", index, kind, *rest) if kind in LAYER_KINDS:
+            return ("layers", index, *rest)
+        case ("head", kind, "pool", int()) if kind in HEAD_KINDS:
+            return ("head", "pool")  # one pool is written without a list
+        case ("head", kind, *rest) if kind in HEAD_KINDS:
+            return ("head", *rest)
+    return parts
 
 
 def _requirement(message: str) -> str:

@@ -35,24 +35,20 @@ class EmbeddingLayer(LayerTable):
 
 
 class RecurrentLayer(LayerTable):
-    """`depth` levels of `hidden` units, each in one direction or in both.
+    """`depth` levels of `hidden` units, each in one direction or in both. The output of a bidirectional level is [forward | backward].
 
-    `merge` says how both directions of a level become its output: concat is [forward | backward], the others combine the directions number
-    by number. A layer of direction "backward" reads each sequence from its end; its outputs stay in the order of the input.
+    A layer of direction "backward" reads each sequence from its end; its outputs stay in the order of the input.
     """
 
     hidden: Size
     depth: Size = 1
     bidirectional: StrictBool = False
     direction: Direction = "forward"
-    merge: Literal["concat", "sum", "mean", "product"] = "concat"
 
     @model_validator(mode="after")
     def _directions_agree(self) -> RecurrentLayer:
         if self.bidirectional and self.direction != "forward":
             raise ValueError('a bidirectional layer runs in both directions: remove direction = "backward"')
-        if self.merge != "concat" and not self.bidirectional:
-            raise ValueError(f"merge = {self.merge!r} combines two directions: set bidirectional, or remove it")
         return self
 
     @property
@@ -60,13 +56,8 @@ class RecurrentLayer(LayerTable):
         return DIRECTIONS if self.bidirectional else (self.direction,)
 
     @property
-    def vector(self) -> int:
-        """Width of the vector that one direction outputs."""
-        return self.hidden
-
-    @property
     def outputs(self) -> int:
-        return self.vector * (len(self.directions) if self.merge == "concat" else 1)
+        return self.hidden * len(self.directions)
 
     def tensors(self, inputs: int) -> Shapes:
         shapes: Shapes = {}
@@ -90,12 +81,30 @@ class GatedLayer(RecurrentLayer):
     """A recurrent layer with a product of the hidden state at every step.
 
     `clip` bounds the gate inputs, from -clip to clip. `layer_norm` normalises the input's product without its bias and the recurrent
-    product, each over all gates of a step. With `learned_start`, a sequence starts from states in the weights instead of zeros.
+    product, each over all gates of a step. With `learned_start`, a sequence starts from states in the weights instead of zeros. `merge`
+    says how both directions of a level become its output: concat is [forward | backward], the others combine them number by number.
     """
 
     clip: Positive | None = None
     layer_norm: StrictBool = False
+    epsilon: Positive = 1e-5
     learned_start: StrictBool = False
+    merge: Literal["concat", "sum", "mean", "product"] = "concat"
+
+    @model_validator(mode="after")
+    def _merge_needs_two_directions(self) -> GatedLayer:
+        if self.merge != "concat" and not self.bidirectional:
+            raise ValueError(f"merge = {self.merge!r} combines two directions: set bidirectional, or remove it")
+        return self
+
+    @property
+    def vector(self) -> int:
+        """Width of the vector that one direction outputs."""
+        return self.hidden
+
+    @property
+    def outputs(self) -> int:
+        return self.vector * (len(self.directions) if self.merge == "concat" else 1)
 
     def gated_weights(self, inputs: int, gates: int) -> Shapes:
         """Return the tensors that all gated layers have. gates: number of gate blocks."""

@@ -1,0 +1,11 @@
+"""The activations of model.toml as functions."""
+
+from __future__ import annotations
+
+from kernels.activations import Activation
+from service.modeling import spec
+
+
+def kernel_activation(activation: spec.Activation) -> Activation:
+    """Return the function that model.toml names."""
+    return Activation(activation.kind, activation.parameters)

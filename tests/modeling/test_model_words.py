@@ -1,0 +1,449 @@
+"""Layers, pools and heads of model.toml against the same mathematics in plain PyTorch, in float64 and one row at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kernels.ragged import Ragged
+from service.modeling.encoder import Encoder, Encoding
+from service.modeling.spec import ModelSpec
+from service.modeling.state_slabs import RowSlots
+from tests.kernels.inputs import joined, rows
+
+FEATURES, HIDDEN, LABELS = 3, 5, ("near", "far", "unknown")
+LENGTHS = (7, 1, 0, 4, 12)
+Table = dict[str, Any]
+SEQUENCE: Table = {"kind": "sequence"}
+CPU = torch.device("cpu")
+
+
+def model(*layers: Table, head: Table = SEQUENCE, **input: Any) -> ModelSpec:
+    input = input or {"kind": "features", "features": FEATURES}
+    table = {"name": "words", "precision": "float32", "input": {"max_steps": 99, **input}, "layers": layers, "head": head}
+    return ModelSpec.model_validate(table)
+
+
+def random_arrays(spec: ModelSpec, seed: int = 0) -> dict[str, Tensor]:
+    """Return normal weights, scaled by the inputs of matrices, with positive variances."""
+    generator = torch.Generator().manual_seed(seed)
+    arrays = {}
+    for name, shape in spec.tensors().items():
+        values = torch.randn(shape, generator=generator)
+        if name.endswith(("norm", "_norm")):
+            values = values.abs() + 0.5
+        elif len(shape) > 1:
+            values = (
+                values * shape[:-1].numel() ** -0.5
+                if isinstance(shape, torch.Size)
+                else values * (values[..., 0].numel() ** -0.5)
+            )
+        arrays[name] = values
+    return arrays
+
+
+def random_rows(lengths: Sequence[int] = LENGTHS, width: int = FEATURES, seed: int = 1) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(length, width, generator=generator) for length in lengths]
+
+
+def run(spec: ModelSpec, arrays: Mapping[str, Tensor], data: Sequence[Tensor]) -> tuple[Encoding, list[Tensor]]:
+    """Return the encoding of rows and its steps by row."""
+    encoding = Encoder(spec, arrays, CPU, fold_limit_bytes=0)(joined(data), sequence=spec.has_steps)
+    return encoding, rows(Ragged(encoding.sequence, encoding.offsets)) if encoding.sequence is not None else []
+
+
+def assert_steps(spec: ModelSpec, expected: Callable[[Tensor, dict[str, Tensor]], Tensor], *, skip_empty: bool = False) -> None:
+    """Assert that each row's steps are what `expected` returns for the row and the first layer's weights, in float64."""
+    arrays, data = random_arrays(spec), [row for row in random_rows() if len(row) or not skip_empty]
+    wide = {name.removeprefix("layers.0."): array.double() for name, array in arrays.items()}
+    for steps, row in zip(run(spec, arrays, data)[1], data, strict=True):
+        torch.testing.assert_close(steps.double(), expected(row.double(), wide), rtol=1e-5, atol=1e-5)
+
+
+def torch_recurrent(module: nn.RNNBase, arrays: Mapping[str, Tensor], gates: int) -> nn.RNNBase:
+    """Fill a module of torch, whose gate order is ours, with the arrays of a layer."""
+    state = {}
+    for level in range(module.num_layers):
+        for direction, suffix in (("forward", ""), ("backward", "_reverse"))[: 1 + module.bidirectional]:
+            ours = {name: arrays.get(f"{level}.{direction}.{name}") for name in ("input", "recurrent", "bias", "projection")}
+            for name, array in (
+                ("weight_ih", ours["input"]),
+                ("weight_hh", ours["recurrent"]),
+                ("weight_hr", ours["projection"]),
+            ):
+                if array is not None:
+                    state[f"{name}_l{level}{suffix}"] = array.T
+            assert ours["bias"] is not None
+            state[f"bias_ih_l{level}{suffix}"] = ours["bias"]
+            state[f"bias_hh_l{level}{suffix}"] = torch.zeros_like(ours["bias"])
+    module.double().load_state_dict(state)
+    return module.requires_grad_(False)
+
+
+def after(module: nn.RNNBase, row: Tensor) -> Tensor:
+    """Return the steps of a row, which torch refuses to compute for none."""
+    width = (module.proj_size or module.hidden_size) * (1 + module.bidirectional)
+    return module(row)[0] if len(row) else row.new_zeros(0, width)
+
+
+@pytest.mark.parametrize("depth, bidirectional", [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize("activation", ["tanh", "relu"])
+def test_rnn_is_that_of_torch(activation: str, depth: int, bidirectional: bool) -> None:
+    layer = {"kind": "rnn", "hidden": HIDDEN, "depth": depth, "bidirectional": bidirectional, "activation": activation}
+    module = nn.RNN(FEATURES, HIDDEN, depth, nonlinearity=activation, bidirectional=bidirectional)
+    assert_steps(model(layer), lambda row, arrays: after(torch_recurrent(module, arrays, 1), row))
+
+
+@pytest.mark.parametrize("depth, bidirectional", [(1, False), (2, True)])
+def test_projection_is_that_of_torch(depth: int, bidirectional: bool) -> None:
+    layer = {"kind": "lstm", "hidden": HIDDEN, "depth": depth, "bidirectional": bidirectional, "projection": 2}
+    module = nn.LSTM(FEATURES, HIDDEN, depth, proj_size=2, bidirectional=bidirectional)
+    assert_steps(model(layer), lambda row, arrays: after(torch_recurrent(module, arrays, 4), row))
+
+
+@pytest.mark.parametrize("merge, combine", [("sum", torch.add), ("mean", lambda a, b: (a + b) / 2), ("product", torch.mul)])
+def test_merged_directions_are_combined_number_by_number(merge: str, combine: Callable[[Tensor, Tensor], Tensor]) -> None:
+    layer = {"kind": "lstm", "hidden": HIDDEN, "bidirectional": True, "merge": merge}
+    module = nn.LSTM(FEATURES, HIDDEN, bidirectional=True)
+    assert_steps(model(layer), lambda row, arrays: combine(*after(torch_recurrent(module, arrays, 4), row).chunk(2, 1)))
+
+
+@pytest.mark.parametrize("pool", ["last", "mean", "max", "first", "last_step", "sum"])
+@pytest.mark.parametrize("merge", ["concat", "sum"])
+def test_pools_of_both_directions(pool: str, merge: str) -> None:
+    layer = {"kind": "lstm", "hidden": HIDDEN, "bidirectional": True, "merge": merge}
+    spec = model(layer, head={"kind": "embed", "pool": pool})
+    arrays, data = random_arrays(spec), random_rows()
+    module = nn.LSTM(FEATURES, HIDDEN, bidirectional=True)
+    torch_recurrent(module, {name.removeprefix("layers.0."): array.double() for name, array in arrays.items()}, 4)
+    pooled = run(spec, arrays, data)[0].head_output.embedding
+    assert pooled is not None
+    for vector, row in zip(pooled, data, strict=True):
+        steps = after(module, row.double())
+        forward, backward = steps.chunk(2, 1)
+        merged = steps if merge == "concat" else forward + backward
+        if not len(row):
+            expected = torch.zeros(merged.shape[1], dtype=torch.float64)
+        elif pool == "last":
+            ends = forward[-1], backward[0]
+            expected = torch.cat(ends) if merge == "concat" else ends[0] + ends[1]
+        else:
+            pools = {
+                "mean": merged.mean(0),
+                "max": merged.amax(0),
+                "sum": merged.sum(0),
+                "first": merged[0],
+                "last_step": merged[-1],
+            }
+            expected = pools[pool]
+        torch.testing.assert_close(vector.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["rnn", "lstm", "gru", "sru", "qrnn"])
+def test_backward_layer_reads_reversed_rows_and_ends_at_the_first_step(kind: str) -> None:
+    spec = model({"kind": kind, "hidden": HIDDEN, "direction": "backward", "depth": 2}, head={"kind": "embed", "pool": "last"})
+    onward = model({"kind": kind, "hidden": HIDDEN, "depth": 2}, head={"kind": "embed", "pool": "last"})
+    arrays, data = random_arrays(spec), random_rows()
+    forward = {name.replace("backward", "forward"): array for name, array in arrays.items()}
+    encoding, steps = run(spec, arrays, data)
+    expected, reversed_steps = run(onward, forward, [row.flip(0) for row in data])
+    for one, other in zip(steps, reversed_steps, strict=True):
+        torch.testing.assert_close(one, other.flip(0))
+    assert torch.equal(encoding.head_output.embedding, expected.head_output.embedding)  # type: ignore[arg-type]
+    assert not Encoder(spec, arrays, CPU, 0).streams
+
+
+def normalised(values: Tensor, norm: Tensor, epsilon: float) -> Tensor:
+    gain, offset = norm
+    return functional.layer_norm(values, values.shape[-1:], gain, offset, epsilon)
+
+
+def plain_lstm(row: Tensor, arrays: dict[str, Tensor], **options: Any) -> Tensor:
+    """An LSTM one number at a time, with every option of the layer written out."""
+    get = {name.removeprefix("0.forward."): array for name, array in arrays.items()}
+    gate, inner, outer = options.get("activations", (torch.sigmoid, torch.tanh, torch.tanh))
+    limit = options.get("clip", torch.inf)
+
+    def norm(values: Tensor, name: str) -> Tensor:
+        return normalised(values, get[name], 1e-5) if name in get else values
+
+    hidden, cell = get.get("start", torch.zeros(HIDDEN).double()), get.get("start_cell", torch.zeros(HIDDEN).double())
+    peephole = get.get("peephole", torch.zeros(3 * HIDDEN).double()).chunk(3)
+    steps = [torch.zeros(0, HIDDEN).double()]
+    for x in row:
+        gates = norm(x @ get["input"], "input_norm") + get["bias"] + norm(hidden @ get["recurrent"], "recurrent_norm")
+        i, f, g, o = gates.chunk(4)
+        i, f = gate((i + peephole[0] * cell).clamp(-limit, limit)), gate((f + peephole[1] * cell).clamp(-limit, limit))
+        cell = norm(f * cell + i * inner(g.clamp(-limit, limit)), "cell_norm")
+        hidden = gate((o + peephole[2] * cell).clamp(-limit, limit)) * outer(cell)
+        steps.append(hidden[None])
+    return torch.cat(steps)
+
+
+def hard_sigmoid(values: Tensor) -> Tensor:
+    return (values / 6 + 0.5).clamp(0, 1)
+
+
+@pytest.mark.parametrize(
+    "keys, options",
+    [
+        ({"peepholes": True}, {}),
+        ({"clip": 0.3}, {"clip": 0.3}),
+        ({"layer_norm": True}, {}),
+        ({"learned_start": True}, {}),
+        ({"layer_norm": True, "learned_start": True, "peepholes": True, "clip": 1.5}, {"clip": 1.5}),
+        (
+            {
+                "gate_activation": {"kind": "hard_sigmoid", "alpha": 1 / 6},
+                "activation": "softsign",
+                "output_activation": {"kind": "scaled_tanh", "alpha": 1.5, "beta": 0.4},
+            },
+            {"activations": (hard_sigmoid, functional.softsign, lambda values: 1.5 * torch.tanh(0.4 * values))},
+        ),
+    ],
+    ids=str,
+)
+def test_lstm_variants(keys: Table, options: Table) -> None:
+    assert_steps(model({"kind": "lstm", "hidden": HIDDEN, **keys}), lambda row, arrays: plain_lstm(row, arrays, **options))
+
+
+@pytest.mark.parametrize("kind", ["rnn", "lstm", "gru"])
+@pytest.mark.parametrize("keys", [{}, {"layer_norm": True}, {"learned_start": True, "clip": 0.5}], ids=str)
+def test_chunks_of_variants_continue_from_their_states(kind: str, keys: Table) -> None:
+    spec = model({"kind": kind, "hidden": HIDDEN, "depth": 2, **keys}, {"kind": "dense", "width": 4, "activation": "relu"})
+    arrays, data = random_arrays(spec), random_rows([9, 9])
+    whole = run(spec, arrays, data)[1]
+    assert_chunks_equal(Encoder(spec, arrays, CPU, 0), data, whole)
+
+
+def assert_chunks_equal(encoder: Encoder, data: Sequence[Tensor], whole: Sequence[Tensor]) -> None:
+    """Assert that chunks of rows of 9 steps, one row of which moves to another slot, give the steps of the whole rows."""
+    assert encoder.streams
+    encoder.allocate_states(6)
+    before, pieces = torch.zeros(len(data), dtype=torch.int32), []
+    for begin, end in pairwise((0, 2, 3, 9)):
+        targets = torch.tensor([2 + begin % 2, 4 + end % 2], dtype=torch.int32)
+        chunk = joined([row[begin:end] for row in data])
+        encoding = encoder(chunk, sequence=True, slots=RowSlots(before, targets))
+        assert encoding.sequence is not None
+        pieces.append(rows(Ragged(encoding.sequence, encoding.offsets)))
+        before = targets
+    for row, expected in enumerate(whole):
+        torch.testing.assert_close(torch.cat([piece[row] for piece in pieces]), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"pads": (2, 0), "dilation": 2},
+        {"pads": (0, 3), "stride": 2},
+        {"padding": "none", "groups": 3},
+        {"padding": "same", "groups": 3, "stride": 2},
+        {"padding": "same_upper", "stride": 2},
+        {"padding": "same_upper", "stride": 3, "dilation": 2},
+        {"padding": "same_lower", "stride": 2},
+        {"padding": "same_upper"},
+        {"padding": "same_lower"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("activation", ["relu", "elu", {"kind": "leaky_relu", "alpha": 0.3}], ids=str)
+@pytest.mark.parametrize("width", [2, 3])
+def test_convolution_with_pads_and_groups(keys: Table, activation: Any, width: int) -> None:
+    spec = model({"kind": "conv", "filters": 6, "width": width, "activation": activation, **keys})
+    functions = {"relu": torch.relu, "elu": functional.elu}
+
+    def expected(row: Tensor, arrays: dict[str, Tensor]) -> Tensor:
+        padded = functional.pad(row.T, padding_of(keys, len(row), (width - 1) * keys.get("dilation", 1)))
+        if padded.shape[1] <= (width - 1) * keys.get("dilation", 1):
+            return row.new_zeros(0, 6)
+        options = {name: keys[name] for name in ("stride", "dilation", "groups") if name in keys}
+        maps = functional.conv1d(padded, arrays["filters"].permute(2, 1, 0), arrays["bias"], **options).T
+        return functions[activation](maps) if isinstance(activation, str) else functional.leaky_relu(maps, 0.3)
+
+    assert_steps(spec, expected, skip_empty=True)
+
+
+def padding_of(keys: Table, steps: int, around: int) -> tuple[int, int]:
+    """Return the zero steps on both sides, as Keras and ONNX define them for a row of this length."""
+    if "pads" in keys:
+        left, right = keys["pads"]
+        return left, right
+    stride = keys.get("stride", 1)
+    needed = around if keys["padding"] == "same" else max((-(-steps // stride) - 1) * stride + around + 1 - steps, 0)
+    less, more = needed // 2, needed - needed // 2
+    return {"none": (0, 0), "same_lower": (more, less)}.get(keys["padding"], (less, more))
+
+
+def test_batch_norm_of_a_convolution_has_its_own_epsilon() -> None:
+    spec = model({"kind": "conv", "filters": 4, "width": 1, "batch_norm": True, "epsilon": 0.5, "activation": "none"})
+
+    def expected(row: Tensor, arrays: dict[str, Tensor]) -> Tensor:
+        gain, offset, mean, variance = arrays["norm"]
+        return functional.batch_norm(row @ arrays["filters"][0] + arrays["bias"], mean, variance, gain, offset, eps=0.5)
+
+    assert_steps(spec, expected, skip_empty=True)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"width": 2, "stride": 2},
+        {"width": 3},
+        {"width": 3, "stride": 2, "padding": "same_upper"},
+        {"width": 3, "pads": (1, 2), "stride": 2},
+        {"width": 3, "pads": (1, 1), "count_padding": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("reduce", ["max", "mean"])
+def test_pool_reduces_windows(keys: Table, reduce: str) -> None:
+    spec = model({"kind": "pool", "reduce": reduce, **keys})
+
+    def expected(row: Tensor, _: dict[str, Tensor]) -> Tensor:
+        left, right = padding_of({"padding": "none", **keys}, len(row), keys["width"] - 1)
+        stride, steps = keys.get("stride", 1), []
+        for first in range(-left, len(row) + right - keys["width"] + 1, stride):
+            window = row[max(first, 0) : first + keys["width"]]
+            count = keys["width"] if keys.get("count_padding") else len(window)
+            steps.append(window.amax(0) if reduce == "max" else window.sum(0) / count)
+        return torch.stack(steps) if steps else row.new_zeros(0, FEATURES)
+
+    assert_steps(spec, expected, skip_empty=True)
+
+
+def test_layers_of_single_steps() -> None:
+    def dense(row: Tensor, arrays: dict[str, Tensor]) -> Tensor:
+        return functional.gelu(row @ arrays["weight"] + arrays["bias"])
+
+    assert_steps(model({"kind": "dense", "width": 4, "activation": "gelu"}), dense)
+    assert_steps(model({"kind": "activation", "activation": "selu"}), lambda row, _: functional.selu(row))
+    assert_steps(
+        model({"kind": "layer_norm", "epsilon": 0.1}),
+        lambda row, arrays: normalised(row, arrays["norm"], 0.1),
+    )
+    assert_steps(
+        model({"kind": "batch_norm", "epsilon": 0.1}),
+        lambda row, arrays: (
+            (row - arrays["norm"][2]) / (arrays["norm"][3] + 0.1).sqrt() * arrays["norm"][0] + arrays["norm"][1]
+        ),
+    )
+
+
+@pytest.mark.parametrize("fold_limit_bytes", [0, 1 << 20])
+@pytest.mark.parametrize("layers", [(), ({"kind": "dense", "width": 3, "activation": "tanh"},)], ids=str)
+@pytest.mark.parametrize("pool", ["mean", "sum", "max"])
+def test_model_of_an_embedding_pools_its_vectors(pool: str, layers: tuple[Table, ...], fold_limit_bytes: int) -> None:
+    """A bag of words."""
+    spec = model({"kind": "embedding", "width": 4}, *layers, head={"kind": "embed", "pool": pool}, kind="ids", vocabulary=9)
+    arrays = random_arrays(spec)
+    data = [torch.tensor(ids, dtype=torch.int32) for ids in ([1, 8, 1], [0], [3, 3, 3, 2, 7])]
+    pooled = Encoder(spec, arrays, CPU, fold_limit_bytes)(joined(data)).head_output.embedding
+    assert pooled is not None
+    for vector, ids in zip(pooled, data, strict=True):
+        steps = arrays["layers.0.weight"][ids.long()]
+        if layers:
+            steps = torch.tanh(steps @ arrays["layers.1.weight"] + arrays["layers.1.bias"])
+        expected = {"mean": steps.mean(0), "sum": steps.sum(0), "max": steps.amax(0)}[pool]
+        torch.testing.assert_close(vector, expected)
+
+
+@pytest.mark.parametrize("width", [None, 4])
+def test_attention_is_a_weighted_sum_of_steps(width: int | None) -> None:
+    keys = {} if width is None else {"attention_width": width}
+    spec = model({"kind": "activation", "activation": "none"}, head={"kind": "embed", "pool": "attention", **keys})
+    arrays, data = random_arrays(spec), random_rows()
+    pooled = run(spec, arrays, data)[0].head_output.embedding
+    assert pooled is not None
+    for vector, row in zip(pooled, data, strict=True):
+        seen = row if width is None else torch.tanh(row @ arrays["head.attention.weight"] + arrays["head.attention.bias"])
+        weights = (seen @ arrays["head.attention.query"]).softmax(0)
+        torch.testing.assert_close(vector, (weights[:, None] * row).sum(0))
+
+
+def test_joined_pools_pass_through_the_dense_layers_of_the_head() -> None:
+    """The head of ULMFiT: last, maximum and mean, then dense layers."""
+    head = {
+        "kind": "classify",
+        "pool": ["last", "max", "mean"],
+        "dense": [{"width": 4, "activation": "relu"}, {"width": 6}],
+        "labels": LABELS,
+    }
+    spec = model({"kind": "gru", "hidden": HIDDEN}, head=head)
+    arrays, data = random_arrays(spec), [row for row in random_rows() if len(row)]
+    encoding, steps = run(spec, arrays, data)
+    assert encoding.head_output.scores is not None and encoding.head_output.embedding is not None
+    for scores, vector, row in zip(encoding.head_output.scores, encoding.head_output.embedding, steps, strict=True):
+        pooled = torch.cat((row[-1], row.amax(0), row.mean(0)))
+        pooled = torch.relu(pooled @ arrays["head.dense.0.weight"] + arrays["head.dense.0.bias"])
+        pooled = pooled @ arrays["head.dense.1.weight"] + arrays["head.dense.1.bias"]
+        torch.testing.assert_close(vector, pooled)
+        torch.testing.assert_close(scores, (pooled @ arrays["head.weight"] + arrays["head.bias"]).softmax(0))
+    assert spec.embedding_width == 6
+
+
+def test_several_running_pools_cover_all_chunks_of_a_sequence() -> None:
+    spec = model({"kind": "gru", "hidden": HIDDEN}, head={"kind": "embed", "pool": ["last", "max", "mean", "last_step"]})
+    arrays, data = random_arrays(spec), random_rows([9, 9])
+    whole = run(spec, arrays, data)[0].head_output.embedding
+    encoder = Encoder(spec, arrays, CPU, 0)
+    encoder.allocate_states(4)
+    slots = torch.tensor([2, 3], dtype=torch.int32)
+    encoder(joined([row[:4] for row in data]), slots=RowSlots(torch.zeros_like(slots), slots))
+    pooled = encoder(joined([row[4:] for row in data]), slots=RowSlots(slots, slots)).head_output.embedding
+    torch.testing.assert_close(pooled, whole)
+
+
+@pytest.mark.parametrize("pool", ["attention", "first", "sum"])
+def test_pools_that_need_all_steps_do_not_stream(pool: str) -> None:
+    spec = model({"kind": "gru", "hidden": HIDDEN}, head={"kind": "embed", "pool": pool})
+    assert not Encoder(spec, random_arrays(spec), CPU, 0).streams
+
+
+def test_labels_of_a_multi_label_head_have_probabilities_of_their_own() -> None:
+    head = {"kind": "classify", "pool": "max", "labels": LABELS, "multi_label": True}
+    spec = model({"kind": "gru", "hidden": HIDDEN}, head=head)
+    arrays, data = random_arrays(spec), [row for row in random_rows() if len(row)]
+    encoding, steps = run(spec, arrays, data)
+    expected = [torch.sigmoid(row.amax(0) @ arrays["head.weight"] + arrays["head.bias"]) for row in steps]
+    torch.testing.assert_close(encoding.head_output.scores, torch.stack(expected))
+
+
+def test_activation_of_regress_is_applied_to_its_values() -> None:
+    spec = model({"kind": "gru", "hidden": HIDDEN}, head={"kind": "regress", "pool": "last", "activation": "softplus"})
+    arrays, data = random_arrays(spec), [row for row in random_rows() if len(row)]
+    encoding, steps = run(spec, arrays, data)
+    expected = [functional.softplus(row[-1] @ arrays["head.weight"] + arrays["head.bias"]) for row in steps]
+    torch.testing.assert_close(encoding.head_output.scores, torch.stack(expected))
+
+
+@pytest.mark.parametrize(
+    "layer, message",
+    [
+        ({"kind": "lstm", "hidden": 4, "merge": "sum"}, "combines two directions: set bidirectional"),
+        ({"kind": "lstm", "hidden": 4, "bidirectional": True, "direction": "backward"}, "runs in both directions"),
+        ({"kind": "gru", "hidden": 4, "layer_norm": True, "reset_after": False}, "set reset_after"),
+        ({"kind": "conv", "filters": 4, "width": 2, "groups": 2}, "groups is 2 and must divide the 3 inputs"),
+        ({"kind": "conv", "filters": 4, "width": 2, "pads": (1, 0), "padding": "same"}, "remove one of them"),
+        ({"kind": "lstm", "hidden": 4, "activation": {"kind": "tanh", "alpha": 2.0}}, "tanh has no parameter alpha"),
+        ({"kind": "lstm", "hidden": 4, "activation": 3}, "write the name of an activation"),
+    ],
+    ids=str,
+)
+def test_layer_that_means_nothing_is_refused(layer: Table, message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        model(layer)
+
+
+def test_words_survive_writing_and_reading() -> None:
+    layer = {"kind": "lstm", "hidden": 4, "gate_activation": {"kind": "hard_sigmoid", "alpha": 0.25}, "activation": "softsign"}
+    spec = model(layer, head={"kind": "embed", "pool": ["last", "max"], "dense": [{"width": 2}]})
+    assert ModelSpec.model_validate_json(spec.model_dump_json()) == spec
