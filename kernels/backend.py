@@ -81,7 +81,7 @@ def only_by_name(problem: Problem) -> str:
 def choose(backends: Sequence[Backend], problem: Problem, requested: str = AUTO) -> Choice:
     """Return the first backend that accepts the problem, or the requested one by name; raises ContractError if there is none."""
     if requested != AUTO:
-        return _by_name(backends, requested)
+        return _by_name(backends, problem, requested)
     why: list[str] = []
     for backend in backends:
         reason = backend.refusal(problem)
@@ -119,8 +119,10 @@ def explain(family: str, *, device: str, dtype: str, hidden: int) -> str:
     return "\n".join(choose(import_module(f"kernels.{family}").BACKENDS, problem).why)
 
 
-def _by_name(backends: Sequence[Backend], name: str) -> Choice:
+def _by_name(backends: Sequence[Backend], problem: Problem, name: str) -> Choice:
     for backend in backends:
         if backend.name == name:
+            if problem.variant is not None and backend.plain_only:
+                raise ContractError(f"the backend {name!r} {backend.refusal(problem)}")
             return Choice(backend, (f"{name}: requested by name",))
     raise ContractError(f"unknown backend {name!r}, expected one of {', '.join(backend.name for backend in backends)}")

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from kernels.backend import FAMILIES
 from kernels.bench import goals, report
 from kernels.bench.baselines import BASELINES
 from kernels.bench.measure import Bench
@@ -18,7 +17,7 @@ from kernels.bench.peaks import measured_peaks
 from kernels.bench.shares import with_shares_of_peaks, with_shares_of_product
 from kernels.bench.tables import write
 from kernels.bench.workload import FORMS
-from kernels.bench.workloads import workloads
+from kernels.bench.workloads import FAMILIES, workloads
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -9,7 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain, compress, pairwise
 from typing import Any
 
 import numpy as np
@@ -30,8 +30,9 @@ _INPUT_FIELDS = tuple(f"inputs[{index}]" for index in range(64))
 class InferOutput(BaseModel):
     """One output of POST /infer. The model's head determines its fields.
 
-    classify: label, score, scores by label. regress: value. tag: labels and scores by step. span: start, end (the last step of the
-    span), score. next: ids and scores, most likely first. embed: embedding. sequence: sequence.
+    classify: label, score, scores by label; of a head that may choose several labels: labels, scores by label. regress: value. tag: labels
+    and scores by step. span: start, end (the last step of the span), score. next: ids and scores, most likely first. embed: embedding.
+    sequence: sequence.
     """
 
     model_config = ConfigDict(use_attribute_docstrings=True)
@@ -212,6 +213,27 @@ class _ClassifyMembers(_RowMembers):
         return members
 
 
+class _MultiLabelMembers(_RowMembers):
+    """Writes the members of classify outputs that may have several labels."""
+
+    def __init__(self, head: ClassifyHead) -> None:
+        super().__init__(len(head.labels))
+        self._labels = [orjson.dumps(label) for label in head.labels]
+        self._template = b'"labels":[%%b],"scores":{%b}' % b",".join(
+            b"%b:%%b" % label.replace(b"%", b"%%") for label in self._labels
+        )
+        self._threshold = head.threshold
+
+    def _write(self, rows: list[bytes], scores: Array) -> list[bytes]:
+        chosen = (scores >= self._threshold).tolist()
+        labels = [b",".join(compress(self._labels, flags)) for flags in chosen]
+        return [self._template % (joined, *row.split(b",")) for joined, row in zip(labels, rows, strict=True)]
+
+
+def _classify(head: ClassifyHead) -> _RowMembers:
+    return _MultiLabelMembers(head) if head.multi_label else _ClassifyMembers(head)
+
+
 class _RegressMembers(_RowMembers):
     """Writes the members of regress outputs."""
 
@@ -263,7 +285,7 @@ def _vectors_only(head: EmbedHead | SequenceHead) -> _Members:
 _Members = Callable[[list[_SequenceArrays]], list[bytes]]
 """Returns the JSON members of a head's output for each sequence, without the braces."""
 _MEMBERS: dict[type, Callable[[Any], _Members]] = {
-    ClassifyHead: _ClassifyMembers,
+    ClassifyHead: _classify,
     RegressHead: _RegressMembers,
     TagHead: _TagMembers,
     SpanHead: _span,

@@ -42,7 +42,7 @@ def write(folder: Path, spec: ModelSpec, arrays: Mapping[str, Tensor], *, card: 
     for name, data in files.items():
         (folder / name).write_bytes(data)
     (folder / CARD).write_text(card)
-    (folder / MODEL).write_text(_toml(signed.model_dump(exclude_none=True)))
+    (folder / MODEL).write_text(_toml(signed.model_dump(exclude_defaults=True)))
     read(folder)
     return signed
 
@@ -69,22 +69,29 @@ def _check(file: Path, tensors: Mapping[str, Tensor], spec: ModelSpec) -> None:
 
 def _toml(values: Mapping[str, Any], path: str = "") -> str:
     """Return nested tables as TOML, plain values before tables as TOML requires."""
-    lines = [f"{_key(key)} = {_value(value)}" for key, value in values.items() if not _nested(value)]
+    lines = [f"{_key(key)} = {_value(value)}" for key, value in values.items() if not _nested(value, path)]
     for key, value in values.items():
-        if isinstance(value, Mapping):
-            lines += ["", f"[{path}{_key(key)}]", _toml(value, f"{path}{_key(key)}.").strip()]
-        elif _nested(value):
-            lines += [line for table in value for line in ("", f"[[{path}{_key(key)}]]", _toml(table).strip())]
+        name = f"{path}{_key(key)}"
+        if isinstance(value, Mapping) and _nested(value, path):
+            lines += ["", f"[{name}]", _toml(value, f"{name}.").strip()]
+        elif _nested(value, path):
+            lines += [line for table in value for line in ("", f"[[{name}]]", _toml(table, f"{name}.").strip())]
     return "\n".join(lines) + "\n"
 
 
 def _value(value: Any) -> str:
-    """Return a string, number, boolean or list as TOML, which differs from JSON in one character that needs an escape."""
+    """Return a string, number, boolean, list or table on one line as TOML. Strings of TOML are those of JSON, except for one character that
+    needs an escape."""
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{_key(key)} = {_value(item)}" for key, item in value.items()) + " }"
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def _nested(value: Any) -> bool:
-    return isinstance(value, Mapping) or (isinstance(value, tuple | list) and any(isinstance(item, Mapping) for item in value))
+def _nested(value: Any, path: str) -> bool:
+    """Return whether a value becomes a table of its own, or several. A table within a table, such as an activation, stays on its line."""
+    if isinstance(value, Mapping):
+        return not path
+    return isinstance(value, tuple | list) and any(isinstance(item, Mapping) for item in value)
 
 
 def _key(key: str) -> str:

@@ -16,12 +16,12 @@ from kernels.backend import AUTO, Backend, Problem
 from kernels.conv.types import GATED as CONV_GATED
 from kernels.conv.types import ConvState, ConvWeights
 from kernels.embedding import tap_rows
+from kernels.gated import gate_inputs
 from kernels.gru.types import GRUState, GRUWeights
 from kernels.lstm.types import LSTMState, LSTMWeights
 from kernels.qrnn.types import POOLINGS, QRNNState, QRNNWeights
 from kernels.quantized import dequantize, quantize
 from kernels.ragged import Encoded, Outputs, Ragged
-from kernels.reference import reference_gate_inputs
 from kernels.rnn.types import RNNState, RNNWeights
 from kernels.sru.types import SRUState, SRUWeights
 from tests.kernels.inputs import EVERYTHING, Arguments, arrays, as_float64, map_arrays, ragged, rows
@@ -113,7 +113,7 @@ def _variant(normal: Normal, gates: int, hidden: int, kinds: Sequence[str], clip
     fields: dict[str, Any] = {"activations": tuple(ACTIVATIONS[kind] for kind in kinds)} if kinds else {}
     if norm:
         norms = {f"{name}_norm": normal(2, gates * hidden) for name in ("input", "recurrent")}
-        fields |= {**norms, "epsilon": 0.1}
+        fields |= {**norms, "epsilon": 1.0}
     return fields | {"clip": clip}
 
 
@@ -334,7 +334,7 @@ INT8_FORMS = (
 
 def _gates(x: Ragged, weights: Any, state: Any) -> Arguments:
     """Return the problem of an RNN, an LSTM or a GRU with gate inputs as the data."""
-    gates = reference_gate_inputs(x, weights) if weights.table is None else weights.table[x.data.long()]
+    gates = gate_inputs(x.data, weights) if weights.table is None else weights.table[x.data.long()]
     rest = replace(weights, input=None, bias=None, table=None, input_norm=None)
     return Arguments(Ragged(gates, x.offsets), rest, state)
 

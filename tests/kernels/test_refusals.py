@@ -298,3 +298,9 @@ def test_explain_refuses_an_unknown_family() -> None:
 def test_explain_refuses_an_unknown_device_or_dtype(device: str, dtype: str) -> None:
     with pytest.raises(ContractError, match=r"float31|toaster"):
         explain("lstm", device=device, dtype=dtype, hidden=5)
+
+
+def test_backend_without_a_variant_is_refused_by_name() -> None:
+    arguments = Form("lstm", peepholes=True).arguments([3], 5, 3)
+    with pytest.raises(ContractError, match="the backend 'cpu' does not run peepholes"):
+        Form("lstm").run(*arguments, backend="cpu")

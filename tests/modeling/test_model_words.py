@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kernels.ragged import Ragged
+from service.modeling import store
 from service.modeling.encoder import Encoder, Encoding
-from service.modeling.spec import ModelSpec
+from service.modeling.spec import ModelSpec, read
 from service.modeling.state_slabs import RowSlots
 from tests.kernels.inputs import joined, rows
 
@@ -432,7 +434,7 @@ def test_activation_of_regress_is_applied_to_its_values() -> None:
         ({"kind": "lstm", "hidden": 4, "bidirectional": True, "direction": "backward"}, "runs in both directions"),
         ({"kind": "gru", "hidden": 4, "layer_norm": True, "reset_after": False}, "set reset_after"),
         ({"kind": "conv", "filters": 4, "width": 2, "groups": 2}, "groups is 2 and must divide the 3 inputs"),
-        ({"kind": "conv", "filters": 4, "width": 2, "pads": (1, 0), "padding": "same"}, "remove one of them"),
+        ({"kind": "conv", "filters": 4, "width": 2, "pads": (1, 0), "padding": "causal"}, "remove one of them"),
         ({"kind": "lstm", "hidden": 4, "activation": {"kind": "tanh", "alpha": 2.0}}, "tanh has no parameter alpha"),
         ({"kind": "lstm", "hidden": 4, "activation": 3}, "write the name of an activation"),
     ],
@@ -443,7 +445,11 @@ def test_layer_that_means_nothing_is_refused(layer: Table, message: str) -> None
         model(layer)
 
 
-def test_words_survive_writing_and_reading() -> None:
-    layer = {"kind": "lstm", "hidden": 4, "gate_activation": {"kind": "hard_sigmoid", "alpha": 0.25}, "activation": "softsign"}
-    spec = model(layer, head={"kind": "embed", "pool": ["last", "max"], "dense": [{"width": 2}]})
+def test_words_survive_writing_and_reading(tmp_path: Path) -> None:
+    elu = {"kind": "elu", "alpha": 0.5}
+    lstm = {"kind": "lstm", "hidden": 4, "gate_activation": {"kind": "hard_sigmoid", "alpha": 0.25}, "activation": "softsign"}
+    layers = lstm, {"kind": "conv", "filters": 2, "width": 2, "pads": (1, 0), "activation": elu}
+    spec = model(*layers, head={"kind": "embed", "pool": ["last", "max"], "dense": [{"width": 2, "activation": elu}]})
+    written = store.write(tmp_path / "words" / "1", spec, random_arrays(spec), card="made up")
+    assert read(tmp_path / "words" / "1") == written == spec.model_copy(update={"sha256": written.sha256})
     assert ModelSpec.model_validate_json(spec.model_dump_json()) == spec

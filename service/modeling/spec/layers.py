@@ -232,7 +232,7 @@ class WindowLayer(LayerTable):
 
     @model_validator(mode="after")
     def _pads_replace_padding(self) -> WindowLayer:
-        if self.pads is not None and "padding" in self.model_fields_set:
+        if self.pads is not None and self.padding != type(self).model_fields["padding"].default:
             raise ValueError("pads and padding are both set: remove one of them")
         return self
 

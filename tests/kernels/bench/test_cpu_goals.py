@@ -7,14 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from kernels.backend import FAMILIES
 from kernels.bench import goals
 from kernels.bench.convolutions import embedded
 from kernels.bench.goals import on_cpu, on_cuda
 from kernels.bench.goals.on_cpu import LIBRARIES, cells
 from kernels.bench.report import Measurement
 from kernels.bench.workload import Workload
-from kernels.bench.workloads import workloads
+from kernels.bench.workloads import FAMILIES, workloads
 from tests.kernels.bench.conftest import judged, timed
 
 BACKENDS = ("cpu", "framework", "reference")

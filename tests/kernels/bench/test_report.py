@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from kernels.backend import FAMILIES
 from kernels.bench import __main__ as command
 from kernels.bench import questions, report
 from kernels.bench.baselines.baseline import Baseline, TimedCall
@@ -20,7 +19,7 @@ from kernels.bench.report import FMA_SHARE, MEMORY, READ_SHARE, SHARE, Measureme
 from kernels.bench.tables import write
 from kernels.bench.timing import Spread
 from kernels.bench.workload import Workload
-from kernels.bench.workloads import workloads
+from kernels.bench.workloads import FAMILIES, workloads
 from tests.kernels.bench.conftest import CPU, FORMED, RECURRENCE, TINY, measured, tiny
 from tests.kernels.families import cpu_backends
 
