@@ -51,7 +51,7 @@ def variant_of(weights: Any, **others: bool) -> str | None:
     """Return what these weights have beyond the plain layer of their family, or None. others: what a family adds."""
     plain = {field.name: field.default for field in fields(weights)}
     found = {
-        "layer norm": weights.input_norm is not None,
+        "a layer norm": weights.input_norm is not None or weights.recurrent_norm is not None,
         "a clip": weights.clip is not None,
         "activations of its own": weights.activations != plain["activations"],
         **others,

@@ -113,7 +113,7 @@ def _variant(normal: Normal, gates: int, hidden: int, kinds: Sequence[str], clip
     fields: dict[str, Any] = {"activations": tuple(ACTIVATIONS[kind] for kind in kinds)} if kinds else {}
     if norm:
         norms = {f"{name}_norm": normal(2, gates * hidden) for name in ("input", "recurrent")}
-        fields |= {**norms, "epsilon": 1.0}
+        fields |= {**norms, "epsilon": 0.1}
     return fields | {"clip": clip}
 
 
