@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,10 +15,11 @@ from kernels.ragged import Encoded, Outputs, Ragged
 from service.errors import ModelError
 from service.modeling import heads, layer_builder
 from service.modeling.heads import HeadOutput
-from service.modeling.layer_builder import NamedLayer
+from service.modeling.layer_builder import EncoderPart, NamedLayer
+from service.modeling.recurrent import RecurrentStack
 from service.modeling.runnable_layer import RunnableLayer, device_bytes
 from service.modeling.spec import EmbeddingLayer, ModelSpec
-from service.modeling.state_slabs import RUNNING_POOLS, RowSlots, RunningPool, StateSlabs
+from service.modeling.state_slabs import RUNNING_POOLS, RowSlots, RunningPool, StateSlabs, state_arrays
 from service.modeling.stored_weights import INT8
 
 TRIAL_ROWS, TRIAL_STEPS, TRIAL_RUNS = 4, 16, 5
@@ -106,6 +108,45 @@ class Encoder:
                 encoded = pool(encoded, offsets, slots)
         return Encoding(self._head(encoded, offsets), encoded.steps if sequence else None, offsets)
 
+    @torch.inference_mode()
+    def run_with_states(
+        self, x: Ragged, initial: Mapping[str, Tensor], *, sequence: bool = False
+    ) -> tuple[Encoding, dict[str, Tensor]]:
+        """Run the model on whole rows from given states; return the encoding and the states after the rows.
+
+        x, sequence: as in a call. States are (rows, width) by layer, level, direction and array, such as `layers.1.0.forward.hidden`. A row
+        starts as usual from a state that is not given. Raises ValueError for a state that no layer has, or that has another shape.
+        """
+        want = replace(self._head.wants, steps=self._head.wants.steps or sequence)
+        unknown, final = set(initial), {}
+        for part in self._parts:
+            part_want = want if part is self._parts[-1] else Outputs(steps=True)
+            if isinstance(part.layer, RecurrentStack):
+                states = part.layer.allocate_states(x.rows)
+                for name, array in _named(part, states).items():
+                    if name in unknown:
+                        _fill(name, array, initial[name])
+                unknown -= _named(part, states).keys()
+                encoded, states = part.layer.run_chunk(x, part_want, states)
+                final |= _named(part, states)
+            else:
+                encoded = part.layer(x, part_want)
+            offsets = x.offsets if encoded.offsets is None else encoded.offsets
+            x = x if encoded.steps is None else Ragged(encoded.steps, offsets)
+        if unknown:
+            raise ValueError(f"no recurrent layer has the state {min(unknown)!r}: the states are {', '.join(final) or 'none'}")
+        return Encoding(self._head(encoded, offsets), encoded.steps if sequence else None, offsets), final
+
+    @torch.inference_mode()
+    def logits(self, vectors: Tensor) -> Tensor | None:
+        """Return the scores of the head's linear layer, (lines, n) float32, or None without one. vectors: (lines, width)."""
+        return self._head.logits(vectors)
+
+    @torch.inference_mode()
+    def scores(self, logits: Tensor) -> Tensor:
+        """Return what the head answers for the scores of its linear layer."""
+        return self._head.scores(logits)
+
     def backends(self) -> dict[str, str]:
         """Return the kernel backend of each layer, by layer name; for an embedding, how its ids are looked up."""
         takes_ids = self._layers[0].takes_ids
@@ -162,6 +203,22 @@ class Encoder:
             return Ragged(torch.zeros(rows * steps, self.spec.input.features, device=self.device), offsets)
         ids = torch.arange(rows * steps, device=self.device, dtype=torch.int32) % (self.spec.input.vocabulary or 1)
         return Ragged(ids, offsets)
+
+
+def _named(part: EncoderPart, states: Sequence[Any]) -> dict[str, Tensor]:
+    """Return the arrays of the states of a recurrent stack by name."""
+    assert isinstance(part.layer, RecurrentStack)
+    return {
+        f"{part.names[0]}.{place}.{name}": array
+        for place, state in zip(part.layer.state_names, states, strict=True)
+        for name, array in state_arrays(state).items()
+    }
+
+
+def _fill(name: str, array: Tensor, given: Tensor) -> None:
+    if given.shape != array.shape:
+        raise ValueError(f"the state {name!r} has the shape {tuple(given.shape)}, expected {tuple(array.shape)}")
+    array.copy_(given)
 
 
 def _named_layers(spec: ModelSpec, arrays: Mapping[str, Tensor]) -> list[NamedLayer]:

@@ -44,6 +44,14 @@ class RunnableHead(ABC):
     def __call__(self, encoded: Encoded, offsets: Tensor) -> HeadOutput:
         """Run the head. offsets: (rows + 1,) where the steps of each row begin."""
 
+    def logits(self, vectors: Tensor) -> Tensor | None:
+        """Return the scores of the head's linear layer, (lines, n) float32, or None without one. vectors: (lines, width)."""
+        return None
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """Return what the head answers for the scores of its linear layer."""
+        return logits
+
     def tensors(self) -> list[Tensor]:
         """Return the tensors that the head holds on the device."""
         return []
@@ -67,6 +75,9 @@ class LinearHead(RunnableHead):
     def __init__(self, linear: Linear) -> None:
         self._linear = linear
 
+    def logits(self, vectors: Tensor) -> Tensor:
+        return self._linear(vectors).float()
+
     def tensors(self) -> list[Tensor]:
         return [self._linear.weight, self._linear.bias]
 
@@ -87,6 +98,9 @@ class PooledHead(LinearHead):
         vector = self._vector(encoded, offsets)
         scores = self._linear(vector) if encoded.scores is None else encoded.scores
         return HeadOutput(self._function(scores), embedding=vector)
+
+    def scores(self, logits: Tensor) -> Tensor:
+        return self._function(logits)
 
     def tensors(self) -> list[Tensor]:
         return [*super().tensors(), *self._vector.tensors()]

@@ -105,6 +105,15 @@ class RecurrentStack(RunnableLayer):
         return encoded, states_after
 
     @property
+    def state_names(self) -> list[str]:
+        """The level and direction of each state, forward first, as in the names of weights."""
+        return [
+            f"{number}.{direction}"
+            for number, level in enumerate(self._levels)
+            for direction in (("backward",) if level.backward else ("forward", "backward")[: len(level.directions)])
+        ]
+
+    @property
     def streams(self) -> bool:
         return all(len(level.directions) == 1 and not level.backward for level in self._levels)
 

@@ -59,6 +59,12 @@ class RunningPool:
         return values
 
 
+def state_arrays(state: Any) -> dict[str, Tensor]:
+    """Return the arrays of a state by name."""
+    values = {field.name: getattr(state, field.name) for field in fields(state)}
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+
 @dataclass(frozen=True, slots=True)
 class StateSlabs:
     """The slabs of one model: the states of each part's layers, and the running pools of a head that pools over time."""
@@ -73,11 +79,10 @@ class StateSlabs:
     def slabs(self) -> dict[str, Tensor]:
         """Return every slab, (slots, ...), named by part, layer and array."""
         states = {
-            f"{part}.{layer}.{field.name}": value
+            f"{part}.{layer}.{name}": value
             for part, slabs in enumerate(self.parts)
             for layer, slab in enumerate(slabs)
-            for field in fields(slab)
-            if isinstance(value := getattr(slab, field.name), Tensor)
+            for name, value in state_arrays(slab).items()
         }
         return states | {name: slab for pool in self.pools for name, slab in pool.slabs().items()}
 
