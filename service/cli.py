@@ -1,4 +1,4 @@
-"""The commands `seqserve serve | infer | models | quantize | key | state-key | bench`: parse flags, read settings, run."""
+"""The commands `seqserve serve | infer | import | models | quantize | key | state-key | bench`: parse flags, read settings, run."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from service.access.scopes import KEY_SCOPES, Scope
 from service.client_access import ClientAccess
 from service.errors import ServiceError, SettingsError, StartError
 from service.frontend.tls import build_context
+from service.importers.formats import FORMATS
 from service.ipc.messages import Manifest
 from service.log import Log
 from service.modeling import spec
@@ -71,6 +72,15 @@ def serve(settings: Settings) -> int:
     return 0
 
 
+def _infer(settings: Settings, model: str, texts: list[str], npz: Path | None, out: Path | None) -> int:
+    """Run a model on texts or on arrays."""
+    if npz is None and texts and out is None:
+        return infer(settings, model, texts)
+    if npz is None or out is None or texts:
+        raise StartError("infer takes texts, or --npz FILE with --out FILE: name one of them")
+    return infer_arrays(settings, model, npz, out)
+
+
 def infer(settings: Settings, model: str, texts: list[str]) -> int:
     """Run a text model in this process and print one JSON object per text."""
     # Imported here because it loads torch, which the supervisor never needs.
@@ -78,6 +88,24 @@ def infer(settings: Settings, model: str, texts: list[str]) -> int:
 
     for output in local.infer(settings, model, texts):
         print(json.dumps(output))
+    return 0
+
+
+def infer_arrays(settings: Settings, model: str, npz: Path, out: Path) -> int:
+    """Run a model on the arrays of a file in this process, and write every output to another file."""
+    from service import local
+
+    outputs = local.infer_arrays(settings, model, npz, out)
+    for name, array in outputs.items():
+        print(f"{name}  {' x '.join(map(str, array.shape))}  {array.dtype}")
+    return 0
+
+
+def import_checkpoint(settings: Settings, **request: Any) -> int:
+    """Turn a foreign checkpoint into a version of a model, and print what was found and compared."""
+    from service.importers.command import Request, import_model  # imports torch
+
+    import_model(settings, Request(**request), print)
     return 0
 
 
@@ -174,7 +202,9 @@ def _example(manifest: Manifest) -> dict[str, Any]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="seqserve", description="A server for sequence models.")
     parser.add_argument("--version", action="version", version=f"seqserve {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="serve | infer | models | quantize | key | state-key | bench")
+    commands = parser.add_subparsers(
+        required=True, metavar="serve | infer | import | models | quantize | key | state-key | bench"
+    )
     shared = argparse.ArgumentParser(add_help=False)
     _setting(shared, "--models", metavar="DIR", help="folder of models")
     _setting(shared, "--config", metavar="FILE", help="TOML file of settings")
@@ -197,11 +227,32 @@ def _parser() -> argparse.ArgumentParser:
     _setting(command, "--allowed-hosts", metavar="NAME,NAME", help="names of this service in Host headers, besides localhost")
     _setting(command, "--debug", action="store_true", help="let clients record batches with POST /debug/trace")
     command.set_defaults(run=serve)
-    command = commands.add_parser("infer", parents=[shared], help="run a text model without a server")
+    command = commands.add_parser("infer", parents=[shared], help="run a model on texts or on arrays, without a server")
     _setting(command, "--device", metavar="auto|cpu|cuda:N", help="device to run on")
-    command.add_argument("--model", required=True, metavar="NAME")
-    command.add_argument("texts", nargs="+", metavar="TEXT")
-    command.set_defaults(run=infer)
+    command.add_argument(
+        "--model", required=True, metavar="NAME|DIR", help="name of a model, or a version folder if --npz names arrays"
+    )
+    command.add_argument("--npz", type=Path, metavar="FILE", help="arrays of sequences, and of initial states")
+    command.add_argument("--out", type=Path, metavar="FILE", help="file for the outputs of --npz and the final states")
+    command.add_argument("texts", nargs="*", metavar="TEXT")
+    command.set_defaults(run=_infer)
+    command = commands.add_parser(
+        "import", parents=[shared], help="turn a checkpoint of another framework into a model, and compare the outputs"
+    )
+    command.add_argument("checkpoint", type=Path, metavar="FILE", help="checkpoint to read; nothing in it is executed")
+    command.add_argument("--name", required=True, metavar="NAME", help="name of the model; its next version is written")
+    command.add_argument("--format", choices=FORMATS, help="format of the checkpoint (default: by the name of the file)")
+    command.add_argument("--recipe", type=Path, metavar="FILE", help="TOML file of what the checkpoint does not say")
+    command.add_argument("--tokenizer", type=Path, metavar="FILE", help="tokenizer.json of a model for texts")
+    command.add_argument("--check", type=Path, metavar="FILE", help=".npz of sample inputs and the outputs of the source")
+    command.add_argument(
+        "--tolerance",
+        type=_above_zero(float),
+        default=1e-5,
+        metavar="T",
+        help="largest difference from the outputs of the source (default: %(default)s)",
+    )
+    command.set_defaults(run=import_checkpoint)
     command = commands.add_parser("models", parents=[shared], help="list the models folder")
     command.set_defaults(run=models)
     command = commands.add_parser(

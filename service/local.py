@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 
+from kernels.folder import set_cache_folder
 from service.cores import compute_threads, usable_cores
 from service.engine import build
 from service.engine.execution.device_engine import DeviceEngine
@@ -17,6 +20,12 @@ from service.frontend.catalog import build_catalog
 from service.ipc.messages import Answer
 from service.log import Log
 from service.metrics import Metrics
+from service.modeling import spec
+from service.modeling.array_run import run_arrays
+from service.modeling.encoder import Encoder
+from service.modeling.npz import Array, read_npz, write_npz
+from service.modeling.store import read_arrays
+from service.modeling.tokenizer import Tokenizer
 from service.settings import Settings
 from service.supervisor.repository import Repository
 
@@ -48,6 +57,28 @@ def infer(settings: Settings, name: str, texts: list[str]) -> list[dict[str, Any
         raise errors[0]
     answer, parts = replies[0]
     outputs: list[dict[str, Any]] = msgspec.json.decode(model.writer.write(answer, b"".join(parts)))
+    return outputs
+
+
+def infer_arrays(settings: Settings, model: str, npz: Path, out: Path) -> dict[str, Array]:
+    """Run a model on the arrays of a file, write every output to `out` and return them; raises ModelError.
+
+    model: the name of a model in the models folder, or a version folder. `service.modeling.array_run` describes the arrays.
+    """
+    folder = Path(model)
+    if not (folder / spec.MODEL).is_file():
+        found = Repository(settings.models, settings.versions).manifest()
+        key = build_catalog(found, Log("infer"), strict=True).find(model, None).key
+        folder = spec.find_models(settings.models)[key.name][key.version]
+    description = spec.read(folder)
+    set_cache_folder(settings.cache)
+    torch.set_num_threads(_compute_threads(settings))
+    encoder = Encoder(
+        description, read_arrays(folder, description), build.named_device(settings.devices[0]), settings.fold_limit_bytes
+    )
+    tokenizer = Tokenizer.read(folder, description) if description.input.kind == "text" else None
+    outputs = run_arrays(encoder, read_npz(npz), tokenizer)
+    write_npz(out, outputs)
     return outputs
 
 

@@ -47,7 +47,7 @@ def build_engine(
     """
     torch.set_num_threads(threads)
     set_cache_folder(settings.cache)
-    device = _device(settings.devices[place])
+    device = named_device(settings.devices[place])
     use_device(device)
     encoders: dict[ModelKey, Encoder] = {}
     for version in model_versions:
@@ -126,7 +126,7 @@ def _check_memory(version: ModelVersion, needed: int, free: int) -> None:
         )
 
 
-def _device(name: str) -> torch.device:
+def named_device(name: str) -> torch.device:
     """Return the device of this name; raises SettingsError when torch cannot use it."""
     if name == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")

@@ -118,7 +118,8 @@ class Encoder:
         starts as usual from a state that is not given. Raises ValueError for a state that no layer has, or that has another shape.
         """
         want = replace(self._head.wants, steps=self._head.wants.steps or sequence)
-        unknown, final = set(initial), {}
+        unknown = set(initial)
+        final: dict[str, Tensor] = {}
         for part in self._parts:
             part_want = want if part is self._parts[-1] else Outputs(steps=True)
             if isinstance(part.layer, RecurrentStack):

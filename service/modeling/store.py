@@ -69,6 +69,7 @@ def _check(file: Path, tensors: Mapping[str, Tensor], spec: ModelSpec) -> None:
 
 def _toml(values: Mapping[str, Any], path: str = "") -> str:
     """Return nested tables as TOML, plain values before tables as TOML requires."""
+    values = dict(sorted(values.items(), key=lambda pair: pair[0] != "kind"))  # what a table is comes first
     lines = [f"{_key(key)} = {_value(value)}" for key, value in values.items() if not _nested(value, path)]
     for key, value in values.items():
         name = f"{path}{_key(key)}"

@@ -1,0 +1,29 @@
+"""The card of an imported model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from service.importers.check import Difference
+from service.importers.draft import Draft
+
+
+def card(name: str, draft: Draft, source: str, digest: str, found: Sequence[Difference], tolerance: float) -> str:
+    """Return the card. source: the name of the checkpoint; digest: its SHA-256; found: what was compared, or nothing."""
+    lines = [f"# {name}", "", f"Imported from `{source}` ({draft.source}), SHA-256 `{digest}`.", ""]
+    if draft.notes:
+        lines += ["## Differences from the source", "", *(f"- {note}" for note in draft.notes), ""]
+    lines += ["## Evidence", "", *_evidence(found, tolerance), ""]
+    return "\n".join(lines)
+
+
+def table(found: Sequence[Difference]) -> list[str]:
+    """Return the differences as a table."""
+    rows = [f"| {one.name} | {one.largest:.2g} | {one.mean:.2g} | {one.numbers:,} |" for one in found]
+    return ["| output | largest difference | mean difference | numbers |", "|---|---|---|---|", *rows]
+
+
+def _evidence(found: Sequence[Difference], tolerance: float) -> list[str]:
+    if not found:
+        return ["The outputs were not compared with those of the source."]
+    return [f"The outputs for sample inputs agree with those of the source within {tolerance:g}:", "", *table(found)]

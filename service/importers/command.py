@@ -1,0 +1,118 @@
+"""`seqserve import`: a foreign checkpoint becomes a model folder, with numbers that show that it computes the same."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kernels.folder import set_cache_folder
+from service.cores import usable_cores
+from service.importers import pytorch
+from service.importers.card import card, table
+from service.importers.check import Difference, differences
+from service.importers.draft import Draft, ImportRefused
+from service.importers.formats import BY_SUFFIX
+from service.importers.recipe import Recipe
+from service.importers.write import model_spec, tensors, write_version
+from service.modeling import spec
+from service.modeling.encoder import Encoder
+from service.modeling.npz import read_npz
+from service.modeling.tokenizer import Tokenizer
+from service.settings import Settings
+
+READERS: dict[str, Callable[[Path, Recipe], Draft]] = {"pytorch": pytorch.read}
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What to import.
+
+    checkpoint: the file; name: of the model; format: one of `formats.FORMATS`, or None to tell from the name of the file; recipe: a file,
+    or None; tokenizer: a tokenizer.json for models of texts, or None; check: a .npz of inputs and expected outputs, or None; tolerance: the
+    largest difference that passes.
+    """
+
+    checkpoint: Path
+    name: str
+    format: str | None = None
+    recipe: Path | None = None
+    tokenizer: Path | None = None
+    check: Path | None = None
+    tolerance: float = 1e-5
+
+
+def import_model(settings: Settings, request: Request, say: Callable[[str], None]) -> Path:
+    """Write a version folder and return it. say: receives each line of the report.
+
+    Raises ModelError for a checkpoint that cannot be imported, and for outputs that differ by more than the tolerance.
+    """
+    torch.set_num_threads(usable_cores())
+    set_cache_folder(settings.cache)
+    recipe = Recipe() if request.recipe is None else Recipe.read(request.recipe)
+    draft = READERS[_format(request)](request.checkpoint, recipe)
+    tokenizer = None if request.tokenizer is None else spec.read_file(request.tokenizer).decode()
+    if tokenizer is not None:
+        draft.input["kind"] = "text"
+    model = model_spec(draft, request.name, recipe.tables)
+    _report(draft, say)
+    weights = tensors(draft, model)
+    found = _compare(request, settings, model, weights, tokenizer, say)
+    content = card(request.name, draft, request.checkpoint.name, _digest(request.checkpoint), found, request.tolerance)
+    folder = write_version(settings.models, model, weights, content, tokenizer)
+    say(f"{folder} is complete.")
+    return folder
+
+
+def _format(request: Request) -> str:
+    if not request.checkpoint.is_file():
+        raise ImportRefused(f"{request.checkpoint} is not a file: name the checkpoint")
+    known = request.format or BY_SUFFIX.get(request.checkpoint.suffix)
+    if known is None:
+        raise ImportRefused(f"the name {request.checkpoint.name} does not tell the format: add --format {'|'.join(READERS)}")
+    return known
+
+
+def _report(draft: Draft, say: Callable[[str], None]) -> None:
+    """Say what was found in the checkpoint and what was not used."""
+    say(f"{draft.source}:")
+    modules = Counter((name.rpartition(".")[0] or name, became) for name, became in draft.used.items())
+    for (module, became), count in modules.items():
+        say(f"  {module} ({count} tensor{'s' * (count > 1)}) -> {became}")
+    for name in draft.unused:
+        say(f"  {name} is not used")
+    for note in draft.notes:
+        say(f"note: {note}")
+
+
+def _compare(
+    request: Request,
+    settings: Settings,
+    model: spec.ModelSpec,
+    weights: dict[str, torch.Tensor],
+    tokenizer: str | None,
+    say: Callable[[str], None],
+) -> Sequence[Difference]:
+    """Return the differences from the expected outputs; raises ImportRefused if one exceeds the tolerance."""
+    encoder = Encoder(model, weights, torch.device("cpu"), settings.fold_limit_bytes)
+    if request.check is None:
+        say("The outputs were not compared with those of the source: add --check FILE.npz.")
+        return ()
+    words = None if tokenizer is None else Tokenizer(tokenizer.encode())
+    found = differences(encoder, read_npz(request.check), words)
+    for line in table(found):
+        say(line)
+    wrong = [one for one in found if not one.largest <= request.tolerance]
+    if wrong:
+        raise ImportRefused(
+            f"{', '.join(one.name for one in wrong)}: the largest difference is {max(one.largest for one in wrong):.2g}, and --tolerance "
+            f"is {request.tolerance:g}. Nothing was written. Check what the recipe says of activations, padding and pools"
+        )
+    return found
+
+
+def _digest(file: Path) -> str:
+    return spec.digest(spec.read_file(file))

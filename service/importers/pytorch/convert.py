@@ -1,0 +1,223 @@
+"""From the tensors of a module to a layer of model.toml: gates in our order, matrices with inputs as rows, one bias."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from service.importers.draft import Array, ImportRefused, Part
+from service.importers.pytorch.modules import Module
+
+Table = dict[str, Any]
+DIRECTIONS = (("forward", ""), ("backward", "_reverse"))
+
+
+def recurrent(table: Table, found: Sequence[Module]) -> Part:
+    """torch.nn.RNN, GRU or LSTM, or one of their cells. Their gate orders are ours, and a GRU keeps the recurrent bias of its new gate."""
+    module = _only(table, found)
+    suffixes = _levels(module)
+    bidirectional = "_l0_reverse" in suffixes
+    if (bidirectional, module.kind) != (table.get("bidirectional", bidirectional), table["kind"]):
+        raise ImportRefused(
+            f"{module.name} is a {module.kind}{' in both directions' * bidirectional}, and the recipe says otherwise"
+        )
+    arrays: dict[str, Array] = {}
+    for level in range(len(suffixes) // (1 + bidirectional)):
+        for direction, suffix in DIRECTIONS[: 1 + bidirectional]:
+            own = direction if bidirectional else table.get("direction", "forward")
+            suffix = "" if suffixes == [""] else f"_l{level}{suffix}"
+            arrays |= {f"{level}.{own}.{name}": array for name, array in _one_direction(module, suffix).items()}
+    first = "" if suffixes == [""] else "_l0"
+    projection = module.tensors.get(f"weight_hr{first}")
+    hidden = module.tensors[f"weight_hh{first}"].shape[1] if projection is None else projection.shape[1]
+    sizes = {"hidden": hidden, "depth": len(suffixes) // (1 + bidirectional), "bidirectional": bidirectional}
+    return Part({**table, **sizes} | ({} if projection is None else {"projection": len(projection)}), arrays)
+
+
+def _levels(module: Module) -> list[str]:
+    return [leaf.removeprefix("weight_hh") for leaf in module.tensors if leaf.startswith("weight_hh")]
+
+
+def _one_direction(module: Module, suffix: str) -> dict[str, Array]:
+    tensors = module.tensors
+    wide = tensors[f"weight_ih{suffix}"].T
+    zeros = np.zeros(wide.shape[1], np.float32)
+    from_input, from_hidden = (tensors.get(f"bias_{side}{suffix}", zeros) for side in ("ih", "hh"))
+    arrays = {"input": wide, "recurrent": tensors[f"weight_hh{suffix}"].T, "bias": from_input + from_hidden}
+    if module.kind == "gru":
+        inner = 2 * wide.shape[1] // 3
+        arrays["bias"] = np.concatenate((arrays["bias"][:inner], from_input[inner:]))
+        arrays["recurrent_bias"] = from_hidden[inner:]
+    projection = tensors.get(f"weight_hr{suffix}")
+    return arrays if projection is None else {**arrays, "projection": projection.T}
+
+
+def embedding(table: Table, found: Sequence[Module]) -> Part:
+    weight = _only(table, found).weight
+    return Part({**table, "width": weight.shape[1]}, {"weight": weight})
+
+
+def dense(table: Table, found: Sequence[Module]) -> Part:
+    """torch.nn.Linear."""
+    module = _only(table, found)
+    weight = module.weight.T
+    return Part({**table, "width": weight.shape[1]}, {"weight": weight, "bias": module.bias(weight.shape[1])})
+
+
+def conv(table: Table, found: Sequence[Module]) -> Part:
+    """torch.nn.Conv1d, with its weight norm computed, and the batch norm that the recipe names after it."""
+    module, *norms = found
+    filters = module.filters
+    arrays = {"filters": filters, "bias": module.bias(filters.shape[2])}
+    gated = table.get("activation") in ("glu", "gated_tanh")
+    sizes: Table = {"filters": filters.shape[2] // (2 if gated else 1), "width": len(filters)}
+    if norms:
+        sizes["batch_norm"] = True
+        arrays["norm"] = _statistics(norms[0])
+    return Part({**table, **sizes}, arrays)
+
+
+def text_cnn(table: Table, found: Sequence[Module]) -> Part:
+    """Convolutions of several widths over the same steps."""
+    arrays: dict[str, Array] = {}
+    for module in found:
+        filters = module.filters
+        if f"{len(filters)}.filters" in arrays:
+            raise ImportRefused(f"two convolutions have the width {len(filters)}: a text_cnn has one of each width")
+        arrays |= {f"{len(filters)}.filters": filters, f"{len(filters)}.bias": module.bias(filters.shape[2])}
+    widths = [len(module.filters) for module in found]
+    counts = {module.filters.shape[2] for module in found}
+    if len(counts) != 1:
+        raise ImportRefused(f"the convolutions have {sorted(counts)} filters: a text_cnn has as many of each width")
+    return Part({**table, "widths": widths, "filters": counts.pop()}, arrays)
+
+
+def tcn(table: Table, found: Sequence[Module]) -> Part:
+    """Levels of two causal convolutions, with a convolution of width 1 around them where the width changes (Bai et al. 2018)."""
+    arrays: dict[str, Array] = {}
+    remaining, level = list(found), 0
+    while remaining:
+        if len(remaining) < 2:
+            raise ImportRefused(f"{remaining[0].name} stands alone: a level of a tcn has two convolutions")
+        pair = [remaining.pop(0), remaining.pop(0)]
+        for position, module in enumerate(pair):
+            arrays |= {
+                f"{level}.{position}.filters": module.filters,
+                f"{level}.{position}.bias": module.bias(module.filters.shape[2]),
+            }
+        if remaining and len(remaining[0].filters) == 1:
+            projection = remaining.pop(0)
+            arrays[f"{level}.projection.filters"] = projection.filters
+            arrays[f"{level}.projection.bias"] = projection.bias(projection.filters.shape[2])
+        level += 1
+    width, _, filters = arrays["0.0.filters"].shape
+    return Part({**table, "levels": level, "filters": filters, "width": width}, arrays)
+
+
+def batch_norm(table: Table, found: Sequence[Module]) -> Part:
+    return Part(dict(table), {"norm": _statistics(_only(table, found))})
+
+
+def layer_norm(table: Table, found: Sequence[Module]) -> Part:
+    module = _only(table, found)
+    return Part(dict(table), {"norm": np.stack((module.weight, module.bias(len(module.weight))))})
+
+
+def sru(table: Table, found: Sequence[Module]) -> Part:
+    """The `sru` package: the columns of a unit stand side by side there, and each block is one matrix here."""
+    cells = [module for module in found if module.kind == "sru"]
+    norms = {module.name.rpartition(".")[0]: module for module in found if module.kind == "layer_norm"}
+    if len(cells) + len(norms) != len(found):
+        other = next(module for module in found if module.kind not in ("sru", "layer_norm"))
+        raise ImportRefused(f"{other.name} is a module of its own within the SRU: import it as a layer before it")
+    bidirectional = bool(table.get("bidirectional", False))  # the shapes do not tell
+    hidden = len(cells[0].tensors["bias"]) // 2 // (1 + bidirectional)
+    arrays: dict[str, Array] = {}
+    scales, projections = set(), set()
+    for level, cell in enumerate(cells):
+        arrays |= _sru_level(level, cell, bidirectional, hidden)
+        blocks = cell.tensors["weight"].shape[1] // (hidden * (1 + bidirectional))
+        scales |= {float(cell.tensors["scale_x"][0])} if blocks == 3 else set()
+        projections |= {cell.tensors["weight_proj"].shape[1]} if "weight_proj" in cell.tensors else set()
+        norm = norms.get(cell.name)
+        if norm is not None:
+            arrays[f"{level}.norm"] = np.stack((norm.tensors["weight"], norm.tensors["bias"]))
+    if len(scales) > 1 or len(projections) > 1:
+        raise ImportRefused(
+            "the levels of the SRU have different scales or projections: import each level as a layer of its own"
+        )
+    keys: Table = {"hidden": hidden, "depth": len(cells), "bidirectional": bidirectional, "scale": min(scales, default=1.0)}
+    keys |= {"projection": projections.pop()} if projections else {}
+    keys |= {"layer_norm": table.get("layer_norm", "before")} if norms else {}
+    return Part({**table, **keys}, arrays)
+
+
+def _sru_level(level: int, cell: Module, bidirectional: bool, hidden: int) -> dict[str, Array]:
+    weight = cell.tensors["weight"]
+    directions = 1 + bidirectional
+    blocks = weight.shape[1] // (directions * hidden)
+    units = weight.reshape(len(weight), directions, hidden, blocks)
+    arrays: dict[str, Array] = {}
+    for index, (direction, _) in enumerate(DIRECTIONS[:directions]):
+        place = f"{level}.{direction}"
+        arrays[f"{place}.input"] = units[:, index].transpose(0, 2, 1).reshape(len(weight), blocks * hidden)
+        arrays[f"{place}.bias"] = cell.tensors["bias"].reshape(2, directions, hidden)[:, index].ravel()
+        arrays[f"{place}.cell"] = cell.tensors["weight_c"].reshape(2, directions, hidden)[:, index].ravel()
+        if "weight_proj" in cell.tensors:
+            arrays[f"{place}.projection"] = cell.tensors["weight_proj"]
+    return arrays
+
+
+def qrnn(table: Table, found: Sequence[Module]) -> Part:
+    """The QRNN of Salesforce and fastai. Its forget gate is the update gate, the opposite of ours: its sign changes."""
+    arrays: dict[str, Array] = {}
+    inputs, sizes = 0, {}
+    for level, module in enumerate(found):
+        weight, pooling = module.weight, table.get("pooling", "fo")
+        blocks = {"f": 2, "fo": 3}.get(pooling, 0)
+        if not blocks:
+            raise ImportRefused(f'pooling is {pooling!r}: the package has "f" (without output gate) and "fo"')
+        hidden = len(weight) // blocks
+        window = weight.shape[1] // inputs if level else int(table.get("window", 1))
+        taps = weight.reshape(blocks, hidden, window, -1).transpose(2, 3, 0, 1).copy()
+        bias = module.bias(len(weight)).reshape(blocks, hidden).copy()
+        taps[:, :, 1], bias[1] = -taps[:, :, 1], -bias[1]
+        arrays[f"{level}.forward.input"] = taps.reshape(window, taps.shape[1], blocks * hidden)
+        arrays[f"{level}.forward.bias"] = bias.ravel()
+        inputs = hidden
+        sizes = {"hidden": hidden, "window": window, "pooling": pooling, "depth": level + 1}
+        if window != arrays["0.forward.input"].shape[0]:
+            raise ImportRefused("the levels of the QRNN have different windows: import each level as a layer of its own")
+    return Part({**table, **sizes}, arrays)
+
+
+def _statistics(module: Module) -> Array:
+    size = len(module.tensors["running_mean"])
+    gain, offset = module.tensors.get("weight", np.ones(size, np.float32)), module.bias(size)
+    return np.stack((gain, offset, module.tensors["running_mean"], module.tensors["running_var"]))
+
+
+def _only(table: Table, found: Sequence[Module]) -> Module:
+    if len(found) != 1:
+        names = ", ".join(module.name for module in found)
+        raise ImportRefused(f"the {table['kind']} layer needs one module, and its name fits {names}: make `from` longer")
+    return found[0]
+
+
+CONVERTERS: dict[str, Callable[[Table, Sequence[Module]], Part]] = {
+    "rnn": recurrent,
+    "gru": recurrent,
+    "lstm": recurrent,
+    "embedding": embedding,
+    "dense": dense,
+    "conv": conv,
+    "text_cnn": text_cnn,
+    "tcn": tcn,
+    "batch_norm": batch_norm,
+    "layer_norm": layer_norm,
+    "sru": sru,
+    "qrnn": qrnn,
+}
+"""The function for each kind of layer that has tensors."""

@@ -1,0 +1,71 @@
+"""From a draft to a version folder, with a card that says where the model comes from and what was compared."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from kernels.ragged import STORAGE
+from service.errors import ModelError
+from service.importers.draft import Draft, ImportRefused
+from service.modeling import spec, store
+from service.modeling.spec.error_messages import error_messages
+
+
+def model_spec(draft: Draft, name: str, overrides: Mapping[str, Any]) -> spec.ModelSpec:
+    """Return the description of a draft; raises ImportRefused for a recipe that does not fit the checkpoint."""
+    try:
+        return spec.ModelSpec.model_validate(draft.model(name, overrides))
+    except ValidationError as error:
+        raise ImportRefused(
+            f"the model that follows from the checkpoint and the recipe is invalid: {'; '.join(error_messages(error))}"
+        ) from error
+
+
+def tensors(draft: Draft, model: spec.ModelSpec) -> dict[str, Tensor]:
+    """Return the weights in the precision of the model; raises ImportRefused if they do not fit the model or are not finite."""
+    if model.precision not in STORAGE:
+        raise ImportRefused(f"precision is {model.precision!r} in the recipe: import in float32, then run seqserve quantize")
+    dtype, shapes, arrays = STORAGE[model.precision], model.tensors(), draft.arrays()
+    for name in shapes | arrays:
+        if name not in shapes or name not in arrays or arrays[name].shape != shapes[name]:
+            found = (
+                f"has the shape {arrays[name].shape} in the checkpoint" if name in arrays else "is missing in the checkpoint"
+            )
+            needed = f"needs {shapes[name]}" if name in shapes else "has no such tensor"
+            raise ImportRefused(f"{name} {found}, and the model {needed}: correct the recipe")
+    weights = {}
+    for name, array in arrays.items():
+        tensor = torch.from_numpy(array)
+        if not bool(torch.isfinite(tensor).all()):
+            raise ImportRefused(
+                f"{name} has {int((~torch.isfinite(tensor)).sum())} values that are not finite: repair the checkpoint"
+            )
+        weights[name] = tensor.to(dtype)
+    return weights
+
+
+def write_version(root: Path, model: spec.ModelSpec, weights: Mapping[str, Tensor], card: str, tokenizer: str | None) -> Path:
+    """Write the next version of the model and return its folder; raises ModelError if it cannot be written or read again.
+
+    The folder appears in the models folder when it is complete.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    home = root / model.name
+    versions = spec.version_folders(home) if home.is_dir() and any(spec.visible_folders(home)) else {}
+    target = home / str(1 + max(map(int, versions), default=0))
+    try:
+        with tempfile.TemporaryDirectory(prefix=".import-", dir=root) as hidden:
+            written = Path(hidden) / model.name / target.name
+            store.read_arrays(written, store.write(written, model, weights, card=card, tokenizer=tokenizer))
+            home.mkdir(exist_ok=True)
+            written.rename(target)
+    except OSError as error:
+        raise ModelError(f"{target} cannot be written: {error}") from error
+    return target
