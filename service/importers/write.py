@@ -47,7 +47,7 @@ def tensors(draft: Draft, model: spec.ModelSpec) -> dict[str, Tensor]:
             raise ImportRefused(
                 f"{name} has {int((~torch.isfinite(tensor)).sum())} values that are not finite: repair the checkpoint"
             )
-        weights[name] = tensor.to(dtype)
+        weights[name] = tensor.to(dtype, copy=True)  # a source may use one array in two places, which a file cannot
     return weights
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from service.importers.draft import Draft, ImportRefused, Part
 from service.importers.pytorch.convert import CONVERTERS
-from service.importers.pytorch.files import read_tensors
+from service.importers.pytorch.files import SAFETENSORS, read_tensors
 from service.importers.pytorch.modules import Module, modules
-from service.importers.pytorch.plan import Plan, Step, suggest
+from service.importers.pytorch.plan import Plan, Step, suggest, usual_order
 from service.importers.recipe import FROM, Recipe
 from service.modeling.spec.layers import LAYER_KINDS
 
@@ -21,7 +21,8 @@ DEFAULT_STEPS = 512
 def read(file: Path, recipe: Recipe) -> Draft:
     """Return the model of a state_dict; raises ImportRefused for a checkpoint or a recipe that does not make one."""
     found = modules(read_tensors(file))
-    plan = _from_recipe(recipe, found) if recipe.layers else suggest(list(found.values()))
+    ordered = list(found.values()) if file.suffix != SAFETENSORS else usual_order(list(found.values()))
+    plan = _from_recipe(recipe, found) if recipe.layers else suggest(ordered)
     layers = [_converted(step) for step in plan.layers]
     head = _head(plan, recipe, layers)
     used = {name: _place(index, step) for index, step in enumerate(plan.layers) for name in _names(step)}
@@ -74,8 +75,15 @@ def _listed(found: dict[str, Module]) -> str:
 
 
 def _converted(step: Step) -> Part:
+    """Return a layer; raises ImportRefused for tensors that do not fit together."""
     convert = CONVERTERS.get(step.table["kind"])
-    return Part(dict(step.table)) if convert is None else convert(step.table, step.modules)
+    if convert is None:
+        return Part(dict(step.table))
+    try:
+        return convert(step.table, step.modules)
+    except (ValueError, LookupError) as error:
+        shapes = {name: module.tensors[leaf].shape for module in step.modules for leaf, name in module.names.items()}
+        raise ImportRefused(f"these tensors do not make a {step.table['kind']} layer ({error}): {shapes}") from error
 
 
 def _input(layers: Sequence[Part]) -> dict[str, Any]:
@@ -88,7 +96,7 @@ def _input(layers: Sequence[Part]) -> dict[str, Any]:
     )
     if matrix is None:
         raise ImportRefused("the first layer has no weights that tell the number of features: add input.features to the recipe")
-    return {"kind": "features", "features": matrix.shape[-2], "max_steps": DEFAULT_STEPS}
+    return {"kind": "features", "features": matrix.shape[-2] * first.table.get("groups", 1), "max_steps": DEFAULT_STEPS}
 
 
 def _head(plan: Plan, recipe: Recipe, layers: Sequence[Part]) -> Part:

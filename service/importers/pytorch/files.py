@@ -17,6 +17,8 @@ from torch import Tensor
 from service.importers.draft import Array, ImportRefused
 from service.modeling.spec import read_file
 
+SAFETENSORS = ".safetensors"
+"""The end of the names of files whose tensors are in alphabetical order, not in that of the model."""
 MAX_TENSORS = 100_000
 _CODE = re.compile(r"GLOBAL ([\w.]+)")
 
@@ -26,7 +28,7 @@ def read_tensors(file: Path) -> dict[str, Array]:
 
     A checkpoint may have the state_dict within a dictionary, beside other things. Raises ImportRefused for anything else.
     """
-    tensors = _safetensors(file) if file.suffix == ".safetensors" else _state_dict(file)
+    tensors = _safetensors(file) if file.suffix == SAFETENSORS else _state_dict(file)
     if len(tensors) > MAX_TENSORS:
         raise ImportRefused(
             f"{file} has {len(tensors)} tensors, at most {MAX_TENSORS} are read: is it the checkpoint of one model?"
@@ -52,16 +54,20 @@ def _state_dict(file: Path) -> dict[str, Tensor]:
             f"{file} {found} and is not read: load it where you trust it, and save the weights alone with "
             "torch.save(model.state_dict(), FILE)"
         ) from error
-    found = dict(_tensors(content))
-    if not found:
+    tensors = dict(_tensors(content))
+    if not tensors:
         raise ImportRefused(f"{file} has no tensors: save the weights with torch.save(model.state_dict(), FILE)")
-    return found
+    return tensors
 
 
 def _check_archive(file: Path) -> None:
     """Raise ImportRefused unless the file is an archive as torch.save writes it: uncompressed, so that it cannot expand."""
     try:
         with zipfile.ZipFile(file) as archive:
+            if any(member.filename.endswith("/constants.pkl") for member in archive.infolist()):
+                raise ImportRefused(
+                    f"{file} is a TorchScript archive, which has code: load it, and save its state_dict() with torch.save"
+                )
             if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
                 raise ImportRefused(f"{file} is compressed, which torch.save does not do: save it again")
     except (OSError, zipfile.BadZipFile) as error:

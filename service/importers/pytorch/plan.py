@@ -39,6 +39,21 @@ class Plan:
         return [step.table["kind"] for step in self.layers]
 
 
+def usual_order(modules: Sequence[Module]) -> list[Module]:
+    """Return modules whose order in the file says nothing in the order that most models have: the embedding, the layers over time, and the
+    linear layers, each with as many inputs as the one before it has outputs."""
+    matrices = [module for module in modules if module.kind == "matrix"]
+    ordered = [module for module in matrices if "bias" not in module.tensors][:1]
+    ordered += [module for module in modules if module.kind != "matrix"]
+    linear = [module for module in matrices if module not in ordered]
+    while linear:
+        outputs = {len(module.weight) for module in linear}
+        first = next((module for module in linear if module.weight.shape[1] not in outputs), linear[0])
+        linear.remove(first)
+        ordered.append(first)
+    return ordered
+
+
 def suggest(modules: Sequence[Module]) -> Plan:
     """Return the plan of modules in the order of the state_dict; raises ImportRefused if one has no known form."""
     plan, remaining = Plan(), list(modules)
