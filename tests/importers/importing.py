@@ -25,7 +25,7 @@ def import_file(
 
     check: sample inputs and expected outputs; recipe: TOML.
     """
-    files: dict[str, Path] = {}
+    files: dict[str, Any] = {}
     if check is not None:
         files["check"] = folder / "check.npz"
         write_npz(files["check"], {name: np.asarray(values) for name, values in check.items()})

@@ -91,9 +91,9 @@ def _input(layers: Sequence[Part]) -> dict[str, Any]:
     first = layers[0]
     if first.table["kind"] == "embedding":
         return {"kind": "ids", "vocabulary": len(first.arrays["weight"]), "max_steps": DEFAULT_STEPS}
-    matrix = next(
-        (array for name, array in first.arrays.items() if name.endswith(("input", "filters", "projection", "weight"))), None
-    )
+    projected = first.table["kind"] == "sru" and "0.forward.projection" in first.arrays
+    names = ("projection",) if projected else ("input", "filters", "weight")
+    matrix = next((array for name, array in first.arrays.items() if name.endswith(names)), None)
     if matrix is None:
         raise ImportRefused("the first layer has no weights that tell the number of features: add input.features to the recipe")
     return {"kind": "features", "features": matrix.shape[-2] * first.table.get("groups", 1), "max_steps": DEFAULT_STEPS}

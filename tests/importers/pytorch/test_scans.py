@@ -33,6 +33,18 @@ class OverRows(nn.Module):
         return {"sequence": steps[:, 0]}
 
 
+def random_sru(inputs: int, depth: int, **options: Any) -> OverRows:
+    """Return an SRU with random weights. Its scale is a constant, and so are the cell's weights in version 1."""
+    model = OverRows(inputs, depth, **options)
+    scales = [cell.scale_x.clone() for cell in model.encoder.rnn_lst]
+    randomize(model)
+    for cell, scale in zip(model.encoder.rnn_lst, scales, strict=True):
+        cell.scale_x.copy_(scale)
+        if options.get("v1"):
+            cell.weight_c.data.zero_()
+    return model
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("inputs", [FEATURES, HIDDEN])
 @pytest.mark.parametrize("bidirectional", [False, True])
@@ -52,13 +64,7 @@ class OverRows(nn.Module):
     ids=str,
 )
 def test_sru_package(tmp_path: Path, inputs: int, bidirectional: bool, options: dict[str, Any], keys: dict[str, str]) -> None:
-    model = OverRows(inputs, 3, bidirectional=bidirectional, **options)
-    scales = [cell.scale_x.clone() for cell in model.encoder.rnn_lst]
-    randomize(model)
-    for cell, scale in zip(model.encoder.rnn_lst, scales, strict=True):
-        cell.scale_x.copy_(scale)  # a constant of the layer, not a weight
-        if options.get("v1"):
-            cell.weight_c.data.zero_()
+    model = random_sru(inputs, 3, bidirectional=bidirectional, **options)
     recipe = '[[layers]]\nkind = "sru"\nfrom = "encoder"\n' + f"bidirectional = {str(bidirectional).lower()}\n"
     recipe += "".join(f"{name} = {value}\n" for name, value in keys.items())
     import_file(tmp_path, save(tmp_path, model), check=expected(model, random_features(features=inputs)), recipe=recipe)
@@ -66,7 +72,7 @@ def test_sru_package(tmp_path: Path, inputs: int, bidirectional: bool, options: 
 
 @pytest.mark.filterwarnings("ignore")
 def test_sru_without_a_recipe(tmp_path: Path) -> None:
-    model = randomize(OverRows(FEATURES, 2))
+    model = random_sru(FEATURES, 2)
     report = import_file(tmp_path, save(tmp_path, model), check=expected(model, random_features()))
     assert (
         "note: encoder.rnn_lst: one direction and no activation of the cell were assumed, which the file does not say" in report
@@ -75,8 +81,8 @@ def test_sru_without_a_recipe(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_sru_with_a_projection_of_its_own_is_refused(tmp_path: Path) -> None:
-    model = randomize(OverRows(FEATURES, 2, proj_input_to_hidden_first=True))
-    with pytest.raises(ImportRefused, match="encoder.input_to_hidden is a module of its own within the SRU"):
+    model = random_sru(FEATURES, 2, proj_input_to_hidden_first=True)
+    with pytest.raises(ImportRefused, match=r"encoder\.input_to_hidden is a module of its own within the SRU"):
         import_file(tmp_path, save(tmp_path, model), recipe='[[layers]]\nkind = "sru"\nfrom = "encoder"')
 
 
