@@ -47,6 +47,9 @@ def streaming(tmp_path_factory: pytest.TempPathFactory) -> Path:
     models.forecaster(root)
     models.reader(root)
     conv = {"kind": "conv", "filters": 4, "width": 3, "padding": "causal"}
+    tcn = {"kind": "tcn", "filters": 4, "levels": 2}
+    models.made_up(root, "scanner", ids, models.EMBEDDING, conv, head={"kind": "tag", "labels": models.LABELS})
+    models.made_up(root, "widener", ids, models.EMBEDDING, tcn, head={"kind": "embed", "pool": "max"})
     models.made_up(root, "summer", rows, conv, head={"kind": "embed", "pool": "mean"})
     models.made_up(root, "tagger", ids, models.EMBEDDING, gru, head={"kind": "tag", "labels": models.LABELS})
     models.made_up(root, "averager", rows, lstm, head={"kind": "embed", "pool": "mean"})
@@ -147,12 +150,14 @@ def names_at(place: int, count: int, prefix: str) -> list[str]:
 
 # Chunks.
 
-PER_CHUNK = {"tagger": ("labels", "scores"), "tracker": ("sequence",)}
+PER_CHUNK = {"tagger": ("labels", "scores"), "scanner": ("labels", "scores"), "tracker": ("sequence",)}
 """Outputs with an entry per time step, which come chunk by chunk. For other outputs the last chunk has the result of the whole."""
 OF_EVERY_MODEL: list[tuple[str, list[Any]]] = [
     ("words", [int(id) % len(models.WORDS) for id in IDS]),
     ("speller", IDS),
     ("tagger", IDS),
+    ("scanner", IDS),
+    ("widener", IDS),
     ("sensors", ROWS),
     ("forecaster", ROWS),
     ("averager", ROWS),
@@ -204,7 +209,11 @@ def test_invalid_chunk_is_refused_and_leaves_the_session_intact(two_fronts: Serv
     assert steps(ask(two_fronts, "speller", [1], "mine")) == 1
     assert code(ask(two_fronts, "sensors", [ROW], "mine")) == (409, "session_conflict")
     assert code(ask(two_fronts, "speller", [99], "mine")) == (400, "invalid_input")
-    assert code(ask(two_fronts, "reader", [1], "read")) == (400, "invalid_input")
+    refused = ask(two_fronts, "reader", [1], "read")
+    assert code(refused) == (400, "invalid_input")
+    assert refused.json()["error"] == (
+        "reader has no sessions, because layers.1 (sru) and head (span) need a whole sequence: leave session out"
+    )
     assert steps(ask(two_fronts, "speller", [1], "mine", end=True)) == 2
 
 

@@ -31,6 +31,9 @@ class Engine(Protocol):
     def streams(self, key: ModelKey) -> bool:
         """Return whether sequences of a model may run in chunks that continue from a state."""
 
+    def whole_only(self, key: ModelKey) -> tuple[str, ...]:
+        """Return the parts of a model for which its sequences must not run in chunks."""
+
     def open(self, key: ModelKey, prepared: PreparedModel) -> None:
         """Serve a prepared model from now on."""
 

@@ -15,19 +15,24 @@ from kernels import conv as conv_kernel
 from kernels.conv.norms import fold_batch_norm, fold_weight_norm
 from kernels.conv.types import ACTIVATIONS, GATED, ConvBlock, ConvState, ConvWeights
 from kernels.embedding import fold_taps, folded_bytes
-from kernels.ragged import ContractError, Encoded, Outputs, Ragged, compute_dtype
+from kernels.ragged import Encoded, Outputs, Ragged, compute_dtype
 from service.modeling.runnable_layer import EMBEDDED, FOLDED, RunnableLayer, embed_ids, unique_tensors, weight_tensors
 from service.modeling.spec import ConvLayer, TCNLayer, TextCNNLayer
 
 
 class ConvStack(RunnableLayer):
-    """A sequence of convolution blocks."""
+    """A sequence of convolution blocks.
+
+    Over ids, chunks are always embedded, even if whole rows are looked up in folded tables. The states are then vectors of the embedding,
+    which any device can import, and all chunks of a sequence are computed in the same way.
+    """
 
     def __init__(self, blocks: Sequence[ConvBlock]) -> None:
         self._blocks = tuple(blocks)
         self._first_over_ids: ConvBlock | None = None
         """The first block with an embedding or tables, if it takes ids."""
         self._embedding: Tensor | None = None
+        """Embeds the ids of chunks, and of whole rows unless `_first_over_ids` takes them."""
 
     def __call__(self, x: Ragged, want: Outputs) -> Encoded:
         if self._first_over_ids is not None:
@@ -37,11 +42,8 @@ class ConvStack(RunnableLayer):
     def run_chunk(self, x: Ragged, want: Outputs, states: Sequence[ConvState] | None) -> tuple[Encoded, list[ConvState]]:
         """Run the stack from `states`, one per layer; return the outputs and the new states.
 
-        For causal layers with stride 1, the chunks of a row give the same steps as the whole row. Raises ContractError if the stack looks
-        ids up in folded tables.
+        For causal layers with stride 1, the chunks of a row give the same steps as the whole row.
         """
-        if self.takes_ids == FOLDED:
-            raise ContractError("a convolution over folded tables keeps no state: call embed() instead of fold()")
         x = self._vectors(x)
         states_before = self._zero_states(x) if states is None else states
         encoded = conv_kernel.stack(x, self._blocks, states_before, want=want)
@@ -49,8 +51,7 @@ class ConvStack(RunnableLayer):
 
     @property
     def streams(self) -> bool:
-        # Folded tables keep no state, and whether they will be used is unknown until both options were timed.
-        return self.takes_ids is None and all(layer.keeps_steps and not layer.right for layer in self._layers())
+        return all(layer.keeps_steps and not layer.right for layer in self._layers())
 
     def allocate_states(self, slots: int) -> list[ConvState]:
         return [ConvState(layer.filters.new_zeros(slots, layer.left, layer.filters.shape[1])) for layer in self._layers()]
@@ -64,7 +65,7 @@ class ConvStack(RunnableLayer):
     def fold(self, table: Tensor) -> None:
         first = self._blocks[0]
         self._first_over_ids = _with_first_layer(first, _folded(first.layers[0], table))
-        self._embedding, self.takes_ids = None, FOLDED
+        self._embedding, self.takes_ids = table if self.streams else None, FOLDED
 
     def folded_bytes(self, table: Tensor) -> int | None:
         first = self._blocks[0]

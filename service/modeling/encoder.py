@@ -51,6 +51,8 @@ class Encoder:
         self._parts = layer_builder.build_parts(_named_layers(spec, arrays), device, int8=int8)
         self._head = heads.build(spec.head, arrays, device)
         self._layers[-1].linear = self._head.linear
+        self.whole_only = self._needing_whole_sequences()
+        """The layers and the head that need a whole sequence, each with its kind. With none, a sequence may arrive in chunks."""
         self._slabs: StateSlabs | None = None
         if isinstance(spec.layers[0], EmbeddingLayer):
             self._choose_embedding(arrays["layers.0.weight"].to(device), fold_limit_bytes)
@@ -58,7 +60,7 @@ class Encoder:
     @property
     def streams(self) -> bool:
         """Whether a sequence may arrive in chunks."""
-        return self._head.streams and all(layer.streams for layer in self._layers)
+        return not self.whole_only
 
     @property
     def resumes_for_free(self) -> bool:
@@ -166,6 +168,11 @@ class Encoder:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter() - start
+
+    def _needing_whole_sequences(self) -> tuple[str, ...]:
+        kinds = {f"layers.{index}": layer.kind for index, layer in enumerate(self.spec.layers)}
+        layers = [f"{name} ({kinds[name]})" for part in self._parts for name in part.whole_only]
+        return (*layers, *([] if self._head.streams else [f"head ({self.spec.head.kind})"]))
 
     def _run_part(self, number: int, x: Ragged, want: Outputs, slots: RowSlots | None) -> Encoded:
         layer = self._parts[number].layer

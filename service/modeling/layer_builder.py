@@ -50,10 +50,14 @@ class NamedLayer:
 
 @dataclass(frozen=True, slots=True)
 class EncoderPart:
-    """A runnable layer and the names of the model's layers that it runs."""
+    """A runnable layer.
+
+    names: of the model's layers that it runs; whole_only: of the layers that need a whole sequence before they answer.
+    """
 
     names: tuple[str, ...]
     layer: RunnableLayer
+    whole_only: tuple[str, ...]
 
 
 def build_parts(named_layers: Sequence[NamedLayer], device: torch.device, *, int8: bool = False) -> list[EncoderPart]:
@@ -66,13 +70,12 @@ def build_parts(named_layers: Sequence[NamedLayer], device: torch.device, *, int
     for is_convolution, group in groupby(named_layers, key=lambda named: named.is_convolution):
         run = list(group)
         if is_convolution:
-            blocks = [block for named in run for block in _finite_blocks(named, device)]
-            parts.append(EncoderPart(_names(run), convolution.ConvStack(blocks)))
+            parts.append(_build_stack({named.name: _finite_blocks(named, device) for named in run}))
         else:
-            parts += [
-                EncoderPart(_names([named]), build_layer(named.layer, named.inputs, named.arrays, device, int8=int8))
-                for named in run
-            ]
+            for named in run:
+                layer = build_layer(named.layer, named.inputs, named.arrays, device, int8=int8)
+                names = _names([named])
+                parts.append(EncoderPart(names, layer, () if layer.streams else names))
     return parts
 
 
@@ -110,6 +113,13 @@ def _with_own_activation(named: NamedLayer) -> list[NamedLayer]:
 def _names(run: Sequence[NamedLayer]) -> tuple[str, ...]:
     """Return the names of layers in model.toml."""
     return tuple(named.name for named in run if named.name)
+
+
+def _build_stack(blocks_by_name: Mapping[str, list[ConvBlock]]) -> EncoderPart:
+    """Return the part that runs these convolutions, given the blocks of each."""
+    stack = convolution.ConvStack([block for blocks in blocks_by_name.values() for block in blocks])
+    whole_only = [name for name, blocks in blocks_by_name.items() if not convolution.ConvStack(blocks).streams]
+    return EncoderPart(tuple(blocks_by_name), stack, tuple(whole_only))
 
 
 def _finite_blocks(named: NamedLayer, device: torch.device) -> list[ConvBlock]:

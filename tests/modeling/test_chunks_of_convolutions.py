@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.conv.types import ConvState
-from kernels.ragged import ContractError, Outputs, Ragged
+from kernels.ragged import Outputs, Ragged
 from service.modeling import layer_builder
 from service.modeling.convolution import ConvStack
 from tests.kernels import inputs
@@ -24,6 +24,7 @@ CAUSAL = [
     Form("conv", padding="causal", width=3, dilation=3, weight_norm=True, batch_norm=True),
     Form("conv", width=1, activation="gelu"),
 ]
+OVER_IDS = [(form, mode) for form in CAUSAL for mode in ("embed", "fold") if (form.kind, mode) != ("tcn", "fold")]
 every_causal_layer = pytest.mark.parametrize("form", CAUSAL, ids=str)
 every_cut = pytest.mark.parametrize("cuts", [[0, 7, 14], [0, 1, 2, 3, 14], [0, 0, 13, 14]], ids=str)
 
@@ -36,6 +37,10 @@ def built(form: Form, width: int = reference_layers.FEATURES) -> ConvStack:
 
 def features() -> Ragged:
     return inputs.ragged(reference_layers.made_up_rows(LENGTHS), LENGTHS)
+
+
+def ids() -> Ragged:
+    return inputs.ragged(reference_layers.made_up_rows(LENGTHS, embedded=True), LENGTHS)
 
 
 def piece(x: Ragged, begin: int, end: int) -> Ragged:
@@ -67,24 +72,33 @@ def test_chunks_give_the_same_steps_as_the_whole_row(form: Form, cuts: list[int]
         assert_states_close(state, expected, steps=max(LENGTHS))
 
 
+def over_ids(form: Form, mode: str) -> ConvStack:
+    """Return a layer that takes ids. mode: embed or fold."""
+    runnable = built(form, reference_layers.WIDTH)
+    table = torch.randn(reference_layers.VOCABULARY, reference_layers.WIDTH, generator=torch.Generator().manual_seed(1))
+    getattr(runnable, mode)(table)
+    return runnable
+
+
 @every_cut
-def test_chunks_of_embedded_ids_give_the_same_steps(cuts: list[int]) -> None:
-    x = inputs.ragged(reference_layers.made_up_rows(LENGTHS, embedded=True), LENGTHS)
-    for form in CAUSAL:
-        runnable = built(form, reference_layers.WIDTH)
-        runnable.embed(
-            torch.randn(reference_layers.VOCABULARY, reference_layers.WIDTH, generator=torch.Generator().manual_seed(1))
-        )
-        whole, (carried, _) = runnable(x, EVERYTHING), in_chunks(runnable, x, cuts)
-        assert whole.steps is not None
-        assert_close(carried, whole.steps, steps=max(LENGTHS))
+@pytest.mark.parametrize("form, mode", OVER_IDS, ids=str)
+def test_chunks_of_ids_give_the_same_steps(form: Form, mode: str, cuts: list[int]) -> None:
+    runnable, x = over_ids(form, mode), ids()
+    assert runnable.streams
+    whole, (carried, _) = runnable(x, EVERYTHING), in_chunks(runnable, x, cuts)
+    assert whole.steps is not None
+    assert_close(carried, whole.steps, steps=max(LENGTHS))
 
 
-def test_folded_tables_reject_chunks() -> None:
-    runnable = built(Form("conv", padding="causal"), reference_layers.WIDTH)
-    runnable.fold(torch.zeros(reference_layers.VOCABULARY, reference_layers.WIDTH))
-    with pytest.raises(ContractError, match="a convolution over folded tables keeps no state: call embed\\(\\) instead"):
-        runnable.run_chunk(inputs.ragged(reference_layers.made_up_rows(LENGTHS, embedded=True), LENGTHS), EVERYTHING, None)
+@pytest.mark.parametrize("form", [form for form, mode in OVER_IDS if mode == "fold"], ids=str)
+def test_folding_changes_neither_steps_nor_states_of_chunks(form: Form) -> None:
+    (folded, after_folded), (embedded, after_embedded) = (
+        in_chunks(over_ids(form, mode), ids(), [0, 1, 5, 14]) for mode in ("fold", "embed")
+    )
+    assert torch.equal(folded, embedded)
+    for one, other in zip(after_folded, after_embedded, strict=True):
+        assert one.left.is_floating_point()
+        assert torch.equal(one.left, other.left)
 
 
 @every_causal_layer

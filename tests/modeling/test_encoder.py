@@ -299,6 +299,29 @@ def test_timing_a_batch_leaves_no_state() -> None:
     assert torch.equal(scores(made(batch(model))), scores(before))
 
 
+WHOLE_ONLY = [
+    ((Form("lstm"), Form("tcn"), Form("conv", padding="causal")), ()),
+    ((Form("lstm"), Form("sru", bidirectional=True)), ("layers.2 (sru)",)),
+    ((Form("conv", padding="causal"), Form("conv"), Form("tcn")), ("layers.2 (conv)",)),
+    ((Form("conv", padding="causal", stride=2), Form("text_cnn")), ("layers.1 (conv)", "layers.2 (text_cnn)")),
+]
+
+
+@pytest.mark.parametrize("forms, whole_only", WHOLE_ONLY, ids=str)
+def test_parts_that_need_a_whole_sequence_are_named(forms: tuple[Form, ...], whole_only: tuple[str, ...]) -> None:
+    made = encoder(reference_model(*forms))
+    assert made.whole_only == whole_only
+    assert made.streams == (not whole_only)
+
+
+def test_head_that_needs_a_whole_sequence_is_named() -> None:
+    layers = reference_model(Form("gru"))
+    spec = ModelSpec.model_validate({**layers.spec().model_dump(), "head": {"kind": "span"}})
+    arrays = {**layers.arrays(), "head.weight": torch.ones(reference_layers.HIDDEN, 2), "head.bias": torch.ones(2)}
+    made = Encoder(spec, arrays, CPU, AMPLE)
+    assert (made.whole_only, made.streams) == (("head (span)",), False)
+
+
 HEADS = [
     {"kind": "classify", "pool": "mean", "labels": LABELS},
     {"kind": "regress", "pool": "last", "outputs": 2},

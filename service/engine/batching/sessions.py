@@ -88,8 +88,10 @@ class Sessions:
         if len(request.lengths) != 1:
             raise InvalidInput(f"{len(request.lengths)} inputs for one session: send its chunks one by one", field="inputs")
         if not self._engine.streams(request.key):
+            parts = self._engine.whole_only(request.key)
             raise InvalidInput(
-                f"{request.model} needs a whole sequence before it answers and has no sessions: leave session out",
+                f"{request.model} has no sessions, because {' and '.join(parts)} need{'s' if len(parts) == 1 else ''} "
+                "a whole sequence: leave session out",
                 field="session",
             )
 

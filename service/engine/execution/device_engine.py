@@ -134,6 +134,9 @@ class DeviceEngine:
     def streams(self, key: ModelKey) -> bool:
         return self._runners[key].streams
 
+    def whole_only(self, key: ModelKey) -> tuple[str, ...]:
+        return self._runners[key].encoder.whole_only
+
     @property
     def weight_bytes(self) -> int:
         """Weights of all models on the device."""

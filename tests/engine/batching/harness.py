@@ -73,6 +73,9 @@ class FakeEngine:
     def streams(self, key: ModelKey) -> bool:
         return key == MODEL
 
+    def whole_only(self, key: ModelKey) -> tuple[str, ...]:
+        return ("layers.0 (lstm)",)
+
     def open(self, key: ModelKey, prepared: PreparedModel) -> None:
         self.served.append(key)
 

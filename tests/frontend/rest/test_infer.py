@@ -217,7 +217,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
         "colour",
         "known fields are model, inputs, version, return, session, start, end, deadline_ms, priority",
     ),
-    ({**GOOD, "session": "s"}, "session", "words needs a whole sequence"),
+    ({**GOOD, "session": "s"}, "session", "because layers.1 (lstm) needs a whole sequence"),
     ({**GOOD, "session": 7}, "session", "string"),
     ({**GOOD, "session": "s", "start": "yes"}, "start", "boolean"),
     ({**GOOD, "session": "s", "end": None}, "end", "boolean"),
