@@ -26,7 +26,7 @@ WORDS: dict[str, tuple[Table, ...]] = {
     "merged": ({"kind": "lstm", "hidden": 64, "bidirectional": True, "merge": "sum"},),
     "lstm": ({"kind": "lstm", "hidden": 5, "projection": 3, "peepholes": True, "clip": 2.0, "learned_start": True},),
     "normed": ({"kind": "gru", "hidden": 5, "layer_norm": True, "gate_activation": "hard_sigmoid"},),
-    "conv": ({"kind": "conv", "filters": 6, "width": 3, "groups": 3, "pads": (2, 1), "activation": "elu", "epsilon": 1e-3},),
+    "conv": ({"kind": "conv", "filters": 6, "width": 3, "groups": 3, "pads": (2, 0), "activation": "elu", "epsilon": 1e-3},),
     "strided": ({"kind": "conv", "filters": 6, "width": 3, "stride": 2, "padding": "same_upper"},),
     "pool": ({"kind": "pool", "reduce": "mean", "width": 2, "stride": 2}, {"kind": "dense", "width": 4, "activation": "gelu"}),
     "steps": ({"kind": "layer_norm"}, {"kind": "batch_norm"}, {"kind": "dense", "width": 9, "activation": "silu"}),
