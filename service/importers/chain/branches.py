@@ -1,0 +1,93 @@
+"""Joins convolutions over one input: to one convolution if they have as many outputs each, to a text_cnn if they are pooled."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from service.importers.chain.nodes import Layer
+from service.importers.chain.signal import Columns
+from service.importers.chain.windows import WINDOW_KEYS, Window
+from service.importers.draft import Array
+
+Places = list[Columns]
+"""For each of several nodes, where its columns are in the node that replaces them."""
+
+
+def joined_convolutions(layers: Sequence[Layer]) -> tuple[Layer, Places] | None:
+    """Return one convolution with the filters of all, with zeros where a narrower window has no taps, or None.
+
+    A filter with more zeros computes the same, if the windows of all start together and each sequence has as many.
+    """
+    rest = _without_window(layers[0])
+    if rest.get("groups", 1) > 1 or any(_without_window(layer) != rest for layer in layers):
+        return None
+    windows = [Window.of(layer.table) for layer in layers]
+    first = windows[0]
+    if all(window == first for window in windows):
+        return _side_by_side(layers, {**rest, **first.table()}, [layer.arrays["filters"] for layer in layers])
+    if len({(window.stride, window.reach - sum(window.pads)) for window in windows}) > 1 or any(w.by_length for w in windows):
+        return None
+    taps = [np.arange(window.width) * window.dilation - window.pads[0] for window in windows]
+    low, high = min(int(tap[0]) for tap in taps), max(int(tap[-1]) for tap in taps)
+    dilation = math.gcd(*(int(position) - low for tap in taps for position in tap)) or 1
+    spread = []
+    for layer, positions in zip(layers, taps, strict=True):
+        filters = np.zeros(((high - low) // dilation + 1, *layer.arrays["filters"].shape[1:]))
+        filters[(positions - low) // dilation] = layer.arrays["filters"]
+        spread.append(filters)
+    pads = -low, high + 1 - first.reach + sum(first.pads)
+    window = Window(len(spread[0]), first.stride, dilation, pads)
+    return _side_by_side(layers, {**rest, **window.table()}, spread)
+
+
+def text_cnn(layers: Sequence[Layer]) -> tuple[Layer, Places] | None:
+    """Return the text_cnn whose maximum over time is the joined maxima of all layers, or None.
+
+    Each width of a text_cnn has as many filters. Missing ones are zeros, whose columns no consumer reads.
+    """
+    windows = [Window.of(layer.table) for layer in layers]
+    pads = windows[0].pads
+    plain = {"kind": "conv", "activation": "relu"}
+    if pads[0] != pads[1] or any(window != Window(window.width, pads=pads) for window in windows):
+        return None
+    if any(_without_window(layer) != plain for layer in layers):
+        return None
+    widths = list(dict.fromkeys(window.width for window in windows))
+    by_width = [[layer for layer in layers if layer.table["width"] == width] for width in widths]
+    filters = max(sum(layer.width for layer in group) for group in by_width)
+    arrays: dict[str, Array] = {}
+    for width, group in zip(widths, by_width, strict=True):
+        missing = filters - sum(layer.width for layer in group)
+        for name in ("filters", "bias"):
+            together = np.concatenate([layer.arrays[name] for layer in group], axis=-1)
+            arrays[f"{width}.{name}"] = np.pad(together, [(0, 0)] * (together.ndim - 1) + [(0, missing)])
+    table = {"kind": "text_cnn", "widths": widths, "filters": filters, "padding": pads[0]}
+    places = [_place(layer, by_width, filters) for layer in layers]
+    origins = frozenset[str]().union(*(layer.origins for layer in layers))
+    return Layer(layers[0].below, table, arrays, filters * len(widths), layers[0].label, origins), places
+
+
+def _without_window(layer: Layer) -> dict[str, Any]:
+    """Return the table of a convolution without what says its filters and window."""
+    return {key: value for key, value in layer.table.items() if key not in (*WINDOW_KEYS, "filters")}
+
+
+def _place(layer: Layer, by_width: Sequence[Sequence[Layer]], filters: int) -> Columns:
+    index, group = next((index, group) for index, group in enumerate(by_width) if layer in group)
+    earlier = group[: group.index(layer)]
+    return index * filters + sum(other.width for other in earlier) + np.arange(layer.width)
+
+
+def _side_by_side(layers: Sequence[Layer], table: dict[str, Any], filters: Sequence[Array]) -> tuple[Layer, Places]:
+    """Return a convolution with the filters of all layers, one after another."""
+    arrays = {"filters": np.concatenate(filters, axis=-1), "bias": np.concatenate([layer.arrays["bias"] for layer in layers])}
+    starts = list(accumulate((layer.width for layer in layers), initial=0))
+    places = [start + np.arange(layer.width) for start, layer in zip(starts, layers, strict=False)]
+    origins = frozenset[str]().union(*(layer.origins for layer in layers))
+    first = layers[0]
+    return Layer(first.below, {**table, "filters": starts[-1]}, arrays, starts[-1], first.label, origins), places

@@ -1,0 +1,126 @@
+"""The nodes of a chain: what computed the columns of a signal, from the input of the model upwards.
+
+Every operation makes a new node above the nodes of its inputs. A node is immutable, and two nodes are the same if they are one object.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from service.importers.chain.functions import Function
+from service.importers.draft import Array
+
+NO_ORIGINS: frozenset[str] = frozenset()
+RECURRENT = ("rnn", "lstm", "gru")
+LINEAR = ("dense", "conv")
+
+
+@dataclass(frozen=True, eq=False)
+class Input:
+    """The sequence that a request sends: token ids, which are one column, or features."""
+
+    width: int
+    is_ids: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """A layer of model.toml over steps, or over one vector per sequence if a Pooled is below it.
+
+    table, arrays: as in `Part`; label: the operation of the source; origins: the names of the source's tensors in it.
+    """
+
+    below: Node
+    table: dict[str, Any]
+    arrays: dict[str, Array]
+    width: int
+    label: str
+    origins: frozenset[str] = NO_ORIGINS
+
+    @property
+    def kind(self) -> str:
+        kind: str = self.table["kind"]
+        return kind
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether the layer ends in a product with its weights, into which another factor can be folded."""
+        return self.kind == "embedding" or (self.kind in LINEAR and self.table["activation"] == "none")
+
+    @property
+    def directions(self) -> tuple[str, ...]:
+        """The directions of a recurrent layer."""
+        return ("forward", "backward") if self.table.get("bidirectional") else (self.table.get("direction", "forward"),)
+
+    def changed(self, *, arrays: dict[str, Array] | None = None, origins: frozenset[str] = NO_ORIGINS, **table: Any) -> Layer:
+        """Return this layer with other entries in its table, other arrays and more origins."""
+        return replace(
+            self, table={**self.table, **table}, arrays={**self.arrays, **(arrays or {})}, origins=self.origins | origins
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Pooled:
+    """One vector per sequence: the joined pools of the steps below. table, arrays: what the pool adds to the head."""
+
+    below: Node
+    pools: tuple[str, ...]
+    table: dict[str, Any] = field(default_factory=dict)
+    arrays: dict[str, Array] = field(default_factory=dict)
+    origins: frozenset[str] = NO_ORIGINS
+
+    @property
+    def width(self) -> int:
+        return self.below.width * len(self.pools)
+
+
+@dataclass(frozen=True, eq=False)
+class Mapped:
+    """A function of every number below. Several of them may together be one activation of model.toml: x * sigmoid(x) is silu."""
+
+    below: Node
+    function: Function
+    label: str
+    origins: frozenset[str] = NO_ORIGINS
+
+    @property
+    def width(self) -> int:
+        return self.below.width
+
+
+@dataclass(frozen=True, eq=False)
+class Added:
+    """The sum of two nodes of the same width, such as a residual connection."""
+
+    below: Node
+    other: Node
+    label: str
+
+    @property
+    def width(self) -> int:
+        return self.below.width
+
+
+Node = Input | Layer | Pooled | Mapped | Added
+Settled = Input | Layer | Pooled
+"""Nodes that are written as they are."""
+
+
+def is_vector(node: Node) -> bool:
+    """Whether a node has one vector per sequence rather than one per step."""
+    while not isinstance(node, Input | Pooled):
+        node = node.below
+    return isinstance(node, Pooled)
+
+
+def same(first: Node, second: Node) -> bool:
+    """Whether two nodes compute the same: one object, or equal layers over the same node."""
+    if first is second:
+        return True
+    if not (isinstance(first, Layer) and isinstance(second, Layer)):
+        return False
+    arrays = first.arrays.keys() == second.arrays.keys() and all(
+        first.arrays[name] is second.arrays[name] for name in first.arrays
+    )
+    return arrays and first.table == second.table and first.below is second.below

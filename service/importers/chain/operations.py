@@ -1,0 +1,426 @@
+"""The operations of sequence models on signals. Sources translate their own operators into these.
+
+Every function raises ImportRefused for what no layer of model.toml computes. `at` is the axis of columns on which an operation works; all
+other axes of columns have one entry. `label` names the operation of the source, and `origins` the source's tensors in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from service.importers.chain.functions import IDENTITY, Function, Numbers, affine
+from service.importers.chain.joining import in_order, joined
+from service.importers.chain.nodes import NO_ORIGINS, RECURRENT, Added, Input, Layer, Mapped, Node, Pooled, Settled
+from service.importers.chain.settling import settled
+from service.importers.chain.signal import UNIT, Columns, Signal
+from service.importers.chain.windows import Window
+from service.importers.draft import Array, ImportRefused
+
+LONGEST_FUNCTION = 64
+"""Elementwise operations that may together be one activation."""
+
+
+def embedding(ids: Signal, table: Array, label: str, origins: frozenset[str]) -> Signal:
+    """Look up ids. table: (vocabulary, width). The result has a last axis of columns."""
+    node, row_of_id = _ids(ids)
+    rows = row_of_id(np.arange(len(table), dtype=np.float64)[:, None])[:, 0].astype(np.int64)
+    if ((rows < 0) | (rows >= len(table))).any():
+        raise ImportRefused("it computes with token ids, and some of the results are not rows of the table")
+    layer = Layer(node, {"kind": "embedding", "width": table.shape[1]}, {"weight": table[rows]}, table.shape[1], label, origins)
+    return ids.with_units([ids.rank]).over(layer, ids.rank)
+
+
+def dense(x: Signal, weight: Array, bias: Array, label: str, origins: frozenset[str] = NO_ORIGINS, *, at: int = -1) -> Signal:
+    """Multiply vectors by a matrix. weight: (inputs, width); bias: (width,)."""
+    node, columns = source(x, at)
+    width = weight.shape[1]
+    arrays = {"weight": scattered(weight, columns, node.width), "bias": bias}
+    table = {"kind": "dense", "width": width, "activation": "none"}
+    return x.over(Layer(node, table, arrays, width, label, origins), at % x.rank)
+
+
+def recurrent(
+    x: Signal,
+    kind: str,
+    options: Mapping[str, Any],
+    directions: Mapping[str, Mapping[str, Array]],
+    label: str,
+    origins: frozenset[str] = NO_ORIGINS,
+    *,
+    at: int = -1,
+) -> tuple[Layer, Columns]:
+    """Run an rnn, lstm or gru; return the layer, and the indexes of each direction's columns in it, (directions, width).
+
+    options: its keys in model.toml; directions: the tensors of "forward" and "backward", in the layout of model.toml. Over reversed
+    steps, "forward" is the model's backward direction, and the outputs are in reverse order as well.
+    """
+    node, columns = source(x, at)
+    vector = next(iter(directions.values()))["recurrent"].shape[0]
+    swapped = {"forward": "backward", "backward": "forward"}
+    ours = {swapped[name] if x.is_reversed else name: arrays for name, arrays in directions.items()}
+    arrays: dict[str, Array] = {}
+    for name in sorted(ours, reverse=True):  # forward first
+        own = {**ours[name], "input": scattered(ours[name]["input"], columns, node.width)}
+        arrays |= {f"0.{name}.{tensor}": array for tensor, array in own.items()}
+    table = {"kind": kind, **options}
+    table |= {"bidirectional": True} if len(ours) == 2 else {"direction": "backward"} if "backward" in ours else {}
+    layer = Layer(node, table, arrays, vector * len(ours), label, origins)
+    order = np.arange(layer.width).reshape(len(ours), vector)
+    return layer, order[::-1] if x.is_reversed else order
+
+
+def conv(
+    x: Signal,
+    filters: Array,
+    bias: Array,
+    label: str,
+    origins: frozenset[str] = NO_ORIGINS,
+    *,
+    at: int,
+    window: Window,
+    groups: int = 1,
+) -> Signal:
+    """Convolve over time. filters: (width, inputs / groups, filters)."""
+    if x.is_reversed:
+        raise ImportRefused("it convolves steps in reverse order: convolve before reversing them")
+    unpadded, window = _with_pads(x, window)
+    node, columns = source(unpadded, at)
+    if groups == 1:
+        filters = scattered(filters, columns, node.width, rows=1)
+    elif not in_order(columns, node.width):
+        node = _selected(node, columns, label)
+    maps = filters.shape[2]
+    table = {"kind": "conv", "filters": maps, **window.table(), "activation": "none"} | (
+        {"groups": groups} if groups > 1 else {}
+    )
+    layer = Layer(node, table, {"filters": filters, "bias": bias}, maps, label, origins)
+    return _windows(unpadded, window).over(layer, at)
+
+
+def pool_windows(x: Signal, reduce: str, label: str, *, window: Window, count_padding: bool = False) -> Signal:
+    """Take the maximum or mean of windows of steps."""
+    if x.is_reversed or x.pads != (0, 0):
+        raise ImportRefused(
+            "it pools windows of steps that were padded or reversed before: give the pads to the pooling operation"
+        )
+    node, columns = joined(x)
+    table = {"kind": "pool", "reduce": reduce, **window.table()} | ({"count_padding": True} if count_padding else {})
+    layer = Layer(node, table, {}, node.width, label)
+    return replace(_windows(x, window), parts=(layer,), columns=columns.reshape(x.columns.shape))
+
+
+def pool_steps(x: Signal, pool: str, *, keep_axis: bool) -> Signal:
+    """Reduce all steps of each sequence to one vector. pool: a pool of model.toml."""
+    if x.pads != (0, 0):
+        raise ImportRefused("it pools padding steps: a Pad may only precede a convolution")
+    ends = {"first": "last_step", "last_step": "first"}
+    pool = ends.get(pool, pool) if x.is_reversed else pool
+    index = x.steps_axis
+    axes = (*x.axes[:index], *([UNIT] if keep_axis else []), *x.axes[index + 1 :])
+    columns = x.columns.reshape([one.size for one in axes if one.is_columns])
+    parts = tuple(Pooled(part, (pool,)) for part in x.parts)
+    return replace(x, axes=axes, columns=columns, parts=parts, is_reversed=False)
+
+
+def cut_steps(x: Signal, first: int, last: int) -> Signal:
+    """Leave out steps at the ends of every sequence, as after a causal convolution that was padded on both sides."""
+    if x.is_reversed:
+        first, last = last, first
+    cut = x.map_parts(lambda part: _without_outputs(part, first, last))
+    return cut.with_step_count(x.shape[x.steps_axis] - first - last)
+
+
+def pad_steps(x: Signal, first: int, last: int) -> Signal:
+    """Add zero steps before and after every sequence, for the convolution that follows."""
+    before, after = (last, first) if x.is_reversed else (first, last)
+    padded = replace(x, pads=(x.pads[0] + before, x.pads[1] + after))
+    return padded.with_step_count(x.shape[x.steps_axis] + first + last)
+
+
+def reverse_steps(x: Signal) -> Signal:
+    """Reverse the order of the steps of every sequence."""
+    return replace(x, is_reversed=not x.is_reversed)
+
+
+def apply(x: Signal, function: Function, label: str, origins: frozenset[str] = NO_ORIGINS) -> Signal:
+    """Apply a function to every number. A function that differs by column takes the columns of the signal."""
+    if x.pads != (0, 0):
+        raise ImportRefused("its input was padded: only a convolution takes padded steps")
+    if function.by_column:
+        return _by_column(x, function, label, origins)
+    return x.map_parts(lambda part: mapped(part, function, label, origins))
+
+
+def mapped(node: Node, function: Function, label: str, origins: frozenset[str] = NO_ORIGINS) -> Node:
+    """Return a function of a node."""
+    if isinstance(node, Mapped) and _operations(node) + function.size > LONGEST_FUNCTION:
+        node = settled(node)
+    return Mapped(node, function, label, origins)
+
+
+def layer_norm(x: Signal, gain: Array, offset: Array, epsilon: float, label: str, origins: frozenset[str]) -> Signal:
+    """Normalise every vector along the last axis."""
+    node = whole(x, label)
+    table = {"kind": "layer_norm", "epsilon": epsilon}
+    layer = Layer(node, table, {"norm": np.stack([gain, offset])}, node.width, label, origins)
+    return x.over(layer, x.rank - 1)
+
+
+def softmax(x: Signal, label: str, *, at: int, log: bool = False) -> Signal:
+    """Return the softmax of every vector, or its logarithm. Only the last operation of a model can be one."""
+    node = whole(x, label, at)
+    return x.over(Layer(node, {"kind": "softmax", "log": log}, {}, node.width, label), at % x.rank)
+
+
+def combine(first: Signal, second: Signal, operation: str, label: str) -> Signal:
+    """Return the sum, difference, product, quotient, maximum or minimum of two signals."""
+    first, second = _aligned(first, second)
+    for attempt in (_merged_directions, _one_function, _gated, _sum):
+        result = attempt(first, second, operation, label)
+        if result is not None:
+            return result
+    raise ImportRefused("it combines two tensors that depend on the input, which no layer of model.toml does in this way")
+
+
+def source(x: Signal, at: int = -1) -> tuple[Settled, Columns]:
+    """Return the node that has the columns of a signal along one axis, and their indexes in it."""
+    at %= x.rank
+    if x.pads != (0, 0):
+        raise ImportRefused("its input was padded: only a convolution takes padded steps")
+    if not x.axes[at].is_columns or any(one.is_columns and one.size > 1 for index, one in enumerate(x.axes) if index != at):
+        raise ImportRefused(f"it works on the axis {at} of a tensor with the axes {', '.join(x.roles)} and the shape {x.shape}")
+    return joined(x)
+
+
+def whole(x: Signal, label: str, at: int = -1) -> Settled:
+    """Return a node whose columns are those of a signal, in its order."""
+    node, columns = source(x, at)
+    return node if in_order(columns, node.width) else _selected(node, columns, label)
+
+
+def scattered(matrix: Array, columns: Columns, width: int, *, rows: int = 0) -> Array:
+    """Return a matrix over all columns of a node, whose result is that of `matrix` over some of them.
+
+    rows: the axis of the matrix that counts its inputs.
+    """
+    if in_order(columns, width):
+        return matrix
+    full = np.zeros((width, *np.delete(matrix.shape, rows)), matrix.dtype)
+    np.add.at(full, columns, np.moveaxis(matrix, rows, 0))
+    return np.moveaxis(full, 0, rows)
+
+
+def _selected(node: Settled, columns: Columns, label: str) -> Layer:
+    """Return a layer that copies columns of a node."""
+    weight = np.zeros((node.width, len(columns)))
+    weight[columns, np.arange(len(columns))] = 1.0
+    table = {"kind": "dense", "width": len(columns), "activation": "none"}
+    return Layer(node, table, {"weight": weight, "bias": np.zeros(len(columns))}, len(columns), label)
+
+
+def is_of_ids(x: Signal) -> bool:
+    """Whether a signal is a function of the token ids of the input."""
+    node, _ = _levels(x.parts[0])[-1]
+    return len(x.parts) == 1 and isinstance(node, Input) and node.is_ids
+
+
+def _ids(x: Signal) -> tuple[Input, Callable[[Numbers], Numbers]]:
+    """Return the input of token ids, and the function of them that a signal has."""
+    node, function = _levels(x.parts[0])[-1]
+    if not isinstance(node, Input) or not is_of_ids(x) or x.columns.size != 1:
+        raise ImportRefused("it looks up numbers that are not the token ids of the input")
+    return node, function.apply
+
+
+def _with_pads(x: Signal, window: Window) -> tuple[Signal, Window]:
+    """Return a signal without its padding steps, and a window that pads it."""
+    if x.pads == (0, 0):
+        return x, window
+    unpadded = replace(x, pads=(0, 0)).with_step_count(x.shape[x.steps_axis] - sum(x.pads))
+    return unpadded, window.padded_by(x.pads)
+
+
+def _windows(x: Signal, window: Window) -> Signal:
+    """Return a signal with as many steps as windows."""
+    return x.with_step_count(window.outputs(x.shape[x.steps_axis]))
+
+
+def _without_outputs(node: Node, first: int, last: int) -> Node:
+    """Return a convolution, and functions of it, without its first and last outputs: it is padded by fewer steps."""
+    if isinstance(node, Mapped):
+        return Mapped(_without_outputs(node.below, first, last), node.function, node.label, node.origins)
+    if isinstance(node, Layer) and node.kind == "conv":
+        window = Window.of(node.table)
+        pads = window.pads[0] - first * window.stride, window.pads[1] - last * window.stride
+        if not window.by_length and min(pads) >= 0:
+            kept = {key: value for key, value in node.table.items() if key not in ("padding", "pads")}
+            return replace(node, table={**kept, **replace(window, pads=pads).table()})
+    raise ImportRefused(
+        "it leaves out steps of every sequence, and only the padding of a convolution before it can be left out"
+    )
+
+
+def _by_column(x: Signal, function: Function, label: str, origins: frozenset[str]) -> Signal:
+    """Apply a factor and an offset for each column of a signal to the columns of its parts."""
+    factor, offset = function.factor_and_offset(x.columns.size)
+    columns = x.columns.ravel()
+    total = sum(part.width for part in x.parts)
+    factors, offsets = np.ones(total), np.zeros(total)
+    factors[columns], offsets[columns] = factor, offset
+    if (factors[columns] != factor).any() or (offsets[columns] != offset).any():
+        node, columns = joined(x)
+        copied = replace(x, parts=(_selected(node, columns, label),), columns=np.arange(columns.size).reshape(x.columns.shape))
+        return _by_column(copied, function, label, origins)
+    bounds = np.cumsum([0, *(part.width for part in x.parts)])
+    parts = [
+        mapped(part, affine(factors[begin:end], offsets[begin:end]), label, origins)
+        for part, begin, end in zip(x.parts, bounds[:-1], bounds[1:], strict=True)
+    ]
+    return replace(x, parts=tuple(parts))
+
+
+def _operations(node: Node) -> int:
+    total = 0
+    while isinstance(node, Mapped):
+        total += node.function.size
+        node = node.below
+    return total
+
+
+def _aligned(first: Signal, second: Signal) -> tuple[Signal, Signal]:
+    """Return two signals with the same axes, with columns repeated where one of them has a single entry."""
+    rank = max(first.rank, second.rank)
+    pair = [x.with_units(range(rank - x.rank)) for x in (first, second)]
+    for one, other in (pair, pair[::-1]):
+        for a, b in zip(one.axes, other.axes, strict=True):
+            if a != b and not (a.is_columns and b.is_columns and 1 in (a.size, b.size)):
+                raise ImportRefused(
+                    f"it combines tensors with the axes {one.roles} {one.shape} and {other.roles} {other.shape}"
+                )
+    if pair[0].is_reversed != pair[1].is_reversed or any(x.pads != (0, 0) for x in pair):
+        raise ImportRefused("it combines steps in different orders, or padding steps")
+    shape = [max(a, b) for a, b in zip(pair[0].shape, pair[1].shape, strict=True)]
+    return pair[0].expand(shape), pair[1].expand(shape)
+
+
+def _merged_directions(first: Signal, second: Signal, operation: str, label: str) -> Signal | None:
+    """Merge both directions of a recurrent layer."""
+    merges = {"add": "sum", "multiply": "product"}
+    if operation not in merges or any(isinstance(part, Mapped) for part in (*first.parts, *second.parts)):
+        return None
+    together = replace(first, parts=(*first.parts, *second.parts), columns=_stacked(first, second))
+    try:
+        node, columns = joined(together)
+    except ImportRefused:
+        return None
+    below = node.below if isinstance(node, Pooled) else node
+    if not isinstance(below, Layer) or below.kind not in RECURRENT or len(below.directions) < 2 or "merge" in below.table:
+        return None
+    if isinstance(node, Pooled) and node.pools not in (("last",), ("last_step",), ("first",)):
+        return None
+    half = below.width // 2
+    ends = columns.reshape(2, -1)
+    if not (in_order(np.sort(ends, axis=0)[0], half) and (np.sort(ends, axis=0)[1] == half + np.arange(half)).all()):
+        return None
+    merged: Node = replace(below.changed(merge=merges[operation]), width=half)
+    merged = Pooled(merged, node.pools) if isinstance(node, Pooled) else merged
+    return replace(first, parts=(merged,), columns=np.arange(half).reshape(first.columns.shape))
+
+
+def _stacked(first: Signal, second: Signal) -> Columns:
+    return np.stack([first.columns, sum(part.width for part in first.parts) + second.columns])
+
+
+def _one_function(first: Signal, second: Signal, operation: str, label: str) -> Signal | None:
+    """Combine two functions of the same numbers, such as x * sigmoid(x)."""
+    if len(first.parts) != len(second.parts) or not np.array_equal(first.columns, second.columns):
+        return None
+    parts = [_function_of_both(a, b, operation, label) for a, b in zip(first.parts, second.parts, strict=True)]
+    return (
+        None if any(part is None for part in parts) else replace(first, parts=tuple(part for part in parts if part is not None))
+    )
+
+
+def _function_of_both(first: Node, second: Node, operation: str, label: str) -> Node | None:
+    over_first, over_second = _levels(first), _levels(second)
+    for node, inner in over_first:
+        for other, outer in over_second:
+            if node is other:
+                combined = _combined(inner, outer, operation)
+                if combined.size > LONGEST_FUNCTION:
+                    raise ImportRefused(
+                        "it is one of too many elementwise operations: no activation of model.toml takes as many"
+                    )
+                return Mapped(node, combined, label)
+    return None
+
+
+def _levels(node: Node) -> list[tuple[Node, Function]]:
+    """Return each node below a function of it, with the function from it."""
+    levels = [(node, IDENTITY)]
+    while isinstance(below := levels[-1][0], Mapped):
+        levels.append((below.below, levels[-1][1].after(below.function)))
+    return levels
+
+
+def _combined(first: Function, second: Function, operation: str) -> Function:
+    calculate = OPERATIONS[operation]
+    return Function(
+        lambda x: calculate(first.apply(x), second.apply(x)),
+        is_affine=operation in ("add", "subtract") and first.is_affine and second.is_affine,
+        by_column=first.by_column or second.by_column,
+        size=first.size + second.size + 1,
+    )
+
+
+OPERATIONS = {
+    "add": np.add,
+    "subtract": np.subtract,
+    "multiply": np.multiply,
+    "divide": np.divide,
+    "maximum": np.maximum,
+    "minimum": np.minimum,
+}
+"""What two numbers may be combined by."""
+
+
+def _gated(first: Signal, second: Signal, operation: str, label: str) -> Signal | None:
+    """Multiply half of a convolution's maps by the sigmoid of the other half."""
+    if operation != "multiply" or len(first.parts) != 1 or len(second.parts) != 1:
+        return None
+    for value, gate in ((first, second), (second, first)):
+        node, kind = _gated_node(value.parts[0], gate.parts[0])
+        if node is None or node.width != 2 * value.columns.size:
+            continue
+        order = np.concatenate([value.columns.ravel(), gate.columns.ravel()])
+        if in_order(np.sort(order), node.width):
+            arrays = {name: node.arrays[name][..., order] for name in ("filters", "bias")}
+            half = node.width // 2
+            layer = replace(node.changed(arrays=arrays, activation=kind, filters=half), width=half)
+            return replace(value, parts=(layer,), columns=np.arange(half).reshape(value.columns.shape))
+    return None
+
+
+def _gated_node(value: Node, gate: Node) -> tuple[Layer | None, str]:
+    """Return the convolution of which both are functions, and the gated activation that they make."""
+    if not (isinstance(gate, Mapped) and (gate.function.activation or {}).get("kind") == "sigmoid"):
+        return None, ""
+    is_tanh = isinstance(value, Mapped) and (value.function.activation or {}).get("kind") == "tanh"
+    base = value.below if is_tanh and isinstance(value, Mapped) else value
+    node = settled(base) if base is gate.below else None
+    is_conv = isinstance(node, Layer) and node.kind == "conv" and node.is_linear and node.table.get("groups", 1) == 1
+    return (node if is_conv and isinstance(node, Layer) else None), "gated_tanh" if is_tanh else "glu"
+
+
+def _sum(first: Signal, second: Signal, operation: str, label: str) -> Signal | None:
+    """Add two nodes, such as a residual connection."""
+    if operation != "add" or len(first.parts) != 1 or len(second.parts) != 1 or not first.has_steps:
+        return None
+    nodes = first.parts[0], second.parts[0]
+    if any(not in_order(x.columns.ravel(), node.width) for x, node in zip((first, second), nodes, strict=True)):
+        return None
+    return first.map_parts(lambda part: Added(part, nodes[1], label))

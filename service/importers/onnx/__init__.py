@@ -1,0 +1,64 @@
+"""Imports ONNX files: the graphs that torch and tf2onnx export, and graphs made by hand. onnx reads the file, and nothing is run.
+
+A graph is interpreted rather than matched against patterns: `graph` follows it from the input to the first output, `operators` translate
+each node into an operation of `service.importers.chain`, and `readings` are the ways to understand the axes of the inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from service.importers.chain.finishing import finished
+from service.importers.draft import Draft, ImportRefused
+from service.importers.onnx.file import Tensors, read_model
+from service.importers.onnx.graph import Graph
+from service.importers.onnx.operation import Reading
+from service.importers.onnx.readings import GraphInput, Plan, plans
+
+
+def read(path: Path) -> Draft:
+    """Return the model in an .onnx file; raises ImportRefused if model.toml cannot express it."""
+    graph = Graph(read_model(path), Tensors(path.parent))
+    inputs = [GraphInput.of(info) for info in graph.inputs]
+    failures: list[tuple[int, ImportRefused]] = []
+    for plan in plans(inputs):
+        for reading, draft in _attempts(graph, plan, failures):
+            _complete(draft, graph, plan, reading)
+            return draft
+    if not failures:
+        names = ", ".join(f"{one.name} {one.sizes}" for one in inputs) or "none"
+        raise ImportRefused(
+            f"{path}: no input is a sequence of token ids or features. The inputs without values are {names}; weights are initializers"
+        )
+    furthest = max(failures, key=lambda failure: failure[0])[1]
+    raise ImportRefused(f"{path}: {furthest}") from furthest
+
+
+def _attempts(graph: Graph, plan: Plan, failures: list[tuple[int, ImportRefused]]) -> Iterator[tuple[Reading, Draft]]:
+    """Yield the model of a plan. A graph of any length may work for one length only, at which a pooling window covers every step."""
+    lengths: list[int | None] = [None]
+    for steps in lengths:
+        reading, values = plan.start(graph.opset, steps)
+        try:
+            yield reading, finished(graph.interpret(values, reading), "onnx")
+        except ImportRefused as refused:
+            failures.append((reading.progress, refused))
+            lengths += [length for length in dict.fromkeys(reading.whole_pools) if length not in lengths][:2]
+
+
+def _complete(draft: Draft, graph: Graph, plan: Plan, reading: Reading) -> None:
+    """Add what was noticed while the graph was interpreted."""
+    draft.unused = [name for name in graph.weights if name not in draft.used]
+    draft.notes += reading.notes
+    if reading.fixed:
+        draft.input["max_steps"] = reading.steps
+        draft.notes.append(f"the graph takes sequences of {reading.steps} steps only, and the model sequences of any length")
+    if not reading.lengths:
+        draft.notes.append(
+            "the graph has no lengths of sequences: if it was trained with padding, padded steps counted as steps"
+        )
+    elif draft.head.table.get("pool") not in (None, "last"):
+        draft.notes.append("in a batch, the graph also pools the padding of shorter sequences, which the model does not have")
+    if len(graph.outputs) > 1:
+        draft.notes.append(f"of the outputs, only {graph.outputs[0]} is imported, without {', '.join(graph.outputs[1:])}")

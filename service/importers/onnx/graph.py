@@ -1,0 +1,161 @@
+"""Interprets a graph: every name stands for a constant, or for a tensor that is known by meaning."""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Mapping, MutableMapping, Sequence
+
+import numpy as np
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
+
+from service.importers.chain.signal import Signal
+from service.importers.draft import Array, ImportRefused
+from service.importers.onnx.file import Tensors
+from service.importers.onnx.folding import FOLDED, fold
+from service.importers.onnx.operation import Operation, Reading, attribute_value
+from service.importers.onnx.operators import OF_CONSTANTS, OPERATORS
+from service.importers.onnx.values import Constant, Value
+
+DOMAINS = ("", "ai.onnx")
+OPSETS = range(7, 27)
+MOST_NODES = 100_000
+DEEPEST_BRANCH = 8
+"""If nodes within If nodes."""
+FLOATS = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
+
+
+class Graph:
+    """The graph of a model, which can be interpreted for several readings of its inputs."""
+
+    def __init__(self, model: ModelProto, tensors: Tensors) -> None:
+        graph = model.graph
+        self.opset = _opset(model)
+        if len(graph.node) > MOST_NODES:
+            raise ImportRefused(f"the graph has {len(graph.node)} nodes, and the limit is {MOST_NODES}")
+        if not graph.output:
+            raise ImportRefused("the graph has no output: export the model again")
+        self._graph = graph
+        self._tensors = tensors
+        self._initializers = {tensor.name: tensor for tensor in graph.initializer}
+        self._constants: dict[str, Constant] = {}
+
+    @property
+    def inputs(self) -> list[ValueInfoProto]:
+        """The inputs without those that have their values in the file."""
+        return [info for info in self._graph.input if info.name not in self._initializers]
+
+    @property
+    def outputs(self) -> list[str]:
+        return [info.name for info in self._graph.output]
+
+    @property
+    def weights(self) -> list[str]:
+        """The names of the tensors of floats."""
+        return [tensor.name for tensor in self._initializers.values() if tensor.data_type in FLOATS]
+
+    def interpret(self, inputs: Mapping[str, Value], reading: Reading) -> Signal:
+        """Return the first output; raises ImportRefused if a node cannot be imported."""
+        values = dict(inputs)
+        output = self.outputs[0]
+        self._run(self._graph, values, reading, [output], depth=0)
+        result = values.get(output)
+        if not isinstance(result, Signal):
+            raise ImportRefused(f"the output {output} does not depend on the sequence")
+        return result
+
+    def _run(
+        self, graph: GraphProto, values: MutableMapping[str, Value], reading: Reading, outputs: Sequence[str], *, depth: int
+    ) -> None:
+        """Compute the outputs, and every name on the way to them."""
+        for node in _needed(graph, outputs):
+            try:
+                inputs = [self._value(name, values) if name else None for name in node.input]
+                is_branch = node.op_type == "If"
+                results = (
+                    self._branch(node, inputs, values, reading, depth + 1)
+                    if is_branch
+                    else self._results(node, inputs, reading)
+                )
+            except ImportRefused as refused:
+                raise ImportRefused(f"{node.op_type} node {node.name or next(iter(node.output), '')}: {refused}") from refused
+            values.update({name: result for name, result in zip(node.output, results, strict=False) if name})
+            reading.progress += 1
+
+    def _value(self, name: str, values: Mapping[str, Value]) -> Value:
+        """Return what a name stands for. Initializers are read when a node needs them."""
+        if name in values:
+            return values[name]
+        if name not in self._initializers:
+            raise ImportRefused(f"its input {name} is computed after it, or not at all: export the model again")
+        if name not in self._constants:
+            self._constants[name] = Constant(self._tensors.array(self._initializers[name]), frozenset([name]))
+        return self._constants[name]
+
+    def _results(self, node: NodeProto, inputs: list[Value | None], reading: Reading) -> Sequence[Value]:
+        if node.domain not in DOMAINS:
+            raise ImportRefused(f"it is an operator of {node.domain}: only those of ONNX itself can be imported")
+        if node.op_type == "Constant":
+            return [Constant(_number(node))]
+        depends = any(value is not None and not isinstance(value, Constant) for value in inputs)
+        if not depends and node.op_type in FOLDED:
+            constants = [value if isinstance(value, Constant) else None for value in inputs]
+            origins = frozenset[str]().union(*(value.origins for value in constants if value is not None))
+            arrays = fold(node, [None if value is None else value.array for value in constants], self.opset)
+            return [Constant(array, origins) for array in arrays]
+        if node.op_type not in OPERATORS or not (depends or node.op_type in OF_CONSTANTS):
+            raise ImportRefused("operators of this type cannot be imported: docs/importing.md lists those that can")
+        result = OPERATORS[node.op_type](Operation(node, inputs, reading))
+        return result if isinstance(result, Sequence) else [result]
+
+    def _branch(
+        self, node: NodeProto, inputs: Sequence[Value | None], values: MutableMapping[str, Value], reading: Reading, depth: int
+    ) -> Sequence[Value]:
+        """Run the branch of an If that its constant condition chooses. It sees the names around it."""
+        condition = inputs[0] if inputs else None
+        if not isinstance(condition, Constant) or condition.array.size != 1:
+            raise ImportRefused("its condition depends on the input")
+        if depth > DEEPEST_BRANCH:
+            raise ImportRefused(f"it is within {DEEPEST_BRANCH} others")
+        chosen = "then_branch" if bool(condition.array) else "else_branch"
+        branch = next((attribute.g for attribute in node.attribute if attribute.name == chosen), None)
+        if branch is None:
+            raise ImportRefused(f"it has no {chosen}")
+        own = {tensor.name: Constant(self._tensors.array(tensor)) for tensor in branch.initializer}
+        inner: ChainMap[str, Value] = ChainMap(dict(own), values)
+        outputs = [info.name for info in branch.output]
+        self._run(branch, inner, reading, outputs, depth=depth)
+        return [self._value(name, inner) for name in outputs]
+
+
+def _opset(model: ModelProto) -> int:
+    version = next((entry.version for entry in model.opset_import if entry.domain in DOMAINS), 1)
+    if version not in OPSETS:
+        raise ImportRefused(f"the model has opset {version}: export it with an opset from {OPSETS.start} to {OPSETS.stop - 1}")
+    return version
+
+
+def _number(node: NodeProto) -> Array:
+    """Return the number or numbers of a Constant."""
+    for attribute in node.attribute:
+        if attribute.name == "value":
+            return np.asarray(attribute_value(attribute))
+        if attribute.name in ("value_float", "value_floats", "value_int", "value_ints"):
+            return np.array(attribute_value(attribute), np.float32 if "float" in attribute.name else np.int64)
+    raise ImportRefused("its value is no tensor of numbers")
+
+
+def _needed(graph: GraphProto, outputs: Sequence[str]) -> list[NodeProto]:
+    """Return the nodes on which outputs depend, in the order of the graph."""
+    names, needed = set(outputs), []
+    for node in reversed(graph.node):
+        if not names.isdisjoint(node.output):
+            names |= _read_names(node)
+            needed.append(node)
+    return needed[::-1]
+
+
+def _read_names(node: NodeProto) -> set[str]:
+    """Return the names that a node reads, those within its branches included."""
+    inner = [attribute.g for attribute in node.attribute if attribute.HasField("g")]
+    names = set(node.input) | {info.name for graph in inner for info in graph.output}
+    return names.union(*(_read_names(each) for graph in inner for each in graph.node))

@@ -1,0 +1,121 @@
+"""The ways to read the inputs of a graph.
+
+A graph does not say which axis counts sequences and which counts steps. Every operator that knows refuses the wrong reading, so the
+readings are tried one after another, the most common first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import permutations
+
+import numpy as np
+from onnx import TensorProto, ValueInfoProto
+
+from service.importers.chain.nodes import Input
+from service.importers.chain.signal import Role, Signal, axis
+from service.importers.draft import ImportRefused
+from service.importers.onnx.operation import Reading
+from service.importers.onnx.values import Lengths, State, Value
+
+BATCH, STEPS = 101, 10007
+"""Sizes of axes that a graph leaves open. They are prime, so that no size of a weight is taken for them."""
+IDS = (TensorProto.INT32, TensorProto.INT64)
+NUMBERS = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
+LARGEST_RANK = 4
+
+
+@dataclass(frozen=True, slots=True)
+class GraphInput:
+    """An input of a graph. sizes: of its axes, with None for those that the graph leaves open."""
+
+    name: str
+    type: int
+    sizes: tuple[int | None, ...]
+
+    @classmethod
+    def of(cls, info: ValueInfoProto) -> GraphInput:
+        tensor = info.type.tensor_type
+        if not info.type.HasField("tensor_type") or not tensor.HasField("shape"):
+            raise ImportRefused(f"the input {info.name} has no shape: export the model with the shapes of its inputs")
+        if tensor.elem_type not in (*IDS, *NUMBERS):
+            raise ImportRefused(f"the input {info.name} has numbers of the type {TensorProto.DataType.Name(tensor.elem_type)}")
+        return cls(info.name, tensor.elem_type, tuple(dim.dim_value if dim.dim_value > 0 else None for dim in tensor.shape.dim))
+
+    @property
+    def has_ids(self) -> bool:
+        return self.type in IDS
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One way to read the inputs: which of them is the sequence, what its axes count, and the other inputs."""
+
+    sequence: GraphInput
+    roles: tuple[Role, ...]
+    others: tuple[GraphInput, ...]
+
+    def start(self, opset: int, steps: int | None = None) -> tuple[Reading, dict[str, Value]]:
+        """Return a reading, and the value of each input. steps: of the sequence, if the graph works for no other number."""
+        given = {Role.BATCH: BATCH, Role.STEPS: steps or STEPS}
+        sizes = [size or given[role] for role, size in zip(self.roles, self.sequence.sizes, strict=True)]
+        by_role = dict(zip(self.roles, sizes, strict=True))
+        fixed = steps is not None or self.sequence.sizes[self.roles.index(Role.STEPS)] is not None
+        reading = Reading(by_role.get(Role.BATCH, 1), by_role[Role.STEPS], fixed, opset)
+        columns = [size for role, size in zip(self.roles, sizes, strict=True) if role is Role.COLUMNS]
+        width = math.prod(columns)
+        node = reading.ids if self.sequence.has_ids else Input(width)
+        axes = tuple(axis(role, size) for role, size in zip(self.roles, sizes, strict=True))
+        values: dict[str, Value] = {self.sequence.name: Signal(axes, (node,), np.arange(width).reshape(columns))}
+        for other in self.others:
+            values[other.name] = Lengths(other.name) if _is_lengths(other) else State(other.name)
+        return reading, values
+
+
+def plans(inputs: Sequence[GraphInput]) -> Iterator[Plan]:
+    """Return each way to read the inputs."""
+    for sequence in inputs:
+        others = tuple(other for other in inputs if other is not sequence)
+        if 1 <= len(sequence.sizes) <= LARGEST_RANK and all(_is_lengths(other) or _is_state(other) for other in others):
+            yield from (Plan(sequence, roles, others) for roles in _roles(sequence))
+
+
+def _roles(sequence: GraphInput) -> list[tuple[Role, ...]]:
+    """Return the meanings that the axes may have, the most common first.
+
+    An axis of one entry is no batch: such a graph takes one sequence. An axis of columns has a fixed size, and there is one at most
+    with more than one entry, which token ids do not have.
+    """
+    rank = len(sequence.sizes)
+    every = {
+        roles
+        for columns in range(rank)
+        for roles in permutations((Role.BATCH, Role.STEPS, *[Role.COLUMNS] * columns), rank)
+        if Role.STEPS in roles
+    }
+    return sorted((roles for roles in every if _fits(sequence, roles)), key=_rarity)
+
+
+def _fits(sequence: GraphInput, roles: Sequence[Role]) -> bool:
+    pairs = list(zip(roles, sequence.sizes, strict=True))
+    columns = [size for role, size in pairs if role is Role.COLUMNS]
+    if None in columns or (Role.BATCH, 1) in pairs:
+        return False
+    wide = [size for size in columns if size != 1]
+    return len(wide) <= (0 if sequence.has_ids else 1)
+
+
+def _rarity(roles: Sequence[Role]) -> tuple[bool, bool, int, int]:
+    has_batch = Role.BATCH in roles
+    first = roles.index(Role.BATCH) if has_batch else -1
+    return not has_batch, first > 0, roles.index(Role.STEPS), first
+
+
+def _is_lengths(one: GraphInput) -> bool:
+    return one.has_ids and len(one.sizes) == 1
+
+
+def _is_state(one: GraphInput) -> bool:
+    return not one.has_ids and len(one.sizes) in (2, 3, 4)

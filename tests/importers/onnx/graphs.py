@@ -1,0 +1,172 @@
+"""Makes small ONNX graphs with distinct random weights, and compares imported models with ONNX Runtime, sequence by sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import torch
+from numpy.typing import NDArray
+from onnx import ModelProto, TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
+
+from kernels.ragged import Ragged
+from service.importers.draft import Draft
+from service.importers.onnx import read
+from service.modeling.encoder import Encoder, Encoding
+from service.modeling.spec import ModelSpec
+from tests.kernels.inputs import joined
+from tests.kernels.inputs import rows as rows_of
+
+Array = NDArray[Any]
+FEATURES, VOCABULARY = 3, 11
+LENGTHS = (7, 3, 12, 5)
+OPSET = 17
+TOLERANCE = 1e-5
+CPU = torch.device("cpu")
+onnxruntime.set_default_logger_severity(3)  # warnings about unused initializers
+
+
+class Net:
+    """A graph in the making. Its input is x: (batch, steps, features) or (batch, steps) ids, unless `shape` says otherwise."""
+
+    def __init__(
+        self, shape: Sequence[int | str | None] | None = None, *, ids: bool = False, opset: int = OPSET, seed: int = 0
+    ) -> None:
+        self.random = np.random.default_rng(seed)
+        self.opset = opset
+        self.nodes: list[onnx.NodeProto] = []
+        self.initializers: list[TensorProto] = []
+        default = ("batch", "steps") if ids else ("batch", "steps", FEATURES)
+        self.inputs = [helper.make_tensor_value_info("x", TensorProto.INT64 if ids else TensorProto.FLOAT, shape or default)]
+
+    def add(self, operator: str, *inputs: str, outputs: int = 1, **attributes: Any) -> str:
+        """Add a node; return its output, or the first of several: the others have the numbers 1, 2, ... after a dot."""
+        name = f"{operator.lower()}_{len(self.nodes)}"
+        names = [name, *(f"{name}.{number}" for number in range(1, outputs))]
+        self.nodes.append(helper.make_node(operator, inputs, names, name=name, **attributes))
+        return name
+
+    def weight(self, *shape: int, scale: float = 0.5) -> str:
+        """Add random weights."""
+        return self.constant((self.random.normal(size=shape) * scale).astype(np.float32))
+
+    def positive(self, *shape: int) -> str:
+        return self.constant(self.random.uniform(0.5, 1.5, size=shape).astype(np.float32))
+
+    def constant(self, array: Array | Sequence[int]) -> str:
+        """Add an initializer; a list of integers is int64."""
+        name = f"weight_{len(self.initializers)}"
+        self.initializers.append(numpy_helper.from_array(np.asarray(array), name))
+        return name
+
+    def input(self, name: str, kind: int, *shape: int | str) -> str:
+        self.inputs.append(helper.make_tensor_value_info(name, kind, shape))
+        return name
+
+    def dense(self, x: str, inputs: int, outputs: int) -> str:
+        return self.add("Add", self.add("MatMul", x, self.weight(inputs, outputs)), self.weight(outputs))
+
+    def model(self, *outputs: str) -> ModelProto:
+        infos = [
+            helper.make_tensor_value_info(name, TensorProto.UNDEFINED, None) for name in outputs or (self.nodes[-1].output[0],)
+        ]
+        for info in infos:
+            info.type.tensor_type.elem_type = TensorProto.FLOAT
+        graph = helper.make_graph(self.nodes, "test", self.inputs, infos, self.initializers)
+        return helper.make_model(graph, opset_imports=[helper.make_opsetid("", self.opset)], ir_version=8)
+
+
+def imported(model: ModelProto, folder: Path) -> Draft:
+    """Import a model from a file."""
+    path = folder / "model.onnx"
+    path.write_bytes(model.SerializeToString())
+    return read(path)
+
+
+def spec_of(draft: Draft) -> ModelSpec:
+    """Return the model.toml of a draft, and assert that its tensors are those of the draft."""
+    spec = ModelSpec.model_validate(draft.model("imported", {"input": {"max_steps": 99, **draft.input}}))
+    assert {name: array.shape for name, array in draft.arrays().items()} == spec.tensors()
+    return spec
+
+
+def run(draft: Draft, rows: Sequence[Array]) -> tuple[ModelSpec, Encoding, list[Array]]:
+    """Run a draft on a ragged batch; return also its steps by row."""
+    spec = spec_of(draft)
+    arrays = {name: torch.from_numpy(array) for name, array in draft.arrays().items()}
+    data = [torch.from_numpy(row.astype(np.int32) if row.dtype.kind == "i" else row) for row in rows]
+    encoding = Encoder(spec, arrays, CPU, fold_limit_bytes=0)(joined(data), sequence=spec.has_steps)
+    steps = [] if encoding.sequence is None else rows_of(Ragged(encoding.sequence, encoding.offsets))
+    return spec, encoding, [each.numpy() for each in steps]
+
+
+def random_rows(model: ModelProto, lengths: Sequence[int] = LENGTHS, seed: int = 1) -> list[Array]:
+    """Return sequences of the model's input: ids, or features."""
+    random = np.random.default_rng(seed)
+    info = model.graph.input[0].type.tensor_type
+    if info.elem_type == TensorProto.INT64:
+        return [random.integers(0, VOCABULARY, size=length) for length in lengths]
+    return [random.normal(size=(length, FEATURES)).astype(np.float32) for length in lengths]
+
+
+def expected(
+    model: ModelProto, rows: Sequence[Array], *, axes: Sequence[int] | None = None, reference: bool = False
+) -> list[Array]:
+    """Return the first output for each row by itself, without its axis of size 1 for the batch.
+
+    axes: where (batch, steps, features) of a row are in the input; reference: run onnx.reference, for what ONNX Runtime does not run.
+    """
+    inputs = [row[None] if axes is None else row[None].transpose(axes) for row in rows]
+    names = [info.name for info in model.graph.input]
+    if reference:
+        evaluator = ReferenceEvaluator(model)
+        return [np.asarray(evaluator.run(None, _feed(names, one, row))[0]) for one, row in zip(inputs, rows, strict=True)]  # type: ignore[index]
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    return [np.asarray(session.run(None, _feed(names, one, row))[0]) for one, row in zip(inputs, rows, strict=True)]
+
+
+def _feed(names: Sequence[str], data: Array, row: Array) -> dict[str, Array]:
+    """Return the inputs of a graph: the sequence, and its length where the graph takes one."""
+    return {names[0]: data, **{name: np.array([len(row)], np.int32) for name in names[1:]}}
+
+
+def assert_imports(
+    model: ModelProto,
+    folder: Path,
+    *,
+    axes: Sequence[int] | None = None,
+    reference: bool = False,
+    lengths: Sequence[int] = LENGTHS,
+) -> Draft:
+    """Assert that the imported model answers what the graph does, and return it."""
+    draft = imported(model, folder)
+    rows = random_rows(model, lengths)
+    spec, encoding, steps = run(draft, rows)
+    for index, answer in enumerate(expected(model, rows, axes=axes, reference=reference)):
+        np.testing.assert_allclose(
+            _answer(spec, encoding, steps, index), _comparable(spec, answer), rtol=TOLERANCE, atol=TOLERANCE
+        )
+    return draft
+
+
+def _answer(spec: ModelSpec, encoding: Encoding, steps: Sequence[Array], index: int) -> Array:
+    """Return what a model answers for one row, flat."""
+    output = encoding.head_output
+    if spec.head.kind == "sequence":
+        return steps[index].ravel()
+    if spec.head.kind == "embed":
+        assert output.embedding is not None
+        return output.embedding[index].numpy()
+    assert output.scores is not None and output.scores.shape[0] == len(encoding.offsets) - 1, "use a head that answers once"
+    return output.scores[index].numpy()
+
+
+def _comparable(spec: ModelSpec, answer: Array) -> Array:
+    """Return the answer of a graph in the form of a model's: one probability becomes those of two labels."""
+    flat = answer.ravel()
+    return np.array([1 - flat[0], flat[0]]) if spec.head.kind == "classify" and flat.size == 1 else flat

@@ -1,0 +1,29 @@
+"""Every line of the table: the graph imports and computes the same as in ONNX Runtime, or it is refused with the reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from service.importers.draft import ImportRefused
+from tests.importers.onnx import recurrent_cases
+from tests.importers.onnx.cases import Case
+from tests.importers.onnx.graphs import assert_imports, imported
+
+CASES = [*recurrent_cases.CASES]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.refused], ids=str)
+def test_imported_model_computes_the_same(case: Case, tmp_path: Path) -> None:
+    assert_imports(case.graph(), tmp_path, axes=case.axes, reference=case.reference, lengths=case.lengths)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.refused], ids=str)
+def test_refused_graph_names_the_reason(case: Case, tmp_path: Path) -> None:
+    with pytest.raises(ImportRefused, match=case.refused):
+        imported(case.graph(), tmp_path)
+
+
+def test_lines_of_the_table_differ() -> None:
+    assert len({str(case) for case in CASES}) == len(CASES)
