@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from service.importers import pytorch
 from service.importers.card import card, table
 from service.importers.check import Difference, differences
 from service.importers.draft import Draft, ImportRefused
-from service.importers.formats import BY_SUFFIX
+from service.importers.formats import BY_SUFFIX, FORMATS
 from service.importers.recipe import Recipe
 from service.importers.write import model_spec, tensors, write_version
 from service.modeling import spec
@@ -24,7 +25,8 @@ from service.modeling.npz import read_npz
 from service.modeling.tokenizer import Tokenizer
 from service.settings import Settings
 
-READERS: dict[str, Callable[[Path, Recipe], Draft]] = {"pytorch": pytorch.read}
+PACKAGES = ("h5py", "onnx")
+"""Packages of the extra `import`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ def import_model(settings: Settings, request: Request, say: Callable[[str], None
     torch.set_num_threads(usable_cores())
     set_cache_folder(settings.cache)
     recipe = Recipe() if request.recipe is None else Recipe.read(request.recipe)
-    draft = READERS[_format(request)](request.checkpoint, recipe)
+    draft = _read(request.checkpoint, _format(request), recipe)
     tokenizer = None if request.tokenizer is None else spec.read_file(request.tokenizer).decode()
     if tokenizer is not None:
         draft.input["kind"] = "text"
@@ -72,8 +74,26 @@ def _format(request: Request) -> str:
         raise ImportRefused(f"{request.checkpoint} is not a file: name the checkpoint")
     known = request.format or BY_SUFFIX.get(request.checkpoint.suffix)
     if known is None:
-        raise ImportRefused(f"the name {request.checkpoint.name} does not tell the format: add --format {'|'.join(READERS)}")
+        raise ImportRefused(f"the name {request.checkpoint.name} does not tell the format: add --format {'|'.join(FORMATS)}")
     return known
+
+
+def _read(checkpoint: Path, format: str, recipe: Recipe) -> Draft:
+    """Return the model in a checkpoint. Only the tensors of PyTorch come without the layers that they belong to."""
+    if format == "pytorch":
+        return pytorch.read(checkpoint, recipe)
+    if recipe.layers or recipe.dense or recipe.head_from is not None:
+        raise ImportRefused(
+            f"a checkpoint of {format} says what its layers are: remove [[layers]], [[head.dense]] and `from` from the recipe"
+        )
+    try:
+        reader = import_module(f"service.importers.{format}")
+    except ModuleNotFoundError as error:
+        if error.name not in PACKAGES:
+            raise
+        raise ImportRefused(f"the package {error.name} is missing: install seqserve[import]") from error
+    draft: Draft = reader.read(checkpoint)
+    return draft
 
 
 def _report(draft: Draft, say: Callable[[str], None]) -> None:

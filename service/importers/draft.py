@@ -14,6 +14,10 @@ from service.errors import ModelError
 Array = NDArray[Any]
 
 
+POOLING = ("pool", "attention_width", "dense")
+"""Keys of a head that remain when a recipe names another kind of head."""
+
+
 class ImportRefused(ModelError):
     """The checkpoint cannot become a model folder. The message names the part that is in the way, and what to do."""
 
@@ -52,9 +56,15 @@ class Draft:
             for name, array in part.arrays.items()
         }
 
+    def _head_of(self, kind: str | None) -> dict[str, Any]:
+        """Return the table of the head for a recipe that names this kind of head, or none."""
+        if kind is None or kind == self.head.table.get("kind"):
+            return self.head.table
+        return {key: value for key, value in self.head.table.items() if key in POOLING}
+
     def model(self, name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
         """Return the content of model.toml. overrides: keys of the tables `input` and `head`, and of the top level, from a recipe."""
-        head = {**self.head.table, **overrides.get("head", {})}
+        head = {**self._head_of(overrides.get("head", {}).get("kind")), **overrides.get("head", {})}
         top = {key: value for key, value in overrides.items() if key not in ("input", "head", "layers")}
         return {
             "name": name,
