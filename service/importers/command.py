@@ -15,7 +15,7 @@ from service.cores import usable_cores
 from service.importers import pytorch
 from service.importers.card import card, table
 from service.importers.check import Difference, differences
-from service.importers.draft import Draft, ImportRefused
+from service.importers.draft import DEFAULT_STEPS, Draft, ImportRefused
 from service.importers.formats import BY_SUFFIX, FORMATS
 from service.importers.recipe import Recipe
 from service.importers.write import model_spec, tensors, write_version
@@ -59,6 +59,8 @@ def import_model(settings: Settings, request: Request, say: Callable[[str], None
     tokenizer = None if request.tokenizer is None else spec.read_file(request.tokenizer).decode()
     if tokenizer is not None:
         draft.input["kind"] = "text"
+    if "max_steps" not in {**draft.input, **recipe.tables.get("input", {})}:
+        draft.notes.append(f"input.max_steps is {DEFAULT_STEPS}, which neither the checkpoint nor a recipe says")
     model = model_spec(draft, request.name, recipe.tables)
     _report(draft, say)
     weights = tensors(draft, model)

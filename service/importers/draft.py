@@ -14,6 +14,8 @@ from service.errors import ModelError
 Array = NDArray[Any]
 
 
+DEFAULT_STEPS = 512
+"""`input.max_steps` of a model where neither the checkpoint nor the recipe sets it."""
 POOLING = ("pool", "attention_width", "dense")
 """Keys of a head that remain when a recipe names another kind of head."""
 
@@ -70,7 +72,7 @@ class Draft:
             "name": name,
             "precision": "float32",
             **top,
-            "input": {**self.input, **overrides.get("input", {})},
+            "input": {"max_steps": DEFAULT_STEPS, **self.input, **overrides.get("input", {})},
             "layers": [part.table for part in self.layers],
             "head": head,
         }

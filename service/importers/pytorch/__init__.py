@@ -14,9 +14,6 @@ from service.importers.pytorch.plan import Plan, Step, suggest, usual_order
 from service.importers.recipe import FROM, Recipe
 from service.modeling.spec.layers import LAYER_KINDS
 
-DEFAULT_STEPS = 512
-"""`input.max_steps` of a model whose recipe does not set it."""
-
 
 def read(file: Path, recipe: Recipe) -> Draft:
     """Return the model of a state_dict; raises ImportRefused for a checkpoint or a recipe that does not make one."""
@@ -90,13 +87,13 @@ def _input(layers: Sequence[Part]) -> dict[str, Any]:
     """Return the input that fits the first layer."""
     first = layers[0]
     if first.table["kind"] == "embedding":
-        return {"kind": "ids", "vocabulary": len(first.arrays["weight"]), "max_steps": DEFAULT_STEPS}
+        return {"kind": "ids", "vocabulary": len(first.arrays["weight"])}
     projected = first.table["kind"] == "sru" and "0.forward.projection" in first.arrays
     names = ("projection",) if projected else ("input", "filters", "weight")
     matrix = next((array for name, array in first.arrays.items() if name.endswith(names)), None)
     if matrix is None:
         raise ImportRefused("the first layer has no weights that tell the number of features: add input.features to the recipe")
-    return {"kind": "features", "features": matrix.shape[-2] * first.table.get("groups", 1), "max_steps": DEFAULT_STEPS}
+    return {"kind": "features", "features": matrix.shape[-2] * first.table.get("groups", 1)}
 
 
 def _head(plan: Plan, recipe: Recipe, layers: Sequence[Part]) -> Part:
