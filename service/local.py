@@ -45,12 +45,12 @@ def infer(settings: Settings, name: str, texts: list[str]) -> list[dict[str, Any
     versions = [version for version in manifest.model_versions if version.key == model.key]
     engine = build.build_engine(versions, settings, metrics, log, threads=_compute_threads(settings))
     batcher = build.build_batcher(settings, engine, metrics, InternalErrors(log, metrics))
-    lengths, data = validation.pack_inputs(texts, head_outputs.input_field, model, settings)
+    packed = validation.pack_inputs(texts, head_outputs.input_field, model, settings)
     options = validation.Options(validation.requested_returns((), model.spec), settings.default_deadline_ms)
-    request = validation.engine_request(lengths, options, model, time.monotonic())
+    request = validation.engine_request(packed, options, model, time.monotonic())
     replies: list[tuple[Answer, list[bytes]]] = []
     errors: list[ServiceError] = []
-    batcher.submit(request, bytes(data), lambda *reply: replies.append(reply), errors.append)
+    batcher.submit(request, bytes(packed.data), lambda *reply: replies.append(reply), errors.append)
     while not replies and not errors:
         batcher.step()
     if errors:

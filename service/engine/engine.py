@@ -51,6 +51,13 @@ class Engine(Protocol):
     def restore(self, key: ModelKey, slot: int, state: State) -> None:
         """Write a state to a slot, for batches launched from now on."""
 
+    def state_vector(self, key: ModelKey, slot: int) -> bytes:
+        """Return the model's states in a slot, joined in their order, as float32, after all launched batches have written them."""
+
+    def state_from(self, key: ModelKey, vector: bytes | memoryview) -> State:
+        """Return the state for `restore` with these states, joined in their order, as float32. NaN stands for what a sequence starts from
+        otherwise."""
+
     # Batches.
 
     @property

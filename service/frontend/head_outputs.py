@@ -49,25 +49,28 @@ class InferOutput(BaseModel):
     """The pooled vector before the head."""
     sequence: list[list[float]] | None = None
     """The encoder's vector of every step."""
+    state: dict[str, list[float]] | None = None
+    """The states of the recurrent layers after the sequence, by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class _SequenceArrays:
     """The part of an answer that belongs to one sequence.
 
-    scores and picks: (1, n), or (steps, n) for a head that answers for every step. embedding: (width,). sequence: (steps, width).
+    scores and picks: (1, n), or (steps, n) for a head that answers for every step. embedding: (width,). sequence: (steps, width). state:
+    (numbers,), the model's states, joined in their order.
     """
 
     scores: Array
     picks: Array
     embedding: Array | None
     sequence: Array | None
+    state: Array | None
 
     @property
     def finite(self) -> bool:
-        return all(
-            bool(np.isfinite(array).all()) for array in (self.scores, self.embedding, self.sequence) if array is not None
-        )
+        arrays = self.scores, self.embedding, self.sequence, self.state
+        return all(bool(np.isfinite(array).all()) for array in arrays if array is not None)
 
 
 def input_field(index: int) -> str:
@@ -78,7 +81,7 @@ def input_field(index: int) -> str:
 def decode_arrays(
     spec: ModelSpec, answer: Answer, data: bytes | memoryview, field_of: Callable[[int], str] = input_field
 ) -> list[Array]:
-    """Return the scores, picks, embedding and sequence of an answer; an array that the answer lacks is empty.
+    """Return the scores, picks, embedding, sequence and state of an answer; an array that the answer lacks is empty.
 
     Raises InvalidInput for an input that produced values beyond float32.
     """
@@ -90,6 +93,7 @@ def decode_arrays(
         (answer.picks, IDS),
         (answer.embedding, FEATURES),
         (answer.sequence, FEATURES),
+        (answer.state, FEATURES),
     ):
         if not shape:
             arrays.append(_ABSENT)
@@ -134,7 +138,7 @@ class OutputWriter:
         parts = list(_split(self._spec, answer, arrays))
         members = self._members(parts)
         return b"[%b]" % b",".join(
-            b"{%b}" % b",".join([*filter(None, (member,)), *map(b"".join, _vectors(part))])
+            b"{%b}" % b",".join([*filter(None, (member,)), *map(b"".join, self._vectors(part))])
             for member, part in zip(members, parts, strict=True)
         )
 
@@ -144,7 +148,7 @@ class OutputWriter:
         for part in _split(self._spec, answer, arrays):
             yield opening + b"{"
             comma = b""
-            for member in (self._member_pieces(part), *_vectors(part)):
+            for member in (self._member_pieces(part), *self._vectors(part)):
                 first = next(member, None)
                 if first is not None:
                     yield comma + first
@@ -158,6 +162,17 @@ class OutputWriter:
         if isinstance(self._members, _TagMembers):
             return self._members.pieces(part)
         return filter(None, self._members([part]))
+
+    def _vectors(self, part: _SequenceArrays) -> Iterator[Iterator[bytes]]:
+        """Yield the JSON members of the vectors that a request asks for, each in pieces."""
+        if part.embedding is not None:
+            yield chain([b'"embedding":'], number_pieces(part.embedding))
+        if part.sequence is not None:
+            yield chain([b'"sequence":'], number_pieces(part.sequence))
+        if part.state is not None:
+            states = split_state(self._spec, part.state).items()
+            members = [b"%b:%b" % (orjson.dumps(name), json_numbers(values)) for name, values in states]
+            yield iter([b'"state":{%b}' % b",".join(members)])
 
     def write_all(self, answers: Sequence[tuple[Answer, bytes | memoryview]]) -> list[bytes] | None:
         """Return what `write` returns for each of several answers, or None if they are not simple enough to be written together.
@@ -295,17 +310,16 @@ _MEMBERS: dict[type, Callable[[Any], _Members]] = {
 }
 
 
-def _vectors(part: _SequenceArrays) -> Iterator[Iterator[bytes]]:
-    """Yield the JSON members of the vectors that a request asks for, each in pieces."""
-    if part.embedding is not None:
-        yield chain([b'"embedding":'], number_pieces(part.embedding))
-    if part.sequence is not None:
-        yield chain([b'"sequence":'], number_pieces(part.sequence))
+def split_state(spec: ModelSpec, state: Array) -> dict[str, Array]:
+    """Return a model's states by name. state: (..., numbers), joined in their order."""
+    widths = spec.states
+    parts = np.split(state, list(accumulate(widths.values()))[:-1], axis=-1)
+    return dict(zip(widths, parts, strict=True))
 
 
 def _split(spec: ModelSpec, answer: Answer, arrays: list[Array]) -> Iterator[_SequenceArrays]:
     """Yield the arrays of each sequence."""
-    scores, picks, embedding, sequence = arrays
+    scores, picks, embedding, sequence, state = arrays
     per_step = isinstance(spec.head, TagHead)
     for index, (begin, end) in enumerate(pairwise(accumulate(answer.steps, initial=0))):
         part = slice(begin, end) if per_step else slice(index, index + 1)
@@ -314,4 +328,5 @@ def _split(spec: ModelSpec, answer: Answer, arrays: list[Array]) -> Iterator[_Se
             picks[part],
             embedding[index] if answer.embedding else None,
             sequence[begin:end] if answer.sequence else None,
+            state[index] if answer.state else None,
         )

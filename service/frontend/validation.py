@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
 from typing import Annotated, Any, NamedTuple
@@ -56,18 +56,19 @@ class Options(msgspec.Struct, frozen=True):
 
 
 class PackedInputs(NamedTuple):
-    """The inputs of a request as the engine takes them: the time steps of each, and their values, packed end to end."""
+    """The inputs of a request as the engine takes them: the time steps of each, and their values, packed end to end. The states from which
+    the sequences start follow the values if the request brings them, as `Request` describes."""
 
     lengths: list[int]
     data: bytes | memoryview
 
 
-def engine_request(lengths: list[int], options: Options, model: ServedModel, arrived: float) -> Request:
-    """Return the engine's message for validated sequences of these lengths. `arrived` is the monotonic time of arrival in seconds."""
+def engine_request(packed: PackedInputs, options: Options, model: ServedModel, arrived: float) -> Request:
+    """Return the engine's message for validated inputs. `arrived` is the monotonic time of arrival in seconds."""
     return Request(
         model=model.spec.name,
         version=model.version,
-        lengths=lengths,
+        lengths=packed.lengths,
         deadline=arrived + options.deadline_ms / 1000,
         sent=time.monotonic(),
         priority=options.priority,
@@ -77,18 +78,19 @@ def engine_request(lengths: list[int], options: Options, model: ServedModel, arr
         session_ends=options.session_ends,
         generation=model.generation,
         exactly=options.exact_version,
+        initial=len(packed.data) > sum(packed.lengths) * model.step_bytes,
     )
 
 
 def requested_returns(names: Iterable[str], spec: ModelSpec) -> Returns:
     """Return which vectors the engine must return: the vectors that the client names, and the output of the head itself."""
-    return _returns(frozenset(names), spec.head.kind)
+    return _returns(frozenset("state" if name.startswith("state.") else name for name in names), spec.head.kind)
 
 
 @lru_cache
 def _returns(names: frozenset[str], head: str) -> Returns:
     outputs = {*names, head.replace("embed", "embedding")}
-    return Returns(embedding="embedding" in outputs, sequence="sequence" in outputs)
+    return Returns(embedding="embedding" in outputs, sequence="sequence" in outputs, state="state" in outputs)
 
 
 def resolve_deadline_ms(requested: float | None, settings: Settings, field: str = "deadline_ms") -> float:
@@ -166,6 +168,52 @@ def pack_inputs(values: list[Any], field_of: FieldOf, model: ServedModel, settin
     packed = [pack_input(value, field_of(index), model) for index, value in enumerate(values)]
     size = model.step_bytes
     return PackedInputs([len(data) // size for data in packed], b"".join(packed))
+
+
+def with_states(packed: PackedInputs, states: Sequence[Mapping[str, Any]], field: str, model: ServedModel) -> PackedInputs:
+    """Add the states from which the sequences start; raises InvalidInput.
+
+    states: of each sequence, its states by name, each a list of numbers or a float32 array. A sequence starts as usual from those it lacks.
+    """
+    if len(states) != len(packed.lengths):
+        raise InvalidInput(
+            f"{field} has {len(states)} entries and the request has {len(packed.lengths)} sequences: send one for each",
+            field=field,
+        )
+    widths = states_of(model, field)
+    rows = []
+    for index, given in enumerate(states):
+        unknown = given.keys() - widths.keys()
+        if unknown:
+            name = quote(min(unknown))
+            raise InvalidInput(
+                f"{field}[{index}] has {name}, and the states of {model.spec.name} are {', '.join(widths)}", field=field
+            )
+        rows += [_state_numbers(given.get(name), width, f"{field}[{index}].{name}") for name, width in widths.items()]
+    return PackedInputs(packed.lengths, b"".join((packed.data, *(row.tobytes() for row in rows))))
+
+
+def states_of(model: ServedModel, field: str) -> dict[str, int]:
+    """Return the widths of a model's states by name; raises InvalidInput if it has none."""
+    widths = model.spec.states
+    if not widths:
+        raise InvalidInput(
+            f"{model.spec.name} has no states that a request may bring or ask for: leave {field} out", field=field
+        )
+    return widths
+
+
+def _state_numbers(values: Any, width: int, field: str) -> NDArray[Any]:
+    """Return (width,) float32, NaN for a state that the request lacks."""
+    if values is None:
+        return np.full(width, np.nan, FEATURES)
+    try:
+        numbers = np.asarray(values if isinstance(values, np.ndarray) else msgspec.convert(values, list[float]), np.float64)
+    except msgspec.ValidationError:
+        raise InvalidInput(f"{field} is {describe_value(values)}: send {width} numbers", field=field) from None
+    if numbers.shape != (width,) or not _all_fit(numbers):
+        raise InvalidInput(f"{field} has {numbers.size} numbers: send {width} finite float32 numbers", field=field)
+    return numbers.astype(FEATURES)
 
 
 def check_steps(steps: int, field: str, model: ServedModel) -> None:

@@ -63,6 +63,7 @@ class Returns(msgspec.Struct, array_like=True, frozen=True):
 
     embedding: bool = False
     sequence: bool = False
+    state: bool = False
 
 
 class Share(msgspec.Struct, array_like=True, frozen=True):
@@ -179,6 +180,9 @@ class Request(Message, frozen=True):
     for either. `session_ends` closes it after this chunk. `exactly` is true when the client named the version; otherwise a session's own
     version is meant. `resubmitted` is true when another engine ended before it answered. `session_limit` is how many sessions its
     tenant may have open in one engine, 0 without a limit for tenants.
+
+    With `initial`, the values are followed by the state from which each sequence starts, (sequences, numbers) float32, joined in the
+    order of the model's states. NaN stands for the number from which a sequence starts otherwise.
     """
 
     model: str
@@ -196,10 +200,16 @@ class Request(Message, frozen=True):
     resubmitted: bool = False
     session_limit: int = 0
     share: Share = NO_TENANT
+    initial: bool = False
 
     @property
     def key(self) -> ModelKey:
         return ModelKey(self.model, self.version, self.generation)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether it brings states or asks for them."""
+        return self.initial or self.returns.state
 
 
 class Cancel(Message, frozen=True):
@@ -261,7 +271,8 @@ class Answer(Message, frozen=True):
     """Shapes of the arrays that follow, in this order; an absent array has an empty shape. Sequences are packed end to end.
 
     `scores` float32 and `picks` int32 have one line per sequence or per time step, as the head decides. `embedding` is (sequences, width)
-    and `sequence` (tokens, width), both float32. `steps` counts the steps of each sequence in per-step arrays. `session_steps` counts all
+    and `sequence` (tokens, width), both float32. `state`, the last array, has the states after each sequence, (sequences, numbers) float32,
+    joined in the order of the model's states. `steps` counts the steps of each sequence in per-step arrays. `session_steps` counts all
     steps of the session, this chunk included. `ready` is when the engine had the results, on the machine's monotonic clock. `finite` is
     false, and there are no arrays, if the chunk of a session led to values that are not finite: the session is then unchanged.
     """
@@ -274,6 +285,7 @@ class Answer(Message, frozen=True):
     session_steps: int = 0
     ready: float = 0.0
     finite: bool = True
+    state: tuple[int, ...] = ()
 
 
 class AnswerBlock(Message, frozen=True):

@@ -92,6 +92,34 @@ class Encoder:
             slab[slot].copy_(state[name])
 
     @torch.inference_mode()
+    def state_vector(self, slot: int) -> Tensor:
+        """Return the states of `spec.states` in one slot, joined in their order, on the host: (numbers,) float32."""
+        slabs, names = self._allocated_slabs().slabs(), self._slab_names()
+        return torch.cat([slabs[names[name]][slot].float() for name in self.spec.states]).cpu()
+
+    @torch.inference_mode()
+    def state_from(self, vector: Tensor, slot: int) -> dict[str, Tensor]:
+        """Return the state in a slot, with these states of `spec.states` in it, for `restore`.
+
+        vector: (numbers,) float32, joined in the order of `spec.states`. NaN keeps the number in the slot.
+        """
+        state, names = self.save(slot), self._slab_names()
+        for name, given in zip(self.spec.states, torch.split(vector, list(self.spec.states.values())), strict=True):
+            usual = state[names[name]]
+            state[names[name]] = torch.where(given.isnan(), usual, given.to(usual.dtype))
+        return state
+
+    def _slab_names(self) -> dict[str, str]:
+        """Return the name in `save` of each state of `spec.states`."""
+        names = {}
+        for number, part in enumerate(self._parts):
+            if isinstance(part.layer, RecurrentStack):
+                for index, place in enumerate(part.layer.state_names):
+                    for array in ("hidden", "cell"):
+                        names[f"{part.names[0]}.{place}.{array}"] = f"{number}.{index}.{array}"
+        return names
+
+    @torch.inference_mode()
     def __call__(self, x: Ragged, *, sequence: bool = False, slots: RowSlots | None = None) -> Encoding:
         """Run the model on a batch.
 

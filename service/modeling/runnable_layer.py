@@ -44,12 +44,13 @@ class RunnableLayer(ABC):
         return False
 
     def allocate_states(self, slots: int) -> list[Any]:
-        """Return zeroed state slabs for `slots` sequences, one entry per inner layer."""
-        raise NotImplementedError(f"{type(self).__name__} keeps no state")
+        """Return state slabs for `slots` sequences at their beginning, one entry per inner layer; none for a layer without a state."""
+        return []
 
     def run_chunk(self, x: Ragged, want: Outputs, states: Sequence[Any] | None) -> tuple[Encoded, list[Any]]:
-        """Run the layer from `states`, one per inner layer; return the outputs and the new states."""
-        raise NotImplementedError(f"{type(self).__name__} keeps no state")
+        """Run the layer from `states`, one per inner layer; return the outputs and the new states. x: a whole sequence in each row, unless
+        the layer streams."""
+        return self(x, want), []
 
     @abstractmethod
     def embed(self, table: Tensor) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -49,9 +48,6 @@ class StepLayer(RunnableLayer):
         steps = vectors.float() if self.takes_ids == FOLDED else self._function(vectors)
         return pool_steps(steps, x.offsets, want, directions=1)
 
-    def run_chunk(self, x: Ragged, want: Outputs, states: Sequence[Any] | None) -> tuple[Encoded, list[Any]]:
-        return self(x, want), []
-
     @property
     def streams(self) -> bool:
         return True
@@ -59,9 +55,6 @@ class StepLayer(RunnableLayer):
     @property
     def resumes_for_free(self) -> bool:
         return True
-
-    def allocate_states(self, slots: int) -> list[Any]:
-        return []
 
     def embed(self, table: Tensor) -> None:
         self._table, self.takes_ids = table, EMBEDDED

@@ -11,6 +11,7 @@ disconnects. A batch that fails runs again sequence by sequence, so only the req
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
 
 import numpy as np
 
@@ -18,10 +19,11 @@ from service.engine.batch import Batch, Chunk
 from service.engine.batching.batch_builder import ScheduledSteps, SchedulerLimits
 from service.engine.batching.request_block import RequestBlock
 from service.engine.batching.scheduler import ScheduledBatch, Scheduler
+from service.engine.batching.session_state import State
 from service.engine.batching.session_table import SessionTable
 from service.engine.batching.sessions import Sessions
 from service.engine.batching.state_cache import StateCache
-from service.engine.batching.ticket import BlockOwner, RequestSequence, SendAnswer, SendRefusal, Session, Ticket
+from service.engine.batching.ticket import FLOAT_BYTES, BlockOwner, RequestSequence, SendAnswer, SendRefusal, Session, Ticket
 from service.engine.engine import Engine
 from service.engine.execution.device import DeviceLost
 from service.engine.execution.in_flight import BlockResult, ChunkResult
@@ -198,6 +200,10 @@ class Batcher:
             raise DeadlineExceeded("the deadline had passed when the request reached the engine: allow more time")
         if request.session is not None:
             self.sessions.check(request)
+        if request.has_states and not self._engine.spec(key).states:
+            raise InvalidInput(
+                f"{request.model} has no states that a request may bring or ask for: leave them out", field="states"
+            )
 
     def _check_block(self, block: RequestBlock) -> None:
         if not self._engine.serves(block.model):
@@ -216,7 +222,9 @@ class Batcher:
         request = ticket.request
         session = None if request.session is None else self.sessions.session_of(request, again)
         try:
-            sequences = _sequences(ticket, data, session, divisible=self._engine.streams(ticket.key))
+            values, states = self._split_states(ticket, data)
+            divisible = self._engine.streams(ticket.key)
+            sequences = _sequences(ticket, values, session, divisible=divisible, initial_states=states)
             self._scheduler.add(ticket.key, sequences, now=self._clock(), busy=self._engine.remaining_seconds)
         except Exception:
             if session is not None:
@@ -225,6 +233,15 @@ class Batcher:
         ticket.open(sequences)
         if session is not None:
             self.sessions.append(session, sequences[0])
+
+    def _split_states(self, ticket: Ticket, data: bytes | memoryview) -> tuple[memoryview, list[State]]:
+        """Return the values of a request, and the state that each sequence starts from if it brings them."""
+        view, key = memoryview(data), ticket.key
+        if not ticket.request.initial:
+            return view, []
+        size, count = FLOAT_BYTES * sum(self._engine.spec(key).states.values()), len(ticket.request.lengths)
+        begin = len(view) - count * size
+        return view[:begin], [self._engine.state_from(key, view[begin + size * row :][:size]) for row in range(count)]
 
     def _launch_next(self, before_launch: Callable[[Batch], None]) -> bool:
         """Launch the next batch. Returns False if no sequence can run now."""
@@ -281,7 +298,7 @@ class Batcher:
 
     def _chunk(self, model: ModelKey, part: ScheduledSteps[RequestSequence]) -> Chunk:
         sequence = part.sequence
-        if part.first and part.last and sequence.session is None:
+        if part.first and part.last and not sequence.stateful:
             # Most sequences run whole and need no state slot.
             sequence.launched = 1
             return Chunk(sequence.data, part.steps, sequence.ticket.request.returns, sequence)
@@ -345,7 +362,11 @@ class Batcher:
             return
         try:
             complete = sequence.add_result(result)
-            if sequence.session is not None and not result.finite:
+            if complete and ticket.request.returns.state and result.finite:
+                assert sequence.slot is not None
+                sequence.final_state = self._engine.state_vector(ticket.key, sequence.slot.number)
+                self._states.release(sequence)
+            if sequence.stateful and not result.finite:
                 self._drop(ticket)
                 ticket.answer_not_finite(ready)
             elif complete and ticket.sequence_done():
@@ -413,15 +434,30 @@ def _unpack(block: RequestBlock) -> list[RequestSequence]:
     return sequences
 
 
-def _sequences(ticket: Ticket, data: bytes | memoryview, session: Session | None, *, divisible: bool) -> list[RequestSequence]:
-    """Split the data of a request into its sequences."""
+def _sequences(
+    ticket: Ticket,
+    data: bytes | memoryview,
+    session: Session | None,
+    *,
+    divisible: bool,
+    initial_states: Sequence[State] = (),
+) -> list[RequestSequence]:
+    """Split the data of a request into its sequences. initial_states: of each sequence, or none."""
     lengths = ticket.request.lengths
     view, begin, step_bytes = memoryview(data), 0, len(data) // sum(lengths)
     sequences = []
-    for steps in lengths:
+    for steps, initial_state in zip_longest(lengths, initial_states):
         end = begin + steps * step_bytes
         sequences.append(
-            RequestSequence(ticket, view[begin:end], steps, step_bytes=step_bytes, divisible=divisible, session=session)
+            RequestSequence(
+                ticket,
+                view[begin:end],
+                steps,
+                step_bytes=step_bytes,
+                divisible=divisible,
+                session=session,
+                initial_state=initial_state,
+            )
         )
         begin = end
     return sequences

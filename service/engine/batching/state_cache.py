@@ -133,18 +133,26 @@ class StateCache:
 
     def _source(self, slots: _ModelSlots, sequence: RequestSequence, first: bool) -> StateSlot | None:
         """Return the slot from which a sequence continues, None at its beginning."""
-        if not first or sequence.session is None:
+        if not first:
             return sequence.slot
+        if sequence.session is None:
+            state = sequence.initial_state
+            return None if state is None else self._restored(slots, sequence.ticket.key, state)
         location = sequence.session.location
         if location.on_host is None:
             return location.slot
+        slot = self._restored(slots, location.key, location.on_host)
+        self._metrics.session_moves.add("slot")
+        return slot
+
+    def _restored(self, slots: _ModelSlots, model: ModelKey, state: State) -> StateSlot:
+        """Return a new slot with this state."""
         slot = slots.allocator.allocate()
         try:
-            self._engine.restore(location.key, slot.number, location.on_host)
+            self._engine.restore(model, slot.number, state)
         except Exception:
             slots.allocator.free(slot)
             raise
-        self._metrics.session_moves.add("slot")
         return slot
 
     def _make_room(self, slots: _ModelSlots, sequence: RequestSequence) -> None:

@@ -31,6 +31,7 @@ class BlockOwner(Protocol):
 
 SendAnswer = Callable[[Answer, list[bytes]], None]
 SendRefusal = Callable[[ServiceError], None]
+FLOAT_BYTES = 4
 ARRAYS = ("scores", "picks", "embedding", "sequence")
 
 
@@ -78,9 +79,22 @@ class RequestSequence(QueuedSequence):
     slot: where its state is after its newest batch.
     read_slot: where that batch reads its state, until the batch is launched.
     results: of its finished chunks.
+    initial_state: the state that it starts from, if its request brings one; final_state: the states after it, if its request asks for them.
     """
 
-    __slots__ = ("data", "finished", "launched", "read_slot", "results", "session", "slot", "step_bytes", "ticket")
+    __slots__ = (
+        "data",
+        "final_state",
+        "finished",
+        "initial_state",
+        "launched",
+        "read_slot",
+        "results",
+        "session",
+        "slot",
+        "step_bytes",
+        "ticket",
+    )
 
     def __init__(
         self,
@@ -91,11 +105,11 @@ class RequestSequence(QueuedSequence):
         step_bytes: int,
         divisible: bool,
         session: Session | None = None,
+        initial_state: State | None = None,
     ) -> None:
         request = ticket.request
-        super().__init__(
-            steps, request.deadline, request.priority, divisible=divisible, stateful=session is not None, share=request.share
-        )
+        stateful = session is not None or request.has_states
+        super().__init__(steps, request.deadline, request.priority, divisible=divisible, stateful=stateful, share=request.share)
         self.ticket = ticket
         self.data = data
         self.step_bytes = step_bytes
@@ -105,11 +119,14 @@ class RequestSequence(QueuedSequence):
         self.launched = 0
         self.finished = 0
         self.results: list[ChunkResult] = []
+        self.initial_state = initial_state
+        self.final_state: bytes | None = None
 
     @property
     def keeps_state(self) -> bool:
-        """Whether its session continues after it."""
-        return self.session is not None and not self.ticket.request.session_ends
+        """Whether its state is needed after it: for its session, or for the answer."""
+        request = self.ticket.request
+        return request.returns.state or (self.session is not None and not request.session_ends)
 
     def take_bytes(self, steps: int) -> memoryview:
         """Remove and return the data of the next `steps` steps."""
@@ -167,6 +184,10 @@ class Ticket:
             shapes[name] = (sum([len(array) for array in arrays]), *arrays[0].shape[1:])
             data += [array.tobytes() for array in arrays]
         steps = [sequence.steps for sequence in self.sequences]
+        states = [sequence.final_state for sequence in self.sequences if sequence.final_state is not None]
+        if states:
+            shapes["state"] = len(states), len(states[0]) // FLOAT_BYTES
+            data += states
         self._reply(Answer(**shapes, steps=steps, session_steps=session_steps, ready=ready), data)
         self._end()
 

@@ -11,6 +11,7 @@ import torch
 
 from service.engine.batch import Batch
 from service.engine.batching.session_state import State
+from service.engine.batching.state_slots import ZERO_SLOT
 from service.engine.execution.cost_model import NEWEST, Correction, Cost
 from service.engine.execution.cuda_graph_runner import CudaGraphRunner
 from service.engine.execution.device import (
@@ -195,6 +196,17 @@ class DeviceEngine:
         except RuntimeError as error:
             raise_if_lost(self.device, error)
             raise
+
+    def state_vector(self, key: ModelKey, slot: int) -> bytes:
+        try:
+            return self._runners[key].encoder.state_vector(slot).numpy().tobytes()
+        except RuntimeError as error:
+            raise_if_lost(self.device, error)
+            raise
+
+    def state_from(self, key: ModelKey, vector: bytes | memoryview) -> State:
+        numbers = torch.frombuffer(bytearray(vector), dtype=torch.float32)
+        return self._runners[key].encoder.state_from(numbers, ZERO_SLOT)
 
     # Batches.
 

@@ -33,7 +33,7 @@ class ModelRunner:
         """slots: state slots that sequences may own. in_flight: how many batches may be staged or running at once."""
         shape = encoder.spec.input
         self.encoder = encoder
-        if encoder.streams:
+        if encoder.streams or encoder.spec.states:
             encoder.allocate_states(FIRST_SLOT + slots)
         tokens = max(max_batch_tokens, shape.max_steps)
         self._staging = Staging(max_batch_sequences, tokens, shape.features, encoder.device, in_flight)

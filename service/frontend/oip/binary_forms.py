@@ -20,6 +20,7 @@ from service.frontend.oip import metadata, parameters
 from service.frontend.oip.inputs import ID_BYTES, InputTensors
 from service.frontend.oip.json import ParsedRequest
 from service.frontend.oip.tensors import BYTES, Tensor, decode
+from service.frontend.validation import PackedInputs
 from service.ipc.messages import FEATURES
 from service.modeling.spec import ClassifyHead, EmbedHead, RegressHead
 from service.settings import Settings
@@ -70,7 +71,7 @@ class BinaryForm:
         """Return whether the response is known except for an engine's answer, which it has as it is."""
         return self.response is not None and len(data) == self.response_size
 
-    def pack(self, values: bytes | memoryview) -> tuple[list[int], bytes | memoryview] | None:
+    def pack(self, values: bytes | memoryview) -> PackedInputs | None:
         """Return the steps of each sequence and the engine's tensor bytes, or None for values that the model does not take.
 
         Raises InvalidInput or TooLarge for a text.
@@ -82,7 +83,7 @@ class BinaryForm:
                 valid = self._largest_id(values) < (self.model.spec.input.vocabulary or 0)
             case _:
                 valid = bool(np.isfinite(np.frombuffer(values, FEATURES)).all())
-        return (self.lengths, values) if valid else None
+        return PackedInputs(self.lengths, values) if valid else None
 
     def decode(self, values: bytes | memoryview) -> InputTensors:
         """Return the tensors with their values."""
@@ -100,7 +101,7 @@ class BinaryForm:
             return largest
         return int(np.frombuffer(values, "<u4").max())
 
-    def _tokenize(self, values: bytes | memoryview) -> tuple[list[int], bytes | memoryview] | None:
+    def _tokenize(self, values: bytes | memoryview) -> PackedInputs | None:
         try:
             text = bytes(values[_LENGTH.size :]).decode()
         except UnicodeDecodeError:
@@ -109,7 +110,7 @@ class BinaryForm:
         ids = validation.tokenize(text, name, self.model)
         steps = len(ids) // ID_BYTES
         validation.check_steps(steps, name, self.model)
-        return [steps], ids
+        return PackedInputs([steps], ids)
 
 
 class BinaryForms:

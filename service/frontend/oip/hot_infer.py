@@ -83,10 +83,10 @@ class HotOipInfer(HotEndpoint):
         if form is not None:
             packed = form.pack(context.values)
             if packed is not None:
-                return validation.engine_request(packed[0], form.options, model, arrived), packed[1]
+                return validation.engine_request(packed, form.options, model, arrived), packed[1]
             tensors = form.decode(context.values)  # for the error that names the wrong value
         request, data = build_request(context.parsed.request, tensors, parsed.session, model, settings, arrived)
-        if context.key is not None:
+        if context.key is not None and not request.has_states:
             self._forms.remember(context.key, context.parsed, model, request.lengths)
         return request, data
 

@@ -7,6 +7,7 @@ import math
 import time
 from functools import partial
 
+from service.errors import InvalidInput
 from service.frontend import head_outputs, inference, validation
 from service.frontend.catalog import ServedModel
 from service.frontend.inference import Frontend, TrackedRequest
@@ -88,7 +89,12 @@ def engine_request(
     outputs.check_classes(request.outputs, model.spec, len(packed.lengths))
     if options.session is not None:
         validation.check_single_input(len(packed.lengths), "parameters.sequence_id")
-    return validation.engine_request(packed.lengths, options, model, arrived), packed.data
+    message = validation.engine_request(packed, options, model, arrived)
+    if options.session is not None and message.has_states:
+        raise InvalidInput(
+            "a sequence keeps its state itself: leave its states out, or sequence_id", field="parameters.sequence_id"
+        )
+    return message, packed.data
 
 
 def build_response(

@@ -7,7 +7,7 @@ end to end and come with `offsets`. Padding is removed here.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -18,7 +18,7 @@ from service.errors import InvalidInput
 from service.frontend import validation
 from service.frontend.catalog import ServedModel
 from service.frontend.oip import metadata
-from service.frontend.oip.metadata import LENGTHS, OFFSETS
+from service.frontend.oip.metadata import LENGTHS, OFFSETS, STATE
 from service.frontend.oip.tensors import BYTES, Tensor, tensor_error
 from service.frontend.validation import PackedInputs
 from service.settings import Settings
@@ -55,6 +55,11 @@ class InputTensors:
     def pack(self, model: ServedModel, settings: Settings) -> PackedInputs:
         """Validate the inputs and return their sequences; raises InvalidInput or TooLarge with the name of the invalid input."""
         self._check_names(model)
+        packed = self._pack_values(model, settings)
+        states = {name: tensor for name, tensor in self._tensors.items() if name.startswith(STATE)}
+        return _with_states(packed, states, model) if states else packed
+
+    def _pack_values(self, model: ServedModel, settings: Settings) -> PackedInputs:
         values = self._tensors[self.values_name]
         lengths, offsets = self._tensors.get(LENGTHS), self._tensors.get(OFFSETS)
         if lengths is not None and offsets is not None:
@@ -80,14 +85,14 @@ class InputTensors:
 
     def _check_names(self, model: ServedModel) -> None:
         """Raise InvalidInput unless the model takes these inputs and datatypes, and exactly one input holds the values."""
-        known = [tensor.name for tensor in metadata.inputs(model.spec)]
+        known = [tensor.name for tensor in (*metadata.inputs(model.spec), *metadata.state_tensors(model.spec))]
         for name, tensor in self._tensors.items():
             if name not in known:
                 raise tensor_error(name, f"is not an input of {model.spec.name}: its inputs are {', '.join(known)}")
-            accepted = ACCEPTED_DATATYPES.get(name, INTEGERS)
+            accepted = ACCEPTED_DATATYPES.get("inputs" if name.startswith(STATE) else name, INTEGERS)
             if tensor.datatype not in accepted:
                 raise tensor_error(name, f"is {tensor.datatype}: send it as {' or '.join(accepted)}")
-        choices = [name for name in known if name not in (LENGTHS, OFFSETS)]
+        choices = [name for name in known if name not in (LENGTHS, OFFSETS) and not name.startswith(STATE)]
         present = [name for name in choices if name in self._tensors]
         if not present:
             raise tensor_error(choices[0], f"is missing: {model.spec.name} requires {' or '.join(choices)}")
@@ -105,6 +110,19 @@ class InputTensors:
             sequences.append(validation.tokenize(_decode_utf8(element, field), field, model))
             validation.check_steps(len(sequences[-1]) // ID_BYTES, field, model)
         return PackedInputs([len(ids) // ID_BYTES for ids in sequences], b"".join(sequences))
+
+
+def _with_states(packed: PackedInputs, tensors: Mapping[str, Tensor], model: ServedModel) -> PackedInputs:
+    """Add the states from which the sequences start; raises InvalidInput for a tensor without a line for each sequence."""
+    count = len(packed.lengths)
+    states: list[dict[str, Array]] = [{} for _ in range(count)]
+    for name, tensor in tensors.items():
+        assert not isinstance(tensor.values, list)
+        if tensor.values.ndim != 2 or len(tensor.values) != count:
+            raise tensor_error(name, f"has the shape {list(tensor.shape)}: send one line for each of the {count} sequences")
+        for state, line in zip(states, tensor.values, strict=True):
+            state[name.removeprefix(STATE)] = line
+    return validation.with_states(packed, states, "states", model)
 
 
 def _with_sequence_dimension(values: Tensor, model: ServedModel) -> Array:

@@ -29,6 +29,8 @@ PLATFORM = "seqserve"
 UNSUPPORTED_EXTENSION = "shared memory, trace settings and log settings are not supported: send tensors with the request"
 """The error message for extensions of Triton that this service does not have."""
 LENGTHS, OFFSETS = "lengths", "offsets"
+STATE = "state."
+"""Prefix of the tensors of the states of recurrent layers: inputs to start from them, outputs to get them."""
 VERSION_POLICY = "version_policy"
 
 
@@ -83,6 +85,14 @@ def outputs(spec: ModelSpec) -> list[TensorMetadata]:
         layout = [TensorMetadata(LENGTHS, "INT32", (1,)), TensorMetadata(OFFSETS, "INT32", (-1,))]
         extra += [TensorMetadata("sequence", "FP32", (-1, spec.output_width)), *layout]
     return [*head, *(tensor for tensor in extra if tensor not in head)]
+
+
+def state_tensors(spec: ModelSpec) -> list[TensorMetadata]:
+    """Return the tensors of a model's states. A request may send them as inputs and ask for them as outputs.
+
+    They are not part of the metadata: some clients ask for every output that it lists.
+    """
+    return [TensorMetadata(f"{STATE}{name}", "FP32", (width,)) for name, width in spec.states.items()]
 
 
 def head_outputs(spec: ModelSpec) -> list[TensorMetadata]:

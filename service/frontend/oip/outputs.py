@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.errors import InvalidInput, TooLarge
-from service.frontend.head_outputs import json_numbers
+from service.frontend.head_outputs import json_numbers, split_state
 from service.frontend.oip import metadata
 from service.frontend.oip.limits import MAX_CLASSES
-from service.frontend.oip.metadata import LENGTHS, OFFSETS
+from service.frontend.oip.metadata import LENGTHS, OFFSETS, STATE, state_tensors
 from service.frontend.oip.tensors import BYTES, Tensor
 from service.frontend.oip.types import RequestedOutput
 from service.frontend.quoting import quote
@@ -38,7 +38,7 @@ def check_requested(outputs: Sequence[RequestedOutput], spec: ModelSpec) -> None
     if not outputs:
         return
     names = [output.name for output in outputs]
-    known = [tensor.name for tensor in metadata.outputs(spec)]
+    known = [tensor.name for tensor in (*metadata.outputs(spec), *state_tensors(spec))]
     for index, output in enumerate(outputs):
         if output.name not in known:
             raise _outputs_error(f"{quote(output.name)} is not an output of {spec.name}: its outputs are {', '.join(known)}")
@@ -114,11 +114,14 @@ class _AnswerTensors:
 
     def __init__(self, spec: ModelSpec, arrays: list[Array], layout: _SequenceLayout) -> None:
         self._head = spec.head
-        self._scores, self._picks, self._embedding, self._sequence = arrays
+        self._scores, self._picks, self._embedding, self._sequence, state = arrays
+        self._states = split_state(spec, state) if state.size else {}
         self._layout = layout
 
     def tensor(self, name: str) -> Tensor:
         """Return an output by its name."""
+        if name.startswith(STATE):
+            return _numbers(name, self._states[name.removeprefix(STATE)])
         match name, self._head:
             case "label", ClassifyHead(labels=labels):
                 best = self._scores.argmax(axis=1)[:, None]

@@ -50,8 +50,14 @@ class InferBody(JsonBody):
     """One sequence each: a string, a list of token ids, or a list of steps with a list of floats each, depending on the model."""
     version: StrictStr | Annotated[int, Field(strict=True)] | None = None
     """Version of the model; the newest by default."""
-    returns: Annotated[list[Literal["embedding", "sequence"]], Field(max_length=MAX_RETURNS)] = Field([], alias="return")
-    """Adds vectors to each output: the pooled vector (embedding) or the vector of every step (sequence)."""
+    returns: Annotated[list[Literal["embedding", "sequence", "state"]], Field(max_length=MAX_RETURNS)] = Field(
+        [], alias="return"
+    )
+    """Adds vectors to each output: the pooled vector (embedding), the vector of every step (sequence), or the states of the recurrent
+    layers after the sequence (state)."""
+    states: list[dict[StrictStr, Any]] | None = None
+    """The states from which the sequences start, one object for each input, as the outputs have them with state in return. A sequence
+    starts as usual from the states that its object lacks."""
     session: SessionId | None = None
     """Id of a session. The request then has one input, the session's next chunk, and the output covers all steps so far."""
     start: StrictBool | None = None
@@ -182,6 +188,8 @@ def engine_request(
     body: InferBody, packed: PackedInputs, model: ServedModel, settings: Settings, arrived: float
 ) -> tuple[messages.Request, bytes | memoryview]:
     """Return the engine's request and its tensor bytes; raises InvalidInput."""
+    if body.states is not None:
+        packed = validation.with_states(packed, body.states, "states", model)
     options = validation.Options(
         returns=check_returns(body.returns, model.spec),
         deadline_ms=validation.resolve_deadline_ms(body.deadline_ms, settings),
@@ -191,13 +199,14 @@ def engine_request(
         session_ends=body.end,
         exact_version=body.version is not None,
     )
-    return validation.engine_request(packed.lengths, options, model, arrived), packed.data
+    return validation.engine_request(packed, options, model, arrived), packed.data
 
 
 def check_returns(returns: Sequence[str], spec: ModelSpec) -> messages.Returns:
     """Validate `return`. Raises InvalidInput for vectors that the model does not have."""
+    has = {"embedding": spec.has_embedding, "sequence": spec.has_steps, "state": bool(spec.states)}
     for name in returns:
-        if not (spec.has_embedding if name == "embedding" else spec.has_steps):
+        if not has[name]:
             raise InvalidInput(f"{spec.name} has no {name} to return: leave {name} out of return", field="return")
     return validation.requested_returns(returns, spec)
 
@@ -206,6 +215,10 @@ def _check_session_fields(body: InferBody) -> None:
     """Raise InvalidInput for several inputs to one session, or for a field that requires a session without one."""
     if body.session is not None:
         validation.check_single_input(len(body.inputs))
+        if body.states is not None or "state" in body.returns:
+            raise InvalidInput(
+                "a session keeps its state itself: leave out states and the state in return, or session", field="states"
+            )
         return
     for field, present in (("start", body.start is not None), ("end", "end" in body.model_fields_set)):
         if present:
@@ -234,7 +247,7 @@ class HotInfer(HotEndpoint):
 
     def build(self, parsed: Parsed, model: ServedModel, arrived: float) -> tuple[messages.Request, bytes | memoryview]:
         fields: InferFields = parsed.context
-        lengths, data = validation.pack_inputs(fields.inputs, self.field_of, model, self.frontend.settings)
+        packed = validation.pack_inputs(fields.inputs, self.field_of, model, self.frontend.settings)
         options = validation.Options(
             returns=check_returns(fields.returns, model.spec),
             deadline_ms=validation.resolve_deadline_ms(fields.deadline_ms, self.frontend.settings),
@@ -244,7 +257,7 @@ class HotInfer(HotEndpoint):
             session_ends=fields.end is True,
             exact_version=fields.version is not None,
         )
-        return validation.engine_request(lengths, options, model, arrived), data
+        return validation.engine_request(packed, options, model, arrived), packed.data
 
     def write(self, model: ServedModel, answers: list[AnsweredCall]) -> list[Reply | ServiceError]:
         together = model.writer.write_all([(answer, data) for _, answer, data in answers])

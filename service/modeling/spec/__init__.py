@@ -13,6 +13,7 @@ import hashlib
 import re
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -199,6 +200,23 @@ class ModelSpec(Table):
         for layer in reversed(self.layers):
             steps = layer.steps_for(steps)
         return steps
+
+    @property
+    def states(self) -> dict[str, int]:
+        """The states of the recurrent layers by name, such as `layers.1.0.forward.hidden`, and their widths.
+
+        Requests may bring them and ask for them. Empty for a model without recurrent layers, and with a QRNN whose window has several
+        steps.
+        """
+        widths: dict[str, int] = {}
+        for index, layer in enumerate(self.layers):
+            if not isinstance(layer, RecurrentLayer):
+                continue
+            if layer.states is None:
+                return {}
+            for level, direction, (array, width) in product(range(layer.depth), layer.directions, layer.states.items()):
+                widths[f"layers.{index}.{level}.{direction}.{array}"] = width
+        return widths
 
     @property
     def pools(self) -> tuple[str, ...]:

@@ -68,6 +68,11 @@ class RecurrentLayer(LayerTable):
             inputs = self.outputs
         return shapes
 
+    @property
+    def states(self) -> dict[str, int] | None:
+        """The arrays of the state of one level in one direction and their widths, or None if the state has more than vectors."""
+        return {"hidden": self.hidden}
+
     def weights(self, inputs: int) -> Shapes:
         """Return the name and shape of each tensor of one level in one direction."""
         raise NotImplementedError
@@ -143,6 +148,10 @@ class LSTMLayer(GatedLayer):
     def vector(self) -> int:
         return self.projection or self.hidden
 
+    @property
+    def states(self) -> dict[str, int]:
+        return {"hidden": self.vector, "cell": self.hidden}
+
     def weights(self, inputs: int) -> Shapes:
         shapes = self.gated_weights(inputs, 4)
         shapes |= {"peephole": (3 * self.hidden,)} if self.peepholes else {}
@@ -185,6 +194,10 @@ class SRULayer(RecurrentLayer):
     projection: Size | None = None
     layer_norm: Literal["none", "before", "after"] = "none"
 
+    @property
+    def states(self) -> dict[str, int]:
+        return {"cell": self.hidden}
+
     def projected(self, inputs: int) -> int | None:
         """Return the width of the projection of a level with `inputs` inputs, or None if it has none."""
         return self.projection if self.projection is not None and self.projection < min(inputs, self.outputs) else None
@@ -210,6 +223,10 @@ class QRNNLayer(RecurrentLayer):
     kind: Literal["qrnn"]
     window: Size = 1
     pooling: Literal["f", "fo", "ifo"] = "fo"
+
+    @property
+    def states(self) -> dict[str, int] | None:
+        return {"cell": self.hidden} if self.window == 1 else None
 
     def weights(self, inputs: int) -> Shapes:
         blocks = QRNN_BLOCKS[self.pooling] * self.hidden

@@ -53,6 +53,7 @@ def request(
     starts: bool | None = None,
     ends: bool = False,
     exactly: bool = True,
+    initial: bool = False,
 ) -> Request:
     return Request(
         model.name,
@@ -65,6 +66,7 @@ def request(
         session=session,
         session_starts=starts,
         session_ends=ends,
+        initial=initial,
         generation=model.generation,
         exactly=exactly,
     )

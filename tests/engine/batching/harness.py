@@ -68,7 +68,7 @@ class FakeEngine:
         return next((key for key in self.served if key.labels == (name, version)), None)
 
     def spec(self, key: ModelKey) -> Any:
-        return SimpleNamespace(sha256={"weights.safetensors": "abc"})
+        return SimpleNamespace(sha256={"weights.safetensors": "abc"}, states={"sum": 2})
 
     def streams(self, key: ModelKey) -> bool:
         return key == MODEL
@@ -90,6 +90,12 @@ class FakeEngine:
 
     def restore(self, key: ModelKey, slot: int, state: State) -> None:
         self.states[key][slot] = state["sum"].tolist()
+
+    def state_vector(self, key: ModelKey, slot: int) -> bytes:
+        return np.array(self.states[key][slot], FEATURES).tobytes()
+
+    def state_from(self, key: ModelKey, vector: bytes | memoryview) -> State:
+        return {"sum": torch.tensor(np.frombuffer(vector, FEATURES).tolist())}
 
     def runs(self, key: ModelKey) -> bool:
         return False

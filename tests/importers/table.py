@@ -1,0 +1,48 @@
+"""The table of what imports and what is refused, in docs/imported-layers.md. Each of its lines is a test.
+
+`python -m tests.importers.table` writes the page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "imported-layers.md"
+SOURCES = {"onnx": "ONNX"}
+"""Packages of tests by the name of their source. `cases.TABLE` of each is a sequence of lines."""
+OPENING = """\
+# What imports
+
+Each line is tested: the model that `seqserve import` writes computes the same as its source, or the checkpoint is refused with a message
+that has the words in the last column. [importing.md](importing.md) says how to import. `python -m tests.importers.table` writes this page.
+"""
+
+
+@dataclass(frozen=True)
+class Line:
+    """part: a layer or an operator of the source; option: what is special about it; refused: words of the refusal, or empty."""
+
+    part: str
+    option: str
+    refused: str = ""
+
+
+def page() -> str:
+    """Return the content of the page."""
+    return "\n".join([OPENING, *(line for package, title in SOURCES.items() for line in _section(package, title))])
+
+
+def _section(package: str, title: str) -> Iterator[str]:
+    yield f"## {title}\n"
+    yield "| part | option | |\n|---|---|---|"
+    for line in import_module(f"tests.importers.{package}.cases").TABLE:
+        outcome = f"refused: {line.refused}" if line.refused else "imports"
+        yield f"| {line.part} | {line.option.replace('|', chr(92) + '|')} | {outcome} |"
+    yield ""
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
