@@ -378,7 +378,7 @@ class Batcher:
         """Answer a request. sequence: the last of the request, and the only one of a session's chunk."""
         ticket, session = sequence.ticket, sequence.session
         # The answer first: if it raises an exception, the session keeps its state.
-        ticket.answer(ready, 0 if session is None else session.steps + sequence.steps)
+        ticket.answer(ready, sequence.session_steps)
         if session is not None:
             self.sessions.advance(session, sequence)
         self._metrics.sequences.add(*ticket.key.labels, by=len(ticket.request.lengths))

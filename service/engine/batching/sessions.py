@@ -103,7 +103,7 @@ class Sessions:
         """Return the session that a chunk starts or continues; raises ServiceError. again: another engine ended while it had the chunk."""
         id = request.session
         assert id is not None
-        if request.session_starts and (old := self._table.find(id)) is not None:
+        if request.session_starts and (old := self._table.find(id)) is not None and (old.ending or old.key != request.key):
             self._end(old, "restarted")
         return self._table.resume(request, again) or self._table.open(id, request.key, request.session_limit)
 
@@ -115,7 +115,9 @@ class Sessions:
 
     def advance(self, session: Session, chunk: RequestSequence) -> None:
         """Keep the state of a chunk that has been answered."""
-        session.steps += chunk.steps
+        if chunk.restarts and session.steps:
+            self._metrics.sessions_ended.add("restarted")
+        session.steps = chunk.session_steps
         session.chunks.popleft()
         if not chunk.keeps_state:
             self._states.release(chunk)

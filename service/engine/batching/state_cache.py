@@ -135,6 +135,8 @@ class StateCache:
         """Return the slot from which a sequence continues, None at its beginning."""
         if not first:
             return sequence.slot
+        if sequence.restarts:
+            return None
         if sequence.session is None:
             state = sequence.initial_state
             return None if state is None else self._restored(slots, sequence.ticket.key, state)

@@ -123,6 +123,18 @@ class RequestSequence(QueuedSequence):
         self.final_state: bytes | None = None
 
     @property
+    def restarts(self) -> bool:
+        """Whether it begins its session again. The session keeps its earlier state until this chunk is answered."""
+        return self.session is not None and self.ticket.request.session_starts is True
+
+    @property
+    def session_steps(self) -> int:
+        """The steps of its session after it."""
+        if self.session is None:
+            return 0
+        return self.steps if self.restarts else self.session.steps + self.steps
+
+    @property
     def keeps_state(self) -> bool:
         """Whether its state is needed after it: for its session, or for the answer."""
         request = self.ticket.request

@@ -117,6 +117,34 @@ def test_start_restarts_an_open_session() -> None:
     assert counted(harness.metrics.sessions_ended) == {"restarted": 1}
 
 
+def test_restart_waits_for_the_chunks_before_it() -> None:
+    harness = BatcherHarness()
+    clients = [harness.call([value], session="a", starts=starts) for value, starts in ((1, None), (2, None), (5, True), (6, None))]
+    harness.run()
+    assert [progress(client) for client in clients] == [(1, 1), (3, 2), (5, 1), (11, 2)]
+    assert used_slots(harness) == 1
+
+
+def test_refused_restart_leaves_the_session_as_it_was() -> None:
+    harness = BatcherHarness()
+    send(harness, 1)
+    assert refused(send(harness, POISON, starts=True)) is InferenceFailed
+    cancelled = harness.call([5], session="a", starts=True)
+    harness.disconnect(cancelled)
+    harness.run()
+    assert progress(send(harness, 2, starts=False)) == (3, 2)
+    assert not counted(harness.metrics.sessions_ended) and used_slots(harness) == 1
+
+
+def test_restart_begins_at_zero_when_the_state_is_on_the_host() -> None:
+    harness = BatcherHarness(engine=FakeEngine(slots=1))
+    send(harness, 1)
+    send(harness, 7, session="b")
+    assert progress(send(harness, 5, starts=True)) == (5, 1)
+    assert progress(send(harness, 1, session="b")) == (8, 2)
+    assert progress(send(harness, 1)) == (6, 2)
+
+
 def test_resume_of_an_unknown_session_fails() -> None:
     harness = BatcherHarness()
     assert refused(send(harness, 1, starts=False)) is UnknownSession
