@@ -93,16 +93,31 @@ def assert_alike(actual: Any, shown: Any) -> None:
 
 
 @pytest.mark.parametrize(("name", "code"), PROGRAMS, ids=[name for name, _ in PROGRAMS])
-def test_program_prints_what_the_page_shows(name: str, code: str, embedded: Server) -> None:
+def test_program_prints_what_the_page_shows(name: str, code: str, embedded: Server, tmp_path: Path) -> None:
     address = embedded.address.removeprefix("http://")
     program = code.replace("127.0.0.1:8000", address).replace("127.0.0.1:8001", embedded.grpc)
     printed = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300, check=True
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True
     ).stdout.strip()
     shown = re.search(r"  # (.+)\n$", code)
     assert printed
     if shown:
         assert printed.splitlines()[-1] == shown[1]
+
+
+def test_checkpoint_of_the_page_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = PAGES["docs/importing.md"]
+    [code] = [code for name, code in PROGRAMS if name == "docs/importing.md"]
+    command = re.search(r"^seqserve (import .+)$", page, re.MULTILINE)
+    assert command
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, timeout=300, check=True)
+    monkeypatch.chdir(tmp_path)
+    assert main(command[1].split()) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"^.*logits.*$", printed, re.MULTILINE) and "is complete" in printed
+    assert (tmp_path / "my-models" / "sentiment" / "1" / "card.md").exists()
 
 
 def test_stream_ends_with_the_reply_of_the_whole_sequence(embedded: Server) -> None:
