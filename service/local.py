@@ -21,7 +21,7 @@ from service.ipc.messages import Answer
 from service.log import Log
 from service.metrics import Metrics
 from service.modeling import spec
-from service.modeling.array_run import run_arrays
+from service.modeling.array_run import check_names, run_arrays
 from service.modeling.encoder import Encoder
 from service.modeling.npz import Array, read_npz, write_npz
 from service.modeling.store import read_arrays
@@ -63,7 +63,8 @@ def infer(settings: Settings, name: str, texts: list[str]) -> list[dict[str, Any
 def infer_arrays(settings: Settings, model: str, npz: Path, out: Path) -> dict[str, Array]:
     """Run a model on the arrays of a file, write every output to `out` and return them; raises ModelError.
 
-    model: the name of a model in the models folder, or a version folder. `service.modeling.array_run` describes the arrays.
+    model: the name of a model in the models folder, or a version folder. `service.modeling.array_run` describes the arrays. Expected
+    outputs, which the file of `seqserve import --check` has beside the inputs, are not read.
     """
     folder = Path(model)
     if not (folder / spec.MODEL).is_file():
@@ -77,7 +78,9 @@ def infer_arrays(settings: Settings, model: str, npz: Path, out: Path) -> dict[s
         description, read_arrays(folder, description), build.named_device(settings.devices[0]), settings.fold_limit_bytes
     )
     tokenizer = Tokenizer.read(folder, description) if description.input.kind == "text" else None
-    outputs = run_arrays(encoder, read_npz(npz), tokenizer)
+    arrays = read_npz(npz)
+    outputs = run_arrays(encoder, arrays, tokenizer)
+    check_names(description, arrays, outputs)
     write_npz(out, outputs)
     return outputs
 

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from service.importers.draft import ImportRefused
-from service.modeling.array_run import STATE, run_arrays
+from service.modeling.array_run import FINAL, MAIN, SEQUENCES, STATE, run_arrays
 from service.modeling.encoder import Encoder
 from service.modeling.npz import Array
 from service.modeling.tokenizer import Tokenizer
 
-INPUTS = ("ids", "inputs", "text", "lengths", "offsets")
-MAIN = {
+MAIN_OUTPUTS = {
     "classify": "scores",
     "regress": "value",
     "tag": "probabilities",
@@ -43,7 +42,7 @@ def differences(encoder: Encoder, arrays: Mapping[str, Array], tokenizer: Tokeni
     """
     outputs = run_arrays(encoder, arrays, tokenizer)
     expected = {
-        _name(encoder, name): array for name, array in arrays.items() if name not in INPUTS and not name.startswith(STATE)
+        _name(encoder, name): array for name, array in arrays.items() if name not in SEQUENCES and not name.startswith(STATE)
     }
     if not expected:
         raise ImportRefused(f"the file has no expected outputs: add any of {', '.join(outputs)}")
@@ -51,9 +50,9 @@ def differences(encoder: Encoder, arrays: Mapping[str, Array], tokenizer: Tokeni
 
 
 def _name(encoder: Encoder, name: str) -> str:
-    if name.startswith("final."):
-        return STATE + name.removeprefix("final.")
-    return MAIN.get(encoder.spec.head.kind, name) if name == "output" else name
+    if name.startswith(FINAL):
+        return STATE + name.removeprefix(FINAL)
+    return MAIN_OUTPUTS.get(encoder.spec.head.kind, name) if name == MAIN else name
 
 
 def _difference(name: str, outputs: Mapping[str, Array], expected: Array, arrays: Mapping[str, Array]) -> Difference:
@@ -68,5 +67,6 @@ def _difference(name: str, outputs: Mapping[str, Array], expected: Array, arrays
         raise ImportRefused(f"the output {name!r} has values in the file that are not finite")
     error = np.abs(actual - wanted)
     if "lengths" in arrays and name in ("sequence", "probabilities") and error.ndim > 2:
-        error = error[np.arange(error.shape[1]) < arrays["lengths"][:, None]]
+        lengths = np.diff(outputs["offsets"]) if "offsets" in outputs else arrays["lengths"]
+        error = error[np.arange(error.shape[1]) < lengths[:, None]]
     return Difference(name, float(error.max(initial=0.0)), float(error.mean()) if error.size else 0.0, error.size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -18,8 +18,12 @@ from service.modeling.tokenizer import Tokenizer
 
 INPUTS = {"text": "text", "ids": "ids", "features": "inputs"}
 """The name of a model's input by its kind."""
-STATE = "state."
-"""Prefix of the names of states."""
+SEQUENCES = ("ids", "inputs", "text", "lengths", "offsets")
+"""The names of the arrays that hold the sequences."""
+STATE, FINAL = "state.", "final."
+"""Prefixes of the names of states: initial ones in a file of inputs, final ones among expected outputs."""
+MAIN = "output"
+"""The name of the main output of the head among expected outputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +44,13 @@ class Batch:
         if self.padded is None:
             return packed
         lengths = np.diff(self.offsets)
-        steps = max(self.padded, int(lengths.max(initial=0)))
-        padded = np.zeros((len(lengths), steps, *packed.shape[1:]), packed.dtype)
-        padded[np.arange(steps) < lengths[:, None]] = packed
+        padded = np.zeros((len(lengths), self.padded, *packed.shape[1:]), packed.dtype)
+        padded[np.arange(self.padded) < lengths[:, None]] = packed
         return padded
+
+    def with_offsets(self, offsets: Array) -> Batch:
+        """Return the form of outputs that have other numbers of steps. Padded ones are as long as the longest."""
+        return replace(self, offsets=offsets, padded=None if self.padded is None else int(np.diff(offsets).max(initial=0)))
 
 
 def run_arrays(encoder: Encoder, arrays: Mapping[str, Array], tokenizer: Tokenizer | None = None) -> dict[str, Array]:
@@ -51,11 +58,11 @@ def run_arrays(encoder: Encoder, arrays: Mapping[str, Array], tokenizer: Tokeniz
 
     arrays: `ids` (sequences, steps) or `inputs` (sequences, steps, features), with `lengths` (sequences,) where they differ, or packed end
     to end with `offsets` (sequences + 1,); or `text` (sequences,). Names that start with `state.` are initial states, as in the result.
-    Other names are ignored.
+    Other arrays are not read.
 
     Returns `logits`, and `scores`, `value`, `probabilities`, `embedding` and `sequence` as far as the head has them, `offsets` of packed
-    steps, and the final state of each recurrent layer and direction, such as `state.layers.1.0.forward.hidden` (sequences, width). Values
-    by step are in the form of the inputs. Raises ModelError for inputs that the model does not take.
+    steps and of steps whose number a layer changed, and the final state of each recurrent layer and direction, such as
+    `state.layers.1.0.forward.hidden` (sequences, width). Values by step are in the form of the inputs. Raises ModelError for inputs that the model does not take.
     """
     batch = read_batch(encoder.spec, arrays, tokenizer)
     x = Ragged(torch.from_numpy(batch.data).to(encoder.device), torch.from_numpy(batch.offsets).to(encoder.device))
@@ -67,71 +74,126 @@ def run_arrays(encoder: Encoder, arrays: Mapping[str, Array], tokenizer: Tokeniz
     outputs = _head_outputs(encoder, encoding.head_output.embedding, encoding.sequence)
     by_step = {"sequence", "logits", "probabilities"} if encoder.spec.head.kind in ("tag", "span") else {"sequence"}
     changed_steps = not torch.equal(encoding.offsets, x.offsets)
-    form = Batch(batch.data, encoding.offsets.cpu().numpy().astype(np.int64), batch.padded, {}) if changed_steps else batch
+    form = batch.with_offsets(encoding.offsets.cpu().numpy().astype(np.int64)) if changed_steps else batch
     result = {name: form.arranged(_array(values)) if name in by_step else _array(values) for name, values in outputs.items()}
     if batch.padded is None or changed_steps:
         result["offsets"] = form.offsets
     return result | {f"{STATE}{name}": _array(values) for name, values in states.items()}
 
 
+def check_names(spec: ModelSpec, arrays: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
+    """Raise ModelError for an array that is no input and no expected output: a misspelled name would change the result silently."""
+    known = {*SEQUENCES, MAIN, *outputs}
+    wrong = [name for name in arrays if name not in known and not name.startswith((STATE, FINAL))]
+    if wrong:
+        raise ModelError(
+            f"{wrong[0]!r} is neither an input nor an output of {spec.name}: the inputs are {', '.join(SEQUENCES)} and states, "
+            f"the outputs {', '.join(outputs)}"
+        )
+
+
 def read_batch(spec: ModelSpec, arrays: Mapping[str, Array], tokenizer: Tokenizer | None = None) -> Batch:
     """Return the sequences of a model's input; raises ModelError for arrays that are missing or do not fit together."""
-    name = INPUTS[spec.input.kind]
-    if name == "text" and "text" not in arrays:
-        name = "ids"
-    if name not in arrays:
-        raise ModelError(
-            f"the arrays {', '.join(sorted(arrays)) or '(none)'} have no {name!r}, which {spec.name} takes: add it"
-        )
-    values = arrays[name]
-    states = {key: np.ascontiguousarray(array, np.float32) for key, array in arrays.items() if key.startswith(STATE)}
+    name = _input_name(spec, arrays)
+    states = {key: _floats(key, array) for key, array in arrays.items() if key.startswith(STATE)}
     if name == "text":
-        if tokenizer is None or values.ndim != 1 or values.dtype.kind != "U":
-            raise ModelError("'text' must be one text for each sequence, and the model needs a tokenizer")
-        ids = [np.frombuffer(tokenizer.packed_ids(str(text), "text"), "<i4") for text in values]
-        return Batch(np.concatenate(ids) if ids else np.empty(0, np.int32), _offsets([len(row) for row in ids]), None, states)
-    dims = 1 if spec.input.features is None else 2
-    if dims == 2 and values.shape[-1:] != (spec.input.features,):
-        raise ModelError(f"{name!r} has the shape {values.shape}, and {spec.name} takes rows of {spec.input.features} numbers")
-    data, offsets, padded = _packed(name, values, arrays, dims)
-    if dims == 1:
-        _check_ids(spec, data)
-    return Batch(np.ascontiguousarray(data, np.int32 if dims == 1 else np.float32), offsets, padded, states)
+        data, offsets, padded = _tokenized(arrays, tokenizer)
+    else:
+        data, offsets, padded = _packed(name, arrays, 1 if spec.input.features is None else 2)
+    _check_steps(spec, np.diff(offsets))
+    if name == "inputs":
+        if data.shape[1] != spec.input.features:
+            raise ModelError(f"'inputs' has steps of {data.shape[1]} numbers, and {spec.name} takes {spec.input.features}")
+        return Batch(_floats(name, data), offsets, padded, states)
+    _check_ids(spec, name, data)
+    return Batch(np.ascontiguousarray(data, np.int32), offsets, padded, states)
 
 
-def _packed(name: str, values: Array, arrays: Mapping[str, Array], dims: int) -> tuple[Array, Array, int | None]:
+def _input_name(spec: ModelSpec, arrays: Mapping[str, Array]) -> str:
+    """Return the name of the array that has the sequences. A model of texts takes token ids as well."""
+    names = [INPUTS[spec.input.kind]] + (["ids"] if spec.input.kind == "text" else [])
+    given = [name for name in names if name in arrays]
+    if not given:
+        raise ModelError(
+            f"the arrays {', '.join(sorted(arrays)) or '(none)'} have no {names[0]!r}, which {spec.name} takes: add it"
+        )
+    if len(given) > 1 or {"lengths", "offsets"} <= arrays.keys():
+        both = given if len(given) > 1 else ["lengths", "offsets"]
+        raise ModelError(f"the arrays have both {both[0]!r} and {both[1]!r}: remove one of them")
+    return given[0]
+
+
+def _tokenized(arrays: Mapping[str, Array], tokenizer: Tokenizer | None) -> tuple[Array, Array, None]:
+    """Return the token ids of texts, packed end to end, and their offsets."""
+    values = arrays["text"]
+    if tokenizer is None or values.ndim != 1 or values.dtype.kind != "U":
+        raise ModelError("'text' must be one text for each sequence, and the model needs a tokenizer")
+    for name in ("lengths", "offsets"):
+        if name in arrays:
+            raise ModelError(f"'text' has whole texts, which have no {name!r}: remove it")
+    ids = [np.frombuffer(tokenizer.packed_ids(str(text), "text"), "<i4") for text in values]
+    return np.concatenate([np.empty(0, np.int32), *ids]), _offsets([len(row) for row in ids]), None
+
+
+def _packed(name: str, arrays: Mapping[str, Array], dims: int) -> tuple[Array, Array, int | None]:
     """Return the packed values, their offsets, and the steps of the padded form or None. dims: dimensions of packed values."""
+    values = arrays[name]
     if "offsets" in arrays:
-        offsets = arrays["offsets"].astype(np.int64)
-        if (
-            values.ndim != dims
-            or offsets.ndim != 1
-            or offsets[:1].tolist() != [0]
-            or offsets[-1] != len(values)
-            or (np.diff(offsets) < 0).any()
-        ):
+        offsets = _integers("offsets", arrays["offsets"])
+        if values.ndim != dims:
+            raise ModelError(f"{name!r} has the shape {values.shape}: with 'offsets', send (steps{', features' * (dims - 1)})")
+        ends = offsets.reshape(-1)[[0, -1]].tolist() if offsets.size else []
+        if offsets.ndim != 1 or ends != [0, len(values)] or (np.diff(offsets) < 0).any():
             raise ModelError(f"'offsets' must rise from 0 to the {len(values)} steps of {name!r}, packed end to end")
         return values, offsets, None
     if values.ndim != dims + 1:
-        raise ModelError(f"{name!r} has {values.ndim} dimensions: send (sequences, steps, ...) or packed steps with 'offsets'")
+        raise ModelError(
+            f"{name!r} has the shape {values.shape}: send (sequences, steps{', features' * (dims - 1)}), or packed steps with 'offsets'"
+        )
     sequences, steps = values.shape[:2]
-    lengths = arrays.get("lengths", np.full(sequences, steps)).astype(np.int64)
+    lengths = _integers("lengths", arrays["lengths"]) if "lengths" in arrays else np.full(sequences, steps)
     if lengths.shape != (sequences,) or (lengths < 0).any() or (lengths > steps).any():
         raise ModelError(f"'lengths' must be {sequences} numbers from 0 to {steps}, one for each sequence of {name!r}")
     return values[np.arange(steps) < lengths[:, None]], _offsets(lengths), steps
+
+
+def _integers(name: str, array: Array) -> Array:
+    if array.dtype.kind not in "iu":
+        raise ModelError(f"{name!r} has the dtype {array.dtype}: send integers")
+    return array.astype(np.int64)
+
+
+def _floats(name: str, array: Array) -> Array:
+    """Return numbers as float32; raises ModelError for text, and for numbers that float32 does not have."""
+    if array.dtype.kind not in "biuf":
+        raise ModelError(f"{name!r} has the dtype {array.dtype}: send numbers")
+    with np.errstate(over="ignore"):
+        floats = np.ascontiguousarray(array, np.float32)
+    if not np.isfinite(floats).all():
+        raise ModelError(f"{name!r} has numbers that are not finite in float32: remove them")
+    return floats
+
+
+def _check_steps(spec: ModelSpec, lengths: Array) -> None:
+    short = np.flatnonzero(lengths < spec.min_steps)
+    if len(short):
+        raise ModelError(
+            f"the sequence {short[0]} has {lengths[short[0]]} steps, and {spec.name} needs at least {spec.min_steps}: "
+            "send longer sequences"
+        )
 
 
 def _offsets(lengths: Sequence[int] | Array) -> Array:
     return np.concatenate(([0], np.cumsum(np.asarray(lengths, np.int64))))
 
 
-def _check_ids(spec: ModelSpec, ids: Array) -> None:
+def _check_ids(spec: ModelSpec, name: str, ids: Array) -> None:
     vocabulary = spec.input.vocabulary or 0
     if ids.dtype.kind not in "iu":
-        raise ModelError(f"'ids' has the dtype {ids.dtype}: send integers")
+        raise ModelError(f"{name!r} has the dtype {ids.dtype}: send integers")
     if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
         raise ModelError(
-            f"'ids' has ids from {ids.min()} to {ids.max()}, and the vocabulary of {spec.name} ends at {vocabulary - 1}"
+            f"{name!r} has ids from {ids.min()} to {ids.max()}, and the vocabulary of {spec.name} ends at {vocabulary - 1}"
         )
 
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import io
+import lzma
 import math
+import sys
+import tokenize
 import zipfile
-from collections.abc import Mapping
+import zlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +22,19 @@ from service.errors import ModelError
 Array = NDArray[Any]
 MAX_BYTES = 8 << 30
 """Most bytes of all arrays of a file together."""
+MAX_EXPANSION, FREE_BYTES = 200, 64 << 20
+"""How many times larger than its file the arrays may be, and the bytes up to which any expansion is accepted."""
 MAX_ARRAYS = 4096
 KINDS = "biufU"
 """Kinds of dtypes: booleans, integers, floating-point numbers and text."""
+HEADERS = {
+    (1, 0): npy.read_array_header_1_0,
+    (2, 0): npy.read_array_header_2_0,
+    (3, 0): npy.read_array_header_2_0,  # differs in the encoding of field names, which plain arrays do not have
+}
+"""The reader of the header of each version of the .npy format."""
+DAMAGED = (OSError, EOFError, zipfile.BadZipFile, NotImplementedError, RuntimeError, zlib.error, lzma.LZMAError)
+"""What zipfile raises for files that are damaged, encrypted or compressed in an unknown way."""
 
 
 def read_npz(file: Path) -> dict[str, Array]:
@@ -28,10 +42,9 @@ def read_npz(file: Path) -> dict[str, Array]:
     try:
         with zipfile.ZipFile(file) as archive:
             members = [member for member in archive.infolist() if member.filename.endswith(".npy")]
-            if len(members) > MAX_ARRAYS or sum(member.file_size for member in members) > MAX_BYTES:
-                raise ModelError(f"{file} has more than {MAX_ARRAYS} arrays or {MAX_BYTES >> 30} GiB: split it")
+            _check_sizes(file, members)
             return {member.filename.removesuffix(".npy"): _read(archive, member, file) for member in members}
-    except (OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
+    except DAMAGED as error:
         raise ModelError(f"{file} cannot be read as .npz: {error}") from error
 
 
@@ -44,20 +57,36 @@ def write_npz(file: Path, arrays: Mapping[str, Array]) -> None:
         raise ModelError(f"{file} cannot be written: {error.strerror}") from error
 
 
+def _check_sizes(file: Path, members: Sequence[zipfile.ZipInfo]) -> None:
+    """Raise ModelError for too many or too large arrays, before any is read."""
+    stored, whole = (sum(getattr(member, size) for member in members) for size in ("compress_size", "file_size"))
+    if len(members) > MAX_ARRAYS or whole > MAX_BYTES:
+        raise ModelError(f"{file} has more than {MAX_ARRAYS} arrays or {MAX_BYTES >> 30} GiB: split it")
+    if whole > FREE_BYTES + MAX_EXPANSION * stored:
+        raise ModelError(f"{file} has {stored} bytes that would expand to {whole}: write it with numpy.savez, uncompressed")
+    if len({member.filename for member in members}) < len(members):
+        raise ModelError(f"{file} has two arrays of one name: write it again")
+
+
 def _read(archive: zipfile.ZipFile, member: zipfile.ZipInfo, file: Path) -> Array:
     with archive.open(member) as opened:
         content = opened.read(member.file_size + 1)
     where = f"{file}: the array {member.filename.removesuffix('.npy')!r}"
     stream = io.BytesIO(content)
     try:
-        version = npy.read_magic(stream)
-        shape, _, dtype = (npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0)(stream)
-    except ValueError as error:
+        shape, _, dtype = HEADERS[npy.read_magic(stream)](stream)
+    except (ValueError, KeyError, SyntaxError, tokenize.TokenError) as error:
         raise ModelError(f"{where} is damaged: {error}") from error
     if dtype.kind not in KINDS:
         raise ModelError(f"{where} has the dtype {dtype}, which is not read: write numbers or text")
-    if math.prod(shape) * dtype.itemsize != len(content) - stream.tell():
-        raise ModelError(f"{where} is damaged: it has {len(content) - stream.tell()} bytes for the shape {shape}")
+    found = len(content) - stream.tell()
+    if min(shape, default=0) < 0 or not dtype.itemsize or math.prod(shape) * dtype.itemsize != found:
+        raise ModelError(f"{where} is damaged: it has {found} bytes for the shape {shape} of {dtype}")
     stream.seek(0)
-    array: Array = npy.read_array(stream, allow_pickle=False)
+    try:
+        array: Array = npy.read_array(stream, allow_pickle=False)
+    except ValueError as error:
+        raise ModelError(f"{where} is damaged: {error}") from error
+    if dtype.kind == "U" and (np.frombuffer(array.tobytes(), dtype.str[0] + "u4") > sys.maxunicode).any():
+        raise ModelError(f"{where} is damaged: it has characters that do not exist")
     return array
