@@ -62,7 +62,8 @@ def run_arrays(encoder: Encoder, arrays: Mapping[str, Array], tokenizer: Tokeniz
 
     Returns `logits`, and `scores`, `value`, `probabilities`, `embedding` and `sequence` as far as the head has them, `offsets` of packed
     steps and of steps whose number a layer changed, and the final state of each recurrent layer and direction, such as
-    `state.layers.1.0.forward.hidden` (sequences, width). Values by step are in the form of the inputs. Raises ModelError for inputs that the model does not take.
+    `state.layers.1.0.forward.hidden` (sequences, width). Values by step are in the form of the inputs.
+    Raises ModelError for inputs that the model does not take.
     """
     batch = read_batch(encoder.spec, arrays, tokenizer)
     x = Ragged(torch.from_numpy(batch.data).to(encoder.device), torch.from_numpy(batch.offsets).to(encoder.device))
