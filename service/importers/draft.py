@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,13 +32,27 @@ class Part:
     arrays: dict[str, Array] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Original:
+    """The source itself, run by its framework.
+
+    framework: its name and version; run: returns the first output for one sequence, (steps,) ids or (steps, features), and raises an
+    exception for a sequence that it does not take; steps: the only length that it takes, or None.
+    """
+
+    framework: str
+    run: Callable[[Array], Array]
+    steps: int | None = None
+
+
 @dataclass(slots=True)
 class Draft:
     """A model in the words of model.toml, with weights in float32.
 
     input, layers, head: as in model.toml, with the sizes that follow from the arrays. The head may be incomplete: a recipe completes it.
     used: source tensor -> what it became; unused: source tensors that no layer needed; notes: differences between the source and this
-    model that its user must know.
+    model that its user must know; original: what computes the outputs of the source, where it can be run; as_answer: turns its output for a
+    sequence into the main output of this model.
     """
 
     source: str
@@ -48,6 +62,8 @@ class Draft:
     used: dict[str, str] = field(default_factory=dict)
     unused: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    original: Original | None = None
+    as_answer: Callable[[Array], Array] = np.asarray
 
     def arrays(self) -> dict[str, Array]:
         """Return every tensor under its name in weights.safetensors, in float32."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,10 +31,23 @@ def finished(output: Signal, source: str) -> Draft:
         _in_float32("the head", head),
         notes=notes,
     )
+    draft.as_answer = partial(_as_answer, node, head.table["kind"], is_reversed=output.has_steps and output.is_reversed)
     for index, (_, part, used) in enumerate(parts):
         draft.used |= dict.fromkeys(used, f"layers.{index} ({part.table['kind']})")
     draft.used |= dict.fromkeys(origins, f"head ({head.table['kind']})")
     return draft
+
+
+def _as_answer(node: Settled, kind: str, answer: Array, *, is_reversed: bool) -> Array:
+    """Return an answer of the source as the model has it.
+
+    One probability becomes those of two labels, logarithms become probabilities, and steps come in the order of the input.
+    """
+    if isinstance(node, Layer) and node.kind == "softmax" and node.table["log"]:
+        answer = np.exp(answer)
+    if kind == "classify" and answer.size == 1:
+        answer = np.concatenate([1 - answer.ravel(), answer.ravel()])
+    return answer.reshape(-1, node.width)[::-1] if is_reversed else answer
 
 
 def _steps_head(node: Settled, columns: Columns) -> tuple[Node, Part, frozenset[str], list[str]]:
@@ -113,6 +127,7 @@ def _dense_above_pool(node: Node) -> tuple[Pooled, list[Layer]]:
     """Return the pool, and the dense layers above it from the lowest upwards."""
     dense: list[Layer] = []
     while isinstance(node, Layer):
+        _check_below_softmax(node)
         if node.kind != "dense":
             raise ImportRefused(f"{node.label} follows the pool, where model.toml has only dense layers")
         dense.insert(0, node)
@@ -143,17 +158,14 @@ def _is_diagonal(matrix: Array) -> bool:
 
 
 def _layers_above_input(node: Node) -> list[Layer]:
-    """Return the layers of a node, from the lowest upwards."""
+    """Return the layers of a node, from the lowest upwards. A model has at least one: the input itself becomes one that changes nothing."""
     layers: list[Layer] = []
     while isinstance(node, Layer):
-        if node.kind == "softmax":
-            raise ImportRefused(f"{node.label} is followed by other operations: model.toml has a softmax only at the end")
+        _check_below_softmax(node)
         layers.insert(0, node)
         node = node.below
     assert isinstance(node, Input), "steps come from the input"
-    if not layers:
-        raise ImportRefused("the model has no layer before its head")
-    return layers
+    return layers or [Layer(node, {"kind": "activation", "activation": "none"}, {}, node.width, "the input")]
 
 
 def _deepened(layers: list[Layer]) -> list[Layer]:
@@ -207,6 +219,11 @@ def _selection(node: Settled, columns: Columns) -> Layer:
 def _check_softmax(node: Layer, columns: Columns) -> None:
     if not in_order(columns, node.width):
         raise ImportRefused(f"the output has some of the results of {node.label}: make all of them an output")
+
+
+def _check_below_softmax(node: Layer) -> None:
+    if node.kind == "softmax":
+        raise ImportRefused(f"{node.label} is followed by other operations: model.toml has a softmax only at the end")
 
 
 def _softmax_notes(node: Layer) -> list[str]:

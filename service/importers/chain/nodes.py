@@ -102,7 +102,32 @@ class Added:
         return self.below.width
 
 
-Node = Input | Layer | Pooled | Mapped | Added
+@dataclass(frozen=True, eq=False)
+class StepWeights:
+    """The softmax over the steps of one score for each step, as attention pools have it."""
+
+    below: Node
+    label: str
+
+    @property
+    def width(self) -> int:
+        return 1
+
+
+@dataclass(frozen=True, eq=False)
+class Weighted:
+    """Every step below times its weight. The sum over all steps is an attention pool."""
+
+    below: Node
+    weights: StepWeights
+    label: str
+
+    @property
+    def width(self) -> int:
+        return self.below.width
+
+
+Node = Input | Layer | Pooled | Mapped | Added | StepWeights | Weighted
 Settled = Input | Layer | Pooled
 """Nodes that are written as they are."""
 

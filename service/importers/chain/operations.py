@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from service.importers.chain.attention import attention_pool, is_attended, step_weights, weighted
 from service.importers.chain.functions import IDENTITY, Function, Numbers, affine
 from service.importers.chain.joining import in_order, joined
 from service.importers.chain.nodes import NO_ORIGINS, RECURRENT, Added, Input, Layer, Mapped, Node, Pooled, Settled
 from service.importers.chain.settling import settled
-from service.importers.chain.signal import UNIT, Columns, Signal
+from service.importers.chain.signal import UNIT, Columns, Role, Signal
 from service.importers.chain.windows import Window
 from service.importers.draft import Array, ImportRefused
 
@@ -122,7 +123,7 @@ def pool_steps(x: Signal, pool: str, *, keep_axis: bool) -> Signal:
     index = x.steps_axis
     axes = (*x.axes[:index], *([UNIT] if keep_axis else []), *x.axes[index + 1 :])
     columns = x.columns.reshape([one.size for one in axes if one.is_columns])
-    parts = tuple(Pooled(part, (pool,)) for part in x.parts)
+    parts = tuple(attention_pool(part) if is_attended(part, pool) else Pooled(part, (pool,)) for part in x.parts)
     return replace(x, axes=axes, columns=columns, parts=parts, is_reversed=False)
 
 
@@ -171,7 +172,11 @@ def layer_norm(x: Signal, gain: Array, offset: Array, epsilon: float, label: str
 
 
 def softmax(x: Signal, label: str, *, at: int, log: bool = False) -> Signal:
-    """Return the softmax of every vector, or its logarithm. Only the last operation of a model can be one."""
+    """Return the softmax of every vector, or its logarithm. Only the last operation of a model can be one, or an attention pool has it."""
+    if x.is_on(at, Role.STEPS) and not log:
+        return step_weights(x, label)
+    if not x.axes[at].is_columns:
+        raise ImportRefused(f"it works on the axis of {x.axes[at]}: a model has a softmax over labels")
     node = whole(x, label, at)
     return x.over(Layer(node, {"kind": "softmax", "log": log}, {}, node.width, label), at % x.rank)
 
@@ -179,11 +184,22 @@ def softmax(x: Signal, label: str, *, at: int, log: bool = False) -> Signal:
 def combine(first: Signal, second: Signal, operation: str, label: str) -> Signal:
     """Return the sum, difference, product, quotient, maximum or minimum of two signals."""
     first, second = _aligned(first, second)
-    for attempt in (_merged_directions, _one_function, _gated, _sum):
+    for attempt in (weighted, _merged_directions, _one_function, _gated, _sum):
         result = attempt(first, second, operation, label)
         if result is not None:
             return result
     raise ImportRefused("it combines two tensors that depend on the input, which no layer of model.toml does in this way")
+
+
+def product_over_steps(first: Signal, second: Signal, label: str) -> Signal:
+    """Return (..., 1, steps) @ (..., steps, columns) or (..., columns, steps) @ (..., steps, 1), as attention pools have it."""
+    if first.rank != second.rank or first.rank < 2 or not (first.is_on(-1, Role.STEPS) and second.is_on(-2, Role.STEPS)):
+        raise ImportRefused(
+            "it multiplies two tensors that depend on the input, which only an attention pool does, over the steps"
+        )
+    exchange = [*range(first.rank - 2), first.rank - 1, first.rank - 2]
+    pooled = pool_steps(combine(first.transpose(exchange), second, "multiply", label), "sum", keep_axis=True)
+    return pooled if first.shape[-2] == 1 else pooled.transpose(exchange)
 
 
 def source(x: Signal, at: int = -1) -> tuple[Settled, Columns]:

@@ -7,7 +7,19 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from service.importers.chain.functions import MONOTONE, Function, as_written, identify
-from service.importers.chain.nodes import RECURRENT, Added, Input, Layer, Mapped, Node, Pooled, Settled, is_vector
+from service.importers.chain.nodes import (
+    RECURRENT,
+    Added,
+    Input,
+    Layer,
+    Mapped,
+    Node,
+    Pooled,
+    Settled,
+    StepWeights,
+    Weighted,
+    is_vector,
+)
 from service.importers.chain.residuals import tcn_level
 from service.importers.draft import Array, ImportRefused
 
@@ -25,13 +37,17 @@ def settled(node: Node) -> Settled:
     return _SETTLED[node]
 
 
-def _settle(node: Mapped | Added | Pooled) -> Settled:
+def _settle(node: Mapped | Added | Pooled | StepWeights | Weighted) -> Settled:
     if isinstance(node, Mapped):
         return _mapped(node)
     if isinstance(node, Pooled):
         below = settled(node.below)
         return Pooled(below, tuple(_plainest(pool, below) for pool in node.pools), node.table, node.arrays, node.origins)
-    raise _sum_refused(node)
+    if isinstance(node, Added):
+        raise _sum_refused(node)
+    raise ImportRefused(
+        f"{node.label} has a softmax over steps, which only an attention pool has: the sum of every step times it"
+    )
 
 
 def _mapped(node: Mapped) -> Settled:

@@ -50,7 +50,18 @@ ELEMENTWISE = (
     *("Tanh", "Where"),
 )
 SHAPING = (
-    *("Concat", "Flatten", "Gather", "GatherElements", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceSum", "Reshape"),
+    *(
+        "Concat",
+        "Flatten",
+        "Gather",
+        "GatherElements",
+        "ReduceL2",
+        "ReduceMax",
+        "ReduceMin",
+        "ReduceProd",
+        "ReduceSum",
+        "Reshape",
+    ),
     *("ScatterElements", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze"),
 )
 GROWING = ("Range", "Tile")

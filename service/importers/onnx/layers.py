@@ -35,17 +35,26 @@ def gemm(operation: Operation) -> Value:
 def matmul(operation: Operation) -> Value:
     if isinstance(operation.inputs[0], Constant):
         raise ImportRefused("it multiplies a matrix by the tensor: exchange them, with the tensor transposed")
-    x, weight = operation.signal, operation.weights(1, "B")
+    x, other = operation.signal, operation.inputs[1]
+    if isinstance(other, Signal):
+        return operations.product_over_steps(x, other, operation.label)
+    weight = operation.weights(1, "B")
     while weight.ndim > 2 and weight.shape[0] == 1:
         weight = weight[0]
-    _check_product(x, weight.shape)
-    return operations.dense(x, weight, np.zeros(weight.shape[1]), operation.label, operation.origins)
+    matrix = weight[:, None] if weight.ndim == 1 else weight
+    _check_product(x, matrix.shape)
+    product = operations.dense(x, matrix, np.zeros(matrix.shape[1]), operation.label, operation.origins)
+    return product.without_axes([x.rank - 1]) if weight.ndim == 1 else product
 
 
 def conv(operation: Operation) -> Value:
     x, kernel = operation.signal, operation.weights(1, "W")
     if kernel.ndim != x.rank or x.rank < 3:
         raise ImportRefused(f"its weights have the shape {kernel.shape}, and its input has {x.rank} axes")
+    if list(operation.attributes.get("kernel_shape") or kernel.shape[2:]) != list(kernel.shape[2:]):
+        raise ImportRefused(
+            f"its kernel_shape is {operation.attributes['kernel_shape']}, and its weights have {kernel.shape[2:]}"
+        )
     bias = operation.optional_weights(2, "B", kernel.shape[0])
     groups = operation.attributes.get("group", 1)
     steps = x.steps_axis
@@ -75,11 +84,13 @@ def pool(operation: Operation) -> Value:
     if any(x.axes[index].size > 1 and size > 1 for index, size in enumerate(kernel, start=2) if index != steps):
         raise ImportRefused("it pools columns")
     reduce = POOLS[operation.node.op_type]
-    if not window.by_length and window.pads == (0, 0) and window.stride == window.reach and not operation.reading.fixed:
+    adds_windows = bool(operation.attributes.get("ceil_mode", 0)) and window.stride > 1
+    covers_all = not window.by_length and window.pads == (0, 0) and window.stride == window.reach and not adds_windows
+    if covers_all and not operation.reading.fixed:
         operation.reading.whole_pools.append(operation.reading.steps - x.shape[steps] + window.reach)
     if window == Window(x.shape[steps], window.stride):
         return operations.pool_steps(x, reduce, keep_axis=True)
-    if operation.attributes.get("ceil_mode", 0) and window.stride > 1:
+    if adds_windows:
         raise ImportRefused("its ceil_mode is 1, which adds a window that is not full: set it to 0, or stride to 1")
     count_padding = reduce == "mean" and bool(operation.attributes.get("count_include_pad", 0)) and window.pads != (0, 0)
     return operations.pool_windows(x, reduce, operation.label, window=window, count_padding=count_padding)
@@ -134,8 +145,6 @@ def softmax(operation: Operation) -> Value:
     at = checked_axis(operation.attributes.get("axis", 1 if old else -1), x.rank)
     if old and any(not one.is_unit for one in x.axes[at + 1 :]):
         raise ImportRefused(f"before opset 13 it works on all axes from {at} at once: export the model with opset 13 or newer")
-    if not x.axes[at].is_columns:
-        raise ImportRefused(f"it works on the axis of {x.axes[at]}: a model has a softmax over labels")
     return operations.softmax(x, operation.label, at=at, log=operation.node.op_type == "LogSoftmax")
 
 

@@ -7,6 +7,7 @@ readings are tried one after another, the most common first.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import permutations
@@ -25,15 +26,18 @@ BATCH, STEPS = 101, 10007
 IDS = (TensorProto.INT32, TensorProto.INT64)
 NUMBERS = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 LARGEST_RANK = 4
+NAMES = {Role.BATCH: re.compile("batch"), Role.STEPS: re.compile("^seq(uence)?$|seq(uence)?_?len|step|time")}
+"""Names of axes that tell what they count."""
 
 
 @dataclass(frozen=True, slots=True)
 class GraphInput:
-    """An input of a graph. sizes: of its axes, with None for those that the graph leaves open."""
+    """An input of a graph. sizes: of its axes, with None for those that the graph leaves open; axes: their names, or empty."""
 
     name: str
     type: int
     sizes: tuple[int | None, ...]
+    axes: tuple[str, ...]
 
     @classmethod
     def of(cls, info: ValueInfoProto) -> GraphInput:
@@ -42,7 +46,8 @@ class GraphInput:
             raise ImportRefused(f"the input {info.name} has no shape: export the model with the shapes of its inputs")
         if tensor.elem_type not in (*IDS, *NUMBERS):
             raise ImportRefused(f"the input {info.name} has numbers of the type {TensorProto.DataType.Name(tensor.elem_type)}")
-        return cls(info.name, tensor.elem_type, tuple(dim.dim_value if dim.dim_value > 0 else None for dim in tensor.shape.dim))
+        sizes = tuple(dim.dim_value if dim.dim_value > 0 else None for dim in tensor.shape.dim)
+        return cls(info.name, tensor.elem_type, sizes, tuple(dim.dim_param.lower() for dim in tensor.shape.dim))
 
     @property
     def has_ids(self) -> bool:
@@ -86,7 +91,7 @@ def _roles(sequence: GraphInput) -> list[tuple[Role, ...]]:
     """Return the meanings that the axes may have, the most common first.
 
     An axis of one entry is no batch: such a graph takes one sequence. An axis of columns has a fixed size, and there is one at most
-    with more than one entry, which token ids do not have.
+    with more than one entry, which token ids do not have. An axis with a name such as "batch" or "seq_len" is what it says.
     """
     rank = len(sequence.sizes)
     every = {
@@ -103,6 +108,9 @@ def _fits(sequence: GraphInput, roles: Sequence[Role]) -> bool:
     columns = [size for role, size in pairs if role is Role.COLUMNS]
     if None in columns or (Role.BATCH, 1) in pairs:
         return False
+    for role, name in zip(roles, sequence.axes, strict=True):
+        if any(meaning is not role and pattern.search(name) for meaning, pattern in NAMES.items()):
+            return False
     wide = [size for size in columns if size != 1]
     return len(wide) <= (0 if sequence.has_ids else 1)
 

@@ -223,11 +223,18 @@ def _state(operation: Operation, number: int, *, time_major: bool) -> Array | No
             f"{operation.label} starts from the input {value.name}: here from zeros, or from states in the request"
         )
         return None
-    if value is None or not operation.constant(number, "initial state").any():
+    if value is None:
         return None
-    state = operation.weights(number, "initial state")
-    state = state if time_major else state.swapaxes(0, 1)
-    if state.ndim != 3 or (state != state[:, :1]).any():
+    state = operation.constant(number, "initial state")
+    x, directions, hidden = operation.signal, *operation.constant(R, "R").shape[::2]
+    batch = x.shape[1 if time_major else 0]
+    shape = (directions, batch, hidden) if time_major else (batch, directions, hidden)
+    if state.shape not in (shape, tuple(1 if size == batch else size for size in shape)):
+        raise ImportRefused(f"its initial state has the shape {state.shape}, and its weights and input need {shape}")
+    if not state.any():
+        return None
+    state = state.astype(np.float64) if time_major else state.astype(np.float64).swapaxes(0, 1)
+    if (state != state[:, :1]).any():
         raise ImportRefused("its initial states differ by sequence: a model has one initial state, or takes it from a request")
     return state[:, 0]
 

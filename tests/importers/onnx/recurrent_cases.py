@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from onnx import ModelProto, TensorProto
 
-from tests.importers.onnx.cases import Case
+from tests.importers.onnx.case import Case
 from tests.importers.onnx.graphs import FEATURES, Net
 
 HIDDEN = 5

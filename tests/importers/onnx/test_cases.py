@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 
 from service.importers.draft import ImportRefused
-from tests.importers.onnx import recurrent_cases
-from tests.importers.onnx.cases import Case
+from tests.importers.onnx.case import Case
+from tests.importers.onnx.cases import CASES
 from tests.importers.onnx.graphs import assert_imports, imported
-
-CASES = [*recurrent_cases.CASES]
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.refused], ids=str)
