@@ -60,6 +60,7 @@ def serve(settings: Settings) -> int:
         address = f"{scheme}://{addresses.http}"
         others = f" and for gRPC on {addresses.grpc}" if addresses.grpc else ""
         others += f" and for administration on {scheme}://{addresses.admin}" if addresses.admin else ""
+        body = json.dumps(_example(supervisor.manifest))
         print(f"seqserve is ready on {address}{others} after {time.monotonic() - started:.1f} s. Try it:\n")
         print(f"curl -s {address}/infer -H 'Content-Type: application/json' -d '{body}'\n", flush=True)
 
@@ -67,7 +68,6 @@ def serve(settings: Settings) -> int:
     state_keys.StateKeys(settings)
     build_context(settings)
     supervisor = Supervisor(settings, Log("supervisor"), announce)
-    body = json.dumps(_example(supervisor.manifest))
     supervisor.serve()
     return 0
 
@@ -191,7 +191,7 @@ def _example(manifest: Manifest) -> dict[str, Any]:
     specs = {
         f"{model_version.name}/{model_version.version}": model_version.spec for model_version in manifest.model_versions
     } | newest
-    names = {alias: specs[target] for alias, target in manifest.aliases.items()} | newest
+    names = {alias: specs[target] for alias, target in manifest.aliases.items() if target in specs} | newest
     models = {name: spec.ModelSpec.model_validate_json(text) for name, text in names.items()}
     name, model = min(models.items(), key=lambda pair: pair[1].input.kind != "text")
     step: list[float] = [0.0] * (model.input.features or 0)
@@ -223,6 +223,7 @@ def _parser() -> argparse.ArgumentParser:
     _setting(command, "--tls-cert", metavar="FILE", help="certificate and its chain: both ports then speak TLS")
     _setting(command, "--tls-key", metavar="FILE", help="key of the certificate, if it is not in the same file")
     _setting(command, "--tls-client-ca", metavar="FILE", help="authority of the certificates that clients then need")
+    _setting(command, "--strict", action="store_true", help="end the start if a model cannot be served")
     _setting(command, "--insecure", action="store_true", help="serve everybody who reaches the port, without keys")
     _setting(command, "--allowed-hosts", metavar="NAME,NAME", help="names of this service in Host headers, besides localhost")
     _setting(command, "--debug", action="store_true", help="let clients record batches with POST /debug/trace")

@@ -130,6 +130,9 @@ class Settings(BaseModel):
     """Largest table per model into which an embedding is folded when the model is loaded."""
     max_model_bytes: Annotated[int, Field(ge=0)] = 0
     """Largest size of weights and tables on one device, including versions that are being unloaded; 0 means no limit but the memory."""
+    strict: bool = False
+    """Whether a model that cannot be served ends the start. Otherwise the service starts with the other models and lists it as
+    unavailable."""
     versions: Annotated[str, AfterValidator(_policy)] = "all"
     """Versions of each model to serve, unless its versions.toml has its own rule: all, latest, latest:N, or version numbers separated by
     commas."""

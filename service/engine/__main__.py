@@ -36,6 +36,7 @@ def main() -> None:
             place=config.place,
             threads=config.compute_threads,
             strict=config.strict,
+            report=partial(send_now, control),
         )
     except StartError as error:
         send_now(control, Failed(str(error)))

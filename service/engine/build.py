@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -17,8 +17,9 @@ from service.engine.execution.device import available_bytes, use_device
 from service.engine.execution.device_engine import DeviceEngine, PreparedModel
 from service.engine.execution.graph_capture import RunBetweenBatches
 from service.engine.internal_errors import InternalErrors
+from service.engine.loading import report_load_error
 from service.errors import ModelError, NoRoom, SettingsError
-from service.ipc.messages import ModelKey, ModelVersion
+from service.ipc.messages import ModelKey, ModelVersion, NotLoaded
 from service.ipc.session_journal import SessionJournal, journal_records
 from service.log import Log
 from service.metrics import Metrics
@@ -39,10 +40,11 @@ def build_engine(
     place: int = 0,
     threads: int,
     strict: bool = True,
+    report: Callable[[NotLoaded], None] = lambda _: None,
 ) -> DeviceEngine:
     """Build the engine of device number `place` with these versions loaded and warmed up.
 
-    threads: for the computation on a CPU. A version that cannot be loaded raises StartError, or is logged and left out unless
+    threads: for the computation on a CPU. A version that cannot be loaded raises its error, or is logged, reported and left out unless
     `strict`.
     """
     torch.set_num_threads(threads)
@@ -53,10 +55,11 @@ def build_engine(
     for version in model_versions:
         try:
             encoders[version.key] = _encoder(version, device, settings)
-        except ModelError as error:
+        except Exception as error:
             if strict:
                 raise
-            log.error("not loaded", model=version.name, version=version.version, error=str(error))
+            reported = report_load_error(version, error, log)
+            report(NotLoaded(version.key, reported.code, reported.message))
     return DeviceEngine(
         encoders,
         metrics,

@@ -89,7 +89,7 @@ class ModelLoader:
                     "loaded", model=model_version.name, version=model_version.version, generation=model_version.generation
                 )
                 self.changed()
-            on_prepared(None if error is None else self._load_error(model_version, error))
+            on_prepared(None if error is None else report_load_error(model_version, error, self._log))
 
         self._loading.add(model_version.key)
         self._loader.begin(lambda: self._load(model_version, self._loader.between_batches), done)
@@ -144,17 +144,18 @@ class ModelLoader:
         self.changed()
         closing.closed()
 
-    def _load_error(self, model_version: ModelVersion, error: BaseException) -> ServiceError:
-        """Log why a version cannot be served, and return the error for the supervisor."""
-        description = f"{type(error).__name__}: {error}"
-        self._log.error("not loaded", model=model_version.name, version=model_version.version, error=description)
-        if isinstance(error, ServiceError):
-            return error
-        if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-            return NoRoom(
-                f"not enough memory for {model_version.name} version {model_version.version} next to the models already served: "
-                "unload another version"
-            )
-        return InvalidModel(
-            str(error) if isinstance(error, ModelError) else f"{model_version.folder} cannot be served: {description}"
+
+def report_load_error(model_version: ModelVersion, error: BaseException, log: Log) -> ServiceError:
+    """Log why a version cannot be served, and return the error for the supervisor."""
+    description = f"{type(error).__name__}: {error}"
+    log.error("not loaded", model=model_version.name, version=model_version.version, error=description)
+    if isinstance(error, ServiceError):
+        return error
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return NoRoom(
+            f"not enough memory for {model_version.name} version {model_version.version} next to the models already served: "
+            "unload another version"
         )
+    return InvalidModel(
+        str(error) if isinstance(error, ModelError) else f"{model_version.folder} cannot be served: {description}"
+    )

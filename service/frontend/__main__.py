@@ -27,7 +27,7 @@ def main() -> None:
     control = Control(config.open_control(), Heartbeat(config.heartbeat), on_change=freeze_heap)
     log = Log("frontend")
     try:
-        catalog = build_catalog(config.manifest, log, strict=config.strict)
+        catalog = build_catalog(config.manifest, log, strict=config.strict, report=control.not_loaded)
     except StartError as error:
         control.failed(str(error))
         return
@@ -42,7 +42,7 @@ def main() -> None:
     http = shared_port(Port.HTTP, config.http)
     grpc = shared_port(Port.GRPC, config.grpc) if config.grpc >= 0 else None
     admin = shared_port(Port.ADMIN, config.admin) if config.admin >= 0 else None
-    serve(frontend, control, http, grpc, admin, is_restart=not config.strict)
+    serve(frontend, control, http, grpc, admin, is_restart=config.is_restart)
 
 
 if __name__ == "__main__":

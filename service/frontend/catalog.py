@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
 import orjson
 
-from service.errors import ModelError, UnknownModel
+from service.errors import InvalidModel, ModelError, ServiceError, Unavailable, UnknownModel
 from service.frontend.head_outputs import OutputWriter
 from service.frontend.quoting import quote
-from service.ipc.messages import Manifest, ModelKey, ModelVersion
+from service.ipc.messages import IndexEntry, Manifest, ModelKey, ModelVersion, NotLoaded
 from service.log import Log
 from service.modeling.spec import ModelSpec
 from service.modeling.tokenizer import Tokenizer
@@ -62,8 +62,13 @@ def read_served_model(model_version: ModelVersion) -> ServedModel:
     return ServedModel(spec, model_version.version, tokenizer, model_version.generation)
 
 
-def build_catalog(manifest: Manifest, log: Log, *, strict: bool) -> Catalog:
-    """Read every model version with its tokenizer. One that fails raises ModelError, or is logged and left out unless `strict`."""
+def build_catalog(
+    manifest: Manifest, log: Log, *, strict: bool, report: Callable[[NotLoaded], None] = lambda _: None
+) -> Catalog:
+    """Read every model version with its tokenizer.
+
+    A version that cannot be read raises ModelError, or is logged, reported and left out unless `strict`.
+    """
     models = []
     for version in manifest.model_versions:
         try:
@@ -72,7 +77,8 @@ def build_catalog(manifest: Manifest, log: Log, *, strict: bool) -> Catalog:
             if strict:
                 raise
             log.error("not loaded", model=version.name, version=version.version, error=str(error))
-    return Catalog(models, manifest.aliases)
+            report(NotLoaded(version.key, InvalidModel.code, str(error)))
+    return Catalog(models, manifest.aliases, manifest.unavailable)
 
 
 class Catalog:
@@ -81,9 +87,13 @@ class Catalog:
     A version that is not served yet, or no longer, stays known: sessions that began with it continue with it.
     """
 
-    def __init__(self, models: Iterable[ServedModel], aliases: Mapping[str, str]) -> None:
+    def __init__(
+        self, models: Iterable[ServedModel], aliases: Mapping[str, str], unavailable: Sequence[IndexEntry] = ()
+    ) -> None:
+        """unavailable: the versions that should be served and cannot be, each with the reason."""
         self._known = {model.key: model for model in models}
         self._aliases = aliases
+        self.unavailable = unavailable
         self.index = _build_index(self._known.values(), aliases)
 
     def __getitem__(self, key: ModelKey) -> ServedModel:
@@ -98,19 +108,39 @@ class Catalog:
         return list({model.key: model for versions in self.index.values() for model in versions.values()}.values())
 
     def find(self, name: str, version: str | int | None) -> ServedModel:
-        """Return a served model by name or alias, its newest version for None; raises UnknownModel, which says what is served."""
+        """Return a served model by name or alias, its newest version for None.
+
+        Raises UnknownModel, which says what is served, or Unavailable for a version that should be served and cannot be.
+        """
         versions = self.index.get(name)
         if versions is None:
+            self._check_available(name, version)
             raise UnknownModel(f"unknown model {quote(name)}: {self._way_out(name)}", field="model")
         if version is None:
             return versions[next(reversed(versions))]
         number = str(version)
         if number not in versions:
+            self._check_available(name, version)
             raise UnknownModel(
                 f"{name} has no version {quote(number)}: served are {', '.join(versions)}; leave version out for the newest",
                 field="version",
             )
         return versions[number]
+
+    def _check_available(self, name: str, version: str | int | None) -> None:
+        """Raise Unavailable, with the reason, for a version that should be served and cannot be."""
+        model, number = self._target(name, version)
+        for entry in self.unavailable:
+            if entry.name == model and ("" in (number, entry.version) or entry.version == number):
+                which = f"{model} version {entry.version}" if entry.version else model
+                raise Unavailable(
+                    f"{which} cannot be served: {entry.reason}; repair its folder and load the model again", field="model"
+                )
+
+    def _target(self, name: str, version: str | int | None) -> tuple[str, str]:
+        """Return the model and the version that a request names. The version is empty for the newest."""
+        model, _, pinned = self._aliases.get(name, name).partition("/")
+        return model, pinned or ("" if version is None else str(version))
 
     def _way_out(self, name: str) -> str:
         """Return what to say of an unknown name: what is served, or of many models those with a similar name."""
@@ -124,19 +154,18 @@ class Catalog:
 
     def find_retired(self, name: str, version: str | int | None) -> ServedModel | None:
         """Return the latest known version that matches, served or not: an open session may have begun with it."""
-        model, _, pinned = self._aliases.get(name, name).partition("/")
-        number = pinned or ("" if version is None else str(version))
+        model, number = self._target(name, version)
         keys = [key for key in self._known if key.name == model and number in ("", key.version)]
         return self._known[max(keys, key=lambda key: key.generation)] if keys else None
 
-    def find_or_retired(self, name: str, version: str | int | None) -> tuple[ServedModel, UnknownModel | None]:
+    def find_or_retired(self, name: str, version: str | int | None) -> tuple[ServedModel, ServiceError | None]:
         """Return a served model and None, or a retired one and the error for requests that do not continue a session.
 
-        Raises UnknownModel when neither exists.
+        Raises that error when neither exists.
         """
         try:
             return self.find(name, version), None
-        except UnknownModel as error:
+        except (UnknownModel, Unavailable) as error:
             retired = self.find_retired(name, version)
             if retired is None:
                 raise
@@ -150,10 +179,13 @@ class Catalog:
         """Make a version known before it is served."""
         self._known[model.key] = model
 
-    def serve(self, keys: Iterable[ModelKey], aliases: Mapping[str, str]) -> list[ModelKey]:
+    def serve(
+        self, keys: Iterable[ModelKey], aliases: Mapping[str, str], unavailable: Sequence[IndexEntry] = ()
+    ) -> list[ModelKey]:
         """Serve exactly these versions, ascending for each model, and return the versions served no longer. Skips unknown keys."""
         before = [model.key for model in self.served]
         self._aliases = aliases
+        self.unavailable = unavailable
         self.index = _build_index([self._known[key] for key in keys if key in self._known], aliases)
         after = {model.key for model in self.served}
         return [key for key in before if key not in after]

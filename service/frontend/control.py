@@ -71,6 +71,10 @@ class Control:
         """Tell the supervisor that this frontend cannot start."""
         send_now(self._raw_channel, messages.Failed(reason))
 
+    def not_loaded(self, message: messages.NotLoaded) -> None:
+        """Tell the supervisor that this frontend starts without a model version."""
+        send_now(self._raw_channel, message)
+
     async def scrape(self) -> Snapshot:
         """Return the metrics of all processes, or the last known metrics when the supervisor is late."""
         with contextlib.suppress(Unavailable):
@@ -114,32 +118,30 @@ class Control:
         self._start(_forget(message.key, frontend))
 
     def _handle_prepare_model(self, frame: Frame, message: messages.PrepareModel, frontend: Frontend) -> None:
-        self._start_change(frame, [message.model_version], frontend, lambda: None)
+        async def prepare() -> None:
+            try:
+                await _read_new(message.model_version, frontend)
+            except ModelError as error:
+                self._reply(frame, messages.Refusal.of(InvalidModel(str(error))))
+            else:
+                self._reply(frame, Done())
+
+        self._start(prepare())
 
     def _handle_serve_models(self, frame: Frame, message: messages.ServeModels, frontend: Frontend) -> None:
         manifest = message.manifest
 
-        def apply() -> None:
+        async def switch() -> None:
+            for version in manifest.model_versions:
+                try:
+                    await _read_new(version, frontend)
+                except ModelError as error:  # this frontend has started without the version
+                    frontend.log.error("not loaded", model=version.name, version=version.version, error=str(error))
             frontend.serve(manifest)
             self._on_change()
+            self._reply(frame, Done())
 
-        self._start_change(frame, manifest.model_versions, frontend, apply)
-
-    def _start_change(
-        self, frame: Frame, model_versions: list[ModelVersion], frontend: Frontend, apply: Callable[[], None]
-    ) -> None:
-        """Read the versions that this frontend does not know yet, then apply the change and reply."""
-
-        async def change() -> None:
-            try:
-                await _read_new(model_versions, frontend)
-            except ModelError as error:
-                self._reply(frame, messages.Refusal.of(InvalidModel(str(error))))
-            else:
-                apply()
-                self._reply(frame, Done())
-
-        self._start(change())
+        self._start(switch())
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
@@ -161,8 +163,7 @@ async def _forget(key: ModelKey, frontend: Frontend) -> None:
     frontend.forget(key)
 
 
-async def _read_new(model_versions: list[ModelVersion], frontend: Frontend) -> None:
-    """Add the versions that this frontend does not know yet. They are read in a thread, as a tokenizer may take a while."""
-    for model_version in model_versions:
-        if model_version.key not in frontend.catalog:
-            frontend.catalog.add(await asyncio.to_thread(read_served_model, model_version))
+async def _read_new(model_version: ModelVersion, frontend: Frontend) -> None:
+    """Add a version if this frontend does not know it yet. It is read in a thread, as a tokenizer may take a while."""
+    if model_version.key not in frontend.catalog:
+        frontend.catalog.add(await asyncio.to_thread(read_served_model, model_version))

@@ -24,7 +24,6 @@ from service.errors import (
     SessionConflict,
     TooLarge,
     Unavailable,
-    UnknownModel,
 )
 from service.frontend.body_budget import BodyBudget
 from service.frontend.catalog import Catalog, ServedModel
@@ -115,7 +114,8 @@ class Frontend:
 
     def serve(self, manifest: Manifest) -> None:
         """Serve the versions of this manifest instead of the current versions. The catalog must know all of them."""
-        retired = self.catalog.serve([version.key for version in manifest.model_versions], manifest.aliases)
+        keys = [version.key for version in manifest.model_versions]
+        retired = self.catalog.serve(keys, manifest.aliases, manifest.unavailable)
         self.metrics.start(model.key.labels for model in self.catalog.served)
         for key in retired:
             self.dispatcher.release(key)
@@ -269,7 +269,7 @@ async def _model_of_session(
     return frontend.catalog[key]
 
 
-def _continue_only(request: Request, unknown: UnknownModel) -> Request:
+def _continue_only(request: Request, unknown: ServiceError) -> Request:
     """Return a request that only continues a session, as its model is served no longer; raises `unknown` for any other request."""
     if request.session is None or request.session_starts:
         raise unknown

@@ -117,20 +117,32 @@ class ModelVersion(msgspec.Struct, array_like=True, frozen=True):
         return ModelKey(self.name, self.version, self.generation)
 
 
-class Manifest(msgspec.Struct, array_like=True, frozen=True):
-    """Everything to serve, the versions of each model in ascending order. An alias names a model or `model/version`."""
-
-    model_versions: list[ModelVersion]
-    aliases: dict[str, str]
+READY, LOADING, UNLOADING, UNAVAILABLE = "READY", "LOADING", "UNLOADING", "UNAVAILABLE"
+"""States of a version in the models folder."""
 
 
 class IndexEntry(msgspec.Struct, array_like=True, frozen=True):
-    """One version in the models folder. `state` is READY, LOADING, UNLOADING or UNAVAILABLE; `reason` explains it where known."""
+    """One version in the models folder. `state` is READY, LOADING, UNLOADING or UNAVAILABLE; `reason` explains it
+    where known.
+
+    `version` is empty for a model of which no version can be read.
+    """
 
     name: str
     version: str
     state: str
     reason: str = ""
+
+
+class Manifest(msgspec.Struct, array_like=True, frozen=True):
+    """Everything to serve, the versions of each model in ascending order. An alias names a model or `model/version`.
+
+    `unavailable` has the versions that should be served and cannot be, each with the reason.
+    """
+
+    model_versions: list[ModelVersion]
+    aliases: dict[str, str]
+    unavailable: list[IndexEntry] = []
 
 
 class Message(msgspec.Struct, array_like=True, frozen=True, tag=True):
@@ -327,6 +339,14 @@ class Ready(Message, frozen=True):
 class Failed(Message, frozen=True):
     """The child cannot start."""
 
+    reason: str
+
+
+class NotLoaded(Message, frozen=True):
+    """The child starts without a model version, for this reason. `code` is that of the error."""
+
+    key: ModelKey
+    code: str
     reason: str
 
 

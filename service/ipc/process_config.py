@@ -31,7 +31,8 @@ class ProcessConfig(msgspec.Struct, frozen=True):
 
     `place` is the child's number, counted from 0 in each role: an engine runs on the device with this number in the settings. `http`,
     `grpc` and `admin` are the listening sockets of a frontend, and `connections` and `quotas` are the files of its ConnectionCounts and
-    QuotaCounts. `manifest` names the models to serve; with `strict`, a model that cannot be loaded fails the start.
+    QuotaCounts. `manifest` names the models to serve; with `strict`, a model that cannot be loaded fails the start. `is_restart` tells
+    whether the service has been ready before.
     """
 
     parent: int
@@ -48,6 +49,7 @@ class ProcessConfig(msgspec.Struct, frozen=True):
     journal: int = -1
     manifest: Manifest = Manifest([], {})
     strict: bool = True
+    is_restart: bool = False
 
     @classmethod
     def read(cls) -> ProcessConfig:

@@ -15,7 +15,7 @@ from service.errors import Unavailable
 from service.ipc.async_channel import AsyncChannel
 from service.ipc.channel import Channel, Frame, encode, pair
 from service.ipc.heartbeat import Heartbeat
-from service.ipc.messages import Attach, Manifest, Message, Reply
+from service.ipc.messages import Attach, Manifest, Message, ModelKey, Reply
 from service.ipc.process_config import DEVICE_LOST, ProcessConfig
 from service.ipc.rpc import Rpc
 from service.ipc.session_journal import SessionJournal
@@ -46,7 +46,7 @@ class Child:
     """A running child process. `name` is its role and number (engine-0, frontend-1), which its successor takes over.
 
     `ended` is set when the process is gone or has to go; `exit_reason` tells why. `metrics` are the last that it sent. `failure` is its own
-    account of why it cannot start.
+    account of why it cannot start. `not_loaded` has the model versions that it started without.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class Child:
         self.metrics: Snapshot = {}
         self.exit_reason = "ended"
         self.failure: str | None = None
+        self.not_loaded: set[ModelKey] = set()
         self.ended = asyncio.Event()
         self._heartbeat = heartbeat
         self._handle_message = handle_message
@@ -167,12 +168,13 @@ def start(
     journal: SessionJournal | None,
     manifest: Manifest,
     strict: bool,
+    is_restart: bool,
 ) -> Child:
     """Start a process; raises OSError, with nothing left behind, when the system lacks the resources.
 
     Its first heartbeat is due when its models must be loaded. sockets: of frontends; connections, quotas: descriptors of their
     ConnectionCounts and QuotaCounts; cores: to which the process is pinned, None for all; journal: session ids of the previous
-    engine; strict: a model that cannot be loaded fails the start.
+    engine; strict: a model that cannot be loaded fails the start; is_restart: whether the service has been ready before.
     """
     role, _, place = name.partition("-")
     with ExitStack() as inherited, ExitStack() as on_error:
@@ -195,6 +197,7 @@ def start(
             journal=journal.descriptor if journal else -1,
             manifest=manifest,
             strict=strict,
+            is_restart=is_restart,
         )
         environment = CHILD_ENVIRONMENT | (FRONTEND_ENVIRONMENT if role == FRONTEND else {})
         with pinned(cores):

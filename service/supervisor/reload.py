@@ -28,7 +28,11 @@ from service.errors import (
     Unsupported,
 )
 from service.ipc.messages import (
+    LOADING,
     MAX_POLICY_CHARACTERS,
+    READY,
+    UNAVAILABLE,
+    UNLOADING,
     CloseModel,
     Done,
     ForgetModel,
@@ -75,6 +79,8 @@ class ModelReloader:
         self._on_unloaded = on_unloaded
         self._metrics = metrics
         self._log = log
+        self._reasons: dict[tuple[str, str], str] = {}
+        """Why a version could not be loaded, or why the last change of a model failed: then the version is empty."""
         self.manifest, self._loaded = self._read_at_start()
         """`_loaded` has the fingerprint of each model when it was last loaded, successfully or not."""
         self._preparing: list[ModelVersion] = []
@@ -82,8 +88,8 @@ class ModelReloader:
         """Versions that were served and are being unloaded."""
         self._policies: dict[str, str] = {}
         """Policies that clients chose, by model; they hold until another is chosen."""
-        self._reasons: dict[str, str] = {}
-        """Why the last change of a model failed."""
+        self._not_loaded: set[ModelKey] = set()
+        """Versions in service that a process started without."""
         self._reader = FolderReader()
         self._lock = asyncio.Lock()
         self._closed = False
@@ -104,13 +110,29 @@ class ModelReloader:
             await self._load(name, policy)
 
     async def unload(self, name: str) -> None:
-        """Stop serving a model; raises a ServiceError."""
+        """Stop serving a model, or listing it as unavailable; raises a ServiceError."""
         async with self._change(name):
             rest = [version for version in self.manifest.model_versions if version.name != name]
-            if len(rest) == len(self.manifest.model_versions):
+            if len(rest) == len(self.manifest.model_versions) and not self._reasons_of(name):
                 served = ", ".join(sorted({version.name for version in rest})) or "none"
                 raise UnknownModel(f"{name!r} is not served: served are {served}", field="model")
-            await self._switch(Manifest(rest, self.manifest.aliases))
+            self._forget_reasons(name)
+            await self._switch(rest, self.manifest.aliases)
+
+    async def leave_out(self, key: ModelKey, error: ServiceError, *, everywhere: bool) -> None:
+        """Note that a process started without a version. everywhere: stop serving the version, which no process of its role has."""
+        async with self._lock:
+            if key not in {version.key for version in self.manifest.model_versions}:
+                return
+            reason = self._relative(error.message)
+            if key not in self._not_loaded:
+                self._not_loaded.add(key)
+                self._metrics.model_changes.add(error.code)
+            self._reasons[key.labels] = reason
+            if everywhere:
+                self._log.error("not served", model=key.name, version=key.version, reason=reason)
+                rest = [version for version in self.manifest.model_versions if version.key != key]
+                await self._switch(rest, self.manifest.aliases)
 
     async def index(self) -> list[IndexEntry]:
         """Return every version in the models folder or in service, with its state; raises a ServiceError."""
@@ -119,17 +141,17 @@ class ModelReloader:
         preparing = {(version.name, version.version) for version in self._preparing}
         closing = {key.labels for key in self._closing}
         entries = []
-        in_folder = ((name, version) for name, versions in listing.items() for version in versions)
+        in_folder = ((name, version) for name, versions in listing.items() for version in versions or [""])
         for name, version in sorted({*served, *in_folder}):
-            reason = self._reasons.get(name, "")
+            reason = self._reasons.get((name, version)) or self._reasons.get((name, ""), "")
             if (name, version) in served:
-                entries.append(IndexEntry(name, version, "READY", reason))
+                entries.append(IndexEntry(name, version, READY, reason))
             elif (name, version) in preparing:
-                entries.append(IndexEntry(name, version, "LOADING"))
-            elif (name, version) in closing:
-                entries.append(IndexEntry(name, version, "UNLOADING"))
+                entries.append(IndexEntry(name, version, LOADING))
+            elif (name, version) in closing and (name, version) not in self._reasons:
+                entries.append(IndexEntry(name, version, UNLOADING))
             else:
-                entries.append(IndexEntry(name, version, "UNAVAILABLE", reason or "the version policy does not select it"))
+                entries.append(IndexEntry(name, version, UNAVAILABLE, reason or "the version policy does not select it"))
         return entries
 
     async def poll(self) -> None:
@@ -167,7 +189,13 @@ class ModelReloader:
             async with self._lock:
                 if self._closed:
                     raise Unavailable("the service is shutting down")
-                yield
+                try:
+                    yield
+                except ServiceError as error:
+                    # Unknown names are not noted: clients could fill the memory.
+                    if not isinstance(error, UnknownModel):
+                        await self._note_failure(name, error)
+                    raise
         except asyncio.CancelledError:
             outcome = GONE
             self._log.info("change cancelled", model=name)
@@ -176,12 +204,10 @@ class ModelReloader:
             outcome = error.code
             # Unknown names are not logged: clients could flood the log.
             if not isinstance(error, UnknownModel):
-                self._reasons[name] = error.message
                 self._log.warning("not changed", model=name, reason=error.message)
             raise
         else:
             outcome = "ok"
-            self._reasons.pop(name, None)
             self._log.info("changed", model=name, serves=[v.version for v in self.manifest.model_versions if v.name == name])
         finally:
             self._metrics.model_changes.add(outcome)
@@ -191,7 +217,11 @@ class ModelReloader:
             raise UnknownModel(f"the models folder has no folder {name!r}", field="model")
         policy = policy or self._policies.get(name)
         found = await self._read(partial(self._repository.read, name, policy))
-        served = {(version.name, version.version): version for version in self.manifest.model_versions}
+        served = {
+            (version.name, version.version): version
+            for version in self.manifest.model_versions
+            if version.key not in self._not_loaded
+        }
         selected = keep_unchanged(found, served)
         for version in selected:
             if version in self.manifest.model_versions:
@@ -199,7 +229,8 @@ class ModelReloader:
         others = [version for version in self.manifest.model_versions if version.name != name]
         aliases = await self._read(self._repository.aliases)
         await self._prepare([version for version in selected if version not in self.manifest.model_versions])
-        await self._switch(Manifest(sorted([*others, *selected], key=_manifest_order), aliases))
+        self._forget_reasons(name)
+        await self._switch(sorted([*others, *selected], key=_manifest_order), aliases)
         if policy is not None:
             self._policies[name] = policy
 
@@ -210,7 +241,8 @@ class ModelReloader:
                 self._loaded[name] = fingerprint
                 with contextlib.suppress(ServiceError):  # the log and the index have the error
                     await (self.load(name) if name else self._load_aliases())
-        for name in sorted({version.name for version in self.manifest.model_versions} - now.keys()):
+        listed = {version.name for version in self.manifest.model_versions} | {name for name, _ in self._reasons}
+        for name in sorted(listed - now.keys()):
             self._loaded.pop(name, None)
             with contextlib.suppress(ServiceError):
                 await self.unload(name)
@@ -218,7 +250,8 @@ class ModelReloader:
     async def _load_aliases(self) -> None:
         async with self._change(""):
             aliases = await self._read(self._repository.aliases)
-            await self._switch(Manifest(self.manifest.model_versions, aliases))
+            self._forget_reasons("")
+            await self._switch(self.manifest.model_versions, aliases)
 
     async def _prepare(self, model_versions: list[ModelVersion]) -> None:
         """Prepare versions in every engine and frontend, all versions or none; raises a ServiceError."""
@@ -235,14 +268,15 @@ class ModelReloader:
         finally:
             self._preparing = []
 
-    async def _switch(self, manifest: Manifest) -> None:
-        """Switch all frontends to a manifest and unload the versions that it leaves out. A cancellation comes too late for this step."""
-        await _run_to_the_end(self._switch_frontends(manifest))
+    async def _switch(self, model_versions: list[ModelVersion], aliases: dict[str, str]) -> None:
+        """Switch all frontends to these versions and unload the others. A cancellation comes too late for this step."""
+        await _run_to_the_end(self._switch_frontends(Manifest(model_versions, aliases, self._unavailable(model_versions))))
 
     async def _switch_frontends(self, manifest: Manifest) -> None:
         keys = {version.key for version in manifest.model_versions}
         replaced = [version.key for version in self.manifest.model_versions if version.key not in keys]
         self.manifest = manifest
+        self._not_loaded &= keys
         errors = await self._call_all(self._children_with(FRONTEND), ServeModels(manifest))
         for frontend, error in errors.items():
             # It would send requests to versions that are about to be unloaded; its successor starts with this manifest.
@@ -250,6 +284,32 @@ class ModelReloader:
             frontend.kill("ended")
         self._closing.update(replaced)
         self._unload(replaced, self._settings.unload_seconds)
+
+    # Reasons.
+
+    async def _note_failure(self, name: str, error: ServiceError) -> None:
+        """Keep why the last change of a model failed. Frontends learn of it if the model is not served."""
+        self._forget_reasons(name)
+        self._reasons[name, ""] = error.message
+        unavailable = self._unavailable(self.manifest.model_versions)
+        if unavailable != self.manifest.unavailable:
+            await self._switch(self.manifest.model_versions, self.manifest.aliases)
+
+    def _reasons_of(self, name: str) -> list[tuple[str, str]]:
+        return [labels for labels in self._reasons if labels[0] == name]
+
+    def _forget_reasons(self, name: str) -> None:
+        for labels in self._reasons_of(name):
+            del self._reasons[labels]
+
+    def _unavailable(self, model_versions: list[ModelVersion]) -> list[IndexEntry]:
+        """Return what should be served and is not among these versions, with the reason."""
+        served = {labels for version in model_versions for labels in (version.key.labels, (version.name, ""))}
+        return [
+            IndexEntry(*labels, UNAVAILABLE, reason)
+            for labels, reason in sorted(self._reasons.items())
+            if labels[0] and labels not in served
+        ]
 
     def _unload(self, keys: list[ModelKey], session_seconds: float) -> None:
         """Have the engines unload versions in the background, each when nothing uses it any more."""
@@ -311,14 +371,20 @@ class ModelReloader:
 
     def _read_at_start(self) -> tuple[Manifest, dict[str, Fingerprint]]:
         limit = self._settings.start_seconds
+        read = self._repository.manifest if self._settings.strict else self._repository.readable_manifest
         try:
             # In a thread: a signal then ends the start even when the models folder hangs.
-            return read_in_thread(lambda: (self._repository.manifest(), self._repository.fingerprints())).result(limit)
+            manifest, fingerprints = read_in_thread(lambda: (read(), self._repository.fingerprints())).result(limit)
         except TimeoutError:
             raise ModelError(
                 f"models folder {self._settings.models} did not answer within {limit:g} s: check its disk or network mount, "
                 "or raise SEQSERVE_START_SECONDS"
             ) from None
+        for entry in manifest.unavailable:
+            self._reasons[entry.name, entry.version] = reason = self._relative(entry.reason)
+            self._metrics.model_changes.add(InvalidModel.code)
+            self._log.error("not served", model=entry.name, version=entry.version, reason=reason)
+        return msgspec.structs.replace(manifest, unavailable=self._unavailable(manifest.model_versions)), fingerprints
 
     def _relative(self, message: str) -> str:
         """Return a message without the path of the models folder, which clients must not learn."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -12,7 +13,7 @@ from threading import Thread
 from typing import Any, TypeVar
 
 from service.errors import ModelError
-from service.ipc.messages import Manifest, ModelVersion
+from service.ipc.messages import UNAVAILABLE, IndexEntry, Manifest, ModelVersion
 from service.modeling import spec
 from service.settings import VERSIONS
 
@@ -55,15 +56,31 @@ class Repository:
         model_versions = [model_version for name in spec.find_models(self._root) for model_version in self.read(name)]
         return Manifest(model_versions, spec.read_aliases(self._root, by_name(model_versions)))
 
+    def readable_manifest(self) -> Manifest:
+        """Return everything that can be served, and what cannot; raises ModelError for invalid aliases and if nothing can be served."""
+        model_versions: list[ModelVersion] = []
+        unavailable: list[IndexEntry] = []
+        for folder in spec.model_folders(self._root):
+            try:
+                selected = self._selected_folders(folder)
+            except (ModelError, OSError) as error:
+                unavailable.append(IndexEntry(folder.name, "", UNAVAILABLE, str(error)))
+                continue
+            for version_folder in selected:
+                try:
+                    model_versions.append(self._model_version(version_folder))
+                except ModelError as error:
+                    unavailable.append(IndexEntry(folder.name, version_folder.name, UNAVAILABLE, str(error)))
+        if not model_versions:
+            raise ModelError(unavailable[0].reason)
+        return Manifest(model_versions, spec.read_aliases(self._root, self._versions_by_folder()), unavailable)
+
     def read(self, name: str, policy: str | None = None) -> list[ModelVersion]:
         """Return the versions of a model to serve, each with a new generation; raises ModelError.
 
         name: a folder in the models folder; policy: instead of the model's own policy.
         """
-        folder = self._root / name
-        versions = spec.version_folders(folder)
-        selected = choose(policy or self._read_policy(folder), list(versions))
-        return [self._model_version(versions[version]) for version in selected]
+        return [self._model_version(folder) for folder in self._selected_folders(self._root / name, policy)]
 
     def check(self, model_version: ModelVersion) -> None:
         """Raise ModelError unless the version's folder still has the files that its spec names. Unchanged files are not read again."""
@@ -81,11 +98,7 @@ class Repository:
 
     def listing(self) -> dict[str, list[str]]:
         """Return the versions in the folder by model name, valid or not."""
-        return {
-            folder.name: [version.name for version in spec.visible_folders(folder)]
-            for folder in spec.visible_folders(self._root)
-            if spec.NAME.fullmatch(folder.name)
-        }
+        return {name: versions for name, versions in self._versions_by_folder().items() if spec.NAME.fullmatch(name)}
 
     def has(self, name: str) -> bool:
         """Return whether a model has this name; any string of a client is safe."""
@@ -96,6 +109,20 @@ class Repository:
         models = {folder.name: frozenset(_files(folder)) for folder in spec.visible_folders(self._root)}
         aliases = self._root / spec.ALIASES
         return models | {"": frozenset(_stat(aliases, self._root) if aliases.exists() else ())}
+
+    def _versions_by_folder(self) -> dict[str, list[str]]:
+        """Return the versions in every folder, which may have a name that no model can have, or may not be readable."""
+        versions: dict[str, list[str]] = {}
+        for folder in spec.visible_folders(self._root):
+            versions[folder.name] = []
+            with contextlib.suppress(OSError):
+                versions[folder.name] = [version.name for version in spec.visible_folders(folder)]
+        return versions
+
+    def _selected_folders(self, folder: Path, policy: str | None = None) -> list[Path]:
+        """Return the version folders of a model that are to be served; raises ModelError."""
+        versions = spec.version_folders(folder)
+        return [versions[version] for version in choose(policy or self._read_policy(folder), list(versions))]
 
     def _model_version(self, folder: Path) -> ModelVersion:
         model = spec.read(folder)

@@ -57,6 +57,8 @@ class Supervisor:
         self._exits: dict[str, list[float]] = {}
         """Times of the recent exits and failed starts of each process."""
         self._calls: dict[tuple[Child, int], asyncio.Task[None]] = {}
+        self._leaving_out: set[asyncio.Task[None]] = set()
+        """Versions that a process started without, while the other processes learn of it."""
         self._stop_requested = asyncio.Event()
         self._interrupted = asyncio.Event()
         self._draining = False
@@ -64,6 +66,7 @@ class Supervisor:
         self._handlers: dict[type[Message], Callable[[Child, int, Any], None]] = {
             messages.Ready: self._handle_ready,
             messages.Failed: self._handle_failed,
+            messages.NotLoaded: self._handle_not_loaded,
             messages.MetricsCollected: self._handle_late_metrics,
             messages.Cancel: self._handle_cancel,
         }
@@ -133,8 +136,8 @@ class Supervisor:
         """End all processes and free what the supervisor holds."""
         self._sockets.close()
         self._model_reloader.close()
-        for call in self._calls.values():
-            call.cancel()
+        for task in (*self._calls.values(), *self._leaving_out):
+            task.cancel()
         children = self._children.values()
         # Close all channels before waiting for the first process: they all exit at the same time.
         for child in children:
@@ -181,7 +184,8 @@ class Supervisor:
             cores=cores,
             journal=self._journals.get(name),
             manifest=self._model_reloader.engine_manifest() if is_engine else self.manifest,
-            strict=not self._announced,
+            strict=self._settings.strict and not self._announced,
+            is_restart=self._announced,
         )
         try:
             for other in self._children.values():
@@ -249,7 +253,7 @@ class Supervisor:
         """The service is ready while an engine and a frontend are. It is announced once all processes are."""
         ready = [child for child in self._children.values() if child.ready]
         self._metrics.ready.set(float({child.role for child in ready} == {ENGINE, FRONTEND} and not self._draining))
-        if not self._announced and len(ready) == len(self._names):
+        if not self._announced and len(ready) == len(self._names) and not self._leaving_out:
             self._announced = True
             try:
                 self._announce(ports.addresses(self._sockets, self._settings))
@@ -274,6 +278,25 @@ class Supervisor:
         child.failure, child.exit_reason = message.reason, "failed"
         self._log.error("child failed", child=child.name, reason=message.reason)
         child.ended.set()
+
+    def _handle_not_loaded(self, child: Child, id: int, message: messages.NotLoaded) -> None:
+        """At the start, a version is served only if every process has it. Later, while any process of the role has it."""
+        child.not_loaded.add(message.key)
+        same_role = [other for other in self._children.values() if other.role == child.role]
+        everywhere = not self._announced or all(message.key in other.not_loaded for other in same_role)
+        task = asyncio.get_running_loop().create_task(self._leave_out(child, message, everywhere))
+        self._leaving_out.add(task)
+        task.add_done_callback(self._handle_left_out)
+
+    async def _leave_out(self, child: Child, message: messages.NotLoaded, everywhere: bool) -> None:
+        error = Refusal(message.code, message.reason).error
+        await self._model_reloader.leave_out(message.key, error, everywhere=everywhere)
+        if not self._announced and not self.manifest.model_versions:
+            self._handle_failed(child, 0, messages.Failed(error.message))
+
+    def _handle_left_out(self, task: asyncio.Task[None]) -> None:
+        self._leaving_out.discard(task)
+        self._update_ready()
 
     def _handle_late_metrics(self, child: Child, id: int, message: MetricsCollected) -> None:
         child.metrics = message.snapshot

@@ -353,7 +353,7 @@ def test_sessions_of_a_replaced_version_keep_its_weights(reloaded: Reloaded) -> 
     server, root, _ = reloaded
     assert summed(server, [1, 1], "old") == ("1", 2)
     text = root / "accumulator" / "1" / spec.MODEL
-    text.write_text(text.read_text().replace('description = ""', 'description = "the same, described"'))
+    text.write_text('description = "the same, described"\n' + text.read_text())
     load(server, "accumulator")
     assert reloaded.events("loaded")
     assert summed(server, [1], "old", version="1") == ("1", 3)
@@ -381,8 +381,8 @@ def test_restarted_processes_leave_out_a_broken_model(
     for child in ("engine-0", "frontend-0", "frontend-1"):
         kill(server, child)
     assert summed(server, [1], "s") == ("1", 1)
-    refused(server, 404, "unknown_model", "words")
-    models.words(root, seed=3)
+    assert "words version 1 cannot be served" in refused(server, 503, "unavailable", "words")
+    models.words(root)
     load(server, "words")
     assert answered(server)[0] == "1"
 

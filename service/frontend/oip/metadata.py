@@ -155,7 +155,7 @@ def model_config(frontend: Frontend, name: str, version: str) -> dict[str, Any]:
 
 
 def model_ready(frontend: Frontend, name: str, version: str) -> bool:
-    """Return whether an engine serves a model; raises UnknownModel."""
+    """Return whether an engine serves a model; raises UnknownModel, or Unavailable for a model that cannot be served."""
     key = frontend.catalog.find(name, version or None).key
     return frontend.ready and any(loaded.key == key for loaded in frontend.dispatcher.models)
 

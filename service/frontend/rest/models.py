@@ -15,8 +15,15 @@ def add_routes(router: APIRouter, frontend: Frontend) -> None:
 
     @router.get("/models")
     async def models(request: Request) -> Response:
-        """List every served model version, with the kernels that run it."""
-        return respond_json(frontend, {"models": _list_models(frontend)})
+        """List every served model version, with the kernels that run it, and the versions that cannot be served, with the reason."""
+        return respond_json(frontend, {"models": _list_models(frontend), "unavailable": _list_unavailable(frontend)})
+
+
+def _list_unavailable(frontend: Frontend) -> list[dict[str, Any]]:
+    return [
+        {"name": entry.name, "version": entry.version or None, "ready": False, "reason": entry.reason}
+        for entry in frontend.catalog.unavailable
+    ]
 
 
 def _list_models(frontend: Frontend) -> list[dict[str, Any]]:

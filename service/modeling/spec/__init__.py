@@ -89,6 +89,7 @@ __all__ = [
     "TextCNNLayer",
     "digest",
     "find_models",
+    "model_folders",
     "read",
     "read_aliases",
     "read_file",
@@ -286,19 +287,23 @@ def digest(data: bytes) -> str:
 
 def find_models(root: Path) -> dict[str, dict[str, Path]]:
     """Return each model's version folders in ascending order; raises ModelError for invalid names and for an empty models folder."""
+    return {folder.name: version_folders(folder) for folder in model_folders(root)}
+
+
+def model_folders(root: Path) -> list[Path]:
+    """Return the folders of the models, whatever they contain; raises ModelError for an empty models folder."""
     if not root.is_dir():
         raise ModelError(f"models folder {root} does not exist: create it, or name another folder with --models")
-    for folder in visible_folders(root):
-        if not NAME.fullmatch(folder.name):
-            raise ModelError(f"{folder}: a model name has letters, digits, '.', '_' and '-' only: rename the folder")
-    models = {folder.name: version_folders(folder) for folder in visible_folders(root)}
-    if not models:
+    folders = list(visible_folders(root))
+    if not folders:
         raise ModelError(f"models folder {root} has no model: put one there, or name another folder with --models")
-    return models
+    return folders
 
 
 def version_folders(folder: Path) -> dict[str, Path]:
     """Return the version folders of a model, in ascending order; raises ModelError for invalid names or no version."""
+    if not NAME.fullmatch(folder.name):
+        raise ModelError(f"{folder}: a model name has letters, digits, '.', '_' and '-' only: rename the folder")
     for version in visible_folders(folder):
         if not VERSION.fullmatch(version.name):
             raise ModelError(f"{version}: a version is a whole number from 1 without leading zeros: rename the folder")

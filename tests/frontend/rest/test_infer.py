@@ -132,7 +132,7 @@ def test_openapi_describes_every_route(server: Server) -> None:
     assert "swagger" in server.client.get("/docs").text
     schema = server.client.get("/openapi.json").json()
     body = schema["paths"]["/infer"]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    options = {"version", "return", "session", "start", "end", "deadline_ms", "priority"}
+    options = {"version", "return", "states", "session", "start", "end", "deadline_ms", "priority"}
     assert set(body["properties"]) == {"model", "inputs"} | options
     states = schema["paths"]["/sessions/{id}/state"]
     assert set(states) == {"get", "put", "delete"}
@@ -215,7 +215,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     (
         {**GOOD, "colour": "red"},
         "colour",
-        "known fields are model, inputs, version, return, session, start, end, deadline_ms, priority",
+        "known fields are model, inputs, version, return, states, session, start, end, deadline_ms, priority",
     ),
     ({**GOOD, "session": "s"}, "session", "because layers.1 (lstm) needs a whole sequence"),
     ({**GOOD, "session": 7}, "session", "string"),
