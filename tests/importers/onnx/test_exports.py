@@ -1,0 +1,76 @@
+"""Files that torch's exporters write import, and compute what the module of torch computes."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import ModelProto
+from torch import nn
+
+from service.importers.draft import ImportRefused
+from tests.importers.onnx.export_cases import BY_NEW_EXPORTER, BY_OLD_EXPORTER, NOT_EXPRESSIBLE
+from tests.importers.onnx.graphs import TOLERANCE, answers, imported
+from tests.importers.torch_models import REFUSED, Sample
+
+
+def exported(sample: Sample, module: nn.Module, *, dynamo: bool) -> ModelProto:
+    """Export a module with open numbers of sequences and steps, as the manual of torch says."""
+    steps, batch = (0, 1) if sample.steps_first else (1, 0)
+    names = ["x", "lengths"][: 1 + sample.lengths]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of what its own exporters do
+        if dynamo:
+            axes = ({batch: torch.export.Dim("batch"), steps: torch.export.Dim("steps")}, {0: torch.export.Dim("batch")})
+            program = torch.onnx.export(
+                module, sample.inputs(), dynamo=True, dynamic_shapes=axes[: len(names)], input_names=names, verbose=False
+            )
+            assert program is not None
+            return program.model_proto
+        named: dict[str, Any] = {"x": {batch: "batch", steps: "steps"}, "lengths": {0: "batch"}}
+        content = io.BytesIO()
+        torch.onnx.export(
+            module,
+            sample.inputs(),
+            content,
+            dynamo=False,
+            input_names=names,
+            dynamic_axes={name: named[name] for name in names},
+        )
+    return onnx.load_from_string(content.getvalue())
+
+
+def assert_exports(sample: Sample, folder: Path, *, dynamo: bool) -> None:
+    module = sample.module()
+    draft = imported(exported(sample, module, dynamo=dynamo), folder)
+    ours = answers(draft, [row.numpy() for row in sample.rows()])
+    for answer, output in zip(ours, sample.answers(module), strict=True):
+        np.testing.assert_allclose(answer.ravel(), draft.as_answer(output.numpy()).ravel(), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("sample", BY_OLD_EXPORTER, ids=str)
+def test_file_of_the_old_exporter_imports(sample: Sample, tmp_path: Path) -> None:
+    assert_exports(sample, tmp_path, dynamo=False)
+
+
+@pytest.mark.parametrize("sample", BY_NEW_EXPORTER, ids=str)
+def test_file_of_the_new_exporter_imports(sample: Sample, tmp_path: Path) -> None:
+    assert_exports(sample, tmp_path, dynamo=True)
+
+
+@pytest.mark.parametrize("sample", REFUSED, ids=str)
+def test_activation_that_no_layer_has_is_refused(sample: Sample, tmp_path: Path) -> None:
+    with pytest.raises(ImportRefused, match="no activation of model"):
+        imported(exported(sample, sample.module(), dynamo=False), tmp_path)
+
+
+@pytest.mark.parametrize("sample, refused", NOT_EXPRESSIBLE, ids=str)
+def test_wrong_file_of_the_new_exporter_is_refused(sample: Sample, refused: str, tmp_path: Path) -> None:
+    with pytest.raises(ImportRefused, match=refused):
+        imported(exported(sample, sample.module(), dynamo=True), tmp_path)

@@ -1,0 +1,312 @@
+"""Models of torch as their users write them, for tests of exporters and archives. Each answers with one tensor."""
+# mypy: disable-error-code="no-any-return"
+# A module of torch returns Any when it is called.
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils import parametrizations
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from tests.importers.importing import randomize
+
+FEATURES, VOCABULARY, HIDDEN, LABELS = 3, 11, 5, 4
+LENGTHS = (7, 4, 12, 5)
+Norm = Callable[[nn.Module], nn.Module]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A model with random weights.
+
+    part, option: what is special about it; build: makes it; ids: whether it takes token ids; steps_first: whether its input is
+    (steps, batch, ...); lengths: whether it takes the lengths of the sequences.
+    """
+
+    part: str
+    option: str
+    build: Callable[[], nn.Module] = field(repr=False)
+    ids: bool = False
+    steps_first: bool = False
+    lengths: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.part}: {self.option}"
+
+    def module(self) -> nn.Module:
+        return randomize(self.build())
+
+    def inputs(self, lengths: Sequence[int] = (16, 16)) -> tuple[Tensor, ...]:
+        """Return a batch of padded sequences, and their lengths where the model takes them."""
+        generator = torch.Generator().manual_seed(3)
+        shape = (len(lengths), max(lengths)) if self.ids else (len(lengths), max(lengths), FEATURES)
+        x = torch.randint(0, VOCABULARY, shape, generator=generator) if self.ids else torch.randn(shape, generator=generator)
+        x = x.transpose(0, 1).contiguous() if self.steps_first else x
+        return (x, torch.tensor(lengths)) if self.lengths else (x,)
+
+    def rows(self) -> list[Tensor]:
+        """Return sequences of several lengths."""
+        rows = [self.inputs([length])[0] for length in LENGTHS]
+        return [row[:, 0] if self.steps_first else row[0] for row in rows]
+
+    @torch.no_grad()
+    def answers(self, module: nn.Module) -> list[Tensor]:
+        """Return the answer for each row by itself."""
+        batches = [self.inputs([length]) for length in LENGTHS]
+        return [module(*batch) for batch in batches]
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer, and a linear layer over what `reads` names of its result."""
+
+    def __init__(self, kind: str, reads: str = "state", *, packed: bool = False, start: str = "", **options: Any) -> None:
+        super().__init__()
+        self.rnn = getattr(nn, kind)(FEATURES, HIDDEN, **options)
+        self.reads, self.packed, self.start = reads, packed, start
+        self.axis = 1 if self.rnn.batch_first else 0
+        self.fc = nn.Linear((self.rnn.proj_size or HIDDEN) * (1 + self.rnn.bidirectional), LABELS)
+        if start == "learned":
+            self.hidden = nn.Parameter(torch.zeros(self.rnn.num_layers * (1 + self.rnn.bidirectional), 1, HIDDEN))
+
+    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+        given = None
+        if self.start:
+            batch = x.shape[1 - self.axis]
+            hidden = self.hidden.expand(-1, batch, -1).contiguous() if self.start == "learned" else self._zeros(batch)
+            given = (hidden, hidden.tanh()) if isinstance(self.rnn, nn.LSTM) else hidden
+        if self.packed:
+            x = pack_padded_sequence(x, lengths, batch_first=self.rnn.batch_first, enforce_sorted=False)  # type: ignore[arg-type, assignment]
+        steps, state = self.rnn(x, given)
+        if self.packed:
+            steps, _ = pad_packed_sequence(steps, batch_first=self.rnn.batch_first)
+        hidden = state[0] if isinstance(state, tuple) else state
+        return self._head(steps, hidden)
+
+    def _zeros(self, batch: int) -> Tensor:
+        return torch.zeros(self.rnn.num_layers * (1 + self.rnn.bidirectional), batch, HIDDEN)
+
+    def _head(self, steps: Tensor, hidden: Tensor) -> Tensor:
+        if self.reads == "steps":
+            return steps
+        if self.reads == "tags":
+            return self.fc(steps).softmax(-1)
+        if self.reads == "max":
+            return self.fc(steps.max(self.axis).values).sigmoid()
+        if self.reads == "mean":
+            return self.fc(steps.mean(self.axis)).log_softmax(-1)
+        if self.reads == "last":
+            return self.fc(steps[:, -1] if self.axis == 1 else steps[-1])
+        both = torch.cat((hidden[-2], hidden[-1]), 1) if self.rnn.bidirectional else hidden[-1]
+        return self.fc(both).softmax(1)
+
+
+class TextCNN(nn.Module):
+    """Kim's text CNN. form: conv1d or conv2d; pool: how the maximum over time is written."""
+
+    def __init__(self, form: str = "conv1d", pool: str = "max", padding: int = 0) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 4)
+        self.form, self.pool = form, pool
+        if form == "conv1d":
+            self.convs = nn.ModuleList(nn.Conv1d(4, 5, width, padding=padding) for width in (2, 3, 4))
+        else:
+            self.convs = nn.ModuleList(nn.Conv2d(1, 5, (width, 4), padding=(padding, 0)) for width in (2, 3, 4))
+        self.dropout = nn.Dropout(0.5)
+        self.fc = nn.Linear(15, LABELS)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        x = x.transpose(1, 2) if self.form == "conv1d" else x.unsqueeze(1)
+        maps = [functional.relu(conv(x)) for conv in self.convs]
+        maps = maps if self.form == "conv1d" else [each.squeeze(3) for each in maps]
+        if self.pool == "adaptive":
+            pooled = [functional.adaptive_max_pool1d(each, 1).squeeze(-1) for each in maps]
+        else:
+            pooled = [each.max(2)[0] if self.pool == "max" else each.amax(2) for each in maps]
+        return functional.log_softmax(self.fc(self.dropout(torch.cat(pooled, 1))), dim=1)
+
+
+class TCN(nn.Module):
+    """locuslab/TCN: padding on both sides, of which the right side is cut."""
+
+    def __init__(self, norm: Norm, reads: str = "last") -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.ModuleList(
+                [
+                    norm(nn.Conv1d(inputs, 5, 3, padding=2 * dilation, dilation=dilation)),
+                    norm(nn.Conv1d(5, 5, 3, padding=2 * dilation, dilation=dilation)),
+                    nn.Conv1d(inputs, 5, 1) if inputs != 5 else nn.Identity(),
+                ]
+            )
+            for inputs, dilation in ((FEATURES, 1), (5, 2), (5, 4))
+        )
+        self.fc = nn.Linear(5, LABELS)
+        self.reads = reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.transpose(1, 2)
+        for index, block in enumerate(self.blocks):
+            layers: Any = block
+            first, second, down = layers
+            cut = 2 * 2**index
+            inner = torch.relu(first(y)[:, :, :-cut].contiguous())
+            inner = torch.relu(second(inner)[:, :, :-cut].contiguous())
+            y = torch.relu(inner + down(y))
+        return self.fc(y[:, :, -1]) if self.reads == "last" else self.fc(y.transpose(1, 2)).softmax(-1)
+
+
+class Mixed(nn.Module):
+    """Convolution, norms, pools and a recurrent layer, one after another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(FEATURES, 6, 3, stride=2, padding=1, groups=3)
+        self.batch_norm = nn.BatchNorm1d(6)
+        self.pool = nn.MaxPool1d(2)
+        self.rnn = nn.GRU(6, HIDDEN, batch_first=True, bidirectional=True)
+        self.layer_norm = nn.LayerNorm(2 * HIDDEN)
+        self.fc = nn.Linear(2 * HIDDEN, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.pool(functional.gelu(self.batch_norm(self.conv(x.transpose(1, 2))))).transpose(1, 2)
+        return torch.sigmoid(self.fc(self.layer_norm(self.rnn(y)[0]).mean(1)))
+
+
+class Activated(nn.Module):
+    """Token ids, the mean over time, and a head with a hidden layer and an activation."""
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 4)
+        self.activation = activation
+        self.inner = nn.Linear(4, 6)
+        self.fc = nn.Linear(6, 2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.fc(self.activation(self.inner(self.embedding(ids).mean(1))))
+
+
+class Attention(nn.Module):
+    """An attention pool over a recurrent layer."""
+
+    def __init__(self, form: str = "sum", *, hidden: bool = True) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 4)
+        self.rnn = nn.GRU(4, HIDDEN, batch_first=True, bidirectional=True)
+        self.hidden = nn.Linear(2 * HIDDEN, 6) if hidden else None
+        self.query = nn.Linear(6 if hidden else 2 * HIDDEN, 1, bias=False)
+        self.fc = nn.Linear(2 * HIDDEN, LABELS)
+        self.form = form
+
+    def forward(self, ids: Tensor) -> Tensor:
+        steps, _ = self.rnn(self.embedding(ids))
+        inner = steps if self.hidden is None else torch.tanh(self.hidden(steps))
+        weights = torch.softmax(self.query(inner), 1)
+        if self.form == "sum":
+            return self.fc((weights * steps).sum(1))
+        return self.fc(torch.bmm(weights.transpose(1, 2), steps).squeeze(1))
+
+
+class Gated(nn.Module):
+    """A causal convolution with a gated linear unit, as functional.glu writes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(FEATURES, 8, 3)
+        self.fc = nn.Linear(4, LABELS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = functional.glu(self.conv(functional.pad(x.transpose(1, 2), (2, 0))), 1)
+        return self.fc(y.transpose(1, 2).mean(1))
+
+
+def plain(module: nn.Module) -> nn.Module:
+    return module
+
+
+def old_weight_norm(module: nn.Module) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return nn.utils.weight_norm(module)
+
+
+def _recurrent(kind: str, option: str, *args: Any, batch_first: bool = True, **options: Any) -> Sample:
+    lengths = options.get("packed", False)
+    return Sample(
+        f"nn.{kind}",
+        option,
+        lambda: Recurrent(kind, *args, batch_first=batch_first, **options),
+        steps_first=not batch_first,
+        lengths=lengths,
+    )
+
+
+def _recurrent_samples() -> Iterator[Sample]:
+    for kind, bidirectional in product(("LSTM", "GRU", "RNN"), (False, True)):
+        both = ", bidirectional" * bidirectional
+        yield _recurrent(kind, f"final state{both}", bidirectional=bidirectional)
+        yield _recurrent(kind, f"two layers{both}", "max", bidirectional=bidirectional, num_layers=2)
+        yield _recurrent(kind, f"without bias{both}", "mean", bidirectional=bidirectional, bias=False)
+        yield _recurrent(kind, f"batch_first=False{both}", "steps", bidirectional=bidirectional, batch_first=False)
+    for kind in ("LSTM", "GRU", "RNN"):
+        yield _recurrent(kind, "last step", "last")
+        yield _recurrent(kind, "last step, batch_first=False", "last", batch_first=False)
+        yield _recurrent(kind, "tags", "tags", bidirectional=True)
+        yield _recurrent(kind, "initial states of zeros", start="zeros", num_layers=2)
+        yield _recurrent(kind, "learned initial states", start="learned", bidirectional=True)
+    yield _recurrent("RNN", 'nonlinearity="relu"', "last", nonlinearity="relu")
+
+
+def _packed_samples() -> Iterator[Sample]:
+    for kind, first in product(("LSTM", "GRU", "RNN"), (True, False)):
+        order = "" if first else ", batch_first=False"
+        yield _recurrent(kind, f"packed{order}", "steps", packed=True, batch_first=first)
+        yield _recurrent(
+            kind, f"packed, final states of two layers{order}", packed=True, batch_first=first, num_layers=2, bidirectional=True
+        )
+
+
+def _other_samples() -> Iterator[Sample]:
+    yield Sample("nn.Conv1d", "text CNN", TextCNN, ids=True)
+    yield Sample("nn.Conv1d", "text CNN with padding", lambda: TextCNN(padding=2), ids=True)
+    yield Sample("nn.Conv1d", "text CNN, adaptive_max_pool1d", lambda: TextCNN(pool="adaptive"), ids=True)
+    yield Sample("nn.Conv2d", "text CNN", lambda: TextCNN("conv2d"), ids=True)
+    yield Sample("nn.Conv2d", "text CNN, amax", lambda: TextCNN("conv2d", "amax"), ids=True)
+    yield Sample("nn.Conv1d", "TCN", lambda: TCN(plain))
+    yield Sample("nn.Conv1d", "TCN with nn.utils.weight_norm", lambda: TCN(old_weight_norm))
+    yield Sample("nn.Conv1d", "TCN with parametrizations.weight_norm", lambda: TCN(parametrizations.weight_norm, "tags"))
+    yield Sample("nn.Conv1d", "causal, functional.glu", Gated)
+    yield Sample("nn.Conv1d, nn.BatchNorm1d, nn.MaxPool1d, nn.GRU, nn.LayerNorm", "stride and groups", Mixed)
+    for form, hidden in product(("sum", "bmm"), (True, False)):
+        option = f"attention pool by {form}" + "" if hidden else f"attention pool by {form}, without a hidden layer"
+        yield Sample("nn.GRU", option, lambda form=form, hidden=hidden: Attention(form, hidden=hidden), ids=True)  # type: ignore[misc]
+
+
+ACTIVATIONS = (
+    *(nn.SiLU(), nn.GELU(), nn.GELU("tanh"), nn.Hardsigmoid(), nn.ELU(0.5), nn.SELU(), nn.LeakyReLU(0.2), nn.ReLU6()),
+    *(nn.Softplus(), nn.Hardtanh(), nn.Softsign(), nn.CELU(), nn.Tanh(), nn.Sigmoid(), nn.Threshold(0.0, 0.0)),
+)
+UNKNOWN_ACTIVATIONS = (nn.Hardswish(), nn.Mish(), nn.LogSigmoid(), nn.Tanhshrink())
+
+
+def activated(activation: nn.Module) -> Sample:
+    return Sample("nn.Embedding, nn.Linear", str(activation), lambda: Activated(activation), ids=True)
+
+
+RECURRENT = list(_recurrent_samples())
+PACKED = list(_packed_samples())
+OTHERS = list(_other_samples())
+ACTIVATED = [activated(each) for each in ACTIVATIONS]
+REFUSED = [activated(each) for each in UNKNOWN_ACTIVATIONS]
+PROJECTED = [
+    _recurrent("LSTM", f"proj_size=2{', bidirectional' * both}", bidirectional=both, proj_size=2) for both in (False, True)
+]
