@@ -1,4 +1,4 @@
-"""The commands `seqserve serve | infer | import | models | quantize | key | state-key | bench`: parse flags, read settings, run."""
+"""The commands of `seqserve`, such as `seqserve serve`: parse flags, read settings, run."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from service.access.policy import check_start
 from service.access.scopes import KEY_SCOPES, Scope
 from service.client_access import ClientAccess
 from service.errors import ServiceError, SettingsError, StartError
+from service.exporters.formats import SUFFIXES
 from service.frontend.tls import build_context
 from service.importers.formats import FORMATS
 from service.ipc.messages import Manifest
@@ -106,6 +107,14 @@ def import_checkpoint(settings: Settings, **request: Any) -> int:
     from service.importers.command import Request, import_model  # imports torch
 
     import_model(settings, Request(**request), print)
+    return 0
+
+
+def export_checkpoint(settings: Settings, model_version: int | None, **request: Any) -> int:
+    """Write a version of a model as a foreign checkpoint."""
+    from service.exporters.command import Request, export_model  # imports torch
+
+    export_model(settings, Request(version=model_version, **request), print)
     return 0
 
 
@@ -203,7 +212,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="seqserve", description="A server for sequence models.")
     parser.add_argument("--version", action="version", version=f"seqserve {__version__}")
     commands = parser.add_subparsers(
-        required=True, metavar="serve | infer | import | models | quantize | key | state-key | bench"
+        required=True, metavar="serve | infer | import | export | models | quantize | key | state-key | bench"
     )
     shared = argparse.ArgumentParser(add_help=False)
     _setting(shared, "--models", metavar="DIR", help="folder of models")
@@ -254,6 +263,18 @@ def _parser() -> argparse.ArgumentParser:
         help="largest difference from the outputs of the source (default: %(default)s)",
     )
     command.set_defaults(run=import_checkpoint)
+    command = commands.add_parser(
+        "export", parents=[shared], help="write a model as a checkpoint of another framework, with a recipe to import it"
+    )
+    command.add_argument("model", metavar="MODEL", help="name of a model in the models folder")
+    command.add_argument("--format", required=True, choices=SUFFIXES, help="format of the checkpoint")
+    command.add_argument(
+        "--out", required=True, type=Path, metavar="FILE", help="file to write; FILE.toml is the recipe that --recipe takes"
+    )
+    command.add_argument(
+        "--version", dest="model_version", type=_above_zero(int), metavar="N", help="version to read (default: the newest)"
+    )
+    command.set_defaults(run=export_checkpoint)
     command = commands.add_parser("models", parents=[shared], help="list the models folder")
     command.set_defaults(run=models)
     command = commands.add_parser(

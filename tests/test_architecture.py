@@ -35,6 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {  # the rule with the longest matching name h
         for name in ("scheduler", "batch_builder", "fair_shares", "model_queue", "request_block")
     },
     "service.importers": {"kernels", "service.modeling", "service.cores", "service.errors", "service.settings"},
+    "service.exporters": {"kernels", "service.modeling", "service.importers.draft", "service.errors", "service.settings"},
     "service.quantize": {"kernels", "service.modeling", "service.cores", "service.errors", "service.settings"},
     "service.access": {"service.errors", "service.ipc.messages", "service.settings"},
     "service.frontend": {"service.access", "service.modeling.spec", "service.modeling.tokenizer", *SHARED},

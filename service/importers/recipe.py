@@ -14,18 +14,19 @@ from typing import Any
 from service.importers.draft import ImportRefused
 from service.modeling.spec import read_file
 
-FROM = "from"
+FROM, ATTENTION_FROM = "from", "attention_from"
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """tables: the recipe without layers; layers: its layers, and dense: the dense layers of its head, each with `from`; head_from: the
-    start of the names of the head's own tensors."""
+    start of the names of the head's own tensors; attention_from: of those of its attention."""
 
     tables: dict[str, Any] = field(default_factory=dict)
     layers: list[dict[str, Any]] = field(default_factory=list)
     dense: list[dict[str, Any]] = field(default_factory=list)
     head_from: str | None = None
+    attention_from: str | None = None
 
     @property
     def head(self) -> dict[str, Any]:
@@ -45,7 +46,7 @@ class Recipe:
             raise ImportRefused(
                 f"{file}: write layers as [[layers]], the head as [head] and its dense layers as [[head.dense]]"
             )
-        return cls(tables, layers, head.pop("dense", []), head.pop(FROM, None))
+        return cls(tables, layers, head.pop("dense", []), head.pop(FROM, None), head.pop(ATTENTION_FROM, None))
 
 
 def _are_tables(value: Any) -> bool:

@@ -12,7 +12,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from service.errors import ModelError
-from service.modeling.spec import CARD, MODEL, TOKENIZER, WEIGHTS, ModelSpec, digest, read, read_verified
+from service.modeling.spec import CARD, MODEL, TOKENIZER, WEIGHTS, ModelSpec, digest, find_models, read, read_verified
 from service.modeling.stored_weights import from_stored, tensor_forms, to_stored, wrong_values
 
 
@@ -42,9 +42,20 @@ def write(folder: Path, spec: ModelSpec, arrays: Mapping[str, Tensor], *, card: 
     for name, data in files.items():
         (folder / name).write_bytes(data)
     (folder / CARD).write_text(card)
-    (folder / MODEL).write_text(_toml(signed.model_dump(exclude_defaults=True)))
+    (folder / MODEL).write_text(toml(signed.model_dump(exclude_defaults=True)))
     read(folder)
     return signed
+
+
+def find_version(root: Path, model: str, version: int | None) -> Path:
+    """Return the folder of a version of a model, the newest for None; raises ModelError if there is none."""
+    models = find_models(root)
+    if model not in models:
+        raise ModelError(f"{root} has no model {model!r}: the models are {', '.join(models)}")
+    versions = models[model]
+    if version is not None and str(version) not in versions:
+        raise ModelError(f"{model} has no version {version}: the versions are {', '.join(versions)}")
+    return versions[list(versions)[-1] if version is None else str(version)]
 
 
 def _check(file: Path, tensors: Mapping[str, Tensor], spec: ModelSpec) -> None:
@@ -67,16 +78,16 @@ def _check(file: Path, tensors: Mapping[str, Tensor], spec: ModelSpec) -> None:
             raise ModelError(f"{file}: {name} {wrong}")
 
 
-def _toml(values: Mapping[str, Any], path: str = "") -> str:
+def toml(values: Mapping[str, Any], path: str = "") -> str:
     """Return nested tables as TOML, plain values before tables as TOML requires."""
     values = dict(sorted(values.items(), key=lambda pair: pair[0] != "kind"))  # what a table is comes first
     lines = [f"{_key(key)} = {_value(value)}" for key, value in values.items() if not _nested(value, path)]
     for key, value in values.items():
         name = f"{path}{_key(key)}"
         if isinstance(value, Mapping) and _nested(value, path):
-            lines += ["", f"[{name}]", _toml(value, f"{name}.").strip()]
+            lines += ["", f"[{name}]", toml(value, f"{name}.").strip()]
         elif _nested(value, path):
-            lines += [line for table in value for line in ("", f"[[{name}]]", _toml(table, f"{name}.").strip())]
+            lines += [line for table in value for line in ("", f"[[{name}]]", toml(table, f"{name}.").strip())]
     return "\n".join(lines) + "\n"
 
 

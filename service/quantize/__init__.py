@@ -72,16 +72,9 @@ def quantize(
 
 def _target(root: Path, model: str, version: int | None, name: str | None) -> Target:
     """Return what to read and to write; raises ModelError for a model or version that does not exist, and for a name that does."""
-    models = spec.find_models(root)
-    if model not in models:
-        raise ModelError(f"{root} has no model {model!r}: the models are {', '.join(models)}")
-    versions = models[model]
-    if version is not None and str(version) not in versions:
-        raise ModelError(f"{model} has no version {version}: the versions are {', '.join(versions)}")
-    newest = list(versions)[-1]
-    source = versions[newest if version is None else str(version)]
+    source, models = store.find_version(root, model, version), spec.find_models(root)
     if name is None:
-        return Target(source, model, int(newest) + 1)
+        return Target(source, model, int(list(models[model])[-1]) + 1)
     if not spec.NAME.fullmatch(name):
         raise ModelError(f"{name!r} is not a name of a model: use letters, digits, '.', '_' and '-'")
     if name in models or name in spec.read_aliases(root, models):

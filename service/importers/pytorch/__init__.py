@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from service.importers.draft import Draft, ImportRefused, Part
-from service.importers.pytorch.convert import CONVERTERS
+from service.importers.pytorch.convert import CONVERTERS, attention
 from service.importers.pytorch.files import SAFETENSORS, read_tensors
 from service.importers.pytorch.modules import Module, modules
 from service.importers.pytorch.plan import Plan, Step, suggest, usual_order
@@ -23,13 +23,11 @@ def read(file: Path, recipe: Recipe) -> Draft:
     layers = [_converted(step) for step in plan.layers]
     head = _head(plan, recipe, layers)
     used = {name: _place(index, step) for index, step in enumerate(plan.layers) for name in _names(step)}
-    used |= {
-        name: "head"
-        for step in [*plan.dense, *([] if plan.linear is None else [Step({}, [plan.linear])])]
-        for name in _names(step)
-    }
+    of_head = [step for step in (*plan.dense, plan.attention) if step is not None]
+    of_head += [] if plan.linear is None else [Step({}, [plan.linear])]
+    used |= {name: "head" for step in of_head for name in _names(step)}
     unused = [name for module in found.values() for name in module.names.values() if name not in used]
-    return Draft("PyTorch state_dict", _input(layers), layers, head, used, unused, plan.notes)
+    return Draft("PyTorch state_dict", _input(layers, recipe), layers, head, used, unused, plan.notes)
 
 
 def _from_recipe(recipe: Recipe, found: dict[str, Module]) -> Plan:
@@ -54,6 +52,8 @@ def _from_recipe(recipe: Recipe, found: dict[str, Module]) -> Plan:
         )
     if recipe.head_from is not None:
         [plan.linear] = _within(found, recipe.head_from)[:1]
+    if recipe.attention_from is not None:
+        plan.attention = Step({}, _within(found, recipe.attention_from))
     return plan
 
 
@@ -83,13 +83,15 @@ def _converted(step: Step) -> Part:
         raise ImportRefused(f"these tensors do not make a {step.table['kind']} layer ({error}): {shapes}") from error
 
 
-def _input(layers: Sequence[Part]) -> dict[str, Any]:
+def _input(layers: Sequence[Part], recipe: Recipe) -> dict[str, Any]:
     """Return the input that fits the first layer."""
-    first = layers[0]
+    first, given = layers[0], recipe.tables.get("input", {})
+    if "features" in given:
+        return {"kind": "features"}
     if first.table["kind"] == "embedding":
         return {"kind": "ids", "vocabulary": len(first.arrays["weight"])}
-    projected = first.table["kind"] == "sru" and "0.forward.projection" in first.arrays
-    names = ("projection",) if projected else ("input", "filters", "weight")
+    projected = first.table["kind"] == "sru" and not {"0.forward.projection", "0.backward.projection"}.isdisjoint(first.arrays)
+    names = ("projection",) if projected else ("input", "filters", "direction", "weight")
     matrix = next((array for name, array in first.arrays.items() if name.endswith(names)), None)
     if matrix is None:
         raise ImportRefused("the first layer has no weights that tell the number of features: add input.features to the recipe")
@@ -112,6 +114,9 @@ def _head(plan: Plan, recipe: Recipe, layers: Sequence[Part]) -> Part:
         weight = plan.linear.weight.T
         arrays |= {"weight": weight, "bias": plan.linear.bias(weight.shape[1])}
         table |= _outputs(kind, weight.shape[1], given)
+    if plan.attention is not None:
+        arrays |= attention(plan.attention.modules)
+        table |= {"attention_width": len(arrays["attention.query"])} if "attention.weight" in arrays else {}
     for index, step in enumerate(plan.dense):
         weight = step.modules[0].weight.T
         arrays |= {f"dense.{index}.weight": weight, f"dense.{index}.bias": step.modules[0].bias(weight.shape[1])}

@@ -66,11 +66,31 @@ def dense(table: Table, found: Sequence[Module]) -> Part:
     return Part({**table, "width": weight.shape[1]}, {"weight": weight, "bias": module.bias(weight.shape[1])})
 
 
+def attention(found: Sequence[Module]) -> dict[str, Array]:
+    """The attention of a head: `query`, and `weight` and `bias` of a linear layer before it."""
+    [module] = found
+    arrays = {"attention.query": module.tensors["query"]}
+    if "weight" in module.tensors:
+        weight = module.weight.T
+        arrays |= {"attention.weight": weight, "attention.bias": module.bias(weight.shape[1])}
+    return arrays
+
+
+def _convolution(module: Module, *, weight_norm: bool) -> dict[str, Array]:
+    """Return the filters and the bias. weight_norm: keep the weight norm, which is computed otherwise."""
+    filters = module.filters
+    bias = module.bias(filters.shape[2])
+    if not weight_norm:
+        return {"filters": filters, "bias": bias}
+    direction = module.tensors["weight_v"].transpose(2, 1, 0)
+    return {"direction": direction, "magnitude": module.tensors["weight_g"].ravel(), "bias": bias}
+
+
 def conv(table: Table, found: Sequence[Module]) -> Part:
-    """torch.nn.Conv1d, with its weight norm computed, and the batch norm that the recipe names after it."""
+    """torch.nn.Conv1d, and the batch norm that the recipe names after it."""
     module, *norms = found
     filters = module.filters
-    arrays = {"filters": filters, "bias": module.bias(filters.shape[2])}
+    arrays = _convolution(module, weight_norm=bool(table.get("weight_norm")))
     gated = table.get("activation") in ("glu", "gated_tanh")
     sizes: Table = {"filters": filters.shape[2] // (2 if gated else 1), "width": len(filters)}
     if norms:
@@ -103,16 +123,14 @@ def tcn(table: Table, found: Sequence[Module]) -> Part:
             raise ImportRefused(f"{remaining[0].name} stands alone: a level of a tcn has two convolutions")
         pair = [remaining.pop(0), remaining.pop(0)]
         for position, module in enumerate(pair):
-            arrays |= {
-                f"{level}.{position}.filters": module.filters,
-                f"{level}.{position}.bias": module.bias(module.filters.shape[2]),
-            }
-        if remaining and len(remaining[0].filters) == 1:
+            own = _convolution(module, weight_norm=bool(table.get("weight_norm")))
+            arrays |= {f"{level}.{position}.{name}": array for name, array in own.items()}
+        width, inputs, filters = pair[0].filters.shape
+        if remaining and len(remaining[0].filters) == 1 and (width > 1 or inputs != filters):
             projection = remaining.pop(0)
             arrays[f"{level}.projection.filters"] = projection.filters
             arrays[f"{level}.projection.bias"] = projection.bias(projection.filters.shape[2])
         level += 1
-    width, _, filters = arrays["0.0.filters"].shape
     return Part({**table, "levels": level, "filters": filters, "width": width}, arrays)
 
 
@@ -137,9 +155,11 @@ def sru(table: Table, found: Sequence[Module]) -> Part:
     arrays: dict[str, Array] = {}
     scales, projections = set(), set()
     for level, cell in enumerate(cells):
-        arrays |= _sru_level(level, cell, bidirectional, hidden)
+        arrays |= _sru_level(level, cell, _directions(table, bidirectional), hidden)
+        if not table.get("cell_gates", True):
+            _remove_cell(arrays, level, cell)
         blocks = cell.tensors["weight"].shape[1] // (hidden * (1 + bidirectional))
-        scales |= {float(cell.tensors["scale_x"][0])} if blocks == 3 else set()
+        scales |= {cell.tensors["scale_x"].ravel()[0]} if blocks == 3 else set()
         projections |= {cell.tensors["weight_proj"].shape[1]} if "weight_proj" in cell.tensors else set()
         norm = norms.get(cell.name)
         if norm is not None:
@@ -148,19 +168,34 @@ def sru(table: Table, found: Sequence[Module]) -> Part:
         raise ImportRefused(
             "the levels of the SRU have different scales or projections: import each level as a layer of its own"
         )
-    keys: Table = {"hidden": hidden, "depth": len(cells), "bidirectional": bidirectional, "scale": min(scales, default=1.0)}
+    keys: Table = {"hidden": hidden, "depth": len(cells), "bidirectional": bidirectional}
+    scale = min(scales, default=np.float32(table.get("scale", 1.0)))
+    keys |= {} if scale == np.float32(table.get("scale", 1.0)) else {"scale": float(scale)}
     keys |= {"projection": projections.pop()} if projections else {}
     keys |= {"layer_norm": table.get("layer_norm", "before")} if norms else {}
     return Part({**table, **keys}, arrays)
 
 
-def _sru_level(level: int, cell: Module, bidirectional: bool, hidden: int) -> dict[str, Array]:
+def _directions(table: Table, bidirectional: bool) -> tuple[str, ...]:
+    """Return our directions of a module. The file does not tell whether the only one reads reversed steps."""
+    return ("forward", "backward") if bidirectional else (table.get("direction", "forward"),)
+
+
+def _remove_cell(arrays: dict[str, Array], level: int, cell: Module) -> None:
+    """Remove the weights of the cell in the gates, which are zero in version 1 of the package."""
+    if cell.tensors["weight_c"].any():
+        raise ImportRefused(f"{cell.name}.weight_c is not zero, and cell_gates is false in the recipe: remove it")
+    for name in [name for name in arrays if name.startswith(f"{level}.") and name.endswith(".cell")]:
+        del arrays[name]
+
+
+def _sru_level(level: int, cell: Module, names: Sequence[str], hidden: int) -> dict[str, Array]:
     weight = cell.tensors["weight"]
-    directions = 1 + bidirectional
+    directions = len(names)
     blocks = weight.shape[1] // (directions * hidden)
     units = weight.reshape(len(weight), directions, hidden, blocks)
     arrays: dict[str, Array] = {}
-    for index, (direction, _) in enumerate(DIRECTIONS[:directions]):
+    for index, direction in enumerate(names):
         place = f"{level}.{direction}"
         arrays[f"{place}.input"] = units[:, index].transpose(0, 2, 1).reshape(len(weight), blocks * hidden)
         arrays[f"{place}.bias"] = cell.tensors["bias"].reshape(2, directions, hidden)[:, index].ravel()
@@ -173,7 +208,8 @@ def _sru_level(level: int, cell: Module, bidirectional: bool, hidden: int) -> di
 def qrnn(table: Table, found: Sequence[Module]) -> Part:
     """The QRNN of Salesforce and fastai. Its forget gate is the update gate, the opposite of ours: its sign changes."""
     arrays: dict[str, Array] = {}
-    inputs, sizes = 0, {}
+    sizes: Table = {}
+    inputs = 0
     for level, module in enumerate(found):
         weight, pooling = module.weight, table.get("pooling", "fo")
         blocks = {"f": 2, "fo": 3}.get(pooling, 0)
@@ -184,12 +220,13 @@ def qrnn(table: Table, found: Sequence[Module]) -> Part:
         taps = weight.reshape(blocks, hidden, window, -1).transpose(2, 3, 0, 1).copy()
         bias = module.bias(len(weight)).reshape(blocks, hidden).copy()
         taps[:, :, 1], bias[1] = -taps[:, :, 1], -bias[1]
-        arrays[f"{level}.forward.input"] = taps.reshape(window, taps.shape[1], blocks * hidden)
-        arrays[f"{level}.forward.bias"] = bias.ravel()
+        place = f"{level}.{_directions(table, False)[0]}"
+        arrays[f"{place}.input"] = taps.reshape(window, taps.shape[1], blocks * hidden)
+        arrays[f"{place}.bias"] = bias.ravel()
         inputs = hidden
-        sizes = {"hidden": hidden, "window": window, "pooling": pooling, "depth": level + 1}
-        if window != arrays["0.forward.input"].shape[0]:
+        if level and window != sizes["window"]:
             raise ImportRefused("the levels of the QRNN have different windows: import each level as a layer of its own")
+        sizes = {"hidden": hidden, "window": window, "pooling": pooling, "depth": level + 1}
     return Part({**table, **sizes}, arrays)
 
 

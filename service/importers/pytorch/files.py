@@ -38,9 +38,15 @@ def read_tensors(file: Path) -> dict[str, Array]:
 
 def _safetensors(file: Path) -> dict[str, Tensor]:
     try:
-        return load(read_file(file))
+        tensors = load(read_file(file))
     except (OSError, SafetensorError) as error:
         raise ImportRefused(f"{file} is not a complete safetensors file: {error}") from error
+    return {name: tensors[name] for name in sorted(tensors, key=_natural)}
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Return a key that sorts layers.2 before layers.10."""
+    return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", name)]
 
 
 def _state_dict(file: Path) -> dict[str, Tensor]:

@@ -27,10 +27,11 @@ class Step:
 
 @dataclass(slots=True)
 class Plan:
-    """Layers in order, the dense layers of the head, the head's linear layer if it has one, and what was assumed."""
+    """Layers in order, the dense layers of the head, the head's attention and its linear layer if it has them, and what was assumed."""
 
     layers: list[Step] = field(default_factory=list)
     dense: list[Step] = field(default_factory=list)
+    attention: Step | None = None
     linear: Module | None = None
     notes: list[str] = field(default_factory=list)
 

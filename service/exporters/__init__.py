@@ -1,0 +1,1 @@
+"""Writes model folders as checkpoints of other frameworks, offline: `seqserve export`. The server never imports this package."""

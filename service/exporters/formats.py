@@ -1,0 +1,4 @@
+"""The formats of checkpoints that can be written. Loads no writer."""
+
+SUFFIXES = {"pytorch": (".pt", ".pth", ".bin", ".ckpt", ".safetensors")}
+"""The ends of the names of files of each format, by which `seqserve import` knows it."""

@@ -1,0 +1,281 @@
+"""Writes a state_dict of PyTorch, with the names and layouts that torch's modules have, and those of the `sru` and QRNN packages.
+
+`layers.<index>` is the module of a layer, and `head` the linear layer of the head:
+
+| layer | module |
+|---|---|
+| embedding, dense, layer_norm, batch_norm | nn.Embedding, nn.Linear, nn.LayerNorm, nn.BatchNorm1d |
+| rnn, lstm, gru | nn.RNN, nn.LSTM, nn.GRU; a backward layer reads reversed steps |
+| conv | nn.Conv1d, with its batch norm as the child `norm`; a weight norm is that of nn.utils.parametrizations |
+| text_cnn | a ModuleList of nn.Conv1d |
+| tcn | a ModuleList of levels with conv1, conv2 and, where the width changes, downsample |
+| sru | SRU of the `sru` package |
+| qrnn | QRNN of Salesforce and fastai |
+| pool, activation | none |
+| head | nn.Linear `head`; `head.dense.<index>` are its dense layers, `head.attention` has weight, bias and query |
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from service.exporters.model import Export, ExportRefused, Model, Part
+from service.modeling.spec import (
+    BatchNormLayer,
+    ConvLayer,
+    GatedLayer,
+    GRULayer,
+    LSTMLayer,
+    QRNNLayer,
+    RNNLayer,
+    SRULayer,
+    TCNLayer,
+    TextCNNLayer,
+)
+from service.modeling.spec.activations import SIGMOID, TANH
+
+State = dict[str, Tensor]
+SUFFIXES = {"forward": "", "backward": "_reverse"}
+ONNX = "Export the model to ONNX"
+WINDOWS = (1, 2)
+"""The windows of the QRNN packages."""
+
+
+def export(model: Model, suffix: str) -> Export:
+    """Return the state_dict of a model; raises ExportRefused. suffix: ".safetensors", or another for torch.save."""
+    state: State = {}
+    tables = model.spec.model_dump(exclude_defaults=True)
+    for (layer, part), table in zip(model.layers(), tables["layers"], strict=True):
+        if part.arrays:
+            table["from"] = part.place
+            state |= {f"{part.place}.{name}": array for name, array in STATES[layer.kind](layer, part).items()}
+        if isinstance(layer, ConvLayer) and layer.batch_norm:
+            table["norm_from"] = f"{part.place}.norm"
+    state |= _head(model.head(), tables["head"])
+    if not state:
+        raise ExportRefused(f"{model.spec.name} has no weights, and a state_dict has nothing else")
+    state = {name: array.contiguous().clone() for name, array in state.items()}
+    return Export(_bytes(state, suffix), _recipe(model, tables))
+
+
+def _bytes(state: State, suffix: str) -> bytes:
+    if suffix == ".safetensors":
+        return save(state)
+    stream = io.BytesIO()
+    torch.save(state, stream)
+    return stream.getvalue()
+
+
+def _recipe(model: Model, tables: dict[str, Any]) -> dict[str, Any]:
+    """Return the recipe. The vocabulary and the kind of the input follow from the tensors and from the tokenizer."""
+    given = {"max_steps": model.spec.input.max_steps}
+    given |= {} if model.spec.input.features is None else {"features": model.spec.input.features}
+    precision = "float32" if model.spec.precision == "int8" else model.spec.precision
+    described = {name: tables[name] for name in ("description",) if name in tables}
+    return {**described, "precision": precision, "input": given, "layers": tables["layers"], "head": tables["head"]}
+
+
+def _head(part: Part, table: dict[str, Any]) -> State:
+    """Return the tensors of the head, and complete its table."""
+    arrays = part.arrays
+    state: State = {}
+    for index, dense in enumerate(table.get("dense", ())):
+        dense["from"] = f"head.dense.{index}"
+        state |= {f"head.dense.{index}.{name}": array for name, array in _linear(arrays, f"dense.{index}.").items()}
+    if "attention.query" in arrays:
+        table["attention_from"] = "head.attention"
+        state["head.attention.query"] = arrays["attention.query"]
+    if "attention.weight" in arrays:
+        state |= {f"head.attention.{name}": array for name, array in _linear(arrays, "attention.").items()}
+    if "weight" in arrays:
+        table["from"] = "head"
+        state |= {f"head.{name}": array for name, array in _linear(arrays).items()}
+    return state
+
+
+def _linear(arrays: State, prefix: str = "") -> State:
+    return {"weight": arrays[f"{prefix}weight"].T, "bias": arrays[f"{prefix}bias"]}
+
+
+def _embedding(layer: Any, part: Part) -> State:
+    return {"weight": part.arrays["weight"]}
+
+
+def _dense(layer: Any, part: Part) -> State:
+    return _linear(part.arrays)
+
+
+def _recurrent(layer: GatedLayer, part: Part) -> State:
+    """nn.RNN, nn.GRU or nn.LSTM. The one bias goes into bias_ih; bias_hh is zero, but for the new gate of a GRU."""
+    _check_recurrent(layer, part)
+    state: State = {}
+    for level in range(layer.depth):
+        for direction in layer.directions:
+            suffix = f"_l{level}{SUFFIXES[direction] if layer.bidirectional else ''}"
+            own = {name: part.arrays.get(f"{level}.{direction}.{name}") for name in TENSORS}
+            state |= {f"{name}{suffix}": array for name, array in _one_direction(own).items()}
+    return state
+
+
+TENSORS = ("input", "recurrent", "bias", "recurrent_bias", "projection")
+
+
+def _one_direction(arrays: dict[str, Tensor | None]) -> State:
+    wide, recurrent, bias, inner, projection = (arrays[name] for name in TENSORS)
+    assert wide is not None and recurrent is not None and bias is not None, "every recurrent layer has these"
+    from_hidden = torch.zeros_like(bias)
+    if inner is not None:
+        from_hidden[-len(inner) :] = inner
+    state = {"weight_ih": wide.T, "weight_hh": recurrent.T, "bias_ih": bias, "bias_hh": from_hidden}
+    return state if projection is None else {**state, "weight_hr": projection.T}
+
+
+def _check_recurrent(layer: GatedLayer, part: Part) -> None:
+    """Raise ExportRefused for what torch's layers do not compute."""
+    of_torch = f"nn.{layer.kind.upper()} of PyTorch"  # type: ignore[attr-defined]  # every layer of a model has a kind
+    part.refuse(layer.layer_norm, f"layer_norm is set, and {of_torch} has no norms", "Such a model has no checkpoint elsewhere")
+    part.refuse(layer.learned_start, f"learned_start is set, and {of_torch} has no learned states", ONNX)
+    part.refuse(layer.clip is not None, f"clip is {layer.clip}, and {of_torch} does not clip", ONNX)
+    part.refuse(
+        layer.merge != "concat" and layer.depth > 1,
+        f'merge is "{layer.merge}", and the levels of {of_torch} join their directions',
+        "Write each level as a layer of its own",
+    )
+    if isinstance(layer, RNNLayer):
+        part.refuse(
+            layer.activation.kind not in ("tanh", "relu"),
+            f"activation is {layer.activation.kind}, and {of_torch} has tanh and relu",
+            ONNX,
+        )
+    if isinstance(layer, LSTMLayer):
+        part.refuse(layer.peepholes, f"peepholes is set, and {of_torch} has none", ONNX)
+        part.refuse(layer.output_activation != TANH, f"output_activation is not tanh, which {of_torch} has", ONNX)
+    if isinstance(layer, GRULayer):
+        part.refuse(not layer.reset_after, f"reset_after is false, and {of_torch} resets after the product", ONNX)
+    if isinstance(layer, LSTMLayer | GRULayer):
+        fixed = layer.gate_activation == SIGMOID and layer.activation == TANH
+        part.refuse(not fixed, f"its activations are not sigmoid and tanh, which {of_torch} has", ONNX)
+
+
+def _convolution(arrays: State, prefix: str = "") -> State:
+    """nn.Conv1d: (maps, inputs, width)."""
+    bias = {"bias": arrays[f"{prefix}bias"]}
+    if f"{prefix}filters" in arrays:
+        return {"weight": arrays[f"{prefix}filters"].permute(2, 1, 0), **bias}
+    magnitude, direction = arrays[f"{prefix}magnitude"], arrays[f"{prefix}direction"]
+    norms = {"original0": magnitude[:, None, None], "original1": direction.permute(2, 1, 0)}
+    return {f"parametrizations.weight.{name}": array for name, array in norms.items()} | bias
+
+
+def _conv(layer: ConvLayer, part: Part) -> State:
+    norm = _statistics(part.arrays["norm"]) if layer.batch_norm else {}
+    return _convolution(part.arrays) | {f"norm.{name}": array for name, array in norm.items()}
+
+
+def _text_cnn(layer: TextCNNLayer, part: Part) -> State:
+    return {
+        f"{index}.{name}": array
+        for index, width in enumerate(layer.widths)
+        for name, array in _convolution(part.arrays, f"{width}.").items()
+    }
+
+
+def _tcn(layer: TCNLayer, part: Part) -> State:
+    state: State = {}
+    for level in range(layer.levels):
+        modules = {"0": "conv1", "1": "conv2"} | (
+            {"projection": "downsample"} if f"{level}.projection.bias" in part.arrays else {}
+        )
+        for ours, theirs in modules.items():
+            tensors = _convolution(part.arrays, f"{level}.{ours}.")
+            state |= {f"{level}.{theirs}.{name}": array for name, array in tensors.items()}
+    return state
+
+
+def _batch_norm(layer: BatchNormLayer, part: Part) -> State:
+    return _statistics(part.arrays["norm"])
+
+
+def _statistics(norm: Tensor) -> State:
+    """nn.BatchNorm1d. The counter of batches matters in training only."""
+    names = ("weight", "bias", "running_mean", "running_var")
+    return {**dict(zip(names, norm, strict=True)), "num_batches_tracked": torch.tensor(0)}
+
+
+def _layer_norm(layer: Any, part: Part) -> State:
+    gain, offset = part.arrays["norm"]
+    return {"weight": gain, "bias": offset}
+
+
+def _sru(layer: SRULayer, part: Part) -> State:
+    """SRU of the `sru` package: the columns of a unit stand side by side, and the directions share a projection."""
+    state: State = {}
+    for level in range(layer.depth):
+        arrays = {
+            name: [part.arrays.get(f"{level}.{one}.{name}") for one in layer.directions] for name in ("projection", "cell")
+        }
+        wide = torch.stack([_side_by_side(part, f"{level}.{one}.input", layer.hidden) for one in layer.directions], dim=1)
+        bias = torch.stack([part.arrays[f"{level}.{one}.bias"].view(2, -1) for one in layer.directions], dim=1)
+        cell = [torch.zeros_like(bias[:, 0]) if one is None else one.view(2, -1) for one in arrays["cell"]]
+        tensors = {"weight": wide.flatten(1), "weight_c": torch.stack(cell, dim=1).flatten(), "bias": bias.flatten()}
+        tensors["scale_x"] = torch.tensor([layer.scale], dtype=bias.dtype)
+        first, last = arrays["projection"][0], arrays["projection"][-1]
+        if first is not None and last is not None:
+            part.refuse(
+                not torch.equal(first, last),
+                "the projections of the directions differ, and those of the sru package share one",
+                "Such a model has no checkpoint elsewhere",
+            )
+            tensors["weight_proj"] = first
+        if f"{level}.norm" in part.arrays:
+            norm = part.arrays[f"{level}.norm"]
+            tensors |= {"layer_norm.weight": norm[0], "layer_norm.bias": norm[1]}
+        state |= {f"rnn_lst.{level}.{name}": array for name, array in tensors.items()}
+    return state
+
+
+def _side_by_side(part: Part, name: str, hidden: int) -> Tensor:
+    """Return (inputs, hidden * blocks), with the blocks of each unit side by side."""
+    wide = part.arrays[name]
+    return wide.view(len(wide), -1, hidden).transpose(1, 2).flatten(1)
+
+
+def _qrnn(layer: QRNNLayer, part: Part) -> State:
+    """QRNN of Salesforce and fastai. Its forget gate is the gate of the new value, the opposite of ours: its sign changes."""
+    package = "the QRNN of Salesforce and fastai"
+    elsewhere = "Such a model has no checkpoint elsewhere"
+    part.refuse(layer.bidirectional, f"it runs in both directions, and {package} joins two separate stacks", elsewhere)
+    part.refuse(layer.pooling == "ifo", f'pooling is "ifo", and {package} has "f" and "fo"', elsewhere)
+    part.refuse(layer.window not in WINDOWS, f"window is {layer.window}, and {package} has 1 and 2", elsewhere)
+    state: State = {}
+    for level in range(layer.depth):
+        place = f"{level}.{layer.direction}"
+        taps, bias = part.arrays[f"{place}.input"], part.arrays[f"{place}.bias"].view(-1, layer.hidden).clone()
+        weight = taps.view(layer.window, taps.shape[1], -1, layer.hidden).permute(2, 3, 0, 1).clone()
+        weight[1], bias[1] = -weight[1], -bias[1]
+        state[f"layers.{level}.linear.weight"] = weight.reshape(bias.numel(), -1)
+        state[f"layers.{level}.linear.bias"] = bias.flatten()
+    return state
+
+
+STATES: dict[str, Callable[[Any, Part], State]] = {
+    "embedding": _embedding,
+    "rnn": _recurrent,
+    "lstm": _recurrent,
+    "gru": _recurrent,
+    "sru": _sru,
+    "qrnn": _qrnn,
+    "conv": _conv,
+    "tcn": _tcn,
+    "text_cnn": _text_cnn,
+    "dense": _dense,
+    "layer_norm": _layer_norm,
+    "batch_norm": _batch_norm,
+}
+"""The function for each kind of layer that has tensors."""

@@ -1,0 +1,246 @@
+"""The options that export, and the formats that refuse them: each line is a model with which the tests prove it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+FEATURES, VOCABULARY, HIDDEN = 3, 11, 5
+SEQUENCE = {"kind": "sequence"}
+EMBEDDING = {"kind": "embedding", "width": 4}
+RELU6_GATES = {"kind": "hard_sigmoid", "alpha": 1 / 6, "beta": 0.5}
+ACTIVATIONS: dict[str, Any] = {
+    **{
+        kind: kind
+        for kind in (
+            *("none", "sigmoid", "tanh", "relu", "relu6", "selu", "gelu", "gelu_tanh", "silu", "softplus", "softsign"),
+            *("hard_tanh", "exponential", "leaky_relu", "thresholded_relu", "elu", "hard_sigmoid"),
+        )
+    },
+    "leaky_relu, alpha 0.25": {"kind": "leaky_relu", "alpha": 0.25},
+    "thresholded_relu, alpha 0.5": {"kind": "thresholded_relu", "alpha": 0.5},
+    "elu, alpha 0.5": {"kind": "elu", "alpha": 0.5},
+    "hard_sigmoid, alpha 1/6": RELU6_GATES,
+    "scaled_tanh, alpha 1.5, beta 0.75": {"kind": "scaled_tanh", "alpha": 1.5, "beta": 0.75},
+    "affine, alpha 0.5, beta 0.25": {"kind": "affine", "alpha": 0.5, "beta": 0.25},
+}
+OF_TORCH = {"pytorch": "PyTorch"}
+NOWHERE = {"pytorch": "", "keras": "", "onnx": ""}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A line of the table.
+
+    part, option: of model.toml; layers, head: a model that has the option, over ids if its first layer is an embedding; refused: the words
+    of a refusal by format.
+    """
+
+    part: str
+    option: str
+    layers: tuple[Mapping[str, Any], ...]
+    head: Mapping[str, Any] = field(default_factory=lambda: SEQUENCE)
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.part}: {self.option}"
+
+    @property
+    def tables(self) -> dict[str, Any]:
+        """The content of model.toml."""
+        of_ids = self.layers[0]["kind"] == "embedding"
+        sizes: dict[str, Any] = (
+            {"kind": "ids", "vocabulary": VOCABULARY} if of_ids else {"kind": "features", "features": FEATURES}
+        )
+        return {
+            "name": "exported",
+            "precision": "float32",
+            "input": {**sizes, "max_steps": 99},
+            "layers": self.layers,
+            "head": self.head,
+        }
+
+
+def _layer(kind: str, option: str, refused: Mapping[str, str] | None = None, **keys: Any) -> Case:
+    """Return the case of one layer over features that answers every step."""
+    return Case(kind, option, ({"kind": kind, **keys},), refused=refused or {})
+
+
+def _recurrent(kind: str, option: str, refused: Mapping[str, str] | None = None, **keys: Any) -> Case:
+    return _layer(kind, option, refused, hidden=HIDDEN, **keys)
+
+
+def _gated() -> Iterator[Case]:
+    """Yield what rnn, lstm and gru have in common."""
+    for kind in ("rnn", "lstm", "gru"):
+        yield _recurrent(kind, "forward")
+        yield _recurrent(kind, "backward", direction="backward")
+        yield _recurrent(kind, "bidirectional", bidirectional=True)
+        yield _recurrent(kind, "depth 3", depth=3)
+        yield _recurrent(kind, "depth 2, backward", depth=2, direction="backward")
+        yield _recurrent(kind, "depth 2, bidirectional", depth=2, bidirectional=True)
+        for merge in ("sum", "mean", "product"):
+            yield _recurrent(kind, f"merge {merge}", bidirectional=True, merge=merge)
+        yield _recurrent(kind, "merge sum, depth 2", {"pytorch": 'merge is "sum"'}, bidirectional=True, merge="sum", depth=2)
+        yield _recurrent(kind, "clip", {"pytorch": "clip is 0.5", "keras": "clip is 0.5"}, clip=0.5)
+        yield _recurrent(kind, "layer_norm", dict.fromkeys(NOWHERE, "layer_norm is set"), layer_norm=True)
+        yield _recurrent(
+            kind, "learned_start", {"pytorch": "learned_start is set", "keras": "learned_start is set"}, learned_start=True
+        )
+
+
+def _own_options() -> Iterator[Case]:
+    """Yield what only one kind of recurrent layer has."""
+    yield _recurrent("rnn", "activation relu", activation="relu")
+    yield _recurrent("rnn", "activation softsign", {"pytorch": "activation is softsign"}, activation="softsign")
+    for kind in ("lstm", "gru"):
+        fixed = {"pytorch": "its activations are not sigmoid and tanh"}
+        yield _recurrent(kind, "gate_activation hard_sigmoid, alpha 1/6", fixed, gate_activation=RELU6_GATES)
+        yield _recurrent(
+            kind,
+            "gate_activation hard_sigmoid",
+            fixed,
+            gate_activation="hard_sigmoid",
+        )
+        yield _recurrent(kind, "activation relu, bidirectional", fixed, activation="relu", bidirectional=True)
+    yield _recurrent(
+        "lstm",
+        "output_activation softsign",
+        {"pytorch": "output_activation", "keras": "output_activation"},
+        output_activation="softsign",
+    )
+    yield _recurrent("lstm", "peepholes", {"pytorch": "peepholes is set", "keras": "peepholes is set"}, peepholes=True)
+    yield _recurrent(
+        "lstm",
+        "projection, depth 2, bidirectional",
+        {"keras": "projection is 2", "onnx": "projection is 2"},
+        projection=2,
+        depth=2,
+        bidirectional=True,
+    )
+    yield _recurrent("gru", "reset_after false", {"pytorch": "reset_after is false"}, reset_after=False)
+
+
+def _scans() -> Iterator[Case]:
+    elsewhere = {"keras": "has no layer like it", "onnx": "has no operator like it"}
+    both = {"pytorch": "it runs in both directions", **elsewhere}
+    yield _recurrent("sru", "depth 2", elsewhere, depth=2)
+    yield _recurrent("sru", "depth 12", elsewhere, depth=12)
+    yield _recurrent("sru", "depth 2, bidirectional", elsewhere, depth=2, bidirectional=True)
+    yield _recurrent("sru", "backward", elsewhere, direction="backward")
+    yield _recurrent("sru", "activation tanh", elsewhere, activation="tanh")
+    yield _recurrent("sru", "cell_gates false", elsewhere, cell_gates=False)
+    yield _recurrent("sru", "skip false", elsewhere, skip=False)
+    yield _recurrent("sru", "scale", elsewhere, depth=2, scale=1.3)
+    yield _recurrent("sru", "projection", elsewhere, depth=2, projection=2)
+    projections = {"pytorch": "the projections of the directions differ", **elsewhere}
+    yield _recurrent("sru", "projection, bidirectional", projections, depth=2, projection=2, bidirectional=True)
+    yield _recurrent("sru", "layer_norm before", elsewhere, depth=2, layer_norm="before")
+    yield _recurrent("sru", "layer_norm after", elsewhere, depth=2, layer_norm="after")
+    yield _recurrent("qrnn", "pooling f", elsewhere, pooling="f")
+    yield _recurrent("qrnn", "pooling fo, window 2, depth 2", elsewhere, window=2, depth=2)
+    yield _recurrent("qrnn", "backward", elsewhere, window=2, direction="backward")
+    yield _recurrent("qrnn", "window 3", {"pytorch": "window is 3", **elsewhere}, window=3)
+    yield _recurrent("qrnn", "pooling ifo", {"pytorch": 'pooling is "ifo"', **elsewhere}, pooling="ifo")
+    yield _recurrent("qrnn", "bidirectional", both, bidirectional=True)
+
+
+def _convolutions() -> Iterator[Case]:
+    def conv(option: str, refused: Mapping[str, str] | None = None, **keys: Any) -> Case:
+        return _layer("conv", option, refused, **{"filters": 6, "width": 3, **keys})
+
+    for padding in ("same", "causal", "none", "same_upper", "same_lower"):
+        lower = {"keras": 'padding is "same_lower"'} if padding == "same_lower" else {}
+        yield conv(f"padding {padding}", padding=padding, width=4, refused=lower)
+        yield conv(f"padding {padding}, stride 2", padding=padding, stride=2, refused=lower)
+        yield conv(f"padding {padding}, dilation 2", padding=padding, dilation=2, refused=lower)
+    yield conv("pads", pads=[3, 1], stride=2)
+    yield conv("width 1", width=1)
+    yield conv("groups", groups=3)
+    yield conv("weight_norm", weight_norm=True)
+    yield conv("batch_norm", batch_norm=True, epsilon=0.01)
+    yield conv("batch_norm and weight_norm", batch_norm=True, weight_norm=True)
+    for name, activation in ACTIVATIONS.items():
+        yield conv(f"activation {name}", activation=activation)
+    yield conv("activation glu", activation="glu")
+    yield conv("activation gated_tanh", activation="gated_tanh", padding="causal")
+    dense = {"kind": "dense", "width": 4}
+
+    def pool(option: str, **keys: Any) -> Case:
+        return Case("pool", option, (dense, {"kind": "pool", "width": 3, **keys}))
+
+    for reduce in ("max", "mean"):
+        for padding in ("none", "same", "causal", "same_upper"):
+            yield pool(f"{reduce}, padding {padding}, stride 2", reduce=reduce, stride=2, padding=padding)
+    yield pool("mean, count_padding", reduce="mean", pads=[1, 1], count_padding=True)
+    yield pool("max, dilation 2", reduce="max", dilation=2)
+    yield _layer("tcn", "3 levels", filters=4, levels=3, width=3)
+    yield _layer("tcn", "as many filters as inputs", filters=FEATURES, levels=2)
+    yield _layer("tcn", "width 1", filters=4, levels=2, width=1)
+    yield _layer("tcn", "weight_norm", filters=4, levels=11, weight_norm=True)
+    for steps in (0, 2):
+        yield Case(
+            "text_cnn",
+            f"padding {steps}",
+            (EMBEDDING, {"kind": "text_cnn", "widths": [3, 2, 1], "filters": 4, "padding": steps}),
+            {"kind": "classify", "pool": "max", "labels": ["a", "b", "c"]},
+        )
+
+
+def _of_steps() -> Iterator[Case]:
+    yield _layer("dense", "activation none", width=4)
+    yield _layer("dense", "activation tanh", width=4, activation="tanh")
+    for name, activation in ACTIVATIONS.items():
+        yield Case(
+            "activation",
+            name,
+            ({"kind": "dense", "width": 4}, {"kind": "layer_norm"}, {"kind": "activation", "activation": activation}),
+        )
+    yield _layer("layer_norm", "epsilon", epsilon=0.01)
+    yield _layer("batch_norm", "epsilon", epsilon=0.01)
+    yield Case("embedding", "alone", (EMBEDDING,), {"kind": "regress", "pool": "mean"})
+    yield Case(
+        "several",
+        "conv, pool, gru, dense",
+        (
+            EMBEDDING,
+            {"kind": "conv", "filters": 4, "width": 3},
+            {"kind": "pool", "reduce": "max", "width": 2, "stride": 2},
+            {"kind": "gru", "hidden": 4, "bidirectional": True},
+            {"kind": "dense", "width": 3, "activation": "tanh"},
+        ),
+        {"kind": "classify", "pool": ["max", "mean"], "labels": ["a", "b"]},
+    )
+
+
+def _heads() -> Iterator[Case]:
+    def head(option: str, refused: Mapping[str, str] | None = None, *, both: bool = True, **keys: Any) -> Case:
+        lstm = {"kind": "lstm", "hidden": 4, "bidirectional": both}
+        return Case(f"head {keys['kind']}", option, (EMBEDDING, lstm), keys, refused or {})
+
+    labels = ["yes", "no", "perhaps"]
+    for pool in ("last", "first", "last_step", "mean", "max", "sum"):
+        yield head(f"pool {pool}", kind="classify", pool=pool, labels=labels)
+        yield head(f"pool {pool}, one direction", kind="classify", pool=pool, labels=labels, both=False)
+    yield head("pools joined", kind="classify", pool=["last", "max", "mean"], labels=labels)
+    attention = {"keras": "attention", "onnx": "attention"}
+    yield head("pool attention", attention, kind="classify", pool="attention", labels=labels)
+    yield head("pools attention and max", attention, kind="embed", pool=["attention", "max"], attention_width=3)
+    yield head("multi_label", kind="classify", pool="max", labels=labels, multi_label=True, threshold=0.3)
+    yield head("multi_label, one label", kind="classify", pool="max", labels=["yes"], multi_label=True)
+    dense = [{"width": 6, "activation": "relu"}, {"width": 3}]
+    yield head("dense", kind="classify", pool="max", labels=labels, dense=dense)
+    yield head("one output", kind="regress", pool="mean")
+    yield head("activation softplus", kind="regress", pool="last", outputs=2, activation="softplus")
+    yield head("activation sigmoid", kind="regress", pool="last", outputs=2, activation="sigmoid")
+    yield head("labels", kind="tag", labels=labels)
+    yield head("start and end", kind="span")
+    yield head("top", kind="next", top=3)
+    yield head("pool last", kind="embed", pool="last")
+    yield head("dense", kind="embed", pool="max", dense=[{"width": 3, "activation": "tanh"}])
+    yield head("normalize", kind="embed", pool="mean", normalize=True)
+    yield head("every step", kind="sequence")
+
+
+CASES = [*_gated(), *_own_options(), *_scans(), *_convolutions(), *_of_steps(), *_heads()]

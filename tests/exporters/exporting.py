@@ -1,0 +1,113 @@
+"""Exports models in tests, reads the files back, and compares both with the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from service.exporters.command import Request, export_model
+from service.importers.command import Request as ImportRequest
+from service.importers.command import import_model
+from service.modeling import store
+from service.modeling.array_run import run_arrays
+from service.modeling.encoder import Encoder
+from service.modeling.spec import ModelSpec, read
+from service.settings import Settings
+from tests.exporters.cases import Case
+
+Array = NDArray[Any]
+LENGTHS = (7, 5, 12)
+TOLERANCE = 1e-5
+
+
+def random_arrays(spec: ModelSpec, seed: int = 0) -> dict[str, Tensor]:
+    """Return random weights. Variances and magnitudes are positive."""
+    generator = torch.Generator().manual_seed(seed)
+    arrays = {name: torch.randn(shape, generator=generator) * 0.4 for name, shape in spec.tensors().items()}
+    for name, array in arrays.items():
+        if name.endswith("norm") and len(array) == 4:
+            array[3].abs_().add_(0.5)
+        if name.endswith("magnitude"):
+            array.abs_().add_(0.5)
+    return arrays
+
+
+def write_case(folder: Path, case: Case, **changes: Any) -> ModelSpec:
+    """Write the model of a case into folder/models."""
+    spec = ModelSpec.model_validate({**case.tables, **changes})
+    return store.write(folder / "models" / spec.name / "1", spec, random_arrays(spec), card="made up")
+
+
+def export(folder: Path, format: str, suffix: str, name: str = "exported") -> tuple[Path, list[str]]:
+    """Export a model of folder/models; return the file and the lines of the report."""
+    file, lines = folder / f"exported{suffix}", list[str]()
+    export_model(Settings(models=folder / "models"), Request(name, format, file), lines.append)
+    return file, lines
+
+
+def import_back(folder: Path, file: Path, **others: Any) -> tuple[ModelSpec, dict[str, Tensor]]:
+    """Import an exported file with its recipe; return the model and its tensors."""
+    recipe = Path(f"{file}.toml")
+    request = ImportRequest(file, "imported", recipe=recipe, **others)
+    version = import_model(Settings(models=folder / "models"), request, list[str]().append)
+    spec = read(version)
+    return spec, store.read_arrays(version, spec)
+
+
+def assert_round_trip(folder: Path, file: Path, spec: ModelSpec, **others: Any) -> None:
+    """Assert that the exported file is read back as the same model, bit by bit."""
+    imported, tensors = import_back(folder, file, **others)
+    assert comparable(imported) == comparable(spec)
+    expected = store.read_arrays(folder / "models" / spec.name / "1", spec)
+    assert tensors.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert tensors[name].dtype == tensor.dtype and torch.equal(tensors[name], tensor), name
+
+
+def comparable(spec: ModelSpec) -> dict[str, Any]:
+    """Return what an export has to keep of a model."""
+    tables = spec.model_dump(exclude={"name", "description", "sha256"})
+    del tables["input"]["max_steps"]
+    return tables
+
+
+def random_rows(spec: ModelSpec, lengths: Sequence[int] = LENGTHS) -> list[Array]:
+    random = np.random.default_rng(3)
+    if spec.input.features is None:
+        return [random.integers(0, spec.input.vocabulary or 0, length) for length in lengths]
+    return [random.normal(size=(length, spec.input.features)).astype(np.float32) for length in lengths]
+
+
+def answers(folder: Path, spec: ModelSpec, rows: Sequence[Array]) -> dict[str, Array]:
+    """Return the outputs of the model for rows that are packed end to end, by name."""
+    arrays = store.read_arrays(folder / "models" / spec.name / "1", spec)
+    encoder = Encoder(spec, arrays, torch.device("cpu"), fold_limit_bytes=0)
+    name = "ids" if spec.input.features is None else "inputs"
+    given = {name: np.concatenate(list(rows)), "offsets": np.cumsum([0, *map(len, rows)])}
+    return run_arrays(encoder, given)
+
+
+def main_answers(folder: Path, spec: ModelSpec, rows: Sequence[Array]) -> list[Array]:
+    """Return what the head answers for each row; for a span, the probabilities of each step as start and as end."""
+    outputs = answers(folder, spec, rows)
+    offsets = outputs["offsets"]
+    by_step = {"tag": "probabilities", "span": "logits", "sequence": "sequence"}
+    if spec.head.kind not in by_step:
+        name = {"classify": "scores", "regress": "value", "next": "probabilities", "embed": "embedding"}[spec.head.kind]
+        return list(outputs[name])
+    steps = np.split(outputs[by_step[spec.head.kind]], offsets[1:-1])
+    if spec.head.kind == "span":
+        return [torch.from_numpy(one).softmax(0).numpy() for one in steps]
+    return steps
+
+
+def assert_answers(folder: Path, spec: ModelSpec, rows: Sequence[Array], found: Sequence[Array | Tensor]) -> None:
+    """Assert that another framework computes what the model answers for each row."""
+    for expected, actual in zip(main_answers(folder, spec, rows), found, strict=True):
+        np.testing.assert_allclose(np.asarray(actual), expected, rtol=TOLERANCE, atol=TOLERANCE)

@@ -1,0 +1,121 @@
+"""`seqserve export`, as a user types it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from service.cli import main
+from service.modeling import spec, store
+from service.modeling.npz import read_npz, write_npz
+from tests import models
+from tests.exporters.cases import CASES, VOCABULARY, Case
+from tests.exporters.exporting import assert_round_trip, comparable, export, import_back, write_case
+
+LSTM = Case(
+    "lstm",
+    "with a head",
+    ({"kind": "embedding", "width": 4}, {"kind": "lstm", "hidden": 5, "depth": 11}),
+    {"kind": "classify", "pool": "last", "labels": ["a", "b"]},
+)
+
+
+def run(*arguments: str | Path) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+def test_model_of_texts_comes_back_with_its_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command that the export prints imports the same model, whose answers are the same."""
+    root, file = tmp_path / "models", tmp_path / "words.pt"
+    written = models.words(root)
+    assert run("export", "words", "--models", root, "--format", "pytorch", "--out", file) == 0
+    printed = capsys.readouterr().out.splitlines()
+    files = [file, tmp_path / "words.pt.toml", tmp_path / "words.pt.tokenizer.json"]
+    command = f"import {file} --name words --recipe {files[1]} --tokenizer {files[2]}"
+    assert printed == [*(f"{one} is complete." for one in files), f"Read it back: seqserve {command}"]
+    assert run(*command.split(), "--models", root) == 0
+    back = spec.read(root / "words" / "2")
+    assert comparable(back) == comparable(written) and back.input.max_steps == written.input.max_steps
+    assert back.sha256["weights.safetensors"] == written.sha256["weights.safetensors"]
+    write_npz(tmp_path / "texts.npz", {"text": np.array(["how far is the sea ?"])})
+    for version in ("1", "2"):
+        out = tmp_path / f"out{version}.npz"
+        arguments = ("--model", root / "words" / version, "--npz", tmp_path / "texts.npz", "--out", out)
+        assert run("infer", "--models", root, "--device", "cpu", *arguments) == 0
+    first, second = (read_npz(tmp_path / f"out{version}.npz") for version in ("1", "2"))
+    assert all((first[name] == second[name]).all() for name in first)
+
+
+@pytest.mark.parametrize("precision", ["float16", "bfloat16"])
+def test_half_precisions_come_back_from_a_state_dict(tmp_path: Path, precision: str) -> None:
+    written = write_case(tmp_path, LSTM, precision=precision)
+    file, _ = export(tmp_path, "pytorch", ".safetensors")
+    assert_round_trip(tmp_path, file, written)
+
+
+def test_int8_weights_become_float32(tmp_path: Path) -> None:
+    """They are the numbers that the model computes with."""
+    written = write_case(tmp_path, LSTM, precision="int8")
+    file, lines = export(tmp_path, "pytorch", ".pt")
+    assert "note: its int8 matrices are written as float32, each number times its scale" in lines
+    back, tensors = import_back(tmp_path, file)
+    assert comparable(back) == {**comparable(written), "precision": "float32"}
+    for name, tensor in store.read_arrays(tmp_path / "models" / written.name / "1", written).items():
+        assert torch.equal(tensors[name], tensor)
+
+
+def test_version_chooses_what_is_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = tmp_path / "models"
+    for version in (1, 2):
+        models.words(root, version=version, seed=version)
+    command = ("export", "words", "--models", root, "--format", "pytorch", "--out", tmp_path / "words.pt")
+    for flags, seed in ((["--version", "1"], 1), ([], 2)):
+        assert run(*command, *flags) == 0
+        state = torch.load(tmp_path / "words.pt", weights_only=True)
+        expected = models.weights(spec.read(root / "words" / str(seed)), seed)
+        assert torch.equal(state["layers.0.weight"], expected["layers.0.weight"])
+    assert run(*command, "--version", "3") == 1
+    assert "words has no version 3: the versions are 1, 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("other", "--format", "pytorch", "--out", "a.pt"), "has no model 'other': the models are words"),
+        (("words", "--format", "pytorch", "--out", "a.h5"), "a.h5 is no name of a pytorch file: let it end in .pt or"),
+        (("words", "--format", "pytorch", "--out", "no/a.pt"), "a.pt cannot be written: No such file or directory"),
+    ],
+)
+def test_wrong_arguments_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    models.words(tmp_path / "models")
+    *others, out = arguments
+    assert run("export", *others, tmp_path / out, "--models", tmp_path / "models") == 1
+    assert message in capsys.readouterr().err
+
+
+def test_damaged_weights_are_not_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    models.words(tmp_path / "models")
+    (tmp_path / "models" / "words" / "1" / "weights.safetensors").write_bytes(b"")
+    out = tmp_path / "words.pt"
+    assert run("export", "words", "--models", tmp_path / "models", "--format", "pytorch", "--out", out) == 1
+    assert "weights.safetensors" in capsys.readouterr().err and not out.exists()
+
+
+def test_state_dict_loads_into_modules_as_the_documentation_shows(tmp_path: Path) -> None:
+    """Without this project: names and shapes are those of torch's modules."""
+    write_case(tmp_path, LSTM)
+    file, _ = export(tmp_path, "pytorch", ".pt")
+    modules: Any = torch.nn.Module()
+    modules.layers = torch.nn.ModuleList([torch.nn.Embedding(VOCABULARY, 4), torch.nn.LSTM(4, 5, 11)])
+    modules.head = torch.nn.Linear(5, 2)
+    modules.load_state_dict(torch.load(file, weights_only=True))
+
+
+def test_options_of_the_table_have_different_names() -> None:
+    assert len({str(case) for case in CASES}) == len(CASES)
