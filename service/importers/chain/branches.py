@@ -14,6 +14,8 @@ from service.importers.chain.signal import Columns
 from service.importers.chain.windows import WINDOW_KEYS, Window
 from service.importers.draft import Array
 
+WIDEST = 1024
+"""Steps of a window that replaces several."""
 Places = list[Columns]
 """For each of several nodes, where its columns are in the node that replaces them."""
 
@@ -35,9 +37,12 @@ def joined_convolutions(layers: Sequence[Layer]) -> tuple[Layer, Places] | None:
     taps = [np.arange(window.width) * window.dilation - window.pads[0] for window in windows]
     low, high = min(int(tap[0]) for tap in taps), max(int(tap[-1]) for tap in taps)
     dilation = math.gcd(*(int(position) - low for tap in taps for position in tap)) or 1
+    width = (high - low) // dilation + 1
+    if width > WIDEST:
+        return None
     spread = []
     for layer, positions in zip(layers, taps, strict=True):
-        filters = np.zeros(((high - low) // dilation + 1, *layer.arrays["filters"].shape[1:]))
+        filters = np.zeros((width, *layer.arrays["filters"].shape[1:]))
         filters[(positions - low) // dilation] = layer.arrays["filters"]
         spread.append(filters)
     pads = -low, high + 1 - first.reach + sum(first.pads)

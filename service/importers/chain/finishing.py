@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from service.importers.chain.joining import in_order, joined
-from service.importers.chain.nodes import RECURRENT, Input, Layer, Node, Pooled, Settled
+from service.importers.chain.nodes import RECURRENT, Input, Layer, Node, Pooled, Settled, check_matrix, selection
 from service.importers.chain.signal import Columns, Signal
 from service.importers.draft import Array, Draft, ImportRefused, Part
 
@@ -59,7 +59,7 @@ def _steps_head(node: Settled, columns: Columns) -> tuple[Node, Part, frozenset[
         return top.below, head, top.origins, _softmax_notes(node)
     notes = []
     if not in_order(columns, node.width):
-        node = _selection(node, columns)
+        node = selection(node, columns, "the output")
     elif isinstance(node, Layer) and node.kind == "dense" and node.table["activation"] == "none":
         notes.append(f"{node.label} is the last layer, and its numbers are answered as they are, without softmax")
     return node, Part({"kind": "sequence"}), frozenset(), notes
@@ -80,8 +80,8 @@ def _vector_head(node: Settled, columns: Columns) -> tuple[Node, Part, frozenset
         return _with_pool(pool, dense, part, top.origins, notes)
     if isinstance(node, Input):
         raise ImportRefused("the output is the input")
-    selection = [] if in_order(columns, node.width) else [_selection(node, columns)]
-    return _with_pool(node, selection, Part({"kind": "embed"}), frozenset(), [])
+    chosen = [] if in_order(columns, node.width) else [selection(node, columns, "the output")]
+    return _with_pool(node, chosen, Part({"kind": "embed"}), frozenset(), [])
 
 
 def _scores(top: Layer, weight: Array, bias: Array) -> tuple[Part, list[str]]:
@@ -119,6 +119,7 @@ def _ending_in_product(node: Node) -> Layer:
     """Return a node that is a product without activation, or a product above it that changes nothing."""
     if isinstance(node, Layer) and node.kind == "dense" and node.table["activation"] == "none":
         return node
+    check_matrix(node.width, node.width)
     table = {"kind": "dense", "width": node.width, "activation": "none"}
     return Layer(node, table, {"weight": np.eye(node.width), "bias": np.zeros(node.width)}, node.width, "softmax")
 
@@ -207,13 +208,6 @@ def _in_float32(label: str, part: Part) -> Part:
                 f"{label}: the weight {name} is {array[index]} at {index}: weights are finite numbers of float32"
             )
     return Part(part.table, arrays)
-
-
-def _selection(node: Settled, columns: Columns) -> Layer:
-    weight = np.zeros((node.width, len(columns)))
-    weight[columns, np.arange(len(columns))] = 1.0
-    table = {"kind": "dense", "width": len(columns), "activation": "none"}
-    return Layer(node, table, {"weight": weight, "bias": np.zeros(len(columns))}, len(columns), "the output")
 
 
 def _check_softmax(node: Layer, columns: Columns) -> None:

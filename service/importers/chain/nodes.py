@@ -8,12 +8,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from service.importers.chain.functions import Function
-from service.importers.draft import Array
+from service.importers.draft import Array, ImportRefused
 
 NO_ORIGINS: frozenset[str] = frozenset()
 RECURRENT = ("rnn", "lstm", "gru")
 LINEAR = ("dense", "conv")
+LARGEST_MATRIX = 1 << 26
+"""Numbers of a matrix that is not in the source, such as one that copies columns."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,6 +135,21 @@ class Weighted:
 Node = Input | Layer | Pooled | Mapped | Added | StepWeights | Weighted
 Settled = Input | Layer | Pooled
 """Nodes that are written as they are."""
+
+
+def check_matrix(rows: int, columns: int) -> None:
+    """Raise ImportRefused for a matrix that is too large to make."""
+    if rows * columns > LARGEST_MATRIX:
+        raise ImportRefused(f"it needs a matrix of {rows} by {columns} numbers, and the limit is {LARGEST_MATRIX} numbers")
+
+
+def selection(below: Settled, columns: NDArray[np.int64], label: str) -> Layer:
+    """Return a layer that copies columns of a node."""
+    check_matrix(below.width, len(columns))
+    weight = np.zeros((below.width, len(columns)))
+    weight[columns, np.arange(len(columns))] = 1.0
+    table = {"kind": "dense", "width": len(columns), "activation": "none"}
+    return Layer(below, table, {"weight": weight, "bias": np.zeros(len(columns))}, len(columns), label)
 
 
 def is_vector(node: Node) -> bool:

@@ -15,7 +15,19 @@ import numpy as np
 from service.importers.chain.attention import attention_pool, is_attended, step_weights, weighted
 from service.importers.chain.functions import IDENTITY, Function, Numbers, affine
 from service.importers.chain.joining import in_order, joined
-from service.importers.chain.nodes import NO_ORIGINS, RECURRENT, Added, Input, Layer, Mapped, Node, Pooled, Settled
+from service.importers.chain.nodes import (
+    NO_ORIGINS,
+    RECURRENT,
+    Added,
+    Input,
+    Layer,
+    Mapped,
+    Node,
+    Pooled,
+    Settled,
+    check_matrix,
+    selection,
+)
 from service.importers.chain.settling import settled
 from service.importers.chain.signal import UNIT, Columns, Role, Signal
 from service.importers.chain.windows import Window
@@ -93,7 +105,7 @@ def conv(
     if groups == 1:
         filters = scattered(filters, columns, node.width, rows=1)
     elif not in_order(columns, node.width):
-        node = _selected(node, columns, label)
+        node = selection(node, columns, label)
     maps = filters.shape[2]
     table = {"kind": "conv", "filters": maps, **window.table(), "activation": "none"} | (
         {"groups": groups} if groups > 1 else {}
@@ -215,7 +227,7 @@ def source(x: Signal, at: int = -1) -> tuple[Settled, Columns]:
 def whole(x: Signal, label: str, at: int = -1) -> Settled:
     """Return a node whose columns are those of a signal, in its order."""
     node, columns = source(x, at)
-    return node if in_order(columns, node.width) else _selected(node, columns, label)
+    return node if in_order(columns, node.width) else selection(node, columns, label)
 
 
 def scattered(matrix: Array, columns: Columns, width: int, *, rows: int = 0) -> Array:
@@ -225,17 +237,10 @@ def scattered(matrix: Array, columns: Columns, width: int, *, rows: int = 0) -> 
     """
     if in_order(columns, width):
         return matrix
+    check_matrix(width, matrix.size // max(1, matrix.shape[rows]))
     full = np.zeros((width, *np.delete(matrix.shape, rows)), matrix.dtype)
     np.add.at(full, columns, np.moveaxis(matrix, rows, 0))
     return np.moveaxis(full, 0, rows)
-
-
-def _selected(node: Settled, columns: Columns, label: str) -> Layer:
-    """Return a layer that copies columns of a node."""
-    weight = np.zeros((node.width, len(columns)))
-    weight[columns, np.arange(len(columns))] = 1.0
-    table = {"kind": "dense", "width": len(columns), "activation": "none"}
-    return Layer(node, table, {"weight": weight, "bias": np.zeros(len(columns))}, len(columns), label)
 
 
 def is_of_ids(x: Signal) -> bool:
@@ -289,7 +294,7 @@ def _by_column(x: Signal, function: Function, label: str, origins: frozenset[str
     factors[columns], offsets[columns] = factor, offset
     if (factors[columns] != factor).any() or (offsets[columns] != offset).any():
         node, columns = joined(x)
-        copied = replace(x, parts=(_selected(node, columns, label),), columns=np.arange(columns.size).reshape(x.columns.shape))
+        copied = replace(x, parts=(selection(node, columns, label),), columns=np.arange(columns.size).reshape(x.columns.shape))
         return _by_column(copied, function, label, origins)
     bounds = np.cumsum([0, *(part.width for part in x.parts)])
     parts = [

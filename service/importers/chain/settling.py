@@ -18,6 +18,7 @@ from service.importers.chain.nodes import (
     Settled,
     StepWeights,
     Weighted,
+    check_matrix,
     is_vector,
 )
 from service.importers.chain.residuals import tcn_level
@@ -35,6 +36,15 @@ def settled(node: Node) -> Settled:
     if node not in _SETTLED:
         _SETTLED[node] = _settle(node)
     return _SETTLED[node]
+
+
+def weights_below(node: Node) -> int:
+    """Return how many numbers are copied where a function is folded into the layer below it."""
+    if not isinstance(node, Mapped):
+        return 0
+    while isinstance(node, Mapped):
+        node = node.below
+    return sum(array.size for array in node.arrays.values()) if isinstance(node, Layer) else 0
 
 
 def _settle(node: Mapped | Added | Pooled | StepWeights | Weighted) -> Settled:
@@ -119,6 +129,7 @@ def _scaled(below: Settled, function: Function, node: Mapped) -> Settled:
 
 def diagonal(below: Settled, factor: Array, offset: Array, node: Mapped, activation: object = "none") -> Layer:
     """Return a dense layer with a factor for each column: heads have no other layer between the pool and their own product."""
+    check_matrix(below.width, below.width)
     table = {"kind": "dense", "width": below.width, "activation": activation}
     return Layer(below, table, {"weight": np.diag(factor), "bias": offset}, below.width, node.label, node.origins)
 

@@ -19,6 +19,7 @@ from service.importers.chain.nodes import Node
 from service.importers.draft import ImportRefused
 
 Columns = NDArray[np.int64]
+MOST_COLUMNS = 1 << 20
 
 
 class Role(Enum):
@@ -81,6 +82,9 @@ class Signal:
     is_reversed: bool = False
     rows_are_sorted: bool = False
     pads: tuple[int, int] = (0, 0)
+
+    def __post_init__(self) -> None:
+        _check_columns(self.columns.size)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -158,6 +162,7 @@ class Signal:
     def take(self, indexes: NDArray[np.int64], index: int) -> Signal:
         """Return the entries of an axis of columns at `indexes`, whose shape replaces the axis."""
         position = self._position(index)
+        _check_columns(indexes.size * (self.columns.size // max(1, self.shape[index])))
         taken = np.take(self.columns, indexes, axis=position)
         new = [axis(Role.COLUMNS, size) for size in indexes.shape]
         return replace(self, axes=(*self.axes[:index], *new, *self.axes[index + 1 :]), columns=taken).pruned()
@@ -227,6 +232,7 @@ def concatenate(signals: Sequence[Signal], index: int) -> Signal:
         same = [a == b or number == index for number, (a, b) in enumerate(zip(first.axes, other.axes, strict=False))]
         if other.rank != first.rank or not all(same) or other.is_reversed != first.is_reversed:
             raise ImportRefused(f"it joins tensors with the axes {first.roles} {first.shape} and {other.roles} {other.shape}")
+    _check_columns(sum(signal.columns.size for signal in signals))
     parts: list[Node] = []
     columns = []
     for signal in signals:
@@ -241,6 +247,11 @@ def concatenate(signals: Sequence[Signal], index: int) -> Signal:
         parts=tuple(parts),
         columns=joined,
     )
+
+
+def _check_columns(count: int) -> None:
+    if count > MOST_COLUMNS:
+        raise ImportRefused(f"it makes {count} columns, and the limit is {MOST_COLUMNS}")
 
 
 def _shared(parts: Sequence[Node], signal: Signal) -> tuple[list[Node], Columns]:

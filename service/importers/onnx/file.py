@@ -56,15 +56,15 @@ class Tensors:
 
     def _external(self, tensor: TensorProto) -> Array:
         """Return a tensor from a file in the model's folder."""
-        entries = {entry.key: entry.value for entry in tensor.external_data}
+        entries = {str(entry.key): str(entry.value) for entry in tensor.external_data}
         dtype = helper.tensor_dtype_to_np_dtype(tensor.data_type)
         size = math.prod(tensor.dims) * dtype.itemsize
-        offset = _byte_count(tensor, "offset", entries.get("offset", "0"))
-        if _byte_count(tensor, "length", entries.get("length", str(size))) != size:
-            raise ImportRefused(f"the external data of {tensor.name} has {entries['length']} bytes, and its shape needs {size}")
         self._external_bytes += size
         if self._external_bytes > EXTERNAL_BYTES:
             raise ImportRefused(f"the model has more than {EXTERNAL_BYTES} bytes of external data")
+        offset = _byte_count(tensor, "offset", entries.get("offset", "0"))
+        if _byte_count(tensor, "length", entries.get("length", str(size))) != size:
+            raise ImportRefused(f"the external data of {tensor.name} has {entries['length']} bytes, and its shape needs {size}")
         with self._beside_model(entries.get("location", ""), tensor.name) as file:
             data = _read(file, offset, max(0, min(size, os.fstat(file).st_size - offset)))
         if len(data) < size:
@@ -138,6 +138,8 @@ def _checked(file: int, name: str, limit: int) -> Iterator[int]:
 
 def _read(file: int, offset: int, size: int) -> bytes:
     """Return `size` bytes from an offset, or fewer if the file has become shorter."""
+    if not size:
+        return b""
     with open(file, "rb", closefd=False) as opened:
         opened.seek(offset)
         return opened.read(size)

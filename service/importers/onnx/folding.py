@@ -10,9 +10,8 @@ from onnx import NodeProto, TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 
 from service.importers.draft import Array, ImportRefused
+from service.importers.onnx.budget import LARGEST, stored
 
-LARGEST = 1 << 24
-"""Numbers of a computed tensor, unless it is as large as one of its inputs."""
 ELEMENTWISE = (
     *(
         "Abs",
@@ -71,7 +70,7 @@ FOLDED = frozenset((*ELEMENTWISE, *SHAPING, *GROWING))
 def fold(node: NodeProto, inputs: Sequence[Array | None], opset: int) -> list[Array]:
     """Return the outputs of a node with constant inputs; raises ImportRefused if that cannot be computed."""
     arrays = [array for array in inputs if array is not None]
-    largest = max([LARGEST, *(array.size for array in arrays)])
+    largest = max([LARGEST, *map(stored, arrays)])
     try:
         if _size(node, arrays) > largest:
             raise ImportRefused(f"it computes a constant of more than {largest} numbers")

@@ -8,8 +8,10 @@ from collections.abc import Mapping, MutableMapping, Sequence
 import numpy as np
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
+from service.importers.chain.settling import weights_below
 from service.importers.chain.signal import Signal
 from service.importers.draft import Array, ImportRefused
+from service.importers.onnx.budget import Budget, number_count, stored
 from service.importers.onnx.file import Tensors
 from service.importers.onnx.folding import FOLDED, fold
 from service.importers.onnx.operation import Operation, Reading, attribute_value
@@ -18,7 +20,8 @@ from service.importers.onnx.values import Constant, Value
 
 DOMAINS = ("", "ai.onnx")
 OPSETS = range(7, 27)
-MOST_NODES = 100_000
+MOST_NODES = 10_000
+"""Nodes of a graph and its branches. No more than some hundred layers can be imported, each of some nodes."""
 DEEPEST_BRANCH = 8
 """If nodes within If nodes."""
 FLOATS = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
@@ -30,14 +33,19 @@ class Graph:
     def __init__(self, model: ModelProto, tensors: Tensors) -> None:
         graph = model.graph
         self.opset = _opset(model)
-        if len(graph.node) > MOST_NODES:
-            raise ImportRefused(f"the graph has {len(graph.node)} nodes, and the limit is {MOST_NODES}")
+        count = _node_count(graph)
+        if count > MOST_NODES:
+            raise ImportRefused(f"the graph has more than {MOST_NODES} nodes, and no model of as many layers can be imported")
         if not graph.output:
             raise ImportRefused("the graph has no output: export the model again")
+        if any(function.domain in DOMAINS for function in model.functions):
+            raise ImportRefused("the file redefines operators of ONNX: export the model again")
+        _check_names(graph)
         self._graph = graph
         self._tensors = tensors
         self._initializers = {tensor.name: tensor for tensor in graph.initializer}
         self._constants: dict[str, Constant] = {}
+        self.budget = Budget(sum(map(number_count, graph.initializer)))
 
     @property
     def inputs(self) -> list[ValueInfoProto]:
@@ -77,7 +85,16 @@ class Graph:
                     else self._results(node, inputs, reading)
                 )
             except ImportRefused as refused:
-                raise ImportRefused(f"{node.op_type} node {node.name or next(iter(node.output), '')}: {refused}") from refused
+                raise ImportRefused(f"{_label(node)}: {refused}") from refused
+            except (
+                ArithmeticError,
+                LookupError,
+                TypeError,
+                ValueError,
+            ) as error:  # what operators raise for numbers that do not fit
+                raise ImportRefused(
+                    f"{_label(node)}: its attributes do not fit its inputs ({error}): export it again"
+                ) from error
             values.update({name: result for name, result in zip(node.output, results, strict=False) if name})
             reading.progress += 1
 
@@ -96,11 +113,14 @@ class Graph:
             raise ImportRefused(f"it is an operator of {node.domain}: only those of ONNX itself can be imported")
         if node.op_type == "Constant":
             return [Constant(_number(node))]
+        for value in inputs:
+            self.budget.spend(_cost(value))
         depends = any(value is not None and not isinstance(value, Constant) for value in inputs)
         if not depends and node.op_type in FOLDED:
             constants = [value if isinstance(value, Constant) else None for value in inputs]
             origins = frozenset[str]().union(*(value.origins for value in constants if value is not None))
             arrays = fold(node, [None if value is None else value.array for value in constants], self.opset)
+            self.budget.spend(sum(array.size for array in arrays))
             return [Constant(array, origins) for array in arrays]
         if node.op_type not in OPERATORS or not (depends or node.op_type in OF_CONSTANTS):
             raise ImportRefused("operators of this type cannot be imported: docs/importing.md lists those that can")
@@ -125,6 +145,39 @@ class Graph:
         outputs = [info.name for info in branch.output]
         self._run(branch, inner, reading, outputs, depth=depth)
         return [self._value(name, inner) for name in outputs]
+
+
+def _cost(value: Value | None) -> int:
+    """Return how many numbers an operator may copy because of an input."""
+    if isinstance(value, Constant):
+        return stored(value.array)
+    return sum(weights_below(part) for part in value.parts) if isinstance(value, Signal) else 0
+
+
+def _label(node: NodeProto) -> str:
+    return f"{node.op_type} node {node.name or next(iter(node.output), '')}"
+
+
+def _node_count(graph: GraphProto) -> int:
+    """Return the number of nodes with those in branches, or more than the limit if there are."""
+    graphs, count = [graph], 0
+    while graphs and count <= MOST_NODES:
+        nodes = graphs.pop().node
+        count += len(nodes)
+        graphs += [attribute.g for node in nodes[:MOST_NODES] for attribute in node.attribute if attribute.HasField("g")]
+    return count
+
+
+def _check_names(graph: GraphProto) -> None:
+    """Raise ImportRefused if a name has two values, or is no text."""
+    names = {tensor.name for tensor in graph.initializer} | {info.name for info in graph.input}
+    for name in (*names, *(info.name for info in graph.output), *(name for node in graph.node for name in node.input)):
+        if not isinstance(name, str):  # protobuf returns bytes for a name that is not UTF-8
+            raise ImportRefused(f"the name {name!r} is not UTF-8: export the model again")
+    for name in (name for node in graph.node for name in node.output if name):
+        if name in names:
+            raise ImportRefused(f"the name {name} has several values: export the model again")
+        names.add(name)
 
 
 def _opset(model: ModelProto) -> int:

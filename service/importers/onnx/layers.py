@@ -57,6 +57,8 @@ def conv(operation: Operation) -> Value:
         )
     bias = operation.optional_weights(2, "B", kernel.shape[0])
     groups = operation.attributes.get("group", 1)
+    if groups < 1:
+        raise ImportRefused(f"its group is {groups}")
     steps = x.steps_axis
     window = _window(operation, x, kernel.shape[2:])
     at = _columns_axis(x, kernel.shape)
@@ -170,7 +172,13 @@ def _window(operation: Operation, x: Signal, kernel: Sequence[int]) -> Window:
         raise ImportRefused(f"its input has the axes {', '.join(x.roles)}, and its window moves along axis 2 or a later one")
     strides, dilations = (operation.attributes.get(name) or [1] * count for name in ("strides", "dilations"))
     pads = operation.attributes.get("pads") or [0] * 2 * count
-    if len(strides) != count or len(dilations) != count or len(pads) != 2 * count or min(pads) < 0:
+    if (
+        len(strides) != count
+        or len(dilations) != count
+        or len(pads) != 2 * count
+        or min(pads) < 0
+        or min([*strides, *dilations, *kernel]) < 1
+    ):
         raise ImportRefused(f"its strides {strides}, dilations {dilations} or pads {pads} do not fit its kernel {list(kernel)}")
     auto = operation.attributes.get("auto_pad", "NOTSET")
     for index in range(count):

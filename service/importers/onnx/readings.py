@@ -16,7 +16,7 @@ import numpy as np
 from onnx import TensorProto, ValueInfoProto
 
 from service.importers.chain.nodes import Input
-from service.importers.chain.signal import Role, Signal, axis
+from service.importers.chain.signal import MOST_COLUMNS, Role, Signal, axis
 from service.importers.draft import ImportRefused
 from service.importers.onnx.operation import Reading
 from service.importers.onnx.values import Lengths, State, Value
@@ -47,7 +47,7 @@ class GraphInput:
         if tensor.elem_type not in (*IDS, *NUMBERS):
             raise ImportRefused(f"the input {info.name} has numbers of the type {TensorProto.DataType.Name(tensor.elem_type)}")
         sizes = tuple(dim.dim_value if dim.dim_value > 0 else None for dim in tensor.shape.dim)
-        return cls(info.name, tensor.elem_type, sizes, tuple(dim.dim_param.lower() for dim in tensor.shape.dim))
+        return cls(info.name, tensor.elem_type, sizes, tuple(str(dim.dim_param).lower() for dim in tensor.shape.dim))
 
     @property
     def has_ids(self) -> bool:
@@ -106,7 +106,7 @@ def _roles(sequence: GraphInput) -> list[tuple[Role, ...]]:
 def _fits(sequence: GraphInput, roles: Sequence[Role]) -> bool:
     pairs = list(zip(roles, sequence.sizes, strict=True))
     columns = [size for role, size in pairs if role is Role.COLUMNS]
-    if None in columns or (Role.BATCH, 1) in pairs:
+    if None in columns or math.prod(size or 1 for size in columns) > MOST_COLUMNS or (Role.BATCH, 1) in pairs:
         return False
     for role, name in zip(roles, sequence.axes, strict=True):
         if any(meaning is not role and pattern.search(name) for meaning, pattern in NAMES.items()):

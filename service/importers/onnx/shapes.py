@@ -14,6 +14,7 @@ from service.importers.chain import operations
 from service.importers.chain.nodes import Input
 from service.importers.chain.signal import Role, Signal, concatenate
 from service.importers.draft import ImportRefused
+from service.importers.onnx.budget import check_size
 from service.importers.onnx.operation import Operation, checked_axis
 from service.importers.onnx.values import Constant, Lengths, Order, State, Value
 
@@ -49,7 +50,9 @@ def cast(operation: Operation) -> Value:
 def constant_of_shape(operation: Operation) -> Value:
     fill = operation.attributes.get("value")
     number = np.zeros(1, np.float32) if fill is None else fill
-    return Constant(np.broadcast_to(number.reshape(()), tuple(operation.integers(0, "shape"))))
+    shape = tuple(operation.integers(0, "shape"))
+    check_size(shape)
+    return Constant(np.broadcast_to(number.reshape(()), shape))
 
 
 def shape(operation: Operation) -> Value:
@@ -100,7 +103,9 @@ def expand(operation: Operation) -> Value:
     value = operation.inputs[0]
     sizes = operation.integers(1, "shape")
     if isinstance(value, Constant):
-        return Constant(np.broadcast_to(value.array, np.broadcast_shapes(value.array.shape, tuple(sizes))), value.origins)
+        shape = np.broadcast_shapes(value.array.shape, tuple(sizes))
+        check_size(shape)
+        return Constant(np.broadcast_to(value.array, shape), value.origins)
     return operation.signal.expand(sizes)
 
 
@@ -118,6 +123,8 @@ def split(operation: Operation) -> list[Value]:
     sizes = operation.attributes.get("split") or (operation.integers(1, "split") if operation.has(1) else None)
     if sizes is None:
         sizes = [len(part) for part in np.array_split(range(x.shape[at]), count)]
+    if min(sizes) < 0 or sum(sizes) != x.shape[at]:
+        raise ImportRefused(f"it splits an axis of {x.shape[at]} entries into {sizes}")
     ends = np.cumsum(sizes)
     return [_slice(x, at, int(end) - size, int(end), 1) for size, end in zip(sizes, ends, strict=True)]
 

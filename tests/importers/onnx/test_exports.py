@@ -34,7 +34,7 @@ def exported(sample: Sample, module: nn.Module, *, dynamo: bool) -> ModelProto:
             assert program is not None
             return program.model_proto
         named: dict[str, Any] = {"x": {batch: "batch", steps: "steps"}, "lengths": {0: "batch"}}
-        content = io.BytesIO()
+        content: Any = io.BytesIO()
         torch.onnx.export(
             module,
             sample.inputs(),
