@@ -91,7 +91,7 @@ def _measure_cost(encoder: Encoder, rows: int, steps: int, tokens: int) -> Cost:
     longer = max(steps, min(4 * steps, encoder.spec.input.max_steps))
     alone, long, together = (_fastest_trial(encoder, *size) for size in ((1, steps), (1, longer), (rows, steps)))
     # On a busy machine the short row may take longer. A step is then predicted to take too much time rather than none.
-    per_step = (long - alone) / (longer - steps) if long > alone else long / longer
+    per_step = (long - alone) / (longer - steps) if long > alone and longer > steps else long / longer
     return Cost(max(0.0, alone - per_step * steps), per_step, max(0.0, together - alone) / (rows * steps))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,6 +49,11 @@ def test_warm_up_measures_a_model_of_one_size() -> None:
         time_batch=lambda _, steps: 0.5 * steps,
     )
     assert model_runner._measure_cost(encoder, rows=8, steps=4, tokens=500) == Cost(0.0, 0.5, 0.0)
+    trials = itertools.count(1)
+    encoder.time_batch = lambda _, steps: 0.5 * steps * next(trials)
+    assert model_runner._measure_cost(encoder, rows=8, steps=4, tokens=500).per_step > 0, (
+        "each trial takes longer than the last"
+    )
 
 
 def test_correction_converges_to_the_observed_times() -> None:
