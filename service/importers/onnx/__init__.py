@@ -12,13 +12,20 @@ from pathlib import Path
 from service.importers.chain.finishing import finished
 from service.importers.draft import Draft, ImportRefused
 from service.importers.onnx.file import Tensors, read_model
-from service.importers.onnx.graph import Graph
+from service.importers.onnx.graph import MALFORMED, Graph
 from service.importers.onnx.operation import Reading
 from service.importers.onnx.readings import GraphInput, Plan, plans
 
 
 def read(path: Path) -> Draft:
     """Return the model in an .onnx file; raises ImportRefused if model.toml cannot express it."""
+    try:
+        return _read(path)
+    except MALFORMED as error:
+        raise ImportRefused(f"{path} is damaged ({type(error).__name__}: {error}): export the model again") from error
+
+
+def _read(path: Path) -> Draft:
     graph = Graph(read_model(path), Tensors(path.parent))
     inputs = [GraphInput.of(info) for info in graph.inputs]
     failures: list[tuple[int, ImportRefused]] = []

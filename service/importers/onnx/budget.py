@@ -33,7 +33,7 @@ class Budget:
 def number_count(tensor: TensorProto) -> int:
     """Return how many numbers a tensor of a file has, by its data."""
     if tensor.data_location == TensorProto.EXTERNAL:
-        return max(0, math.prod(tensor.dims))
+        return max(0, int(math.prod(tensor.dims)))
     return (
         len(tensor.raw_data) // 2
         + len(tensor.float_data)
@@ -45,8 +45,7 @@ def number_count(tensor: TensorProto) -> int:
 
 def stored(array: Array) -> int:
     """Return how many numbers an array takes in memory: repeated ones count once."""
-    count: int = math.prod(size for size, stride in zip(array.shape, array.strides, strict=True) if stride)
-    return count
+    return math.prod(size for size, stride in zip(array.shape, array.strides, strict=True) if stride)
 
 
 def check_size(shape: tuple[int, ...]) -> None:

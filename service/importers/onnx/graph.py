@@ -22,6 +22,8 @@ DOMAINS = ("", "ai.onnx")
 OPSETS = range(7, 27)
 MOST_NODES = 10_000
 """Nodes of a graph and its branches. No more than some hundred layers can be imported, each of some nodes."""
+MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What is raised for attributes and names that have another type or size than those of ONNX."""
 DEEPEST_BRANCH = 8
 """If nodes within If nodes."""
 FLOATS = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)

@@ -150,6 +150,13 @@ def softmax(operation: Operation) -> Value:
     return operations.softmax(x, operation.label, at=at, log=operation.node.op_type == "LogSoftmax")
 
 
+def normalize(operation: Operation) -> Value:
+    """LpNormalization, which scales vectors to length 1."""
+    operation.refuse_options(p=2)
+    x = operation.signal
+    return operations.normalize(x, operation.label, at=checked_axis(operation.attributes.get("axis", -1), x.rank))
+
+
 def _check_product(x: Signal, shape: Sequence[int]) -> None:
     if len(shape) != 2 or x.shape[-1] != shape[0]:
         raise ImportRefused(f"its weights have the shape {tuple(shape)}, and its input has {x.shape[-1]} columns")
@@ -221,6 +228,7 @@ OPERATORS: dict[str, Callable[[Operation], Value]] = {
     "Gemm": gemm,
     "LayerNormalization": layer_norm,
     "LogSoftmax": softmax,
+    "LpNormalization": normalize,
     "MatMul": matmul,
     "Softmax": softmax,
 }

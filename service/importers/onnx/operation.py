@@ -15,7 +15,7 @@ from service.importers.onnx.file import inline_array
 from service.importers.onnx.values import Constant, Value
 
 Axes = list[int]
-LISTS = (AttributeProto.INTS, AttributeProto.FLOATS, AttributeProto.STRINGS)
+LISTS = (AttributeProto.INTS, AttributeProto.STRINGS)
 
 
 @dataclass(slots=True)
@@ -128,6 +128,13 @@ def attribute_value(attribute: AttributeProto) -> Any:
         return inline_array(value)
     if isinstance(value, bytes):
         return value.decode(errors="replace")
+    if attribute.type in (AttributeProto.FLOAT, AttributeProto.FLOATS):
+        return _shortest(value) if attribute.type == AttributeProto.FLOAT else [_shortest(item) for item in value]
     if attribute.type in LISTS:
         return [item.decode(errors="replace") if isinstance(item, bytes) else item for item in value]
     return value
+
+
+def _shortest(number: float) -> float:
+    """Return a number of float32 as it was written: 0.2, and not 0.20000000298."""
+    return float(str(np.float32(number)))
