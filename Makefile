@@ -82,20 +82,29 @@ compiled: .venv/installed
 serve: .venv/installed gpu compiled
 	@exec $(BIN)/seqserve serve $(ARGS)
 
+# The packages whose checkpoints are imported, each in its own environment: tests make the checkpoints with them.
+SOURCES := .venv-sources/keras3/installed
+
+.venv-sources/keras3/installed: tests/importers/keras/requirements.txt | check-python
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	@echo "installing Keras into $(@D)"
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
+	@touch $@
+
 # Test files run in parallel. The tests of a file share servers, so they run in one worker.
 PARALLEL := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-test: lint compiled
+test: lint compiled $(SOURCES)
 	$(BIN)/python -m pytest $(PARALLEL)
 	@$(BIN)/python -m tests.gpu --stale
 	@$(BIN)/python -m tests.tiers --stale
 
 # The short tests that start no server: for a quick run between two edits. They do not wait, so there is one worker for each core.
-test-fast: .venv/tools compiled
+test-fast: .venv/tools compiled $(SOURCES)
 	$(BIN)/python -m pytest $(PARALLEL) --numprocesses $(CORES) -m "not server and not slow and not gpu"
 
 # As on a machine that booted 30 seconds ago, with a busy process on every core.
-test-anywhere: .venv/tools compiled
+test-anywhere: .venv/tools compiled $(SOURCES)
 	$(BIN)/python -m tests.anywhere --uptime 30 --burn $(PARALLEL)
 
 lint: .venv/tools

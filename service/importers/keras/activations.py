@@ -1,0 +1,148 @@
+"""Activations of Keras: by name, or as a layer with parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from service.importers.chain import operations
+from service.importers.chain.functions import IDENTITY, Function, as_written, identify, named
+from service.importers.chain.signal import Signal
+from service.importers.draft import ImportRefused
+from service.importers.keras.call import Call, Tensor
+
+SOFTMAX = {"softmax": False, "log_softmax": True}
+"""Functions of a whole vector: whether they return logarithms."""
+GLU = "glu"
+NAMED: dict[str, Function] = {
+    "linear": IDENTITY,
+    "elu": named("elu"),
+    "celu": named("elu"),
+    "exponential": named("exponential"),
+    "gelu": named("gelu"),
+    "hard_tanh": named("hard_tanh"),
+    "leaky_relu": named("leaky_relu", alpha=0.2),
+    "relu": named("relu"),
+    "relu6": named("relu6"),
+    "selu": named("selu"),
+    "sigmoid": named("sigmoid"),
+    "silu": named("silu"),
+    "softplus": named("softplus"),
+    "softsign": named("softsign"),
+    "swish": named("silu"),
+    "tanh": named("tanh"),
+}
+HARD_SIGMOID = "hard_sigmoid"
+SLOPES = {True: named(HARD_SIGMOID, alpha=0.2, beta=0.5), False: named(HARD_SIGMOID, alpha=1 / 6, beta=0.5)}
+"""The hard sigmoid of Keras 2, and of Keras 3."""
+
+
+def function(value: Any, call: Call) -> Function:
+    """Return an activation in a configuration that is a function of single numbers; raises ImportRefused for any other."""
+    if value is None:
+        return IDENTITY
+    kind = value if isinstance(value, str) else _name(value)
+    if kind == HARD_SIGMOID:
+        return SLOPES[call.reading.is_keras_2]
+    if kind in NAMED:
+        return NAMED[kind]
+    if kind in LAYERS and isinstance(value, Mapping):
+        return LAYERS[kind](_parameters(value, call))
+    raise ImportRefused(f"its activation is {kind!r}: those that can be imported are {', '.join([*NAMED, HARD_SIGMOID])}")
+
+
+def gate(key: str, call: Call) -> str | dict[str, Any]:
+    """Return an activation of a recurrent layer as model.toml writes it."""
+    found = identify(function(call.value(key), call))
+    if found is None:
+        raise ImportRefused(f"its option {key} is a function that no activation of model.toml computes")
+    return as_written(found)
+
+
+def activated(x: Signal, value: Any, call: Call) -> Signal:
+    """Apply an activation in a configuration."""
+    kind = value if value is None or isinstance(value, str) else _name(value)
+    if kind in SOFTMAX:
+        return operations.softmax(x, call.label, at=-1, log=SOFTMAX[kind])
+    if kind == "Softmax":
+        _parameters(value, call).refuse_options(axis=-1)
+        return operations.softmax(x, call.label, at=-1)
+    if kind == GLU:
+        return _gated(x, call)
+    return operations.apply(x, function(value, call), call.label, call.origins)
+
+
+def activation(call: Call) -> Tensor:
+    """The layer Activation."""
+    return call.result(activated(call.signal, call.value("activation"), call))
+
+
+def layer(call: Call) -> Tensor:
+    """A layer that is an activation with parameters."""
+    return call.result(operations.apply(call.signal, LAYERS[call.layer.kind](call), call.label))
+
+
+def softmax(call: Call) -> Tensor:
+    axis = call.value("axis", -1)
+    if axis not in (-1, call.signal.rank - 1, [-1]):
+        raise ImportRefused(f"its axis is {axis!r:.20}: a model has a softmax over labels, along the last axis")
+    return call.result(operations.softmax(call.signal, call.label, at=-1))
+
+
+def prelu(call: Call) -> Tensor:
+    [slopes] = call.weights("alpha")
+    if (slopes != slopes.ravel()[0]).any():
+        raise ImportRefused("it has a slope for each column: only one slope for all columns can be imported")
+    slope = named("leaky_relu", alpha=float(slopes.ravel()[0]))
+    return call.result(operations.apply(call.signal, slope, call.label, call.origins))
+
+
+def _gated(x: Signal, call: Call) -> Signal:
+    """Multiply the first half of the columns by the logistic function of the second."""
+    half = x.shape[-1] // 2
+    value, of_gate = (x.take(np.arange(half) + start, x.rank - 1) for start in (0, half))
+    return operations.combine(value, operations.apply(of_gate, named("sigmoid"), call.label), "multiply", call.label)
+
+
+def _relu(call: Call) -> Function:
+    top, slope, threshold = call.value("max_value", None), call.number("negative_slope", 0.0), call.number("threshold", 0.0)
+    highest = np.inf if top is None else call.number("max_value")
+    if threshold and not slope and top is None:
+        return named("thresholded_relu", alpha=threshold)
+
+    def relu(x: Any) -> Any:
+        return np.where(x >= threshold, np.minimum(x, highest), slope * (x - threshold))
+
+    return Function(relu)
+
+
+def _leaky_relu(call: Call) -> Function:
+    """`alpha` is the name of the slope in Keras 2."""
+    return named("leaky_relu", alpha=call.number("alpha" if "alpha" in call.config else "negative_slope", 0.3))
+
+
+LAYERS: dict[str, Callable[[Call], Function]] = {
+    "ELU": lambda call: named("elu", alpha=call.number("alpha", 1.0)),
+    "LeakyReLU": _leaky_relu,
+    "ReLU": _relu,
+    "ThresholdedReLU": lambda call: named("thresholded_relu", alpha=call.number("theta", 1.0)),
+}
+
+
+def _name(value: Any) -> str:
+    """Return the name of an activation that is written as a table: a layer, or a function."""
+    kind, config = (value.get("class_name"), value.get("config")) if isinstance(value, Mapping) else (None, None)
+    if kind == "function" and isinstance(config, str):
+        raise ImportRefused(
+            f"its activation is the function {config}, which is code and is not run: use an activation of Keras"
+        )
+    return str(kind)
+
+
+def _parameters(value: Mapping[str, Any], call: Call) -> Call:
+    """Return a call of a layer that is the activation of another."""
+    config = value.get("config")
+    inner = call.layer.__class__(str(value.get("class_name")), call.layer.name, config if isinstance(config, dict) else {}, "")
+    return Call(inner, call.node, call.inputs, (), call.reading, call.origins)

@@ -1,0 +1,255 @@
+"""The architecture of a model, from the JSON that Keras 2 and Keras 3 write: layers, and the calls that connect them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from service.importers.draft import ImportRefused
+
+MOST_LAYERS = 10_000
+DEEPEST_NETWORK = 8
+"""Models within models."""
+FUNCTIONAL = ("Functional", "Model")
+OF_KERAS = ("keras", "tf_keras", "tensorflow.python.keras", "tensorflow.keras")
+"""Modules of Keras itself."""
+TENSOR = "__keras_tensor__"
+CONSTANT = "_CONSTANT_VALUE"
+
+
+class Reference(NamedTuple):
+    """An output of a call: the name of the layer, the number of the call, and the number of the output."""
+
+    layer: str
+    call: int
+    output: int
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One call of a layer. inputs: in order, with numbers for constants; masks: among the other arguments; others: the names of arguments
+    with tensors that are no masks; options: arguments of one value."""
+
+    inputs: tuple[Reference | float, ...]
+    masks: tuple[Reference, ...] = ()
+    others: tuple[str, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def references(self) -> list[Reference]:
+        return [*(one for one in self.inputs if isinstance(one, Reference)), *self.masks]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerConfig:
+    """A layer as its configuration describes it. module: where its class is; network: of a model within the model."""
+
+    kind: str
+    name: str
+    config: Mapping[str, Any]
+    module: str
+    network: Network | None = None
+
+    @property
+    def is_operation(self) -> bool:
+        """Whether it is a function of keras.ops, which has no weights and may have the name of a layer."""
+        return ".ops" in self.module or self.kind == "TFOpLambda"
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """A model: its layers by name, and their calls."""
+
+    name: str
+    layers: Mapping[str, LayerConfig]
+    nodes: Mapping[tuple[str, int], Node]
+    inputs: tuple[Reference, ...]
+    outputs: tuple[Reference, ...]
+
+    def calls(self) -> list[tuple[str, int]]:
+        """Return the calls on which the first output depends, each after those that it needs."""
+        ordered: list[tuple[str, int]] = []
+        entered: set[tuple[str, int]] = set()
+        done: set[tuple[str, int]] = set()
+        waiting = [(self.outputs[0].layer, self.outputs[0].call)]
+        while waiting:
+            call = waiting[-1]
+            entered.add(call)
+            if call not in self.nodes:
+                raise ImportRefused(f"the architecture has no call {call[1]} of a layer {call[0]}: save the model again")
+            needed = [(one.layer, one.call) for one in self.nodes[call].references if (one.layer, one.call) not in done]
+            if any(one in entered for one in needed):
+                raise ImportRefused(f"the architecture has a cycle through the layer {call[0]}: save the model again")
+            waiting += needed
+            if not needed:
+                waiting.pop()
+                if call not in done:
+                    done.add(call)
+                    ordered.append(call)
+        return ordered
+
+
+def network(data: Any) -> Network:
+    """Return the architecture in a decoded JSON; raises ImportRefused if it is none, or has code."""
+    try:
+        return _network(data, depth=0)
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise ImportRefused(f"the architecture is not as Keras writes it ({error!r}): save the model again") from error
+
+
+def layer_config(data: Mapping[str, Any], *, depth: int = 0) -> LayerConfig:
+    """Return a layer, also of one within a wrapper such as Bidirectional; raises ImportRefused if its class is not of Keras."""
+    kind, config = _text(data["class_name"]), data["config"]
+    module = str(data.get("module") or "")
+    name = _text(data.get("name") or (config["name"] if isinstance(config, dict) else kind))
+    registered = str(data.get("registered_name") or "")
+    is_network = kind == "Sequential" or kind in FUNCTIONAL
+    if ">" in f"{kind}{registered}" or (
+        module and module.partition(".")[0] not in OF_KERAS and not module.startswith(OF_KERAS)
+    ):
+        raise ImportRefused(f"{kind} {name} is code of its own, which is not run: only layers of Keras itself can be imported")
+    if kind == "Lambda":
+        raise ImportRefused(f"Lambda {name} has Python code, which is not run: replace it with layers of Keras")
+    inner = _network(data, depth + 1) if is_network else None
+    if inner is None and not isinstance(config, dict):
+        raise TypeError(f"the configuration of {name} is no table")
+    return LayerConfig(kind, name, config if isinstance(config, dict) else {}, module, inner)
+
+
+def _network(data: Mapping[str, Any], depth: int) -> Network:
+    if depth > DEEPEST_NETWORK:
+        raise ImportRefused(f"the architecture has models within more than {DEEPEST_NETWORK} others")
+    kind = _text(data["class_name"])
+    if kind == "Sequential":
+        return _sequential(data, depth)
+    if kind in FUNCTIONAL and "layers" in data["config"]:
+        return _functional(data["config"], depth)
+    raise ImportRefused(
+        f"the model is of the class {kind}, whose computation is Python code: only Sequential and functional models can be imported"
+    )
+
+
+def _sequential(data: Mapping[str, Any], depth: int) -> Network:
+    config = data["config"]
+    entries = config if isinstance(config, list) else config["layers"]
+    _check_count(entries)
+    layers = _by_name(layer_config(entry, depth=depth) for entry in entries)
+    first = next(iter(layers.values()))
+    if first.kind != "InputLayer":
+        layers = {"": LayerConfig("InputLayer", "", {"batch_shape": _input_shape(data, first)}, ""), **layers}
+    nodes: dict[tuple[str, int], Node] = {}
+    above: tuple[Reference, ...] = ()
+    for name in layers:
+        nodes[name, 0] = Node(above)
+        above = (Reference(name, 0, 0),)
+    names = list(layers)
+    name = "sequential" if isinstance(config, list) else str(config.get("name", "sequential"))
+    return Network(name, layers, nodes, (Reference(names[0], 0, 0),), above)
+
+
+def _input_shape(data: Mapping[str, Any], first: LayerConfig) -> Any:
+    """Return the shape of the input of a Sequential model without an InputLayer, or None if it was not built."""
+    config = data["config"] if isinstance(data["config"], dict) else {}
+    given = (first.config.get("batch_input_shape"), config.get("build_input_shape"))
+    return next((shape for shape in given if shape is not None), (data.get("build_config") or {}).get("input_shape"))
+
+
+def _functional(config: Mapping[str, Any], depth: int) -> Network:
+    entries = config["layers"]
+    _check_count(entries)
+    layers = _by_name(layer_config(entry, depth=depth) for entry in entries)
+    found = {_text(entry.get("name") or entry["config"]["name"]): [_node(node) for node in _listed(entry)] for entry in entries}
+    outputs = tuple(_references(config["output_layers"]))
+    used = {(one.layer, one.call) for nodes in found.values() for node in nodes for one in node.references}
+    used |= {(one.layer, one.call) for one in outputs}
+    nodes: dict[tuple[str, int], Node] = {}
+    for name, own in found.items():
+        # Keras 2 counts the calls of a model within a model from 1.
+        first = 1 if layers[name].network is not None and (name, len(own)) in used else 0
+        nodes |= {(name, first + number): node for number, node in enumerate(own or [Node(())])}
+    inputs = tuple(_references(config["input_layers"]))
+    if not inputs or not outputs:
+        raise ImportRefused("the architecture has no input or no output: save the model again")
+    return Network(str(config.get("name", "model")), layers, nodes, inputs, outputs)
+
+
+def _listed(entry: Mapping[str, Any]) -> list[Any]:
+    """Return the calls of a layer. Keras 2 writes the one call of an operation without a list around its input."""
+    nodes: list[Any] = entry["inbound_nodes"]
+    return [[node] if isinstance(node, list) and node and isinstance(node[0], str) else node for node in nodes]
+
+
+def _node(data: Any) -> Node:
+    """Return a call, as Keras 3 writes it, {"args", "kwargs"}, or Keras 2, [[layer, call, output, arguments], ...]."""
+    if isinstance(data, dict):
+        inputs, arguments = data["args"], data["kwargs"]
+    else:
+        inputs = [entry[:3] for entry in data]
+        arguments = {name: value for entry in data if len(entry) > 3 for name, value in entry[3].items()}
+    masks: list[Reference] = []
+    others: list[str] = []
+    for name, value in arguments.items():
+        found = [leaf for leaf in _leaves(value) if isinstance(leaf, Reference)]
+        if name == "mask":
+            masks += found
+        elif found:
+            others.append(name)
+    options = {name: value for name, value in arguments.items() if not isinstance(value, dict | list)}
+    return Node(tuple(_leaves(inputs)), tuple(masks), tuple(others), options)
+
+
+def _leaves(value: Any) -> Iterator[Reference | float]:
+    """Yield the tensors and the numbers in the arguments of a call, however they are nested."""
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, dict):
+            if item.get("class_name") == TENSOR:
+                yield _reference(item["config"]["keras_history"])
+            else:
+                waiting += reversed(list(item.values()))
+        elif _is_reference(item):
+            yield float(item[2]) if item[0] == CONSTANT else _reference(item)
+        elif isinstance(item, list):
+            waiting += reversed(item)
+        elif isinstance(item, int | float) and not isinstance(item, bool):
+            yield float(item)
+
+
+def _references(value: Any) -> Iterator[Reference]:
+    return (leaf for leaf in _leaves(value) if isinstance(leaf, Reference))
+
+
+def _is_reference(item: Any) -> bool:
+    return (
+        isinstance(item, list)
+        and len(item) == 3
+        and isinstance(item[0], str)
+        and all(isinstance(part, int | float) for part in item[1:])
+    )
+
+
+def _reference(item: Any) -> Reference:
+    name, call, output = item
+    return Reference(_text(name), int(call), int(output))
+
+
+def _by_name(layers: Iterator[LayerConfig]) -> dict[str, LayerConfig]:
+    named: dict[str, LayerConfig] = {}
+    for layer in layers:
+        if layer.name in named:
+            raise ImportRefused(f"the architecture has two layers named {layer.name}: save the model again")
+        named[layer.name] = layer
+    return named
+
+
+def _check_count(entries: Any) -> None:
+    if not isinstance(entries, list) or not 0 < len(entries) <= MOST_LAYERS:
+        raise ImportRefused(f"the architecture has no layers, or more than {MOST_LAYERS}: save the model again")
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.40} is no name")
+    return value

@@ -1,0 +1,153 @@
+"""A call of a layer with its inputs, for the functions that translate layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from service.importers.chain.nodes import Input
+from service.importers.chain.signal import Signal
+from service.importers.draft import Array, ImportRefused
+from service.importers.keras.architecture import LayerConfig, Node
+from service.importers.keras.weights import WeightsFile
+
+REQUIRED: Any = object()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tensor:
+    """A tensor that depends on the sequence. is_masked: Keras skips some of its steps."""
+
+    signal: Signal
+    is_masked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """The steps that Keras does not skip."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinalCell:
+    """The final cell state of an LSTM, with which no layer can go on."""
+
+
+Value = Tensor | Mask | FinalCell
+
+
+@dataclass(slots=True)
+class Reading:
+    """How the model is read, and what was noticed on the way.
+
+    batch, steps: the sizes of the input; is_keras_2: whether Keras 2 or older wrote the model; ids: the node of token ids; fixed_steps: the
+    number of steps if the model takes no other; has_mask: whether a layer makes a mask; calls: how many layers were called.
+    """
+
+    file: WeightsFile
+    is_keras_2: bool
+    ids: Input | None
+    notes: list[str] = field(default_factory=list)
+    fixed_steps: int | None = None
+    has_mask: bool = False
+    calls: int = 0
+
+    def note(self, note: str) -> None:
+        if note not in self.notes:
+            self.notes.append(note)
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of a layer. inputs: tensors, and numbers of an operation; paths: of the layer's tensors in the file, in order."""
+
+    layer: LayerConfig
+    node: Node
+    inputs: Sequence[Value | float]
+    paths: Sequence[str]
+    reading: Reading
+    origins: frozenset[str] = frozenset()
+
+    @property
+    def label(self) -> str:
+        """The layer as messages name it."""
+        return f"{self.layer.kind} {self.layer.name}"
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        return self.layer.config
+
+    @property
+    def tensor(self) -> Tensor:
+        """The only input."""
+        if len(self.inputs) != 1 or not isinstance(self.inputs[0], Tensor):
+            raise ImportRefused("it takes more than one tensor, or one that is no output of a layer over the sequence")
+        return self.inputs[0]
+
+    @property
+    def signal(self) -> Signal:
+        return self.tensor.signal
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All inputs."""
+        found = [value for value in self.inputs if isinstance(value, Tensor)]
+        if not found or len(found) < len(self.inputs):
+            raise ImportRefused("it takes something else than outputs of layers over the sequence")
+        return found
+
+    def result(self, signal: Signal) -> Tensor:
+        """Return a result with the mask of the inputs."""
+        return Tensor(signal, any(isinstance(value, Tensor) and value.is_masked for value in self.inputs))
+
+    def ignores_mask(self) -> None:
+        """Note that the layer computes with padding as well, although a mask says which steps are padding."""
+        if any(isinstance(value, Tensor) and value.is_masked and value.signal.has_steps for value in self.inputs):
+            self.reading.note(
+                f"{self.label} ignores the mask: in a batch with padding, Keras computes with padding here, which the model does not have"
+            )
+
+    def weights(self, *names: str, unread: int = 0) -> list[Array]:
+        """Return the tensors of the layer, and remember them as origins. unread: how many more it has, which are not needed."""
+        if len(self.paths) != len(names) + unread:
+            found = ", ".join(self.paths) or "none"
+            raise ImportRefused(f"it has {len(names)} tensors, {', '.join(names) or 'none'}, and the file has {found}")
+        self.origins = frozenset(f"{self.layer.name}.{name}" for name in names)
+        for path in self.paths[len(names) :]:
+            self.reading.file.skip(path)
+        return [self.reading.file.array(path) for path in self.paths[: len(names)]]
+
+    def value(self, key: str, default: Any = REQUIRED) -> Any:
+        """Return an option of the layer."""
+        if key not in self.config and default is REQUIRED:
+            raise ImportRefused(f"it has no option {key}: save the model with a current Keras")
+        return self.config.get(key, default)
+
+    def flag(self, key: str, default: Any = REQUIRED) -> bool:
+        value = self.value(key, default)
+        if not isinstance(value, bool | int):
+            raise self._refused(key, value)
+        return bool(value)
+
+    def number(self, key: str, default: Any = REQUIRED) -> float:
+        value = self.value(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self._refused(key, value)
+        return float(value)
+
+    def integer(self, key: str, default: Any = REQUIRED) -> int:
+        """Return an option of a whole number, also if it is written as a list of one."""
+        value = self.value(key, default)
+        value = value[0] if isinstance(value, list) and len(value) == 1 else value
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self._refused(key, value)
+        return value
+
+    def refuse_options(self, **allowed: object) -> None:
+        """Raise ImportRefused for options that have another value than the one allowed."""
+        for name, value in allowed.items():
+            if self.config.get(name, value) != value:
+                raise self._refused(name, self.config[name])
+
+    def _refused(self, key: str, value: Any) -> ImportRefused:
+        return ImportRefused(f"its option {key} is {value!r:.60}, which cannot be imported")

@@ -1,0 +1,125 @@
+"""Calls the layers of a model, one after another: every output of a layer is a tensor that is known by meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from service.importers.chain.nodes import Input
+from service.importers.chain.signal import Role, Signal, axis
+from service.importers.draft import ImportRefused
+from service.importers.keras import activations, layers, recurrent, shapes
+from service.importers.keras.architecture import LayerConfig, Network, Node
+from service.importers.keras.call import Call, Mask, Reading, Tensor, Value
+from service.importers.keras.weights import Weights
+
+BATCH, STEPS = 101, 10007
+"""Sizes of axes that a model leaves open. They are prime, so that no size of a weight is taken for them."""
+MOST_CALLS = 10_000
+MOST_COLUMNS = 1 << 14
+Layer = Callable[[Call], Value | Sequence[Value]]
+LAYERS: dict[str, Layer] = {
+    **layers.LAYERS,
+    **shapes.LAYERS,
+    **dict.fromkeys(activations.LAYERS, activations.layer),
+    **dict.fromkeys((*recurrent.KINDS, "RNN"), recurrent.recurrent),
+    "Activation": activations.activation,
+    "Bidirectional": recurrent.bidirectional,
+    "PReLU": activations.prelu,
+    "Softmax": activations.softmax,
+}
+ADVICE = {
+    "TextVectorization": "import the layers after it, and give its vocabulary with --tokenizer",
+    "StringLookup": "import the layers after it, and give its vocabulary with --tokenizer",
+}
+"""What to do about layers that have no place in a model."""
+
+
+def run(network: Network, inputs: Sequence[Value], weights: Weights, reading: Reading) -> Value:
+    """Return the first output of a network; raises ImportRefused if a layer cannot be imported."""
+    given = {(one.layer, one.call): value for one, value in zip(network.inputs, inputs, strict=False)}
+    values: dict[tuple[str, int], Sequence[Value]] = {}
+    for name, number in network.calls():
+        layer, node = network.layers[name], network.nodes[name, number]
+        if (name, number) in given:
+            values[name, number] = [given[name, number]]
+            continue
+        values[name, number] = _called(layer, node, values, weights, reading)
+    output = network.outputs[0]
+    return _output(values[output.layer, output.call], output.output, output.layer)
+
+
+def start(network: Network, reading: Reading) -> Tensor:
+    """Return the input of a model: token ids, or features."""
+    if len(network.inputs) != 1:
+        names = ", ".join(one.layer for one in network.inputs)
+        raise ImportRefused(f"the model has {len(network.inputs)} inputs, {names}: a model takes one sequence")
+    config = network.layers[network.inputs[0].layer].config
+    shape = next((config[key] for key in ("batch_shape", "batch_input_shape") if config.get(key) is not None), None)
+    if not isinstance(shape, list) or len(shape) < 2 or not all(_is_size(size) for size in shape):
+        raise ImportRefused(f"the input of the model has the shape {shape!r:.60}: build the model before it is saved")
+    steps, columns = shape[1], shape[2:]
+    if None in columns or (reading.ids is not None and columns):
+        raise ImportRefused(
+            f"the input of the model has the shape {shape}: token ids have the axes of the batch and of the steps"
+        )
+    reading.fixed_steps = steps
+    width = int(np.prod(columns, dtype=object))
+    if width > MOST_COLUMNS:
+        raise ImportRefused(f"the input has {width} columns, and the limit is {MOST_COLUMNS}")
+    axes = (axis(Role.BATCH, BATCH), axis(Role.STEPS, steps or STEPS), *(axis(Role.COLUMNS, size) for size in columns))
+    node = reading.ids or Input(width)
+    return Tensor(Signal(axes, (node,), np.arange(width).reshape(columns)))
+
+
+def _called(
+    layer: LayerConfig, node: Node, values: Mapping[tuple[str, int], Sequence[Value]], weights: Weights, reading: Reading
+) -> Sequence[Value]:
+    """Return the outputs of one call of a layer."""
+    reading.calls += 1
+    if reading.calls > MOST_CALLS:
+        raise ImportRefused(f"the model has more than {MOST_CALLS} calls of layers")
+    try:
+        inputs = [
+            one if isinstance(one, float) else _output(values[one.layer, one.call], one.output, one.layer)
+            for one in node.inputs
+        ]
+        if node.masks:
+            inputs = [Tensor(one.signal, is_masked=True) if isinstance(one, Tensor) else one for one in inputs]
+        results = _results(layer, node, inputs, weights, reading)
+        if any(isinstance(one, Tensor) and one.signal.columns.size > MOST_COLUMNS for one in results):
+            raise ImportRefused(f"it has more than {MOST_COLUMNS} columns")
+    except ImportRefused as refused:
+        raise ImportRefused(f"{layer.kind} {layer.name}: {refused}") from refused
+    return results
+
+
+def _results(
+    layer: LayerConfig, node: Node, inputs: Sequence[Value | float], weights: Weights, reading: Reading
+) -> Sequence[Value]:
+    if layer.network is not None:
+        tensors = [value for value in inputs if not isinstance(value, float)]
+        return [run(layer.network, tensors, weights.within(layer), reading)]
+    if layer.kind == "InputLayer":
+        raise ImportRefused("it is not an input of the model")
+    if any(isinstance(value, Mask) for value in inputs):
+        return [Mask()]  # operations on masks
+    call = Call(layer, node, inputs, weights.paths(layer), reading)
+    if layer.kind == "TimeDistributed":
+        call.layer = recurrent.time_distributed(call)
+    if call.layer.kind not in LAYERS:
+        advice = ADVICE.get(layer.kind, "docs/imported-layers.md lists those that can")
+        raise ImportRefused(f"layers of this class cannot be imported: {advice}")
+    result = LAYERS[call.layer.kind](call)
+    return result if isinstance(result, Sequence) else [result]
+
+
+def _output(outputs: Sequence[Value], number: int, name: str) -> Value:
+    if not 0 <= number < len(outputs):
+        raise ImportRefused(f"the layer {name} has {len(outputs)} outputs, and number {number} is used: save the model again")
+    return outputs[number]
+
+
+def _is_size(size: object) -> bool:
+    return size is None or (isinstance(size, int) and not isinstance(size, bool) and size > 0)

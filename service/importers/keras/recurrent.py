@@ -1,0 +1,243 @@
+"""Recurrent layers, their cells, and both wrappers.
+
+Gate blocks are along the last axis: i f c o in an LSTM, as in model.toml, and z r h in a GRU, where a model has r z n. A GRU with
+reset_after has two biases, (2, 3 * units). The weights that CuDNNLSTM and CuDNNGRU write have the same shapes, but each of their blocks
+holds a transposed matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from service.importers.chain import operations
+from service.importers.chain.functions import affine
+from service.importers.chain.nodes import Layer, Pooled
+from service.importers.chain.signal import Columns, Role, Signal, axis, concatenate
+from service.importers.draft import Array, ImportRefused
+from service.importers.keras.activations import gate
+from service.importers.keras.architecture import LayerConfig, layer_config
+from service.importers.keras.call import Call, FinalCell, Tensor, Value
+
+KINDS = {"SimpleRNN": "rnn", "LSTM": "lstm", "GRU": "gru", "CuDNNLSTM": "lstm", "CuDNNGRU": "gru"}
+CELLS = {"SimpleRNNCell": "rnn", "LSTMCell": "lstm", "GRUCell": "gru"}
+GATES = {"rnn": 1, "lstm": 4, "gru": 3}
+BLOCKS: dict[str, Sequence[int]] = {"rnn": (0,), "lstm": (0, 1, 2, 3), "gru": (1, 0, 2)}
+"""For each gate block of model.toml, its place in Keras."""
+NAMES = ("kernel", "recurrent_kernel", "bias")
+MERGES = ("concat", "sum", "mul", "ave")
+STATES = {"rnn": 1, "lstm": 2, "gru": 1}
+PER_STEP = ("Dense", "Activation", "Dropout", "BatchNormalization", "LayerNormalization", "LeakyReLU", "ReLU", "ELU", "Softmax")
+"""Layers that compute the same for every step within TimeDistributed as without it."""
+Tensors = dict[str, Array]
+
+
+def recurrent(call: Call) -> Sequence[Value]:
+    """One direction: the steps, or the last output, and the final states if the layer returns them."""
+    cell = _cell(call, call.layer)
+    tensors = _tensors(cell, cell.weights(*_names(cell)))
+    x = _reversed(call.signal, call)
+    layer, order = operations.recurrent(x, _kind(cell), _options(cell, tensors), {"forward": tensors}, call.label, cell.origins)
+    _note_states(call)
+    outputs: list[Value] = [_output(call, x, layer, order[0])]
+    if call.flag("return_state", False):
+        outputs += [Tensor(_final(x, layer, order[0])), *[FinalCell()] * (STATES[_kind(cell)] - 1)]
+    return outputs
+
+
+def bidirectional(call: Call) -> Sequence[Value]:
+    """Both directions, merged or side by side, and the final states of both if the layer returns them."""
+    forward = layer_config(call.value("layer"))
+    given = call.value("backward_layer", None)
+    backward = forward if given is None else layer_config(given)
+    cells = [_cell(call, each) for each in (forward, backward)]
+    inner = Call(forward, call.node, call.inputs, (), call.reading)
+    directions, origins = _directions(call, cells)
+    options = [_options(cell, tensors) for cell, tensors in zip(cells, directions.values(), strict=True)]
+    if options[0] != options[1] or _flags(forward) != _flags(backward, swapped=given is not None):
+        raise ImportRefused("its directions have different options, and a bidirectional layer has the same for both")
+    kind = _kind(cells[0])
+    x = _reversed(call.signal, inner)
+    layer, order = operations.recurrent(x, kind, options[0], directions, call.label, origins)
+    _note_states(inner)
+    outputs: list[Value] = list(_merged(call, x, layer, order, steps=inner.flag("return_sequences", False)))
+    if inner.flag("return_state", False):
+        cell_states = [FinalCell()] * (STATES[kind] - 1)
+        for columns in order:
+            outputs += [Tensor(_final(x, layer, columns)), *cell_states]
+    return outputs
+
+
+def time_distributed(call: Call) -> LayerConfig:
+    """Return the layer that a TimeDistributed applies to every step; raises ImportRefused if it needs more than one step."""
+    inner = layer_config(call.value("layer"))
+    if inner.kind not in PER_STEP or call.signal.rank != 3:
+        raise ImportRefused(
+            f"it applies {inner.kind} {inner.name} to every step, and only {', '.join(PER_STEP)} can be imported so"
+        )
+    return replace(inner, name=call.layer.name)
+
+
+def _cell(call: Call, layer: LayerConfig) -> Call:
+    """Return a call of the layer's cell, which has its options and tensors."""
+    if len(call.inputs) != 1 or call.node.others:
+        raise ImportRefused(
+            "its initial states are tensors of the model: a model starts from zeros, or from states in a request"
+        )
+    call.signal.expect(Role.BATCH, Role.STEPS, Role.COLUMNS)
+    outer = Call(layer, call.node, call.inputs, call.paths, call.reading)
+    outer.refuse_options(time_major=False)
+    if layer.kind == "RNN":
+        inner = outer.value("cell")
+        cell = layer_config(inner) if isinstance(inner, dict) else None
+        if cell is None or cell.kind not in CELLS:
+            raise ImportRefused(
+                f"its cell is {cell.kind if cell else inner!r:.40}, and those that can be imported are {', '.join(CELLS)}"
+            )
+        return Call(replace(cell, name=call.layer.name), call.node, call.inputs, call.paths, call.reading)
+    if layer.kind not in KINDS:
+        raise ImportRefused(
+            f"it has the layer {layer.kind}, and those that can be imported in it are {', '.join([*KINDS, 'RNN'])}"
+        )
+    return outer
+
+
+def _kind(cell: Call) -> str:
+    return {**KINDS, **CELLS}[cell.layer.kind]
+
+
+def _names(cell: Call) -> tuple[str, ...]:
+    return NAMES if _is_cudnn(cell) or cell.flag("use_bias", True) else NAMES[:2]
+
+
+def _is_cudnn(cell: Call) -> bool:
+    return cell.layer.kind.startswith("CuDNN")
+
+
+def _directions(call: Call, cells: Sequence[Call]) -> tuple[dict[str, Tensors], frozenset[str]]:
+    """Return the tensors of both directions, which the file has one after another."""
+    names = _names(cells[0])
+    arrays = call.weights(*(f"{direction}.{name}" for direction in ("forward", "backward") for name in names))
+    halves = arrays[: len(names)], arrays[len(names) :]
+    both = zip(("forward", "backward"), cells, halves, strict=True)
+    return {direction: _tensors(cell, half) for direction, cell, half in both}, call.origins
+
+
+def _tensors(cell: Call, arrays: Sequence[Array]) -> Tensors:
+    """Return the tensors of one direction in the layout of model.toml."""
+    kind = _kind(cell)
+    kernel, recurrent, *biases = arrays
+    gates, units = GATES[kind], recurrent.shape[0]
+    inputs = cell.signal.shape[-1]
+    if kernel.shape != (inputs, gates * units) or recurrent.shape != (units, gates * units):
+        raise ImportRefused(
+            f"its kernels have the shapes {kernel.shape} and {recurrent.shape}: for {inputs} inputs and {units} units, they have "
+            f"{(inputs, gates * units)} and {(units, gates * units)}"
+        )
+    bias = biases[0] if biases else np.zeros(_bias_shape(cell, units))
+    if kind != "rnn" and bias.shape == (2 * gates * units,):
+        kernel, recurrent = (_transposed_blocks(matrix, gates) for matrix in (kernel, recurrent))
+        bias = bias.reshape(2, -1)
+        bias = bias.sum(axis=0) if kind == "lstm" else bias
+    if bias.shape != _bias_shape(cell, units):
+        raise ImportRefused(f"its bias has the shape {bias.shape}, and its options need {_bias_shape(cell, units)}")
+    tensors = {"input": _blocks(kind, kernel), "recurrent": _blocks(kind, recurrent)}
+    if bias.ndim == 1:
+        return {**tensors, "bias": _blocks(kind, bias)}
+    of_input, of_state = (_blocks(kind, row) for row in bias)
+    joined = np.concatenate([of_input[: 2 * units] + of_state[: 2 * units], of_input[2 * units :]])
+    return {**tensors, "bias": joined, "recurrent_bias": of_state[2 * units :]}
+
+
+def _bias_shape(cell: Call, units: int) -> tuple[int, ...]:
+    size = GATES[_kind(cell)] * units
+    return (2, size) if _kind(cell) == "gru" and _resets_after(cell) else (size,)
+
+
+def _resets_after(cell: Call) -> bool:
+    """Keras had no option reset_after before 2.1.3, and computed without it."""
+    return _is_cudnn(cell) or cell.flag("reset_after", False)
+
+
+def _blocks(kind: str, array: Array) -> Array:
+    """Return gate blocks in the order of model.toml, along the last axis."""
+    blocks = np.split(array, GATES[kind], axis=-1)
+    return np.concatenate([blocks[place] for place in BLOCKS[kind]], axis=-1)
+
+
+def _transposed_blocks(matrix: Array, gates: int) -> Array:
+    """Return a matrix of CuDNN as a plain one: each block of columns holds the numbers of its transposed matrix."""
+    return np.concatenate([block.reshape(block.shape[::-1]).T for block in np.split(matrix, gates, axis=1)], axis=1)
+
+
+def _options(cell: Call, tensors: Tensors) -> dict[str, Any]:
+    """Return the options of the layer in model.toml, without those that have their defaults."""
+    kind = _kind(cell)
+    options: dict[str, Any] = {"hidden": len(tensors["recurrent"])}
+    if not _is_cudnn(cell):
+        activation = gate("activation", cell)
+        names = {"lstm": ("activation", "output_activation")}.get(kind, ("activation",))
+        options |= {} if activation == "tanh" else dict.fromkeys(names, activation)
+        gates = "sigmoid" if kind == "rnn" else gate("recurrent_activation", cell)
+        options |= {} if gates == "sigmoid" else {"gate_activation": gates}
+    return options | ({"reset_after": False} if kind == "gru" and "recurrent_bias" not in tensors else {})
+
+
+def _flags(layer: LayerConfig, *, swapped: bool = False) -> tuple[bool, ...]:
+    """Return the options of one direction on which both agree. The backward layer has go_backwards reversed, if it is written."""
+    return (
+        bool(layer.config.get("return_sequences", False)),
+        bool(layer.config.get("return_state", False)),
+        bool(layer.config.get("go_backwards", False)) != swapped,
+    )
+
+
+def _reversed(x: Signal, layer: Call) -> Signal:
+    return operations.reverse_steps(x) if layer.flag("go_backwards", False) else x
+
+
+def _note_states(layer: Call) -> None:
+    if layer.flag("stateful", False):
+        layer.reading.note(
+            f"{layer.label} is stateful: Keras starts a batch from the states after the one before, and the model starts from zeros, "
+            "except in sessions"
+        )
+
+
+def _output(call: Call, x: Signal, layer: Layer, columns: Columns) -> Tensor:
+    """Return the steps of one direction, or its last output."""
+    if call.flag("return_sequences", False):
+        return call.result(_with_columns(replace(x, parts=(layer,)), columns))
+    return Tensor(_final(x, layer, columns))
+
+
+def _final(x: Signal, layer: Layer, columns: Columns) -> Signal:
+    pooled = replace(x, axes=(x.axes[0], x.axes[2]), parts=(Pooled(layer, ("last",)),), is_reversed=False)
+    return _with_columns(pooled, columns)
+
+
+def _with_columns(x: Signal, columns: Columns) -> Signal:
+    return replace(x, axes=(*x.axes[:-1], axis(Role.COLUMNS, len(columns))), columns=columns)
+
+
+def _merged(call: Call, x: Signal, layer: Layer, order: Columns, *, steps: bool) -> list[Tensor]:
+    """Return both directions as one tensor, or as two without a merge mode."""
+    if steps:
+        forward, backward = (_with_columns(replace(x, parts=(layer,)), columns) for columns in order)
+    else:
+        forward, backward = (_final(x, layer, columns) for columns in order)
+    mode = call.value("merge_mode", "concat")
+    if mode not in (*MERGES, None):
+        raise ImportRefused(f"its merge_mode is {mode!r:.20}: use {', '.join(MERGES)} or None")
+    merged = [forward, backward] if mode is None else [_as_one(forward, backward, mode, call.label)]
+    return [Tensor(one, call.tensor.is_masked and steps) for one in merged]
+
+
+def _as_one(forward: Signal, backward: Signal, mode: str, label: str) -> Signal:
+    if mode == "concat":
+        return concatenate([forward, backward], forward.rank - 1)
+    combined = operations.combine(forward, backward, "multiply" if mode == "mul" else "add", label)
+    return operations.apply(combined, affine(0.5, 0.0), label) if mode == "ave" else combined

@@ -1,0 +1,125 @@
+"""Layers without weights that move, join or combine tensors, and those that do nothing in a trained model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import reduce
+
+from service.importers.chain import operations
+from service.importers.chain.functions import Function, affine
+from service.importers.chain.signal import Role, Signal, concatenate
+from service.importers.draft import ImportRefused
+from service.importers.keras.call import Call, Mask, Tensor, Value
+
+IDENTITIES = (
+    *("ActivityRegularization", "AlphaDropout", "Dropout", "GaussianDropout", "GaussianNoise", "Identity", "SpatialDropout1D"),
+)
+COMBINATIONS = {"Add": "add", "Subtract": "subtract", "Multiply": "multiply", "Maximum": "maximum", "Minimum": "minimum"}
+"""Layers, and functions of keras.ops, that combine tensors number by number."""
+
+AFFINE = ("add", "subtract", "multiply")
+
+
+def same(call: Call) -> Tensor:
+    return call.tensor
+
+
+def combine(call: Call) -> Tensor:
+    how = COMBINATIONS[call.layer.kind]
+    if any(isinstance(value, float) for value in call.inputs):
+        return _with_number(call, how)
+    signals = [tensor.signal for tensor in call.tensors]
+    return call.result(reduce(lambda x, y: operations.combine(x, y, how, call.label), signals))
+
+
+def average(call: Call) -> Tensor:
+    signals = [tensor.signal for tensor in call.tensors]
+    total = reduce(lambda x, y: operations.combine(x, y, "add", call.label), signals)
+    return call.result(operations.apply(total, affine(1 / len(signals), 0.0), call.label))
+
+
+def concat(call: Call) -> Tensor:
+    signals = [tensor.signal for tensor in call.tensors]
+    axis = call.integer("axis", -1) if not call.layer.is_operation else int(call.node.options.get("axis", -1))
+    if not -signals[0].rank <= axis < signals[0].rank:
+        raise ImportRefused(f"its axis is {axis}, and its inputs have {signals[0].rank} axes")
+    return call.result(concatenate(signals, axis % signals[0].rank))
+
+
+def flatten(call: Call) -> Tensor:
+    call.ignores_mask()
+    x = call.signal
+    return Tensor(x.reshape([x.shape[0], math.prod(x.shape[1:])]))
+
+
+def reshape(call: Call) -> Tensor:
+    x, target = call.signal, call.value("target_shape")
+    if not isinstance(target, list) or not all(isinstance(size, int) and size >= -1 for size in target):
+        raise ImportRefused(f"its target_shape is {target!r:.60}")
+    known = math.prod(size for size in target if size != -1)
+    sizes = [size if size != -1 else math.prod(x.shape[1:]) // max(known, 1) for size in target]
+    return call.result(x.reshape([x.shape[0], *sizes]))
+
+
+def permute(call: Call) -> Tensor:
+    x, order = call.signal, call.value("dims")
+    if not isinstance(order, list) or sorted(order) != list(range(1, x.rank)):
+        raise ImportRefused(f"its dims are {order!r:.60}, and its input has {x.rank} axes")
+    return call.result(x.transpose([0, *order]))
+
+
+def pad(call: Call) -> Tensor:
+    call.ignores_mask()
+    return Tensor(operations.pad_steps(_over_steps(call), *_pair(call, "padding")))
+
+
+def crop(call: Call) -> Tensor:
+    call.ignores_mask()
+    return Tensor(operations.cut_steps(_over_steps(call), *_pair(call, "cropping")))
+
+
+def mask(call: Call) -> Value:
+    """NotEqual, an operation that Keras 3 writes into functional models, makes their masks."""
+    call.reading.has_mask = True
+    return Mask()
+
+
+def _with_number(call: Call, how: str) -> Tensor:
+    """Combine a tensor with a number."""
+    calculate = operations.OPERATIONS[how]
+    match call.inputs:
+        case [Tensor() as tensor, float(number)]:
+            function = Function(lambda x: calculate(x, number), is_affine=how in AFFINE)
+        case [float(number), Tensor() as tensor]:
+            function = Function(lambda x: calculate(number, x), is_affine=how in AFFINE)
+        case _:
+            raise ImportRefused("it takes something else than a tensor and a number")
+    return call.result(operations.apply(tensor.signal, function, call.label))
+
+
+def _over_steps(call: Call) -> Signal:
+    call.signal.expect(Role.BATCH, Role.STEPS, Role.COLUMNS)
+    return call.signal
+
+
+def _pair(call: Call, key: str) -> tuple[int, int]:
+    value = call.value(key)
+    pair = [value, value] if isinstance(value, int) else value
+    if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(size, int) and size >= 0 for size in pair):
+        raise ImportRefused(f"its {key} is {value!r:.60}")
+    return pair[0], pair[1]
+
+
+LAYERS: dict[str, Callable[[Call], Value]] = {
+    **dict.fromkeys(IDENTITIES, same),
+    **dict.fromkeys(COMBINATIONS, combine),
+    "Average": average,
+    "Concatenate": concat,
+    "Cropping1D": crop,
+    "Flatten": flatten,
+    "NotEqual": mask,
+    "Permute": permute,
+    "Reshape": reshape,
+    "ZeroPadding1D": pad,
+}
