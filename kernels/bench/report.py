@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import torch
 
@@ -18,6 +15,7 @@ from kernels.bench.peaks import Peaks
 from kernels.bench.tables import aligned, three_digits
 from kernels.bench.timing import Spread
 from kernels.bench.workload import WANT, Workload
+from kernels.device_name import device_name as device_name  # the scenarios of the load tests name machines as reports do
 
 PACKAGES = ("numpy", "onnxruntime", "sru", "cupy-cuda13x", "numba")
 
@@ -157,21 +155,7 @@ def versions(device: torch.device) -> dict[str, str]:
     return installed
 
 
-def device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{_processor()}, {os.cpu_count()} cores"
-
-
 def slug(name: str) -> str:
     """Return a short device name for files, without the manufacturer: h200, epyc-2core."""
     short = re.sub(r"nvidia|\bamd\b|intel|\d+-core processor|processor|\bcpu\b|\((r|tm)\)|@ *[\d.]+ghz", " ", name.lower())
     return re.sub(r"[^a-z0-9]+", "-", re.sub(r" cores?$", "core", short)).strip("-")
-
-
-def _processor() -> str:
-    if sys.platform == "linux":
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()

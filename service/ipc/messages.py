@@ -76,11 +76,22 @@ class Share(msgspec.Struct, array_like=True, frozen=True):
 NO_TENANT = Share()
 
 
+class Folding(msgspec.Struct, array_like=True, frozen=True):
+    """Whether a model looks its ids up in a folded table, and what decided it.
+
+    `decided_by` is `timing` at this start, `memory` of an earlier timing, `SEQSERVE_FOLD`, `model.toml`, `SEQSERVE_FOLD_LIMIT_BYTES`, or
+    `layer` if the first layer cannot fold an embedding.
+    """
+
+    folded: bool
+    decided_by: str
+
+
 class LoadedModel(msgspec.Struct, array_like=True, frozen=True):
     """A model version that an engine serves: its kernels, memory and cost.
 
     `streams` is true when a sequence may arrive in chunks. A batch takes `fixed` seconds, plus `per_step` for each time step of its longest
-    sequence, plus `per_token` for each token.
+    sequence, plus `per_token` for each token. `folding` is None for a model over features.
     """
 
     name: str
@@ -93,6 +104,7 @@ class LoadedModel(msgspec.Struct, array_like=True, frozen=True):
     per_step: float = 0.0
     per_token: float = 0.0
     generation: int = 0
+    folding: Folding | None = None
 
     @property
     def key(self) -> ModelKey:

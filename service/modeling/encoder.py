@@ -11,17 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.device_name import device_name
 from kernels.ragged import Encoded, Outputs, Ragged
+from service import __version__
 from service.errors import ModelError
+from service.ipc.messages import Folding
 from service.modeling import heads, layer_builder
+from service.modeling.fold_memory import FoldMemory
 from service.modeling.heads import HeadOutput
 from service.modeling.layer_builder import EncoderPart, NamedLayer
 from service.modeling.recurrent import RecurrentStack
 from service.modeling.runnable_layer import RunnableLayer, device_bytes
-from service.modeling.spec import EmbeddingLayer, ModelSpec
+from service.modeling.spec import MODEL, WEIGHTS, EmbeddingLayer, ModelSpec
 from service.modeling.state_slabs import RUNNING_POOLS, RowSlots, RunningPool, StateSlabs, state_arrays
 from service.modeling.stored_weights import INT8
 
+AUTO, ALWAYS, NEVER = "auto", "always", "never"
+"""When an embedding is folded: if it is faster, if it can be, or not at all."""
 TRIAL_ROWS, TRIAL_STEPS, TRIAL_RUNS = 4, 16, 5
 """The batch that decides between an embedding and its folded table, and how many times it is timed."""
 
@@ -42,7 +48,18 @@ class Encoding:
 class Encoder:
     """One version of one model, ready to run on `device`."""
 
-    def __init__(self, spec: ModelSpec, arrays: Mapping[str, Tensor], device: torch.device, fold_limit_bytes: int) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        arrays: Mapping[str, Tensor],
+        device: torch.device,
+        fold_limit_bytes: int,
+        *,
+        fold: str = AUTO,
+        fold_memory: FoldMemory | None = None,
+    ) -> None:
+        """fold: when an embedding is folded, for a model that does not say it itself: AUTO, ALWAYS or NEVER; fold_memory: what AUTO decided
+        at earlier starts."""
         self.spec = spec
         self.device = device
         int8 = spec.precision == INT8
@@ -54,8 +71,12 @@ class Encoder:
         self.whole_only = self._needing_whole_sequences()
         """The layers and the head that need a whole sequence, each with its kind. With none, a sequence may arrive in chunks."""
         self._slabs: StateSlabs | None = None
+        self.folding: Folding | None = None
+        """How the ids of a model over tokens are looked up, and what decided it."""
         if isinstance(spec.layers[0], EmbeddingLayer):
-            self._choose_embedding(arrays["layers.0.weight"].to(device), fold_limit_bytes)
+            table = arrays["layers.0.weight"].to(device)
+            self.folding = self._decide_folding(table, fold_limit_bytes, fold, fold_memory)
+            (self._layers[0].fold if self.folding.folded else self._layers[0].embed)(table)
 
     @property
     def streams(self) -> bool:
@@ -216,16 +237,45 @@ class Encoder:
         assert self._slabs is not None, "call allocate_states() first"
         return self._slabs
 
-    def _choose_embedding(self, table: Tensor, fold_limit_bytes: int) -> None:
-        """Fold the embedding into the first layer if the tables fit the limit and measure faster; embed the ids otherwise."""
+    def _decide_folding(self, table: Tensor, limit_bytes: int, fold: str, memory: FoldMemory | None) -> Folding:
+        """Return whether the embedding `table` is folded into the first layer: if that may be, if its tables fit the limit and, with AUTO,
+        if it is faster."""
+        folded_bytes = self._layers[0].folded_bytes(table)
+        if folded_bytes is None:
+            return Folding(folded=False, decided_by="layer")
+        rule, decided_by = (fold, "SEQSERVE_FOLD") if self.spec.fold == AUTO else (self.spec.fold, MODEL)
+        if rule == NEVER:
+            return Folding(folded=False, decided_by=decided_by)
+        if folded_bytes > limit_bytes:
+            return Folding(folded=False, decided_by="SEQSERVE_FOLD_LIMIT_BYTES")
+        if rule == ALWAYS:
+            return Folding(folded=True, decided_by=decided_by)
+        return self._time_folding(table, memory if WEIGHTS in self.spec.sha256 else None)
+
+    def _time_folding(self, table: Tensor, memory: FoldMemory | None) -> Folding:
+        """Return what an earlier start found to be faster, or what is faster now."""
+        circumstances = self._circumstances()
+        remembered = None if memory is None else memory.recall(circumstances)
+        if remembered is not None:
+            return Folding(remembered, decided_by="memory")
         first = self._layers[0]
-        folded_bytes = first.folded_bytes(table)
-        if folded_bytes is None or folded_bytes > fold_limit_bytes:
-            first.embed(table)
-            return
-        options: list[Callable[[Tensor], None]] = [first.fold, first.embed]
-        fastest = min(options, key=lambda option: self._seconds_with(option, table))
-        fastest(table)
+        folded = self._seconds_with(first.fold, table) <= self._seconds_with(first.embed, table)
+        if memory is not None and memory.remember(circumstances, folded) != folded:
+            return Folding(not folded, decided_by="memory")
+        return Folding(folded, decided_by="timing")
+
+    def _circumstances(self) -> dict[str, str]:
+        """Return everything on which the times of an embedding and of its folded table depend."""
+        part = self._parts[0]
+        return {
+            "service": __version__,
+            "torch": str(torch.__version__),
+            "weights": self.spec.sha256.get(WEIGHTS, ""),
+            "model": self.spec.model_dump_json(include={"precision", "input", "layers", "head"}),
+            "layer": f"{' '.join(part.names)}: {part.layer.backend()}",
+            "device": f"{self.device.type}: {device_name(self.device)}",
+            "threads": str(torch.get_num_threads() if self.device.type == "cpu" else 0),
+        }
 
     def _seconds_with(self, option: Callable[[Tensor], None], table: Tensor) -> float:
         option(table)

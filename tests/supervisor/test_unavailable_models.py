@@ -52,7 +52,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, 
     (root / "versionless").mkdir()
     (root / "not a name").mkdir()
     (root / spec.ALIASES).write_text(ALIASES)
-    with serving(root, folder, "--frontends", "2", "--device", "cpu,cpu") as server:
+    with serving(root, folder, "--frontends", "2", "--device", "cpu,cpu", strict="0") as server:
         yield server, root
 
 
@@ -134,7 +134,7 @@ def test_polled_folder_is_served_when_it_is_repaired(tmp_path: Path) -> None:
     models.words(root)
     models.words(root, "weightless")
     without_weights(root / "weightless" / "1")
-    with serving(root, tmp_path, reload="poll", poll_seconds="0.1") as server:
+    with serving(root, tmp_path, reload="poll", poll_seconds="0.1", strict="0") as server:
         assert server.infer("weightless", [TEXT]).status_code == 503
         models.words(root, "weightless")
         eventually(lambda: server.infer("weightless", [TEXT]).status_code == 200)
@@ -146,7 +146,7 @@ def test_strict_start_ends_with_the_reason(tmp_path: Path, name: str) -> None:
     models.words(tmp_path / "models", name)
     DAMAGES[name][0](tmp_path / "models" / name / "1")
     with pytest.raises(AssertionError, match=r"ended with 1:(.|\n)*" + DAMAGES[name][1]):
-        Server(tmp_path / "models", tmp_path, "--strict")
+        Server(tmp_path / "models", tmp_path, "--strict", strict="0")
 
 
 @pytest.mark.parametrize("name", DAMAGES)
@@ -154,7 +154,7 @@ def test_start_without_a_good_model_ends(tmp_path: Path, name: str) -> None:
     models.words(tmp_path / "models", name)
     DAMAGES[name][0](tmp_path / "models" / name / "1")
     with pytest.raises(AssertionError, match=r"ended with 1:(.|\n)*" + DAMAGES[name][1]):
-        Server(tmp_path / "models", tmp_path)
+        Server(tmp_path / "models", tmp_path, strict="0")
 
 
 def test_good_versions_of_a_model_are_served(tmp_path: Path) -> None:

@@ -118,6 +118,7 @@ class DeviceEngine:
                 backends=[f"{layer}: {backend}" for layer, backend in runner.encoder.backends().items()],
                 weight_bytes=runner.encoder.weight_bytes(),
                 streams=runner.streams,
+                folding=runner.encoder.folding,
                 **runner.cost._asdict(),
             )
             for key, runner in self._runners.items()

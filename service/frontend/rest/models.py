@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request, Response
 
 from service.frontend.http_exchange import respond_json
@@ -50,6 +51,7 @@ def _list_models(frontend: Frontend) -> list[dict[str, Any]]:
                     "precision": model.spec.precision,
                     "device": running.device if running else None,
                     "backends": running.backends if running else [],
+                    "folding": msgspec.structs.asdict(running.folding) if running and running.folding else None,
                     "streams": running is not None and running.streams,
                     "weight_bytes": running.weight_bytes if running else 0,
                 }
