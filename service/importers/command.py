@@ -17,6 +17,7 @@ from service.importers.card import card, table
 from service.importers.check import Difference, differences
 from service.importers.draft import DEFAULT_STEPS, Draft, ImportRefused
 from service.importers.formats import BY_SUFFIX, FORMATS
+from service.importers.head_kind import answer_as
 from service.importers.recipe import Recipe
 from service.importers.write import model_spec, tensors, write_version
 from service.modeling import spec
@@ -95,6 +96,7 @@ def _read(checkpoint: Path, format: str, recipe: Recipe) -> Draft:
             raise
         raise ImportRefused(f"the package {error.name} is missing: install seqserve[import]") from error
     draft: Draft = reader.read(checkpoint)
+    answer_as(draft, recipe.head.get("kind"))
     return draft
 
 

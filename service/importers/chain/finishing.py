@@ -53,7 +53,7 @@ def _as_answer(node: Settled, kind: str, answer: Array, *, is_reversed: bool) ->
 def _steps_head(node: Settled, columns: Columns) -> tuple[Node, Part, frozenset[str], list[str]]:
     """Return the node below the head of a model that answers for every step, the head, its origins, and notes."""
     if isinstance(node, Layer) and node.kind == "softmax":
-        _check_softmax(node, columns)
+        _check_order(node, columns)
         top = _ending_in_product(node.below)
         head = Part({"kind": "tag", "labels": _labels(top.width)}, top.arrays)
         return top.below, head, top.origins, _softmax_notes(node)
@@ -68,11 +68,15 @@ def _steps_head(node: Settled, columns: Columns) -> tuple[Node, Part, frozenset[
 def _vector_head(node: Settled, columns: Columns) -> tuple[Node, Part, frozenset[str], list[str]]:
     """Return the node below the pool of a model that answers once for a sequence, the head, its origins, and notes."""
     if isinstance(node, Layer) and node.kind == "softmax":
-        _check_softmax(node, columns)
+        _check_order(node, columns)
         pool, dense = _dense_above_pool(_ending_in_product(node.below))
         top = dense.pop()
         table: dict[str, Any] = {"kind": "classify", "labels": _labels(top.width)}
         return _with_pool(pool, dense, Part(table, top.arrays), top.origins, _softmax_notes(node))
+    if isinstance(node, Layer) and node.kind == "normalize":
+        _check_order(node, columns)
+        pool, dense = _dense_above_pool(node.below)
+        return _with_pool(pool, dense, Part({"kind": "embed", "normalize": True}), frozenset(), [])
     if isinstance(node, Layer):
         pool, dense = _dense_above_pool(node)
         top = dense.pop()
@@ -210,14 +214,14 @@ def _in_float32(label: str, part: Part) -> Part:
     return Part(part.table, arrays)
 
 
-def _check_softmax(node: Layer, columns: Columns) -> None:
+def _check_order(node: Layer, columns: Columns) -> None:
     if not in_order(columns, node.width):
         raise ImportRefused(f"the output has some of the results of {node.label}: make all of them an output")
 
 
 def _check_below_softmax(node: Layer) -> None:
-    if node.kind == "softmax":
-        raise ImportRefused(f"{node.label} is followed by other operations: model.toml has a softmax only at the end")
+    if node.kind in ("softmax", "normalize"):
+        raise ImportRefused(f"{node.label} is followed by other operations: model.toml has it only at the end")
 
 
 def _softmax_notes(node: Layer) -> list[str]:

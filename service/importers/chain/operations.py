@@ -193,6 +193,12 @@ def softmax(x: Signal, label: str, *, at: int, log: bool = False) -> Signal:
     return x.over(Layer(node, {"kind": "softmax", "log": log}, {}, node.width, label), at % x.rank)
 
 
+def normalize(x: Signal, label: str, *, at: int) -> Signal:
+    """Scale every vector to length 1. Only the last operation of a model can do so."""
+    node = whole(x, label, at)
+    return x.over(Layer(node, {"kind": "normalize"}, {}, node.width, label), at % x.rank)
+
+
 def combine(first: Signal, second: Signal, operation: str, label: str) -> Signal:
     """Return the sum, difference, product, quotient, maximum or minimum of two signals."""
     first, second = _aligned(first, second)
