@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 from service.errors import ModelError
@@ -12,6 +13,9 @@ from service.exporters.formats import SUFFIXES
 from service.exporters.model import Export, ExportRefused, Model
 from service.modeling import spec, store
 from service.settings import Settings
+
+PACKAGES = ("h5py", "onnx")
+"""Packages of the extra `import`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +55,16 @@ def export_model(settings: Settings, request: Request, say: Callable[[str], None
 
 
 def _export(model: Model, request: Request) -> Export:
-    return pytorch.export(model, request.out.suffix)
+    if request.format == "pytorch":
+        return pytorch.export(model, request.out.suffix)
+    try:
+        writer = import_module(f"service.exporters.{request.format}")
+    except ModuleNotFoundError as error:
+        if error.name not in PACKAGES:
+            raise
+        raise ExportRefused(f"the package {error.name} is missing: install seqserve[import]") from error
+    export: Export = writer.export(model)
+    return export
 
 
 def _notes(described: spec.ModelSpec, export: Export) -> list[str]:

@@ -1,0 +1,97 @@
+"""The heads of model.toml as operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from service.exporters.model import Part
+from service.exporters.onnx.activations import activated
+from service.exporters.onnx.graph import Graph
+from service.exporters.onnx.layers import product
+from service.modeling.spec import ClassifyHead, EmbedHead, Head, NextHead, PoolingHead, RegressHead, SpanHead, TagHead
+
+STEPS = 1
+"""The axis of steps."""
+REDUCTIONS = {"max": "ReduceMax", "mean": "ReduceMean", "sum": "ReduceSum"}
+OUTPUTS = {
+    "classify": "scores",
+    "regress": "value",
+    "tag": "probabilities",
+    "span": "logits",
+    "next": "probabilities",
+    "embed": "embedding",
+    "sequence": "sequence",
+}
+"""The name of the output of each head."""
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """What the layers compute. steps: (batch, steps, width), or (batch, width) without `has_steps`; final: adds the output after the whole
+    sequence, if the last layer is recurrent."""
+
+    steps: str
+    final: Callable[[], str] | None
+    has_steps: bool
+
+
+def answer(graph: Graph, head: Head, part: Part, x: Encoded) -> str:
+    """Add a head, and return its answer."""
+    graph.start("head")
+    if isinstance(head, TagHead):
+        return graph.add("Softmax", product(graph, part, x.steps), axis=-1)
+    if isinstance(head, SpanHead):
+        return product(graph, part, x.steps)
+    if isinstance(head, NextHead):
+        return graph.add("Softmax", _linear(graph, part, _pooled(graph, "last", part, x)), axis=-1)
+    return _pooled_answer(graph, head, part, x) if isinstance(head, PoolingHead) else x.steps
+
+
+def _pooled_answer(graph: Graph, head: PoolingHead, part: Part, x: Encoded) -> str:
+    vector = x.steps
+    if x.has_steps:
+        pooled = [_pooled(graph, pool, part, x) for pool in head.pool]
+        vector = pooled[0] if len(pooled) == 1 else graph.add("Concat", *pooled, axis=1)
+    for index, layer in enumerate(head.dense):
+        vector = activated(graph, layer.activation, _linear(graph, part, vector, f"dense.{index}."))
+    if isinstance(head, EmbedHead):
+        return graph.add("LpNormalization", vector, axis=-1, p=2) if head.normalize else vector
+    logits = _linear(graph, part, vector)
+    if isinstance(head, RegressHead):
+        return activated(graph, head.activation, logits)
+    assert isinstance(head, ClassifyHead), "no other head pools"
+    return graph.add("Sigmoid", logits) if head.multi_label else graph.add("Softmax", logits, axis=-1)
+
+
+def _linear(graph: Graph, part: Part, x: str, prefix: str = "") -> str:
+    weights = (graph.weight(f"{prefix}{name}", part.numpy(f"{prefix}{name}")) for name in ("weight", "bias"))
+    return graph.add("Gemm", x, *weights)
+
+
+def _pooled(graph: Graph, pool: str, part: Part, x: Encoded) -> str:
+    if pool in REDUCTIONS:
+        return graph.add(REDUCTIONS[pool], x.steps, graph.integers(STEPS), keepdims=0)
+    if pool == "first":
+        return graph.add("Gather", x.steps, graph.number(0, np.int64), axis=STEPS)
+    if pool == "attention":
+        return _attention(graph, part, x.steps)
+    return x.final() if pool == "last" and x.final is not None else _last_step(graph, x.steps, part.inputs)
+
+
+def _last_step(graph: Graph, x: str, width: int) -> str:
+    """Return the last step of each sequence, (batch, width)."""
+    if not graph.has_batch:
+        return graph.add("Gather", x, graph.number(-1, np.int64), axis=STEPS)
+    index = graph.add("Unsqueeze", graph.add("Sub", graph.lengths, graph.number(1, np.int32)), graph.integers(1, 2))
+    indexes = graph.add("Expand", index, graph.integers(1, 1, width))
+    return graph.add("Squeeze", graph.add("GatherElements", x, indexes, axis=STEPS), graph.integers(STEPS))
+
+
+def _attention(graph: Graph, part: Part, x: str) -> str:
+    keys = graph.add("Tanh", product(graph, part, x, "attention.")) if "attention.weight" in part.arrays else x
+    scores = graph.add("MatMul", keys, graph.weight("attention.query", part.numpy("attention.query")[:, None]))
+    weights = graph.add("Softmax", scores, axis=STEPS)
+    return graph.add("ReduceSum", graph.add("Mul", x, weights), graph.integers(STEPS), keepdims=0)

@@ -1,0 +1,157 @@
+"""The layers of model.toml as operators over (batch, steps, width)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from service.exporters.model import Part
+from service.exporters.onnx.activations import activated
+from service.exporters.onnx.graph import Graph
+from service.importers.draft import Array
+from service.modeling.spec import (
+    Activation,
+    ActivationLayer,
+    BatchNormLayer,
+    ConvLayer,
+    DenseLayer,
+    EmbeddingLayer,
+    LayerNormLayer,
+    PoolLayer,
+    TCNLayer,
+    TextCNNLayer,
+)
+from service.modeling.spec.activations import RELU
+from service.modeling.spec.layers import WindowLayer
+
+CHANNELS_FIRST = [0, 2, 1]
+"""The order of axes that convolutions and window pools of ONNX have: (batch, width, steps)."""
+
+
+def embedding(graph: Graph, layer: EmbeddingLayer, part: Part, x: str) -> str:
+    return graph.add("Gather", graph.weight("weight", part.numpy("weight")), x, axis=0)
+
+
+def dense(graph: Graph, layer: DenseLayer, part: Part, x: str) -> str:
+    return activated(graph, layer.activation, product(graph, part, x))
+
+
+def product(graph: Graph, part: Part, x: str, prefix: str = "") -> str:
+    """Add a product with weights and a bias at every step."""
+    weight, bias = (graph.weight(f"{prefix}{name}", part.numpy(f"{prefix}{name}")) for name in ("weight", "bias"))
+    return graph.add("Add", graph.add("MatMul", x, weight), bias)
+
+
+def activation(graph: Graph, layer: ActivationLayer, part: Part, x: str) -> str:
+    return activated(graph, layer.activation, x)
+
+
+def layer_norm(graph: Graph, layer: LayerNormLayer, part: Part, x: str) -> str:
+    gain, offset = part.numpy("norm")
+    return graph.add("LayerNormalization", x, graph.weight("gain", gain), graph.weight("offset", offset), epsilon=layer.epsilon)
+
+
+def batch_norm(graph: Graph, layer: BatchNormLayer, part: Part, x: str) -> str:
+    return _channels_last(graph, _normalized(graph, part, _channels_first(graph, x), layer.epsilon))
+
+
+def conv(graph: Graph, layer: ConvLayer, part: Part, x: str) -> str:
+    weights = graph.weight("filters", filters(part)), graph.weight("bias", part.numpy("bias"))
+    y = graph.add("Conv", _channels_first(graph, x), *weights, group=layer.groups, **_window(layer, part))
+    y = _normalized(graph, part, y, layer.epsilon) if layer.batch_norm else y
+    if layer.activation.kind not in ("glu", "gated_tanh"):
+        return _channels_last(graph, activated(graph, Activation(**dict(layer.activation)), y))
+    value = graph.add("Split", y, axis=1, num_outputs=2, outputs=2)
+    gate = graph.add("Sigmoid", f"{value}.1")
+    value = graph.add("Tanh", value) if layer.activation.kind == "gated_tanh" else value
+    return _channels_last(graph, graph.add("Mul", value, gate))
+
+
+def pool(graph: Graph, layer: PoolLayer, part: Part, x: str) -> str:
+    """ONNX pads a maximum with nothing, as a model does."""
+    counts = {"count_include_pad": int(layer.count_padding)} if layer.reduce == "mean" else {}
+    operator = "MaxPool" if layer.reduce == "max" else "AveragePool"
+    return _channels_last(graph, graph.add(operator, _channels_first(graph, x), **_window(layer, part), **counts))
+
+
+def tcn(graph: Graph, layer: TCNLayer, part: Part, x: str) -> str:
+    x = _channels_first(graph, x)
+    for level in range(layer.levels):
+        graph.start(f"{part.place}.{level}")
+        dilation, y = 2**level, x
+        for position in (0, 1):
+            pads = [(layer.width - 1) * dilation, 0]
+            y = _causal(graph, part, f"{level}.{position}.", y, pads=pads, dilations=[dilation])
+            y = graph.add("Relu", y)
+        if f"{level}.projection.bias" in part.arrays:
+            x = _causal(graph, part, f"{level}.projection.", x)
+        x = graph.add("Relu", graph.add("Add", y, x))
+    return _channels_last(graph, x)
+
+
+def text_cnn(graph: Graph, layer: TextCNNLayer, part: Part, x: str) -> str:
+    """Return one vector for each sequence."""
+    x = _channels_first(graph, x)
+    pooled = []
+    for width in layer.widths:
+        y = activated(graph, RELU, _causal(graph, part, f"{width}.", x, pads=[layer.padding] * 2))
+        pooled.append(graph.add("ReduceMax", y, graph.integers(2), keepdims=0))
+    return graph.add("Concat", *pooled, axis=1)
+
+
+def filters(part: Part, prefix: str = "") -> Array:
+    """Return the filters of a convolution, (maps, inputs, width), computed from direction and magnitude if it has a weight norm."""
+    if f"{prefix}filters" in part.arrays:
+        return part.numpy(f"{prefix}filters").transpose(2, 1, 0)
+    direction = part.numpy(f"{prefix}direction").astype(np.float64)
+    length = np.sqrt(np.square(direction).sum(axis=(0, 1)))
+    whole: Array = direction * part.numpy(f"{prefix}magnitude") / length
+    return whole.astype(np.float32).transpose(2, 1, 0)
+
+
+def _causal(graph: Graph, part: Part, prefix: str, x: str, **attributes: Any) -> str:
+    name = prefix.replace(".", "_")
+    weights = graph.weight(f"{name}filters", filters(part, prefix)), graph.weight(f"{name}bias", part.numpy(f"{prefix}bias"))
+    return graph.add("Conv", x, *weights, **attributes)
+
+
+def _normalized(graph: Graph, part: Part, x: str, epsilon: float) -> str:
+    rows = zip(("gain", "offset", "mean", "variance"), part.numpy("norm"), strict=True)
+    return graph.add("BatchNormalization", x, *(graph.weight(name, row) for name, row in rows), epsilon=epsilon)
+
+
+def _window(layer: WindowLayer, part: Part) -> dict[str, Any]:
+    """Return the attributes of a window."""
+    sizes: dict[str, Any] = {"kernel_shape": [layer.width], "strides": [layer.stride], "dilations": [layer.dilation]}
+    if not layer.pads_by_length:
+        return {**sizes, "pads": list(layer.padding_steps)}
+    part.refuse(
+        layer.dilation > 1,
+        f'padding is "{layer.padding}" with a stride and a dilation, and ONNX Runtime has one of both',
+        "Set pads instead of padding",
+    )
+    return {**sizes, "auto_pad": "SAME_UPPER" if layer.padding == "same_upper" else "SAME_LOWER"}
+
+
+def _channels_first(graph: Graph, x: str) -> str:
+    return graph.add("Transpose", x, perm=CHANNELS_FIRST)
+
+
+def _channels_last(graph: Graph, x: str) -> str:
+    return graph.add("Transpose", x, perm=CHANNELS_FIRST)
+
+
+LAYERS: dict[str, Callable[[Graph, Any, Part, str], str]] = {
+    "embedding": embedding,
+    "dense": dense,
+    "activation": activation,
+    "layer_norm": layer_norm,
+    "batch_norm": batch_norm,
+    "conv": conv,
+    "pool": pool,
+    "tcn": tcn,
+    "text_cnn": text_cnn,
+}
+"""The function for each kind of layer that is not recurrent."""

@@ -1,0 +1,134 @@
+"""rnn, lstm and gru as RNN, LSTM and GRU of ONNX.
+
+A model has gate blocks i f c o and r z n along the last axis of a matrix; ONNX has i o f c and z r h along the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from service.exporters.model import Part
+from service.exporters.onnx.activations import IN_RECURRENT, parameters
+from service.exporters.onnx.graph import INPUT, Graph
+from service.importers.draft import Array
+from service.modeling.spec import Activation, GatedLayer, GRULayer, LSTMLayer, RNNLayer
+
+OPERATORS = {"rnn": "RNN", "lstm": "LSTM", "gru": "GRU"}
+BLOCKS = {"rnn": (0,), "lstm": (0, 3, 1, 2), "gru": (1, 0, 2)}
+"""For each gate block of ONNX, its place in a model."""
+PEEPHOLE_BLOCKS = (0, 2, 1)
+DIRECTIONS = {("forward",): "forward", ("backward",): "reverse", ("forward", "backward"): "bidirectional"}
+
+
+def recurrent(graph: Graph, layer: GatedLayer, part: Part, x: str) -> tuple[str, Callable[[], str]]:
+    """Add a layer over (batch, steps, inputs); return every step, (batch, steps, width), and what adds its final state, (batch, width)."""
+    _check(layer, part)
+    for level in range(layer.depth):
+        graph.start(f"{part.place}.{level}")
+        node = _node(graph, layer, part, level, graph.add("Transpose", x, perm=[1, 0, 2]))
+        x = _merged(graph, layer, graph.add("Transpose", node, perm=[2, 0, 1, 3]), rank=4)
+    return x, lambda: _merged(graph, layer, graph.add("Transpose", f"{node}.1", perm=[1, 0, 2]), rank=3)
+
+
+def _check(layer: GatedLayer, part: Part) -> None:
+    advice = "Such a model has no graph with one operator for the layer"
+    part.refuse(layer.layer_norm, "layer_norm is set, and no recurrent operator of ONNX has norms", advice)
+    part.refuse(
+        isinstance(layer, LSTMLayer) and layer.projection is not None,
+        f"projection is {getattr(layer, 'projection', None)}, and LSTM of ONNX has none",
+        "Export the model to PyTorch",
+    )
+    for activation in _activations(layer):
+        part.refuse(
+            activation.kind not in IN_RECURRENT,
+            f"the activation {activation.kind} is none of those that recurrent operators of ONNX have",
+            f"They have {', '.join(IN_RECURRENT)}",
+        )
+
+
+def _node(graph: Graph, layer: GatedLayer, part: Part, level: int, x: str) -> str:
+    """Add the operator; return every step, (steps, directions, batch, hidden)."""
+    directions = [_Direction(layer, part, f"{level}.{name}") for name in layer.directions]
+    inputs = [x]
+    inputs += [graph.weight(name, np.stack([getattr(one, name) for one in directions])) for name in ("W", "R", "B")]
+    inputs.append(graph.lengths)
+    for name in ("start", "start_cell")[: 2 if layer.kind == "lstm" else 1]:  # type: ignore[attr-defined]
+        inputs.append(_start(graph, part, [f"{level}.{one}.{name}" for one in layer.directions]))
+    if isinstance(layer, LSTMLayer) and layer.peepholes:
+        inputs.append(graph.weight("P", np.stack([one.peepholes for one in directions])))
+    while not inputs[-1]:
+        inputs.pop()
+    kind = part.kind
+    attributes: dict[str, Any] = {"hidden_size": layer.hidden, "direction": DIRECTIONS[layer.directions]}
+    attributes |= _activation_attributes(layer) | ({} if layer.clip is None else {"clip": float(layer.clip)})
+    attributes |= {"linear_before_reset": int(layer.reset_after)} if isinstance(layer, GRULayer) else {}
+    return graph.add(OPERATORS[kind], *inputs, outputs=3 if kind == "lstm" else 2, **attributes)
+
+
+class _Direction:
+    """The weights of one direction of a level, in the layout of ONNX."""
+
+    def __init__(self, layer: GatedLayer, part: Part, place: str) -> None:
+        order = BLOCKS[part.kind]
+        self.W = _reordered(part.numpy(f"{place}.input"), order).T
+        self.R = _reordered(part.numpy(f"{place}.recurrent"), order).T
+        bias = _reordered(part.numpy(f"{place}.bias"), order)
+        inner = np.zeros_like(bias)
+        if f"{place}.recurrent_bias" in part.arrays:
+            inner[-layer.hidden :] = part.numpy(f"{place}.recurrent_bias")
+        self.B = np.concatenate([bias, inner])
+        if f"{place}.peephole" in part.arrays:
+            self.peepholes = _reordered(part.numpy(f"{place}.peephole"), PEEPHOLE_BLOCKS)
+
+
+def _reordered(array: Array, order: Sequence[int]) -> Array:
+    """Return the blocks along the last axis in another order."""
+    blocks = np.split(array, len(order), axis=-1)
+    return np.concatenate([blocks[place] for place in order], axis=-1)
+
+
+def _start(graph: Graph, part: Part, names: Sequence[str]) -> str:
+    """Return the initial states, (directions, batch, hidden), or an empty name for zeros."""
+    if names[0] not in part.arrays:
+        return ""
+    states = np.stack([part.numpy(name) for name in names])[:, None]
+    state = graph.weight(names[0].rpartition(".")[2], states)
+    if not graph.has_batch:
+        return state
+    batch = graph.add("Gather", graph.add("Shape", INPUT), graph.integers(0), axis=0)
+    size = graph.add("Concat", graph.integers(len(states)), batch, graph.integers(states.shape[2]), axis=0)
+    return graph.add("Expand", state, size)
+
+
+def _activations(layer: GatedLayer) -> list[Activation]:
+    """Return the activations of one direction, in the order of ONNX."""
+    if isinstance(layer, LSTMLayer):
+        return [layer.gate_activation, layer.activation, layer.output_activation]
+    if isinstance(layer, GRULayer):
+        return [layer.gate_activation, layer.activation]
+    assert isinstance(layer, RNNLayer), "no other layer is gated"
+    return [layer.activation]
+
+
+def _activation_attributes(layer: GatedLayer) -> dict[str, Any]:
+    """Return the attributes for activations. The lists of parameters have entries for the functions that take them only."""
+    activations = _activations(layer) * len(layer.directions)
+    named = [parameters(activation) for activation in activations]
+    lists = {name: [one[name] for one in named if name in one] for name in ("alpha", "beta")}
+    return {"activations": [IN_RECURRENT[activation.kind] for activation in activations]} | {
+        f"activation_{name}": values for name, values in lists.items() if values
+    }
+
+
+def _merged(graph: Graph, layer: GatedLayer, y: str, *, rank: int) -> str:
+    """Combine the directions, which the axis before the last counts. rank: number of axes."""
+    axis = rank - 2
+    if layer.merge == "concat":
+        return graph.add("Reshape", y, graph.integers(*[0] * axis, -1))
+    if layer.merge in ("sum", "mean"):
+        return graph.add("ReduceSum" if layer.merge == "sum" else "ReduceMean", y, graph.integers(axis), keepdims=0)
+    forward, backward = (graph.add("Gather", y, graph.number(index, np.int64), axis=axis) for index in (0, 1))
+    return graph.add("Mul", forward, backward)

@@ -1,0 +1,67 @@
+"""Exports of ONNX graphs: ONNX Runtime computes the same, also for padded batches, and the importer reads the model back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+
+from service.exporters.model import ExportRefused
+from service.modeling.spec import ModelSpec
+from tests.exporters.cases import CASES, Case
+from tests.exporters.exporting import (
+    Array,
+    assert_answers,
+    assert_round_trip,
+    assert_same_answers,
+    export,
+    random_rows,
+    write_case,
+)
+
+TAKEN = [case for case in CASES if "onnx" not in case.refused]
+REFUSED = [case for case in CASES if "onnx" in case.refused]
+
+
+def run(file: Path, spec: ModelSpec, rows: Sequence[Array]) -> list[Array]:
+    """Return the answers of a graph for rows: as one padded batch where the graph takes batches."""
+    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    names = [one.name for one in session.get_inputs()]
+    if session.get_inputs()[0].shape[0] == 1:
+        outputs = [session.run(None, {names[0]: row[None]})[0][0] for row in rows]
+    else:
+        padded = np.ones((len(rows), max(map(len, rows)) + 2, *rows[0].shape[1:]), rows[0].dtype)
+        for index, row in enumerate(rows):
+            padded[index, : len(row)] = row
+        lengths = {name: np.array([len(row) for row in rows], np.int32) for name in names[1:]}
+        outputs = list(session.run(None, {names[0]: padded, **lengths})[0])
+        outputs = [one[: len(row)] if one.ndim == 2 else one for one, row in zip(outputs, rows, strict=True)]
+    if spec.head.kind == "span":
+        return [np.exp(one) / np.exp(one).sum(0) for one in outputs]
+    return outputs
+
+
+@pytest.mark.parametrize("case", TAKEN, ids=str)
+def test_onnx_runtime_computes_the_same(tmp_path: Path, case: Case) -> None:
+    spec = write_case(tmp_path, case)
+    file, _ = export(tmp_path, "onnx", ".onnx")
+    rows = random_rows(spec)
+    assert_answers(tmp_path, spec, rows, run(file, spec, rows))
+
+
+@pytest.mark.parametrize("case", TAKEN, ids=str)
+def test_importer_reads_the_model_back(tmp_path: Path, case: Case) -> None:
+    spec = write_case(tmp_path, case)
+    file, _ = export(tmp_path, "onnx", ".onnx")
+    (assert_same_answers if "onnx" in case.changed else assert_round_trip)(tmp_path, file, spec)
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=str)
+def test_what_onnx_does_not_compute_is_refused(tmp_path: Path, case: Case) -> None:
+    write_case(tmp_path, case)
+    with pytest.raises(ExportRefused, match=rf"^layers\.\d+ \({case.layers[-1]['kind']}\): .*{case.refused['onnx']}"):
+        export(tmp_path, "onnx", ".onnx")
+    assert [path.name for path in tmp_path.iterdir()] == ["models"]
