@@ -108,9 +108,11 @@ def _scaled(below: Settled, function: Function, node: Mapped) -> Settled:
     factor, offset = function.factor_and_offset(below.width)
     if (factor == 1).all() and not offset.any():
         return below
+    if (factor == 0.5).all() and not offset.any():
+        merged = _mean_of_directions(below, node)
+        if merged is not None:
+            return merged
     if isinstance(below, Layer):
-        if below.kind in RECURRENT and below.table.get("merge") == "sum" and (factor == 0.5).all() and not offset.any():
-            return below.changed(merge="mean", origins=node.origins)
         if below.is_linear:
             return below.changed(arrays=_folded(below, factor, offset), origins=node.origins)
         if below.kind in ("layer_norm", "batch_norm"):
@@ -125,6 +127,16 @@ def _scaled(below: Settled, function: Function, node: Mapped) -> Settled:
     statistics = [np.zeros(below.width), np.full(below.width, 1 - EPSILON)]
     norm = np.stack([factor, offset, *statistics])
     return Layer(below, {"kind": "batch_norm", "epsilon": EPSILON}, {"norm": norm}, below.width, node.label, node.origins)
+
+
+def _mean_of_directions(below: Settled, node: Mapped) -> Settled | None:
+    """Return the mean of both directions of a layer for half of their sum, or None. A pool of halves is half of a pool of sums."""
+    if isinstance(below, Pooled) and "attention" not in below.pools:
+        merged = _mean_of_directions(settled(below.below), node)
+        return None if merged is None else Pooled(merged, below.pools, below.table, below.arrays, below.origins)
+    if isinstance(below, Layer) and below.kind in RECURRENT and below.table.get("merge") == "sum":
+        return below.changed(merge="mean", origins=node.origins)
+    return None
 
 
 def diagonal(below: Settled, factor: Array, offset: Array, node: Mapped, activation: object = "none") -> Layer:

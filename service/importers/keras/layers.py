@@ -112,6 +112,11 @@ def layer_norm(call: Call) -> Tensor:
     return call.result(operations.layer_norm(call.signal, gain, offset, epsilon, call.label, call.origins))
 
 
+def unit_norm(call: Call) -> Tensor:
+    _check_last_axis(call)
+    return call.result(operations.normalize(call.signal, call.label, at=call.signal.rank - 1))
+
+
 def rescaling(call: Call) -> Tensor:
     factor, offset = call.number("scale"), call.number("offset", 0.0)
     return call.result(operations.apply(call.signal, affine(factor, offset), call.label))
@@ -226,4 +231,5 @@ LAYERS: dict[str, Callable[[Call], Tensor]] = {
     "Normalization": normalization,
     "Rescaling": rescaling,
     "SeparableConv1D": separable_conv,
+    "UnitNormalization": unit_norm,
 }
