@@ -24,6 +24,9 @@ LSTM = Case(
 )
 
 
+FORMATS = [("pytorch", ".safetensors"), ("keras", ".h5"), ("onnx", ".onnx")]
+
+
 def run(*arguments: str | Path) -> int:
     return main([str(argument) for argument in arguments])
 
@@ -50,17 +53,19 @@ def test_model_of_texts_comes_back_with_its_tokenizer(tmp_path: Path, capsys: py
     assert all((first[name] == second[name]).all() for name in first)
 
 
+@pytest.mark.parametrize("format, suffix", FORMATS)
 @pytest.mark.parametrize("precision", ["float16", "bfloat16"])
-def test_half_precisions_come_back_from_a_state_dict(tmp_path: Path, precision: str) -> None:
+def test_half_precisions_come_back(tmp_path: Path, precision: str, format: str, suffix: str) -> None:
     written = write_case(tmp_path, LSTM, precision=precision)
-    file, _ = export(tmp_path, "pytorch", ".safetensors")
+    file, _ = export(tmp_path, format, suffix)
     assert_round_trip(tmp_path, file, written)
 
 
-def test_int8_weights_become_float32(tmp_path: Path) -> None:
+@pytest.mark.parametrize("format, suffix", FORMATS)
+def test_int8_weights_become_float32(tmp_path: Path, format: str, suffix: str) -> None:
     """They are the numbers that the model computes with."""
     written = write_case(tmp_path, LSTM, precision="int8")
-    file, lines = export(tmp_path, "pytorch", ".pt")
+    file, lines = export(tmp_path, format, suffix)
     assert "note: its int8 matrices are written as float32, each number times its scale" in lines
     back, tensors = import_back(tmp_path, file)
     assert comparable(back) == {**comparable(written), "precision": "float32"}
@@ -87,6 +92,8 @@ def test_version_chooses_what_is_exported(tmp_path: Path, capsys: pytest.Capture
     [
         (("other", "--format", "pytorch", "--out", "a.pt"), "has no model 'other': the models are words"),
         (("words", "--format", "pytorch", "--out", "a.h5"), "a.h5 is no name of a pytorch file: let it end in .pt or"),
+        (("words", "--format", "keras", "--out", "a.keras"), "a.keras is no name of a keras file: let it end in .h5"),
+        (("words", "--format", "onnx", "--out", "a.pt"), "a.pt is no name of a onnx file: let it end in .onnx"),
         (("words", "--format", "pytorch", "--out", "no/a.pt"), "a.pt cannot be written: No such file or directory"),
     ],
 )

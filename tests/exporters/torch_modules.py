@@ -58,12 +58,8 @@ class Exported(nn.Module):
         return self.head(vector).sigmoid() if head.multi_label else self.head(vector).softmax(0)
 
     def pooled(self, pool: str, x: Tensor) -> Tensor:
-        last = self.spec.layers[-1]
-        if pool == "last" and getattr(last, "bidirectional", False):
-            forward, backward = x.chunk(2, dim=1)
-            return torch.cat((forward[-1], backward[0]))
         pools: dict[str, Callable[[], Tensor]] = {
-            "last": lambda: x[0] if getattr(last, "direction", "") == "backward" else x[-1],
+            "last": lambda: getattr(self.layers[-1], "last", x[-1]),
             "first": lambda: x[0],
             "last_step": lambda: x[-1],
             "mean": lambda: x.mean(0),
@@ -211,10 +207,18 @@ def _step(module: Any, layer: Any, x: Tensor) -> Tensor:
 def _run_rnn(module: Any, layer: Any, x: Tensor) -> Tensor:
     backward = layer.direction == "backward"
     y: Tensor = module(x.flip(0) if backward else x)[0]
-    if layer.merge != "concat":
+    if layer.bidirectional:
         forward, reverse = y.chunk(2, dim=1)
-        y = {"sum": forward + reverse, "mean": (forward + reverse) / 2, "product": forward * reverse}[layer.merge]
+        module.last = _merged(layer.merge, forward[-1], reverse[0])
+        return _merged(layer.merge, forward, reverse)
+    module.last = y[-1]
     return y.flip(0) if backward else y
+
+
+def _merged(merge: str, forward: Tensor, reverse: Tensor) -> Tensor:
+    if merge == "concat":
+        return torch.cat((forward, reverse), -1)
+    return {"sum": forward + reverse, "mean": (forward + reverse) / 2, "product": forward * reverse}[merge]
 
 
 def _run_sru(module: Any, layer: Any, x: Tensor) -> Tensor:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
+from service.exporters.filters import filters
 from service.exporters.model import Part
 from service.exporters.onnx.activations import activated
 from service.exporters.onnx.graph import Graph
@@ -58,7 +57,7 @@ def batch_norm(graph: Graph, layer: BatchNormLayer, part: Part, x: str) -> str:
 
 
 def conv(graph: Graph, layer: ConvLayer, part: Part, x: str) -> str:
-    weights = graph.weight("filters", filters(part)), graph.weight("bias", part.numpy("bias"))
+    weights = graph.weight("filters", _channels(filters(part))), graph.weight("bias", part.numpy("bias"))
     y = graph.add("Conv", _channels_first(graph, x), *weights, group=layer.groups, **_window(layer, part))
     y = _normalized(graph, part, y, layer.epsilon) if layer.batch_norm else y
     if layer.activation.kind not in ("glu", "gated_tanh"):
@@ -83,10 +82,10 @@ def tcn(graph: Graph, layer: TCNLayer, part: Part, x: str) -> str:
         dilation, y = 2**level, x
         for position in (0, 1):
             pads = [(layer.width - 1) * dilation, 0]
-            y = _causal(graph, part, f"{level}.{position}.", y, pads=pads, dilations=[dilation])
+            y = _convolved(graph, part, f"{level}.{position}.", y, pads=pads, dilations=[dilation])
             y = graph.add("Relu", y)
         if f"{level}.projection.bias" in part.arrays:
-            x = _causal(graph, part, f"{level}.projection.", x)
+            x = _convolved(graph, part, f"{level}.projection.", x)
         x = graph.add("Relu", graph.add("Add", y, x))
     return _channels_last(graph, x)
 
@@ -96,24 +95,22 @@ def text_cnn(graph: Graph, layer: TextCNNLayer, part: Part, x: str) -> str:
     x = _channels_first(graph, x)
     pooled = []
     for width in layer.widths:
-        y = activated(graph, RELU, _causal(graph, part, f"{width}.", x, pads=[layer.padding] * 2))
+        y = activated(graph, RELU, _convolved(graph, part, f"{width}.", x, pads=[layer.padding] * 2))
         pooled.append(graph.add("ReduceMax", y, graph.integers(2), keepdims=0))
     return graph.add("Concat", *pooled, axis=1)
 
 
-def filters(part: Part, prefix: str = "") -> Array:
-    """Return the filters of a convolution, (maps, inputs, width), computed from direction and magnitude if it has a weight norm."""
-    if f"{prefix}filters" in part.arrays:
-        return part.numpy(f"{prefix}filters").transpose(2, 1, 0)
-    direction = part.numpy(f"{prefix}direction").astype(np.float64)
-    length = np.sqrt(np.square(direction).sum(axis=(0, 1)))
-    whole: Array = direction * part.numpy(f"{prefix}magnitude") / length
-    return whole.astype(np.float32).transpose(2, 1, 0)
+def _channels(array: Array) -> Array:
+    """Return filters as (maps, inputs, width)."""
+    return array.transpose(2, 1, 0)
 
 
-def _causal(graph: Graph, part: Part, prefix: str, x: str, **attributes: Any) -> str:
+def _convolved(graph: Graph, part: Part, prefix: str, x: str, **attributes: Any) -> str:
     name = prefix.replace(".", "_")
-    weights = graph.weight(f"{name}filters", filters(part, prefix)), graph.weight(f"{name}bias", part.numpy(f"{prefix}bias"))
+    weights = (
+        graph.weight(f"{name}filters", _channels(filters(part, prefix))),
+        graph.weight(f"{name}bias", part.numpy(f"{prefix}bias")),
+    )
     return graph.add("Conv", x, *weights, **attributes)
 
 

@@ -1,0 +1,73 @@
+"""Exports of .h5 files: Keras loads them and computes the same, and the importer reads the model back."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from service.exporters.model import ExportRefused
+from service.modeling.npz import read_npz, write_npz
+from tests.exporters.cases import CASES, Case
+from tests.exporters.exporting import (
+    Array,
+    assert_answers,
+    assert_round_trip,
+    assert_same_answers,
+    export,
+    random_rows,
+    write_case,
+)
+from tests.importers.keras.test_cases import PYTHON, ROOT
+
+LENGTHS = (7, 12)
+TAKEN = [case for case in CASES if "keras" not in case.refused]
+REFUSED = [case for case in CASES if "keras" in case.refused]
+
+
+@pytest.fixture(scope="module")
+def computed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what Keras computes with the exported file of every case, by the number of the case."""
+    folder = tmp_path_factory.mktemp("keras")
+    for number, case in enumerate(TAKEN):
+        own = tmp_path_factory.mktemp("model")
+        spec = write_case(own, case)
+        file, _ = export(own, "keras", ".h5")
+        file.rename(folder / f"{number}.h5")
+        write_npz(folder / f"{number}.rows.npz", {str(index): row for index, row in enumerate(random_rows(spec, LENGTHS))})
+    done = subprocess.run([PYTHON, "-m", "tests.exporters.run_keras", folder], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return folder
+
+
+@pytest.mark.parametrize("number, case", list(enumerate(TAKEN)), ids=str)
+def test_keras_computes_the_same(computed: Path, tmp_path: Path, number: int, case: Case) -> None:
+    spec = write_case(tmp_path, case)
+    answers = list(read_npz(computed / f"{number}.answers.npz").values())
+    if spec.head.kind == "span":
+        answers = [softmax_over_steps(one) for one in answers]
+    assert_answers(tmp_path, spec, random_rows(spec, LENGTHS), answers)
+
+
+@pytest.mark.parametrize("case", TAKEN, ids=str)
+def test_importer_reads_the_model_back(tmp_path: Path, case: Case) -> None:
+    spec = write_case(tmp_path, case)
+    file, _ = export(tmp_path, "keras", ".h5")
+    (assert_same_answers if "keras" in case.changed else assert_round_trip)(tmp_path, file, spec)
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=str)
+def test_what_keras_does_not_compute_is_refused(tmp_path: Path, case: Case) -> None:
+    write_case(tmp_path, case)
+    place = rf"layers\.\d+ \({case.layers[-1]['kind']}\)|head \({case.head['kind']}\)"
+    with pytest.raises(ExportRefused, match=rf"^({place}): .*{case.refused['keras']}"):
+        export(tmp_path, "keras", ".h5")
+    assert [path.name for path in tmp_path.iterdir()] == ["models"]
+
+
+def softmax_over_steps(scores: Array) -> Array:
+    exponentials: Array = np.exp(scores - scores.max(0))
+    softmax: Array = exponentials / exponentials.sum(0)
+    return softmax
