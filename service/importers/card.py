@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from service.importers.check import Difference
+from service.importers.check import Comparison, Difference
 from service.importers.draft import Draft
 
 
-def card(name: str, draft: Draft, source: str, digest: str, found: Sequence[Difference], tolerance: float) -> str:
-    """Return the card. source: the name of the checkpoint; digest: its SHA-256; found: what was compared, or nothing."""
+def card(name: str, draft: Draft, source: str, digest: str, found: Comparison | None, tolerance: float) -> str:
+    """Return the card. source: the name of the checkpoint; digest: its SHA-256; found: what was compared, or None."""
     lines = [f"# {name}", "", f"Imported from `{source}` ({draft.source}), SHA-256 `{digest}`.", ""]
     if draft.notes:
         lines += ["## Differences from the source", "", *(f"- {note}" for note in draft.notes), ""]
@@ -23,7 +23,8 @@ def table(found: Sequence[Difference]) -> list[str]:
     return ["| output | largest difference | mean difference | numbers |", "|---|---|---|---|", *rows]
 
 
-def _evidence(found: Sequence[Difference], tolerance: float) -> list[str]:
-    if not found:
+def _evidence(found: Comparison | None, tolerance: float) -> list[str]:
+    if found is None:
         return ["The outputs were not compared with those of the source."]
-    return [f"The outputs for sample inputs agree with those of the source within {tolerance:g}:", "", *table(found)]
+    agree = f"The outputs agree with those of the source within {tolerance:g} for {found.source}:"
+    return [agree, "", *table(found.differences)]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from service.importers.draft import ImportRefused
+from service.importers.draft import Draft, ImportRefused, Original
 from service.modeling.array_run import FINAL, MAIN, SEQUENCES, STATE, run_arrays
 from service.modeling.encoder import Encoder
 from service.modeling.npz import Array
@@ -22,6 +23,14 @@ MAIN_OUTPUTS = {
     "sequence": "sequence",
 }
 """What `output` means for a head."""
+SAMPLE_STEPS = (1, 2, 3, 5, 8, 13, 34)
+"""Lengths of the sequences for which a model is compared with its source."""
+KEPT_BY_RECIPES = {"kind", "labels", "threshold", "top"}
+"""Keys of a head that do not change its main output."""
+
+
+class NotCompared(Exception):
+    """A model cannot be compared with its source. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +41,14 @@ class Difference:
     largest: float
     mean: float
     numbers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Differences, and with what the outputs were compared."""
+
+    differences: Sequence[Difference]
+    source: str
 
 
 def differences(encoder: Encoder, arrays: Mapping[str, Array], tokenizer: Tokenizer | None) -> list[Difference]:
@@ -47,6 +64,69 @@ def differences(encoder: Encoder, arrays: Mapping[str, Array], tokenizer: Tokeni
     if not expected:
         raise ImportRefused(f"the file has no expected outputs: add any of {', '.join(outputs)}")
     return [_difference(name, outputs, array, arrays) for name, array in expected.items()]
+
+
+def compare_with_original(encoder: Encoder, draft: Draft, original: Original, recipe_head: Mapping[str, Any]) -> Comparison:
+    """Compare a model with its source on random sequences of several lengths; raises NotCompared with the reason if that is not possible.
+
+    recipe_head: the keys of the head in the recipe.
+    """
+    name = _output_of(draft.answers, encoder.spec.head.kind)
+    changed = sorted(recipe_head.keys() - KEPT_BY_RECIPES)
+    if name is None or changed:
+        raise NotCompared(f"the recipe changes the head ({', '.join(changed) or 'kind'})")
+    errors: dict[int, Array] = {}
+    reason = ""
+    for steps in _sample_lengths(encoder, original):
+        row = _random_row(encoder, steps)
+        try:
+            expected = draft.as_answer(original.run(row)).astype(np.float64).ravel()
+        except Exception as error:  # a framework raises errors of its own for a sequence that it does not take
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            continue
+        inputs = {"ids" if encoder.spec.input.features is None else "inputs": row[None]}
+        actual = run_arrays(encoder, inputs)[name].astype(np.float64).ravel()
+        if actual.shape != expected.shape or not np.isfinite(expected).all():
+            raise ImportRefused(
+                f"for {steps} steps, the source answers {expected.size} numbers, and the model {actual.size}"
+                if actual.shape != expected.shape
+                else f"for {steps} random steps, the source answers numbers that are not finite"
+            )
+        errors[steps] = np.abs(actual - expected)
+    if not errors:
+        raise NotCompared(f"{original.framework} does not run the source: {reason[:200]}")
+    every = np.concatenate(list(errors.values()))
+    lengths = ", ".join(map(str, errors))
+    return Comparison(
+        [Difference(name, float(every.max(initial=0.0)), float(every.mean()) if every.size else 0.0, every.size)],
+        f"random sequences of {lengths} steps, for which {original.framework} computed the outputs of the source",
+    )
+
+
+def _output_of(source: str, kind: str) -> str | None:
+    """Return the output of a model that is the main output of its source, or None. source, kind: of their heads."""
+    if source == kind:
+        return MAIN_OUTPUTS.get(kind)
+    return {
+        ("regress", "classify"): "logits",
+        ("sequence", "tag"): "logits",
+        ("classify", "next"): "probabilities",
+        ("regress", "embed"): "embedding",
+    }.get((source, kind))
+
+
+def _sample_lengths(encoder: Encoder, original: Original) -> Sequence[int]:
+    if original.steps is not None:
+        return [original.steps]
+    return [steps for steps in SAMPLE_STEPS if steps <= encoder.spec.input.max_steps]
+
+
+def _random_row(encoder: Encoder, steps: int) -> Array:
+    random = np.random.default_rng(steps)
+    features = encoder.spec.input.features
+    if features is None:
+        return random.integers(0, encoder.spec.input.vocabulary or 1, size=steps)
+    return random.normal(size=(steps, features)).astype(np.float32)
 
 
 def _name(encoder: Encoder, name: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -14,9 +14,9 @@ from kernels.folder import set_cache_folder
 from service.cores import usable_cores
 from service.importers import pytorch
 from service.importers.card import card, table
-from service.importers.check import Difference, differences
+from service.importers.check import Comparison, NotCompared, compare_with_original, differences
 from service.importers.draft import DEFAULT_STEPS, Draft, ImportRefused
-from service.importers.formats import BY_SUFFIX, FORMATS
+from service.importers.formats import BY_SUFFIX, FORMATS, has_code
 from service.importers.head_kind import answer_as
 from service.importers.recipe import Recipe
 from service.importers.write import model_spec, tensors, write_version
@@ -65,7 +65,8 @@ def import_model(settings: Settings, request: Request, say: Callable[[str], None
     model = model_spec(draft, request.name, recipe.tables)
     _report(draft, say)
     weights = tensors(draft, model)
-    found = _compare(request, settings, model, weights, tokenizer, say)
+    encoder = Encoder(model, weights, torch.device("cpu"), settings.fold_limit_bytes)
+    found = _compare(request, encoder, draft, recipe, tokenizer, say)
     content = card(request.name, draft, request.checkpoint.name, _digest(request.checkpoint), found, request.tolerance)
     folder = write_version(settings.models, model, weights, content, tokenizer)
     say(f"{folder} is complete.")
@@ -83,8 +84,9 @@ def _format(request: Request) -> str:
 
 def _read(checkpoint: Path, format: str, recipe: Recipe) -> Draft:
     """Return the model in a checkpoint. Only the tensors of PyTorch come without the layers that they belong to."""
-    if format == "pytorch":
+    if format == "pytorch" and not has_code(checkpoint):
         return pytorch.read(checkpoint, recipe)
+    format = "torch_archive" if format == "pytorch" else format
     if recipe.layers or recipe.dense or recipe.head_from is not None:
         raise ImportRefused(
             f"a checkpoint of {format} says what its layers are: remove [[layers]], [[head.dense]] and `from` from the recipe"
@@ -113,29 +115,34 @@ def _report(draft: Draft, say: Callable[[str], None]) -> None:
 
 
 def _compare(
-    request: Request,
-    settings: Settings,
-    model: spec.ModelSpec,
-    weights: dict[str, torch.Tensor],
-    tokenizer: str | None,
-    say: Callable[[str], None],
-) -> Sequence[Difference]:
-    """Return the differences from the expected outputs; raises ImportRefused if one exceeds the tolerance."""
-    encoder = Encoder(model, weights, torch.device("cpu"), settings.fold_limit_bytes)
-    if request.check is None:
-        say("The outputs were not compared with those of the source: add --check FILE.npz.")
-        return ()
-    words = None if tokenizer is None else Tokenizer(tokenizer.encode())
-    found = differences(encoder, read_npz(request.check), words)
-    for line in table(found):
+    request: Request, encoder: Encoder, draft: Draft, recipe: Recipe, tokenizer: str | None, say: Callable[[str], None]
+) -> Comparison | None:
+    """Return the differences from the expected outputs, or from the source itself; raises ImportRefused if one exceeds the tolerance."""
+    if request.check is not None:
+        words = None if tokenizer is None else Tokenizer(tokenizer.encode())
+        found = Comparison(differences(encoder, read_npz(request.check), words), f"the samples in `{request.check.name}`")
+    else:
+        try:
+            found = _with_original(encoder, draft, recipe)
+        except NotCompared as reason:
+            say(f"The outputs were not compared with those of the source, because {reason}: add --check FILE.npz.")
+            return None
+    for line in table(found.differences):
         say(line)
-    wrong = [one for one in found if not one.largest <= request.tolerance]
+    wrong = [one for one in found.differences if not one.largest <= request.tolerance]
     if wrong:
         raise ImportRefused(
             f"{', '.join(one.name for one in wrong)}: the largest difference is {max(one.largest for one in wrong):.2g}, and --tolerance "
             f"is {request.tolerance:g}. Nothing was written. Check what the recipe says of activations, padding and pools"
         )
+    say(f"The outputs agree for {found.source}.")
     return found
+
+
+def _with_original(encoder: Encoder, draft: Draft, recipe: Recipe) -> Comparison:
+    if draft.original is None:
+        raise NotCompared("nothing that is installed runs the source")
+    return compare_with_original(encoder, draft, draft.original, recipe.head)
 
 
 def _digest(file: Path) -> str:

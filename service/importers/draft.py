@@ -52,7 +52,7 @@ class Draft:
     input, layers, head: as in model.toml, with the sizes that follow from the arrays. The head may be incomplete: a recipe completes it.
     used: source tensor -> what it became; unused: source tensors that no layer needed; notes: differences between the source and this
     model that its user must know; original: what computes the outputs of the source, where it can be run; as_answer: turns its output for a
-    sequence into the main output of this model.
+    sequence into the main output of this model; answers: the kind of head whose main output that is.
     """
 
     source: str
@@ -64,6 +64,7 @@ class Draft:
     notes: list[str] = field(default_factory=list)
     original: Original | None = None
     as_answer: Callable[[Array], Array] = np.asarray
+    answers: str = ""
 
     def arrays(self) -> dict[str, Array]:
         """Return every tensor under its name in weights.safetensors, in float32."""

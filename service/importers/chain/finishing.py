@@ -10,7 +10,7 @@ import numpy as np
 
 from service.importers.chain.joining import in_order, joined
 from service.importers.chain.nodes import RECURRENT, Input, Layer, Node, Pooled, Settled, check_matrix, selection
-from service.importers.chain.signal import Columns, Signal
+from service.importers.chain.signal import Columns, Role, Signal
 from service.importers.draft import Array, Draft, ImportRefused, Part
 
 
@@ -31,23 +31,28 @@ def finished(output: Signal, source: str) -> Draft:
         _in_float32("the head", head),
         notes=notes,
     )
-    draft.as_answer = partial(_as_answer, node, head.table["kind"], is_reversed=output.has_steps and output.is_reversed)
+    draft.answers = head.table["kind"]
+    draft.as_answer = partial(_as_answer, output, node, head.table["kind"])
     for index, (_, part, used) in enumerate(parts):
         draft.used |= dict.fromkeys(used, f"layers.{index} ({part.table['kind']})")
     draft.used |= dict.fromkeys(origins, f"head ({head.table['kind']})")
     return draft
 
 
-def _as_answer(node: Settled, kind: str, answer: Array, *, is_reversed: bool) -> Array:
+def _as_answer(output: Signal, node: Settled, kind: str, answer: Array) -> Array:
     """Return an answer of the source as the model has it.
 
-    One probability becomes those of two labels, logarithms become probabilities, and steps come in the order of the input.
+    Of several sequences, the first counts. One probability becomes those of two labels, logarithms become probabilities, and steps come in
+    the order of the input.
     """
+    for index in range(output.rank):
+        if answer.ndim == output.rank and output.is_on(index, Role.BATCH):
+            answer = answer.take([0], index)
     if isinstance(node, Layer) and node.kind == "softmax" and node.table["log"]:
         answer = np.exp(answer)
     if kind == "classify" and answer.size == 1:
         answer = np.concatenate([1 - answer.ravel(), answer.ravel()])
-    return answer.reshape(-1, node.width)[::-1] if is_reversed else answer
+    return answer.reshape(-1, node.width)[::-1] if output.has_steps and output.is_reversed else answer
 
 
 def _steps_head(node: Settled, columns: Columns) -> tuple[Node, Part, frozenset[str], list[str]]:

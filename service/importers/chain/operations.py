@@ -178,9 +178,22 @@ def mapped(node: Node, function: Function, label: str, origins: frozenset[str] =
 def layer_norm(x: Signal, gain: Array, offset: Array, epsilon: float, label: str, origins: frozenset[str]) -> Signal:
     """Normalise every vector along the last axis."""
     node = whole(x, label)
+    below, pool = _step_of(node)
     table = {"kind": "layer_norm", "epsilon": epsilon}
-    layer = Layer(node, table, {"norm": np.stack([gain, offset])}, node.width, label, origins)
-    return x.over(layer, x.rank - 1)
+    layer = Layer(below, table, {"norm": np.stack([gain, offset])}, node.width, label, origins)
+    return x.over(layer if pool is None else Pooled(layer, (pool,)), x.rank - 1)
+
+
+def _step_of(node: Settled) -> tuple[Settled, str | None]:
+    """Return the steps of which a vector is one, and the pool that takes it: heads have no norm, but each step can have one."""
+    if not isinstance(node, Pooled) or len(node.pools) > 1:
+        return node, None
+    below, pool = settled(node.below), node.pools[0]
+    if pool == "last" and isinstance(below, Layer) and below.kind in RECURRENT:
+        if len(below.directions) > 1:
+            return node, None
+        pool = "first" if below.directions == ("backward",) else pool
+    return (below, pool) if pool in ("first", "last", "last_step") else (node, None)
 
 
 def softmax(x: Signal, label: str, *, at: int, log: bool = False) -> Signal:

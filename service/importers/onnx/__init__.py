@@ -67,5 +67,6 @@ def _complete(draft: Draft, graph: Graph, plan: Plan, reading: Reading) -> None:
         )
     elif draft.head.table.get("pool") not in (None, "last"):
         draft.notes.append("in a batch, the graph also pools the padding of shorter sequences, which the model does not have")
+    draft.original = graph.original(plan, reading.steps if reading.fixed else None)
     if len(graph.outputs) > 1:
         draft.notes.append(f"of the outputs, only {graph.outputs[0]} is imported, without {', '.join(graph.outputs[1:])}")

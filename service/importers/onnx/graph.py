@@ -10,12 +10,14 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
 from service.importers.chain.settling import weights_below
 from service.importers.chain.signal import Signal
-from service.importers.draft import Array, ImportRefused
+from service.importers.draft import Array, ImportRefused, Original
 from service.importers.onnx.budget import Budget, number_count, stored
 from service.importers.onnx.file import Tensors
 from service.importers.onnx.folding import FOLDED, fold
 from service.importers.onnx.operation import Operation, Reading, attribute_value
 from service.importers.onnx.operators import OF_CONSTANTS, OPERATORS
+from service.importers.onnx.original import original
+from service.importers.onnx.readings import Plan
 from service.importers.onnx.values import Constant, Value
 
 DOMAINS = ("", "ai.onnx")
@@ -43,6 +45,7 @@ class Graph:
         if any(function.domain in DOMAINS for function in model.functions):
             raise ImportRefused("the file redefines operators of ONNX: export the model again")
         _check_names(graph)
+        self._model = model
         self._graph = graph
         self._tensors = tensors
         self._initializers = {tensor.name: tensor for tensor in graph.initializer}
@@ -62,6 +65,10 @@ class Graph:
     def weights(self) -> list[str]:
         """The names of the tensors of floats."""
         return [tensor.name for tensor in self._initializers.values() if tensor.data_type in FLOATS]
+
+    def original(self, plan: Plan, steps: int | None) -> Original | None:
+        """Return what runs the graph for its first output, or None. steps: the only length that it takes, or None."""
+        return original(self._model, _needed(self._graph, self.outputs[:1]), self._tensors, plan, steps)
 
     def interpret(self, inputs: Mapping[str, Value], reading: Reading) -> Signal:
         """Return the first output; raises ImportRefused if a node cannot be imported."""

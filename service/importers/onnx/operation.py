@@ -44,11 +44,15 @@ class Reading:
 
 @dataclass(slots=True)
 class Operation:
-    """A node of a graph. inputs: their values, with None for those that the node leaves out."""
+    """A node of a graph.
+
+    inputs: their values, with None for those that the node leaves out; title: what messages call an operation that is no node.
+    """
 
     node: NodeProto
     inputs: list[Value | None]
     reading: Reading
+    title: str = ""
     attributes: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -57,6 +61,8 @@ class Operation:
     @property
     def label(self) -> str:
         """The node as messages name it."""
+        if self.title:
+            return self.title
         name = self.node.name or next(iter(self.node.output), "")
         return f"{self.node.op_type} {name}"
 

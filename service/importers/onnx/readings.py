@@ -11,13 +11,14 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import permutations
+from typing import Any
 
 import numpy as np
-from onnx import TensorProto, ValueInfoProto
+from onnx import TensorProto, ValueInfoProto, helper
 
 from service.importers.chain.nodes import Input
 from service.importers.chain.signal import MOST_COLUMNS, Role, Signal, axis
-from service.importers.draft import ImportRefused
+from service.importers.draft import Array, ImportRefused
 from service.importers.onnx.operation import Reading
 from service.importers.onnx.values import Lengths, State, Value
 
@@ -53,6 +54,10 @@ class GraphInput:
     def has_ids(self) -> bool:
         return self.type in IDS
 
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return helper.tensor_dtype_to_np_dtype(self.type)
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -77,6 +82,24 @@ class Plan:
         for other in self.others:
             values[other.name] = Lengths(other.name) if _is_lengths(other) else State(other.name)
         return reading, values
+
+    def sample(self, row: Array) -> dict[str, Array]:
+        """Return the inputs for one sequence, (steps,) ids or (steps, features), as often as the graph takes sequences."""
+        pairs = list(zip(self.roles, self.sequence.sizes, strict=True))
+        batch = next((size or 1 for role, size in pairs if role is Role.BATCH), 1)
+        own = [role for role in (Role.BATCH, Role.STEPS) if role in self.roles]
+        columns = [size or 1 for role, size in pairs if role is Role.COLUMNS]
+        places = {
+            role: [index for index, each in enumerate([*own, *[Role.COLUMNS] * len(columns)]) if each is role] for role in Role
+        }
+        data = np.repeat(row[None], batch, 0).reshape(
+            [*({Role.BATCH: batch, Role.STEPS: len(row)}[role] for role in own), *columns]
+        )
+        arrays = {self.sequence.name: data.transpose([places[role].pop(0) for role in self.roles]).astype(self.sequence.dtype)}
+        for other in self.others:
+            shape = [batch] if other.has_ids else [size or batch for size in other.sizes]
+            arrays[other.name] = np.full(shape, len(row) if other.has_ids else 0, other.dtype)
+        return arrays
 
 
 def plans(inputs: Sequence[GraphInput]) -> Iterator[Plan]:

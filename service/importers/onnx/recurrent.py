@@ -60,18 +60,18 @@ def recurrent(operation: Operation) -> list[Value]:
     _add_starts(operation, directions, time_major=time_major)
     options = _options(operation, directions)
     layer, order = operations.recurrent(x, kind.lower(), options, directions, operation.label, operation.origins)
-    final = _final(x, layer, order, time_major=time_major)
-    return [_steps(x, layer, order, time_major=time_major), final, FinalCell(operation.label)]
+    final = final_state(x, layer, order, time_major=time_major)
+    return [step_outputs(x, layer, order, time_major=time_major), final, FinalCell(operation.label)]
 
 
-def _steps(x: Signal, layer: Layer, order: Columns, *, time_major: bool) -> Signal:
+def step_outputs(x: Signal, layer: Layer, order: Columns, *, time_major: bool) -> Signal:
     """Return every step: (steps, directions, batch, hidden), or (batch, steps, directions, hidden)."""
     directions, hidden = axis(Role.COLUMNS, order.shape[0]), axis(Role.COLUMNS, order.shape[1])
     axes = (x.axes[0], directions, x.axes[1], hidden) if time_major else (x.axes[0], x.axes[1], directions, hidden)
     return _shaped(replace(x, axes=axes, parts=(layer,)), order)
 
 
-def _final(x: Signal, layer: Layer, order: Columns, *, time_major: bool) -> Signal:
+def final_state(x: Signal, layer: Layer, order: Columns, *, time_major: bool) -> Signal:
     """Return the final hidden state: (directions, batch, hidden), or (batch, directions, hidden)."""
     directions, hidden = axis(Role.COLUMNS, order.shape[0]), axis(Role.COLUMNS, order.shape[1])
     axes = (directions, x.axes[1], hidden) if time_major else (x.axes[0], directions, hidden)

@@ -70,10 +70,6 @@ def _check_archive(file: Path) -> None:
     """Raise ImportRefused unless the file is an archive as torch.save writes it: uncompressed, so that it cannot expand."""
     try:
         with zipfile.ZipFile(file) as archive:
-            if any(member.filename.endswith("/constants.pkl") for member in archive.infolist()):
-                raise ImportRefused(
-                    f"{file} is a TorchScript archive, which has code: load it, and save its state_dict() with torch.save"
-                )
             if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
                 raise ImportRefused(f"{file} is compressed, which torch.save does not do: save it again")
     except (OSError, zipfile.BadZipFile) as error:

@@ -106,14 +106,6 @@ def test_legacy_pickle_is_refused_with_the_way_out(tmp_path: Path) -> None:
         import_file(tmp_path, file)
 
 
-def test_torchscript_archive_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "model.pt"
-    with pytest.warns(DeprecationWarning):
-        torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), file)
-    with pytest.raises(ImportRefused, match="is a TorchScript archive"):
-        import_file(tmp_path, file)
-
-
 @pytest.mark.parametrize("name", ["absent.pt", "."])
 def test_checkpoint_that_is_no_file_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ImportRefused, match="is not a file: name the checkpoint"):

@@ -1,0 +1,66 @@
+"""Runs a graph with ONNX Runtime, where it is installed, to compare an imported model with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+from onnx import ModelProto, NodeProto, TensorProto, numpy_helper
+
+from service.importers.draft import Array, Original
+from service.importers.onnx.file import Tensors
+from service.importers.onnx.readings import Plan
+
+
+def original(model: ModelProto, nodes: Sequence[NodeProto], tensors: Tensors, plan: Plan, steps: int | None) -> Original | None:
+    """Return what runs a graph, or None without ONNX Runtime. nodes: those on which the first output depends; steps: the only length.
+
+    ONNX Runtime gets no other nodes, and no files: what is not imported is not run.
+    """
+    if find_spec("onnxruntime") is None:
+        return None
+    import onnxruntime
+
+    used = ModelProto()
+    used.CopyFrom(_without_graph(model))
+    used.graph.name = model.graph.name
+    used.graph.node.extend(nodes)
+    used.graph.input.extend(model.graph.input)
+    used.graph.output.extend(model.graph.output[:1])
+    names = _names(nodes)
+    used.graph.initializer.extend(_inline(tensor, tensors) for tensor in model.graph.initializer if tensor.name in names)
+    session: list[Any] = []
+
+    def run(row: Array) -> Array:
+        inputs = plan.sample(row)
+        if not session:
+            onnxruntime.set_default_logger_severity(4)  # it writes to stderr what it also raises
+            session.append(onnxruntime.InferenceSession(used.SerializeToString(), providers=["CPUExecutionProvider"]))
+        return np.asarray(session[0].run(None, inputs)[0])
+
+    return Original(f"ONNX Runtime {onnxruntime.__version__}", run, steps)
+
+
+def _without_graph(model: ModelProto) -> ModelProto:
+    header = ModelProto(ir_version=model.ir_version)
+    header.opset_import.extend(model.opset_import)
+    return header
+
+
+def _names(nodes: Sequence[NodeProto]) -> set[str]:
+    """Return every name that nodes and their branches read."""
+    names: set[str] = set()
+    for node in nodes:
+        names.update(node.input)
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                names |= _names(attribute.g.node) | {info.name for info in attribute.g.output}
+    return names
+
+
+def _inline(tensor: TensorProto, tensors: Tensors) -> TensorProto:
+    return (
+        numpy_helper.from_array(tensors.array(tensor), tensor.name) if tensor.data_location == TensorProto.EXTERNAL else tensor
+    )

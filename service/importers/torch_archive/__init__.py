@@ -1,0 +1,120 @@
+"""Imports archives of torch that have a program: .pt2 files of torch.export.save, and TorchScript files of torch.jit.save.
+
+`exported` and `script` read the programs, neither of which torch reads without running code of the file. `translation` carries out their
+calls on `service.importers.chain`'s signals, and `tensors` on sample sequences, with torch itself, to compare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from onnx import TensorProto
+
+from service.importers.chain.finishing import finished
+from service.importers.chain.signal import Signal
+from service.importers.draft import Array, Draft, ImportRefused, Original
+from service.importers.onnx.graph import MALFORMED
+from service.importers.onnx.operation import Reading
+from service.importers.onnx.readings import GraphInput, Plan, plans
+from service.importers.torch_archive.archive import Archive
+from service.importers.torch_archive.exported import MODEL, ExportedProgram
+from service.importers.torch_archive.operators import OPERATORS
+from service.importers.torch_archive.program import Program
+from service.importers.torch_archive.script import ScriptProgram
+from service.importers.torch_archive.tensors import PURE, Budget, TensorMachine
+from service.importers.torch_archive.translation import TranslatingMachine
+
+FREE = 1 << 25
+COPIES = 64
+"""How often a program may read or compute as many numbers as its weights have, in all readings of its inputs together."""
+MOST_SIZES = 32
+"""Numbers of features that are tried for a program that does not have it."""
+
+
+def read(path: Path) -> Draft:
+    """Return the model in an archive; raises ImportRefused if model.toml cannot express it."""
+    try:
+        return _read(path)
+    except (*MALFORMED, RuntimeError) as error:
+        raise ImportRefused(f"{path} is damaged ({type(error).__name__}: {error}): save it again") from error
+
+
+def _read(path: Path) -> Draft:
+    archive = Archive(path)
+    program: Program = ExportedProgram(archive) if MODEL in archive else ScriptProgram(archive)
+    numbers = sum(tensor.numel() for tensor in program.weights.values())
+    budget = Budget(FREE + COPIES * numbers)
+    failures: list[tuple[int, ImportRefused]] = []
+    for plan in _plans(program):
+        reading, values = plan.start(0)
+        try:
+            output = program.run(TranslatingMachine(reading, budget), values)
+            if not isinstance(output, Signal):
+                raise ImportRefused("the output does not depend on the sequence")
+            draft = finished(output, "torch.export" if MODEL in archive else "TorchScript")
+        except ImportRefused as refused:
+            failures.append((reading.progress, refused))
+            continue
+        _complete(draft, program, plan, reading, numbers)
+        return draft
+    if not failures:
+        raise ImportRefused(f"{path}: no input is a sequence of token ids or features")
+    furthest = max(failures, key=lambda failure: failure[0])[1]
+    raise ImportRefused(f"{path}: {furthest}") from furthest
+
+
+def _plans(program: Program) -> Iterator[Plan]:
+    """Return each way to read the inputs. Where an archive does not have their shapes, the usual ones are tried."""
+    if not program.inputs:
+        raise ImportRefused("the program has no inputs")
+    if all(one.shape is not None for one in program.inputs):
+        yield from plans([_graph_input(one.name, bool(one.has_ids), one.shape or ()) for one in program.inputs])
+        return
+    first, *others = (one.name for one in program.inputs)
+    for extra in _other_inputs(others):
+        for shape in _shapes(program):
+            yield from plans([_graph_input(first, len(shape) == 2, shape), *extra])
+
+
+def _other_inputs(names: Sequence[str]) -> list[list[GraphInput]]:
+    """Return what the inputs after the first may be: lengths and initial states, or initial states alone."""
+    states = [_graph_input(name, False, (None, None, None)) for name in names]
+    return [[_graph_input(names[0], True, (None,)), *states[1:]], states] if names else [[]]
+
+
+def _shapes(program: Program) -> list[tuple[int | None, ...]]:
+    """Return the shapes that a sequence may have: token ids, or as many features as an axis of the weights has entries."""
+    sizes = dict.fromkeys(size for tensor in program.weights.values() for size in tensor.shape[1:])
+    features = [*sizes][:MOST_SIZES]
+    by_rank = [(None, None), *((None, None, size) for size in features), *((None, size, None) for size in features)]
+    return [*by_rank]
+
+
+def _graph_input(name: str, has_ids: bool, shape: Sequence[int | None]) -> GraphInput:
+    return GraphInput(name, TensorProto.INT64 if has_ids else TensorProto.FLOAT, tuple(shape), ("",) * len(shape))
+
+
+def _complete(draft: Draft, program: Program, plan: Plan, reading: Reading, numbers: int) -> None:
+    """Add what was noticed while the program was translated, and what runs it."""
+    draft.unused = [name for name in program.weights if name not in draft.used]
+    draft.notes += reading.notes
+    if reading.fixed:
+        draft.input["max_steps"] = reading.steps
+        draft.notes.append(f"the program takes sequences of {reading.steps} steps only, and the model sequences of any length")
+    if not reading.lengths:
+        draft.notes.append(
+            "the program has no lengths of sequences: if it was trained with padding, padded steps counted as steps"
+        )
+    operators = frozenset((*PURE, *OPERATORS, *(f"{name}_" for name in OPERATORS)))
+
+    def run(row: Array) -> Array:
+        inputs = plan.sample(row)
+        machine = TensorMachine(operators, Budget(FREE + COPIES * numbers))
+        result = program.run(machine, {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in inputs.items()})
+        answer: Array = result.float().numpy()
+        return answer
+
+    draft.original = Original(f"torch {torch.__version__}", run, reading.steps if reading.fixed else None)

@@ -1,0 +1,161 @@
+"""Operators of torch that compute with every number by itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from service.importers.chain import operations
+from service.importers.chain.functions import Function, named
+from service.importers.draft import ImportRefused
+from service.importers.torch_archive.operation import Operation
+
+PLAIN = {
+    "relu": "Relu",
+    "sigmoid": "Sigmoid",
+    "tanh": "Tanh",
+    "softsign": "Softsign",
+    "exp": "Exp",
+    "abs": "Abs",
+    "neg": "Neg",
+    "erf": "Erf",
+    "log": "Log",
+    "sqrt": "Sqrt",
+    "reciprocal": "Reciprocal",
+}
+"""Operators without parameters, by those of ONNX."""
+BINARY = {"add": "Add", "sub": "Sub", "mul": "Mul", "div": "Div", "pow": "Pow", "maximum": "Max", "minimum": "Min"}
+
+
+def plain(operation: Operation) -> Any:
+    return operation.onnx(PLAIN[operation.call.name.rstrip("_")], operation.x)
+
+
+def activation(kind: str) -> Callable[[Operation], Any]:
+    """Return the translation to an activation of model.toml without parameters."""
+
+    def translate(operation: Operation) -> Any:
+        return operations.apply(operation.x, named(kind), operation.call.name)
+
+    return translate
+
+
+def binary(operation: Operation) -> Any:
+    call = operation.call
+    first, second = call["self"], call.get("other", call.get("exponent"))
+    if call.get("alpha", 1) != 1:
+        raise ImportRefused("it has a factor of its own: multiply the weights by it")
+    if call.get("rounding_mode") is not None:
+        raise ImportRefused("it rounds its result")
+    number = float(second) if isinstance(second, int) else second
+    return operation.onnx(BINARY[call.name.rstrip("_")], first, number)
+
+
+def from_number(operation: Operation) -> Any:
+    """rsub: a number minus the tensor."""
+    if operation["alpha"] != 1:
+        raise ImportRefused("it has a factor of its own")
+    number = operation["other"]
+    return operation.onnx("Sub", float(number) if isinstance(number, int) else number, operation["self"])
+
+
+def elu(operation: Operation) -> Any:
+    alpha, scale, inner = (float(operation.call.get(name, 1)) for name in ("alpha", "scale", "input_scale"))
+    return _function(operation, lambda x: scale * np.where(x > 0, x, alpha * np.expm1(inner * np.minimum(x, 0))))
+
+
+def celu(operation: Operation) -> Any:
+    alpha = float(operation["alpha"])
+    return _function(operation, lambda x: np.maximum(x, 0) + np.minimum(alpha * np.expm1(np.minimum(x, 0) / alpha), 0))
+
+
+def leaky_relu(operation: Operation) -> Any:
+    return operations.apply(operation.x, named("leaky_relu", alpha=float(operation["negative_slope"])), operation.call.name)
+
+
+def hard_sigmoid(operation: Operation) -> Any:
+    return operations.apply(operation.x, named("hard_sigmoid", alpha=1 / 6, beta=0.5), operation.call.name)
+
+
+def gelu(operation: Operation) -> Any:
+    kind = "gelu_tanh" if operation["approximate"] == "tanh" else "gelu"
+    return operations.apply(operation.x, named(kind), operation.call.name)
+
+
+def softplus(operation: Operation) -> Any:
+    if operation["beta"] != 1:
+        raise ImportRefused(f"its beta is {operation['beta']}, and only 1 can be imported")
+    return operation.onnx("Softplus", operation.x)
+
+
+def clamp(operation: Operation) -> Any:
+    call = operation.call
+    limits = [call.get(name, call.get(f"{name}_val")) for name in ("min", "max")]
+    if any(limit is not None and not isinstance(limit, int | float) for limit in limits):
+        raise ImportRefused("its limits are tensors")
+    low, high = (
+        default if limit is None else float(limit) for limit, default in zip(limits, (-math.inf, math.inf), strict=True)
+    )
+    return _function(operation, lambda x: np.clip(x, low, high))
+
+
+def threshold(operation: Operation) -> Any:
+    limit, value = float(operation["threshold"]), float(operation["value"])
+    return _function(operation, lambda x: np.where(x > limit, x, value))
+
+
+def prelu(operation: Operation) -> Any:
+    return operation.onnx("PRelu", operation.x, operation["weight"])
+
+
+def rsqrt(operation: Operation) -> Any:
+    return _function(operation, lambda x: 1 / np.sqrt(x))
+
+
+def glu(operation: Operation) -> Any:
+    """The first half times the logistic function of the second."""
+    x, at = operation.x, operation["dim"] % operation.x.rank
+    half = x.shape[at] // 2
+    value, gate = operation.onnx("Split", x, [half, x.shape[at] - half], outputs=2, axis=at)
+    return operation.onnx("Mul", value, operation.onnx("Sigmoid", gate))
+
+
+def hard_swish(operation: Operation) -> Any:
+    return operation.onnx("HardSwish", operation.x)
+
+
+def mish(operation: Operation) -> Any:
+    return _function(operation, lambda x: x * np.tanh(np.logaddexp(0, x)))
+
+
+def _function(operation: Operation, function: Callable[[Any], Any]) -> Any:
+    return operations.apply(operation.x, Function(function), operation.call.name)
+
+
+OPERATORS: dict[str, Callable[[Operation], Any]] = {
+    **dict.fromkeys(PLAIN, plain),
+    **dict.fromkeys(BINARY, binary),
+    "celu": celu,
+    "clamp": clamp,
+    "clamp_min": clamp,
+    "clamp_max": clamp,
+    "elu": elu,
+    "gelu": gelu,
+    "glu": glu,
+    "hardsigmoid": hard_sigmoid,
+    "hardswish": hard_swish,
+    "hardtanh": clamp,
+    "leaky_relu": leaky_relu,
+    "mish": mish,
+    "prelu": prelu,
+    "relu6": activation("relu6"),
+    "rsqrt": rsqrt,
+    "rsub": from_number,
+    "selu": activation("selu"),
+    "silu": activation("silu"),
+    "softplus": softplus,
+    "threshold": threshold,
+}

@@ -1,0 +1,68 @@
+"""One call of an operator of torch with its values, for the functions that translate operators."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from onnx import helper
+
+from service.importers.chain.signal import Signal
+from service.importers.draft import Array, ImportRefused
+from service.importers.onnx import operation as onnx_operation
+from service.importers.onnx.operation import Reading
+from service.importers.onnx.operators import OPERATORS
+from service.importers.onnx.values import Constant, Value
+from service.importers.torch_archive.calls import Call
+
+
+@dataclass(slots=True)
+class Operation:
+    """A call, and how the program is read."""
+
+    call: Call
+    reading: Reading
+
+    def __getitem__(self, name: str) -> Any:
+        return self.call[name]
+
+    @property
+    def x(self) -> Signal:
+        """The first argument, as a tensor that depends on the sequence."""
+        value = next(iter(self.call.arguments.values()))
+        if not isinstance(value, Signal):
+            raise ImportRefused("its first argument does not depend on the sequence as tensors of a model do")
+        return value
+
+    @property
+    def origins(self) -> frozenset[str]:
+        values = [item for value in self.call.arguments.values() for item in (value if isinstance(value, list) else [value])]
+        return frozenset[str]().union(*(value.origins for value in values if isinstance(value, Constant)))
+
+    def weights(self, name: str) -> Array:
+        """Return an argument of constant weights."""
+        return array_of(self.call[name], name)
+
+    def onnx(self, operator: str, *inputs: Any, outputs: int = 1, **attributes: Any) -> Any:
+        """Return the result of an operator of ONNX, which computes the same: a value, or a list of several."""
+        values: list[Value | None] = [_value(value) for value in inputs]
+        given = {name: value for name, value in attributes.items() if value is not None}
+        node = helper.make_node(operator, ["x"] * len(values), [f"y{number}" for number in range(outputs)], **given)
+        result = OPERATORS[operator](onnx_operation.Operation(node, values, self.reading, title=self.call.name))
+        return list(result) if isinstance(result, Sequence) else result
+
+
+def array_of(value: Any, name: str) -> Array:
+    """Return the numbers of a constant tensor."""
+    if not isinstance(value, Constant) or value.array.dtype.kind != "f":
+        raise ImportRefused(f"its argument {name} is no tensor of constant weights")
+    return value.array.astype(np.float64 if value.array.dtype.itemsize > 4 else np.float32, copy=False)
+
+
+def _value(value: Any) -> Value | None:
+    """Return a value as ONNX has it, where numbers and lists are tensors."""
+    if isinstance(value, int | list | tuple):
+        return Constant(np.array(value, np.int64))
+    return Constant(np.array(value, np.float32)) if isinstance(value, float) else value

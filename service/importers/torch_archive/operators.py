@@ -1,0 +1,17 @@
+"""Every operator of torch that can be imported, by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from service.importers.torch_archive import elementwise, layers, moves, packing, recurrent
+from service.importers.torch_archive.operation import Operation
+
+OPERATORS: dict[str, Callable[[Operation], Any]] = {
+    **moves.OPERATORS,
+    **elementwise.OPERATORS,
+    **layers.OPERATORS,
+    **packing.OPERATORS,
+    **recurrent.OPERATORS,
+}

@@ -1,0 +1,80 @@
+"""Packed sequences of torch: sequences of different lengths, sorted by length, without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from service.importers.chain.signal import Role, Signal
+from service.importers.draft import ImportRefused
+from service.importers.onnx.values import Constant, Lengths, Order
+from service.importers.torch_archive.operation import Operation
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packed:
+    """The steps of all sequences. steps: the sequences with padding, (steps, batch, ...) or (batch, steps, ...)."""
+
+    steps: Signal
+    batch_first: bool
+    lengths: Lengths
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSizes:
+    """The number of sequences that have each step."""
+
+    lengths: Lengths
+
+
+def pack(operation: Operation) -> list[Any]:
+    x, lengths = operation.x, operation["lengths"]
+    if not isinstance(lengths, Lengths) or lengths.plus:
+        raise ImportRefused("it packs by other numbers than the lengths of the sequences")
+    batch_first = bool(operation["batch_first"])
+    x.expect(*((Role.BATCH, Role.STEPS) if batch_first else (Role.STEPS, Role.BATCH)), Role.COLUMNS)
+    operation.reading.lengths = True
+    return [Packed(x, batch_first, lengths), BatchSizes(lengths)]
+
+
+def pad(operation: Operation) -> list[Any]:
+    packed = operation["data"]
+    if not isinstance(packed, Packed) or operation["padding_value"]:
+        raise ImportRefused("it pads with other numbers than zero, or what was not packed")
+    steps = packed.steps
+    if packed.batch_first != bool(operation["batch_first"]):
+        steps = steps.transpose([1, 0, *range(2, steps.rank)])
+    return [steps, packed.lengths]
+
+
+def sort(operation: Operation) -> list[Any]:
+    lengths = next(iter(operation.call.arguments.values()))
+    if not isinstance(lengths, Lengths) or lengths.plus or not operation.call.get("descending"):
+        raise ImportRefused("it sorts something else than the lengths of the sequences")
+    return [lengths, Order()]
+
+
+def scatter(operation: Operation) -> Order:
+    """Invert an order: write 0, 1, 2, ... to its indexes."""
+    order, numbers = operation["index"], operation.call.get("src")
+    inverts = isinstance(numbers, Constant) and np.array_equal(numbers.array, np.arange(operation.reading.batch))
+    if not isinstance(order, Order) or not inverts:
+        raise ImportRefused("it writes numbers into a tensor, which no layer of model.toml does")
+    return Order(restores=not order.restores)
+
+
+def empty_like(operation: Operation) -> Constant:
+    return Constant(np.zeros(operation.reading.batch, np.int64))
+
+
+OPERATORS: dict[str, Callable[[Operation], Any]] = {
+    "_pack_padded_sequence": pack,
+    "_pad_packed_sequence": pad,
+    "argsort": lambda operation: sort(operation)[1],
+    "empty_like": empty_like,
+    "scatter": scatter,
+    "sort": sort,
+}

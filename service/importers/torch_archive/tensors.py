@@ -1,0 +1,204 @@
+"""Runs operators of torch on tensors: those that a program computes from its weights alone, and the whole program on samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from service.importers.draft import ImportRefused
+from service.importers.torch_archive.calls import Call, bound
+
+LARGEST = 1 << 26
+"""Numbers of a computed tensor."""
+PURE = frozenset(
+    (
+        *(
+            "abs",
+            "add",
+            "alias",
+            "amax",
+            "amin",
+            "arange",
+            "bitwise_not",
+            "cat",
+            "ceil",
+            "chunk",
+            "clamp",
+            "clamp_min",
+            "clone",
+        ),
+        *(
+            "constant_pad_nd",
+            "contiguous",
+            "cos",
+            "cumsum",
+            "detach",
+            "div",
+            "empty",
+            "eq",
+            "exp",
+            "expand",
+            "expand_as",
+            "eye",
+        ),
+        *(
+            "flatten",
+            "flip",
+            "floor",
+            "floor_divide",
+            "full",
+            "full_like",
+            "ge",
+            "gt",
+            "index_select",
+            "le",
+            "linalg_vector_norm",
+        ),
+        *(
+            "log",
+            "logical_not",
+            "lt",
+            "max",
+            "maximum",
+            "mean",
+            "min",
+            "minimum",
+            "mul",
+            "narrow",
+            "ne",
+            "neg",
+            "new_zeros",
+            "norm",
+        ),
+        *("norm_except_dim", "numpy_T", "ones", "ones_like", "permute", "pow", "reciprocal", "remainder", "repeat", "reshape"),
+        *(
+            "rsqrt",
+            "rsub",
+            "scalar_tensor",
+            "select",
+            "sin",
+            "size",
+            "slice",
+            "sort",
+            "split",
+            "split_with_sizes",
+            "sqrt",
+            "squeeze",
+        ),
+        *(
+            "stack",
+            "sub",
+            "sum",
+            "t",
+            "tanh",
+            "to",
+            "transpose",
+            "tril",
+            "triu",
+            "type_as",
+            "unbind",
+            "unsqueeze",
+            "view",
+            "where",
+        ),
+        *(
+            "zeros",
+            "zeros_like",
+            "_weight_norm",
+            "_weight_norm_interface",
+            "lift_fresh_copy",
+            "detach_",
+            "_to_copy",
+            "mm",
+            "matmul",
+        ),
+        *("square", "sigmoid", "relu", "empty_like", "scatter_", "scatter"),
+    )
+)
+"""Operators that only compute, by their names."""
+
+
+class Budget:
+    """The numbers that a program may compute, beyond which it is refused."""
+
+    def __init__(self, limit: int) -> None:
+        self._left = limit
+
+    def spend(self, numbers: int) -> None:
+        self._left -= numbers
+        if self._left < 0:
+            raise ImportRefused("the program computes far more numbers than its weights have: save it again")
+
+
+def run(call: Call, budget: Budget) -> Any:
+    """Return the result of an operator; raises ImportRefused if it is too large, without computing it."""
+    arguments = {name: value for name, value in call.arguments.items() if name != "train"}
+    if "train" in call.arguments:
+        arguments["train"] = False
+    operator = getattr(getattr(torch.ops.aten, call.name), call.overload or "default")
+    try:
+        with torch.inference_mode():
+            count = _size(call, operator, arguments)
+            if count > LARGEST:
+                raise ImportRefused(f"{call.name} makes {count} numbers of constants, and the limit is {LARGEST}")
+            budget.spend(count)
+            return operator(**arguments)
+    except (ArithmeticError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        raise ImportRefused(f"{call.name} does not fit its arguments: {str(error).splitlines()[0][:200]}") from error
+
+
+class TensorMachine:
+    """Runs a program on tensors. operators: the names of those that it may run."""
+
+    def __init__(self, operators: frozenset[str], budget: Budget) -> None:
+        self._operators = operators
+        self._budget = budget
+
+    def constant(self, name: str, tensor: Tensor) -> Any:
+        return tensor
+
+    def is_tensor(self, value: Any) -> bool:
+        return isinstance(value, Tensor)
+
+    def size(self, value: Any) -> list[int]:
+        return list(value.shape)
+
+    def number(self, value: Any) -> Any:
+        return value.item()
+
+    def operate(self, name: str, overload: str | None, positional: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        if name not in self._operators:
+            raise ImportRefused(f"the operator {name} of torch cannot be imported")
+        return run(bound(name, overload, positional, named, self.is_tensor), self._budget)
+
+
+def _size(call: Call, operator: Any, arguments: Mapping[str, Any]) -> int:
+    """Return how many numbers an operator makes, without computing them."""
+    if call.name == "_pad_packed_sequence":
+        return int(arguments["data"].numel() * max(1, arguments["total_length"]))
+    if call.name == "_pack_padded_sequence" or call.overload == "data":
+        return int(sum(tensor.numel() for tensor in arguments.values() if isinstance(tensor, Tensor)))
+    return _count(operator(**{**_mapped(arguments, lambda tensor: tensor.to("meta")), **_on_meta(operator)}))
+
+
+def _on_meta(operator: Any) -> dict[str, Any]:
+    """Return what keeps an operator that makes a tensor from allocating it."""
+    return {"device": "meta"} if any(argument.name == "device" for argument in operator._schema.arguments) else {}
+
+
+def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, list | tuple):
+        return [_mapped(item, change) for item in value]
+    return {name: _mapped(item, change) for name, item in value.items()} if isinstance(value, dict) else value
+
+
+def _count(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return math.prod(value.shape)
+    return sum(map(_count, value)) if isinstance(value, list | tuple) else 0

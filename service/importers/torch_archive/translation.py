@@ -1,0 +1,137 @@
+"""Translates a program: carries out its calls on signals, which are known by meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from service.importers.chain.signal import Signal
+from service.importers.draft import ImportRefused
+from service.importers.onnx.operation import Reading
+from service.importers.onnx.values import Constant, FinalCell, Lengths, Order, State
+from service.importers.torch_archive.calls import bound
+from service.importers.torch_archive.moves import OPERATORS as MOVES
+from service.importers.torch_archive.operation import Operation
+from service.importers.torch_archive.operators import OPERATORS
+from service.importers.torch_archive.packing import BatchSizes, Packed
+from service.importers.torch_archive.tensors import PURE, Budget, run
+
+DEPENDENT = (Signal, Lengths, Order, State, FinalCell, Packed, BatchSizes)
+"""Values that depend on the input."""
+SHARING = frozenset(MOVES) - {"cat", "clone", "flip", "gather", "index_select", "pad", "constant_pad_nd", "stack"}
+"""Operators whose results share their numbers with their first argument."""
+
+
+class TranslatingMachine:
+    """Carries out calls on signals, and those of constants on their numbers.
+
+    An operator that changes a tensor in place gives it a new value, unless other tensors share its numbers.
+    """
+
+    def __init__(self, reading: Reading, budget: Budget) -> None:
+        self._reading = reading
+        self._budget = budget
+        self._replaced: dict[int, tuple[Any, Any]] = {}
+        self._shared: dict[int, Any] = {}
+
+    def constant(self, name: str, tensor: Tensor) -> Any:
+        return Constant(_array(tensor), frozenset([name]) if name else frozenset())
+
+    def is_tensor(self, value: Any) -> bool:
+        return isinstance(value, (Constant, *DEPENDENT))
+
+    def size(self, value: Any) -> list[int]:
+        value = self._current(value)
+        if isinstance(value, Signal):
+            return list(value.shape)
+        if isinstance(value, Constant):
+            return list(value.array.shape)
+        if isinstance(value, Lengths | Order):
+            return [self._reading.batch]
+        if isinstance(value, Packed):
+            return [value.steps.shape[0] * value.steps.shape[1], *value.steps.shape[2:]]
+        if isinstance(value, BatchSizes):
+            return [self._reading.steps]
+        raise ImportRefused("it asks for the shape of initial states")
+
+    def number(self, value: Any) -> Any:
+        if not isinstance(value, Constant) or value.array.size != 1:
+            raise ImportRefused("it makes a number of a tensor that depends on the sequence")
+        return value.array.item()
+
+    def operate(self, name: str, overload: str | None, positional: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        positional, named = self._current(list(positional)), self._current(dict(named))
+        call = bound(name, overload, positional, named, self.is_tensor)
+        plain = name.rstrip("_") if not name.startswith("__") else name
+        values = _flat(list(call.arguments.values()))
+        try:
+            if not any(isinstance(value, DEPENDENT) for value in values):
+                return self._folded(call)
+            if plain not in OPERATORS:
+                raise ImportRefused("operators of this name cannot be imported: docs/importing.md lists those that can")
+            for value in values:
+                if isinstance(value, Constant):
+                    self._budget.spend(value.array.size)
+            result = OPERATORS[plain](Operation(call, self._reading))
+        except ImportRefused as refused:
+            raise ImportRefused(f"{name}: {refused}") from refused
+        if plain != name:
+            self._replace(name, values[0], result)
+        elif plain in SHARING:
+            self._shared |= {id(value): value for value in (values[0], *_flat([result]))}
+        self._reading.progress += 1
+        return result
+
+    def _replace(self, name: str, old: Any, new: Any) -> None:
+        """Give a tensor a new value. The old one is kept, so that no other value has its id."""
+        if id(old) in self._shared:
+            raise ImportRefused(
+                f"{name}: it changes a tensor in place that shares its numbers with another: save it without inplace=True"
+            )
+        self._replaced[id(old)] = old, new
+
+    def _current(self, value: Any) -> Any:
+        """Return arguments with the new values of tensors that were changed in place."""
+        if isinstance(value, list | tuple):
+            return [self._current(item) for item in value]
+        if isinstance(value, dict):
+            return {name: self._current(item) for name, item in value.items()}
+        while id(value) in self._replaced:
+            value = self._replaced[id(value)][1]
+        return value
+
+    def _folded(self, call: Any) -> Any:
+        if call.name not in PURE:
+            raise ImportRefused("it does not depend on the sequence, and is not computed from constants")
+        constants = [value for value in _flat(list(call.arguments.values())) if isinstance(value, Constant)]
+        origins = frozenset[str]().union(*(value.origins for value in constants))
+        result = run(call.changed(_unwrapped), self._budget)
+        return _wrapped(result, origins)
+
+
+def _array(tensor: Tensor) -> Any:
+    wide = tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+    return wide.detach().numpy()
+
+
+def _unwrapped(value: Any) -> Any:
+    if isinstance(value, Constant):
+        return torch.from_numpy(np.require(value.array, requirements="W") if not value.array.flags.writeable else value.array)
+    return [_unwrapped(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _wrapped(value: Any, origins: frozenset[str]) -> Any:
+    if isinstance(value, Tensor):
+        return Constant(_array(value), origins)
+    return [_wrapped(item, origins) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _flat(values: Sequence[Any]) -> list[Any]:
+    flat = []
+    for value in values:
+        flat += _flat(value) if isinstance(value, list | tuple) else [value]
+    return flat
