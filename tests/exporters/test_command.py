@@ -12,9 +12,11 @@ import torch
 from service.cli import main
 from service.modeling import spec, store
 from service.modeling.npz import read_npz, write_npz
+from service.settings import EMBEDDED_MODELS
 from tests import models
 from tests.exporters.cases import CASES, VOCABULARY, Case
 from tests.exporters.exporting import assert_round_trip, comparable, export, import_back, write_case
+from tests.exporters.table import PAGE, page
 
 LSTM = Case(
     "lstm",
@@ -122,6 +124,26 @@ def test_state_dict_loads_into_modules_as_the_documentation_shows(tmp_path: Path
     modules.layers = torch.nn.ModuleList([torch.nn.Embedding(VOCABULARY, 4), torch.nn.LSTM(4, 5, 11)])
     modules.head = torch.nn.Linear(5, 2)
     modules.load_state_dict(torch.load(file, weights_only=True))
+
+
+@pytest.mark.parametrize("format, suffix", [("pytorch", ".pt"), ("keras", ".h5"), ("onnx", ".onnx")])
+@pytest.mark.parametrize("name", ["question-type-lstm", "question-type-cnn", "sensor-forecast"])
+def test_embedded_models_come_back(tmp_path: Path, name: str, format: str, suffix: str) -> None:
+    file = tmp_path / f"model{suffix}"
+    assert run("export", name, "--format", format, "--out", file) == 0
+    tokenizer = Path(f"{file}.tokenizer.json")
+    flags = ("--tokenizer", tokenizer) if tokenizer.exists() else ()
+    assert run("import", file, "--name", name, "--recipe", f"{file}.toml", *flags, "--models", tmp_path / "models") == 0
+    written, back = (spec.read(root / name / "1") for root in (EMBEDDED_MODELS, tmp_path / "models"))
+    assert comparable(back) == comparable(written) and back.description == written.description
+    expected = store.read_arrays(EMBEDDED_MODELS / name / "1", written)
+    imported = store.read_arrays(tmp_path / "models" / name / "1", back)
+    assert all(torch.equal(imported[tensor], expected[tensor]) for tensor in expected)
+
+
+def test_page_has_the_tested_table() -> None:
+    """`python -m tests.exporters.table` writes it."""
+    assert PAGE.read_text() == page()
 
 
 def test_options_of_the_table_have_different_names() -> None:
