@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+
 from service.importers.chain.finishing import finished
 from service.importers.chain.nodes import Input
 from service.importers.draft import Draft, ImportRefused
@@ -20,7 +22,7 @@ from service.importers.keras.weights import WeightsFile
 
 def read(path: Path) -> Draft:
     """Return the model in a file of Keras; raises ImportRefused if model.toml cannot express it."""
-    with saved(path) as model:
+    with saved(path) as model, np.errstate(all="ignore"):  # damaged weights overflow, and are refused below
         try:
             architecture = network(model.architecture)
             ids = Input(1, is_ids=True) if _has_embedding(architecture) else None

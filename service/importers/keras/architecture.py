@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from service.importers.draft import ImportRefused
 
-MOST_LAYERS = 10_000
+MOST_LAYERS = 1000
 DEEPEST_NETWORK = 8
 """Models within models."""
 FUNCTIONAL = ("Functional", "Model")
@@ -27,9 +28,12 @@ class Reference(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
-    """One call of a layer. inputs: in order, with numbers for constants; masks: among the other arguments; others: the names of arguments
-    with tensors that are no masks; options: arguments of one value."""
+class LayerCall:
+    """One call of a layer in the architecture.
+
+    inputs: in order, with numbers for constants; masks: among the other arguments; others: the names of arguments with tensors that are no
+    masks; options: arguments of one value.
+    """
 
     inputs: tuple[Reference | float, ...]
     masks: tuple[Reference, ...] = ()
@@ -63,7 +67,7 @@ class Network:
 
     name: str
     layers: Mapping[str, LayerConfig]
-    nodes: Mapping[tuple[str, int], Node]
+    nodes: Mapping[tuple[str, int], LayerCall]
     inputs: tuple[Reference, ...]
     outputs: tuple[Reference, ...]
 
@@ -92,14 +96,25 @@ class Network:
 
 def network(data: Any) -> Network:
     """Return the architecture in a decoded JSON; raises ImportRefused if it is none, or has code."""
-    try:
+    with _as_keras_writes():
         return _network(data, depth=0)
+
+
+def layer_config(data: Any) -> LayerConfig:
+    """Return a layer within a wrapper such as Bidirectional; raises ImportRefused if it is none, or has code."""
+    with _as_keras_writes():
+        return _layer(data, depth=0)
+
+
+@contextmanager
+def _as_keras_writes() -> Iterator[None]:
+    try:
+        yield
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise ImportRefused(f"the architecture is not as Keras writes it ({error!r}): save the model again") from error
+        raise ImportRefused(f"the architecture is not as Keras writes it ({error!r:.200}): save the model again") from error
 
 
-def layer_config(data: Mapping[str, Any], *, depth: int = 0) -> LayerConfig:
-    """Return a layer, also of one within a wrapper such as Bidirectional; raises ImportRefused if its class is not of Keras."""
+def _layer(data: Mapping[str, Any], depth: int) -> LayerConfig:
     kind, config = _text(data["class_name"]), data["config"]
     module = str(data.get("module") or "")
     name = _text(data.get("name") or (config["name"] if isinstance(config, dict) else kind))
@@ -134,14 +149,14 @@ def _sequential(data: Mapping[str, Any], depth: int) -> Network:
     config = data["config"]
     entries = config if isinstance(config, list) else config["layers"]
     _check_count(entries)
-    layers = _by_name(layer_config(entry, depth=depth) for entry in entries)
+    layers = _by_name(_layer(entry, depth) for entry in entries)
     first = next(iter(layers.values()))
     if first.kind != "InputLayer":
         layers = {"": LayerConfig("InputLayer", "", {"batch_shape": _input_shape(data, first)}, ""), **layers}
-    nodes: dict[tuple[str, int], Node] = {}
+    nodes: dict[tuple[str, int], LayerCall] = {}
     above: tuple[Reference, ...] = ()
     for name in layers:
-        nodes[name, 0] = Node(above)
+        nodes[name, 0] = LayerCall(above)
         above = (Reference(name, 0, 0),)
     names = list(layers)
     name = "sequential" if isinstance(config, list) else str(config.get("name", "sequential"))
@@ -158,16 +173,16 @@ def _input_shape(data: Mapping[str, Any], first: LayerConfig) -> Any:
 def _functional(config: Mapping[str, Any], depth: int) -> Network:
     entries = config["layers"]
     _check_count(entries)
-    layers = _by_name(layer_config(entry, depth=depth) for entry in entries)
+    layers = _by_name(_layer(entry, depth) for entry in entries)
     found = {_text(entry.get("name") or entry["config"]["name"]): [_node(node) for node in _listed(entry)] for entry in entries}
     outputs = tuple(_references(config["output_layers"]))
     used = {(one.layer, one.call) for nodes in found.values() for node in nodes for one in node.references}
     used |= {(one.layer, one.call) for one in outputs}
-    nodes: dict[tuple[str, int], Node] = {}
+    nodes: dict[tuple[str, int], LayerCall] = {}
     for name, own in found.items():
         # Keras 2 counts the calls of a model within a model from 1.
         first = 1 if layers[name].network is not None and (name, len(own)) in used else 0
-        nodes |= {(name, first + number): node for number, node in enumerate(own or [Node(())])}
+        nodes |= {(name, first + number): node for number, node in enumerate(own or [LayerCall(())])}
     inputs = tuple(_references(config["input_layers"]))
     if not inputs or not outputs:
         raise ImportRefused("the architecture has no input or no output: save the model again")
@@ -180,7 +195,7 @@ def _listed(entry: Mapping[str, Any]) -> list[Any]:
     return [[node] if isinstance(node, list) and node and isinstance(node[0], str) else node for node in nodes]
 
 
-def _node(data: Any) -> Node:
+def _node(data: Any) -> LayerCall:
     """Return a call, as Keras 3 writes it, {"args", "kwargs"}, or Keras 2, [[layer, call, output, arguments], ...]."""
     if isinstance(data, dict):
         inputs, arguments = data["args"], data["kwargs"]
@@ -196,7 +211,7 @@ def _node(data: Any) -> Node:
         elif found:
             others.append(name)
     options = {name: value for name, value in arguments.items() if not isinstance(value, dict | list)}
-    return Node(tuple(_leaves(inputs)), tuple(masks), tuple(others), options)
+    return LayerCall(tuple(_leaves(inputs)), tuple(masks), tuple(others), options)
 
 
 def _leaves(value: Any) -> Iterator[Reference | float]:

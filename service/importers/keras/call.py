@@ -9,10 +9,11 @@ from typing import Any
 from service.importers.chain.nodes import Input
 from service.importers.chain.signal import Signal
 from service.importers.draft import Array, ImportRefused
-from service.importers.keras.architecture import LayerConfig, Node
+from service.importers.keras.architecture import LayerCall, LayerConfig
 from service.importers.keras.weights import WeightsFile
 
 REQUIRED: Any = object()
+LARGEST_NUMBER = 1e30
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,7 +63,7 @@ class Call:
     """One call of a layer. inputs: tensors, and numbers of an operation; paths: of the layer's tensors in the file, in order."""
 
     layer: LayerConfig
-    node: Node
+    node: LayerCall
     inputs: Sequence[Value | float]
     paths: Sequence[str]
     reading: Reading
@@ -131,7 +132,7 @@ class Call:
 
     def number(self, key: str, default: Any = REQUIRED) -> float:
         value = self.value(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST_NUMBER:
             raise self._refused(key, value)
         return float(value)
 

@@ -84,7 +84,7 @@ def _hdf5(path: Path) -> Iterator[Saved]:
             yield Saved(architecture, weights, _is_keras_2(version), (note,))
         else:
             version = weights.text("", "keras_version")
-            yield Saved(decoded(given.encode(), f"{path}: model_config"), weights, _is_keras_2(version or "2"))
+            yield Saved(decoded(given, f"{path}: model_config"), weights, _is_keras_2(version or "2"))
 
 
 def _beside(path: Path) -> tuple[dict[str, Any], str]:
@@ -107,10 +107,10 @@ def _beside(path: Path) -> tuple[dict[str, Any], str]:
     )
 
 
-def decoded(content: bytes, where: str) -> Any:
+def decoded(content: bytes | str, where: str) -> Any:
     """Return the value of a JSON text; raises ImportRefused if it is none."""
     try:
-        return json.loads(content)
+        return json.loads(content if isinstance(content, bytes) else content.encode())
     except (ValueError, RecursionError) as error:
         raise ImportRefused(f"{where} is not the JSON that Keras writes ({error}): save the model again") from error
 

@@ -6,17 +6,20 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from service.importers.chain.nodes import Input
+from service.importers.chain.nodes import Input, Mapped, Node
+from service.importers.chain.settling import settled
 from service.importers.chain.signal import Role, Signal, axis
 from service.importers.draft import ImportRefused
 from service.importers.keras import activations, layers, recurrent, shapes
-from service.importers.keras.architecture import LayerConfig, Network, Node
+from service.importers.keras.architecture import LayerCall, LayerConfig, Network
 from service.importers.keras.call import Call, Mask, Reading, Tensor, Value
 from service.importers.keras.weights import Weights
 
 BATCH, STEPS = 101, 10007
 """Sizes of axes that a model leaves open. They are prime, so that no size of a weight is taken for them."""
-MOST_CALLS = 10_000
+MOST_CALLS = 1000
+LONGEST_FUNCTION = 2
+"""Activations in a row that may together be one activation. Others are named one by one, which takes less time."""
 MOST_COLUMNS = 1 << 14
 Layer = Callable[[Call], Value | Sequence[Value]]
 LAYERS: dict[str, Layer] = {
@@ -74,7 +77,7 @@ def start(network: Network, reading: Reading) -> Tensor:
 
 
 def _called(
-    layer: LayerConfig, node: Node, values: Mapping[tuple[str, int], Sequence[Value]], weights: Weights, reading: Reading
+    layer: LayerConfig, node: LayerCall, values: Mapping[tuple[str, int], Sequence[Value]], weights: Weights, reading: Reading
 ) -> Sequence[Value]:
     """Return the outputs of one call of a layer."""
     reading.calls += 1
@@ -87,16 +90,32 @@ def _called(
         ]
         if node.masks:
             inputs = [Tensor(one.signal, is_masked=True) if isinstance(one, Tensor) else one for one in inputs]
-        results = _results(layer, node, inputs, weights, reading)
-        if any(isinstance(one, Tensor) and one.signal.columns.size > MOST_COLUMNS for one in results):
-            raise ImportRefused(f"it has more than {MOST_COLUMNS} columns")
+        return [_checked(one) for one in _results(layer, node, inputs, weights, reading)]
     except ImportRefused as refused:
         raise ImportRefused(f"{layer.kind} {layer.name}: {refused}") from refused
-    return results
+
+
+def _checked(result: Value) -> Value:
+    """Return a result within bounds."""
+    if not isinstance(result, Tensor):
+        return result
+    if result.signal.columns.size > MOST_COLUMNS:
+        raise ImportRefused(f"it has more than {MOST_COLUMNS} columns")
+    return Tensor(
+        result.signal.map_parts(lambda part: settled(part) if _functions(part) > LONGEST_FUNCTION else part), result.is_masked
+    )
+
+
+def _functions(node: Node) -> int:
+    """Return how many functions there are in a row above a layer."""
+    count = 0
+    while isinstance(node, Mapped):
+        node, count = node.below, count + 1
+    return count
 
 
 def _results(
-    layer: LayerConfig, node: Node, inputs: Sequence[Value | float], weights: Weights, reading: Reading
+    layer: LayerConfig, node: LayerCall, inputs: Sequence[Value | float], weights: Weights, reading: Reading
 ) -> Sequence[Value]:
     if layer.network is not None:
         tensors = [value for value in inputs if not isinstance(value, float)]

@@ -7,6 +7,7 @@ object has one name, and numbers are stored as they are.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator, KeysView, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,8 +76,13 @@ class Hdf5:
         try:
             if not h5a.exists(found, attribute.encode()):
                 return None
-            opened_attribute = h5a.open(found, attribute.encode())
-            size = math.prod(opened_attribute.shape) * opened_attribute.get_type().get_size()
+            attribute_id = h5a.open(found, attribute.encode())
+            kind = attribute_id.get_type()
+            size = math.prod(attribute_id.shape) * kind.get_size()
+            if not size:
+                return []
+            if kind.get_class() != h5t.STRING:  # h5py crashes on some others
+                raise ImportRefused(f"{where} has the type {attribute_id.dtype}, and texts are needed: save the model again")
             if size > min(ATTRIBUTE_BYTES, self._remaining):
                 raise ImportRefused(f"{where} has {size} bytes, more than are read")
             values = np.asarray(h5py.Group(found).attrs[attribute], dtype=object).ravel()
@@ -116,22 +122,25 @@ def opened(source: Path | bytes, name: str) -> Iterator[Hdf5]:
     except DAMAGED as error:
         raise ImportRefused(f"{name} is not a complete HDF5 file ({error}): save the model again") from error
     try:
-        yield _walked(h5g.open(file, b"/"), name, size)
+        yield _walked(file, name, size)
     finally:
-        h5py.File(file).close()
+        file.close()
 
 
-def _walked(root: h5g.GroupID, name: str, size: int) -> Hdf5:
+def _walked(file: h5f.FileID, name: str, size: int) -> Hdf5:
     """Return the file with every group and data set that belongs to the model."""
-    groups: dict[str, h5g.GroupID] = {"": root}
+    groups: dict[str, h5g.GroupID] = {}
     tensors: dict[str, h5d.DatasetID] = {}
-    waiting = [""]
-    known = {_address(root)}
+    waiting = deque([""])
+    known: set[tuple[int, int]] = set()
     while waiting:
-        path = waiting.pop()
+        path = waiting.popleft()
         if path.count("/") >= DEEPEST_GROUP or len(groups) + len(tensors) > MOST_OBJECTS:
             raise ImportRefused(f"{name} has more than {MOST_OBJECTS} objects, or groups within {DEEPEST_GROUP} others")
         try:
+            if not path:
+                groups[path] = h5g.open(file, b"/")
+                known.add(_address(groups[path]))
             for label, found in _objects(groups[path], f"{name}: {path}", skipped=() if path else TRAINING):
                 inner = f"{path}/{label}".lstrip("/")
                 if _address(found) in known:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from tests.importers.keras.builders import (
@@ -19,7 +18,7 @@ from tests.importers.keras.builders import (
     over_ids,
 )
 
-CUDNN = {"CuDNNLSTM": ("LSTM", {}), "CuDNNGRU": ("GRU", {"reset_after": True})}
+CUDNN: dict[str, tuple[str, dict[str, Any]]] = {"CuDNNLSTM": ("LSTM", {}), "CuDNNGRU": ("GRU", {"reset_after": True})}
 """The layers that compute the same without cuDNN, with their options."""
 HARD: dict[str, Any] = {"recurrent_activation": "hard_sigmoid"}
 
@@ -30,7 +29,7 @@ def _functional(keras: Any) -> Any:
     ids = keras.Input((None,), dtype="int32")
     x = layers.Embedding(VOCABULARY, FEATURES, mask_zero=True)(ids)
     shared = layers.Dense(FEATURES, activation="tanh")
-    steps, forward, backward = layers.Bidirectional(layers.GRU(3, return_sequences=True, return_state=True))(shared(shared(x)))
+    steps = layers.Bidirectional(layers.GRU(3, return_sequences=True, return_state=True))(shared(shared(x)))[0]
     last = layers.LSTM(UNITS, return_state=True)(layers.TimeDistributed(layers.Dense(4, activation="relu"))(steps))[1]
     head = keras.Sequential([keras.Input((UNITS,)), layers.Dense(3), layers.LeakyReLU(), layers.Dense(2, activation="softmax")])
     return keras.Model(ids, head(layers.BatchNormalization()(last)))
