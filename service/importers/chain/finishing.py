@@ -62,6 +62,8 @@ def _steps_head(node: Settled, columns: Columns) -> tuple[Node, Part, frozenset[
         top = _ending_in_product(node.below)
         head = Part({"kind": "tag", "labels": _labels(top.width)}, top.arrays)
         return top.below, head, top.origins, _softmax_notes(node)
+    if isinstance(node, Input):
+        raise ImportRefused("the output is the input")
     notes = []
     if not in_order(columns, node.width):
         node = selection(node, columns, "the output")

@@ -202,7 +202,7 @@ def pad(operation: Operation) -> Any:
 
 
 OPERATORS: dict[str, Callable[[Operation], Any]] = {
-    **dict.fromkeys(("alias", "contiguous", "detach", "lift_fresh_copy"), same),
+    **dict.fromkeys(("alias", "contiguous", "cpu", "detach", "lift_fresh_copy"), same),
     **dict.fromkeys(("dropout", "feature_dropout", "alpha_dropout"), dropout),
     **dict.fromkeys(("to", "_to_copy", "type_as", "float"), to),
     **dict.fromkeys(("view", "reshape", "_unsafe_view"), reshape),

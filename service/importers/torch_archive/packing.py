@@ -70,11 +70,20 @@ def empty_like(operation: Operation) -> Constant:
     return Constant(np.zeros(operation.reading.batch, np.int64))
 
 
+def index(operation: Operation) -> Lengths:
+    """Return lengths in another order."""
+    lengths, indices = operation["self"], operation["indices"]
+    if not isinstance(lengths, Lengths) or not all(isinstance(one, Order) for one in indices):
+        raise ImportRefused("it takes entries by lists of indexes: use slices")
+    return lengths
+
+
 OPERATORS: dict[str, Callable[[Operation], Any]] = {
     "_pack_padded_sequence": pack,
     "_pad_packed_sequence": pad,
     "argsort": lambda operation: sort(operation)[1],
     "empty_like": empty_like,
+    "index": index,
     "scatter": scatter,
     "sort": sort,
 }

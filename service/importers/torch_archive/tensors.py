@@ -54,6 +54,7 @@ PURE = frozenset(
             "full_like",
             "ge",
             "gt",
+            "index",
             "index_select",
             "le",
             "linalg_vector_norm",
@@ -180,7 +181,7 @@ def _size(call: Call, operator: Any, arguments: Mapping[str, Any]) -> int:
     """Return how many numbers an operator makes, without computing them."""
     if call.name == "_pad_packed_sequence":
         return int(arguments["data"].numel() * max(1, arguments["total_length"]))
-    if call.name == "_pack_padded_sequence" or call.overload == "data":
+    if call.name in ("_pack_padded_sequence", "cpu") or call.overload == "data":
         return int(sum(tensor.numel() for tensor in arguments.values() if isinstance(tensor, Tensor)))
     return _count(operator(**{**_mapped(arguments, lambda tensor: tensor.to("meta")), **_on_meta(operator)}))
 

@@ -1,0 +1,356 @@
+"""Archives that are damaged or made to harm are refused with the reason; no code in them runs, and they do not expand."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+import warnings
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from service.importers.draft import ImportRefused
+from service.importers.torch_archive import read
+
+MEMORY_BYTES = 200 << 20
+Change = Callable[[dict[str, bytes]], Any]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.fc(x))
+
+
+@pytest.fixture(scope="module", params=["export", "trace"])
+def archive(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An archive that imports."""
+    file: Path = tmp_path_factory.mktemp("archive") / ("model.pt2" if request.param == "export" else "model.pt")
+    x = torch.randn(2, 5, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if request.param == "export":
+            axes = ({0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO},)
+            torch.export.save(torch.export.export(Net(), (x,), dynamic_shapes=axes), file)
+        else:
+            torch.jit.save(torch.jit.trace(Net(), x), file)  # type: ignore[no-untyped-call]
+    return file
+
+
+def changed(archive: Path, folder: Path, change: Change) -> Path:
+    """Return a copy of an archive with other members."""
+    with zipfile.ZipFile(archive) as read:
+        members = {name: read.read(name) for name in read.namelist()}
+    change(members)
+    file = folder / archive.name
+    with zipfile.ZipFile(file, "w") as written:
+        for name, content in members.items():
+            written.writestr(name, content)
+    return file
+
+
+def refused(file: Path) -> str:
+    tracemalloc.start()
+    try:
+        with pytest.raises(ImportRefused) as raised:
+            read(file)
+        assert tracemalloc.get_traced_memory()[1] < MEMORY_BYTES
+    finally:
+        tracemalloc.stop()
+    return str(raised.value)
+
+
+def member(members: dict[str, bytes], end: str) -> str:
+    return next(name for name in members if name.endswith(end))
+
+
+def test_archive_imports(archive: Path) -> None:
+    assert [part.table["kind"] for part in read(archive).layers] == ["dense"]
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.4, 0.8, 0.99])
+def test_truncated_archive_is_refused(archive: Path, kept: float, tmp_path: Path) -> None:
+    content = archive.read_bytes()
+    (tmp_path / archive.name).write_bytes(content[: int(kept * len(content))])
+    assert refused(tmp_path / archive.name)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_changed_bytes_import_or_are_refused(archive: Path, seed: int, tmp_path: Path) -> None:
+    """No change of a member leads to another exception than the refusal."""
+    random = np.random.default_rng(seed)
+    for _ in range(20):
+
+        def change(members: dict[str, bytes]) -> None:
+            name = list(members)[random.integers(len(members))]
+            content = bytearray(members[name])
+            for _ in range(3 if content else 0):
+                content[random.integers(len(content))] = random.integers(256)
+            members[name] = bytes(content)
+
+        try:
+            read(changed(archive, tmp_path, change))
+        except ImportRefused as error:
+            assert str(error)
+
+
+@pytest.mark.parametrize(
+    "end", ["model.json", "model_weights_config.json", "weight_0", "data.pkl", "constants.pkl", "Net.py", "data/0"]
+)
+def test_missing_member_is_refused(archive: Path, end: str, tmp_path: Path) -> None:
+    def change(members: dict[str, bytes]) -> None:
+        found = [name for name in members if name.endswith(end) or (end == "Net.py" and name.endswith(".py"))]
+        for name in found:
+            del members[name]
+        if not found:
+            pytest.skip("the other kind of archive has this member")
+        if end == "constants.pkl":
+            pytest.skip("an archive without constants imports")
+
+    assert refused(changed(archive, tmp_path, change))
+
+
+def test_member_of_a_name_twice_is_refused(archive: Path, tmp_path: Path) -> None:
+    file = changed(archive, tmp_path, lambda members: members.update({"other/version": b"3"}))
+    with zipfile.ZipFile(file) as read_members:
+        names = read_members.namelist()
+    with zipfile.ZipFile(file, "a") as written:
+        written.writestr(names[0].replace(names[0].partition("/")[0], "again", 1), b"")
+    assert "has two members with the name" in refused(file)
+
+
+def test_names_outside_the_archive_are_never_written(archive: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "inner"
+    folder.mkdir()
+    read(changed(archive, folder, lambda members: members.update({"../../outside": b"x", "/outside": b"x"})))
+    assert [path.name for path in tmp_path.iterdir()] == ["inner"] and len(list(folder.iterdir())) == 1
+
+
+def test_compressed_bomb_is_refused_before_it_expands(archive: Path, tmp_path: Path) -> None:
+    file = changed(archive, tmp_path, dict.copy)
+    with zipfile.ZipFile(file, "a", zipfile.ZIP_DEFLATED) as written:
+        written.writestr("model/code/bomb.py", bytes(400 << 20))
+    assert "torch compresses only code" in refused(file)
+
+
+def test_members_that_overlap_are_refused(archive: Path, tmp_path: Path) -> None:
+    """A stored member cannot claim more bytes than the file has."""
+    file = tmp_path / archive.name
+    content = bytearray(archive.read_bytes())
+    with zipfile.ZipFile(archive) as read_members:
+        info = next(one for one in read_members.infolist() if one.filename.endswith(("data/0", "weight_0")))
+    size = info.file_size.to_bytes(4, "little")
+    start = content.rindex(info.filename.encode()) - 46  # its entry in the directory at the end
+    assert content[start + 24 : start + 28] == size
+    content[start + 20 : start + 28] = (1 << 30).to_bytes(4, "little") * 2
+    file.write_bytes(bytes(content))
+    assert "expands to" in refused(file)
+
+
+# torch.export
+
+
+def edited(archive: Path, folder: Path, end: str, edit: Callable[[Any], None]) -> Path:
+    """Return a copy of a .pt2 archive with another description."""
+
+    def change(members: dict[str, bytes]) -> None:
+        name = next((name for name in members if name.endswith(end)), None)
+        if name is None:
+            pytest.skip("TorchScript has no such description")
+        description = json.loads(members[name])
+        edit(description)
+        members[name] = json.dumps(description).encode()
+
+    return changed(archive, folder, change)
+
+
+def _node(description: Any) -> Any:
+    return description["graph_module"]["graph"]["nodes"][0]
+
+
+EXPRESSION = "__import__('os').mkdir('executed')"
+
+
+@pytest.mark.parametrize(
+    "edit, message",
+    [
+        (lambda model: _node(model).update(target="os.system"), "calls os.system, which cannot be imported"),
+        (lambda model: _node(model).update(target="torch.ops.aten.from_file.default"), "has no operator from_file|linear"),
+        (lambda model: _node(model).update(target="torch.ops.aten.nonsense.default"), "torch has no operator nonsense"),
+        (lambda model: _node(model).update(target="torch.ops.mine.linear.default"), "cannot be imported"),
+        (lambda model: model["schema_version"].update(major=99), "has schema 99"),
+        (lambda model: model["graph_module"]["graph"].update(nodes=[{}]), "is damaged"),
+        (lambda model: model["graph_module"]["graph"]["tensor_values"].clear(), "is damaged"),
+        (lambda model: model.clear(), "is damaged"),
+        (lambda model: _node(model)["inputs"][0].update(arg={"as_graph": {}}), "an argument of the kind as_graph"),
+        (lambda model: _node(model)["inputs"][0].update(arg={"as_tensor": {"name": "later"}}), "is damaged"),
+    ],
+    ids=range(10),
+)
+def test_wrong_description_is_refused(archive: Path, edit: Callable[[Any], None], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ImportRefused, match=message):
+        read(edited(archive, tmp_path, "model.json", edit))
+
+
+def test_expressions_of_a_description_are_not_evaluated(archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.export.load would evaluate them as Python."""
+    monkeypatch.chdir(tmp_path)
+
+    def edit(model: Any) -> None:
+        for value in model["graph_module"]["graph"]["tensor_values"].values():
+            for size in value["sizes"]:
+                if "as_expr" in size:
+                    size["as_expr"]["expr_str"] = EXPRESSION
+
+    read(edited(archive, tmp_path, "model.json", edit))
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        {"sizes": [{"as_int": 1 << 40}, {"as_int": 3}]},
+        {"sizes": [{"as_int": -4}, {"as_int": 3}]},
+        {"sizes": [{"as_int": 1 << 40}, {"as_int": 3}], "strides": [{"as_int": 0}, {"as_int": 0}]},
+        {"strides": [{"as_int": 1 << 40}, {"as_int": 1}]},
+        {"strides": [{"as_int": 3}]},
+        {"storage_offset": {"as_int": 1 << 40}},
+        {"storage_offset": {"as_int": -1}},
+        {"dtype": 99},
+        {"dtype": 10},
+    ],
+    ids=str,
+)
+def test_wrong_tensor_of_a_description_is_refused(archive: Path, meta: dict[str, Any], tmp_path: Path) -> None:
+    def edit(description: Any) -> None:
+        description["config"]["fc.weight"]["tensor_meta"].update(meta)
+
+    assert refused(edited(archive, tmp_path, "model_weights_config.json", edit))
+
+
+def test_pickled_weights_are_refused(archive: Path, tmp_path: Path) -> None:
+    def edit(description: Any) -> None:
+        description["config"]["fc.weight"]["use_pickle"] = True
+
+    assert "fc.weight of the archive is a pickle" in refused(edited(archive, tmp_path, "model_weights_config.json", edit))
+
+
+def test_deep_description_is_refused(archive: Path, tmp_path: Path) -> None:
+    def change(members: dict[str, bytes]) -> None:
+        if not any(name.endswith("model.json") for name in members):
+            pytest.skip("TorchScript has no description")
+        members[member(members, "model.json")] = b"[" * 100_000
+
+    assert "is damaged" in refused(changed(archive, tmp_path, change))
+
+
+# TorchScript
+
+
+def with_code(archive: Path, folder: Path, body: str) -> Path:
+    """Return a copy of a TorchScript archive whose forward method has another body."""
+
+    def change(members: dict[str, bytes]) -> None:
+        name = next((name for name in members if name.endswith(".py") and b"class Net" in members[name]), None)
+        if name is None:
+            pytest.skip("a .pt2 archive has no code")
+        code = members[name].decode()
+        start = code.index("    fc = self.fc")
+        members[name] = (code[:start] + body).encode()
+
+    return changed(archive, folder, change)
+
+
+@pytest.mark.parametrize(
+    "body, message",
+    [
+        ("    return torch.tanh(", "is damaged"),
+        ("    return __import__('os')", "calls __import__, which cannot be imported"),
+        ("    return open('executed')", "calls open, which cannot be imported"),
+        ("    return (lambda: x)()", "cannot|is no function|not read"),
+        ("    return x.__class__", "reads __class__ of a value that has no names"),
+        ("    return ''.__class__.__mro__", "reads __class__ of a value that has no names"),
+        ("    import os\n    return x", "a statement of the kind Import"),
+        ("    torch.save(x, 'executed')\n    return x", "has no operator save|cannot be imported"),
+        ("    torch.from_file('executed')\n    return x", "not computed from constants|cannot be imported|no operator"),
+        ("    ops.aten.from_file('/etc/passwd', True, 5)\n    return x", "not computed from constants"),
+        ("    torch.load('executed')\n    return x", "torch has no operator load"),
+        ("    ops.image.read_file('a')\n    return x", "cannot be imported"),
+        ("    self.training = True\n    return x", "changes self.training"),
+        ("    while True:\n      y = 1\n    return x", "takes more than 200000 steps"),
+        ("    for i in range(1000000000):\n      y = 1\n    return x", "list of|takes more than"),
+        ("    return self.forward(x)", "more than 40 calls within each other"),
+        ("    y = [1]\n    for i in range(100):\n      y = torch.add(y, y)\n    return x", "a list is too long"),
+        ("    y = torch.mul([1], 1000000000)\n    return x", "a list is too long"),
+        ("    y = 3\n    for i in range(100):\n      y = torch.mul(y, y)\n    return x", "a number is too large"),
+        ("    y = torch.mod('%999999999d', 1)\n    return x", "texts have no arithmetic"),
+        ("    y = torch.format('{:999999999}', 1)\n    return x", "the output is the input"),
+        ("    y = torch.zeros([1099511627776], dtype=6)\n    return torch.add(x, y)", "and the limit is"),
+        ("    y = torch.arange(1099511627776)\n    return torch.add(x, y)", "and the limit is"),
+        ("    y = torch.repeat(torch.ones([8], dtype=6), [1073741824])\n    return torch.add(x, y)", "and the limit is"),
+        (
+            "    y = torch.constant_pad_nd(torch.ones([8], dtype=6), [0, 1099511627776], 0)\n    return torch.add(x, y)",
+            "the limit is",
+        ),
+        ("    y = torch.expand(torch.ones([1], dtype=6), [1099511627776])\n    return torch.add(x, y)", "and the limit is"),
+        ("    y = torch.eye(1048576)\n    return torch.add(x, y)", "and the limit is"),
+        ("    y = x\n    for i in range(60):\n      y = torch.cat([y, y], 2)\n    return y", "columns, and the limit is"),
+        (f"    return {'(' * 150}x{')' * 150}", "the output is the input|damaged"),
+        (f"    return {'-' * 5000}x", "is damaged|not read"),
+        ("    return missing", "does not depend|no function|damaged"),
+        ("    return CONSTANTS.c5", "is damaged"),
+        ("    return x\n    raise ValueError()", "the output is the input"),
+        ("    ops.prim.RaiseException('stop')\n    return x", "fails: stop"),
+    ],
+    ids=range(34),
+)
+def test_hostile_code_is_refused(
+    archive: Path, body: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = with_code(archive, tmp_path, body)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ImportRefused, match=message):
+            read(file)
+        assert tracemalloc.get_traced_memory()[1] < MEMORY_BYTES
+    finally:
+        tracemalloc.stop()
+    assert not (tmp_path / "executed").exists()
+
+
+PROTO, STOP = b"\x80\x02", b"."
+PICKLES = {
+    "a function of os": b"cos\nmkdir\n(X\x08\x00\x00\x00executedtR",
+    "a class of Python": b"cbuiltins\nlist\n)\x81",
+    "builtins.eval": b"c__builtin__\neval\n(X\x01\x00\x00\x001tR",
+    "no module": b"]",
+    "an instruction of old pickles": b"(I1\nS'a'\nd",
+    "an instance": b"(i__main__\nA\n",
+    "an extension": b"\x82\x01",
+    "too few values": b"tR",
+    "a missing memo": b"h\x05",
+    "frames": b"\x95\xff\xff\xff\xff\xff\xff\xff\x7f",
+}
+
+
+@pytest.mark.parametrize("content", PICKLES.values(), ids=PICKLES)
+def test_hostile_pickle_is_refused(archive: Path, content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def change(members: dict[str, bytes]) -> None:
+        if not any(name.endswith("data.pkl") for name in members):
+            pytest.skip("a .pt2 archive has no pickle")
+        members[member(members, "data.pkl")] = PROTO + content + STOP
+
+    assert refused(changed(archive, tmp_path, change))
+    assert not (tmp_path / "executed").exists()
