@@ -28,8 +28,8 @@ MAX_COMPARED = 64
 class ServedModel:
     """One version of a model. `generation` identifies the content of its folder, as in the engines' ModelKey.
 
-    `writer` writes its outputs. `min_steps` is the shortest sequence that it takes, `step_bytes` the size of
-    a time step. `identity` has its name and version as JSON members.
+    `writer` writes its outputs. `min_steps` is the shortest sequence that it takes, 0 if it answers sequences without steps too.
+    `step_bytes` is the size of a time step. `identity` has its name and version as JSON members.
     """
 
     spec: ModelSpec
@@ -46,7 +46,7 @@ class ServedModel:
         identity = b'"model":%b,"version":%b' % (orjson.dumps(self.spec.name), orjson.dumps(self.version))
         object.__setattr__(self, "key", ModelKey(self.spec.name, self.version, self.generation))
         object.__setattr__(self, "writer", OutputWriter(self.spec))
-        object.__setattr__(self, "min_steps", self.spec.min_steps)
+        object.__setattr__(self, "min_steps", 0 if self.spec.takes_empty else self.spec.min_steps)
         object.__setattr__(self, "step_bytes", self.spec.input.step_bytes)
         object.__setattr__(self, "identity", identity)
 

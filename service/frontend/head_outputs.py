@@ -270,7 +270,8 @@ class _TagMembers:
         return [b"".join(self.pieces(part)) for part in parts]
 
     def pieces(self, part: _SequenceArrays) -> Iterator[bytes]:
-        picks, opening = part.picks[:, 0], b'"labels":['
+        picks, opening = part.picks[:, 0], b""
+        yield b'"labels":['
         for start in range(0, len(picks), PIECE_VALUES):
             labels = [self._labels[pick] for pick in picks[start : start + PIECE_VALUES].tolist()]
             yield opening + b",".join(labels)

@@ -218,14 +218,18 @@ def _state_numbers(values: Any, width: int, field: str) -> NDArray[Any]:
 
 def check_steps(steps: int, field: str, model: ServedModel) -> None:
     """Raise InvalidInput for a sequence with too few steps for the model, TooLarge for too many."""
-    if steps == 0:
-        raise InvalidInput(f"{field} is empty: send at least one step", field=field)
     _check_max_steps(steps, field, model)
     if steps < model.min_steps:
         raise InvalidInput(
             f"{field} has {steps} steps and {model.spec.name} needs at least {model.min_steps}: send a longer sequence",
             field=field,
         )
+
+
+def check_chunk(packed: PackedInputs, field: str) -> None:
+    """Raise InvalidInput for a chunk of a session without steps."""
+    if not packed.lengths[0]:
+        raise InvalidInput(f"{field} is empty: send at least one step with each chunk of a session", field=field)
 
 
 def engine_ids(values: NDArray[Any], field_of: FieldOf, model: ServedModel) -> NDArray[Any]:
@@ -269,8 +273,8 @@ def tokenize(text: str, field: str, model: ServedModel) -> bytes:
         )
     assert model.tokenizer is not None
     ids = model.tokenizer.packed_ids(text, field)
-    if not ids:
-        raise InvalidInput(f"{field} has no words: send a text with at least one", field=field)
+    if not ids and model.min_steps:
+        raise InvalidInput(f"{field} has no words: send a text with at least {model.min_steps}", field=field)
     return ids
 
 

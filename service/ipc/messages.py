@@ -76,6 +76,13 @@ class Share(msgspec.Struct, array_like=True, frozen=True):
 NO_TENANT = Share()
 
 
+class AnswerWithoutSteps(msgspec.Struct, array_like=True, frozen=True):
+    """The answer of a model to one sequence without steps, with every vector that a request may ask for. data: the bytes of its arrays."""
+
+    answer: Answer
+    data: bytes
+
+
 class Folding(msgspec.Struct, array_like=True, frozen=True):
     """Whether a model looks its ids up in a folded table, and what decided it.
 
@@ -91,7 +98,8 @@ class LoadedModel(msgspec.Struct, array_like=True, frozen=True):
     """A model version that an engine serves: its kernels, memory and cost.
 
     `streams` is true when a sequence may arrive in chunks. A batch takes `fixed` seconds, plus `per_step` for each time step of its longest
-    sequence, plus `per_token` for each token. `folding` is None for a model over features.
+    sequence, plus `per_token` for each token. `folding` is None for a model over features,
+    `without_steps` for a model that needs a step.
     """
 
     name: str
@@ -105,6 +113,7 @@ class LoadedModel(msgspec.Struct, array_like=True, frozen=True):
     per_token: float = 0.0
     generation: int = 0
     folding: Folding | None = None
+    without_steps: AnswerWithoutSteps | None = None
 
     @property
     def key(self) -> ModelKey:

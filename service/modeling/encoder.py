@@ -190,6 +190,19 @@ class Encoder:
         return Encoding(self._head(encoded, offsets), encoded.steps if sequence else None, offsets), final
 
     @torch.inference_mode()
+    def run_without_steps(self) -> Encoding | None:
+        """Return the encoding of one sequence without steps: the head over zeros. None for a model that needs a step.
+
+        No layer runs. Every pool of no steps is zero.
+        """
+        if not self.spec.takes_empty:
+            return None
+        zeros = torch.zeros(1, self.spec.output_width, device=self.device)
+        encoded = Encoded(None, steps=zeros[:0], last=zeros, mean=zeros, max=zeros)
+        offsets = torch.zeros(2, dtype=torch.int32, device=self.device)
+        return Encoding(self._head(encoded, offsets), encoded.steps if self.spec.has_steps else None, offsets)
+
+    @torch.inference_mode()
     def logits(self, vectors: Tensor) -> Tensor | None:
         """Return the scores of the head's linear layer, (lines, n) float32, or None without one. vectors: (lines, width)."""
         return self._head.logits(vectors)

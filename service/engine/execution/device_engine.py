@@ -119,6 +119,7 @@ class DeviceEngine:
                 weight_bytes=runner.encoder.weight_bytes(),
                 streams=runner.streams,
                 folding=runner.encoder.folding,
+                without_steps=runner.without_steps,
                 **runner.cost._asdict(),
             )
             for key, runner in self._runners.items()

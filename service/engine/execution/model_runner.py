@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import time
 from functools import cached_property
+from typing import Any
 
 from kernels.ragged import Ragged
 from service.engine.batch import Batch
-from service.engine.batching.state_slots import FIRST_SLOT
+from service.engine.batching.state_slots import FIRST_SLOT, ZERO_SLOT
 from service.engine.execution.cost_model import Cost
 from service.engine.execution.device import OutputCollector
 from service.engine.execution.in_flight import BatchArrays, InFlightBatch
 from service.engine.execution.staging import Staging
 from service.engine.execution.state_check import HostStateCheck
+from service.ipc.messages import Answer, AnswerWithoutSteps
 from service.modeling.encoder import Encoder, Encoding
 
 TRIAL_STEPS = 16
@@ -39,6 +41,8 @@ class ModelRunner:
         self._staging = Staging(max_batch_sequences, tokens, shape.features, encoder.device, in_flight)
         steps = max(min(TRIAL_STEPS, shape.max_steps), encoder.spec.min_steps)
         self.cost = _measure_cost(encoder, rows=max_batch_sequences, steps=steps, tokens=tokens)
+        self.without_steps = _answer_without_steps(encoder)
+        """The answer to a sequence without steps, None for a model that needs a step."""
 
     @property
     def graphs(self) -> int:
@@ -76,6 +80,19 @@ class ModelRunner:
         ragged = self._staging.ragged(rows, tokens)
         slots = None if whole else self._staging.row_slots(rows)
         return ragged, self.encoder(ragged, sequence=sequence, slots=slots)
+
+
+def _answer_without_steps(encoder: Encoder) -> AnswerWithoutSteps | None:
+    encoding = encoder.run_without_steps()
+    if encoding is None:
+        return None
+    head = encoding.head_output
+    arrays = {"scores": head.scores, "picks": head.picks, "embedding": head.embedding, "sequence": encoding.sequence}
+    if encoder.spec.states:
+        arrays["state"] = encoder.state_vector(ZERO_SLOT)[None]
+    on_host = {name: array.cpu() for name, array in arrays.items() if array is not None}
+    shapes: dict[str, Any] = {name: tuple(array.shape) for name, array in on_host.items()}
+    return AnswerWithoutSteps(Answer(**shapes, steps=[0]), b"".join(array.numpy().tobytes() for array in on_host.values()))
 
 
 def _measure_cost(encoder: Encoder, rows: int, steps: int, tokens: int) -> Cost:

@@ -15,6 +15,7 @@ import msgspec
 
 from service.errors import DeadlineExceeded, EngineLost, Overloaded, ServiceError, Unavailable
 from service.frontend.dispatch.connection import Answered, Deadlines, EngineConnection, PendingRequest, Receiver
+from service.frontend.dispatch.empty_rows import EmptyRows
 from service.frontend.dispatch.placement import engine_of_session
 from service.ipc import messages
 from service.ipc.channel import Channel
@@ -88,12 +89,32 @@ class Dispatcher:
         """
         if not self.ready:
             raise self._not_ready()
+        if 0 in request.lengths:
+            return self._send_without_empty(request, data, receiver, on_end)
         id, key = self._next_id(), request.key
         pending = PendingRequest(id, request, data, receiver, self._deadlines, key, on_end=on_end)
         engines = self._serving(key) if request.session is None else [self._engine_of(request.session)]
         engine = self._choose(_with_room(engines, pending.size, self._channel_bytes))
         engine.submit(pending)
         self._deadlines.add(pending)
+        return pending
+
+    def _send_without_empty(
+        self, request: Request, data: bytes | memoryview, receiver: Receiver, on_end: Callable[[], None] | None
+    ) -> PendingRequest:
+        """Send the sequences of a request that have steps, if there are any; raises a ServiceError."""
+        key = request.key
+        known = next((engine.models[key].without_steps for engine in self._serving(key) if key in engine.models), None)
+        if known is None:
+            raise Unavailable(f"{key.name} is still loading: retry later", field="model", retry_after=1)
+        rows = EmptyRows(request, data, known, receiver)
+        rest, values = rows.rest()
+        self._metrics.sequences.add(*key.labels, by=len(request.lengths) - len(rest.lengths))
+        if rest.lengths:
+            return self.send(rest, values, rows, on_end)
+        pending = PendingRequest(self._next_id(), rest, values, receiver, self._deadlines, key, on_end=on_end)
+        answered = rows.alone()
+        asyncio.get_running_loop().call_soon(lambda: None if pending.done else pending.answer(*answered))
         return pending
 
     def cancel(self, pending: PendingRequest) -> None:

@@ -114,7 +114,7 @@ class HotGrpcInfer(HotEndpoint):
                 return validation.engine_request(packed, _within(form.options, seconds), model, arrived), packed[1]
             tensors = form.decode(context.values)  # for the error that names the wrong value
         options = check_options(context.request, parsed.session, model, settings, seconds)
-        request, data = engine_request(context.request, tensors.pack(model, settings), options, model, arrived)
+        request, data = engine_request(context.request, tensors, tensors.pack(model, settings), options, model, arrived)
         if context.key is not None and form is None and not request.has_states:
             without_id = msgspec.structs.replace(context.request, id="")
             self._forms.remember(context.key, ParsedRequest(without_id, RAW_OUTPUTS), model, request.lengths)

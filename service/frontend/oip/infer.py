@@ -39,7 +39,7 @@ async def infer(
     async def build(model: ServedModel) -> tuple[Request, bytes | memoryview]:
         options = check_options(request, session, model, frontend.settings, within_seconds)
         packed = await _pack(tensors, model, frontend.settings)
-        return engine_request(request, packed, options, model, tracked.arrived)
+        return engine_request(request, tensors, packed, options, model, tracked.arrived)
 
     model, (answer, data) = await inference.run_inference(
         frontend, tracked, request.model, request.version or None, session, build
@@ -69,7 +69,7 @@ def build_request(
 ) -> tuple[Request, bytes | memoryview]:
     """Return the engine's request and its tensor bytes; raises a ServiceError. tensors: the inputs of the request."""
     options = check_options(request, session, model, settings)
-    return engine_request(request, tensors.pack(model, settings), options, model, arrived)
+    return engine_request(request, tensors, tensors.pack(model, settings), options, model, arrived)
 
 
 def check_options(
@@ -81,14 +81,20 @@ def check_options(
 
 
 def engine_request(
-    request: InferRequest, packed: PackedInputs, options: validation.Options, model: ServedModel, arrived: float
+    request: InferRequest,
+    tensors: InputTensors | DecodedInputs,
+    packed: PackedInputs,
+    options: validation.Options,
+    model: ServedModel,
+    arrived: float,
 ) -> tuple[Request, bytes | memoryview]:
-    """Return the engine's request and its tensor bytes. Raises InvalidInput for several sequences in one session, TooLarge for a
-    classification with too many entries.
+    """Return the engine's request and its tensor bytes. Raises InvalidInput for several sequences in one session or for an empty chunk,
+    TooLarge for a classification with too many entries.
     """
     outputs.check_classes(request.outputs, model.spec, len(packed.lengths))
     if options.session is not None:
         validation.check_single_input(len(packed.lengths), "parameters.sequence_id")
+        validation.check_chunk(packed, tensors.field_of(0))
     message = validation.engine_request(packed, options, model, arrived)
     if options.session is not None and message.has_states:
         raise InvalidInput(

@@ -146,10 +146,10 @@ def _remove_padding(sequences: Array, lengths: Tensor | None) -> tuple[Array, li
         problem = f"has the shape {list(lengths.shape)}, but the number of sequences is {count}"
         raise tensor_error(LENGTHS, f"{problem}: send the shape [{count}] or [{count}, 1]")
     steps = _flat_integers(lengths)
-    for index in np.flatnonzero((steps < 1) | (steps > longest))[:1]:
+    for index in np.flatnonzero((steps < 0) | (steps > longest))[:1]:
         field = f"{LENGTHS}[{index}]"
         problem = f"{field} is {steps[index]}, but each sequence is padded to {longest} steps"
-        raise InvalidInput(f"{problem}: send a length between 1 and {longest}", field=field)
+        raise InvalidInput(f"{problem}: send a length between 0 and {longest}", field=field)
     return sequences[np.arange(longest) < steps[:, None]], steps.tolist()
 
 
@@ -166,10 +166,10 @@ def _split_packed(values: Tensor, sequences: Array, offsets: Tensor) -> tuple[Ar
     if bounds[0] != 0 or bounds[-1] != steps:
         problem = f"run from {bounds[0]} to {bounds[-1]}, but {values.name} has {steps} steps"
         raise tensor_error(OFFSETS, f"{problem}: start at 0 and end at {steps}")
-    for index in np.flatnonzero(bounds[1:] <= bounds[:-1])[:1]:
+    for index in np.flatnonzero(bounds[1:] < bounds[:-1])[:1]:
         field = f"{OFFSETS}[{index + 1}]"
         problem = f"{field} is {bounds[index + 1]}, but its sequence starts at {bounds[index]}"
-        raise InvalidInput(f"{problem}: send at least one step for each sequence", field=field)
+        raise InvalidInput(f"{problem}: send offsets that never fall", field=field)
     return sequences[0], np.diff(bounds).tolist()
 
 

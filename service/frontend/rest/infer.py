@@ -188,6 +188,8 @@ def engine_request(
     body: InferBody, packed: PackedInputs, model: ServedModel, settings: Settings, arrived: float
 ) -> tuple[messages.Request, bytes | memoryview]:
     """Return the engine's request and its tensor bytes; raises InvalidInput."""
+    if body.session is not None:
+        validation.check_chunk(packed, body.field_of(0))
     if body.states is not None:
         packed = validation.with_states(packed, body.states, "states", model)
     options = validation.Options(
@@ -248,6 +250,8 @@ class HotInfer(HotEndpoint):
     def build(self, parsed: Parsed, model: ServedModel, arrived: float) -> tuple[messages.Request, bytes | memoryview]:
         fields: InferFields = parsed.context
         packed = validation.pack_inputs(fields.inputs, self.field_of, model, self.frontend.settings)
+        if fields.session is not None:
+            validation.check_chunk(packed, self.field_of(0))
         options = validation.Options(
             returns=check_returns(fields.returns, model.spec),
             deadline_ms=validation.resolve_deadline_ms(fields.deadline_ms, self.frontend.settings),

@@ -204,6 +204,11 @@ class ModelSpec(Table):
         return steps
 
     @property
+    def takes_empty(self) -> bool:
+        """Whether a sequence without steps has an answer: no layer needs several steps, and no span is asked for."""
+        return self.min_steps == 1 and self.head.kind != "span"
+
+    @property
     def states(self) -> dict[str, int]:
         """The states of the recurrent layers by name, such as `layers.1.0.forward.hidden`, and their widths.
 

@@ -16,6 +16,7 @@ from service.ipc.blocks import COUNT, DEADLINE, ID, Columns
 from service.ipc.channel import Channel, Frame, encode, pair
 from service.ipc.messages import (
     Answer,
+    AnswerWithoutSteps,
     Backlog,
     Cancel,
     EngineStatus,
@@ -432,5 +433,35 @@ def test_model_on_several_devices_is_listed_once() -> None:
         while len(dispatcher.models[0].backends) > 2:
             await asyncio.sleep(0)
         assert dispatcher.models[0].device == "cuda:1"
+
+    run(test)
+
+
+def test_sequences_without_steps_wait_for_a_model_that_is_loading() -> None:
+    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
+        engine = await meet(dispatcher)
+        with pytest.raises(Unavailable, match="words is still loading"):
+            await dispatcher.submit(request(steps=0), b"")
+        assert not engine.channel.receive()
+
+    run(test)
+
+
+def test_cancelled_request_without_steps_is_not_answered() -> None:
+    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
+        engine = await meet(dispatcher)
+        known = AnswerWithoutSteps(Answer((1, 1), steps=[0]), b"\0\0\0\0")
+        model = LoadedModel("words", "1", "cuda:1", [], 7, without_steps=known)
+        engine.send(encode(EngineStatus([model], 0)))
+        while not any("cuda:1" in model.device for model in dispatcher.models):
+            await asyncio.sleep(0)
+        answered = await dispatcher.submit(request(steps=0), b"")
+        assert (answered.answer.scores, answered.answer.steps, answered.data) == ((1, 1), [0], known.data)
+        cancelled = asyncio.ensure_future(dispatcher.submit(request(steps=0), b""))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        assert not engine.channel.receive(), "no engine computes it"
 
     run(test)

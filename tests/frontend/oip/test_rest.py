@@ -433,7 +433,6 @@ def test_body_may_be_one_raw_sequence(server: Server, model: str, body: bytes, r
 @pytest.mark.parametrize(
     ("model", "body", "field"),
     [
-        ("words", b"", "text[0]"),
         ("words", b"\xff", "text[0]"),
         ("speller", b"", "ids"),
         ("speller", b"12345", "ids"),

@@ -1,0 +1,99 @@
+"""Sequences without steps: what they are answered with, and how their rows come into an engine's answer.
+
+No engine computes them. An engine publishes the answer to such a sequence with the model, and gets only the other sequences of a request.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from service.errors import ServiceError
+from service.frontend.dispatch.connection import Answered, Receiver
+from service.ipc.messages import FEATURES, IDS, Answer, AnswerWithoutSteps, Request
+
+Array = NDArray[Any]
+DTYPES = {"scores": FEATURES, "picks": IDS, "embedding": FEATURES, "sequence": FEATURES, "state": FEATURES}
+"""The arrays of an answer, in their order."""
+NUMBER_BYTES = np.dtype(FEATURES).itemsize
+
+
+class EmptyRows:
+    """Receives the answer to the sequences with steps of a request, adds the rows of those without, and passes it on."""
+
+    def __init__(self, request: Request, data: bytes | memoryview, known: AnswerWithoutSteps, receiver: Receiver) -> None:
+        """request, data: with all sequences; known: the answer to one without steps."""
+        self._request = request
+        self._has_steps = np.array(request.lengths) > 0
+        self._known = dict(_arrays(known.answer, known.data))
+        self._values, self._states = _split_states(request, data, prod(known.answer.state))
+        self._receiver = receiver
+
+    def rest(self) -> tuple[Request, bytes | memoryview]:
+        """Return the request without its sequences that have no steps. It may have none left."""
+        lengths = [steps for steps in self._request.lengths if steps]
+        request = msgspec.structs.replace(self._request, lengths=lengths)
+        if self._states is None:
+            return request, self._values
+        return request, b"".join((self._values, self._states[self._has_steps].tobytes()))
+
+    def alone(self) -> Answered:
+        """Return the answer to the request if no sequence has steps."""
+        returns = self._request.returns
+        wanted = {"embedding": returns.embedding, "sequence": returns.sequence, "state": returns.state}
+        shapes: dict[str, Any] = {name: (0, row.shape[1]) for name, row in self._known.items() if wanted.get(name, True)}
+        return self._filled(Answer(**shapes, ready=time.monotonic()), b"")
+
+    def answered(self, answer: Answer, data: bytes | memoryview) -> None:
+        self._receiver.answered(*self._filled(answer, data))
+
+    def failed(self, error: ServiceError) -> None:
+        self._receiver.failed(error)
+
+    def _filled(self, answer: Answer, data: bytes | memoryview) -> Answered:
+        """Return an answer with the rows that it lacks. Arrays with a line per step lack none."""
+        count = len(self._has_steps)
+        steps = np.zeros(count, int)
+        steps[self._has_steps] = answer.steps
+        shapes, parts = {}, []
+        for name, array in _arrays(answer, data):
+            known = self._known[name]
+            if len(known):
+                whole = np.empty((count, known.shape[1]), known.dtype)
+                whole[self._has_steps], whole[~self._has_steps] = array, self._start_states(known) if name == "state" else known
+                array = whole
+            shapes[name] = array.shape
+            parts.append(array.tobytes())
+        return Answered(msgspec.structs.replace(answer, **shapes, steps=steps.tolist()), b"".join(parts))
+
+    def _start_states(self, usual: Array) -> Array:
+        """Return the states from which the sequences without steps start, which are also those after them."""
+        if self._states is None:
+            return usual
+        given = self._states[~self._has_steps]
+        return np.where(np.isnan(given), usual, given)
+
+
+def _split_states(request: Request, data: bytes | memoryview, numbers: int) -> tuple[bytes | memoryview, Array | None]:
+    """Return the values of a request, and the states that it brings, (sequences, numbers), or None."""
+    if not request.initial:
+        return data, None
+    end = len(data) - len(request.lengths) * numbers * NUMBER_BYTES
+    return data[:end], np.frombuffer(data, FEATURES, offset=end).reshape(-1, numbers)
+
+
+def _arrays(answer: Answer, data: bytes | memoryview) -> Iterator[tuple[str, Array]]:
+    """Yield the name and the value of each array that an answer has."""
+    start = 0
+    for name, dtype in DTYPES.items():
+        shape: tuple[int, ...] = getattr(answer, name)
+        if shape:
+            array = np.frombuffer(data, dtype, prod(shape), start).reshape(shape)
+            start += array.nbytes
+            yield name, array
