@@ -112,6 +112,8 @@ def _complete(draft: Draft, program: Program, plan: Plan, reading: Reading, numb
 
     def run(row: Array) -> Array:
         inputs = plan.sample(row)
+        if isinstance(program, ScriptProgram):
+            program.steps = 0
         machine = TensorMachine(operators, Budget(FREE + COPIES * numbers))
         result = program.run(machine, {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in inputs.items()})
         answer: Array = result.float().numpy()

@@ -21,8 +21,8 @@ from service.importers.torch_archive.pickles import CODE, Module, Unpickler
 from service.importers.torch_archive.program import Input, Machine
 from service.importers.torch_archive.scalars import SCALARS
 
-MOST_STEPS = 200_000
-"""Statements and expressions that are interpreted, after which an archive is refused."""
+MOST_STEPS = 300_000
+"""Statements and expressions that are interpreted in all readings of the inputs together, after which an archive is refused."""
 DEEPEST_CALL = 40
 LARGEST_LIST = 10_000
 NUMBERS = ("int", "Int", "float", "Float", "bool", "Bool", "IntImplicit", "ScalarImplicit", "item")
@@ -33,9 +33,10 @@ IDENTITY = ("__is__", "__isnot__")
 
 
 class ScriptProgram:
-    """The forward method of the module in an archive."""
+    """The forward method of the module in an archive. steps: how many statements and expressions were interpreted."""
 
     def __init__(self, archive: Archive) -> None:
+        self.steps = 0
         self._archive = archive
         self._files: dict[str, ast.Module] = {}
         module = Unpickler(archive, "data").read("data.pkl")
@@ -116,7 +117,6 @@ class Interpreter:
 
     program: ScriptProgram
     machine: Machine
-    steps: int = 0
     depth: int = 0
     _known: dict[int, Any] = field(default_factory=dict)
 
@@ -280,8 +280,8 @@ class Interpreter:
         return value
 
     def _count(self) -> None:
-        self.steps += 1
-        if self.steps > MOST_STEPS:
+        self.program.steps += 1
+        if self.program.steps > MOST_STEPS:
             raise ImportRefused(
                 f"the code of the archive takes more than {MOST_STEPS} steps: export the model with torch.export"
             )
