@@ -72,7 +72,8 @@ def compare_with_original(encoder: Encoder, draft: Draft, original: Original, re
     recipe_head: the keys of the head in the recipe.
     """
     name = _output_of(draft.answers, encoder.spec.head.kind)
-    changed = sorted(recipe_head.keys() - KEPT_BY_RECIPES)
+    found = draft.head.table
+    changed = sorted(key for key in recipe_head.keys() - KEPT_BY_RECIPES if recipe_head[key] != found.get(key))
     if name is None or changed:
         raise NotCompared(f"the recipe changes the head ({', '.join(changed) or 'kind'})")
     errors: dict[int, Array] = {}
@@ -118,7 +119,7 @@ def _output_of(source: str, kind: str) -> str | None:
 def _sample_lengths(encoder: Encoder, original: Original) -> Sequence[int]:
     if original.steps is not None:
         return [original.steps]
-    return [steps for steps in SAMPLE_STEPS if steps <= encoder.spec.input.max_steps]
+    return [steps for steps in SAMPLE_STEPS if encoder.spec.min_steps <= steps <= encoder.spec.input.max_steps]
 
 
 def _random_row(encoder: Encoder, steps: int) -> Array:

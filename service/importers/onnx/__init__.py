@@ -65,7 +65,7 @@ def _complete(draft: Draft, graph: Graph, plan: Plan, reading: Reading) -> None:
         draft.notes.append(
             "the graph has no lengths of sequences: if it was trained with padding, padded steps counted as steps"
         )
-    elif draft.head.table.get("pool") not in (None, "last"):
+    elif draft.head.table.get("pool") not in (None, "last") and not reading.masks:
         draft.notes.append("in a batch, the graph also pools the padding of shorter sequences, which the model does not have")
     draft.original = graph.original(plan, reading.steps if reading.fixed else None)
     if len(graph.outputs) > 1:

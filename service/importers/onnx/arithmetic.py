@@ -11,6 +11,7 @@ from service.importers.chain import operations
 from service.importers.chain.functions import Function, Numbers, affine, named
 from service.importers.chain.signal import Signal
 from service.importers.draft import Array, ImportRefused
+from service.importers.onnx.masks import mean_of_sum, steps_below
 from service.importers.onnx.operation import Operation
 from service.importers.onnx.values import Constant, Lengths, Value
 
@@ -121,6 +122,10 @@ def calculation(operation: Operation) -> Value:
         return operations.combine(first, second, COMBINATIONS[name], operation.label)
     if isinstance(first, Lengths) and isinstance(second, Constant) and name in ("Add", "Sub") and second.array.size == 1:
         return Lengths(first.name, first.plus + int(second.array.item()) * (1 if name == "Add" else -1))
+    if isinstance(first, Constant) and isinstance(second, Lengths):
+        return steps_below(operation, first, second)
+    if isinstance(first, Signal) and isinstance(second, Lengths):
+        return mean_of_sum(operation, first, second)
     if isinstance(first, Signal) and isinstance(second, Constant):
         return _with_constant(operation, first, second.array, CALCULATIONS[name])
     if isinstance(second, Signal) and isinstance(first, Constant):

@@ -24,7 +24,7 @@ class Reading:
 
     batch, steps: the sizes of the sequence input; fixed: whether the graph takes this number of steps only; ids: the node of token ids;
     whole_pools: numbers of steps at which a pooling window covers them all; lengths: whether a layer takes the lengths of the sequences;
-    progress: how many nodes were understood.
+    masks: whether the graph replaces padding; progress: how many nodes were understood.
     """
 
     batch: int
@@ -35,6 +35,7 @@ class Reading:
     notes: list[str] = field(default_factory=list)
     whole_pools: list[int] = field(default_factory=list)
     lengths: bool = False
+    masks: bool = False
     progress: int = 0
 
     def note(self, note: str) -> None:

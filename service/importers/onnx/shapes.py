@@ -15,8 +15,9 @@ from service.importers.chain.nodes import Input
 from service.importers.chain.signal import Role, Signal, concatenate
 from service.importers.draft import ImportRefused
 from service.importers.onnx.budget import check_size
+from service.importers.onnx.masks import where
 from service.importers.onnx.operation import Operation, checked_axis
-from service.importers.onnx.values import Constant, Lengths, Order, State, Value
+from service.importers.onnx.values import Constant, Lengths, Mask, Order, State, Value
 
 INTEGERS = (TensorProto.INT32, TensorProto.INT64)
 FLOATS = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
@@ -263,11 +264,11 @@ def _checked_indexes(indexes: NDArray[np.int64], size: int) -> NDArray[np.int64]
 
 
 def _kept(operator: Callable[[Operation], Value]) -> Callable[[Operation], Value]:
-    """Return an operator that leaves states and lengths as they are."""
+    """Return an operator that leaves states, lengths and masks as they are."""
 
     def operate(operation: Operation) -> Value:
         value = operation.inputs[0]
-        return value if isinstance(value, State | Lengths | Order) else operator(operation)
+        return value if isinstance(value, State | Lengths | Mask | Order) else operator(operation)
 
     return operate
 
@@ -305,4 +306,5 @@ OPERATORS: dict[str, Operator] = {
     "TopK": top_k,
     "Transpose": _kept(transpose),
     "Unsqueeze": _kept(unsqueeze),
+    "Where": where,
 }

@@ -25,6 +25,13 @@ class Lengths:
 
 
 @dataclass(frozen=True, slots=True)
+class Mask:
+    """The steps of a padded batch that belong to their sequences, in any shape. steps: how many steps the batch has."""
+
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
 class Order:
     """Indexes of the sequences: in descending order of their lengths, or back into the order of the input."""
 
@@ -45,4 +52,4 @@ class FinalCell:
     label: str
 
 
-Value = Constant | Signal | Lengths | Order | State | FinalCell
+Value = Constant | Signal | Lengths | Mask | Order | State | FinalCell
