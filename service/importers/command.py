@@ -12,7 +12,7 @@ import torch
 
 from kernels.folder import set_cache_folder
 from service.cores import usable_cores
-from service.importers import pytorch
+from service.importers import pytorch, tensorflow1
 from service.importers.card import card, table
 from service.importers.check import Comparison, NotCompared, compare_with_original, differences
 from service.importers.draft import DEFAULT_STEPS, Draft, ImportRefused
@@ -84,7 +84,9 @@ def _format(request: Request) -> str:
 
 
 def _read(checkpoint: Path, format: str, recipe: Recipe) -> Draft:
-    """Return the model in a checkpoint. Only the tensors of PyTorch come without the layers that they belong to."""
+    """Return the model in a checkpoint. Only tensors of PyTorch and of TensorFlow 1 come without the layers that they belong to."""
+    if format == "tensorflow1":
+        return tensorflow1.read(checkpoint, recipe)
     if format == "pytorch" and not has_code(checkpoint):
         return pytorch.read(checkpoint, recipe)
     format = "torch_archive" if format == "pytorch" else format

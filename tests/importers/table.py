@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "imported-layers.md"
-SOURCES = {"onnx": "ONNX", "keras": "Keras"}
+SOURCES = {"onnx": "ONNX", "keras": "Keras", "tensorflow1": "TensorFlow 1"}
 """Packages of tests by the name of their source. `cases.TABLE` of each is a sequence of lines."""
 OPENING = """\
 # What imports

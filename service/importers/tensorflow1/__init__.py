@@ -1,0 +1,149 @@
+"""Imports variables of TensorFlow 1 from an .npz: cells of tf.nn.rnn_cell, and the canonical weights of tf.contrib.cudnn_rnn.
+
+Variables have names and shapes, and no graph. Without `[[layers]]` in the recipe, the embedding, the only recurrent layer and the dense
+layers are found by their names and sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from service.importers.draft import Draft, ImportRefused, Part
+from service.importers.recipe import FROM, Recipe
+from service.importers.tensorflow1.cells import KINDS, adds_forget_bias, recurrent
+from service.importers.tensorflow1.variables import Layer, read_layers, within
+
+FORGET_BIAS = "forget_bias"
+"""A key of an LSTM in a recipe: what its cells add to the bias of the forget gate. 1.0 in TensorFlow."""
+RECURRENT = tuple(dict.fromkeys(KINDS.values()))
+MATRICES = {"embedding": 2, "dense": 2, "conv": 3}
+"""Layers with one matrix or filter, and how many axes it has."""
+Entry = tuple[dict[str, Any], Layer | None]
+"""A table of the recipe, and the layer whose variables it has."""
+
+
+def read(file: Path, recipe: Recipe) -> Draft:
+    """Return the model of variables; raises ImportRefused for variables or a recipe that do not make one."""
+    found = read_layers(file)
+    notes: list[str] = []
+    entries, dense, linear = _from_recipe(recipe, found) if recipe.layers else _suggested(found, recipe)
+    layers = [_layer(table, layer, notes) for table, layer in entries]
+    head = _head(recipe, dense, linear, notes)
+    kinds = [part.table.get("kind") for part in layers]
+    places = [(layer, f"layers.{index} ({kinds[index]})") for index, (_, layer) in enumerate(entries)]
+    places += [(layer, "head") for layer in [*(layer for _, layer in dense), linear]]
+    used = {name: place for layer, place in places if layer is not None for name in layer.names}
+    unused = [name for layer in found.values() for name in layer.names if name not in used]
+    return Draft("TensorFlow 1 variables", _input(layers), layers, head, used, unused, notes)
+
+
+def _from_recipe(recipe: Recipe, found: Mapping[str, Layer]) -> tuple[list[Entry], list[Entry], Layer | None]:
+    entries, dense = ([_entry(table, found) for table in tables] for tables in (recipe.layers, recipe.dense))
+    return entries, dense, None if recipe.head_from is None else within(found, recipe.head_from)
+
+
+def _entry(table: Mapping[str, Any], found: Mapping[str, Layer]) -> Entry:
+    kept = {key: value for key, value in table.items() if key != FROM}
+    needs = kept.get("kind", "dense") in (*RECURRENT, *MATRICES)
+    if needs and FROM not in table:
+        raise ImportRefused(f"a {kept.get('kind')} layer of the recipe needs `from`: the layers are {', '.join(found)}")
+    return kept, within(found, table[FROM]) if FROM in table else None
+
+
+def _suggested(found: Mapping[str, Layer], recipe: Recipe) -> tuple[list[Entry], list[Entry], Layer | None]:
+    """Return the layers that sizes suggest: an embedding, which has no bias, one recurrent layer, and dense layers in a row."""
+    recurrent_layers = [layer for layer in found.values() if layer.cells]
+    embeddings = [layer for layer in found.values() if not layer.cells and "bias" not in layer.variables]
+    others = [layer for layer in found.values() if not layer.cells and layer not in embeddings]
+    if len(recurrent_layers) != 1 or len(embeddings) > 1 or any(layer.matrix.ndim != 2 for layer in embeddings + others):
+        raise ImportRefused(f"write a recipe with [[layers]], whose order the file does not say: it has {', '.join(found)}")
+    chain = _chained(others)
+    entries: list[Entry] = [({"kind": "embedding"}, layer) for layer in embeddings]
+    entries += [({}, recurrent_layers[0])]
+    return entries, [({"activation": "relu"}, layer) for layer in chain[:-1]], chain[-1] if chain else None
+
+
+def _chained(dense: Sequence[Layer]) -> list[Layer]:
+    """Return dense layers so that each has as many inputs as the one before it has outputs."""
+    remaining, chain = list(dense), []
+    while remaining:
+        outputs = {layer.matrix.shape[1] for layer in remaining}
+        first = next((layer for layer in remaining if layer.matrix.shape[0] not in outputs), remaining[0])
+        remaining.remove(first)
+        chain.append(first)
+    return chain
+
+
+def _layer(table: dict[str, Any], layer: Layer | None, notes: list[str]) -> Part:
+    """Return a layer of model.toml; raises ImportRefused for variables that do not make one."""
+    if layer is None:
+        return Part(table)
+    if not layer.cells:
+        return _matrix_layer(table, layer)
+    table = dict(table)
+    given = table.pop(FORGET_BIAS, None)
+    if given is None and adds_forget_bias(layer):
+        notes.append(f"{layer.name}: {FORGET_BIAS} 1.0 was assumed, which the file does not say")
+    try:
+        return recurrent(table, layer, 1.0 if given is None else float(given))
+    except (ValueError, LookupError, TypeError) as error:
+        raise ImportRefused(f"{layer.name}: its variables do not fit together ({error}): {_shapes(layer)}") from error
+
+
+def _matrix_layer(table: dict[str, Any], layer: Layer) -> Part:
+    kind, matrix = table.get("kind", "dense"), layer.matrix
+    if matrix.ndim != MATRICES.get(kind):
+        raise ImportRefused(f"{layer.name} has the shape {matrix.shape}, and no {kind} layer has it")
+    width = matrix.shape[-1]
+    if kind == "embedding":
+        return Part({**table, "width": width}, {"weight": matrix})
+    bias = layer.variables.get("bias", np.zeros(width, np.float32))
+    if kind == "conv":
+        return Part({**table, "filters": width, "width": len(matrix)}, {"filters": matrix, "bias": bias})
+    return Part({**table, "width": width}, {"weight": matrix, "bias": bias})
+
+
+def _head(recipe: Recipe, dense: Sequence[Entry], linear: Layer | None, notes: list[str]) -> Part:
+    """Return the head: the pool and the kind that most models have, unless the recipe says otherwise."""
+    given = recipe.head
+    table: dict[str, Any] = {"kind": given.get("kind") or ("embed" if linear is None else "classify")}
+    arrays: dict[str, Any] = {}
+    if table["kind"] in ("classify", "regress", "embed") and "pool" not in given:
+        table["pool"] = "last"
+        notes.append('the head pools the last output of each sequence, which the file does not say: see "pool" for others')
+    for index, (options, layer) in enumerate(dense):
+        part = _layer({"kind": "dense", **options}, layer, notes)
+        arrays |= {f"dense.{index}.{name}": array for name, array in part.arrays.items()}
+        table.setdefault("dense", []).append({key: value for key, value in part.table.items() if key != "kind"})
+        if not recipe.layers and layer is not None:
+            notes.append(
+                f"{layer.name}: relu was assumed as the activation of this layer of the head, which the file does not say"
+            )
+    if linear is not None:
+        part = _matrix_layer({"kind": "dense"}, linear)
+        arrays |= part.arrays
+        outputs = part.table["width"]
+        if table["kind"] in ("classify", "tag") and "labels" not in given:
+            table["labels"] = [str(number) for number in range(outputs)]
+        table |= {"outputs": outputs} if table["kind"] == "regress" else {}
+    return Part(table, arrays)
+
+
+def _input(layers: Sequence[Part]) -> dict[str, Any]:
+    """Return the input that fits the first layer."""
+    first = layers[0]
+    if first.table.get("kind") == "embedding":
+        return {"kind": "ids", "vocabulary": len(first.arrays["weight"])}
+    matrix = next((array for name, array in first.arrays.items() if name.endswith(("input", "filters", "weight"))), None)
+    if matrix is None:
+        raise ImportRefused("the first layer has no weights that tell the number of features: add input.features to the recipe")
+    return {"kind": "features", "features": matrix.shape[-2]}
+
+
+def _shapes(layer: Layer) -> str:
+    shapes = {leaf: array.shape for cell in layer.cells.values() for leaf, array in cell.variables.items()}
+    return ", ".join(f"{leaf} {shape}" for leaf, shape in shapes.items())

@@ -1,0 +1,131 @@
+"""From the variables of recurrent cells to tensors of model.toml.
+
+A kernel has the rows of the input, then those of the state. The gates of an LSTM are i j f o, j being the cell's input; those of a GRU are
+r u, and its candidate stands alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from service.importers.draft import Array, ImportRefused, Part
+from service.importers.tensorflow1.variables import Cell, Layer
+
+Tensors = dict[str, Array]
+KINDS = {
+    "basic_lstm_cell": "lstm",
+    "lstm_cell": "lstm",
+    "lstm_fused_cell": "lstm",
+    "cudnn_compatible_lstm_cell": "lstm",
+    "gru_cell": "gru",
+    "cudnn_compatible_gru_cell": "gru",
+    "basic_rnn_cell": "rnn",
+}
+PEEPHOLES = ("w_i_diag", "w_f_diag", "w_o_diag")
+PROJECTION = "projection/kernel"
+
+
+def recurrent(table: dict[str, Any], layer: Layer, forget_bias: float) -> Part:
+    """Return a recurrent layer. forget_bias: what its cells add to the bias of the forget gate when they compute."""
+    cells = dict(sorted(layer.cells.items(), key=lambda pair: (pair[0][0], pair[0][1] == "backward")))
+    levels, directions = ({place[index] for place in cells} for index in (0, 1))
+    if layer.stacks or len(cells) != len(levels) * len(directions) or levels != set(range(len(levels))):
+        raise ImportRefused(
+            f"{layer.name} has stacks of cells whose directions are not joined at every level, or incomplete ones, which no layer of "
+            "model.toml has"
+        )
+    kinds = {cell.kind for cell in cells.values()}
+    if len(kinds) > 1 or KINDS[min(kinds)] != table.get("kind", KINDS[min(kinds)]):
+        raise ImportRefused(
+            f"{layer.name} has {' and '.join(sorted(kinds))}, which is no layer of the kind {table.get('kind')}"
+        )
+    kind = KINDS[min(kinds)]
+    arrays: Tensors = {}
+    for (level, direction), cell in cells.items():
+        own = CONVERTERS[cell.kind](cell, forget_bias)
+        place = direction if len(directions) == 2 else table.get("direction", "forward")
+        arrays |= {f"{level}.{place}.{name}": array for name, array in own.items()}
+    found: dict[str, Any] = {"kind": kind, "hidden": len(own["bias"]) // {"lstm": 4, "gru": 3, "rnn": 1}[kind]}
+    found |= {"depth": len(levels)} if len(levels) > 1 else {}
+    found |= {"bidirectional": True} if len(directions) == 2 else {}
+    found |= {"peepholes": True} if "peephole" in own else {}
+    found |= {"projection": own["projection"].shape[1]} if "projection" in own else {}
+    found |= {"reset_after": False} if kind == "gru" and "recurrent_bias" not in own else {}
+    return Part({**table, **found}, arrays)
+
+
+def adds_forget_bias(layer: Layer) -> bool:
+    """Whether the cells of a layer add a number to the bias of their forget gates, which is no variable."""
+    return any(KINDS[cell.kind] == "lstm" and not cell.kind.startswith("cudnn") for cell in layer.cells.values())
+
+
+def _lstm(cell: Cell, forget_bias: float) -> Tensors:
+    kernel, bias = _variables(cell, "kernel", "bias")
+    units = len(bias) // 4
+    ours = [_in_our_order(array) for array in (kernel, bias)]
+    ours[1][units : 2 * units] += forget_bias
+    projection = cell.variables.get(PROJECTION)
+    state = units if projection is None else projection.shape[1]
+    tensors = {"input": ours[0][:-state], "recurrent": ours[0][-state:], "bias": ours[1]}
+    if PEEPHOLES[0] in cell.variables:
+        tensors["peephole"] = np.concatenate(_variables(cell, *PEEPHOLES))
+    return tensors if projection is None else {**tensors, "projection": projection}
+
+
+def _in_our_order(array: Array) -> Array:
+    """Return the gates i j f o as i f j o."""
+    of_input, of_cell, of_forget, of_output = np.split(array, 4, axis=-1)
+    return np.concatenate([of_input, of_forget, of_cell, of_output], axis=-1)
+
+
+def _cudnn_lstm(cell: Cell, forget_bias: float) -> Tensors:
+    return _lstm(cell, 0.0)
+
+
+def _gru(cell: Cell, forget_bias: float) -> Tensors:
+    gates, gates_bias, candidate, bias = _variables(cell, "gates/kernel", "gates/bias", "candidate/kernel", "candidate/bias")
+    kernel = np.concatenate([gates, candidate], axis=1)
+    units = len(bias)
+    return {"input": kernel[:-units], "recurrent": kernel[-units:], "bias": np.concatenate([gates_bias, bias])}
+
+
+def _cudnn_gru(cell: Cell, forget_bias: float) -> Tensors:
+    names = (
+        "gates/kernel",
+        "gates/bias",
+        *(f"candidate/{side}_projection/{leaf}" for side in ("input", "hidden") for leaf in ("kernel", "bias")),
+    )
+    gates, gates_bias, from_input, input_bias, from_state, state_bias = _variables(cell, *names)
+    units = len(state_bias)
+    return {
+        "input": np.concatenate([gates[:-units], from_input], axis=1),
+        "recurrent": np.concatenate([gates[-units:], from_state], axis=1),
+        "bias": np.concatenate([gates_bias, input_bias]),
+        "recurrent_bias": state_bias,
+    }
+
+
+def _rnn(cell: Cell, forget_bias: float) -> Tensors:
+    kernel, bias = _variables(cell, "kernel", "bias")
+    return {"input": kernel[: -len(bias)], "recurrent": kernel[-len(bias) :], "bias": bias}
+
+
+def _variables(cell: Cell, *names: str) -> list[Array]:
+    missing = [name for name in names if name not in cell.variables]
+    if missing:
+        raise ImportRefused(f"a {cell.kind} has no variable {missing[0]}: it has {', '.join(cell.variables)}")
+    return [cell.variables[name] for name in names]
+
+
+CONVERTERS: dict[str, Callable[[Cell, float], Tensors]] = {
+    "basic_lstm_cell": _lstm,
+    "lstm_cell": _lstm,
+    "lstm_fused_cell": _lstm,
+    "cudnn_compatible_lstm_cell": _cudnn_lstm,
+    "gru_cell": _gru,
+    "cudnn_compatible_gru_cell": _cudnn_gru,
+    "basic_rnn_cell": _rnn,
+}

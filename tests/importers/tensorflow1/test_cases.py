@@ -1,0 +1,105 @@
+"""Variables of TensorFlow 1 are imported and compute the same as there, or are refused with the reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from service.importers.draft import ImportRefused
+from service.modeling.npz import read_npz
+from tests.importers.importing import import_file
+from tests.importers.tensorflow1.cases import CASES, REFUSED
+
+CHECKPOINTS = Path(__file__).resolve().parent / "checkpoints"
+Variables = dict[str, Any]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_imported_model_computes_the_same(tmp_path: Path, name: str) -> None:
+    samples = read_npz(CHECKPOINTS / f"samples_{name}")
+    output = "logits" if name == "classifier.npz" else "output"
+    check = {**{key: array for key, array in samples.items() if key != "output"}, output: samples["output"]}
+    import_file(tmp_path, CHECKPOINTS / name, check=check, recipe=CASES[name].recipe)
+
+
+def _twice() -> Variables:
+    return {**cell("first/rnn/gru_cell"), **cell("second/rnn/gru_cell")}
+
+
+def _stacks_of_their_own() -> Variables:
+    places = [f"bidirectional_rnn/{way}/multi_rnn_cell/cell_{level}/gru_cell" for way in ("fw", "bw") for level in (0, 1)]
+    return {name: array for place in places for name, array in cell(place).items()}
+
+
+def _convolution() -> Variables:
+    return {"conv/kernel": np.ones((3, 3, 3), np.float32), **cell("rnn/gru_cell")}
+
+
+def cell(place: str, inputs: int = 3, units: int = 3) -> Variables:
+    """Return the variables of a GRU."""
+    shapes = {
+        "gates/kernel": (inputs + units, 2 * units),
+        "gates/bias": (2 * units,),
+        "candidate/kernel": (inputs + units, units),
+        "candidate/bias": (units,),
+    }
+    return {f"{place}/{name}": np.ones(shape, np.float32) for name, shape in shapes.items()}
+
+
+MAKERS = dict(zip(REFUSED, (_twice, _stacks_of_their_own, _convolution), strict=True))
+
+
+def refused(folder: Path, variables: Variables, message: str) -> None:
+    np.savez(folder / "weights.npz", **variables)
+    with pytest.raises(ImportRefused, match=message):
+        import_file(folder, folder / "weights.npz")
+
+
+@pytest.mark.parametrize("option", REFUSED)
+def test_refused_variables_name_the_reason(tmp_path: Path, option: str) -> None:
+    message = REFUSED[option].replace("[", r"\[").replace("]", r"\]")
+    refused(tmp_path, MAKERS[option](), message)
+
+
+@pytest.mark.parametrize(
+    "name, array, message",
+    [
+        ("gates/kernel", np.full((6, 6), np.nan, np.float32), "has values that are not finite"),
+        ("gates/kernel", np.ones((6, 0), np.float32), "has no numbers"),
+        ("gates/kernel", np.ones((6, 6), np.int64), "weights are floating-point numbers"),
+        ("gates/kernel", np.ones((6, 5), np.float32), r"layers\.0\.0\.forward\.input has the shape"),
+        ("candidate/kernel", np.ones((7, 3), np.float32), "its variables do not fit together"),
+        ("candidate/bias", np.ones((), np.float32), "its variables do not fit together"),
+    ],
+)
+def test_wrong_variable_is_refused_by_name(tmp_path: Path, name: str, array: Any, message: str) -> None:
+    refused(tmp_path, {**cell("rnn/gru_cell"), f"rnn/gru_cell/{name}": array}, message)
+
+
+def test_missing_variable_is_refused_by_name(tmp_path: Path) -> None:
+    variables = cell("rnn/gru_cell")
+    del variables["rnn/gru_cell/candidate/bias"]
+    refused(tmp_path, variables, "a gru_cell has no variable candidate/bias")
+
+
+def test_variables_of_a_training_are_left_out(tmp_path: Path) -> None:
+    variables = cell("rnn/gru_cell")
+    slots = {f"{name}/Adam_1": array for name, array in variables.items()}
+    np.savez(tmp_path / "weights.npz", **variables, **slots, global_step=np.array(7), beta1_power=np.array(0.9, np.float32))
+    report = import_file(tmp_path, tmp_path / "weights.npz")
+    assert not [line for line in report if "is not used" in line]
+
+
+def test_recipe_without_from_lists_the_layers(tmp_path: Path) -> None:
+    np.savez(tmp_path / "weights.npz", **cell("encoder/rnn/gru_cell"))
+    with pytest.raises(ImportRefused, match="a gru layer of the recipe needs `from`: the layers are encoder"):
+        import_file(tmp_path, tmp_path / "weights.npz", recipe='[[layers]]\nkind = "gru"\n')
+
+
+def test_assumed_forget_bias_is_reported(tmp_path: Path) -> None:
+    report = import_file(tmp_path, CHECKPOINTS / "BasicLSTMCell.npz")
+    assert any("forget_bias 1.0 was assumed" in line for line in report)
+    assert not any("forget_bias 1.0" in line for line in import_file(tmp_path, CHECKPOINTS / "CudnnCompatibleLSTMCell.npz"))
