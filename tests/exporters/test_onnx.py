@@ -22,6 +22,8 @@ from tests.exporters.exporting import (
     write_case,
 )
 
+PADDING = 9
+"""An id and a feature that would change every answer that reads it."""
 TAKEN = [case for case in CASES if "onnx" not in case.refused]
 REFUSED = [case for case in CASES if "onnx" in case.refused]
 
@@ -33,7 +35,7 @@ def run(file: Path, spec: ModelSpec, rows: Sequence[Array]) -> list[Array]:
     if session.get_inputs()[0].shape[0] == 1:
         outputs = [session.run(None, {names[0]: row[None]})[0][0] for row in rows]
     else:
-        padded = np.ones((len(rows), max(map(len, rows)) + 2, *rows[0].shape[1:]), rows[0].dtype)
+        padded = np.full((len(rows), max(map(len, rows)) + 2, *rows[0].shape[1:]), PADDING, rows[0].dtype)
         for index, row in enumerate(rows):
             padded[index, : len(row)] = row
         lengths = {name: np.array([len(row) for row in rows], np.int32) for name in names[1:]}
@@ -50,6 +52,28 @@ def test_onnx_runtime_computes_the_same(tmp_path: Path, case: Case) -> None:
     file, _ = export(tmp_path, "onnx", ".onnx")
     rows = random_rows(spec)
     assert_answers(tmp_path, spec, rows, run(file, spec, rows))
+
+
+@pytest.mark.parametrize(
+    "layers, takes_batches",
+    [
+        (({"kind": "lstm", "hidden": 2}, {"kind": "conv", "filters": 3, "width": 4}), True),
+        (({"kind": "tcn", "filters": 3, "levels": 2},), True),
+        (({"kind": "conv", "filters": 3, "width": 3, "padding": "none"},), False),
+        (({"kind": "conv", "filters": 3, "width": 3, "stride": 2}, {"kind": "gru", "hidden": 2}), False),
+        (({"kind": "pool", "reduce": "max", "width": 2}, {"kind": "dense", "width": 2}), False),
+    ],
+)
+def test_graph_that_keeps_the_steps_takes_batches(
+    tmp_path: Path, layers: tuple[dict[str, object], ...], takes_batches: bool
+) -> None:
+    head = {"kind": "embed", "pool": ["attention", "max", "mean", "sum", "first", "last_step"]}
+    spec = write_case(tmp_path, Case("several", "layers", layers, head))
+    file, lines = export(tmp_path, "onnx", ".onnx")
+    assert any("takes one sequence" in line for line in lines) != takes_batches
+    rows = random_rows(spec)
+    assert_answers(tmp_path, spec, rows, run(file, spec, rows))
+    assert_round_trip(tmp_path, file, spec)
 
 
 @pytest.mark.parametrize("case", TAKEN, ids=str)

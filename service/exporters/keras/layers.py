@@ -67,7 +67,12 @@ def conv(network: Network, layer: ConvLayer, part: Part, x: Tensor) -> Tensor:
     )
     part.refuse(layer.stride > 1 and layer.dilation > 1, "Conv1D of Keras has either strides or a dilation", ONNX)
     x, padding = _padded(network, layer, part, x)
-    sizes: dict[str, Any] = {"strides": layer.stride, "dilation_rate": layer.dilation, "groups": layer.groups, "padding": padding}
+    sizes: dict[str, Any] = {
+        "strides": layer.stride,
+        "dilation_rate": layer.dilation,
+        "groups": layer.groups,
+        "padding": padding,
+    }
     y = _convolved(network, part, x, layer.width, layer.maps, **sizes)
     y = _normalized(network, part, y, layer.epsilon) if layer.batch_norm else y
     return activated(network, Activation(**dict(layer.activation)), part, y)

@@ -30,6 +30,7 @@ class Graph:
         self._nodes: list[NodeProto] = []
         self._weights: list[TensorProto] = []
         self._place = ""
+        self._masks: dict[tuple[int, int], str] = {}
         batch = "batch" if has_batch else 1
         shape = (batch, "steps") if features is None else (batch, "steps", features)
         self._inputs = [_info(INPUT, TensorProto.INT64 if features is None else TensorProto.FLOAT, shape)]
@@ -63,6 +64,22 @@ class Graph:
     def number(self, value: float | int, dtype: DTypeLike = np.float32) -> str:
         """Add one number."""
         return self._tensor(f"{self._place}.number_{len(self._weights)}", np.array(value, dtype))
+
+    def replace_padding(self, x: str, number: float, *, steps: int = 1, plus: int = 0) -> str:
+        """Replace what follows after each sequence of a batch by a number.
+
+        steps: the axis of x, (batch, steps, width) or (batch, width, steps), that counts them; plus: how many more than the lengths.
+        """
+        if not self.has_batch:
+            return x
+        if (steps, plus) not in self._masks:
+            count = self.add("Gather", self.add("Shape", x), self.number(steps, np.int64), axis=0)
+            positions = self.add("Range", self.number(0, np.int64), count, self.number(1, np.int64))
+            lengths = self.add("Cast", self.lengths, to=TensorProto.INT64)
+            lengths = self.add("Add", lengths, self.number(plus, np.int64)) if plus else lengths
+            mask = self.add("Less", positions, self.add("Unsqueeze", lengths, self.integers(1)))
+            self._masks[steps, plus] = self.add("Unsqueeze", mask, self.integers(3 - steps))
+        return self.add("Where", self._masks[steps, plus], x, self.number(number))
 
     def model(self, name: str, answer: str, output: str, shape: Sequence[int | str]) -> ModelProto:
         """Return the model; raises ModelError for more weights than a file holds.

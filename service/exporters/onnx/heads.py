@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from onnx import TensorProto
 
 from service.exporters.model import Part
 from service.exporters.onnx.activations import activated
@@ -15,7 +16,7 @@ from service.modeling.spec import ClassifyHead, EmbedHead, Head, NextHead, Pooli
 
 STEPS = 1
 """The axis of steps."""
-REDUCTIONS = {"max": "ReduceMax", "mean": "ReduceMean", "sum": "ReduceSum"}
+LOWEST = float(np.finfo(np.float32).min)
 OUTPUTS = {
     "classify": "scores",
     "regress": "value",
@@ -72,8 +73,10 @@ def _linear(graph: Graph, part: Part, x: str, prefix: str = "") -> str:
 
 
 def _pooled(graph: Graph, pool: str, part: Part, x: Encoded) -> str:
-    if pool in REDUCTIONS:
-        return graph.add(REDUCTIONS[pool], x.steps, graph.integers(STEPS), keepdims=0)
+    if pool == "max":
+        return graph.add("ReduceMax", graph.replace_padding(x.steps, LOWEST), graph.integers(STEPS), keepdims=0)
+    if pool in ("mean", "sum"):
+        return _mean(graph, x.steps) if pool == "mean" else _sum(graph, graph.replace_padding(x.steps, 0.0))
     if pool == "first":
         return graph.add("Gather", x.steps, graph.number(0, np.int64), axis=STEPS)
     if pool == "attention":
@@ -93,5 +96,16 @@ def _last_step(graph: Graph, x: str, width: int) -> str:
 def _attention(graph: Graph, part: Part, x: str) -> str:
     keys = graph.add("Tanh", product(graph, part, x, "attention.")) if "attention.weight" in part.arrays else x
     scores = graph.add("MatMul", keys, graph.weight("attention.query", part.numpy("attention.query")[:, None]))
-    weights = graph.add("Softmax", scores, axis=STEPS)
-    return graph.add("ReduceSum", graph.add("Mul", x, weights), graph.integers(STEPS), keepdims=0)
+    weights = graph.add("Softmax", graph.replace_padding(scores, LOWEST), axis=STEPS)
+    return _sum(graph, graph.add("Mul", x, weights))
+
+
+def _sum(graph: Graph, x: str) -> str:
+    return graph.add("ReduceSum", x, graph.integers(STEPS), keepdims=0)
+
+
+def _mean(graph: Graph, x: str) -> str:
+    if not graph.has_batch:
+        return graph.add("ReduceMean", x, graph.integers(STEPS), keepdims=0)
+    count = graph.add("Unsqueeze", graph.add("Cast", graph.lengths, to=TensorProto.FLOAT), graph.integers(1))
+    return graph.add("Div", _sum(graph, graph.replace_padding(x, 0.0)), count)

@@ -17,6 +17,7 @@ from service.modeling.spec import (
     ConvLayer,
     DenseLayer,
     EmbeddingLayer,
+    Layer,
     LayerNormLayer,
     PoolLayer,
     TCNLayer,
@@ -27,6 +28,13 @@ from service.modeling.spec.layers import WindowLayer
 
 CHANNELS_FIRST = [0, 2, 1]
 """The order of axes that convolutions and window pools of ONNX have: (batch, width, steps)."""
+
+
+def takes_batches(layer: Layer) -> bool:
+    """Whether a layer computes the steps of each sequence in a padded batch, in as many steps."""
+    if isinstance(layer, ConvLayer):
+        return layer.stride == 1 and sum(layer.padding_steps) == layer.reach - 1
+    return not isinstance(layer, PoolLayer)
 
 
 def embedding(graph: Graph, layer: EmbeddingLayer, part: Part, x: str) -> str:
@@ -58,6 +66,7 @@ def batch_norm(graph: Graph, layer: BatchNormLayer, part: Part, x: str) -> str:
 
 def conv(graph: Graph, layer: ConvLayer, part: Part, x: str) -> str:
     weights = graph.weight("filters", _channels(filters(part))), graph.weight("bias", part.numpy("bias"))
+    x = graph.replace_padding(x, 0.0) if graph.has_batch and layer.padding_steps[1] else x
     y = graph.add("Conv", _channels_first(graph, x), *weights, group=layer.groups, **_window(layer, part))
     y = _normalized(graph, part, y, layer.epsilon) if layer.batch_norm else y
     if layer.activation.kind not in ("glu", "gated_tanh"):
@@ -92,10 +101,11 @@ def tcn(graph: Graph, layer: TCNLayer, part: Part, x: str) -> str:
 
 def text_cnn(graph: Graph, layer: TextCNNLayer, part: Part, x: str) -> str:
     """Return one vector for each sequence."""
-    x = _channels_first(graph, x)
+    x = _channels_first(graph, graph.replace_padding(x, 0.0))
     pooled = []
     for width in layer.widths:
         y = activated(graph, RELU, _convolved(graph, part, f"{width}.", x, pads=[layer.padding] * 2))
+        y = graph.replace_padding(y, 0.0, steps=2, plus=2 * layer.padding - width + 1)
         pooled.append(graph.add("ReduceMax", y, graph.integers(2), keepdims=0))
     return graph.add("Concat", *pooled, axis=1)
 
