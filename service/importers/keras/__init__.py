@@ -17,6 +17,7 @@ from service.importers.keras.architecture import Network, network
 from service.importers.keras.call import Reading, Tensor
 from service.importers.keras.files import saved
 from service.importers.keras.graph import run, start
+from service.importers.keras.original import original
 from service.importers.keras.weights import WeightsFile
 
 
@@ -34,6 +35,7 @@ def read(path: Path) -> Draft:
         except ImportRefused as refused:
             raise ImportRefused(f"{path}: {refused}") from refused
         _complete(draft, architecture, reading)
+        draft.original = original(path, model, reading)
     return draft
 
 

@@ -14,7 +14,6 @@ DEEPEST_NETWORK = 8
 """Models within models."""
 FUNCTIONAL = ("Functional", "Model")
 OF_KERAS = ("keras", "tf_keras", "tensorflow.python.keras", "tensorflow.keras")
-"""Modules of Keras itself."""
 TENSOR = "__keras_tensor__"
 CONSTANT = "_CONSTANT_VALUE"
 
@@ -94,6 +93,11 @@ class Network:
         return ordered
 
 
+def is_of_keras(module: str) -> bool:
+    """Whether a module is one of Keras itself."""
+    return any(f"{module}.".startswith(f"{name}.") for name in OF_KERAS)
+
+
 def network(data: Any) -> Network:
     """Return the architecture in a decoded JSON; raises ImportRefused if it is none, or has code."""
     with _as_keras_writes():
@@ -120,9 +124,7 @@ def _layer(data: Mapping[str, Any], depth: int) -> LayerConfig:
     name = _text(data.get("name") or (config["name"] if isinstance(config, dict) else kind))
     registered = str(data.get("registered_name") or "")
     is_network = kind == "Sequential" or kind in FUNCTIONAL
-    if ">" in f"{kind}{registered}" or (
-        module and module.partition(".")[0] not in OF_KERAS and not module.startswith(OF_KERAS)
-    ):
+    if ">" in f"{kind}{registered}" or (module and not is_of_keras(module)):
         raise ImportRefused(f"{kind} {name} is code of its own, which is not run: only layers of Keras itself can be imported")
     if kind == "Lambda":
         raise ImportRefused(f"Lambda {name} has Python code, which is not run: replace it with layers of Keras")

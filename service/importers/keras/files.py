@@ -25,11 +25,16 @@ ZIP_ERRORS = (OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError, EO
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A saved model. architecture: decoded JSON; is_keras_2: whether Keras 2 or older wrote it; notes: what its user must know."""
+    """A saved model.
+
+    architecture: decoded JSON; is_keras_2: whether Keras 2 or older wrote it; is_whole: whether the architecture is in the file itself;
+    notes: what its user must know.
+    """
 
     architecture: Any
     weights: Hdf5
     is_keras_2: bool
+    is_whole: bool = True
     notes: tuple[str, ...] = ()
 
 
@@ -81,7 +86,7 @@ def _hdf5(path: Path) -> Iterator[Saved]:
         if given is None:
             architecture, note = _beside(path)
             version = weights.text("", "keras_version") or architecture.get("keras_version")
-            yield Saved(architecture, weights, _is_keras_2(version), (note,))
+            yield Saved(architecture, weights, _is_keras_2(version), is_whole=False, notes=(note,))
         else:
             version = weights.text("", "keras_version")
             yield Saved(decoded(given, f"{path}: model_config"), weights, _is_keras_2(version or "2"))
