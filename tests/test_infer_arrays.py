@@ -19,6 +19,7 @@ from torch import nn
 
 from service.cli import main
 from service.modeling import spec, store
+from service.modeling.encoder import Encoder
 from service.modeling.npz import read_npz, write_npz
 from tests import models
 
@@ -44,6 +45,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write(folder)
     lstm = {"kind": "lstm", "hidden": 4, "depth": 2, "bidirectional": True}
     head = {"kind": "classify", "pool": "last", "labels": models.LABELS}
+    conv = {"kind": "conv", "filters": 4, "width": 3, "pads": [3, 1], "stride": 2}
+    models.made_up(folder, "padded", {"kind": "features", "features": 3, "max_steps": 64}, conv, head={"kind": "sequence"})
     models.made_up(folder, "both", {"kind": "features", "features": 3, "max_steps": 64}, lstm, head=head)
     return folder
 
@@ -175,6 +178,34 @@ def test_final_states_are_the_initial_states_of_the_rest(root: Path, tmp_path: P
         np.testing.assert_allclose(rest[name], whole[name], atol=1e-6)
 
 
+@pytest.mark.parametrize("model", ["words", "forecaster", "tagger", "speller", "both", "padded"])
+def test_sequences_without_steps_are_answered_over_zeros(root: Path, tmp_path: Path, model: str) -> None:
+    """They change nothing of the others, and their states stay as they are."""
+    description = spec.read(root / model / "1")
+    name, row = "inputs" if description.input.features else "ids", rows_of(description)[0]
+    alone = infer(root, model, {name: row, "offsets": [0, len(row)]}, tmp_path)
+    start = next(
+        (state for state in alone if state.startswith("state.") and state.removeprefix("state.") in description.states), None
+    )
+    given = {} if start is None else {start: np.concatenate([np.full_like(alone[start], 0.5), np.zeros_like(alone[start])])}
+    both = infer(root, model, {name: row, "offsets": [0, 0, len(row)], **given}, tmp_path)
+    encoder = Encoder(description, store.read_arrays(root / model / "1", description), torch.device("cpu"), 0)
+    without_steps = encoder.run_without_steps()
+    assert without_steps is not None
+    head = without_steps.head_output
+    answers = {"embedding": head.embedding, "scores": head.scores, "value": head.scores}
+    expected = {output: values for output, values in answers.items() if values is not None}
+    for output, values in both.items():
+        by_step = output == "sequence" or (model == "tagger" and output in ("logits", "probabilities"))
+        if output != "offsets":
+            np.testing.assert_allclose(values if by_step else values[1:], alone[output], atol=1e-6)
+        if output in expected:
+            np.testing.assert_allclose(values[:1], expected[output], atol=1e-6)
+        if output.startswith("state."):
+            assert (values[0] == (0.5 if output == start else 0.0)).all()
+    assert both["offsets"].tolist() == [0, 0, len(both["sequence"])]
+
+
 def test_texts_are_tokenised_as_the_model_does(root: Path, tmp_path: Path) -> None:
     of_texts = infer(root, "words", {"text": ["how far is the sea ?", "who was first"]}, tmp_path)
     of_ids = infer(root, "words", {"ids": [1, 2, 3, 4, 5, 9, 6, 7, 8], "offsets": [0, 6, 9]}, tmp_path)
@@ -218,7 +249,7 @@ def refusal(root: Path, model: str, npz: Path, capsys: pytest.CaptureFixture[str
         ("both", {"inputs": np.full((1, 4, 3), np.nan)}, "'inputs' has numbers that are not finite in float32"),
         ("both", {"inputs": np.ones((2, 4, 3)), "lengths": [4]}, "'lengths' must be 2 numbers from 0 to 4"),
         ("both", {"inputs": np.ones((2, 4, 3)), "lengths": [4, 5]}, "'lengths' must be 2 numbers from 0 to 4"),
-        ("both", {"inputs": np.ones((2, 4, 3)), "lengths": [4, 0]}, "the sequence 1 has 0 steps, and both needs at least 1"),
+        ("reader", {"ids": np.ones((2, 4), int), "lengths": [4, 0]}, "the sequence 1 has 0 steps, and reader needs at least 1"),
         ("both", {"inputs": np.ones((2, 4, 3)), "lengths": [4.0, 3.5]}, "'lengths' has the dtype float64: send integers"),
         ("both", {"inputs": np.ones((4, 3)), "offsets": ["0", "4"]}, "'offsets' has the dtype <U1: send integers"),
         ("both", {"inputs": np.ones((4, 3)), "offsets": [0, 3, 2, 4]}, "'offsets' must rise from 0 to the 4 steps"),
@@ -237,7 +268,7 @@ def refusal(root: Path, model: str, npz: Path, capsys: pytest.CaptureFixture[str
         ("words", {"text": ["how far"], "lengths": [2]}, "'text' has whole texts, which have no 'lengths'"),
         ("words", {"text": [["how far"]]}, "'text' must be one text for each sequence"),
         ("words", {"text": [1]}, "'text' must be one text for each sequence"),
-        ("words", {"text": [""]}, "the sequence 0 has 0 steps, and words needs at least 1"),
+        ("embedder", {"text": [""]}, "the sequence 0 has 0 steps, and embedder needs at least 3"),
         ("words", {"text": np.frombuffer(b"\xff" * 4, "<U1")}, "the array 'text' is damaged: it has characters that do not exist"),
         ("tagger", {"text": np.frombuffer(b"\x00\xd8\x00\x00", "<U1")}, "cannot be tokenised"),
         ("halver", {"inputs": np.ones((1, 2, 2))}, "the sequence 0 has 2 steps, and halver needs at least 3"),
@@ -323,7 +354,7 @@ def test_missing_files_and_flags_are_named(root: Path, tmp_path: Path, capsys: p
     assert "nothing.npz" in refusal(root, "both", tmp_path / "nothing.npz", capsys)
     file = tmp_path / "inputs.npz"
     write_npz(file, {"inputs": np.ones((1, 4, 3))})
-    assert "served are" in refusal(root, "nobody", file, capsys)
+    assert "unknown model nobody" in refusal(root, "nobody", file, capsys)
     command = ["infer", "--models", str(root), "--model", "both", "--npz", str(file)]
     assert main(command) == 1 and "--npz FILE with --out FILE" in capsys.readouterr().err
     assert main([*command, "--out", str(tmp_path / "no" / "out.npz")]) == 1

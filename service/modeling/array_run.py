@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels.ragged import Ragged
 from service.errors import ModelError
-from service.modeling.encoder import Encoder
+from service.modeling.encoder import Encoder, Encoding
 from service.modeling.npz import Array
 from service.modeling.spec import ClassifyHead, ModelSpec, NextHead, RegressHead, SpanHead, TagHead
 from service.modeling.tokenizer import Tokenizer
@@ -72,7 +72,8 @@ def run_arrays(encoder: Encoder, arrays: Mapping[str, Array], tokenizer: Tokeniz
         encoding, states = encoder.run_with_states(x, initial, sequence=encoder.spec.has_steps)
     except ValueError as error:
         raise ModelError(f"the arrays do not fit {encoder.spec.name}: {error}") from error
-    outputs = _head_outputs(encoder, encoding.head_output.embedding, encoding.sequence)
+    encoding = _without_padding_alone(encoding, x)
+    outputs = _head_outputs(encoder, _embedding(encoder, encoding, x), encoding.sequence)
     by_step = {"sequence", "logits", "probabilities"} if encoder.spec.head.kind in ("tag", "span") else {"sequence"}
     changed_steps = not torch.equal(encoding.offsets, x.offsets)
     form = batch.with_offsets(encoding.offsets.cpu().numpy().astype(np.int64)) if changed_steps else batch
@@ -176,11 +177,11 @@ def _floats(name: str, array: Array) -> Array:
 
 
 def _check_steps(spec: ModelSpec, lengths: Array) -> None:
-    short = np.flatnonzero(lengths < spec.min_steps)
+    least = 0 if spec.takes_empty else spec.min_steps
+    short = np.flatnonzero(lengths < least)
     if len(short):
         raise ModelError(
-            f"the sequence {short[0]} has {lengths[short[0]]} steps, and {spec.name} needs at least {spec.min_steps}: "
-            "send longer sequences"
+            f"the sequence {short[0]} has {lengths[short[0]]} steps, and {spec.name} needs at least {least}: send longer sequences"
         )
 
 
@@ -196,6 +197,24 @@ def _check_ids(spec: ModelSpec, name: str, ids: Array) -> None:
         raise ModelError(
             f"{name!r} has ids from {ids.min()} to {ids.max()}, and the vocabulary of {spec.name} ends at {vocabulary - 1}"
         )
+
+
+def _without_padding_alone(encoding: Encoding, x: Ragged) -> Encoding:
+    """Return an encoding in which a sequence without steps has none, also where a convolution pads it enough for a window."""
+    counts, has_steps = torch.diff(encoding.offsets), torch.diff(x.offsets) > 0
+    if encoding.sequence is None or not (counts[~has_steps] > 0).any():
+        return encoding
+    offsets = torch.nn.functional.pad((counts * has_steps).cumsum(0), (1, 0)).to(encoding.offsets.dtype)
+    return replace(encoding, sequence=encoding.sequence[has_steps.repeat_interleave(counts)], offsets=offsets)
+
+
+def _embedding(encoder: Encoder, encoding: Encoding, x: Ragged) -> Tensor | None:
+    """Return the vectors on which the head works. Sequences without steps have that of zeros, whatever states they start from."""
+    vectors, without_steps = encoding.head_output.embedding, encoder.run_without_steps()
+    if vectors is None or without_steps is None:
+        return vectors
+    assert without_steps.head_output.embedding is not None, "the head has a vector for every sequence"
+    return torch.where((torch.diff(x.offsets) == 0)[:, None], without_steps.head_output.embedding, vectors)
 
 
 def _head_outputs(encoder: Encoder, embedding: Tensor | None, sequence: Tensor | None) -> dict[str, Tensor]:
