@@ -11,7 +11,13 @@ from importlib import import_module
 from pathlib import Path
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "imported-layers.md"
-SOURCES = {"onnx": "ONNX", "keras": "Keras", "tensorflow1": "TensorFlow 1"}
+SOURCES = {
+    "pytorch": "State dicts of PyTorch",
+    "torch_archive": "torch.export and TorchScript",
+    "onnx": "ONNX",
+    "keras": "Keras",
+    "tensorflow1": "TensorFlow 1",
+}
 """Packages of tests by the name of their source. `cases.TABLE` of each is a sequence of lines."""
 OPENING = """\
 # What imports

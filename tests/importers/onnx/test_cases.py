@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ def test_imported_model_computes_the_same(case: Case, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.refused], ids=str)
 def test_refused_graph_names_the_reason(case: Case, tmp_path: Path) -> None:
-    with pytest.raises(ImportRefused, match=case.refused):
+    with pytest.raises(ImportRefused, match=re.escape(case.refused)):
         imported(case.graph(), tmp_path)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.importers.table import Line
 from tests.importers.torch_archive.scripted import REFUSED as REFUSED_SCRIPT
-from tests.importers.torch_archive.scripted import SCRIPTED as SCRIPTED
+from tests.importers.torch_archive.scripted import SCRIPTED
 from tests.importers.torch_models import ACTIVATED, OTHERS, PACKED, PROJECTED, RECURRENT, REFUSED, Sample
 
 TRACED = [*RECURRENT, *PACKED, *PROJECTED, *OTHERS, *ACTIVATED]
@@ -16,7 +16,11 @@ _SLOW = (
 EXPORTED = [each for each in [*RECURRENT, *PROJECTED, *OTHERS, *ACTIVATED] if each.option in _SLOW and each.part != "nn.GRU"]
 """torch.export takes long, so that it exports fewer."""
 BY_NUMBERS = "it works on the axis of batch"
-NO_ACTIVATION = "(no activation of model|operators of this name)"
+
+
+def refused_activation(sample: Sample) -> str:
+    """Return the words of the refusal of a module whose activation no layer has."""
+    return "operators of this name cannot be imported" if sample.option == "LogSigmoid()" else "no activation of model.toml"
 
 
 def _lines(samples: list[Sample], how: str, refused: str = "") -> list[Line]:
@@ -27,6 +31,6 @@ TABLE = [
     *_lines(EXPORTED, "torch.export"),
     *_lines(TRACED, "torch.jit.trace"),
     *_lines(SCRIPTED, ""),
-    *_lines(REFUSED, "torch.jit.trace", "no activation, or no operator of this name"),
+    *(Line(f"torch.jit.trace, {sample.part}", sample.option, refused_activation(sample)) for sample in REFUSED),
     *_lines([REFUSED_SCRIPT], "", BY_NUMBERS),
 ]

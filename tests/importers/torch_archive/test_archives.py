@@ -12,8 +12,9 @@ from service.importers.draft import ImportRefused
 from service.importers.torch_archive import read
 from tests.importers.importing import import_file
 from tests.importers.torch_archive.archives import assert_imports, write
-from tests.importers.torch_archive.cases import BY_NUMBERS, EXPORTED, NO_ACTIVATION, SCRIPTED, TRACED
+from tests.importers.torch_archive.cases import BY_NUMBERS, EXPORTED, TRACED, refused_activation
 from tests.importers.torch_archive.scripted import REFUSED as REFUSED_SCRIPT
+from tests.importers.torch_archive.scripted import SCRIPTED
 from tests.importers.torch_models import RECURRENT, REFUSED, Sample
 
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
@@ -37,7 +38,7 @@ def test_scripted_module_imports(sample: Sample, frozen: bool, tmp_path: Path) -
 
 @pytest.mark.parametrize("sample", REFUSED, ids=str)
 def test_activation_that_no_layer_has_is_refused(sample: Sample, tmp_path: Path) -> None:
-    with pytest.raises(ImportRefused, match=NO_ACTIVATION):
+    with pytest.raises(ImportRefused, match=refused_activation(sample)):
         read(write(sample, sample.module(), tmp_path, "trace"))
 
 
