@@ -112,13 +112,15 @@ class Hdf5:
 @contextmanager
 def opened(source: Path | bytes, name: str) -> Iterator[Hdf5]:
     """Open a file, or the content of one; raises ImportRefused if it is no complete HDF5 file or has other links than names of objects."""
+    access = h5p.create(h5p.FILE_ACCESS)
+    access.set_fclose_degree(h5f.CLOSE_STRONG)
+    access.set_file_locking(False, True)
+    size = len(source) if isinstance(source, bytes) else source.stat().st_size
     try:
         if isinstance(source, bytes):
-            file, size = h5f.open_file_image(source), len(source)
-        else:
-            access = h5p.create(h5p.FILE_ACCESS)
-            access.set_file_locking(False, True)
-            file, size = h5f.open(str(source).encode(), h5f.ACC_RDONLY, fapl=access), source.stat().st_size
+            access.set_fapl_core(backing_store=False)
+            access.set_file_image(source)
+        file = h5f.open((name if isinstance(source, bytes) else str(source)).encode(), h5f.ACC_RDONLY, fapl=access)
     except DAMAGED as error:
         raise ImportRefused(f"{name} is not a complete HDF5 file ({error}): save the model again") from error
     try:

@@ -31,12 +31,16 @@ def original(path: Path, model: Saved, reading: Reading) -> Original | None:
     if not keras.__version__.startswith("3."):
         return None
     loaded: list[Any] = []
+    architecture = None if model.is_whole else model.architecture
 
     def run(row: Array) -> Array:
         if reading.has_mask and not row.all():
             raise ValueError("Keras skips steps of zeros")
         if not loaded:
-            loaded.append(_loaded(keras, path, model))
+            loaded.append(_loaded(keras, path, architecture))
+        for layer in loaded[0].layers:
+            if getattr(layer, "stateful", False):
+                layer.reset_states()
         output = loaded[0](row[None], training=False)
         first = output[0] if isinstance(output, list | tuple) else output
         batch: Array = np.asarray(keras.ops.convert_to_numpy(first))
@@ -45,10 +49,11 @@ def original(path: Path, model: Saved, reading: Reading) -> Original | None:
     return Original(f"Keras {keras.__version__}", run, reading.fixed_steps)
 
 
-def _loaded(keras: Any, path: Path, model: Saved) -> Any:
-    if model.is_whole:
+def _loaded(keras: Any, path: Path, architecture: Any) -> Any:
+    """Return a model of Keras. architecture: that of a file which has weights only, or None."""
+    if architecture is None:
         return keras.models.load_model(path, compile=False, safe_mode=True)
-    built = keras.models.model_from_json(json.dumps(model.architecture))
+    built = keras.models.model_from_json(json.dumps(architecture))
     built.load_weights(path)
     return built
 
