@@ -1,0 +1,125 @@
+"""`seqserve import` of graphs: as a user types it, and compared with the source by itself."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+
+from service.cli import main
+from service.importers.draft import ImportRefused
+from service.importers.onnx import original
+from service.modeling.npz import write_npz
+from tests.importers.importing import import_file
+from tests.importers.onnx.graphs import FEATURES, Net
+
+ROWS = np.random.default_rng(5).normal(size=(3, 6, FEATURES)).astype(np.float32)
+
+
+def graph(*, softmax: bool = True, fixed: int | None = None, batch: int | str = "batch") -> onnx.ModelProto:
+    """Return a graph of a dense layer, the mean over time and a head."""
+    net = Net((batch, fixed or "steps", FEATURES))
+    pooled = net.add("ReduceMean", net.add("Tanh", net.dense("x", FEATURES, 5)), axes=[1], keepdims=0)
+    scores = net.dense(pooled, 5, 4)
+    return net.model(net.add("Softmax", scores) if softmax else scores)
+
+
+def write(model: onnx.ModelProto, folder: Path) -> Path:
+    file = folder / "model.onnx"
+    file.write_bytes(model.SerializeToString())
+    return file
+
+
+def checks(model: onnx.ModelProto) -> dict[str, Any]:
+    """Return sample inputs and the outputs of ONNX Runtime."""
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    return {"inputs": ROWS, "output": session.run(None, {"x": ROWS})[0]}
+
+
+def test_command_compares_with_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = graph()
+    write_npz(tmp_path / "io.npz", checks(model))
+    file, models = write(model, tmp_path), tmp_path / "models"
+    arguments = ["import", str(file), "--name", "mean", "--check", str(tmp_path / "io.npz"), "--models", str(models)]
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "| scores |" in printed and "The outputs agree for the samples in `io.npz`." in printed
+    card = (models / "mean" / "1" / "card.md").read_text()
+    assert "agree with those of the source within 1e-05 for the samples in `io.npz`" in card
+    assert main([*arguments, "--tolerance", "1e-12"]) == 1
+    assert "and --tolerance is 1e-12. Nothing was written" in capsys.readouterr().err
+    assert [path.name for path in (models / "mean").iterdir()] == ["1"]
+
+
+def test_graph_is_compared_with_onnxruntime_by_itself(tmp_path: Path) -> None:
+    report = import_file(tmp_path, write(graph(), tmp_path))
+    compared = f"random sequences of 1, 2, 3, 5, 8, 13, 34 steps, for which ONNX Runtime {onnxruntime.__version__} computed"
+    assert any(compared in line for line in report) and any(line.startswith("| scores |") for line in report)
+    card = (tmp_path / "models" / "imported" / "1" / "card.md").read_text()
+    assert f"agree with those of the source within 1e-05 for {compared}" in card
+
+
+def test_difference_from_the_source_writes_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ImportRefused, match=r"scores: the largest difference is .*, and --tolerance is 1e-12"):
+        import_file(tmp_path, write(graph(), tmp_path), tolerance=1e-12)
+    assert not (tmp_path / "models").exists()
+
+
+@pytest.mark.parametrize("batch", ["batch", 1, 4])
+def test_graph_of_one_length_is_compared_for_it(batch: int | str, tmp_path: Path) -> None:
+    report = import_file(tmp_path, write(graph(fixed=9, batch=batch), tmp_path))
+    assert any("random sequences of 9 steps" in line for line in report)
+
+
+@pytest.mark.parametrize(
+    "recipe, output",
+    [
+        ("", "value"),
+        ('[head]\nkind = "classify"\nlabels = ["a", "b", "c", "d"]', "logits"),
+        ('head.kind = "embed"', "embedding"),
+    ],
+)
+def test_head_of_a_recipe_is_compared_by_its_numbers(recipe: str, output: str, tmp_path: Path) -> None:
+    report = import_file(tmp_path, write(graph(softmax=False), tmp_path), recipe=recipe)
+    assert any(line.startswith(f"| {output} |") for line in report)
+
+
+def test_recipe_that_changes_the_pool_is_not_compared(tmp_path: Path) -> None:
+    report = import_file(tmp_path, write(graph(), tmp_path), recipe='head.pool = "max"')
+    reason = "The outputs were not compared with those of the source, because the recipe changes the head (pool): add --check FILE.npz."
+    assert reason in report
+    model = tomllib.loads((tmp_path / "models" / "imported" / "1" / "model.toml").read_text())
+    assert model["head"]["pool"] == "max"
+
+
+def test_graph_is_not_compared_without_onnxruntime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(original, "find_spec", dict[str, Any]().get)
+    report = import_file(tmp_path, write(graph(), tmp_path))
+    assert any("because nothing that is installed runs the source" in line for line in report)
+
+
+def test_only_imported_nodes_are_run(tmp_path: Path) -> None:
+    """Another output of the graph would fill the memory."""
+    model = graph()
+    sizes = onnx.numpy_helper.from_array(np.array([1 << 24, 1 << 20]), "sizes")
+    model.graph.initializer.append(sizes)
+    model.graph.node.append(onnx.helper.make_node("ConstantOfShape", ["sizes"], ["huge"]))
+    model.graph.output.append(onnx.helper.make_tensor_value_info("huge", onnx.TensorProto.FLOAT, None))
+    report = import_file(tmp_path, write(model, tmp_path))
+    assert any("The outputs agree for random sequences" in line for line in report)
+
+
+def test_external_data_is_compared_too(tmp_path: Path) -> None:
+    onnx.save(graph(), tmp_path / "model.onnx", save_as_external_data=True, location="weights.bin", size_threshold=0)
+    report = import_file(tmp_path, tmp_path / "model.onnx")
+    assert any("The outputs agree for random sequences" in line for line in report)
+
+
+def test_recipe_with_layers_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ImportRefused, match="a checkpoint of onnx says what its layers are"):
+        import_file(tmp_path, write(graph(), tmp_path), recipe='[[layers]]\nkind = "dense"')
