@@ -18,7 +18,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -213,30 +213,38 @@ def _layer_norm(layer: Any, part: Part) -> State:
 
 
 def _sru(layer: SRULayer, part: Part) -> State:
-    """SRU of the `sru` package: the columns of a unit stand side by side, and the directions share a projection."""
-    state: State = {}
-    for level in range(layer.depth):
-        arrays = {
-            name: [part.arrays.get(f"{level}.{one}.{name}") for one in layer.directions] for name in ("projection", "cell")
-        }
-        wide = torch.stack([_side_by_side(part, f"{level}.{one}.input", layer.hidden) for one in layer.directions], dim=1)
-        bias = torch.stack([part.arrays[f"{level}.{one}.bias"].view(2, -1) for one in layer.directions], dim=1)
-        cell = [torch.zeros_like(bias[:, 0]) if one is None else one.view(2, -1) for one in arrays["cell"]]
-        tensors = {"weight": wide.flatten(1), "weight_c": torch.stack(cell, dim=1).flatten(), "bias": bias.flatten()}
-        tensors["scale_x"] = torch.tensor([layer.scale], dtype=bias.dtype)
-        first, last = arrays["projection"][0], arrays["projection"][-1]
-        if first is not None and last is not None:
-            part.refuse(
-                not torch.equal(first, last),
-                "the projections of the directions differ, and those of the sru package share one",
-                "Such a model has no checkpoint elsewhere",
-            )
-            tensors["weight_proj"] = first
-        if f"{level}.norm" in part.arrays:
-            norm = part.arrays[f"{level}.norm"]
-            tensors |= {"layer_norm.weight": norm[0], "layer_norm.bias": norm[1]}
-        state |= {f"rnn_lst.{level}.{name}": array for name, array in tensors.items()}
+    """SRU of the `sru` package."""
+    return {
+        f"rnn_lst.{level}.{name}": array
+        for level in range(layer.depth)
+        for name, array in _sru_level(layer, part, level).items()
+    }
+
+
+def _sru_level(layer: SRULayer, part: Part, level: int) -> State:
+    """Return one cell: the columns of a unit stand side by side, the directions one after another in each block."""
+    places = [f"{level}.{direction}" for direction in layer.directions]
+    wide = torch.stack([_side_by_side(part, f"{place}.input", layer.hidden) for place in places], dim=1)
+    bias = [part.arrays[f"{place}.bias"] for place in places]
+    cell = [part.arrays.get(f"{place}.cell", torch.zeros_like(bias[0])) for place in places]
+    state = {"weight": wide.flatten(1), "weight_c": _by_block(cell), "bias": _by_block(bias)}
+    state["scale_x"] = torch.tensor([layer.scale])
+    projections = [part.arrays[f"{place}.projection"] for place in places if f"{place}.projection" in part.arrays]
+    if projections:
+        part.refuse(
+            not torch.equal(projections[0], projections[-1]),
+            "the projections of the directions differ, and those of the sru package share one",
+            "Such a model has no checkpoint elsewhere",
+        )
+        state["weight_proj"] = projections[0]
+    if f"{level}.norm" in part.arrays:
+        state["layer_norm.weight"], state["layer_norm.bias"] = part.arrays[f"{level}.norm"]
     return state
+
+
+def _by_block(arrays: Sequence[Tensor]) -> Tensor:
+    """Return the numbers of forget and reset gates of all directions: those of forget gates first."""
+    return torch.stack([array.view(2, -1) for array in arrays], dim=1).flatten()
 
 
 def _side_by_side(part: Part, name: str, hidden: int) -> Tensor:

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations
 from kernels.activations import FUNCTIONS
 from service.modeling.spec import Activation, ModelSpec
 from service.modeling.spec.activations import PARAMETERS
-from tests.importers.pytorch.test_scans import QRNNLayer
+from tests.importers.pytorch.cases import QRNNLayer
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # the package compiles CUDA kernels where it can
