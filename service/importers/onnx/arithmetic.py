@@ -11,7 +11,7 @@ from service.importers.chain import operations
 from service.importers.chain.functions import Function, Numbers, affine, named
 from service.importers.chain.signal import Signal
 from service.importers.draft import Array, ImportRefused
-from service.importers.onnx.masks import mean_of_sum, steps_below
+from service.importers.onnx.masks import mean_of_sum, steps_below, without_padding
 from service.importers.onnx.operation import Operation
 from service.importers.onnx.values import Constant, Lengths, Value
 
@@ -133,6 +133,25 @@ def calculation(operation: Operation) -> Value:
     raise ImportRefused("it computes with lengths, states or masks, which no layer of model.toml does")
 
 
+def choice(operation: Operation) -> Value:
+    """Take one of two numbers by a condition: x where x > 0, and 0 elsewhere, is relu."""
+    condition = operation.inputs[0]
+    if not isinstance(condition, Signal):
+        return without_padding(operation)
+    negated = operations.apply(condition, affine(-1.0, 1.0), operation.label)
+    chosen, other = (_times(operation, operation.inputs[index], each) for index, each in ((1, condition), (2, negated)))
+    return operations.combine(chosen, other, "add", operation.label)
+
+
+def _times(operation: Operation, value: Value | None, condition: Signal) -> Signal:
+    """Multiply a tensor or one constant by a condition, which is 1 or 0."""
+    if isinstance(value, Constant) and value.array.size == 1:
+        return operations.apply(condition, affine(float(value.array.item()), 0.0), operation.label)
+    if not isinstance(value, Signal):
+        raise ImportRefused("it chooses between numbers that do not depend on the input, or are not one for all")
+    return operations.combine(value, condition, "multiply", operation.label)
+
+
 def _with_constant(operation: Operation, x: Signal, array: Array, calculate: Calculation) -> Value:
     """Apply a calculation with constants: one for all numbers, or one for each column."""
     x, numbers = _constants_by_column(x, array.astype(np.float64))
@@ -185,4 +204,5 @@ OPERATORS: dict[str, Callable[[Operation], Value]] = {
     "Neg": negative,
     "PRelu": prelu,
     "Selu": selu,
+    "Where": choice,
 }

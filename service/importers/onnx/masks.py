@@ -22,7 +22,7 @@ def steps_below(operation: Operation, positions: Constant, lengths: Lengths) -> 
     return Mask(steps)
 
 
-def where(operation: Operation) -> Value:
+def without_padding(operation: Operation) -> Value:
     """Replace padding by a number."""
     mask, x, fill = (operation.inputs[index] if operation.has(index) else None for index in range(3))
     if not isinstance(mask, Mask) or not isinstance(x, Signal) or not isinstance(fill, Constant) or fill.array.size != 1:

@@ -15,7 +15,6 @@ from service.importers.chain.nodes import Input
 from service.importers.chain.signal import Role, Signal, concatenate
 from service.importers.draft import ImportRefused
 from service.importers.onnx.budget import check_size
-from service.importers.onnx.masks import where
 from service.importers.onnx.operation import Operation, checked_axis
 from service.importers.onnx.values import Constant, Lengths, Mask, Order, State, Value
 
@@ -306,5 +305,4 @@ OPERATORS: dict[str, Operator] = {
     "TopK": top_k,
     "Transpose": _kept(transpose),
     "Unsqueeze": _kept(unsqueeze),
-    "Where": where,
 }

@@ -27,7 +27,17 @@ PLAIN = {
     "reciprocal": "Reciprocal",
 }
 """Operators without parameters, by those of ONNX."""
-BINARY = {"add": "Add", "sub": "Sub", "mul": "Mul", "div": "Div", "pow": "Pow", "maximum": "Max", "minimum": "Min"}
+COMPARISONS = {"gt": "Greater", "ge": "GreaterOrEqual", "lt": "Less", "le": "LessOrEqual", "eq": "Equal"}
+BINARY = {
+    **COMPARISONS,
+    "add": "Add",
+    "sub": "Sub",
+    "mul": "Mul",
+    "div": "Div",
+    "pow": "Pow",
+    "maximum": "Max",
+    "minimum": "Min",
+}
 
 
 def plain(operation: Operation) -> Any:
@@ -131,6 +141,11 @@ def mish(operation: Operation) -> Any:
     return _function(operation, lambda x: x * np.tanh(np.logaddexp(0, x)))
 
 
+def choice(operation: Operation) -> Any:
+    first, second = (float(value) if isinstance(value, int) else value for value in (operation["self"], operation["other"]))
+    return operation.onnx("Where", operation["condition"], first, second)
+
+
 def _function(operation: Operation, function: Callable[[Any], Any]) -> Any:
     return operations.apply(operation.x, Function(function), operation.call.name)
 
@@ -158,4 +173,5 @@ OPERATORS: dict[str, Callable[[Operation], Any]] = {
     "silu": activation("silu"),
     "softplus": softplus,
     "threshold": threshold,
+    "where": choice,
 }

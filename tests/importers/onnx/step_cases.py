@@ -141,6 +141,29 @@ def by_constant(operator: str, *shape: int, first: bool = False) -> Callable[[Ne
     return build
 
 
+def chosen(comparison: str, limit: float, low: float, high: float | None = None) -> Callable[[Net, str], str]:
+    """Take a number where the tensor is on one side of a limit, and another number or the tensor elsewhere."""
+
+    def build(net: Net, x: str) -> str:
+        condition = net.add(comparison, x, number(net, limit))
+        return net.add("Where", condition, number(net, low), x if high is None else number(net, high))
+
+    return build
+
+
+def step(net: Net, x: str) -> str:
+    return net.add("Cast", net.add("Greater", x, number(net, 0.0)), to=TensorProto.FLOAT)
+
+
+def softplus_by_choice(net: Net, x: str) -> str:
+    large = net.add("Greater", x, number(net, 20.0))
+    return net.add("Where", large, x, net.add("Log", net.add("Add", net.add("Exp", x), number(net, 1.0))))
+
+
+def chosen_by_column(net: Net, x: str) -> str:
+    return net.add("Where", net.constant(np.array([True, False, True, True, False])), x, number(net, 0.0))
+
+
 def prelu(*shape: int) -> Callable[[Net, str], str]:
     return lambda net, x: net.add("PRelu", x, net.positive(*shape))
 
@@ -298,6 +321,12 @@ CASES = [
     _steps("Add, Clip, Div", "hard sigmoid", hard_sigmoid),
     _steps("Add, Clip, Div, Mul", "hard swish", times(hard_sigmoid), "no activation of model.toml"),
     _steps("Softplus, Tanh, Mul", "mish", times(elementwise("Softplus", "Tanh")), "no activation of model.toml"),
+    _steps("LessOrEqual, Where", "relu", chosen("LessOrEqual", 0.0, 0.0)),
+    _steps("LessOrEqual, Where", "thresholded relu", chosen("LessOrEqual", 1.0, 0.0), "no activation of model.toml"),
+    _steps("Greater, Cast", "a step", step, "no activation of model.toml"),
+    _steps("Greater, Where", "softplus", softplus_by_choice),
+    _steps("Greater, Where", "one of two numbers", chosen("Greater", 0.0, 1.0, -1.0), "no activation of model.toml"),
+    _steps("Where", "by a constant for each column", chosen_by_column, "cannot be imported"),
     _steps("Clip", "from 0 to 6", clip(0, 6)),
     _steps("Clip", "from -1 to 1", clip(-1, 1)),
     _steps("Clip", "from 0", clip(0, None)),
@@ -342,5 +371,5 @@ CASES = [
     Case("Gather", "the second step", partial(one_step, 1), "takes the step 1"),
     Case("Gather", "the last step but one", partial(one_step, -2), "takes the step -2"),
     *(_unimportable(name) for name in ("Sin", "Sign", "Round", "Ceil", "IsNaN", "CumSum", "Hardmax", "Size", "NonZero")),
-    *(_unimportable(name, 2) for name in ("And", "BitShift", "Einsum", "GridSample", "Where")),
+    *(_unimportable(name, 2) for name in ("And", "BitShift", "Einsum", "GridSample")),
 ]
