@@ -126,8 +126,15 @@ def test_state_dict_loads_into_modules_as_the_documentation_shows(tmp_path: Path
     modules.load_state_dict(torch.load(file, weights_only=True))
 
 
-@pytest.mark.parametrize("format, suffix", [("pytorch", ".pt"), ("keras", ".h5"), ("onnx", ".onnx")])
-@pytest.mark.parametrize("name", ["question-type-lstm", "question-type-cnn", "sensor-forecast"])
+@pytest.mark.parametrize(
+    "name, format, suffix",
+    [
+        ("question-type-lstm", "onnx", ".onnx"),
+        ("question-type-cnn", "keras", ".h5"),
+        ("question-type-sru", "pytorch", ".safetensors"),
+        ("sensor-forecast", "pytorch", ".pt"),
+    ],
+)
 def test_embedded_models_come_back(tmp_path: Path, name: str, format: str, suffix: str) -> None:
     file = tmp_path / f"model{suffix}"
     assert run("export", name, "--format", format, "--out", file) == 0

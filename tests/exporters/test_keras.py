@@ -10,6 +10,7 @@ import pytest
 
 from service.exporters.model import ExportRefused
 from service.modeling.npz import read_npz, write_npz
+from service.modeling.spec import read
 from tests.exporters.cases import CASES, Case
 from tests.exporters.exporting import (
     Array,
@@ -28,14 +29,15 @@ REFUSED = [case for case in CASES if "keras" in case.refused]
 
 
 @pytest.fixture(scope="module")
-def computed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what Keras computes with the exported file of every case, by the number of the case."""
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the exported file of every case by its number, and what Keras computes with it; `number/models` has the model."""
     folder = tmp_path_factory.mktemp("keras")
     for number, case in enumerate(TAKEN):
-        own = tmp_path_factory.mktemp("model")
+        own = folder / str(number)
         spec = write_case(own, case)
         file, _ = export(own, "keras", ".h5")
         file.rename(folder / f"{number}.h5")
+        Path(f"{file}.toml").rename(folder / f"{number}.h5.toml")
         write_npz(folder / f"{number}.rows.npz", {str(index): row for index, row in enumerate(random_rows(spec, LENGTHS))})
     done = subprocess.run([PYTHON, "-m", "tests.exporters.run_keras", folder], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -43,19 +45,15 @@ def computed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("number, case", list(enumerate(TAKEN)), ids=str)
-def test_keras_computes_the_same(computed: Path, tmp_path: Path, number: int, case: Case) -> None:
-    spec = write_case(tmp_path, case)
-    answers = list(read_npz(computed / f"{number}.answers.npz").values())
+def test_keras_computes_the_same(exported: Path, number: int, case: Case) -> None:
+    """The importer reads the model back as well."""
+    own, file = exported / str(number), exported / f"{number}.h5"
+    spec = read(own / "models" / "exported" / "1")
+    answers = list(read_npz(exported / f"{number}.answers.npz").values())
     if spec.head.kind == "span":
         answers = [softmax_over_steps(one) for one in answers]
-    assert_answers(tmp_path, spec, random_rows(spec, LENGTHS), answers)
-
-
-@pytest.mark.parametrize("case", TAKEN, ids=str)
-def test_importer_reads_the_model_back(tmp_path: Path, case: Case) -> None:
-    spec = write_case(tmp_path, case)
-    file, _ = export(tmp_path, "keras", ".h5")
-    (assert_same_answers if "keras" in case.changed else assert_round_trip)(tmp_path, file, spec)
+    assert_answers(own, spec, random_rows(spec, LENGTHS), answers)
+    (assert_same_answers if "keras" in case.changed else assert_round_trip)(own, file, spec)
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=str)
