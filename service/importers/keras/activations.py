@@ -85,10 +85,12 @@ def layer(call: Call) -> Tensor:
 
 
 def softmax(call: Call) -> Tensor:
-    axis = call.value("axis", -1)
-    if axis not in (-1, call.signal.rank - 1, [-1]):
-        raise ImportRefused(f"its axis is {axis!r:.20}: a model has a softmax over labels, along the last axis")
-    return call.result(operations.softmax(call.signal, call.label, at=-1))
+    """Over labels, along the last axis, or over the steps, in an attention pool. The softmax of keras.ops has a logarithm of its own."""
+    axis, rank = call.integer("axis", -1), call.signal.rank
+    if not -rank <= axis < rank:
+        raise ImportRefused(f"its axis is {axis}, and its input has {rank} axes")
+    log = call.layer.kind == "LogSoftmax"
+    return call.result(operations.softmax(call.signal, call.label, at=axis % rank, log=log))
 
 
 def prelu(call: Call) -> Tensor:

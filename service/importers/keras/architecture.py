@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -31,13 +31,14 @@ class LayerCall:
     """One call of a layer in the architecture.
 
     inputs: in order, with numbers for constants; masks: among the other arguments; others: the names of arguments with tensors that are no
-    masks; options: arguments of one value.
+    masks; options: arguments of one value; arguments: those without a name, as they are written.
     """
 
     inputs: tuple[Reference | float, ...]
     masks: tuple[Reference, ...] = ()
     others: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Sequence[Any] = ()
 
     @property
     def references(self) -> list[Reference]:
@@ -57,7 +58,7 @@ class LayerConfig:
     @property
     def is_operation(self) -> bool:
         """Whether it is a function of keras.ops, which has no weights and may have the name of a layer."""
-        return ".ops" in self.module or self.kind == "TFOpLambda"
+        return ".ops" in self.module
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +214,7 @@ def _node(data: Any) -> LayerCall:
         elif found:
             others.append(name)
     options = {name: value for name, value in arguments.items() if not isinstance(value, dict | list)}
-    return LayerCall(tuple(_leaves(inputs)), tuple(masks), tuple(others), options)
+    return LayerCall(tuple(_leaves(inputs)), tuple(masks), tuple(others), options, inputs)
 
 
 def _leaves(value: Any) -> Iterator[Reference | float]:

@@ -120,9 +120,10 @@ class Call:
 
     def value(self, key: str, default: Any = REQUIRED) -> Any:
         """Return an option of the layer."""
-        if key not in self.config and default is REQUIRED:
+        found = self.config.get(key, self.node.options.get(key, default))
+        if found is REQUIRED:
             raise ImportRefused(f"it has no option {key}: save the model with a current Keras")
-        return self.config.get(key, default)
+        return found
 
     def flag(self, key: str, default: Any = REQUIRED) -> bool:
         value = self.value(key, default)

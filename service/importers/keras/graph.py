@@ -10,7 +10,7 @@ from service.importers.chain.nodes import Input, Mapped, Node
 from service.importers.chain.settling import settled
 from service.importers.chain.signal import Role, Signal, axis
 from service.importers.draft import ImportRefused
-from service.importers.keras import activations, layers, recurrent, shapes
+from service.importers.keras import activations, layers, ops, recurrent, shapes
 from service.importers.keras.architecture import LayerCall, LayerConfig, Network
 from service.importers.keras.call import Call, Mask, Reading, Tensor, Value
 from service.importers.keras.weights import Weights
@@ -22,13 +22,16 @@ LONGEST_FUNCTION = 2
 """Activations in a row that may together be one activation. Others are named one by one, which takes less time."""
 MOST_COLUMNS = 1 << 14
 Layer = Callable[[Call], Value | Sequence[Value]]
+OPERATIONS: dict[str, Layer] = {**ops.OPERATIONS, "NotEqual": shapes.mask}
 LAYERS: dict[str, Layer] = {
+    **OPERATIONS,  # an .h5 does not tell them from layers
     **layers.LAYERS,
     **shapes.LAYERS,
     **dict.fromkeys(activations.LAYERS, activations.layer),
     **dict.fromkeys((*recurrent.KINDS, "RNN"), recurrent.recurrent),
     "Activation": activations.activation,
     "Bidirectional": recurrent.bidirectional,
+    "Dot": ops.dot,
     "PReLU": activations.prelu,
     "Softmax": activations.softmax,
 }
@@ -127,10 +130,11 @@ def _results(
     call = Call(layer, node, inputs, weights.paths(layer), reading)
     if layer.kind == "TimeDistributed":
         call.layer = recurrent.time_distributed(call)
-    if call.layer.kind not in LAYERS:
+    known = OPERATIONS if layer.is_operation else LAYERS
+    if call.layer.kind not in known:
         advice = ADVICE.get(layer.kind, "docs/imported-layers.md lists those that can")
         raise ImportRefused(f"layers of this class cannot be imported: {advice}")
-    result = LAYERS[call.layer.kind](call)
+    result = known[call.layer.kind](call)
     return result if isinstance(result, Sequence) else [result]
 
 

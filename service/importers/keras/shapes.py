@@ -16,7 +16,7 @@ IDENTITIES = (
     *("ActivityRegularization", "AlphaDropout", "Dropout", "GaussianDropout", "GaussianNoise", "Identity", "SpatialDropout1D"),
 )
 COMBINATIONS = {"Add": "add", "Subtract": "subtract", "Multiply": "multiply", "Maximum": "maximum", "Minimum": "minimum"}
-"""Layers, and functions of keras.ops, that combine tensors number by number."""
+"""Layers that combine tensors number by number. Functions of keras.ops have the same names."""
 
 AFFINE = ("add", "subtract", "multiply")
 
@@ -41,7 +41,7 @@ def average(call: Call) -> Tensor:
 
 def concat(call: Call) -> Tensor:
     signals = [tensor.signal for tensor in call.tensors]
-    axis = call.integer("axis", -1) if not call.layer.is_operation else int(call.node.options.get("axis", -1))
+    axis = call.integer("axis", -1)
     if not -signals[0].rank <= axis < signals[0].rank:
         raise ImportRefused(f"its axis is {axis}, and its inputs have {signals[0].rank} axes")
     return call.result(concatenate(signals, axis % signals[0].rank))
@@ -118,7 +118,6 @@ LAYERS: dict[str, Callable[[Call], Value]] = {
     "Concatenate": concat,
     "Cropping1D": crop,
     "Flatten": flatten,
-    "NotEqual": mask,
     "Permute": permute,
     "Reshape": reshape,
     "ZeroPadding1D": pad,

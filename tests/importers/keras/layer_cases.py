@@ -156,7 +156,7 @@ ACTIVATION_CASES = [
     Case("Dense", "a layer as its activation", over_features(lambda layers: layers.Dense(4, activation=layers.LeakyReLU(0.1)))),
     Case("Dense", "use_bias=False", over_features(one("Dense", units=4, use_bias=False))),
     Case("Softmax", "last layer", over_features(dense(3), one("Softmax"))),
-    Case("Softmax", "over the steps", over_features(one("Softmax", axis=1)), "a model has a softmax over labels"),
+    Case("Softmax", "over the steps", over_features(one("Softmax", axis=1)), "only an attention pool with one score"),
 ]
 
 

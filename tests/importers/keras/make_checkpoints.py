@@ -29,7 +29,7 @@ def main(folder: Path) -> None:
 
     for index, case in enumerate(CASES):
         keras.utils.set_random_seed(index)
-        keras.backend.clear_session()
+        keras.backend.clear_session(free_memory=False)  # collecting garbage would take most of the time
         model = case.build(keras)
         randomize(model, index)
         save(model, folder / f"{index}{case.suffix}")

@@ -1,0 +1,183 @@
+"""Functions of keras.ops, which Keras 3 writes into functional models as operations between layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from service.importers.chain import operations
+from service.importers.chain.functions import Function, named
+from service.importers.chain.signal import Role, Signal, concatenate
+from service.importers.draft import ImportRefused
+from service.importers.keras.activations import NAMED, SLOPES, softmax
+from service.importers.keras.call import Call, Tensor, Value
+from service.importers.keras.shapes import COMBINATIONS, combine
+
+REDUCTIONS = {"Sum": "sum", "Mean": "mean", "Max": "max"}
+SLICE, ELLIPSIS = "__slice__", "__ellipsis__"
+WITH_ALPHA = {"LeakyRelu": ("leaky_relu", "negative_slope"), "Elu": ("elu", "alpha")}
+"""Activations with a parameter: their names in model.toml, and the name of the parameter in Keras."""
+
+
+def elementwise(call: Call) -> Tensor:
+    return call.result(operations.apply(call.signal, _function(call), call.label))
+
+
+def reduce_steps(call: Call) -> Tensor:
+    x = call.signal
+    at = _axis(call, x.rank)
+    if not x.is_on(at, Role.STEPS):
+        raise ImportRefused(f"it reduces the axis of {x.axes[at]}, and a pool reduces the steps")
+    if call.layer.kind != "Mean" or not call.tensor.is_masked:
+        call.ignores_mask()
+    return Tensor(operations.pool_steps(x, REDUCTIONS[call.layer.kind], keep_axis=call.flag("keepdims", False)))
+
+
+def get_item(call: Call) -> Tensor:
+    """x[:, -1], x[..., :3] and the like."""
+    [tensor] = [value for value in call.inputs if isinstance(value, Tensor)]
+    x = tensor.signal
+    chosen = _indexes(call, x.rank)
+    for at in reversed(range(x.rank)):
+        x = _taken(x, at, chosen[at])
+    return Tensor(x, tensor.is_masked and x.has_steps)
+
+
+def product(call: Call) -> Tensor:
+    first, second = (tensor.signal for tensor in call.tensors)
+    return Tensor(operations.product_over_steps(first, second, call.label))
+
+
+def dot(call: Call) -> Tensor:
+    """The layer Dot over the steps: (batch, steps, columns) with (batch, steps, 1)."""
+    call.refuse_options(normalize=False)
+    first, second = (tensor.signal for tensor in call.tensors)
+    if call.value("axes") not in (1, [1, 1]) or first.rank != 3:
+        raise ImportRefused(
+            f"its axes are {call.value('axes')!r:.20}, and only an attention pool multiplies two tensors, over the steps"
+        )
+    return Tensor(operations.product_over_steps(first.transpose([0, 2, 1]), second, call.label))
+
+
+def squeeze(call: Call) -> Tensor:
+    return call.result(call.signal.without_axes([_axis(call, call.signal.rank)]))
+
+
+def expand_dims(call: Call) -> Tensor:
+    return call.result(call.signal.with_units([_axis(call, call.signal.rank + 1)]))
+
+
+def transpose(call: Call) -> Tensor:
+    x, order = call.signal, call.value("axes", None)
+    order = list(range(x.rank))[::-1] if order is None else order
+    if not isinstance(order, list) or sorted(order) != list(range(x.rank)):
+        raise ImportRefused(f"its axes are {order!r:.60}, and its input has {x.rank} axes")
+    return call.result(x.transpose(order))
+
+
+def reshape(call: Call) -> Tensor:
+    """The batch, the first axis, is written as -1."""
+    x, target = call.signal, call.value("newshape")
+    if not isinstance(target, list) or not target or target[0] != -1 or not all(isinstance(size, int) for size in target[1:]):
+        raise ImportRefused(f"its shape is {target!r:.60}, and the first axis, the batch, can only be -1")
+    if math.prod(target[1:]) != math.prod(x.shape[1:]) or min(target[1:], default=1) < 1:
+        raise ImportRefused(f"it makes the shape {target} of {x.shape[1:]} for each sequence")
+    return call.result(x.reshape([x.shape[0], *target[1:]]))
+
+
+def flip(call: Call) -> Tensor:
+    x = call.signal
+    return call.result(_reversed(x, _axis(call, x.rank)))
+
+
+def concat(call: Call) -> Tensor:
+    signals = [tensor.signal for tensor in call.tensors]
+    return call.result(concatenate(signals, _axis(call, signals[0].rank)))
+
+
+def _function(call: Call) -> Function:
+    kind = call.layer.kind
+    if kind in WITH_ALPHA:
+        ours, parameter = WITH_ALPHA[kind]
+        return named(ours, alpha=call.number(parameter))
+    if kind == "Gelu":
+        return named("gelu_tanh" if call.flag("approximate", True) else "gelu")
+    return ELEMENTWISE[kind]
+
+
+def _axis(call: Call, rank: int) -> int:
+    axis = call.integer("axis")
+    if not -rank <= axis < rank:
+        raise ImportRefused(f"its axis is {axis}, and its tensor has {rank} axes")
+    return axis % rank
+
+
+def _indexes(call: Call, rank: int) -> list[Any]:
+    """Return an index or a slice for each axis."""
+    written = call.node.arguments[1] if len(call.node.arguments) > 1 else None
+    given = [_index(item) for item in (written if isinstance(written, list) else [written])]
+    if given.count(...) > 1 or len(given) > rank + (... in given):
+        raise ImportRefused(f"it takes entries along {len(given)} axes, and its input has {rank}")
+    at = given.index(...) if ... in given else len(given)
+    before, after = given[:at], given[at + 1 :]
+    return [*before, *[slice(None)] * (rank - len(before) - len(after)), *after]
+
+
+def _index(item: Any) -> Any:
+    config = item.get("config") if isinstance(item, dict) else None
+    kind = item.get("class_name") if isinstance(item, dict) else None
+    if kind == ELLIPSIS:
+        return ...
+    if kind == SLICE and isinstance(config, dict):
+        bounds = [config.get(name) for name in ("start", "stop", "step")]
+        if all(bound is None or isinstance(bound, int) for bound in bounds) and bounds[2] != 0:
+            return slice(*bounds)
+    if isinstance(item, int) and not isinstance(item, bool):
+        return item
+    raise ImportRefused("it takes entries in another way than by numbers and slices")
+
+
+def _taken(x: Signal, at: int, index: int | slice) -> Signal:
+    size = x.shape[at]
+    if isinstance(index, int) and not -size <= index < size:
+        raise ImportRefused(f"it takes the entry {index} of {size}")
+    entries = range(size)[index] if isinstance(index, slice) else [range(size)[index]]
+    if len(entries) == size and isinstance(index, slice):
+        return x if entries[0] == 0 else _reversed(x, at)
+    if x.axes[at].is_columns:
+        chosen = x.take(np.array(entries, np.int64), at)
+        return chosen if isinstance(index, slice) else chosen.without_axes([at])
+    if not x.is_on(at, Role.STEPS) or len(entries) != 1 or entries[0] not in (0, size - 1):
+        raise ImportRefused(f"it takes some of the {x.axes[at]}: a model takes the first or the last step")
+    return operations.pool_steps(x, "first" if entries[0] == 0 else "last_step", keep_axis=isinstance(index, slice))
+
+
+def _reversed(x: Signal, at: int) -> Signal:
+    if x.is_on(at, Role.STEPS):
+        return operations.reverse_steps(x)
+    if not x.axes[at].is_columns:
+        raise ImportRefused(f"it reverses the axis of {x.axes[at]}")
+    return x.take(np.arange(x.shape[at])[::-1], at)
+
+
+ELEMENTWISE = {"".join(part.title() for part in name.split("_")): function for name, function in NAMED.items()}
+ELEMENTWISE |= {"Exp": NAMED["exponential"], "HardSigmoid": SLOPES[False]}
+"""Functions of single numbers, by the names of their classes."""
+OPERATIONS: dict[str, Callable[[Call], Value]] = {
+    **dict.fromkeys((*ELEMENTWISE, *WITH_ALPHA, "Gelu"), elementwise),
+    **dict.fromkeys(REDUCTIONS, reduce_steps),
+    **dict.fromkeys(COMBINATIONS, combine),
+    "Concatenate": concat,
+    "ExpandDims": expand_dims,
+    "Flip": flip,
+    "GetItem": get_item,
+    "LogSoftmax": softmax,
+    "Matmul": product,
+    "Reshape": reshape,
+    "Softmax": softmax,
+    "Squeeze": squeeze,
+    "Transpose": transpose,
+}
