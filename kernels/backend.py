@@ -24,13 +24,13 @@ FAMILIES = ("rnn", "lstm", "gru", "sru", "qrnn", "conv")
 class Problem:
     """The properties that decide the choice of a backend. All are known before any data.
 
-    variant: what a layer has beyond the plain layer of its family, for example peepholes, or None.
+    variants: what a layer has beyond the plain layer of its family, for example peepholes.
     """
 
     device: torch.device
     storage: torch.dtype
     hidden: int
-    variant: str | None = None
+    variants: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,8 @@ class Backend:
     """One implementation of a kernel family.
 
     refuses: returns why it cannot or should not run a problem, or None; describe: returns details of how it runs a problem;
-    bidirectional: runs both directions at once, for backends where that is faster than two runs. plain_only: whether it runs only plain
-    layers.
+    bidirectional: runs both directions at once, for backends where that is faster than two runs. runs: the variants that it runs, or None
+    for all.
     """
 
     name: str
@@ -47,13 +47,16 @@ class Backend:
     refuses: Callable[[Problem], str | None]
     describe: Callable[[Problem], str] | None = None
     bidirectional: RunKernel | None = None
-    plain_only: bool = True
+    runs: tuple[str, ...] | None = ()
 
     def refusal(self, problem: Problem) -> str | None:
         """Return why this backend does not run the problem, or None."""
-        if problem.variant is not None and self.plain_only:
-            return f"does not run {problem.variant}"
-        return self.refuses(problem)
+        return self.variants_refusal(problem) or self.refuses(problem)
+
+    def variants_refusal(self, problem: Problem) -> str | None:
+        """Return which variants of the problem this backend does not run, or None."""
+        missing = [] if self.runs is None else [variant for variant in problem.variants if variant not in self.runs]
+        return f"does not run {', '.join(missing)}" if missing else None
 
     @property
     def run_bidirectional(self) -> RunKernel:
@@ -93,15 +96,17 @@ def choose(backends: Sequence[Backend], problem: Problem, requested: str = AUTO)
 
 
 def cached_choice(backends: Callable[[], Sequence[Backend]]) -> Callable[..., Choice]:
-    """Return `choose` as a cached function of device, storage, hidden, requested and variant. A backend's answer for a problem never
+    """Return `choose` as a cached function of device, storage, hidden, requested and variants. A backend's answer for a problem never
     changes.
 
     backends: called when a choice is made, not before.
     """
 
     @cache
-    def chosen(device: torch.device, storage: torch.dtype, hidden: int, requested: str, variant: str | None = None) -> Choice:
-        return choose(backends(), Problem(device, storage, hidden, variant), requested)
+    def chosen(
+        device: torch.device, storage: torch.dtype, hidden: int, requested: str, variants: tuple[str, ...] = ()
+    ) -> Choice:
+        return choose(backends(), Problem(device, storage, hidden, variants), requested)
 
     return chosen
 
@@ -122,7 +127,8 @@ def explain(family: str, *, device: str, dtype: str, hidden: int) -> str:
 def _by_name(backends: Sequence[Backend], problem: Problem, name: str) -> Choice:
     for backend in backends:
         if backend.name == name:
-            if problem.variant is not None and backend.plain_only:
-                raise ContractError(f"the backend {name!r} {backend.refusal(problem)}")
+            refusal = backend.variants_refusal(problem)
+            if refusal is not None:
+                raise ContractError(f"the backend {name!r} {refusal}")
             return Choice(backend, (f"{name}: requested by name",))
     raise ContractError(f"unknown backend {name!r}, expected one of {', '.join(backend.name for backend in backends)}")

@@ -47,8 +47,12 @@ def gated_columns(weights: Any, gates: int) -> int | None:
     return gates * hidden
 
 
-def variant_of(weights: Any, **others: bool) -> str | None:
-    """Return what these weights have beyond the plain layer of their family, or None. others: what a family adds."""
+PEEPHOLES, RESET_BEFORE = "peepholes", "the reset gate before the product"
+"""Variants that some fused kernels run."""
+
+
+def variants_of(weights: Any, **others: bool) -> tuple[str, ...]:
+    """Return what these weights have beyond the plain layer of their family. others: what a family adds."""
     plain = {field.name: field.default for field in fields(weights)}
     found = {
         "a layer norm": weights.input_norm is not None or weights.recurrent_norm is not None,
@@ -56,7 +60,7 @@ def variant_of(weights: Any, **others: bool) -> str | None:
         "activations of its own": weights.activations != plain["activations"],
         **others,
     }
-    return ", ".join(name for name, present in found.items() if present) or None
+    return tuple(name for name, present in found.items() if present)
 
 
 def gate_inputs(data: Tensor, weights: Any) -> Tensor:

@@ -8,22 +8,26 @@ Cho et al. 2014; the reset after the product as cuDNN and torch.nn.GRU compute i
 
 from kernels.backend import AUTO, Backend, Choice, accepts_everything, cached_choice, only_by_name
 from kernels.cpu import cache
-from kernels.gated import with_table
+from kernels.gated import RESET_BEFORE, with_table
 from kernels.gru import cpu, framework, reference
 from kernels.gru.types import GRUState, GRUWeights, check_gru
+from kernels.persistent import launch
+from kernels.persistent.launch import Family
 from kernels.ragged import Encoded, Outputs, Ragged, check_both_directions, with_state_slots
 
+FUSED = Family("gru", gru=True, state=GRUState, arrays=("hidden",), own=lambda weights: weights.recurrent_bias)
 BACKENDS = (
-    Backend("cpu", cpu.gru, cache.refuses, bidirectional=cpu.bidirectional),
-    Backend("framework", with_table(with_state_slots(framework.gru)), accepts_everything, plain_only=False),
-    Backend("reference", with_table(with_state_slots(reference.gru)), only_by_name, plain_only=False),
+    *launch.backends(FUSED),
+    Backend("cpu", cpu.gru, cache.refuses, bidirectional=cpu.bidirectional, runs=(RESET_BEFORE,)),
+    Backend("framework", with_table(with_state_slots(framework.gru)), accepts_everything, runs=None),
+    Backend("reference", with_table(with_state_slots(reference.gru)), only_by_name, runs=None),
 )
 _chosen = cached_choice(lambda: BACKENDS)
 
 
 def choice(weights: GRUWeights, backend: str = AUTO) -> Choice:
     """Return the backend that `gru` chooses for these weights."""
-    return _chosen(weights.recurrent.device, weights.recurrent.dtype, weights.hidden, backend, weights.variant)
+    return _chosen(weights.recurrent.device, weights.recurrent.dtype, weights.hidden, backend, weights.variants)
 
 
 def gru(x: Ragged, weights: GRUWeights, state: GRUState | None = None, *, want: Outputs, backend: str = AUTO) -> Encoded:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from kernels.framework import StepOutputs, linear, order_by_length
-from kernels.gated import clipped, gate_inputs, recurrent_product
+from kernels.gated import RESET_BEFORE, clipped, gate_inputs, recurrent_product
 from kernels.gru.types import GRUState, GRUWeights
 from kernels.ragged import Encoded, Outputs, Ragged
 
@@ -31,7 +31,7 @@ def gru(x: Ragged, weights: GRUWeights, state: GRUState | None, *, want: Outputs
 
 def _advance(weights: GRUWeights) -> Callable[[Tensor, Tensor, GRUWeights], None]:
     """Return the function that advances the running rows by one step, in place."""
-    if weights.variant is not None:
+    if set(weights.variants) - {RESET_BEFORE}:
         return _variant_step
     return _reset_before if weights.recurrent_bias is None else _reset_after
 

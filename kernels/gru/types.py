@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from kernels.activations import SIGMOID, TANH, Activation
-from kernels.gated import check_gated_data, gated_columns, variant_of
+from kernels.gated import RESET_BEFORE, check_gated_data, gated_columns, variants_of
 from kernels.norm import EPSILON
 from kernels.ragged import ContractError, Ragged, check_shape, form_of, source_slots, state_entries
 
@@ -57,9 +57,9 @@ class GRUWeights:
         return self.hidden
 
     @cached_property
-    def variant(self) -> str | None:
-        """What these weights have beyond the plain GRU, or None."""
-        return variant_of(self)
+    def variants(self) -> tuple[str, ...]:
+        """What these weights have beyond the GRU of cuDNN and PyTorch."""
+        return variants_of(self, **{RESET_BEFORE: self.recurrent_bias is None})
 
     @cached_property
     def columns(self) -> int | None:

@@ -10,17 +10,18 @@ projections, clips, layer norms and other activations.
 from kernels.backend import AUTO, Backend, Choice, accepts_everything, cached_choice, only_by_name
 from kernels.cpu import cache
 from kernels.gated import with_table
-from kernels.lstm import cpu, framework, persistent, reference
+from kernels.lstm import cpu, framework, reference
 from kernels.lstm.types import LSTMState, LSTMWeights, check_lstm
+from kernels.persistent import launch
+from kernels.persistent.launch import Family
 from kernels.ragged import Encoded, Outputs, Ragged, check_both_directions, with_state_slots
 
+FUSED = Family("lstm", gru=False, state=LSTMState, arrays=("hidden", "cell"), own=lambda weights: weights.peephole)
 BACKENDS = (
-    Backend("persistent", with_table(persistent.persistent), persistent.refuses_persistent, persistent.describe_persistent),
-    Backend("cluster", with_table(persistent.cluster), persistent.refuses_cluster),
-    Backend("grid", with_table(persistent.grid), persistent.refuses_grid),
+    *launch.backends(FUSED),
     Backend("cpu", cpu.lstm, cache.refuses, bidirectional=cpu.bidirectional),
-    Backend("framework", with_table(with_state_slots(framework.lstm)), accepts_everything, plain_only=False),
-    Backend("reference", with_table(with_state_slots(reference.lstm)), only_by_name, plain_only=False),
+    Backend("framework", with_table(with_state_slots(framework.lstm)), accepts_everything, runs=None),
+    Backend("reference", with_table(with_state_slots(reference.lstm)), only_by_name, runs=None),
 )
 _chosen = cached_choice(lambda: BACKENDS)
 
@@ -28,7 +29,7 @@ _chosen = cached_choice(lambda: BACKENDS)
 def choice(weights: LSTMWeights, backend: str = AUTO) -> Choice:
     """Return the backend that `lstm` chooses for these weights."""
     recurrent = weights.recurrent
-    return _chosen(recurrent.device, recurrent.dtype, weights.hidden, backend, weights.variant)
+    return _chosen(recurrent.device, recurrent.dtype, weights.hidden, backend, weights.variants)
 
 
 def lstm(x: Ragged, weights: LSTMWeights, state: LSTMState | None = None, *, want: Outputs, backend: str = AUTO) -> Encoded:

@@ -23,7 +23,7 @@ def lstm(x: Ragged, weights: LSTMWeights, state: LSTMState | None, *, want: Outp
     hidden = order.sort_rows(state.hidden if state else None, weights.vector)
     cell = order.sort_rows(state.cell if state else None, weights.hidden)
     outputs = StepOutputs(order, weights.vector, want)
-    advance = _step if weights.variant is None else _variant_step
+    advance = _variant_step if weights.variants else _step
     for (step,), (running, cells) in zip(order.by_step(gates), order.by_row(hidden, cell), strict=True):
         advance(step, running, cells, weights)
         outputs.add(running)

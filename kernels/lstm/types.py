@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from kernels.activations import SIGMOID, TANH, Activation
-from kernels.gated import check_gated_data, gated_columns, variant_of
+from kernels.gated import PEEPHOLES, check_gated_data, gated_columns, variants_of
 from kernels.norm import EPSILON
 from kernels.ragged import Ragged, check_shape, form_of, source_slots, state_entries
 
@@ -63,9 +63,9 @@ class LSTMWeights:
         return self.recurrent.shape[0] if self.projection is None else self.projection.shape[1]
 
     @cached_property
-    def variant(self) -> str | None:
-        """What these weights have beyond the plain LSTM, or None."""
-        return variant_of(self, peepholes=self.peephole is not None, **{"a projection": self.projection is not None})
+    def variants(self) -> tuple[str, ...]:
+        """What these weights have beyond the plain LSTM."""
+        return variants_of(self, **{PEEPHOLES: self.peephole is not None, "a projection": self.projection is not None})
 
     @cached_property
     def columns(self) -> int | None:

@@ -12,8 +12,8 @@ from kernels.rnn import framework, reference
 from kernels.rnn.types import RNNState, RNNWeights, check_rnn
 
 BACKENDS = (
-    Backend("framework", with_table(with_state_slots(framework.rnn)), accepts_everything, plain_only=False),
-    Backend("reference", with_table(with_state_slots(reference.rnn)), only_by_name, plain_only=False),
+    Backend("framework", with_table(with_state_slots(framework.rnn)), accepts_everything, runs=None),
+    Backend("reference", with_table(with_state_slots(reference.rnn)), only_by_name, runs=None),
 )
 _chosen = cached_choice(lambda: BACKENDS)
 

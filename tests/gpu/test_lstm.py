@@ -15,9 +15,10 @@ from torch import Tensor
 from kernels import launching
 from kernels.backend import Problem, explain
 from kernels.compile import resident_clusters
-from kernels.lstm import BACKENDS, choice, cluster, grid, lstm, persistent
-from kernels.lstm.packing import LSTMVariant
+from kernels.lstm import BACKENDS, choice, lstm
 from kernels.lstm.types import LSTMState, LSTMWeights
+from kernels.persistent import cluster, grid, launch
+from kernels.persistent.packing import Variant
 from kernels.ragged import Encoded, Outputs, Ragged
 from tests.gpu.inputs import LSTM, TOLERANCE, agree, close, gated, joined, outputs, same, stored
 from tests.gpu.inputs import lstm as arguments
@@ -287,8 +288,8 @@ def chosen(hidden: int) -> str:
     return next(backend.name for backend in BACKENDS if backend.refuses(problem) is None)
 
 
-def shape_of(hidden: int, rows: int) -> persistent.PersistentShape | None:
-    return persistent.fastest_shape(LSTMVariant(0, False, False, hidden), rows)
+def shape_of(hidden: int, rows: int) -> launch.PersistentShape | None:
+    return launch.fastest_shape(Variant(0, False, False, hidden), rows)
 
 
 @pytest.mark.usefixtures("_another_device")

@@ -86,9 +86,10 @@ class Form:
         return self.run(*as_float64(arguments), backend="reference")
 
     @property
-    def variant(self) -> str | None:
+    def variants(self) -> tuple[str, ...]:
         """What the weights have beyond the plain layer of their family."""
-        return getattr(self.arguments([1], 1, 1).weights, "variant", None)
+        variants: tuple[str, ...] = getattr(self.arguments([1], 1, 1).weights, "variants", ())
+        return variants
 
     @property
     def takes_ids(self) -> bool:
@@ -368,13 +369,13 @@ def _convolved(x: Ragged, weights: Any, state: Any) -> Arguments:
 GATED: dict[str, Callable[..., Arguments]] = {"rnn": _gates, "lstm": _gates, "gru": _gates, "sru": _blocks, "qrnn": _convolved}
 
 
-def runs_on_cpu(backend: Backend, variant: str | None = None) -> bool:
-    """Return whether a backend accepts a CPU. variant: what the weights have beyond the plain layer of their family."""
-    problem = Problem(torch.device("cpu"), torch.float32, 1, variant)
+def runs_on_cpu(backend: Backend, variants: tuple[str, ...] = ()) -> bool:
+    """Return whether a backend accepts a CPU. variants: what the weights have beyond the plain layer of their family."""
+    problem = Problem(torch.device("cpu"), torch.float32, 1, variants)
     return backend.name == "reference" or backend.refusal(problem) is None
 
 
-def cpu_backends(family: str) -> list[str]:
+def cpu_backends(family: str, variants: tuple[str, ...] = ()) -> list[str]:
     """Return the names of the backends that accept a CPU, from the fastest to the fallback. Compiled loops do once they are compiled."""
     backends: tuple[Backend, ...] = import_module(f"kernels.{family}").BACKENDS
-    return [backend.name for backend in backends if backend.name != "reference" and runs_on_cpu(backend)]
+    return [backend.name for backend in backends if backend.name != "reference" and runs_on_cpu(backend, variants)]

@@ -1,4 +1,4 @@
-"""The caches of the LSTM's launch shapes, for tests that replace the device."""
+"""The caches of the launch shapes of LSTMs and GRUs, for tests that replace the device."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kernels import launching
-from kernels.lstm import persistent
+from kernels.persistent import launch
 
 
 @contextmanager
@@ -21,10 +21,10 @@ def fresh_shape_caches() -> Iterator[None]:
 
 def _clear() -> None:
     for function in (
-        persistent.fastest_shape,
-        persistent.cluster_shape,
-        persistent.grid_shape,
-        persistent._plan,
+        launch.fastest_shape,
+        launch.cluster_shape,
+        launch.grid_shape,
+        launch._plan,
         launching.multiprocessors,
     ):
         function.cache_clear()

@@ -60,7 +60,7 @@ def is_causal(form: Form) -> bool:
 def on_every_backend(forms: list[Form]) -> pytest.MarkDecorator:
     """Run a test on the backends that accept a CPU. Only the compiled loops compute in int8."""
     floats = [form for form in forms if not form.int8]
-    pairs = [(form, backend.name) for form in floats for backend in form.backends if runs_on_cpu(backend, form.variant)]
+    pairs = [(form, backend.name) for form in floats for backend in form.backends if runs_on_cpu(backend, form.variants)]
     pairs += [(form, "cpu") for form in forms if form.int8 and "cpu" in cpu_backends(form.family)]
     return pytest.mark.parametrize("form, backend", pairs, ids=str)
 

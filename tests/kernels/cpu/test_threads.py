@@ -13,9 +13,7 @@ from tests.kernels.families import FORMS, INT8_FORMS, Form, cpu_backends
 from tests.kernels.inputs import OUTPUTS, arrays
 
 COMPILED = [
-    form
-    for form in (*FORMS, *INT8_FORMS)
-    if "cpu" in cpu_backends(form.family) and form.family != "conv" and form.variant is None
+    form for form in (*FORMS, *INT8_FORMS) if "cpu" in cpu_backends(form.family, form.variants) and form.family != "conv"
 ]
 
 

@@ -9,7 +9,7 @@ import torch
 
 from kernels.compile import Kernel, registers, resident_clusters, shared_limit
 from kernels.launching import ceil_div, round_up
-from kernels.lstm.packing import OCTET, PIECE_BYTES, PRODUCT_BYTES, ROW_BYTES, SORTED, LSTMLaunch, LSTMVariant
+from kernels.persistent.packing import OCTET, PIECE_BYTES, PRODUCT_BYTES, ROW_BYTES, SORTED, Launch, Variant
 
 OCTETS = (1, 2, 3, 5)
 """Octets of a cluster's tile; each number is compiled into a separate kernel."""
@@ -21,7 +21,7 @@ class ClusterShape:
 
     copies_state: ClassVar[bool] = False
     """No copy of a state in slots is needed: no block overwrites it before every other block has read it."""
-    variant: LSTMVariant
+    variant: Variant
     blocks: int
 
     def __str__(self) -> str:
@@ -93,14 +93,14 @@ class ClusterShape:
         """Return how many clusters run at once with one block on each multiprocessor."""
         return resident_clusters(self.kernel(1), max(self.shared(1), shared_limit(self.variant.device) // 2 + 1))
 
-    def launch(self, rows: int) -> LSTMLaunch:
+    def launch(self, rows: int) -> Launch:
         """Return the launch for this many rows. Rows are spread over all clusters that run at once: fewer rows, less to exchange."""
         rows_each = ceil_div(rows, self.resident())
         fitting = [octets for octets in OCTETS if self.fits(octets)]
         octets = next((octets for octets in fitting if octets * OCTET >= rows_each), fitting[-1])
         width = min(OCTET, ceil_div(rows_each, octets))
         blocks = ceil_div(rows, octets * width) * self.blocks
-        return LSTMLaunch(self.kernel(octets), blocks, self.shared(octets), octets, width)
+        return Launch(self.kernel(octets), blocks, self.shared(octets), octets, width)
 
     def _products_in_registers(self, octets: int) -> int:
         """Return how many products' weights a warp holds in registers: all, or as many as leave room for everything else."""

@@ -1,4 +1,4 @@
-"""Tests of the LSTM's launchers without a GPU: packed weights, launch shapes, tuned shapes and arguments."""
+"""Tests of the launchers of LSTMs and GRUs without a GPU: packed weights, launch shapes, tuned shapes and arguments."""
 
 from __future__ import annotations
 
@@ -6,24 +6,29 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from kernels import gru, lstm
 from kernels.backend import Problem
-from kernels.lstm import cluster, grid, persistent
-from kernels.lstm.cluster import OCTETS, ClusterShape
-from kernels.lstm.grid import OWNERS_REGISTERS, GridShape
-from kernels.lstm.packing import HERE, SAME_SUMS, SORTED, LSTMVariant, pack
+from kernels.compile import registers
+from kernels.gru.types import GRUState, GRUWeights
 from kernels.lstm.types import LSTMState
+from kernels.persistent import cluster, grid, launch
+from kernels.persistent.cluster import OCTETS, ClusterShape
+from kernels.persistent.grid import OWNERS_REGISTERS, GridShape
+from kernels.persistent.packing import HERE, SAME_SUMS, SORTED, Variant, pack
 from kernels.ragged import ContractError, Outputs, Ragged
 from kernels.tuning import load_tuned, matching_shapes
 from tests.kernels.families import Form
 from tests.kernels.shapes import fresh_shape_caches
 
 H200_SHARED_BYTES = 232_448
+run_cluster = partial(launch.encode, lstm.FUSED, launch.cluster_shape)
 CELL = (HERE / "cell.cuh").read_text()
 
 
@@ -68,9 +73,18 @@ def test_packed_weights_are_tensor_core_operands() -> None:
     assert not gates[:, :, 40:].any(), "padding units have no weights"
 
 
+def test_fourth_gate_of_a_gru_is_zero() -> None:
+    generator = torch.Generator().manual_seed(0)
+    recurrent, hidden = torch.randn(40, 120, generator=generator), torch.zeros(8, 64)
+    hidden[:, :40] = torch.randn(8, 40, generator=generator)
+    gates = through_fragments(pack(recurrent, groups=6, chunks=2), hidden)
+    torch.testing.assert_close(gates[:, :3, :40].reshape(8, 120), hidden[:, :40] @ recurrent, rtol=1e-5, atol=1e-5)
+    assert not gates[:, 3].any()
+
+
 @pytest.mark.parametrize("hidden", [1, 64, 65, 128, 200, 512, 700, 768])
 def test_packing_does_not_depend_on_the_cluster_size(hidden: int) -> None:
-    shapes = [ClusterShape(LSTMVariant(0, False, False, hidden), blocks) for blocks in (4, 8, 16)]
+    shapes = [ClusterShape(Variant(0, False, False, hidden), blocks) for blocks in (4, 8, 16)]
     fitting = [shape for shape in shapes if shape.fits(1)]
     assert fitting
     assert len({(shape.groups, shape.chunks) for shape in fitting}) == 1
@@ -81,9 +95,9 @@ def test_packing_does_not_depend_on_the_cluster_size(hidden: int) -> None:
 
 
 def test_too_large_layer_does_not_fit_a_cluster() -> None:
-    assert not any(ClusterShape(LSTMVariant(0, False, False, 1024), blocks).fits(1) for blocks in (4, 8, 16))
-    assert ClusterShape(LSTMVariant(0, False, False, 768), 16).fits(1)
-    assert not ClusterShape(LSTMVariant(0, False, False, 768), 8).fits(1)
+    assert not any(ClusterShape(Variant(0, False, False, 1024), blocks).fits(1) for blocks in (4, 8, 16))
+    assert ClusterShape(Variant(0, False, False, 768), 16).fits(1)
+    assert not ClusterShape(Variant(0, False, False, 768), 8).fits(1)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +109,7 @@ def test_rows_are_spread_over_resident_clusters(
 ) -> None:
     monkeypatch.setattr(ClusterShape, "resident", lambda _: 7)
     monkeypatch.setattr(ClusterShape, "kernel", lambda *_: None)
-    plan = ClusterShape(LSTMVariant(0, False, False, 512), 16).launch(rows)
+    plan = ClusterShape(Variant(0, False, False, 512), 16).launch(rows)
     assert (plan.octets, plan.width, plan.blocks) == (octets, width, 16 * tiles)
     assert plan.octets in OCTETS
     assert plan.shared <= H200_SHARED_BYTES
@@ -104,14 +118,15 @@ def test_rows_are_spread_over_resident_clusters(
 @pytest.mark.parametrize("rows", [1, 8, 100, 500])
 @pytest.mark.parametrize("lends", [True, False])
 @pytest.mark.parametrize(
-    "hidden, units", [(100, 16), (256, 16), (512, 16), (768, 8), (768, 24), (1024, 8), (1024, 16), (1500, 16), (2048, 16)]
+    "hidden, units",
+    [(100, 16), (128, 24), (128, 32), (256, 16), (512, 16), (768, 8), (768, 24), (1024, 8), (1024, 16), (1500, 16), (2048, 16)],
 )
 def test_all_teams_of_a_grid_are_resident(
     hidden: int, units: int, lends: bool, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grid, "lends_registers", lambda _: lends)
     monkeypatch.setattr(GridShape, "_kernel", lambda *_: None)
-    shape = GridShape(LSTMVariant(0, False, False, hidden), units)
+    shape = GridShape(Variant(0, False, False, hidden), units)
     assert shape.runs()
     rows = min(rows, shape.max_rows)
     plan = shape.launch(rows)
@@ -119,23 +134,24 @@ def test_all_teams_of_a_grid_are_resident(
     assert plan.blocks // shape.members * plan.octets * plan.width >= rows
     assert (plan.shared + 1024) * shape.blocks_per_multiprocessor <= H200_SHARED_BYTES + 1024
     assert plan.octets * plan.width <= SORTED
-    multiply = 32 * shape.parts
-    lent = multiply * shape.registers + (shape.threads - multiply) * OWNERS_REGISTERS
-    assert shape.blocks_per_multiprocessor * (lent if shape.lends else shape.threads * shape.registers) <= 65536
+    multiply, before = 32 * shape.parts, registers(shape.threads * shape.blocks_per_multiprocessor)
+    after = multiply * shape.registers + (shape.threads - multiply) * (OWNERS_REGISTERS if shape.lends else before)
+    assert after <= before * shape.threads, "warps would wait for registers that no warp releases"
     assert not shape.lends or shape.threads % 128 == 0, "registers move between groups of four warps"
 
 
 @pytest.mark.parametrize("hidden", [130, 256, 300, 512])
 def test_both_kernels_share_the_chunks_of_packed_weights(hidden: int) -> None:
-    variant = LSTMVariant(0, False, False, hidden)
+    variant = Variant(0, False, False, hidden)
     clusters, teams = ClusterShape(variant, 16), GridShape(variant, 16)
     assert clusters.chunks == teams.chunks
     assert teams.chunks % teams.parts == 0
     assert clusters.groups >= teams.groups
 
 
-def test_rows_decide_only_between_kernels_with_the_same_sums() -> None:
-    shapes = load_tuned(HERE / "tuned", "NVIDIA H200")["shapes"]
+@pytest.mark.parametrize("family", ["lstm", "gru"])
+def test_rows_decide_only_between_kernels_with_the_same_sums(family: str) -> None:
+    shapes = load_tuned(HERE / "tuned", "NVIDIA H200")[family]
     for hidden in range(1, 2113):
         kinds = {
             next(matching_shapes(shapes, ("blocks", "units"), hidden=hidden, rows=rows))[0]
@@ -144,7 +160,7 @@ def test_rows_decide_only_between_kernels_with_the_same_sums() -> None:
         assert hidden <= SAME_SUMS or kinds == {"units"}
 
 
-class FakeLSTMKernel:
+class FakeKernel:
     """A fake kernel that records its launches, with the members of Call by name."""
 
     def __init__(self) -> None:
@@ -155,12 +171,12 @@ class FakeLSTMKernel:
 
 
 @pytest.fixture
-def fake_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeLSTMKernel]:
-    fake = FakeLSTMKernel()
+def fake_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeKernel]:
+    fake = FakeKernel()
     monkeypatch.setattr(ClusterShape, "resident", lambda _: 7)
     monkeypatch.setattr(ClusterShape, "kernel", lambda *_: fake)
-    monkeypatch.setattr(persistent, "on_device", lambda _: nullcontext())
-    monkeypatch.setattr(persistent, "_tuned_shapes", lambda _: load_tuned(HERE / "tuned", "NVIDIA H200")["shapes"])
+    monkeypatch.setattr(launch, "on_device", lambda _: nullcontext())
+    monkeypatch.setattr(launch, "_tuned_shapes", lambda _: load_tuned(HERE / "tuned", "NVIDIA H200")["lstm"])
     with fresh_shape_caches():
         yield fake
 
@@ -171,15 +187,15 @@ CALL = [
         r"^    (?:const )?(?:\w+\*|long long) ([\w, ]+);", CELL[CELL.index("struct Call") :], re.MULTILINE
     )
     for name in declared.split(", ")
-][:20]
+][:21]
 
 
-def test_launcher_passes_the_members_of_call_in_order(fake_kernel: FakeLSTMKernel) -> None:
+def test_launcher_passes_the_members_of_call_in_order(fake_kernel: FakeKernel) -> None:
     assert CALL[0] == "gates"
     assert CALL[-1] == "width"
     x, weights, state = Form("lstm").arguments([3, 0, 4], 40, 8, storage=torch.float16)
     x = Ragged(x.data.half(), x.offsets.long())
-    encoded = persistent.cluster(x, weights, state, want=Outputs(steps=True, mean=True))
+    encoded = run_cluster(x, weights, state, want=Outputs(steps=True, mean=True))
     (call,) = fake_kernel.calls
     assert {name: call[name] for name in ("wide", "first", "until", "hidden", "octets", "width")} == {
         "wide": 1,
@@ -200,13 +216,43 @@ def test_launcher_passes_the_members_of_call_in_order(fake_kernel: FakeLSTMKerne
         "mean": encoded.mean,
     }
     assert {name: call[name] for name in addresses} == {name: array.data_ptr() for name, array in addresses.items()}
-    assert [name for name in CALL[:14] if call[name] == 0] == ["slots_before", "slots_after", "last", "max", "exchange"]
+    assert [name for name in CALL[:15] if call[name] == 0] == ["own", "slots_before", "slots_after", "last", "max", "exchange"]
 
 
-def test_state_in_slots_is_updated_in_place(fake_kernel: FakeLSTMKernel) -> None:
+def test_gru_passes_its_bias_and_no_cell(fake_kernel: FakeKernel) -> None:
+    x, weights, state = Form("gru", reset="after").arguments([3, 0, 4], 40, 8, storage=torch.float16)
+    encoded = launch.encode(gru.FUSED, launch.cluster_shape, x, weights, state, want=Outputs(last=True))
+    (call,) = fake_kernel.calls
+    assert call["packed"] == weights.packed[8, 2].data_ptr() and call["own"] == weights.packed["own"].data_ptr()
+    assert weights.packed["own"].dtype == torch.float32
+    assert (call["hidden_before"], call["hidden_after"]) == (state.hidden.data_ptr(), encoded.state.hidden.data_ptr())
+    assert call["cell_before"] == call["cell_after"] == 0
+    assert isinstance(encoded.state, GRUState) and encoded.last is encoded.state.hidden
+
+
+def test_gate_inputs_end_with_a_whole_word(fake_kernel: FakeKernel) -> None:
+    """The grid kernel reads words, and three gate inputs of 16 bits may end within one."""
+    form = Form("gru", reset="after")
+    x, weights, state = form.gated(form.arguments([3, 0, 4], 5, 8))
+    half = Ragged(x.data.half(), x.offsets)
+    halves = GRUWeights(None, weights.recurrent.half(), None, weights.recurrent_bias)
+    launch.encode(gru.FUSED, launch.cluster_shape, half, halves, state, want=Outputs())
+    (call,) = fake_kernel.calls
+    assert half.data.numel() % 2 and call["gates"] % 4 == 0 and call["gates"] != half.data.data_ptr()
+
+
+def test_peepholes_are_passed_as_they_are(fake_kernel: FakeKernel) -> None:
+    x, weights, state = Form("lstm", peepholes=True).arguments([3], 40, 8, storage=torch.float16)
+    run_cluster(x, weights, state, want=Outputs())
+    (call,) = fake_kernel.calls
+    assert call["own"] == weights.packed["own"].data_ptr()
+    torch.testing.assert_close(weights.packed["own"], weights.peephole.float())
+
+
+def test_state_in_slots_is_updated_in_place(fake_kernel: FakeKernel) -> None:
     x, weights, _ = Form("lstm").arguments([3, 0, 4], 40, 8, storage=torch.float16)
     caches = LSTMState(torch.zeros(9, 40), torch.zeros(9, 40), torch.tensor([8, 1, 2], dtype=torch.int32))
-    encoded = persistent.cluster(x, weights, caches, want=Outputs(last=True))
+    encoded = run_cluster(x, weights, caches, want=Outputs(last=True))
     (call,) = fake_kernel.calls
     assert encoded.state is caches
     assert call["slots_before"] == call["slots_after"] == caches.slots.data_ptr()
@@ -214,32 +260,32 @@ def test_state_in_slots_is_updated_in_place(fake_kernel: FakeLSTMKernel) -> None
     assert encoded.last is not None
     assert call["last"] == encoded.last.data_ptr()
     with pytest.raises(ContractError, match=r"state.cell with slots must be contiguous float32"):
-        persistent.cluster(x, weights, LSTMState(caches.hidden, caches.cell.half(), caches.slots), want=Outputs())
+        run_cluster(x, weights, LSTMState(caches.hidden, caches.cell.half(), caches.slots), want=Outputs())
 
 
-def test_state_is_read_from_sources_and_written_to_slots(fake_kernel: FakeLSTMKernel) -> None:
+def test_state_is_read_from_sources_and_written_to_slots(fake_kernel: FakeKernel) -> None:
     x, weights, _ = Form("lstm").arguments([3, 0, 4], 40, 8, storage=torch.float16)
     slots, sources = torch.tensor([8, 1, 2], dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
     caches = LSTMState(torch.zeros(9, 40), torch.zeros(9, 40), slots, sources)
-    after = persistent.cluster(x, weights, caches, want=Outputs(last=True)).state
+    after = run_cluster(x, weights, caches, want=Outputs(last=True)).state
     (call,) = fake_kernel.calls
     assert (call["slots_before"], call["slots_after"]) == (sources.data_ptr(), slots.data_ptr())
     assert call["hidden_before"] == call["hidden_after"] == caches.hidden.data_ptr()
     assert after.hidden is caches.hidden and after.slots is slots and after.sources is None
 
 
-def test_weights_are_packed_once(fake_kernel: FakeLSTMKernel) -> None:
+def test_weights_are_packed_once(fake_kernel: FakeKernel) -> None:
     x, weights, state = Form("lstm").arguments([3, 0, 4], 40, 8, storage=torch.bfloat16)
     for _ in range(2):
-        persistent.cluster(x, weights, state, want=Outputs())
+        run_cluster(x, weights, state, want=Outputs())
     first, second = fake_kernel.calls
     assert first["packed"] == second["packed"]
     assert len(weights.packed) == 1
 
 
-def test_batch_without_rows_launches_nothing(fake_kernel: FakeLSTMKernel) -> None:
+def test_batch_without_rows_launches_nothing(fake_kernel: FakeKernel) -> None:
     x, weights, state = Form("lstm").arguments([], 40, 8, storage=torch.float16)
-    encoded = persistent.cluster(x, weights, state, want=Outputs(steps=True, last=True, mean=True, max=True))
+    encoded = run_cluster(x, weights, state, want=Outputs(steps=True, last=True, mean=True, max=True))
     assert not fake_kernel.calls
     assert encoded.steps is not None
     assert encoded.steps.shape == (0, 40)
@@ -257,13 +303,14 @@ def test_matching_shapes_respects_the_bounds() -> None:
     assert list(matching_shapes(shapes, ("blocks", "units"), hidden=129, rows=10)) == []
 
 
-def test_describe_names_the_kernel_for_each_number_of_rows(fake_kernel: FakeLSTMKernel) -> None:
+def test_describe_names_the_kernel_for_each_number_of_rows(fake_kernel: FakeKernel) -> None:
     for hidden, description in (
         (128, "clusters of 8 blocks up to 64 rows, clusters of 2 blocks"),
         (512, "clusters of 16 blocks up to 128 rows, the grid with 16 units per block"),
         (1024, "the grid with 8 units per block up to 8 rows, the grid with 16 units per block"),
     ):
-        assert persistent.describe_persistent(Problem(torch.device("cuda:0"), torch.float16, hidden)) == description
+        assert lstm.BACKENDS[0].describe is not None
+        assert lstm.BACKENDS[0].describe(Problem(torch.device("cuda:0"), torch.float16, hidden)) == description
 
 
 def test_device_uses_the_shapes_with_its_name(tmp_path: Path) -> None:

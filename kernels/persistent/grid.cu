@@ -1,5 +1,5 @@
-// The LSTM over many thread blocks, for many rows and for layers that are too large for a cluster. Blocks exchange hidden values through
-// the L2 cache.
+// A recurrent layer over many thread blocks, for many rows and for layers that are too large for a cluster. Blocks exchange hidden
+// values through the L2 cache.
 //
 // A team of blocks owns a tile of octets of rows. Every member owns UNITS hidden units and holds their recurrent weights: HELD products
 // of a warp in registers, the rest in shared memory. A turn is one step of one octet. PARTS warps of a block multiply. Each warp fetches
@@ -8,7 +8,7 @@
 // once a turn, so that the cells of one turn advance while the products of the next turn are computed. Pieces are fetched one turn before
 // they are multiplied.
 //
-// The data carry their own ready flag. A hidden value is at most one, so the top bit of its exponent is free. The two free bits of a
+// The data carry their own ready flag. An exchanged value is below two, so the top bit of its exponent is free. The two free bits of a
 // word are a tag, which says whether a piece belongs to this step, to an earlier step in the same buffer, or to no step yet. A reader
 // polls a piece until it has this step's tag, and waits for nothing else. (A NaN loses that bit on the way and becomes finite for the
 // other units; in its own unit it stays a NaN.) Each octet has two buffers, which are zero before the launch. A member writes step t + 1 over
@@ -228,14 +228,14 @@ __device__ __forceinline__ void advance_cells(const Tile& tile) {
     const int odd = index / 32 % 2, pair = index / 64, column = 2 * q + odd;
     const int group = tile.member * GROUPS + pair, unit = group * 8 + g, hidden = tile.hidden;
     const Gate* const gates = call.gates + unit;
-    const int shifts[2] = {(int)((unsigned long long)gates & 2) * 8, (int)((unsigned long long)(gates + hidden) & 2) * 8};
+    const Own own = own_of(call, unit);
     const bool all_steps = call.steps || call.mean || call.max, real = unit < hidden;
 
     auto cell_of = [&](int octet) { return Cell{tile.cells + octet * 3 * CELLS + index, CELLS}; };
     auto request = [&](int octet, const Row& row, int t) {
-        const Gate* const from = gates + (row.begin + t) * 4 * hidden;
+        const Gate* const from = gates + (row.begin + t) * BLOCKS * hidden;
 #pragma unroll
-        for (int gate = 0; gate < 4; ++gate)
+        for (int gate = 0; gate < BLOCKS; ++gate)
             copy(tile.inputs + (octet * 4 + gate) * CELLS + index, from + gate * hidden, real && t < row.steps);
         asm volatile("cp.async.commit_group;" ::: "memory");
     };
@@ -267,7 +267,11 @@ __device__ __forceinline__ void advance_cells(const Tile& tile) {
         // The inputs that the previous turn requested are needed now only if that turn had the same octet.
         if (before == turn.octet) asm volatile("cp.async.wait_group 0;" ::: "memory");
         else asm volatile("cp.async.wait_group 1;" ::: "memory");
-        const Gates input{extract(x[0], shifts[0]), extract(x[CELLS], shifts[1]), extract(x[2 * CELLS], shifts[0]), extract(x[3 * CELLS], shifts[1])};
+        // The half of its word that a gate input takes. With four blocks, every token has the same halves.
+        const unsigned long long first = (unsigned long long)(gates + (BLOCKS % 2 ? (row.begin + t) * BLOCKS * hidden : 0));
+        const int shifts[2] = {(int)(first & 2) * 8, (int)(first + hidden * sizeof(Gate) & 2) * 8};
+        const Gates input{extract(x[0], shifts[0]), extract(x[CELLS], shifts[1]), GRU ? 0.0f : extract(x[2 * CELLS], shifts[0]),
+                          extract(x[(BLOCKS - 1) * CELLS], shifts[(BLOCKS - 1) % 2])};
         meet();
 
         Gates sums[PARTS];
@@ -280,7 +284,7 @@ __device__ __forceinline__ void advance_cells(const Tile& tile) {
         for (int apart = 1; apart < PARTS; apart *= 2)
 #pragma unroll
             for (int part = 0; part < PARTS; part += 2 * apart) sums[part] = sums[part] + sums[part + apart];
-        const Half bits = advance(cell, sums[0] + input);
+        const Half bits = advance(cell, sums[0], input, own);
         store(to + tile.buffer_of(turn.octet, t + 1) * 4, transposed(bits) & ~TAG | tag, sends);
         request(turn.octet, row, t + 1);
         owned.state[0] = cell;
@@ -290,7 +294,7 @@ __device__ __forceinline__ void advance_cells(const Tile& tile) {
 }
 
 // The shared memory behind `Memory` holds the rows and, for each octet, the cells and the gate inputs of their next step.
-extern "C" __global__ void __launch_bounds__(THREADS, 8 / PARTS) lstm(const __grid_constant__ Call call) {
+extern "C" __global__ void __launch_bounds__(THREADS, 8 / PARTS) persistent(const __grid_constant__ Call call) {
     extern __shared__ __align__(128) unsigned char dynamic[];
     Memory& shared = *(Memory*)dynamic;
     const int hidden = (int)call.hidden, octets = (int)call.octets, groups = (hidden + 7) / 8, room = (groups + 3) / 4 * 32;

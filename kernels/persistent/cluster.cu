@@ -1,4 +1,4 @@
-// The LSTM of a layer that fits a thread-block cluster: one launch for all steps, and the recurrent weights never move.
+// A recurrent layer that fits a thread-block cluster: one launch for all steps, and the recurrent weights never move.
 //
 // A cluster of CTAS blocks owns a tile of OCTETS octets of rows. Block `rank` owns UNITS of the hidden units. Two warps share a group of
 // eight units; each multiplies one half of the hidden vector, with its weights in registers (HELD products) and shared memory (the
@@ -38,12 +38,12 @@ __device__ __forceinline__ void send(unsigned address, unsigned barrier, const Q
 // wait for the load.
 struct Input {
     Gate i, f, g, o;
+
+    __device__ __forceinline__ Gates values() const { return Gates{value_of(i), value_of(f), value_of(g), value_of(o)}; }
 };
 __device__ __forceinline__ Input input_at(const Gate* at, int hidden, bool live) {
-    return Input{live ? at[0] : Gate(0), live ? at[hidden] : Gate(0), live ? at[2 * hidden] : Gate(0), live ? at[3 * hidden] : Gate(0)};
-}
-__device__ __forceinline__ Gates operator+(const Gates& gates, const Input& x) {
-    return gates + Gates{value_of(x.i), value_of(x.f), value_of(x.g), value_of(x.o)};
+    return Input{live ? at[0] : Gate(0), live ? at[hidden] : Gate(0), live && !GRU ? at[2 * hidden] : Gate(0),
+                 live ? at[(BLOCKS - 1) * hidden] : Gate(0)};
 }
 
 // Selects values. Indexing an array with the condition would put the array into memory.
@@ -51,7 +51,7 @@ __device__ __forceinline__ Gates pick(bool first, const Gates& a, const Gates& b
     return Gates{first ? a.i : b.i, first ? a.f : b.f, first ? a.g : b.g, first ? a.o : b.o};
 }
 
-extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREADS, 1) lstm(const __grid_constant__ Call call) {
+extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREADS, 1) persistent(const __grid_constant__ Call call) {
     extern __shared__ __align__(128) unsigned char dynamic[];
     Memory& shared = *(Memory*)dynamic;
     const int width = (int)call.width, hidden = (int)call.hidden;
@@ -81,6 +81,7 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREAD
     }
 
     // This lane's cell in each octet. The first row of an octet is its longest.
+    const Own own = own_of(call, unit);
     int steps[OCTETS], longest[OCTETS];
     const Gate* next[OCTETS];
     float cell[OCTETS];
@@ -90,7 +91,7 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREAD
         const Row row = shared.rows[octet * 8 + column];
         steps[octet] = unit < hidden ? row.steps : 0;
         longest[octet] = shared.rows[octet * 8].steps;
-        next[octet] = call.gates + row.begin * 4 * hidden + unit;
+        next[octet] = call.gates + row.begin * BLOCKS * hidden + unit;
         x[octet] = input_at(next[octet], hidden, 0 < steps[octet]);
         cell[octet] = Cell{&shared.cells[octet][0][threadIdx.x], THREADS}.begin(call, row, unit);
     }
@@ -147,7 +148,7 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREAD
 #pragma unroll
         for (int octet = 0; octet < OCTETS; ++octet) {
             if (OCTETS > 1 && t >= longest[octet]) break;
-            bits[octet] = advance(cell[octet], kept[octet] + shared.halves[octet][warp][lane] + x[octet]);
+            bits[octet] = advance(cell[octet], kept[octet] + shared.halves[octet][warp][lane], x[octet].values(), own);
             shared.outgoing[octet][column][pair * 8 + g] = bits[octet];
         }
         __syncthreads();
@@ -164,7 +165,7 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREAD
 #pragma unroll
         for (int octet = 0; octet < OCTETS; ++octet) {
             if (t > 0 && t < longest[octet] && threadIdx.x == 0) expect(barrier + octet * 16 + odd * 8, width * HIDDEN * 2);
-            next[octet] += 4 * hidden;
+            next[octet] += BLOCKS * hidden;
             x[octet] = input_at(next[octet], hidden, t + 1 < steps[octet]);
             if (t < steps[octet] && (all_steps || t + 1 == steps[octet]))
                 Cell{&shared.cells[octet][0][threadIdx.x], THREADS}.record(call, shared.rows[octet * 8 + column], unit, t, bits[octet], cell[octet]);

@@ -1,6 +1,11 @@
-// Shared by both LSTM kernels: types, the matrix product of one octet of rows, the cell, and the outputs.
+// Shared by both kernels of the LSTM and the GRU: types, the matrix product of one octet of rows, the cell, and the outputs.
 //
-//   i, f, o = sigmoid(x + h R)    g = tanh(x + h R)    c = f c + i g    h = o tanh(c)        (Hochreiter and Schmidhuber 1997)
+//   LSTM   i, f, o = sigmoid(x + h R)    g = tanh(x + h R)    c = f c + i g    h = o tanh(c)     (Hochreiter and Schmidhuber 1997)
+//          PEEPHOLES add p c to the inputs of i and f, and p c of the new c to that of o         (Gers and Schmidhuber 2000)
+//   GRU    r, z = sigmoid(x + h R)    n = tanh(x + r (h R + b))    h = n + z (h - n)             (Cho et al. 2014, as in cuDNN)
+//
+// The four sums of an LSTM's unit are i, f, g, o. Those of a GRU's unit are r, z, the product of n, and the input of n: the weights of the
+// fourth are zero. What an LSTM calls its cell is a GRU's hidden value in float32.
 //
 // A batch is processed eight rows at a time. An octet of rows is the eight columns of the tensor cores' m16n8k16 product. Its left operand
 // is the recurrent weights, its right operand the hidden vectors. A row's values do not depend on its octet, tile or launch: the order in
@@ -17,6 +22,10 @@ struct alignas(16) Quad {
 };
 struct alignas(16) Gates {
     float i, f, g, o;
+};
+// What a unit has besides matrices: the bias of a GRU's new gate, or the peepholes of an LSTM.
+struct Own {
+    float bias, i, f, o;
 };
 struct alignas(16) Row {
     int row, steps;                     // row of the batch, or -1 for none; its number of steps
@@ -41,6 +50,16 @@ typedef float Gate;
 #else
 typedef Half Gate;
 #endif
+constexpr int BLOCKS = GRU ? 3 : 4;     // gate inputs of a unit
+
+// Returns the bits of a hidden value that other units read. Those of a GRU are a sixteenth of the value, below 2: the grid kernel needs
+// the top bit of the exponent. A GRU's hidden value may be as large as its first one. Products take at most 32 of it.
+#if GRU
+constexpr float SCALE = 1.0f / 16, LARGEST = BFLOAT16 ? 1.9921875f : 1.9990234375f;
+__device__ __forceinline__ Half exchanged(float hidden) { return narrow(fminf(fmaxf(hidden * SCALE, -LARGEST), LARGEST)); }
+#else
+__device__ __forceinline__ Half exchanged(float hidden) { return narrow(hidden); }
+#endif
 
 // sums += weights (16 gate rows x 16) @ hidden (16 x 8 rows). Lane 4 g + q holds the sums of rows g and g + 8, columns 2q and 2q + 1.
 __device__ __forceinline__ void multiply(float (&sums)[4], const Quad& weights, unsigned low, unsigned high) {
@@ -51,13 +70,14 @@ __device__ __forceinline__ void multiply(float (&sums)[4], const Quad& weights, 
 
 // The arguments of a launch. Outputs that are not requested are null. Every member has eight bytes: the launcher passes integers.
 struct Call {
-    const Gate* gates;                  // (tokens, 4 hidden)
+    const Gate* gates;                  // (tokens, BLOCKS hidden)
     const Quad* packed;                 // the recurrent weights, by group, chunk, product, lane
+    const float* own;                   // (hidden,) the bias of a GRU's new gate, or (3 hidden,) peepholes of i, f, o; or null
     const void* offsets;                // (rows + 1,) int32, or int64 when `wide`
     const int* slots_before;            // (rows,) the slot that a row starts from; null: its row number
     const int* slots_after;             // (rows,) the slot of its new state; null: its row number
     const float* hidden_before;         // (slots, hidden), or null for zeros
-    const float* cell_before;
+    const float* cell_before;           // of an LSTM, as cell_after
     float* hidden_after;                // (slots, hidden)
     float* cell_after;
     float* steps;                       // (tokens, hidden)
@@ -105,10 +125,32 @@ __device__ __forceinline__ Gates operator+(const Gates& a, const Gates& b) {
     return Gates{a.i + b.i, a.f + b.f, a.g + b.g, a.o + b.o};
 }
 
-// Advances a cell by one step. Returns the bits of the new hidden value.
-__device__ __forceinline__ Half advance(float& cell, const Gates& gates) {
+__device__ __forceinline__ Own own_of(const Call& call, int unit) {
+    const int hidden = (int)call.hidden;
+    if (unit >= hidden) return Own{};
+#if GRU
+    return Own{call.own[unit]};
+#elif PEEPHOLES
+    return Own{0.0f, call.own[unit], call.own[hidden + unit], call.own[2 * hidden + unit]};
+#else
+    return Own{};
+#endif
+}
+
+// Advances a cell by one step, from the product with the exchanged values and the gate inputs. Returns the bits for the exchange.
+__device__ __forceinline__ Half advance(float& cell, const Gates& product, const Gates& x, const Own& own) {
+#if GRU
+    const float r = sigmoid_of(fmaf(product.i, 1 / SCALE, x.i)), z = sigmoid_of(fmaf(product.f, 1 / SCALE, x.f));
+    const float n = tanh_of(x.o + r * fmaf(product.g, 1 / SCALE, own.bias));
+    cell = n + z * (cell - n);
+    return exchanged(cell);
+#else
+    Gates gates = product + x;
+    if (PEEPHOLES) gates.i += own.i * cell, gates.f += own.f * cell;
     cell = sigmoid_of(gates.f) * cell + sigmoid_of(gates.i) * tanh_of(gates.g);
-    return narrow(sigmoid_of(gates.o) * tanh_of(cell));
+    if (PEEPHOLES) gates.o += own.o * cell;
+    return exchanged(sigmoid_of(gates.o) * tanh_of(cell));
+#endif
 }
 
 // The state and outputs of one unit of one row.
@@ -120,7 +162,8 @@ struct Cell {
     __device__ __forceinline__ float begin(const Call& call, const Row& row, int unit) const {
         const bool real = row.row >= 0 && unit < call.hidden;
         const long long at = real ? call.start_before(row.row) + unit : 0;
-        const float cell = real && call.cell_before ? call.cell_before[at] : 0.0f;
+        const float* const before = GRU ? call.hidden_before : call.cell_before;
+        const float cell = real && before ? before[at] : 0.0f;
         if (call.mean) state[stride] = 0.0f;
         if (call.max) state[2 * stride] = __int_as_float(0xff800000);
         if (real && row.steps == 0)
@@ -130,7 +173,7 @@ struct Cell {
 
     // Writes the outputs of step `t`, which the row has, and updates the pools.
     __device__ __forceinline__ void record(const Call& call, const Row& row, int unit, int t, Half bits, float cell) const {
-        const float hidden = widen(bits);
+        const float hidden = GRU ? cell : widen(bits);
         if (call.steps) call.steps[(row.begin + t) * call.hidden + unit] = hidden;
         if (call.mean) state[stride] += hidden;
         if (call.max) state[2 * stride] = larger(state[2 * stride], hidden);
@@ -140,7 +183,7 @@ struct Cell {
     __device__ __forceinline__ void end(const Call& call, const Row& row, int unit, float hidden, float cell) const {
         const long long to = call.start_after(row.row) + unit, output = (long long)row.row * call.hidden + unit;
         call.hidden_after[to] = hidden;
-        call.cell_after[to] = cell;
+        if (!GRU) call.cell_after[to] = cell;
         if (call.last) call.last[output] = hidden;
         if (call.mean) call.mean[output] = row.steps ? state[stride] / row.steps : 0.0f;
         if (call.max) call.max[output] = row.steps ? state[2 * stride] : 0.0f;
@@ -155,7 +198,7 @@ __device__ __forceinline__ Quad piece_before(const Call& call, const Row& row, i
     Half bits[8];
     for (int unit = 0; unit < 8; ++unit) {
         const bool real = call.hidden_before && row.row >= 0 && group * 8 + unit < call.hidden;
-        bits[unit] = real ? narrow(call.hidden_before[call.start_before(row.row) + group * 8 + unit]) : 0;
+        bits[unit] = real ? exchanged(call.hidden_before[call.start_before(row.row) + group * 8 + unit]) : 0;
     }
     return Quad{bits[0] | (unsigned)bits[1] << 16, bits[2] | (unsigned)bits[3] << 16, bits[4] | (unsigned)bits[5] << 16,
                 bits[6] | (unsigned)bits[7] << 16};

@@ -20,16 +20,19 @@ SAME_SUMS = 512
 ROW_BYTES, PIECE_BYTES, PRODUCT_BYTES = 16, 16, 512
 
 
-class LSTMVariant(NamedTuple):
+class Variant(NamedTuple):
     """The properties that both kernels are specialised for, except their launch shape.
 
-    gates_float32: gate inputs are float32; otherwise they have the dtype of the weights.
+    gates_float32: gate inputs are float32; otherwise they have the dtype of the weights. gru: the layer is a GRU, otherwise an LSTM;
+    peepholes: an LSTM with peepholes.
     """
 
     device: int
     bfloat16: bool
     gates_float32: bool
     hidden: int
+    gru: bool = False
+    peepholes: bool = False
 
     def load(self, source: str, *, threads: int, cluster: int = 1, cooperative: bool = False, **constants: int) -> Kernel:
         """Return the kernel of a source file, specialised by this variant and the constants."""
@@ -42,12 +45,14 @@ class LSTMVariant(NamedTuple):
             SORTED=SORTED,
             BFLOAT16=int(self.bfloat16),
             GATES_FLOAT32=int(self.gates_float32),
+            GRU=int(self.gru),
+            PEEPHOLES=int(self.peepholes),
             **constants,
         )
 
 
 @dataclass(frozen=True, slots=True)
-class LSTMLaunch:
+class Launch:
     """A kernel and its grid. A cluster or team owns a tile of `octets` octets, each of up to `width` rows."""
 
     kernel: Kernel
@@ -59,15 +64,16 @@ class LSTMLaunch:
 
 
 def pack(recurrent: Tensor, groups: int, chunks: int) -> Tensor:
-    """Return the recurrent weights, (hidden, 4 x hidden), as left operands of tensor-core products, padded with zeros.
+    """Return the recurrent weights, (hidden, 4 or 3 x hidden), as left operands of tensor-core products, padded with zeros.
 
     Shape: (groups of 8 units, chunks of 32 entries of the hidden vector, 2 products by 2 tiles, lane, 8 values). Lane 4 g + q
-    multiplies the entries 8 q + 4 product + (0, 1, 2, 3) of the chunk. Its gates are input and forget of unit g of the group, or cell
-    and output in the other tile.
+    multiplies the entries 8 q + 4 product + (0, 1, 2, 3) of the chunk. Its gates are the first and the second of unit g of the group, or
+    the third and the fourth in the other tile. A fourth gate that the weights do not have is zero.
     """
     hidden = recurrent.shape[0]
+    gates = recurrent.shape[1] // hidden
     padded = recurrent.new_zeros(32 * chunks, 4, 8 * groups)
-    padded[:hidden, :, :hidden] = recurrent.reshape(hidden, 4, hidden)
+    padded[:hidden, :gates, :hidden] = recurrent.reshape(hidden, gates, hidden)
     chunk, q, product, upper, value, tile, lower, group, g = range(9)
     split = padded.view(chunks, 4, 2, 2, 2, 2, 2, groups, 8)
     return split.permute(group, chunk, product, tile, g, q, upper, lower, value).contiguous()

@@ -7,15 +7,15 @@ from typing import ClassVar
 
 from kernels.compile import Kernel, lends_registers, registers, shared_limit
 from kernels.launching import ceil_div, multiprocessors, round_up
-from kernels.lstm.packing import (
+from kernels.persistent.packing import (
     OCTET,
     PIECE_BYTES,
     PRODUCT_BYTES,
     ROW_BYTES,
     SAME_SUMS,
     SORTED,
-    LSTMLaunch,
-    LSTMVariant,
+    Launch,
+    Variant,
 )
 
 OWNERS_REGISTERS = 72
@@ -28,7 +28,7 @@ class GridShape:
 
     copies_state: ClassVar[bool] = True
     """A state in slots is copied: a block may finish and overwrite it before another block starts."""
-    variant: LSTMVariant
+    variant: Variant
     units: int
 
     def __str__(self) -> str:
@@ -76,11 +76,10 @@ class GridShape:
 
     @property
     def registers(self) -> int:
-        """Registers of a thread that multiplies."""
-        if not self.lends:
-            return registers(self.threads * self.blocks_per_multiprocessor)
-        multiply = 32 * self.parts
-        return (65536 // self.blocks_per_multiprocessor - (self.threads - multiply) * OWNERS_REGISTERS) // multiply // 8 * 8
+        """Registers of a thread that multiplies: those of a block's start, and those that the other threads lend."""
+        before, multiply = registers(self.threads * self.blocks_per_multiprocessor), 32 * self.parts
+        lent = (self.threads - multiply) * (before - OWNERS_REGISTERS) if self.lends else 0
+        return before + lent // multiply // 8 * 8
 
     @property
     def max_rows(self) -> int:
@@ -100,14 +99,14 @@ class GridShape:
         spilled = max(1, self._products - self._products_in_registers(octets)) * self.parts * PRODUCT_BYTES
         return spilled + self._other_bytes(octets)
 
-    def launch(self, rows: int) -> LSTMLaunch:
+    def launch(self, rows: int) -> Launch:
         """Return the launch for this many rows, which are spread over all teams."""
         rows_each = ceil_div(rows, self.teams)
         octets = ceil_div(rows_each, OCTET)
         width = ceil_div(rows_each, octets)
         teams = ceil_div(rows, octets * width)
         words = teams * octets * 2 * round_up(self.variant.hidden, 32) * PIECE_BYTES // 4
-        return LSTMLaunch(self._kernel(min(octets, 2)), teams * self.members, self.shared(octets), octets, width, words)
+        return Launch(self._kernel(min(octets, 2)), teams * self.members, self.shared(octets), octets, width, words)
 
     def _kernel(self, octets: int) -> Kernel:
         """Return the kernel for one octet, or the kernel for any other number of them."""

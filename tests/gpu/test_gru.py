@@ -1,0 +1,206 @@
+"""Tests of the CUDA kernels of the GRU, and of the LSTM with peepholes, against the float64 reference.
+
+test_lstm.py has what does not depend on the cell.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.backend import explain
+from kernels.gru.types import GRUState
+from kernels.ragged import Encoded, Ragged
+from tests.gpu.inputs import TOLERANCE, agree, close, gates, joined, made, outputs, same, stored
+from tests.gpu.sanitizer import TOOLS, assert_no_findings
+from tests.kernels import inputs
+from tests.kernels.families import Form
+from tests.kernels.inputs import (
+    OUTPUTS,
+    SCRAP_SLOT,
+    ZERO_SLOT,
+    Arguments,
+    arrays,
+    assert_reserved_slots_unchanged,
+    assert_shared_slots_result,
+    caches_with_zero_slot,
+    in_chunks,
+    map_arrays,
+    poisoned_memory,
+    run_from_slot_to_slot,
+    with_shared_slots,
+)
+
+GRU, PEEPHOLES = Form("gru", reset="after"), Form("lstm", peepholes=True)
+RAGGED = [9, 0, 3, 17, 1, 5, 12, 12, 2, 30, 0]
+CLUSTER = [1, 33, 64, 100, 128, 151, 256, 512, 768]
+GRID = [1, 33, 100, 257, 512, 600, 801, 1024, 2048]
+SIZES = [*product(["cluster"], CLUSTER), *product(["grid"], GRID)]
+
+every_form = pytest.mark.parametrize("form", [GRU, PEEPHOLES], ids=str)
+both_kernels = pytest.mark.parametrize("backend", ["cluster", "grid"])
+all_backends = pytest.mark.parametrize("backend", ["persistent", "cluster", "grid"])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _poisoned_memory() -> Iterator[None]:
+    with poisoned_memory():
+        yield
+
+
+@every_form
+@pytest.mark.parametrize("backend, hidden", SIZES)
+@pytest.mark.parametrize("storage", [torch.float16, torch.bfloat16], ids=str)
+def test_outputs_and_state_match_the_reference(form: Form, backend: str, hidden: int, storage: torch.dtype) -> None:
+    problem = made(form, RAGGED, hidden, storage=storage)
+    agree(form.run(*problem, backend=backend), form.exact(problem), TOLERANCE[storage])
+
+
+@both_kernels
+@pytest.mark.parametrize("hidden", [51, 200])
+@pytest.mark.parametrize("data", [torch.float16, torch.float32, torch.bfloat16], ids=str)
+def test_gate_inputs_may_have_any_dtype(backend: str, hidden: int, data: torch.dtype) -> None:
+    problem = stored(gates(GRU, RAGGED, hidden), data)
+    agree(GRU.run(*problem, backend=backend), GRU.exact(problem), TOLERANCE[torch.float16])
+
+
+@both_kernels
+def test_gate_inputs_may_begin_at_any_address(backend: str) -> None:
+    x, weights, state = gates(GRU, RAGGED, 51)
+    shifted = torch.cat([x.data.new_zeros(1), x.data.flatten()])[1:].view_as(x.data)
+    assert shifted.data_ptr() % 4
+    same(GRU.run(Ragged(shifted, x.offsets), weights, state, backend=backend), GRU.run(x, weights, state, backend=backend))
+
+
+@every_form
+@all_backends
+@pytest.mark.parametrize("rows", [1, 7, 9, 64, 65, 256, 700, 4096])
+def test_any_number_of_rows(form: Form, backend: str, rows: int) -> None:
+    chance = random.Random(rows)
+    x, weights, state = made(form, [chance.randint(0, 4) for _ in range(rows)], 72)
+    encoded = outputs(form.run(x, weights, state, backend=backend))
+    some = sorted(chance.sample(range(rows), min(rows, 40)))
+    each = inputs.rows(x)
+    sampled = Arguments(joined([each[row] for row in some]), weights, map_arrays(state, lambda array: array[some]))
+    expected = outputs(form.exact(sampled))
+    for name in ("last", "mean", "max", *arrays(state)):
+        close(encoded[name][some], expected[name], TOLERANCE[torch.float16], name)
+
+
+@every_form
+@pytest.mark.parametrize("hidden", [600, 1024, 2048])
+def test_many_rows_of_a_large_layer(form: Form, hidden: int) -> None:
+    chance = random.Random(hidden)
+    problem = gates(form, [chance.randint(0, 9) for _ in range(150)], hidden)
+    encoded = form.run(*problem, backend="grid")
+    agree(encoded, form.exact(problem), TOLERANCE[torch.float16])
+    same(form.run(*problem), encoded)
+
+
+@every_form
+@pytest.mark.parametrize("hidden", [1, 64, 130, 256, 401, 512])
+def test_both_kernels_give_the_same_bits_for_small_layers(form: Form, hidden: int) -> None:
+    problem = gates(form, [7, 0, 3, 20, 1, 8, 8, 2, 5, *[4] * 40], hidden)
+    same(form.run(*problem, backend="grid"), form.run(*problem, backend="cluster"))
+
+
+@both_kernels
+@pytest.mark.parametrize("storage", [torch.float16, torch.bfloat16], ids=str)
+def test_gru_starts_from_large_states(backend: str, storage: torch.dtype) -> None:
+    """A hidden value stays as large as its first one while the update gate keeps it."""
+    x, weights, state = made(GRU, [3, 12, 0, 25, 7], 130, storage=storage)
+    large = GRUState(state.hidden * 30)
+    assert 16 < large.hidden.abs().max() < 32
+    problem = Arguments(x, weights, large)
+    agree(GRU.run(*problem, backend=backend), GRU.exact(problem), 8 * TOLERANCE[storage])
+
+
+@every_form
+@all_backends
+@pytest.mark.parametrize("hidden", [40, 131, 520])
+def test_row_is_bit_equal_alone_in_a_batch_and_in_chunks(form: Form, backend: str, hidden: int) -> None:
+    x, weights, state = gates(form, [3, 41, 0, 8, 19, *[5] * 90], hidden)
+    whole = outputs(form.run(x, weights, state, backend=backend))
+    names = [*arrays(state), "last", "mean", "max"]
+    for row in (0, 1, 2, 4, 60):
+        own = map_arrays(state, partial(Tensor.narrow, dim=0, start=row, length=1))
+        alone = outputs(form.run(joined([inputs.rows(x)[row]]), weights, own, backend=backend))
+        assert all(torch.equal(alone[name][0], whole[name][row]) for name in names)
+    fresh = form.run(x, weights, backend=backend)
+    caches = caches_with_zero_slot(state)
+    steps, after = run_from_slot_to_slot(partial(run_from, form, weights, backend), in_chunks(x, chunks=4), caches)
+    assert fresh.steps is not None and torch.equal(steps, fresh.steps)
+    for name, array in arrays(after).items():
+        assert torch.equal(array, getattr(fresh.state, name))
+    assert_reserved_slots_unchanged(caches)
+
+
+def run_from(form: Form, weights: Any, backend: str, x: Ragged, state: Any) -> Encoded:
+    return form.run(x, weights, state, backend=backend)
+
+
+@every_form
+@both_kernels
+@pytest.mark.parametrize("lengths", [RAGGED, [0, 0, 0, 0], [*RAGGED * 30, 0, 0]], ids=["few", "empty", "many"])
+def test_rows_start_from_sources_and_write_to_slots(form: Form, backend: str, lengths: list[int]) -> None:
+    x, weights, state = gates(form, lengths, 112)
+    caches = with_shared_slots(state, torch.int64)
+    expected = form.run(x, weights, caches.by_row(), backend=backend)
+    encoded = form.run(x, weights, caches, backend=backend)
+    assert all(torch.equal(getattr(encoded, name), getattr(expected, name)) for name in OUTPUTS)
+    assert_shared_slots_result(encoded.state, state, expected.state)
+
+
+@every_form
+@both_kernels
+def test_cuda_graph_serves_other_lengths_slots_and_values(form: Form, backend: str) -> None:
+    first, second = gates(form, [5, 9, 0, 30], 161), gates(form, [20, 0, 18, 6], 161, seed=1)
+    x = Ragged(torch.zeros_like(first.x.data), first.x.offsets.clone())
+    slots, sources = (torch.tensor(places, dtype=torch.int32, device="cuda") for places in ([3, 4, 5, 6], [ZERO_SLOT] * 4))
+    caches = replace(caches_with_zero_slot(first.state), slots=slots, sources=sources)
+    form.run(x, first.weights, caches, backend=backend)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        encoded = outputs(form.run(x, first.weights, caches, backend=backend))
+    state = None
+    for problem, origins, ends in ((first, [ZERO_SLOT] * 4, [5, 3, 2, 7]), (second, [5, 3, 2, 7], [SCRAP_SLOT] * 4)):
+        x.data.copy_(problem.x.data)
+        x.offsets.copy_(problem.x.offsets)
+        slots.copy_(torch.tensor(ends))
+        sources.copy_(torch.tensor(origins))
+        graph.replay()
+        expected = form.run(problem.x, first.weights, state, backend=backend)
+        assert all(torch.equal(encoded[name], getattr(expected, name)) for name in OUTPUTS)
+        state = expected.state
+
+
+@every_form
+@both_kernels
+def test_nan_in_other_rows_does_not_reach_a_row(form: Form, backend: str) -> None:
+    x, weights, state = gates(form, [4, 2, 0, 7, 7, 1, 3, 5, 6], 97)
+    clean = outputs(form.run(x, weights, state, backend=backend))
+    data, hidden = x.data.clone(), state.hidden.clone()
+    data[4:6], hidden[1], data[-3:] = torch.nan, torch.inf, torch.nan
+    encoded = outputs(form.run(Ragged(data, x.offsets), weights, replace(state, hidden=hidden), backend=backend))
+    for row in (0, 2, 3, 4, 5, 6, 7):
+        assert all(torch.equal(encoded[name][row], clean[name][row]) for name in (*arrays(state), "mean"))
+    assert not encoded["hidden"][8].isfinite().any()
+
+
+def test_explain_names_the_kernel_and_the_reasons() -> None:
+    assert explain("gru", device="cuda:0", dtype="float16", hidden=512).startswith("persistent: chosen (clusters of")
+    assert explain("gru", device="cuda:0", dtype="float32", hidden=512).splitlines()[-1] == "framework: chosen"
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_sanitizer_reports_no_errors(tool: str) -> None:
+    assert_no_findings(tool, "tests.gpu.small_gru")
