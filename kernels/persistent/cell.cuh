@@ -29,7 +29,7 @@ struct Own {
 };
 struct alignas(16) Row {
     int row, steps;                     // row of the batch, or -1 for none; its number of steps
-    long long begin;                    // its first token
+    long long begin;                    // the token of its first step
 };
 
 #if BFLOAT16
@@ -68,9 +68,9 @@ __device__ __forceinline__ void multiply(float (&sums)[4], const Quad& weights, 
         : "r"(weights.x), "r"(weights.y), "r"(weights.z), "r"(weights.w), "r"(low), "r"(high));
 }
 
-// The arguments of a launch. Outputs that are not requested are null. Every member has eight bytes: the launcher passes integers.
+// The arguments of one direction. Outputs that are not requested are null. Every member has eight bytes: the launcher passes integers.
 struct Call {
-    const Gate* gates;                  // (tokens, BLOCKS hidden)
+    const Gate* gates;                  // (tokens, BLOCKS hidden), `gates_apart` from token to token
     const Quad* packed;                 // the recurrent weights, by group, chunk, product, lane
     const float* own;                   // (hidden,) the bias of a GRU's new gate, or (3 hidden,) peepholes of i, f, o; or null
     const void* offsets;                // (rows + 1,) int32, or int64 when `wide`
@@ -80,19 +80,28 @@ struct Call {
     const float* cell_before;           // of an LSTM, as cell_after
     float* hidden_after;                // (slots, hidden)
     float* cell_after;
-    float* steps;                       // (tokens, hidden)
-    float* last;                        // (rows, hidden)
+    float* steps;                       // (tokens, hidden), `outputs_apart` from token to token
+    float* last;                        // (rows, hidden), `outputs_apart` from row to row
     float* mean;
     float* max;
     unsigned* exchange;                 // of the grid kernel: (octets, 2, pieces), zeros before the launch
     long long wide, first, until;       // the rows of this launch
     long long hidden, octets, width;    // octets of a tile, rows of an octet
+    long long forward;                  // 1, or 0 for a direction that begins with the last token of a row
+    long long gates_apart, outputs_apart;
 
     __device__ long long offset(long long row) const {
         return wide ? ((const long long*)offsets)[row] : (long long)((const int*)offsets)[row];
     }
     __device__ long long start_before(int row) const { return (slots_before ? (long long)slots_before[row] : row) * hidden; }
     __device__ long long start_after(int row) const { return (slots_after ? (long long)slots_after[row] : row) * hidden; }
+    __device__ long long first_token(long long row) const { return forward ? offset(row) : offset(row + 1) - 1; }
+    __device__ long long token(long long begin, int t) const { return forward ? begin + t : begin - t; }
+};
+// The arguments of a launch: of one direction, or of both, each with half of the blocks.
+struct Calls {
+    Call sides[SIDES];
+    long long blocks;                   // of a direction
 };
 
 // Writes the rows of this tile, longest first. Rows are sorted within blocks of up to SORTED rows; one thread counts a row's rank.
@@ -111,7 +120,7 @@ __device__ void choose_rows(const Call& call, int octets, long long tile, int* l
         int rank = -first;
         for (int other = 0; other < count; ++other)
             rank += lengths[other] > length || (lengths[other] == length && other < row);
-        if (rank >= 0 && rank < tile_rows) rows[rank / width * 8 + rank % width] = Row{(int)block + row, length, call.offset(block + row)};
+        if (rank >= 0 && rank < tile_rows) rows[rank / width * 8 + rank % width] = Row{(int)block + row, length, call.first_token(block + row)};
     }
     __syncthreads();
 }
@@ -174,14 +183,14 @@ struct Cell {
     // Writes the outputs of step `t`, which the row has, and updates the pools.
     __device__ __forceinline__ void record(const Call& call, const Row& row, int unit, int t, Half bits, float cell) const {
         const float hidden = GRU ? cell : widen(bits);
-        if (call.steps) call.steps[(row.begin + t) * call.hidden + unit] = hidden;
+        if (call.steps) call.steps[call.token(row.begin, t) * call.outputs_apart + unit] = hidden;
         if (call.mean) state[stride] += hidden;
         if (call.max) state[2 * stride] = larger(state[2 * stride], hidden);
         if (t + 1 == row.steps) end(call, row, unit, hidden, cell);
     }
 
     __device__ __forceinline__ void end(const Call& call, const Row& row, int unit, float hidden, float cell) const {
-        const long long to = call.start_after(row.row) + unit, output = (long long)row.row * call.hidden + unit;
+        const long long to = call.start_after(row.row) + unit, output = row.row * call.outputs_apart + unit;
         call.hidden_after[to] = hidden;
         if (!GRU) call.cell_after[to] = cell;
         if (call.last) call.last[output] = hidden;

@@ -51,9 +51,11 @@ __device__ __forceinline__ Gates pick(bool first, const Gates& a, const Gates& b
     return Gates{first ? a.i : b.i, first ? a.f : b.f, first ? a.g : b.g, first ? a.o : b.o};
 }
 
-extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREADS, 1) persistent(const __grid_constant__ Call call) {
+extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREADS, 1) persistent(const __grid_constant__ Calls calls) {
     extern __shared__ __align__(128) unsigned char dynamic[];
     Memory& shared = *(Memory*)dynamic;
+    const int side = SIDES > 1 && blockIdx.x >= calls.blocks, block = blockIdx.x - side * (int)calls.blocks;
+    const Call& call = calls.sides[side];
     const int width = (int)call.width, hidden = (int)call.hidden;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, q = lane % 4;
     const int half = warp / GROUPS, pair = warp % GROUPS, column = 2 * q + half;
@@ -68,7 +70,7 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREAD
         else shared.spilled[warp][product - held_before(product)][lane] = packed[product * 32];
     }
 
-    choose_rows(call, OCTETS, blockIdx.x / CTAS, shared.lengths, shared.rows);
+    choose_rows(call, OCTETS, block / CTAS, shared.lengths, shared.rows);
     for (int piece = threadIdx.x; piece < OCTETS * HIDDEN; piece += THREADS) {
         const int octet = piece / HIDDEN, group = piece % HIDDEN / 8, row = piece % 8;
         shared.buffers[octet][0][piece_index(group, row)] = piece_before(call, shared.rows[octet * 8 + row], group);
@@ -82,6 +84,7 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREAD
 
     // This lane's cell in each octet. The first row of an octet is its longest.
     const Own own = own_of(call, unit);
+    const long long apart = call.forward ? call.gates_apart : -call.gates_apart;
     int steps[OCTETS], longest[OCTETS];
     const Gate* next[OCTETS];
     float cell[OCTETS];
@@ -91,7 +94,7 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREAD
         const Row row = shared.rows[octet * 8 + column];
         steps[octet] = unit < hidden ? row.steps : 0;
         longest[octet] = shared.rows[octet * 8].steps;
-        next[octet] = call.gates + row.begin * BLOCKS * hidden + unit;
+        next[octet] = call.gates + row.begin * call.gates_apart + unit;
         x[octet] = input_at(next[octet], hidden, 0 < steps[octet]);
         cell[octet] = Cell{&shared.cells[octet][0][threadIdx.x], THREADS}.begin(call, row, unit);
     }
@@ -165,7 +168,7 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREAD
 #pragma unroll
         for (int octet = 0; octet < OCTETS; ++octet) {
             if (t > 0 && t < longest[octet] && threadIdx.x == 0) expect(barrier + octet * 16 + odd * 8, width * HIDDEN * 2);
-            next[octet] += BLOCKS * hidden;
+            next[octet] += apart;
             x[octet] = input_at(next[octet], hidden, t + 1 < steps[octet]);
             if (t < steps[octet] && (all_steps || t + 1 == steps[octet]))
                 Cell{&shared.cells[octet][0][threadIdx.x], THREADS}.record(call, shared.rows[octet * 8 + column], unit, t, bits[octet], cell[octet]);

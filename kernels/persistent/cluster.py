@@ -19,6 +19,8 @@ OCTETS = (1, 2, 3, 5)
 class ClusterShape:
     """A cluster of `blocks` blocks."""
 
+    runs_both: ClassVar[bool] = True
+    """One launch may run both directions."""
     copies_state: ClassVar[bool] = False
     """No copy of a state in slots is needed: no block overwrites it before every other block has read it."""
     variant: Variant
@@ -54,9 +56,8 @@ class ClusterShape:
     def threads(self) -> int:
         return 8 * self.units
 
-    @property
-    def max_rows(self) -> int:
-        """Rows of one launch: practically unlimited, because clusters that do not fit wait until others have finished."""
+    def max_rows(self, directions: int = 1) -> int:
+        """Return the rows of one launch: practically unlimited, because clusters that do not fit wait until others have finished."""
         return 1 << 30
 
     def runs(self) -> bool:
@@ -77,7 +78,7 @@ class ClusterShape:
         outgoing, cells, rows, barriers = 8 * (self.units + 8) * 2, 12 * self.threads, 8 * ROW_BYTES, 16
         return round_up(spilled + octets * (buffers + halves + outgoing + cells + rows + barriers) + 4 * SORTED, 16)
 
-    def kernel(self, octets: int) -> Kernel:
+    def kernel(self, octets: int, directions: int = 1) -> Kernel:
         return self.variant.load(
             "cluster.cu",
             threads=self.threads,
@@ -85,6 +86,7 @@ class ClusterShape:
             CTAS=self.blocks,
             UNITS=self.units,
             OCTETS=octets,
+            SIDES=directions,
             HELD=self._products_in_registers(octets),
             SHARED=self.shared(octets),
         )
@@ -93,14 +95,14 @@ class ClusterShape:
         """Return how many clusters run at once with one block on each multiprocessor."""
         return resident_clusters(self.kernel(1), max(self.shared(1), shared_limit(self.variant.device) // 2 + 1))
 
-    def launch(self, rows: int) -> Launch:
+    def launch(self, rows: int, directions: int = 1) -> Launch:
         """Return the launch for this many rows. Rows are spread over all clusters that run at once: fewer rows, less to exchange."""
-        rows_each = ceil_div(rows, self.resident())
+        rows_each = ceil_div(rows, max(1, self.resident() // directions))
         fitting = [octets for octets in OCTETS if self.fits(octets)]
         octets = next((octets for octets in fitting if octets * OCTET >= rows_each), fitting[-1])
         width = min(OCTET, ceil_div(rows_each, octets))
         blocks = ceil_div(rows, octets * width) * self.blocks
-        return Launch(self.kernel(octets), blocks, self.shared(octets), octets, width)
+        return Launch(self.kernel(octets, directions), blocks, self.shared(octets), octets, width)
 
     def _products_in_registers(self, octets: int) -> int:
         """Return how many products' weights a warp holds in registers: all, or as many as leave room for everything else."""

@@ -233,7 +233,7 @@ __device__ __forceinline__ void advance_cells(const Tile& tile) {
 
     auto cell_of = [&](int octet) { return Cell{tile.cells + octet * 3 * CELLS + index, CELLS}; };
     auto request = [&](int octet, const Row& row, int t) {
-        const Gate* const from = gates + (row.begin + t) * BLOCKS * hidden;
+        const Gate* const from = gates + call.token(row.begin, t) * call.gates_apart;
 #pragma unroll
         for (int gate = 0; gate < BLOCKS; ++gate)
             copy(tile.inputs + (octet * 4 + gate) * CELLS + index, from + gate * hidden, real && t < row.steps);
@@ -268,7 +268,7 @@ __device__ __forceinline__ void advance_cells(const Tile& tile) {
         if (before == turn.octet) asm volatile("cp.async.wait_group 0;" ::: "memory");
         else asm volatile("cp.async.wait_group 1;" ::: "memory");
         // The half of its word that a gate input takes. With four blocks, every token has the same halves.
-        const unsigned long long first = (unsigned long long)(gates + (BLOCKS % 2 ? (row.begin + t) * BLOCKS * hidden : 0));
+        const unsigned long long first = (unsigned long long)(gates + (BLOCKS % 2 ? call.token(row.begin, t) * call.gates_apart : 0));
         const int shifts[2] = {(int)(first & 2) * 8, (int)(first + hidden * sizeof(Gate) & 2) * 8};
         const Gates input{extract(x[0], shifts[0]), extract(x[CELLS], shifts[1]), GRU ? 0.0f : extract(x[2 * CELLS], shifts[0]),
                           extract(x[(BLOCKS - 1) * CELLS], shifts[(BLOCKS - 1) % 2])};
@@ -294,15 +294,17 @@ __device__ __forceinline__ void advance_cells(const Tile& tile) {
 }
 
 // The shared memory behind `Memory` holds the rows and, for each octet, the cells and the gate inputs of their next step.
-extern "C" __global__ void __launch_bounds__(THREADS, 8 / PARTS) persistent(const __grid_constant__ Call call) {
+extern "C" __global__ void __launch_bounds__(THREADS, 8 / PARTS) persistent(const __grid_constant__ Calls calls) {
     extern __shared__ __align__(128) unsigned char dynamic[];
     Memory& shared = *(Memory*)dynamic;
+    const int side = SIDES > 1 && blockIdx.x >= calls.blocks, block = blockIdx.x - side * (int)calls.blocks;
+    const Call& call = calls.sides[side];
     const int hidden = (int)call.hidden, octets = (int)call.octets, groups = (hidden + 7) / 8, room = (groups + 3) / 4 * 32;
-    const int members = (groups + GROUPS - 1) / GROUPS, team = blockIdx.x / members;
+    const int members = (groups + GROUPS - 1) / GROUPS, team = block / members;
     Row* const rows = (Row*)(dynamic + sizeof(Memory));
     float* const cells = (float*)(rows + octets * 8 + 1);
     const Tile tile{call, shared, rows, cells, (unsigned*)(cells + octets * 3 * CELLS),
-                    (Quad*)call.exchange + (long long)team * octets * 2 * room, hidden, octets, groups, room, (int)blockIdx.x % members};
+                    (Quad*)call.exchange + (long long)team * octets * 2 * room, hidden, octets, groups, room, block % members};
     if (threadIdx.x == 0) rows[octets * 8].steps = 0;
     choose_rows(call, octets, team, shared.lengths, rows);
     if (threadIdx.x < PARTS * 32) multiply_parts(tile);

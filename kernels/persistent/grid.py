@@ -82,9 +82,14 @@ class GridShape:
         return before + lent // multiply // 8 * 8
 
     @property
-    def max_rows(self) -> int:
-        """Rows of one launch: as many as all teams have room for."""
-        return self.teams * OCTET * next(octets for octets in range(SORTED // OCTET, 0, -1) if self.fits(octets))
+    def runs_both(self) -> bool:
+        """Whether one launch may run both directions: all blocks of a launch run at once."""
+        return self.teams > 1
+
+    def max_rows(self, directions: int = 1) -> int:
+        """Return the rows of one launch: as many as all teams of a direction have room for."""
+        octets = next(octets for octets in range(SORTED // OCTET, 0, -1) if self.fits(octets))
+        return self.teams // directions * OCTET * octets
 
     def runs(self) -> bool:
         """Return whether the device has room for one team."""
@@ -99,21 +104,23 @@ class GridShape:
         spilled = max(1, self._products - self._products_in_registers(octets)) * self.parts * PRODUCT_BYTES
         return spilled + self._other_bytes(octets)
 
-    def launch(self, rows: int) -> Launch:
-        """Return the launch for this many rows, which are spread over all teams."""
-        rows_each = ceil_div(rows, self.teams)
+    def launch(self, rows: int, directions: int = 1) -> Launch:
+        """Return the launch for this many rows, which are spread over all teams of a direction."""
+        rows_each = ceil_div(rows, self.teams // directions)
         octets = ceil_div(rows_each, OCTET)
         width = ceil_div(rows_each, octets)
         teams = ceil_div(rows, octets * width)
         words = teams * octets * 2 * round_up(self.variant.hidden, 32) * PIECE_BYTES // 4
-        return Launch(self._kernel(min(octets, 2)), teams * self.members, self.shared(octets), octets, width, words)
+        kernel = self._kernel(min(octets, 2), directions)
+        return Launch(kernel, teams * self.members, self.shared(octets), octets, width, words)
 
-    def _kernel(self, octets: int) -> Kernel:
+    def _kernel(self, octets: int, directions: int = 1) -> Kernel:
         """Return the kernel for one octet, or the kernel for any other number of them."""
         return self.variant.load(
             "grid.cu",
             threads=self.threads,
             cooperative=True,
+            SIDES=directions,
             UNITS=self.units,
             PARTS=self.parts,
             CHUNKS=self.chunks // self.parts,

@@ -7,7 +7,7 @@ float32. Nothing waits for the device. A call may be captured in a CUDA graph: o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from kernels.backend import Backend, Problem
-from kernels.gated import PEEPHOLES, with_table
+from kernels.embedding import embed
+from kernels.gated import PEEPHOLES
 from kernels.launching import (
     Capability,
     address,
@@ -70,11 +71,12 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a call runs. packing: groups and chunks of `pack`; launches: each with its first row and the row after its last."""
+    """How a call runs. packing: groups and chunks of `pack`; launches: each with its directions, its first row and the row after its
+    last."""
 
     packing: tuple[int, int]
     copies_state: bool
-    launches: tuple[tuple[int, int, Launch], ...]
+    launches: tuple[tuple[tuple[int, ...], int, int, Launch], ...]
 
 
 def backends(family: Family) -> tuple[Backend, ...]:
@@ -87,9 +89,10 @@ def backends(family: Family) -> tuple[Backend, ...]:
     return tuple(
         Backend(
             name,
-            with_table(partial(encode, family, find_shape)),
+            partial(encode, family, find_shape),
             partial(_refusal, family, find_shape, needed, no_room),
             partial(_describe, family) if name == "persistent" else None,
+            partial(encode_both, family, find_shape),
             runs=family.runs,
         )
         for name, find_shape, needed, no_room in ways
@@ -97,43 +100,64 @@ def backends(family: Family) -> tuple[Backend, ...]:
 
 
 def encode(family: Family, find_shape: FindShape, x: Ragged, weights: Any, state: Any, *, want: Outputs) -> Encoded:
-    """Run the input product and then the kernel. Without slots, `last` and the new hidden state share their memory."""
+    """Encode every row in one direction. Without slots, `last` and the new hidden state share their memory."""
+    encoded = _encode(family, find_shape, x, (weights,), (state,), want)
+    return replace(encoded, state=encoded.state[0])
+
+
+def encode_both(family: Family, find_shape: FindShape, x: Ragged, weights: Any, states: Any, *, want: Outputs) -> Encoded:
+    """Encode every row in both directions, as `kernels.directions.compose_directions` describes, in one launch if the device has room."""
+    return _encode(family, find_shape, x, weights, states or (None, None), want)
+
+
+def _encode(
+    family: Family, find_shape: FindShape, x: Ragged, weights: Sequence[Any], states: Sequence[Any], want: Outputs
+) -> Encoded:
+    """Run the input products and then the kernel, for one direction or for both."""
     gates = _gate_inputs(x, weights)
-    rows, hidden = x.rows, weights.hidden
-    slots = None if state is None or state.slots is None else as_int32(state.slots)
-    after = (
-        _checked_caches(family, state)
-        if slots is not None
-        else family.state(*(_new(gates, rows, hidden) for _ in family.arrays))
-    )
+    like, rows, hidden, directions = gates[0], x.rows, weights[0].hidden, len(weights)
+    after = tuple(_state_after(family, state, like, rows, hidden) for state in states)
+    shares_last = directions == 1 and after[0].slots is None
+    width = directions * hidden
     encoded = Encoded(
         state=after,
-        steps=_new(gates, len(gates), hidden) if want.steps else None,
-        last=(after.hidden if slots is None else _new(gates, rows, hidden)) if want.last else None,
-        mean=_new(gates, rows, hidden) if want.mean else None,
-        max=_new(gates, rows, hidden) if want.max else None,
+        steps=_new(like, len(like), width) if want.steps else None,
+        last=(after[0].hidden if shares_last else _new(like, rows, width)) if want.last else None,
+        mean=_new(like, rows, width) if want.mean else None,
+        max=_new(like, rows, width) if want.max else None,
     )
     if not rows:
         return encoded
-    own = family.own(weights)
-    plan = _plan(
-        family, find_shape, gates.device, weights.recurrent.dtype, gates.dtype == torch.float32, own is not None, hidden, rows
+    own = [_own(family, layer) for layer in weights]
+    variant = family.variant(
+        like.device, weights[0].recurrent.dtype, hidden, gates_float32=like.dtype == torch.float32, own=own[0] is not None
     )
-    packed = pack_once(weights.packed, plan.packing, lambda: pack(weights.recurrent, *plan.packing))
-    units = None if own is None else pack_once(weights.packed, "own", lambda: _as_float32(own))
-    before = state.by_row() if state is not None and plan.copies_state else state
-    hidden_before, cell_before = _arrays(family, before)
-    hidden_after, cell_after = _arrays(family, after)
-    slots_before = None if before is None or before.slots is None else row_sources(slots, before.sources)
+    plan = _plan(family.name, find_shape, variant, directions, rows)
     offsets = x.offsets.contiguous()
-    read = (gates, packed, units, offsets, slots_before, slots, hidden_before, cell_before)
-    written = (hidden_after, cell_after, encoded.steps, None if slots is None else encoded.last, encoded.mean, encoded.max)
-    addresses = [address(array) for array in (*read, *written)]
-    with on_device(gates.device):
-        for first, until, launch in plan.launches:
-            exchange = gates.new_zeros(launch.exchange_words, dtype=torch.int32) if launch.exchange_words else None
-            sizes = (offsets.dtype == torch.int64, first, until, hidden, launch.octets, launch.width)
-            launch.kernel.launch((launch.blocks, 1, 1), launch.shared, (*addresses, address(exchange), *sizes))
+    before = [state.by_row() if state is not None and plan.copies_state else state for state in states]
+    outputs = (encoded.steps, None if shares_last else encoded.last, encoded.mean, encoded.max)
+    arrays = [
+        (
+            gates[side],
+            pack_once(weights[side].packed, plan.packing, partial(pack, weights[side].recurrent, *plan.packing)),
+            own[side],
+            offsets,
+            *_slots(before[side], after[side]),
+            *_arrays(family, before[side]),
+            *_arrays(family, after[side]),
+            *(None if output is None else output[:, side * hidden :] for output in outputs),
+        )
+        for side in range(directions)
+    ]
+    wide = offsets.dtype == torch.int64
+    with on_device(like.device):
+        for sides, first, until, launch in plan.launches:
+            exchange = like.new_zeros((len(sides), launch.exchange_words), dtype=torch.int32) if launch.exchange_words else None
+            members: list[int] = []
+            for place, side in enumerate(sides):
+                members += map(address, (*arrays[side], None if exchange is None else exchange[place]))
+                members += (wide, first, until, hidden, launch.octets, launch.width, side == 0, gates[side].stride(0), width)
+            launch.kernel.launch((launch.blocks * len(sides), 1, 1), launch.shared, (*members, launch.blocks))
     return encoded
 
 
@@ -189,37 +213,73 @@ def _tuned_shapes(variant: Variant) -> Sequence[Mapping[str, int]]:
 
 
 @cache
-def _plan(
-    family: Family,
-    find_shape: FindShape,
-    device: torch.device,
-    storage: torch.dtype,
-    gates_float32: bool,
-    own: bool,
-    hidden: int,
-    rows: int,
-) -> Plan:
-    """Return the launches of a call: one, unless there are too many rows for it."""
-    shape = find_shape(family.variant(device, storage, hidden, gates_float32=gates_float32, own=own), rows)
+def _plan(name: str, find_shape: FindShape, variant: Variant, directions: int, rows: int) -> Plan:
+    """Return the launches of a call: one, unless there are too many rows for it or both directions cannot run at once."""
+    shape = find_shape(variant, directions * rows)
     if shape is None:
         raise ContractError(
-            f"this device has no room for {hidden} hidden units of the layer {family.name}: choose another backend"
+            f"this device has no room for {variant.hidden} hidden units of a layer {name!r}: choose another backend"
         )
-    bounds = [(first, min(rows, first + shape.max_rows)) for first in range(0, rows, shape.max_rows)]
-    launches = tuple((first, until, shape.launch(until - first)) for first, until in bounds)
-    return Plan((shape.groups, shape.chunks), shape.copies_state, launches)
+    together = directions == 1 or shape.runs_both
+    launches: list[tuple[tuple[int, ...], int, int, Launch]] = []
+    for sides in (tuple(range(directions)),) if together else ((0,), (1,)):
+        most = shape.max_rows(len(sides))
+        bounds = [(first, min(rows, first + most)) for first in range(0, rows, most)]
+        launches += [(sides, first, until, shape.launch(until - first, len(sides))) for first, until in bounds]
+    return Plan((shape.groups, shape.chunks), shape.copies_state, tuple(launches))
 
 
-def _gate_inputs(x: Ragged, weights: Any) -> Tensor:
-    """Return the gate inputs, (tokens, 4 or 3 x hidden), in the dtype of the weights or in float32."""
-    storage = weights.recurrent.dtype
-    if weights.input is None or weights.bias is None:
-        gates = as_gate_dtype(x.data, storage)
-    else:
-        gates = torch.addmm(weights.bias, x.data if x.data.dtype == storage else x.data.to(storage), weights.input)
-    # The grid kernel reads whole words of 4 bytes, also the one that the last gate input begins.
-    whole = gates.data_ptr() % 4 == 0 and gates.numel() * gates.element_size() % 4 == 0
-    return gates if whole else gates.new_empty(gates.numel() + 1)[:-1].view_as(gates).copy_(gates)
+def _gate_inputs(x: Ragged, weights: Sequence[Any]) -> list[Tensor]:
+    """Return the gate inputs of each direction, (tokens, 4 or 3 x hidden), in the dtype of the weights or in float32."""
+    storage = weights[0].recurrent.dtype
+    if weights[0].table is not None:
+        return [_in_whole_words(embed(x.data, layer.table, layer.table.dtype)) for layer in weights]
+    if weights[0].input is None:
+        return [_in_whole_words(as_gate_dtype(x.data, storage))] * len(weights)
+    data = x.data if x.data.dtype == storage else x.data.to(storage)
+    gates = torch.addmm(_side_by_side(weights, "bias"), data, _side_by_side(weights, "input"))
+    return list(_in_whole_words(gates).chunk(len(weights), dim=1))
+
+
+def _side_by_side(weights: Sequence[Any], name: str) -> Tensor:
+    """Return an array of the input product. The first direction keeps those of both, side by side."""
+    first, *others = weights
+    array: Tensor = getattr(first, name)
+    if not others:
+        return array
+    second, _ = first.packed.get(("both", name), (None, None))
+    if second is not others[0]:
+        first.packed["both", name] = others[0], torch.cat((array, getattr(others[0], name)), dim=-1)
+    joined: Tensor = first.packed["both", name][1]
+    return joined
+
+
+def _in_whole_words(gates: Tensor) -> Tensor:
+    """Return gate inputs, or a copy, of which the grid kernel can read every word of 4 bytes."""
+    if gates.data_ptr() % 4 == 0 and gates.numel() * gates.element_size() % 4 == 0:
+        return gates
+    return gates.new_empty(gates.numel() + 1)[:-1].view_as(gates).copy_(gates)
+
+
+def _own(family: Family, layer: Any) -> Tensor | None:
+    """Return what a unit has besides matrices, as the kernels read it, or None."""
+    own = family.own(layer)
+    return None if own is None else pack_once(layer.packed, "own", lambda: _as_float32(own))
+
+
+def _state_after(family: Family, state: Any, like: Tensor, rows: int, hidden: int) -> Any:
+    """Return the state after the call: new arrays, or the same state caches; raises ContractError if a kernel cannot write to them."""
+    if state is None or state.slots is None:
+        return family.state(*(_new(like, rows, hidden) for _ in family.arrays))
+    for name in family.arrays:
+        check_state_cache(name, getattr(state, name))
+    return without_sources(state)
+
+
+def _slots(before: Any, after: Any) -> tuple[Tensor | None, Tensor | None]:
+    """Return the slots from which the rows start, and those that they write. before: a copy by row has no slots."""
+    written = None if after.slots is None else as_int32(after.slots)
+    return None if before is None or before.slots is None else row_sources(written, before.sources), written
 
 
 def _arrays(family: Family, state: Any) -> tuple[Tensor | None, Tensor | None]:
@@ -233,13 +293,6 @@ def _arrays(family: Family, state: Any) -> tuple[Tensor | None, Tensor | None]:
 def _as_float32(values: Tensor) -> Tensor:
     """Return contiguous float32 values: the array itself for a state cache, which `check_state_cache` has accepted."""
     return values.float().contiguous()
-
-
-def _checked_caches(family: Family, state: Any) -> Any:
-    """Return the state after the call, in the same state caches; raises ContractError when a kernel cannot write to them."""
-    for name in family.arrays:
-        check_state_cache(name, getattr(state, name))
-    return without_sources(state)
 
 
 def _new(like: Tensor, *sizes: int) -> Tensor:

@@ -53,7 +53,8 @@ class Variant(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A kernel and its grid. A cluster or team owns a tile of `octets` octets, each of up to `width` rows."""
+    """A kernel and its grid. A cluster or team owns a tile of `octets` octets, each of up to `width` rows. blocks, exchange_words: of each
+    direction."""
 
     kernel: Kernel
     blocks: int

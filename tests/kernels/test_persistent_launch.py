@@ -128,7 +128,7 @@ def test_all_teams_of_a_grid_are_resident(
     monkeypatch.setattr(GridShape, "_kernel", lambda *_: None)
     shape = GridShape(Variant(0, False, False, hidden), units)
     assert shape.runs()
-    rows = min(rows, shape.max_rows)
+    rows = min(rows, shape.max_rows())
     plan = shape.launch(rows)
     assert plan.blocks <= 132 * shape.blocks_per_multiprocessor
     assert plan.blocks // shape.members * plan.octets * plan.width >= rows
@@ -161,13 +161,19 @@ def test_rows_decide_only_between_kernels_with_the_same_sums(family: str) -> Non
 
 
 class FakeKernel:
-    """A fake kernel that records its launches, with the members of Call by name."""
+    """A fake kernel that records the members of Calls by name: of each direction, those of its Call and the blocks."""
 
     def __init__(self) -> None:
         self.calls: list[dict[str, int]] = []
+        self.grids: list[tuple[int, int, int]] = []
 
-    def launch(self, blocks: int, shared: int, members: Sequence[int]) -> None:
-        self.calls.append(dict(zip(CALL, members, strict=True)) | {"blocks": blocks, "shared": shared})
+    def launch(self, grid: tuple[int, int, int], shared: int, members: Sequence[int]) -> None:
+        *sides, blocks = members
+        size = len(CALL) - 1
+        self.grids.append(grid)
+        self.calls += [
+            dict(zip(CALL, [*sides[begin : begin + size], blocks], strict=True)) for begin in range(0, len(sides), size)
+        ]
 
 
 @pytest.fixture
@@ -187,24 +193,19 @@ CALL = [
         r"^    (?:const )?(?:\w+\*|long long) ([\w, ]+);", CELL[CELL.index("struct Call") :], re.MULTILINE
     )
     for name in declared.split(", ")
-][:21]
+][:25]
 
 
 def test_launcher_passes_the_members_of_call_in_order(fake_kernel: FakeKernel) -> None:
     assert CALL[0] == "gates"
-    assert CALL[-1] == "width"
+    assert CALL[-1] == "blocks"
     x, weights, state = Form("lstm").arguments([3, 0, 4], 40, 8, storage=torch.float16)
     x = Ragged(x.data.half(), x.offsets.long())
     encoded = run_cluster(x, weights, state, want=Outputs(steps=True, mean=True))
     (call,) = fake_kernel.calls
-    assert {name: call[name] for name in ("wide", "first", "until", "hidden", "octets", "width")} == {
-        "wide": 1,
-        "first": 0,
-        "until": 3,
-        "hidden": 40,
-        "octets": 1,
-        "width": 1,
-    }
+    numbers = {"wide": 1, "first": 0, "until": 3, "hidden": 40, "octets": 1, "width": 1, "forward": 1}
+    numbers |= {"gates_apart": 160, "outputs_apart": 40}
+    assert {name: call[name] for name in numbers} == numbers
     addresses = {
         "packed": weights.packed[8, 2],
         "offsets": x.offsets,
@@ -247,6 +248,49 @@ def test_peepholes_are_passed_as_they_are(fake_kernel: FakeKernel) -> None:
     (call,) = fake_kernel.calls
     assert call["own"] == weights.packed["own"].data_ptr()
     torch.testing.assert_close(weights.packed["own"], weights.peephole.float())
+
+
+def test_both_directions_share_a_launch(fake_kernel: FakeKernel) -> None:
+    forward, backward = (Form("lstm").arguments([3, 0, 4], 40, 8, storage=torch.float16, seed=seed) for seed in (0, 1))
+    x, pair = Ragged(forward.x.data.half(), forward.x.offsets), (forward.weights, backward.weights)
+    states = forward.state, backward.state
+    encoded = launch.encode_both(lstm.FUSED, launch.cluster_shape, x, pair, states, want=Outputs(steps=True, last=True))
+    first, second = fake_kernel.calls
+    assert fake_kernel.grids == [(2 * first["blocks"], 1, 1)]
+    assert (first["forward"], second["forward"]) == (1, 0)
+    assert first["gates_apart"] == second["gates_apart"] == 320 and second["gates"] == first["gates"] + 160 * 2
+    assert first["outputs_apart"] == second["outputs_apart"] == 80
+    assert encoded.steps is not None and encoded.last is not None
+    for name, output in (("steps", encoded.steps), ("last", encoded.last)):
+        assert output.shape[1] == 80 and (first[name], second[name]) == (output.data_ptr(), output.data_ptr() + 40 * 4)
+    for call, weights, before, after in zip((first, second), pair, states, encoded.state, strict=True):
+        assert call["packed"] == weights.packed[8, 2].data_ptr()
+        assert (call["hidden_before"], call["cell_after"]) == (before.hidden.data_ptr(), after.cell.data_ptr())
+
+
+def test_directions_run_one_after_the_other_without_room_for_both(
+    fake_kernel: FakeKernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GridShape, "_kernel", lambda *_: fake_kernel)
+    pair = tuple(
+        Form("gru", reset="after").arguments([2], 2048, 8, storage=torch.float16, seed=seed).weights for seed in (0, 1)
+    )
+    x = Ragged(torch.zeros(2, 8).half(), torch.tensor([0, 2], dtype=torch.int32))
+    launch.encode_both(gru.FUSED, launch.grid_shape, x, pair, None, want=Outputs(last=True))
+    first, second = fake_kernel.calls
+    assert fake_kernel.grids == [(first["blocks"], 1, 1), (second["blocks"], 1, 1)]
+    assert (first["forward"], second["forward"]) == (1, 0) and first["exchange"] and second["exchange"]
+
+
+def test_products_of_both_directions_are_joined_once(fake_kernel: FakeKernel) -> None:
+    first, second, third = (Form("lstm").arguments([3], 40, 8, storage=torch.float16, seed=seed) for seed in range(3))
+    x = Ragged(first.x.data.half(), first.x.offsets)
+    run = partial(launch.encode_both, lstm.FUSED, launch.cluster_shape, x, want=Outputs())
+    for other in (second, second, third):
+        run((first.weights, other.weights), None)
+        kept, joined = first.weights.packed["both", "input"]
+        assert kept is other.weights
+        assert torch.equal(joined, torch.cat((first.weights.input, other.weights.input), dim=1))
 
 
 def test_state_in_slots_is_updated_in_place(fake_kernel: FakeKernel) -> None:
