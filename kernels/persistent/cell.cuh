@@ -14,8 +14,13 @@
 // Blocks exchange pieces. A piece is 16 bytes: the eight units of one group of one row. Buffers of hidden vectors keep the pieces of a
 // group next to each other. The weights are packed so that a lane's piece is its operand of two products (see `pack` in packing.py).
 
-#define EXACT 0
+// FLOAT32 weights and hidden values are sums of two float16 numbers, of about 22 bits. Of the products of their terms, the one of both small
+// terms is left out. The weights are scaled to numbers below 2^14, so that their small terms are normal numbers.
+
+#define EXACT FLOAT32
 #include "../device.cuh"
+
+constexpr int TERMS = FLOAT32 ? 2 : 1;  // 16-bit numbers of a weight and of a hidden value
 
 struct alignas(16) Quad {
     unsigned x, y, z, w;
@@ -52,13 +57,25 @@ typedef Half Gate;
 #endif
 constexpr int BLOCKS = GRU ? 3 : 4;     // gate inputs of a unit
 
-// Returns the bits of a hidden value that other units read. Those of a GRU are a sixteenth of the value, below 2: the grid kernel needs
-// the top bit of the exponent. A GRU's hidden value may be as large as its first one. Products take at most 32 of it.
-#if GRU
-constexpr float SCALE = 1.0f / 16, LARGEST = BFLOAT16 ? 1.9921875f : 1.9990234375f;
-__device__ __forceinline__ Half exchanged(float hidden) { return narrow(fminf(fmaxf(hidden * SCALE, -LARGEST), LARGEST)); }
+// A new hidden value as a kernel keeps it, and the bits of a term that other units read. Those of a GRU in 16 bits are a sixteenth of the
+// value, below 2: the grid kernel needs the top bit of the exponent. A GRU's hidden value may be as large as its first one. Products
+// take at most 32 of it.
+#if FLOAT32
+typedef float Kept;
+__device__ __forceinline__ Kept kept(float hidden) { return hidden; }
+__device__ __forceinline__ Half term_of(Kept hidden, int term) {
+    const Half first = narrow(hidden);
+    return term ? narrow(hidden - widen(first)) : first;
+}
+#elif GRU
+typedef Half Kept;
+constexpr float SIXTEENTH = 1.0f / 16, LARGEST = BFLOAT16 ? 1.9921875f : 1.9990234375f;
+__device__ __forceinline__ Kept kept(float hidden) { return narrow(fminf(fmaxf(hidden * SIXTEENTH, -LARGEST), LARGEST)); }
+__device__ __forceinline__ Half term_of(Kept hidden, int) { return hidden; }
 #else
-__device__ __forceinline__ Half exchanged(float hidden) { return narrow(hidden); }
+typedef Half Kept;
+__device__ __forceinline__ Kept kept(float hidden) { return narrow(hidden); }
+__device__ __forceinline__ Half term_of(Kept hidden, int) { return hidden; }
 #endif
 
 // sums += weights (16 gate rows x 16) @ hidden (16 x 8 rows). Lane 4 g + q holds the sums of rows g and g + 8, columns 2q and 2q + 1.
@@ -71,7 +88,8 @@ __device__ __forceinline__ void multiply(float (&sums)[4], const Quad& weights, 
 // The arguments of one direction. Outputs that are not requested are null. Every member has eight bytes: the launcher passes integers.
 struct Call {
     const Gate* gates;                  // (tokens, BLOCKS hidden), `gates_apart` from token to token
-    const Quad* packed;                 // the recurrent weights, by group, chunk, product, lane
+    const Quad* packed;                 // the recurrent weights, by group, chunk, product, term, lane
+    const float* scale;                 // by which FLOAT32 weights are multiplied, a power of two
     const float* own;                   // (hidden,) the bias of a GRU's new gate, or (3 hidden,) peepholes of i, f, o; or null
     const void* offsets;                // (rows + 1,) int32, or int64 when `wide`
     const int* slots_before;            // (rows,) the slot that a row starts from; null: its row number
@@ -146,19 +164,22 @@ __device__ __forceinline__ Own own_of(const Call& call, int unit) {
 #endif
 }
 
-// Advances a cell by one step, from the product with the exchanged values and the gate inputs. Returns the bits for the exchange.
-__device__ __forceinline__ Half advance(float& cell, const Gates& product, const Gates& x, const Own& own) {
+// Returns what a product with the exchanged values is multiplied by.
+__device__ __forceinline__ float unit_of(const Call& call) { return FLOAT32 ? 1.0f / *call.scale : GRU ? 16.0f : 1.0f; }
+
+// Advances a cell by one step, from the product with the exchanged values and the gate inputs. Returns the new hidden value.
+__device__ __forceinline__ Kept advance(float& cell, const Gates& product, float by, const Gates& x, const Own& own) {
 #if GRU
-    const float r = sigmoid_of(fmaf(product.i, 1 / SCALE, x.i)), z = sigmoid_of(fmaf(product.f, 1 / SCALE, x.f));
-    const float n = tanh_of(x.o + r * fmaf(product.g, 1 / SCALE, own.bias));
+    const float r = sigmoid_of(fmaf(product.i, by, x.i)), z = sigmoid_of(fmaf(product.f, by, x.f));
+    const float n = tanh_of(x.o + r * fmaf(product.g, by, own.bias));
     cell = n + z * (cell - n);
-    return exchanged(cell);
+    return kept(cell);
 #else
-    Gates gates = product + x;
+    Gates gates{fmaf(product.i, by, x.i), fmaf(product.f, by, x.f), fmaf(product.g, by, x.g), fmaf(product.o, by, x.o)};
     if (PEEPHOLES) gates.i += own.i * cell, gates.f += own.f * cell;
     cell = sigmoid_of(gates.f) * cell + sigmoid_of(gates.i) * tanh_of(gates.g);
     if (PEEPHOLES) gates.o += own.o * cell;
-    return exchanged(sigmoid_of(gates.o) * tanh_of(cell));
+    return kept(sigmoid_of(gates.o) * tanh_of(cell));
 #endif
 }
 
@@ -181,8 +202,8 @@ struct Cell {
     }
 
     // Writes the outputs of step `t`, which the row has, and updates the pools.
-    __device__ __forceinline__ void record(const Call& call, const Row& row, int unit, int t, Half bits, float cell) const {
-        const float hidden = GRU ? cell : widen(bits);
+    __device__ __forceinline__ void record(const Call& call, const Row& row, int unit, int t, Kept bits, float cell) const {
+        const float hidden = GRU ? cell : value_of(bits);
         if (call.steps) call.steps[call.token(row.begin, t) * call.outputs_apart + unit] = hidden;
         if (call.mean) state[stride] += hidden;
         if (call.max) state[2 * stride] = larger(state[2 * stride], hidden);
@@ -202,12 +223,12 @@ struct Cell {
 // The index of a piece in a buffer: by chunk of 32 units, then by row, so that the rows of a partly filled octet are contiguous.
 __device__ __forceinline__ int piece_index(int group, int column) { return group / 4 * 32 + column * 4 + group % 4; }
 
-// Returns the piece of one group in the state that a row starts from.
-__device__ __forceinline__ Quad piece_before(const Call& call, const Row& row, int group) {
+// Returns the piece of one group in the state that a row starts from, or of its small terms.
+__device__ __forceinline__ Quad piece_before(const Call& call, const Row& row, int group, int term = 0) {
     Half bits[8];
     for (int unit = 0; unit < 8; ++unit) {
         const bool real = call.hidden_before && row.row >= 0 && group * 8 + unit < call.hidden;
-        bits[unit] = real ? exchanged(call.hidden_before[call.start_before(row.row) + group * 8 + unit]) : 0;
+        bits[unit] = real ? term_of(kept(call.hidden_before[call.start_before(row.row) + group * 8 + unit]), term) : 0;
     }
     return Quad{bits[0] | (unsigned)bits[1] << 16, bits[2] | (unsigned)bits[3] << 16, bits[4] | (unsigned)bits[5] << 16,
                 bits[6] | (unsigned)bits[7] << 16};

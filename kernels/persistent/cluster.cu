@@ -10,18 +10,19 @@
 // A block writes step t + 1 of an octet only when all of step t has arrived, and every block sends step t after it has read step t - 1.
 constexpr int HIDDEN = CTAS * UNITS, GROUPS = UNITS / 8, WARPS = 2 * GROUPS;
 constexpr int CHUNKS = HIDDEN / 64;                             // chunks of 32 units in each half
-constexpr int PRODUCTS = 4 * CHUNKS, SPILLED = PRODUCTS - HELD; // products of a warp for one octet
+constexpr int PRODUCTS = 4 * CHUNKS * (FLOAT32 ? 2 : 1), SPILLED = PRODUCTS - HELD; // weights of a warp for one octet
 #include "cell.cuh"
 
 constexpr int STRIDE = UNITS + 8;                               // stride of a row's outgoing values, without bank conflicts
-constexpr int PARCELS = (HIDDEN + THREADS - 1) / THREADS;       // pieces that a thread sends at most
+constexpr int PIECES = TERMS * HIDDEN;                          // pieces of an octet
+constexpr int PARCELS = (PIECES + THREADS - 1) / THREADS;       // pieces that a thread sends at most
 static_assert(THREADS == 32 * WARPS && HIDDEN % 64 == 0 && UNITS % 8 == 0 && HELD <= PRODUCTS, "launch shape");
 
 struct Memory {
     Quad spilled[WARPS][SPILLED ? SPILLED : 1][32];
-    Quad buffers[OCTETS][2][HIDDEN];
+    Quad buffers[OCTETS][2][PIECES];
     Gates halves[OCTETS][WARPS][32];
-    alignas(16) Half outgoing[OCTETS][8][STRIDE];
+    alignas(16) Half outgoing[OCTETS][TERMS][8][STRIDE];
     float cells[OCTETS][3][THREADS];
     Row rows[OCTETS * 8];
     unsigned long long barriers[OCTETS][2];
@@ -71,19 +72,20 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREAD
     }
 
     choose_rows(call, OCTETS, block / CTAS, shared.lengths, shared.rows);
-    for (int piece = threadIdx.x; piece < OCTETS * HIDDEN; piece += THREADS) {
-        const int octet = piece / HIDDEN, group = piece % HIDDEN / 8, row = piece % 8;
-        shared.buffers[octet][0][piece_index(group, row)] = piece_before(call, shared.rows[octet * 8 + row], group);
+    for (int piece = threadIdx.x; piece < OCTETS * PIECES; piece += THREADS) {
+        const int octet = piece / PIECES, term = piece % PIECES / HIDDEN, group = piece % HIDDEN / 8, row = piece % 8;
+        shared.buffers[octet][0][term * HIDDEN + piece_index(group, row)] = piece_before(call, shared.rows[octet * 8 + row], group, term);
     }
     const unsigned barrier = shared_address(&shared.barriers[0][0]);
     if (threadIdx.x == 0) {
         for (int n = 0; n < 2 * OCTETS; ++n) make_barrier(barrier + n * 8, 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-        for (int n = 0; n < 2 * OCTETS; ++n) expect(barrier + n * 8, width * HIDDEN * 2);
+        for (int n = 0; n < 2 * OCTETS; ++n) expect(barrier + n * 8, width * PIECES * 2);
     }
 
     // This lane's cell in each octet. The first row of an octet is its longest.
     const Own own = own_of(call, unit);
+    const float by = unit_of(call);
     const long long apart = call.forward ? call.gates_apart : -call.gates_apart;
     int steps[OCTETS], longest[OCTETS];
     const Gate* next[OCTETS];
@@ -101,17 +103,18 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREAD
     __syncthreads();
     meet_cluster();
 
-    // The pieces that this thread sends, by block, then by row, then by group. The addresses are of the first octet's second buffer and
-    // barrier, which even steps use.
+    // The pieces that this thread sends, by block, then by term, then by row, then by group. The addresses are of the first octet's second
+    // buffer and barrier, which even steps use.
     unsigned to[PARCELS], arrived[PARCELS];
     const Quad* from[PARCELS];
-    const int pieces = width * GROUPS;
+    const int pieces = TERMS * width * GROUPS;
 #pragma unroll
     for (int parcel = 0; parcel < PARCELS; ++parcel) {
-        const int index = parcel * THREADS + threadIdx.x, row = index % pieces / GROUPS, group = index % pieces % GROUPS;
-        const int peer = index / pieces;
-        from[parcel] = peer < CTAS ? (const Quad*)&shared.outgoing[0][row][group * 8] : nullptr;
-        to[parcel] = in_block(shared_address(&shared.buffers[0][1][piece_index((int)rank * GROUPS + group, row)]), min(peer, CTAS - 1));
+        const int index = parcel * THREADS + threadIdx.x, peer = index / pieces, group = index % GROUPS;
+        const int row = index % pieces / GROUPS % width, term = index % pieces / GROUPS / width;
+        const int at = term * HIDDEN + piece_index((int)rank * GROUPS + group, row);
+        from[parcel] = peer < CTAS ? (const Quad*)&shared.outgoing[0][term][row][group * 8] : nullptr;
+        to[parcel] = in_block(shared_address(&shared.buffers[0][1][at]), min(peer, CTAS - 1));
         arrived[parcel] = in_block(shared_address(&shared.barriers[0][1]), min(peer, CTAS - 1));
     }
     // A column without a row reads the values of the first row.
@@ -120,7 +123,7 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREAD
 
     int odd = 0, parity = 1;                // parity of the step; phase parity of its barrier, which serves every second step
     for (int t = 0; t < longest[0]; ++t, odd ^= 1, parity ^= odd) {
-        Gates kept[OCTETS];
+        Gates own_half[OCTETS];
 #pragma unroll
         for (int octet = 0; octet < OCTETS; ++octet) {
             if (OCTETS > 1 && t >= longest[octet]) break;
@@ -130,13 +133,25 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREAD
 #pragma unroll
             for (int turn = 0; turn < CHUNKS; ++turn) {
                 const int quarter = turn % 2, chunk = quarter * ((CHUNKS + 1) / 2) + turn / 2;
-                const Quad h = read_at[(octet * 2 + odd) * HIDDEN + chunk * 32];
+                const Quad h = read_at[(octet * 2 + odd) * PIECES + chunk * 32];
+                const Quad small = TERMS > 1 ? read_at[(octet * 2 + odd) * PIECES + HIDDEN + chunk * 32] : Quad{};
+                auto weight_of = [&](int part, int term) {
+                    const int product = (4 * chunk + part) * TERMS + term, held = held_before(product);
+                    return is_held(product) ? weights[held] : shared.spilled[warp][product - held][lane];
+                };
+                // Tensor cores round sums towards zero. With two terms, their sums are of one chunk, and the small products come first.
+                float of_chunk[2][4] = {};
 #pragma unroll
-                for (int part = 0; part < 4; ++part) {
-                    const int product = 4 * chunk + part, held = held_before(product);
-                    const Quad w = is_held(product) ? weights[held] : shared.spilled[warp][product - held][lane];
-                    multiply(sums[quarter][part % 2], w, part / 2 ? h.z : h.x, part / 2 ? h.w : h.y);
+                for (int part = 0; TERMS > 1 && part < 4; ++part) {
+                    multiply(of_chunk[part % 2], weight_of(part, 1), part / 2 ? h.z : h.x, part / 2 ? h.w : h.y);
+                    multiply(of_chunk[part % 2], weight_of(part, 0), part / 2 ? small.z : small.x, part / 2 ? small.w : small.y);
                 }
+                auto& total = TERMS > 1 ? of_chunk : sums[quarter];
+#pragma unroll
+                for (int part = 0; part < 4; ++part)
+                    multiply(total[part % 2], weight_of(part, 0), part / 2 ? h.z : h.x, part / 2 ? h.w : h.y);
+#pragma unroll
+                for (int value = 0; TERMS > 1 && value < 8; ++value) sums[quarter][value / 4][value % 4] += of_chunk[value / 4][value % 4];
             }
             Gates totals[2];
 #pragma unroll
@@ -144,15 +159,17 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREAD
                 totals[s] = Gates{sums[0][0][s] + sums[1][0][s], sums[0][0][2 + s] + sums[1][0][2 + s],
                                 sums[0][1][s] + sums[1][1][s], sums[0][1][2 + s] + sums[1][1][2 + s]};
             shared.halves[octet][half ? pair : pair + GROUPS][lane] = pick(half, totals[0], totals[1]);
-            kept[octet] = pick(half, totals[1], totals[0]);
+            own_half[octet] = pick(half, totals[1], totals[0]);
         }
         __syncthreads();
-        Half bits[OCTETS];
+        Kept bits[OCTETS];
 #pragma unroll
         for (int octet = 0; octet < OCTETS; ++octet) {
             if (OCTETS > 1 && t >= longest[octet]) break;
-            bits[octet] = advance(cell[octet], kept[octet] + shared.halves[octet][warp][lane], x[octet].values(), own);
-            shared.outgoing[octet][column][pair * 8 + g] = bits[octet];
+            bits[octet] = advance(cell[octet], own_half[octet] + shared.halves[octet][warp][lane], by, x[octet].values(), own);
+#pragma unroll
+            for (int term = 0; term < TERMS; ++term)
+                shared.outgoing[octet][term][column][pair * 8 + g] = term_of(bits[octet], term);
         }
         __syncthreads();
 #pragma unroll
@@ -161,13 +178,13 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREAD
 #pragma unroll
             for (int parcel = 0; parcel < PARCELS; ++parcel)
                 if (from[parcel])
-                    send(to[parcel] + (octet * 2 - odd) * HIDDEN * 16, arrived[parcel] + octet * 16 - odd * 8,
-                         from[parcel][octet * STRIDE]);
+                    send(to[parcel] + (octet * 2 - odd) * PIECES * 16, arrived[parcel] + octet * 16 - odd * 8,
+                         from[parcel][octet * TERMS * STRIDE]);
         }
         // While the pieces are in flight: rearm the barriers, load the next step's inputs, and write the outputs.
 #pragma unroll
         for (int octet = 0; octet < OCTETS; ++octet) {
-            if (t > 0 && t < longest[octet] && threadIdx.x == 0) expect(barrier + octet * 16 + odd * 8, width * HIDDEN * 2);
+            if (t > 0 && t < longest[octet] && threadIdx.x == 0) expect(barrier + octet * 16 + odd * 8, width * PIECES * 2);
             next[octet] += apart;
             x[octet] = input_at(next[octet], hidden, t + 1 < steps[octet]);
             if (t < steps[octet] && (all_steps || t + 1 == steps[octet]))

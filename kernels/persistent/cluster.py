@@ -73,9 +73,10 @@ class ClusterShape:
     def shared(self, octets: int) -> int:
         """Return the bytes of shared memory of a block: sizeof(Memory)."""
         warps = self.threads // 32
-        spilled = max(1, self.padded // 16 - self._products_in_registers(octets)) * warps * PRODUCT_BYTES
-        buffers, halves = 2 * self.padded * PIECE_BYTES, warps * PRODUCT_BYTES
-        outgoing, cells, rows, barriers = 8 * (self.units + 8) * 2, 12 * self.threads, 8 * ROW_BYTES, 16
+        terms = self.variant.terms
+        spilled = max(1, self._products - self._products_in_registers(octets)) * warps * PRODUCT_BYTES
+        buffers, halves = 2 * terms * self.padded * PIECE_BYTES, warps * PRODUCT_BYTES
+        outgoing, cells, rows, barriers = terms * 8 * (self.units + 8) * 2, 12 * self.threads, 8 * ROW_BYTES, 16
         return round_up(spilled + octets * (buffers + halves + outgoing + cells + rows + barriers) + 4 * SORTED, 16)
 
     def kernel(self, octets: int, directions: int = 1) -> Kernel:
@@ -104,6 +105,11 @@ class ClusterShape:
         blocks = ceil_div(rows, octets * width) * self.blocks
         return Launch(self.kernel(octets, directions), blocks, self.shared(octets), octets, width)
 
+    @property
+    def _products(self) -> int:
+        """Weights of a warp for one octet, in products."""
+        return self.variant.terms * self.padded // 16
+
     def _products_in_registers(self, octets: int) -> int:
         """Return how many products' weights a warp holds in registers: all, or as many as leave room for everything else."""
-        return min(self.padded // 16, (registers(self.threads) - 60 - 8 * octets) // 4)
+        return min(self._products, (registers(self.threads) - (28 + 32 * self.variant.terms) - 8 * octets) // 4)

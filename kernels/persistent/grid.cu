@@ -229,6 +229,7 @@ __device__ __forceinline__ void advance_cells(const Tile& tile) {
     const int group = tile.member * GROUPS + pair, unit = group * 8 + g, hidden = tile.hidden;
     const Gate* const gates = call.gates + unit;
     const Own own = own_of(call, unit);
+    const float by = unit_of(call);
     const bool all_steps = call.steps || call.mean || call.max, real = unit < hidden;
 
     auto cell_of = [&](int octet) { return Cell{tile.cells + octet * 3 * CELLS + index, CELLS}; };
@@ -284,7 +285,7 @@ __device__ __forceinline__ void advance_cells(const Tile& tile) {
         for (int apart = 1; apart < PARTS; apart *= 2)
 #pragma unroll
             for (int part = 0; part < PARTS; part += 2 * apart) sums[part] = sums[part] + sums[part + apart];
-        const Half bits = advance(cell, sums[0], input, own);
+        const Half bits = advance(cell, sums[0], by, input, own);
         store(to + tile.buffer_of(turn.octet, t + 1) * 4, transposed(bits) & ~TAG | tag, sends);
         request(turn.octet, row, t + 1);
         owned.state[0] = cell;

@@ -92,8 +92,8 @@ class GridShape:
         return self.teams // directions * OCTET * octets
 
     def runs(self) -> bool:
-        """Return whether the device has room for one team."""
-        return self.teams > 0 and self.fits(1)
+        """Return whether the device has room for one team. Weights of two terms have none."""
+        return self.variant.terms == 1 and self.teams > 0 and self.fits(1)
 
     def fits(self, octets: int) -> bool:
         """Return whether a block has room for a tile of this many octets. The compiler finds up to 12 products more in registers."""

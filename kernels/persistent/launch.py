@@ -31,13 +31,14 @@ from kernels.launching import (
 )
 from kernels.persistent.cluster import ClusterShape
 from kernels.persistent.grid import GridShape
-from kernels.persistent.packing import HERE, Launch, Variant, pack
+from kernels.persistent.packing import HERE, Launch, Variant, pack, pack_terms, scale_of
 from kernels.ragged import ContractError, Encoded, Outputs, Ragged, without_sources
 from kernels.tuning import load_tuned, matching_shapes
 
 PersistentShape = ClusterShape | GridShape
-FindShape = Callable[[Variant, int], PersistentShape | None]
-"""Returns the shape for a variant and a number of rows. Whether there is one depends on the variant alone."""
+FindShape = Callable[[Variant, int, int], PersistentShape | None]
+"""Returns the shape for a variant, the rows of all directions, and the number of directions. Whether there is one depends on the variant
+alone."""
 CLUSTER: Mapping[str, type[ClusterShape]] = {"blocks": ClusterShape}
 GRID: Mapping[str, type[GridShape]] = {"units": GridShape}
 """Shapes by the name of their size in the files of `tuned`."""
@@ -64,9 +65,7 @@ class Family:
 
     def variant(self, device: torch.device, storage: torch.dtype, hidden: int, *, gates_float32: bool, own: bool) -> Variant:
         """Return the variant of the kernels. own: whether a unit has something besides matrices."""
-        return Variant(
-            device_index(device), storage == torch.bfloat16, gates_float32, hidden, self.gru, peepholes=own and not self.gru
-        )
+        return Variant(device_index(device), storage, gates_float32, hidden, self.gru, peepholes=own and not self.gru)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,21 +80,21 @@ class Plan:
 
 def backends(family: Family) -> tuple[Backend, ...]:
     """Return the backends `persistent`, `cluster` and `grid` of a family, the fastest first."""
-    ways: tuple[tuple[str, FindShape, Capability, str], ...] = (
-        ("persistent", fastest_shape, (8, 0), "this device has no room"),
-        ("cluster", cluster_shape, (9, 0), "no cluster of this device has room"),
-        ("grid", grid_shape, (8, 0), "this device has no room"),
+    ways: tuple[tuple[str, FindShape, Capability, str, bool], ...] = (
+        ("persistent", fastest_shape, (8, 0), "this device has no room", False),
+        ("cluster", cluster_shape, (9, 0), "no cluster of this device has room", False),
+        ("grid", grid_shape, (8, 0), "this device has no room", True),
     )
     return tuple(
         Backend(
             name,
             partial(encode, family, find_shape),
-            partial(_refusal, family, find_shape, needed, no_room),
+            partial(_refusal, family, find_shape, needed, no_room, halves),
             partial(_describe, family) if name == "persistent" else None,
             partial(encode_both, family, find_shape),
             runs=family.runs,
         )
-        for name, find_shape, needed, no_room in ways
+        for name, find_shape, needed, no_room, halves in ways
     )
 
 
@@ -139,7 +138,7 @@ def _encode(
     arrays = [
         (
             gates[side],
-            pack_once(weights[side].packed, plan.packing, partial(pack, weights[side].recurrent, *plan.packing)),
+            *_packed(weights[side], plan.packing),
             own[side],
             offsets,
             *_slots(before[side], after[side]),
@@ -162,28 +161,31 @@ def _encode(
 
 
 @cache
-def fastest_shape(variant: Variant, rows: int) -> PersistentShape | None:
+def fastest_shape(variant: Variant, rows: int, directions: int) -> PersistentShape | None:
     """Return the fastest shape of both kernels that runs on the device."""
-    return _first_shape(variant, rows, {**CLUSTER, **GRID})
+    return _first_shape(variant, rows, directions, {**CLUSTER, **GRID})
 
 
 @cache
-def cluster_shape(variant: Variant, rows: int) -> PersistentShape | None:
+def cluster_shape(variant: Variant, rows: int, directions: int) -> PersistentShape | None:
     """Return the fastest shape of the cluster kernel that runs on the device."""
-    return _first_shape(variant, rows, CLUSTER)
+    return _first_shape(variant, rows, directions, CLUSTER)
 
 
 @cache
-def grid_shape(variant: Variant, rows: int) -> PersistentShape | None:
+def grid_shape(variant: Variant, rows: int, directions: int) -> PersistentShape | None:
     """Return the fastest shape of the grid kernel that runs on the device."""
-    return _first_shape(variant, rows, GRID)
+    return _first_shape(variant, rows, directions, GRID)
 
 
-def _refusal(family: Family, find_shape: FindShape, needed: Capability, no_room: str, problem: Problem) -> str | None:
-    """Return why a kernel cannot run a problem, or None."""
-    refusal = device_refusal(problem, needed, halves=True)
-    if refusal is None and find_shape(_variant(family, problem), 1) is None:
-        refusal = f"{no_room} for {problem.hidden} hidden units"
+def _refusal(
+    family: Family, find_shape: FindShape, needed: Capability, no_room: str, halves: bool, problem: Problem
+) -> str | None:
+    """Return why a kernel cannot run a problem, or None. halves: it runs no float32 weights."""
+    refusal = device_refusal(problem, needed, halves=halves)
+    if refusal is None and find_shape(_variant(family, problem), 1, 1) is None:
+        units = "hidden units in float32" if problem.storage == torch.float32 else "hidden units"
+        refusal = f"{no_room} for {problem.hidden} {units}"
     return refusal
 
 
@@ -191,31 +193,31 @@ def _describe(family: Family, problem: Problem) -> str:
     """Return which kernel runs for which numbers of rows."""
     variant = _variant(family, problem)
     bounds = sorted({shape["rows"] for shape in _tuned_shapes(variant) if "rows" in shape})
-    shapes = [(fastest_shape(variant, rows), f" up to {rows} rows") for rows in bounds] + [
-        (fastest_shape(variant, 1 << 30), "")
-    ]
+    shapes = [(fastest_shape(variant, rows, 1), f" up to {rows} rows") for rows in bounds]
+    shapes.append((fastest_shape(variant, 1 << 30, 1), ""))
     changes = [(shape, bound) for n, (shape, bound) in enumerate(shapes) if n + 1 == len(shapes) or shape != shapes[n + 1][0]]
     return ", ".join(f"{shape}{bound}" for shape, bound in changes)
 
 
 def _first_shape(
-    variant: Variant, rows: int, kinds: Mapping[str, type[ClusterShape] | type[GridShape]]
+    variant: Variant, rows: int, directions: int, kinds: Mapping[str, type[ClusterShape] | type[GridShape]]
 ) -> PersistentShape | None:
-    sizes = matching_shapes(_tuned_shapes(variant), tuple(kinds), hidden=variant.hidden, rows=rows)
+    tuned = _tuned_shapes(variant)
+    sizes = matching_shapes(tuned, tuple(kinds), hidden=variant.hidden, rows=rows, directions=directions)
     shapes = (kinds[kind](variant, size) for kind, size in sizes)
     return next((shape for shape in shapes if shape.runs()), None)
 
 
 def _tuned_shapes(variant: Variant) -> Sequence[Mapping[str, int]]:
     tuned = load_tuned(HERE / "tuned", torch.cuda.get_device_name(variant.device))
-    shapes: Sequence[Mapping[str, int]] = tuned["gru" if variant.gru else "lstm"]
+    shapes: Sequence[Mapping[str, int]] = tuned["float32" if variant.terms > 1 else "gru" if variant.gru else "lstm"]
     return shapes
 
 
 @cache
 def _plan(name: str, find_shape: FindShape, variant: Variant, directions: int, rows: int) -> Plan:
     """Return the launches of a call: one, unless there are too many rows for it or both directions cannot run at once."""
-    shape = find_shape(variant, directions * rows)
+    shape = find_shape(variant, directions * rows, directions)
     if shape is None:
         raise ContractError(
             f"this device has no room for {variant.hidden} hidden units of a layer {name!r}: choose another backend"
@@ -259,6 +261,15 @@ def _in_whole_words(gates: Tensor) -> Tensor:
     if gates.data_ptr() % 4 == 0 and gates.numel() * gates.element_size() % 4 == 0:
         return gates
     return gates.new_empty(gates.numel() + 1)[:-1].view_as(gates).copy_(gates)
+
+
+def _packed(layer: Any, packing: tuple[int, int]) -> tuple[Tensor, Tensor | None]:
+    """Return the recurrent weights as the kernels read them, and the scale of float32 weights."""
+    recurrent = layer.recurrent
+    if recurrent.dtype != torch.float32:
+        return pack_once(layer.packed, packing, lambda: pack(recurrent, *packing)), None
+    scale = pack_once(layer.packed, "scale", lambda: scale_of(recurrent))
+    return pack_once(layer.packed, packing, lambda: pack_terms(recurrent, scale, *packing)), scale
 
 
 def _own(family: Family, layer: Any) -> Tensor | None:

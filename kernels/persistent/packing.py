@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from kernels.compile import Kernel, load_kernel
@@ -23,16 +24,21 @@ ROW_BYTES, PIECE_BYTES, PRODUCT_BYTES = 16, 16, 512
 class Variant(NamedTuple):
     """The properties that both kernels are specialised for, except their launch shape.
 
-    gates_float32: gate inputs are float32; otherwise they have the dtype of the weights. gru: the layer is a GRU, otherwise an LSTM;
-    peepholes: an LSTM with peepholes.
+    storage: dtype of the weights; gates_float32: gate inputs are float32, otherwise they have that dtype; gru: the layer is a GRU,
+    otherwise an LSTM; peepholes: an LSTM with peepholes.
     """
 
     device: int
-    bfloat16: bool
+    storage: torch.dtype
     gates_float32: bool
     hidden: int
     gru: bool = False
     peepholes: bool = False
+
+    @property
+    def terms(self) -> int:
+        """16-bit numbers of a weight, as in cell.cuh."""
+        return 2 if self.storage == torch.float32 else 1
 
     def load(self, source: str, *, threads: int, cluster: int = 1, cooperative: bool = False, **constants: int) -> Kernel:
         """Return the kernel of a source file, specialised by this variant and the constants."""
@@ -43,7 +49,8 @@ class Variant(NamedTuple):
             cluster=cluster,
             cooperative=cooperative,
             SORTED=SORTED,
-            BFLOAT16=int(self.bfloat16),
+            BFLOAT16=int(self.storage == torch.bfloat16),
+            FLOAT32=int(self.storage == torch.float32),
             GATES_FLOAT32=int(self.gates_float32),
             GRU=int(self.gru),
             PEEPHOLES=int(self.peepholes),
@@ -62,6 +69,20 @@ class Launch:
     octets: int
     width: int
     exchange_words: int = 0
+
+
+def scale_of(recurrent: Tensor) -> Tensor:
+    """Return the power of two, (1,) float32, that makes the largest float32 weight a number from 2^13 to 2^14."""
+    largest = recurrent.abs().max().clamp(min=2.0**-100)
+    return torch.exp2(13 - largest.log2().floor()).float().reshape(1)
+
+
+def pack_terms(recurrent: Tensor, scale: Tensor, groups: int, chunks: int) -> Tensor:
+    """Return float32 weights as `pack` returns float16 weights, with an axis of two terms before the lanes: the scaled weights in float16,
+    and what that leaves of them."""
+    scaled = recurrent * scale
+    first = scaled.half()
+    return torch.stack([pack(term, groups, chunks) for term in (first, (scaled - first.float()).half())], dim=4)
 
 
 def pack(recurrent: Tensor, groups: int, chunks: int) -> Tensor:

@@ -84,7 +84,7 @@ def test_fourth_gate_of_a_gru_is_zero() -> None:
 
 @pytest.mark.parametrize("hidden", [1, 64, 65, 128, 200, 512, 700, 768])
 def test_packing_does_not_depend_on_the_cluster_size(hidden: int) -> None:
-    shapes = [ClusterShape(Variant(0, False, False, hidden), blocks) for blocks in (4, 8, 16)]
+    shapes = [ClusterShape(Variant(0, torch.float16, False, hidden), blocks) for blocks in (4, 8, 16)]
     fitting = [shape for shape in shapes if shape.fits(1)]
     assert fitting
     assert len({(shape.groups, shape.chunks) for shape in fitting}) == 1
@@ -95,9 +95,9 @@ def test_packing_does_not_depend_on_the_cluster_size(hidden: int) -> None:
 
 
 def test_too_large_layer_does_not_fit_a_cluster() -> None:
-    assert not any(ClusterShape(Variant(0, False, False, 1024), blocks).fits(1) for blocks in (4, 8, 16))
-    assert ClusterShape(Variant(0, False, False, 768), 16).fits(1)
-    assert not ClusterShape(Variant(0, False, False, 768), 8).fits(1)
+    assert not any(ClusterShape(Variant(0, torch.float16, False, 1024), blocks).fits(1) for blocks in (4, 8, 16))
+    assert ClusterShape(Variant(0, torch.float16, False, 768), 16).fits(1)
+    assert not ClusterShape(Variant(0, torch.float16, False, 768), 8).fits(1)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_rows_are_spread_over_resident_clusters(
 ) -> None:
     monkeypatch.setattr(ClusterShape, "resident", lambda _: 7)
     monkeypatch.setattr(ClusterShape, "kernel", lambda *_: None)
-    plan = ClusterShape(Variant(0, False, False, 512), 16).launch(rows)
+    plan = ClusterShape(Variant(0, torch.float16, False, 512), 16).launch(rows)
     assert (plan.octets, plan.width, plan.blocks) == (octets, width, 16 * tiles)
     assert plan.octets in OCTETS
     assert plan.shared <= H200_SHARED_BYTES
@@ -126,7 +126,7 @@ def test_all_teams_of_a_grid_are_resident(
 ) -> None:
     monkeypatch.setattr(grid, "lends_registers", lambda _: lends)
     monkeypatch.setattr(GridShape, "_kernel", lambda *_: None)
-    shape = GridShape(Variant(0, False, False, hidden), units)
+    shape = GridShape(Variant(0, torch.float16, False, hidden), units)
     assert shape.runs()
     rows = min(rows, shape.max_rows())
     plan = shape.launch(rows)
@@ -142,7 +142,7 @@ def test_all_teams_of_a_grid_are_resident(
 
 @pytest.mark.parametrize("hidden", [130, 256, 300, 512])
 def test_both_kernels_share_the_chunks_of_packed_weights(hidden: int) -> None:
-    variant = Variant(0, False, False, hidden)
+    variant = Variant(0, torch.float16, False, hidden)
     clusters, teams = ClusterShape(variant, 16), GridShape(variant, 16)
     assert clusters.chunks == teams.chunks
     assert teams.chunks % teams.parts == 0
@@ -154,8 +154,9 @@ def test_rows_decide_only_between_kernels_with_the_same_sums(family: str) -> Non
     shapes = load_tuned(HERE / "tuned", "NVIDIA H200")[family]
     for hidden in range(1, 2113):
         kinds = {
-            next(matching_shapes(shapes, ("blocks", "units"), hidden=hidden, rows=rows))[0]
+            next(matching_shapes(shapes, ("blocks", "units"), hidden=hidden, rows=rows, directions=directions))[0]
             for rows in (1, 8, 32, 64, 256, 4096)
+            for directions in (1, 2)
         }
         assert hidden <= SAME_SUMS or kinds == {"units"}
 
@@ -193,7 +194,7 @@ CALL = [
         r"^    (?:const )?(?:\w+\*|long long) ([\w, ]+);", CELL[CELL.index("struct Call") :], re.MULTILINE
     )
     for name in declared.split(", ")
-][:25]
+][:26]
 
 
 def test_launcher_passes_the_members_of_call_in_order(fake_kernel: FakeKernel) -> None:
@@ -217,7 +218,15 @@ def test_launcher_passes_the_members_of_call_in_order(fake_kernel: FakeKernel) -
         "mean": encoded.mean,
     }
     assert {name: call[name] for name in addresses} == {name: array.data_ptr() for name, array in addresses.items()}
-    assert [name for name in CALL[:15] if call[name] == 0] == ["own", "slots_before", "slots_after", "last", "max", "exchange"]
+    assert [name for name in CALL[:16] if call[name] == 0] == [
+        "scale",
+        "own",
+        "slots_before",
+        "slots_after",
+        "last",
+        "max",
+        "exchange",
+    ]
 
 
 def test_gru_passes_its_bias_and_no_cell(fake_kernel: FakeKernel) -> None:
