@@ -55,7 +55,7 @@ NEVER_LOADS = {
 }
 FORBIDDEN = {
     *("pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "torch.load", "numpy.load", "np.load"),
-    *("torch.jit.load", "torch.hub.load", "time.time", "time.time_ns", "eval", "exec"),
+    *("torch.jit.load", "torch.export.load", "torch.hub.load", "time.time", "time.time_ns", "eval", "exec"),
 }
 ALLOWED = {"service.importers.pytorch.files": {"torch.load"}}  # it reads weights only
 FILES = [file for package in ("service", "kernels", "loadtest") for file in (ROOT / package).rglob("*.py")]
