@@ -74,13 +74,12 @@ def infer_arrays(settings: Settings, model: str, npz: Path, out: Path) -> dict[s
     description = spec.read(folder)
     set_cache_folder(settings.cache)
     torch.set_num_threads(_compute_threads(settings))
-    encoder = Encoder(
-        description, read_arrays(folder, description), build.named_device(settings.devices[0]), settings.fold_limit_bytes
-    )
+    arrays, device = read_arrays(folder, description), build.named_device(settings.devices[0])
+    encoder = Encoder(description, arrays, device, settings.fold_limit_bytes, fold=settings.fold)
     tokenizer = Tokenizer.read(folder, description) if description.input.kind == "text" else None
-    arrays = read_npz(npz)
-    outputs = run_arrays(encoder, arrays, tokenizer)
-    check_names(description, arrays, outputs)
+    inputs = read_npz(npz)
+    outputs = run_arrays(encoder, inputs, tokenizer)
+    check_names(description, inputs, outputs)
     write_npz(out, outputs)
     return outputs
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import struct
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     models.made_up(folder, "padded", {"kind": "features", "features": 3, "max_steps": 64}, conv, head={"kind": "sequence"})
     models.made_up(folder, "both", {"kind": "features", "features": 3, "max_steps": 64}, lstm, head=head)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def same_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the measured choice between two ways to look up ids, whose sums differ in the last digit, out of the tests."""
+    monkeypatch.setenv("SEQSERVE_FOLD", "never")
 
 
 def infer(root: Path, model: str, arrays: Mapping[str, Any], folder: Path) -> dict[str, Array]:
@@ -289,13 +296,14 @@ def header(shape: str, descr: str = "'<f4'", version: bytes = b"\x01\x00") -> by
     return npy.MAGIC_PREFIX + version + size + text
 
 
-def archive(content: bytes, *, compressed: bool = False, twice: bool = False) -> bytes:
-    """Return a .npz file with one member."""
+def archive(content: bytes, *, compressed: bool = False, names: Sequence[str] = ("inputs",)) -> bytes:
+    """Return a .npz file with one member, which the directory lists under these names."""
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED if compressed else zipfile.ZIP_STORED) as opened:
-        opened.writestr("inputs.npy", content)
-        if twice:
-            opened.filelist.append(opened.filelist[0])
+        opened.writestr(f"{names[0]}.npy", content)
+        for name in names[1:]:
+            opened.filelist.append(copy.copy(opened.filelist[0]))
+            opened.filelist[-1].filename = f"{name}.npy"
     return stream.getvalue()
 
 
@@ -331,8 +339,9 @@ def damaged_stream() -> bytes:
         (lambda: archive(header("(4") + bytes(16)), "the array 'inputs' is damaged"),
         (lambda: archive(header("(4,)", version=b"\x09\x00") + bytes(16)), "the array 'inputs' is damaged"),
         (lambda: archive(b"hello"), "the array 'inputs' is damaged"),
-        (lambda: archive(header("(4,)") + bytes(16), twice=True), "has two arrays of one name"),
+        (lambda: archive(header("(4,)") + bytes(16), names=("inputs", "inputs")), "has two arrays of one name"),
         (lambda: archive(header(f"({40 << 20},)") + bytes(160 << 20), compressed=True), "that would expand to"),
+        (lambda: archive(bytes(4 << 20), compressed=True, names=[str(number) for number in range(99)]), "that would expand to"),
     ],
 )  # fmt: skip
 def test_hostile_files_are_refused(

@@ -35,7 +35,7 @@ def export_model(settings: Settings, request: Request, say: Callable[[str], None
     """
     if request.out.suffix not in SUFFIXES[request.format]:
         raise ExportRefused(
-            f"{request.out} is no name of a {request.format} file: let it end in {' or '.join(SUFFIXES[request.format])}"
+            f"{request.out} is no name of a file for {request.format}: let it end in {' or '.join(SUFFIXES[request.format])}"
         )
     folder = store.find_version(settings.models, request.model, request.version)
     described = spec.read(folder)

@@ -59,7 +59,7 @@ def write_npz(file: Path, arrays: Mapping[str, Array]) -> None:
 
 def _check_sizes(file: Path, members: Sequence[zipfile.ZipInfo]) -> None:
     """Raise ModelError for too many or too large arrays, before any is read."""
-    stored, whole = (sum(getattr(member, size) for member in members) for size in ("compress_size", "file_size"))
+    stored, whole = file.stat().st_size, sum(member.file_size for member in members)  # members may share compressed bytes
     if len(members) > MAX_ARRAYS or whole > MAX_BYTES:
         raise ModelError(f"{file} has more than {MAX_ARRAYS} arrays or {MAX_BYTES >> 30} GiB: split it")
     if whole > FREE_BYTES + MAX_EXPANSION * stored:
