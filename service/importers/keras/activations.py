@@ -50,7 +50,7 @@ def function(value: Any, call: Call) -> Function:
         return NAMED[kind]
     if kind in LAYERS and isinstance(value, Mapping):
         return LAYERS[kind](_parameters(value, call))
-    raise ImportRefused(f"its activation is {kind!r}: those that can be imported are {', '.join([*NAMED, HARD_SIGMOID])}")
+    raise ImportRefused(f"its activation is {kind!r}: use one of {', '.join([*NAMED, HARD_SIGMOID])}")
 
 
 def gate(key: str, call: Call) -> str | dict[str, Any]:
@@ -85,7 +85,7 @@ def layer(call: Call) -> Tensor:
 
 
 def softmax(call: Call) -> Tensor:
-    """Over labels, along the last axis, or over the steps, in an attention pool. The softmax of keras.ops has a logarithm of its own."""
+    """Softmax and LogSoftmax: over labels, along the last axis, or over the steps of an attention pool."""
     axis, rank = call.integer("axis", -1), call.signal.rank
     if not -rank <= axis < rank:
         raise ImportRefused(f"its axis is {axis}, and its input has {rank} axes")

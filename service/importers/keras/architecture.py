@@ -72,7 +72,7 @@ class Network:
     outputs: tuple[Reference, ...]
 
     def calls(self) -> list[tuple[str, int]]:
-        """Return the calls on which the first output depends, each after those that it needs."""
+        """Return the calls that the first output depends on, in the order of computation."""
         ordered: list[tuple[str, int]] = []
         entered: set[tuple[str, int]] = set()
         done: set[tuple[str, int]] = set()
@@ -95,7 +95,7 @@ class Network:
 
 
 def is_of_keras(module: str) -> bool:
-    """Whether a module is one of Keras itself."""
+    """Whether a module belongs to Keras."""
     return any(f"{module}.".startswith(f"{name}.") for name in OF_KERAS)
 
 
@@ -126,7 +126,7 @@ def _layer(data: Mapping[str, Any], depth: int) -> LayerConfig:
     registered = str(data.get("registered_name") or "")
     is_network = kind == "Sequential" or kind in FUNCTIONAL
     if ">" in f"{kind}{registered}" or (module and not is_of_keras(module)):
-        raise ImportRefused(f"{kind} {name} is code of its own, which is not run: only layers of Keras itself can be imported")
+        raise ImportRefused(f"{kind} {name} is custom code, which is not run: only layers of Keras can be imported")
     if kind == "Lambda":
         raise ImportRefused(f"Lambda {name} has Python code, which is not run: replace it with layers of Keras")
     inner = _network(data, depth + 1) if is_network else None
@@ -193,7 +193,7 @@ def _functional(config: Mapping[str, Any], depth: int) -> Network:
 
 
 def _listed(entry: Mapping[str, Any]) -> list[Any]:
-    """Return the calls of a layer. Keras 2 writes the one call of an operation without a list around its input."""
+    """Return the calls of a layer. Keras 2 writes the only call of an operation without the outer list."""
     nodes: list[Any] = entry["inbound_nodes"]
     return [[node] if isinstance(node, list) and node and isinstance(node[0], str) else node for node in nodes]
 

@@ -39,7 +39,7 @@ Value = Tensor | Mask | FinalCell
 
 @dataclass(slots=True)
 class Reading:
-    """How the model is read, and what was noticed on the way.
+    """How the model is read, and notes for its user.
 
     batch, steps: the sizes of the input; is_keras_2: whether Keras 2 or older wrote the model; ids: the node of token ids; fixed_steps: the
     number of steps if the model takes no other; has_mask: whether a layer makes a mask; calls: how many layers were called.
@@ -82,7 +82,7 @@ class Call:
     def tensor(self) -> Tensor:
         """The only input."""
         if len(self.inputs) != 1 or not isinstance(self.inputs[0], Tensor):
-            raise ImportRefused("it takes more than one tensor, or one that is no output of a layer over the sequence")
+            raise ImportRefused("it takes several tensors, or a tensor that is not the output of a layer")
         return self.inputs[0]
 
     @property
@@ -94,7 +94,7 @@ class Call:
         """All inputs."""
         found = [value for value in self.inputs if isinstance(value, Tensor)]
         if not found or len(found) < len(self.inputs):
-            raise ImportRefused("it takes something else than outputs of layers over the sequence")
+            raise ImportRefused("it takes a tensor that is not the output of a layer")
         return found
 
     def result(self, signal: Signal) -> Tensor:
@@ -102,7 +102,7 @@ class Call:
         return Tensor(signal, any(isinstance(value, Tensor) and value.is_masked for value in self.inputs))
 
     def ignores_mask(self) -> None:
-        """Note that the layer computes with padding as well, although a mask says which steps are padding."""
+        """Note that the layer computes with padding although a mask excludes it."""
         if any(isinstance(value, Tensor) and value.is_masked and value.signal.has_steps for value in self.inputs):
             self.reading.note(
                 f"{self.label} ignores the mask: in a batch with padding, Keras computes with padding here, which the model does not have"
@@ -146,7 +146,7 @@ class Call:
         return value
 
     def refuse_options(self, **allowed: object) -> None:
-        """Raise ImportRefused for options that have another value than the one allowed."""
+        """Raise ImportRefused for options whose value differs from the allowed value."""
         for name, value in allowed.items():
             if self.config.get(name, value) != value:
                 raise self._refused(name, self.config[name])

@@ -19,7 +19,7 @@ JSON_BYTES = 1 << 26
 ARCHIVE = ".keras"
 WEIGHTS_MEMBER, CONFIG_MEMBER, METADATA_MEMBER = "model.weights.h5", "config.json", "metadata.json"
 BESIDE = ("config.json", "model.json")
-"""Files beside a file of weights that may have its architecture, after the one with its own name."""
+"""Names of files with the architecture, beside a file with weights only. The name of that file with .json comes first."""
 ZIP_ERRORS = (OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, ValueError)
 
 
@@ -93,7 +93,7 @@ def _hdf5(path: Path) -> Iterator[Saved]:
 
 
 def _beside(path: Path) -> tuple[dict[str, Any], str]:
-    """Return the architecture in a file beside one that has weights only, and a note."""
+    """Return the architecture from a file beside the weights, and a note."""
     own = path.with_name(path.name.removesuffix(".h5").removesuffix(".weights") + ".json")
     for file in (own, *(path.with_name(name) for name in BESIDE)):
         if file.is_file():

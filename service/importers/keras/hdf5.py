@@ -1,7 +1,7 @@
 """Reads tensors and attributes of HDF5 files. Nothing outside the file is opened, and nothing is read that the file does not hold.
 
-HDF5 has links to other files, data sets that are parts of other files, and compressed ones of any size. Keras writes none of them: an
-object has one name, and numbers are stored as they are.
+HDF5 allows links to other files, data sets spread over other files, and compressed data sets of any size. Keras writes none of these:
+every object has one name, and numbers are stored uncompressed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Layers with weights, except the recurrent ones, and layers that pool."""
+"""Layers with weights, except recurrent layers, and pooling layers."""
 
 from __future__ import annotations
 

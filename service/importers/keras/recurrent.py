@@ -95,12 +95,12 @@ def _cell(call: Call, layer: LayerConfig) -> Call:
         cell = layer_config(inner) if isinstance(inner, dict) else None
         if cell is None or cell.kind not in CELLS:
             raise ImportRefused(
-                f"its cell is {cell.kind if cell else inner!r:.40}, and those that can be imported are {', '.join(CELLS)}"
+                f"its cell is {cell.kind if cell else inner!r:.40}: the cells that can be imported are {', '.join(CELLS)}"
             )
         return Call(replace(cell, name=call.layer.name), call.node, call.inputs, call.paths, call.reading)
     if layer.kind not in KINDS:
         raise ImportRefused(
-            f"it has the layer {layer.kind}, and those that can be imported in it are {', '.join([*KINDS, 'RNN'])}"
+            f"it has the layer {layer.kind}, and the layers that can be imported in it are {', '.join([*KINDS, 'RNN'])}"
         )
     return outer
 
@@ -118,7 +118,7 @@ def _is_cudnn(cell: Call) -> bool:
 
 
 def _directions(call: Call, cells: Sequence[Call]) -> tuple[dict[str, Tensors], frozenset[str]]:
-    """Return the tensors of both directions, which the file has one after another."""
+    """Return the tensors of both directions, forward before backward in the file."""
     names = _names(cells[0])
     arrays = call.weights(*(f"{direction}.{name}" for direction in ("forward", "backward") for name in names))
     halves = arrays[: len(names)], arrays[len(names) :]
@@ -174,7 +174,7 @@ def _transposed_blocks(matrix: Array, gates: int) -> Array:
 
 
 def _options(cell: Call, tensors: Tensors) -> dict[str, Any]:
-    """Return the options of the layer in model.toml, without those that have their defaults."""
+    """Return the options of the layer in model.toml, except defaults."""
     kind = _kind(cell)
     options: dict[str, Any] = {"hidden": len(tensors["recurrent"])}
     if not _is_cudnn(cell):
@@ -202,7 +202,7 @@ def _reversed(x: Signal, layer: Call) -> Signal:
 def _note_states(layer: Call) -> None:
     if layer.flag("stateful", False):
         layer.reading.note(
-            f"{layer.label} is stateful: Keras starts a batch from the states after the one before, and the model starts from zeros, "
+            f"{layer.label} is stateful: Keras starts a batch from the final states of the previous batch, and the model from zeros, "
             "except in sessions"
         )
 

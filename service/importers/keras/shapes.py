@@ -1,4 +1,4 @@
-"""Layers without weights that move, join or combine tensors, and those that do nothing in a trained model."""
+"""Layers without weights that move, join or combine tensors, and layers that do nothing at inference."""
 
 from __future__ import annotations
 

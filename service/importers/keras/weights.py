@@ -31,7 +31,7 @@ class Weights(Protocol):
         ...
 
     def within(self, layer: LayerConfig) -> Weights:
-        """Return the tensors of a network that is a layer of this one."""
+        """Return the tensors of a network that is a layer of this network."""
         ...
 
 

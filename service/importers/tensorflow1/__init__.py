@@ -60,7 +60,9 @@ def _suggested(found: Mapping[str, Layer], recipe: Recipe) -> tuple[list[Entry],
     embeddings = [layer for layer in found.values() if not layer.cells and "bias" not in layer.variables]
     others = [layer for layer in found.values() if not layer.cells and layer not in embeddings]
     if len(recurrent_layers) != 1 or len(embeddings) > 1 or any(layer.matrix.ndim != 2 for layer in embeddings + others):
-        raise ImportRefused(f"write a recipe with [[layers]], whose order the file does not say: it has {', '.join(found)}")
+        raise ImportRefused(
+            f"write a recipe with [[layers]], because the file does not define their order: it has {', '.join(found)}"
+        )
     chain = _chained(others)
     entries: list[Entry] = [({"kind": "embedding"}, layer) for layer in embeddings]
     entries += [({}, recurrent_layers[0])]
@@ -68,7 +70,7 @@ def _suggested(found: Mapping[str, Layer], recipe: Recipe) -> tuple[list[Entry],
 
 
 def _chained(dense: Sequence[Layer]) -> list[Layer]:
-    """Return dense layers so that each has as many inputs as the one before it has outputs."""
+    """Return dense layers in an order in which the outputs of each fit the inputs of the next."""
     remaining, chain = list(dense), []
     while remaining:
         outputs = {layer.matrix.shape[1] for layer in remaining}

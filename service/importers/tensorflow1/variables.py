@@ -35,7 +35,7 @@ class Cell:
 @dataclass(slots=True)
 class Layer:
     """Variables that make one layer. cells: by level and direction, if it is recurrent; variables: others, by the last part of their names;
-    names: the whole names; stacks: whether the directions are stacks of their own, joined above the last level."""
+    names: the whole names; stacks: whether each direction is a separate stack of levels."""
 
     name: str
     cells: dict[tuple[int, str], Cell] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class Layer:
 
 
 def read_layers(file: Path) -> dict[str, Layer]:
-    """Return the layers in a file by name, in its order; raises ImportRefused for what is no array of weights."""
+    """Return the layers in a file by name, in its order; raises ImportRefused for arrays that are not weights."""
     layers: dict[str, Layer] = {}
     for written, array in read_npz(file).items():
         name = written.removesuffix(":0")
@@ -115,7 +115,7 @@ def _checked(name: str, array: Array) -> Array:
 
 
 def within(layers: Mapping[str, Layer], name: object) -> Layer:
-    """Return the layer of this name, or the only one whose name starts with it."""
+    """Return the layer of this name, or the only layer whose name starts with it."""
     found = [layer for key, layer in layers.items() if key == name] or [
         layer for key, layer in layers.items() if key.startswith(f"{name}/")
     ]

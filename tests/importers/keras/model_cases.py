@@ -257,7 +257,7 @@ def _quantized(keras: Any) -> Any:
 
 CODE = [
     Case("Lambda", "any", over_features(lambda layers: layers.Lambda(lambda x: 2 * x)), "has Python code, which is not run"),
-    Case("Layer", "a class of its own", _own_layer, "is code of its own, which is not run"),
+    Case("Layer", "a class of its own", _own_layer, "is custom code, which is not run"),
     Case("Model", "a class of its own", _own_model, "whose computation is Python code"),
     Case("Dense", "a function as its activation", _own_activation, "is the function doubled, which is code"),
     Case("Dense", "quantized", _quantized, "its option quantization_config"),
