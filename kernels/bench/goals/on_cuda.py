@@ -12,6 +12,11 @@ LSTM = [workload for workload in workloads("lstm", "cuda", quick=False) if workl
 EQUAL = [workload for workload in LSTM if workload.kind == "layer" and workload.lengths == "equal"]
 QUESTIONS = [workload for workload in LSTM if workload.lengths == "questions"]
 RECURRENCES = [workload for workload in LSTM if workload.kind == "recurrence" and workload.steps == RECURRENCE_STEPS[0]]
+GRU = [
+    workload
+    for workload in workloads("gru", "cuda", quick=False)
+    if (workload.dtype, workload.kind, workload.lengths) == ("float16", "layer", "equal")
+]
 ONE_ROW_OF_512 = [workload for workload in EQUAL if (workload.hidden, workload.rows) == (512, 1)]
 
 SCANS = [workload for family in FORMS for workload in workloads(family, "cuda", quick=False) if workload.in_grid]
@@ -136,6 +141,9 @@ GOALS = [
     Goal("questions, torch padded, kernel, smallest", QUESTIONS, _PADDED, Limit(), has_grid=True),
     Goal("torch by gate, eager", ONE_ROW_OF_512, _BY_GATE, Limit(140), "each"),
     Goal("torch by step, eager", ONE_ROW_OF_512, _BY_STEP, Limit(), "each"),
+    # GRU: as the LSTM.
+    Goal("gru, equal lengths, torch padded, kernel, geometric mean", GRU, _PADDED, Limit(2.9), "mean"),
+    Goal("gru, equal lengths, torch padded, kernel, smallest", GRU, _PADDED, Limit(1.2), has_grid=True),
     # SRU and QRNN: a layer is compared with one product of its size, with the bytes that it gathers, and with layers it could replace.
     Goal("device copy, bytes read and written", COPIES, _copied_terabytes, Limit(None, "TB/s"), "best form", context=True),
     *(_layer_goal(family, form) for family in FORMS for form in (*FORMS[family], LONG_MEMORY) if _scans(family, "layer", form)),
