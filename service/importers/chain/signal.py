@@ -133,6 +133,8 @@ class Signal:
 
     def transpose(self, order: Sequence[int]) -> Signal:
         """Return the signal with its axes in another order."""
+        if sorted(order) != list(range(self.rank)):
+            raise ImportRefused(f"it orders {self.rank} axes by {list(order)}")
         before = [index for index, one in enumerate(self.axes) if one.is_columns]
         after = [before.index(index) for index in order if self.axes[index].is_columns]
         return replace(self, axes=tuple(self.axes[index] for index in order), columns=self.columns.transpose(after))

@@ -447,6 +447,7 @@ def test_wrong_attribute_of_a_convolution_is_refused(attributes: dict[str, Any],
     [
         ("Transpose", [], {"perm": [0, 0, 1]}),
         ("Transpose", [], {"perm": [0, 1, 7]}),
+        ("Transpose", [], {"perm": [0, 2, 0]}),
         ("Reshape", [[-1, -1]], {}),
         ("Reshape", [[0, 0, -5]], {}),
         ("Reshape", [[0, 0, 0, 0, 0]], {}),
