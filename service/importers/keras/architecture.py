@@ -14,6 +14,33 @@ DEEPEST_NETWORK = 8
 """Models within models."""
 FUNCTIONAL = ("Functional", "Model")
 OF_KERAS = ("keras", "tf_keras", "tensorflow.python.keras", "tensorflow.keras")
+OPS = ".ops"
+LAMBDAS = ("TFOpLambda", "SlicingOpLambda")
+"""The layers as which Keras 2 writes functions of TensorFlow."""
+TENSORFLOW = {
+    "__operators__.add": "Add",
+    "__operators__.getitem": "GetItem",
+    "concat": "Concatenate",
+    "expand_dims": "ExpandDims",
+    "math.add": "Add",
+    "math.maximum": "Maximum",
+    "math.minimum": "Minimum",
+    "math.multiply": "Multiply",
+    "math.not_equal": "NotEqual",
+    "math.reduce_max": "Max",
+    "math.reduce_mean": "Mean",
+    "math.reduce_sum": "Sum",
+    "math.sigmoid": "Sigmoid",
+    "math.subtract": "Subtract",
+    "math.tanh": "Tanh",
+    "nn.relu": "Relu",
+    "nn.softmax": "Softmax",
+    "reverse": "Flip",
+    "squeeze": "Squeeze",
+}
+"""Functions of TensorFlow, and the functions of keras.ops that compute the same."""
+SECOND = ("y",)
+"""The argument of a function of TensorFlow that is its second input."""
 TENSOR = "__keras_tensor__"
 CONSTANT = "_CONSTANT_VALUE"
 
@@ -31,7 +58,7 @@ class LayerCall:
     """One call of a layer in the architecture.
 
     inputs: in order, with numbers for constants; masks: among the other arguments; others: the names of arguments with tensors that are no
-    masks; options: arguments of one value; arguments: those without a name, as they are written.
+    masks; options: other arguments; arguments: those without a name, as they are written.
     """
 
     inputs: tuple[Reference | float, ...]
@@ -58,7 +85,7 @@ class LayerConfig:
     @property
     def is_operation(self) -> bool:
         """Whether it is a function of keras.ops, which has no weights and may have the name of a layer."""
-        return ".ops" in self.module
+        return self.module.endswith(OPS) or f"{OPS}." in self.module
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +156,9 @@ def _layer(data: Mapping[str, Any], depth: int) -> LayerConfig:
         raise ImportRefused(f"{kind} {name} is custom code, which is not run: only layers of Keras can be imported")
     if kind == "Lambda":
         raise ImportRefused(f"Lambda {name} has Python code, which is not run: replace it with layers of Keras")
+    if kind in LAMBDAS:
+        function = _text(config["function"]).removeprefix("compat.v1.")
+        return LayerConfig(TENSORFLOW.get(function, f"{kind} of {function}"), name, {}, f"keras{OPS}")
     inner = _network(data, depth + 1) if is_network else None
     if inner is None and not isinstance(config, dict):
         raise TypeError(f"the configuration of {name} is no table")
@@ -203,8 +233,8 @@ def _node(data: Any) -> LayerCall:
     if isinstance(data, dict):
         inputs, arguments = data["args"], data["kwargs"]
     else:
-        inputs = [entry[:3] for entry in data]
         arguments = {name: value for entry in data if len(entry) > 3 for name, value in entry[3].items()}
+        inputs = [entry[:3] for entry in data] + [arguments.pop(name) for name in SECOND if name in arguments]
     masks: list[Reference] = []
     others: list[str] = []
     for name, value in arguments.items():
@@ -213,7 +243,7 @@ def _node(data: Any) -> LayerCall:
             masks += found
         elif found:
             others.append(name)
-    options = {name: value for name, value in arguments.items() if not isinstance(value, dict | list)}
+    options = {name: value for name, value in arguments.items() if name not in ("mask", *others)}
     return LayerCall(tuple(_leaves(inputs)), tuple(masks), tuple(others), options, inputs)
 
 

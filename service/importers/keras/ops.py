@@ -117,7 +117,7 @@ def _axis(call: Call, rank: int) -> int:
 
 def _indexes(call: Call, rank: int) -> list[Any]:
     """Return an index or a slice for each axis."""
-    written = call.node.arguments[1] if len(call.node.arguments) > 1 else None
+    written = call.node.options.get("slice_spec", call.node.arguments[1] if len(call.node.arguments) > 1 else None)
     given = [_index(item) for item in (written if isinstance(written, list) else [written])]
     if given.count(...) > 1 or len(given) > rank + (... in given):
         raise ImportRefused(f"it takes entries along {len(given)} axes, and its input has {rank}")
@@ -127,12 +127,12 @@ def _indexes(call: Call, rank: int) -> list[Any]:
 
 
 def _index(item: Any) -> Any:
-    config = item.get("config") if isinstance(item, dict) else None
-    kind = item.get("class_name") if isinstance(item, dict) else None
-    if kind == ELLIPSIS:
+    """Return an index, a slice, or an ellipsis. Keras 2 writes a slice without the name of its class."""
+    if isinstance(item, dict) and item.get("class_name") == ELLIPSIS:
         return ...
-    if kind == SLICE and isinstance(config, dict):
-        bounds = [config.get(name) for name in ("start", "stop", "step")]
+    bounds_of = item.get("config", item) if isinstance(item, dict) and item.get("class_name", SLICE) == SLICE else None
+    if isinstance(bounds_of, dict):
+        bounds = [bounds_of.get(name) for name in ("start", "stop", "step")]
         if all(bound is None or isinstance(bound, int) for bound in bounds) and bounds[2] != 0:
             return slice(*bounds)
     if isinstance(item, int) and not isinstance(item, bool):

@@ -43,6 +43,14 @@ def _text_cnn(keras: Any) -> Any:
     return keras.Model(ids, layers.Dense(2, activation="hard_sigmoid")(layers.concatenate(pools)))
 
 
+def _operations(keras: Any) -> Any:
+    """Functions of TensorFlow between layers: arithmetic, an attention pool, the last step, and the first columns."""
+    layers, start = keras.layers, keras.Input((None, FEATURES))
+    x = layers.GRU(UNITS, return_sequences=True)(1.0 - start * 0.5)
+    attended = keras.backend.sum(x * layers.Softmax(axis=1)(layers.Dense(1)(x)), axis=1)
+    return keras.Model(start, layers.Dense(2)(keras.backend.concatenate([attended, x[:, -1, :], x[:, -1][..., :2]], axis=-1)))
+
+
 def _without_input_layer(keras: Any) -> Any:
     """A Sequential model whose first layer has the shape of the input."""
     return keras.Sequential(
@@ -77,6 +85,7 @@ CASES: dict[str, Case] = {
     "input_length.h5": Case("Sequential", "Keras 2, a fixed number of steps", _without_input_layer, lengths=(6, 6)),
     "cudnn_lstm.h5": Case("CuDNNLSTM", "one direction and both", _cudnn("CuDNNLSTM")),
     "cudnn_gru.h5": Case("CuDNNGRU", "one direction and both", _cudnn("CuDNNGRU")),
+    "operations.h5": Case("TFOpLambda, SlicingOpLambda", "Keras 2, arithmetic, attention pool, last step", _operations),
 }
 """By the name of the file."""
 
