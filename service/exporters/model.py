@@ -69,8 +69,7 @@ class Model:
 class Export:
     """What a format makes of a model.
 
-    content: the file; recipe: what `seqserve import --recipe` needs besides the file to read the same model; notes: what the user of the
-    file must know.
+    content: the file; recipe: for `seqserve import --recipe`, which then reads the same model; notes: for the user of the file.
     """
 
     content: bytes

@@ -1,4 +1,4 @@
-"""Writes a state_dict of PyTorch, with the names and layouts that torch's modules have, and those of the `sru` and QRNN packages.
+"""Writes a state_dict of PyTorch, with the names and layouts of the modules of torch, `sru` and the QRNN packages.
 
 `layers.<index>` is the module of a layer, and `head` the linear layer of the head:
 
@@ -144,7 +144,7 @@ def _check_recurrent(layer: GatedLayer, part: Part) -> None:
     part.refuse(
         layer.merge != "concat" and layer.depth > 1,
         f'merge is "{layer.merge}", and the levels of {of_torch} join their directions',
-        "Write each level as a layer of its own",
+        "Write a layer for each level",
     )
     if isinstance(layer, RNNLayer):
         part.refuse(
@@ -222,7 +222,7 @@ def _sru(layer: SRULayer, part: Part) -> State:
 
 
 def _sru_level(layer: SRULayer, part: Part, level: int) -> State:
-    """Return one cell: the columns of a unit stand side by side, the directions one after another in each block."""
+    """Return one cell. The columns of a unit stand side by side; a block of biases has all directions."""
     places = [f"{level}.{direction}" for direction in layer.directions]
     wide = torch.stack([_side_by_side(part, f"{place}.input", layer.hidden) for place in places], dim=1)
     bias = [part.arrays[f"{place}.bias"] for place in places]
@@ -233,7 +233,7 @@ def _sru_level(layer: SRULayer, part: Part, level: int) -> State:
     if projections:
         part.refuse(
             not torch.equal(projections[0], projections[-1]),
-            "the projections of the directions differ, and those of the sru package share one",
+            "the projections of the directions differ, and the sru package has one projection for both",
             "Such a model has no checkpoint elsewhere",
         )
         state["weight_proj"] = projections[0]
@@ -243,7 +243,7 @@ def _sru_level(layer: SRULayer, part: Part, level: int) -> State:
 
 
 def _by_block(arrays: Sequence[Tensor]) -> Tensor:
-    """Return the numbers of forget and reset gates of all directions: those of forget gates first."""
+    """Return the numbers of the gates, in all directions: forget gates, then reset gates."""
     return torch.stack([array.view(2, -1) for array in arrays], dim=1).flatten()
 
 
@@ -254,7 +254,7 @@ def _side_by_side(part: Part, name: str, hidden: int) -> Tensor:
 
 
 def _qrnn(layer: QRNNLayer, part: Part) -> State:
-    """QRNN of Salesforce and fastai. Its forget gate is the gate of the new value, the opposite of ours: its sign changes."""
+    """QRNN of Salesforce and fastai. Its forget gate is the gate of the new value, the opposite of a model: its sign changes."""
     package = "the QRNN of Salesforce and fastai"
     elsewhere = "Such a model has no checkpoint elsewhere"
     part.refuse(layer.bidirectional, f"it runs in both directions, and {package} joins two separate stacks", elsewhere)

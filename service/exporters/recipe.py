@@ -1,4 +1,4 @@
-"""The recipe of a checkpoint that has layers: what it does not say of a model, and the precision."""
+"""Recipes for checkpoints with layers: labels, the use of the output, and the precision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kind of head that a recipe names, where the numbers at the end of a graph may be those of several kinds."""
+"""Chooses the kind of head that a recipe names, where a graph does not tell it: scores of every step may be tags or spans."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ OF_STEPS = ("tag", "span")
 
 
 def answer_as(draft: Draft, kind: str | None) -> None:
-    """Make the head of a draft one of this kind, if the graph computes its numbers. The recipe completes it.
+    """Change the kind of the head of a draft, if the graph computes its numbers. The recipe completes the head.
 
     A product at every step may be the scores of tags or spans; a softmax after the last step, the next token; a dense layer above a
     pool, the last layer of an embedding.

@@ -136,7 +136,7 @@ def _window(layer: WindowLayer, part: Part) -> dict[str, Any]:
         return {**sizes, "pads": list(layer.padding_steps)}
     part.refuse(
         layer.dilation > 1,
-        f'padding is "{layer.padding}" with a stride and a dilation, and ONNX Runtime has one of both',
+        f'padding is "{layer.padding}" with a stride and a dilation, and ONNX Runtime does not run both',
         "Set pads instead of padding",
     )
     return {**sizes, "auto_pad": "SAME_UPPER" if layer.padding == "same_upper" else "SAME_LOWER"}

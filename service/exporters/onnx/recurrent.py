@@ -44,7 +44,7 @@ def _check(layer: GatedLayer, part: Part) -> None:
     for activation in _activations(layer):
         part.refuse(
             activation.kind not in IN_RECURRENT,
-            f"the activation {activation.kind} is none of those that recurrent operators of ONNX have",
+            f"recurrent operators of ONNX have no activation {activation.kind}",
             f"They have {', '.join(IN_RECURRENT)}",
         )
 
