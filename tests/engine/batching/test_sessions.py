@@ -119,7 +119,9 @@ def test_start_restarts_an_open_session() -> None:
 
 def test_restart_waits_for_the_chunks_before_it() -> None:
     harness = BatcherHarness()
-    clients = [harness.call([value], session="a", starts=starts) for value, starts in ((1, None), (2, None), (5, True), (6, None))]
+    clients = [
+        harness.call([value], session="a", starts=starts) for value, starts in ((1, None), (2, None), (5, True), (6, None))
+    ]
     harness.run()
     assert [progress(client) for client in clients] == [(1, 1), (3, 2), (5, 1), (11, 2)]
     assert used_slots(harness) == 1
