@@ -78,6 +78,18 @@ class Plan:
     launches: tuple[tuple[tuple[int, ...], int, int, Launch], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _SideBySide:
+    """An array of the input products of both directions. second: the weights of the second direction."""
+
+    second: Any
+    array: Tensor
+
+    @property
+    def arrays(self) -> tuple[Tensor, ...]:
+        return (self.array,)
+
+
 def backends(family: Family) -> tuple[Backend, ...]:
     """Return the backends `persistent`, `cluster` and `grid` of a family, the fastest first."""
     ways: tuple[tuple[str, FindShape, Capability, str, bool], ...] = (
@@ -249,11 +261,10 @@ def _side_by_side(weights: Sequence[Any], name: str) -> Tensor:
     array: Tensor = getattr(first, name)
     if not others:
         return array
-    second, _ = first.packed.get(("both", name), (None, None))
-    if second is not others[0]:
-        first.packed["both", name] = others[0], torch.cat((array, getattr(others[0], name)), dim=-1)
-    joined: Tensor = first.packed["both", name][1]
-    return joined
+    joined: _SideBySide | None = first.packed.get(("both", name))
+    if joined is None or joined.second is not others[0]:
+        joined = first.packed["both", name] = _SideBySide(others[0], torch.cat((array, getattr(others[0], name)), dim=-1))
+    return joined.array
 
 
 def _in_whole_words(gates: Tensor) -> Tensor:

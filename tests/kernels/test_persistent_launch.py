@@ -297,8 +297,9 @@ def test_products_of_both_directions_are_joined_once(fake_kernel: FakeKernel) ->
     run = partial(launch.encode_both, lstm.FUSED, launch.cluster_shape, x, want=Outputs())
     for other in (second, second, third):
         run((first.weights, other.weights), None)
-        kept, joined = first.weights.packed["both", "input"]
-        assert kept is other.weights
+        kept = first.weights.packed["both", "input"]
+        assert kept.second is other.weights
+        [joined] = kept.arrays
         assert torch.equal(joined, torch.cat((first.weights.input, other.weights.input), dim=1))
 
 
