@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -101,9 +102,15 @@ def identify(function: Function) -> dict[str, Any] | None:
     with np.errstate(all="ignore"):
         actual = function.apply(_GRID[:, None])[:, 0]
     for activation in _candidates(function):
-        if _agree(actual, evaluate(**{"x": _GRID, **activation})):
+        if _agree(actual, _on_grid(**activation)):
             return activation
     return None
+
+
+@lru_cache(maxsize=64)
+def _on_grid(kind: str, **parameters: float) -> Numbers:
+    """Return an activation of every number of the grid."""
+    return evaluate(kind, _GRID, **parameters)
 
 
 def as_written(activation: dict[str, Any]) -> str | dict[str, Any]:
