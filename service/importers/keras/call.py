@@ -145,6 +145,20 @@ class Call:
             raise self._refused(key, value)
         return value
 
+    def integers(self, key: str) -> list[int]:
+        """Return an option with a list of whole numbers."""
+        value = self.value(key)
+        if not isinstance(value, list) or any(isinstance(item, bool) or not isinstance(item, int) for item in value):
+            raise self._refused(key, value)
+        return value
+
+    def pair(self) -> tuple[Tensor, Tensor]:
+        """Return both inputs."""
+        tensors = self.tensors
+        if len(tensors) != 2:
+            raise ImportRefused(f"it takes two tensors, and has {len(tensors)}")
+        return tensors[0], tensors[1]
+
     def refuse_options(self, **allowed: object) -> None:
         """Raise ImportRefused for options whose value differs from the allowed value."""
         for name, value in allowed.items():

@@ -61,7 +61,8 @@ def start(network: Network, reading: Reading) -> Tensor:
     if len(network.inputs) != 1:
         names = ", ".join(one.layer for one in network.inputs)
         raise ImportRefused(f"the model has {len(network.inputs)} inputs, {names}: a model takes one sequence")
-    config = network.layers[network.inputs[0].layer].config
+    name = network.inputs[0].layer
+    config = network.layers[name].config if name in network.layers else {}
     shape = next((config[key] for key in ("batch_shape", "batch_input_shape") if config.get(key) is not None), None)
     if not isinstance(shape, list) or len(shape) < 2 or not all(_is_size(size) for size in shape):
         raise ImportRefused(f"the input of the model has the shape {shape!r:.60}: build the model before it is saved")
@@ -134,8 +135,31 @@ def _results(
     if call.layer.kind not in known:
         advice = ADVICE.get(layer.kind, "docs/imported-layers.md lists those that can")
         raise ImportRefused(f"layers of this class cannot be imported: {advice}")
+    _note_precision(call)
+    _check_training(call)
     result = known[call.layer.kind](call)
     return result if isinstance(result, Sequence) else [result]
+
+
+def _note_precision(call: Call) -> None:
+    policy = call.config.get("dtype")
+    config = policy.get("config") if isinstance(policy, dict) else None
+    name = config.get("name") if isinstance(config, dict) else policy
+    if isinstance(name, str) and name != "float32":
+        call.reading.note(f"the source computes in {name[:20]}, and the model in float32")
+
+
+def _check_training(call: Call) -> None:
+    """Keras computes a layer that is called with training=True as in training, also at inference."""
+    if call.node.options.get("training") is not True:
+        return
+    if call.layer.kind == "BatchNormalization":
+        raise ImportRefused(
+            "it is called with training=True: it normalises by the statistics of the batch, and a model by fixed ones"
+        )
+    call.reading.note(
+        f"{call.label} is called with training=True: Keras drops numbers at random also at inference, and the model does not"
+    )
 
 
 def _output(outputs: Sequence[Value], number: int, name: str) -> Value:

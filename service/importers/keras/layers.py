@@ -101,7 +101,7 @@ def batch_norm(call: Call) -> Tensor:
     size = call.signal.shape[-1]
     gain, offset, mean, variance = _norm(call, ("gamma", "beta", "moving_mean", "moving_variance"), size)
     factor = gain / np.sqrt(variance + call.number("epsilon", 1e-3))
-    return call.result(operations.apply(call.signal, affine(factor, offset - mean * factor), call.label, call.origins))
+    return _scaled(call, factor, offset - mean * factor)
 
 
 def layer_norm(call: Call) -> Tensor:
@@ -130,7 +130,14 @@ def normalization(call: Call) -> Tensor:
     if mean.shape != (call.signal.shape[-1],) or variance.shape != mean.shape:
         raise ImportRefused(f"its tensors have the shapes {mean.shape} and {variance.shape}, which do not fit its input")
     factor = 1 / np.maximum(np.sqrt(variance), EPSILON)
-    return call.result(operations.apply(call.signal, affine(factor, -mean * factor), call.label, call.origins))
+    return _scaled(call, factor, -mean * factor)
+
+
+def _scaled(call: Call, factor: Array, offset: Array) -> Tensor:
+    """Multiply each column by a factor and add an offset."""
+    if not (np.isfinite(factor).all() and np.isfinite(offset).all()):
+        raise ImportRefused("its tensors and its epsilon make numbers that are not finite: repair the checkpoint")
+    return call.result(operations.apply(call.signal, affine(factor, offset), call.label, call.origins))
 
 
 def _linear(call: Call, kernel: Array, biases: Sequence[Array]) -> Signal:

@@ -38,7 +38,9 @@ def reduce_steps(call: Call) -> Tensor:
 
 def get_item(call: Call) -> Tensor:
     """x[:, -1], x[..., :3] and the like."""
-    [tensor] = [value for value in call.inputs if isinstance(value, Tensor)]
+    tensor = call.inputs[0] if call.inputs else None
+    if not isinstance(tensor, Tensor):
+        raise ImportRefused("it takes entries of a tensor that is not the output of a layer")
     x = tensor.signal
     chosen = _indexes(call, x.rank)
     for at in reversed(range(x.rank)):
@@ -47,14 +49,14 @@ def get_item(call: Call) -> Tensor:
 
 
 def product(call: Call) -> Tensor:
-    first, second = (tensor.signal for tensor in call.tensors)
+    first, second = (tensor.signal for tensor in call.pair())
     return Tensor(operations.product_over_steps(first, second, call.label))
 
 
 def dot(call: Call) -> Tensor:
     """The layer Dot over the steps: (batch, steps, columns) with (batch, steps, 1)."""
     call.refuse_options(normalize=False)
-    first, second = (tensor.signal for tensor in call.tensors)
+    first, second = (tensor.signal for tensor in call.pair())
     if call.value("axes") not in (1, [1, 1]) or first.rank != 3:
         raise ImportRefused(
             f"its axes are {call.value('axes')!r:.20}, and only an attention pool multiplies two tensors, over the steps"
@@ -71,20 +73,20 @@ def expand_dims(call: Call) -> Tensor:
 
 
 def transpose(call: Call) -> Tensor:
-    x, order = call.signal, call.value("axes", None)
-    order = list(range(x.rank))[::-1] if order is None else order
-    if not isinstance(order, list) or sorted(order) != list(range(x.rank)):
+    x = call.signal
+    order = list(range(x.rank))[::-1] if call.value("axes", None) is None else call.integers("axes")
+    if sorted(order) != list(range(x.rank)):
         raise ImportRefused(f"its axes are {order!r:.60}, and its input has {x.rank} axes")
     return call.result(x.transpose(order))
 
 
 def reshape(call: Call) -> Tensor:
     """The batch, the first axis, is written as -1."""
-    x, target = call.signal, call.value("newshape")
-    if not isinstance(target, list) or not target or target[0] != -1 or not all(isinstance(size, int) for size in target[1:]):
-        raise ImportRefused(f"its shape is {target!r:.60}, and the first axis, the batch, can only be -1")
-    if math.prod(target[1:]) != math.prod(x.shape[1:]) or min(target[1:], default=1) < 1:
-        raise ImportRefused(f"it makes the shape {target} of {x.shape[1:]} for each sequence")
+    x, target = call.signal, call.integers("newshape")
+    if target[:1] != [-1] or math.prod(target[1:]) != math.prod(x.shape[1:]) or min(target[1:], default=1) < 1:
+        raise ImportRefused(
+            f"it makes the shape {target!r:.60} of {x.shape[1:]} for each sequence of the batch, whose axis is -1"
+        )
     return call.result(x.reshape([x.shape[0], *target[1:]]))
 
 

@@ -54,17 +54,17 @@ def flatten(call: Call) -> Tensor:
 
 
 def reshape(call: Call) -> Tensor:
-    x, target = call.signal, call.value("target_shape")
-    if not isinstance(target, list) or not all(isinstance(size, int) and size >= -1 for size in target):
+    x, target = call.signal, call.integers("target_shape")
+    if target.count(-1) > 1 or any(size < 1 for size in target if size != -1):
         raise ImportRefused(f"its target_shape is {target!r:.60}")
     known = math.prod(size for size in target if size != -1)
-    sizes = [size if size != -1 else math.prod(x.shape[1:]) // max(known, 1) for size in target]
+    sizes = [size if size != -1 else math.prod(x.shape[1:]) // known for size in target]
     return call.result(x.reshape([x.shape[0], *sizes]))
 
 
 def permute(call: Call) -> Tensor:
-    x, order = call.signal, call.value("dims")
-    if not isinstance(order, list) or sorted(order) != list(range(1, x.rank)):
+    x, order = call.signal, call.integers("dims")
+    if sorted(order) != list(range(1, x.rank)):
         raise ImportRefused(f"its dims are {order!r:.60}, and its input has {x.rank} axes")
     return call.result(x.transpose([0, *order]))
 

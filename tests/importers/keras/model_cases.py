@@ -96,6 +96,10 @@ def _averaged(layers: Any, x: Any) -> Any:
     return layers.Average()([forward, backward])
 
 
+def _training(layers: Any, x: Any) -> Any:
+    return layers.GRU(2)(layers.BatchNormalization()(x, training=True))
+
+
 def _twice(layers: Any, x: Any) -> Any:
     shared = layers.Dense(FEATURES, activation="tanh")
     return layers.GRU(UNITS)(shared(shared(x)))
@@ -114,6 +118,7 @@ MERGES = [
     Case("Multiply", "two layers", functional(_multiplied), "no layer of model.toml does in this way"),
     Case("Add", "a number, and other arithmetic", functional(lambda layers, x: layers.GRU(UNITS)(1.0 - (x * 0.5 + 2.0)))),
     Case("Dense", "called twice", functional(_twice)),
+    Case("BatchNormalization", "training=True", functional(_training), "is called with training=True"),
     Case("Flatten", "all steps", over_features(one("Flatten"), steps=5), "a model takes sequences of any length"),
     Case(
         "Reshape",

@@ -131,6 +131,27 @@ def test_mask_is_named_where_a_layer_ignores_it(tmp_path: Path) -> None:
     )
 
 
+def test_precision_of_the_source_is_reported(tmp_path: Path) -> None:
+    mixed = json.loads(json.dumps(SEQUENTIAL))
+    mixed["config"]["layers"][1]["config"]["dtype"] = {"class_name": "DTypePolicy", "config": {"name": "mixed_bfloat16"}}
+    assert "the source computes in mixed_bfloat16, and the model in float32" in read(written(tmp_path, mixed)).notes
+
+
+def test_dropout_at_inference_is_reported(tmp_path: Path) -> None:
+    start, rnn = ({**layer, "name": layer["config"]["name"]} for layer in SEQUENTIAL["config"]["layers"])
+    start["inbound_nodes"], rnn["inbound_nodes"] = [], [[["x", 0, 0, {"training": True}]]]
+    config = {"name": "model", "layers": [start, rnn], "input_layers": [["x", 0, 0]], "output_layers": [["rnn", 0, 0]]}
+    notes = read(written(tmp_path, {"class_name": "Functional", "config": config})).notes
+    assert any(note.startswith("LSTM rnn is called with training=True") for note in notes)
+
+
+def test_layer_of_texts_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    texts = json.loads(json.dumps(SEQUENTIAL))
+    texts["config"]["layers"].insert(1, {"class_name": "TextVectorization", "config": {"name": "words"}})
+    with pytest.raises(ImportRefused, match=r"TextVectorization words: .* give its vocabulary with --tokenizer"):
+        read(written(tmp_path, texts))
+
+
 def test_archive_and_h5_with_the_same_weights_are_equal(tmp_path: Path) -> None:
     assert np.array_equal(kernel_of(archive(tmp_path)), kernel_of(written(tmp_path)))
     with h5py.File(tmp_path / "model.h5") as opened:
