@@ -13,7 +13,7 @@ from torch import Tensor
 
 from service.importers.draft import ImportRefused
 
-TEXT_BYTES = 1 << 26
+TEXT_BYTES = 1 << 24
 """All compressed members together, and the largest member that is no tensor: code and descriptions."""
 MAX_MEMBERS = 100_000
 
@@ -42,13 +42,9 @@ class Archive:
     def __contains__(self, name: str) -> bool:
         return name in self._members
 
-    @property
-    def names(self) -> list[str]:
-        return list(self._members)
-
-    def text(self, name: str) -> bytes:
-        """Return a member that is no tensor."""
-        return self._read(name, TEXT_BYTES)
+    def text(self, name: str, limit: int = TEXT_BYTES) -> bytes:
+        """Return a member that is no tensor; raises ImportRefused for more bytes than `limit`."""
+        return self._read(name, limit)
 
     def tensor(self, name: str, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], offset: int) -> Tensor:
         """Return a tensor over the numbers in a member. strides, offset: in numbers."""

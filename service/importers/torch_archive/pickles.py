@@ -14,6 +14,7 @@ from service.importers.draft import ImportRefused
 from service.importers.torch_archive.archive import Archive
 
 CODE = "__torch__"
+MOST_INSTRUCTIONS = 1 << 18
 STORAGES = {
     "FloatStorage": torch.float32,
     "DoubleStorage": torch.float64,
@@ -64,7 +65,9 @@ class Unpickler:
     def read(self, name: str) -> Any:
         """Return the value in a member; raises ImportRefused for anything but modules, tensors and plain values."""
         try:
-            for instruction, argument, _ in pickletools.genops(self._archive.text(name)):
+            for number, (instruction, argument, _) in enumerate(pickletools.genops(self._archive.text(name))):
+                if number > MOST_INSTRUCTIONS:
+                    raise ImportRefused(f"{name} of the archive has more than {MOST_INSTRUCTIONS} instructions")
                 if instruction.name == "STOP":
                     return self._stack.pop()
                 self._step(instruction.name, argument)

@@ -23,6 +23,8 @@ from service.importers.torch_archive.scalars import SCALARS
 
 MOST_STEPS = 300_000
 """Statements and expressions that are interpreted in all readings of the inputs together, after which an archive is refused."""
+CODE_BYTES = 1 << 21
+"""All code that is parsed."""
 DEEPEST_CALL = 40
 LARGEST_LIST = 10_000
 NUMBERS = ("int", "Int", "float", "Float", "bool", "Bool", "IntImplicit", "ScalarImplicit", "item")
@@ -37,6 +39,7 @@ class ScriptProgram:
 
     def __init__(self, archive: Archive) -> None:
         self.steps = 0
+        self._code_left = CODE_BYTES
         self._archive = archive
         self._files: dict[str, ast.Module] = {}
         module = Unpickler(archive, "data").read("data.pkl")
@@ -91,7 +94,8 @@ class ScriptProgram:
 
     def _file(self, path: str) -> ast.Module:
         if path not in self._files:
-            content = self._archive.text(f"code/{path.replace('.', '/')}.py")
+            content = self._archive.text(f"code/{path.replace('.', '/')}.py", self._code_left)
+            self._code_left -= len(content)
             try:
                 self._files[path] = ast.parse(content)
             except (MemoryError, RecursionError, SyntaxError, ValueError) as error:
@@ -210,7 +214,10 @@ class Interpreter:
             if id(value) not in self._known:
                 self._known[id(value)] = self.program.weight(self.machine, value)
             return self._known[id(value)]
-        return type(value)(map(self._constant, value)) if isinstance(value, list | tuple) else value
+        if isinstance(value, list | tuple):
+            self._measure(value)
+            return type(value)(map(self._constant, value))
+        return value
 
     def _call(self, node: ast.Call, values: dict[str, Any]) -> Any:
         if isinstance(node.func, ast.Attribute):
@@ -237,7 +244,9 @@ class Interpreter:
 
     def _arguments(self, node: ast.Call, values: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         positional = [self._value(argument, values) for argument in node.args]
-        return positional, {str(keyword.arg): self._value(keyword.value, values) for keyword in node.keywords}
+        named = {str(keyword.arg): self._value(keyword.value, values) for keyword in node.keywords}
+        self._measure([*positional, *named.values()])
+        return positional, named
 
     def _named(self, name: str, positional: list[Any], named: dict[str, Any]) -> Any:
         """Call a function by its full name."""
@@ -279,6 +288,15 @@ class Interpreter:
             raise ImportRefused(f"the code of the archive makes a list of {len(value)} items, and the limit is {LARGEST_LIST}")
         return value
 
+    def _measure(self, values: Sequence[Any]) -> None:
+        """Count the items of lists within each other: a list that has another one twice doubles with each level."""
+        waiting = [values]
+        while waiting:
+            for item in waiting.pop():
+                self._count()
+                if isinstance(item, list | tuple):
+                    waiting.append(item)
+
     def _count(self) -> None:
         self.program.steps += 1
         if self.program.steps > MOST_STEPS:
@@ -306,6 +324,9 @@ def _tensors(module: Module, prefix: str) -> dict[str, Tensor]:
 
 
 def _first(result: Any) -> Any:
-    while isinstance(result, list | tuple) and result:
+    """Return the first output of several, which may be within tuples."""
+    for _ in range(DEEPEST_CALL):
+        if not isinstance(result, list | tuple) or not result:
+            break
         result = result[0]
     return result

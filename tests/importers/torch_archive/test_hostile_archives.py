@@ -281,6 +281,7 @@ def with_code(traced: Path, folder: Path, body: str) -> Path:
     "body, message",
     [
         ("    return torch.tanh(", "is damaged"),
+        ("    y = [" + "1," * 1_100_000 + "]\n    return x", "has .* bytes, and the limit is"),
         ("    return __import__('os')", "calls __import__, which cannot be imported"),
         ("    return open('executed')", "calls open, which cannot be imported"),
         ("    return (lambda: x)()", "cannot|is no function|not read"),
@@ -297,6 +298,9 @@ def with_code(traced: Path, folder: Path, body: str) -> Path:
         ("    for i in range(1000000000):\n      y = 1\n    return x", "list of|takes more than"),
         ("    return self.forward(x)", "more than 40 calls within each other"),
         ("    y = [1]\n    for i in range(100):\n      y = torch.add(y, y)\n    return x", "a list is too long"),
+        ("    y = [1]\n    for i in range(90):\n      y = [y, y]\n    return torch.cat(y, 2)", "takes more than"),
+        ("    y = [1]\n    for i in range(90):\n      y = [y, y]\n    return torch.add(x, torch.len(y))", "takes more than"),
+        ("    y = [1]\n    z = torch.append(y, y)\n    return y", "takes more than|is damaged|does not depend"),
         ("    y = torch.mul([1], 1000000000)\n    return x", "a list is too long"),
         ("    y = 3\n    for i in range(100):\n      y = torch.mul(y, y)\n    return x", "a number is too large"),
         ("    y = torch.mod('%999999999d', 1)\n    return x", "texts have no arithmetic"),
@@ -318,7 +322,7 @@ def with_code(traced: Path, folder: Path, body: str) -> Path:
         ("    return x\n    raise ValueError()", "the output is the input"),
         ("    ops.prim.RaiseException('stop')\n    return x", "fails: stop"),
     ],
-    ids=range(34),
+    ids=range(38),
 )
 def test_hostile_code_is_refused(
     traced: Path, body: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -341,11 +345,14 @@ PICKLES = {
     "a class of Python": b"cbuiltins\nlist\n)\x81",
     "builtins.eval": b"c__builtin__\neval\n(X\x01\x00\x00\x001tR",
     "no module": b"]",
+    "too many instructions": b"]" * 300_000,
     "an instruction of old pickles": b"(I1\nS'a'\nd",
     "an instance": b"(i__main__\nA\n",
     "an extension": b"\x82\x01",
     "too few values": b"tR",
     "a missing memo": b"h\x05",
+    "lists that double": b"]q\x00" + b"".join(b"](h%ch%ceq%c" % (n, n, n + 1) for n in range(90)),
+    "a list within itself": b"]q\x00h\x00a",
     "frames": b"\x95\xff\xff\xff\xff\xff\xff\xff\x7f",
 }
 
