@@ -7,6 +7,7 @@ every object has one name, and numbers are stored uncompressed.
 from __future__ import annotations
 
 import math
+import resource
 from collections import deque
 from collections.abc import Iterator, KeysView, Mapping
 from contextlib import contextmanager
@@ -22,6 +23,9 @@ from service.importers.draft import Array, ImportRefused
 MOST_OBJECTS = 100_000
 DEEPEST_GROUP = 32
 ATTRIBUTE_BYTES = 1 << 26
+SPARE_BYTES = 1 << 28
+"""What reading an attribute may allocate besides its text."""
+MEMORY_OF_PROCESS = Path("/proc/self/statm")
 TRAINING = ("optimizer", "optimizer_weights")
 """Groups with the state of a training."""
 PLAIN = (h5d.CONTIGUOUS, h5d.COMPACT)
@@ -37,7 +41,7 @@ class Hdf5:
         self.name = name
         self._groups = groups
         self._tensors = tensors
-        self._remaining = size
+        self._size = self._remaining = size
 
     @property
     def tensors(self) -> KeysView[str]:
@@ -85,7 +89,8 @@ class Hdf5:
                 raise ImportRefused(f"{where} has the type {attribute_id.dtype}, and texts are needed: save the model again")
             if size > min(ATTRIBUTE_BYTES, self._remaining):
                 raise ImportRefused(f"{where} has {size} bytes, more than are read")
-            values = np.asarray(h5py.Group(found).attrs[attribute], dtype=object).ravel()
+            with _limited_memory(2 * self._size + SPARE_BYTES):
+                values = np.asarray(h5py.Group(found).attrs[attribute], dtype=object).ravel()
             return [_text(value) for value in values]
         except DAMAGED as error:
             raise ImportRefused(f"{where} is damaged ({error}): save the model again") from error
@@ -183,6 +188,24 @@ def _check_storage(where: str, tensor: h5d.DatasetID) -> None:
         raise ImportRefused(f"{where} has its numbers in another file, which is not read: save the model again")
     if how.get_nfilters() or how.get_layout() not in PLAIN:
         raise ImportRefused(f"{where} is compressed or in chunks, which Keras does not do: save the model again")
+
+
+@contextmanager
+def _limited_memory(more: int) -> Iterator[None]:
+    """Let this process allocate only so many bytes more: for a text, HDF5 allocates any length that is written in the file.
+
+    Systems other than Linux do not tell how much a process has, and get no limit.
+    """
+    if not MEMORY_OF_PROCESS.exists():
+        yield
+        return
+    limit, highest = resource.getrlimit(resource.RLIMIT_AS)
+    wanted = int(MEMORY_OF_PROCESS.read_text().split()[0]) * resource.getpagesize() + more
+    resource.setrlimit(resource.RLIMIT_AS, (wanted if limit == resource.RLIM_INFINITY else min(wanted, limit), highest))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (limit, highest))
 
 
 def _text(value: Any) -> str:

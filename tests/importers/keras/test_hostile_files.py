@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
 import stat
+import struct
 import tracemalloc
 import zipfile
 from collections.abc import Callable, Iterator
@@ -196,6 +198,18 @@ def test_data_set_that_is_no_plain_tensor_is_refused(tmp_path: Path, name: str) 
     with h5py.File(file, "r+") as opened:
         change(opened, other)
     refused(file, message)
+
+
+def test_text_of_any_length_takes_no_memory(tmp_path: Path) -> None:
+    """The length of a text stands before the place of its bytes, and HDF5 allocates it before it looks at them."""
+    file = written(tmp_path)
+    content = file.read_bytes()
+    place = struct.pack("<Q", content.index(b"GCOL"))
+    at = content.index(place, content.index(b"model_config"))
+    file.write_bytes(content[: at - 4] + struct.pack("<I", 0xFFFFFFF0) + content[at:])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    refused(file, "the attribute model_config of the file is damaged")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # KiB
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf])
