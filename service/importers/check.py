@@ -95,7 +95,7 @@ def compare_with_original(encoder: Encoder, draft: Draft, original: Original, re
             )
         errors[steps] = np.abs(actual - expected)
     if not errors:
-        raise NotCompared(f"{original.framework} does not run the source: {reason[:200]}")
+        raise NotCompared(f"{original.framework} did not run the source: {reason[:200]}")
     every = np.concatenate(list(errors.values()))
     lengths = ", ".join(map(str, errors))
     return Comparison(

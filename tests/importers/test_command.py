@@ -120,6 +120,20 @@ def test_external_data_is_compared_too(tmp_path: Path) -> None:
     assert any("The outputs agree for random sequences" in line for line in report)
 
 
+def test_graph_of_half_precision_is_not_compared(tmp_path: Path) -> None:
+    """Its own rounding is larger than the tolerance."""
+    model = graph()
+    half = onnx.TensorProto.FLOAT16
+    for index, tensor in enumerate(model.graph.initializer):
+        model.graph.initializer[index].CopyFrom(
+            onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(tensor).astype(np.float16), tensor.name)
+        )
+    for info in (*model.graph.input, *model.graph.output):
+        info.type.tensor_type.elem_type = half
+    report = import_file(tmp_path, write(model, tmp_path))
+    assert any("because ONNX Runtime" in line and "numbers of 16 bits" in line for line in report)
+
+
 def test_recipe_with_layers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ImportRefused, match="a checkpoint of onnx says what its layers are"):
         import_file(tmp_path, write(graph(), tmp_path), recipe='[[layers]]\nkind = "dense"')

@@ -48,7 +48,7 @@ def _attempts(graph: Graph, plan: Plan, failures: list[tuple[int, ImportRefused]
     for steps in lengths:
         reading, values = plan.start(graph.opset, steps)
         try:
-            yield reading, finished(graph.interpret(values, reading), "onnx")
+            yield reading, finished(graph.interpret(values, reading), "ONNX graph")
         except ImportRefused as refused:
             failures.append((reading.progress, refused))
             lengths += [length for length in dict.fromkeys(reading.whole_pools) if length not in lengths][:2]

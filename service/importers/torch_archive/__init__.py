@@ -54,7 +54,7 @@ def _read(path: Path) -> Draft:
             output = program.run(TranslatingMachine(reading, budget), values)
             if not isinstance(output, Signal):
                 raise ImportRefused("the output does not depend on the sequence")
-            draft = finished(output, "torch.export" if MODEL in archive else "TorchScript")
+            draft = finished(output, "program of torch.export" if MODEL in archive else "TorchScript program")
         except ImportRefused as refused:
             failures.append((reading.progress, refused))
             continue
