@@ -106,11 +106,12 @@ class SessionTable:
                 field="session",
                 retry_after=1,
             )
-        self._forget(_digest(id))
+        ended = self._forget(_digest(id))
         if not self._free_records:
             self._forget(next(iter(self._ended)))
         self._of_tenant[tenant] += 1
-        session = self._open[id] = Session(id, StateLocation(key), self._free_records.pop())
+        earlier_end = None if ended is None else ended.reason
+        session = self._open[id] = Session(id, StateLocation(key), self._free_records.pop(), earlier_end=earlier_end)
         self._journal.write(session.record, _digest(id))
         return session
 
@@ -123,9 +124,16 @@ class SessionTable:
         self._end_unreported(session, "unloaded")
 
     def close(self, session: Session, reason: str) -> None:
-        """End a session with its client's knowledge. reason: one of metrics.SESSION_ENDS. The caller discards its state."""
+        """End a session with its client's knowledge. reason: one of metrics.SESSION_ENDS. The caller discards its state.
+
+        If no chunk of it was answered, the session of the same id before it is still the one that its client knows: when that ended without
+        the client's knowledge, the client still gets the error.
+        """
         self._remove(session, reason)
-        self._free_record(session.record)
+        if reason == "unbegun" and session.earlier_end is not None:
+            self._ended[_digest(session.id)] = _EndedSession(session.earlier_end, session.record)
+        else:
+            self._free_record(session.record)
 
     def rest(self, session: Session, now: float) -> None:
         """Start the idle time of a session: it has no chunk left."""

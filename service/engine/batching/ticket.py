@@ -52,6 +52,7 @@ class Session:
     steps: of all chunks that were answered.
     idle_since: when its last chunk left.
     chunks: chunks without an answer, oldest first; only the first may run.
+    earlier_end: why the session of the same id before it ended without its client's knowledge, or None.
     """
 
     id: str
@@ -60,6 +61,7 @@ class Session:
     steps: int = 0
     idle_since: float = 0.0
     chunks: deque[RequestSequence] = field(default_factory=deque)
+    earlier_end: str | None = None
 
     @property
     def key(self) -> ModelKey:

@@ -79,8 +79,8 @@ class Story:
     # Events.
 
     def chunk(self, name: str, values: Sequence[int], starts: bool | None, ends: bool, allowed: float) -> None:
-        if starts:
-            # Restarting refuses the chunks that still wait.
+        if starts and any(chunk.name == name and chunk.ends for chunk in self.sent):
+            # The session ends, and its chunks that still wait are refused.
             self.accounts.pop(name, None)
         client = self.harness.call(values, session=name, starts=starts, ends=ends, allowed=allowed)
         self.sent.append(SentChunk(name, client, values, ends, starts))
@@ -112,7 +112,7 @@ class Story:
         try:
             self.harness.batcher.sessions.end(name)
         except ServiceError as error:
-            self._refused(name, error)
+            self._count_refusal(name, error)
         else:
             self.accounts.pop(name, None)
         self.check_answers()
@@ -121,7 +121,7 @@ class Story:
         try:
             data = self.harness.batcher.sessions.export_state(name)
         except ServiceError as error:
-            self._refused(name, error)
+            self._count_refusal(name, error)
         else:
             account = self.accounts[name]
             self.exports = [*self.exports[-3:], (data, Account(account.sum, account.steps))]
@@ -173,24 +173,27 @@ class Story:
                 if chunk.ends:
                     del self.accounts[chunk.name]
             elif chunk.client.errors:
-                self._refused(chunk.name, chunk.client.errors[0])
+                self._chunk_refused(chunk.name, chunk.client.errors[0])
             else:
                 waiting.append(chunk)
         self.sent = waiting
 
     def _refused_as_not_finite(self, chunk: SentChunk) -> None:
-        """The session is as before the chunk. A session that this chunk started is not open, and its name may be used again."""
+        """The session is as before the chunk."""
         self.errors["not_finite"] += 1
         self.reported.discard(chunk.name)
-        if chunk.starts:
-            self.accounts.pop(chunk.name, None)
 
-    def _refused(self, name: str, error: ServiceError) -> None:
-        self.errors[error.code] += 1
+    def _chunk_refused(self, name: str, error: ServiceError) -> None:
         if isinstance(error, SessionExpired):
             assert name not in self.reported, "an end is reported once"
         if isinstance(error, SessionLost | SessionExpired):
             self.reported.add(name)
+        self._count_refusal(name, error)
+
+    def _count_refusal(self, name: str, error: ServiceError) -> None:
+        """Count the error of a chunk or of a question. A question does not use up the error that the next chunk gets."""
+        self.errors[error.code] += 1
+        if isinstance(error, SessionLost | SessionExpired):
             self.accounts.pop(name, None)
         elif isinstance(error, UnknownSession):
             assert name not in self.accounts

@@ -138,6 +138,16 @@ def test_refused_restart_leaves_the_session_as_it_was() -> None:
     assert not counted(harness.metrics.sessions_ended) and used_slots(harness) == 1
 
 
+def test_refused_restart_of_an_expired_session_still_reports_its_end() -> None:
+    harness = BatcherHarness()
+    send(harness, 1)
+    harness.now += IDLE_SECONDS
+    harness.run()
+    assert refused(send(harness, POISON, starts=True)) is InferenceFailed
+    assert refused(send(harness, 2)) is SessionExpired
+    assert progress(send(harness, 3)) == (3, 1)
+
+
 def test_restart_begins_at_zero_when_the_state_is_on_the_host() -> None:
     harness = BatcherHarness(engine=FakeEngine(slots=1))
     send(harness, 1)
