@@ -8,7 +8,7 @@ import numpy as np
 
 from service.importers.chain.nodes import Input, Mapped, Node
 from service.importers.chain.settling import settled
-from service.importers.chain.signal import Role, Signal, axis
+from service.importers.chain.signal import MOST_COLUMNS, Role, Signal, axis
 from service.importers.draft import ImportRefused
 from service.importers.keras import activations, layers, ops, recurrent, shapes
 from service.importers.keras.architecture import LayerCall, LayerConfig, Network
@@ -20,7 +20,6 @@ BATCH, STEPS = 101, 10007
 MOST_CALLS = 1000
 LONGEST_FUNCTION = 2
 """Activations in a row that may together be one activation. Others are named one by one, which takes less time."""
-MOST_COLUMNS = 1 << 14
 Layer = Callable[[Call], Value | Sequence[Value]]
 OPERATIONS: dict[str, Layer] = {**ops.OPERATIONS, "NotEqual": shapes.mask}
 LAYERS: dict[str, Layer] = {
@@ -94,17 +93,15 @@ def _called(
         ]
         if node.masks:
             inputs = [Tensor(one.signal, is_masked=True) if isinstance(one, Tensor) else one for one in inputs]
-        return [_checked(one) for one in _results(layer, node, inputs, weights, reading)]
+        return [_settled(one) for one in _results(layer, node, inputs, weights, reading)]
     except ImportRefused as refused:
         raise ImportRefused(f"{layer.kind} {layer.name}: {refused}") from refused
 
 
-def _checked(result: Value) -> Value:
-    """Return a result within bounds."""
+def _settled(result: Value) -> Value:
+    """Return a result with a short function above its layer."""
     if not isinstance(result, Tensor):
         return result
-    if result.signal.columns.size > MOST_COLUMNS:
-        raise ImportRefused(f"it has more than {MOST_COLUMNS} columns")
     return Tensor(
         result.signal.map_parts(lambda part: settled(part) if _functions(part) > LONGEST_FUNCTION else part), result.is_masked
     )

@@ -331,7 +331,7 @@ GRAPHS: dict[str, tuple[dict[str, Any], str]] = {
     "a layer that is not there": (_functional([_layer("a", "Add", ("gone", 0, 0))], "a"), "has no call 0 of a layer gone"),
     "an output that is not there": (_functional([_layer("a", "Add", ("x", 0, 5))], "a"), "and number 5 is used"),
     "two layers of one name": (_functional([_layer("a", "Add", ("x", 0, 0))] * 2, "a"), "two layers named a"),
-    "columns that double": (_doubled(40), "it has more than 16384 columns"),
+    "columns that double": (_doubled(40), "columns, and the limit is 1048576"),
     "models that call models": (_called_within(8), "more than 1000 calls"),
     "a huge window": (_functional([_layer("a", "MaxPooling1D", ("x", 0, 0), pool_size=10**30)], "a"), "its window covers"),
     "an infinite number": (
