@@ -204,7 +204,9 @@ class Signal:
         return replace(self, axes=axes, parts=(node,), columns=np.arange(node.width).reshape(shape), pads=(0, 0))
 
     def sorted_rows(self, index: int, *, restores: bool) -> Signal:
-        """Return the signal with its sequences sorted by length along an axis, or restored to their order."""
+        """Return the signal with its sequences sorted by length along an axis, or restored to their order. One sequence has no order."""
+        if self._find(Role.BATCH) is None and self.axes[index].is_unit:
+            return self
         if not self.is_on(index, Role.BATCH) or self.rows_are_sorted != restores:
             raise ImportRefused("it changes the order of something else than the sequences of a batch")
         return replace(self, rows_are_sorted=not restores)

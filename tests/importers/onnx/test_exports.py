@@ -15,9 +15,10 @@ from onnx import ModelProto
 from torch import nn
 
 from service.importers.draft import ImportRefused
+from tests.importers.importing import import_file
 from tests.importers.onnx.export_cases import BY_NEW_EXPORTER, BY_OLD_EXPORTER, NOT_EXPRESSIBLE
 from tests.importers.onnx.graphs import TOLERANCE, answers, imported
-from tests.importers.torch_models import REFUSED, Sample
+from tests.importers.torch_models import PACKED, RECURRENT, REFUSED, Sample
 
 
 def exported(sample: Sample, module: nn.Module, *, dynamo: bool) -> ModelProto:
@@ -62,6 +63,17 @@ def test_file_of_the_old_exporter_imports(sample: Sample, tmp_path: Path) -> Non
 @pytest.mark.parametrize("sample", BY_NEW_EXPORTER, ids=str)
 def test_file_of_the_new_exporter_imports(sample: Sample, tmp_path: Path) -> None:
     assert_exports(sample, tmp_path, dynamo=True)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("sample", [RECURRENT[0], PACKED[0], PACKED[3]], ids=str)
+def test_file_of_one_length_and_batch_imports(sample: Sample, batch: int, tmp_path: Path) -> None:
+    """Without dynamic axes, a file takes the shape with which it was exported. The import compares it with ONNX Runtime."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(sample.module(), sample.inputs([9] * batch), str(tmp_path / "model.onnx"), dynamo=False)
+    report = import_file(tmp_path, tmp_path / "model.onnx")
+    assert any("The outputs agree for random sequences of 9 steps" in line for line in report)
 
 
 @pytest.mark.parametrize("sample", REFUSED, ids=str)
