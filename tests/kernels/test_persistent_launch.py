@@ -24,6 +24,7 @@ from kernels.persistent.grid import OWNERS_REGISTERS, GridShape
 from kernels.persistent.packing import HERE, SAME_SUMS, SORTED, Variant, pack
 from kernels.ragged import ContractError, Outputs, Ragged
 from kernels.tuning import load_tuned, matching_shapes
+from service.modeling.runnable_layer import weight_tensors
 from tests.kernels.families import Form
 from tests.kernels.shapes import fresh_shape_caches
 
@@ -301,6 +302,7 @@ def test_products_of_both_directions_are_joined_once(fake_kernel: FakeKernel) ->
         assert kept.second is other.weights
         [joined] = kept.arrays
         assert torch.equal(joined, torch.cat((first.weights.input, other.weights.input), dim=1))
+        assert any(tensor is joined for tensor in weight_tensors(first.weights)), "its bytes are counted"
 
 
 def test_state_in_slots_is_updated_in_place(fake_kernel: FakeKernel) -> None:
