@@ -1,4 +1,4 @@
-"""Imports ONNX files: the graphs that torch and tf2onnx export, and graphs made by hand. onnx reads the file, and nothing is run.
+"""Imports ONNX files: the graphs that torch exports, and graphs made by hand. onnx reads the file, and nothing is run.
 
 A graph is interpreted rather than matched against patterns: `graph` follows it from the input to the first output, `operators` translate
 each node into an operation of `service.importers.chain`, and `readings` are the ways to understand the axes of the inputs.
