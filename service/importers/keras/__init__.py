@@ -1,7 +1,7 @@
-"""Imports models of Keras 2 and Keras 3: .keras, .weights.h5 and .h5. h5py reads the files, and nothing of Keras is needed or run.
+"""Imports models of Keras 2 and Keras 3: .keras, .weights.h5 and .h5. h5py reads the files, and Keras is not needed.
 
-`files` opens a file, `hdf5` reads its tensors within bounds, `architecture` reads the layers and their calls, `weights` finds the tensors
-of a layer, and `graph` calls the layers with operations of `service.importers.chain`.
+`files` opens a file with `service.importers.hdf5`, `architecture` reads the layers and their calls, `weights` finds the tensors of a
+layer, and `graph` calls the layers with operations of `service.importers.chain`. `original` runs the source where Keras is installed.
 """
 
 from __future__ import annotations

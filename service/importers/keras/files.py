@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from service.importers.draft import ImportRefused
-from service.importers.keras.hdf5 import Hdf5, opened
+from service.importers.hdf5 import Hdf5, opened
 from service.modeling.spec import read_file
 
 JSON_BYTES = 1 << 26

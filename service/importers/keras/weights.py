@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from service.importers.draft import Array, ImportRefused
+from service.importers.hdf5 import Hdf5
 from service.importers.keras.architecture import LayerConfig, Network
-from service.importers.keras.hdf5 import Hdf5
 
 LEGACY_ROOTS = ("model_weights", "")
 SEEDS = "seed_generator"

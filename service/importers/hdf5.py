@@ -1,13 +1,16 @@
 """Reads tensors and attributes of HDF5 files. Nothing outside the file is opened, and nothing is read that the file does not hold.
 
 HDF5 allows links to other files, data sets spread over other files, and compressed data sets of any size. Keras writes none of these:
-every object has one name, and numbers are stored uncompressed.
+every object has one name, and numbers are stored uncompressed. Texts of variable length are read by a child process first:
+`python -m service.importers.hdf5 FILE`.
 """
 
 from __future__ import annotations
 
 import math
 import resource
+import subprocess
+import sys
 from collections import deque
 from collections.abc import Iterator, KeysView, Mapping
 from contextlib import contextmanager
@@ -23,9 +26,9 @@ from service.importers.draft import Array, ImportRefused
 MOST_OBJECTS = 100_000
 DEEPEST_GROUP = 32
 ATTRIBUTE_BYTES = 1 << 26
-SPARE_BYTES = 1 << 28
-"""What reading an attribute may allocate besides its text."""
-MEMORY_OF_PROCESS = Path("/proc/self/statm")
+CHILD_SECONDS = 10
+CHILD_BYTES = 2 << 30
+"""Limits of the process that reads the texts of a file first; the memory besides three times the file."""
 TRAINING = ("optimizer", "optimizer_weights")
 """Groups with the state of a training."""
 PLAIN = (h5d.CONTIGUOUS, h5d.COMPACT)
@@ -36,12 +39,16 @@ DAMAGED = (OSError, RuntimeError, KeyError, ValueError, TypeError, MemoryError)
 class Hdf5:
     """An open file. tensors: the paths of its data sets, in the order of the file."""
 
-    def __init__(self, name: str, groups: Mapping[str, h5g.GroupID], tensors: Mapping[str, h5d.DatasetID], size: int) -> None:
-        """groups, tensors: by path, with "" for the root; size: of the file in bytes."""
+    def __init__(
+        self, name: str, source: Path | bytes, groups: Mapping[str, h5g.GroupID], tensors: Mapping[str, h5d.DatasetID]
+    ) -> None:
+        """source: the file, or its content; groups, tensors: by path, with "" for the root."""
         self.name = name
+        self._source = source
         self._groups = groups
         self._tensors = tensors
-        self._size = self._remaining = size
+        self._remaining = _size(source)
+        self._has_checked_texts = False
 
     @property
     def tensors(self) -> KeysView[str]:
@@ -72,6 +79,13 @@ class Hdf5:
             number += 1
         return texts if number else None
 
+    def read_all_texts(self) -> None:
+        """Read every attribute with texts."""
+        for group in self._groups.values():
+            for attribute in list(h5py.Group(group).attrs):
+                if h5a.open(group, attribute.encode()).get_type().get_class() == h5t.STRING:
+                    h5py.Group(group).attrs[attribute]
+
     def _texts(self, group: str, attribute: str) -> list[str] | None:
         where = f"{self.name}: the attribute {attribute} of {group or 'the file'}"
         found = self._groups.get(group)
@@ -80,20 +94,25 @@ class Hdf5:
         try:
             if not h5a.exists(found, attribute.encode()):
                 return None
-            attribute_id = h5a.open(found, attribute.encode())
-            kind = attribute_id.get_type()
-            size = math.prod(attribute_id.shape) * kind.get_size()
-            if not size:
-                return []
-            if kind.get_class() != h5t.STRING:  # h5py crashes on some others
-                raise ImportRefused(f"{where} has the type {attribute_id.dtype}, and texts are needed: save the model again")
-            if size > min(ATTRIBUTE_BYTES, self._remaining):
-                raise ImportRefused(f"{where} has {size} bytes, more than are read")
-            with _limited_memory(2 * self._size + SPARE_BYTES):
-                values = np.asarray(h5py.Group(found).attrs[attribute], dtype=object).ravel()
-            return [_text(value) for value in values]
+            return self._texts_of(found, attribute, where)
         except DAMAGED as error:
             raise ImportRefused(f"{where} is damaged ({error}): save the model again") from error
+
+    def _texts_of(self, group: h5g.GroupID, attribute: str, where: str) -> list[str]:
+        opened_attribute = h5a.open(group, attribute.encode())
+        kind = opened_attribute.get_type()
+        size = math.prod(opened_attribute.shape) * kind.get_size()
+        if not size:
+            return []
+        if kind.get_class() != h5t.STRING:  # h5py crashes on some others
+            raise ImportRefused(f"{where} has the type {opened_attribute.dtype}, and texts are needed: save the model again")
+        if size > min(ATTRIBUTE_BYTES, self._remaining):
+            raise ImportRefused(f"{where} has {size} bytes, more than are read")
+        if kind.is_variable_str() and not self._has_checked_texts:
+            _check_texts(self._source, self.name)
+            self._has_checked_texts = True
+        values = np.asarray(h5py.Group(group).attrs[attribute], dtype=object).ravel()
+        return [_text(value) for value in values]
 
     def _read(self, where: str, tensor: h5d.DatasetID) -> Array:
         _check_storage(where, tensor)  # before the shape is read: that opens the parts of a virtual data set
@@ -120,7 +139,6 @@ def opened(source: Path | bytes, name: str) -> Iterator[Hdf5]:
     access = h5p.create(h5p.FILE_ACCESS)
     access.set_fclose_degree(h5f.CLOSE_STRONG)
     access.set_file_locking(False, True)
-    size = len(source) if isinstance(source, bytes) else source.stat().st_size
     try:
         if isinstance(source, bytes):
             access.set_fapl_core(backing_store=False)
@@ -129,12 +147,12 @@ def opened(source: Path | bytes, name: str) -> Iterator[Hdf5]:
     except DAMAGED as error:
         raise ImportRefused(f"{name} is not a complete HDF5 file ({error}): save the model again") from error
     try:
-        yield _walked(file, name, size)
+        yield _walked(file, name, source)
     finally:
         file.close()
 
 
-def _walked(file: h5f.FileID, name: str, size: int) -> Hdf5:
+def _walked(file: h5f.FileID, name: str, source: Path | bytes) -> Hdf5:
     """Return the file with every group and data set that belongs to the model."""
     groups: dict[str, h5g.GroupID] = {}
     tensors: dict[str, h5d.DatasetID] = {}
@@ -160,7 +178,7 @@ def _walked(file: h5f.FileID, name: str, size: int) -> Hdf5:
                     tensors[inner] = found
         except DAMAGED as error:
             raise ImportRefused(f"{name}: {path or 'the file'} is damaged ({error}): save the model again") from error
-    return Hdf5(name, groups, tensors, size)
+    return Hdf5(name, source, groups, tensors)
 
 
 def _objects(group: h5g.GroupID, where: str, skipped: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
@@ -190,22 +208,30 @@ def _check_storage(where: str, tensor: h5d.DatasetID) -> None:
         raise ImportRefused(f"{where} is compressed or in chunks, which Keras does not do: save the model again")
 
 
-@contextmanager
-def _limited_memory(more: int) -> Iterator[None]:
-    """Let this process allocate only so many bytes more: for a text, HDF5 allocates any length that is written in the file.
+def _check_texts(source: Path | bytes, name: str) -> None:
+    """Raise ImportRefused unless a child process reads every text of the file within its limits.
 
-    Systems other than Linux do not tell how much a process has, and get no limit.
+    HDF5 allocates any length that is written before a text, and does not always end for damaged ones.
     """
-    if not MEMORY_OF_PROCESS.exists():
-        yield
-        return
-    limit, highest = resource.getrlimit(resource.RLIMIT_AS)
-    wanted = int(MEMORY_OF_PROCESS.read_text().split()[0]) * resource.getpagesize() + more
-    resource.setrlimit(resource.RLIMIT_AS, (wanted if limit == resource.RLIM_INFINITY else min(wanted, limit), highest))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (limit, highest))
+    command = [sys.executable, "-m", __name__, "-" if isinstance(source, bytes) else str(source)]
+    child = subprocess.run(command, input=source if isinstance(source, bytes) else b"", capture_output=True)
+    if child.returncode:
+        reason = child.stderr.decode(errors="replace").strip().rpartition("\n")[2] or "it takes too much time or memory"
+        raise ImportRefused(f"the texts of {name} cannot be read ({reason[:200]}): save the model again")
+
+
+def _read_texts(argument: str) -> None:
+    """Read every text of a file within limits of time and memory."""
+    source = sys.stdin.buffer.read() if argument == "-" else Path(argument)
+    limit = CHILD_BYTES + 3 * _size(source)
+    resource.setrlimit(resource.RLIMIT_CPU, (CHILD_SECONDS, CHILD_SECONDS))
+    with opened(source, "the file") as file:
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        file.read_all_texts()
+
+
+def _size(source: Path | bytes) -> int:
+    return len(source) if isinstance(source, bytes) else source.stat().st_size
 
 
 def _text(value: Any) -> str:
@@ -214,3 +240,7 @@ def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"it is {type(value).__name__}, and not text")
     return value
+
+
+if __name__ == "__main__":
+    _read_texts(sys.argv[1])
