@@ -117,6 +117,8 @@ class Unpickler:
             stack.append(_module(made))
         elif instruction == "BUILD":
             attributes = stack.pop()
+            if not isinstance(attributes, dict):
+                raise ImportRefused("a module of the archive has a __setstate__ of its own, which is code, and is not run")
             stack[-1].attributes.update(attributes)
         elif instruction == "BINPERSID":
             stack.append(Storage(*stack.pop()))

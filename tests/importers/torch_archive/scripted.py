@@ -76,6 +76,26 @@ class Optionals(nn.Module):
         return self.head(self.norm(steps[-1]))
 
 
+class WithState(nn.Module):
+    """A module whose state is read by code of its own, which torch.jit.load runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = torch.ones(FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+    @torch.jit.export
+    def __getstate__(self) -> tuple[Tensor, bool]:
+        return self.factor, self.training
+
+    @torch.jit.export
+    def __setstate__(self, state: tuple[Tensor, bool]) -> None:
+        self.factor = state[0]
+        self.training = state[1]
+
+
 class OfNumbers(nn.Module):
     """Branches by the numbers of its input."""
 

@@ -14,7 +14,7 @@ from tests.importers.importing import import_file
 from tests.importers.torch_archive.archives import assert_imports, write
 from tests.importers.torch_archive.cases import BY_NUMBERS, EXPORTED, TRACED, refused_activation
 from tests.importers.torch_archive.scripted import REFUSED as REFUSED_SCRIPT
-from tests.importers.torch_archive.scripted import SCRIPTED
+from tests.importers.torch_archive.scripted import SCRIPTED, WithState
 from tests.importers.torch_models import RECURRENT, REFUSED, Sample
 
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
@@ -45,6 +45,12 @@ def test_activation_that_no_layer_has_is_refused(sample: Sample, tmp_path: Path)
 def test_branch_by_numbers_of_the_input_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ImportRefused, match=BY_NUMBERS):
         read(write(REFUSED_SCRIPT, REFUSED_SCRIPT.module(), tmp_path, "script"))
+
+
+def test_code_that_reads_a_state_is_not_run(tmp_path: Path) -> None:
+    sample = Sample("torch.jit.script", "__setstate__", WithState)
+    with pytest.raises(ImportRefused, match=r"__setstate__ of its own, which is code, and is not run"):
+        read(write(sample, WithState(), tmp_path, "script"))
 
 
 @pytest.mark.parametrize("how", ["export", "trace"])
