@@ -1,4 +1,4 @@
-"""Activations by name, for cells and layers that do not fuse one of their own."""
+"""Activations by name, for cells and layers that do not fuse their activation."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ FAMILIES = ("rnn", "lstm", "gru", "sru", "qrnn", "conv")
 class Problem:
     """The properties that decide the choice of a backend. All are known before any data.
 
-    variants: what a layer has beyond the plain layer of its family, for example peepholes.
+    variants: features of a layer beyond the plain layer of its family, for example peepholes.
     """
 
     device: torch.device

@@ -52,7 +52,7 @@ PEEPHOLES, RESET_BEFORE = "peepholes", "the reset gate before the product"
 
 
 def variants_of(weights: Any, **others: bool) -> tuple[str, ...]:
-    """Return what these weights have beyond the plain layer of their family. others: what a family adds."""
+    """Return the features of a layer beyond the plain layer of its family. others: features that only this family has."""
     plain = {field.name: field.default for field in fields(weights)}
     found = {
         "a layer norm": weights.input_norm is not None or weights.recurrent_norm is not None,

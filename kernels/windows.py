@@ -22,7 +22,7 @@ def windows(
     """Return the steps that a filter covers at each of its positions, row after row: (windows, width, inputs), earliest step first.
 
     left, right: zero steps before and after each row, one number for all rows or (rows,) numbers; context: (rows, left, inputs), steps that
-    replace the zeros on the left, of which all rows then have as many.
+    replace the zeros on the left. All rows then have the same number of them.
     """
     index = WindowIndex(x, left, right)
     padded = x.data.new_zeros(index.steps, *x.data.shape[1:])
@@ -46,7 +46,7 @@ class WindowIndex:
 
     @property
     def left(self) -> Sizes:
-        """The positions of the padding before each row, (rows, left), if all rows have as many steps of it."""
+        """The positions of the padding before each row, (rows, left), if it has the same number of steps for all rows."""
         assert isinstance(self._left, int)
         positions: Sizes = self._starts[:, None] + np.arange(self._left)
         return positions

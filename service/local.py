@@ -64,7 +64,7 @@ def infer_arrays(settings: Settings, model: str, npz: Path, out: Path) -> dict[s
     """Run a model on the arrays of a file, write every output to `out` and return them; raises ModelError.
 
     model: the name of a model in the models folder, or a version folder. `service.modeling.array_run` describes the arrays. Expected
-    outputs, which the file of `seqserve import --check` has beside the inputs, are not read.
+    outputs, which the file of `seqserve import --check` also has, are not read.
     """
     folder = Path(model)
     if not (folder / spec.MODEL).is_file():

@@ -1,4 +1,4 @@
-"""`seqserve infer --npz`: every output and every final state of a model, and what is refused."""
+"""`seqserve infer --npz`: every output and every final state of a model, and refused inputs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ OUTPUTS = {
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model of every head, and one whose two directions have states for both levels."""
+    """A folder with a model of every head, and a model with states in two levels and two directions."""
     folder = tmp_path_factory.mktemp("models")
     for write in models.OF_EVERY_HEAD.values():
         write(folder)
@@ -54,7 +54,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def same_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the measured choice between two ways to look up ids, whose sums differ in the last digit, out of the tests."""
+    """Disable the measured choice between two ways to look up ids: their sums differ in the last digit."""
     monkeypatch.setenv("SEQSERVE_FOLD", "never")
 
 
@@ -231,7 +231,7 @@ def test_version_folder_names_a_model_and_outputs_are_listed(
 
 
 def refusal(root: Path, model: str, npz: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """Return what the command prints for a file that it refuses. It writes nothing."""
+    """Return the output of the command for a file that it refuses. It writes no file."""
     out = npz.with_name("outputs.npz")
     assert (
         main(["infer", "--models", str(root), "--device", "cpu", "--model", model, "--npz", str(npz), "--out", str(out)]) == 1

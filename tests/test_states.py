@@ -160,7 +160,7 @@ def test_wrong_states_are_refused(server: Server, name: str, options: dict[str, 
 
 
 def test_state_that_is_not_finite_is_refused(server: Server) -> None:
-    huge = [[[1e9, -1e9, 2e9]] * 9]  # one of the exponentials overflows
+    huge = [[[1e9, -1e9, 2e9]] * 9]  # an exponential overflows
     reply = server.infer("unbounded", huge, **{"return": ["state"]})
     assert reply.status_code == 400 and "not finite" in reply.json()["error"], reply.text
 

@@ -4,8 +4,8 @@
 //          PEEPHOLES add p c to the inputs of i and f, and p c of the new c to that of o         (Gers and Schmidhuber 2000)
 //   GRU    r, z = sigmoid(x + h R)    n = tanh(x + r (h R + b))    h = n + z (h - n)             (Cho et al. 2014, as in cuDNN)
 //
-// The four sums of an LSTM's unit are i, f, g, o. Those of a GRU's unit are r, z, the product of n, and the input of n: the weights of the
-// fourth are zero. What an LSTM calls its cell is a GRU's hidden value in float32.
+// The four sums of an LSTM's unit are i, f, g, o. The four sums of a GRU's unit are r, z, the product of n, and the input of n:
+// the weights of the fourth sum are zero. The cell of a GRU is its hidden value in float32.
 //
 // A batch is processed eight rows at a time. An octet of rows is the eight columns of the tensor cores' m16n8k16 product. Its left operand
 // is the recurrent weights, its right operand the hidden vectors. A row's values do not depend on its octet, tile or launch: the order in
@@ -14,8 +14,8 @@
 // Blocks exchange pieces. A piece is 16 bytes: the eight units of one group of one row. Buffers of hidden vectors keep the pieces of a
 // group next to each other. The weights are packed so that a lane's piece is its operand of two products (see `pack` in packing.py).
 
-// FLOAT32 weights and hidden values are sums of two float16 numbers, of about 22 bits. Of the products of their terms, the one of both small
-// terms is left out. The weights are scaled to numbers below 2^14, so that their small terms are normal numbers.
+// FLOAT32 weights and hidden values are sums of two float16 numbers, of about 22 bits. The product of both small terms is
+// left out. The weights are scaled to numbers below 2^14, so that their small terms are normal numbers.
 
 #define EXACT FLOAT32
 #include "../device.cuh"
@@ -28,7 +28,7 @@ struct alignas(16) Quad {
 struct alignas(16) Gates {
     float i, f, g, o;
 };
-// What a unit has besides matrices: the bias of a GRU's new gate, or the peepholes of an LSTM.
+// Parameters of a unit besides matrices: the bias of a GRU's new gate, or the peepholes of an LSTM.
 struct Own {
     float bias, i, f, o;
 };
@@ -57,9 +57,9 @@ typedef Half Gate;
 #endif
 constexpr int BLOCKS = GRU ? 3 : 4;     // gate inputs of a unit
 
-// A new hidden value as a kernel keeps it, and the bits of a term that other units read. Those of a GRU in 16 bits are a sixteenth of the
-// value, below 2: the grid kernel needs the top bit of the exponent. A GRU's hidden value may be as large as its first one. Products
-// take at most 32 of it.
+// A new hidden value as a kernel keeps it, and the bits of a term that other units read. A GRU in 16 bits keeps a sixteenth of
+// the value, below 2: the grid kernel needs the top bit of the exponent. A GRU's hidden value may be as large as its initial
+// value. Products take at most 32 of it.
 #if FLOAT32
 typedef float Kept;
 __device__ __forceinline__ Kept kept(float hidden) { return hidden; }
@@ -164,7 +164,7 @@ __device__ __forceinline__ Own own_of(const Call& call, int unit) {
 #endif
 }
 
-// Returns what a product with the exchanged values is multiplied by.
+// Returns the factor for a product with the exchanged values.
 __device__ __forceinline__ float unit_of(const Call& call) { return FLOAT32 ? 1.0f / *call.scale : GRU ? 16.0f : 1.0f; }
 
 // Advances a cell by one step, from the product with the exchanged values and the gate inputs. Returns the new hidden value.

@@ -76,7 +76,7 @@ class GridShape:
 
     @property
     def registers(self) -> int:
-        """Registers of a thread that multiplies: those of a block's start, and those that the other threads lend."""
+        """Registers of a thread that multiplies: its own at the start of a block, and registers that other threads lend."""
         before, multiply = registers(self.threads * self.blocks_per_multiprocessor), 32 * self.parts
         lent = (self.threads - multiply) * (before - OWNERS_REGISTERS) if self.lends else 0
         return before + lent // multiply // 8 * 8
@@ -87,7 +87,7 @@ class GridShape:
         return self.teams > 1
 
     def max_rows(self, directions: int = 1) -> int:
-        """Return the rows of one launch: as many as all teams of a direction have room for."""
+        """Return the maximum number of rows in one launch, over all teams of a direction."""
         octets = next(octets for octets in range(SORTED // OCTET, 0, -1) if self.fits(octets))
         return self.teams // directions * OCTET * octets
 

@@ -48,8 +48,8 @@ GRID: Mapping[str, type[GridShape]] = {"units": GridShape}
 class Family:
     """A family as the kernels see it.
 
-    name: of its module; gru: as in `Variant`; state: the class of its states; arrays: the names of their arrays; own: returns what a unit
-    has besides matrices, as in cell.cuh, or None.
+    name: of its module; gru: as in `Variant`; state: the class of its states; arrays: the names of their arrays; own: returns
+    the parameters of a unit besides matrices, as in cell.cuh, or None.
     """
 
     name: str
@@ -256,7 +256,7 @@ def _gate_inputs(x: Ragged, weights: Sequence[Any]) -> list[Tensor]:
 
 
 def _side_by_side(weights: Sequence[Any], name: str) -> Tensor:
-    """Return an array of the input product. The first direction keeps those of both, side by side."""
+    """Return an array of the input product. The first direction keeps the arrays of both directions, side by side."""
     first, *others = weights
     array: Tensor = getattr(first, name)
     if not others:
@@ -268,7 +268,7 @@ def _side_by_side(weights: Sequence[Any], name: str) -> Tensor:
 
 
 def _in_whole_words(gates: Tensor) -> Tensor:
-    """Return gate inputs, or a copy, of which the grid kernel can read every word of 4 bytes."""
+    """Return gate inputs in whole words of 4 bytes, which the grid kernel reads. They are copied if necessary."""
     if gates.data_ptr() % 4 == 0 and gates.numel() * gates.element_size() % 4 == 0:
         return gates
     return gates.new_empty(gates.numel() + 1)[:-1].view_as(gates).copy_(gates)
@@ -284,7 +284,7 @@ def _packed(layer: Any, packing: tuple[int, int]) -> tuple[Tensor, Tensor | None
 
 
 def _own(family: Family, layer: Any) -> Tensor | None:
-    """Return what a unit has besides matrices, as the kernels read it, or None."""
+    """Return the parameters of a unit besides matrices, as the kernels read them, or None."""
     own = family.own(layer)
     return None if own is None else pack_once(layer.packed, "own", lambda: _as_float32(own))
 
@@ -299,7 +299,7 @@ def _state_after(family: Family, state: Any, like: Tensor, rows: int, hidden: in
 
 
 def _slots(before: Any, after: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Return the slots from which the rows start, and those that they write. before: a copy by row has no slots."""
+    """Return the slots from which the rows start, and the slots that they write. before: a copy by row has no slots."""
     written = None if after.slots is None else as_int32(after.slots)
     return None if before is None or before.slots is None else row_sources(written, before.sources), written
 

@@ -79,7 +79,7 @@ def scale_of(recurrent: Tensor) -> Tensor:
 
 def pack_terms(recurrent: Tensor, scale: Tensor, groups: int, chunks: int) -> Tensor:
     """Return float32 weights as `pack` returns float16 weights, with an axis of two terms before the lanes: the scaled weights in float16,
-    and what that leaves of them."""
+    and the remainders."""
     scaled = recurrent * scale
     first = scaled.half()
     return torch.stack([pack(term, groups, chunks) for term in (first, (scaled - first.float()).half())], dim=4)

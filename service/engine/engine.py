@@ -55,8 +55,8 @@ class Engine(Protocol):
         """Return the model's states in a slot, joined in their order, as float32, after all launched batches have written them."""
 
     def state_from(self, key: ModelKey, vector: bytes | memoryview) -> State:
-        """Return the state for `restore` with these states, joined in their order, as float32. NaN stands for what a sequence starts from
-        otherwise."""
+        """Return the state for `restore` with these states, joined in their order, as float32. NaN stands for the usual
+        initial state."""
 
     # Batches.
 

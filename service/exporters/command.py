@@ -20,7 +20,8 @@ PACKAGES = ("h5py", "onnx")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What to export. model: its name; format: a key of `formats.SUFFIXES`; out: the file to write; version: None for the newest."""
+    """A model version to export. model: its name; format: a key of `formats.SUFFIXES`; out: the file to write; version:
+    None for the newest."""
 
     model: str
     format: str
@@ -29,7 +30,7 @@ class Request:
 
 
 def export_model(settings: Settings, request: Request, say: Callable[[str], None]) -> None:
-    """Write a checkpoint, a recipe beside it and, for texts, the tokenizer. say: receives each line of the report.
+    """Write a checkpoint, its recipe and, for texts, the tokenizer. say: receives each line of the report.
 
     Raises ModelError for a model that does not exist, or that the format cannot express. Then nothing is written.
     """

@@ -15,7 +15,7 @@ from service.modeling.spec import Layer, ModelSpec
 
 
 class ExportRefused(ModelError):
-    """The format cannot express the model. The message names the part that is in the way, and what to do."""
+    """The format cannot express the model. The message names the part that the format lacks, and an alternative."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Part:
         return np.ascontiguousarray(self.arrays[name].float().numpy())
 
     def refuse(self, condition: object, what: str, advice: str) -> None:
-        """Raise ExportRefused if a condition holds. what: the option, and that the format lacks it."""
+        """Raise ExportRefused if a condition holds. what: states the option that the format lacks."""
         if condition:
             raise ExportRefused(f"{self.label}: {what}. {advice}")
 
@@ -67,7 +67,7 @@ class Model:
 
 @dataclass(slots=True)
 class Export:
-    """What a format makes of a model.
+    """An exported model.
 
     content: the file; recipe: for `seqserve import --recipe`, which then reads the same model; notes: for the user of the file.
     """

@@ -111,7 +111,7 @@ def _dense(layer: Any, part: Part) -> State:
 
 
 def _recurrent(layer: GatedLayer, part: Part) -> State:
-    """nn.RNN, nn.GRU or nn.LSTM. The one bias goes into bias_ih; bias_hh is zero, but for the new gate of a GRU."""
+    """nn.RNN, nn.GRU or nn.LSTM. The bias goes into bias_ih; bias_hh is zero, but for the new gate of a GRU."""
     _check_recurrent(layer, part)
     state: State = {}
     for level in range(layer.depth):
@@ -136,7 +136,7 @@ def _one_direction(arrays: dict[str, Tensor | None]) -> State:
 
 
 def _check_recurrent(layer: GatedLayer, part: Part) -> None:
-    """Raise ExportRefused for what torch's layers do not compute."""
+    """Raise ExportRefused for options that torch's layers lack."""
     of_torch = f"nn.{layer.kind.upper()} of PyTorch"  # type: ignore[attr-defined]  # every layer of a model has a kind
     part.refuse(layer.layer_norm, f"layer_norm is set, and {of_torch} has no norms", "Such a model has no checkpoint elsewhere")
     part.refuse(layer.learned_start, f"learned_start is set, and {of_torch} has no learned states", ONNX)

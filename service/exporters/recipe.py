@@ -8,7 +8,7 @@ from service.modeling.spec import ClassifyHead, Head, ModelSpec, RegressHead
 
 
 def recipe(spec: ModelSpec) -> dict[str, Any]:
-    """Return what `seqserve import` needs to read the same model: labels, and how the output is used."""
+    """Return the recipe with which `seqserve import` reads the same model: labels, and the use of the output."""
     tables = spec.model_dump(exclude_defaults=True)
     head = {name: value for name, value in tables["head"].items() if name != "dense"}
     head = _labels_of_probability(spec.head) if is_one_probability(spec.head) else head

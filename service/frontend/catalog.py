@@ -110,7 +110,7 @@ class Catalog:
     def find(self, name: str, version: str | int | None) -> ServedModel:
         """Return a served model by name or alias, its newest version for None.
 
-        Raises UnknownModel, which says what is served, or Unavailable for a version that should be served and cannot be.
+        Raises UnknownModel with the names that are served, or Unavailable for a version that should be served and cannot be.
         """
         versions = self.index.get(name)
         if versions is None:

@@ -173,7 +173,8 @@ def pack_inputs(values: list[Any], field_of: FieldOf, model: ServedModel, settin
 def with_states(packed: PackedInputs, states: Sequence[Mapping[str, Any]], field: str, model: ServedModel) -> PackedInputs:
     """Add the states from which the sequences start; raises InvalidInput.
 
-    states: of each sequence, its states by name, each a list of numbers or a float32 array. A sequence starts as usual from those it lacks.
+    states: of each sequence, its states by name, each a list of numbers or a float32 array. A state that is
+    missing has its usual initial value.
     """
     if len(states) != len(packed.lengths):
         raise InvalidInput(

@@ -21,7 +21,7 @@ INPUTS = {"text": "text", "ids": "ids", "features": "inputs"}
 SEQUENCES = ("ids", "inputs", "text", "lengths", "offsets")
 """The names of the arrays that hold the sequences."""
 STATE, FINAL = "state.", "final."
-"""Prefixes of the names of states: initial ones in a file of inputs, final ones among expected outputs."""
+"""Prefixes of the names of states: initial states in a file of inputs, final states among expected outputs."""
 MAIN = "output"
 """The name of the main output of the head among expected outputs."""
 
@@ -30,8 +30,8 @@ MAIN = "output"
 class Batch:
     """The sequences of a file, packed end to end.
 
-    data: (tokens,) ids or (tokens, features); offsets: (sequences + 1,); padded: the steps of the padded form in which they were given, or
-    None; states: initial states by name, (sequences, width) each.
+    data: (tokens,) ids or (tokens, features); offsets: (sequences + 1,); padded: the number of steps in the padded form, or
+    None for the packed form; states: initial states by name, (sequences, width) each.
     """
 
     data: Array
@@ -49,7 +49,7 @@ class Batch:
         return padded
 
     def with_offsets(self, offsets: Array) -> Batch:
-        """Return the form of outputs that have other numbers of steps. Padded ones are as long as the longest."""
+        """Return the form of outputs with other numbers of steps. Padded outputs have the length of the longest."""
         return replace(self, offsets=offsets, padded=None if self.padded is None else int(np.diff(offsets).max(initial=0)))
 
 
@@ -60,8 +60,8 @@ def run_arrays(encoder: Encoder, arrays: Mapping[str, Array], tokenizer: Tokeniz
     to end with `offsets` (sequences + 1,); or `text` (sequences,). Names that start with `state.` are initial states, as in the result.
     Other arrays are not read.
 
-    Returns `logits`, and `scores`, `value`, `probabilities`, `embedding` and `sequence` as far as the head has them, `offsets` of packed
-    steps and of steps whose number a layer changed, and the final state of each recurrent layer and direction, such as
+    Returns `logits`, and `scores`, `value`, `probabilities`, `embedding` and `sequence` as far as the head has them, `offsets`
+    if the steps are packed or a layer changed their number, and the final state of each recurrent layer and direction, such as
     `state.layers.1.0.forward.hidden` (sequences, width). Values by step are in the form of the inputs.
     Raises ModelError for inputs that the model does not take.
     """
@@ -209,7 +209,7 @@ def _without_padding_alone(encoding: Encoding, x: Ragged) -> Encoding:
 
 
 def _embedding(encoder: Encoder, encoding: Encoding, x: Ragged) -> Tensor | None:
-    """Return the vectors on which the head works. Sequences without steps have that of zeros, whatever states they start from."""
+    """Return the vectors on which the head works. Sequences without steps have the vector of zero pools for all states."""
     vectors, without_steps = encoding.head_output.embedding, encoder.run_without_steps()
     if vectors is None or without_steps is None:
         return vectors
@@ -218,7 +218,7 @@ def _embedding(encoder: Encoder, encoding: Encoding, x: Ragged) -> Tensor | None
 
 
 def _head_outputs(encoder: Encoder, embedding: Tensor | None, sequence: Tensor | None) -> dict[str, Tensor]:
-    """Return what the head computes, by name."""
+    """Return the outputs of the head by name."""
     head = encoder.spec.head
     outputs = {name: values for name, values in (("embedding", embedding), ("sequence", sequence)) if values is not None}
     vectors = sequence if isinstance(head, TagHead | SpanHead) else embedding

@@ -58,7 +58,7 @@ class Encoder:
         fold: str = AUTO,
         fold_memory: FoldMemory | None = None,
     ) -> None:
-        """fold: when an embedding is folded, for a model that does not say it itself: AUTO, ALWAYS or NEVER; fold_memory: what AUTO decided
+        """fold: when an embedding is folded, for a model without `fold`: AUTO, ALWAYS or NEVER; fold_memory: decisions of AUTO
         at earlier starts."""
         self.spec = spec
         self.device = device
@@ -72,7 +72,7 @@ class Encoder:
         """The layers and the head that need a whole sequence, each with its kind. With none, a sequence may arrive in chunks."""
         self._slabs: StateSlabs | None = None
         self.folding: Folding | None = None
-        """How the ids of a model over tokens are looked up, and what decided it."""
+        """How the ids of a model over tokens are looked up, and the source of the decision."""
         if isinstance(spec.layers[0], EmbeddingLayer):
             table = arrays["layers.0.weight"].to(device)
             self.folding = self._decide_folding(table, fold_limit_bytes, fold, fold_memory)
@@ -209,7 +209,7 @@ class Encoder:
 
     @torch.inference_mode()
     def scores(self, logits: Tensor) -> Tensor:
-        """Return what the head answers for the scores of its linear layer."""
+        """Return the answers of the head for the scores of its linear layer."""
         return self._head.scores(logits)
 
     def backends(self) -> dict[str, str]:
@@ -266,7 +266,7 @@ class Encoder:
         return self._time_folding(table, memory if WEIGHTS in self.spec.sha256 else None)
 
     def _time_folding(self, table: Tensor, memory: FoldMemory | None) -> Folding:
-        """Return what an earlier start found to be faster, or what is faster now."""
+        """Return the decision of an earlier start, or measure which form is faster."""
         circumstances = self._circumstances()
         remembered = None if memory is None else memory.recall(circumstances)
         if remembered is not None:

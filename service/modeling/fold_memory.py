@@ -1,7 +1,7 @@
 """Decisions of earlier starts whether an embedding is folded, as files in the folder of compiled kernels.
 
-Each decision is a file of its own, written in one step. Of several processes that decide at once, the first to write wins, and the others
-take over its decision.
+Each decision is a separate file, written in one step. If several processes decide at once, the first to write wins, and the
+others take over its decision.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pathlib import Path
 import msgspec
 
 Circumstances = Mapping[str, str]
-"""What a decision depends on: weights, layer, device, versions."""
+"""The conditions of a decision: weights, layer, device, versions."""
 MAX_DECISIONS = 4096
-"""Files in the folder. Beyond it, the oldest are removed, and those models are timed again."""
+"""Maximum number of files in the folder. Beyond it, the oldest files are removed, and their models are timed again."""
 
 
 class _Decision(msgspec.Struct, forbid_unknown_fields=True):

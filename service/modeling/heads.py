@@ -49,7 +49,7 @@ class RunnableHead(ABC):
         return None
 
     def scores(self, logits: Tensor) -> Tensor:
-        """Return what the head answers for the scores of its linear layer."""
+        """Return the answers of the head for the scores of its linear layer."""
         return logits
 
     def tensors(self) -> list[Tensor]:
@@ -190,7 +190,7 @@ def build(head: Head, arrays: Mapping[str, Tensor], device: torch.device) -> Run
 
 
 def _score_function(head: ClassifyHead | RegressHead) -> Callable[[Tensor], Tensor]:
-    """Return the function from the scores of the linear layer to what the head answers, float32."""
+    """Return the function from the scores of the linear layer to the answers of the head, float32."""
     if isinstance(head, ClassifyHead):
         return _probabilities if head.multi_label else _softmax
     activation = kernel_activation(head.activation)

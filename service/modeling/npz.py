@@ -34,7 +34,7 @@ HEADERS = {
 }
 """The reader of the header of each version of the .npy format."""
 DAMAGED = (OSError, EOFError, zipfile.BadZipFile, NotImplementedError, RuntimeError, zlib.error, lzma.LZMAError)
-"""What zipfile raises for files that are damaged, encrypted or compressed in an unknown way."""
+"""Exceptions that zipfile raises for files that are damaged, encrypted or compressed in an unknown way."""
 
 
 def read_npz(file: Path) -> dict[str, Array]:
@@ -52,7 +52,7 @@ def write_npz(file: Path, arrays: Mapping[str, Array]) -> None:
     """Write arrays by name; raises ModelError if the file cannot be written."""
     try:
         with file.open("wb") as opened:
-            np.savez(opened, **arrays)  # type: ignore[arg-type]  # NumPy has a keyword of its own among the names
+            np.savez(opened, **arrays)  # type: ignore[arg-type]  # savez also has a keyword parameter
     except OSError as error:
         raise ModelError(f"{file} cannot be written: {error.strerror}") from error
 

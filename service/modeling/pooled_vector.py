@@ -1,4 +1,4 @@
-"""From the steps of each row to the one vector on which a head works: pools, joined, then dense layers."""
+"""Computes the vector of each row on which a head works: joined pools over the steps, then dense layers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BY_STEPS = ("first", "last_step", "attention")
 class PooledVector:
     """The pools and the dense layers of a head.
 
-    wants: what the encoder has to compute; streams: whether the pools of the steps so far can be extended by later steps.
+    wants: the outputs that the encoder has to compute; streams: whether later steps can extend the pools of the steps so far.
     """
 
     def __init__(self, head: PoolingHead, arrays: Mapping[str, Tensor], device: torch.device) -> None:

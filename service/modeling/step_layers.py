@@ -123,7 +123,7 @@ def build_embedding(layer: EmbeddingLayer) -> StepLayer:
 
 
 def build_step_layer(layer: Layer, inputs: int, weights: Mapping[str, Tensor]) -> StepLayer:
-    """Return a layer of one of STEP_LAYERS. inputs: its input width; its weights are on their device already."""
+    """Return the runnable form of a layer in STEP_LAYERS. inputs: its input width; weights: already on their device."""
     return StepLayer(_function(layer, weights), layer.output_width(inputs))
 
 

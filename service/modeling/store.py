@@ -80,7 +80,7 @@ def _check(file: Path, tensors: Mapping[str, Tensor], spec: ModelSpec) -> None:
 
 def toml(values: Mapping[str, Any], path: str = "") -> str:
     """Return nested tables as TOML, plain values before tables as TOML requires."""
-    values = dict(sorted(values.items(), key=lambda pair: pair[0] != "kind"))  # what a table is comes first
+    values = dict(sorted(values.items(), key=lambda pair: pair[0] != "kind"))  # `kind` comes first
     lines = [f"{_key(key)} = {_value(value)}" for key, value in values.items() if not _nested(value, path)]
     for key, value in values.items():
         name = f"{path}{_key(key)}"
@@ -92,15 +92,16 @@ def toml(values: Mapping[str, Any], path: str = "") -> str:
 
 
 def _value(value: Any) -> str:
-    """Return a string, number, boolean, list or table on one line as TOML. Strings of TOML are those of JSON, except for one character that
-    needs an escape."""
+    """Return a string, number, boolean, list or table on one line as TOML. TOML writes strings as JSON does, except for a
+    character that needs an escape."""
     if isinstance(value, Mapping):
         return "{ " + ", ".join(f"{_key(key)} = {_value(item)}" for key, item in value.items()) + " }"
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _nested(value: Any, path: str) -> bool:
-    """Return whether a value becomes a table of its own, or several. A table within a table, such as an activation, stays on its line."""
+    """Return whether a value becomes a separate table or several tables. A table within a table, such as an activation,
+    stays on its line."""
     if isinstance(value, Mapping):
         return not path
     return isinstance(value, tuple | list) and any(isinstance(item, Mapping) for item in value)

@@ -85,7 +85,7 @@ class WindowPool(LayerOverRows):
 
 
 class PaddedRows(LayerOverRows):
-    """A layer without padding of its own, over rows with as many zero steps as their lengths need."""
+    """Pads each row with the zero steps that its length needs, and runs a layer without padding on the rows."""
 
     def __init__(self, layer: ConvLayer, inner: RunnableLayer) -> None:
         self._padding = RowPadding(layer)

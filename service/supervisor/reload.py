@@ -303,7 +303,7 @@ class ModelReloader:
             del self._reasons[labels]
 
     def _unavailable(self, model_versions: list[ModelVersion]) -> list[IndexEntry]:
-        """Return what should be served and is not among these versions, with the reason."""
+        """Return the entries that should be served and are not among these versions, with the reasons."""
         served = {labels for version in model_versions for labels in (version.key.labels, (version.name, ""))}
         return [
             IndexEntry(*labels, UNAVAILABLE, reason)

@@ -57,7 +57,7 @@ class Repository:
         return Manifest(model_versions, spec.read_aliases(self._root, by_name(model_versions)))
 
     def readable_manifest(self) -> Manifest:
-        """Return everything that can be served, and what cannot; raises ModelError for invalid aliases and if nothing can be served."""
+        """Return the versions that can and cannot be served; raises ModelError for invalid aliases or if none can be served."""
         model_versions: list[ModelVersion] = []
         unavailable: list[IndexEntry] = []
         for folder in spec.model_folders(self._root):

@@ -80,7 +80,7 @@ def _answering_last(kind: str, option: str, *pools: str, **keys: Any) -> Case:
 
 
 def _gated() -> Iterator[Case]:
-    """Yield what rnn, lstm and gru have in common."""
+    """Yield the cases that rnn, lstm and gru have in common."""
     for kind in ("rnn", "lstm", "gru"):
         yield _recurrent(kind, "forward")
         yield _recurrent(kind, "backward", _REVERSED, direction="backward")
@@ -103,7 +103,7 @@ def _gated() -> Iterator[Case]:
 
 
 def _own_options() -> Iterator[Case]:
-    """Yield what only one kind of recurrent layer has."""
+    """Yield the cases of options that only one kind of recurrent layer has."""
     yield _recurrent("rnn", "activation relu", activation="relu")
     yield _recurrent("rnn", "activation softsign", {"pytorch": "activation is softsign"}, activation="softsign")
     for kind in ("lstm", "gru"):

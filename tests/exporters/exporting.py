@@ -83,7 +83,7 @@ def assert_same_answers(folder: Path, file: Path, spec: ModelSpec, **others: Any
 
 
 def comparable(spec: ModelSpec) -> dict[str, Any]:
-    """Return what an export has to keep of a model: padding as steps of zeros, and numbers as far as float32 has them."""
+    """Return the parts of a model that an export has to keep: padding as steps of zeros, and numbers in float32."""
     tables = spec.model_dump(exclude={"name", "description", "sha256"})
     del tables["input"]["max_steps"]
     for layer, table in zip(spec.layers, tables["layers"], strict=True):
@@ -121,7 +121,7 @@ def answers(folder: Path, spec: ModelSpec, rows: Sequence[Array]) -> dict[str, A
 
 
 def main_answers(folder: Path, spec: ModelSpec, rows: Sequence[Array]) -> list[Array]:
-    """Return what the head answers for each row; for a span, the probabilities of each step as start and as end."""
+    """Return the answer of the head for each row; for a span, the probabilities of each step as start and as end."""
     outputs = answers(folder, spec, rows)
     offsets = outputs["offsets"]
     by_step = {"tag": "probabilities", "span": "logits", "sequence": "sequence"}
@@ -135,6 +135,6 @@ def main_answers(folder: Path, spec: ModelSpec, rows: Sequence[Array]) -> list[A
 
 
 def assert_answers(folder: Path, spec: ModelSpec, rows: Sequence[Array], found: Sequence[Array | Tensor]) -> None:
-    """Assert that another framework computes what the model answers for each row."""
+    """Assert that another framework computes the answer of the model for each row."""
     for expected, actual in zip(main_answers(folder, spec, rows), found, strict=True):
         np.testing.assert_allclose(np.asarray(actual), expected, rtol=TOLERANCE, atol=TOLERANCE)

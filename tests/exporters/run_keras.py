@@ -1,6 +1,6 @@
-"""Loads exported .h5 files with Keras, and saves what it computes for the rows beside each.
+"""Loads exported .h5 files with Keras, and saves its outputs for the rows next to each file.
 
-Runs in an environment of its own: `python -m tests.exporters.run_keras FOLDER`. Knows nothing of the service.
+Runs in its own environment: `python -m tests.exporters.run_keras FOLDER`. Knows nothing of the service.
 """
 
 from __future__ import annotations

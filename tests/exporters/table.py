@@ -1,4 +1,4 @@
-"""The table of what exports to which format, in docs/exported-layers.md. Each of its cells is a test.
+"""The table of exports to each format, in docs/exported-layers.md. Each of its cells is a test.
 
 `python -m tests.exporters.table` writes the page.
 """

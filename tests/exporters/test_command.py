@@ -34,7 +34,7 @@ def run(*arguments: str | Path) -> int:
 
 
 def test_model_of_texts_comes_back_with_its_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The command that the export prints imports the same model, whose answers are the same."""
+    """The command that the export prints imports the same model, with the same answers."""
     root, file = tmp_path / "models", tmp_path / "words.pt"
     written = models.words(root)
     assert run("export", "words", "--models", root, "--format", "pytorch", "--out", file) == 0
@@ -117,7 +117,7 @@ def test_damaged_weights_are_not_exported(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_state_dict_loads_into_modules_as_the_documentation_shows(tmp_path: Path) -> None:
-    """Without this project: names and shapes are those of torch's modules."""
+    """Without this project: names and shapes are as in torch's modules."""
     write_case(tmp_path, LSTM)
     file, _ = export(tmp_path, "pytorch", ".pt")
     modules: Any = torch.nn.Module()

@@ -30,7 +30,7 @@ REFUSED = [case for case in CASES if "keras" in case.refused]
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the exported file of every case by its number, and what Keras computes with it; `number/models` has the model."""
+    """A folder with the exported file of every case by its number, and the outputs of Keras; `number/models` has the model."""
     folder = tmp_path_factory.mktemp("keras")
     for number, case in enumerate(TAKEN):
         own = folder / str(number)

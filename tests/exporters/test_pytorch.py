@@ -19,7 +19,7 @@ REFUSED = [case for case in CASES if "pytorch" in case.refused]
 
 
 def loaded(spec: ModelSpec, file: Path) -> Exported:
-    """Return modules with the weights of a file, every one of which they need."""
+    """Return modules with the weights of a file. They need every weight."""
     module = Exported(spec)
     module.load_state_dict(load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True))
     return module.float().eval()

@@ -1,4 +1,4 @@
-"""The modules that a user of PyTorch writes for an exported state_dict: torch's own layers, and those of the `sru` and QRNN packages."""
+"""The modules that a user of PyTorch writes for an exported state_dict: layers of torch, and of the `sru` and QRNN packages."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def _run_qrnn(module: Any, layer: Any, x: Tensor) -> Tensor:
 
 
 def _padding(layer: Any, steps: int) -> tuple[int, int]:
-    """Return the steps of zeros before and after a row of so many steps."""
+    """Return the steps of zeros before and after a row with this number of steps."""
     if not layer.pads_by_length:
         left, right = layer.padding_steps
         return left, right

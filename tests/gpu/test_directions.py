@@ -1,4 +1,4 @@
-"""Tests of both directions of LSTMs and GRUs in one launch: each direction computes what it computes alone."""
+"""Tests of both directions of LSTMs and GRUs in one launch: each direction computes the same as alone."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def pair_of(form: Form, lengths: Sequence[int], hidden: int, *, as_gates: bool =
 
 
 def alone(form: Form, backend: str, x: Ragged, weights: Any, states: Any, want: Outputs = EVERYTHING) -> Encoded:
-    """Return what both directions compute in calls of their own, joined."""
+    """Return the joined outputs of both directions, computed in separate calls."""
 
     def run(x: Ragged, weights: Any, state: Any, *, want: Outputs) -> Encoded:
         return form.run(x, weights, state, want=want, backend=backend)

@@ -1,6 +1,6 @@
 """Tests of the CUDA kernels of the GRU, and of the LSTM with peepholes, against the float64 reference.
 
-test_lstm.py has what does not depend on the cell.
+test_lstm.py has the tests that do not depend on the cell.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def test_both_kernels_give_the_same_bits_for_small_layers(form: Form, hidden: in
 @both_kernels
 @pytest.mark.parametrize("storage", [torch.float16, torch.bfloat16], ids=str)
 def test_gru_starts_from_large_states(backend: str, storage: torch.dtype) -> None:
-    """A hidden value stays as large as its first one while the update gate keeps it."""
+    """A hidden value stays as large as its initial value while the update gate keeps it."""
     x, weights, state = made(GRU, [3, 12, 0, 25, 7], 130, storage=storage)
     large = GRUState(state.hidden * 30)
     assert 16 < large.hidden.abs().max() < 32

@@ -63,7 +63,7 @@ def run(spec: ModelSpec, arrays: Mapping[str, Tensor], data: Sequence[Tensor]) -
 
 
 def assert_steps(spec: ModelSpec, expected: Callable[[Tensor, dict[str, Tensor]], Tensor], *, skip_empty: bool = False) -> None:
-    """Assert that each row's steps are what `expected` returns for the row and the first layer's weights, in float64."""
+    """Assert that each row's steps are the result of `expected` for the row and the first layer's weights, in float64."""
     arrays, data = random_arrays(spec), [row for row in random_rows() if len(row) or not skip_empty]
     wide = {name.removeprefix("layers.0."): array.double() for name, array in arrays.items()}
     for steps, row in zip(run(spec, arrays, data)[1], data, strict=True):
@@ -71,7 +71,7 @@ def assert_steps(spec: ModelSpec, expected: Callable[[Tensor, dict[str, Tensor]]
 
 
 def torch_recurrent(module: nn.RNNBase, arrays: Mapping[str, Tensor], gates: int) -> nn.RNNBase:
-    """Fill a module of torch, whose gate order is ours, with the arrays of a layer."""
+    """Fill a module of torch with the arrays of a layer. Both have the same order of gates."""
     state = {}
     for level in range(module.num_layers):
         for direction, suffix in (("forward", ""), ("backward", "_reverse"))[: 1 + module.bidirectional]:
@@ -227,7 +227,7 @@ def test_chunks_of_variants_continue_from_their_states(kind: str, keys: Table) -
 
 
 def assert_chunks_equal(encoder: Encoder, data: Sequence[Tensor], whole: Sequence[Tensor]) -> None:
-    """Assert that chunks of rows of 9 steps, one row of which moves to another slot, give the steps of the whole rows."""
+    """Assert that chunks of rows of 9 steps give the steps of the whole rows. One row moves to another slot."""
     assert encoder.streams
     encoder.allocate_states(6)
     before, pieces = torch.zeros(len(data), dtype=torch.int32), []

@@ -124,9 +124,9 @@ class SessionTable:
         self._end_unreported(session, "unloaded")
 
     def close(self, session: Session, reason: str) -> None:
-        """End a session with its client's knowledge. reason: one of metrics.SESSION_ENDS. The caller discards its state.
+        """End a session with its client's knowledge. reason: from metrics.SESSION_ENDS. The caller discards its state.
 
-        If no chunk of it was answered, the session of the same id before it is still the one that its client knows: when that ended without
+        If no chunk of it was answered, its client still knows the earlier session of the same id. If that session ended without
         the client's knowledge, the client still gets the error.
         """
         self._remove(session, reason)

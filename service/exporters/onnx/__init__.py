@@ -1,4 +1,4 @@
-"""Writes a graph of ONNX that computes what the model answers.
+"""Writes a graph of ONNX that computes the answers of the model.
 
 The graph takes `input`, (batch, steps, features) or (batch, steps) token ids as int64, and, if its layers need them, `lengths`, (batch,)
 int32: the steps of each sequence, after which padding follows. Numbers by step at padding mean nothing. A graph with a layer that changes

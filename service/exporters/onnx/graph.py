@@ -66,7 +66,7 @@ class Graph:
         return self._tensor(f"{self._place}.number_{len(self._weights)}", np.array(value, dtype))
 
     def replace_padding(self, x: str, number: float, *, steps: int = 1, plus: int = 0) -> str:
-        """Replace what follows after each sequence of a batch by a number.
+        """Replace the padding after each sequence of a batch by a number.
 
         steps: the axis of x, (batch, steps, width) or (batch, width, steps), that counts them; plus: how many more than the lengths.
         """

@@ -31,8 +31,8 @@ OUTPUTS = {
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """What the layers compute. steps: (batch, steps, width), or (batch, width) without `has_steps`; final: adds the output after the whole
-    sequence, if the last layer is recurrent."""
+    """The outputs of the layers. steps: (batch, steps, width), or (batch, width) without `has_steps`; final: adds the output
+    after the whole sequence, if the last layer is recurrent."""
 
     steps: str
     final: Callable[[], str] | None

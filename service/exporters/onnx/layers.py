@@ -31,7 +31,7 @@ CHANNELS_FIRST = [0, 2, 1]
 
 
 def takes_batches(layer: Layer) -> bool:
-    """Whether a layer computes the steps of each sequence in a padded batch, in as many steps."""
+    """Whether a layer computes the steps of each sequence in a padded batch and keeps their number."""
     if isinstance(layer, ConvLayer):
         return layer.stride == 1 and sum(layer.padding_steps) == layer.reach - 1
     return not isinstance(layer, PoolLayer)

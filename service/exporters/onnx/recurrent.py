@@ -24,7 +24,8 @@ DIRECTIONS = {("forward",): "forward", ("backward",): "reverse", ("forward", "ba
 
 
 def recurrent(graph: Graph, layer: GatedLayer, part: Part, x: str) -> tuple[str, Callable[[], str]]:
-    """Add a layer over (batch, steps, inputs); return every step, (batch, steps, width), and what adds its final state, (batch, width)."""
+    """Add a layer over (batch, steps, inputs); return every step, (batch, steps, width), and a function that adds its
+    final state, (batch, width)."""
     _check(layer, part)
     for level in range(layer.depth):
         graph.start(f"{part.place}.{level}")

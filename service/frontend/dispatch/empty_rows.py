@@ -1,4 +1,4 @@
-"""Sequences without steps: what they are answered with, and how their rows come into an engine's answer.
+"""Sequences without steps: their answers, and the insertion of their rows into an engine's answer.
 
 No engine computes them. An engine publishes the answer to such a sequence with the model, and gets only the other sequences of a request.
 """
@@ -25,10 +25,10 @@ NUMBER_BYTES = np.dtype(FEATURES).itemsize
 
 
 class EmptyRows:
-    """Receives the answer to the sequences with steps of a request, adds the rows of those without, and passes it on."""
+    """Receives the answer to the sequences with steps of a request, adds the rows of empty sequences, and passes it on."""
 
     def __init__(self, request: Request, data: bytes | memoryview, known: AnswerWithoutSteps, receiver: Receiver) -> None:
-        """request, data: with all sequences; known: the answer to one without steps."""
+        """request, data: with all sequences; known: the answer to a sequence without steps."""
         self._request = request
         self._has_steps = np.array(request.lengths) > 0
         self._known = dict(_arrays(known.answer, known.data))
@@ -73,7 +73,7 @@ class EmptyRows:
         return Answered(msgspec.structs.replace(answer, **shapes, steps=steps.tolist()), b"".join(parts))
 
     def _start_states(self, usual: Array) -> Array:
-        """Return the states from which the sequences without steps start, which are also those after them."""
+        """Return the states from which the sequences without steps start. They are also the final states."""
         if self._states is None:
             return usual
         given = self._states[~self._has_steps]

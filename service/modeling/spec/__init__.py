@@ -162,7 +162,7 @@ class ModelSpec(Table):
 
     @model_validator(mode="after")
     def _groups_divide_the_inputs(self) -> ModelSpec:
-        self.tensors()  # raises ValueError for a layer whose sizes do not fit its input
+        self.tensors()  # raises ValueError if the sizes of a layer do not fit its input
         return self
 
     @model_validator(mode="after")
@@ -205,15 +205,15 @@ class ModelSpec(Table):
 
     @property
     def takes_empty(self) -> bool:
-        """Whether a sequence without steps has an answer: no layer needs several steps, and no span is asked for."""
+        """Whether a sequence without steps has an answer: no layer needs several steps, and the head is not `span`."""
         return self.min_steps == 1 and self.head.kind != "span"
 
     @property
     def states(self) -> dict[str, int]:
         """The states of the recurrent layers by name, such as `layers.1.0.forward.hidden`, and their widths.
 
-        Requests may bring them and ask for them. Empty for a model without recurrent layers, and with a QRNN whose window has several
-        steps.
+        Requests may bring them and request them. Empty for a model without recurrent layers, or with a QRNN with a window of
+        several steps.
         """
         widths: dict[str, int] = {}
         for index, layer in enumerate(self.layers):

@@ -49,9 +49,9 @@ class HeadDense(Table):
 class PoolingHead(Table):
     """A head that pools the steps of each sequence to one vector, on which its dense layers work.
 
-    `pool` is one pool, or several whose vectors are joined. last: the output after the whole sequence, which a backward direction has at
-    the first step; first, last_step: the outputs at those steps; attention: the sum of the steps with the weights
-    softmax(tanh(x @ weight + bias) @ query), or softmax(x @ query) without `attention_width`.
+    `pool` is one pool, or several pools with joined vectors. last: the output after the whole sequence, which a backward
+    direction has at the first step; first, last_step: the output at the first and at the last step; attention: the sum of the
+    steps with the weights softmax(tanh(x @ weight + bias) @ query), or softmax(x @ query) without `attention_width`.
     """
 
     pool: Pools
@@ -87,8 +87,8 @@ class PoolingHead(Table):
 class ClassifyHead(PoolingHead, Labelled):
     """One label for a whole sequence: pool over time, then a linear layer and softmax.
 
-    With `multi_label`, each label has a probability of its own, by the logistic function, and an answer has all labels whose probability
-    reaches `threshold`.
+    With `multi_label`, each label has its own probability, by the logistic function. An answer has all labels with a
+    probability of at least `threshold`.
     """
 
     kind: Literal["classify"]

@@ -87,7 +87,8 @@ class GatedLayer(RecurrentLayer):
 
     `clip` bounds the gate inputs, from -clip to clip. `layer_norm` normalises the input's product without its bias and the recurrent
     product, each over all gates of a step. With `learned_start`, a sequence starts from states in the weights instead of zeros. `merge`
-    says how both directions of a level become its output: concat is [forward | backward], the others combine them number by number.
+    defines how both directions of a level become its output: concat is [forward | backward], the others combine them number by
+    number.
     """
 
     clip: Positive | None = None
@@ -234,7 +235,7 @@ class QRNNLayer(RecurrentLayer):
 
 
 class WindowLayer(LayerTable):
-    """A layer whose outputs each read a window of `width` steps.
+    """A layer in which each output reads a window of `width` steps.
 
     `padding` adds zero steps to each sequence. `same` pads both sides and `causal` the left side so that with stride 1 every step has an
     output. `same_upper` and `same_lower` pad so that a sequence of n steps has ceil(n / stride) outputs; an odd number of steps has one
