@@ -143,7 +143,7 @@ class Catalog:
         return model, pinned or ("" if version is None else str(version))
 
     def _way_out(self, name: str) -> str:
-        """Return what to say of an unknown name: what is served, or of many models those with a similar name."""
+        """Return the advice for an unknown name: the names that are served, or of many names the similar names."""
         if len(self.index) <= MAX_LISTED:
             return f"served are {', '.join(sorted(self.index))}"
         # Any client may cause this search: it takes less than a millisecond.

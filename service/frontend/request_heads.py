@@ -31,7 +31,7 @@ _CONNECTION_OPTIONS = frozenset((b"keep-alive", b"upgrade", b"http2-settings"))
 class RequestHead:
     """A head that the hot path may answer. `length` is the size of the body in bytes, `caller` the sender of the request.
 
-    `headers` has those of READ_HEADERS that the request has, with lower-case names: a remembered head should be small.
+    `headers` has the headers of the request that are in READ_HEADERS, with lower-case names: a remembered head should be small.
     """
 
     path: str

@@ -17,7 +17,7 @@ from service.modeling.stored_weights import from_stored, tensor_forms, to_stored
 
 
 def read_arrays(folder: Path, spec: ModelSpec) -> dict[str, Tensor]:
-    """Return the arrays of a version folder, on the CPU; raises ModelError unless its tensors are exactly those that `spec` describes.
+    """Return the arrays of a version folder, on the CPU; raises ModelError unless it has exactly the tensors of `spec`.
 
     The matrices of an int8 model are float32, each a number times its scale.
     """

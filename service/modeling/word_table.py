@@ -13,7 +13,7 @@ import struct
 from collections.abc import Callable, Iterable
 from typing import Any
 
-# What the library's BertPreTokenizer does to printable ASCII: spaces separate words, and each punctuation character is a word of its own.
+# The rule of the library's BertPreTokenizer for printable ASCII: spaces separate words; a punctuation character is a word.
 _WORD = re.compile(rb"[^ !-/:-@\[-`{-~]+|[!-/:-@\[-`{-~]")
 _DIGITS = ("[0-9]", "\\d")
 _CHECKED_TEXTS = 400

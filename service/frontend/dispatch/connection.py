@@ -161,7 +161,7 @@ class PredictedWait:
         """Record the engine's report, which includes the first `frames` frames of this frontend."""
         self._reported, self._reported_at = seconds, now
         self._sent = {id: (frame, price) for id, (frame, price) in self._sent.items() if frame > frames}
-        # Summed anew at every report, so that rounding errors do not add up.
+        # Summed again at every report, so that rounding errors do not add up.
         self._sent_seconds = sum(price for _, price in self._sent.values())
 
     def add(self, id: int, seconds: float) -> None:

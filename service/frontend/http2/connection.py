@@ -104,7 +104,7 @@ class Application(Protocol):
 
 @dataclass(slots=True)
 class _OpenBlock:
-    """A header block of which some frames have arrived."""
+    """An incomplete header block: some of its frames have arrived."""
 
     stream: int
     flags: int

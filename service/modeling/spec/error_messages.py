@@ -55,7 +55,7 @@ def error_messages(invalid: ValidationError) -> list[str]:
         _Problem(_location(error["loc"]), error["type"], error["msg"], error["input"], error.get("ctx", {}))
         for error in invalid.errors()
     ]
-    # A list without its wrong items is too short: the items have errors of their own.
+    # A list without its wrong items is too short: the items have their own errors.
     inside = {problem.location[:1] for problem in problems if len(problem.location) > 1}
     problems = [problem for problem in problems if problem.kind != "too_short" or problem.location not in inside]
     return [f"{'.'.join(map(str, problem.location)) or 'the whole file'}: {problem.describe(problems)}" for problem in problems]
