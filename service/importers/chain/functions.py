@@ -68,8 +68,9 @@ class Function:
 
     def factor_and_offset(self, width: int) -> tuple[Array, Array]:
         """Return the factor and the offset of an affine function, by column."""
-        offset, total = self.apply(np.stack([np.zeros(width), np.ones(width)]))
-        return total - offset, offset
+        with np.errstate(all="ignore"):
+            offset, total = self.apply(np.stack([np.zeros(width), np.ones(width)]))
+            return total - offset, offset
 
 
 IDENTITY = Function(lambda x: x, {"kind": "none"}, is_affine=True, size=0)

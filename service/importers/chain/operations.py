@@ -307,6 +307,8 @@ def _without_outputs(node: Node, first: int, last: int) -> Node:
 def _by_column(x: Signal, function: Function, label: str, origins: frozenset[str]) -> Signal:
     """Apply a factor and an offset for each column of a signal to the columns of its parts."""
     factor, offset = function.factor_and_offset(x.columns.size)
+    if not (np.isfinite(factor).all() and np.isfinite(offset).all()):
+        raise ImportRefused("it multiplies by numbers, or adds numbers, that are not finite")
     columns = x.columns.ravel()
     total = sum(part.width for part in x.parts)
     factors, offsets = np.ones(total), np.zeros(total)

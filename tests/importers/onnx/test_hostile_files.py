@@ -501,3 +501,12 @@ def test_redefined_operator_is_refused(tmp_path: Path) -> None:
     model.functions.add(name="Add", domain="")
     with pytest.raises(ImportRefused, match="redefines operators"):
         imported(model, tmp_path)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf], ids=str)
+def test_factors_that_are_not_finite_are_refused(value: float, tmp_path: Path) -> None:
+    net = Net()
+    factors = net.constant(np.array([1.0, value, 1.0], np.float32))
+    net.add("Relu", net.add("Mul", "x", factors))
+    with pytest.raises(ImportRefused, match="not finite"):
+        imported(net.model(), tmp_path)
