@@ -1,4 +1,4 @@
-"""The card of an imported model."""
+"""Writes the card of an imported model: its source, the differences from the source, and the evidence of a comparison."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from service.importers.draft import Draft
 
 
 def card(name: str, draft: Draft, source: str, digest: str, found: Comparison | None, tolerance: float) -> str:
-    """Return the card. source: the name of the checkpoint; digest: its SHA-256; found: what was compared, or None."""
+    """Return the card. source: the name of the checkpoint; digest: its SHA-256; found: the comparison, or None."""
     lines = [f"# {name}", "", f"Imported from `{source}` ({draft.source}), SHA-256 `{digest}`.", ""]
     if draft.notes:
         lines += ["## Differences from the source", "", *(f"- {note}" for note in draft.notes), ""]

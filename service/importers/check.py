@@ -1,4 +1,4 @@
-"""Compares an imported model with outputs of its source."""
+"""Compares an imported model with the outputs of its source."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAIN_OUTPUTS = {
     "embed": "embedding",
     "sequence": "sequence",
 }
-"""What `output` means for a head."""
+"""The meaning of `output` for each kind of head."""
 SAMPLE_STEPS = (1, 2, 3, 5, 8, 13, 34)
 """Lengths of the sequences for which a model is compared with its source."""
 KEPT_BY_RECIPES = {"kind", "labels", "threshold", "top"}
@@ -30,7 +30,7 @@ KEPT_BY_RECIPES = {"kind", "labels", "threshold", "top"}
 
 
 class NotCompared(Exception):
-    """A model cannot be compared with its source. The message says why."""
+    """A model cannot be compared with its source. The message states the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +45,16 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Differences, and with what the outputs were compared."""
+    """Differences from a source of outputs, and the name of this source."""
 
     differences: Sequence[Difference]
     source: str
 
 
 def differences(encoder: Encoder, arrays: Mapping[str, Array], tokenizer: Tokenizer | None) -> list[Difference]:
-    """Return the differences of the outputs in `arrays`, by name; raises ImportRefused if it has none, or one that the model lacks.
+    """Return the differences of the outputs in `arrays`, by name.
+
+    Raises ImportRefused if `arrays` has no outputs, or an output that the model lacks.
 
     arrays: inputs as for `run_arrays`, and expected outputs under the names of its result. `output` stands for the main output of the head,
     and `final.` before the name of a state for the state after the sequences. Padded steps are not compared.
@@ -82,7 +84,7 @@ def compare_with_original(encoder: Encoder, draft: Draft, original: Original, re
         row = _random_row(encoder, steps)
         try:
             expected = draft.as_answer(original.run(row)).astype(np.float64).ravel()
-        except Exception as error:  # a framework raises errors of its own for a sequence that it does not take
+        except Exception as error:  # a framework raises its own errors for a sequence that it does not take
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             continue
         inputs = {"ids" if encoder.spec.input.features is None else "inputs": row[None]}

@@ -1,4 +1,4 @@
-"""`seqserve import`: a foreign checkpoint becomes a model folder, with numbers that show that it computes the same."""
+"""Implements `seqserve import`: turns a foreign checkpoint into a model folder, and compares the model with its source."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ PACKAGES = ("h5py", "onnx")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What to import.
+    """The arguments of an import.
 
-    checkpoint: the file; name: of the model; format: one of `formats.FORMATS`, or None to tell from the name of the file; recipe: a file,
+    checkpoint: the file; name: of the model; format: a name in `formats.FORMATS`, or None to derive it from the file name; recipe: a file,
     or None; tokenizer: a tokenizer.json for models of texts, or None; check: a .npz of inputs and expected outputs, or None; tolerance: the
     largest difference that passes.
     """
@@ -106,7 +106,7 @@ def _read(checkpoint: Path, format: str, recipe: Recipe) -> Draft:
 
 
 def _report(draft: Draft, say: Callable[[str], None]) -> None:
-    """Say what was found in the checkpoint and what was not used."""
+    """Report the layers that were found in the checkpoint, and the tensors that were not used."""
     say(f"{draft.source}:")
     modules = Counter((name.rpartition(".")[0] or name, became) for name, became in draft.used.items())
     for (module, became), count in modules.items():

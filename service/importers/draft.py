@@ -1,4 +1,4 @@
-"""What an importer found in a foreign checkpoint, in the words of model.toml."""
+"""Defines the draft of a model: the input, layers and head that an importer found in a foreign checkpoint, as in model.toml."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ POOLING = ("pool", "attention_width", "dense")
 
 
 class ImportRefused(ModelError):
-    """The checkpoint cannot become a model folder. The message names the part that is in the way, and what to do."""
+    """The checkpoint cannot become a model folder. The message names the part that is in the way, and a remedy."""
 
 
 @dataclass(slots=True)
@@ -47,12 +47,12 @@ class Original:
 
 @dataclass(slots=True)
 class Draft:
-    """A model in the words of model.toml, with weights in float32.
+    """A model as model.toml describes it, with weights in float32.
 
     input, layers, head: as in model.toml, with the sizes that follow from the arrays. The head may be incomplete: a recipe completes it.
-    used: source tensor -> what it became; unused: source tensors that no layer needed; notes: differences between the source and this
-    model that its user must know; original: what computes the outputs of the source, where it can be run; as_answer: turns its output for a
-    sequence into the main output of this model; answers: the kind of head whose main output that is.
+    used: source tensor -> its place in the model; unused: source tensors that no layer needed; notes: differences between the source and
+    this model that its user must know; original: computes the outputs of the source, where it can be run; as_answer: turns its output for
+    a sequence into the main output of this model; answers: the kind of head with this main output.
     """
 
     source: str

@@ -1,4 +1,4 @@
-"""The formats of checkpoints that can be imported. Loads no reader."""
+"""Lists the formats of checkpoints that can be imported, and detects the format of a file. Loads no reader."""
 
 import zipfile
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Reads tensors and attributes of HDF5 files. Nothing outside the file is opened, and nothing is read that the file does not hold.
+"""Reads tensors and attributes of HDF5 files. Opens nothing outside the file, and never reads more than the file holds.
 
 HDF5 allows links to other files, data sets spread over other files, and compressed data sets of any size. Keras writes none of these:
 every object has one name, and numbers are stored uncompressed. Texts of variable length are read by a child process first:
@@ -33,7 +33,7 @@ TRAINING = ("optimizer", "optimizer_weights")
 """Groups with the state of a training."""
 PLAIN = (h5d.CONTIGUOUS, h5d.COMPACT)
 DAMAGED = (OSError, RuntimeError, KeyError, ValueError, TypeError, MemoryError)
-"""What h5py raises for a file that is damaged."""
+"""Exceptions of h5py for damaged files."""
 
 
 class Hdf5:
@@ -68,7 +68,7 @@ class Hdf5:
         return None if texts is None else "".join(texts)
 
     def texts(self, group: str, attribute: str) -> list[str] | None:
-        """Return an attribute with several texts, or None. Keras splits a long one into those with 0, 1, 2, ... after the name."""
+        """Return an attribute with several texts, or None. Keras splits a long attribute into several, with 0, 1, 2, ... after the name."""
         whole = self._texts(group, attribute)
         if whole is not None:
             return whole
@@ -211,7 +211,7 @@ def _check_storage(where: str, tensor: h5d.DatasetID) -> None:
 def _check_texts(source: Path | bytes, name: str) -> None:
     """Raise ImportRefused unless a child process reads every text of the file within its limits.
 
-    HDF5 allocates any length that is written before a text, and does not always end for damaged ones.
+    HDF5 allocates any length that is written before a text, and may never return for damaged texts.
     """
     command = [sys.executable, "-m", __name__, "-" if isinstance(source, bytes) else str(source)]
     child = subprocess.run(command, input=source if isinstance(source, bytes) else b"", capture_output=True)

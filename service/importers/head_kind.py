@@ -1,4 +1,4 @@
-"""Chooses the kind of head that a recipe names, where a graph does not tell it: scores of every step may be tags or spans."""
+"""Changes a head to the kind that a recipe names, where the graph leaves it open: scores of every step may be tags or spans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recipe of an import: what a checkpoint does not say, in the words of model.toml.
+"""Reads the recipe of an import: settings of model.toml that a checkpoint lacks.
 
 A recipe is a TOML file with any of the keys of model.toml. Its `[input]`, `[head]` and top-level keys complete or replace what the importer
 found. For a checkpoint that has only tensors, its `[[layers]]` name the tensors of each layer with `from`, the start of their names.
@@ -20,7 +20,7 @@ FROM, ATTENTION_FROM = "from", "attention_from"
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """tables: the recipe without layers; layers: its layers, and dense: the dense layers of its head, each with `from`; head_from: the
-    start of the names of the head's own tensors; attention_from: of those of its attention."""
+    start of the names of the head's own tensors; attention_from: the start of the names of its attention's tensors."""
 
     tables: dict[str, Any] = field(default_factory=dict)
     layers: list[dict[str, Any]] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""From a draft to a version folder, with a card that says where the model comes from and what was compared."""
+"""Writes a draft as a version folder, with a card that names the source of the model and the comparison with it."""
 
 from __future__ import annotations
 

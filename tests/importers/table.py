@@ -1,4 +1,4 @@
-"""The table of what imports and what is refused, in docs/imported-layers.md. Each of its lines is a test.
+"""The table of checkpoints that import or are refused, in docs/imported-layers.md. Each of its lines is a test.
 
 `python -m tests.importers.table` writes the page.
 """
@@ -29,7 +29,7 @@ that has the words in the last column. [importing.md](importing.md) says how to 
 
 @dataclass(frozen=True)
 class Line:
-    """part: a layer or an operator of the source; option: what is special about it; refused: words of the refusal, or empty."""
+    """part: a layer or an operator of the source; option: its tested option; refused: words of the refusal, or empty."""
 
     part: str
     option: str

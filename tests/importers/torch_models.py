@@ -27,7 +27,7 @@ Norm = Callable[[nn.Module], nn.Module]
 class Sample:
     """A model with random weights.
 
-    part, option: what is special about it; build: makes it; ids: whether it takes token ids; steps_first: whether its input is
+    part, option: the tested layer and option; build: makes the model; ids: whether it takes token ids; steps_first: whether its input is
     (steps, batch, ...); lengths: whether it takes the lengths of the sequences.
     """
 
@@ -135,7 +135,7 @@ class TextCNN(nn.Module):
 
 
 class TCN(nn.Module):
-    """locuslab/TCN: padding on both sides, of which the right side is cut."""
+    """locuslab/TCN: padding on both sides, and a cut of the right side."""
 
     def __init__(self, norm: Norm, reads: str = "last") -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class TCN(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Convolution, norms, pools and a recurrent layer, one after another."""
+    """Convolution, norms, pools and a recurrent layer in a row."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Attention pools: the sum of every step times the softmax of its score."""
+"""Recognises attention pools: the sum of every step times the softmax of its score."""
 
 from __future__ import annotations
 

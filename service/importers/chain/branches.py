@@ -17,7 +17,7 @@ from service.importers.draft import Array
 WIDEST = 1024
 """Steps of a window that replaces several."""
 Places = list[Columns]
-"""For each of several nodes, where its columns are in the node that replaces them."""
+"""For each of several nodes, the places of its columns in the node that replaces them."""
 
 
 def joined_convolutions(layers: Sequence[Layer]) -> tuple[Layer, Places] | None:
@@ -53,7 +53,7 @@ def joined_convolutions(layers: Sequence[Layer]) -> tuple[Layer, Places] | None:
 def text_cnn(layers: Sequence[Layer]) -> tuple[Layer, Places] | None:
     """Return the text_cnn whose maximum over time is the joined maxima of all layers, or None.
 
-    Each width of a text_cnn has as many filters. Missing ones are zeros, whose columns no consumer reads.
+    All widths of a text_cnn have the same number of filters. Missing filters are zeros, and no consumer reads their columns.
     """
     windows = [Window.of(layer.table) for layer in layers]
     pads = windows[0].pads
@@ -78,7 +78,7 @@ def text_cnn(layers: Sequence[Layer]) -> tuple[Layer, Places] | None:
 
 
 def _without_window(layer: Layer) -> dict[str, Any]:
-    """Return the table of a convolution without what says its filters and window."""
+    """Return the table of a convolution without the keys of its filters and window."""
     return {key: value for key, value in layer.table.items() if key not in (*WINDOW_KEYS, "filters")}
 
 
@@ -89,7 +89,7 @@ def _place(layer: Layer, by_width: Sequence[Sequence[Layer]], filters: int) -> C
 
 
 def _side_by_side(layers: Sequence[Layer], table: dict[str, Any], filters: Sequence[Array]) -> tuple[Layer, Places]:
-    """Return a convolution with the filters of all layers, one after another."""
+    """Return a convolution with the filters of all layers in a row."""
     arrays = {"filters": np.concatenate(filters, axis=-1), "bias": np.concatenate([layer.arrays["bias"] for layer in layers])}
     starts = list(accumulate((layer.width for layer in layers), initial=0))
     places = [start + np.arange(layer.width) for start, layer in zip(starts, layers, strict=False)]

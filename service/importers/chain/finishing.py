@@ -1,4 +1,4 @@
-"""Writes what a signal computes in the words of model.toml: input, layers and head."""
+"""Writes the computation of a signal as a model.toml: input, layers and head."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from service.importers.draft import Array, Draft, ImportRefused, Part
 
 
 def finished(output: Signal, source: str) -> Draft:
-    """Return the model whose output is a signal. Its input has no max_steps, and its labels are numbers."""
+    """Return the model with a signal as its output. Its input has no max_steps, and its labels are numbers."""
     if output.rows_are_sorted:
         raise ImportRefused("the sequences of the output are in order of their lengths: restore their order in the graph")
     node, columns = joined(output)
@@ -42,8 +42,8 @@ def finished(output: Signal, source: str) -> Draft:
 def _as_answer(output: Signal, node: Settled, kind: str, answer: Array) -> Array:
     """Return an answer of the source as the model has it.
 
-    Of several sequences, the first counts. One probability becomes those of two labels, logarithms become probabilities, and steps come in
-    the order of the input.
+    Of several sequences, the first counts. One probability becomes two, for two labels; logarithms become probabilities; steps come in the
+    order of the input.
     """
     for index in range(output.rank):
         if answer.ndim == output.rank and output.is_on(index, Role.BATCH):
@@ -170,7 +170,7 @@ def _is_diagonal(matrix: Array) -> bool:
 
 
 def _layers_above_input(node: Node) -> list[Layer]:
-    """Return the layers of a node, from the lowest upwards. A model has at least one: the input itself becomes one that changes nothing."""
+    """Return the layers of a node, from the lowest upwards. A model has at least one: an input alone becomes an identity layer."""
     layers: list[Layer] = []
     while isinstance(node, Layer):
         _check_below_softmax(node)
@@ -207,7 +207,7 @@ def _input(node: Node) -> dict[str, Any]:
 
 
 def _in_float32(label: str, part: Part) -> Part:
-    """Return a part with arrays of its own in float32; raises ImportRefused for numbers that are not finite in it."""
+    """Return a part with new arrays in float32; raises ImportRefused for numbers that are not finite in float32."""
     arrays = {}
     for name, array in part.arrays.items():
         with np.errstate(over="ignore"):

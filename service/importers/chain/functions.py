@@ -1,7 +1,7 @@
-"""Functions of single numbers: which activation of model.toml a chain of elementwise operations computes.
+"""Finds the activation of model.toml that a chain of elementwise operations computes.
 
-Exporters write gelu as a division, erf, an addition and two products, in an order of their own. The operations are composed, and the
-result is compared with the activations of model.toml on a dense grid of numbers.
+Exporters write gelu as a division, erf, an addition and two products, in different orders. The operations are composed, and the result is
+compared with the activations of model.toml on a dense grid of numbers.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def affine(factor: Array | float, offset: Array | float) -> Function:
 
 
 def evaluate(kind: str, x: Numbers, **parameters: float) -> Numbers:
-    """Return an activation of model.toml of every number. parameters: those that differ from their defaults."""
+    """Return an activation of model.toml of every number. parameters: values that differ from the defaults."""
     values = {**PARAMETERS.get(kind, {}), **parameters}
     numbers: Numbers = FUNCTIONS[kind](torch.from_numpy(x), *values.values()).numpy()
     return numbers
@@ -128,7 +128,7 @@ def _agree(actual: Numbers, expected: Numbers) -> bool:
 
 
 def _candidates(function: Function) -> list[dict[str, Any]]:
-    """Return the activations without parameters, and those with parameters with the values that fit the function at some numbers."""
+    """Return the activations without parameters, and the others with the parameters that fit the function at some numbers."""
     with np.errstate(all="ignore"):
         low, below, zero, above, far = (
             float(y) for y in function.apply(np.array([[-300.0], [-1.0], [0.0], [1e-3], [300.0]]))[:, 0]

@@ -1,4 +1,4 @@
-"""Finds the one node that a signal consists of, where a graph joined several: directions, branches of convolutions, pools."""
+"""Finds the single node that replaces the nodes of a signal: joined directions, branches of convolutions, or pools."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from service.importers.draft import ImportRefused
 def joined(signal: Signal) -> tuple[Settled, Columns]:
     """Return the node that has every column of a signal, and the indexes of the columns in it, in the order of the signal.
 
-    Raises ImportRefused if the columns come from nodes that no one node replaces.
+    Raises ImportRefused if no single node replaces the nodes that the columns come from.
     """
     node, places = _one([settled(part) for part in signal.parts])
     return _plainest(node, np.concatenate(places)[signal.columns.ravel()])

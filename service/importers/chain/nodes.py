@@ -1,4 +1,4 @@
-"""The nodes of a chain: what computed the columns of a signal, from the input of the model upwards.
+"""Defines the nodes of a chain, which compute the columns of signals, from the input of the model upwards.
 
 Every operation makes a new node above the nodes of its inputs. A node is immutable, and two nodes are the same if they are one object.
 """
@@ -18,7 +18,7 @@ NO_ORIGINS: frozenset[str] = frozenset()
 RECURRENT = ("rnn", "lstm", "gru")
 LINEAR = ("dense", "conv")
 LARGEST_MATRIX = 1 << 26
-"""Numbers of a matrix that is not in the source, such as one that copies columns."""
+"""Numbers of a matrix that is not in the source, such as a matrix that copies columns."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +67,7 @@ class Layer:
 
 @dataclass(frozen=True, eq=False)
 class Pooled:
-    """One vector per sequence: the joined pools of the steps below. table, arrays: what the pool adds to the head."""
+    """One vector per sequence: the joined pools of the steps below. table, arrays: keys and arrays that the pool adds to the head."""
 
     below: Node
     pools: tuple[str, ...]

@@ -1,7 +1,7 @@
 """The operations of sequence models on signals. Sources translate their own operators into these.
 
-Every function raises ImportRefused for what no layer of model.toml computes. `at` is the axis of columns on which an operation works; all
-other axes of columns have one entry. `label` names the operation of the source, and `origins` the source's tensors in it.
+Every function raises ImportRefused for a computation that no layer of model.toml has. `at` is the axis of columns on which an operation
+works; all other axes of columns have one entry. `label` names the operation of the source, and `origins` the source's tensors in it.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def layer_norm(x: Signal, gain: Array, offset: Array, epsilon: float, label: str
 
 
 def _step_of(node: Settled) -> tuple[Settled, str | None]:
-    """Return the steps of which a vector is one, and the pool that takes it: heads have no norm, but each step can have one."""
+    """Return the steps that contain a vector, and the pool that takes it: heads have no norm, but each step can have one."""
     if not isinstance(node, Pooled) or len(node.pools) > 1:
         return node, None
     below, pool = settled(node.below), node.pools[0]
@@ -244,13 +244,13 @@ def source(x: Signal, at: int = -1) -> tuple[Settled, Columns]:
 
 
 def whole(x: Signal, label: str, at: int = -1) -> Settled:
-    """Return a node whose columns are those of a signal, in its order."""
+    """Return a node with exactly the columns of a signal, in its order."""
     node, columns = source(x, at)
     return node if in_order(columns, node.width) else selection(node, columns, label)
 
 
 def scattered(matrix: Array, columns: Columns, width: int, *, rows: int = 0) -> Array:
-    """Return a matrix over all columns of a node, whose result is that of `matrix` over some of them.
+    """Return a matrix over all columns of a node that computes the same as `matrix` over some of them.
 
     rows: the axis of the matrix that counts its inputs.
     """
@@ -334,7 +334,7 @@ def _operations(node: Node) -> int:
 
 
 def _aligned(first: Signal, second: Signal) -> tuple[Signal, Signal]:
-    """Return two signals with the same axes, with columns repeated where one of them has a single entry."""
+    """Return two signals with the same axes. Columns are repeated where an axis has a single entry."""
     rank = max(first.rank, second.rank)
     pair = [x.with_units(range(rank - x.rank)) for x in (first, second)]
     for one, other in (pair, pair[::-1]):
@@ -427,7 +427,7 @@ OPERATIONS = {
     "maximum": np.maximum,
     "minimum": np.minimum,
 }
-"""What two numbers may be combined by."""
+"""Operations that may combine two numbers."""
 
 
 def _gated(first: Signal, second: Signal, operation: str, label: str) -> Signal | None:
@@ -448,7 +448,7 @@ def _gated(first: Signal, second: Signal, operation: str, label: str) -> Signal 
 
 
 def _gated_node(value: Node, gate: Node) -> tuple[Layer | None, str]:
-    """Return the convolution of which both are functions, and the gated activation that they make."""
+    """Return the convolution below both functions, and the gated activation that they make."""
     if not (isinstance(gate, Mapped) and (gate.function.activation or {}).get("kind") == "sigmoid"):
         return None, ""
     is_tanh = isinstance(value, Mapped) and (value.function.activation or {}).get("kind") == "tanh"

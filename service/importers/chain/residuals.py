@@ -7,7 +7,7 @@ from service.importers.draft import Array
 
 
 def tcn_level(first: Settled, second: Settled, label: str) -> Layer | None:
-    """Return the tcn layer whose last level is relu(first + second), or None if no tcn has this level."""
+    """Return the tcn layer with relu(first + second) as its last level, or None if no tcn has this level."""
     for main, residual in ((first, second), (second, first)):
         level = _level(main, residual, label)
         if level is not None:

@@ -30,7 +30,7 @@ _SETTLED: WeakKeyDictionary[Node, Settled] = WeakKeyDictionary()
 
 
 def settled(node: Node) -> Settled:
-    """Return a node as a layer, a pool or an input; raises ImportRefused for what no layer of model.toml computes."""
+    """Return a node as a layer, a pool or an input; raises ImportRefused for a computation that no layer of model.toml has."""
     if isinstance(node, Input | Layer):
         return node
     if node not in _SETTLED:
@@ -147,7 +147,7 @@ def diagonal(below: Settled, factor: Array, offset: Array, node: Mapped, activat
 
 
 def _folded(layer: Layer, factor: Array, offset: Array) -> dict[str, Array]:
-    """Return the arrays of a linear layer whose result is multiplied by a factor and moved by an offset."""
+    """Return the arrays of a linear layer after its result is multiplied by a factor and moved by an offset."""
     if layer.kind == "embedding":
         return {"weight": layer.arrays["weight"] * factor + offset}
     matrix = "weight" if layer.kind == "dense" else "filters"

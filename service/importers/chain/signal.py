@@ -1,4 +1,4 @@
-"""A tensor of a graph, known by meaning: which axes are the batch and the steps, and which column each other entry holds.
+"""Represents a tensor of a graph by its meaning: which axes are the batch and the steps, and which column each other entry holds.
 
 The graph itself is not run. An entry of a vector is an index into the joined columns of `parts`, the nodes that computed it, so every
 transposition, reshape, slice and concatenation of a graph is the same operation on an array of indexes.
@@ -23,7 +23,7 @@ MOST_COLUMNS = 1 << 20
 
 
 class Role(Enum):
-    """What an axis counts."""
+    """The meaning of an axis."""
 
     BATCH = "batch"
     STEPS = "steps"
@@ -32,7 +32,7 @@ class Role(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Atom:
-    """An axis that is one thing."""
+    """An axis with a single meaning."""
 
     role: Role
     size: int
@@ -100,7 +100,7 @@ class Signal:
 
     @property
     def steps_axis(self) -> int:
-        """The axis of steps; raises ImportRefused if there is none of its own."""
+        """The axis of steps; raises ImportRefused if no axis counts only steps."""
         found = self._find(Role.STEPS)
         if found is None or len(self.axes[found].atoms) > 1:
             raise ImportRefused("its input has no axis of steps")
@@ -108,7 +108,7 @@ class Signal:
 
     @property
     def batch(self) -> Axis:
-        """The axis of the batch; of one column if the graph takes one sequence."""
+        """The axis of the batch; of a single entry if the graph takes one sequence."""
         found = self._find(Role.BATCH)
         return UNIT if found is None else self.axes[found]
 
@@ -162,7 +162,7 @@ class Signal:
         return self._with_axes(axes)
 
     def take(self, indexes: NDArray[np.int64], index: int) -> Signal:
-        """Return the entries of an axis of columns at `indexes`, whose shape replaces the axis."""
+        """Return the entries of an axis of columns at `indexes`. The shape of `indexes` replaces the axis."""
         position = self._position(index)
         _check_columns(indexes.size * (self.columns.size // max(1, self.shape[index])))
         taken = np.take(self.columns, indexes, axis=position)
@@ -181,7 +181,7 @@ class Signal:
         return replace(aligned, axes=tuple(axes), columns=np.broadcast_to(aligned.columns, sizes))
 
     def pruned(self) -> Signal:
-        """Return the signal without parts of which no column is left."""
+        """Return the signal without the parts that have no column left."""
         bounds = np.cumsum([0, *(part.width for part in self.parts)])
         owners = np.searchsorted(bounds, self.columns.ravel(), side="right") - 1
         kept = [index for index in range(len(self.parts)) if (owners == index).any()]

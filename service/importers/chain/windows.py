@@ -1,4 +1,4 @@
-"""The windows of convolutions and pooling layers."""
+"""Describes the windows of convolutions and pooling layers, as model.toml writes them."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def read(path: Path) -> Draft:
 
 
 def _complete(draft: Draft, architecture: Network, reading: Reading) -> None:
-    """Add what was noticed while the layers were called."""
+    """Add the results of calling the layers: notes and unused tensors."""
     draft.unused = reading.file.unused
     draft.notes += reading.notes
     if reading.fixed_steps is not None:

@@ -1,4 +1,4 @@
-"""Activations of Keras: by name, or as a layer with parameters."""
+"""Translates the activations of Keras, which are names or layers with parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The architecture of a model, from the JSON that Keras 2 and Keras 3 write: layers, and the calls that connect them."""
+"""Reads the architecture of a model from the JSON that Keras 2 and Keras 3 write: layers, and the calls that connect them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class LayerCall:
     """One call of a layer in the architecture.
 
     inputs: in order, with numbers for constants; masks: among the other arguments; others: the names of arguments with tensors that are no
-    masks; options: other arguments; arguments: those without a name, as they are written.
+    masks; options: other arguments; arguments: positional arguments, as they are written.
     """
 
     inputs: tuple[Reference | float, ...]

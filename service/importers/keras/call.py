@@ -1,4 +1,4 @@
-"""A call of a layer with its inputs, for the functions that translate layers."""
+"""Defines the call of a layer with its inputs, which the functions that translate layers receive."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ class Call:
         return tensors[0], tensors[1]
 
     def refuse_options(self, **allowed: object) -> None:
-        """Raise ImportRefused for options whose value differs from the allowed value."""
+        """Raise ImportRefused for options with another value than the allowed value."""
         for name, value in allowed.items():
             if self.config.get(name, value) != value:
                 raise self._refused(name, self.config[name])

@@ -19,7 +19,7 @@ JSON_BYTES = 1 << 26
 ARCHIVE = ".keras"
 WEIGHTS_MEMBER, CONFIG_MEMBER, METADATA_MEMBER = "model.weights.h5", "config.json", "metadata.json"
 BESIDE = ("config.json", "model.json")
-"""Names of files with the architecture, beside a file with weights only. The name of that file with .json comes first."""
+"""Names of files with the architecture, for a file with weights only. The name of that file with .json comes first."""
 ZIP_ERRORS = (OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, ValueError)
 
 
@@ -28,7 +28,7 @@ class Saved:
     """A saved model.
 
     architecture: decoded JSON; is_keras_2: whether Keras 2 or older wrote it; is_whole: whether the architecture is in the file itself;
-    notes: what its user must know.
+    notes: facts that its user must know.
     """
 
     architecture: Any
@@ -93,7 +93,7 @@ def _hdf5(path: Path) -> Iterator[Saved]:
 
 
 def _beside(path: Path) -> tuple[dict[str, Any], str]:
-    """Return the architecture from a file beside the weights, and a note."""
+    """Return the architecture from another file in the folder of the weights, and a note."""
     own = path.with_name(path.name.removesuffix(".h5").removesuffix(".weights") + ".json")
     for file in (own, *(path.with_name(name) for name in BESIDE)):
         if file.is_file():

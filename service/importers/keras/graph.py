@@ -1,4 +1,4 @@
-"""Calls the layers of a model, one after another: every output of a layer is a tensor that is known by meaning."""
+"""Calls the layers of a model in order, on signals instead of arrays, and returns the signal of its first output."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ADVICE = {
     "TextVectorization": "import the layers after it, and give its vocabulary with --tokenizer",
     "StringLookup": "import the layers after it, and give its vocabulary with --tokenizer",
 }
-"""What to do about layers that have no place in a model."""
+"""Remedies for layers that have no place in a model."""
 
 
 def run(network: Network, inputs: Sequence[Value], weights: Weights, reading: Reading) -> Value:

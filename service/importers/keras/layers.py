@@ -1,4 +1,4 @@
-"""Layers with weights, except recurrent layers, and pooling layers."""
+"""Translates layers with weights, except recurrent layers, and pooling layers."""
 
 from __future__ import annotations
 

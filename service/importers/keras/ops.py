@@ -1,4 +1,4 @@
-"""Functions of keras.ops, which Keras 3 writes into functional models as operations between layers."""
+"""Translates functions of keras.ops, which Keras 3 writes into functional models as operations between layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a model in Keras 3 itself, if that is installed: an imported model is compared with it."""
+"""Runs a model in Keras 3 itself, if it is installed, to compare an imported model with it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from service.importers.keras.files import Saved
 CODE = ("function", "Lambda", "__lambda__", "__typespec__")
 """Classes in an architecture that stand for code."""
 UNREAD = "compile_config"
-"""What Keras does not read from the architecture if it does not compile the model."""
+"""A key of the architecture that Keras does not read if it does not compile the model."""
 
 
 def original(path: Path, model: Saved, reading: Reading) -> Original | None:
@@ -26,7 +26,7 @@ def original(path: Path, model: Saved, reading: Reading) -> Original | None:
         return None
     try:
         keras = import_module("keras")
-    except Exception:  # the package is missing, or what it computes with, which fails in ways of its own
+    except Exception:  # the package is missing, or its backend, which raises its own exceptions
         return None
     if not keras.__version__.startswith("3."):
         return None
@@ -50,7 +50,7 @@ def original(path: Path, model: Saved, reading: Reading) -> Original | None:
 
 
 def _loaded(keras: Any, path: Path, architecture: Any) -> Any:
-    """Return a model of Keras. architecture: that of a file which has weights only, or None."""
+    """Return a model of Keras. architecture: for a file with weights only, or None."""
     if architecture is None:
         return keras.models.load_model(path, compile=False, safe_mode=True)
     built = keras.models.model_from_json(json.dumps(architecture))

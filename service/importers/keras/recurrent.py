@@ -1,4 +1,4 @@
-"""Recurrent layers, their cells, and both wrappers.
+"""Translates recurrent layers, their cells, and the wrappers Bidirectional and TimeDistributed.
 
 Gate blocks are along the last axis: i f c o in an LSTM, as in model.toml, and z r h in a GRU, where a model has r z n. A GRU with
 reset_after has two biases, (2, 3 * units). The weights that CuDNNLSTM and CuDNNGRU write have the same shapes, but each of their blocks

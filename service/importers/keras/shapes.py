@@ -1,4 +1,4 @@
-"""Layers without weights that move, join or combine tensors, and layers that do nothing at inference."""
+"""Translates layers without weights that move, join or combine tensors, and layers that do nothing at inference."""
 
 from __future__ import annotations
 

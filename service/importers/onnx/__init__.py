@@ -55,7 +55,7 @@ def _attempts(graph: Graph, plan: Plan, failures: list[tuple[int, ImportRefused]
 
 
 def _complete(draft: Draft, graph: Graph, plan: Plan, reading: Reading) -> None:
-    """Add what was noticed while the graph was interpreted."""
+    """Add the results of interpreting the graph: notes, unused tensors and the source itself."""
     draft.unused = [name for name in graph.weights if name not in draft.used]
     draft.notes += reading.notes
     if reading.fixed:

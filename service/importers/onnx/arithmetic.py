@@ -1,4 +1,4 @@
-"""Operators that compute with every number by itself: activations, and sums and products with constants or other tensors."""
+"""Translates elementwise operators: activations, and sums and products with constants or other tensors."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def calculation(operation: Operation) -> Value:
 
 
 def choice(operation: Operation) -> Value:
-    """Take one of two numbers by a condition: x where x > 0, and 0 elsewhere, is relu."""
+    """Choose between two numbers by a condition: x where x > 0, and 0 elsewhere, is relu."""
     condition = operation.inputs[0]
     if not isinstance(condition, Signal):
         return without_padding(operation)
@@ -153,7 +153,7 @@ def _times(operation: Operation, value: Value | None, condition: Signal) -> Sign
 
 
 def _with_constant(operation: Operation, x: Signal, array: Array, calculate: Calculation) -> Value:
-    """Apply a calculation with constants: one for all numbers, or one for each column."""
+    """Apply a calculation with a constant for all numbers, or a constant for each column."""
     x, numbers = _constants_by_column(x, array.astype(np.float64))
     is_affine = operation.node.op_type in ("Add", "Sub", "Mul", "Div")
     if operation.node.op_type == "Div" and isinstance(operation.inputs[0], Constant):

@@ -9,7 +9,7 @@ from onnx import TensorProto
 from service.importers.draft import Array, ImportRefused
 
 LARGEST = 1 << 24
-"""Numbers of a computed tensor, unless it is as large as one of its inputs."""
+"""Numbers of a computed tensor, unless an input is as large."""
 FREE = 1 << 25
 COPIES = 64
 """How often a graph may read or compute as many numbers as its weights have, in all readings of its inputs together."""
@@ -44,7 +44,7 @@ def number_count(tensor: TensorProto) -> int:
 
 
 def stored(array: Array) -> int:
-    """Return how many numbers an array takes in memory: repeated ones count once."""
+    """Return how many numbers an array takes in memory: repeated numbers count once."""
     return math.prod(size for size, stride in zip(array.shape, array.strides, strict=True) if stride)
 
 

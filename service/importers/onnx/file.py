@@ -43,7 +43,7 @@ def read_model(path: Path) -> ModelProto:
 
 
 class Tensors:
-    """Converts the tensors of a model to arrays, with external data from the files beside it."""
+    """Converts the tensors of a model to arrays, with external data from other files in its folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -101,7 +101,7 @@ class Tensors:
 
 
 def inline_array(tensor: TensorProto) -> Array:
-    """Return the numbers of a tensor whose data is within the model."""
+    """Return the numbers of a tensor with its data within the model."""
     _check(tensor)
     try:
         if tensor.data_location != TensorProto.EXTERNAL:
@@ -124,7 +124,7 @@ def _check(tensor: TensorProto) -> None:
 
 @contextmanager
 def _checked(file: int, name: str, limit: int) -> Iterator[int]:
-    """Check that an open file is a regular one of at most `limit` bytes, and close it at the end."""
+    """Check that an open file is a regular file of at most `limit` bytes, and close it at the end."""
     try:
         status = os.fstat(file)
         if not stat.S_ISREG(status.st_mode):

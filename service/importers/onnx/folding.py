@@ -1,4 +1,4 @@
-"""Computes what does not depend on an input: shapes, slices of weights, masks. Bounded in size, whatever a graph asks for."""
+"""Computes values that do not depend on an input: shapes, slices of weights, masks. Every graph is bounded in size."""
 
 from __future__ import annotations
 

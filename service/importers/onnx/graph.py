@@ -1,4 +1,4 @@
-"""Interprets a graph: every name stands for a constant, or for a tensor that is known by meaning."""
+"""Interprets a graph: each node computes a constant, or a signal that records the meaning of a tensor."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OPSETS = range(7, 27)
 MOST_NODES = 10_000
 """Nodes of a graph and its branches. No more than some hundred layers can be imported, each of some nodes."""
 MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""What is raised for attributes and names that have another type or size than those of ONNX."""
+"""Exceptions for attributes and names with another type or size than ONNX defines."""
 DEEPEST_BRANCH = 8
 """If nodes within If nodes."""
 FLOATS = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
@@ -54,7 +54,7 @@ class Graph:
 
     @property
     def inputs(self) -> list[ValueInfoProto]:
-        """The inputs without those that have their values in the file."""
+        """The inputs that have no values in the file."""
         return [info for info in self._graph.input if info.name not in self._initializers]
 
     @property
@@ -100,7 +100,7 @@ class Graph:
                 LookupError,
                 TypeError,
                 ValueError,
-            ) as error:  # what operators raise for numbers that do not fit
+            ) as error:  # exceptions of operators for numbers that do not fit
                 raise ImportRefused(
                     f"{_label(node)}: its attributes do not fit its inputs ({error}): export it again"
                 ) from error
@@ -108,7 +108,7 @@ class Graph:
             reading.progress += 1
 
     def _value(self, name: str, values: Mapping[str, Value]) -> Value:
-        """Return what a name stands for. Initializers are read when a node needs them."""
+        """Return the value of a name. Initializers are read when a node needs them."""
         if name in values:
             return values[name]
         if name not in self._initializers:

@@ -1,4 +1,4 @@
-"""Operators with weights, and those that pool: products, convolutions, norms, pools over windows and over all steps, softmax."""
+"""Translates operators with weights and pooling operators: products, convolutions, norms, pools over windows or all steps, softmax."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Masks of padded batches. A model computes each sequence by itself, so what a mask leaves out is not there."""
+"""Interprets the masks of padded batches. A model computes each sequence by itself, so it has no padding to mask."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One node of a graph with its inputs, for the functions that translate operators."""
+"""Defines a node of a graph with its inputs, which the functions that translate operators receive."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LISTS = (AttributeProto.INTS, AttributeProto.STRINGS)
 
 @dataclass(slots=True)
 class Reading:
-    """How the graph is read, and what was noticed on the way.
+    """How the graph is read, with the notes and facts that its operators found.
 
     batch, steps: the sizes of the sequence input; fixed: whether the graph takes this number of steps only; ids: the node of token ids;
     whole_pools: numbers of steps at which a pooling window covers them all; lengths: whether a layer takes the lengths of the sequences;
@@ -47,7 +47,7 @@ class Reading:
 class Operation:
     """A node of a graph.
 
-    inputs: their values, with None for those that the node leaves out; title: what messages call an operation that is no node.
+    inputs: their values, with None for inputs that the node leaves out; title: the name in messages of an operation that is no node.
     """
 
     node: NodeProto
@@ -108,14 +108,14 @@ class Operation:
         return [int(number) for number in self.constant(index, name).ravel()]
 
     def axes(self, rank: int, index: int = 1) -> Axes | None:
-        """Return the axes of a node, an attribute in old graphs and an input in new ones, or None if it has none."""
+        """Return the axes of a node, or None if it has none. They are an attribute in old graphs and an input in new graphs."""
         given = self.attributes.get("axes")
         if given is None and self.has(index):
             given = self.integers(index, "axes")
         return None if given is None else [checked_axis(axis, rank) for axis in given]
 
     def refuse_options(self, **allowed: object) -> None:
-        """Raise ImportRefused for attributes that have another value than the one allowed."""
+        """Raise ImportRefused for attributes with another value than the allowed value."""
         for name, value in allowed.items():
             if self.attributes.get(name, value) != value:
                 raise ImportRefused(f"its option {name} is {self.attributes[name]}, and only {value} can be imported")

@@ -1,4 +1,4 @@
-"""Every operator that can be imported, by its name."""
+"""Lists every operator that can be imported, by its name."""
 
 from __future__ import annotations
 
@@ -12,4 +12,4 @@ OPERATORS: dict[str, Operator] = {
     **recurrent.OPERATORS,
 }
 OF_CONSTANTS = ("ConstantOfShape", "Expand", "Shape")
-"""Operators that take constants as well, and whose result takes no memory."""
+"""Operators that take constants as well. Their results take no memory."""

@@ -17,9 +17,10 @@ HALVES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
 
 def original(model: ModelProto, nodes: Sequence[NodeProto], tensors: Tensors, plan: Plan, steps: int | None) -> Original | None:
-    """Return what runs a graph, or None without ONNX Runtime. nodes: those on which the first output depends; steps: the only length.
+    """Return the source as ONNX Runtime runs it, or None without ONNX Runtime.
 
-    ONNX Runtime gets no other nodes, and no files: what is not imported is not run.
+    nodes: the nodes on which the first output depends; steps: the only length. ONNX Runtime gets no other nodes, and no files: it runs
+    nothing that is not imported.
     """
     if find_spec("onnxruntime") is None:
         return None

@@ -1,7 +1,7 @@
-"""The ways to read the inputs of a graph.
+"""Lists the ways to read the inputs of a graph: which input is the sequence, and what its axes count.
 
-A graph does not say which axis counts sequences and which counts steps. Every operator that knows refuses the wrong reading, so the
-readings are tried one after another, the most common first.
+A graph does not define which axis counts sequences and which axis counts steps. An operator with a fixed meaning of its axes refuses a
+wrong reading, so the importer tries the readings in turn, the most common first.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ IDS = (TensorProto.INT32, TensorProto.INT64)
 NUMBERS = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 LARGEST_RANK = 4
 NAMES = {Role.BATCH: re.compile("batch"), Role.STEPS: re.compile("^seq(uence)?$|seq(uence)?_?len|step|time")}
-"""Names of axes that tell what they count."""
+"""Names of axes that count sequences or steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class GraphInput:
-    """An input of a graph. sizes: of its axes, with None for those that the graph leaves open; axes: their names, or empty."""
+    """An input of a graph. sizes: of its axes, with None for sizes that the graph leaves open; axes: their names, or empty."""
 
     name: str
     type: int
@@ -114,7 +114,7 @@ def _roles(sequence: GraphInput) -> list[tuple[Role, ...]]:
     """Return the meanings that the axes may have, the most common first.
 
     An axis of one entry is no batch: such a graph takes one sequence. An axis of columns has a fixed size, and there is one at most
-    with more than one entry, which token ids do not have. An axis with a name such as "batch" or "seq_len" is what it says.
+    with more than one entry, which token ids do not have. An axis with a name such as "batch" or "seq_len" has the meaning of its name.
     """
     rank = len(sequence.sizes)
     every = {

@@ -1,4 +1,4 @@
-"""LSTM, GRU and RNN of ONNX.
+"""Translates LSTM, GRU and RNN of ONNX.
 
 Gate blocks are stacked along the first axis of a matrix: i o f c in an LSTM, z r h in a GRU. A model has i f c o and r z n along the last.
 """
@@ -158,7 +158,7 @@ def _coupled(operation: Operation, tensors: dict[str, Array], hidden: int) -> di
 
 
 def _options(operation: Operation, directions: dict[str, dict[str, Array]]) -> dict[str, Any]:
-    """Return the options of the layer in model.toml, without those that have their defaults."""
+    """Return the options of the layer in model.toml, except defaults."""
     kind = operation.node.op_type
     first = next(iter(directions.values()))
     options: dict[str, Any] = {"hidden": len(first["recurrent"])}

@@ -1,4 +1,4 @@
-"""Operators that move entries of a tensor and compute nothing: shapes, slices, and the steps and directions that a graph takes."""
+"""Translates operators that only move the entries of a tensor: shapes, slices, and the steps and directions that a graph takes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FLOATS = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProt
 
 
 def same(operation: Operation) -> Value:
-    """Identity, and what does nothing in a trained model."""
+    """Identity, and operators that do nothing in a trained model."""
     value = operation.inputs[0]
     assert value is not None
     return value

@@ -1,4 +1,4 @@
-"""What a name of a graph stands for while the graph is interpreted."""
+"""Defines the values that names of a graph have while it is interpreted: constants, lengths, masks, orders and states."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def _from_recipe(recipe: Recipe, found: dict[str, Module]) -> Plan:
 
 
 def _within(found: dict[str, Module], prefix: str) -> list[Module]:
-    """Return the module of this name, or all modules whose names start with it."""
+    """Return the module of this name, or all modules with names that start with it."""
     if prefix in found:
         return [found[prefix]]
     inner = [module for name, module in found.items() if name.startswith(f"{prefix}.")]

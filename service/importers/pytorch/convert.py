@@ -1,4 +1,4 @@
-"""From the tensors of a module to a layer of model.toml: gates in our order, matrices with inputs as rows, one bias."""
+"""Converts the tensors of a module to a layer: gates in the order of model.toml, matrices with inputs as rows, one bias."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DIRECTIONS = (("forward", ""), ("backward", "_reverse"))
 
 
 def recurrent(table: Table, found: Sequence[Module]) -> Part:
-    """torch.nn.RNN, GRU or LSTM, or one of their cells. Their gate orders are ours, and a GRU keeps the recurrent bias of its new gate."""
+    """torch.nn.RNN, GRU or LSTM, or a cell. Gate orders are as in model.toml, and a GRU keeps the recurrent bias of its new gate."""
     module = _only(table, found)
     suffixes = _levels(module)
     bidirectional = "_l0_reverse" in suffixes
@@ -177,7 +177,7 @@ def sru(table: Table, found: Sequence[Module]) -> Part:
 
 
 def _directions(table: Table, bidirectional: bool) -> tuple[str, ...]:
-    """Return our directions of a module. The file does not tell whether the only one reads reversed steps."""
+    """Return the directions of a module in model.toml. The file does not tell whether the only one reads reversed steps."""
     return ("forward", "backward") if bidirectional else (table.get("direction", "forward"),)
 
 
@@ -206,7 +206,7 @@ def _sru_level(level: int, cell: Module, names: Sequence[str], hidden: int) -> d
 
 
 def qrnn(table: Table, found: Sequence[Module]) -> Part:
-    """The QRNN of Salesforce and fastai. Its forget gate is the update gate, the opposite of ours: its sign changes."""
+    """The QRNN of Salesforce and fastai. Its forget gate is the update gate, the opposite of the forget gate here: its sign changes."""
     arrays: dict[str, Array] = {}
     sizes: Table = {}
     inputs = 0

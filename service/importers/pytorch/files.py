@@ -1,4 +1,4 @@
-"""Reads the tensors of a checkpoint. Never runs what is in it, and never allocates more than the file holds."""
+"""Reads the tensors of a checkpoint. Never runs its code, and never allocates more than the file holds."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from service.importers.draft import Array, ImportRefused
 from service.modeling.spec import read_file
 
 SAFETENSORS = ".safetensors"
-"""The end of the names of files whose tensors are in alphabetical order, not in that of the model."""
+"""The suffix of files with tensors in alphabetical order, not in the order of the model."""
 MAX_TENSORS = 100_000
 _CODE = re.compile(r"GLOBAL ([\w.]+)")
 
 
 def read_tensors(file: Path) -> dict[str, Array]:
-    """Return the tensors of a .safetensors file or of a state_dict that torch.save wrote, by name, floating-point ones in float32.
+    """Return the tensors of a .safetensors file or of a state_dict that torch.save wrote, by name, with floats in float32.
 
-    A checkpoint may have the state_dict within a dictionary, beside other things. Raises ImportRefused for anything else.
+    A checkpoint may have the state_dict in a dictionary with other entries. Raises ImportRefused for anything else.
     """
     tensors = _safetensors(file) if file.suffix == SAFETENSORS else _state_dict(file)
     if len(tensors) > MAX_TENSORS:

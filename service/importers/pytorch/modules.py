@@ -1,4 +1,4 @@
-"""The modules of a state_dict, by the names and shapes of their tensors."""
+"""Groups the tensors of a state_dict into modules, by their names and shapes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from service.importers.draft import Array
 
 IGNORED = ("num_batches_tracked",)
 PARAMETRIZED = {"parametrizations.weight.original0": "weight_g", "parametrizations.weight.original1": "weight_v"}
-"""The names that torch.nn.utils.parametrizations.weight_norm gives, and those of torch.nn.utils.weight_norm."""
+"""Names of torch.nn.utils.parametrizations.weight_norm, and the names of torch.nn.utils.weight_norm for the same tensors."""
 RECURRENT = re.compile(r"(?:weight_(?:ih|hh|hr)|bias_(?:ih|hh))(?:_l\d+(?:_reverse)?)?")
 GATES = {1: "rnn", 3: "gru", 4: "lstm"}
 
@@ -43,7 +43,7 @@ class Module:
 
     @property
     def filters(self) -> Array:
-        """The filters of a convolution, (width, inputs, maps). Those of a Conv2d over whole vectors are (maps, 1, width, inputs)."""
+        """The filters of a convolution, (width, inputs, maps). The filters of a Conv2d over whole vectors are (maps, 1, width, inputs)."""
         weight = self.weight
         if weight.ndim == 4:
             weight = weight[:, 0].transpose(0, 2, 1) if weight.shape[1] == 1 else weight[:, :, :, 0]
@@ -65,7 +65,7 @@ class Module:
 
 
 def modules(tensors: Mapping[str, Array]) -> dict[str, Module]:
-    """Return the modules by name, in the order of the state_dict. Tensors that say nothing about inference are left out."""
+    """Return the modules by name, in the order of the state_dict. Tensors that inference does not need are left out."""
     found: dict[str, Module] = {}
     for name, array in tensors.items():
         place, leaf = _split(name)
@@ -86,7 +86,7 @@ def _split(name: str) -> tuple[str, str]:
 
 
 def _without_copies(found: dict[str, Module]) -> dict[str, Module]:
-    """Leave out modules that a state_dict has under a second name, as those of a block that also stand in its Sequential."""
+    """Leave out modules that a state_dict has under a second name, such as modules of a block that are also in its Sequential."""
     kept: dict[str, Module] = {}
     for name, module in found.items():
         if not any(_same(module, other) for other in kept.values()):

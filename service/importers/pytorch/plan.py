@@ -1,7 +1,7 @@
-"""The layers that the modules of a state_dict suggest, where a recipe does not name them.
+"""Suggests layers for the modules of a state_dict, where a recipe does not name them.
 
-A state_dict has names and shapes only. Whatever it does not say, such as activations and pools, is assumed as most models have it, and each
-assumption is noted: a comparison with the source shows whether it holds.
+A state_dict has names and shapes only. Other settings, such as activations and pools, are assumed as most models have them. Each assumption
+is noted: a comparison with the source shows whether it holds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Step:
 
 @dataclass(slots=True)
 class Plan:
-    """Layers in order, the dense layers of the head, the head's attention and its linear layer if it has them, and what was assumed."""
+    """Layers in order, the dense layers of the head, the head's attention and its linear layer if it has them, and the assumptions."""
 
     layers: list[Step] = field(default_factory=list)
     dense: list[Step] = field(default_factory=list)
@@ -41,8 +41,8 @@ class Plan:
 
 
 def usual_order(modules: Sequence[Module]) -> list[Module]:
-    """Return modules whose order in the file says nothing in the order that most models have: the embedding, the layers over time, and the
-    linear layers, each with as many inputs as the one before it has outputs."""
+    """Return modules in the order that most models have, where the order in the file means nothing: the embedding, the layers over time,
+    and the linear layers, each with as many inputs as the linear layer before it has outputs."""
     matrices = [module for module in modules if module.kind == "matrix"]
     ordered = [module for module in matrices if "bias" not in module.tensors][:1]
     ordered += [module for module in modules if module.kind != "matrix"]
@@ -56,7 +56,7 @@ def usual_order(modules: Sequence[Module]) -> list[Module]:
 
 
 def suggest(modules: Sequence[Module]) -> Plan:
-    """Return the plan of modules in the order of the state_dict; raises ImportRefused if one has no known form."""
+    """Return the plan of modules in the order of the state_dict; raises ImportRefused if a module has no known form."""
     plan, remaining = Plan(), list(modules)
     while remaining:
         module = remaining.pop(0)
@@ -82,7 +82,7 @@ def suggest(modules: Sequence[Module]) -> Plan:
 
 
 def _add_matrix(plan: Plan, module: Module, remaining: Sequence[Module]) -> None:
-    """An embedding comes first and has no bias. Of the others, those after the last layer over time belong to the head."""
+    """An embedding comes first and has no bias. Other matrices after the last layer over time belong to the head."""
     if not plan.layers and "bias" not in module.tensors and any(other.kind != "matrix" for other in remaining):
         plan.layers.append(Step({"kind": "embedding"}, [module]))
     elif any(other.kind != "matrix" for other in remaining):

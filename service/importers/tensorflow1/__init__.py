@@ -18,16 +18,16 @@ from service.importers.tensorflow1.cells import KINDS, adds_forget_bias, recurre
 from service.importers.tensorflow1.variables import Layer, read_layers, within
 
 FORGET_BIAS = "forget_bias"
-"""A key of an LSTM in a recipe: what its cells add to the bias of the forget gate. 1.0 in TensorFlow."""
+"""A key of an LSTM in a recipe: the number that its cells add to the bias of the forget gate. 1.0 in TensorFlow."""
 RECURRENT = tuple(dict.fromkeys(KINDS.values()))
 MATRICES = {"embedding": 2, "dense": 2, "conv": 3}
 """Layers with one matrix or filter, and how many axes it has."""
 Entry = tuple[dict[str, Any], Layer | None]
-"""A table of the recipe, and the layer whose variables it has."""
+"""A table of the recipe, and the layer with its variables."""
 
 
 def read(file: Path, recipe: Recipe) -> Draft:
-    """Return the model of variables; raises ImportRefused for variables or a recipe that do not make one."""
+    """Return the model of variables; raises ImportRefused for variables or a recipe that do not make a model."""
     found = read_layers(file)
     notes: list[str] = []
     entries, dense, linear = _from_recipe(recipe, found) if recipe.layers else _suggested(found, recipe)
@@ -81,7 +81,7 @@ def _chained(dense: Sequence[Layer]) -> list[Layer]:
 
 
 def _layer(table: dict[str, Any], layer: Layer | None, notes: list[str]) -> Part:
-    """Return a layer of model.toml; raises ImportRefused for variables that do not make one."""
+    """Return a layer of model.toml; raises ImportRefused for variables that do not make a layer."""
     if layer is None:
         return Part(table)
     if not layer.cells:

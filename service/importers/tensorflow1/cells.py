@@ -1,7 +1,7 @@
-"""From the variables of recurrent cells to tensors of model.toml.
+"""Converts the variables of recurrent cells to tensors of model.toml.
 
-A kernel has the rows of the input, then those of the state. The gates of an LSTM are i j f o, j being the cell's input; those of a GRU are
-r u, and its candidate stands alone.
+A kernel has the rows of the input, then the rows of the state. The gates of an LSTM are i j f o, where j is the cell's input. The gates of
+a GRU are r u, and its candidate is a separate variable.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PROJECTION = "projection/kernel"
 
 
 def recurrent(table: dict[str, Any], layer: Layer, forget_bias: float) -> Part:
-    """Return a recurrent layer. forget_bias: what its cells add to the bias of the forget gate when they compute."""
+    """Return a recurrent layer. forget_bias: the number that its cells add to the bias of the forget gate when they compute."""
     cells = dict(sorted(layer.cells.items(), key=lambda pair: (pair[0][0], pair[0][1] == "backward")))
     levels, directions = ({place[index] for place in cells} for index in (0, 1))
     if layer.stacks or len(cells) != len(levels) * len(directions) or levels != set(range(len(levels))):

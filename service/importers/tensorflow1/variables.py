@@ -26,7 +26,7 @@ DIRECTIONS = {"fw": "forward", "bw": "backward"}
 
 @dataclass(slots=True)
 class Cell:
-    """The variables of one level in one direction. kind: of the cell, such as gru_cell; variables: by what follows the cell's name."""
+    """The variables of one level in one direction. kind: of the cell, such as gru_cell; variables: by their names within the cell."""
 
     kind: str
     variables: dict[str, Array] = field(default_factory=dict)
@@ -115,7 +115,7 @@ def _checked(name: str, array: Array) -> Array:
 
 
 def within(layers: Mapping[str, Layer], name: object) -> Layer:
-    """Return the layer of this name, or the only layer whose name starts with it."""
+    """Return the layer of this name, or the only layer with a name that starts with it."""
     found = [layer for key, layer in layers.items() if key == name] or [
         layer for key, layer in layers.items() if key.startswith(f"{name}/")
     ]

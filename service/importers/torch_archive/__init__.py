@@ -1,7 +1,7 @@
 """Imports archives of torch that have a program: .pt2 files of torch.export.save, and TorchScript files of torch.jit.save.
 
-`exported` and `script` read the programs, neither of which torch reads without running code of the file. `translation` carries out their
-calls on `service.importers.chain`'s signals, and `tensors` on sample sequences, with torch itself, to compare.
+`exported` and `script` read the programs: torch itself would run code of the file to read them. `translation` carries out their calls on
+the signals of `service.importers.chain`. `tensors` carries them out on sample sequences, with torch itself, for the comparison.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FREE = 1 << 25
 COPIES = 64
 """How often a program may read or compute as many numbers as its weights have, in all readings of its inputs together."""
 MOST_SIZES = 32
-"""Numbers of features that are tried for a program that does not have it."""
+"""How many numbers of features are tried for a program that does not define it."""
 
 
 def read(path: Path) -> Draft:
@@ -67,7 +67,7 @@ def _read(path: Path) -> Draft:
 
 
 def _plans(program: Program) -> Iterator[Plan]:
-    """Return each way to read the inputs. Where an archive does not have their shapes, the usual ones are tried."""
+    """Return each way to read the inputs. Where an archive does not have their shapes, usual shapes are tried."""
     if not program.inputs:
         raise ImportRefused("the program has no inputs")
     if all(one.shape is not None for one in program.inputs):
@@ -80,7 +80,7 @@ def _plans(program: Program) -> Iterator[Plan]:
 
 
 def _other_inputs(names: Sequence[str]) -> list[list[GraphInput]]:
-    """Return what the inputs after the first may be: lengths and initial states, or initial states alone."""
+    """Return the possible inputs after the first: lengths and initial states, or initial states alone."""
     states = [_graph_input(name, False, (None, None, None)) for name in names]
     return [[_graph_input(names[0], True, (None,)), *states[1:]], states] if names else [[]]
 
@@ -98,7 +98,7 @@ def _graph_input(name: str, has_ids: bool, shape: Sequence[int | None]) -> Graph
 
 
 def _complete(draft: Draft, program: Program, plan: Plan, reading: Reading, numbers: int) -> None:
-    """Add what was noticed while the program was translated, and what runs it."""
+    """Add the results of the translation: notes, unused tensors and the source itself."""
     draft.unused = [name for name in program.weights if name not in draft.used]
     draft.notes += reading.notes
     if reading.fixed:

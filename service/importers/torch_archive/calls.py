@@ -1,4 +1,4 @@
-"""Calls of torch's operators: which overload is meant, and its arguments by name."""
+"""Binds calls of torch's operators: finds the overload, and its arguments by name."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Call:
 
 
 def bound(name: str, overload: str | None, positional: Sequence[Any], named: Mapping[str, Any], is_tensor: IsTensor) -> Call:
-    """Return the call of the first overload whose parameters fit the arguments. overload: its name, or None if it is not known."""
+    """Return the call of the first overload whose parameters fit the arguments. overload: its name, or None if it is unknown."""
     known = overload is not None
 
     def fits(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Operators of torch that compute with every number by itself."""
+"""Translates elementwise operators of torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PLAIN = {
     "sqrt": "Sqrt",
     "reciprocal": "Reciprocal",
 }
-"""Operators without parameters, by those of ONNX."""
+"""Operators without parameters, with the operators of ONNX that compute the same."""
 COMPARISONS = {"gt": "Greater", "ge": "GreaterOrEqual", "lt": "Less", "le": "LessOrEqual", "eq": "Equal"}
 BINARY = {
     **COMPARISONS,

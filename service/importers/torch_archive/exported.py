@@ -1,4 +1,4 @@
-"""Programs of torch.export.save: .pt2 archives. torch.export.load evaluates text of the archive as code, so it is not used."""
+"""Reads programs of torch.export.save: .pt2 archives. torch.export.load evaluates text of the archive as code, so it is not used."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def _tensors(archive: Archive, kind: str) -> dict[str, Tensor]:
 
 
 def _argument(argument: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
-    """Return an argument of a node: a value of an earlier node, or one that is written in the description."""
+    """Return an argument of a node: a value of an earlier node, or a constant in the description."""
     [(kind, content)] = argument.items()
     if kind == "as_none":
         return None

@@ -1,4 +1,4 @@
-"""Operators of torch with weights, and those that pool, by the operators of ONNX that compute the same."""
+"""Translates operators of torch with weights and pooling operators, through the operators of ONNX that compute the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operators of torch that move numbers and compute nothing."""
+"""Translates operators of torch that move numbers and compute nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INTEGER_TYPES = (3, 4)
 """int32 and int64 by their numbers in schemas of operators."""
 FLOAT_TYPES = (5, 6, 7, 15)
 KEPT = (Lengths, Order, State, BatchSizes)
-"""Values that stay what they are in another shape."""
+"""Values that do not change when they take another shape."""
 
 
 def first_argument(operation: Operation) -> Any:

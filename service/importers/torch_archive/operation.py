@@ -1,4 +1,4 @@
-"""One call of an operator of torch with its values, for the functions that translate operators."""
+"""Defines a call of an operator of torch with its values, which the functions that translate operators receive."""
 
 from __future__ import annotations
 

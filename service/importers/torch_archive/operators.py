@@ -1,4 +1,4 @@
-"""Every operator of torch that can be imported, by its name."""
+"""Lists every operator of torch that can be imported, by its name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed sequences of torch: sequences of different lengths, sorted by length, without padding."""
+"""Translates packed sequences of torch: sequences of different lengths, sorted by length, without padding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What both kinds of archives have in common: a program of calls, which a machine carries out."""
+"""Defines the program of an archive, and the machine that carries out its calls. Both kinds of archives share them."""
 
 from __future__ import annotations
 

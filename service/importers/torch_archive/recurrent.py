@@ -1,4 +1,4 @@
-"""nn.LSTM, nn.GRU and nn.RNN of torch. Their gate orders are those of model.toml, and a GRU keeps the bias of its new gate."""
+"""Translates nn.LSTM, nn.GRU and nn.RNN of torch. The gate orders equal model.toml's, and a GRU keeps the bias of its new gate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions of TorchScript that work on plain numbers, texts and lists."""
+"""Implements functions of TorchScript that work on plain numbers, texts and lists."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LARGEST_NUMBER = 1 << 62
 
 
 def _bounded(calculate: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Return a calculation whose result stays as small as a number of 64 bits, or as a list of a graph."""
+    """Return a calculation that raises ValueError for integers above LARGEST_NUMBER and for long lists."""
 
     def bounded(first: Any, second: Any) -> Any:
         if isinstance(first, str) or isinstance(second, str):

@@ -1,4 +1,4 @@
-"""Programs of torch.jit.save: TorchScript archives, of traced and of scripted modules.
+"""Reads and interprets programs of torch.jit.save: TorchScript archives, of traced and of scripted modules.
 
 An archive has the text of its code. It is parsed and interpreted here, statement by statement, as far as it is plain: calls of torch's
 operators, of functions and of methods, and branches and loops that do not depend on the numbers of tensors. torch.jit.load would run code
@@ -209,7 +209,7 @@ class Interpreter:
         raise ImportRefused(f"the code of the archive reads {name} of a value that has no names")
 
     def _constant(self, value: Any) -> Any:
-        """Return a value of the archive, with its tensors as those of the machine."""
+        """Return a value of the archive, with its tensors as values of the machine."""
         if isinstance(value, Tensor):
             if id(value) not in self._known:
                 self._known[id(value)] = self.program.weight(self.machine, value)
@@ -289,7 +289,7 @@ class Interpreter:
         return value
 
     def _measure(self, values: Sequence[Any]) -> None:
-        """Count the items of lists within each other: a list that has another one twice doubles with each level."""
+        """Count the items of nested lists: a list that has another list twice doubles with each level."""
         waiting = [values]
         while waiting:
             for item in waiting.pop():
@@ -306,7 +306,7 @@ class Interpreter:
 
 
 def _tensors(module: Module, prefix: str) -> dict[str, Tensor]:
-    """Return the tensors of a module and of those within it, by name."""
+    """Return the tensors of a module and of its inner modules, by name."""
     found: dict[str, Tensor] = {}
     waiting = [(prefix, module)]
     seen = set()

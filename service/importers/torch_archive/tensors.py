@@ -1,4 +1,4 @@
-"""Runs operators of torch on tensors: those that a program computes from its weights alone, and the whole program on samples."""
+"""Runs operators of torch on tensors: operators over weights alone for the translation, and the whole program on samples."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def run(call: Call, budget: Budget) -> Any:
 
 
 class TensorMachine:
-    """Runs a program on tensors. operators: the names of those that it may run."""
+    """Runs a program on tensors. operators: the names of the operators that it may run."""
 
     def __init__(self, operators: frozenset[str], budget: Budget) -> None:
         self._operators = operators
@@ -187,7 +187,7 @@ def _size(call: Call, operator: Any, arguments: Mapping[str, Any]) -> int:
 
 
 def _on_meta(operator: Any) -> dict[str, Any]:
-    """Return what keeps an operator that makes a tensor from allocating it."""
+    """Return the arguments with which an operator that makes a tensor does not allocate it."""
     return {"device": "meta"} if any(argument.name == "device" for argument in operator._schema.arguments) else {}
 
 

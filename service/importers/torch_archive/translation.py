@@ -1,4 +1,4 @@
-"""Translates a program: carries out its calls on signals, which are known by meaning."""
+"""Translates a program: carries out its calls on signals, which record the meaning of tensors."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from service.importers.torch_archive.tensors import PURE, Budget, run
 DEPENDENT = (Signal, Lengths, Order, State, FinalCell, Packed, BatchSizes)
 """Values that depend on the input."""
 SHARING = frozenset(MOVES) - {"cat", "clone", "flip", "gather", "index_select", "pad", "constant_pad_nd", "stack"}
-"""Operators whose results share their numbers with their first argument."""
+"""Operators with results that share their numbers with the first argument."""
 
 
 class TranslatingMachine:
-    """Carries out calls on signals, and those of constants on their numbers.
+    """Carries out calls on signals, and calls on constants with their numbers.
 
     An operator that changes a tensor in place gives it a new value, unless other tensors share its numbers.
     """
@@ -87,7 +87,7 @@ class TranslatingMachine:
         return result
 
     def _replace(self, name: str, old: Any, new: Any) -> None:
-        """Give a tensor a new value. The old one is kept, so that no other value has its id."""
+        """Give a tensor a new value. The old value is kept, so that no other value has its id."""
         if id(old) in self._shared:
             raise ImportRefused(
                 f"{name}: it changes a tensor in place that shares its numbers with another: save it without inplace=True"

@@ -1,4 +1,4 @@
-"""Builds Keras models for tests. Loads neither Keras nor the service: the functions are given the module `keras`."""
+"""Builds Keras models for tests. Loads neither Keras nor the service: the functions receive the module `keras`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Layer = Callable[[Any], Any]
 class Case:
     """A line of the table, with its proof.
 
-    part: a layer of Keras, or several that belong together; option: what is special; build: returns the model, given the module `keras`;
-    refused: what the message of a refusal says, or empty if the model imports; lengths: steps of the sequences with which it is compared;
+    part: a layer of Keras, or several that belong together; option: the tested option; build: returns the model, given the module `keras`;
+    refused: words of the refusal, or empty if the model imports; lengths: steps of the sequences with which it is compared;
     padding: where each sequence of a batch is padded with masked steps in Keras: "post", "pre" or "holes", or empty for sequences one by
     one; suffix: of the file.
     """

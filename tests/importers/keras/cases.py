@@ -1,4 +1,4 @@
-"""The table of what imports from Keras and what is refused: each line has a model, with which the tests prove it."""
+"""The table of models of Keras that import or are refused. The tests import the model of each line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models of Keras 2, whose checkpoints are in the folder `checkpoints`: `make_keras2_checkpoints` wrote them. Loads no Keras."""
+"""Models of Keras 2. `make_keras2_checkpoints` wrote their checkpoints into the folder `checkpoints`. Loads no Keras."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _operations(keras: Any) -> Any:
 
 
 def _without_input_layer(keras: Any) -> Any:
-    """A Sequential model whose first layer has the shape of the input."""
+    """A Sequential model with the shape of the input in its first layer."""
     return keras.Sequential(
         [
             keras.layers.Embedding(VOCABULARY, FEATURES, input_length=6),

@@ -1,6 +1,6 @@
 """Builds every model of the table with random weights, and saves it with inputs and with the outputs that Keras computes.
 
-Runs in an environment of its own: `python -m tests.importers.keras.make_checkpoints FOLDER`. Knows nothing of the service.
+Runs in a separate environment: `python -m tests.importers.keras.make_checkpoints FOLDER`. Knows nothing of the service.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def randomize(model: Any, seed: int) -> None:
 
 
 def save(model: Any, file: Path) -> None:
-    """Save a model as its users do; weights alone with the JSON of the model beside them."""
+    """Save a model as its users do; for weights alone, save the JSON of the model as well."""
     if file.name.endswith(".weights.h5"):
         model.save_weights(file)
         file.with_name(f"{file.name.removesuffix('.weights.h5')}.json").write_text(json.dumps(json.loads(model.to_json())))

@@ -1,6 +1,6 @@
 """Writes the folder `checkpoints` with Keras 2: `python -m tests.importers.keras.make_keras2_checkpoints`.
 
-It needs tf_keras 2.21.0 and tensorflow-cpu 2.21.0 in an environment of its own, which is too large for every test run.
+It needs tf_keras 2.21.0 and tensorflow-cpu 2.21.0 in a separate environment, which is too large for every test run.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def attention_by_product(keras: Any, x: Any) -> Any:
 
 
 def flipped(keras: Any, x: Any) -> Any:
-    """A backward layer over reversed steps, beside a forward one."""
+    """A forward layer, and a backward layer over reversed steps."""
     back = keras.ops.flip(keras.layers.LSTM(3, return_sequences=True)(keras.ops.flip(x, axis=1)), axis=1)
     return keras.ops.concatenate([keras.layers.LSTM(3, return_sequences=True)(x), back], axis=-1)
 

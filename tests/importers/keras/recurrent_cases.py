@@ -54,7 +54,7 @@ def _recurrent_cases(kind: str) -> list[Case]:
 
 
 def _swapped(kind: str, layers: Any) -> Any:
-    """Return a bidirectional layer whose forward layer reads backward."""
+    """Return a bidirectional layer with a forward layer that reads backward."""
     forward, backward = (getattr(layers, kind)(UNITS, go_backwards=reads_backward, **STEPS) for reads_backward in (True, False))
     return layers.Bidirectional(forward, backward_layer=backward)
 

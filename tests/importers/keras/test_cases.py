@@ -53,6 +53,6 @@ def test_lines_of_the_table_differ() -> None:
 
 
 def comparable(head: Mapping[str, Any], output: Any) -> Any:
-    """Return an output of the source as the model answers it: one probability becomes those of two labels."""
+    """Return an output of the source as the model answers it: one probability becomes two, for two labels."""
     is_binary = head["kind"] == "classify" and not head.get("multi_label") and output.shape[-1] == 1
     return np.concatenate([1 - output, output], axis=-1) if is_binary else output

@@ -316,14 +316,14 @@ def _layer(name: str, kind: str, *inputs: Any, **config: Any) -> dict[str, Any]:
 
 
 def _doubled(count: int) -> dict[str, Any]:
-    """Each layer joins the output of the one before to itself."""
+    """Each layer joins the output of the previous layer to itself."""
     names = ["x", *(f"join{index}" for index in range(count))]
     layers = [_layer(name, "Concatenate", (below, 0, 0), (below, 0, 0)) for below, name in pairwise(names)]
     return _functional(layers, names[-1])
 
 
 def _called_within(depth: int) -> dict[str, Any]:
-    """Each model calls the one within it ten times."""
+    """Each model calls its inner model ten times."""
     inner = _functional([_layer("y", "Activation", ("x", 0, 0), activation="tanh")], "y")
     for _ in range(depth):
         calls = [[[["x", 0, 0, {}]]], *([[["inner", number, 0, {}]]] for number in range(9))]

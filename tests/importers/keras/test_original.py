@@ -30,7 +30,7 @@ class Model:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, answer: Callable[[Any], Any], version: str = "3.15.1") -> None:
-    """Make `keras` a module whose models give this answer to a batch."""
+    """Make `keras` a module with models that return this answer to a batch."""
 
     def load_model(path: Path, *, compile: bool, safe_mode: bool) -> Any:
         assert safe_mode and not compile

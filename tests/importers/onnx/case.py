@@ -1,4 +1,4 @@
-"""The table of what imports from ONNX and what is refused: each line has a graph, with which the tests prove it."""
+"""The type of lines in the table of ONNX. The tests import the graph of each line."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from onnx import ModelProto
 class Case:
     """A line of the table.
 
-    operator: of ONNX, or several that belong together; option: what is special; graph: a model that needs it; refused: what the message of
-    a refusal says, or empty if the graph imports; axes: where (batch, steps, features) are in its input; reference: whether only
+    operator: of ONNX, or several that belong together; option: the tested option; graph: a model that needs it; refused: words of the
+    refusal, or empty if the graph imports; axes: where (batch, steps, features) are in its input; reference: whether only
     onnx.reference runs it; lengths: steps of the sequences with which it is compared.
     """
 

@@ -1,4 +1,4 @@
-"""The table of what imports from ONNX and what is refused."""
+"""The table of ONNX graphs that import or are refused."""
 
 from __future__ import annotations
 

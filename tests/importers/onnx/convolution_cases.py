@@ -38,7 +38,7 @@ def one_conv(inputs: int = FEATURES, **options: Any) -> ModelProto:
 
 
 def padded_conv(pads: Sequence[int], **attributes: Any) -> ModelProto:
-    """Return a graph that pads with a node of its own."""
+    """Return a graph that pads with a separate node."""
     net = Net()
     padded = net.add("Pad", channels(net), net.constant([0, 0, pads[0], 0, 0, pads[1]]), **attributes)
     return net.model(channels(net, net.add("Relu", conv(net, padded))))
@@ -53,7 +53,7 @@ def chomped(first: int, last: int) -> ModelProto:
 
 
 def image_conv(height: int = 3, covered: int = FEATURES, *, transposed: bool = False, **attributes: Any) -> ModelProto:
-    """Return a graph with a convolution of an image with one channel, whose rows are the steps, or its columns."""
+    """Return a graph with a convolution of an image with one channel. The rows of the image are the steps, or its columns."""
     net = Net()
     image = net.add("Unsqueeze", channels(net) if transposed else "x", net.constant([1]))
     kernel = (covered, height) if transposed else (height, covered)

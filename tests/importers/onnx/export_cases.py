@@ -1,4 +1,4 @@
-"""Modules of torch whose files of torch.onnx.export are tested. The new exporter takes seconds for each, so it exports fewer."""
+"""Modules of torch that the tests export with torch.onnx.export. The new exporter takes seconds for each, so it exports fewer."""
 
 from __future__ import annotations
 

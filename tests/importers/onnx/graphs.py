@@ -88,7 +88,7 @@ def imported(model: ModelProto, folder: Path) -> Draft:
 
 
 def spec_of(draft: Draft) -> ModelSpec:
-    """Return the model.toml of a draft, and assert that its tensors are those of the draft."""
+    """Return the model.toml of a draft, and assert that it has the tensors of the draft."""
     spec = ModelSpec.model_validate(draft.model("imported", {"input": {"max_steps": 99, **draft.input}}))
     assert {name: array.shape for name, array in draft.arrays().items()} == spec.tensors()
     return spec

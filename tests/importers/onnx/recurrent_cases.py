@@ -108,7 +108,7 @@ def reversed_pair(*, wrong: bool = False) -> ModelProto:
 
 
 def _with_activations(kind: str, names: list[str]) -> ModelProto:
-    """Return a graph whose activations have parameters unlike the defaults. Its weights are small: gates without limits grow."""
+    """Return a graph with activations that have parameters unlike the defaults. Its weights are small: gates without limits grow."""
     alphas = [0.3 + 0.1 * index for index, name in enumerate(names) if name in WITH_ALPHA]
     betas = [0.6 - 0.1 * index for index, name in enumerate(names) if name in WITH_BETA]
     lists: dict[str, Any] = {"activation_alpha": alphas, "activation_beta": betas}

@@ -89,7 +89,7 @@ def layer_norm(*, axis: int = -1, bias: bool = True, epsilon: float = 1e-5) -> M
 
 
 def elementwise(*names: str, **attributes: Any) -> Callable[[Net, str], str]:
-    """Apply operators of one input, one after another."""
+    """Apply operators of one input in a row."""
 
     def build(net: Net, x: str) -> str:
         for name in names:
@@ -219,7 +219,7 @@ def moved(operator: str, *rest: Any, **attributes: Any) -> ModelProto:
 
 
 def columns(*starts: int, size: int = 2) -> ModelProto:
-    """Return a graph that answers some columns, in an order of its own."""
+    """Return a graph that answers some columns, in another order."""
 
     def build(net: Net, x: str) -> str:
         parts = [net.add("Slice", x, *(net.constant([at]) for at in (start, start + size, 2))) for start in starts]

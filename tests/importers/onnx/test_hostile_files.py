@@ -126,7 +126,7 @@ def test_huge_input_is_refused(shape: tuple[int | str, ...], tmp_path: Path) -> 
 
 
 def external(folder: Path, location: str = "weights.bin", **entries: Any) -> ModelProto:
-    """Return a model whose first weights are in another file."""
+    """Return a model with its first weights in another file."""
     model = good()
     tensor = model.graph.initializer[0]
     tensor.ClearField("raw_data")
@@ -365,7 +365,7 @@ def test_shared_weights_do_not_multiply(tmp_path: Path) -> None:
 
 
 def _bomb(*nodes: tuple[str, list[Any], dict[str, Any]]) -> ModelProto:
-    """Return a graph that adds a constant that nodes compute from lists of integers: each continues the one before."""
+    """Return a graph that adds a constant that nodes compute from lists of integers: each node takes the result of the previous node."""
     net = Net()
     name = ""
     for operator, inputs, attributes in nodes:

@@ -1,4 +1,4 @@
-"""The table of what imports from a state_dict of PyTorch, and what is refused: each line has a module, with which the tests prove it."""
+"""The table of state_dicts of PyTorch that import or are refused. The tests import the module of each line."""
 # mypy: disable-error-code="no-any-return"
 # A module of torch returns Any when it is called.
 
@@ -32,9 +32,9 @@ Norm = Callable[[nn.Module], nn.Module]
 class Case:
     """A line of the table.
 
-    part: modules of torch; option: what is special; build: makes a module that returns outputs by name for one row; recipe: what the
-    state_dict does not say; refused: what the message of a refusal says, or empty if it imports; ids: whether rows are token ids;
-    features: numbers of a step.
+    part: modules of torch; option: the tested option; build: makes a module that returns outputs by name for one row; recipe: settings that
+    the state_dict lacks; refused: words of the refusal, or empty if it imports; ids: whether rows are token ids; features: numbers of a
+    step.
     """
 
     part: str
@@ -163,7 +163,7 @@ class TCN(nn.Module):
 
 
 class Chain(nn.Module):
-    """Modules of single steps, one after another, named 0, 1, ..."""
+    """Modules of single steps in a row, named 0, 1, ..."""
 
     def __init__(self, *modules: nn.Module) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ class OverRows(nn.Module):
 
 
 class QRNNLayer(nn.Module):
-    """One layer of Salesforce's and fastai's QRNN: a linear layer over this step and the one before, newest first, blocks z f o.
+    """One layer of Salesforce's and fastai's QRNN: a linear layer over this step and the previous step, newest first, blocks z f o.
 
     f is the gate of the new value: c = f z + (1 - f) c.
     """

@@ -1,8 +1,8 @@
 """Writes the folder `checkpoints`: `TF_USE_LEGACY_KERAS=1 python -m tests.importers.tensorflow1.make_checkpoints`.
 
-It needs tensorflow-cpu 2.21.0 and tf_keras 2.21.0 in an environment of its own, which is too large for every test run. They have the
-cells of TensorFlow 1 in tensorflow.compat.v1, except those of tf.contrib.cudnn_rnn. Of these, the LSTM is BasicLSTMCell without a forget
-bias, and the GRU is written here as it was there.
+It needs tensorflow-cpu 2.21.0 and tf_keras 2.21.0 in a separate environment, which is too large for every test run. They have the cells
+of TensorFlow 1 in tensorflow.compat.v1, except the cells of tf.contrib.cudnn_rnn: its LSTM is BasicLSTMCell without a forget bias, and its
+GRU is written here as it was there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Tensor = Any
 
 
 class CudnnCompatibleGRUCell(legacy_cells.GRUCell):  # type: ignore[misc]
-    """As tf.contrib.cudnn_rnn had it: the candidate's two products have biases of their own, and are separate variables."""
+    """As tf.contrib.cudnn_rnn had it: the candidate's two products have separate biases, and are separate variables."""
 
     def build(self, inputs_shape: Any) -> None:
         inputs, units = inputs_shape[-1], self._num_units

@@ -1,4 +1,4 @@
-"""The table of what imports from archives of torch, and what is refused."""
+"""The table of archives of torch that import or are refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BY_NUMBERS = "it works on the axis of batch"
 
 
 def refused_activation(sample: Sample) -> str:
-    """Return the words of the refusal of a module whose activation no layer has."""
+    """Return the words of the refusal of a module with an activation that no layer has."""
     return "operators of this name cannot be imported" if sample.option == "LogSigmoid()" else "no activation of model.toml"
 
 

@@ -77,7 +77,7 @@ class Optionals(nn.Module):
 
 
 class WithState(nn.Module):
-    """A module whose state is read by code of its own, which torch.jit.load runs."""
+    """A module with code that reads its state. torch.jit.load runs this code."""
 
     def __init__(self) -> None:
         super().__init__()

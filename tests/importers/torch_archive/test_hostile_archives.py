@@ -266,7 +266,7 @@ def test_deep_description_is_refused(exported: Path, tmp_path: Path) -> None:
 
 
 def with_code(traced: Path, folder: Path, body: str) -> Path:
-    """Return a copy of a TorchScript archive whose forward method has another body."""
+    """Return a copy of a TorchScript archive that replaces the body of its forward method."""
 
     def change(members: dict[str, bytes]) -> None:
         name = next(name for name in members if name.endswith(".py") and b"class Net" in members[name])
