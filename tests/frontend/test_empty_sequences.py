@@ -214,6 +214,18 @@ def test_protocol_in_json_answers_empty_sequences_alone(server: Server, folder: 
     assert labels[0] == outputs(server.infer("words", [""]))[0]["label"]
 
 
+def test_protocol_answers_empty_sequences_of_features(server: Server) -> None:
+    """An array of no steps has rows of features, and no bytes."""
+    tensors = [
+        {"name": "inputs", "datatype": "FP32", "shape": [2, 1, 3], "data": [0.5] * 6},
+        {"name": "lengths", "datatype": "INT32", "shape": [2], "data": [0, 0]},
+    ]
+    reply = server.client.post("/v2/models/sensors/infer", json={"inputs": tensors})
+    assert reply.status_code == 200, reply.text
+    [answer] = outputs(server.infer("sensors", [[]]))
+    assert next(tensor["data"] for tensor in reply.json()["outputs"] if tensor["name"] == "label") == [answer["label"]] * 2
+
+
 # What is still refused.
 
 

@@ -76,7 +76,7 @@ class InputTensors:
             validation.check_steps(count, self.field_of(index), model)
         validate = validation.engine_ids if model.spec.input.features is None else validation.engine_features
         packed = np.ascontiguousarray(validate(flat, _step_names(values.name, steps), model))
-        return PackedInputs(steps, packed.data.cast("B"))
+        return PackedInputs(steps, packed.data.cast("B") if packed.size else b"")  # a view of no values cannot be cast
 
     @property
     def values_name(self) -> str:
