@@ -1,12 +1,22 @@
-"""Marks every test of this folder with `gpu`, so that it is skipped without a GPU."""
+"""Marks every test of this folder with `gpu`, so that it is skipped without a GPU. Fills memory with NaN for the tests of kernels."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.kernels.inputs import poisoned_memory
+
 HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def poisoned() -> Iterator[None]:
+    """Fill unwritten memory with NaN, so that a missing output is noticed."""
+    with poisoned_memory():
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -15,7 +18,16 @@ from kernels.scan import launch
 from kernels.scan.shape import ScanShape
 from tests.kernels import inputs
 from tests.kernels.families import Form
-from tests.kernels.inputs import OUTPUTS, Arguments, arrays, map_arrays
+from tests.kernels.inputs import (
+    OUTPUTS,
+    Arguments,
+    arrays,
+    assert_reserved_slots_unchanged,
+    caches_with_zero_slot,
+    in_chunks,
+    map_arrays,
+    run_from_slot_to_slot,
+)
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 LSTM = Form("lstm")
@@ -110,3 +122,37 @@ def close(actual: Tensor, expected: Tensor, tolerance: float, name: str) -> None
 def same(actual: Encoded, expected: Encoded) -> None:
     differing = [name for name, array in outputs(actual).items() if not torch.equal(array, outputs(expected)[name])]
     assert not differing
+
+
+def assert_any_rows_match(form: Form, backend: str, arguments: Arguments, tolerance: float) -> None:
+    """Compare up to 40 random rows with the reference."""
+    x, weights, state = arguments
+    encoded = outputs(form.run(x, weights, state, backend=backend))
+    some = sorted(random.Random(x.rows).sample(range(x.rows), min(x.rows, 40)))
+    each = inputs.rows(x)
+    sampled = Arguments(joined([each[row] for row in some]), weights, map_arrays(state, lambda array: array[some]))
+    expected = outputs(form.exact(sampled))
+    for name in ("last", "mean", "max", *arrays(state)):
+        close(encoded[name][some], expected[name], tolerance, name)
+
+
+def assert_rows_are_independent(form: Form, backend: str, arguments: Arguments) -> None:
+    """Assert that rows have the same bits alone, in the batch and in chunks."""
+    x, weights, state = arguments
+    whole = outputs(form.run(x, weights, state, backend=backend))
+    names = [*arrays(state), "last", "mean", "max"]
+    for row in (0, 1, 2, 4, 60):
+        own = map_arrays(state, partial(Tensor.narrow, dim=0, start=row, length=1))
+        alone = outputs(form.run(joined([inputs.rows(x)[row]]), weights, own, backend=backend))
+        assert all(torch.equal(alone[name][0], whole[name][row]) for name in names)
+    fresh = form.run(x, weights, backend=backend)
+    caches = caches_with_zero_slot(state)
+
+    def run_chunk(chunk: Ragged, state: Any) -> Encoded:
+        return form.run(chunk, weights, state, backend=backend)
+
+    steps, after = run_from_slot_to_slot(run_chunk, in_chunks(x, chunks=4), caches)
+    assert fresh.steps is not None and torch.equal(steps, fresh.steps)
+    for name, array in arrays(after).items():
+        assert torch.equal(array, getattr(fresh.state, name))
+    assert_reserved_slots_unchanged(caches)

@@ -39,13 +39,14 @@ from tests.kernels.inputs import (
     caches_with_zero_slot,
     in_chunks,
     map_arrays,
-    poisoned_memory,
     put_in_slots,
     run_from_slot_to_slot,
     with_shared_slots,
     with_slots,
 )
 from tests.kernels.stacks import Maker, Stack, TextCNN
+
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 BACKEND = "fused"
 SUMS = 2e-3
@@ -93,12 +94,6 @@ every_slab = pytest.mark.parametrize(
 )
 """State caches that the kernel can write to, and a state cache that it cannot write to."""
 every_way_in = pytest.mark.parametrize("ids", ["", "embedding", "tables"])
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _poisoned_memory() -> Iterator[None]:
-    with poisoned_memory():
-        yield
 
 
 @contextmanager

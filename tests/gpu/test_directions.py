@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,9 @@ from kernels.directions import compose_directions
 from kernels.ragged import Encoded, Outputs, Ragged
 from tests.gpu.inputs import TOLERANCE, agree, gates, made, outputs, same
 from tests.kernels.families import Form
-from tests.kernels.inputs import EVERYTHING, OUTPUTS, arrays, as_float64, poisoned_memory, put_in_slots, with_shared_slots
+from tests.kernels.inputs import EVERYTHING, OUTPUTS, arrays, as_float64, put_in_slots, with_shared_slots
+
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 FORMS = [
     Form("lstm"),
@@ -31,12 +33,6 @@ every_form = pytest.mark.parametrize("form", FORMS, ids=str)
 without_ids = pytest.mark.parametrize("form", [form for form in FORMS if not form.takes_ids], ids=str)
 every_size = pytest.mark.parametrize("backend, hidden", SIZES)
 both_kernels = pytest.mark.parametrize("backend", ["cluster", "grid"])
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _poisoned_memory() -> Iterator[None]:
-    with poisoned_memory():
-        yield
 
 
 def pair_of(form: Form, lengths: Sequence[int], hidden: int, *, as_gates: bool = False) -> tuple[Ragged, Any, Any]:

@@ -3,45 +3,40 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from kernels.backend import explain
 from kernels.directions import compose_directions
 from kernels.ragged import Encoded, Outputs, Ragged
-from tests.gpu.inputs import TOLERANCE, agree, close, gates, joined, made, outputs, same
-from tests.kernels import inputs
+from tests.gpu.inputs import (
+    TOLERANCE,
+    agree,
+    assert_any_rows_match,
+    assert_rows_are_independent,
+    gates,
+    made,
+    outputs,
+    same,
+)
 from tests.kernels.families import Form
 from tests.kernels.inputs import (
     EVERYTHING,
     OUTPUTS,
     Arguments,
-    arrays,
-    assert_reserved_slots_unchanged,
-    caches_with_zero_slot,
-    in_chunks,
-    map_arrays,
-    poisoned_memory,
-    run_from_slot_to_slot,
 )
+
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 FORMS = [Form("lstm"), Form("lstm", peepholes=True), Form("gru", reset="after")]
 RAGGED = [9, 0, 3, 17, 1, 5, 12, 12, 2, 30, 0]
 FLOAT32 = torch.float32
 
 every_form = pytest.mark.parametrize("form", FORMS, ids=str)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _poisoned_memory() -> Iterator[None]:
-    with poisoned_memory():
-        yield
 
 
 def run(form: Form, x: Ragged, weights: Any, state: Any, *, want: Outputs = EVERYTHING) -> Encoded:
@@ -75,33 +70,14 @@ def test_error_is_at_most_twice_that_of_float32_products(form: Form, factor: flo
 @pytest.mark.parametrize("rows, hidden", [(7, 72), (256, 72), (700, 200), (70, 512)])
 def test_any_number_of_rows(form: Form, rows: int, hidden: int) -> None:
     chance = random.Random(rows)
-    x, weights, state = made(form, [chance.randint(0, 4) for _ in range(rows)], hidden, storage=FLOAT32)
-    encoded = outputs(run(form, x, weights, state))
-    some = sorted(chance.sample(range(rows), min(rows, 40)))
-    each = inputs.rows(x)
-    sampled = Arguments(joined([each[row] for row in some]), weights, map_arrays(state, lambda array: array[some]))
-    expected = outputs(form.exact(sampled))
-    for name in ("last", "mean", "max", *arrays(state)):
-        close(encoded[name][some], expected[name], TOLERANCE[FLOAT32], name)
+    problem = made(form, [chance.randint(0, 4) for _ in range(rows)], hidden, storage=FLOAT32)
+    assert_any_rows_match(form, "cluster", problem, TOLERANCE[FLOAT32])
 
 
 @every_form
 @pytest.mark.parametrize("hidden", [40, 131, 500])
 def test_row_is_bit_equal_alone_in_a_batch_and_in_chunks(form: Form, hidden: int) -> None:
-    x, weights, state = gates(form, [3, 41, 0, 8, 19, *[5] * 90], hidden, storage=FLOAT32)
-    whole = outputs(run(form, x, weights, state))
-    names = [*arrays(state), "last", "mean", "max"]
-    for row in (0, 1, 2, 4, 60):
-        own = map_arrays(state, partial(Tensor.narrow, dim=0, start=row, length=1))
-        alone = outputs(run(form, joined([inputs.rows(x)[row]]), weights, own))
-        assert all(torch.equal(alone[name][0], whole[name][row]) for name in names)
-    fresh = run(form, x, weights, None)
-    caches = caches_with_zero_slot(state)
-    steps, after = run_from_slot_to_slot(lambda chunk, state: run(form, chunk, weights, state), in_chunks(x, chunks=4), caches)
-    assert fresh.steps is not None and torch.equal(steps, fresh.steps)
-    for name, array in arrays(after).items():
-        assert torch.equal(array, getattr(fresh.state, name))
-    assert_reserved_slots_unchanged(caches)
+    assert_rows_are_independent(form, "cluster", gates(form, [3, 41, 0, 8, 19, *[5] * 90], hidden, storage=FLOAT32))
 
 
 @every_form

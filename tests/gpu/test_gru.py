@@ -6,22 +6,27 @@ test_lstm.py has the tests that do not depend on the cell.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from kernels.backend import explain
 from kernels.gru.types import GRUState
-from kernels.ragged import Encoded, Ragged
-from tests.gpu.inputs import TOLERANCE, agree, close, gates, joined, made, outputs, same, stored
+from kernels.ragged import Ragged
+from tests.gpu.inputs import (
+    TOLERANCE,
+    agree,
+    assert_any_rows_match,
+    assert_rows_are_independent,
+    gates,
+    made,
+    outputs,
+    same,
+    stored,
+)
 from tests.gpu.sanitizer import TOOLS, assert_no_findings
-from tests.kernels import inputs
 from tests.kernels.families import Form
 from tests.kernels.inputs import (
     OUTPUTS,
@@ -29,15 +34,12 @@ from tests.kernels.inputs import (
     ZERO_SLOT,
     Arguments,
     arrays,
-    assert_reserved_slots_unchanged,
     assert_shared_slots_result,
     caches_with_zero_slot,
-    in_chunks,
-    map_arrays,
-    poisoned_memory,
-    run_from_slot_to_slot,
     with_shared_slots,
 )
+
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 GRU, PEEPHOLES = Form("gru", reset="after"), Form("lstm", peepholes=True)
 RAGGED = [9, 0, 3, 17, 1, 5, 12, 12, 2, 30, 0]
@@ -48,12 +50,6 @@ SIZES = [*product(["cluster"], CLUSTER), *product(["grid"], GRID)]
 every_form = pytest.mark.parametrize("form", [GRU, PEEPHOLES], ids=str)
 both_kernels = pytest.mark.parametrize("backend", ["cluster", "grid"])
 all_backends = pytest.mark.parametrize("backend", ["persistent", "cluster", "grid"])
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _poisoned_memory() -> Iterator[None]:
-    with poisoned_memory():
-        yield
 
 
 @every_form
@@ -85,14 +81,8 @@ def test_gate_inputs_may_begin_at_any_address(backend: str) -> None:
 @pytest.mark.parametrize("rows", [1, 7, 9, 64, 65, 256, 700, 4096])
 def test_any_number_of_rows(form: Form, backend: str, rows: int) -> None:
     chance = random.Random(rows)
-    x, weights, state = made(form, [chance.randint(0, 4) for _ in range(rows)], 72)
-    encoded = outputs(form.run(x, weights, state, backend=backend))
-    some = sorted(chance.sample(range(rows), min(rows, 40)))
-    each = inputs.rows(x)
-    sampled = Arguments(joined([each[row] for row in some]), weights, map_arrays(state, lambda array: array[some]))
-    expected = outputs(form.exact(sampled))
-    for name in ("last", "mean", "max", *arrays(state)):
-        close(encoded[name][some], expected[name], TOLERANCE[torch.float16], name)
+    problem = made(form, [chance.randint(0, 4) for _ in range(rows)], 72)
+    assert_any_rows_match(form, backend, problem, TOLERANCE[torch.float16])
 
 
 @every_form
@@ -127,24 +117,7 @@ def test_gru_starts_from_large_states(backend: str, storage: torch.dtype) -> Non
 @all_backends
 @pytest.mark.parametrize("hidden", [40, 131, 520])
 def test_row_is_bit_equal_alone_in_a_batch_and_in_chunks(form: Form, backend: str, hidden: int) -> None:
-    x, weights, state = gates(form, [3, 41, 0, 8, 19, *[5] * 90], hidden)
-    whole = outputs(form.run(x, weights, state, backend=backend))
-    names = [*arrays(state), "last", "mean", "max"]
-    for row in (0, 1, 2, 4, 60):
-        own = map_arrays(state, partial(Tensor.narrow, dim=0, start=row, length=1))
-        alone = outputs(form.run(joined([inputs.rows(x)[row]]), weights, own, backend=backend))
-        assert all(torch.equal(alone[name][0], whole[name][row]) for name in names)
-    fresh = form.run(x, weights, backend=backend)
-    caches = caches_with_zero_slot(state)
-    steps, after = run_from_slot_to_slot(partial(run_from, form, weights, backend), in_chunks(x, chunks=4), caches)
-    assert fresh.steps is not None and torch.equal(steps, fresh.steps)
-    for name, array in arrays(after).items():
-        assert torch.equal(array, getattr(fresh.state, name))
-    assert_reserved_slots_unchanged(caches)
-
-
-def run_from(form: Form, weights: Any, backend: str, x: Ragged, state: Any) -> Encoded:
-    return form.run(x, weights, state, backend=backend)
+    assert_rows_are_independent(form, backend, gates(form, [3, 41, 0, 8, 19, *[5] * 90], hidden))
 
 
 @every_form

@@ -34,11 +34,12 @@ from tests.kernels.inputs import (
     assert_shared_slots_result,
     caches_with_zero_slot,
     in_chunks,
-    poisoned_memory,
     run_from_slot_to_slot,
     with_shared_slots,
 )
 from tests.kernels.shapes import fresh_shape_caches
+
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 RAGGED = [9, 0, 3, 17, 1, 5, 12, 12, 2, 30, 0]
 CLUSTER = [1, 33, 64, 100, 128, 151, 256, 300, 512, 640, 768]
@@ -49,12 +50,6 @@ both_kernels = pytest.mark.parametrize("backend", ["cluster", "grid"])
 all_backends = pytest.mark.parametrize("backend", ["persistent", "cluster", "grid"])
 every_size = pytest.mark.parametrize("backend, hidden", SIZES)
 every_index = pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _poisoned_memory() -> Iterator[None]:
-    with poisoned_memory():
-        yield
 
 
 @every_size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -47,11 +47,12 @@ from tests.kernels.inputs import (
     caches_with_zero_slot,
     in_chunks,
     map_arrays,
-    poisoned_memory,
     put_in_slots,
     run_from_slot_to_slot,
     with_shared_slots,
 )
+
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 SRU_1 = Form("sru", version=1, skip="block")
 SRU_2 = Form("sru", version=2, skip="block", tanh=True)
@@ -74,12 +75,6 @@ with_and_without_rings = pytest.mark.parametrize(
     "form, ring", [*((form, 0) for form in EXACT), (SRU_1, 2), (QRNN, 2), (SRU_OF_IDS, 2), (QRNN_OF_IDS, 2)], ids=str
 )
 every_index = pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _poisoned_memory() -> Iterator[None]:
-    with poisoned_memory():
-        yield
 
 
 def run(form: Form, arguments: Arguments, want: Outputs = EVERYTHING) -> Encoded:

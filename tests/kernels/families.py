@@ -370,7 +370,7 @@ GATED: dict[str, Callable[..., Arguments]] = {"rnn": _gates, "lstm": _gates, "gr
 
 
 def runs_on_cpu(backend: Backend, variants: tuple[str, ...] = ()) -> bool:
-    """Return whether a backend accepts a CPU. variants: what the weights have beyond the plain layer of their family."""
+    """Return whether a backend accepts a CPU. variants: the additions of the weights to the plain layer of their family."""
     problem = Problem(torch.device("cpu"), torch.float32, 1, variants)
     return backend.name == "reference" or backend.refusal(problem) is None
 

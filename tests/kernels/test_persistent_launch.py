@@ -163,7 +163,7 @@ def test_rows_decide_only_between_kernels_with_the_same_sums(family: str) -> Non
 
 
 class FakeKernel:
-    """A fake kernel that records the members of Calls by name: of each direction, those of its Call and the blocks."""
+    """A fake kernel that records the members of Calls by name: for each direction, the members of its Call, and the blocks."""
 
     def __init__(self) -> None:
         self.calls: list[dict[str, int]] = []

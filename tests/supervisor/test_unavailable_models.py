@@ -42,7 +42,7 @@ ALIASES = "".join(f'any-{name} = "{name}"\n' for name in DAMAGES) + 'pinned = "w
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
-    """A server that started with a good model, one of each damage and a model without versions."""
+    """A server that started with a good model, a model for each kind of damage, and a model without versions."""
     folder = tmp_path_factory.mktemp("unavailable")
     root = folder / "models"
     models.words(root)

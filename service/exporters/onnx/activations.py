@@ -22,15 +22,7 @@ OPERATORS = {
 """Activations that are one operator with attributes of the same names."""
 BOUNDS = {"relu6": (0.0, 6.0), "hard_tanh": (-1.0, 1.0)}
 IN_RECURRENT = {
-    "sigmoid": "Sigmoid",
-    "tanh": "Tanh",
-    "relu": "Relu",
-    "leaky_relu": "LeakyRelu",
-    "thresholded_relu": "ThresholdedRelu",
-    "elu": "Elu",
-    "softplus": "Softplus",
-    "softsign": "Softsign",
-    "hard_sigmoid": "HardSigmoid",
+    **{kind: operator for kind, operator in OPERATORS.items() if kind not in ("selu", "exponential")},
     "scaled_tanh": "ScaledTanh",
     "affine": "Affine",
 }

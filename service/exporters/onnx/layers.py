@@ -61,31 +61,31 @@ def layer_norm(graph: Graph, layer: LayerNormLayer, part: Part, x: str) -> str:
 
 
 def batch_norm(graph: Graph, layer: BatchNormLayer, part: Part, x: str) -> str:
-    return _channels_last(graph, _normalized(graph, part, _channels_first(graph, x), layer.epsilon))
+    return _transposed(graph, _normalized(graph, part, _transposed(graph, x), layer.epsilon))
 
 
 def conv(graph: Graph, layer: ConvLayer, part: Part, x: str) -> str:
     weights = graph.weight("filters", _channels(filters(part))), graph.weight("bias", part.numpy("bias"))
     x = graph.replace_padding(x, 0.0) if graph.has_batch and layer.padding_steps[1] else x
-    y = graph.add("Conv", _channels_first(graph, x), *weights, group=layer.groups, **_window(layer, part))
+    y = graph.add("Conv", _transposed(graph, x), *weights, group=layer.groups, **_window(layer, part))
     y = _normalized(graph, part, y, layer.epsilon) if layer.batch_norm else y
     if layer.activation.kind not in ("glu", "gated_tanh"):
-        return _channels_last(graph, activated(graph, Activation(**dict(layer.activation)), y))
+        return _transposed(graph, activated(graph, Activation(**dict(layer.activation)), y))
     value = graph.add("Split", y, axis=1, num_outputs=2, outputs=2)
     gate = graph.add("Sigmoid", f"{value}.1")
     value = graph.add("Tanh", value) if layer.activation.kind == "gated_tanh" else value
-    return _channels_last(graph, graph.add("Mul", value, gate))
+    return _transposed(graph, graph.add("Mul", value, gate))
 
 
 def pool(graph: Graph, layer: PoolLayer, part: Part, x: str) -> str:
     """ONNX pads a maximum with nothing, as a model does."""
     counts = {"count_include_pad": int(layer.count_padding)} if layer.reduce == "mean" else {}
     operator = "MaxPool" if layer.reduce == "max" else "AveragePool"
-    return _channels_last(graph, graph.add(operator, _channels_first(graph, x), **_window(layer, part), **counts))
+    return _transposed(graph, graph.add(operator, _transposed(graph, x), **_window(layer, part), **counts))
 
 
 def tcn(graph: Graph, layer: TCNLayer, part: Part, x: str) -> str:
-    x = _channels_first(graph, x)
+    x = _transposed(graph, x)
     for level in range(layer.levels):
         graph.start(f"{part.place}.{level}")
         dilation, y = 2**level, x
@@ -96,12 +96,12 @@ def tcn(graph: Graph, layer: TCNLayer, part: Part, x: str) -> str:
         if f"{level}.projection.bias" in part.arrays:
             x = _convolved(graph, part, f"{level}.projection.", x)
         x = graph.add("Relu", graph.add("Add", y, x))
-    return _channels_last(graph, x)
+    return _transposed(graph, x)
 
 
 def text_cnn(graph: Graph, layer: TextCNNLayer, part: Part, x: str) -> str:
     """Return one vector for each sequence."""
-    x = _channels_first(graph, graph.replace_padding(x, 0.0))
+    x = _transposed(graph, graph.replace_padding(x, 0.0))
     pooled = []
     for width in layer.widths:
         y = activated(graph, RELU, _convolved(graph, part, f"{width}.", x, pads=[layer.padding] * 2))
@@ -142,11 +142,8 @@ def _window(layer: WindowLayer, part: Part) -> dict[str, Any]:
     return {**sizes, "auto_pad": "SAME_UPPER" if layer.padding == "same_upper" else "SAME_LOWER"}
 
 
-def _channels_first(graph: Graph, x: str) -> str:
-    return graph.add("Transpose", x, perm=CHANNELS_FIRST)
-
-
-def _channels_last(graph: Graph, x: str) -> str:
+def _transposed(graph: Graph, x: str) -> str:
+    """Exchange the axes of steps and width."""
     return graph.add("Transpose", x, perm=CHANNELS_FIRST)
 
 

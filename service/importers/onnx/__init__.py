@@ -56,16 +56,8 @@ def _attempts(graph: Graph, plan: Plan, failures: list[tuple[int, ImportRefused]
 
 def _complete(draft: Draft, graph: Graph, plan: Plan, reading: Reading) -> None:
     """Add the results of interpreting the graph: notes, unused tensors and the source itself."""
-    draft.unused = [name for name in graph.weights if name not in draft.used]
-    draft.notes += reading.notes
-    if reading.fixed:
-        draft.input["max_steps"] = reading.steps
-        draft.notes.append(f"the graph takes sequences of {reading.steps} steps only, and the model sequences of any length")
-    if not reading.lengths:
-        draft.notes.append(
-            "the graph has no lengths of sequences: if it was trained with padding, padded steps counted as steps"
-        )
-    elif draft.head.table.get("pool") not in (None, "last") and not reading.masks:
+    reading.complete(draft, graph.weights, "graph")
+    if reading.lengths and draft.head.table.get("pool") not in (None, "last") and not reading.masks:
         draft.notes.append("in a batch, the graph also pools the padding of shorter sequences, which the model does not have")
     draft.original = graph.original(plan, reading.steps if reading.fixed else None)
     if len(graph.outputs) > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +11,7 @@ from onnx import AttributeProto, NodeProto, TensorProto, helper
 
 from service.importers.chain.nodes import Input
 from service.importers.chain.signal import Signal
-from service.importers.draft import Array, ImportRefused
+from service.importers.draft import Array, Draft, ImportRefused
 from service.importers.onnx.file import inline_array
 from service.importers.onnx.values import Constant, Value
 
@@ -41,6 +42,20 @@ class Reading:
     def note(self, note: str) -> None:
         if note not in self.notes:
             self.notes.append(note)
+
+    def complete(self, draft: Draft, weights: Iterable[str], source: str) -> None:
+        """Add the unused tensors and the notes to a draft. source: the graph or the program, as notes name it."""
+        draft.unused = [name for name in weights if name not in draft.used]
+        draft.notes += self.notes
+        if self.fixed:
+            draft.input["max_steps"] = self.steps
+            draft.notes.append(
+                f"the {source} takes sequences of {self.steps} steps only, and the model sequences of any length"
+            )
+        if not self.lengths:
+            draft.notes.append(
+                f"the {source} has no lengths of sequences: if it was trained with padding, padded steps counted as steps"
+            )
 
 
 @dataclass(slots=True)

@@ -99,15 +99,7 @@ def _graph_input(name: str, has_ids: bool, shape: Sequence[int | None]) -> Graph
 
 def _complete(draft: Draft, program: Program, plan: Plan, reading: Reading, numbers: int) -> None:
     """Add the results of the translation: notes, unused tensors and the source itself."""
-    draft.unused = [name for name in program.weights if name not in draft.used]
-    draft.notes += reading.notes
-    if reading.fixed:
-        draft.input["max_steps"] = reading.steps
-        draft.notes.append(f"the program takes sequences of {reading.steps} steps only, and the model sequences of any length")
-    if not reading.lengths:
-        draft.notes.append(
-            "the program has no lengths of sequences: if it was trained with padding, padded steps counted as steps"
-        )
+    reading.complete(draft, program.weights, "program")
     operators = frozenset((*PURE, *OPERATORS, *(f"{name}_" for name in OPERATORS)))
 
     def run(row: Array) -> Array:
