@@ -69,7 +69,7 @@ def expected_answer(case: BenchCase) -> ExpectedAnswer:
         at=tokens if by_step else torch.tensor(rows, device=device),
         values=values,
         shape=(offsets[-1] if by_step else count, values.shape[1]),
-        tolerance=tolerance(ROUNDING[case.workload.dtype], steps, _terms(case.weights)),
+        tolerance=tolerance(ROUNDING[case.workload.dtype], steps * case.workload.depth, _terms(case.weights)),
     )
 
 

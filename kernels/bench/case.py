@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 
 from kernels.bench.weights import STORED, Normal, weights
-from kernels.bench.workload import BASELINES_ONLY, IDS, STACKS, TEXT_CNNS, VOCABULARY, WANT, Workload
-from kernels.ragged import Outputs, Ragged
+from kernels.bench.workload import BASELINES_ONLY, ENCODER, IDS, STACKS, TEXT_CNNS, VOCABULARY, WANT, Workload
+from kernels.ragged import Encoded, Outputs, Ragged, RunKernel
 
 
 @dataclass(frozen=True, slots=True)
 class BenchCase:
     """A workload with its data and weights, in its dtype and on one device.
 
-    weights: one layer, the layers of a text CNN, the blocks of a stack, or nothing for a workload without an encoder.
+    weights: one layer, the directions of each level of an encoder, the layers of a text CNN, the blocks of a stack, or nothing for a
+    workload without an encoder.
     """
 
     workload: Workload
@@ -36,15 +37,44 @@ class BenchCase:
     def ragged(self) -> bool:
         return min(self.lengths) != max(self.lengths)
 
+    @property
+    def levels(self) -> tuple[tuple[Any, ...], ...]:
+        """The weights of a recurrent layer or encoder: the directions of each level."""
+        return self.weights if self.workload.kind == ENCODER else (self.weights,)
+
     def encoder(self, backend: str) -> Callable[[], Tensor]:
-        """Return a call as in user code, which returns (rows, hidden), or (tokens, hidden) for every step."""
+        """Return a call as in user code, which returns (rows, hidden), or (tokens, hidden) for every step.
+
+        The outputs of both directions are joined.
+        """
         family, want = import_module(f"kernels.{self.workload.family}"), Outputs(**{self.want: True})
         if self.workload.kind in TEXT_CNNS:
             return lambda: getattr(family.text_cnn(self.x, self.weights, backend=backend), self.want)
         if self.workload.kind in STACKS:
             return lambda: getattr(family.stack(self.x, self.weights, want=want, backend=backend), self.want)
+        if self.workload.kind == ENCODER:
+            return lambda: self._run_levels(family, want, backend)
         encode, (layer,) = getattr(family, self.workload.family), self.weights
         return lambda: getattr(encode(self.x, layer, want=want, backend=backend), self.want)
+
+    def _run_levels(self, family: Any, want: Outputs, backend: str) -> Tensor:
+        """Run each level over the outputs of the level before, as the service does."""
+        x, one_direction = self.x, getattr(family, self.workload.family)
+        for level in self.levels[:-1]:
+            encoded = _run_level(family, one_direction, x, level, Outputs(steps=True), backend)
+            assert encoded.steps is not None
+            x = Ragged(encoded.steps, x.offsets)
+        answer: Tensor = getattr(_run_level(family, one_direction, x, self.levels[-1], want, backend), self.want)
+        return answer
+
+
+def _run_level(
+    family: Any, one_direction: RunKernel, x: Ragged, level: tuple[Any, ...], want: Outputs, backend: str
+) -> Encoded:
+    if len(level) == 1:
+        return one_direction(x, level[0], want=want, backend=backend)
+    encoded: Encoded = family.bidirectional(x, level, want=want, backend=backend)
+    return encoded
 
 
 def random_case(workload: Workload, device: torch.device, seed: int = 0) -> BenchCase:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 from kernels.bench.workload import DENSE_WIDTHS, EMBEDDED, FOLDED, Workload
 
@@ -21,11 +22,11 @@ PRODUCT = {
 """A square product. Its rows are the steps."""
 
 
-def text_cnn(rows: int, steps: int = STEPS, inputs: int = EMBEDDING, hidden: int = EMBEDDING, **others: str) -> Workload:
+def text_cnn(rows: int, steps: int = STEPS, inputs: int = EMBEDDING, hidden: int = EMBEDDING, **others: Any) -> Workload:
     return Workload("conv", rows, steps, inputs, hidden, kind="text-cnn", **others)
 
 
-def text_cnn_ids(rows: int, form: str, **others: str) -> Workload:
+def text_cnn_ids(rows: int, form: str, **others: Any) -> Workload:
     return Workload("conv", rows, STEPS, EMBEDDING, EMBEDDING, kind="text-cnn-ids", form=form, **others)
 
 
@@ -34,11 +35,11 @@ def embedded(workload: Workload) -> Workload:
     return replace(workload, form=EMBEDDED)
 
 
-def dense(rows: int, hidden: int, form: str, **others: str) -> Workload:
+def dense(rows: int, hidden: int, form: str, **others: Any) -> Workload:
     return Workload("conv", rows, STEPS, hidden, hidden, kind="dense-conv", form=form, **others)
 
 
-def temporal(rows: int, hidden: int, kind: str = "tcn", **others: str) -> Workload:
+def temporal(rows: int, hidden: int, kind: str = "tcn", **others: Any) -> Workload:
     return Workload("conv", rows, TEMPORAL_STEPS, hidden, hidden, kind=kind, **others)
 
 

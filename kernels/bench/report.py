@@ -83,7 +83,7 @@ class Measurement:
             "input": work.inputs,
             "hidden": work.hidden,
             "layers": work.layers,
-            "directions": 1,
+            "directions": work.directions,
             "lengths": work.lengths,
             "timing": self.timing,
             **asdict(self.spread),

@@ -12,6 +12,7 @@ from torch import Tensor
 from kernels.bench.workload import (
     DILATIONS,
     EMBEDDED,
+    ENCODER,
     FORMS,
     IDS,
     INT8,
@@ -36,7 +37,13 @@ STORED = STORAGE | {INT8: torch.float32}
 
 
 def weights(workload: Workload, normal: Normal) -> tuple[Any, ...]:
-    """Return the layers of a workload. `normal` returns a random array of a shape, times `scale`."""
+    """Return the layers of a workload, or the directions of each level of an encoder.
+
+    normal: returns a random array of a shape, times `scale`.
+    """
+    if workload.kind == ENCODER:
+        levels = [replace(workload, kind="layer", inputs=inputs) for inputs in workload.level_inputs]
+        return tuple(tuple(weights(level, normal)[0] for _ in range(workload.directions)) for level in levels)
     layers = WEIGHTS[workload.family](workload, normal)
     return tuple(map(_as_int8, layers)) if workload.dtype == INT8 else layers
 

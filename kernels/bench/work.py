@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kernels.bench.workload import DILATIONS, EMBEDDED, FORMS, IDS, STACKS, TEMPORAL_WIDTH, TEXT_CNNS, WANT, Workload
+from kernels.bench.workload import DILATIONS, EMBEDDED, ENCODER, FORMS, IDS, STACKS, TEMPORAL_WIDTH, TEXT_CNNS, WANT, Workload
 
 BLOCKS = {"lstm": 4, "gru": 3, "sru": 3, "qrnn": 3}
 """Blocks of gates of a step."""
@@ -31,8 +31,8 @@ def multiplications(workload: Workload) -> int:
         return 0 if _is_folded(workload) else _taps(workload) * workload.inputs * workload.outputs
     if workload.family in FORMS:
         return 0 if _is_folded(workload) else _scan_blocks(workload) * workload.hidden * _window_inputs(workload)
-    columns = workload.hidden + (workload.inputs if workload.kind == "layer" else 0)
-    return _tokens(workload) * BLOCKS[workload.family] * workload.hidden * columns
+    columns = workload.depth * workload.hidden + sum(_multiplied_inputs(workload))
+    return _tokens(workload) * workload.directions * BLOCKS[workload.family] * workload.hidden * columns
 
 
 def weights_read(workload: Workload) -> list[ReadArray]:
@@ -49,12 +49,18 @@ def weights_read(workload: Workload) -> list[ReadArray]:
         if _is_folded(workload):
             return [_array(workload, _scan_blocks(workload) * hidden)]
         return [_array(workload, blocks * hidden * _window_inputs(workload))]
-    arrays = [_array(workload, blocks * hidden * hidden, times=max(workload.row_lengths()))]
-    if workload.kind == "layer":
-        arrays.append(_array(workload, blocks * hidden * workload.inputs))
+    recurrent = _array(workload, blocks * hidden * hidden, times=max(workload.row_lengths()))
+    arrays = [recurrent] * (workload.depth * workload.directions)
+    for inputs in _multiplied_inputs(workload):
+        arrays += [_array(workload, blocks * hidden * inputs)] * workload.directions
     if _is_folded(workload):
         arrays.append(_array(workload, _tokens(workload) * blocks * hidden))
     return arrays
+
+
+def _multiplied_inputs(workload: Workload) -> list[int]:
+    """Return the columns of each level of an LSTM or GRU that are multiplied with weights. Those of gate inputs and ids are not."""
+    return workload.level_inputs if workload.kind in ("layer", ENCODER) else []
 
 
 def _array(workload: Workload, numbers: int, times: int = 1) -> ReadArray:

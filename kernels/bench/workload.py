@@ -14,8 +14,12 @@ LONG_MEMORY = "v1 long memory"
 
 VOCABULARY = 20_000
 
+ENCODER = "encoder"
+"""The kind of several layers in sequence, or of both directions: the levels that a model of the service runs."""
+
 WANT = {
     "layer": "last",
+    ENCODER: "last",
     "every-step": "steps",
     "recurrence": "last",
     "folded": "last",
@@ -56,9 +60,10 @@ TEMPORAL_WIDTH, DILATIONS = 3, tuple(2**layer for layer in range(8))
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One layer in one direction over a batch. `kind` is a key of WANT; `form` is from FORMS, or a form of a convolution.
+    """One layer in one direction over a batch, or an encoder. `kind` is a key of WANT; `form` is from FORMS, or a form of a convolution.
 
-    inputs: columns of the data, or of the embedding of token ids; for a folded layer, the size of the vocabulary.
+    inputs: columns of the data, or of the embedding of token ids; for a folded layer, the size of the vocabulary. depth, directions: the
+    levels of an encoder, and the directions of each. A level reads the outputs of all directions of the level before.
     """
 
     family: str
@@ -70,6 +75,8 @@ class Workload:
     dtype: str = "float32"
     kind: str = "layer"
     form: str = ""
+    depth: int = 1
+    directions: int = 1
 
     @property
     def in_grid(self) -> bool:
@@ -90,7 +97,12 @@ class Workload:
 
     @property
     def layers(self) -> int:
-        return len(DILATIONS) if self.kind in STACKS else 1
+        return len(DILATIONS) if self.kind in STACKS else self.depth
+
+    @property
+    def level_inputs(self) -> list[int]:
+        """Columns that each level of an encoder reads."""
+        return [self.inputs] + [self.directions * self.hidden] * (self.depth - 1)
 
     @property
     def outputs(self) -> int:
@@ -102,4 +114,6 @@ class Workload:
 
     def __str__(self) -> str:
         name = " ".join(word for word in (self.family, self.kind, self.form) if word)
-        return f"{name} {self.size}, {self.inputs} -> {self.hidden}, {self.dtype}"
+        levels = f", {self.depth} level{'s' if self.depth > 1 else ''}" if self.kind == ENCODER else ""
+        both = ", both directions" if self.directions == 2 else ""
+        return f"{name} {self.size}, {self.inputs} -> {self.hidden}, {self.dtype}{levels}{both}"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
+from typing import Any
 
 from kernels.bench import convolutions
-from kernels.bench.workload import FORMS, INT8, LONG_MEMORY, VOCABULARY, Workload
+from kernels.bench.workload import ENCODER, FORMS, INT8, LONG_MEMORY, VOCABULARY, Workload
 
 STEPS = 64
 
@@ -39,7 +40,7 @@ def one_long_row(workload: Workload) -> bool:
     return workload.in_grid and workload.kind == "layer" and size == (1, 4096, 512)
 
 
-def _square(family: str, rows: int, hidden: int, **others: str) -> Workload:
+def _square(family: str, rows: int, hidden: int, **others: Any) -> Workload:
     return Workload(family, rows, STEPS, hidden, hidden, **others)
 
 
@@ -67,6 +68,8 @@ _GRID_ON_CUDA = {
     "qrnn": ((256, 512, 1024), (1, 32, 256), (32, 128, 4096)),
 }
 _FOLDED_ON_CUDA = (256, 512, 1024), (1, 32, 256), (32, 128, 4096)
+_FLOAT32_ON_CUDA = (128, 256, 512), (1, 8, 32, 64)
+"""Hidden sizes and rows of an LSTM and a GRU."""
 _FIGURE_ON_CUDA = (256, 512), (32,), (32, 128)
 _COPIED = 1 << 20
 """Steps of 512 float16 columns: 1 GiB, which no cache holds."""
@@ -79,23 +82,33 @@ _QUESTIONS_ON_CUDA = {
 }
 
 
+def deep(family: str, dtype: str) -> Workload:
+    """Return four levels of the size that Appleyard et al. 2016 optimise step by step."""
+    return Workload(family, 64, 100, 512, 512, dtype=dtype, kind=ENCODER, depth=4)
+
+
+def bidirectional(family: str, rows: int) -> Workload:
+    return Workload(family, rows, STEPS, 512, 512, dtype="float16", kind=ENCODER, depth=2, directions=2)
+
+
 def _recurrent_on_cuda(family: str, quick: bool) -> Iterator[Workload]:
     if quick:
         yield from (_square(family, rows, hidden, dtype="float16") for hidden, rows in product((256, 512), (1, 32)))
         return
     for hidden, rows, steps in product(*_GRID_ON_CUDA[family]):
         yield Workload(family, rows, steps, hidden, hidden, dtype="float16")
-    yield from _outside_the_grid(family)
+    yield from _questions(family)
+    yield from (_square(family, rows, hidden) for hidden, rows in product(*_FLOAT32_ON_CUDA))
+    yield from (bidirectional(family, rows) for rows in (1, 32))
+    yield deep(family, "float16")
     if family == "lstm":
         for hidden, rows, steps in product((128, 256, 512), (1, 8), RECURRENCE_STEPS):
             yield Workload(family, rows, steps, 4 * hidden, hidden, dtype="float16", kind="recurrence")
 
 
-def _outside_the_grid(family: str) -> Iterator[Workload]:
-    form = _usual(family)
+def _questions(family: str) -> Iterator[Workload]:
     for hidden, rows in product(*_QUESTIONS_ON_CUDA[family]):
-        yield _square(family, rows, hidden, dtype="float16", lengths="questions", form=form)
-    yield from (_square(family, rows, 512, form=form) for rows in (1, 32))
+        yield _square(family, rows, hidden, dtype="float16", lengths="questions", form=_usual(family))
 
 
 def _grid_on_cuda(family: str, quick: bool) -> Iterator[Workload]:
@@ -110,12 +123,13 @@ def _grid_on_cuda(family: str, quick: bool) -> Iterator[Workload]:
         yield from (Workload(family, rows, steps, hidden, hidden, dtype="float16", form=form) for form in FORMS[family])
     for hidden, rows, steps in product(*_FOLDED_ON_CUDA):
         yield from (_folded(family, rows, steps, hidden, form, dtype="float16") for form in FOLDED_FORMS[family])
-    yield from _outside_the_grid(family)
+    yield from _questions(family)
+    yield from (_square(family, rows, 512, form=_usual(family)) for rows in (1, 32))
     if family == "sru":
         yield Workload(family, 1, 4096, 512, 512, dtype="float16", form=LONG_MEMORY)
         for (hidden, rows, steps), form in product(product(*_FIGURE_ON_CUDA), FORMS[family]):
             yield Workload(family, rows, steps, hidden, hidden, dtype="float16", kind="every-step", form=form)
 
 
-def _folded(family: str, rows: int, steps: int, hidden: int, form: str, **others: str) -> Workload:
+def _folded(family: str, rows: int, steps: int, hidden: int, form: str, **others: Any) -> Workload:
     return Workload(family, rows, steps, VOCABULARY, hidden, kind="folded", form=form, **others)

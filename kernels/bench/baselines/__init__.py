@@ -13,7 +13,7 @@ from kernels.bench.workload import Workload
 from kernels.bench.workloads import in_figure, one_long_row
 
 CPU, CUDA = ("cpu",), ("cuda",)
-_LAYERS = (Baseline("torch padded", padded), Baseline("torch packed", packed))
+_LAYERS = (Baseline("torch padded", padded, encoders=True), Baseline("torch packed", packed, encoders=True))
 _ONNX_RUNTIME = Baseline("onnxruntime", onnx_runtime, CPU, condition=lambda workload: workload.dtype == "float32")
 _OVER_IDS = (
     Baseline("embedding, torch padded", padded_over_ids, CPU, over_ids=True),

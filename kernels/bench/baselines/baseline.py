@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from kernels.bench.agreement import ExpectedAnswer
 from kernels.bench.case import BenchCase
-from kernels.bench.workload import WITHOUT_BASELINES, Workload
+from kernels.bench.workload import ENCODER, WITHOUT_BASELINES, Workload
 
 
 class MissingError(Exception):
@@ -40,7 +40,8 @@ class Baseline:
     """A competitor of our kernels. `build` raises MissingError if it is not installed.
 
     eager_only: why it cannot be captured in a CUDA graph; condition: limits a baseline that is slow, or made for one comparison, to the
-    workloads where it is useful; over_ids: it looks up an embedding of token ids, and runs the folded workloads and no others.
+    workloads where it is useful; over_ids: it looks up an embedding of token ids, and runs the folded workloads and no others; encoders:
+    it also runs several layers and both directions.
     """
 
     name: str
@@ -49,11 +50,13 @@ class Baseline:
     eager_only: str | None = None
     condition: Callable[[Workload], bool] = lambda _: True
     over_ids: bool = False
+    encoders: bool = False
 
     def applies(self, workload: Workload, device: str) -> bool:
         """Return whether the baseline runs this workload on `device`, which is cpu or cuda."""
         takes_data = workload.kind not in WITHOUT_BASELINES and self.over_ids == (workload.kind == "folded")
-        return device in self.devices and takes_data and self.condition(workload)
+        runs = self.encoders or workload.kind != ENCODER
+        return device in self.devices and takes_data and runs and self.condition(workload)
 
 
 def optional_package(package: str, install: str) -> Any:

@@ -15,8 +15,11 @@ from kernels.lstm.types import LSTMWeights
 
 
 def padded(case: BenchCase) -> TimedCall:
-    """Compute the padding as well, then take the last step of each row, or every step of rows with equal lengths."""
+    """Compute the padding as well, then take the last step of each row, or every step or both directions of rows with equal lengths."""
     layer, data = _layer(case), pad(case)
+    if case.workload.directions == 2:
+        assert not case.ragged, "the backward direction would begin in the padding"
+        return TimedCall(lambda: _last_state(layer, data))
     if case.want == "steps":
         return TimedCall(lambda: layer(data)[0], lambda steps: steps.transpose(0, 1).flatten(0, 1))
     take = last(case)
@@ -33,7 +36,7 @@ def padded_over_ids(case: BenchCase) -> TimedCall:
 def packed(case: BenchCase) -> TimedCall:
     """The data are packed before the clock starts."""
     layer, data = _layer(case), pack_padded_sequence(pad(case), torch.tensor(case.lengths), enforce_sorted=False)
-    return TimedCall(lambda: _last_of_packed(layer, data))
+    return TimedCall(lambda: _last_state(layer, data))
 
 
 def packed_over_ids(case: BenchCase) -> TimedCall:
@@ -41,30 +44,46 @@ def packed_over_ids(case: BenchCase) -> TimedCall:
     embedding, embedded = embedded_case(case)
     layer, ids = _layer(embedded), pack_padded_sequence(pad_ids(case), torch.tensor(case.lengths), enforce_sorted=False)
     return TimedCall(
-        lambda: _last_of_packed(layer, ids._replace(data=functional.embedding(ids.data, embedding))),
+        lambda: _last_state(layer, ids._replace(data=functional.embedding(ids.data, embedding))),
         expected=expected_answer(embedded),
     )
 
 
-def _last_of_packed(layer: torch.nn.RNNBase, data: PackedSequence) -> Tensor:
+def _last_state(layer: torch.nn.RNNBase, data: Tensor | PackedSequence) -> Tensor:
+    """Return the hidden state of the last level after each row, of both directions joined."""
     state = layer(data)[1]
     hidden: Tensor = state[0] if isinstance(state, tuple) else state
-    return hidden[0]
+    return torch.cat((hidden[-2], hidden[-1]), dim=1) if layer.bidirectional else hidden[-1]
 
 
 def _layer(case: BenchCase) -> torch.nn.RNNBase:
-    """Return torch's layer with our weights, which have the same gate order."""
-    weights: LSTMWeights | GRUWeights = case.weights[0]
-    assert weights.input is not None and weights.bias is not None
-    size, like = (weights.input.shape[0], weights.hidden), {"device": weights.bias.device, "dtype": weights.bias.dtype}
-    layer: torch.nn.RNNBase = torch.nn.GRU(*size, **like) if isinstance(weights, GRUWeights) else torch.nn.LSTM(*size, **like)
-    parameters = layer.weight_ih_l0, layer.weight_hh_l0, layer.bias_ih_l0, layer.bias_hh_l0
-    for parameter, values in zip(
-        parameters, (weights.input.T, weights.recurrent.T, weights.bias, second_bias(weights)), strict=True
-    ):
-        assert isinstance(parameter, Tensor)
-        parameter.copy_(values)
+    """Return torch's layer, or stack of layers, with our weights, which have the same gate order."""
+    levels, first = case.levels, case.levels[0][0]
+    layer: torch.nn.RNNBase = (torch.nn.GRU if isinstance(first, GRUWeights) else torch.nn.LSTM)(
+        first.input.shape[0],
+        first.hidden,
+        num_layers=len(levels),
+        bidirectional=len(levels[0]) == 2,
+        device=first.bias.device,
+        dtype=first.bias.dtype,
+    )
+    for number, level in enumerate(levels):
+        for weights, direction in zip(level, ("", "_reverse"), strict=False):
+            _copy_weights(weights, layer, f"_l{number}{direction}")
     return layer.eval().requires_grad_(False)
+
+
+def _copy_weights(weights: LSTMWeights | GRUWeights, layer: torch.nn.RNNBase, suffix: str) -> None:
+    """Copy the weights of one direction of a level to torch's parameters, whose names have this suffix."""
+    assert weights.input is not None and weights.bias is not None
+    arrays = {
+        "weight_ih": weights.input.T,
+        "weight_hh": weights.recurrent.T,
+        "bias_ih": weights.bias,
+        "bias_hh": second_bias(weights),
+    }
+    for name, values in arrays.items():
+        getattr(layer, f"{name}{suffix}").copy_(values)
 
 
 def second_bias(weights: LSTMWeights | GRUWeights) -> Tensor:

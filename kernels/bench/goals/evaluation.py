@@ -104,15 +104,16 @@ def fixed_us(times: Times, short: Workload) -> float | None:
 class Goal:
     """A limit on a value of some workloads.
 
-    summary: judge the worst workload, the best of several forms, the geometric mean, or each workload in a separate line;
-    has_grid: show all values as well; context: show the goal only together with others.
+    summary: judge the worst workload, the best of several forms, the geometric mean, each workload in a separate line, or the share of
+    the workloads whose value is at most `within`; has_grid: show all values as well; context: show the goal only together with others.
     """
 
     name: str
     workloads: Sequence[Workload]
     value: Value
     limit: Limit
-    summary: Literal["worst", "best form", "mean", "each"] = "worst"
+    summary: Literal["worst", "best form", "mean", "each", "share"] = "worst"
+    within: float = 0.0
     has_grid: bool = False
     context: bool = False
 
@@ -130,6 +131,9 @@ class Goal:
         elif self.summary == "mean":
             note = f"over {len(values)} of {len(self.workloads)}"
             yield self.limit.line(self.name, geometric_mean(values.values()), note, complete)
+        elif self.summary == "share":
+            met = sum(value <= self.within for value in values.values())
+            yield self.limit.line(self.name, met / len(values), f"{met} of {len(values)}", complete)
         else:
             lower_is_better, worst = bool(self.limit.unit), self.summary == "worst"
             workload = (max if worst == lower_is_better else min)(values, key=values.__getitem__)

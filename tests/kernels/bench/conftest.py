@@ -16,7 +16,7 @@ from kernels.bench.goals.evaluation import Goal
 from kernels.bench.measure import Bench, Findings
 from kernels.bench.report import Measurement
 from kernels.bench.timing import Spread
-from kernels.bench.workload import EMBEDDED, FORMS, LONG_MEMORY, STACKS, Workload
+from kernels.bench.workload import EMBEDDED, ENCODER, FORMS, LONG_MEMORY, STACKS, Workload
 
 CPU = torch.device("cpu")
 
@@ -61,6 +61,13 @@ FORMED = [
     *(tiny("sru", "every-step", lengths="equal", form=form) for form in FORMS["sru"]),
 ]
 """Workloads of our backends that only runs on a GPU contain."""
+
+ENCODERS = [
+    Workload(family, 3, 7, 5, 6, lengths=lengths, kind=ENCODER, depth=depth, directions=directions)
+    for family in ("lstm", "gru")
+    for lengths, depth, directions in (("equal", 2, 2), ("equal", 3, 1), ("questions", 3, 1), ("equal", 1, 2))
+]
+"""Several layers, or both directions."""
 
 
 def measured(workload: Workload, *baselines: Baseline) -> Findings:

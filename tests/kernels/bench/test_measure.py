@@ -18,7 +18,7 @@ from kernels.bench.baselines.packages import onnx_runtime, sru_package
 from kernels.bench.case import BenchCase, random_case
 from kernels.bench.measure import Findings
 from kernels.bench.workload import FORMS, INT8, Workload
-from tests.kernels.bench.conftest import CPU, FORMED, RECURRENCE, TINY, measured, tiny
+from tests.kernels.bench.conftest import CPU, ENCODERS, FORMED, RECURRENCE, TINY, measured, tiny
 from tests.kernels.families import cpu_backends
 
 OPTIONAL = {"onnxruntime", "sru package", "direct loops"}
@@ -71,6 +71,30 @@ def test_every_form_agrees(workload: Workload) -> None:
     assert not findings.wrong
     assert timed_backends(findings) == cpu_backends(workload.family)
     assert all(measurement.error < 1e-5 for measurement in findings.measurements)
+
+
+@pytest.mark.parametrize("workload", ENCODERS, ids=str)
+def test_encoders_agree_with_layers_of_torch(workload: Workload) -> None:
+    baselines = [each for each in BASELINES[workload.family] if each.applies(workload, "cpu")]
+    findings = measured(workload, *baselines)
+    assert not findings.wrong
+    assert timed_backends(findings) == [*cpu_backends(workload.family), "torch padded", "torch packed"]
+    assert all(measurement.error < 1e-5 for measurement in findings.measurements)
+
+
+@pytest.mark.parametrize("workload", [workload for workload in ENCODERS if workload.directions == 2], ids=str)
+def test_encoder_with_exchanged_directions_disagrees(workload: Workload) -> None:
+    def exchanged(case: BenchCase) -> TimedCall:
+        return TimedCall(replace(case, weights=tuple(level[::-1] for level in case.weights)).encoder("framework"))
+
+    findings = measured(workload, Baseline("exchanged", exchanged, encoders=True))
+    assert len(findings.wrong) == 1 and findings.wrong[0].startswith("exchanged on")
+
+
+def test_levels_of_an_encoder_read_both_directions() -> None:
+    first, second = random_case(ENCODERS[0], CPU).levels
+    assert [layer.input.shape for layer in (*first, *second)] == [(5, 24), (5, 24), (12, 24), (12, 24)]
+    assert len({layer.recurrent.data_ptr() for layer in (*first, *second)}) == 4
 
 
 @pytest.mark.parametrize("workload", [workload for workload in TINY if workload.family in ("lstm", "gru")], ids=str)

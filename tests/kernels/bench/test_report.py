@@ -20,7 +20,7 @@ from kernels.bench.tables import write
 from kernels.bench.timing import Spread
 from kernels.bench.workload import Workload
 from kernels.bench.workloads import FAMILIES, workloads
-from tests.kernels.bench.conftest import CPU, FORMED, RECURRENCE, TINY, measured, tiny
+from tests.kernels.bench.conftest import CPU, ENCODERS, FORMED, RECURRENCE, TINY, measured, tiny
 from tests.kernels.families import cpu_backends
 
 TEXTS = {"family", "workload", "want", "backend", "device", "dtype", "lengths", "timing", "date"}
@@ -35,7 +35,7 @@ def measurement(backend: str, timing: str, median_us: float) -> Measurement:
     return Measurement(tiny("lstm"), backend, timing, Spread(median_us, median_us - 1, median_us + 1, 20), 1e-7)
 
 
-@pytest.mark.parametrize("workload", [*TINY, *FORMED, RECURRENCE], ids=str)
+@pytest.mark.parametrize("workload", [*TINY, *FORMED, *ENCODERS, RECURRENCE], ids=str)
 def test_every_record_has_all_fields(workload: Workload, tmp_path: Path) -> None:
     write(tmp_path / "new" / "file.jsonl", [one.record(SETTING) for one in measured(workload).measurements])
     record, *_ = map(json.loads, (tmp_path / "new" / "file.jsonl").read_text().splitlines())
@@ -90,6 +90,11 @@ def test_extra_values_have_tables_and_are_in_the_record() -> None:
     assert report.extras(rows[3:]) == ""
 
 
+def test_record_of_an_encoder_has_its_levels() -> None:
+    record = replace(measurement("first", "eager", 1.0), workload=ENCODERS[0]).record(SETTING)
+    assert (record["layers"], record["directions"]) == (2, 2)
+
+
 def test_record_of_a_stack_has_its_layers() -> None:
     assert replace(measurement("first", "eager", 1.0), workload=tiny("conv", "tcn")).record(SETTING)["layers"] == 8
 
@@ -126,6 +131,8 @@ def test_quick_run_is_smaller(family: str, device: str) -> None:
 def test_name_has_the_form() -> None:
     assert str(tiny("sru", form="v1")) == "sru layer v1 3 questions, 6 -> 6, float32"
     assert str(tiny("lstm", lengths="equal")) == "lstm layer 3 x 7, 6 -> 6, float32"
+    assert str(ENCODERS[0]) == "lstm encoder 3 x 7, 5 -> 6, float32, 2 levels, both directions"
+    assert str(ENCODERS[1]) == "lstm encoder 3 x 7, 5 -> 6, float32, 3 levels"
 
 
 @pytest.fixture

@@ -43,20 +43,41 @@ def over_products(family: str, form: str, ratio: float, product_us: float = 100.
     return ours + [timed(layer, "one product", product_us) for layer in layers]
 
 
-@pytest.mark.parametrize("family, form", [("sru", "v1"), ("qrnn", "window 1"), ("qrnn", "window 2"), ("sru", LONG_MEMORY)])
-@pytest.mark.parametrize("ratio, verdict", [(1.25, "met"), (1.26, "missed")])
-def test_layer_is_compared_with_one_product(family: str, form: str, ratio: float, verdict: str) -> None:
-    size = "hidden 512, 1 x 4096" if form == LONG_MEMORY else "hidden 256, 1 x 32"
-    shown = lines(over_products(family, form, ratio))
-    assert shown == {f"{family} layer {form} over one product": f"{ratio} times {size} <= 1.25 times {verdict}"}
+@pytest.mark.parametrize("family, form, cells", [("sru", "v1", 36), ("qrnn", "window 1", 27), ("qrnn", "window 2", 27)])
+@pytest.mark.parametrize("ratio, share, verdict", [(1.25, "1", "met"), (2.0, "0", "met"), (2.01, "0", "missed")])
+def test_layer_is_compared_with_one_product(family: str, form: str, cells: int, ratio: float, share: str, verdict: str) -> None:
+    name, within = f"{family} layer {form} over one product", cells if share == "1" else 0
+    assert lines(over_products(family, form, ratio)) == {
+        f"{name}, share within 1.25 times": f"{share} {within} of {cells} >= 0.8 {'met' if share == '1' else 'missed'}",
+        name: f"{ratio:g} times hidden 256, 1 x 32 <= 2 times {verdict}",
+    }
 
 
-def test_worst_size_is_named_and_incomplete_goal_is_open() -> None:
+@pytest.mark.parametrize("ratio, verdict", [(2.0, "met"), (2.01, "missed")])
+def test_long_memory_is_compared_with_one_product(ratio: float, verdict: str) -> None:
+    assert lines(over_products("sru", LONG_MEMORY, ratio)) == {
+        f"sru layer {LONG_MEMORY} over one product": f"{ratio:g} times hidden 512, 1 x 4096 <= 2 times {verdict}"
+    }
+
+
+@pytest.mark.parametrize("slow, share", [(7, "0.8056 29 of 36 >= 0.8 met"), (8, "0.7778 28 of 36 >= 0.8 missed")])
+def test_one_layer_in_five_may_be_slower_than_its_product(slow: int, share: str) -> None:
+    layers = scans("sru", "layer", "v1")
+    ours = [timed(layer, "quick", 126.0 if number < slow else 100.0) for number, layer in enumerate(layers)]
+    shown = lines([*ours, *(timed(layer, "one product", 100.0) for layer in layers)])
+    assert shown["sru layer v1 over one product, share within 1.25 times"] == share
+
+
+def test_worst_size_is_named_and_incomplete_goals_are_open() -> None:
+    name = "sru layer v1 over one product"
     sizes = {(workload.hidden, workload.rows, workload.steps): workload for workload in scans("sru", "layer", "v1")}
     incomplete = [one for one in over_products("sru", "v1", 1.0) if one.workload.hidden != 1024]
-    assert lines(incomplete) == {"sru layer v1 over one product": "1 times hidden 256, 1 x 32 <= 1.25 times open"}
-    missed = [*over_products("sru", "v1", 1.0), timed(sizes[512, 32, 1024], "quick", 140.0)]
-    assert lines(missed) == {"sru layer v1 over one product": "1.4 times hidden 512, 32 x 1024 <= 1.25 times missed"}
+    assert lines(incomplete) == {
+        f"{name}, share within 1.25 times": "1 24 of 24 >= 0.8 open",
+        name: "1 times hidden 256, 1 x 32 <= 2 times open",
+    }
+    missed = [*over_products("sru", "v1", 1.0), timed(sizes[512, 32, 1024], "quick", 240.0)]
+    assert lines(missed)[name] == "2.4 times hidden 512, 32 x 1024 <= 2 times missed"
 
 
 @pytest.mark.parametrize(
@@ -126,7 +147,7 @@ def test_grid_shows_every_size_and_missing_ones() -> None:
     measurements = over_products("qrnn", "window 2", 1.234)
     complete = [one for one in measurements if (one.workload.hidden, one.workload.rows) != (512, 1)]
     shown, (grid,) = judged(complete, BACKENDS)
-    assert list(shown) == ["qrnn layer window 2 over one product"]
+    assert list(shown)[-1] == "qrnn layer window 2 over one product"
     assert grid[0] == ["qrnn layer window 2 over one product: quick", "256", "512", "1024"]
     assert grid[1] == ["1 x 32", "1.23", "-", "1.23"]
     assert [line[0] for line in grid[1:]] == [f"{rows} x {steps}" for rows in (1, 32, 256) for steps in (32, 128, 4096)]

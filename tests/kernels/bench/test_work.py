@@ -10,7 +10,7 @@ from kernels.bench.case import random_case
 from kernels.bench.work import ReadArray, multiplications, weights_read
 from kernels.bench.workload import DILATIONS, VOCABULARY, WANT, Workload
 from kernels.bench.workloads import workloads
-from tests.kernels.bench.conftest import CPU, RECURRENCE, tiny
+from tests.kernels.bench.conftest import CPU, ENCODERS, RECURRENCE, tiny
 
 PRODUCT = Workload("conv", 1, 10, 10, 10, kind="product")
 WINDOWS = 3 * (5 * 3 + 4 * 4 + 3 * 5)
@@ -40,6 +40,9 @@ def folded(family: str, form: str | None = None, lengths: str = "questions") -> 
         (tiny("gru", lengths="equal"), 21 * 3 * 6 * (6 + 6)),
         (folded("lstm"), TOKENS * 4 * 6 * 6),
         (RECURRENCE, TOKENS * 4 * 6 * 6),
+        # Two directions of two levels, which read 5 and 12 columns.
+        (ENCODERS[0], 21 * 2 * 4 * 6 * (2 * 6 + 5 + 12)),
+        (ENCODERS[1], 21 * 4 * 6 * (3 * 6 + 5 + 6 + 6)),
         # Two blocks of gates decide the cell; the third is needed where the answer is.
         (tiny("sru"), (2 * TOKENS + 3) * 6 * 6),
         (tiny("sru", "every-step", "equal"), 3 * 21 * 6 * 6),
@@ -74,6 +77,7 @@ def test_last_step_of_a_long_row_needs_every_layer() -> None:
         (replace(tiny("gru"), dtype="int8"), [(3 * 6 * 6, LONGEST), (3 * 6 * 6, 1)]),
         (folded("lstm"), [(4 * 6 * 6 * 4, LONGEST), (TOKENS * 4 * 6 * 4, 1)]),
         (RECURRENCE, [(4 * 6 * 6 * 4, LONGEST)]),
+        (ENCODERS[0], [*[(4 * 6 * 6 * 4, 7)] * 4, *[(4 * 6 * 5 * 4, 1)] * 2, *[(4 * 6 * 12 * 4, 1)] * 2]),
         (tiny("sru"), [(3 * 6 * 6 * 4, 1)]),
         (tiny("qrnn", form="window 2"), [(3 * 6 * 12 * 4, 1)]),
         # The table of a folded SRU also has the skip.
