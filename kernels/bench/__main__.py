@@ -1,4 +1,7 @@
-"""`python -m kernels.bench FAMILY [--device cpu|cuda:0] [--quick] [--threads N] [--out DIR]`: time a kernel family, or all."""
+"""`python -m kernels.bench FAMILY [--device cpu|cuda:0] [--quick] [--threads N] [--out DIR]`: time a kernel family, or all.
+
+The family `ladder` is an LSTM with one optimisation after the other.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import torch
 
 from kernels.bench import goals, report
 from kernels.bench.baselines import BASELINES
+from kernels.bench.ladder import command as ladder
 from kernels.bench.measure import Bench
 from kernels.bench.peaks import measured_peaks
 from kernels.bench.shares import with_shares_of_peaks, with_shares_of_product
@@ -19,6 +23,7 @@ from kernels.bench.tables import write
 from kernels.bench.workload import FORMS
 from kernels.bench.workloads import FAMILIES, workloads
 
+LADDER = "ladder"
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -30,15 +35,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     setting = _prepare(device, options.threads, options.quick)
     if setting.peaks:
         print(setting.peaks)
+    if options.family == LADDER:
+        return ladder.run(device, options.quick, setting, out, _progress)
     families = FAMILIES if options.family == "all" else (options.family,)
     return max([_family(family, device, options.quick, setting, out) for family in families])
 
 
 def _family(family: str, device: torch.device, quick: bool, setting: report.Setting, out: Path | None) -> int:
-    def progress(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
-    bench = Bench(device, BASELINES[family], _budget_s(family, device, quick), progress)
+    bench = Bench(device, BASELINES[family], _budget_s(family, device, quick), _progress)
     findings = bench.measured(workloads(family, device.type, quick))
     measurements = _with_shares(findings.measurements, device, setting)
     print(f"\n{family} on {setting}; microseconds: median (p10-p90), * the fastest\n")
@@ -58,6 +62,10 @@ def _family(family: str, device: torch.device, quick: bool, setting: report.Sett
             (out / f"{name}-goals.txt").write_text(f"{setting}\n\n{judged}\n")
             print(f"written to {out / name}-goals.txt")
     return 1 if findings.wrong else 0
+
+
+def _progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _with_shares(
@@ -99,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m kernels.bench", description="Check every backend and baseline of a kernel family, then time them."
     )
-    parser.add_argument("family", choices=(*FAMILIES, "all"))
+    parser.add_argument("family", choices=(*FAMILIES, "all", LADDER), help="all: every family, without the ladder")
     parser.add_argument("--device", type=_device, default="cpu", help="cpu or cuda:N (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="fewer sizes and less time; writes nothing without --out")
     parser.add_argument("--threads", type=int, default=1, help="threads on a CPU (default: %(default)s)")

@@ -1,6 +1,6 @@
 """`python -m kernels.bench.sru_figure [RECORDS [CHART]]`: chart of the SRU, an LSTM and two convolutions, as in Lei et al. 2018.
 
-It uses the records of `python -m kernels.bench sru --device cuda:0`. Only this module of the bench needs matplotlib.
+It uses the records of `python -m kernels.bench sru --device cuda:0`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from matplotlib.figure import Figure
 
 from kernels.bench.__main__ import RESULTS
-from kernels.bench.tables import three_digits
+from kernels.bench.chart import Bars, draw_groups, write_svg
 from kernels.sru import BACKENDS
 
 GROUPS = ((32, 256), (32, 512), (128, 256), (128, 512))
@@ -55,24 +54,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def draw(records: Records, path: Path) -> None:
     """Write the SVG. Raises LookupError when the records have no time for a bar."""
-    medians = [[_microseconds(records, *group, form, names) for group in GROUPS] for _, form, names, _ in BARS]
     figure = Figure(figsize=(9, 4), layout="constrained")
     axes = figure.subplots()
-    width = 0.9 / len(BARS)
-    for index, ((label, _, _, colour), heights) in enumerate(zip(BARS, medians, strict=True)):
-        positions = [group + width * index for group in range(len(GROUPS))]
-        bars = axes.bar(positions, heights, 0.95 * width, label=label, color=colour)
-        axes.bar_label(bars, list(map(three_digits, heights)), fontsize="x-small")
-    axes.set_xticks(
-        [group + width * (len(BARS) - 1) / 2 for group in range(len(GROUPS))],
-        [f"{steps} steps, width {size}" for steps, size in GROUPS],
-    )
+    groups = [f"{steps} steps, width {size}" for steps, size in GROUPS]
+    bars = [
+        Bars(label, colour, [_microseconds(records, *group, form, names) for group in GROUPS])
+        for label, form, names, colour in BARS
+    ]
+    draw_groups(axes, groups, bars)
     axes.set_ylabel("time of a layer [µs]")
     axes.set_title(f"One layer over {ROWS} rows, float16, {records[0]['device']}, {records[0]['date']}", fontsize="medium")
     axes.legend(loc="upper left", fontsize="small")
-    # The same figures produce the same file: no date, no random names, and text stays text.
-    with matplotlib.rc_context({"svg.hashsalt": "seqserve", "svg.fonttype": "none"}):
-        figure.savefig(path, format="svg", metadata={"Date": None})
+    write_svg(figure, path)
 
 
 def _microseconds(records: Records, steps: int, size: int, form: str, names: Sequence[str]) -> float:

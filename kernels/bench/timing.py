@@ -4,6 +4,8 @@ eager   a call as in user code; a GPU is idle before it, and idle again when the
 kernel  copies of the call in one CUDA graph, divided by their number: the time of the device alone. The graph has as many copies as take
         2 ms, judged by calls before the capture, but at least one and at most 20
 replay  one replay of a CUDA graph of one call, between two device events
+
+`graph_call` returns a replay as a call for `eager`, which includes its launch.
 """
 
 from __future__ import annotations
@@ -80,13 +82,25 @@ def replay(call: Callable[[], Any], check: Callable[[Any], object], budget_s: fl
     return _replayed(call, check, 1, budget_s)
 
 
+def graph_call(call: Callable[[], Any], check: Callable[[Any], object]) -> Callable[[], None]:
+    """Return a call that replays a graph of `call`. `check` raises if the answer of a replay is wrong."""
+    graph, _ = _checked_graph(call, check, 1)
+    return graph.replay
+
+
 def _replayed(call: Callable[[], Any], check: Callable[[Any], object], at_most: int, budget_s: float) -> Spread:
+    graph, copies = _checked_graph(call, check, at_most)
+    return repeated(lambda: _on_device(graph.replay) / copies, budget_s)
+
+
+def _checked_graph(call: Callable[[], Any], check: Callable[[Any], object], at_most: int) -> tuple[torch.cuda.CUDAGraph, int]:
+    """Return a graph of some copies of the call, and the number of copies."""
     graph, answer, copies = _captured(call, at_most)
     # The answer of the capture must not pass for that of a replay: a kernel launched outside of the graph is not in it.
     answer.fill_(float("nan"))
     graph.replay()
     check(answer)
-    return repeated(lambda: _on_device(graph.replay) / copies, budget_s)
+    return graph, copies
 
 
 def _on_device(run: Callable[[], Any]) -> float:

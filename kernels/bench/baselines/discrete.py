@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -39,24 +39,36 @@ def lstm_gates(case: BenchCase) -> TimedCall:
     """As in a textbook: two products for each gate, eight for each step, and nothing is fused."""
     weights: LSTMWeights = case.weights[0]
     assert weights.input is not None and weights.bias is not None
-    matrices, recurrents = (each.chunk(4, dim=1) for each in (weights.input, weights.recurrent))
-    input_i, input_f, input_g, input_o = (matrix.contiguous() for matrix in matrices)
-    hidden_i, hidden_f, hidden_g, hidden_o = (matrix.contiguous() for matrix in recurrents)
-    bias_i, bias_f, bias_g, bias_o = weights.bias.chunk(4)
+    matrices, recurrents = (
+        [matrix.contiguous() for matrix in each.chunk(4, dim=1)] for each in (weights.input, weights.recurrent)
+    )
+    biases = weights.bias.chunk(4)
 
     def step(x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         hidden, cell = state
-        i = torch.sigmoid(x @ input_i + hidden @ hidden_i + bias_i)
-        f = torch.sigmoid(x @ input_f + hidden @ hidden_f + bias_f)
-        g = torch.tanh(x @ input_g + hidden @ hidden_g + bias_g)
-        o = torch.sigmoid(x @ input_o + hidden @ hidden_o + bias_o)
-        cell = f * cell + i * g
-        hidden = o * torch.tanh(cell)
+        hidden, cell = lstm_cell([x @ each for each in matrices], [hidden @ each for each in recurrents], biases, cell)
         return hidden, (hidden, cell)
 
     data = pad(case)
     start = data.new_zeros(data.shape[1], weights.hidden)
     return _loop(case, lambda: data, step, (start, start))
+
+
+def lstm_cell(
+    inputs: Sequence[Tensor],
+    products: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    cell: Tensor,
+    *,
+    into: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> tuple[Tensor, Tensor]:
+    """Return the hidden vectors and the cells after a step, with an operation for each sign of the formulas.
+
+    inputs, products: for each gate, its product with the inputs and with the hidden vectors; into: where the results are written.
+    """
+    i, f, g, o = (x + h + bias for x, h, bias in zip(inputs, products, biases, strict=True))
+    cell = torch.add(torch.sigmoid(f) * cell, torch.sigmoid(i) * torch.tanh(g), out=into[1])
+    return torch.mul(torch.sigmoid(o), torch.tanh(cell), out=into[0]), cell
 
 
 def gru_steps(case: BenchCase) -> TimedCall:

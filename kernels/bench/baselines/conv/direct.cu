@@ -3,26 +3,7 @@
 // x: (windows + a tail, inputs), rows packed end to end. A window is `depth` = width x inputs values from its first step.
 // filters: (depth, outputs); y: (windows, outputs). One thread owns one output of one window; adjacent threads read adjacent filters.
 
-#if HALVES
-typedef unsigned short Stored;
-
-__device__ float wide(Stored bits) {
-    float value;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-    return value;
-}
-
-__device__ Stored narrow(float value) {
-    Stored bits;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-    return bits;
-}
-#else
-typedef float Stored;
-
-__device__ float wide(Stored value) { return value; }
-__device__ Stored narrow(float value) { return value; }
-#endif
+#include "../../stored.cuh"
 
 struct Arguments {
     const Stored *x, *filters, *bias;

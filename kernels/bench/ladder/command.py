@@ -1,0 +1,56 @@
+"""`python -m kernels.bench ladder [--device cpu|cuda:0] [--quick] [--out DIR]`: tables, records and a chart of the ladder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from kernels.bench.ladder import report
+from kernels.bench.ladder.climb import Climb, climb, product_rate, workload_for
+from kernels.bench.ladder.rungs import RUNGS
+from kernels.bench.report import Setting
+from kernels.bench.tables import write
+
+DTYPES = {"cuda": ("float16", "float32"), "cpu": ("float32",)}
+"""A CPU computes in float32."""
+BUDGETS_S = {"cuda": 0.25, "cpu": 0.3}
+"""Seconds for each time. A quick run has a fifth."""
+
+
+def run(device: torch.device, quick: bool, setting: Setting, out: Path | None, progress: Callable[[str], None]) -> int:
+    """Print the ladder, and write it if there is a folder. Returns 1 if a rung disagreed with the reference or failed."""
+    budget_s = BUDGETS_S[device.type] / (5 if quick else 1)
+    climbs = []
+    for dtype in DTYPES[device.type]:
+        result = climb(workload_for(device.type, dtype, quick), RUNGS, device, budget_s, progress)
+        peak = setting.peaks.multiply_adds_per_us if setting.peaks else product_rate(device, dtype, budget_s)
+        climbs.append(replace(result, peak=peak))
+    text = _text(climbs, setting)
+    print(f"\n{text}")
+    if out is not None:
+        _write(out / setting.file_name("ladder"), text, climbs, setting)
+    return 1 if any(result.wrong for result in climbs) else 0
+
+
+def _text(climbs: list[Climb], setting: Setting) -> str:
+    parts = [f"ladder on {setting}", report.TIMES, *map(report.table, climbs), report.published()]
+    lines = dict.fromkeys(line for result in climbs for line in (*result.skipped, *(f"WRONG: {each}" for each in result.wrong)))
+    return "\n\n".join([*parts, "\n".join(lines)] if lines else parts) + "\n"
+
+
+def _write(path: Path, text: str, climbs: list[Climb], setting: Setting) -> None:
+    """Write the records, the text and the chart, whose names differ in their endings. path: without an ending."""
+    records = [record for result in climbs for record in report.records(result, setting)]
+    write(path.with_name(f"{path.name}.jsonl"), records)
+    path.with_name(f"{path.name}.txt").write_text(text)
+    if find_spec("matplotlib") is None:
+        print("no chart is drawn: install matplotlib, then run `python -m kernels.bench.ladder.figure`")
+        return
+    from kernels.bench.ladder.figure import draw
+
+    draw(records, path.with_name(f"{path.name}.svg"))
+    print(f"written to {path}.txt and {path}.svg")

@@ -1,0 +1,89 @@
+"""The rungs. Each of the first seven has the optimisations of the rungs before it, as far as the device has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from kernels.backend import AUTO
+from kernels.bench.baselines.baseline import TimedCall
+from kernels.bench.baselines.layers import padded
+from kernels.bench.case import BenchCase
+from kernels.bench.ladder.loop import Plan, looped
+from kernels.compile import cupy_installed
+
+COMBINED_STEPS = 10
+"""Steps whose inputs are multiplied at once."""
+
+Reason = str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """One way to run the layers.
+
+    build: returns the call; skips: returns why a device cannot run it, or None; in_graph: on a GPU, it is called in a graph; published:
+    the speed-up over the first rung in Appleyard et al. 2016, on a Tesla M40 in float32.
+    """
+
+    number: int
+    name: str
+    build: Callable[[BenchCase], TimedCall]
+    skips: Callable[[torch.device], Reason]
+    in_graph: bool = False
+    published: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.number} {self.name}"
+
+
+def _nowhere(device: torch.device) -> Reason:
+    return None
+
+
+def _without_streams(device: torch.device) -> Reason:
+    return None if device.type == "cuda" else "a CPU has no streams"
+
+
+def _without_kernels(device: torch.device) -> Reason:
+    if device.type != "cuda":
+        return "its kernel needs an NVIDIA GPU"
+    return None if cupy_installed() else "CuPy is not installed"
+
+
+def _without_graphs(device: torch.device) -> Reason:
+    return None if device.type == "cuda" else "a CPU has no CUDA graphs"
+
+
+def _ours(case: BenchCase) -> TimedCall:
+    return TimedCall(case.encoder(AUTO))
+
+
+OPTIMISATIONS: tuple[tuple[str, dict[str, Any], Callable[[torch.device], Reason], float], ...] = (
+    # Name, what is added to the plan of the rung before, where it is skipped, published speed-up.
+    ("products and operations by gate", {}, _nowhere, 1.0),
+    ("one product for all gates", {"one_product": True}, _nowhere, 2.1),
+    ("two streams", {"two_streams": True}, _without_streams, 2.8),
+    ("fused pointwise operations", {"fused": True}, _without_kernels, 5.5),
+    ("transposed weights", {"transposed": True}, _nowhere, 6.3),
+    ("inputs of several steps at once", {"combined_steps": COMBINED_STEPS}, _nowhere, 6.5),
+    ("layers side by side", {"wavefront": True}, _without_streams, 11.1),
+)
+
+
+def _rungs() -> Iterator[Rung]:
+    plan = Plan()
+    for number, (name, added, skips, published) in enumerate(OPTIMISATIONS, 1):
+        plan = replace(plan, **added)
+        yield Rung(number, name, partial(looped, plan), skips, published=published)
+    first = len(OPTIMISATIONS) + 1
+    yield Rung(first, "torch.nn.LSTM", padded, _nowhere)
+    yield Rung(first + 1, "torch.nn.LSTM, in a graph", padded, _without_graphs, in_graph=True)
+    yield Rung(first + 2, "ours", _ours, _nowhere, in_graph=True)
+
+
+RUNGS = tuple(_rungs())
