@@ -82,7 +82,7 @@ def _budget_s(family: str, device: torch.device, quick: bool) -> float:
         return 0.04 if quick else 0.3
     if family == "conv":
         return 0.03 if quick else 0.06
-    return 0.03 if family in FORMS else 0.05 if quick else 0.1
+    return 0.03 if family in FORMS else 0.05 if quick else 0.08
 
 
 def _prepare(device: torch.device, threads: int, quick: bool) -> report.Setting:

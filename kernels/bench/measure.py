@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -83,6 +83,7 @@ class Bench:
             call = contender.build(case)
             expected = call.expected or our_answer
             assert expected is not None, "a workload without an encoder needs baselines with an expected answer"
+            expected = replace(expected, tolerance=contender.slack * expected.tolerance)
             with torch.inference_mode():
                 error = expected.error(call.read(call.run()))
                 for timed, spread in self._timings(contender, case.workload, call, expected, findings):

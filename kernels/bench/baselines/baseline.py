@@ -41,7 +41,7 @@ class Baseline:
 
     eager_only: why it cannot be captured in a CUDA graph; condition: limits a baseline that is slow, or made for one comparison, to the
     workloads where it is useful; over_ids: it looks up an embedding of token ids, and runs the folded workloads and no others; encoders:
-    it also runs several layers and both directions.
+    it also runs several layers and both directions; slack: its error may be this many times what rounding explains.
     """
 
     name: str
@@ -51,6 +51,7 @@ class Baseline:
     condition: Callable[[Workload], bool] = lambda _: True
     over_ids: bool = False
     encoders: bool = False
+    slack: float = 1.0
 
     def applies(self, workload: Workload, device: str) -> bool:
         """Return whether the baseline runs this workload on `device`, which is cpu or cuda."""

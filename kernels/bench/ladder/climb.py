@@ -104,5 +104,6 @@ def _time(rung: Rung, case: BenchCase, expected: ExpectedAnswer, device: torch.d
                 in_graph = timing.eager(timing.graph_call(call.run, check), device, budget_s)
             except timing.NotCapturableError as reason:
                 result.skipped.append(f"{rung} has no graph: {reason}")
-        called = in_graph if rung.in_graph and in_graph else timing.eager(call.run, device, budget_s)
+        called = in_graph if rung.in_graph else None
+        called = called or timing.eager(call.run, device, budget_s)
     result.steps.append(Step(rung, called, in_graph, error))

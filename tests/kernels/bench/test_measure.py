@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.bench import timing
-from kernels.bench.agreement import ExpectedAnswer, tolerance
+from kernels.bench.agreement import ExpectedAnswer, expected_answer, tolerance
 from kernels.bench.baselines import BASELINES
 from kernels.bench.baselines.baseline import Baseline, MissingError, TimedCall, optional_package
 from kernels.bench.baselines.discrete import lstm_gates
@@ -141,6 +141,19 @@ def test_disagreeing_baseline_is_reported_and_not_timed(answer: Tensor, message:
     assert timed_backends(findings) == cpu_backends("lstm")
     (line,) = findings.wrong
     assert line.startswith(f"stubborn on {tiny('lstm')}: {message}")
+
+
+@pytest.mark.parametrize("slack, agrees", [(1.0, False), (2.0, True)])
+def test_baseline_may_have_slack(slack: float, agrees: bool) -> None:
+    expected = expected_answer(random_case(tiny("lstm"), CPU))
+
+    def inexact(case: BenchCase) -> TimedCall:
+        answer = case.encoder("reference")() + 1.5 * expected.tolerance
+        return TimedCall(lambda: answer)
+
+    findings = measured(tiny("lstm"), Baseline("inexact", inexact, slack=slack))
+    assert ("inexact" in timed_backends(findings)) is agrees
+    assert len(findings.wrong) == (0 if agrees else 1)
 
 
 def test_baseline_with_swapped_rows_disagrees() -> None:

@@ -17,6 +17,7 @@ from kernels.bench.timing import (
     WARM_UP,
     NotCapturableError,
     Spread,
+    graph_call,
     kernel,
     repeated,
     replay,
@@ -88,6 +89,20 @@ def test_kernel_time_is_one_copy_and_replay_time_one_graph(monkeypatch: pytest.M
     assert replay(call, seen.append, 0.0).median_us == 40
     assert device.captures == 2 and calls == 2 * WARM_UP + COPIES + 1
     assert [tensor.tolist() for tensor in seen] == [[7, 7, 7]] * 2
+
+
+def test_graph_call_is_checked_and_replays_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer, seen, replays = torch.zeros(3), list[Tensor](), list[int]()
+
+    def work() -> None:
+        replays.append(1)
+        answer.fill_(7)
+
+    device = FakeDevice(monkeypatch, work)
+    replayed = graph_call(lambda: answer, lambda found: seen.append(found.clone()))
+    assert device.captures == 1 and len(replays) == 1 and [tensor.tolist() for tensor in seen] == [[7, 7, 7]]
+    replayed()
+    assert device.captures == 1 and len(replays) == 2
 
 
 @pytest.mark.parametrize("takes_ms, copies", [(0.001, COPIES), (0.4, 5), (0.41, 5), (1.9, 2), (2.0, 1), (300.0, 1)])
