@@ -74,7 +74,7 @@ def _layer(case: BenchCase) -> torch.nn.RNNBase:
 
 
 def _copy_weights(weights: LSTMWeights | GRUWeights, layer: torch.nn.RNNBase, suffix: str) -> None:
-    """Copy the weights of one direction of a level to torch's parameters, whose names have this suffix."""
+    """Copy the weights of one direction of a level to torch's parameters with this suffix."""
     assert weights.input is not None and weights.bias is not None
     arrays = {
         "weight_ih": weights.input.T,

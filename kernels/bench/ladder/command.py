@@ -43,7 +43,7 @@ def _text(climbs: list[Climb], setting: Setting) -> str:
 
 
 def _write(path: Path, text: str, climbs: list[Climb], setting: Setting) -> None:
-    """Write the records, the text and the chart, whose names differ in their endings. path: without an ending."""
+    """Write the records, the text and the chart. path: without the ending, which differs."""
     records = [record for result in climbs for record in report.records(result, setting)]
     write(path.with_name(f"{path.name}.jsonl"), records)
     path.with_name(f"{path.name}.txt").write_text(text)

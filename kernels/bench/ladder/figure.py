@@ -63,7 +63,7 @@ def draw(records: Records, path: Path) -> None:
 
 
 def _bars(records: Records, timing: str) -> list[Bars]:
-    """Return the speed-ups of each dtype, and the published ones."""
+    """Return the speed-ups of each dtype, and the published speed-ups."""
     speedups = {(one["dtype"], one["rung"]): one.get("speedup") for one in records if one["timing"] == timing}
     measured = [
         Bars(dtype, colour, [speedups.get((dtype, rung.number)) for rung in RUNGS])

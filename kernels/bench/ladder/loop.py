@@ -34,10 +34,10 @@ FIRST, LAST = -1, 0
 class Plan:
     """The optimisations of a loop.
 
-    one_product: of all gates, instead of one for each; two_streams: one for the products with the inputs, one for everything else; fused:
-    one kernel for all pointwise operations; transposed: matrices in memory as (inputs, gates) instead of torch's (gates, inputs);
-    combined_steps: steps whose inputs are multiplied at once; wavefront: each layer has its own streams, and begins a group of steps when
-    the layer below has ended it.
+    one_product: all gates have one product; two_streams: the products with the inputs run on a second stream; fused: one kernel runs all
+    pointwise operations; transposed: matrices are in memory as (inputs, gates) instead of torch's (gates, inputs); combined_steps: the
+    number of steps whose inputs are multiplied at once; wavefront: each layer has two streams, and begins a group of steps when the layer
+    below has ended the group.
     """
 
     one_product: bool = False
@@ -62,7 +62,7 @@ class Plan:
 class Layer:
     """The arrays of a layer.
 
-    inputs: (steps, rows, columns); input, recurrent: the matrices of its products, one for each gate or one for all; bias: (4 x units);
+    inputs: (steps, rows, columns); input, recurrent: the matrices of its products, by gate or a single matrix; bias: (4 x units);
     of_inputs: (steps, rows, 4 x units) and of_hidden: (rows, 4 x units), the products; hidden: (1 + steps, rows, units), zeros first; cell:
     (rows, units).
     """
@@ -215,7 +215,7 @@ def _add_launches(launches: _Launches, layers: Sequence[Layer], plan: Plan) -> N
 
 
 def _order(layers: int, groups: int, wavefront: bool) -> Iterator[tuple[int, int]]:
-    """Yield a layer and a group of steps: layer by layer, or along the diagonals, so that a layer can run beside the layer below."""
+    """Yield a layer and a group of steps: layer by layer, or along the diagonals, so that several layers can run at the same time."""
     if not wavefront:
         for layer in range(layers):
             yield from zip(repeat(layer), range(groups))

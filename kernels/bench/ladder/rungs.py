@@ -17,7 +17,7 @@ from kernels.bench.ladder.loop import Plan, looped
 from kernels.compile import cupy_installed
 
 COMBINED_STEPS = 5
-"""Steps whose inputs are multiplied at once. Of 2, 5, 10, 20 and 50, the layers side by side were fastest with 5: float16, in a graph."""
+"""Number of steps whose inputs are multiplied at once: of 2, 5, 10, 20 and 50 the fastest for the last plan, in float16 and in a graph."""
 
 Reason = str | None
 

@@ -1,4 +1,4 @@
-"""Every rung agrees with the reference, a wrong one is reported, and streams may run in any order that events allow."""
+"""Every rung agrees with the reference, a wrong rung is reported, and streams may run in any order that events allow."""
 
 from __future__ import annotations
 
