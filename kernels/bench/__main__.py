@@ -19,12 +19,11 @@ from kernels.bench.ladder import command as ladder
 from kernels.bench.measure import Bench
 from kernels.bench.peaks import measured_peaks
 from kernels.bench.shares import with_shares_of_peaks, with_shares_of_product
-from kernels.bench.tables import write
+from kernels.bench.tables import RESULTS, write
 from kernels.bench.workload import FORMS
 from kernels.bench.workloads import FAMILIES, workloads
 
 LADDER = "ladder"
-RESULTS = Path(__file__).parent / "results"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

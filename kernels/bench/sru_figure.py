@@ -14,8 +14,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from kernels.bench.__main__ import RESULTS
 from kernels.bench.chart import Bars, draw_groups, write_svg
+from kernels.bench.tables import RESULTS
 from kernels.sru import BACKENDS
 
 GROUPS = ((32, 256), (32, 512), (128, 256), (128, 512))

@@ -7,6 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+RESULTS = Path(__file__).with_name("results")
+"""The folder of the results that are kept."""
+
 
 def aligned(lines: Sequence[Sequence[str]], right: bool = False) -> str:
     """Return lines with left-aligned or right-aligned columns."""

@@ -14,9 +14,9 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from kernels.bench.__main__ import RESULTS
 from kernels.bench.chart import Bars, draw_groups, write_svg
 from kernels.bench.ladder.rungs import RUNGS, Rung
+from kernels.bench.tables import RESULTS
 
 PANELS = {
     "called": "as called: the host makes the launches, on a GPU except those of rungs 9 and 10",
