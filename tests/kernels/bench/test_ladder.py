@@ -23,7 +23,7 @@ from kernels.bench.baselines.baseline import TimedCall
 from kernels.bench.case import BenchCase, random_case
 from kernels.bench.ladder import climb as climbing
 from kernels.bench.ladder import command as ladder
-from kernels.bench.ladder import loop, report
+from kernels.bench.ladder import figure, loop, report
 from kernels.bench.ladder.climb import Climb, climb, workload_for
 from kernels.bench.ladder.loop import Plan, looped
 from kernels.bench.ladder.rungs import RUNGS, Rung
@@ -341,7 +341,6 @@ def test_quick_ladder_writes_nothing_by_default(tiny_ladder: None, tmp_path: Pat
 
 
 def test_chart_has_every_speed_up(tiny_ladder: None, tmp_path: Path) -> None:
-    figure = pytest.importorskip("kernels.bench.ladder.figure")
     records = [*report.records(timed((1, 8000.0, 4000.0), (10, 611.0, 611.0)), SETTING)]
     path = tmp_path / "ladder.jsonl"
     path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
@@ -354,7 +353,6 @@ def test_chart_has_every_speed_up(tiny_ladder: None, tmp_path: Path) -> None:
 
 
 def test_chart_needs_the_first_rung(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    figure = pytest.importorskip("kernels.bench.ladder.figure")
     path = tmp_path / "ladder.jsonl"
     path.write_text("".join(f"{json.dumps(record)}\n" for record in report.records(timed((2, 1.0, 1.0)), SETTING)))
     assert figure.main([str(path)]) == 1
@@ -362,7 +360,6 @@ def test_chart_needs_the_first_rung(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_command_draws_the_chart(tiny_ladder: None, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     assert command.main(["ladder", "--quick", "--out", str(tmp_path)]) == 0
     (chart,) = tmp_path.glob("*.svg")
     ElementTree.parse(chart)
