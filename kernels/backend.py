@@ -16,7 +16,9 @@ import torch
 from kernels.directions import compose_directions
 from kernels.ragged import STORAGE, ContractError, RunKernel
 
-AUTO = "auto"
+AUTO, PINNED = "auto", "pinned"
+"""Requests without a name: the fastest backend, or the fastest in which a row has the same bits in any batch."""
+NOT_PINNED = "the bits of a row may change with the number of rows in its batch"
 FAMILIES = ("rnn", "lstm", "gru", "sru", "qrnn", "conv")
 
 
@@ -39,7 +41,7 @@ class Backend:
 
     refuses: returns why it cannot or should not run a problem, or None; describe: returns details of how it runs a problem;
     bidirectional: runs both directions at once, for backends where that is faster than two runs. runs: the variants that it runs, or None
-    for all.
+    for all. pinned: whether every batch runs by the same sums, so that a row has the same bits in any batch.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Backend:
     describe: Callable[[Problem], str] | None = None
     bidirectional: RunKernel | None = None
     runs: tuple[str, ...] | None = ()
+    pinned: bool = True
 
     def refusal(self, problem: Problem) -> str | None:
         """Return why this backend does not run the problem, or None."""
@@ -82,12 +85,15 @@ def only_by_name(problem: Problem) -> str:
 
 
 def choose(backends: Sequence[Backend], problem: Problem, requested: str = AUTO) -> Choice:
-    """Return the first backend that accepts the problem, or the requested one by name; raises ContractError if there is none."""
-    if requested != AUTO:
+    """Return the first backend that accepts the problem, or the requested one by name; raises ContractError if there is none.
+
+    requested: AUTO, PINNED or a name.
+    """
+    if requested not in (AUTO, PINNED):
         return _by_name(backends, problem, requested)
     why: list[str] = []
     for backend in backends:
-        reason = backend.refusal(problem)
+        reason = NOT_PINNED if requested == PINNED and not backend.pinned else backend.refusal(problem)
         if reason is None:
             details = f" ({backend.describe(problem)})" if backend.describe else ""
             return Choice(backend, (*why, f"{backend.name}: chosen{details}"))

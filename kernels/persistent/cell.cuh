@@ -1,4 +1,4 @@
-// Shared by both kernels of the LSTM and the GRU: types, the matrix product of one octet of rows, the cell, and the outputs.
+// Shared by the kernels of the LSTM and the GRU: types, the matrix product of one octet of rows, the cell, and the outputs.
 //
 //   LSTM   i, f, o = sigmoid(x + h R)    g = tanh(x + h R)    c = f c + i g    h = o tanh(c)     (Hochreiter and Schmidhuber 1997)
 //          PEEPHOLES add p c to the inputs of i and f, and p c of the new c to that of o         (Gers and Schmidhuber 2000)
@@ -142,11 +142,6 @@ __device__ void choose_rows(const Call& call, int octets, long long tile, int* l
     }
     __syncthreads();
 }
-
-// A warp holds the weights of HELD products in registers. They are spread evenly among the products that load their weights from
-// shared memory, so that the loads overlap with products.
-__device__ constexpr int held_before(int product) { return product * HELD / PRODUCTS; }
-__device__ constexpr bool is_held(int product) { return held_before(product + 1) > held_before(product); }
 
 __device__ __forceinline__ Gates operator+(const Gates& a, const Gates& b) {
     return Gates{a.i + b.i, a.f + b.f, a.g + b.g, a.o + b.o};

@@ -12,6 +12,7 @@ constexpr int HIDDEN = CTAS * UNITS, GROUPS = UNITS / 8, WARPS = 2 * GROUPS;
 constexpr int CHUNKS = HIDDEN / 64;                             // chunks of 32 units in each half
 constexpr int PRODUCTS = 4 * CHUNKS * (FLOAT32 ? 2 : 1), SPILLED = PRODUCTS - HELD; // weights of a warp for one octet
 #include "cell.cuh"
+#include "held.cuh"
 
 constexpr int STRIDE = UNITS + 8;                               // stride of a row's outgoing values, without bank conflicts
 constexpr int PIECES = TERMS * HIDDEN;                          // pieces of an octet

@@ -9,7 +9,7 @@ import torch
 
 from kernels.compile import Kernel, registers, resident_clusters, shared_limit
 from kernels.launching import ceil_div, round_up
-from kernels.persistent.packing import OCTET, PIECE_BYTES, PRODUCT_BYTES, ROW_BYTES, SORTED, Launch, Variant
+from kernels.persistent.packing import OCTET, PIECE_BYTES, PRODUCT_BYTES, ROW_BYTES, SORTED, Launch, Packing, Variant
 
 OCTETS = (1, 2, 3, 5)
 """Octets of a cluster's tile; each number is compiled into a separate kernel."""
@@ -51,6 +51,10 @@ class ClusterShape:
     def chunks(self) -> int:
         """Chunks of 32 hidden units, as in `pack`."""
         return self.padded // 32
+
+    @property
+    def packing(self) -> Packing:
+        return Packing(self.groups, self.chunks)
 
     @property
     def threads(self) -> int:

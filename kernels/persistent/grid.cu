@@ -21,6 +21,7 @@ constexpr int GROUPS = UNITS / 8, CELLS = UNITS * 8;
 constexpr int PRODUCTS = GROUPS * CHUNKS * 4, SPILLED = PRODUCTS - HELD; // products of a warp for one octet; its part has CHUNKS chunks
 constexpr int CHAINS = PARTS / 4;
 #include "cell.cuh"
+#include "held.cuh"
 
 constexpr unsigned TAG = 0x40004000u;                                    // the free bits of a word
 static_assert(THREADS >= 32 * PARTS + CELLS && UNITS % 8 == 0 && HELD <= PRODUCTS, "launch shape");

@@ -15,6 +15,7 @@ from kernels.persistent.packing import (
     SAME_SUMS,
     SORTED,
     Launch,
+    Packing,
     Variant,
 )
 
@@ -57,6 +58,10 @@ class GridShape:
     def chunks(self) -> int:
         """Chunks of 32 hidden units, as in `pack`."""
         return ceil_div(self.variant.hidden, 32 * self.parts) * self.parts
+
+    @property
+    def packing(self) -> Packing:
+        return Packing(self.groups, self.chunks)
 
     @property
     def teams(self) -> int:

@@ -1,7 +1,10 @@
-"""The launches of a layer: `cluster` (cluster.cu), `grid` (grid.cu), and `persistent`, the faster of both.
+"""The launches of a layer: `cluster` (cluster.cu), `grid` (grid.cu) and `wide` (wide.cu); `persistent`, the faster of the first two; and
+`adaptive`, the fastest of all three for a number of rows.
 
-Both kernels hold their recurrent weights in registers and shared memory for all steps, in float16 or bfloat16; sums and cells are
-float32. Nothing waits for the device. A call may be captured in a CUDA graph: offsets, slots and values are read when the graph runs.
+The kernels hold their recurrent weights in registers and shared memory for all steps, in float16 or bfloat16; sums and cells are
+float32. `cluster` and `grid` sum in the same order wherever the number of rows chooses between them, `wide` in another: a row of
+`adaptive` may differ in its last bits with the number of rows in its batch. Nothing waits for the device. A call may be captured in a
+CUDA graph: offsets, slots and values are read when the graph runs.
 """
 
 from __future__ import annotations
@@ -31,16 +34,21 @@ from kernels.launching import (
 )
 from kernels.persistent.cluster import ClusterShape
 from kernels.persistent.grid import GridShape
-from kernels.persistent.packing import HERE, Launch, Variant, pack, pack_terms, scale_of
+from kernels.persistent.packing import HERE, Launch, Packing, Variant, WidePacking, scale_of
+from kernels.persistent.wide import WideShape
 from kernels.ragged import ContractError, Encoded, Outputs, Ragged, without_sources
 from kernels.tuning import load_tuned, matching_shapes
 
-PersistentShape = ClusterShape | GridShape
+PersistentShape = ClusterShape | GridShape | WideShape
 FindShape = Callable[[Variant, int, int], PersistentShape | None]
 """Returns the shape for a variant, the rows of all directions, and the number of directions. Whether there is one depends on the variant
 alone."""
+Refuses = Callable[["Family", Problem], str | None]
+MANY = 1 << 30
+"""A number of rows that no bound of a shape admits."""
 CLUSTER: Mapping[str, type[ClusterShape]] = {"blocks": ClusterShape}
 GRID: Mapping[str, type[GridShape]] = {"units": GridShape}
+WIDE: Mapping[str, type[WideShape]] = {"tile": WideShape}
 """Shapes by the name of their size in the files of `tuned`."""
 
 
@@ -70,10 +78,10 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a call runs. packing: groups and chunks of `pack`; launches: each with its directions, its first row and the row after its
+    """How a call runs. packing: the layout of the weights; launches: each with its directions, its first row and the row after its
     last."""
 
-    packing: tuple[int, int]
+    packing: Packing | WidePacking
     copies_state: bool
     launches: tuple[tuple[tuple[int, ...], int, int, Launch], ...]
 
@@ -91,22 +99,26 @@ class _SideBySide:
 
 
 def backends(family: Family) -> tuple[Backend, ...]:
-    """Return the backends `persistent`, `cluster` and `grid` of a family, the fastest first."""
-    ways: tuple[tuple[str, FindShape, Capability, str, bool], ...] = (
-        ("persistent", fastest_shape, (8, 0), "this device has no room", False),
-        ("cluster", cluster_shape, (9, 0), "no cluster of this device has room", False),
-        ("grid", grid_shape, (8, 0), "this device has no room", True),
+    """Return the backends of a family: `adaptive` and `persistent`, which choose among the others, and those by name."""
+    no_room = "this device has no room"
+    ways: tuple[tuple[str, FindShape, Refuses], ...] = (
+        ("adaptive", adaptive_shape, _adaptive_refusal),
+        ("persistent", fastest_shape, partial(_refusal, fastest_shape, (8, 0), no_room)),
+        ("cluster", cluster_shape, partial(_refusal, cluster_shape, (9, 0), "no cluster of this device has room")),
+        ("grid", grid_shape, partial(_refusal, grid_shape, (8, 0), no_room, halves=True)),
+        ("wide", wide_shape, partial(_refusal, wide_shape, (9, 0), no_room, until=(10, 0), halves=True)),
     )
     return tuple(
         Backend(
             name,
             partial(encode, family, find_shape),
-            partial(_refusal, family, find_shape, needed, no_room, halves),
-            partial(_describe, family) if name == "persistent" else None,
+            partial(refuses, family),
+            partial(_describe, family, find_shape) if name in ("adaptive", "persistent") else None,
             partial(encode_both, family, find_shape),
             runs=family.runs,
+            pinned=name != "adaptive",
         )
-        for name, find_shape, needed, no_room, halves in ways
+        for name, find_shape, refuses in ways
     )
 
 
@@ -173,8 +185,14 @@ def _encode(
 
 
 @cache
+def adaptive_shape(variant: Variant, rows: int, directions: int) -> PersistentShape | None:
+    """Return the fastest shape of all kernels that runs on the device."""
+    return _first_shape(variant, rows, directions, {**CLUSTER, **GRID, **WIDE})
+
+
+@cache
 def fastest_shape(variant: Variant, rows: int, directions: int) -> PersistentShape | None:
-    """Return the fastest shape of both kernels that runs on the device."""
+    """Return the fastest shape of the kernels with the same order of sums that runs on the device."""
     return _first_shape(variant, rows, directions, {**CLUSTER, **GRID})
 
 
@@ -190,29 +208,50 @@ def grid_shape(variant: Variant, rows: int, directions: int) -> PersistentShape 
     return _first_shape(variant, rows, directions, GRID)
 
 
+@cache
+def wide_shape(variant: Variant, rows: int, directions: int) -> PersistentShape | None:
+    """Return the fastest shape of the wide kernel that runs on the device."""
+    return _first_shape(variant, rows, directions, WIDE)
+
+
 def _refusal(
-    family: Family, find_shape: FindShape, needed: Capability, no_room: str, halves: bool, problem: Problem
+    find_shape: FindShape,
+    needed: Capability,
+    no_room: str,
+    family: Family,
+    problem: Problem,
+    *,
+    until: Capability | None = None,
+    halves: bool = False,
 ) -> str | None:
-    """Return why a kernel cannot run a problem, or None. halves: it runs no float32 weights."""
-    refusal = device_refusal(problem, needed, halves=halves)
+    """Return why a kernel cannot run a problem, or None. The other arguments are as in `device_refusal`."""
+    refusal = device_refusal(problem, needed, until=until, halves=halves)
     if refusal is None and find_shape(_variant(family, problem), 1, 1) is None:
         units = "hidden units in float32" if problem.storage == torch.float32 else "hidden units"
         refusal = f"{no_room} for {problem.hidden} {units}"
     return refusal
 
 
-def _describe(family: Family, problem: Problem) -> str:
+def _adaptive_refusal(family: Family, problem: Problem) -> str | None:
+    """Return why the wide kernel should not be chosen for many rows, or None."""
+    refusal = device_refusal(problem, (9, 0), until=(10, 0), halves=True)
+    if refusal is None and not isinstance(adaptive_shape(_variant(family, problem), MANY, 1), WideShape):
+        refusal = f"no other kernel runs many rows of {problem.hidden} hidden units faster"
+    return refusal
+
+
+def _describe(family: Family, find_shape: FindShape, problem: Problem) -> str:
     """Return which kernel runs for which numbers of rows."""
     variant = _variant(family, problem)
     bounds = sorted({shape["rows"] for shape in _tuned_shapes(variant) if "rows" in shape})
-    shapes = [(fastest_shape(variant, rows, 1), f" up to {rows} rows") for rows in bounds]
-    shapes.append((fastest_shape(variant, 1 << 30, 1), ""))
+    shapes = [(find_shape(variant, rows, 1), f" up to {rows} rows") for rows in bounds]
+    shapes.append((find_shape(variant, MANY, 1), ""))
     changes = [(shape, bound) for n, (shape, bound) in enumerate(shapes) if n + 1 == len(shapes) or shape != shapes[n + 1][0]]
     return ", ".join(f"{shape}{bound}" for shape, bound in changes)
 
 
 def _first_shape(
-    variant: Variant, rows: int, directions: int, kinds: Mapping[str, type[ClusterShape] | type[GridShape]]
+    variant: Variant, rows: int, directions: int, kinds: Mapping[str, type[ClusterShape] | type[GridShape] | type[WideShape]]
 ) -> PersistentShape | None:
     tuned = _tuned_shapes(variant)
     sizes = matching_shapes(tuned, tuple(kinds), hidden=variant.hidden, rows=rows, directions=directions)
@@ -240,19 +279,19 @@ def _plan(name: str, find_shape: FindShape, variant: Variant, directions: int, r
         most = shape.max_rows(len(sides))
         bounds = [(first, min(rows, first + most)) for first in range(0, rows, most)]
         launches += [(sides, first, until, shape.launch(until - first, len(sides))) for first, until in bounds]
-    return Plan((shape.groups, shape.chunks), shape.copies_state, tuple(launches))
+    return Plan(shape.packing, shape.copies_state, tuple(launches))
 
 
 def _gate_inputs(x: Ragged, weights: Sequence[Any]) -> list[Tensor]:
     """Return the gate inputs of each direction, (tokens, 4 or 3 x hidden), in the dtype of the weights or in float32."""
     storage = weights[0].recurrent.dtype
     if weights[0].table is not None:
-        return [_in_whole_words(embed(x.data, layer.table, layer.table.dtype)) for layer in weights]
+        return [_aligned(embed(x.data, layer.table, layer.table.dtype)) for layer in weights]
     if weights[0].input is None:
-        return [_in_whole_words(as_gate_dtype(x.data, storage))] * len(weights)
+        return [_aligned(as_gate_dtype(x.data, storage))] * len(weights)
     data = x.data if x.data.dtype == storage else x.data.to(storage)
     gates = torch.addmm(_side_by_side(weights, "bias"), data, _side_by_side(weights, "input"))
-    return list(_in_whole_words(gates).chunk(len(weights), dim=1))
+    return list(_aligned(gates).chunk(len(weights), dim=1))
 
 
 def _side_by_side(weights: Sequence[Any], name: str) -> Tensor:
@@ -267,20 +306,23 @@ def _side_by_side(weights: Sequence[Any], name: str) -> Tensor:
     return joined.array
 
 
-def _in_whole_words(gates: Tensor) -> Tensor:
-    """Return gate inputs in whole words of 4 bytes, which the grid kernel reads. They are copied if necessary."""
-    if gates.data_ptr() % 4 == 0 and gates.numel() * gates.element_size() % 4 == 0:
+def _aligned(gates: Tensor) -> Tensor:
+    """Return gate inputs as all kernels read them: in whole words of 4 bytes and, if a row has whole pieces of 16 bytes, from the beginning
+    of a piece. They are copied if necessary."""
+    start = 4 if gates.stride(0) * gates.element_size() % 16 else 16
+    if gates.data_ptr() % start == 0 and gates.numel() * gates.element_size() % 4 == 0:
         return gates
     return gates.new_empty(gates.numel() + 1)[:-1].view_as(gates).copy_(gates)
 
 
-def _packed(layer: Any, packing: tuple[int, int]) -> tuple[Tensor, Tensor | None]:
+def _packed(layer: Any, packing: Packing | WidePacking) -> tuple[Tensor, Tensor | None]:
     """Return the recurrent weights as the kernels read them, and the scale of float32 weights."""
     recurrent = layer.recurrent
     if recurrent.dtype != torch.float32:
-        return pack_once(layer.packed, packing, lambda: pack(recurrent, *packing)), None
+        return pack_once(layer.packed, packing, lambda: packing.pack(recurrent)), None
+    assert isinstance(packing, Packing), "no other shape runs weights of two terms"
     scale = pack_once(layer.packed, "scale", lambda: scale_of(recurrent))
-    return pack_once(layer.packed, packing, lambda: pack_terms(recurrent, scale, *packing)), scale
+    return pack_once(layer.packed, packing, lambda: packing.pack_terms(recurrent, scale)), scale
 
 
 def _own(family: Family, layer: Any) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Shared by the launchers of cluster.cu and grid.cu: tile constants, the packing of the recurrent weights, and compilation."""
+"""Shared by the launchers of all kernels: tile constants, the packing of the recurrent weights, and compilation."""
 
 from __future__ import annotations
 
@@ -71,18 +71,34 @@ class Launch:
     exchange_words: int = 0
 
 
+class Packing(NamedTuple):
+    """The layout of the weights in cluster.cu and grid.cu: see `pack`."""
+
+    groups: int
+    chunks: int
+
+    def pack(self, recurrent: Tensor) -> Tensor:
+        return pack(recurrent, self.groups, self.chunks)
+
+    def pack_terms(self, recurrent: Tensor, scale: Tensor) -> Tensor:
+        """Return float32 weights as `pack` returns float16 weights, with an axis of two terms before the lanes: the scaled weights in
+        float16, and the remainders."""
+        scaled = recurrent * scale
+        first = scaled.half()
+        return torch.stack([self.pack(term) for term in (first, (scaled - first.float()).half())], dim=4)
+
+
+class WidePacking(NamedTuple):
+    """The layout of the weights in wide.cu: see `pack_wide`."""
+
+    def pack(self, recurrent: Tensor) -> Tensor:
+        return pack_wide(recurrent)
+
+
 def scale_of(recurrent: Tensor) -> Tensor:
     """Return the power of two, (1,) float32, that makes the largest float32 weight a number from 2^13 to 2^14."""
     largest = recurrent.abs().max().clamp(min=2.0**-100)
     return torch.exp2(13 - largest.log2().floor()).float().reshape(1)
-
-
-def pack_terms(recurrent: Tensor, scale: Tensor, groups: int, chunks: int) -> Tensor:
-    """Return float32 weights as `pack` returns float16 weights, with an axis of two terms before the lanes: the scaled weights in float16,
-    and the remainders."""
-    scaled = recurrent * scale
-    first = scaled.half()
-    return torch.stack([pack(term, groups, chunks) for term in (first, (scaled - first.float()).half())], dim=4)
 
 
 def pack(recurrent: Tensor, groups: int, chunks: int) -> Tensor:
@@ -99,3 +115,21 @@ def pack(recurrent: Tensor, groups: int, chunks: int) -> Tensor:
     chunk, q, product, upper, value, tile, lower, group, g = range(9)
     split = padded.view(chunks, 4, 2, 2, 2, 2, 2, groups, 8)
     return split.permute(group, chunk, product, tile, g, q, upper, lower, value).contiguous()
+
+
+def pack_wide(recurrent: Tensor) -> Tensor:
+    """Return the recurrent weights, (hidden, 4 or 3 x hidden), as left operands of wgmma. hidden: a multiple of 64.
+
+    Shape: (blocks of 16 units, chunks of 64 entries of the hidden vector, 64 gate rows, 8 pieces, 8 values). Gate row
+    16 w + 8 upper + 2 v + odd has gate 2 odd + upper of unit 4 w + v of the block. The pieces of a row are swizzled as wgmma.cuh
+    describes. A fourth gate that the weights do not have is zero.
+    """
+    hidden = recurrent.shape[0]
+    gates = recurrent.shape[1] // hidden
+    padded = recurrent.new_zeros(hidden, 4, hidden)
+    padded[:, :gates] = recurrent.reshape(hidden, gates, hidden)
+    chunk, piece, value, odd, upper, block, w, v = range(8)
+    split = padded.view(hidden // 64, 8, 8, 2, 2, hidden // 16, 4, 4)
+    rows = split.permute(block, chunk, w, upper, v, odd, piece, value).reshape(hidden // 16, hidden // 64, 64, 8, 8)
+    row = torch.arange(64, device=recurrent.device)[:, None]
+    return rows[:, :, row, torch.arange(8, device=recurrent.device) ^ row % 8].contiguous()

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.backend import AUTO as ANY_BACKEND
+from kernels.backend import PINNED
 from kernels.device_name import device_name
 from kernels.ragged import Encoded, Outputs, Ragged
 from service import __version__
@@ -65,7 +67,9 @@ class Encoder:
         int8 = spec.precision == INT8
         if int8 and device.type == "cuda":
             arrays, int8 = _in_float16(arrays), False
-        self._parts = layer_builder.build_parts(_named_layers(spec, arrays), device, int8=int8)
+        self._parts = layer_builder.build_parts(
+            _named_layers(spec, arrays), device, int8=int8, requested=PINNED if spec.pin_backend else ANY_BACKEND
+        )
         self._head = heads.build(spec.head, arrays, device)
         self._layers[-1].linear = self._head.linear
         self.whole_only = self._needing_whole_sequences()

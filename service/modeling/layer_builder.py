@@ -9,6 +9,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from kernels.backend import AUTO
 from kernels.conv.types import ConvBlock
 from kernels.ragged import compute_dtype
 from service.errors import ModelError
@@ -60,10 +61,13 @@ class EncoderPart:
     whole_only: tuple[str, ...]
 
 
-def build_parts(named_layers: Sequence[NamedLayer], device: torch.device, *, int8: bool = False) -> list[EncoderPart]:
+def build_parts(
+    named_layers: Sequence[NamedLayer], device: torch.device, *, int8: bool = False, requested: str = AUTO
+) -> list[EncoderPart]:
     """Return the parts of an encoder, first layer first, with weights on `device`. Consecutive convolutions become one part.
 
-    int8: whether the matrices have the values of int8 numbers and scales, and a CPU may compute with the numbers.
+    int8: whether the matrices have the values of int8 numbers and scales, and a CPU may compute with the numbers; requested: the backend of
+    recurrent layers, as in `kernels.backend.choose`.
     """
     parts: list[EncoderPart] = []
     named_layers = [part for named in named_layers for part in _with_own_activation(named)]
@@ -73,21 +77,28 @@ def build_parts(named_layers: Sequence[NamedLayer], device: torch.device, *, int
             parts.append(_build_stack({named.name: _finite_blocks(named, device) for named in run}))
         else:
             for named in run:
-                layer = build_layer(named.layer, named.inputs, named.arrays, device, int8=int8)
+                layer = build_layer(named.layer, named.inputs, named.arrays, device, int8=int8, requested=requested)
                 names = _names([named])
                 parts.append(EncoderPart(names, layer, () if layer.streams else names))
     return parts
 
 
 def build_layer(
-    layer: Layer, inputs: int, arrays: Mapping[str, Tensor], device: torch.device, *, int8: bool = False
+    layer: Layer,
+    inputs: int,
+    arrays: Mapping[str, Tensor],
+    device: torch.device,
+    *,
+    int8: bool = False,
+    requested: str = AUTO,
 ) -> RunnableLayer:
-    """Return one runnable layer with weights on `device`. inputs: its input width; arrays: its own arrays; int8: as in `build_parts`."""
+    """Return one runnable layer with weights on `device`. inputs: its input width; arrays: its own arrays; int8, requested: as in
+    `build_parts`."""
     weights = _on_device(arrays, device)
     if isinstance(layer, RecurrentLayer):
-        stack = recurrent.build(layer, inputs, weights, int8=int8)
+        stack = recurrent.build(layer, inputs, weights, int8=int8, requested=requested)
         if stack.backend() == COMPILED:
-            return recurrent.build(layer, inputs, weights | _bfloat16_matrices(arrays), int8=int8)
+            return recurrent.build(layer, inputs, weights | _bfloat16_matrices(arrays), int8=int8, requested=requested)
         return stack
     if isinstance(layer, TextCNNLayer):
         return convolution.build_text_cnn(layer, weights)

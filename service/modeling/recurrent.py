@@ -15,6 +15,7 @@ from kernels import lstm as lstm_kernel
 from kernels import qrnn as qrnn_kernel
 from kernels import rnn as rnn_kernel
 from kernels import sru as sru_kernel
+from kernels.backend import AUTO
 from kernels.embedding import fold, fold_taps, folded_bytes
 from kernels.gru.types import GRUState, GRUWeights
 from kernels.lstm.types import LSTMState, LSTMWeights
@@ -79,9 +80,11 @@ class RecurrentLevel:
 class RecurrentStack(RunnableLayer):
     """`depth` levels of a recurrent layer, each in one or two directions. A level's output is [forward | backward]."""
 
-    def __init__(self, family: RecurrentFamily, levels: list[RecurrentLevel]) -> None:
+    def __init__(self, family: RecurrentFamily, levels: list[RecurrentLevel], requested: str = AUTO) -> None:
+        """requested: the kernels' backend, as in `kernels.backend.choose`."""
         self._family = family
         self._levels = levels
+        self._requested = requested
         self._embedding: Tensor | None = None
         self._folded: RecurrentLevel | None = None
         """The first level with the embedding folded in, if it takes ids that way."""
@@ -137,7 +140,7 @@ class RecurrentStack(RunnableLayer):
         return sum(self._family.folded_bytes(weights, table) for weights in self._levels[0].directions)
 
     def backend(self) -> str:
-        name: str = self._family.choice(self._levels[0].directions[0]).backend.name
+        name: str = self._family.choice(self._levels[0].directions[0], self._requested).backend.name
         return name
 
     def tensors(self) -> list[Tensor]:
@@ -161,9 +164,10 @@ class RecurrentStack(RunnableLayer):
 
     def _run_directions(self, level: RecurrentLevel, x: Ragged, want: Outputs, states: tuple[Any, ...]) -> Encoded:
         if len(level.directions) == 2:
-            return self._family.run_both(x, level.directions, None if states[0] is None else states, want=want)
+            both = None if states[0] is None else states
+            return self._family.run_both(x, level.directions, both, want=want, backend=self._requested)
         read = x.reversed() if level.backward else x
-        encoded = self._family.run(read, level.directions[0], states[0], want=want)
+        encoded = self._family.run(read, level.directions[0], states[0], want=want, backend=self._requested)
         if level.backward and encoded.steps is not None:
             encoded = replace(encoded, steps=Ragged(encoded.steps, x.offsets).reversed().data)
         return replace(encoded, state=(encoded.state,))
@@ -177,9 +181,11 @@ class RecurrentStack(RunnableLayer):
         return states
 
 
-def build(layer: RecurrentLayer, inputs: int, weights: Mapping[str, Tensor], *, int8: bool = False) -> RecurrentStack:
+def build(
+    layer: RecurrentLayer, inputs: int, weights: Mapping[str, Tensor], *, int8: bool = False, requested: str = AUTO
+) -> RecurrentStack:
     """Return the stack of a recurrent layer. Its weights are on their device already; inputs: the layer's input width; int8: whether
-    products may take int8 numbers."""
+    products may take int8 numbers; requested: the kernels' backend, as in `kernels.backend.choose`."""
     levels = []
     for level in range(layer.depth):
         shared = {name: weights[f"{level}.{name}"] for name in layer.shared(inputs)}
@@ -200,7 +206,7 @@ def build(layer: RecurrentLayer, inputs: int, weights: Mapping[str, Tensor], *, 
             )
         )
         inputs = layer.outputs
-    return RecurrentStack(FAMILIES[type(layer)], levels)
+    return RecurrentStack(FAMILIES[type(layer)], levels, requested)
 
 
 def _weights(layer: RecurrentLayer, inputs: int, backward: int, arrays: Mapping[str, Tensor]) -> Any:

@@ -21,9 +21,11 @@ def fresh_shape_caches() -> Iterator[None]:
 
 def _clear() -> None:
     for function in (
+        launch.adaptive_shape,
         launch.fastest_shape,
         launch.cluster_shape,
         launch.grid_shape,
+        launch.wide_shape,
         launch._plan,
         launching.multiprocessors,
     ):

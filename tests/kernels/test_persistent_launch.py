@@ -13,15 +13,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import gru, lstm
-from kernels.backend import Problem
+from kernels import gru, launching, lstm
+from kernels.backend import AUTO, PINNED, Problem, choose
 from kernels.compile import registers
+from kernels.gated import PEEPHOLES
 from kernels.gru.types import GRUState, GRUWeights
 from kernels.lstm.types import LSTMState
-from kernels.persistent import cluster, grid, launch
+from kernels.persistent import cluster, grid, launch, wide
 from kernels.persistent.cluster import OCTETS, ClusterShape
 from kernels.persistent.grid import OWNERS_REGISTERS, GridShape
-from kernels.persistent.packing import HERE, SAME_SUMS, SORTED, Variant, pack
+from kernels.persistent.packing import HERE, OCTET, SAME_SUMS, SORTED, Variant, pack, pack_wide
+from kernels.persistent.wide import TILES, WideShape
 from kernels.ragged import ContractError, Outputs, Ragged
 from kernels.tuning import load_tuned, matching_shapes
 from service.modeling.runnable_layer import weight_tensors
@@ -39,9 +41,11 @@ class Properties:
 
 @pytest.fixture(autouse=True)
 def _h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (cluster, grid):
+    for module in (cluster, grid, wide):
         monkeypatch.setattr(module, "shared_limit", lambda _: H200_SHARED_BYTES)
     monkeypatch.setattr(grid, "lends_registers", lambda _: True)
+    monkeypatch.setattr(WideShape, "_kernel", lambda *_: None)
+    monkeypatch.setattr(wide, "resident_clusters", lambda *_: 66)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
 
@@ -139,6 +143,51 @@ def test_all_teams_of_a_grid_are_resident(
     after = multiply * shape.registers + (shape.threads - multiply) * (OWNERS_REGISTERS if shape.lends else before)
     assert after <= before * shape.threads, "warps would wait for registers that no warp releases"
     assert not shape.lends or shape.threads % 128 == 0, "registers move between groups of four warps"
+
+
+def products_of_warp_groups(packed: Tensor, hidden: Tensor) -> Tensor:
+    """Return the gates of rows, (rows, 4, units), as wgmma computes them from swizzled pieces. hidden: (rows, units)."""
+    row = torch.arange(64)[:, None]
+    straight = packed[:, :, row, torch.arange(8) ^ row % 8].reshape(*packed.shape[:3], 64)  # block, chunk, gate row, entry
+    rows = torch.einsum("bcre,nce->nbr", straight, hidden.view(len(hidden), -1, 64))
+    lanes = rows.view(len(hidden), -1, 4, 2, 4, 2)  # block, warp, upper, unit of the warp, odd
+    return lanes.permute(0, 5, 3, 1, 2, 4).reshape(len(hidden), 4, -1)
+
+
+@pytest.mark.parametrize("gates", [3, 4])
+def test_wide_weights_are_operands_of_warp_groups(gates: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    recurrent, hidden = torch.randn(128, gates * 128, generator=generator), torch.randn(5, 128, generator=generator)
+    products = products_of_warp_groups(pack_wide(recurrent), hidden)
+    torch.testing.assert_close(products[:, :gates].reshape(5, -1), hidden @ recurrent, rtol=1e-5, atol=1e-4)
+    assert not products[:, gates:].any()
+
+
+@pytest.mark.parametrize("rows", [1, 40, 64, 65, 128, 200, 256, 400])
+@pytest.mark.parametrize("hidden, tile", [(64, 64), (512, 32), (768, 64), (1024, 64), (1024, 128), (2048, 64), (2048, 128)])
+@pytest.mark.parametrize("gates_float32", [False, True])
+def test_all_teams_of_a_wide_launch_are_resident(hidden: int, tile: int, rows: int, gates_float32: bool) -> None:
+    shape = WideShape(Variant(0, torch.float16, gates_float32, hidden), tile)
+    assert shape.runs()
+    rows = min(rows, shape.max_rows())
+    plan = shape.launch(rows)
+    assert plan.blocks <= 132 and plan.blocks % 2 == 0
+    assert plan.blocks // shape.members * plan.octets * plan.width >= rows
+    assert plan.octets * OCTET in (tile, TILES * tile)
+    assert plan.width <= OCTET and plan.octets * plan.width <= SORTED
+    assert plan.shared <= H200_SHARED_BYTES
+    counters, buffers = 32 * 4, 2 * hidden * tile * 2
+    assert plan.exchange_words * 4 == plan.blocks // shape.members * (plan.octets * OCTET // tile) * (counters + buffers)
+
+
+@pytest.mark.parametrize("hidden, storage", [(100, torch.float16), (2112, torch.float16), (512, torch.float32)])
+def test_wide_kernel_needs_whole_chunks_and_16_bits(hidden: int, storage: torch.dtype) -> None:
+    assert not WideShape(Variant(0, storage, False, hidden), 64).runs()
+
+
+def test_wide_kernel_runs_on_capability_9_0_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
+    assert not WideShape(Variant(0, torch.float16, False, 512), 64).runs()
 
 
 @pytest.mark.parametrize("hidden", [130, 256, 300, 512])
@@ -360,13 +409,46 @@ def test_matching_shapes_respects_the_bounds() -> None:
 
 
 def test_describe_names_the_kernel_for_each_number_of_rows(fake_kernel: FakeKernel) -> None:
-    for hidden, description in (
-        (128, "clusters of 8 blocks up to 64 rows, clusters of 2 blocks"),
-        (512, "clusters of 16 blocks up to 128 rows, the grid with 16 units per block"),
-        (1024, "the grid with 8 units per block up to 8 rows, the grid with 16 units per block"),
+    few = "the grid with 8 units per block up to 8 rows, the grid with 16 units per block"
+    for backend, hidden, description in (
+        ("persistent", 128, "clusters of 8 blocks up to 64 rows, clusters of 2 blocks"),
+        ("persistent", 512, "clusters of 16 blocks up to 128 rows, the grid with 16 units per block"),
+        ("persistent", 1024, few),
+        ("adaptive", 1024, f"{few} up to 64 rows, wide tiles of 64 rows"),
+        (
+            "adaptive",
+            2048,
+            "the grid with 16 units per block up to 32 rows, wide tiles of 64 rows up to 64 rows, wide tiles of 128 rows",
+        ),
     ):
-        assert lstm.BACKENDS[0].describe is not None
-        assert lstm.BACKENDS[0].describe(Problem(torch.device("cuda:0"), torch.float16, hidden)) == description
+        describe = next(one for one in lstm.BACKENDS if one.name == backend).describe
+        assert describe is not None
+        assert describe(Problem(torch.device("cuda:0"), torch.float16, hidden)) == description
+
+
+@pytest.mark.parametrize(
+    "hidden, storage, variants, requested, name",
+    [
+        (1024, torch.float16, (), AUTO, "adaptive"),
+        (1024, torch.float16, (), PINNED, "persistent"),
+        (768, torch.bfloat16, (PEEPHOLES,), AUTO, "adaptive"),
+        (512, torch.float16, (), AUTO, "persistent"),
+        (1000, torch.float16, (), AUTO, "persistent"),
+        (512, torch.float32, (), AUTO, "persistent"),
+    ],
+)
+def test_backend_adapts_to_the_rows_unless_it_is_pinned(
+    fake_kernel: FakeKernel,
+    hidden: int,
+    storage: torch.dtype,
+    variants: tuple[str, ...],
+    requested: str,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(launching, "cupy_installed", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert choose(lstm.BACKENDS, Problem(torch.device("cuda:0"), storage, hidden, variants), requested).backend.name == name
 
 
 def test_device_uses_the_shapes_with_its_name(tmp_path: Path) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from kernels.backend import FAMILIES, explain
+from kernels.backend import FAMILIES, PINNED, Backend, Problem, choose, explain
 from kernels.ragged import ContractError
 from tests.kernels.families import FORMS, Form
 from tests.kernels.inputs import Arguments
@@ -272,6 +273,16 @@ def test_requested_backend_is_chosen(form: Form) -> None:
         choice = form.module.choice(form.arguments([1], 5, 3).weights, backend.name)
         assert choice.backend == backend
         assert choice.why == (f"{backend.name}: requested by name",)
+
+
+def test_pinned_choice_passes_over_backends_that_adapt() -> None:
+    problem = Problem(torch.device("cpu"), torch.float32, 5)
+    run, accepts = Mock(), Mock(return_value=None)
+    adapts, fixed = Backend("adapts", run, accepts, pinned=False), Backend("fixed", run, accepts)
+    assert choose((adapts, fixed), problem).backend is adapts
+    pinned = choose((adapts, fixed), problem, PINNED)
+    assert pinned.backend is fixed
+    assert pinned.why == ("adapts: the bits of a row may change with the number of rows in its batch", "fixed: chosen")
 
 
 @every_family

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,10 +10,13 @@ import torch
 from torch import Tensor
 
 from kernels import conv
+from kernels.backend import AUTO, PINNED
+from kernels.lstm import lstm
 from kernels.ragged import STORAGE, Encoded, Outputs, Ragged
+from service.modeling import recurrent
 from service.modeling.encoder import Encoder, Encoding
 from service.modeling.heads import Linear
-from service.modeling.spec import ModelSpec
+from service.modeling.spec import LSTMLayer, ModelSpec, RecurrentLayer
 from tests.kernels import inputs
 from tests.kernels.inputs import assert_close
 from tests.modeling import reference_layers
@@ -54,6 +58,22 @@ every_layer_that_folds = pytest.mark.parametrize(
 
 def encoder(model: ReferenceModel, fold_limit_bytes: int = AMPLE) -> Encoder:
     return Encoder(model.spec(), model.arrays(), CPU, fold_limit_bytes)
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_pinned_model_requests_a_pinned_backend(pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    requested = []
+
+    def run(*arguments: Any, backend: str, **options: Any) -> Encoded:
+        requested.append(backend)
+        return lstm(*arguments, backend=backend, **options)
+
+    kind: type[RecurrentLayer] = LSTMLayer
+    monkeypatch.setitem(recurrent.FAMILIES, kind, replace(recurrent.FAMILIES[kind], run=run))
+    model = reference_model(Form("lstm", depth=2))
+    spec = model.spec().model_copy(update={"pin_backend": pinned})
+    Encoder(spec, model.arrays(), CPU, AMPLE)(batch(model))
+    assert set(requested) == {PINNED if pinned else AUTO}
 
 
 def batch(model: ReferenceModel, lengths: list[int] = LENGTHS) -> Ragged:

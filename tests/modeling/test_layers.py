@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.backend import AUTO
 from kernels.gru.types import GRUState
 from kernels.lstm.types import LSTMState
 from kernels.ragged import Encoded, Outputs, Ragged
@@ -110,9 +111,9 @@ def test_row_without_steps_does_not_affect_other_rows(form: Form, depth: int, bi
 def test_both_directions_run_in_one_call(kind: str, layer: type[RecurrentLayer], monkeypatch: pytest.MonkeyPatch) -> None:
     family, calls = recurrent.FAMILIES[layer], []
 
-    def both(x: Ragged, weights: Any, states: Any, *, want: Outputs) -> Encoded:
-        calls.append(weights)
-        return family.run_both(x, weights, states, want=want)
+    def both(x: Ragged, weights: Any, states: Any, *, want: Outputs, backend: str) -> Encoded:
+        calls.append((weights, backend))
+        return family.run_both(x, weights, states, want=want, backend=backend)
 
     def run(*_: Any, **__: Any) -> Encoded:
         pytest.fail("one direction was run alone")
@@ -121,7 +122,7 @@ def test_both_directions_run_in_one_call(kind: str, layer: type[RecurrentLayer],
     form, x = Form(kind, depth=2, bidirectional=True), features(LENGTHS)
     stack, reference = stacked(form)
     assert_agrees(stack(x, EVERYTHING), x, reference, form)
-    assert [len(weights) for weights in calls] == [2, 2]
+    assert [(len(weights), backend) for weights, backend in calls] == [(2, AUTO), (2, AUTO)]
 
 
 @every_depth

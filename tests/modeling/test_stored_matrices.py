@@ -33,17 +33,17 @@ def run_with_recorded_weights(
     family, calls = recurrent.FAMILIES[kind], list[Any]()
     chosen = next(each for each in import_module(f"kernels.{form.kind}").BACKENDS if each.name == backend)
 
-    def run(x: Ragged, weights: Any, state: Any, *, want: Outputs) -> Encoded:
+    def run(x: Ragged, weights: Any, state: Any, *, want: Outputs, backend: str) -> Encoded:
         calls.append(weights)
         encoded: Encoded = chosen.run(x, weights, state, want=want)
         return encoded
 
-    def both(x: Ragged, weights: Any, states: Any, *, want: Outputs) -> Encoded:
+    def both(x: Ragged, weights: Any, states: Any, *, want: Outputs, backend: str) -> Encoded:
         calls.extend(weights)
         encoded: Encoded = chosen.run_bidirectional(x, weights, states, want=want)
         return encoded
 
-    named = replace(family, run=run, run_both=both, choice=lambda _: Choice(chosen, ()))
+    named = replace(family, run=run, run_both=both, choice=lambda *_: Choice(chosen, ()))
     monkeypatch.setitem(recurrent.FAMILIES, kind, named)
     model = reference_model(form, embedded=False)
     storage = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(precision, torch.float32)

@@ -17,7 +17,7 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, StrictBool, ValidationError, model_validator
 
 from service.errors import ModelError
 from service.modeling.spec.activations import Activation
@@ -141,6 +141,7 @@ class ModelSpec(Table):
     description: str = ""
     precision: Literal["float32", "float16", "bfloat16", "int8"]
     fold: Literal["auto", "always", "never"] = "auto"
+    pin_backend: StrictBool = False
     input: SequenceInput
     layers: Annotated[tuple[Layer, ...], Field(min_length=1)]
     head: Head

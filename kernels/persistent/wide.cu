@@ -1,0 +1,268 @@
+// A recurrent layer for large layers and many rows: the products of whole warp groups (wgmma), whose right operand is a tile of many rows.
+//
+// A team of blocks owns TILES tiles of ROWS rows. Every member owns 16 hidden units: 64 gate rows, the left operand of its products, for
+// all steps. A turn is one step of one tile. Each tile has a warp group that multiplies and then advances its cells, while the other warp
+// group multiplies. A lane owns one unit of ROWS / 8 rows, and keeps their cells in registers.
+//
+// Hidden vectors are exchanged through the L2 cache, in chunks of 64 units as the tensor cores read them. One thread fetches a chunk after
+// the other. The two blocks of a cluster fetch half of the rows each, and send them to both. The last chunks' weights stay in shared
+// memory. The weights of the first STREAMED chunks, for which it has no room, are fetched again in every turn.
+//
+// A member announces its new hidden values in the counter of their chunk, which counts steps: four members in each. All blocks must be
+// resident, so the launch is cooperative. Each tile has two buffers. A member writes step t + 1 over step t - 1 when all of step t has
+// arrived, and every member sends step t after reading step t - 1.
+//
+// Order of sums: along the hidden vector, in the order of the tensor cores. It is not the order of the other kernels.
+#define PRODUCT_COLUMNS ROWS
+#include "cell.cuh"
+#include "../wgmma.cuh"
+
+constexpr int UNITS = 16, DEPTH = 64, GATE_ROWS = 4 * UNITS;            // units of a block, units of a chunk, rows of the left operand
+constexpr int LEFT_BYTES = GATE_ROWS * DEPTH * 2, RIGHT_BYTES = ROWS * DEPTH * 2;
+constexpr int RESIDENT = CHUNKS - STREAMED, EARLY = STREAMED < STAGES ? STREAMED : STAGES;
+constexpr int COLUMNS = ROWS / 8;                                       // rows of a tile that a lane owns
+constexpr int COUNTERS = 32;                                            // counters of a tile
+constexpr int GROUP = 128;                                              // threads of a warp group
+static_assert(THREADS == TILES * GROUP + 32 && TILES <= 2 && CHUNKS <= COUNTERS && ROWS % 16 == 0 && STAGES >= 2, "launch shape");
+
+struct Memory {
+    alignas(1024) unsigned char right[STAGES][RIGHT_BYTES];
+    alignas(1024) unsigned char left[RESIDENT + (STREAMED ? STAGES : 0)][LEFT_BYTES];
+    alignas(16) Gate inputs[TILES][BLOCKS][ROWS][UNITS];
+    alignas(16) Half outgoing[TILES][ROWS][UNITS];
+    Row rows[TILES * ROWS];
+    int lengths[SORTED];
+    unsigned long long full[STAGES], empty[STAGES], loaded;
+};
+static_assert(sizeof(Memory) <= SHARED, "SHARED is less than sizeof(Memory): see wide.py");
+extern __shared__ __align__(1024) unsigned char dynamic[];
+// Addresses in shared memory are known when the kernel is compiled. The operands of a product are then constants: a product of 64 rows takes
+// less time than the computation of its operands.
+__device__ __forceinline__ Memory& memory() { return *(Memory*)dynamic; }
+
+// Every turn begins with the first stage. Returns the parity of a stage when it has a chunk of this turn.
+__device__ __forceinline__ int phase_of(int turn, int chunk) {
+    const int uses = (CHUNKS - chunk % STAGES + STAGES - 1) / STAGES;
+    return (turn * uses + chunk / STAGES) & 1;
+}
+
+// Shared by all warps of a block.
+struct Team {
+    const Call& call;
+    unsigned* counters;                 // of the tiles
+    unsigned char* buffers;             // (TILES, 2, CHUNKS, ROWS, DEPTH) of 16 bits
+    int member, longest, shorter;       // steps of the first tile, which has the longest rows, and of the second
+
+    __device__ __forceinline__ unsigned char* buffer(int tile, int t) const {
+        return buffers + (long long)(tile * 2 + t % 2) * CHUNKS * RIGHT_BYTES;
+    }
+    // Returns the number of turns before a turn. Tiles take turns while both have steps.
+    __device__ __forceinline__ int turns_before(int tile, int t) const { return t + min(t + tile, shorter); }
+};
+
+__device__ __forceinline__ void arrive_at(unsigned barrier) {
+    // Nothing is released, so no fence for the cluster is needed: the products have read the stage.
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void fetch(const void* to, const void* from, int bytes, unsigned barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+// Fetches to the same place in both blocks of the cluster.
+__device__ __forceinline__ void fetch_for_both(const void* to, const void* from, int bytes, unsigned barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;"
+                 ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(barrier), "h"((unsigned short)3) : "memory");
+}
+
+// Waits until all members have announced the hidden values of a step. One warp calls it.
+__device__ __forceinline__ void await_step(const unsigned* counters, int t) {
+    const unsigned announced = (t + 1) * (DEPTH / UNITS);
+    const int lane = threadIdx.x % 32;
+    unsigned count;
+    do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(counters + lane) : "memory");
+    while (__any_sync(~0u, lane < CHUNKS && count < announced));
+    // The values were written through the generic proxy, and are read through the asynchronous proxy.
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+    __syncwarp();
+}
+
+// The fetching warp. One of its threads fetches, and every operand that does not depend on the turn is a constant: fetching a chunk must not take
+// longer than multiplying it.
+__device__ __forceinline__ void fetch_turn(const Team& team, int tile, int t) {
+    Memory& shared = memory();
+    const unsigned char* const weights = (const unsigned char*)team.call.packed + (long long)team.member * CHUNKS * LEFT_BYTES;
+    const int turn = team.turns_before(tile, t), half = cluster_rank() * (RIGHT_BYTES / 2);
+    const bool leads = threadIdx.x % 32 == 0;
+
+    // Prepares a stage for a chunk, and fetches its weights.
+    auto open = [&](int chunk) {
+        const int stage = chunk % STAGES;
+        const unsigned full = shared_address(&shared.full[stage]);
+        await(shared_address(&shared.empty[stage]), phase_of(turn, chunk) ^ 1);
+        expect(full, RIGHT_BYTES + (chunk < STREAMED ? LEFT_BYTES : 0));
+        if (chunk < STREAMED) fetch(shared.left[RESIDENT + stage], weights + chunk * LEFT_BYTES, LEFT_BYTES, full);
+    };
+    if (leads)
+#pragma unroll
+        for (int chunk = 0; chunk < EARLY; ++chunk) open(chunk);
+    __syncwarp();
+    await_step(team.counters + tile * COUNTERS, t);
+    const unsigned char* const from = team.buffer(tile, t) + half;
+    if (leads)
+#pragma unroll
+        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+            const int stage = chunk % STAGES;
+            if (chunk >= EARLY) open(chunk);
+            fetch_for_both(shared.right[stage] + half, from + chunk * RIGHT_BYTES, RIGHT_BYTES / 2, shared_address(&shared.full[stage]));
+        }
+    __syncwarp();
+}
+__device__ __forceinline__ void fetch_turns(const Team& team) {
+    Memory& shared = memory();
+    const unsigned char* const weights = (const unsigned char*)team.call.packed + (long long)team.member * CHUNKS * LEFT_BYTES;
+    if (threadIdx.x % 32 == 0) {
+        expect(shared_address(&shared.loaded), RESIDENT * LEFT_BYTES);
+        for (int chunk = 0; chunk < RESIDENT; ++chunk)
+            fetch(shared.left[chunk], weights + (STREAMED + chunk) * LEFT_BYTES, LEFT_BYTES, shared_address(&shared.loaded));
+    }
+#pragma unroll 1
+    for (int t = 0; t < team.longest; ++t)
+#pragma unroll 1
+        for (int tile = 0; tile <= (t < team.shorter); ++tile) fetch_turn(team, tile, t);
+}
+
+// sums = weights (64 gate rows x hidden) @ hidden vectors (hidden x ROWS).
+__device__ __forceinline__ void multiply_turn(float (&sums)[ROWS / 2], int turn) {
+    Memory& shared = memory();
+    const int lane = threadIdx.x % 32;
+    const unsigned left = piece_at(shared_address(shared.left)), right = piece_at(shared_address(shared.right));
+    const unsigned full = shared_address(shared.full), empty = shared_address(shared.empty), others = in_block(empty, cluster_rank() ^ 1);
+    auto release = [&](int stage) {
+        if (lane == 0) arrive(empty + stage * 8);
+        if (lane == 1) arrive_at(others + stage * 8);
+    };
+#pragma unroll
+    for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+        const int stage = chunk % STAGES;
+        await(full + stage * 8, phase_of(turn, chunk));
+        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+        const unsigned weights = left + (chunk < STREAMED ? RESIDENT + stage : chunk - STREAMED) * (LEFT_BYTES / 16);
+        const unsigned hidden = right + stage * (RIGHT_BYTES / 16);
+#pragma unroll
+        for (int part = 0; part < DEPTH / 16; ++part) multiply(sums, weights + part * 2, hidden + part * 2, chunk + part);
+        asm volatile("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 1;" ::: "memory");
+        // The previous chunk has been read by now.
+        if (chunk > 0) release((chunk - 1) % STAGES);
+    }
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    release((CHUNKS - 1) % STAGES);
+}
+
+// A warp group with its tile.
+__device__ __forceinline__ void run_tile(const Team& team, int tile) {
+    const Call& call = team.call;
+    Memory& shared = memory();
+    const int thread = threadIdx.x % GROUP, lane = thread % 32, g = lane / 4, q = lane % 4, odd = g % 2;
+    const int own_unit = thread / 32 * 4 + g / 2, unit = team.member * UNITS + own_unit, hidden = (int)call.hidden;
+    const Row* const rows = shared.rows + tile * ROWS;
+    const Gate* const gates = call.gates + team.member * UNITS;
+    const int steps = tile ? team.shorter : team.longest;
+    const Own own = own_of(call, unit);
+    const float by = unit_of(call);
+    const bool all_steps = call.steps || call.mean || call.max;
+    constexpr int GATE_PIECES = UNITS * sizeof(Gate) / 16;
+
+    // The gate inputs of a turn.
+    auto request = [&](int t) {
+#pragma unroll
+        for (int index = thread; index < BLOCKS * ROWS * GATE_PIECES; index += GROUP) {
+            const int piece = index % GATE_PIECES, block = index / GATE_PIECES % BLOCKS, row = index / GATE_PIECES / BLOCKS;
+            const bool wanted = t < rows[row].steps;
+            const Gate* const from = gates + call.token(rows[row].begin, t) * call.gates_apart + block * hidden;
+            asm volatile("{.reg .pred p; setp.ne.s32 p, %2, 0; @p cp.async.cg.shared.global [%0], [%1], 16;}"
+                         ::"r"(shared_address(&shared.inputs[tile][block][row][0]) + piece * 16), "l"((const unsigned char*)from + piece * 16),
+                           "r"((int)wanted) : "memory");
+        }
+        asm volatile("cp.async.commit_group;" ::: "memory");
+    };
+    auto meet_group = [&] { meet(3 + tile, GROUP); };
+    // Sends the hidden values in `outgoing`, which enter step `t`, and announces them.
+    auto send = [&](int t) {
+        meet_group();
+        const int chunk = team.member / 4;
+        unsigned char* const to = team.buffer(tile, t) + chunk * RIGHT_BYTES;
+#pragma unroll
+        for (int index = thread; index < ROWS * 2; index += GROUP) {
+            const int row = index / 2, piece = team.member % 4 * 2 + index % 2;
+            *(Quad*)(to + row * (DEPTH * 2) + (piece ^ row % 8) * 16) = *(const Quad*)&shared.outgoing[tile][row][index % 2 * 8];
+        }
+        meet_group();
+        if (thread == 0)
+            asm volatile("fence.acq_rel.gpu; red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(team.counters + tile * COUNTERS + chunk) : "memory");
+    };
+
+    float cells[COLUMNS], pooled[COLUMNS][3];
+#pragma unroll
+    for (int j = 0; j < COLUMNS; ++j) {
+        const Row row = rows[8 * j + 2 * q + odd];
+        cells[j] = Cell{pooled[j], 1}.begin(call, row, unit);
+        const bool known = call.hidden_before && row.row >= 0;
+        shared.outgoing[tile][8 * j + 2 * q + odd][own_unit] = known ? term_of(kept(call.hidden_before[call.start_before(row.row) + unit]), 0) : 0;
+    }
+    send(0);
+    await(shared_address(&shared.loaded), 0);
+
+#pragma unroll 1
+    for (int t = 0; t < steps; ++t) {
+        request(t);
+        // Warp groups multiply one after the other.
+        if (tile || (t > 0 && t <= team.shorter)) meet(1 + tile, 2 * GROUP);
+        float sums[ROWS / 2];
+        multiply_turn(sums, team.turns_before(tile, t));
+        if (tile ? t + 1 < team.longest : t < team.shorter) asm volatile("bar.arrive %0, %1;" ::"r"(2 - tile), "n"(2 * GROUP) : "memory");
+
+        asm volatile("cp.async.wait_all;" ::: "memory");
+        meet_group();
+        Kept values[COLUMNS];
+#pragma unroll
+        for (int j = 0; j < COLUMNS; ++j) {
+            const int column = 8 * j + 2 * q + odd;
+            // The lane of the unit's other two gates sends them for this column, and receives two gates for its own.
+            const float a = __shfl_xor_sync(~0u, odd ? sums[4 * j] : sums[4 * j + 1], 4);
+            const float b = __shfl_xor_sync(~0u, odd ? sums[4 * j + 2] : sums[4 * j + 3], 4);
+            const Gates product = odd ? Gates{a, b, sums[4 * j + 1], sums[4 * j + 3]} : Gates{sums[4 * j], sums[4 * j + 2], a, b};
+            auto input = [&](int block) { return value_of(shared.inputs[tile][block][column][own_unit]); };
+            values[j] = advance(cells[j], product, by, Gates{input(0), input(1), GRU ? 0.0f : input(2), input(BLOCKS - 1)}, own);
+            shared.outgoing[tile][column][own_unit] = term_of(values[j], 0);
+        }
+        send(t + 1);
+#pragma unroll
+        for (int j = 0; j < COLUMNS; ++j) {
+            const Row row = rows[8 * j + 2 * q + odd];
+            if (t < row.steps && (all_steps || t + 1 == row.steps)) Cell{pooled[j], 1}.record(call, row, unit, t, values[j], cells[j]);
+        }
+    }
+}
+
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1) persistent(const __grid_constant__ Calls calls) {
+    Memory& shared = memory();
+    const Call& call = calls.sides[0];
+    const int members = (int)call.hidden / UNITS, number = blockIdx.x / members;
+    if (threadIdx.x == 0) {
+        make_barrier(shared_address(&shared.loaded), 1);
+        for (int stage = 0; stage < STAGES; ++stage) {
+            make_barrier(shared_address(&shared.full[stage]), 1);
+            make_barrier(shared_address(&shared.empty[stage]), 2 * GROUP / 32); // the warps of a group in both blocks
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    choose_rows(call, TILES * ROWS / 8, number, shared.lengths, shared.rows);
+    meet_cluster();
+    const long long team_bytes = TILES * (COUNTERS * 4 + 2 * CHUNKS * RIGHT_BYTES);
+    unsigned char* const exchange = (unsigned char*)call.exchange + number * team_bytes;
+    const Team team{call, (unsigned*)exchange, exchange + TILES * COUNTERS * 4, (int)blockIdx.x % members, shared.rows[0].steps,
+                    TILES > 1 ? shared.rows[(TILES - 1) * ROWS].steps : 0};
+    if (threadIdx.x < TILES * GROUP) run_tile(team, threadIdx.x / GROUP);
+    else fetch_turns(team);
+    meet_cluster(); // no block ends while another sends to it
+}
