@@ -30,6 +30,8 @@ COOPERATIVE, CLUSTER_DIMENSION, PROGRAMMATIC_STREAM_SERIALIZATION = 2, 4, 6
 PORTABLE_CLUSTER = 8
 """Blocks of a cluster that every device supports."""
 MAX_CACHED_CONFIGS = 4096
+VIRTUAL = "compute_"
+"""The beginning of the names of virtual architectures."""
 DIGEST_BYTES = 32
 """Bytes of the SHA-256 digest that precedes the code in a file of the folder."""
 
@@ -40,13 +42,17 @@ class CompileError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A compiled kernel on one device, which must be the current device at a launch. A block has `threads` threads."""
+    """A compiled kernel on one device, which must be the current device at a launch. A block has `threads` threads.
+
+    overlaps: the device can start kernels while earlier kernels run.
+    """
 
     function: Any
     device: int
     threads: int
     cluster: int
     cooperative: bool
+    overlaps: bool
 
     def launch(
         self, blocks: tuple[int, int, int], shared: int, members: Sequence[int], *arguments: bytes, early: bool = False
@@ -55,10 +61,10 @@ class Kernel:
 
         blocks: along each axis of the grid; shared: bytes of shared memory of a block; members: of the first argument, a structure with
         members of eight bytes; arguments: the remaining arguments; early: the kernel may start while earlier kernels of the
-        stream run, and waits for them itself (griddepcontrol.wait).
+        stream run, and waits for them itself (griddepcontrol.wait). It makes no difference on a device without overlapping kernels.
         """
         stream = torch._C._cuda_getCurrentRawStream(self.device)  # the public function takes 5 us longer
-        config = _config(blocks, self.threads, shared, stream, self.cooperative, early)
+        config = _config(blocks, self.threads, shared, stream, self.cooperative, early and self.overlaps)
         packed = (ctypes.c_char_p * (1 + len(arguments)))(_packer(len(members))(*members), *arguments)
         status = driver().cuLaunchKernelEx(config, self.function.ptr, packed, None)
         if status:
@@ -93,7 +99,7 @@ def load_kernel(
                 driver.funcSetAttribute(function.ptr, NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
         except (CompileError, driver.CUDADriverError) as error:
             raise CompileError(f"{source.name} with {constants}: {error}") from error
-    return Kernel(function, device, threads, cluster, cooperative)
+    return Kernel(function, device, threads, cluster, cooperative, overlaps=is_hopper_or_newer(device))
 
 
 def shared_limit(device: int) -> int:
@@ -103,13 +109,22 @@ def shared_limit(device: int) -> int:
 
 
 def registers(threads: int) -> int:
-    """Return the registers of a thread in a block that is alone on its multiprocessor."""
-    return min(255, 65536 // threads // 8 * 8)
+    """Return the maximum registers of a thread if a multiprocessor runs this many threads.
+
+    Each quarter of a multiprocessor has a quarter of the registers, and its warps are a quarter of all warps, rounded up.
+    """
+    quarters = -(-threads // 128) * 128
+    return min(255, 65536 // quarters // 8 * 8)
+
+
+def is_hopper_or_newer(device: int) -> bool:
+    """Return whether the device has thread-block clusters and starts kernels early: compute capability 9.0 or higher."""
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def lends_registers(device: int) -> bool:
-    """Return whether warps can release registers for other warps of their block."""
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+    """Return whether warps can release registers for other warps of their block, which needs code of exactly this architecture."""
+    return _architecture(device).endswith("a")
 
 
 def resident_clusters(kernel: Kernel, shared: int) -> int:
@@ -119,6 +134,15 @@ def resident_clusters(kernel: Kernel, shared: int) -> int:
     with torch.cuda.device(kernel.device):
         status = driver().cuOccupancyMaxActiveClusters(ctypes.byref(clusters), ctypes.c_void_p(kernel.function.ptr), config)
     return 0 if status else clusters.value
+
+
+def resident_blocks(kernel: Kernel, shared: int) -> int:
+    """Return how many blocks of this kernel one multiprocessor runs at once, with its registers, its shared memory and its threads."""
+    blocks = ctypes.c_int()
+    function, size = ctypes.c_void_p(kernel.function.ptr), ctypes.c_size_t(shared)
+    with torch.cuda.device(kernel.device):
+        status = driver().cuOccupancyMaxActiveBlocksPerMultiprocessor(ctypes.byref(blocks), function, kernel.threads, size)
+    return 0 if status else blocks.value
 
 
 @cache
@@ -154,13 +178,27 @@ def _source_text(source: Path) -> str:
 
 
 def _architecture(device: int) -> str:
-    """Return the device's architecture, with features of exactly this architecture, such as warps that lend registers."""
+    """Return the device's architecture, with features of exactly this architecture, such as warps that lend registers.
+
+    For a device that NVRTC does not know, return the virtual architecture of the newest device before it. The driver compiles that code.
+    """
     major, minor = torch.cuda.get_device_capability(device)
-    return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
+    number, known = 10 * major + minor, _known_architectures()
+    if number in known:
+        return f"sm_{number}{'a' if major >= 9 else ''}"
+    return f"{VIRTUAL}{max((other for other in known if other < number), default=number)}"
+
+
+@cache
+def _known_architectures() -> tuple[int, ...]:
+    """Return the architectures that NVRTC compiles for, such as 90 for compute capability 9.0."""
+    from cupy.cuda import nvrtc
+
+    return tuple(nvrtc.getSupportedArchs())
 
 
 def _load_or_compile(text: str, options: Sequence[str]) -> bytes:
-    """Return the machine code of a source: from the folder, or compiled and written there if the file is missing or damaged."""
+    """Return the code of a source: from the folder, or compiled and written there if the file is missing or damaged."""
     from cupy.cuda import nvrtc
 
     folder = cache_folder()
@@ -195,13 +233,14 @@ def _read(path: Path) -> bytes:
 
 
 def _machine_code(text: str, options: Sequence[str]) -> bytes:
-    """Compile with NVRTC; raises CompileError with its log."""
+    """Compile with NVRTC: to machine code, or to PTX for a virtual architecture. Raises CompileError with NVRTC's log."""
     from cupy.cuda import nvrtc
 
     program = nvrtc.createProgram(text, "kernel.cu", (), ())
     try:
         nvrtc.compileProgram(program, options)
-        return bytes(nvrtc.getCUBIN(program))
+        is_virtual = any(option.startswith(f"--gpu-architecture={VIRTUAL}") for option in options)
+        return bytes(nvrtc.getPTX(program) if is_virtual else nvrtc.getCUBIN(program))
     except nvrtc.NVRTCError as error:
         raise CompileError(nvrtc.getProgramLog(program) or str(error)) from error
     finally:

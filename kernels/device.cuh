@@ -25,9 +25,28 @@ __device__ __forceinline__ unsigned narrow(float low, float high) {
 __device__ __forceinline__ float value_of(float value) { return value; }
 __device__ __forceinline__ float value_of(Half value) { return widen(value); }
 
+// Devices before compute capability 9.0 have no clusters, and each of their kernels begins after the kernels before it have ended.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+#define BEFORE_HOPPER 1
+#define WAIT "test_wait"
+#define CLUSTER_OF(x, y)
+#else
+#define BEFORE_HOPPER 0
+#define WAIT "try_wait"                 // suspends the thread for a while
+#define CLUSTER_OF(x, y) __cluster_dims__(x, y, 1)
+#endif
+
 // Programmatic dependent launch: the next kernel may start now; this kernel waits here for the kernels before it.
-__device__ __forceinline__ void let_next_begin() { asm volatile("griddepcontrol.launch_dependents;"); }
-__device__ __forceinline__ void wait_for_last() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void let_next_begin() {
+#if !BEFORE_HOPPER
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+__device__ __forceinline__ void wait_for_last() {
+#if !BEFORE_HOPPER
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 
 __device__ __forceinline__ unsigned shared_address(const void* at) { return (unsigned)__cvta_generic_to_shared(at); }
 // Returns a value that all lanes share. The shuffle tells the compiler so, which then keeps it instead of computing it again.
@@ -43,7 +62,7 @@ __device__ __forceinline__ void expect(unsigned barrier, int bytes) {
 }
 __device__ __forceinline__ bool is_there(unsigned barrier, unsigned parity) {
     unsigned done;
-    asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+    asm volatile("{.reg .pred p; mbarrier." WAIT ".parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
                  : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
     return done;
 }

@@ -12,26 +12,28 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from kernels.backend import AUTO, Choice, accepts_everything, cached_choice, only_by_name
-from kernels.conv import cpu, framework, launch, reference
+from kernels.conv import cpu, framework, launch, reference, tables
 from kernels.conv.backend import ConvBackend
 from kernels.conv.types import ConvBlock, ConvState, ConvWeights, check_conv, check_conv_stack, check_text_cnn
 from kernels.cpu import cache
 from kernels.ragged import Encoded, Outputs, Ragged, with_state_slots
 
 BACKENDS = (
-    ConvBackend("fused", launch.conv, launch.refused, stack=launch.stack, text_cnn=launch.text_cnn),
-    ConvBackend("cpu", with_state_slots(framework.conv), cache.refuses, text_cnn=cpu.text_cnn),
-    ConvBackend("framework", with_state_slots(framework.conv), accepts_everything),
+    ConvBackend("fused", launch.conv, launch.refused, stack=launch.stack, text_cnn=launch.text_cnn, runs=None),
+    ConvBackend("tables", tables.conv, tables.refused, text_cnn=tables.text_cnn, runs=None),
+    ConvBackend("cpu", with_state_slots(framework.conv), cache.refuses, text_cnn=cpu.text_cnn, runs=None),
+    ConvBackend("framework", with_state_slots(framework.conv), accepts_everything, runs=None),
     ConvBackend(
-        "reference", with_state_slots(reference.conv), only_by_name, stack=reference.stack, text_cnn=reference.text_cnn
+        "reference", with_state_slots(reference.conv), only_by_name, stack=reference.stack, text_cnn=reference.text_cnn, runs=None
     ),
 )
 _chosen = cached_choice(lambda: BACKENDS)
 
 
 def choice(weights: ConvWeights, backend: str = AUTO) -> Choice:
-    """Return the backend that runs these weights. `stack` and `text_cnn` use the choice of their widest layer."""
-    return _chosen(weights.filters.device, weights.filters.dtype, weights.outputs, backend)
+    """Return the backend that runs these weights. `stack` and `text_cnn` use the choice of their deciding layer."""
+    variants = () if weights.tables is None else (tables.TABLES,)
+    return _chosen(weights.filters.device, weights.filters.dtype, weights.outputs, backend, variants)
 
 
 def conv(x: Ragged, weights: ConvWeights, state: ConvState | None = None, *, want: Outputs, backend: str = AUTO) -> Encoded:
@@ -60,7 +62,7 @@ def stack(
     steps. In that case, without states, Outputs(last=True) computes only the steps that the last step depends on.
     """
     check_conv_stack(x, blocks, states)
-    encoded: Encoded = _backend_of(widest([layer for block in blocks for layer in block.layers]), backend).run_stack(
+    encoded: Encoded = _backend_of(deciding([layer for block in blocks for layer in block.layers]), backend).run_stack(
         x, blocks, states, want=want
     )
     return encoded
@@ -79,13 +81,13 @@ def text_cnn(
     All layers share an embedding, or each has tables, or all take vectors. The state is None.
     """
     check_text_cnn(x, layers, classifier)
-    encoded: Encoded = _backend_of(widest(layers), backend).run_text_cnn(x, layers, classifier)
+    encoded: Encoded = _backend_of(deciding(layers), backend).run_text_cnn(x, layers, classifier)
     return encoded
 
 
-def widest(layers: Sequence[ConvWeights]) -> ConvWeights:
-    """Return the layer that decides which backend runs all of them."""
-    return max(layers, key=lambda layer: layer.outputs)
+def deciding(layers: Sequence[ConvWeights]) -> ConvWeights:
+    """Return the layer that decides which backend runs all of them: the widest with tables, or the widest of all."""
+    return max(layers, key=lambda layer: (layer.tables is not None, layer.outputs))
 
 
 def _backend_of(weights: ConvWeights, backend: str) -> ConvBackend:

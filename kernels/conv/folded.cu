@@ -37,7 +37,8 @@ struct Call {
 
 // With a classifier, the blocks of a row form a cluster, and each stores its maxima in the first block.
 __device__ __forceinline__ void store_in_first_block(float* at, float value) {
-    asm volatile("{.reg .u32 remote; mapa.shared::cluster.u32 remote, %0, 0; st.shared::cluster.f32 [remote], %1;}" ::"r"(shared_address(at)), "f"(value) : "memory");
+    if (CTAS == 1) *at = value;
+    else asm volatile("{.reg .u32 remote; mapa.shared::cluster.u32 remote, %0, 0; st.shared::cluster.f32 [remote], %1;}" ::"r"(shared_address(at)), "f"(value) : "memory");
 }
 // No block may write to the first block before that block has started.
 __device__ __forceinline__ void cluster_arrive() {
@@ -145,7 +146,7 @@ __device__ __forceinline__ void write_steps(const Call& call, const Maps& maps, 
     }
 }
 
-extern "C" __global__ void __cluster_dims__(1, CTAS, 1) __launch_bounds__(THREADS, BLOCKS_AT_ONCE) conv(const __grid_constant__ Call call) {
+extern "C" __global__ void CLUSTER_OF(1, CTAS) __launch_bounds__(THREADS, BLOCKS_AT_ONCE) conv(const __grid_constant__ Call call) {
     extern __shared__ float shared[];   // 32 maxima of each warp, then the maxima of the row
     let_next_begin();
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = warp / SPLIT, share = warp % SPLIT, number = blockIdx.x;

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.compile import PORTABLE_CLUSTER, Kernel, load_kernel
+from kernels.compile import PORTABLE_CLUSTER, Kernel, is_hopper_or_newer, load_kernel
 from kernels.conv.geometry import WindowGeometry, per_bank
 from kernels.conv.plan import ACTIVATION_NAMES, MAX_CACHED_PLANS
 from kernels.conv.product import Destination, PackedSteps
@@ -115,13 +115,14 @@ def _plan(problem: LookupProblem) -> LookupPlan:
     """Return the launch of a problem.
 
     Each row has its own blocks. With few rows, several warps share the windows of a row. With a classifier, the blocks of a row form a
-    cluster.
+    cluster; on devices without clusters, a row has one block.
     """
     first_pieces = [0, *accumulate(ceil_div(bank.outputs, PIECE) for bank in problem.banks)]
     groups, classifies = ceil_div(first_pieces[-1], PIECES_PER_WARP), problem.labels > 0
     rows, tokens = problem.windows.rows, problem.windows.tokens
     few = rows * groups <= FEW_GROUPS * multiprocessors(problem.device)
-    parts = 1 if not few else groups if not classifies else ceil_div(groups, ceil_div(groups, PORTABLE_CLUSTER))
+    most = groups if not classifies else PORTABLE_CLUSTER if is_hopper_or_newer(problem.device) else 1
+    parts = ceil_div(groups, ceil_div(groups, most)) if few else 1
     groups_per_block = min(ceil_div(groups, parts), MAX_WARPS)
     split = max(split for split in SPLITS if split == 1 or (few and groups_per_block * split <= MAX_WARPS))
     shares = 1 if problem.pooled else min(MAX_SHARES, max(1, tokens // rows // WINDOWS_PER_BLOCK))

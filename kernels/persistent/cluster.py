@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
-from kernels.compile import Kernel, registers, resident_clusters, shared_limit
+from kernels.compile import Kernel, is_hopper_or_newer, registers, resident_clusters, shared_limit
 from kernels.launching import ceil_div, round_up
 from kernels.persistent.packing import OCTET, PIECE_BYTES, PRODUCT_BYTES, ROW_BYTES, SORTED, Launch, Packing, Variant
 
@@ -66,7 +64,11 @@ class ClusterShape:
 
     def runs(self) -> bool:
         """Return whether the device supports clusters and one fits."""
-        return torch.cuda.get_device_capability(self.variant.device) >= (9, 0) and self.fits(1) and self.resident() > 0
+        return self.has_room() and self.resident() > 0
+
+    def has_room(self) -> bool:
+        """Return whether a block has room, by the sizes alone: nothing is compiled."""
+        return is_hopper_or_newer(self.variant.device) and self.fits(1)
 
     def fits(self, octets: int) -> bool:
         """Return whether a block has enough registers and shared memory for a tile of this many octets."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kernels.compile import Kernel, lends_registers, registers, shared_limit
+from kernels.compile import Kernel, lends_registers, registers, resident_blocks, shared_limit
 from kernels.launching import ceil_div, multiprocessors, round_up
 from kernels.persistent.packing import (
     OCTET,
@@ -91,14 +91,26 @@ class GridShape:
         """Whether one launch may run both directions: all blocks of a launch run at once."""
         return self.teams > 1
 
+    @property
+    def max_octets(self) -> int:
+        """The most octets of a tile."""
+        return next(octets for octets in range(SORTED // OCTET, 0, -1) if self.fits(octets))
+
     def max_rows(self, directions: int = 1) -> int:
         """Return the maximum number of rows in one launch, over all teams of a direction."""
-        octets = next(octets for octets in range(SORTED // OCTET, 0, -1) if self.fits(octets))
-        return self.teams // directions * OCTET * octets
+        return self.teams // directions * OCTET * self.max_octets
 
     def runs(self) -> bool:
-        """Return whether the device has room for one team. Weights of two terms have none."""
+        """Return whether the device runs all blocks of a team at once."""
+        return self.has_room() and self.resident() >= self.blocks_per_multiprocessor
+
+    def has_room(self) -> bool:
+        """Return whether the device has room for one team, by the sizes alone: nothing is compiled. Weights of two terms have none."""
         return self.variant.terms == 1 and self.teams > 0 and self.fits(1)
+
+    def resident(self) -> int:
+        """Return how many blocks a multiprocessor runs at once, whether a tile has one octet or more."""
+        return min(resident_blocks(self._kernel(min(octets, 2)), self.shared(octets)) for octets in {1, self.max_octets})
 
     def fits(self, octets: int) -> bool:
         """Return whether a block has room for a tile of this many octets. The compiler finds up to 12 products more in registers."""

@@ -25,6 +25,7 @@ from kernels.launching import (
     address,
     as_gate_dtype,
     as_int32,
+    ceil_div,
     check_state_cache,
     device_index,
     device_refusal,
@@ -43,13 +44,14 @@ PersistentShape = ClusterShape | GridShape | WideShape
 FindShape = Callable[[Variant, int, int], PersistentShape | None]
 """Returns the shape for a variant, the rows of all directions, and the number of directions. Whether there is one depends on the variant
 alone."""
+Kinds = Mapping[str, Callable[[Variant, int], PersistentShape]]
+"""Classes of shapes, by the name of their size in the files of `tuned`."""
 Refuses = Callable[["Family", Problem], str | None]
 MANY = 1 << 30
 """A number of rows that no bound of a shape admits."""
-CLUSTER: Mapping[str, type[ClusterShape]] = {"blocks": ClusterShape}
-GRID: Mapping[str, type[GridShape]] = {"units": GridShape}
-WIDE: Mapping[str, type[WideShape]] = {"tile": WideShape}
-"""Shapes by the name of their size in the files of `tuned`."""
+CLUSTER: Kinds = {"blocks": ClusterShape}
+GRID: Kinds = {"units": GridShape}
+WIDE: Kinds = {"tile": WideShape}
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +216,16 @@ def wide_shape(variant: Variant, rows: int, directions: int) -> PersistentShape 
     return _first_shape(variant, rows, directions, WIDE)
 
 
+KINDS: Mapping[FindShape, Kinds] = {
+    adaptive_shape: {**CLUSTER, **GRID, **WIDE},
+    fastest_shape: {**CLUSTER, **GRID},
+    cluster_shape: CLUSTER,
+    grid_shape: GRID,
+    wide_shape: WIDE,
+}
+"""The kinds of shapes among which each function looks."""
+
+
 def _refusal(
     find_shape: FindShape,
     needed: Capability,
@@ -226,9 +238,11 @@ def _refusal(
 ) -> str | None:
     """Return why a kernel cannot run a problem, or None. The other arguments are as in `device_refusal`."""
     refusal = device_refusal(problem, needed, until=until, halves=halves)
-    if refusal is None and find_shape(_variant(family, problem), 1, 1) is None:
+    variant = _variant(family, problem)
+    if refusal is None and find_shape(variant, 1, 1) is None:
         units = "hidden units in float32" if problem.storage == torch.float32 else "hidden units"
-        refusal = f"{no_room} for {problem.hidden} {units}"
+        largest = _most_units(variant, find_shape)
+        refusal = f"{no_room} for {problem.hidden} {units}" + (f", at most for {largest}" if largest else "")
     return refusal
 
 
@@ -251,16 +265,45 @@ def _describe(family: Family, find_shape: FindShape, problem: Problem) -> str:
 
 
 def _first_shape(
-    variant: Variant, rows: int, directions: int, kinds: Mapping[str, type[ClusterShape] | type[GridShape] | type[WideShape]]
+    variant: Variant, rows: int, directions: int, kinds: Kinds
 ) -> PersistentShape | None:
-    tuned = _tuned_shapes(variant)
-    sizes = matching_shapes(tuned, tuple(kinds), hidden=variant.hidden, rows=rows, directions=directions)
-    shapes = (kinds[kind](variant, size) for kind, size in sizes)
-    return next((shape for shape in shapes if shape.runs()), None)
+    shapes = _candidates(variant, rows, directions, kinds)
+    fastest = next((shape for shape in shapes if shape.runs()), None)
+    if fastest is None or torch.cuda.get_device_name(variant.device) == _tuned(variant)["device"]:
+        return fastest
+    # The order was measured on another device. Where that has more room, its fastest shape may need many more launches here.
+    others = [shape for shape in shapes if type(shape) is type(fastest) and shape.has_room()]
+    fewest = min(others, key=lambda shape: _launches(shape, rows, directions))
+    return fewest if fewest.runs() else fastest
+
+
+def _candidates(
+    variant: Variant, rows: int, directions: int, kinds: Kinds
+) -> list[PersistentShape]:
+    """Return the shapes of the file for this device, the fastest first, whether it has room for them or not."""
+    sizes = matching_shapes(_tuned_shapes(variant), tuple(kinds), hidden=variant.hidden, rows=rows, directions=directions)
+    return [kinds[kind](variant, size) for kind, size in sizes]
+
+
+def _launches(shape: PersistentShape, rows: int, directions: int) -> int:
+    """Return how many launches of a shape run the rows of all directions."""
+    together = directions if shape.runs_both else 1
+    return directions // together * ceil_div(ceil_div(rows, directions), shape.max_rows(together))
+
+
+def _most_units(variant: Variant, find_shape: FindShape) -> int:
+    """Return the most hidden units, below those of the variant, for which the device has room by the sizes alone; 0 if it has none."""
+    smaller = (variant._replace(hidden=hidden) for hidden in range(variant.hidden - 1, 0, -1))
+    kinds = KINDS[find_shape]
+    return next((other.hidden for other in smaller if any(shape.has_room() for shape in _candidates(other, 1, 1, kinds))), 0)
+
+
+def _tuned(variant: Variant) -> Mapping[str, Any]:
+    return load_tuned(HERE / "tuned", torch.cuda.get_device_name(variant.device))
 
 
 def _tuned_shapes(variant: Variant) -> Sequence[Mapping[str, int]]:
-    tuned = load_tuned(HERE / "tuned", torch.cuda.get_device_name(variant.device))
+    tuned = _tuned(variant)
     shapes: Sequence[Mapping[str, int]] = tuned["float32" if variant.terms > 1 else "gru" if variant.gru else "lstm"]
     return shapes
 

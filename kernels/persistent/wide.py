@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from kernels.compile import Kernel, resident_clusters, shared_limit
-from kernels.launching import ceil_div, round_up
+from kernels.launching import ceil_div, multiprocessors, round_up
 from kernels.persistent.packing import OCTET, ROW_BYTES, SORTED, Launch, Variant, WidePacking
 
 UNITS, DEPTH = 16, 64
@@ -60,13 +60,17 @@ class WideShape:
         """Return the maximum number of rows in one launch, over all teams."""
         return self.teams * TILES * self.tile
 
-    def runs(self) -> bool:
-        """Return whether the device has these products and room for one team. Weights of two terms have none."""
+    def has_room(self) -> bool:
+        """Return whether the device has these products and room for one team by the sizes alone. Weights of two terms have none."""
         variant = self.variant
         if torch.cuda.get_device_capability(variant.device) != (9, 0) or variant.terms > 1:
             return False
         whole = variant.hidden % DEPTH == 0 and self.chunks <= COUNTERS
-        return whole and self.resident(TILES) > 0 and self.teams > 0
+        return whole and self.members <= multiprocessors(variant.device) and self.resident(TILES) > 0
+
+    def runs(self) -> bool:
+        """Return whether the device has room for one team, as its driver counts."""
+        return self.has_room() and self.teams > 0
 
     def launch(self, rows: int, directions: int = 1) -> Launch:
         """Return the launch for this many rows, which are spread over all teams."""

@@ -12,10 +12,10 @@ from kernels.cpu import cache
 from kernels.qrnn import cpu, framework, fused, reference
 from kernels.qrnn.types import QRNNState, QRNNWeights, check_qrnn
 from kernels.ragged import Encoded, Outputs, Ragged, check_both_directions, with_state_slots
-from kernels.scan.launch import refuses
+from kernels.scan.launch import describe, refuses
 
 BACKENDS = (
-    Backend("fused", fused.qrnn, refuses, bidirectional=fused.bidirectional),
+    Backend("fused", fused.qrnn, refuses, describe, bidirectional=fused.bidirectional),
     Backend("cpu", cpu.qrnn, cache.refuses, bidirectional=cpu.bidirectional),
     Backend("framework", with_state_slots(framework.qrnn), accepts_everything),
     Backend("reference", with_state_slots(reference.qrnn), only_by_name),

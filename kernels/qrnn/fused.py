@@ -1,7 +1,7 @@
 """The QRNN's fused backend: describes a layer to the scan kernels, which it shares with the SRU.
 
-float16 and bfloat16 layers run in one launch, from their inputs or from the rows of tables. float32 layers and few long rows run as a
-library product and one launch.
+float16 and bfloat16 layers run in one launch, from their inputs or from the rows of tables. float32 layers, few long rows, and
+all layers on GPUs other than Hopper run as a library product and one launch.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from kernels.embedding import FIRST
-from kernels.launching import aligned_inputs, as_gate_dtype, pack_once
+from kernels.launching import aligned_inputs, as_gate_dtype, device_index, pack_once
 from kernels.qrnn.types import POOLINGS, QRNNState, QRNNWeights
 from kernels.ragged import Encoded, Outputs, Ragged, source_slots, without_sources
 from kernels.scan.launch import encode
 from kernels.scan.layer import Direction, ScanForm, array_gates, product_gates
-from kernels.scan.shape import prefers_library_product
+from kernels.scan.shape import multiplies_inputs, prefers_library_product
 
 
 def qrnn(x: Ragged, weights: QRNNWeights, state: QRNNState | None, *, want: Outputs) -> Encoded:
@@ -72,7 +72,11 @@ def _scan_inputs(x: Ragged, weights: Sequence[QRNNWeights], states: Sequence[QRN
         )
     if first.input is None:
         return _ScanInputs([replace(direction, source=as_gate_dtype(x.data, storage)) for direction in directions])
-    if storage == torch.float32 or prefers_library_product(_form(first), first.hidden * len(weights), x.rows, len(x.data)):
+    if (
+        storage == torch.float32
+        or not multiplies_inputs(device_index(x.offsets.device))
+        or prefers_library_product(_form(first), first.hidden * len(weights), x.rows, len(x.data))
+    ):
         return _library_products(x, weights, directions, lefts)
     data = aligned_inputs(x.data.to(storage))
     after = data.new_empty(len(weights), x.rows, steps_before, data.shape[1])

@@ -147,7 +147,7 @@ __device__ __forceinline__ void fetch(const Call& call, Memory& shared, const St
     }
 }
 
-extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREADS, 1) scan(const __grid_constant__ Call call) {
+extern "C" __global__ void CLUSTER_OF(CTAS, 1) __launch_bounds__(THREADS, 1) scan(const __grid_constant__ Call call) {
     extern __shared__ __align__(128) unsigned char dynamic[];
     Memory& shared = *(Memory*)dynamic;
     const BlockPart part = block_part();

@@ -33,7 +33,7 @@ from kernels.ragged import ContractError, Encoded, Outputs, Ragged
 from kernels.scan.gate_inputs import gate_inputs_constants
 from kernels.scan.layer import Direction, GateSource, ScanForm, ScanVariant
 from kernels.scan.product import input_map, pack, product_constants
-from kernels.scan.shape import HERE, ScanShape, shape_for
+from kernels.scan.shape import HERE, ScanShape, multiplies_inputs, shape_for
 
 MAX_TOKENS = 2**31 - 2**16
 """Tokens of one call, because the kernels count positions in 32 bits."""
@@ -54,7 +54,14 @@ class ScanLaunch:
 
 def refuses(problem: Problem) -> str | None:
     """Return why the kernels cannot run a problem, or None."""
-    return device_refusal(problem, (9, 0), until=(10, 0))
+    return device_refusal(problem, (8, 0))
+
+
+def describe(problem: Problem) -> str:
+    """Return what computes the product of the inputs of a layer in 16 bits."""
+    if problem.storage != torch.float32 and multiplies_inputs(device_index(problem.device)):
+        return "with the product of its inputs"
+    return "after a library product"
 
 
 def encode(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
 
+from kernels.compile import is_hopper_or_newer
 from kernels.launching import ceil_div
 from kernels.scan.layer import ScanForm, ScanVariant
 from kernels.tuning import load_tuned, matching_shapes
@@ -82,7 +84,8 @@ def shape_for(variant: ScanVariant, rows: int, tokens: int, pooled: bool) -> Sca
     Few long rows run in a ring, but not with pooled outputs, which are summed in the order of the steps.
     """
     width, own_cell = variant.hidden * variant.directions, variant.form.own_cell
-    if not own_cell and not pooled and tokens >= LONG_ROW * rows and width <= NARROW:
+    may_ring = is_hopper_or_newer(variant.device) and not own_cell and not pooled
+    if may_ring and tokens >= LONG_ROW * rows and width <= NARROW:
         blocks = ceil_div(variant.hidden, SMALL_UNITS) * variant.directions * rows
         ring = next((ring for ring in RINGS if ring * blocks <= MAX_CLUSTER_BLOCKS), 0)
         if ring:
@@ -95,6 +98,12 @@ def shape_for(variant: ScanVariant, rows: int, tokens: int, pooled: bool) -> Sca
     sizes = {"width": width, "depth": variant.gates.window * variant.inputs, "rows": rows, "tokens": tokens}
     fastest = next(_tuned_units(variant.device, **sizes))
     return ScanShape(fastest if fastest * variant.form.blocks <= MAX_COLUMNS else SMALL_UNITS)
+
+
+@cache
+def multiplies_inputs(device: int) -> bool:
+    """Return whether product.cu runs on a device: only Hopper has the tensor-core instructions of wgmma.cuh."""
+    return (9, 0) <= torch.cuda.get_device_capability(device) < (10, 0)
 
 
 def prefers_library_product(form: ScanForm, width: int, rows: int, tokens: int) -> bool:

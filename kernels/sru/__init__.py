@@ -10,12 +10,12 @@ its own, scaled columns of the input, or zero.
 from kernels.backend import AUTO, Backend, Choice, accepts_everything, cached_choice, only_by_name
 from kernels.cpu import cache
 from kernels.ragged import Encoded, Outputs, Ragged, check_both_directions, with_state_slots
-from kernels.scan.launch import refuses
+from kernels.scan.launch import describe, refuses
 from kernels.sru import cpu, framework, fused, reference
 from kernels.sru.types import SRUState, SRUWeights, check_sru
 
 BACKENDS = (
-    Backend("fused", fused.sru, refuses, bidirectional=fused.bidirectional),
+    Backend("fused", fused.sru, refuses, describe, bidirectional=fused.bidirectional),
     Backend("cpu", cpu.sru, cache.refuses, bidirectional=cpu.bidirectional),
     Backend("framework", with_state_slots(framework.sru), accepts_everything),
     Backend("reference", with_state_slots(reference.sru), only_by_name),

@@ -1,7 +1,7 @@
 """The SRU's fused backend: describes a layer to the scan kernels, which it shares with the QRNN.
 
 float16 and bfloat16 layers run in one launch, from their inputs or from the rows of a table; a layer norm and a projection run before
-it. float32 layers and few long rows run as a library product and one launch.
+it. float32 layers, few long rows, and all layers on GPUs other than Hopper run as a library product and one launch.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kernels.launching import aligned_inputs, as_gate_dtype, pack_once
+from kernels.launching import aligned_inputs, as_gate_dtype, device_index, pack_once
 from kernels.norm import layer_norm
 from kernels.ragged import Encoded, Outputs, Ragged, without_sources
 from kernels.scan.launch import encode
 from kernels.scan.layer import NO_SKIP, SKIP_BLOCK, SKIP_COLUMNS, Direction, ScanForm, array_gates, product_gates
-from kernels.scan.shape import prefers_library_product
+from kernels.scan.shape import multiplies_inputs, prefers_library_product
 from kernels.sru.types import SRUState, SRUWeights
 
 
@@ -45,7 +45,11 @@ def _encode(x: Ragged, weights: Sequence[SRUWeights], states: Sequence[SRUState 
         directions = [replace(direction, source=each.table) for direction, each in zip(directions, weights, strict=True)]
     elif first.input is None:
         directions = [replace(direction, source=as_gate_dtype(x.data, storage)) for direction in directions]
-    elif storage == torch.float32 or prefers_library_product(form, first.hidden * len(weights), x.rows, len(x.data)):
+    elif (
+        storage == torch.float32
+        or not multiplies_inputs(device_index(x.offsets.device))
+        or prefers_library_product(form, first.hidden * len(weights), x.rows, len(x.data))
+    ):
         parts = zip(directions, weights, _projected(x.data, weights), strict=True)
         directions = [replace(direction, source=data @ each.input) for direction, each, data in parts if each.input is not None]
     else:

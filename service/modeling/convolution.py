@@ -72,7 +72,8 @@ class ConvStack(RunnableLayer):
         return None if first.residual else _folded_bytes(first.layers[0], table)
 
     def backend(self) -> str:
-        return conv_kernel.choice(conv_kernel.widest(self._layers())).backend.name
+        over_ids = () if self._first_over_ids is None else self._first_over_ids.layers
+        return conv_kernel.choice(conv_kernel.deciding([*over_ids, *self._layers()])).backend.name
 
     def tensors(self) -> list[Tensor]:
         projections = [block.projection for block in self._blocks if block.projection is not None]
@@ -116,7 +117,7 @@ class TextCNN(RunnableLayer):
         return sum(_folded_bytes(layer, table) for layer in self._layers)
 
     def backend(self) -> str:
-        return conv_kernel.choice(conv_kernel.widest(self._layers)).backend.name
+        return conv_kernel.choice(conv_kernel.deciding(self._layers_over_ids or self._layers)).backend.name
 
     def tensors(self) -> list[Tensor]:
         layers = (*self._layers, *(self._layers_over_ids or ()))

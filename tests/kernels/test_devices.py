@@ -1,0 +1,239 @@
+"""What runs on each kind of GPU: the chosen backends, and launches that keep the limits of the device. No GPU is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels import compile as compiler
+from kernels import launching
+from kernels.conv.tables import TABLES
+from kernels.persistent import grid
+from kernels.persistent import launch as persistent
+from kernels.persistent.grid import GridShape
+from kernels.persistent.packing import Variant
+from kernels.scan.shape import LONG_ROW
+from tests.kernels.devices import A10, A100, B200, DEVICES, H100, L4, RTX_4090, Device, FakeKernel, FakeLaunch, emulated
+from tests.kernels.families import Form
+from tests.kernels.usual_layers import (
+    CUDA,
+    HALVES,
+    LAST,
+    SCANS,
+    STEPS,
+    chosen,
+    persistent_launches,
+    scan_launch,
+    text_cnn_launches,
+)
+
+UNITS = (128, 256, 300, 384, 512, 640, 768, 1024)
+ROWS = (1, 2, 8, 9, 32, 64, 100, 256)
+ROOM_OF_L4 = 928
+"""Hidden units of one team on its 58 multiprocessors."""
+
+
+@pytest.fixture(params=DEVICES, ids=str)
+def device(request: pytest.FixtureRequest) -> Device:
+    found: Device = request.param
+    return found
+
+
+@pytest.fixture
+def made(device: Device) -> Iterator[list[FakeKernel]]:
+    with emulated(device) as kernels:
+        yield kernels
+
+
+def is_hopper(device: Device) -> bool:
+    return device.capability == (9, 0)
+
+
+# LSTM and GRU.
+
+
+@pytest.mark.parametrize("family", ["lstm", "gru"])
+@pytest.mark.usefixtures("made")
+def test_recurrent_layers_run_in_a_persistent_kernel(family: str, device: Device) -> None:
+    for hidden, storage in product(UNITS, HALVES):
+        choice = chosen(family, storage, hidden)
+        if device == L4 and hidden > ROOM_OF_L4:
+            why = f"persistent: this device has no room for {hidden} hidden units, at most for {ROOM_OF_L4}"
+            assert (choice.backend.name, choice.why[0]) == ("framework", why)
+        else:
+            assert choice.backend.name == "persistent", choice.why
+            assert ("cluster" in choice.why[0]) == (device.capability >= (9, 0) and hidden <= 512)
+
+
+@pytest.mark.usefixtures("made")
+def test_float32_needs_clusters(device: Device) -> None:
+    for hidden in (128, 512):
+        name = chosen("lstm", torch.float32, hidden).backend.name
+        assert name == ("persistent" if device.capability >= (9, 0) else "framework")
+
+
+@pytest.mark.parametrize("gru", [False, True], ids=["lstm", "gru"])
+@pytest.mark.usefixtures("made")
+def test_persistent_launches_keep_the_limits(gru: bool, device: Device) -> None:
+    for hidden, storage, rows, directions in product(UNITS, HALVES, ROWS, (1, 2)):
+        if device == L4 and hidden > ROOM_OF_L4:
+            continue
+        launches = persistent_launches(Variant(0, storage, False, hidden, gru), rows, directions)
+        done = [0] + [until for _, until, _ in launches]
+        assert [first for first, _, _ in launches if first] == [until for until in done[1:] if until < rows]
+        for _, _, launch in launches:
+            assert not launch.broken_limits(), (hidden, rows, launch)
+            constants = launch.kernel.constants
+            if launch.kernel.name == "persistent/grid.cu" and not constants["REGISTERS"]:
+                pieces = 4 * constants["CHUNKS"] * (1 if constants["ALONE"] else 2)
+                assert 4 * constants["HELD"] + pieces <= launch.kernel.max_registers, (hidden, launch)
+
+
+@pytest.mark.usefixtures("made")
+def test_registers_that_warps_lend_exist(device: Device) -> None:
+    for hidden, units in product(UNITS, (8, 16, 24, 32)):
+        shape = GridShape(Variant(0, torch.float16, False, hidden), units)
+        blocks = shape.blocks_per_multiprocessor
+        each = compiler.registers(shape.threads * blocks)
+        multiply = 32 * shape.parts
+        others = grid.OWNERS_REGISTERS if shape.lends else each
+        assert shape.lends == (device.capability >= (9, 0) and units > 8)
+        assert blocks * (multiply * shape.registers + (shape.threads - multiply) * others) <= 65_536
+
+
+def test_grid_needs_all_blocks_of_a_team_at_once() -> None:
+    """The driver counts the blocks that a multiprocessor runs at once, whatever the launcher expects."""
+    with emulated(A100), pytest.MonkeyPatch.context() as patch:
+        shape = GridShape(Variant(0, torch.float16, False, 256), 16)
+        assert shape.blocks_per_multiprocessor == shape.resident() == 2 and shape.runs()
+        patch.setattr(grid, "resident_blocks", lambda *_: 1)
+        assert shape.has_room() and not shape.runs()
+
+
+def test_tuned_shapes_of_another_device_may_give_way_to_fewer_launches() -> None:
+    with emulated(L4):
+        rows, variant = 256, Variant(0, torch.float16, False, 768)
+        measured_first = GridShape(variant, 24)
+        shape = persistent.fastest_shape(variant, rows, 1)
+        assert shape is not None and shape.max_rows() > measured_first.max_rows()
+    with emulated(replace(H100, name="NVIDIA H200")):
+        assert persistent.fastest_shape(variant, 4096, 1) == measured_first
+
+
+# SRU and QRNN.
+
+
+@pytest.mark.parametrize("form", SCANS, ids=str)
+@pytest.mark.parametrize("hidden", [128, 300, 1024])
+def test_scans_run_in_one_launch(form: Form, hidden: int, device: Device, made: list[FakeKernel]) -> None:
+    for storage, rows in product(HALVES, (1, 8, 9, 256)):
+        choice = chosen(form.family, storage, hidden)
+        assert choice.backend.name == "fused"
+        assert choice.why == (
+            "fused: chosen (with the product of its inputs)" if is_hopper(device) else "fused: chosen (after a library product)",
+        )
+        for want in (STEPS, LAST):
+            launch = scan_launch(made, form, storage, hidden, [2] * rows, want)
+            assert launch.kernel.source.name == ("product.cu" if is_hopper(device) else "gate_inputs.cu")
+            assert launch.kernel.constants["STAGES"] >= 1
+            assert not launch.broken_limits(), launch
+
+
+@pytest.mark.parametrize("storage", [torch.float16, torch.float32])
+def test_long_row_runs_in_a_ring_only_in_clusters(storage: torch.dtype, device: Device, made: list[FakeKernel]) -> None:
+    launch = scan_launch(made, SCANS[0], storage, 128, [LONG_ROW], LAST)
+    assert launch.kernel.constants["RING"] == int(device.capability >= (9, 0))
+    assert not launch.broken_limits()
+
+
+# Convolutions.
+
+
+@pytest.mark.usefixtures("made")
+def test_convolutions_run_where_their_instructions_exist(device: Device) -> None:
+    for storage in HALVES:
+        product_backend, table_backend = chosen("conv", storage, 96).backend, chosen("conv", storage, 96, (TABLES,)).backend
+        assert product_backend.name == ("fused" if is_hopper(device) else "framework")
+        assert table_backend.name == ("fused" if is_hopper(device) else "tables")
+
+
+@pytest.mark.parametrize("labels", [0, 2])
+@pytest.mark.parametrize("rows", [1, 7, 256])
+def test_text_cnn_over_tables_is_one_launch(rows: int, labels: int, device: Device, made: list[FakeKernel]) -> None:
+    for storage, outputs in product(HALVES, (64, 100, 512)):
+        [launch] = text_cnn_launches(made, storage, outputs, [9] * rows, labels)
+        assert launch.kernel.source.name == "folded.cu"
+        assert launch.kernel.cluster == 1 or (labels and device.capability >= (9, 0))
+        assert not launch.broken_limits(), launch
+
+
+# The limits themselves.
+
+
+@pytest.mark.parametrize(
+    "device, registers, threads, shared, blocks",
+    [
+        (A100, 128, 256, 0, 2),
+        (A100, 128, 256, 100_000, 1),
+        (A10, 32, 1024, 0, 1),
+        (A100, 32, 1024, 0, 2),
+        (L4, 168, 192, 50_176, 2),
+        (L4, 168, 192, 50_177, 1),
+        (H100, 255, 288, 0, 0),
+        (B200, 16, 32, 0, 32),
+    ],
+    ids=str,
+)
+def test_resident_blocks_by_hand(device: Device, registers: int, threads: int, shared: int, blocks: int) -> None:
+    assert device.resident_blocks(threads, registers, shared) == blocks
+
+
+def planted(device: Device, source: str = "scan/gate_inputs.cu", **changes: int) -> FakeLaunch:
+    """Return a launch that keeps the limits of any device except for the changes."""
+    values = {"threads": 256, "cluster": 1, "cooperative": 0, "blocks": 8, "shared": 1024, "REGISTERS": 0, "PARTS": 4, **changes}
+    constants = {"REGISTERS": values["REGISTERS"], "PARTS": values["PARTS"]}
+    path = Path(compiler.__file__).parent / source
+    kernel = FakeKernel(device, path, values["threads"], values["cluster"], bool(values["cooperative"]), constants)
+    return FakeLaunch(kernel, (values["blocks"], 1, 1), values["shared"])
+
+
+@pytest.mark.parametrize(
+    "launch, broken",
+    [
+        (planted(L4), []),
+        (planted(L4, threads=1056), ["threads of a block"]),
+        (planted(L4, threads=100), ["threads of a block"]),
+        (planted(L4, shared=101_377), ["shared memory of a block", "registers of a block"]),
+        (planted(A100, shared=101_377), []),
+        (planted(A100, blocks=0), ["blocks along an axis"]),
+        (planted(A100, cluster=2), ["clusters need 9.0"]),
+        (planted(B200, cluster=2), []),
+        (planted(B200, cluster=3), ["blocks of a cluster"]),
+        (planted(A10, "persistent/grid.cu", cooperative=1, blocks=144), []),
+        (planted(A10, "persistent/grid.cu", cooperative=1, blocks=145), ["all blocks of a cooperative launch at once"]),
+        (
+            planted(A10, "persistent/grid.cu", cooperative=1, blocks=144, shared=50_177),
+            ["all blocks of a cooperative launch at once"],
+        ),
+        (planted(RTX_4090, "scan/product.cu"), ["wgmma needs 9.0"]),
+        (planted(B200, "conv/product.cu"), ["wgmma needs 9.0"]),
+        (planted(RTX_4090, "persistent/grid.cu", REGISTERS=200), ["warps lend registers from 9.0 on"]),
+    ],
+    ids=str,
+)
+def test_broken_limits_are_found(launch: FakeLaunch, broken: list[str]) -> None:
+    assert launch.broken_limits() == broken
+
+
+@pytest.mark.usefixtures("made")
+def test_emulated_device_is_the_only_one(device: Device) -> None:
+    assert launching.multiprocessors(0) == device.multi_processor_count
+    assert compiler.shared_limit(0) == device.shared_memory_per_block_optin
+    assert compiler._architecture(0) == device.architecture
+    refusal = Form("lstm").backends[0].refusal
+    assert CUDA.index == 0 and refusal is not None
