@@ -24,7 +24,12 @@ BACKENDS = (
     ConvBackend("cpu", with_state_slots(framework.conv), cache.refuses, text_cnn=cpu.text_cnn, runs=None),
     ConvBackend("framework", with_state_slots(framework.conv), accepts_everything, runs=None),
     ConvBackend(
-        "reference", with_state_slots(reference.conv), only_by_name, stack=reference.stack, text_cnn=reference.text_cnn, runs=None
+        "reference",
+        with_state_slots(reference.conv),
+        only_by_name,
+        stack=reference.stack,
+        text_cnn=reference.text_cnn,
+        runs=None,
     ),
 )
 _chosen = cached_choice(lambda: BACKENDS)

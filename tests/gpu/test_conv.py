@@ -828,7 +828,7 @@ def test_explain_reports_the_chosen_backend() -> None:
     for dtype, width in (("float16", 1), ("bfloat16", 300), ("float16", 5000)):
         assert explain("conv", device="cuda:0", dtype=dtype, hidden=width) == "fused: chosen"
     explained = partial(explain, "conv", hidden=96)
-    wide = "fused: needs float16 or bfloat16 weights\ncpu: runs on a CPU only\nframework: chosen"
+    wide = "fused: needs float16 or bfloat16 weights\ntables: needs float16 or bfloat16 weights\ncpu: runs on a CPU only\nframework: chosen"
     assert explained(device="cuda:0", dtype="float32") == wide
     for device, why in (("cuda:9", "this machine has no cuda:9"), ("cpu", "needs an NVIDIA GPU")):
         assert explained(device=device, dtype="float16").splitlines()[0] == f"fused: {why}"
@@ -837,9 +837,11 @@ def test_explain_reports_the_chosen_backend() -> None:
 def test_framework_runs_without_cupy_or_on_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     explained = partial(explain, "conv", device="cuda:0", dtype="float16", hidden=96)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
-    assert explained() == "fused: needs compute capability 9.0, this device has 8.6\ncpu: runs on a CPU only\nframework: chosen"
+    refusals = "fused: needs compute capability 9.0, this device has 8.6\ntables: runs only folded tables"
+    assert explained() == f"{refusals}\ncpu: runs on a CPU only\nframework: chosen"
     monkeypatch.setattr(launching, "cupy_installed", lambda: False)
-    assert explained() == "fused: CuPy is not installed\ncpu: runs on a CPU only\nframework: chosen"
+    refusals = "fused: CuPy is not installed\ntables: CuPy is not installed"
+    assert explained() == f"{refusals}\ncpu: runs on a CPU only\nframework: chosen"
 
 
 def test_chosen_backend_is_the_one_that_runs() -> None:

@@ -169,12 +169,13 @@ def emulated(device: Device) -> Iterator[list[FakeKernel]]:
             patch.setattr(module, "load_kernel", load)
         for module in (persistent, scan, conv_product, folded):
             patch.setattr(module, "on_device", lambda _: nullcontext())
-        _clear_caches()
+        clear_launch_caches()
         yield made
-    _clear_caches()
+    clear_launch_caches()
 
 
-def _clear_caches() -> None:
+def clear_launch_caches() -> None:
+    """Forget the launches of SRUs, QRNNs and convolutions, which depend on the device."""
     for module in (scan, scan_shape, plan, folded):
         for function in vars(module).values():
             if hasattr(function, "cache_clear"):

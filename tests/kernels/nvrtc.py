@@ -50,7 +50,12 @@ def assemble(kernel: FakeKernel, architecture: str | None = None) -> Report:
     nvrtc, program = required_library(), ctypes.c_void_p()
     macros = {"THREADS": kernel.threads, **kernel.constants}
     options = [
-        *("--std=c++17", "--ftz=true", "--ptxas-options=-v", f"--gpu-architecture={architecture or kernel.device.architecture}"),
+        *(
+            "--std=c++17",
+            "--ftz=true",
+            "--ptxas-options=-v",
+            f"--gpu-architecture={architecture or kernel.device.architecture}",
+        ),
         *(f"--define-macro={name}={value}" for name, value in macros.items()),
     ]
     text = _source_text(kernel.source).encode()

@@ -75,14 +75,46 @@ def test_damaged_file_is_compiled_again(
 
 
 @pytest.mark.parametrize(
-    "capability, architecture", [((8, 0), "sm_80"), ((8, 9), "sm_89"), ((9, 0), "sm_90a"), ((10, 0), "sm_100a")]
+    "capability, architecture",
+    [
+        ((8, 0), "sm_80"),
+        ((8, 9), "sm_89"),
+        ((9, 0), "sm_90a"),
+        ((10, 0), "sm_100a"),
+        ((12, 0), "sm_120a"),
+        ((12, 9), "compute_121"),
+        ((13, 0), "compute_121"),
+        ((8, 8), "compute_87"),
+        ((7, 0), "compute_70"),
+    ],
 )
-def test_architecture_is_specific_to_the_device(
+def test_architecture_is_that_of_the_device_or_known_to_nvrtc(
     capability: tuple[int, int], architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    known = (75, 80, 86, 87, 89, 90, 100, 103, 110, 120, 121)
+    monkeypatch.setattr(compiler, "_known_architectures", lambda: known)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     assert compiler._architecture(0) == architecture
-    assert compiler.lends_registers(0) == (capability >= (9, 0))
+    assert compiler.lends_registers(0) == (architecture in ("sm_90a", "sm_100a", "sm_120a"))
+
+
+@pytest.mark.parametrize(("architecture", "code"), [("sm_90a", b"cubin of 7"), ("compute_121", b"ptx of 7")])
+def test_virtual_architecture_gives_code_for_the_driver(
+    architecture: str, code: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cupy, cuda, nvrtc = ModuleType("cupy"), ModuleType("cupy.cuda"), ModuleType("cupy.cuda.nvrtc")
+    vars(nvrtc).update(
+        NVRTCError=RuntimeError,
+        createProgram=lambda *_: 7,
+        compileProgram=lambda *_: None,
+        destroyProgram=lambda _: None,
+        getPTX=lambda program: f"ptx of {program}".encode(),
+        getCUBIN=lambda program: f"cubin of {program}".encode(),
+    )
+    vars(cuda)["nvrtc"] = nvrtc
+    for module in (cupy, cuda, nvrtc):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert compiler._machine_code("text", ("--std=c++17", f"--gpu-architecture={architecture}")) == code
 
 
 @pytest.mark.usefixtures("nvrtc")
@@ -134,7 +166,15 @@ def test_source_text_contains_its_includes(source: Path) -> None:
 
 
 def test_registers_are_shared_by_the_threads_of_a_block() -> None:
-    assert [compiler.registers(threads) for threads in (64, 256, 320, 384, 512, 1024)] == [255, 255, 200, 168, 128, 64]
+    assert [compiler.registers(threads) for threads in (64, 256, 320, 384, 448, 512, 1024)] == [
+        255,
+        255,
+        168,
+        168,
+        128,
+        128,
+        64,
+    ]
 
 
 # Launches.
@@ -168,13 +208,21 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> FakeLaunchDriver:
 
 
 @pytest.mark.parametrize(
-    "cooperative, early, attributes",
-    [(False, False, {}), (True, False, {2: 1}), (False, True, {6: 1}), (True, True, {2: 1, 6: 1})],
+    "cooperative, early, overlaps, attributes",
+    [
+        (False, False, True, {}),
+        (True, False, True, {2: 1}),
+        (False, True, True, {6: 1}),
+        (True, True, True, {2: 1, 6: 1}),
+        (False, True, False, {}),
+    ],
 )
 def test_launch_passes_its_configuration_to_the_driver(
-    cooperative: bool, early: bool, attributes: dict[int, int], driver: FakeLaunchDriver
+    cooperative: bool, early: bool, overlaps: bool, attributes: dict[int, int], driver: FakeLaunchDriver
 ) -> None:
-    kernel = compiler.Kernel(SimpleNamespace(ptr=1234), device=3, threads=96, cluster=1, cooperative=cooperative)
+    kernel = compiler.Kernel(
+        SimpleNamespace(ptr=1234), device=3, threads=96, cluster=1, cooperative=cooperative, overlaps=overlaps
+    )
     kernel.launch((2, 5, 1), 4096, [0, -1, 2**40], b"\0map\0", early=early)
     assert driver.launches == [
         {
@@ -192,6 +240,6 @@ def test_launch_passes_its_configuration_to_the_driver(
 
 def test_driver_error_raises(driver: FakeLaunchDriver) -> None:
     driver.status = 719
-    kernel = compiler.Kernel(SimpleNamespace(ptr=1234), device=0, threads=32, cluster=1, cooperative=False)
+    kernel = compiler.Kernel(SimpleNamespace(ptr=1234), device=0, threads=32, cluster=1, cooperative=False, overlaps=True)
     with pytest.raises(RuntimeError, match="cuLaunchKernelEx failed: CUDA error 719"):
         kernel.launch((1, 1, 1), 0, [1, 2, 3], b"other")

@@ -105,6 +105,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
         monkeypatch.setattr(module, "on_device", lambda _: nullcontext())
     monkeypatch.setattr(plan, "shared_limit", lambda _: H200_SHARED_BYTES)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=PROCESSORS))
     for cached in caches:
         cached.cache_clear()
@@ -638,7 +639,7 @@ def test_several_blocks_share_a_long_row(launches: list[Launch]) -> None:
 
 def test_framework_runs_on_a_cpu_and_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kernels.cpu.cache.missing", lambda: "Numba is not installed")
-    explanation = "fused: needs an NVIDIA GPU\ncpu: Numba is not installed\nframework: chosen"
+    explanation = "fused: needs an NVIDIA GPU\ntables: needs an NVIDIA GPU\ncpu: Numba is not installed\nframework: chosen"
     assert explain("conv", device="cpu", dtype="float16", hidden=96) == explanation
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))

@@ -36,6 +36,7 @@ CELL = (HERE / "cell.cuh").read_text()
 
 
 class Properties:
+    name = "NVIDIA H200"
     multi_processor_count = 132
 
 
@@ -46,6 +47,7 @@ def _h200(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grid, "lends_registers", lambda _: True)
     monkeypatch.setattr(WideShape, "_kernel", lambda *_: None)
     monkeypatch.setattr(wide, "resident_clusters", lambda *_: 66)
+    monkeypatch.setattr(GridShape, "resident", lambda shape: shape.blocks_per_multiprocessor)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
 

@@ -25,7 +25,7 @@ from kernels.scan import gate_inputs, launch
 from kernels.scan import product as product_launcher
 from kernels.scan.layer import GateSource, ScanForm, ScanVariant, product_gates
 from kernels.scan.product import DEPTH, PATCHING_WARPS, pack
-from kernels.scan.shape import HERE, LONG_ROW, MAX_CLUSTER_BLOCKS, NARROW, RINGS, TILE, ScanShape, shape_for
+from kernels.scan.shape import HERE, LONG_ROW, MAX_CLUSTER_BLOCKS, NARROW, RINGS, TILE, ScanShape, multiplies_inputs, shape_for
 from kernels.sru import fused as fused_sru
 from kernels.sru.types import SRUState
 from kernels.tensormap import MAP_BYTES
@@ -90,8 +90,9 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeKernel]]:
         monkeypatch.setattr(module, "shared_limit", lambda _: H200_SHARED_BYTES)
     monkeypatch.setattr(launch, "on_device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=PROCESSORS))
-    caches = launch._launch, launch._kernel, launching.multiprocessors
+    caches = launch._launch, launch._kernel, multiplies_inputs, launching.multiprocessors
     for cached in caches:
         cached.cache_clear()
     yield made

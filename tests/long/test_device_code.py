@@ -1,0 +1,64 @@
+"""The kernels of usual layers compile for every kind of GPU, within its registers: those of more layers than in `tests/kernels`."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+
+from kernels.persistent.packing import Variant
+from kernels.ragged import ContractError
+from kernels.scan.shape import LONG_ROW
+from tests.kernels.devices import DEVICES, Device, FakeKernel, emulated
+from tests.kernels.nvrtc import assemble, required_library
+from tests.kernels.test_device_code import MAX_SPILLED_BYTES
+from tests.kernels.usual_layers import HALVES, LAST, SCANS, STEPS, persistent_launches, scan_launch, text_cnn_launches
+
+UNITS, ROWS = (128, 256, 512, 768, 1024), (1, 8, 64, 256)
+LENGTHS = ([2], [2] * 9, [LONG_ROW])
+
+
+@pytest.fixture(autouse=True)
+def _nvrtc() -> None:
+    required_library()
+
+
+def check_all(kernels: list[FakeKernel]) -> None:
+    """Compile each kernel once, however often it was launched. Kernels that no launch uses are left out."""
+    different = {(kernel.source, kernel.threads, *sorted(kernel.constants.items())): kernel for kernel in kernels}
+    assert different
+    for kernel in different.values():
+        report = assemble(kernel)
+        assert report.registers <= kernel.max_registers, kernel
+        assert report.spilled_bytes <= MAX_SPILLED_BYTES, (kernel, report)
+
+
+@pytest.mark.parametrize("gru", [False, True], ids=["lstm", "gru"])
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+def test_kernels_of_lstm_and_gru(device: Device, gru: bool) -> None:
+    kernels: list[FakeKernel] = []
+    with emulated(device):
+        for hidden, rows, directions in product(UNITS, ROWS, (1, 2)):
+            try:
+                launches = persistent_launches(Variant(0, torch.float16, False, hidden, gru), rows, directions)
+            except ContractError:
+                assert device.multi_processor_count * 16 < hidden, "one team has no room"
+                continue
+            kernels += [launch.kernel for _, _, launch in launches]
+    check_all(kernels)
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+def test_kernels_of_sru_and_qrnn(device: Device) -> None:
+    with emulated(device) as made:
+        cases = product(SCANS, (torch.bfloat16, torch.float32), LENGTHS, (STEPS, LAST))
+        check_all([scan_launch(made, form, storage, 128, lengths, want).kernel for form, storage, lengths, want in cases])
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+def test_kernels_of_text_cnns_over_tables(device: Device) -> None:
+    with emulated(device) as made:
+        cases = product(HALVES, (64, 512), (1, 64), (0, 6))
+        launches = [text_cnn_launches(made, storage, outputs, [9] * rows, labels) for storage, outputs, rows, labels in cases]
+        check_all([launch.kernel for [launch] in launches])
