@@ -1,4 +1,4 @@
-"""The backend for GPUs whose tensor cores `product.cu` cannot use: folded tables run in `folded.cu`, all else in torch's operations."""
+"""The backend for GPUs on which `product.cu` does not run: `folded.cu` adds up folded tables, and torch's operations run other layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kernels.launching import device_refusal
 from kernels.ragged import Encoded, Outputs, Ragged
 
 TABLES = "folded tables"
-"""The variant of a problem whose layers, or some of them, have tables."""
+"""The variant of a problem with tables in a layer."""
 
 
 def refused(problem: Problem) -> str | None:

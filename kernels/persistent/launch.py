@@ -47,6 +47,8 @@ alone."""
 Kinds = Mapping[str, Callable[[Variant, int], PersistentShape]]
 """Classes of shapes, by the name of their size in the files of `tuned`."""
 Refuses = Callable[["Family", Problem], str | None]
+CLUSTERS: Capability = (9, 0)
+"""The lowest compute capability with clusters, which float32 weights need: the grid has no room for two terms."""
 MANY = 1 << 30
 """A number of rows that no bound of a shape admits."""
 CLUSTER: Kinds = {"blocks": ClusterShape}
@@ -106,7 +108,7 @@ def backends(family: Family) -> tuple[Backend, ...]:
     ways: tuple[tuple[str, FindShape, Refuses], ...] = (
         ("adaptive", adaptive_shape, _adaptive_refusal),
         ("persistent", fastest_shape, partial(_refusal, fastest_shape, (8, 0), no_room)),
-        ("cluster", cluster_shape, partial(_refusal, cluster_shape, (9, 0), "no cluster of this device has room")),
+        ("cluster", cluster_shape, partial(_refusal, cluster_shape, CLUSTERS, "no cluster of this device has room")),
         ("grid", grid_shape, partial(_refusal, grid_shape, (8, 0), no_room, halves=True)),
         ("wide", wide_shape, partial(_refusal, wide_shape, (9, 0), no_room, until=(10, 0), halves=True)),
     )
@@ -237,7 +239,9 @@ def _refusal(
     halves: bool = False,
 ) -> str | None:
     """Return why a kernel cannot run a problem, or None. The other arguments are as in `device_refusal`."""
-    refusal = device_refusal(problem, needed, until=until, halves=halves)
+    refusal = device_refusal(
+        problem, CLUSTERS if problem.storage == torch.float32 else needed, until=until, halves=halves
+    )
     variant = _variant(family, problem)
     if refusal is None and find_shape(variant, 1, 1) is None:
         units = "hidden units in float32" if problem.storage == torch.float32 else "hidden units"
@@ -292,7 +296,7 @@ def _launches(shape: PersistentShape, rows: int, directions: int) -> int:
 
 
 def _most_units(variant: Variant, find_shape: FindShape) -> int:
-    """Return the most hidden units, below those of the variant, for which the device has room by the sizes alone; 0 if it has none."""
+    """Return the most hidden units that have room by the sizes alone, out of fewer than the variant has; 0 if there are none."""
     smaller = (variant._replace(hidden=hidden) for hidden in range(variant.hidden - 1, 0, -1))
     kinds = KINDS[find_shape]
     return next((other.hidden for other in smaller if any(shape.has_room() for shape in _candidates(other, 1, 1, kinds))), 0)

@@ -110,5 +110,5 @@ def test_explain_names_the_kernel_and_the_reasons() -> None:
         within = explain(family, device="cuda:0", dtype="float32", hidden=512)
         assert within.splitlines()[1:] == ["persistent: chosen (clusters of 16 blocks)"]
         beyond = explain(family, device="cuda:0", dtype="float32", hidden=1024).splitlines()
-        assert beyond[1] == "persistent: this device has no room for 1024 hidden units in float32"
-        assert beyond[2] == "grid: needs float16 or bfloat16 weights" and beyond[-1] == "framework: chosen"
+        assert beyond[1] == "persistent: this device has no room for 1024 hidden units in float32, at most for 512"
+        assert beyond[3] == "grid: needs float16 or bfloat16 weights" and beyond[-1] == "framework: chosen"

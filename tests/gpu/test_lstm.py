@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels import compile as compiler
 from kernels import launching
 from kernels.backend import Problem, explain
 from kernels.compile import resident_clusters
@@ -259,10 +260,10 @@ def test_explain_names_the_kernel_and_the_reasons() -> None:
     assert explain("lstm", device="cuda:0", dtype="bfloat16", hidden=1000).splitlines()[1:] == [beyond]
     assert explain("lstm", device="cuda:0", dtype="float16", hidden=5000).splitlines() == [
         "adaptive: no other kernel runs many rows of 5000 hidden units faster",
-        "persistent: this device has no room for 5000 hidden units",
-        "cluster: no cluster of this device has room for 5000 hidden units",
-        "grid: this device has no room for 5000 hidden units",
-        "wide: this device has no room for 5000 hidden units",
+        "persistent: this device has no room for 5000 hidden units, at most for 2112",
+        "cluster: no cluster of this device has room for 5000 hidden units, at most for 768",
+        "grid: this device has no room for 5000 hidden units, at most for 2112",
+        "wide: this device has no room for 5000 hidden units, at most for 2048",
         "cpu: runs on a CPU only",
         "framework: chosen",
     ]
@@ -309,6 +310,7 @@ def test_smaller_clusters_run_on_a_smaller_device(
 @pytest.mark.parametrize("capability, expected", [((8, 6), "persistent"), ((7, 5), "framework")])
 def test_grid_kernel_runs_without_clusters(capability: tuple[int, int], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(compiler, "_architecture", lambda _: "compute_80")
     assert chosen(256) == expected
     assert str(shape_of(256, 4)).startswith("the grid")
 

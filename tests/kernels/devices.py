@@ -1,4 +1,4 @@
-"""GPUs that the kernels' launchers can be given without a GPU: their properties, their limits, and fakes of compiled kernels."""
+"""Emulated GPUs for the kernels' launchers: the properties and limits of real devices, and fakes of compiled kernels."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Device:
         return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
 
     def resident_blocks(self, threads: int, registers_each: int, shared: int) -> int:
-        """Return how many blocks a multiprocessor runs at once. Registers are given to warps of a quarter in units of 256."""
+        """Return how many blocks a multiprocessor runs at once. The warps of a quarter take registers in units of 256."""
         warps = -(-threads // 32)
         warps_of_quarter = QUARTER_REGISTERS // (-(-registers_each * 32 // 256) * 256)
         return min(
@@ -151,7 +151,7 @@ def emulated(device: Device) -> Iterator[list[FakeKernel]]:
         return made[-1]
 
     def clusters(kernel: Any, shared: int) -> int:
-        """Return the clusters of seven eighths of the multiprocessors: those of a part of the device are not a whole number of clusters."""
+        """Return the clusters of seven eighths of the multiprocessors: the rest is in parts of the device without room for a cluster."""
         return device.multi_processor_count * 7 // 8 // kernel.cluster if device.capability >= (9, 0) else 0
 
     with pytest.MonkeyPatch.context() as patch, fresh_shape_caches():

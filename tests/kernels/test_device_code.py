@@ -29,7 +29,7 @@ def _nvrtc() -> None:
 
 
 def check(kernel: FakeKernel) -> Report:
-    """Return the report of a kernel whose registers its device has."""
+    """Return the report of a kernel, which keeps to the registers of its device."""
     report = assemble(kernel)
     assert report.registers <= kernel.max_registers
     assert report.spilled_bytes <= MAX_SPILLED_BYTES, report

@@ -18,7 +18,20 @@ from kernels.persistent import launch as persistent
 from kernels.persistent.grid import GridShape
 from kernels.persistent.packing import Variant
 from kernels.scan.shape import LONG_ROW
-from tests.kernels.devices import A10, A100, B200, DEVICES, H100, L4, RTX_4090, Device, FakeKernel, FakeLaunch, emulated
+from tests.kernels.devices import (
+    A10,
+    A100,
+    B200,
+    DEVICES,
+    H100,
+    L4,
+    RTX_3090,
+    RTX_4090,
+    Device,
+    FakeKernel,
+    FakeLaunch,
+    emulated,
+)
 from tests.kernels.families import Form
 from tests.kernels.usual_layers import (
     HALVES,
@@ -33,8 +46,8 @@ from tests.kernels.usual_layers import (
 
 UNITS = (128, 256, 300, 384, 512, 640, 768, 1024)
 ROWS = (1, 2, 8, 9, 32, 64, 100, 256)
-ROOM_OF_L4 = 928
-"""Hidden units of one team on its 58 multiprocessors."""
+MOST_UNITS = {A100: 1728, A10: 1152, RTX_3090: 1280, L4: 928, RTX_4090: 1280, H100: 2112, B200: 2368}
+"""Hidden units of the largest LSTM and GRU in 16 bits, as in docs/kernels.md."""
 
 
 @pytest.fixture(params=DEVICES, ids=str)
@@ -61,26 +74,37 @@ def is_hopper(device: Device) -> bool:
 def test_recurrent_layers_run_in_a_persistent_kernel(family: str, device: Device) -> None:
     for hidden, storage in product(UNITS, HALVES):
         choice = chosen(family, storage, hidden)
-        if device == L4 and hidden > ROOM_OF_L4:
-            why = f"persistent: this device has no room for {hidden} hidden units, at most for {ROOM_OF_L4}"
+        if hidden > MOST_UNITS[device]:
+            why = f"persistent: this device has no room for {hidden} hidden units, at most for {MOST_UNITS[device]}"
             assert (choice.backend.name, choice.why[0]) == ("framework", why)
         else:
             assert choice.backend.name == "persistent", choice.why
             assert ("cluster" in choice.why[0]) == (device.capability >= (9, 0) and hidden <= 512)
 
 
+@pytest.mark.parametrize("family", ["lstm", "gru"])
+@pytest.mark.usefixtures("made")
+def test_largest_layer_is_named_when_a_larger_one_is_refused(family: str, device: Device) -> None:
+    most = MOST_UNITS[device]
+    assert chosen(family, torch.float16, most).backend.name == "persistent"
+    assert chosen(family, torch.float16, most + 1).why[0].endswith(f"no room for {most + 1} hidden units, at most for {most}")
+
+
 @pytest.mark.usefixtures("made")
 def test_float32_needs_clusters(device: Device) -> None:
+    major, minor = device.capability
     for hidden in (128, 512):
-        name = chosen("lstm", torch.float32, hidden).backend.name
-        assert name == ("persistent" if device.capability >= (9, 0) else "framework")
+        choice = chosen("lstm", torch.float32, hidden)
+        assert choice.backend.name == ("persistent" if major >= 9 else "framework")
+        needs_clusters = f"persistent: needs compute capability 9.0, this device has {major}.{minor}"
+        assert (choice.why[0] == needs_clusters) == (major < 9)
 
 
 @pytest.mark.parametrize("gru", [False, True], ids=["lstm", "gru"])
 @pytest.mark.usefixtures("made")
 def test_persistent_launches_keep_the_limits(gru: bool, device: Device) -> None:
     for hidden, storage, rows, directions in product(UNITS, HALVES, ROWS, (1, 2)):
-        if device == L4 and hidden > ROOM_OF_L4:
+        if hidden > MOST_UNITS[device]:
             continue
         launches = persistent_launches(Variant(0, storage, False, hidden, gru), rows, directions)
         done = [0] + [until for _, until, _ in launches]

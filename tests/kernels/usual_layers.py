@@ -1,4 +1,4 @@
-"""Layers of usual sizes, run by the launchers of an emulated device, and what they launch there."""
+"""Layers of usual sizes, and their launches on an emulated device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels of usual layers compile for every kind of GPU, within its registers: those of more layers than in `tests/kernels`."""
+"""The kernels of many layers compile for every kind of GPU, within its registers."""
 
 from __future__ import annotations
 
