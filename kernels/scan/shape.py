@@ -84,8 +84,8 @@ def shape_for(variant: ScanVariant, rows: int, tokens: int, pooled: bool) -> Sca
     Few long rows run in a ring, but not with pooled outputs, which are summed in the order of the steps.
     """
     width, own_cell = variant.hidden * variant.directions, variant.form.own_cell
-    may_ring = is_hopper_or_newer(variant.device) and not own_cell and not pooled
-    if may_ring and tokens >= LONG_ROW * rows and width <= NARROW:
+    may_ring = not own_cell and not pooled and tokens >= LONG_ROW * rows and width <= NARROW
+    if may_ring and is_hopper_or_newer(variant.device):
         blocks = ceil_div(variant.hidden, SMALL_UNITS) * variant.directions * rows
         ring = next((ring for ring in RINGS if ring * blocks <= MAX_CLUSTER_BLOCKS), 0)
         if ring:

@@ -27,6 +27,7 @@ from tests.kernels.devices import (
     L4,
     RTX_3090,
     RTX_4090,
+    RTX_5090,
     Device,
     FakeKernel,
     FakeLaunch,
@@ -46,7 +47,7 @@ from tests.kernels.usual_layers import (
 
 UNITS = (128, 256, 300, 384, 512, 640, 768, 1024)
 ROWS = (1, 2, 8, 9, 32, 64, 100, 256)
-MOST_UNITS = {A100: 1728, A10: 1152, RTX_3090: 1280, L4: 928, RTX_4090: 1280, H100: 2112, B200: 2368}
+MOST_UNITS = {A100: 1728, A10: 1152, RTX_3090: 1280, L4: 928, RTX_4090: 1280, H100: 2112, B200: 2368, RTX_5090: 1792}
 """Hidden units of the largest LSTM and GRU in 16 bits, as in docs/kernels.md."""
 
 
@@ -93,7 +94,7 @@ def test_largest_layer_is_named_when_a_larger_one_is_refused(family: str, device
 @pytest.mark.usefixtures("made")
 def test_float32_needs_clusters(device: Device) -> None:
     major, minor = device.capability
-    for hidden in (128, 512):
+    for hidden in (128, 384):
         choice = chosen("lstm", torch.float32, hidden)
         assert choice.backend.name == ("persistent" if major >= 9 else "framework")
         needs_clusters = f"persistent: needs compute capability 9.0, this device has {major}.{minor}"
