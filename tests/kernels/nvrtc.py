@@ -15,6 +15,8 @@ from kernels.compile import CompileError, _source_text
 from tests.kernels.devices import FakeKernel
 
 PACKAGE = "nvidia-cuda-nvrtc"
+MAX_SPILLED_BYTES = 320
+"""Some kernels are fastest on Hopper with a few values in memory. This is the most for any device here."""
 FOLDER, LIBRARY, BUILTINS = "cu13/lib", "libnvrtc.so.13", "libnvrtc-builtins.so.13.*"
 
 
@@ -43,6 +45,13 @@ def required_library() -> ctypes.CDLL:
     if found is None:
         pytest.skip(f"NVRTC is missing: install the Python package {PACKAGE}")
     return found
+
+
+def assert_fits_registers(kernel: FakeKernel) -> None:
+    """Compile a kernel for its device, and assert that a thread needs no more registers than the launch leaves it."""
+    report = assemble(kernel)
+    assert report.registers <= kernel.max_registers, (kernel, report)
+    assert report.spilled_bytes <= MAX_SPILLED_BYTES, (kernel, report)
 
 
 def assemble(kernel: FakeKernel, architecture: str | None = None) -> Report:

@@ -11,8 +11,7 @@ from kernels.persistent.packing import Variant
 from kernels.ragged import ContractError
 from kernels.scan.shape import LONG_ROW
 from tests.kernels.devices import DEVICES, Device, FakeKernel, emulated
-from tests.kernels.nvrtc import assemble, required_library
-from tests.kernels.test_device_code import MAX_SPILLED_BYTES
+from tests.kernels.nvrtc import assert_fits_registers, required_library
 from tests.kernels.usual_layers import HALVES, LAST, SCANS, STEPS, persistent_launches, scan_launch, text_cnn_launches
 
 UNITS, ROWS = (128, 256, 512, 768, 1024), (1, 8, 64, 256)
@@ -29,9 +28,7 @@ def check_all(kernels: list[FakeKernel]) -> None:
     different = {(kernel.source, kernel.threads, *sorted(kernel.constants.items())): kernel for kernel in kernels}
     assert different
     for kernel in different.values():
-        report = assemble(kernel)
-        assert report.registers <= kernel.max_registers, kernel
-        assert report.spilled_bytes <= MAX_SPILLED_BYTES, (kernel, report)
+        assert_fits_registers(kernel)
 
 
 @pytest.mark.parametrize("gru", [False, True], ids=["lstm", "gru"])
