@@ -113,8 +113,8 @@ def registers(threads: int) -> int:
 
     Each quarter of a multiprocessor has a quarter of the registers, and its warps are a quarter of all warps, rounded up.
     """
-    quarters = -(-threads // 128) * 128
-    return min(255, 65536 // quarters // 8 * 8)
+    rounded = -(-threads // 128) * 128
+    return min(255, 65536 // rounded // 8 * 8)
 
 
 def is_hopper_or_newer(device: int) -> bool:

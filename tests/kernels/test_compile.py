@@ -7,6 +7,7 @@ import os
 import struct
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from errno import ENOSPC
 from itertools import count
 from pathlib import Path
@@ -243,3 +244,17 @@ def test_driver_error_raises(driver: FakeLaunchDriver) -> None:
     kernel = compiler.Kernel(SimpleNamespace(ptr=1234), device=0, threads=32, cluster=1, cooperative=False, overlaps=True)
     with pytest.raises(RuntimeError, match="cuLaunchKernelEx failed: CUDA error 719"):
         kernel.launch((1, 1, 1), 0, [1, 2, 3], b"other")
+
+
+@pytest.mark.parametrize(("status", "blocks"), [(0, 2), (1, 0)])
+def test_driver_counts_resident_blocks(status: int, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def count(found: Any, function: ctypes.c_void_p, threads: int, shared: ctypes.c_size_t) -> int:
+        assert (function.value, threads, shared.value) == (1234, 256, 50_176)
+        ctypes.cast(found, ctypes.POINTER(ctypes.c_int)).contents.value = 2
+        return status
+
+    fake = SimpleNamespace(cuOccupancyMaxActiveBlocksPerMultiprocessor=count)
+    monkeypatch.setattr(compiler, "driver", lambda: fake)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    kernel = compiler.Kernel(SimpleNamespace(ptr=1234), device=0, threads=256, cluster=1, cooperative=True, overlaps=True)
+    assert compiler.resident_blocks(kernel, 50_176) == blocks
