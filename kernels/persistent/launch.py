@@ -239,9 +239,7 @@ def _refusal(
     halves: bool = False,
 ) -> str | None:
     """Return why a kernel cannot run a problem, or None. The other arguments are as in `device_refusal`."""
-    refusal = device_refusal(
-        problem, CLUSTERS if problem.storage == torch.float32 else needed, until=until, halves=halves
-    )
+    refusal = device_refusal(problem, CLUSTERS if problem.storage == torch.float32 else needed, until=until, halves=halves)
     variant = _variant(family, problem)
     if refusal is None and find_shape(variant, 1, 1) is None:
         units = "hidden units in float32" if problem.storage == torch.float32 else "hidden units"
@@ -268,9 +266,7 @@ def _describe(family: Family, find_shape: FindShape, problem: Problem) -> str:
     return ", ".join(f"{shape}{bound}" for shape, bound in changes)
 
 
-def _first_shape(
-    variant: Variant, rows: int, directions: int, kinds: Kinds
-) -> PersistentShape | None:
+def _first_shape(variant: Variant, rows: int, directions: int, kinds: Kinds) -> PersistentShape | None:
     shapes = _candidates(variant, rows, directions, kinds)
     fastest = next((shape for shape in shapes if shape.runs()), None)
     if fastest is None or torch.cuda.get_device_name(variant.device) == _tuned(variant)["device"]:
@@ -281,9 +277,7 @@ def _first_shape(
     return fewest if fewest.runs() else fastest
 
 
-def _candidates(
-    variant: Variant, rows: int, directions: int, kinds: Kinds
-) -> list[PersistentShape]:
+def _candidates(variant: Variant, rows: int, directions: int, kinds: Kinds) -> list[PersistentShape]:
     """Return the shapes of the file for this device, the fastest first, whether it has room for them or not."""
     sizes = matching_shapes(_tuned_shapes(variant), tuple(kinds), hidden=variant.hidden, rows=rows, directions=directions)
     return [kinds[kind](variant, size) for kind, size in sizes]

@@ -16,7 +16,7 @@ from kernels import launching
 from kernels.compile import registers
 from kernels.conv import folded, plan
 from kernels.conv import product as conv_product
-from kernels.persistent import cluster, grid, packing
+from kernels.persistent import cluster, grid, packing, wide
 from kernels.persistent import launch as persistent
 from kernels.scan import launch as scan
 from kernels.scan import product as scan_product
@@ -134,7 +134,7 @@ class FakeLaunch(NamedTuple):
             "blocks of a cluster": kernel.cluster <= MAX_CLUSTER and along * others[0] % kernel.cluster == 0,
             "all blocks of a cooperative launch at once": not kernel.cooperative
             or along <= resident * device.multi_processor_count,
-            "wgmma needs 9.0": kernel.source.name != "product.cu" or device.capability == (9, 0),
+            "wgmma needs 9.0": kernel.source.name not in ("product.cu", "wide.cu") or device.capability == (9, 0),
             "warps lend registers from 9.0 on": not kernel.constants.get("REGISTERS") or major >= 9,
         }
         return [name for name, kept in limits.items() if not kept]
@@ -152,8 +152,12 @@ def emulated(device: Device) -> Iterator[list[FakeKernel]]:
         return made[-1]
 
     def clusters(kernel: Any, shared: int) -> int:
-        """Return the clusters of seven eighths of the multiprocessors: the rest is in parts of the device without room for a cluster."""
-        return device.multi_processor_count * 7 // 8 // kernel.cluster if device.capability >= (9, 0) else 0
+        """Return the clusters of seven eighths of the multiprocessors: the rest is in parts of the device without room for a cluster.
+
+        Multiprocessors come in pairs, so that every one has room for half a pair of blocks.
+        """
+        usable = device.multi_processor_count * (8 if kernel.cluster == 2 else 7) // 8
+        return usable // kernel.cluster if device.capability >= (9, 0) else 0
 
     with pytest.MonkeyPatch.context() as patch, fresh_shape_caches():
         patch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -162,7 +166,8 @@ def emulated(device: Device) -> Iterator[list[FakeKernel]]:
         patch.setattr(torch.cuda, "get_device_properties", lambda _: device)
         patch.setattr(launching, "cupy_installed", lambda: True)
         patch.setattr(compiler, "_known_architectures", lambda: KNOWN)
-        patch.setattr(cluster, "resident_clusters", clusters)
+        for module in (cluster, wide):
+            patch.setattr(module, "resident_clusters", clusters)
         patch.setattr(grid, "resident_blocks", lambda kernel, shared: kernel.resident_blocks(shared))
         for module in (scan_product, conv_product):
             patch.setattr(module, "tensor_map", lambda *_: bytes(MAP_BYTES), raising=False)

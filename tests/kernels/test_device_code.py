@@ -13,7 +13,7 @@ import torch
 from kernels.compile import CompileError
 from kernels.persistent.packing import Variant
 from kernels.scan.shape import LONG_ROW
-from tests.kernels.devices import A10, A100, B200, L4, RTX_3090, RTX_4090, Device, emulated
+from tests.kernels.devices import A10, A100, B200, H100, L4, RTX_3090, RTX_4090, Device, emulated
 from tests.kernels.nvrtc import assemble, assert_fits_registers, required_library
 from tests.kernels.usual_layers import LAST, SCANS, STEPS, persistent_launches, scan_launch, text_cnn_launches
 
@@ -34,6 +34,8 @@ def _nvrtc() -> None:
         (A100, BFLOAT16, 768, True, 256, "grid.cu"),
         (RTX_3090, HALF, 1024, False, 256, "grid.cu"),
         (L4, BFLOAT16, 512, False, 256, "grid.cu"),
+        (H100, HALF, 1024, False, 256, "wide.cu"),
+        (H100, BFLOAT16, 2048, True, 256, "wide.cu"),
         (B200, HALF, 512, True, 1, "cluster.cu"),
         (B200, HALF, 1024, False, 256, "grid.cu"),
     ],

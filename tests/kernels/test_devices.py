@@ -12,6 +12,7 @@ import torch
 
 from kernels import compile as compiler
 from kernels import launching
+from kernels.backend import PINNED
 from kernels.conv.tables import TABLES
 from kernels.persistent import grid
 from kernels.persistent import launch as persistent
@@ -74,21 +75,30 @@ def is_hopper(device: Device) -> bool:
 @pytest.mark.usefixtures("made")
 def test_recurrent_layers_run_in_a_persistent_kernel(family: str, device: Device) -> None:
     for hidden, storage in product(UNITS, HALVES):
-        choice = chosen(family, storage, hidden)
+        choice = chosen(family, storage, hidden, requested=PINNED)
         if hidden > MOST_UNITS[device]:
             why = f"persistent: this device has no room for {hidden} hidden units, at most for {MOST_UNITS[device]}"
-            assert (choice.backend.name, choice.why[0]) == ("framework", why)
+            assert (choice.backend.name, choice.why[1]) == ("framework", why)
         else:
             assert choice.backend.name == "persistent", choice.why
-            assert ("cluster" in choice.why[0]) == (device.capability >= (9, 0) and hidden <= 512)
+            assert ("cluster" in choice.why[1]) == (device.capability >= (9, 0) and hidden <= 512)
+
+
+@pytest.mark.parametrize("family", ["lstm", "gru"])
+@pytest.mark.usefixtures("made")
+def test_large_layers_adapt_to_the_rows_on_hopper_only(family: str, device: Device) -> None:
+    for hidden, storage in product(UNITS, HALVES):
+        adapts = is_hopper(device) and hidden > 512
+        assert (chosen(family, storage, hidden).backend.name == "adaptive") == adapts
 
 
 @pytest.mark.parametrize("family", ["lstm", "gru"])
 @pytest.mark.usefixtures("made")
 def test_largest_layer_is_named_when_a_larger_one_is_refused(family: str, device: Device) -> None:
     most = MOST_UNITS[device]
-    assert chosen(family, torch.float16, most).backend.name == "persistent"
-    assert chosen(family, torch.float16, most + 1).why[0].endswith(f"no room for {most + 1} hidden units, at most for {most}")
+    assert chosen(family, torch.float16, most, requested=PINNED).backend.name == "persistent"
+    refused = chosen(family, torch.float16, most + 1).why[1]
+    assert refused.endswith(f"no room for {most + 1} hidden units, at most for {most}")
 
 
 @pytest.mark.usefixtures("made")
@@ -98,7 +108,7 @@ def test_float32_needs_clusters(device: Device) -> None:
         choice = chosen("lstm", torch.float32, hidden)
         assert choice.backend.name == ("persistent" if major >= 9 else "framework")
         needs_clusters = f"persistent: needs compute capability 9.0, this device has {major}.{minor}"
-        assert (choice.why[0] == needs_clusters) == (major < 9)
+        assert (choice.why[1] == needs_clusters) == (major < 9)
 
 
 @pytest.mark.parametrize("gru", [False, True], ids=["lstm", "gru"])

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import torch
 
 from kernels import conv
-from kernels.backend import Choice, Problem, choose
+from kernels.backend import AUTO, Choice, Problem, choose
 from kernels.conv.backend import ConvBackend
 from kernels.conv.tables import TABLES
 from kernels.persistent import launch as persistent
+from kernels.persistent.launch import FindShape
 from kernels.persistent.packing import Variant
 from kernels.ragged import Outputs
 from tests.kernels.devices import FakeKernel, FakeLaunch
@@ -39,13 +40,15 @@ class RowsLaunch(NamedTuple):
     launch: FakeLaunch
 
 
-def chosen(family: str, storage: torch.dtype, hidden: int, variants: tuple[str, ...] = ()) -> Choice:
-    return choose(Form(family).backends, Problem(CUDA, storage, hidden, variants))
+def chosen(family: str, storage: torch.dtype, hidden: int, variants: tuple[str, ...] = (), *, requested: str = AUTO) -> Choice:
+    return choose(Form(family).backends, Problem(CUDA, storage, hidden, variants), requested)
 
 
-def persistent_launches(variant: Variant, rows: int, directions: int) -> list[RowsLaunch]:
+def persistent_launches(
+    variant: Variant, rows: int, directions: int, find_shape: FindShape = persistent.adaptive_shape
+) -> list[RowsLaunch]:
     """Return the launches of an LSTM or a GRU in the order in which they run."""
-    plan = persistent._plan("lstm", persistent.fastest_shape, variant, directions, rows)
+    plan = persistent._plan("lstm", find_shape, variant, directions, rows)
     launches = []
     for sides, first, until, launch in plan.launches:
         kernel: Any = launch.kernel
