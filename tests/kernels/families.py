@@ -96,6 +96,11 @@ class Form:
         return bool(self.options.get("ids"))
 
     @property
+    def normalises(self) -> bool:
+        """Whether the layer has a layer norm."""
+        return bool(self.options.get("norm") or self.options.get("layer_norm"))
+
+    @property
     def takes_gates(self) -> bool:
         return self.family in GATED
 
