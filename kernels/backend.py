@@ -26,13 +26,15 @@ FAMILIES = ("rnn", "lstm", "gru", "sru", "qrnn", "conv")
 class Problem:
     """The properties that decide the choice of a backend. All are known before any data.
 
-    variants: features of a layer beyond the plain layer of its family, for example peepholes.
+    variants: features of a layer beyond the plain layer of its family, for example peepholes; vector: the width of the hidden state, or
+    None if it is `hidden`.
     """
 
     device: torch.device
     storage: torch.dtype
     hidden: int
     variants: tuple[str, ...] = ()
+    vector: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,17 +104,22 @@ def choose(backends: Sequence[Backend], problem: Problem, requested: str = AUTO)
 
 
 def cached_choice(backends: Callable[[], Sequence[Backend]]) -> Callable[..., Choice]:
-    """Return `choose` as a cached function of device, storage, hidden, requested and variants. A backend's answer for a problem never
-    changes.
+    """Return `choose` as a cached function of device, storage, hidden, requested, variants and vector. A backend's answer for a problem
+    never changes.
 
     backends: called when a choice is made, not before.
     """
 
     @cache
     def chosen(
-        device: torch.device, storage: torch.dtype, hidden: int, requested: str, variants: tuple[str, ...] = ()
+        device: torch.device,
+        storage: torch.dtype,
+        hidden: int,
+        requested: str,
+        variants: tuple[str, ...] = (),
+        vector: int | None = None,
     ) -> Choice:
-        return choose(backends(), Problem(device, storage, hidden, variants), requested)
+        return choose(backends(), Problem(device, storage, hidden, variants, vector), requested)
 
     return chosen
 

@@ -47,7 +47,7 @@ def gated_columns(weights: Any, gates: int) -> int | None:
     return gates * hidden
 
 
-PEEPHOLES, RESET_BEFORE = "peepholes", "the reset gate before the product"
+PEEPHOLES, PROJECTION, RESET_BEFORE = "peepholes", "a projection", "the reset gate before the product"
 """Variants that some fused kernels run."""
 
 

@@ -29,7 +29,7 @@ _chosen = cached_choice(lambda: BACKENDS)
 def choice(weights: LSTMWeights, backend: str = AUTO) -> Choice:
     """Return the backend that `lstm` chooses for these weights."""
     recurrent = weights.recurrent
-    return _chosen(recurrent.device, recurrent.dtype, weights.hidden, backend, weights.variants)
+    return _chosen(recurrent.device, recurrent.dtype, weights.hidden, backend, weights.variants, weights.vector)
 
 
 def lstm(x: Ragged, weights: LSTMWeights, state: LSTMState | None = None, *, want: Outputs, backend: str = AUTO) -> Encoded:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from kernels.activations import SIGMOID, TANH, Activation
-from kernels.gated import PEEPHOLES, check_gated_data, gated_columns, variants_of
+from kernels.gated import PEEPHOLES, PROJECTION, check_gated_data, gated_columns, variants_of
 from kernels.norm import EPSILON
 from kernels.ragged import Ragged, check_shape, form_of, source_slots, state_entries
 
@@ -65,7 +65,7 @@ class LSTMWeights:
     @cached_property
     def variants(self) -> tuple[str, ...]:
         """What these weights have beyond the plain LSTM."""
-        return variants_of(self, **{PEEPHOLES: self.peephole is not None, "a projection": self.projection is not None})
+        return variants_of(self, **{PEEPHOLES: self.peephole is not None, PROJECTION: self.projection is not None})
 
     @cached_property
     def columns(self) -> int | None:

@@ -28,6 +28,9 @@ struct alignas(16) Quad {
 struct alignas(16) Gates {
     float i, f, g, o;
 };
+struct alignas(8) Pair {
+    float low, high;
+};
 // Parameters of a unit besides matrices: the bias of a GRU's new gate, or the peepholes of an LSTM.
 struct Own {
     float bias, i, f, o;
@@ -85,6 +88,24 @@ __device__ __forceinline__ void multiply(float (&sums)[4], const Quad& weights, 
         : "r"(weights.x), "r"(weights.y), "r"(weights.z), "r"(weights.w), "r"(low), "r"(high));
 }
 
+// The gate inputs of one unit at one step, or zeros if the row has no such step. They stay in the format of memory: a conversion would
+// wait for the load.
+struct Input {
+    Gate i, f, g, o;
+
+    __device__ __forceinline__ Gates values() const { return Gates{value_of(i), value_of(f), value_of(g), value_of(o)}; }
+};
+__device__ __forceinline__ Input input_at(const Gate* at, int hidden, bool live) {
+    return Input{live ? at[0] : Gate(0), live ? at[hidden] : Gate(0), live && !GRU ? at[2 * hidden] : Gate(0),
+                 live ? at[(BLOCKS - 1) * hidden] : Gate(0)};
+}
+
+// Copies a piece into the shared memory of another block, whose barrier counts the bytes.
+__device__ __forceinline__ void send(unsigned address, unsigned barrier, const Quad& piece) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];"
+                 ::"r"(address), "r"(piece.x), "r"(piece.y), "r"(piece.z), "r"(piece.w), "r"(barrier) : "memory");
+}
+
 // The arguments of one direction. Outputs that are not requested are null. Every member has eight bytes: the launcher passes integers.
 struct Call {
     const Gate* gates;                  // (tokens, BLOCKS hidden), `gates_apart` from token to token
@@ -116,7 +137,7 @@ struct Call {
     __device__ long long first_token(long long row) const { return forward ? offset(row) : offset(row + 1) - 1; }
     __device__ long long token(long long begin, int t) const { return forward ? begin + t : begin - t; }
 };
-// The arguments of a launch: of one direction, or of both, each with half of the blocks.
+// The arguments of a launch: of one direction, or of both, each with half of the blocks. Each direction of two_products.cu has two.
 struct Calls {
     Call sides[SIDES];
     long long blocks;                   // of a direction
@@ -178,7 +199,7 @@ __device__ __forceinline__ Kept advance(float& cell, const Gates& product, float
 #endif
 }
 
-// The state and outputs of one unit of one row.
+// The state and outputs of one unit of one row. A PROJECTED number of an LSTM has no cell.
 struct Cell {
     float* state;                       // [cell, sum, maximum] of its thread in shared memory, `stride` apart
     int stride;
@@ -187,7 +208,7 @@ struct Cell {
     __device__ __forceinline__ float begin(const Call& call, const Row& row, int unit) const {
         const bool real = row.row >= 0 && unit < call.hidden;
         const long long at = real ? call.start_before(row.row) + unit : 0;
-        const float* const before = GRU ? call.hidden_before : call.cell_before;
+        const float* const before = GRU ? call.hidden_before : PROJECTED ? nullptr : call.cell_before;
         const float cell = real && before ? before[at] : 0.0f;
         if (call.mean) state[stride] = 0.0f;
         if (call.max) state[2 * stride] = __int_as_float(0xff800000);
@@ -208,7 +229,7 @@ struct Cell {
     __device__ __forceinline__ void end(const Call& call, const Row& row, int unit, float hidden, float cell) const {
         const long long to = call.start_after(row.row) + unit, output = row.row * call.outputs_apart + unit;
         call.hidden_after[to] = hidden;
-        if (!GRU) call.cell_after[to] = cell;
+        if (!GRU && !PROJECTED) call.cell_after[to] = cell;
         if (call.last) call.last[output] = hidden;
         if (call.mean) call.mean[output] = row.steps ? state[stride] / row.steps : 0.0f;
         if (call.max) call.max[output] = row.steps ? state[2 * stride] : 0.0f;

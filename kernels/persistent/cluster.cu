@@ -31,23 +31,6 @@ struct Memory {
 };
 static_assert(sizeof(Memory) == SHARED, "SHARED differs from ClusterShape.shared in cluster.py");
 
-__device__ __forceinline__ void send(unsigned address, unsigned barrier, const Quad& piece) {
-    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];"
-                 ::"r"(address), "r"(piece.x), "r"(piece.y), "r"(piece.z), "r"(piece.w), "r"(barrier) : "memory");
-}
-
-// The gate inputs of one unit at one step, or zeros if the row has no such step. They stay in the format of memory: a conversion would
-// wait for the load.
-struct Input {
-    Gate i, f, g, o;
-
-    __device__ __forceinline__ Gates values() const { return Gates{value_of(i), value_of(f), value_of(g), value_of(o)}; }
-};
-__device__ __forceinline__ Input input_at(const Gate* at, int hidden, bool live) {
-    return Input{live ? at[0] : Gate(0), live ? at[hidden] : Gate(0), live && !GRU ? at[2 * hidden] : Gate(0),
-                 live ? at[(BLOCKS - 1) * hidden] : Gate(0)};
-}
-
 // Selects values. Indexing an array with the condition would put the array into memory.
 __device__ __forceinline__ Gates pick(bool first, const Gates& a, const Gates& b) {
     return Gates{first ? a.i : b.i, first ? a.f : b.f, first ? a.g : b.g, first ? a.o : b.o};

@@ -26,9 +26,6 @@ constexpr int CHAINS = PARTS / 4;
 constexpr unsigned TAG = 0x40004000u;                                    // the free bits of a word
 static_assert(THREADS >= 32 * PARTS + CELLS && UNITS % 8 == 0 && HELD <= PRODUCTS, "launch shape");
 
-struct alignas(8) Pair {
-    float low, high;
-};
 struct Memory {
     Quad spilled[PARTS][SPILLED ? SPILLED : 1][32];
     Quad arrived[ALONE ? 1 : 2][CHUNKS][PARTS * 32];

@@ -1,5 +1,6 @@
 """The launches of a layer: `cluster` (cluster.cu), `grid` (grid.cu) and `wide` (wide.cu); `persistent`, the faster of the first two; and
-`adaptive`, the fastest of all three for a number of rows.
+`adaptive`, the fastest of all three for a number of rows. Layers with two dependent products in each step run in two_products.cu, in a
+cluster or in a grid.
 
 The kernels hold their recurrent weights in registers and shared memory for all steps, in float16 or bfloat16; sums and cells are
 float32. `cluster` and `grid` sum in the same order wherever the number of rows chooses between them, `wide` in another: a row of
@@ -12,14 +13,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels.backend import Backend, Problem
 from kernels.embedding import embed
-from kernels.gated import PEEPHOLES
+from kernels.gated import PEEPHOLES, PROJECTION, RESET_BEFORE
 from kernels.launching import (
     Capability,
     address,
@@ -36,11 +37,12 @@ from kernels.launching import (
 from kernels.persistent.cluster import ClusterShape
 from kernels.persistent.grid import GridShape
 from kernels.persistent.packing import HERE, Launch, Packing, Variant, WidePacking, scale_of
+from kernels.persistent.two_products import TwoProductsCluster, TwoProductsGrid, TwoProductsPacking
 from kernels.persistent.wide import WideShape
 from kernels.ragged import ContractError, Encoded, Outputs, Ragged, without_sources
 from kernels.tuning import load_tuned, matching_shapes
 
-PersistentShape = ClusterShape | GridShape | WideShape
+PersistentShape = ClusterShape | GridShape | WideShape | TwoProductsCluster | TwoProductsGrid
 FindShape = Callable[[Variant, int, int], PersistentShape | None]
 """Returns the shape for a variant, the rows of all directions, and the number of directions. Whether there is one depends on the variant
 alone."""
@@ -54,6 +56,7 @@ MANY = 1 << 30
 CLUSTER: Kinds = {"blocks": ClusterShape}
 GRID: Kinds = {"units": GridShape}
 WIDE: Kinds = {"tile": WideShape}
+TWO_PRODUCTS: Kinds = {"blocks": TwoProductsCluster, "units": TwoProductsGrid}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +76,20 @@ class Family:
     @property
     def runs(self) -> tuple[str, ...]:
         """The variants of the family that the kernels run."""
-        return () if self.gru else (PEEPHOLES,)
+        return (RESET_BEFORE,) if self.gru else (PEEPHOLES, PROJECTION)
 
-    def variant(self, device: torch.device, storage: torch.dtype, hidden: int, *, gates_float32: bool, own: bool) -> Variant:
-        """Return the variant of the kernels. own: whether a unit has something besides matrices."""
-        return Variant(device_index(device), storage, gates_float32, hidden, self.gru, peepholes=own and not self.gru)
+    def variant(self, problem: Problem, *, gates_float32: bool = False) -> Variant:
+        """Return the variant of the kernels that runs a problem."""
+        two_products = RESET_BEFORE in problem.variants or PROJECTION in problem.variants
+        return Variant(
+            device_index(problem.device),
+            problem.storage,
+            gates_float32,
+            problem.hidden,
+            self.gru,
+            peepholes=PEEPHOLES in problem.variants,
+            vector=(problem.vector or problem.hidden) if two_products else 0,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +97,17 @@ class Plan:
     """How a call runs. packing: the layout of the weights; launches: each with its directions, its first row and the row after its
     last."""
 
-    packing: Packing | WidePacking
+    packing: Packing | WidePacking | TwoProductsPacking
     copies_state: bool
     launches: tuple[tuple[tuple[int, ...], int, int, Launch], ...]
+
+
+class _Product(NamedTuple):
+    """A recurrent product. packed, scale: as `_packed` returns them; width: units that the kernel computes from the sums."""
+
+    packed: Tensor
+    scale: Tensor | None
+    width: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,10 +162,10 @@ def _encode(
 ) -> Encoded:
     """Run the input products and then the kernel, for one direction or for both."""
     gates = _gate_inputs(x, weights)
-    like, rows, hidden, directions = gates[0], x.rows, weights[0].hidden, len(weights)
-    after = tuple(_state_after(family, state, like, rows, hidden) for state in states)
+    like, rows, vector, directions = gates[0], x.rows, weights[0].vector, len(weights)
+    after = tuple(_state_after(family, state, like, rows, weights[0]) for state in states)
     shares_last = directions == 1 and after[0].slots is None
-    width = directions * hidden
+    width = directions * vector
     encoded = Encoded(
         state=after,
         steps=_new(like, len(like), width) if want.steps else None,
@@ -155,24 +175,21 @@ def _encode(
     )
     if not rows:
         return encoded
-    own = [_own(family, layer) for layer in weights]
-    variant = family.variant(
-        like.device, weights[0].recurrent.dtype, hidden, gates_float32=like.dtype == torch.float32, own=own[0] is not None
-    )
+    problem = Problem(like.device, weights[0].recurrent.dtype, weights[0].hidden, weights[0].variants, vector)
+    variant = family.variant(problem, gates_float32=like.dtype == torch.float32)
     plan = _plan(family.name, find_shape, variant, directions, rows)
+    products = [_products(layer, plan.packing) for layer in weights]
     offsets = x.offsets.contiguous()
     before = [state.by_row() if state is not None and plan.copies_state else state for state in states]
     outputs = (encoded.steps, None if shares_last else encoded.last, encoded.mean, encoded.max)
     arrays = [
         (
-            gates[side],
-            *_packed(weights[side], plan.packing),
-            own[side],
+            _own(family, weights[side]),
             offsets,
             *_slots(before[side], after[side]),
             *_arrays(family, before[side]),
             *_arrays(family, after[side]),
-            *(None if output is None else output[:, side * hidden :] for output in outputs),
+            *(None if output is None else output[:, side * vector :] for output in outputs),
         )
         for side in range(directions)
     ]
@@ -182,8 +199,11 @@ def _encode(
             exchange = like.new_zeros((len(sides), launch.exchange_words), dtype=torch.int32) if launch.exchange_words else None
             members: list[int] = []
             for place, side in enumerate(sides):
-                members += map(address, (*arrays[side], None if exchange is None else exchange[place]))
-                members += (wide, first, until, hidden, launch.octets, launch.width, side == 0, gates[side].stride(0), width)
+                for product in products[side]:
+                    exchanged = None if exchange is None else exchange[place]
+                    members += map(address, (gates[side], product.packed, product.scale, *arrays[side], exchanged))
+                    members += (wide, first, until, product.width, launch.octets, launch.width, side == 0)
+                    members += (gates[side].stride(0), width)
             launch.kernel.launch((launch.blocks * len(sides), 1, 1), launch.shared, (*members, launch.blocks))
     return encoded
 
@@ -239,8 +259,9 @@ def _refusal(
     halves: bool = False,
 ) -> str | None:
     """Return why a kernel cannot run a problem, or None. The other arguments are as in `device_refusal`."""
-    refusal = device_refusal(problem, CLUSTERS if problem.storage == torch.float32 else needed, until=until, halves=halves)
-    variant = _variant(family, problem)
+    variant = family.variant(problem)
+    needed = CLUSTERS if problem.storage == torch.float32 else needed
+    refusal = device_refusal(problem, needed, until=until, halves=halves or variant.vector > 0)
     if refusal is None and find_shape(variant, 1, 1) is None:
         units = "hidden units in float32" if problem.storage == torch.float32 else "hidden units"
         largest = _most_units(variant, find_shape)
@@ -251,19 +272,20 @@ def _refusal(
 def _adaptive_refusal(family: Family, problem: Problem) -> str | None:
     """Return why the wide kernel should not be chosen for many rows, or None."""
     refusal = device_refusal(problem, (9, 0), until=(10, 0), halves=True)
-    if refusal is None and not isinstance(adaptive_shape(_variant(family, problem), MANY, 1), WideShape):
+    if refusal is None and not isinstance(adaptive_shape(family.variant(problem), MANY, 1), WideShape):
         refusal = f"no other kernel runs many rows of {problem.hidden} hidden units faster"
     return refusal
 
 
 def _describe(family: Family, find_shape: FindShape, problem: Problem) -> str:
     """Return which kernel runs for which numbers of rows."""
-    variant = _variant(family, problem)
+    variant = family.variant(problem)
     bounds = sorted({shape["rows"] for shape in _tuned_shapes(variant) if "rows" in shape})
     shapes = [(find_shape(variant, rows, 1), f" up to {rows} rows") for rows in bounds]
     shapes.append((find_shape(variant, MANY, 1), ""))
     changes = [(shape, bound) for n, (shape, bound) in enumerate(shapes) if n + 1 == len(shapes) or shape != shapes[n + 1][0]]
-    return ", ".join(f"{shape}{bound}" for shape, bound in changes)
+    steps = "two products a step: " if variant.vector else ""
+    return steps + ", ".join(f"{shape}{bound}" for shape, bound in changes)
 
 
 def _first_shape(variant: Variant, rows: int, directions: int, kinds: Kinds) -> PersistentShape | None:
@@ -279,6 +301,8 @@ def _first_shape(variant: Variant, rows: int, directions: int, kinds: Kinds) -> 
 
 def _candidates(variant: Variant, rows: int, directions: int, kinds: Kinds) -> list[PersistentShape]:
     """Return the shapes of the file for this device, the fastest first, whether it has room for them or not."""
+    if variant.vector:
+        kinds = {kind: TWO_PRODUCTS[kind] for kind in kinds if kind in TWO_PRODUCTS}
     sizes = matching_shapes(_tuned_shapes(variant), tuple(kinds), hidden=variant.hidden, rows=rows, directions=directions)
     return [kinds[kind](variant, size) for kind, size in sizes]
 
@@ -291,7 +315,7 @@ def _launches(shape: PersistentShape, rows: int, directions: int) -> int:
 
 def _most_units(variant: Variant, find_shape: FindShape) -> int:
     """Return the most hidden units that have room by the sizes alone, out of fewer than the variant has; 0 if there are none."""
-    smaller = (variant._replace(hidden=hidden) for hidden in range(variant.hidden - 1, 0, -1))
+    smaller = (variant.of_size(hidden) for hidden in range(variant.hidden - 1, 0, -1))
     kinds = KINDS[find_shape]
     return next((other.hidden for other in smaller if any(shape.has_room() for shape in _candidates(other, 1, 1, kinds))), 0)
 
@@ -302,7 +326,8 @@ def _tuned(variant: Variant) -> Mapping[str, Any]:
 
 def _tuned_shapes(variant: Variant) -> Sequence[Mapping[str, int]]:
     tuned = _tuned(variant)
-    shapes: Sequence[Mapping[str, int]] = tuned["float32" if variant.terms > 1 else "gru" if variant.gru else "lstm"]
+    name = "float32" if variant.terms > 1 else "gru" if variant.gru else "lstm"
+    shapes: Sequence[Mapping[str, int]] = tuned[f"{name}, two products" if variant.vector else name]
     return shapes
 
 
@@ -356,6 +381,16 @@ def _aligned(gates: Tensor) -> Tensor:
     return gates.new_empty(gates.numel() + 1)[:-1].view_as(gates).copy_(gates)
 
 
+def _products(layer: Any, packing: Packing | WidePacking | TwoProductsPacking) -> Sequence[_Product]:
+    """Return the recurrent products of a step in their order."""
+    if isinstance(packing, TwoProductsPacking):
+        first, second = (
+            pack_once(layer.packed, (packing, number), partial(packing.pack, layer, number)) for number in range(2)
+        )
+        return _Product(first, None, layer.hidden), _Product(second, None, layer.vector)
+    return (_Product(*_packed(layer, packing), layer.hidden),)
+
+
 def _packed(layer: Any, packing: Packing | WidePacking) -> tuple[Tensor, Tensor | None]:
     """Return the recurrent weights as the kernels read them, and the scale of float32 weights."""
     recurrent = layer.recurrent
@@ -372,10 +407,10 @@ def _own(family: Family, layer: Any) -> Tensor | None:
     return None if own is None else pack_once(layer.packed, "own", lambda: _as_float32(own))
 
 
-def _state_after(family: Family, state: Any, like: Tensor, rows: int, hidden: int) -> Any:
+def _state_after(family: Family, state: Any, like: Tensor, rows: int, layer: Any) -> Any:
     """Return the state after the call: new arrays, or the same state caches; raises ContractError if a kernel cannot write to them."""
     if state is None or state.slots is None:
-        return family.state(*(_new(like, rows, hidden) for _ in family.arrays))
+        return family.state(*(_new(like, rows, layer.vector if name == "hidden" else layer.hidden) for name in family.arrays))
     for name in family.arrays:
         check_state_cache(name, getattr(state, name))
     return without_sources(state)
@@ -402,8 +437,3 @@ def _as_float32(values: Tensor) -> Tensor:
 
 def _new(like: Tensor, *sizes: int) -> Tensor:
     return like.new_empty(sizes, dtype=torch.float32)
-
-
-def _variant(family: Family, problem: Problem) -> Variant:
-    own = PEEPHOLES in problem.variants
-    return family.variant(problem.device, problem.storage, problem.hidden, gates_float32=False, own=own)

@@ -22,10 +22,11 @@ ROW_BYTES, PIECE_BYTES, PRODUCT_BYTES = 16, 16, 512
 
 
 class Variant(NamedTuple):
-    """The properties that both kernels are specialised for, except their launch shape.
+    """The properties that all kernels are specialised for, except their launch shape.
 
     storage: dtype of the weights; gates_float32: gate inputs are float32, otherwise they have that dtype; gru: the layer is a GRU,
-    otherwise an LSTM; peepholes: an LSTM with peepholes.
+    otherwise an LSTM; peepholes: an LSTM with peepholes; vector: the width of the hidden state of a layer with two dependent products in
+    each step, which is a GRU with the reset before the product or an LSTM with a projection; 0 for all other layers.
     """
 
     device: int
@@ -34,6 +35,11 @@ class Variant(NamedTuple):
     hidden: int
     gru: bool = False
     peepholes: bool = False
+    vector: int = 0
+
+    def of_size(self, hidden: int) -> Variant:
+        """Return the variant with this number of hidden units."""
+        return self._replace(hidden=hidden, vector=hidden if self.gru and self.vector else self.vector)
 
     @property
     def terms(self) -> int:
@@ -54,6 +60,7 @@ class Variant(NamedTuple):
             GATES_FLOAT32=int(self.gates_float32),
             GRU=int(self.gru),
             PEEPHOLES=int(self.peepholes),
+            PROJECTED=int(self.vector > 0 and not self.gru),
             **constants,
         )
 

@@ -128,6 +128,17 @@ def test_persistent_launches_keep_the_limits(gru: bool, device: Device) -> None:
                 assert 4 * constants["HELD"] + pieces <= launch.kernel.max_registers, (hidden, launch)
 
 
+@pytest.mark.parametrize("gru", [False, True], ids=["projection", "reset before"])
+@pytest.mark.usefixtures("made")
+def test_launches_with_two_products_a_step_keep_the_limits(gru: bool, device: Device) -> None:
+    for hidden, rows, directions in product((64, 300, 512), ROWS, (1, 2)):
+        variant = Variant(0, torch.float16, False, hidden, gru, vector=hidden if gru else hidden // 2)
+        launches = persistent_launches(variant, rows, directions)
+        assert {launch.kernel.name for _, _, launch in launches} == {"persistent/two_products.cu"}
+        assert all(launch.kernel.cluster == 1 or device.capability >= (9, 0) for _, _, launch in launches)
+        assert not any(launch.broken_limits() for _, _, launch in launches), (hidden, rows, directions)
+
+
 @pytest.mark.usefixtures("made")
 def test_registers_that_warps_lend_exist(device: Device) -> None:
     for hidden, units in product(UNITS, (8, 16, 24, 32)):
