@@ -96,7 +96,7 @@ __device__ __forceinline__ Pair sum_of_parts(const Memory& shared, int octet, in
     return sums[0];
 }
 
-// A cell of a thread, and what its second product needs from its first one.
+// A cell of a thread, and the values of the first product that the second product needs.
 struct Between {
     float cell;                         // of an LSTM its cell, of a GRU its hidden value
     float update, candidate;            // of a GRU: z, and the gate input of n

@@ -15,7 +15,7 @@ from kernels.persistent.packing import OCTET, PIECE_BYTES, PRODUCT_BYTES, ROW_BY
 
 THREADS = 256
 PARTS = THREADS // 32
-"""Warps of a block, each of which multiplies its part of the vectors."""
+"""Warps of a block. Each multiplies its part of the vectors."""
 OCTETS = (1, 2, 4)
 """Octets of a tile; each number is compiled into a separate kernel."""
 TILE_ROWS = 16
