@@ -214,6 +214,8 @@ class Settings(BaseModel):
     """After lame_duck_seconds: how long requests in flight may take."""
     start_seconds: PositiveSeconds = 120.0
     """Longest time that an engine may take to load and warm up before it is restarted."""
+    page: bool = True
+    """Whether browsers get a page about the service at /, with which people try its models."""
     debug: bool = False
     """Whether any client may record batches with POST /debug/trace. Batches take longer while it records."""
 

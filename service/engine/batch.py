@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,7 @@ class Batch:
     infinite if unknown.
     rows, tokens: of all of them; longest: steps of the longest row; whole: whether every row is a whole sequence.
     returns_embedding, returns_sequence: whether any of them returns these outputs.
+    stage_seconds: the time in each stage, once the batch has ended.
     """
 
     __slots__ = (
@@ -53,6 +54,7 @@ class Batch:
         "returns_sequence",
         "rows",
         "since",
+        "stage_seconds",
         "tokens",
         "whole",
     )
@@ -70,6 +72,7 @@ class Batch:
         self.since = since
         self.formed = formed
         self.blocks = blocks
+        self.stage_seconds: Mapping[str, float] = {}
         self.rows = sum([block.sequences for block in blocks]) + len(chunks)
         self.tokens = sum([block.steps for block in blocks]) + sum([chunk.steps for chunk in chunks])
         self.longest = max([*[block.longest for block in blocks], *[chunk.steps for chunk in chunks]])

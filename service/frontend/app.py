@@ -18,17 +18,18 @@ from service.frontend import docs_page
 from service.frontend.http_exchange import DirectRoute, respond_error
 from service.frontend.inference import ClientDisconnected, Frontend
 from service.frontend.oip import rest as oip_rest
-from service.frontend.rest import debug, health, infer, models, sessions, websocket
+from service.frontend.rest import access, debug, health, infer, models, sessions, tokens, websocket
 from service.frontend.rest.schemas import ERRORS
 from service.frontend.scopes import HTTP_SCOPES, scopes_of
+from service.frontend.ui import page
 
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status code for a disconnected client."""
 Handler = Callable[[Request, Exception], Awaitable[Response]]
 
 
-def build_app(frontend: Frontend, scopes: Set[Scope] = frozenset(Scope)) -> FastAPI:
-    """Return the ASGI application. scopes: of the endpoints that it has.
+def build_app(frontend: Frontend, scopes: Set[Scope] = frozenset(Scope), grpc_port: int | None = None) -> FastAPI:
+    """Return the ASGI application. scopes: of the endpoints that it has. grpc_port: of the service, None without gRPC.
 
     FastAPI routes requests and generates the OpenAPI document; the endpoints read, validate and write by themselves (DirectRoute).
     """
@@ -47,9 +48,13 @@ def build_app(frontend: Frontend, scopes: Set[Scope] = frozenset(Scope)) -> Fast
     sessions.add_routes(router, frontend)
     websocket.add_routes(router, frontend)
     models.add_routes(router, frontend)
+    tokens.add_routes(router, frontend)
+    access.add_routes(router, frontend, scopes, grpc_port)
     health.add_routes(router, frontend)
     debug.add_routes(router, frontend)
     docs_page.add_routes(router)
+    if frontend.settings.page:
+        page.add_routes(router)
     router.routes = [route for route in router.routes if _path(route) not in HTTP_SCOPES or scopes_of(_path(route)) <= scopes]
     if frontend.settings.keys:
         _describe_keys(app, router)

@@ -15,13 +15,15 @@ from service.frontend.head_outputs import OutputWriter
 from service.frontend.quoting import quote
 from service.ipc.messages import IndexEntry, Manifest, ModelKey, ModelVersion, NotLoaded
 from service.log import Log
-from service.modeling.spec import ModelSpec
+from service.modeling.spec import CARD, ModelSpec
 from service.modeling.tokenizer import Tokenizer
 
 MAX_LISTED = 8
 """Names of models in an error."""
 MAX_COMPARED = 64
 """Names that are compared with an unknown name, and characters of that name."""
+MAX_CARD_BYTES = 1 << 16
+"""Of a model card; a longer card is cut off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +31,14 @@ class ServedModel:
     """One version of a model. `generation` identifies the content of its folder, as in the engines' ModelKey.
 
     `writer` writes its outputs. `min_steps` is the shortest sequence that it takes, 0 if it answers sequences without steps too.
-    `step_bytes` is the size of a time step. `identity` has its name and version as JSON members.
+    `step_bytes` is the size of a time step. `identity` has its name and version as JSON members. `card` is the content of its card.md.
     """
 
     spec: ModelSpec
     version: str
     tokenizer: Tokenizer | None
     generation: int = 0
+    card: bytes = field(default=b"", compare=False, repr=False)
     key: ModelKey = field(init=False)
     writer: OutputWriter = field(init=False, compare=False, repr=False)
     min_steps: int = field(init=False, compare=False, repr=False)
@@ -57,9 +60,18 @@ ModelIndex = dict[str, dict[str, ServedModel]]
 
 def read_served_model(model_version: ModelVersion) -> ServedModel:
     """Return a model version with its tokenizer; raises ModelError when the tokenizer file does not match the spec."""
-    spec = ModelSpec.model_validate_json(model_version.spec)
-    tokenizer = Tokenizer.read(Path(model_version.folder), spec) if spec.input.kind == "text" else None
-    return ServedModel(spec, model_version.version, tokenizer, model_version.generation)
+    spec, folder = ModelSpec.model_validate_json(model_version.spec), Path(model_version.folder)
+    tokenizer = Tokenizer.read(folder, spec) if spec.input.kind == "text" else None
+    return ServedModel(spec, model_version.version, tokenizer, model_version.generation, _read_card(folder / CARD))
+
+
+def _read_card(file: Path) -> bytes:
+    """Return the beginning of a model card, empty if it cannot be read: a model is served without its card."""
+    try:
+        with file.open("rb") as card:
+            return card.read(MAX_CARD_BYTES)
+    except OSError:
+        return b""
 
 
 def build_catalog(

@@ -13,6 +13,7 @@ from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect, HTTPConnection
 
 from service.access.caller import Caller
+from service.access.policy import BEARER
 from service.access.scopes import Scope
 from service.errors import STATUS, InvalidRequest, ServiceError, TooLarge, Unauthorized, UnsupportedMedia
 from service.frontend.access_log import AuditEntry, audited
@@ -24,6 +25,10 @@ from service.frontend.scopes import HTTP_SCOPES
 T = TypeVar("T")
 JSON = "application/json"
 OCTET_STREAM = "application/octet-stream"
+SUBPROTOCOL = "seqserve"
+"""What the service selects for a WebSocket whose client offers it. A client that offers a key must offer this too."""
+KEY_SUBPROTOCOL = "seqserve.key."
+"""Prefix of a key that is offered as a subprotocol."""
 COMPRESSIONS = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
 """The accepted content encodings, with the window bits that select each format in zlib."""
 DISCARD_FACTOR = 4
@@ -76,21 +81,35 @@ class DirectRoute(APIRoute):
 
 
 async def admit(frontend: Frontend, connection: HTTPConnection, scope: Scope, entry: AuditEntry) -> None:
-    """Enter the caller of a request or a handshake; raises Forbidden or Unauthorized unless it has the scope.
+    """Enter the caller of a request or a handshake; raises Forbidden or Unauthorized unless it has the scope."""
+    if scope is Scope.PUBLIC:
+        return
+    entry.caller = await identify(frontend, connection)
+    entry.caller.require(scope)
+
+
+async def identify(frontend: Frontend, connection: HTTPConnection) -> Caller:
+    """Return the caller of a request or a handshake; raises Forbidden or Unauthorized.
 
     After several wrong keys of the same address, Unauthorized comes late.
     """
-    if scope is Scope.PUBLIC:
-        return
     headers = connection.headers
-    key = headers.get("authorization")
+    key = authorization_of(connection)
     try:
-        entry.caller = frontend.access.identify(headers.get("host", ""), headers.get("origin"), key)
+        return frontend.access.identify(headers.get("host", ""), headers.get("origin"), key)
     except Unauthorized:
         if key is not None and (seconds := frontend.refused_keys.delay(peer_of(connection))):
             await asyncio.sleep(seconds)
         raise
-    entry.caller.require(scope)
+
+
+def authorization_of(connection: HTTPConnection) -> str | None:
+    """Return the Authorization header. A page in a browser cannot set one for a WebSocket, and names its key as a subprotocol."""
+    header = connection.headers.get("authorization")
+    if header is not None:
+        return header
+    keys = [name for name in connection.scope.get("subprotocols", ()) if name.startswith(KEY_SUBPROTOCOL)]
+    return f"{BEARER}{keys[0].removeprefix(KEY_SUBPROTOCOL)}" if keys else None
 
 
 def peer_of(connection: HTTPConnection) -> str:

@@ -163,6 +163,8 @@ class TrackedRequest:
     caller: Caller
     labels: tuple[str, str] = UNKNOWN_MODEL_LABELS
     outcome: str = OK
+    stages: dict[str, float] | None = None
+    """The seconds in each stage, filled as it passes them; None if the client does not ask for them."""
 
 
 @contextmanager
@@ -231,6 +233,9 @@ async def run_inference(
             request = tracked.caller.admit(request)
             if unknown is not None:
                 request = _continue_only(request, unknown)
+            if tracked.stages is not None:
+                request = msgspec.structs.replace(request, timed=True)
+                tracked.stages["parse"] = request.sent - tracked.arrived
             frontend.metrics.stage_seconds.observe(request.sent - tracked.arrived, *tracked.labels, "parse")
             return model, await frontend.submit(tracked.caller, request, tail)
         except (SessionConflict, InvalidInput, TooLarge) as error:

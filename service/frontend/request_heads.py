@@ -22,7 +22,7 @@ MAX_HEAD_BYTES = 1024
 """Longer heads are parsed each time: one client must not fill the memory with heads that it never repeats."""
 READ_HEADERS = (b"content-type", b"accept-encoding", b"inference-header-content-length")
 """The headers that endpoints of the hot path read."""
-_UNUSUAL = frozenset((b"transfer-encoding", b"content-encoding", b"expect", b"te", b"trailer", b"origin"))
+_UNUSUAL = frozenset((b"transfer-encoding", b"content-encoding", b"expect", b"te", b"trailer", b"origin", b"prefer"))
 _CONNECTION_OPTIONS = frozenset((b"keep-alive", b"upgrade", b"http2-settings"))
 """Options of a connection that stays open. An upgrade is ignored, as HTTP allows: some clients offer one with every request."""
 

@@ -213,10 +213,11 @@ def serve(
     frontend.metrics.start(model.key.labels for model in frontend.catalog.served)
     for logger in ("uvicorn.error", "grpc", "asyncio"):
         logging.getLogger(logger).addHandler(_JsonLogHandler(frontend.log))
+    grpc_port = None if grpc is None else grpc.listening.getsockname()[1]
     if admin is None:
-        config, admin_port = _config(frontend, build_app(frontend)), None
+        config, admin_port = _config(frontend, build_app(frontend, grpc_port=grpc_port)), None
     else:
-        config = _config(frontend, build_app(frontend, frozenset(Scope) - ADMIN_PORT_SCOPES))
+        config = _config(frontend, build_app(frontend, frozenset(Scope) - ADMIN_PORT_SCOPES, grpc_port))
         admin_port = AdminPort(admin, _config(frontend, build_app(frontend, ADMIN_PORT_SCOPES | {Scope.PUBLIC})))
         admin_port.config.load()  # uvicorn loads only its own
     freeze_heap()

@@ -215,7 +215,7 @@ class Request(Message, frozen=True):
     tenant may have open in one engine, 0 without a limit for tenants.
 
     With `initial`, the values are followed by the state from which each sequence starts, (sequences, numbers) float32, joined in the
-    order of the model's states. NaN stands for the number from which a sequence starts otherwise.
+    order of the model's states. NaN stands for the number from which a sequence starts otherwise. With `timed`, the answer has its stages.
     """
 
     model: str
@@ -234,6 +234,7 @@ class Request(Message, frozen=True):
     session_limit: int = 0
     share: Share = NO_TENANT
     initial: bool = False
+    timed: bool = False
 
     @property
     def key(self) -> ModelKey:
@@ -243,6 +244,11 @@ class Request(Message, frozen=True):
     def has_states(self) -> bool:
         """Whether it brings states or asks for them."""
         return self.initial or self.returns.state
+
+    @property
+    def leaves_alone(self) -> bool:
+        """Whether it is sent as this message, not in a RequestBlock."""
+        return self.session is not None or self.has_states or self.timed
 
 
 class Cancel(Message, frozen=True):
@@ -307,7 +313,8 @@ class Answer(Message, frozen=True):
     and `sequence` (tokens, width), both float32. `state`, the last array, has the states after each sequence, (sequences, numbers) float32,
     joined in the order of the model's states. `steps` counts the steps of each sequence in per-step arrays. `session_steps` counts all
     steps of the session, this chunk included. `ready` is when the engine had the results, on the machine's monotonic clock. `finite` is
-    false, and there are no arrays, if the chunk of a session led to values that are not finite: the session is then unchanged.
+    false, and there are no arrays, if the chunk of a session led to values that are not finite: the session is then unchanged. `stages` has
+    the seconds of each stage in the engine, if the request is timed.
     """
 
     scores: tuple[int, ...] = ()
@@ -319,6 +326,7 @@ class Answer(Message, frozen=True):
     ready: float = 0.0
     finite: bool = True
     state: tuple[int, ...] = ()
+    stages: dict[str, float] = {}
 
 
 class AnswerBlock(Message, frozen=True):

@@ -58,7 +58,28 @@ class Tokenizer:
             # A batch of one costs less than `encode`: it computes no offsets. Larger batches gain less than collecting them costs.
             ids: list[int] = self._tokenizer.encode_batch_fast([text])[0].ids
         except BaseException as error:  # a panic in the library is not an Exception
-            if isinstance(error, KeyboardInterrupt | SystemExit):
-                raise
-            raise InvalidInput(f"{field} cannot be tokenised: {error}", field=field) from error
+            raise _refusal(error, field) from error
         return struct.pack(f"<{len(ids)}i", *ids)
+
+    def tokens(self, text: str, field: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the id of each token of a text, and the characters that it covers, from a first to before a last; raises InvalidInput.
+
+        A token that the tokenizer adds, such as [CLS], covers no characters.
+        """
+        try:
+            encoding = self._tokenizer.encode(text)
+        except BaseException as error:
+            raise _refusal(error, field) from error
+        return encoding.ids, encoding.offsets
+
+    def text_of(self, id: int) -> str:
+        """Return a token of the vocabulary as text, empty for an id that has none."""
+        piece: str | None = self._tokenizer.id_to_token(id)
+        return "" if piece is None else self._tokenizer.decode([id], skip_special_tokens=False) or piece
+
+
+def _refusal(error: BaseException, field: str) -> BaseException:
+    """Return the InvalidInput for an exception of the library, or the exception itself if it ends the process."""
+    if isinstance(error, KeyboardInterrupt | SystemExit):
+        return error
+    return InvalidInput(f"{field} cannot be tokenised: {error}", field=field)

@@ -325,6 +325,8 @@ class Batcher:
                     self._refuse(chunk.owner.ticket, self._launch_error(batch.model, error))
             return
         for chunk in batch.chunks:
+            if chunk.owner.ticket.request.timed:
+                chunk.owner.ticket.batches.append(batch)
             if chunk.owner.read_slot is not None:
                 self._states.launched(chunk.owner)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from service.engine.batch import Batch
 from service.engine.batching.model_queue import QueuedSequence
 from service.engine.batching.request_block import RequestBlock
 from service.engine.batching.session_state import State
@@ -170,6 +171,8 @@ class Ticket:
         self._refuse = refuse
         self._incomplete = 0
         self.sequences: list[RequestSequence] = []
+        self.batches: list[Batch] = []
+        """The batches that ran its steps, if the request is timed. A batch is here once for each sequence."""
         self.ended = False
 
     def open(self, sequences: list[RequestSequence]) -> None:
@@ -202,8 +205,19 @@ class Ticket:
         if states:
             shapes["state"] = len(states), len(states[0]) // FLOAT_BYTES
             data += states
-        self._reply(Answer(**shapes, steps=steps, session_steps=session_steps, ready=ready), data)
+        stages = self._stages(ready) if self.request.timed else {}
+        self._reply(Answer(**shapes, steps=steps, session_steps=session_steps, ready=ready, stages=stages), data)
         self._end()
+
+    def _stages(self, ready: float) -> dict[str, float]:
+        """Return the seconds in each stage, from the frontend's send until `ready`. The queue is all time in no batch."""
+        arrived, ran = self.sequences[0].arrived, list(dict.fromkeys(self.batches))
+        seconds: dict[str, float] = {}
+        for batch in ran:
+            for stage, in_batch in batch.stage_seconds.items():
+                seconds[stage] = seconds.get(stage, 0.0) + in_batch
+        queue = ready - arrived - sum(seconds.values())
+        return {"channel": max(0.0, arrived - self.request.sent), "queue": max(0.0, queue), **seconds}
 
     def answer_not_finite(self, ready: float) -> None:
         """Answer a chunk that led to values that are not finite. The frontend refuses it, in the words of its API."""
@@ -221,8 +235,8 @@ class Ticket:
     def _end(self) -> None:
         assert not self.ended, "a ticket ends once"
         self.ended = True
-        # Breaks the reference cycle with the sequences: both are freed at once, without the garbage collector.
-        self.sequences = []
+        # Breaks the reference cycles with the sequences and batches: all are freed at once, without the garbage collector.
+        self.sequences, self.batches = [], []
 
 
 def _arrays(sequences: list[RequestSequence], index: int) -> list[Any]:

@@ -328,6 +328,8 @@ class DeviceEngine:
             "compute": computed - started,
             "stage_out": time.monotonic() - computed,
         }
+        batch.stage_seconds = stages
+        metrics.busy_seconds.add(by=computed - started)
         for stage, seconds in stages.items():
             metrics.stage_seconds.observe_often(seconds, batch.rows, *labels, stage)
 

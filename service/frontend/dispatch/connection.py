@@ -237,7 +237,7 @@ class EngineConnection:
         self._pending_bytes += pending.size
         model = self.models.get(pending.key)
         self._wait.add(pending.id, model.seconds(pending.request.lengths) if model else 0.0)
-        if pending.request.session is None and not pending.request.has_states:
+        if not pending.request.leaves_alone:
             request = pending.request
             key = BlockKey(pending.key, request.priority, request.returns, request.share)
             self._blocks.setdefault(key, {})[pending.id] = pending

@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr
 
 from service.errors import InvalidInput, ServiceError
-from service.frontend import validation
+from service.frontend import server_timing, validation
 from service.frontend.catalog import ServedModel
 from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
 from service.frontend.head_outputs import InferOutput, decode_arrays, input_field
@@ -124,8 +124,13 @@ def add_routes(router: APIRouter, frontend: Frontend) -> None:
     async def infer(request: Request) -> Response:
         """Run a model on each input."""
         with track_request(frontend.metrics, time.monotonic(), caller_of(request)) as tracked:
+            if server_timing.is_wanted(request):
+                tracked.stages = {}
             data = await read_json(request, frontend)
-            return respond(frontend, await cancel_on_disconnect(request, _answer_data(frontend, tracked, data)))
+            response = respond(frontend, await cancel_on_disconnect(request, _answer_data(frontend, tracked, data)))
+            if tracked.stages is not None:
+                server_timing.add(response, tracked.stages, time.monotonic() - tracked.arrived)
+            return response
 
 
 async def _answer_data(frontend: Frontend, tracked: TrackedRequest, data: bytes) -> bytes:
@@ -153,6 +158,8 @@ async def answer(frontend: Frontend, tracked: TrackedRequest, body: InferBody, p
     else:
         encoded = await _write_large_reply(frontend, model, shapes, data, body.field_of, body.session)
     count_answer(frontend.metrics, tracked.labels, shapes.ready, start)
+    if tracked.stages is not None:
+        tracked.stages |= {**shapes.stages, "reply": max(0.0, start - shapes.ready), "encode": time.monotonic() - start}
     return encoded
 
 

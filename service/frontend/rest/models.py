@@ -1,4 +1,4 @@
-"""GET /models: the served models."""
+"""GET /models: the served models. GET /models/{name}/card: the card of one."""
 
 from __future__ import annotations
 
@@ -7,17 +7,37 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from service.frontend.http_exchange import respond_json
+from service.frontend.http_exchange import respond, respond_json
 from service.frontend.inference import Frontend
+from service.frontend.rest.schemas import ERRORS, QueryParameters, describe_query
+from service.ipc.messages import ModelKey
+
+MARKDOWN = "text/markdown; charset=utf-8"
+
+
+class CardQuery(QueryParameters):
+    """Query parameters of GET /models/{name}/card."""
+
+    endpoint = "/models/{name}/card"
+
+    version: str | None = None
+    """Version of the model; the newest by default."""
 
 
 def add_routes(router: APIRouter, frontend: Frontend) -> None:
-    """Add GET /models."""
+    """Add GET /models and GET /models/{name}/card."""
 
     @router.get("/models")
     async def models(request: Request) -> Response:
         """List every served model version, with the kernels that run it, and the versions that cannot be served, with the reason."""
         return respond_json(frontend, {"models": _list_models(frontend), "unavailable": _list_unavailable(frontend)})
+
+    @router.get("/models/{name}/card", responses=ERRORS, openapi_extra=describe_query(CardQuery))
+    async def card(request: Request) -> Response:
+        """The first 64 KiB of a model's card.md, as it was when the model was loaded; empty for a model without one."""
+        query = CardQuery.parse(request.query_params.multi_items())
+        model = frontend.catalog.find(request.path_params["name"], query.version)
+        return respond(frontend, model.card, MARKDOWN)
 
 
 def _list_unavailable(frontend: Frontend) -> list[dict[str, Any]]:
@@ -29,24 +49,23 @@ def _list_unavailable(frontend: Frontend) -> list[dict[str, Any]]:
 
 def _list_models(frontend: Frontend) -> list[dict[str, Any]]:
     loaded = {model.key: model for model in frontend.dispatcher.models}
+    aliases = _aliases(frontend)
     entries = []
     for name, versions in frontend.catalog.index.items():
         if name != next(iter(versions.values())).spec.name:
             continue  # an alias
         for version, model in versions.items():
-            aliases = [
-                alias for alias, targets in frontend.catalog.index.items() if targets.get(version) is model and alias != name
-            ]
             running = loaded.get(model.key)
             entries.append(
                 {
                     "name": name,
                     "version": version,
-                    "aliases": aliases,
+                    "aliases": aliases.get(model.key, []),
                     "description": model.spec.description,
                     "ready": running is not None,
                     "input": model.spec.input.model_dump(exclude_none=True),
                     "min_steps": model.spec.min_steps,
+                    "layers": [layer.model_dump(exclude_defaults=True) for layer in model.spec.layers],
                     "head": model.spec.head.model_dump(),
                     "precision": model.spec.precision,
                     "device": running.device if running else None,
@@ -57,3 +76,13 @@ def _list_models(frontend: Frontend) -> list[dict[str, Any]]:
                 }
             )
     return entries
+
+
+def _aliases(frontend: Frontend) -> dict[ModelKey, list[str]]:
+    """Return the aliases of each model version."""
+    aliases: dict[ModelKey, list[str]] = {}
+    for name, versions in frontend.catalog.index.items():
+        for model in versions.values():
+            if name != model.spec.name:
+                aliases.setdefault(model.key, []).append(name)
+    return aliases

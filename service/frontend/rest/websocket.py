@@ -28,7 +28,7 @@ from service.frontend.access_log import audited
 from service.frontend.catalog import ServedModel
 from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
 from service.frontend.hot_calls import HotCall, Parsed, RequestTally
-from service.frontend.http_exchange import admit, error_body, peer_of
+from service.frontend.http_exchange import SUBPROTOCOL, admit, error_body, peer_of
 from service.frontend.inference import ClientDisconnected, Frontend, track_request
 from service.frontend.rest.infer import HotInfer, InferBody, InferFields, answer, check_returns
 from service.frontend.rest.schemas import ERRORS, JsonBody, QueryParameters, SessionId, describe_query
@@ -178,7 +178,7 @@ async def serve_socket(frontend: Frontend, chunks: HotChunks, socket: WebSocket)
         await admit(frontend, socket, Scope.SESSION, entry)
     model = frontend.catalog.find(query.model, query.version)
     query.check_options(model.spec, frontend.settings)
-    await socket.accept()
+    await socket.accept(SUBPROTOCOL if SUBPROTOCOL in socket.scope.get("subprotocols", ()) else None)
     stream = _ChunkStream(frontend, chunks, socket, query, model.key.labels, entry.caller)
     frontend.streams.add(stream)
     try:

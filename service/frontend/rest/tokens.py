@@ -1,0 +1,88 @@
+"""POST /tokens: the tokens that a model sees in a text, or those that token ids stand for."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel, ConfigDict, Field, StrictStr
+
+from service.errors import InvalidInput, TooLarge
+from service.frontend.head_outputs import input_field
+from service.frontend.http_exchange import MANAGEMENT_LIMIT, read_json, respond_json
+from service.frontend.inference import Frontend
+from service.frontend.rest.schemas import ERRORS, JsonBody, describe_body
+from service.modeling.tokenizer import Tokenizer
+
+_EXAMPLE = {"model": "question-type", "inputs": ["How far is it from Denver to Aspen ?"]}
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31, strict=True)]
+
+
+class TokensBody(JsonBody):
+    """Body of POST /tokens."""
+
+    endpoint = "/tokens"
+    example = '{"model": "...", "inputs": [...]}'
+
+    model: StrictStr
+    """Name or alias of a served model over text."""
+    inputs: Annotated[list[StrictStr | list[TokenId]], Field(min_length=1)]
+    """Texts, or lists of token ids."""
+    version: StrictStr | Annotated[int, Field(strict=True)] | None = None
+    """Version of the model; the newest by default."""
+
+
+class Tokens(BaseModel):
+    """The tokens of one input."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    ids: list[int]
+    tokens: list[str]
+    """Each token as text: the characters that it covers, or that its id stands for."""
+    offsets: list[tuple[int, int]] | None = None
+    """Of a text: the first character of each token, and the character after its last. Both are equal for a token that was added."""
+
+
+class TokensReply(BaseModel):
+    """Reply to POST /tokens: one output per input."""
+
+    model: str
+    version: str
+    outputs: list[Tokens]
+
+
+def add_routes(router: APIRouter, frontend: Frontend) -> None:
+    """Add POST /tokens."""
+
+    @router.post("/tokens", response_model=TokensReply, responses=ERRORS, openapi_extra=describe_body(TokensBody, _EXAMPLE))
+    async def tokens(request: Request) -> Response:
+        """Split texts into the tokens that a model sees, each a step of its sequence, or name the tokens of ids."""
+        body = TokensBody.parse(await read_json(request, frontend, MANAGEMENT_LIMIT))
+        model = frontend.catalog.find(body.model, body.version)
+        if model.tokenizer is None:
+            raise InvalidInput(f"{model.spec.name} has no tokenizer: name a model over text", field="model")
+        limit = frontend.settings.max_inputs
+        if len(body.inputs) > limit:
+            raise TooLarge(
+                f"inputs has {len(body.inputs)} entries and SEQSERVE_MAX_INPUTS is {limit}: send fewer", field="inputs"
+            )
+        # In a thread: a text of 64 KiB takes milliseconds.
+        outputs = await asyncio.to_thread(_tokens_of_all, model.tokenizer, body.inputs)
+        return respond_json(frontend, {"model": model.spec.name, "version": model.version, "outputs": outputs})
+
+
+def _tokens_of_all(tokenizer: Tokenizer, inputs: list[str | list[int]]) -> list[dict[str, Any]]:
+    return [_tokens(tokenizer, value, input_field(index)) for index, value in enumerate(inputs)]
+
+
+def _tokens(tokenizer: Tokenizer, value: str | list[int], field: str) -> dict[str, Any]:
+    if isinstance(value, list):
+        return {"ids": value, "tokens": [tokenizer.text_of(id) for id in value]}
+    ids, offsets = tokenizer.tokens(value, field)
+    return {
+        "ids": ids,
+        "tokens": [value[first:end] or tokenizer.text_of(id) for id, (first, end) in zip(ids, offsets, strict=True)],
+        "offsets": offsets,
+    }

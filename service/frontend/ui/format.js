@@ -1,0 +1,31 @@
+// Numbers for people: three significant digits, and a unit that fits.
+
+const DIGITS = new Intl.NumberFormat("en", { maximumSignificantDigits: 3, useGrouping: false });
+const UNITS = ["B", "KB", "MB", "GB", "TB"];
+
+/** Return a number with three significant digits, or a dash for what is no number. */
+export function number(value) {
+  if (typeof value !== "number" || !Number.isFinite(value)) return "–";
+  const size = Math.abs(value);
+  if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(1);
+  return (size >= 1000 ? String(Math.round(value)) : DIGITS.format(value)).replace("-", "−");
+}
+
+export const percent = (share) => (Number.isFinite(share) ? `${(100 * share).toFixed(share > 0 && share < 0.0995 ? 1 : 0)} %` : "–");
+
+/** Return a score between 0 and 1. */
+export const score = (value) => (Number.isFinite(value) ? value.toFixed(3) : "–");
+
+/** Return a duration in milliseconds. */
+export function milliseconds(value) {
+  if (!Number.isFinite(value)) return "–";
+  if (value < 1) return `${Math.round(value * 1000)} µs`;
+  return value < 1000 ? `${DIGITS.format(value)} ms` : `${DIGITS.format(value / 1000)} s`;
+}
+
+export function bytes(count) {
+  const power = count > 0 ? Math.min(UNITS.length - 1, Math.floor(Math.log(count) / Math.log(1000))) : 0;
+  return `${DIGITS.format(count / 1000 ** power)} ${UNITS[power]}`;
+}
+
+export const count = (many, noun) => `${many} ${noun}${many === 1 ? "" : "s"}`;

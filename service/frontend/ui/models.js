@@ -1,0 +1,129 @@
+// The list of served models, and the facts about the chosen one.
+
+import { button, empty, fill, h } from "./dom.js";
+import { bytes, count } from "./format.js";
+
+const INPUTS = { text: "text", ids: "token ids", features: "numbers" };
+const HEADS = {
+  classify: "one class",
+  regress: "a value",
+  tag: "a label per token",
+  span: "a span",
+  next: "the next token",
+  embed: "a vector",
+  sequence: "a vector per step",
+};
+
+/** Return the models of GET /models with an id each, newest version of a name first. */
+export function identified(models) {
+  return models.map((model) => ({ ...model, id: `${model.name}/${model.version}` })).reverse().sort((a, b) => a.name.localeCompare(b.name));
+}
+
+export const answerOf = (model) => (model.head.multi_label ? "several classes" : model.head.kind === "regress" && model.head.outputs > 1 ? "values" : HEADS[model.head.kind]);
+
+/** The list with its search field. choose: called with the model that the user picks. */
+export class ModelList {
+  constructor(list, search, status, choose) {
+    Object.assign(this, { list, search, status, choose, models: [], unavailable: [], chosen: null });
+    search.addEventListener("input", () => this.draw());
+    list.addEventListener("keydown", (event) => this.move(event));
+  }
+
+  show(models, unavailable) {
+    Object.assign(this, { models, unavailable });
+    this.search.hidden = models.length + unavailable.length < 8;
+    this.draw();
+  }
+
+  mark(model) {
+    this.chosen = model?.id ?? null;
+    for (const item of this.list.querySelectorAll("button")) {
+      if (item.dataset.id === this.chosen) item.setAttribute("aria-current", "true");
+      else item.removeAttribute("aria-current");
+    }
+  }
+
+  draw() {
+    const wanted = this.search.hidden ? "" : this.search.value.trim().toLowerCase();
+    const fits = (model) => [model.name, model.description, ...(model.aliases ?? [])].some((text) => text?.toLowerCase().includes(wanted));
+    const found = this.models.filter(fits);
+    const broken = this.unavailable.filter(fits);
+    const items = [...found.map((model) => this.item(model)), ...broken.map(brokenItem)];
+    fill(this.list, items);
+    if (!items.length) fill(this.list, h("li", {}, empty(wanted ? "No model has this in its name." : "No model is served. Put one into the models folder.")));
+    this.status.textContent = wanted ? `${found.length} of ${count(this.models.length, "model")}` : count(this.models.length, "model");
+    this.mark(this.models.find((model) => model.id === this.chosen));
+  }
+
+  item(model) {
+    const notes = [`${INPUTS[model.input.kind]} → ${answerOf(model)}`, !model.ready && "loading", model.streams && "streams"].filter(Boolean);
+    const shared = this.models.filter((other) => other.name === model.name).length > 1;
+    return h(
+      "li",
+      {},
+      button([h("span", { class: "model-name" }, model.name, shared && h("span", { class: "version" }, ` v${model.version}`)), h("span", { class: "model-note" }, notes.join(" · "))].flat(), () => this.choose(model), { "data-id": model.id }),
+    );
+  }
+
+  /** Move the focus with the arrow keys. */
+  move(event) {
+    const items = [...this.list.querySelectorAll("button")];
+    const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+    const ends = { Home: 0, End: items.length - 1 };
+    const next = step ? items.indexOf(document.activeElement) + step : ends[event.key];
+    if (next === undefined || !items[next]) return;
+    event.preventDefault();
+    items[next].focus();
+  }
+}
+
+function brokenItem(entry) {
+  const name = h("span", { class: "model-name" }, entry.name, entry.version && h("span", { class: "version" }, ` v${entry.version}`));
+  return h("li", { class: "broken" }, name, h("span", { class: "model-note" }, `cannot be served: ${entry.reason}`));
+}
+
+/** Return one line: what a model is made of and where it runs. */
+export function summaryOf(model) {
+  const kinds = model.layers.map(({ kind }) => kind.replaceAll("_", " ")).join(" → ");
+  const place = model.device ? `on ${model.device}` : "not loaded yet";
+  return [kinds, `${model.precision}, ${bytes(model.weight_bytes)}`, place, model.streams ? "takes streams" : "whole sequences only"].join(" · ");
+}
+
+/** Show what a model takes, computes and answers. */
+export function showFacts(list, model) {
+  const facts = [
+    ["Input", inputOf(model)],
+    ["Answer", answer(model)],
+    ["Layers", model.layers.map(layer).join(" → ")],
+    ["Kernels", kernels(model)],
+    ["Precision", `${model.precision} weights, ${bytes(model.weight_bytes)}`],
+    ["Device", model.device ?? "not loaded"],
+    ["Sessions", model.streams ? "yes: a sequence may arrive in chunks" : "no: it needs whole sequences"],
+    ["Other names", model.aliases.join(", ")],
+  ];
+  fill(list, facts.filter(([, value]) => value).map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
+}
+
+function inputOf({ input, min_steps: least }) {
+  const kind = { text: "text", ids: `token ids below ${input.vocabulary}`, features: `rows of ${count(input.features, "number")}` }[input.kind];
+  return `${kind}, ${least > 1 ? `${least} to ` : "up to "}${input.max_steps} steps`;
+}
+
+function answer(model) {
+  const { kind, labels, outputs, multi_label: several } = model.head;
+  if (!labels) return outputs > 1 ? count(outputs, "value") : answerOf(model);
+  const shown = labels.slice(0, 12).join(", ") + (labels.length > 12 ? ", …" : "");
+  return `${several ? "any" : "one"} of ${labels.length} ${kind === "tag" ? "labels for each token" : "classes"}: ${shown}`;
+}
+
+function layer({ kind, ...values }) {
+  const size = values.hidden ?? values.filters ?? values.width ?? "";
+  const levels = values.depth ?? values.levels ?? 1;
+  const window = values.filters ? (values.widths?.join(", ") ?? values.width) : null;
+  const notes = [window && `width ${window}`, levels > 1 && `${levels} levels`, values.bidirectional && "both directions"].filter(Boolean);
+  return `${kind.replaceAll("_", " ")} ${size}`.trim() + (notes.length ? ` (${notes.join(", ")})` : "");
+}
+
+function kernels({ backends, layers }) {
+  return backends.map((entry) => entry.replace(/^layers\.(\d+)/, (whole, index) => layers[index]?.kind.replaceAll("_", " ") ?? whole)).join(", ");
+}

@@ -1,0 +1,83 @@
+// The answer to a request, drawn as the head of the model needs it.
+
+import { bar, classBars, labelled } from "./classes.js";
+import { empty, h } from "./dom.js";
+import { count, number } from "./format.js";
+import { colour, linePlot } from "./plot.js";
+import { candidates, spanOf, tagged } from "./steps.js";
+import { comparison, heatmap } from "./vectors.js";
+
+const MAX_VALUES = 24;
+
+/** Return the elements of an answer. sent: the sequences; tokens: of each text, as POST /tokens names them, or null. */
+export function drawAnswer(model, outputs, sent, tokens) {
+  const [output] = outputs;
+  const draw = {
+    classify: () => classBars(model.head, output),
+    regress: () => forecast(model, output, sent[0]),
+    tag: () => tagged(model.head, output, stepsOf(model, sent[0], tokens?.[0])),
+    span: () => spanOf(output, stepsOf(model, sent[0], tokens?.[0])),
+    next: () => candidates(output, tokens?.[0]),
+    embed: () => comparison(outputs.map((one) => one.embedding)),
+    sequence: () => heatmap(output.sequence),
+  }[model.head.kind];
+  return draw ? draw() : h("pre", { tabindex: "0" }, JSON.stringify(output, null, 2));
+}
+
+/** Return what each step of a sequence shows: {text, gap}, gap: the text between it and the step before. */
+export function stepsOf(model, sequence, tokens) {
+  if (model.input.kind !== "text") return sequence.map((step) => ({ text: Array.isArray(step) ? step.map(number).join(" ") : String(step), gap: " " }));
+  if (!tokens?.offsets) return null;
+  const characters = Array.from(sequence); // offsets count code points
+  let end = 0;
+  return tokens.offsets.map(([first, last], index) => {
+    const gap = characters.slice(end, first).join("");
+    end = Math.max(end, last);
+    return { text: characters.slice(first, last).join("") || tokens.tokens[index], gap };
+  });
+}
+
+function forecast(model, { value }, sequence) {
+  const values = [value].flat();
+  if (!values.every(Number.isFinite)) return empty("The answer has values that are no finite numbers: this input is outside of what the model can compute.");
+  if (model.input.kind === "features" && values.length === model.input.features && values.length <= MAX_VALUES && sequence.length > 1) return [forecastPlot(values, sequence), valueList(values)];
+  return values.length === 1 ? h("p", { class: "headline" }, labelled("value", number(values[0]))) : valueBars(values);
+}
+
+/** A model that answers as many values as a row has continues its series. */
+function forecastPlot(values, rows) {
+  const lines = values.map((_, index) => ({ values: rows.map((row) => row[index]), class: colour(index) }));
+  const steps = values.map((value, index) => ({ values: [rows.at(-1)[index], value], from: rows.length - 1, class: `${colour(index)} dashed` }));
+  const marks = values.map((value, index) => ({ step: rows.length, value, class: colour(index) }));
+  const label = `The ${rows.length} rows of the input, and the answer as the next: ${values.map(number).join(", ")}`;
+  return linePlot({ lines: [...lines, ...steps], marks, steps: rows.length + 1, label, height: 190 });
+}
+
+function valueList(values) {
+  return h("ul", { class: "values" }, values.map((value, index) => h("li", {}, h("span", { class: `swatch ${colour(index)}`, "aria-hidden": "true" }), number(value))));
+}
+
+/** Values that stand beside each other: the bars have the lengths of their sizes. */
+function valueBars(values) {
+  const shown = values.slice(0, MAX_VALUES);
+  const most = Math.max(...values.map(Math.abs), 1e-9);
+  const rest = values.length - shown.length;
+  return [
+    h("ul", { class: "bars" }, shown.map((value, index) => bar(`value ${index + 1}`, Math.abs(value) / most, value > 0, number(value)))),
+    rest > 0 && h("p", { class: "hint" }, `and ${count(rest, "more value")}`),
+  ];
+}
+
+/** Return one line about an answer, for screen readers. */
+export function summary(model, outputs) {
+  const [output] = outputs;
+  return {
+    classify: () => (output.labels ? `Classes: ${output.labels.join(", ") || "none"}` : `Class: ${output.label}, score ${number(output.score)}`),
+    regress: () => `Value: ${[output.value].flat().slice(0, 8).map(number).join(", ")}`,
+    tag: () => count(output.labels.length, "label"),
+    span: () => `Steps ${output.start} to ${output.end}, score ${number(output.score)}`,
+    next: () => `Next: ${output.ids.join(", ")}`,
+    embed: () => `${count(outputs.length, "vector")} of ${count(output.embedding.length, "number")}`,
+    sequence: () => `A vector for each of ${count(output.sequence.length, "step")}`,
+  }[model.head.kind]?.() ?? "Answered";
+}
