@@ -21,7 +21,7 @@ const live = new LivePlots(byId("live-plots"));
 const code = new CodeTabs(byId("code-tabs"), byId("code"), byId("copy"), byId("copy-status"));
 const list = new ModelList(byId("model-list"), byId("model-search"), byId("model-count"), (model) => choose(model));
 const tryIt = new TryIt(
-  { form: byId("try-form"), editors: byId("editors"), result: byId("result"), status: byId("result-status") },
+  { form: byId("try-form"), editors: byId("editors"), ahead: byId("ahead"), result: byId("result"), status: byId("result-status") },
   {
     changed: (body) => code.show(shown, body, access.grpc_port),
     answered: ({ stages, elapsed }) => drawWaterfall(byId("waterfall"), stages, elapsed),

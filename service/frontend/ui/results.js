@@ -2,19 +2,19 @@
 
 import { bar, classBars, labelled } from "./classes.js";
 import { empty, h } from "./dom.js";
+import { forecast } from "./forecast.js";
 import { count, number } from "./format.js";
-import { colour, linePlot } from "./plot.js";
 import { candidates, spanOf, tagged } from "./steps.js";
 import { comparison, heatmap } from "./vectors.js";
 
 const MAX_VALUES = 24;
 
-/** Return the elements of an answer. sent: the sequences; tokens: of each text, as POST /tokens names them, or null. */
-export function drawAnswer(model, outputs, sent, tokens) {
+/** Return the elements of an answer. sent: the sequences; tokens: of each text, as POST /tokens names them; ahead: forecast rows. */
+export function drawAnswer(model, outputs, sent, { tokens = null, ahead = null } = {}) {
   const [output] = outputs;
   const draw = {
     classify: () => classBars(model.head, output),
-    regress: () => forecast(model, output, sent[0]),
+    regress: () => regression(output, sent[0], ahead),
     tag: () => tagged(model.head, output, stepsOf(model, sent[0], tokens?.[0])),
     span: () => spanOf(output, stepsOf(model, sent[0], tokens?.[0])),
     next: () => candidates(output, tokens?.[0]),
@@ -37,24 +37,11 @@ export function stepsOf(model, sequence, tokens) {
   });
 }
 
-function forecast(model, { value }, sequence) {
+function regression({ value }, sequence, ahead) {
   const values = [value].flat();
   if (!values.every(Number.isFinite)) return empty("The answer has values that are no finite numbers: this input is outside of what the model can compute.");
-  if (model.input.kind === "features" && values.length === model.input.features && values.length <= MAX_VALUES && sequence.length > 1) return [forecastPlot(values, sequence), valueList(values)];
+  if (ahead && sequence.length) return forecast(sequence, ahead);
   return values.length === 1 ? h("p", { class: "headline" }, labelled("value", number(values[0]))) : valueBars(values);
-}
-
-/** A model that answers as many values as a row has continues its series. */
-function forecastPlot(values, rows) {
-  const lines = values.map((_, index) => ({ values: rows.map((row) => row[index]), class: colour(index) }));
-  const steps = values.map((value, index) => ({ values: [rows.at(-1)[index], value], from: rows.length - 1, class: `${colour(index)} dashed` }));
-  const marks = values.map((value, index) => ({ step: rows.length, value, class: colour(index) }));
-  const label = `The ${rows.length} rows of the input, and the answer as the next: ${values.map(number).join(", ")}`;
-  return linePlot({ lines: [...lines, ...steps], marks, steps: rows.length + 1, label, height: 190 });
-}
-
-function valueList(values) {
-  return h("ul", { class: "values" }, values.map((value, index) => h("li", {}, h("span", { class: `swatch ${colour(index)}`, "aria-hidden": "true" }), number(value))));
 }
 
 /** Values that stand beside each other: the bars have the lengths of their sizes. */

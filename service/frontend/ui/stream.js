@@ -96,7 +96,7 @@ export class StreamView {
   drawAnswers(output) {
     const { head } = this.model;
     const series = head.kind === "classify" ? head.labels.slice(0, MAX_LINES) : head.kind === "regress" ? [output.value].flat().slice(0, MAX_LINES) : [];
-    if (!series.length) return drawAnswer(this.model, [output], [this.chunk], null);
+    if (!series.length) return drawAnswer(this.model, [output], [this.chunk]);
     const value = (answer, index) => (head.kind === "classify" ? answer.scores[series[index]] : [answer.value].flat()[index]);
     const answers = this.answers.filter((answer) => answer.steps > this.at - SHOWN);
     const at = answers.map((answer) => SHOWN - 1 - (this.at - answer.steps));

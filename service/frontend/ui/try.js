@@ -2,15 +2,18 @@
 
 import * as api from "./api.js";
 import { empty, fill, h } from "./dom.js";
+import { continues, forecastRows, STEPS } from "./forecast.js";
+import { count } from "./format.js";
 import { createEditor } from "./inputs.js";
 import { problem } from "./problem.js";
 import { drawAnswer, summary } from "./results.js";
 import { InputError } from "./table.js";
 
 export class TryIt {
-  /** elements: form, editors, result, status. events: changed(body) after each edit, answered({stages, elapsed}) after each answer. */
+  /** elements: form, editors, ahead (a choice), result, status. events: changed(body) after each edit, answered({stages, elapsed}) after each answer. */
   constructor(elements, events) {
     Object.assign(this, elements, { events, model: null, running: null });
+    this.ahead.append(...STEPS.map((steps) => h("option", { value: steps, selected: steps === 12 }, count(steps, "row"))));
     this.form.addEventListener("submit", (event) => {
       event.preventDefault();
       this.run();
@@ -27,6 +30,7 @@ export class TryIt {
     const compared = model.head.kind === "embed";
     this.inputs = [createEditor(model, 0, submit), ...(compared ? [createEditor(model, 1, submit)] : [])];
     fill(this.editors, this.inputs.map((editor) => editor.element));
+    this.ahead.parentElement.hidden = !continues(model);
     this.result.removeAttribute("aria-busy");
     fill(this.result, empty("Run the model to see its answer here."));
     this.status.textContent = "";
@@ -63,9 +67,9 @@ export class TryIt {
     try {
       const body = this.body();
       const answered = await api.infer(body, running.signal);
-      const tokens = await this.tokens(body, answered.reply.outputs);
+      const extras = await this.extras(body, answered.reply.outputs, running.signal);
       if (this.running !== running) return;
-      fill(this.result, drawAnswer(model, answered.reply.outputs, body.inputs, tokens));
+      fill(this.result, drawAnswer(model, answered.reply.outputs, body.inputs, extras));
       this.status.textContent = summary(model, answered.reply.outputs);
       this.events.answered(answered);
     } catch (error) {
@@ -78,11 +82,12 @@ export class TryIt {
     }
   }
 
-  /** Return the tokens that the answer is about, null if the model has no text. */
-  async tokens({ model, version, inputs }, outputs) {
+  /** Return what an answer is drawn with: the tokens that it is about, or the rows that continue a series. */
+  async extras(body, outputs, signal) {
     const { input, head } = this.model;
-    if (input.kind !== "text" || !["tag", "span", "next"].includes(head.kind)) return null;
-    const asked = head.kind === "next" ? outputs.map((output) => output.ids) : inputs;
-    return (await api.tokens({ model, version, inputs: asked })).outputs;
+    if (continues(this.model) && body.inputs[0].length) return { ahead: await forecastRows(this.model, body, outputs[0], Number(this.ahead.value), signal) };
+    if (input.kind !== "text" || !["tag", "span", "next"].includes(head.kind)) return {};
+    const { inputs, ...model } = body;
+    return { tokens: (await api.tokens({ ...model, inputs: head.kind === "next" ? outputs.map((output) => output.ids) : inputs })).outputs };
   }
 }
