@@ -28,16 +28,13 @@ export function problem(error, retry = null) {
   );
 }
 
-function sentence(text) {
-  const first = text.slice(0, 1).toUpperCase() + text.slice(1);
-  return /[.!?]$/.test(first) ? first : `${first}.`;
-}
+const sentence = (text) => (/[.!?]$/.test(text) ? text : `${text}.`);
 
 function wait(again, seconds) {
   const count = () => {
     again.disabled = seconds > 0;
     again.textContent = seconds > 0 ? `Try again in ${seconds} s` : "Try again";
-    if (seconds > 0 && again.isConnected !== false) setTimeout(count, 1000);
+    if (seconds > 0) setTimeout(count, 1000);
     seconds -= 1;
   };
   count();
