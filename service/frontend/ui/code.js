@@ -83,7 +83,10 @@ export class CodeTabs {
   show(model, body, grpcPort) {
     this.programs = Object.fromEntries(Object.entries(programs(model, body, grpcPort)).filter(([, text]) => text));
     if (!(this.chosen in this.programs)) this.chosen = "curl";
-    fill(this.tabs, Object.keys(this.programs).map((name) => button(name, () => this.choose(name), { role: "tab", id: `tab-${name}`, "aria-controls": this.panel.id })));
+    const names = Object.keys(this.programs);
+    if (names.join() !== [...this.tabs.children].map((tab) => tab.textContent).join()) {
+      fill(this.tabs, names.map((name) => button(name, () => this.choose(name), { role: "tab", id: `tab-${name}`, "aria-controls": this.panel.id })));
+    }
     this.choose(this.chosen);
   }
 

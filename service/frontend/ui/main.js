@@ -25,6 +25,7 @@ const tryIt = new TryIt(
   {
     changed: (body) => code.show(shown, body, access.grpc_port),
     answered: ({ stages, elapsed }) => drawWaterfall(byId("waterfall"), stages, elapsed),
+    ended: () => checkReadiness(),
   },
 );
 const stream = new StreamView(
@@ -97,14 +98,13 @@ function askForKey(error = null) {
   byId("key").focus();
 }
 
-async function watchReadiness() {
+async function checkReadiness() {
   const before = isReady;
   isReady = await api.ready();
   const state = { true: ["ready", "ready"], false: ["not ready", "waiting"], null: ["no answer", "down"] }[isReady];
   byId("ready").textContent = state[0];
   byId("ready").className = `status ${state[1]}`;
   if (isReady && before === false && may("infer")) loadModels().catch(() => {});
-  setTimeout(watchReadiness, READY_SECONDS * 1000);
 }
 
 byId("key-form").addEventListener("submit", (event) => {
@@ -118,4 +118,5 @@ addEventListener("hashchange", () => {
   if (model && model.id !== shown?.id) choose(model);
 });
 begin();
-watchReadiness();
+checkReadiness();
+setInterval(checkReadiness, READY_SECONDS * 1000);

@@ -2,7 +2,7 @@
 
 import { h } from "./dom.js";
 
-const LINK = /^\[([^\]]*)\]\((https?:\/\/[^\s)]+)\)/;
+const LINK = /^!?\[([^\]]*)\]\((https?:\/\/[^\s)]+)\)/;
 
 /** Return the elements of a Markdown text. Headings begin below `level`. */
 export function render(text, level = 2) {
@@ -61,7 +61,7 @@ function table(lines) {
   return h("div", { class: "table", tabindex: "0", role: "group", "aria-label": "Table" }, h("table", {}, head, h("tbody", {}, body)));
 }
 
-/** Return the pieces of a line: code, links, strong and emphasised text, and plain text. */
+/** Return the pieces of a line: code, links, strong and emphasised text, and plain text. An image becomes a link. */
 function inline(text) {
   const pieces = [];
   let plain = "";
@@ -85,6 +85,6 @@ function readSpan(text, at) {
     const tag = { "**": "strong", "`": "code", "*": "em" }[marker];
     return meant ? [h(tag, {}, inside), inside.length + 2 * marker.length] : [null, marker.length];
   }
-  const link = text[at] === "[" && LINK.exec(text.slice(at, at + 500));
+  const link = (text[at] === "[" || text.startsWith("![", at)) && LINK.exec(text.slice(at, at + 500));
   return link ? [h("a", { href: link[2], rel: "noopener noreferrer" }, link[1] || link[2]), link[0].length] : [null, 1];
 }

@@ -54,7 +54,7 @@ export class StreamView {
   /** Send the next chunk, and plan the one after it. */
   send() {
     this.timer = setTimeout(() => this.send(), 1000 / Number(this.rate.value));
-    if (this.sentAt.length >= MAX_UNANSWERED) return;
+    if (this.sentAt.length >= MAX_UNANSWERED || this.socket.readyState !== WebSocket.OPEN) return;
     const size = Math.max(1, Math.min(1000, Math.round(Number(this.size.value)) || 1));
     const chunk = Array.from({ length: size }, (_, index) => this.steps[(this.at + index) % this.steps.length]);
     this.at += size;

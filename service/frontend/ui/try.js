@@ -10,7 +10,7 @@ import { drawAnswer, summary } from "./results.js";
 import { InputError } from "./table.js";
 
 export class TryIt {
-  /** elements: form, editors, ahead (a choice), result, status. events: changed(body) after each edit, answered({stages, elapsed}) after each answer. */
+  /** elements: form, editors, ahead (a choice), result, status. events: changed(body) after each edit, answered({stages, elapsed}) after an answer, ended() after each run. */
   constructor(elements, events) {
     Object.assign(this, elements, { events, model: null, running: null });
     this.ahead.append(...STEPS.map((steps) => h("option", { value: steps, selected: steps === 12 }, count(steps, "row"))));
@@ -79,6 +79,7 @@ export class TryIt {
       this.status.textContent = "";
     } finally {
       if (this.running === running) this.result.removeAttribute("aria-busy");
+      this.events.ended();
     }
   }
 

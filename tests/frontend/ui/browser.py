@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import pytest
-from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
 
 from tests.serving import Server
 
@@ -18,6 +18,7 @@ PHONE = {"width": 375, "height": 720}
 DESKTOP = {"width": 1440, "height": 900}
 LIMIT_MS = 30_000
 """Longest wait for something that must happen eventually."""
+expect.set_options(timeout=LIMIT_MS)
 EXPECTED = "Failed to load resource"
 """Chromium reports every answer with an error status, which the tests of errors cause."""
 HAS_ANSWER = """() => {

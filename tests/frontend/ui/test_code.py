@@ -1,0 +1,90 @@
+"""The code that the page shows sends the same request: it runs, and prints the answer of the page."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from playwright.sync_api import Browser, Page, expect
+
+from tests.frontend.ui.browser import choose, opened
+from tests.serving import Server, eventually
+
+TEXT = "how 'far' is\nthe \"sea\" \\ $HOME `x` 🌊 ?"
+CASES: list[tuple[str, str, str, str]] = [
+    ("words", "Text", TEXT, "label"),
+    ("tagger", "Text", TEXT, "labels"),
+    ("passages", "Text", TEXT, "start"),
+    ("writer", "Text", TEXT, "ids"),
+    ("series", "Rows of numbers", "0.25, -1e3\n3, 4.5\n5, 6", "value"),
+    ("halver", "Rows of numbers", "1, 2\n3, 4\n5, 6\n7, 8\n9, 10", "sequence"),
+    ("pairs", "Token ids", "1, 2, 3", "embedding"),
+    ("single", "Token ids", "5, 6", "value"),
+]
+
+
+def code_of(page: Page, tab: str) -> str:
+    page.get_by_role("tab", name=tab, exact=True).click()
+    return page.locator("#code").inner_text()
+
+
+def sent_body(page: Page) -> dict[str, Any]:
+    """Return the body that the page sends when the model runs."""
+    with page.expect_request("**/infer") as sent:
+        page.get_by_role("button", name="Run", exact=True).click()
+    body: dict[str, Any] = json.loads(sent.value.post_data or "")
+    return body
+
+
+def run_program(code: str) -> str:
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+def shown(value: Any) -> np.ndarray[Any, Any]:
+    """Return the values that a program prints for an array, from its last brackets."""
+    return np.array([float(word) for word in str(value).replace("[", " ").replace("]", " ").split()])
+
+
+@pytest.mark.parametrize(("model", "field", "value", "output"), CASES, ids=[case[0] for case in CASES])
+def test_programs_print_the_answer_of_the_page(
+    model: str, field: str, value: str, output: str, page: Page, site: Server
+) -> None:
+    choose(page, model)
+    page.get_by_label(field, exact=True).fill(value)
+    body = sent_body(page)
+    expected = site.client.post("/infer", json=body).json()["outputs"]
+    eventually(lambda: json.loads(shlex.split(code_of(page, "curl"))[-1]) == body)
+    assert shlex.split(code_of(page, "curl"))[:3] == ["curl", "-s", f"{site.address}/infer"]
+    assert run_program(code_of(page, "Python")).strip() == str(expected)
+    for tab in ("tritonclient", "gRPC"):
+        printed = run_program(code_of(page, tab))
+        wanted = [one[output] for one in expected]
+        if output in ("label", "labels"):
+            assert re.findall(r"'(\w+)'", printed) == list(np.ravel(wanted))
+        else:
+            assert shown(printed) == pytest.approx(np.array(wanted, float).ravel(), rel=1e-4, abs=1e-6)
+
+
+def test_code_is_copied(browser: Browser, site: Server) -> None:
+    with opened(browser, site, permissions=["clipboard-read", "clipboard-write"]) as page:
+        choose(page, "words")
+        expect(page.locator("#code")).to_contain_text('"model":"words"')
+        page.get_by_role("button", name="Copy").click()
+        expect(page.locator("#copy-status")).to_have_text("Copied")
+        assert page.evaluate("() => navigator.clipboard.readText()") == page.locator("#code").inner_text()
+
+
+def test_code_is_selected_where_a_page_may_not_copy(page: Page) -> None:
+    page.evaluate("() => { navigator.clipboard.writeText = () => Promise.reject(new Error('no permission')); }")
+    choose(page, "words")
+    page.get_by_role("button", name="Copy").click()
+    expect(page.locator("#copy-status")).to_contain_text("Selected")
+    assert page.evaluate("() => getSelection().toString()").strip() == page.locator("#code").inner_text().strip()

@@ -1,0 +1,161 @@
+"""With keys, the page asks for one and shows what its scopes allow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from playwright.sync_api import Browser, Page, expect
+
+from service.access.keys import create
+from service.access.scopes import Scope
+from tests.frontend.ui.browser import choose, opened, run
+from tests.serving import Server, eventually, serving
+
+SCOPES = {
+    "everything": [Scope.INFER, Scope.SESSION, Scope.METRICS],
+    "infers": [Scope.INFER],
+    "measures": [Scope.METRICS],
+    "administers": [Scope.ADMIN],
+    "revoked": [Scope.INFER, Scope.SESSION],
+}
+
+
+class Guarded(NamedTuple):
+    """A server with keys, by name, and their file."""
+
+    server: Server
+    keys: dict[str, str]
+    file: Path
+
+
+@pytest.fixture(scope="module")
+def guarded(models_folder: Path, browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    scratch = tmp_path_factory.mktemp("keys")
+    file = scratch / "keys.toml"
+    keys = {name: create(file, name, scopes, "tenant") for name, scopes in SCOPES.items()}
+    keys["limited"] = create(file, "limited", [Scope.INFER], "tenant", max_requests_per_second=1)
+    with serving(models_folder, scratch, "--keys", str(file), refused_key_seconds="0") as server:
+        yield Guarded(server, keys, file)
+
+
+@pytest.fixture
+def locked(guarded: Guarded, browser: Browser) -> Iterator[Page]:
+    """The page before a key is entered."""
+    with opened(browser, guarded.server) as page:
+        expect(page.get_by_label("Key", exact=True)).to_be_focused()
+        yield page
+
+
+def enter(page: Page, key: str) -> None:
+    page.get_by_label("Key", exact=True).fill(key)
+    page.get_by_role("button", name="Continue").click()
+
+
+def test_page_asks_for_a_key_before_a_request_is_refused(locked: Page, guarded: Guarded) -> None:
+    expect(locked.get_by_role("heading", name="This service needs a key")).to_be_visible()
+    expect(locked.locator("#layout")).to_be_hidden()
+    assert guarded.server.events("audit") == []
+
+
+def test_wrong_key_is_refused_and_another_is_asked_for(locked: Page, guarded: Guarded) -> None:
+    enter(locked, "wrong")
+    expect(locked.get_by_role("alert")).to_contain_text("The key is not valid")
+    expect(locked.get_by_label("Key", exact=True)).to_be_focused()
+    assert locked.get_by_label("Key", exact=True).input_value() == ""
+    enter(locked, guarded.keys["infers"])
+    expect(locked.locator("#caller")).to_have_text("key infers")
+
+
+@pytest.mark.parametrize(
+    ("key", "models", "stream", "live"),
+    [
+        ("everything", True, True, True),
+        ("infers", True, False, False),
+        ("measures", False, False, True),
+        ("administers", False, False, False),
+    ],
+)
+def test_page_shows_what_the_scopes_allow(
+    key: str, models: bool, stream: bool, live: bool, locked: Page, guarded: Guarded
+) -> None:
+    refused: list[str] = []
+    locked.on("response", lambda response: refused.append(response.url) if response.status >= 400 else None)
+    enter(locked, guarded.keys[key])
+    expect(locked.locator("#caller")).to_have_text(f"key {key}")
+    if models:
+        choose(locked, "sensors")
+        run(locked)
+        expect(locked.locator("#result .bars")).to_be_visible()
+    for part, visible in (("#models", models), ("#work", models), ("#stream", stream), ("#live", live)):
+        expect(locked.locator(part)).to_be_visible(visible=visible)
+    expect(locked.locator("#nothing")).to_be_visible(visible=not (models or live))
+    if live:
+        expect(locked.locator(".tile")).to_have_count(5)
+    assert refused == [], "the page asks for nothing that its key may not have"
+
+
+def test_stream_sends_its_key(locked: Page, guarded: Guarded) -> None:
+    enter(locked, guarded.keys["everything"])
+    choose(locked, "sensors")
+    locked.get_by_role("button", name="Start", exact=True).click()
+    expect(locked.locator("#stream-facts")).to_contain_text("answered in")
+
+
+def test_code_reads_the_key_from_the_environment(locked: Page, guarded: Guarded) -> None:
+    enter(locked, guarded.keys["everything"])
+    choose(locked, "words")
+    for tab in ("curl", "Python", "tritonclient", "gRPC"):
+        locked.get_by_role("tab", name=tab, exact=True).click()
+        code = locked.locator("#code").inner_text()
+        assert "SEQSERVE_CLIENT_KEY" in code and guarded.keys["everything"] not in code
+
+
+def test_key_stays_in_its_tab_until_it_is_forgotten(locked: Page, guarded: Guarded, browser: Browser) -> None:
+    enter(locked, guarded.keys["infers"])
+    expect(locked.locator("#caller")).to_have_text("key infers")
+    locked.reload()
+    expect(locked.locator("#caller")).to_have_text("key infers")
+    other = locked.context.new_page()
+    other.goto("/")
+    expect(other.get_by_label("Key", exact=True)).to_be_visible()
+    locked.get_by_role("button", name="Forget key").click()
+    expect(locked.get_by_label("Key", exact=True)).to_be_visible()
+    locked.reload()
+    expect(locked.get_by_label("Key", exact=True)).to_be_visible()
+    assert guarded.keys["infers"] not in locked.content() and locked.context.cookies() == []
+
+
+def test_quota_is_explained(locked: Page, guarded: Guarded) -> None:
+    enter(locked, guarded.keys["limited"])
+    choose(locked, "words")
+
+    def refused() -> bool:
+        run(locked)
+        return "Too many requests" in locked.locator("#result").inner_text()
+
+    eventually(refused)
+    expect(locked.locator("#result")).to_contain_text("max_requests_per_second")
+    again = locked.get_by_role("button", name="Try again")
+    expect(again).to_be_enabled()
+    again.click()
+    expect(locked.locator("#result .bars")).to_be_visible()
+
+
+def test_revoked_key_ends_the_stream_and_is_explained(locked: Page, guarded: Guarded) -> None:
+    enter(locked, guarded.keys["revoked"])
+    choose(locked, "sensors")
+    locked.get_by_role("button", name="Start", exact=True).click()
+    expect(locked.locator("#stream-facts")).to_contain_text("answered in")
+    before = guarded.file.read_text()
+    guarded.file.write_text(
+        before.replace("name = 'revoked'", "name = 'renamed'").replace(
+            f"['{guarded.keys['revoked'].partition('.')[0]}']", "['00']"
+        )
+    )
+    alert = locked.locator("#stream-view").get_by_role("alert")
+    expect(alert).to_be_visible(timeout=30_000)
+    run(locked)
+    expect(locked.locator("#result").get_by_role("alert")).to_contain_text("key is not valid")
