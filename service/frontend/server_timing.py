@@ -20,6 +20,6 @@ def is_wanted(request: Request) -> bool:
 
 def add(response: Response, stages: Mapping[str, float], total: float) -> None:
     """Add the seconds in each stage and in total, as milliseconds."""
-    response.headers["server-timing"] = ", ".join(f"{name};dur={seconds * 1e3:.3f}" for name, seconds in stages.items())
-    response.headers["server-timing"] += f", total;dur={total * 1e3:.3f}"
+    durations = {**stages, "total": total}
+    response.headers["server-timing"] = ", ".join(f"{name};dur={seconds * 1e3:.3f}" for name, seconds in durations.items())
     response.headers["preference-applied"] = PREFERENCE

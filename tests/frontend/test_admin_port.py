@@ -30,6 +30,7 @@ from tests.serving import Server, eventually, serving
 
 QUESTION = "how far is the sea ?"
 CONNECTIONS = 8
+FILES = {"/docs/{name}": STYLE, "/ui/{name}": "style.css"}
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ def admin(divided: Server) -> Iterator[httpx.Client]:
 @pytest.mark.parametrize(("method", "path"), ENDPOINTS)
 def test_endpoint_is_on_its_ports_alone(method: str, path: str, divided: Server, admin: httpx.Client) -> None:
     """A path that a port lacks looks like one that does not exist."""
-    name, scope = STYLE if path.startswith("/docs/") else "1", scope_of(method, path)
+    name, scope = FILES.get(path, "1"), scope_of(method, path)
     filled = re.sub(r"\{\w+(:path)?\}", name, path)
     for client, served in (
         (divided.client, scope not in ADMIN_PORT_SCOPES),
