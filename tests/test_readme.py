@@ -138,6 +138,12 @@ def test_chunks_of_an_example_are_the_sequence_of_another() -> None:
     assert [row for body in stream.bodies for row in body["inputs"][0]] in whole
 
 
+def test_tokens_are_those_that_the_page_shows(embedded: Server) -> None:
+    shown = re.search(r"/tokens .*?-d '(.+?)'\n```\n\n```text\n(.+?)```", PAGES["docs/http.md"], re.DOTALL)
+    assert shown
+    assert embedded.client.post("/tokens", json=json.loads(shown[1])).json() == json.loads(shown[2])
+
+
 def test_every_endpoint_of_the_tables_is_served(embedded: Server) -> None:
     endpoints = re.findall(r"`(GET|POST) (/\w+)`", PAGES["docs/http.md"])
     assert len(endpoints) > 5

@@ -26,7 +26,7 @@ T = TypeVar("T")
 JSON = "application/json"
 OCTET_STREAM = "application/octet-stream"
 SUBPROTOCOL = "seqserve"
-"""What the service selects for a WebSocket whose client offers it. A client that offers a key must offer this too."""
+"""Subprotocol of /stream, selected if the client offers it. A client that offers a key must offer this too."""
 KEY_SUBPROTOCOL = "seqserve.key."
 """Prefix of a key that is offered as a subprotocol."""
 COMPRESSIONS = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}

@@ -1,4 +1,4 @@
-"""GET /access: what the caller may use."""
+"""GET /access: the caller, and the scopes that it may use."""
 
 from __future__ import annotations
 

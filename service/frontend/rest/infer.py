@@ -124,7 +124,7 @@ def add_routes(router: APIRouter, frontend: Frontend) -> None:
     async def infer(request: Request) -> Response:
         """Run a model on each input."""
         with track_request(frontend.metrics, time.monotonic(), caller_of(request)) as tracked:
-            if server_timing.is_wanted(request):
+            if "prefer" in request.headers and server_timing.is_wanted(request):
                 tracked.stages = {}
             data = await read_json(request, frontend)
             response = respond(frontend, await cancel_on_disconnect(request, _answer_data(frontend, tracked, data)))

@@ -1,4 +1,4 @@
-"""POST /tokens: the tokens that a model sees in a text, or those that token ids stand for."""
+"""POST /tokens: the tokens of a text as a model sees it, and the texts of token ids."""
 
 from __future__ import annotations
 

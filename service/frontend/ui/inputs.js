@@ -69,9 +69,9 @@ function featuresEditor(model, which, label, submit) {
     "div",
     { class: "tools" },
     columns > 1 && pad.choice,
-    h("span", { class: "hint" }, "draw on the plot, paste rows below, or"),
     h("label", { class: "button" }, "Open CSV…", file),
-    button("Sample wave", () => replace(formatRows(wave(columns, sampleSteps(model), which, Math.random() * 6)))),
+    button("Sample", () => replace(formatRows(wave(columns, sampleSteps(model), which, Math.random() * 6)))),
+    h("span", { class: "hint" }, "Draw on the plot, or edit the rows."),
   );
   draw();
   return { element: h("div", { class: "editor" }, head, pad.figure, tools, area), value, focus: () => area.focus() };

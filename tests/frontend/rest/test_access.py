@@ -1,4 +1,4 @@
-"""GET /access names the caller and what it may use, and a WebSocket takes a key as a subprotocol."""
+"""GET /access names the caller and its scopes, and a WebSocket takes a key as a subprotocol."""
 
 from __future__ import annotations
 

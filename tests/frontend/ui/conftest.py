@@ -52,7 +52,7 @@ def hostile(root: Path) -> ModelSpec:
 
 
 def every_model(root: Path) -> Path:
-    """Write a model for every head, and those for which the page has something of its own."""
+    """Write a model for every head, and models that the page shows in another way."""
     gru = {"kind": "gru", "hidden": 5}
     several = {"kind": "classify", "pool": "max", "labels": ["up", "down"], "multi_label": True, "threshold": 0.99}
     series = {"kind": "features", "features": 2, "max_steps": 60}

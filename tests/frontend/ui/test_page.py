@@ -13,6 +13,7 @@ from tests.serving import Server, serving
 
 ROOT = Path(__file__).parents[3]
 MAX_LINES = 250
+MAX_PICTURE_BYTES = 150_000
 SCRIPTS = {name: asset.content.decode() for name, asset in read_assets().items() if name.endswith(".js")}
 FILES = sorted(read_assets())
 
@@ -79,6 +80,14 @@ def test_package_has_every_file_of_the_page() -> None:
     kinds = {Path(file.name).suffix for file in folder.iterdir() if file.is_file()} - {".py"}
     [patterns] = re.findall(r'"service.frontend.ui" = \[(.*)\]', (ROOT / "pyproject.toml").read_text())
     assert kinds == set(re.findall(r"\*(\.\w+)", patterns)) == set(MEDIA_TYPES)
+
+
+def test_pictures_of_the_page_are_small_and_used() -> None:
+    text = "".join(page.read_text() for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")))
+    pictures = sorted((ROOT / "docs" / "images").iterdir())
+    assert pictures
+    for picture in pictures:
+        assert picture.stat().st_size < MAX_PICTURE_BYTES and f"images/{picture.name})" in text, picture.name
 
 
 @pytest.mark.parametrize("name", FILES)

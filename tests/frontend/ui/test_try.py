@@ -164,7 +164,7 @@ def test_series_is_pasted_uploaded_and_drawn(page: Page, tmp_path: Path) -> None
     drawn = [list(map(float, line.split(","))) for line in rows.input_value().splitlines()]
     assert [first for first, _ in drawn] == [float(line.split(",")[0]) for line in before]
     assert len({second for _, second in drawn}) == 1 and drawn[0][1] > 0
-    page.get_by_role("button", name="Sample wave").click()
+    page.get_by_role("button", name="Sample").click()
     expect(page.get_by_text("48 steps of 2 numbers")).to_be_visible()
 
 

@@ -1,0 +1,84 @@
+"""Takes the pictures of the page for README.md and docs: `python -m tests.frontend.ui.screenshots FOLDER`."""
+
+from __future__ import annotations
+
+import random
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+from tests.frontend.ui.browser import choose, launched, opened, run
+from tests.serving import Server, serving
+
+ROOT = Path(__file__).parents[3]
+SIZE = {"width": 1360, "height": 860}
+MARGIN = 16
+SECONDS = 50
+"""For which the service gets requests before the pictures, so that the plots show some."""
+QUESTIONS = ("Who wrote Hamlet ?", "Where is Ayers Rock ?", "What is an atom ?", "How many people live in Chile ?")
+MODELS = ("question-type-cnn", "question-type-lstm", "question-type-sru")
+
+
+def main(folder: Path) -> None:
+    """Serve the embedded models, and write a picture of each view to the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        serving(ROOT / "models", Path(scratch), "--port", "8000", "--grpc-port", "8001") as server,
+        requests(server),
+        launched() as browser,
+        opened(browser, server, size=SIZE) as page,
+    ):
+        page.wait_for_selector("#model-list button[aria-current]")
+        page.wait_for_timeout(SECONDS * 1000)
+        run(page)
+        page.wait_for_timeout(3000)
+        page.screenshot(path=folder / "page.png")
+        choose(page, "sensor-forecast")
+        page.locator("#stream-rate").fill("25")
+        page.get_by_role("button", name="Start", exact=True).click()
+        run(page)
+        page.wait_for_timeout(8000)
+        for section, name in (("#try", "page-forecast.png"), ("#stream", "page-stream.png")):
+            box = page.locator(section).bounding_box()
+            assert box is not None
+            margins = {
+                "x": box["x"] - MARGIN,
+                "y": box["y"],
+                "width": box["width"] + 2 * MARGIN,
+                "height": box["height"] + MARGIN,
+            }
+            page.screenshot(path=folder / name, clip=margins, full_page=True)  # type: ignore[arg-type]
+
+
+@contextmanager
+def requests(server: Server) -> Iterator[None]:
+    """Send some requests per second until the end of the block, in bursts of different sizes."""
+    ended = threading.Event()
+
+    def send() -> None:
+        chance = random.Random(1)
+        with httpx.Client(base_url=server.address, trust_env=False) as client:
+            while not ended.wait(chance.expovariate(12)):
+                inputs = [chance.choice(QUESTIONS) for _ in range(chance.choice((1, 1, 2, 4, 8)))]
+                client.post("/infer", json={"model": chance.choice(MODELS), "inputs": inputs}).raise_for_status()
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        sender.join()
+
+
+if __name__ == "__main__":
+    began = time.monotonic()
+    main(Path(sys.argv[1]))
+    print(f"{sys.argv[1]} has the pictures, after {time.monotonic() - began:.0f} s")
