@@ -245,11 +245,6 @@ class Request(Message, frozen=True):
         """Whether it brings states or asks for them."""
         return self.initial or self.returns.state
 
-    @property
-    def leaves_alone(self) -> bool:
-        """Whether it is sent as this message, not in a RequestBlock."""
-        return self.session is not None or self.has_states or self.timed
-
 
 class Cancel(Message, frozen=True):
     """Nothing waits any longer for the request or call with this id."""

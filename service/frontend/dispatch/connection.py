@@ -237,8 +237,8 @@ class EngineConnection:
         self._pending_bytes += pending.size
         model = self.models.get(pending.key)
         self._wait.add(pending.id, model.seconds(pending.request.lengths) if model else 0.0)
-        if not pending.request.leaves_alone:
-            request = pending.request
+        request = pending.request
+        if request.session is None and not request.has_states and not request.timed:
             key = BlockKey(pending.key, request.priority, request.returns, request.share)
             self._blocks.setdefault(key, {})[pending.id] = pending
             self._channel.flush_soon()

@@ -29,7 +29,7 @@ const tryIt = new TryIt(
   },
 );
 const stream = new StreamView(
-  { start: byId("stream-start"), size: byId("stream-size"), rate: byId("stream-rate"), status: byId("stream-status"), view: byId("stream-view") },
+  { start: byId("stream-start"), size: byId("stream-size"), rate: byId("stream-rate"), unit: byId("stream-unit"), status: byId("stream-status"), view: byId("stream-view") },
   () => tryIt.sequence(),
 );
 
@@ -93,7 +93,7 @@ function askForKey(error = null) {
   byId("ask-key").hidden = false;
   byId("caller").textContent = "";
   byId("forget-key").hidden = true;
-  fill(byId("key-problem"), error ? problem(error) : []);
+  fill(byId("key-problem"), error ? problem(new api.ApiError("This service has no such key. Check that it is complete.", error)) : []);
   byId("key").value = "";
   byId("key").focus();
 }

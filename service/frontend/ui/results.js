@@ -26,7 +26,7 @@ export function drawAnswer(model, outputs, sent, { tokens = null, ahead = null }
 
 /** Return what each step of a sequence shows: {text, gap}, gap: the text between it and the step before. */
 export function stepsOf(model, sequence, tokens) {
-  if (model.input.kind !== "text") return sequence.map((step) => ({ text: Array.isArray(step) ? step.map(number).join(" ") : String(step), gap: " " }));
+  if (Array.isArray(sequence)) return sequence.map((step) => ({ text: Array.isArray(step) ? step.map(number).join(" ") : String(step), gap: " " }));
   if (!tokens?.offsets) return null;
   const characters = Array.from(sequence); // offsets count code points
   let end = 0;

@@ -12,7 +12,7 @@ const MAX_UNANSWERED = 16;
 const MAX_LINES = 6;
 
 export class StreamView {
-  /** elements: start (a button), size, rate (inputs), status, view. sequence: returns what to send, or throws. */
+  /** elements: start (a button), size, rate (inputs), unit, status, view. sequence: returns what to send, or throws. */
   constructor(elements, sequence) {
     Object.assign(this, elements, { sequence, model: null, socket: null });
     this.start.addEventListener("click", () => (this.socket ? this.stop("Stopped") : this.begin()));
@@ -24,6 +24,7 @@ export class StreamView {
     this.stop("");
     this.model = model;
     this.showRate();
+    this.unit.textContent = this.isText ? "Words" : "Steps";
     fill(this.view, empty("Start to send the input above in chunks. The session keeps the state of the model between them."));
   }
 
@@ -36,7 +37,8 @@ export class StreamView {
   begin() {
     let steps;
     try {
-      steps = this.sequence();
+      const sequence = this.sequence();
+      steps = this.isText ? sequence.split(/\s+/).filter(Boolean) : sequence;
       if (!steps.length) throw new Error("The input above has no steps: enter some first.");
     } catch (error) {
       fill(this.view, problem(new ApiError(error.message, { status: 400 })));
@@ -61,7 +63,12 @@ export class StreamView {
     this.sentAt.push(performance.now());
     this.inputs = [...this.inputs, ...chunk].slice(-SHOWN);
     this.chunk = chunk;
-    this.socket.send(JSON.stringify({ input: chunk }));
+    this.socket.send(JSON.stringify({ input: this.isText ? chunk.join(" ") : chunk }));
+  }
+
+  /** A text goes in chunks of words, each of which may be several steps. */
+  get isText() {
+    return this.model.input.kind === "text";
   }
 
   receive(reply) {

@@ -34,7 +34,8 @@ export class TryIt {
     this.result.removeAttribute("aria-busy");
     fill(this.result, empty("Run the model to see its answer here."));
     this.status.textContent = "";
-    this.edited();
+    clearTimeout(this.timer);
+    this.publish();
   }
 
   /** Return the first sequence; throws InputError. */
@@ -50,13 +51,15 @@ export class TryIt {
 
   edited() {
     clearTimeout(this.timer);
-    this.timer = setTimeout(() => {
-      try {
-        this.events.changed(this.body());
-      } catch (error) {
-        if (!(error instanceof InputError)) throw error; // the code keeps the last valid input
-      }
-    }, 150);
+    this.timer = setTimeout(() => this.publish(), 150);
+  }
+
+  publish() {
+    try {
+      this.events.changed(this.body());
+    } catch (error) {
+      if (!(error instanceof InputError)) throw error; // the code keeps the last valid input
+    }
   }
 
   async run() {

@@ -60,6 +60,7 @@ def every_model(root: Path) -> Path:
         make(root)
     models.sensors(root, hidden=16)
     models.made_up(root, "passages", models.TEXT, models.EMBEDDING, gru, head={"kind": "span"})
+    models.made_up(root, "labeller", models.TEXT, models.EMBEDDING, gru, head={"kind": "tag", "labels": ["in", "out"]})
     models.made_up(root, "writer", models.TEXT, models.EMBEDDING, gru, head={"kind": "next", "top": 3})
     models.made_up(root, "topics", models.TEXT, models.EMBEDDING, gru, head=several)
     models.made_up(root, "pairs", models.IDS, models.EMBEDDING, gru, head={"kind": "embed", "pool": "last"})

@@ -45,6 +45,7 @@ def main(folder: Path) -> None:
         page.get_by_role("button", name="Start", exact=True).click()
         run(page)
         page.wait_for_timeout(8000)
+        page.evaluate("() => scrollTo(0, 0)")
         for section, name in (("#try", "page-forecast.png"), ("#stream", "page-stream.png")):
             box = page.locator(section).bounding_box()
             assert box is not None

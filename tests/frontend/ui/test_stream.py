@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -26,7 +27,7 @@ def _ended(page: Page) -> Iterator[None]:
 
 def start(page: Page, model: str, rate: int = 40, size: int = 1) -> None:
     choose(page, model)
-    page.get_by_label("Steps per chunk").fill(str(size))
+    page.locator("#stream-size").fill(str(size))
     page.locator("#stream-rate").fill(str(rate))
     page.get_by_role("button", name="Start", exact=True).click()
 
@@ -64,11 +65,24 @@ def test_chunks_have_the_chosen_size(page: Page) -> None:
     assert steps(page) % 7 == 0
 
 
-@pytest.mark.parametrize("model", ["speller"])
-def test_ids_stream_too(model: str, page: Page) -> None:
-    start(page, model)
+def test_ids_stream_too(page: Page) -> None:
+    start(page, "speller")
     await_steps(page, 6)
     assert page.locator("#stream-view .bars li").count() == 4
+
+
+def test_texts_stream_word_by_word(page: Page) -> None:
+    choose(page, "labeller")
+    page.get_by_label("Text", exact=True).fill("how far is\nthe sea")
+    with page.expect_websocket() as opened:
+        page.get_by_label("Words per chunk").fill("3")
+        page.get_by_role("button", name="Start", exact=True).click()
+        with opened.value.expect_event("framesent") as sent:
+            pass
+    assert json.loads(str(sent.value)) == {"input": "how far is"}
+    await_steps(page, 9)
+    assert page.locator("#stream-view .token").count() == 3
+    assert page.locator("#stream-view .token-text").first.inner_text() in ("how", "the", "far", "is", "sea")
 
 
 def test_session_ends_with_the_stream(page: Page, site: Server) -> None:
