@@ -69,8 +69,9 @@ def every_model(root: Path) -> Path:
     return root
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
+    """A browser that ends with the tests of this folder: its event loop runs in this thread, where other tests need their own."""
     with launched() as running:
         yield running
 
@@ -80,7 +81,7 @@ def site_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return every_model(tmp_path_factory.mktemp("site-models"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def site(site_folder: Path, browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server with every model, started only where there is a browser."""
     with serving(site_folder, tmp_path_factory.mktemp("log")) as server:
