@@ -26,7 +26,9 @@ export const key = {
 /** Return the response to a request; throws ApiError for every other status than 200. */
 async function send(path, { method = "GET", body, headers = {}, signal } = {}) {
   const token = key.get();
-  const all = { ...headers, ...(token && { authorization: `Bearer ${token}` }), ...(body && { "content-type": "application/json" }) };
+  const all = { ...headers };
+  if (token) all.authorization = `Bearer ${token}`;
+  if (body) all["content-type"] = "application/json";
   let response;
   try {
     response = await fetch(path, { method, headers: all, body: body && JSON.stringify(body), signal, cache: "no-store" });
@@ -54,7 +56,10 @@ export const access = async () => (await send("/access")).json();
 export const models = async () => (await send("/models")).json();
 export const metrics = async () => (await send("/metrics")).text();
 export const tokens = async (body) => (await send("/tokens", { method: "POST", body })).json();
-export const card = async (model) => (await send(`/models/${encodeURIComponent(model.name)}/card?version=${model.version}`)).text();
+
+export async function card({ name, version }) {
+  return (await send(`/models/${encodeURIComponent(name)}/card?version=${version}`)).text();
+}
 
 /** Return whether the service is ready, null if it does not answer. */
 export const ready = () => send("/readyz").then(() => true, (error) => (error.status ? false : null));

@@ -3,7 +3,15 @@
 import { key } from "./api.js";
 import { button, fill, h } from "./dom.js";
 
-const OUTPUTS = { classify: "label", regress: "value", tag: "labels", span: "start", next: "ids", embed: "embedding", sequence: "sequence" };
+const OUTPUTS = {
+  classify: "label",
+  regress: "value",
+  tag: "labels",
+  span: "start",
+  next: "ids",
+  embed: "embedding",
+  sequence: "sequence",
+};
 const VARIABLE = "SEQSERVE_CLIENT_KEY";
 
 const quoted = (text) => `'${text.replaceAll("'", `'\\''`)}'`;
@@ -54,7 +62,8 @@ inputs[1].set_data_from_numpy(np.array([${JSON.stringify(offsets)}], np.int32))`
 
 function triton(request, transport, address) {
   const { model, secure } = request;
-  const headers = authorised() ? `, headers={"${transport === "grpc" ? "authorization" : "Authorization"}": "Bearer " + os.environ["${VARIABLE}"]}` : "";
+  const header = transport === "grpc" ? "authorization" : "Authorization"; // gRPC has lower-case names alone
+  const headers = authorised() ? `, headers={"${header}": "Bearer " + os.environ["${VARIABLE}"]}` : "";
   return `${authorised() ? "import os\n\n" : ""}import numpy as np
 import tritonclient.${transport} as triton
 
@@ -69,7 +78,12 @@ with triton.InferenceServerClient("${address}"${secure ? ", ssl=True" : ""}) as 
 export function programs(model, body, grpcPort) {
   const request = { model, body, origin: location.origin, secure: location.protocol === "https:" };
   const grpc = grpcPort && `${location.hostname}:${grpcPort}`;
-  return { curl: curl(request), Python: python(request), tritonclient: triton(request, "http", location.host), gRPC: grpc ? triton(request, "grpc", grpc) : null };
+  return {
+    curl: curl(request),
+    Python: python(request),
+    tritonclient: triton(request, "http", location.host),
+    gRPC: grpc ? triton(request, "grpc", grpc) : null,
+  };
 }
 
 /** The tabs with the programs. */
@@ -85,7 +99,8 @@ export class CodeTabs {
     if (!(this.chosen in this.programs)) this.chosen = "curl";
     const names = Object.keys(this.programs);
     if (names.join() !== [...this.tabs.children].map((tab) => tab.textContent).join()) {
-      fill(this.tabs, names.map((name) => button(name, () => this.choose(name), { role: "tab", id: `tab-${name}`, "aria-controls": this.panel.id })));
+      const attributes = (name) => ({ role: "tab", id: `tab-${name}`, "aria-controls": this.panel.id });
+      fill(this.tabs, names.map((name) => button(name, () => this.choose(name), attributes(name))));
     }
     this.choose(this.chosen);
   }

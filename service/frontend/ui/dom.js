@@ -1,8 +1,8 @@
-// Elements built from values. Text stays text: nothing here parses markup, so a name from a model or a card can never become an element.
+// Elements built from values. Text stays text: nothing here parses markup, so no name or card of a model becomes an element.
 
 const SVG = "http://www.w3.org/2000/svg";
 
-/** Return an element. Properties: `class`, `on…` listeners, `data-`/`aria-` and other attributes; null and false leave one out. */
+/** Return an element. properties: listeners, named on…, and attributes. One that is null or false is left out. */
 export function h(tag, properties = {}, ...children) {
   return build(document.createElement(tag), properties, children);
 }
@@ -19,20 +19,33 @@ function build(element, properties, children) {
     else if (name === "value") element.value = value;
     else element.setAttribute(name, value === true ? "" : value);
   }
-  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  element.append(...present(children));
   return element;
 }
+
+const present = (children) => children.flat(Infinity).filter((child) => ![null, undefined, false].includes(child));
 
 export const byId = (id) => document.getElementById(id);
 
 /** Replace what an element contains. */
 export function fill(element, ...children) {
-  element.replaceChildren(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  element.replaceChildren(...present(children));
   return element;
 }
 
 /** Return a paragraph for a state without content. */
 export const empty = (text) => h("p", { class: "empty" }, text);
+
+export const hint = (...children) => h("p", { class: "hint" }, children);
+export const span = (name, ...children) => h("span", { class: name }, children);
+
+/** Return the sign of a colour beside its name or value. */
+export const swatch = (name) => h("span", { class: `swatch ${name}`, "aria-hidden": "true" });
+
+/** Return a large value with its name. */
+export function headline(name, value) {
+  return h("p", { class: "headline" }, span("headline-name", name), span("headline-value", value));
+}
 
 /** Return a button that does not submit a form. */
 export const button = (label, onclick, properties = {}) => h("button", { type: "button", onclick, ...properties }, label);

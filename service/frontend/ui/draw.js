@@ -1,7 +1,7 @@
-// The pad on which a series is drawn: a plot of the rows that a pointer changes. The text field beside it does the same with a keyboard.
+// The pad on which a series is drawn: a plot of the rows that a pointer changes. The text field does the same with a keyboard.
 
 import { fill, h } from "./dom.js";
-import { colour, EDGE, linePlot, rangeOf } from "./plot.js";
+import { columnLines, EDGE, linePlot, rangeOf } from "./plot.js";
 
 const HEIGHT = 160;
 
@@ -19,11 +19,12 @@ export class DrawingPad {
 
   show(rows) {
     this.rows = rows;
-    const lines = Array.from({ length: this.columns }, (_, index) => ({ values: rows.map((row) => row[index]), class: colour(index) }));
+    const lines = columnLines(rows, this.columns);
     const [low, high] = this.range ?? rangeOf(lines.map((line) => line.values));
     const range = this.range ?? [low - 0.1 * (high - low), high + 0.1 * (high - low)];
     this.shown = range;
-    fill(this.figure, linePlot({ lines, steps: rows.length, height: HEIGHT, range, label: `The input: ${this.columns} series over ${rows.length} steps` }));
+    const label = `The input: ${this.columns} series over ${rows.length} steps`;
+    fill(this.figure, linePlot({ lines, steps: rows.length, height: HEIGHT, range, label }));
   }
 
   begin(event) {

@@ -1,9 +1,9 @@
 // The answer of a model that continues its series: it answers as many values as a row has.
 
 import * as api from "./api.js";
-import { h } from "./dom.js";
+import { h, hint, swatch } from "./dom.js";
 import { count, number } from "./format.js";
-import { colour, linePlot } from "./plot.js";
+import { colour, columnLines, linePlot } from "./plot.js";
 
 const MAX_SERIES = 24;
 export const STEPS = [1, 12, 24];
@@ -27,13 +27,16 @@ export async function forecastRows(model, body, first, steps, signal) {
 /** Return the plot of rows and of those that follow, with the values of the first that follows. */
 export function forecast(rows, ahead) {
   const series = rows.at(-1).map((_, index) => index);
-  const known = series.map((index) => ({ values: rows.map((row) => row[index]), class: colour(index) }));
-  const next = series.map((index) => ({ values: [rows.at(-1), ...ahead].map((row) => row[index]), from: rows.length - 1, class: `${colour(index)} dashed` }));
+  const known = columnLines(rows, series.length);
+  const joined = columnLines([rows.at(-1), ...ahead], series.length);
+  const next = joined.map((line) => ({ ...line, from: rows.length - 1, class: `${line.class} dashed` }));
   const marks = series.map((index) => ({ step: rows.length, value: ahead[0][index], class: colour(index) }));
-  const label = `The ${count(rows.length, "row")} of the input and ${count(ahead.length, "row")} that the model adds; the first: ${ahead[0].map(number).join(", ")}`;
+  const first = ahead[0].map(number);
+  const sizes = `The ${count(rows.length, "row")} of the input and ${count(ahead.length, "row")} that the model adds`;
+  const label = `${sizes}; the first: ${first.join(", ")}`;
   return [
     linePlot({ lines: [...known, ...next], marks, steps: rows.length + ahead.length, label, height: 210 }),
-    h("p", { class: "hint" }, ahead.length > 1 ? "The next row, and further rows, each from the forecasts before it:" : "The next row:"),
-    h("ul", { class: "values" }, series.map((index) => h("li", {}, h("span", { class: `swatch ${colour(index)}`, "aria-hidden": "true" }), number(ahead[0][index])))),
+    hint(ahead.length > 1 ? "The next row, and further rows, each from the forecasts before it:" : "The next row:"),
+    h("ul", { class: "values" }, series.map((index) => h("li", {}, swatch(colour(index)), first[index]))),
   ];
 }

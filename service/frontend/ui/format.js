@@ -11,7 +11,10 @@ export function number(value) {
   return (size >= 1000 ? String(Math.round(value)) : DIGITS.format(value)).replace("-", "−");
 }
 
-export const percent = (share) => (Number.isFinite(share) ? `${(100 * share).toFixed(share > 0 && share < 0.0995 ? 1 : 0)} %` : "–");
+export function percent(share) {
+  const digits = share > 0 && share < 0.0995 ? 1 : 0;
+  return Number.isFinite(share) ? `${(100 * share).toFixed(digits)} %` : "–";
+}
 
 /** Return a score between 0 and 1. */
 export const score = (value) => (Number.isFinite(value) ? value.toFixed(3) : "–");

@@ -1,4 +1,4 @@
-// The input of a model: a text, token ids, or rows of numbers. Each editor has an element and `value()`, which throws InputError.
+// The input of a model: a text, token ids, or rows of numbers. An editor has an element and `value()`, which throws InputError.
 
 import { DrawingPad } from "./draw.js";
 import { button, h } from "./dom.js";
@@ -27,15 +27,16 @@ function field(label, rows, value, submit, hint) {
 
 function textEditor(model, which, label, submit) {
   const { area, head } = field(label, 3, QUESTIONS[which], submit, "");
-  return { element: h("div", { class: "editor" }, head, area), value: () => area.value, focus: () => area.focus() };
+  return { element: h("div", { class: "editor" }, head, area), value: () => area.value };
 }
 
 function idsEditor(model, which, label, submit) {
   const size = model.input.vocabulary;
-  const sample = () => Array.from({ length: Math.min(12, model.input.max_steps) }, () => Math.floor(Math.random() * size)).join(", ");
+  const length = Math.min(12, model.input.max_steps);
+  const sample = () => Array.from({ length }, () => Math.floor(Math.random() * size)).join(", ");
   const { area, head } = field(label, 3, sample(), submit, `0 to ${size - 1}`);
   const tools = h("div", { class: "tools" }, button("Random ids", () => (area.value = sample())));
-  return { element: h("div", { class: "editor" }, head, area, tools), value: () => parseIds(area.value, size), focus: () => area.focus() };
+  return { element: h("div", { class: "editor" }, head, area, tools), value: () => parseIds(area.value, size) };
 }
 
 function featuresEditor(model, which, label, submit) {
@@ -59,10 +60,17 @@ function featuresEditor(model, which, label, submit) {
     area.value = text;
     draw();
   };
-  const file = h("input", { type: "file", accept: ".csv,.tsv,.txt,.json,text/csv", class: "visually-hidden", "aria-label": "CSV file with rows of numbers" });
+  const file = h("input", {
+    type: "file",
+    accept: ".csv,.tsv,.txt,.json,text/csv",
+    class: "visually-hidden",
+    "aria-label": "CSV file with rows of numbers",
+  });
   file.addEventListener("change", async () => {
-    if (file.files[0]?.size > MAX_FILE_BYTES) note.textContent = `The file is larger than ${MAX_FILE_BYTES / 1e6} MB: choose a smaller one.`;
-    else if (file.files[0]) replace(await file.files[0].text());
+    const [chosen] = file.files;
+    const limit = `${MAX_FILE_BYTES / 1e6} MB`;
+    if (chosen?.size > MAX_FILE_BYTES) note.textContent = `The file is larger than ${limit}: choose a smaller one.`;
+    else if (chosen) replace(await chosen.text());
     file.value = "";
   });
   const tools = h(
@@ -74,7 +82,7 @@ function featuresEditor(model, which, label, submit) {
     h("span", { class: "hint" }, "Draw on the plot, or edit the rows."),
   );
   draw();
-  return { element: h("div", { class: "editor" }, head, pad.figure, tools, area), value, focus: () => area.focus() };
+  return { element: h("div", { class: "editor" }, head, pad.figure, tools, area), value };
 }
 
 const sampleSteps = (model) => Math.max(model.min_steps, Math.min(SAMPLE_STEPS, model.input.max_steps));
@@ -84,7 +92,8 @@ function wave(columns, steps, which, phase = 0) {
   return Array.from({ length: steps }, (_, step) =>
     Array.from({ length: columns }, (_, column) => {
       const period = 12 + 5 * (column % 5) + 3 * which;
-      return Math.sin((2 * Math.PI * step) / period + column + phase) * (1 - 0.12 * (column % 4)) + 0.05 * Math.sin(step * 2.7 + column);
+      const size = 1 - 0.12 * (column % 4);
+      return size * Math.sin((2 * Math.PI * step) / period + column + phase) + 0.05 * Math.sin(step * 2.7 + column);
     }),
   );
 }

@@ -1,7 +1,7 @@
 // The service now: latency by stage, rate, queue, batches and devices, from two successive scrapes of /metrics.
 
 import { metrics } from "./api.js";
-import { fill, h } from "./dom.js";
+import { fill, h, hint, span } from "./dom.js";
 import { milliseconds, number, percent } from "./format.js";
 import { barPlot, legend } from "./plot.js";
 import { problem } from "./problem.js";
@@ -21,7 +21,9 @@ const GROUPS = [
 export function measure(before, now) {
   const seconds = now.at - before.at;
   const grown = (name, labels) => growth(before, now, name, labels);
-  const stage = (name) => grown("seqserve_stage_seconds_sum", { stage: name }) / (grown("seqserve_stage_seconds_count", { stage: name }) || NaN);
+  const mean = (name, labels) => grown(`${name}_sum`, labels) / (grown(`${name}_count`, labels) || NaN);
+  const stage = (name) => mean("seqserve_stage_seconds", { stage: name });
+  const engines = Math.max(1, now.sum("seqserve_processes", { process: "engine" }));
   const answered = grown("seqserve_requests_total", { outcome: "ok" });
   return {
     stages: GROUPS.map(([, names]) => 1000 * names.map(stage).reduce((sum, value) => sum + (value || 0), 0)),
@@ -29,9 +31,9 @@ export function measure(before, now) {
     rate: answered / seconds,
     failed: (grown("seqserve_requests_total") - answered) / seconds,
     queue: now.sum("seqserve_queue_depth"),
-    batch: grown("seqserve_batch_sequences_sum") / (grown("seqserve_batch_sequences_count") || NaN),
+    batch: mean("seqserve_batch_sequences"),
     limit: now.sum("seqserve_max_batch_sequences"),
-    busy: Math.min(1, grown("seqserve_busy_seconds_total") / seconds / Math.max(1, now.sum("seqserve_processes", { process: "engine" }))),
+    busy: Math.min(1, grown("seqserve_busy_seconds_total") / seconds / engines),
     sessions: now.sum("seqserve_sessions"),
   };
 }
@@ -88,22 +90,26 @@ export class LivePlots {
     const plain = (pick, shade = "c0") => [{ values: list(pick), class: shade }];
     const stages = GROUPS.map(([, , shade], index) => ({ values: list((one) => one.stages[index]), class: shade }));
     const rates = [...plain((one) => one.rate), ...plain((one) => one.failed, "bad")];
-    const many = last?.failed ? `, ${number(last.failed)} failed` : "";
+    const batch = measured(last, last?.batch, number, "no batch");
     fill(
       this.element,
-      tile("Latency", last ? (Number.isFinite(last.latency) ? milliseconds(last.latency) : "no requests") : "…", stages, "mean, by stage"),
+      tile("Latency", measured(last, last?.latency, milliseconds, "no requests"), stages, "mean, by stage"),
       legend(GROUPS.map(([name, , shade]) => [name, shade])),
-      tile("Requests", last ? `${number(last.rate)} per s${many}` : "…", rates, "answered"),
-      tile("Queue", last ? number(last.queue) : "…", plain((one) => one.queue), "sequences that wait", 1),
-      tile("Batch", last && Number.isFinite(last.batch) ? number(last.batch) : last ? "no batch" : "…", plain((one) => one.batch), last ? `sequences, of at most ${number(last.limit)}` : "sequences"),
-      tile("Device", last ? percent(last.busy) : "…", plain((one) => one.busy), "of the time it computes", 0.1),
-      h("p", { class: "hint" }, `All models, every ${SECONDS} s. Open sessions: ${last ? number(last.sessions) : "…"}.`),
+      tile("Requests", last ? rateOf(last) : "…", rates, "answered"),
+      tile("Queue", measured(last, last?.queue, number), plain((one) => one.queue), "sequences that wait", 1),
+      tile("Batch", batch, plain((one) => one.batch), `sequences, at most ${last ? number(last.limit) : "…"}`),
+      tile("Device", measured(last, last?.busy, percent), plain((one) => one.busy), "of the time it computes", 0.1),
+      hint(`All models, every ${SECONDS} s. Open sessions: ${last ? number(last.sessions) : "…"}.`),
     );
   }
 }
 
+/** Return a value as text, or what stands for it before there are values and where there is none. */
+const measured = (last, value, format, none = "–") => (!last ? "…" : Number.isFinite(value) ? format(value) : none);
+const rateOf = ({ rate, failed }) => `${number(rate)} per s${failed ? `, ${number(failed)} failed` : ""}`;
+
 function tile(name, value, series, note, top) {
-  const number = h("span", { class: /\d/.test(value) ? "tile-value" : "tile-value none" }, value);
-  const caption = h("figcaption", {}, h("span", { class: "tile-name" }, name), number, h("span", { class: "hint" }, note));
+  const shown = span(/\d/.test(value) ? "tile-value" : "tile-value none", value);
+  const caption = h("figcaption", {}, span("tile-name", name), shown, span("hint", note));
   return h("figure", { class: "tile" }, caption, barPlot({ series, slots: SLOTS, top, label: `${name}: ${value}, ${note}` }));
 }

@@ -21,7 +21,13 @@ const live = new LivePlots(byId("live-plots"));
 const code = new CodeTabs(byId("code-tabs"), byId("code"), byId("copy"), byId("copy-status"));
 const list = new ModelList(byId("model-list"), byId("model-search"), byId("model-count"), (model) => choose(model));
 const tryIt = new TryIt(
-  { form: byId("try-form"), editors: byId("editors"), ahead: byId("ahead"), result: byId("result"), status: byId("result-status") },
+  {
+    form: byId("try-form"),
+    editors: byId("editors"),
+    ahead: byId("ahead"),
+    result: byId("result"),
+    status: byId("result-status"),
+  },
   {
     changed: (body) => code.show(shown, body, access.grpc_port),
     answered: ({ stages, elapsed }) => drawWaterfall(byId("waterfall"), stages, elapsed),
@@ -29,7 +35,14 @@ const tryIt = new TryIt(
   },
 );
 const stream = new StreamView(
-  { start: byId("stream-start"), size: byId("stream-size"), rate: byId("stream-rate"), unit: byId("stream-unit"), status: byId("stream-status"), view: byId("stream-view") },
+  {
+    start: byId("stream-start"),
+    size: byId("stream-size"),
+    rate: byId("stream-rate"),
+    unit: byId("stream-unit"),
+    status: byId("stream-status"),
+    view: byId("stream-view"),
+  },
   () => tryIt.sequence(),
 );
 
@@ -93,7 +106,8 @@ function askForKey(error = null) {
   byId("ask-key").hidden = false;
   byId("caller").textContent = "";
   byId("forget-key").hidden = true;
-  fill(byId("key-problem"), error ? problem(new api.ApiError("This service has no such key. Check that it is complete.", error)) : []);
+  const refusal = "This service has no such key. Check that it is complete.";
+  fill(byId("key-problem"), error ? problem(new api.ApiError(refusal, error)) : []);
   byId("key").value = "";
   byId("key").focus();
 }

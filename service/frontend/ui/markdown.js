@@ -1,4 +1,4 @@
-// A model card as elements: the common part of Markdown, read line by line. Everything that is not known stays text, HTML included.
+// A model card as elements: the common part of Markdown, read line by line. Everything else stays text, HTML included.
 
 import { h } from "./dom.js";
 
@@ -20,16 +20,19 @@ export function render(text, level = 2) {
 function readBlock(lines, at, level) {
   const line = lines[at];
   if (!line.trim()) return [null, at + 1];
-  if (line.startsWith("```")) return readFence(lines, at);
-  if (line.startsWith("    ")) return readWhile(lines, at, (one) => one.startsWith("    ") || !one.trim(), (found) => h("pre", { tabindex: "0" }, found.map((one) => one.slice(4)).join("\n").trimEnd()));
   const heading = /^(#{1,6}) (.*)$/.exec(line);
   if (heading) return [h(`h${Math.min(6, heading[1].length + level)}`, {}, inline(heading[2])), at + 1];
+  if (line.startsWith("```")) return readFence(lines, at);
+  if (line.startsWith("    ")) return readWhile(lines, at, (one) => one.startsWith("    ") || !one.trim(), code);
   if (line.startsWith("|")) return readWhile(lines, at, (one) => one.startsWith("|"), table);
+  if (line.startsWith(">")) return readWhile(lines, at, (one) => one.startsWith(">"), quote);
   if (isItem(line)) return readWhile(lines, at, (one) => isItem(one) || /^ {2,}\S/.test(one), list);
-  if (line.startsWith(">")) return readWhile(lines, at, (one) => one.startsWith(">"), (found) => h("blockquote", {}, inline(found.map((one) => one.slice(1)).join(" "))));
-  return readWhile(lines, at, (one, first) => first || (one.trim() && !/^(#{1,6} |```|\|)/.test(one) && !isItem(one)), (found) => h("p", {}, inline(found.join(" "))));
+  return readWhile(lines, at, (one, first) => first || isText(one), (found) => h("p", {}, inline(found.join(" "))));
 }
 
+const isText = (line) => line.trim() && !/^(#{1,6} |```|\|)/.test(line) && !isItem(line);
+const code = (lines) => h("pre", { tabindex: "0" }, lines.map((line) => line.slice(4)).join("\n").trimEnd());
+const quote = (lines) => h("blockquote", {}, inline(lines.map((line) => line.slice(1)).join(" ")));
 const isItem = (line) => /^ {0,3}([-*+]|\d{1,9}[.)]) /.test(line);
 
 function readWhile(lines, at, belongs, make) {
@@ -58,7 +61,8 @@ function table(lines) {
   const hasHead = rows.length > 1 && rows[1].every((cell) => /^:?-+:?$/.test(cell));
   const body = rows.slice(hasHead ? 2 : 0).map((row) => h("tr", {}, row.map((cell) => h("td", {}, inline(cell)))));
   const head = hasHead && h("thead", {}, h("tr", {}, rows[0].map((cell) => h("th", { scope: "col" }, inline(cell)))));
-  return h("div", { class: "table", tabindex: "0", role: "group", "aria-label": "Table" }, h("table", {}, head, h("tbody", {}, body)));
+  const whole = h("table", {}, head, h("tbody", {}, body));
+  return h("div", { class: "table", tabindex: "0", role: "group", "aria-label": "Table" }, whole);
 }
 
 /** Return the pieces of a line: code, links, strong and emphasised text, and plain text. An image becomes a link. */

@@ -1,6 +1,6 @@
 // The list of served models, and the facts about the chosen one.
 
-import { button, empty, fill, h } from "./dom.js";
+import { button, empty, fill, h, span } from "./dom.js";
 import { bytes, count } from "./format.js";
 
 const INPUTS = { text: "text", ids: "token ids", features: "numbers" };
@@ -16,10 +16,14 @@ const HEADS = {
 
 /** Return the models of GET /models with an id each, newest version of a name first. */
 export function identified(models) {
-  return models.map((model) => ({ ...model, id: `${model.name}/${model.version}` })).reverse().sort((a, b) => a.name.localeCompare(b.name));
+  const all = models.map((model) => ({ ...model, id: `${model.name}/${model.version}` }));
+  return all.reverse().sort((a, b) => a.name.localeCompare(b.name));
 }
 
-export const answerOf = (model) => (model.head.multi_label ? "several classes" : model.head.kind === "regress" && model.head.outputs > 1 ? "values" : HEADS[model.head.kind]);
+function answerOf({ head }) {
+  if (head.multi_label) return "several classes";
+  return head.outputs > 1 ? "values" : HEADS[head.kind];
+}
 
 /** The list with its search field. choose: called with the model that the user picks. */
 export class ModelList {
@@ -45,24 +49,25 @@ export class ModelList {
 
   draw() {
     const wanted = this.search.hidden ? "" : this.search.value.trim().toLowerCase();
-    const fits = (model) => [model.name, model.description, ...(model.aliases ?? [])].some((text) => text?.toLowerCase().includes(wanted));
+    const texts = (model) => [model.name, model.description, ...(model.aliases ?? [])];
+    const fits = (model) => texts(model).some((text) => text?.toLowerCase().includes(wanted));
     const found = this.models.filter(fits);
     const broken = this.unavailable.filter(fits);
     const items = [...found.map((model) => this.item(model)), ...broken.map(brokenItem)];
-    fill(this.list, items);
-    if (!items.length) fill(this.list, h("li", {}, empty(wanted ? "No model has this in its name." : "No model is served. Put one into the models folder.")));
-    this.status.textContent = wanted ? `${found.length} of ${count(this.models.length, "model")}` : count(this.models.length, "model");
+    const none = wanted ? "No model has this in its name." : "No model is served. Put one into the models folder.";
+    fill(this.list, items.length ? items : h("li", {}, empty(none)));
+    const all = count(this.models.length, "model");
+    this.status.textContent = wanted ? `${found.length} of ${all}` : all;
     this.mark(this.models.find((model) => model.id === this.chosen));
   }
 
   item(model) {
-    const notes = [`${INPUTS[model.input.kind]} → ${answerOf(model)}`, !model.ready && "loading", model.streams && "streams"].filter(Boolean);
-    const shared = this.models.filter((other) => other.name === model.name).length > 1;
-    return h(
-      "li",
-      {},
-      button([h("span", { class: "model-name" }, model.name, shared && h("span", { class: "version" }, ` v${model.version}`)), h("span", { class: "model-note" }, notes.join(" · "))].flat(), () => this.choose(model), { "data-id": model.id }),
-    );
+    const does = `${INPUTS[model.input.kind]} → ${answerOf(model)}`;
+    const notes = [does, !model.ready && "loading", model.streams && "streams"].filter(Boolean);
+    const versions = this.models.filter((other) => other.name === model.name).length;
+    const name = nameOf(model.name, versions > 1 && model.version);
+    const label = [name, span("model-note", notes.join(" · "))];
+    return h("li", {}, button(label, () => this.choose(model), { "data-id": model.id }));
   }
 
   /** Move the focus with the arrow keys. */
@@ -77,16 +82,18 @@ export class ModelList {
   }
 }
 
-function brokenItem(entry) {
-  const name = h("span", { class: "model-name" }, entry.name, entry.version && h("span", { class: "version" }, ` v${entry.version}`));
-  return h("li", { class: "broken" }, name, h("span", { class: "model-note" }, `cannot be served: ${entry.reason}`));
+const nameOf = (name, version) => span("model-name", name, version && span("version", ` v${version}`));
+
+function brokenItem({ name, version, reason }) {
+  return h("li", { class: "broken" }, nameOf(name, version), span("model-note", `cannot be served: ${reason}`));
 }
 
 /** Return one line: what a model is made of and where it runs. */
 export function summaryOf(model) {
   const kinds = model.layers.map(({ kind }) => kind.replaceAll("_", " ")).join(" → ");
   const place = model.device ? `on ${model.device}` : "not loaded yet";
-  return [kinds, `${model.precision}, ${bytes(model.weight_bytes)}`, place, model.streams ? "takes streams" : "whole sequences only"].join(" · ");
+  const size = `${model.precision}, ${bytes(model.weight_bytes)}`;
+  return [kinds, size, place, model.streams ? "takes streams" : "whole sequences only"].join(" · ");
 }
 
 /** Show what a model takes, computes and answers. */
@@ -105,8 +112,12 @@ export function showFacts(list, model) {
 }
 
 function inputOf({ input, min_steps: least }) {
-  const kind = { text: "text", ids: `token ids below ${input.vocabulary}`, features: `rows of ${count(input.features, "number")}` }[input.kind];
-  return `${kind}, ${least > 1 ? `${least} to ` : "up to "}${input.max_steps} steps`;
+  const kinds = {
+    text: "text",
+    ids: `token ids below ${input.vocabulary}`,
+    features: `rows of ${count(input.features, "number")}`,
+  };
+  return `${kinds[input.kind]}, ${least > 1 ? `${least} to ` : "up to "}${input.max_steps} steps`;
 }
 
 function answer(model) {
@@ -120,10 +131,12 @@ function layer({ kind, ...values }) {
   const size = values.hidden ?? values.filters ?? values.width ?? "";
   const levels = values.depth ?? values.levels ?? 1;
   const window = values.filters ? (values.widths?.join(", ") ?? values.width) : null;
-  const notes = [window && `width ${window}`, levels > 1 && `${levels} levels`, values.bidirectional && "both directions"].filter(Boolean);
+  const all = [window && `width ${window}`, levels > 1 && `${levels} levels`, values.bidirectional && "both directions"];
+  const notes = all.filter(Boolean);
   return `${kind.replaceAll("_", " ")} ${size}`.trim() + (notes.length ? ` (${notes.join(", ")})` : "");
 }
 
 function kernels({ backends, layers }) {
-  return backends.map((entry) => entry.replace(/^layers\.(\d+)/, (whole, index) => layers[index]?.kind.replaceAll("_", " ") ?? whole)).join(", ");
+  const name = (whole, index) => layers[index]?.kind.replaceAll("_", " ") ?? whole;
+  return backends.map((entry) => entry.replace(/^layers\.(\d+)/, name)).join(", ");
 }

@@ -1,12 +1,14 @@
-// Plots as SVG: lines over steps, and areas on top of each other. The numbers are in the text beside a plot too, for screen readers.
+// Plots as SVG: lines over steps, and bars on top of each other. Each has a label that says what it shows.
 
-import { h, svg } from "./dom.js";
+import { h, svg, swatch } from "./dom.js";
 import { number } from "./format.js";
 
 export const COLOURS = 8;
 export const WIDTH = 600;
 /** Space above the highest and below the lowest value. */
 export const EDGE = 8;
+/** Space between two bars. */
+const GAP = 0.6;
 export const colour = (index) => `c${index % COLOURS}`;
 
 /** Return the least and the largest finite value of lists, never equal. */
@@ -35,9 +37,14 @@ function path(points) {
   return d;
 }
 
+/** Return the lines of the first columns of rows. */
+export function columnLines(rows, columns) {
+  return Array.from({ length: columns }, (_, index) => ({ values: rows.map((row) => row[index]), class: colour(index) }));
+}
+
 /**
- * Return a figure of lines. lines: {values, class, from} each, from: the step of its first value, or {values, class, at}, at: the step of
- * each. marks: {step, value, class}. steps: how many steps the horizontal axis has.
+ * Return a plot of lines. lines: {values, class} each, with `from`, the step of the first value, or `at`, the step of each.
+ * marks: {step, value, class}. steps: how many the horizontal axis has.
  */
 export function linePlot({ lines, marks = [], steps, label, height = 150, range }) {
   const [low, high] = range ?? rangeOf([...lines.map((line) => line.values), marks.map((mark) => mark.value)]);
@@ -45,25 +52,37 @@ export function linePlot({ lines, marks = [], steps, label, height = 150, range 
   const y = (value) => EDGE + ((height - 2 * EDGE) * (high - value)) / (high - low);
   const levels = [high, low, ...(low < 0 && high > 0 ? [0] : [])];
   const grid = levels.map((value) => svg("line", { x1: 0, x2: WIDTH, y1: y(value), y2: y(value), class: "grid" }));
-  const drawn = lines.map(({ values, from = 0, at, class: name }) => svg("path", { class: `line ${name}`, d: path(values.map((value, index) => [x(at ? at[index] : from + index), y(value)])) }));
+  const points = ({ values, from = 0, at }) => values.map((value, index) => [x(at ? at[index] : from + index), y(value)]);
+  const drawn = lines.map((line) => svg("path", { class: `line ${line.class}`, d: path(points(line)) }));
   // A line without length has round ends, which stay round when the drawing is stretched.
-  const dots = marks.filter((mark) => Number.isFinite(mark.value)).map((mark) => svg("path", { class: `dot ${mark.class}`, d: `M${x(mark.step)} ${y(mark.value)}h0.01` }));
-  const drawing = svg("svg", { viewBox: `0 0 ${WIDTH} ${height}`, height, preserveAspectRatio: "none", role: "img", "aria-label": label }, grid, drawn, dots);
-  const axis = [high, low].map((value, index) => h("span", { class: index ? "axis low" : "axis high", "aria-hidden": "true" }, number(value)));
-  return h("div", { class: "plot" }, axis, drawing);
+  const dot = (mark) => svg("path", { class: `dot ${mark.class}`, d: `M${x(mark.step)} ${y(mark.value)}h0.01` });
+  const dots = marks.filter((mark) => Number.isFinite(mark.value)).map(dot);
+  const end = (value, name) => h("span", { class: `axis ${name}`, "aria-hidden": "true" }, number(value));
+  const axis = [end(high, "high"), end(low, "low")];
+  return h("div", { class: "plot" }, axis, drawing({ width: WIDTH, height, label }, grid, drawn, dots));
 }
 
-/** Return a small plot of bars, newest last. The values of all series at one time stand on top of each other. top: the highest at least. */
+/** Return a drawing that is stretched to the width of its place. */
+function drawing({ width, height, label, class: name = null }, ...shapes) {
+  const size = { viewBox: `0 0 ${width} ${height}`, height, preserveAspectRatio: "none" };
+  return svg("svg", { ...size, class: name, role: "img", "aria-label": label }, shapes);
+}
+
+/** Return a small plot of bars, newest last. The values of all series at one time are stacked. top: the highest at least. */
 export function barPlot({ series, label, slots, top = 0, width = 240, height = 48 }) {
   const totals = Array.from({ length: slots }, () => 0);
-  const bars = series.map(({ values, class: name }) => ({ name, bars: values.map((value, index) => stacked(totals, slots - values.length + index, value)) }));
+  const stack = ({ values }) => values.map((value, index) => stacked(totals, slots - values.length + index, value));
+  const stacks = series.map(stack);
   const scale = height / (Math.max(top, ...totals) || 1);
   const slot = width / slots;
-  const areas = bars.map(({ name, bars: stack }) => {
-    const boxes = stack.filter((one) => one.size > 0).map(({ at, from, size }) => `M${(at * slot).toFixed(1)} ${(height - from * scale).toFixed(1)}h${(slot - 0.6).toFixed(1)}v${(-size * scale).toFixed(2)}h${(0.6 - slot).toFixed(1)}z`);
-    return svg("path", { class: `area ${name}`, d: boxes.join("") });
-  });
-  return svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label, class: "spark", preserveAspectRatio: "none" }, svg("line", { x1: 0, x2: width, y1: height, y2: height, class: "grid" }), areas);
+  const box = ({ at, from, size }) => {
+    const [left, bottom, side] = [at * slot, height - from * scale, slot - GAP].map((one) => one.toFixed(2));
+    return `M${left} ${bottom}h${side}v${(-size * scale).toFixed(2)}h-${side}z`;
+  };
+  const shape = (bars) => bars.filter((one) => one.size > 0).map(box).join("");
+  const areas = stacks.map((bars, index) => svg("path", { class: `area ${series[index].class}`, d: shape(bars) }));
+  const ground = svg("line", { x1: 0, x2: width, y1: height, y2: height, class: "grid" });
+  return drawing({ width, height, label, class: "spark" }, ground, areas);
 }
 
 function stacked(totals, at, value) {
@@ -74,5 +93,5 @@ function stacked(totals, at, value) {
 
 /** Return the names of colours: [name, class] each. */
 export function legend(entries) {
-  return h("ul", { class: "legend" }, entries.map(([name, swatch]) => h("li", {}, h("span", { class: `swatch ${swatch}`, "aria-hidden": "true" }), name)));
+  return h("ul", { class: "legend" }, entries.map(([name, shade]) => h("li", {}, swatch(shade), name)));
 }

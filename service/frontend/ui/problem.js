@@ -19,13 +19,9 @@ const TITLES = {
 export function problem(error, retry = null) {
   const again = retry && error.isTemporary ? button("Try again", retry) : null;
   if (again && error.retryAfter) wait(again, error.retryAfter);
-  return h(
-    "div",
-    { class: "problem", role: "alert" },
-    h("p", { class: "problem-title" }, TITLES[error.status] ?? "The request failed", error.field ? h("code", {}, error.field) : null),
-    h("p", {}, sentence(error.message)),
-    again,
-  );
+  const field = error.field && h("code", {}, error.field);
+  const title = h("p", { class: "problem-title" }, TITLES[error.status] ?? "The request failed", field);
+  return h("div", { class: "problem", role: "alert" }, title, h("p", {}, sentence(error.message)), again);
 }
 
 const sentence = (text) => (/[.!?]$/.test(text) ? text : `${text}.`);

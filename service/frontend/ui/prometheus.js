@@ -13,27 +13,29 @@ export function parseMetrics(text) {
 }
 
 function parseLabels(text) {
-  return Object.fromEntries([...text.matchAll(/(\w+)="((?:[^"\\]|\\.)*)"/g)].map(([, name, value]) => [name, value.replace(/\\(.)/g, (_, escaped) => (escaped === "n" ? "\n" : escaped))]));
+  const pairs = [...text.matchAll(/(\w+)="((?:[^"\\]|\\.)*)"/g)];
+  return Object.fromEntries(pairs.map(([, name, value]) => [name, unescaped(value)]));
 }
+
+const unescaped = (value) => value.replace(/\\(.)/g, (_, escaped) => (escaped === "n" ? "\n" : escaped));
 
 /** The samples of one scrape. at: its time in seconds. */
 export class Scrape {
   constructor(text, at) {
     this.at = at;
-    this.byName = Map.groupBy ? Map.groupBy(parseMetrics(text), (sample) => sample.name) : grouped(parseMetrics(text));
+    this.byName = new Map();
+    for (const sample of parseMetrics(text)) {
+      if (!this.byName.has(sample.name)) this.byName.set(sample.name, []);
+      this.byName.get(sample.name).push(sample);
+    }
   }
 
   /** Return the sum of a series over all label sets with these labels; 0 if there are none. */
   sum(name, labels = {}) {
     const wanted = Object.entries(labels);
-    return (this.byName.get(name) ?? []).reduce((sum, sample) => (wanted.every(([label, value]) => sample.labels[label] === value) ? sum + sample.value : sum), 0);
+    const fits = (sample) => wanted.every(([label, value]) => sample.labels[label] === value);
+    return (this.byName.get(name) ?? []).filter(fits).reduce((sum, sample) => sum + sample.value, 0);
   }
-}
-
-function grouped(samples) {
-  const groups = new Map();
-  for (const sample of samples) groups.set(sample.name, [...(groups.get(sample.name) ?? []), sample]);
-  return groups;
 }
 
 /** Return what a counter grew by from one scrape to the next. Never negative: after a restart of the service it begins at 0. */

@@ -1,15 +1,16 @@
 // The answer to a request, drawn as the head of the model needs it.
 
-import { bar, classBars, labelled } from "./classes.js";
-import { empty, h } from "./dom.js";
+import { bar, classBars } from "./classes.js";
+import { empty, h, headline, hint } from "./dom.js";
 import { forecast } from "./forecast.js";
 import { count, number } from "./format.js";
 import { candidates, spanOf, tagged } from "./steps.js";
 import { comparison, heatmap } from "./vectors.js";
 
 const MAX_VALUES = 24;
+const NOT_FINITE = "The answer has values that are no finite numbers: this input is outside of what the model can compute.";
 
-/** Return the elements of an answer. sent: the sequences; tokens: of each text, as POST /tokens names them; ahead: forecast rows. */
+/** Return the elements of an answer. sent: the sequences; tokens: of each text, from POST /tokens; ahead: forecast rows. */
 export function drawAnswer(model, outputs, sent, { tokens = null, ahead = null } = {}) {
   const [output] = outputs;
   const draw = {
@@ -26,7 +27,7 @@ export function drawAnswer(model, outputs, sent, { tokens = null, ahead = null }
 
 /** Return what each step of a sequence shows: {text, gap}, gap: the text between it and the step before. */
 export function stepsOf(model, sequence, tokens) {
-  if (Array.isArray(sequence)) return sequence.map((step) => ({ text: Array.isArray(step) ? step.map(number).join(" ") : String(step), gap: " " }));
+  if (Array.isArray(sequence)) return sequence.map((step) => ({ text: [step].flat().join(" "), gap: " " }));
   if (!tokens?.offsets) return null;
   const characters = Array.from(sequence); // offsets count code points
   let end = 0;
@@ -39,9 +40,9 @@ export function stepsOf(model, sequence, tokens) {
 
 function regression({ value }, sequence, ahead) {
   const values = [value].flat();
-  if (!values.every(Number.isFinite)) return empty("The answer has values that are no finite numbers: this input is outside of what the model can compute.");
+  if (!values.every(Number.isFinite)) return empty(NOT_FINITE);
   if (ahead && sequence.length) return forecast(sequence, ahead);
-  return values.length === 1 ? h("p", { class: "headline" }, labelled("value", number(values[0]))) : valueBars(values);
+  return values.length === 1 ? headline("value", number(values[0])) : valueBars(values);
 }
 
 /** Values that stand beside each other: the bars have the lengths of their sizes. */
@@ -49,17 +50,19 @@ function valueBars(values) {
   const shown = values.slice(0, MAX_VALUES);
   const most = Math.max(...values.map(Math.abs), 1e-9);
   const rest = values.length - shown.length;
-  return [
-    h("ul", { class: "bars" }, shown.map((value, index) => bar(`value ${index + 1}`, Math.abs(value) / most, value > 0, number(value)))),
-    rest > 0 && h("p", { class: "hint" }, `and ${count(rest, "more value")}`),
-  ];
+  const bars = shown.map((value, index) => bar(`value ${index + 1}`, Math.abs(value) / most, value > 0, number(value)));
+  return [h("ul", { class: "bars" }, bars), rest > 0 && hint(`and ${count(rest, "more value")}`)];
+}
+
+function classes({ label, labels, score }) {
+  return labels ? `Classes: ${labels.join(", ") || "none"}` : `Class: ${label}, score ${number(score)}`;
 }
 
 /** Return one line about an answer, for screen readers. */
 export function summary(model, outputs) {
   const [output] = outputs;
   return {
-    classify: () => (output.labels ? `Classes: ${output.labels.join(", ") || "none"}` : `Class: ${output.label}, score ${number(output.score)}`),
+    classify: () => classes(output),
     regress: () => `Value: ${[output.value].flat().slice(0, 8).map(number).join(", ")}`,
     tag: () => count(output.labels.length, "label"),
     span: () => `Steps ${output.start} to ${output.end}, score ${number(output.score)}`,

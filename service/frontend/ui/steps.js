@@ -1,7 +1,7 @@
 // Answers with something for each step: labels on tokens, a span in a text, and candidates for the next token.
 
 import { bar } from "./classes.js";
-import { empty, h } from "./dom.js";
+import { empty, h, hint, span } from "./dom.js";
 import { count, score } from "./format.js";
 import { colour, legend } from "./plot.js";
 
@@ -15,10 +15,17 @@ export function tagged(head, output, steps) {
   const shade = (label) => colour(head.labels.indexOf(label));
   const items = labels.slice(0, MAX_STEPS).flatMap((label, index) => [
     aligned[index].gap,
-    h("span", { class: `token ${shade(label)}`, title: `${label}, score ${score(scores[index])}` }, h("span", { class: "token-text" }, aligned[index].text), h("span", { class: "token-label" }, label)),
+    token(aligned[index].text, label, scores[index], shade(label)),
   ]);
   const used = head.labels.filter((label) => labels.includes(label));
-  return [h("p", { class: "tokens" }, items), more(labels.length), legend(used.map((label) => [`${label} (${labels.filter((one) => one === label).length})`, shade(label)]))];
+  const times = (label) => labels.filter((one) => one === label).length;
+  const names = used.map((label) => [`${label} (${times(label)})`, shade(label)]);
+  return [h("p", { class: "tokens" }, items), more(labels.length), legend(names)];
+}
+
+function token(text, label, value, shade) {
+  const title = `${label}, score ${score(value)}`;
+  return h("span", { class: `token ${shade}`, title }, span("token-text", text), span("token-label", label));
 }
 
 /** Return a sequence with its span marked. */
@@ -27,10 +34,9 @@ export function spanOf({ start, end, score: value }, steps) {
   const part = (list) => list.map((step, index) => (index ? step.gap : "") + step.text).join("");
   const [before, inside, after] = [steps.slice(0, start), steps.slice(start, end + 1), steps.slice(end + 1)];
   const where = start === end ? `step ${start}` : `steps ${start} to ${end}`;
-  return [
-    h("p", { class: "passage" }, part(before), before.length ? inside[0].gap : "", h("mark", {}, part(inside)), after.length ? after[0].gap : "", part(after)),
-    h("p", { class: "hint" }, `${where} of ${steps.length}, score ${score(value)}`),
-  ];
+  const marked = h("mark", {}, part(inside));
+  const text = [part(before), before.length ? inside[0].gap : "", marked, after.length ? after[0].gap : "", part(after)];
+  return [h("p", { class: "passage" }, text), hint(`${where} of ${steps.length}, score ${score(value)}`)];
 }
 
 /** Return the likeliest next tokens. tokens: their texts, null for a model without a tokenizer. */
@@ -42,4 +48,4 @@ export function candidates({ ids, scores }, tokens) {
 
 const shown = (text) => (text.trim() === text && text ? text : JSON.stringify(text));
 
-const more = (steps) => steps > MAX_STEPS && h("p", { class: "hint" }, `the first ${MAX_STEPS} of ${count(steps, "step")}`);
+const more = (steps) => steps > MAX_STEPS && hint(`the first ${MAX_STEPS} of ${count(steps, "step")}`);

@@ -1,15 +1,21 @@
 // A live stream: the sequence of the editor goes over a WebSocket in chunks, and each answer is drawn as it comes.
 
 import { ApiError, openStream } from "./api.js";
-import { empty, fill, h } from "./dom.js";
+import { empty, fill, h, hint } from "./dom.js";
 import { count, milliseconds } from "./format.js";
-import { colour, legend, linePlot } from "./plot.js";
+import { colour, columnLines, legend, linePlot } from "./plot.js";
 import { problem } from "./problem.js";
 import { drawAnswer } from "./results.js";
 
 const SHOWN = 160;
 const MAX_UNANSWERED = 16;
 const MAX_LINES = 6;
+const STATUS = { session_lost: 409, session_expired: 404 };
+const REASONS = {
+  1006: "The connection was lost, or the service refused the stream.",
+  1008: "The key of this stream is no longer valid.",
+  1012: "The service shuts down.",
+};
 
 export class StreamView {
   /** elements: start (a button), size, rate (inputs), unit, status, view. sequence: returns what to send, or throws. */
@@ -74,7 +80,7 @@ export class StreamView {
   receive(reply) {
     const elapsed = performance.now() - this.sentAt.shift();
     if (reply.error) {
-      this.fail(new ApiError(reply.error, { status: { session_lost: 409, session_expired: 404 }[reply.code] ?? 503, code: reply.code }));
+      this.fail(new ApiError(reply.error, { status: STATUS[reply.code] ?? 503, code: reply.code }));
       return;
     }
     this.times = [...this.times, elapsed].slice(-50);
@@ -88,35 +94,38 @@ export class StreamView {
 
   draw(reply) {
     const median = [...this.times].sort((a, b) => a - b)[Math.floor(this.times.length / 2)];
-    const facts = `${count(reply.session.steps, "step")} in ${count(this.chunks, "chunk")}, answered in ${milliseconds(median)} (median)`;
-    fill(this.view, h("p", { class: "hint", id: "stream-facts" }, facts), this.drawInputs(), this.drawAnswers(reply.outputs[0]));
+    const sent = `${count(reply.session.steps, "step")} in ${count(this.chunks, "chunk")}`;
+    const facts = h("p", { class: "hint", id: "stream-facts" }, `${sent}, answered in ${milliseconds(median)} (median)`);
+    fill(this.view, facts, this.drawInputs(), this.drawAnswers(reply.outputs[0]));
   }
 
   drawInputs() {
     const columns = this.model.input.features;
-    if (!columns) return h("p", { class: "hint" }, `… ${this.inputs.slice(-24).join(" ")}`);
-    const lines = Array.from({ length: Math.min(columns, MAX_LINES) }, (_, index) => ({ values: this.inputs.map((row) => row[index]), from: SHOWN - this.inputs.length, class: colour(index) }));
-    return h("figure", {}, h("figcaption", { class: "hint" }, "sent"), linePlot({ lines, steps: SHOWN, height: 110, label: "The last steps that were sent" }));
+    if (!columns) return hint(`… ${this.inputs.slice(-24).join(" ")}`);
+    const from = SHOWN - this.inputs.length;
+    const lines = columnLines(this.inputs, Math.min(columns, MAX_LINES)).map((line) => ({ ...line, from }));
+    return figure("sent", linePlot({ lines, steps: SHOWN, height: 110, label: "The last steps that were sent" }));
   }
 
   /** Answers that are numbers are drawn over time, all others as the newest alone. */
   drawAnswers(output) {
-    const { head } = this.model;
-    const series = head.kind === "classify" ? head.labels.slice(0, MAX_LINES) : head.kind === "regress" ? [output.value].flat().slice(0, MAX_LINES) : [];
-    if (!series.length) return drawAnswer(this.model, [output], [this.chunk]);
-    const value = (answer, index) => (head.kind === "classify" ? answer.scores[series[index]] : [answer.value].flat()[index]);
+    const names = seriesOf(this.model.head, output).slice(0, MAX_LINES);
+    if (!names.length) return drawAnswer(this.model, [output], [this.chunk]);
+    const isClass = Boolean(output.scores);
+    const value = (answer, index) => (isClass ? answer.scores[names[index]] : [answer.value].flat()[index]);
     const answers = this.answers.filter((answer) => answer.steps > this.at - SHOWN);
     const at = answers.map((answer) => SHOWN - 1 - (this.at - answer.steps));
-    const lines = series.map((_, index) => ({ values: answers.map((answer) => value(answer, index)), at, class: colour(index) }));
-    const names = series.map((name, index) => [head.kind === "classify" ? name : `value ${index + 1}`, colour(index)]);
-    const range = head.kind === "classify" ? [0, 1] : undefined;
-    return h("figure", {}, h("figcaption", { class: "hint" }, "answered"), linePlot({ lines, steps: SHOWN, height: 140, range, label: "The answers to the last chunks" }), legend(names));
+    const values = (index) => answers.map((answer) => value(answer, index));
+    const lines = names.map((_, index) => ({ values: values(index), at, class: colour(index) }));
+    const range = isClass ? [0, 1] : undefined;
+    const plot = linePlot({ lines, steps: SHOWN, height: 140, range, label: "The answers to the last chunks" });
+    return figure("answered", plot, legend(names.map((name, index) => [name, colour(index)])));
   }
 
   closed(event) {
     if (event.code === 1000) return this.stop("Ended");
-    const reasons = { 1008: "The key of this stream is no longer valid.", 1012: "The service shuts down.", 1006: "The connection was lost, or the service refused the stream." };
-    return this.fail(new ApiError(event.reason || reasons[event.code] || `The service closed the stream with code ${event.code}.`, { status: 503 }));
+    const reason = event.reason || REASONS[event.code] || `The service closed the stream with code ${event.code}.`;
+    return this.fail(new ApiError(reason, { status: 503 }));
   }
 
   fail(error) {
@@ -137,4 +146,12 @@ export class StreamView {
   say(message) {
     this.status.textContent = message;
   }
+}
+
+const figure = (name, ...content) => h("figure", {}, h("figcaption", { class: "hint" }, name), content);
+
+/** Return the names of the numbers in an answer that are drawn over time, none for other answers. */
+function seriesOf(head, output) {
+  if (head.kind === "classify") return head.labels;
+  return head.kind === "regress" ? [output.value].flat().map((_, index) => `value ${index + 1}`) : [];
 }

@@ -28,7 +28,8 @@ function parseJson(text) {
 function checked(rows, columns, skipped = 0) {
   rows.forEach((row, index) => {
     const line = `Line ${index + 1 + skipped}`;
-    if (row.length !== columns) throw new InputError(`${line} has ${count(row.length, "number")} and this model takes ${columns}.`);
+    const has = `${line} has ${count(row.length, "number")}`;
+    if (row.length !== columns) throw new InputError(`${has} and this model takes ${columns}.`);
     if (!row.every(Number.isFinite)) throw new InputError(`${line} has something that is no number.`);
   });
   return rows;
@@ -41,7 +42,7 @@ export function parseIds(text, vocabulary) {
   const entries = text.replace(/[[\]]/g, " ").split(/[\s,;]+/).filter(Boolean);
   return entries.map((entry) => {
     const id = Number(entry);
-    if (!/^\d+$/.test(entry) || id >= vocabulary) throw new InputError(`${entry} is no token id of this model: use whole numbers from 0 to ${vocabulary - 1}.`);
-    return id;
+    if (/^\d+$/.test(entry) && id < vocabulary) return id;
+    throw new InputError(`${entry} is no token id of this model: use whole numbers from 0 to ${vocabulary - 1}.`);
   });
 }

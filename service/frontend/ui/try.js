@@ -10,7 +10,10 @@ import { drawAnswer, summary } from "./results.js";
 import { InputError } from "./table.js";
 
 export class TryIt {
-  /** elements: form, editors, ahead (a choice), result, status. events: changed(body) after each edit, answered({stages, elapsed}) after an answer, ended() after each run. */
+  /**
+   * elements: form, editors, ahead (a choice), result, status. events: changed(body) after each edit,
+   * answered({stages, elapsed}) after an answer, ended() after each run.
+   */
   constructor(elements, events) {
     Object.assign(this, elements, { events, model: null, running: null });
     this.ahead.append(...STEPS.map((steps) => h("option", { value: steps, selected: steps === 12 }, count(steps, "row"))));
@@ -77,8 +80,9 @@ export class TryIt {
       this.events.answered(answered);
     } catch (error) {
       if (error.name === "AbortError" || this.running !== running) return;
+      if (!(error instanceof InputError || error instanceof api.ApiError)) throw error;
       const shown = error instanceof InputError ? new api.ApiError(error.message, { status: 400 }) : error;
-      fill(this.result, shown instanceof api.ApiError ? problem(shown, () => this.run()) : h("p", { class: "problem" }, String(shown)));
+      fill(this.result, problem(shown, () => this.run()));
       this.status.textContent = "";
     } finally {
       if (this.running === running) this.result.removeAttribute("aria-busy");
@@ -89,9 +93,12 @@ export class TryIt {
   /** Return what an answer is drawn with: the tokens that it is about, or the rows that continue a series. */
   async extras(body, outputs, signal) {
     const { input, head } = this.model;
-    if (continues(this.model) && body.inputs[0].length) return { ahead: await forecastRows(this.model, body, outputs[0], Number(this.ahead.value), signal) };
+    if (continues(this.model) && body.inputs[0].length) {
+      return { ahead: await forecastRows(this.model, body, outputs[0], Number(this.ahead.value), signal) };
+    }
     if (input.kind !== "text" || !["tag", "span", "next"].includes(head.kind)) return {};
     const { inputs, ...model } = body;
-    return { tokens: (await api.tokens({ ...model, inputs: head.kind === "next" ? outputs.map((output) => output.ids) : inputs })).outputs };
+    const named = await api.tokens({ ...model, inputs: head.kind === "next" ? outputs.map((output) => output.ids) : inputs });
+    return { tokens: named.outputs };
   }
 }

@@ -1,6 +1,6 @@
 // Where the time of the last request went: a bar for each stage, each beginning where the one before ends.
 
-import { empty, fill, h } from "./dom.js";
+import { empty, fill, h, headline, hint, span } from "./dom.js";
 import { milliseconds } from "./format.js";
 
 const NAMES = {
@@ -31,9 +31,9 @@ export function drawWaterfall(element, stages, elapsed) {
   const outside = Math.max(0, elapsed - total);
   return fill(
     element,
-    h("p", { class: "headline" }, h("span", { class: "headline-name" }, "in the service"), h("span", { class: "headline-value" }, milliseconds(total))),
+    headline("in the service", milliseconds(total)),
     h("ol", { class: "waterfall" }, bars),
-    h("p", { class: "hint" }, `and ${milliseconds(outside)} in the network and the browser`),
+    hint(`and ${milliseconds(outside)} in the network and the browser`),
   );
 }
 
@@ -41,5 +41,5 @@ function bar(name, meaning, begin, share, duration) {
   const line = h("span", { class: "span", "aria-hidden": "true" });
   line.style.setProperty("--begin", begin);
   line.style.setProperty("--share", share);
-  return h("li", { title: meaning }, h("span", { class: "stage" }, name), h("span", { class: "lane" }, line), h("span", { class: "bar-value" }, milliseconds(duration)));
+  return h("li", { title: meaning }, span("stage", name), span("lane", line), span("bar-value", milliseconds(duration)));
 }

@@ -12,7 +12,7 @@ from service.frontend.ui.page import MEDIA_TYPES, read_assets
 from tests.serving import Server, serving
 
 ROOT = Path(__file__).parents[3]
-MAX_LINES = 250
+MAX_LINES, MAX_COLUMNS = 250, 128
 MAX_PICTURE_BYTES = 150_000
 SCRIPTS = {name: asset.content.decode() for name, asset in read_assets().items() if name.endswith(".js")}
 FILES = sorted(read_assets())
@@ -92,5 +92,7 @@ def test_pictures_of_the_page_are_small_and_used() -> None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_file_is_short(name: str) -> None:
-    limit = 2 * MAX_LINES if name.endswith(".css") else MAX_LINES
-    assert len(read_assets()[name].content.decode().splitlines()) <= limit
+    lines = read_assets()[name].content.decode().splitlines()
+    if name.endswith(".js"):
+        assert len(lines) <= MAX_LINES and max(map(len, lines)) <= MAX_COLUMNS
+    assert len(lines) <= 2 * MAX_LINES
