@@ -144,7 +144,7 @@ def test_openapi_describes_every_route(server: Server) -> None:
     assert [parameter["name"] for parameter in parameters if parameter["required"]] == ["model"]
     assert {path for path in schema["paths"] if not path.startswith("/v2")} == {
         *("/infer", "/stream", "/sessions/{id}/state", "/sessions/{id}/fork"),
-        *("/models", "/healthz", "/readyz", "/metrics"),
+        *("/models", "/models/{name}/card", "/tokens", "/access", "/healthz", "/readyz", "/metrics"),
     }
 
 
@@ -310,7 +310,7 @@ def test_other_method_gets_405_with_the_allowed_method(server: Server, method: s
     assert answer.headers["allow"] == "POST"
 
 
-@pytest.mark.parametrize("path", ["/", "/infer/x", "/v3", "/models/words", "/../etc/passwd", "/%00"])
+@pytest.mark.parametrize("path", ["/ui", "/infer/x", "/v3", "/models/words", "/../etc/passwd", "/%00"])
 def test_unknown_path_gets_404(server: Server, path: str) -> None:
     refused(server.client.get(path), 404, "unknown_route", "/docs")
 

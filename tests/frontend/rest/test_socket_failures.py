@@ -72,7 +72,7 @@ class Connection:
     def close_code(self) -> CloseCode | None:
         return self._close_code
 
-    async def accept(self) -> None:
+    async def accept(self, subprotocol: str | None = None) -> None:
         """Accept the handshake."""
 
     async def receive(self) -> dict[str, Any]:
