@@ -104,6 +104,10 @@ class Counter(Series):
     def add(self, *labels: str, by: float = 1.0) -> None:
         self._at(labels, 1)[0] += by
 
+    def raise_to(self, total: float, *labels: str) -> None:
+        """Take over a total that this process counts elsewhere."""
+        self._at(labels, 1)[0] = total
+
 
 class Gauge(Series):
     """A current level. `/metrics` shows the sum over all live processes, or the largest value of a gauge that is `alike` in all of them."""
@@ -198,7 +202,16 @@ class Metrics:
         self.backlog_seconds = Gauge(
             "seqserve_backlog_seconds", "Predicted time of all work that waits or runs in an engine.", ("engine",)
         )
+        self.device_busy_seconds = Counter(
+            "seqserve_device_busy_seconds", "Time in which the device of an engine ran batches.", ("engine",)
+        )
         self.denied = Counter("seqserve_denied", "Requests that were refused for their key, host or origin.", ("reason",))
+        key = ("tenant", "key")
+        self.key_requests = Counter("seqserve_key_requests", "Valid requests of a key, those beyond its quotas included.", key)
+        self.key_tokens = Counter("seqserve_key_tokens", "Time steps in the valid requests of a key.", key)
+        self.quota_exceeded = Counter(
+            "seqserve_quota_exceeded", "Requests that exceeded a quota of their key.", (*key, "quota")
+        )
         self.refused = Counter("seqserve_refused", "Requests that an engine refused before they ran.", ("reason",))
         self.failed = Counter("seqserve_failed", "Requests for which the model raised an exception.", model)
         self.engine_errors = Counter(

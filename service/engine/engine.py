@@ -72,6 +72,10 @@ class Engine(Protocol):
         """When the device began its current batch, on the clock of time.monotonic, and the predicted seconds; None without one."""
 
     @property
+    def busy_seconds(self) -> float:
+        """Time in which the device ran the batches that have ended."""
+
+    @property
     def remaining_seconds(self) -> float:
         """Predicted time until the batches in flight end."""
 

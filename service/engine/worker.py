@@ -152,6 +152,7 @@ class Worker:
         self._engine.count_memory()
         self._batcher.count()
         self._metrics.backlog_seconds.set(self._batcher.backlog_seconds(), str(self._place))
+        self._metrics.device_busy_seconds.raise_to(self._engine.busy_seconds, str(self._place))
         send_now(self._control, MetricsCollected(self._metrics.snapshot()), frame.id)
 
     def _handle_prepare_model(self, frame: Frame, message: messages.PrepareModel) -> None:

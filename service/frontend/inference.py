@@ -93,7 +93,7 @@ class Frontend:
 
     def __post_init__(self) -> None:
         self.access = AccessPolicy(self.settings)
-        self.quotas = QuotaLedger(self.quota_counts)
+        self.quotas = QuotaLedger(self.quota_counts, self.metrics)
         self.streams = OpenStreams(self.access)
         self.refused_keys = RefusedKeys(self.settings.refused_key_seconds)
         self.state_keys = StateKeys(self.settings)
@@ -122,6 +122,7 @@ class Frontend:
 
     def send(self, caller: Caller, request: Request, data: bytes | memoryview, receiver: Receiver) -> PendingRequest:
         """Send a request that the caller may send, as `Dispatcher.send` does; raises QuotaExceeded."""
+        self._count_key(caller, request)
         if not any(caller.quotas):
             return self.dispatcher.send(request, data, receiver)
         end = self.quotas.begin(caller, len(request.lengths), len(data))
@@ -133,6 +134,7 @@ class Frontend:
 
     async def submit(self, caller: Caller, request: Request, data: bytes | memoryview) -> Answered:
         """Return the answer to a request that the caller may send; raises a ServiceError."""
+        self._count_key(caller, request)
         if not any(caller.quotas):
             return await self.dispatcher.submit(request, data)
         end = self.quotas.begin(caller, len(request.lengths), len(data))
@@ -140,6 +142,11 @@ class Frontend:
             return await self.dispatcher.submit(request, data)
         finally:
             end()
+
+    def _count_key(self, caller: Caller, request: Request) -> None:
+        if caller.key:
+            self.metrics.key_requests.add(caller.share.tenant, caller.name)
+            self.metrics.key_tokens.add(caller.share.tenant, caller.name, by=sum(request.lengths))
 
     def forget(self, key: ModelKey) -> None:
         """Drop a version that no engine and no session uses any more, with its metric labels."""

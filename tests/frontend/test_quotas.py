@@ -10,6 +10,7 @@ from service.errors import QuotaExceeded
 from service.frontend.quotas import QuotaLedger
 from service.ipc.messages import Share
 from service.ipc.quota_counts import QuotaCounts
+from service.metrics import Metrics
 
 
 class FakeClock:
@@ -27,8 +28,13 @@ def clock() -> FakeClock:
 
 
 @pytest.fixture
-def ledger(clock: FakeClock) -> QuotaLedger:
-    return QuotaLedger(QuotaCounts.private(), clock)
+def metrics() -> Metrics:
+    return Metrics()
+
+
+@pytest.fixture
+def ledger(metrics: Metrics, clock: FakeClock) -> QuotaLedger:
+    return QuotaLedger(QuotaCounts.private(), metrics, clock)
 
 
 def caller(name: str = "reader", **quotas: int) -> Caller:
@@ -82,3 +88,14 @@ def test_request_above_the_quota_is_told_not_to_retry(ledger: QuotaLedger) -> No
     with pytest.raises(QuotaExceeded, match="send less at once") as refused:
         ledger.begin(caller(bytes_per_second=100), 1, 101)
     assert refused.value.retry_after is None
+
+
+def test_refusals_are_counted_by_key_and_quota(ledger: QuotaLedger, metrics: Metrics) -> None:
+    with pytest.raises(QuotaExceeded):
+        ledger.begin(caller(bytes_per_second=100, sequences_in_flight=2), 1, 101)
+    counted = {labels: values[0] for labels, values in metrics.quota_exceeded.values.items()}
+    assert counted == {
+        ("sales", "reader", "max_requests_per_second"): 0,
+        ("sales", "reader", "max_bytes_per_second"): 1,
+        ("sales", "reader", "max_sequences_in_flight"): 0,
+    }

@@ -11,6 +11,7 @@ import httpx
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
+from prometheus_client.parser import text_string_to_metric_families
 from tritonclient.utils import InferenceServerException
 from websockets.sync.client import connect
 
@@ -114,6 +115,30 @@ def test_refusals_are_counted(limited: Limited) -> None:
     limited.infer("small")
     limited.infer("small", connection="close")
     assert refused() == before + 2
+
+
+def test_requests_are_counted_by_key_over_every_protocol(limited: Limited) -> None:
+    def counted(name: str, **labels: str) -> float:
+        text = limited.server.client.get("/metrics", headers=limited.bearer("watcher")).text
+        samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
+        return sum(sample.value for sample in samples if sample.name == name and labels.items() <= sample.labels.items())
+
+    free = {"tenant": "free", "key": "free"}
+    requests, tokens = counted("seqserve_key_requests_total", **free), counted("seqserve_key_tokens_total", **free)
+    for headers in {}, {"connection": "close"}:
+        assert limited.infer("free", ROW, ROW, **headers).status_code == 200
+    url = limited.server.address.replace("http", "ws") + "/stream?model=sensors"
+    with connect(url, additional_headers=limited.bearer("free")) as socket:
+        socket.send(json.dumps({"input": ROW}))
+        socket.recv()
+    with triton.InferenceServerClient(limited.server.grpc) as client:
+        tensor = triton.InferInput("inputs", [1, 2, 3], "FP32")
+        tensor.set_data_from_numpy(np.ones((1, 2, 3), np.float32))
+        client.infer("sensors", [tensor], headers=limited.bearer("free"))
+    assert counted("seqserve_key_requests_total", **free) - requests == 4
+    assert counted("seqserve_key_tokens_total", **free) - tokens == 12
+    limited.infer("small")
+    assert counted("seqserve_quota_exceeded_total", key="small", quota="max_bytes_per_second") > 0
 
 
 def test_quota_is_free_again_at_the_end_of_requests(limited: Limited) -> None:

@@ -97,6 +97,8 @@ class DeviceEngine:
         self._free_at = 0.0
         """When the batches in flight should end."""
         self._last_ended = 0.0
+        self.busy_seconds = 0.0
+        """Time in which the device ran the batches that have ended."""
         self._memory = DeviceMemory()
         self._observer: EndObserver | None = None
         metrics.max_batch_sequences.set(max_batch_sequences)
@@ -316,6 +318,7 @@ class DeviceEngine:
         began = max(min(batch.since, in_flight.began), self._last_ended)
         self._corrections[batch.model].observe(in_flight.predicted, computed - began)
         self._last_ended = ended
+        self.busy_seconds += computed - started
         metrics.batch_sequences.observe(batch.rows, *labels)
         metrics.batch_tokens.observe(batch.tokens, *labels)
         metrics.batches.add(*labels, "graph" if in_flight.by_graph else "launches")

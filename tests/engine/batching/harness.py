@@ -138,6 +138,10 @@ class FakeEngine:
     def count_memory(self) -> None:
         pass
 
+    @property
+    def busy_seconds(self) -> float:
+        return 0.0
+
 
 def result_of(row: np.ndarray[tuple[int], np.dtype[np.int32]], total: float, count: float, returns: Returns) -> ChunkResult:
     steps = row.astype(FEATURES)[:, None]

@@ -270,12 +270,14 @@ def test_stages_of_a_batch_follow_without_a_gap(engine: DeviceEngine, metrics: M
     batch = Batch(WORDS, [chunk(WORDS, 3), chunk(WORDS, 4)], formed=now - 1.0)
     arrays, on_a_gpu = BatchArrays(None, None, None, None, None, False), SimpleNamespace()
     engine._last_ended = now - 0.5
+    busy_seconds = engine.busy_seconds
     in_flight = InFlightBatch(batch, np.empty(0, np.int32), arrays, 0.1, now - 0.9, now - 0.8, now - 0.7, on_a_gpu)  # type: ignore[arg-type] # nothing is read
     engine._count(in_flight, ended=now - 0.25)
     means = {stage: values[-1] / 2 for (*_, stage), values in metrics.stage_seconds.values.items()}
     assert list(means) == ["stage_in", "device_wait", "compute", "stage_out"]
     assert [means[stage] for stage in ("stage_in", "device_wait", "compute")] == pytest.approx([0.2, 0.3, 0.25])
     assert means["stage_out"] >= 0.25
+    assert engine.busy_seconds - busy_seconds == pytest.approx(0.25)
 
 
 def count(counter: Counter) -> float:
