@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import urllib.error
-import urllib.request
-from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 from loadtest import traffic
-from service.client_access import ClientAccess
+from service.client_access import ClientAccess, KeyRefused
 from service.errors import SettingsError
 from service.settings import CLIENT_KEY
 
@@ -47,32 +44,10 @@ def access_of(options: argparse.Namespace) -> ClientAccess:
 
 def fetch(url: str, access: ClientAccess, body: bytes | None = None, *, timeout: float = 10) -> bytes:
     """Return the reply to a GET, or to a POST with this body. Raises AccessDenied, or OSError without a reply or with another status."""
-    request = urllib.request.Request(url, body)
-    for name, value in access.headers.items():
-        request.add_unredirected_header(name, value)  # another server than the named one gets no key
     try:
-        with urllib.request.urlopen(
-            request, timeout=timeout, context=access.tls() if url.startswith("https:") else None
-        ) as response:
-            reply: bytes = response.read()
-            return reply
-    except urllib.error.HTTPError as error:
-        if error.code not in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
-            raise
-        remedy = (
-            "name the file of another key with --key-file"
-            if access.key
-            else f"name its file with --key-file, or set {CLIENT_KEY}"
-        )
-        raise AccessDenied(f"{url} answers {error.code}: {reason_of(error)}; {remedy}") from error
-
-
-def reason_of(error: urllib.error.HTTPError) -> str:
-    """Return the message of a seqserve error, or the status of any other."""
-    try:
-        return str(json.load(error)["error"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return f"status {error.code}"
+        return access.fetch(url, body, timeout=timeout)
+    except KeyRefused as error:
+        raise AccessDenied(str(error)) from error
 
 
 def served(url: str, access: ClientAccess = NO_ACCESS) -> dict[str, dict[str, Any]]:

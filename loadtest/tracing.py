@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from loadtest.discovery import fetch, reason_of
-from service.client_access import ClientAccess
+from loadtest.discovery import fetch
+from service.client_access import ClientAccess, reason_of
 
 BATCHES = 100
 MAX_SECONDS = 60.0

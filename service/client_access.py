@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import ssl
+import urllib.error
+import urllib.request
+from http import HTTPStatus
 from pathlib import Path
 from typing import NamedTuple
 
-from service.errors import SettingsError
+from service.errors import SettingsError, StartError
 from service.settings import CLIENT_KEY
 
 _TOKEN = re.compile(r"[!-~]+")
+
+
+class KeyRefused(StartError):
+    """The service needs a key, or refuses this one. The message says how to name another."""
 
 
 class ClientAccess(NamedTuple):
@@ -33,6 +41,34 @@ class ClientAccess(NamedTuple):
         """The headers that every request needs."""
         return {"Authorization": f"Bearer {self.key}"} if self.key else {}
 
+    def fetch(self, url: str, body: bytes | None = None, *, timeout: float = 10.0, max_bytes: int | None = None) -> bytes:
+        """Return the reply to a GET, or to a POST with this body.
+
+        Raises KeyRefused, OSError without a reply or with another status, and ValueError for a reply above `max_bytes`.
+        """
+        request = urllib.request.Request(url, body)
+        for name, value in self.headers.items():
+            request.add_unredirected_header(name, value)  # another server than the named one gets no key
+        try:
+            with urllib.request.urlopen(
+                request, timeout=timeout, context=self.tls() if url.startswith("https:") else None
+            ) as response:
+                reply: bytes = response.read() if max_bytes is None else response.read(max_bytes + 1)
+        except urllib.error.HTTPError as error:
+            if error.code not in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+                raise
+            raise KeyRefused(f"{url} answers {error.code}: {reason_of(error)}; {self._remedy}") from error
+        if max_bytes is not None and len(reply) > max_bytes:
+            raise ValueError(f"{url} answers more than {max_bytes} bytes")
+        return reply
+
+    @property
+    def _remedy(self) -> str:
+        """What to do if the service refuses this key."""
+        if self.key:
+            return "name the file of another key with --key-file"
+        return f"name its file with --key-file, or set {CLIENT_KEY}"
+
     def tls(self) -> ssl.SSLContext:
         """Return the context of connections to https addresses. Raises SettingsError for an authority that cannot be read."""
         try:
@@ -53,3 +89,11 @@ def _key(file: Path | None) -> str:
             f"{source} is not one key: it must be one word of ASCII characters, as `seqserve key new` printed it"
         )
     return key
+
+
+def reason_of(error: urllib.error.HTTPError) -> str:
+    """Return the message of a seqserve error, or the status of any other."""
+    try:
+        return str(json.load(error)["error"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"status {error.code}"

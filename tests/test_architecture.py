@@ -26,6 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {  # the rule with the longest matching name h
     **{f"service.{name}": {"service.errors"} for name in ("errors", "log", "settings", "metrics")},
     "service.cores": {"service.settings"},
     "service.client_access": {"service.errors", "service.settings"},
+    "service.top": {"service.client_access", "service.errors", "service.metrics", "service.settings"},
     "service.ipc": {"service.errors", "service.metrics", "service.settings"},
     "service.modeling": {"kernels", "service.errors", "service.ipc.messages"},
     "service.modeling.spec": {"service.errors"},

@@ -48,7 +48,9 @@ class QuotaLedger:
     def _exceeded(self, caller: Caller, name: str, quota: int, unit: str, used: float, more: int) -> QuotaExceeded:
         self._metrics.quota_exceeded.add(caller.share.tenant, caller.name, name)
         if more > quota:
-            return QuotaExceeded(f"the request has {more} {unit} and {name} of the key {caller.name} is {quota}: send less at once")
+            return QuotaExceeded(
+                f"the request has {more} {unit} and {name} of the key {caller.name} is {quota}: send less at once"
+            )
         return QuotaExceeded(
             f"the key {caller.name} has {used:.0f} {unit}, this request adds {more} and its quota {name} is {quota}: retry later",
             retry_after=1,
