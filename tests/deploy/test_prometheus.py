@@ -6,10 +6,13 @@ import os
 import re
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import yaml
@@ -17,13 +20,35 @@ import yaml
 from service.access.keys import create
 from service.access.scopes import Scope
 from service.metrics import FAULTS
-from tests.deploy.shipped import DEPLOY, alerts, dashboard, exposed, expressions, named, program, read, recorded, rules
-from tests.deploy.watching import Prometheus, callers, finite, watching
+from tests.deploy.shipped import (
+    DEPLOY,
+    alerts,
+    dashboard,
+    exemplar_expressions,
+    exposed,
+    expressions,
+    named,
+    program,
+    read,
+    recorded,
+    rules,
+)
+from tests.deploy.watching import Prometheus, Tokens, callers, finite, watching
 from tests.serving import Server, eventually, serving
 
 CALM_SECONDS = 2.5
 """How long the server runs before its engine is killed, and again after the restart."""
 VARIABLES = {"$model": ".*", "$__rate_interval": "5s", "$__range": "30s"}
+
+
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+TRACED = f"""# TYPE seqserve_stage_seconds histogram
+seqserve_stage_seconds_bucket{{le="0.01",model="words",stage="total",version="1"}} 1.0 # {{trace_id="{TRACE}"}} 0.004
+seqserve_stage_seconds_bucket{{le="+Inf",model="words",stage="total",version="1"}} 1.0
+seqserve_stage_seconds_count{{model="words",stage="total",version="1"}} 1.0
+seqserve_stage_seconds_sum{{model="words",stage="total",version="1"}} 0.004
+# EOF
+"""
 
 
 class Watched(NamedTuple):
@@ -40,11 +65,17 @@ class Watched(NamedTuple):
 
 @pytest.fixture(scope="module")
 def watched(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
-    """A server under load whose engine is killed twice in a row, so that it is away for longer than the scrape interval."""
+    """A server with keys under load, whose engine is killed twice in a row, so that it is away for longer than the scrape interval."""
     folder = tmp_path_factory.mktemp("prometheus")
     program("prometheus")
-    with serving(models_folder, folder) as server, watching(folder, server) as prometheus:
-        with callers(server):
+    tokens = Tokens.create(folder / "keys.toml")
+    (folder / "metrics-key").write_text(tokens.operator)
+    with (
+        serving(models_folder, folder, "--keys", str(folder / "keys.toml")) as server,
+        watching(folder, server.address, authorization={"credentials_file": "metrics-key"}) as prometheus,
+    ):
+        server.client.headers["authorization"] = f"Bearer {tokens.operator}"
+        with callers(server, tokens):
             eventually(lambda: prometheus.get("query", query="up == 1")["result"])
             start = prometheus.now()
             time.sleep(CALM_SECONDS)
@@ -99,7 +130,7 @@ def test_prometheus_scrapes_a_server_with_keys(models_folder: Path, tmp_path: Pa
     (tmp_path / authorization["credentials_file"]).write_text(create(keys, "prometheus", [Scope.METRICS], "monitoring"))
     with (
         serving(models_folder, tmp_path, "--keys", str(keys)) as server,
-        watching(tmp_path, server, authorization=authorization) as prometheus,
+        watching(tmp_path, server.address, authorization=authorization) as prometheus,
     ):
         eventually(lambda: prometheus.get("query", query='up{job="seqserve"} == 1')["result"])
 
@@ -153,6 +184,42 @@ def test_every_panel_has_data(expression: str, watched: Watched) -> None:
         expression = expression.replace(variable, value)
     assert "$" not in expression
     assert finite(watched.values(expression))
+
+
+@contextmanager
+def traced() -> Iterator[str]:
+    """Run a server whose metrics have a traced request in a histogram. Yields its address."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "application/openmetrics-text; version=1.0.0; charset=utf-8")
+            self.end_headers()
+            self.wfile.write(TRACED.encode())
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_panels_of_traced_requests_have_their_exemplars(tmp_path: Path) -> None:
+    program("prometheus")
+    queries = [query.replace("$model", "words").replace("$__rate_interval", "5s") for query in exemplar_expressions().values()]
+    assert queries
+    with traced() as address, watching(tmp_path, address) as prometheus:
+        for query in queries:
+
+            def found(query: str = query) -> Any:
+                return prometheus.get("query_exemplars", query=query, start=prometheus.now() - 600, end=prometheus.now())
+
+            eventually(found)
+            [series] = found()
+            assert series["exemplars"][0]["labels"] == {"trace_id": TRACE}
+            assert series["seriesLabels"]["stage"] == "total"
 
 
 def test_every_model_can_be_selected(watched: Watched) -> None:

@@ -15,12 +15,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import yaml
 
-from tests.deploy.shipped import DEPLOY, program, read
+from service.access.keys import create
+from service.access.scopes import Scope
+from tests.deploy.shipped import DEPLOY, features, program, read
 from tests.serving import Server, eventually
 
 TEXTS = ["how far is the sea ?", "who", "who was the first ?", "is the sea far"]
@@ -28,14 +30,14 @@ STEP = [0.1, 0.2, 0.3]
 
 
 class Prometheus:
-    """A running Prometheus with the shipped rules, which scrapes one server every second."""
+    """A running Prometheus with the shipped rules, which scrapes the server at `address` every second."""
 
-    def __init__(self, folder: Path, server: Server, **scrape: Any) -> None:
+    def __init__(self, folder: Path, address: str, **scrape: Any) -> None:
         log = folder / "prometheus.log"
         storage, listen = f"--storage.tsdb.path={folder / 'data'}", "--web.listen-address=127.0.0.1:0"
         with log.open("w") as output:
             self.process = subprocess.Popen(
-                [program("prometheus"), f"--config.file={configured(folder, server, **scrape)}", storage, listen],
+                [program("prometheus"), f"--config.file={configured(folder, address, **scrape)}", storage, listen, *features()],
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
@@ -68,11 +70,11 @@ class Prometheus:
         self.process.wait(20)
 
 
-def configured(folder: Path, server: Server, **scrape: Any) -> Path:
-    """Write the shipped configuration with this server as its target, scraped every second. scrape: more keys of the job."""
+def configured(folder: Path, address: str, **scrape: Any) -> Path:
+    """Write the shipped configuration with the server at this address as its target, scraped every second. scrape: more keys of the job."""
     configuration = read("prometheus.yml")
     configuration["global"] |= dict.fromkeys(("scrape_interval", "scrape_timeout", "evaluation_interval"), "1s")
-    configuration["scrape_configs"][0]["static_configs"][0]["targets"] = [server.address.removeprefix("http://")]
+    configuration["scrape_configs"][0]["static_configs"][0]["targets"] = [address.removeprefix("http://")]
     configuration["scrape_configs"][0] |= scrape
     for name in configuration["rule_files"]:
         shutil.copy(DEPLOY / name, folder / name)
@@ -82,21 +84,52 @@ def configured(folder: Path, server: Server, **scrape: Any) -> Path:
 
 
 @contextmanager
-def watching(folder: Path, server: Server, **scrape: Any) -> Iterator[Prometheus]:
+def watching(folder: Path, address: str, **scrape: Any) -> Iterator[Prometheus]:
     """Run a Prometheus until the end of the block. scrape: as `configured` takes it."""
-    prometheus = Prometheus(folder, server, **scrape)
+    prometheus = Prometheus(folder, address, **scrape)
     try:
         yield prometheus
     finally:
         prometheus.stop()
 
 
+class Tokens(NamedTuple):
+    """Keys of a server: of an operator with every scope, of two tenants, one of which has a quota that it exceeds."""
+
+    operator: str
+    shop: str
+    laboratory: str
+
+    @classmethod
+    def create(cls, file: Path) -> Tokens:
+        clients = [Scope.INFER, Scope.SESSION]
+        return cls(
+            operator=create(file, "operator", [*clients, Scope.METRICS, Scope.ADMIN], "operators"),
+            shop=create(file, "shop", clients, "sales", weight=2.0, max_requests_per_second=10),
+            laboratory=create(file, "laboratory", clients, "research"),
+        )
+
+
+class Caller(NamedTuple):
+    """A client with the key of a tenant."""
+
+    client: httpx.Client
+    token: str
+
+
 @contextmanager
-def callers(server: Server) -> Iterator[None]:
-    """Send valid requests, invalid requests, requests with short deadlines, and requests whose client disconnects, until the block ends."""
+def callers(server: Server, tokens: Tokens) -> Iterator[None]:
+    """Send requests of several tenants until the block ends.
+
+    They are valid and invalid, have chunks of sessions, short deadlines, no key, or a client that disconnects.
+    """
     over = threading.Event()
-    ways = (_asks_texts, _asks_texts, _asks_rows, _asks_for_what_is_wrong, _has_no_time, _hangs_up)
-    threads = [threading.Thread(target=_until, args=(over, way, server)) for way in ways]
+    ways = [
+        *[(way, tokens.shop) for way in (_asks_texts, _asks_texts)],
+        *[(way, tokens.laboratory) for way in (_asks_rows, _asks_for_what_is_wrong, _has_no_time, _hangs_up, _sends_chunks)],
+        *[(way, tokens.operator) for way in (_asks_texts, _has_no_key)],
+    ]
+    threads = [threading.Thread(target=_until, args=(over, way, server, token)) for way, token in ways]
     for thread in threads:
         thread.start()
     try:
@@ -107,41 +140,54 @@ def callers(server: Server) -> Iterator[None]:
             thread.join()
 
 
-def _until(over: threading.Event, way: Callable[[httpx.Client, int], None], server: Server) -> None:
+def _until(over: threading.Event, way: Callable[[Caller, int], None], server: Server, token: str) -> None:
     """While an engine restarts, clients get 503 or no reply, and continue."""
-    with httpx.Client(base_url=server.address, timeout=10, trust_env=False) as client:
+    headers = {"authorization": f"Bearer {token}"}
+    with httpx.Client(base_url=server.address, headers=headers, timeout=10, trust_env=False) as client:
         for batch in count():
             if over.wait(0.02):
                 return
             with contextlib.suppress(httpx.TransportError, OSError):
-                way(client, batch)
+                way(Caller(client, token), batch)
 
 
-def _asks_texts(client: httpx.Client, batch: int) -> None:
-    client.post("/infer", json={"model": "words", "inputs": TEXTS[: 1 + batch % len(TEXTS)]})
+def _asks_texts(caller: Caller, batch: int) -> None:
+    caller.client.post("/infer", json={"model": "words", "inputs": TEXTS[: 1 + batch % len(TEXTS)]})
 
 
-def _asks_rows(client: httpx.Client, batch: int) -> None:
-    client.post("/infer", json={"model": "sensors", "inputs": [[STEP] * 20, [STEP] * (5 + batch % 50)]})
+def _asks_rows(caller: Caller, batch: int) -> None:
+    caller.client.post("/infer", json={"model": "sensors", "inputs": [[STEP] * 20, [STEP] * (5 + batch % 50)]})
 
 
-def _asks_for_what_is_wrong(client: httpx.Client, batch: int) -> None:
+def _sends_chunks(caller: Caller, batch: int) -> None:
+    """Ten chunks of a session, the last of which ends it, and a chunk of a session that is not open."""
+    chunk = {"model": "sensors", "inputs": [[STEP] * 2]}
+    caller.client.post("/infer", json={**chunk, "session": f"pump-{batch // 10}", "end": batch % 10 == 9})
+    caller.client.post("/infer", json={**chunk, "session": "closed", "start": False})
+
+
+def _asks_for_what_is_wrong(caller: Caller, batch: int) -> None:
     wrong = [
         {"model": "nobody", "inputs": ["?"]},
         {"model": "words", "inputs": [1.5]},
         {"model": "sensors", "inputs": [[[1.0]]]},
     ]
-    client.post("/infer", json=wrong[batch % len(wrong)])
+    caller.client.post("/infer", json=wrong[batch % len(wrong)])
 
 
-def _has_no_time(client: httpx.Client, batch: int) -> None:
-    client.post("/infer", json={"model": "words", "inputs": TEXTS, "deadline_ms": 0.5})
+def _has_no_time(caller: Caller, batch: int) -> None:
+    caller.client.post("/infer", json={"model": "words", "inputs": TEXTS, "deadline_ms": 0.5})
 
 
-def _hangs_up(client: httpx.Client, batch: int) -> None:
+def _has_no_key(caller: Caller, batch: int) -> None:
+    caller.client.post("/infer", json={"model": "words", "inputs": TEXTS}, headers={"authorization": ""})
+
+
+def _hangs_up(caller: Caller, batch: int) -> None:
     body = json.dumps({"model": "sensors", "inputs": [[STEP] * 3_000]}).encode()
-    with socket.create_connection((client.base_url.host, client.base_url.port or 80)) as connection:
-        connection.sendall(b"POST /infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+    head = f"POST /infer HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {caller.token}\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection((caller.client.base_url.host, caller.client.base_url.port or 80)) as connection:
+        connection.sendall(head.encode() + body)
         time.sleep(0.02)
 
 
