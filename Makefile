@@ -23,7 +23,7 @@ PROJECT     := pyproject.toml setup.py constraints.txt Makefile
 # Containers often set it. The tests start hundreds of Python processes, and each would compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install gpu compiled serve test test-fast test-anywhere lint eval bench loadtest bench-serve bench-engine bench-capacity bench-fairness bench-devices browser screenshots java perf-analyzer libb64 lock audit sbom simulate test-long test-gpu docker-test proto check-python
+.PHONY: help install gpu compiled serve test test-fast test-anywhere lint eval bench loadtest bench-serve bench-engine bench-capacity bench-fairness bench-devices browser screenshots toolchains java perf-analyzer libb64 lock audit sbom simulate test-long test-gpu docker-test proto check-python
 
 help:
 	@echo "make serve          install, then serve the embedded models on 127.0.0.1:8000"
@@ -36,6 +36,7 @@ help:
 	@echo "make lint           run ruff and mypy"
 	@echo "make browser        install the browser in which the page is tested, from Debian's package"
 	@echo "make screenshots    take the pictures of the page in docs/images again"
+	@echo "make toolchains     install the programs that run examples/clients: curl, Java and Go, from Debian's packages"
 	@echo "make install        set up .venv and compile the CPU kernels"
 	@echo "make eval           send the test questions in DATA=folder to the running service"
 	@echo "make bench          time every kernel and its baselines on DEVICE=cpu or cuda:0"
@@ -155,6 +156,14 @@ browser:
 # The figures of the page in README.md and docs: a new server over the embedded models, in a browser.
 screenshots: .venv/tools browser compiled
 	@$(BIN)/python -m tests.frontend.ui.screenshots docs/images
+
+# The clients in examples/clients that are not written in Python. `java Client.java` needs a compiler, not only a runtime.
+TOOLCHAINS := curl:curl javac:default-jdk-headless go:golang-go
+
+toolchains:
+	@missing=$$(for tool in $(TOOLCHAINS); do command -v $${tool%%:*} >/dev/null || echo $${tool#*:}; done); \
+	[ -z "$$missing" ] || { as_root=$$([ "$$(id -u)" -eq 0 ] || echo sudo); echo "installing" $$missing; \
+	$$as_root apt-get update -qq && $$as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing >/dev/null; }
 
 # This service beside others with the same weights, about an hour: ARGS="--rounds 1 --seconds 1 --servers seqserve Triton" shortens it.
 # Then the endpoints of this service, and its codecs. Results go to loadtest/results.
