@@ -148,11 +148,16 @@ class Rates:
 
 
 def _refusals(change: Change) -> list[Refusal]:
-    """Return what was not answered since the start of the service, the most frequent first."""
-    totals = change.now.by(SERIES.requests, "outcome")
-    rates = change.rates(SERIES.requests, "outcome")
-    refusals = [Refusal(key[0], rates[key], total) for key, total in totals.items() if total and key != (OK,)]
-    return sorted(refusals, key=lambda refusal: (-refusal.rate, -refusal.total, refusal.outcome))
+    """Return what was not answered since the start of the service, the most frequent first.
+
+    A request whose key, host or origin is refused counts as denied, and not as an inference request.
+    """
+    refusals: list[Refusal] = []
+    for counter, label in (SERIES.requests, "outcome"), (SERIES.denied, "reason"):
+        rates = change.rates(counter, label)
+        refusals += [Refusal(key[0], rates[key], total) for key, total in change.now.by(counter, label).items()]
+    shown = [refusal for refusal in refusals if refusal.total and refusal.outcome != OK]
+    return sorted(shown, key=lambda refusal: (-refusal.rate, -refusal.total, refusal.outcome))
 
 
 def _engines(change: Change) -> list[EngineUse]:

@@ -50,6 +50,15 @@ def test_unanswered_requests_are_listed_by_outcome() -> None:
     assert refusals[0].total == recorded.after().total(SERIES.quota_exceeded)
 
 
+def test_refused_callers_are_listed_with_the_other_refusals() -> None:
+    before, now = Metrics(), Metrics()
+    now.denied.add("unauthorized", by=6)
+    now.requests.add("words", "1", "overloaded", by=2)
+    now.requests.add("words", "1", "ok", by=9)
+    refusals = Rates.of(Change(scraped(before, 0.0), scraped(now, 2.0))).refusals
+    assert refusals == [("unauthorized", 3.0, 6.0), ("overloaded", 1.0, 2.0)]
+
+
 def test_traffic_is_listed_by_model_and_by_key() -> None:
     rates = Rates.of(Change(recorded.before(), recorded.after()))
     assert {model.model for model in rates.models} == {"words", "sensors", "unknown"}
