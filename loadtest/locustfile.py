@@ -13,7 +13,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -36,6 +36,8 @@ PATIENCE_SECONDS = (0.0005, 0.003)
 """Range of the timeouts of impatient users."""
 PAUSE_SECONDS = (0.02, 0.1)
 """Range of their pauses between requests."""
+CHUNKS = 10
+"""Chunks of a session."""
 HEADERS = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
 
 # Locust's page and report. By default it rounds times to whole milliseconds and draws a point every five seconds.
@@ -54,6 +56,8 @@ class LoadUser(FastHttpUser):
     insecure = False
     kinds: ClassVar[tuple[str, ...]] = ("text", "ids")
     """Kinds of model input that it can send."""
+    streaming = False
+    """Whether it needs models that stream."""
     inputs = 1
     models: ClassVar[list[tuple[dict[str, Any], list[str]]]] = []
     """Descriptions from GET /models, with the words of text models; set when a test starts."""
@@ -65,8 +69,18 @@ class LoadUser(FastHttpUser):
         self.network_timeout = self.patience_seconds()
         super().__init__(environment)
         traffic = [Traffic(model, words, self.random.getrandbits(32)) for model, words in self.models]
-        sources = itertools.islice(itertools.cycle(traffic), REQUESTS)
-        self.requests = itertools.cycle([json.dumps(source.body(self.inputs)) for source in sources])
+        self.requests: Iterator[str] = itertools.cycle(
+            [json.dumps(body) for body in itertools.islice(self.bodies(traffic), REQUESTS)]
+        )
+
+    def bodies(self, traffic: list[Traffic]) -> Iterator[dict[str, Any]]:
+        """Yield the bodies of its requests, from each source in turn."""
+        return (source.body(self.inputs) for source in itertools.cycle(traffic))
+
+    @classmethod
+    def can_use(cls, model: Mapping[str, Any]) -> bool:
+        """Return whether it can send requests to a model, as GET /models describes it."""
+        return model["input"]["kind"] in cls.kinds and (model.get("streams", False) or not cls.streaming)
 
     def context(self) -> dict[str, str]:
         """Return the values that locust passes to the listeners of each request."""
@@ -112,6 +126,34 @@ class FloatFeatures(LoadUser):
     kinds = ("features",)
 
 
+class SensorStream(LoadUser):
+    """Sends sequences in chunks of a session, one session after the other."""
+
+    kinds = ("features", "ids")
+    streaming = True
+
+    def __init__(self, environment: Environment) -> None:
+        super().__init__(environment)
+        self.sent = 0
+        self.requests = self._counted(self.requests)
+
+    def _counted(self, requests: Iterator[str]) -> Iterator[str]:
+        for request in requests:
+            self.sent += 1
+            yield request
+
+    def on_stop(self) -> None:
+        """Send the rest of the session, so that none stays open."""
+        while self.sent % CHUNKS:
+            self.ask()
+
+    def bodies(self, traffic: list[Traffic]) -> Iterator[dict[str, Any]]:
+        session = f"load-{self.random.getrandbits(64):x}"
+        for source in itertools.cycle(traffic):
+            for sent in range(1, CHUNKS + 1):
+                yield source.body() | {"session": session, "end": sent == CHUNKS}
+
+
 class ImpatientCaller(LoadUser):
     """Closes the connection when an answer exceeds its short timeout. This is not a failure."""
 
@@ -154,10 +196,11 @@ def discover_models(environment: Environment, **_: Any) -> None:
     LoadUser.ssl_context_factory = staticmethod(lambda **_: access.tls())
     served = [(model, discovery.words(environment.parsed_options.models, model)) for model in models]
     for kind in [user for user in environment.user_classes if issubclass(user, LoadUser)]:
-        kind.models = [(model, words) for model, words in served if model["input"]["kind"] in kind.kinds]
+        kind.models = [(model, words) for model, words in served if kind.can_use(model)]
         if not kind.models:
             environment.user_classes.remove(kind)
-            logger.warning("%s is skipped: the server has no model with input %s", kind.__name__, " or ".join(kind.kinds))
+            needed = f"{'that streams, ' if kind.streaming else ''}with input {' or '.join(kind.kinds)}"
+            logger.warning("%s is skipped: the server has no model %s", kind.__name__, needed)
     if not environment.user_classes:
         environment.process_exit_code = 2
         raise StopTest(f"{environment.host} serves no model with an input that the load test can send")

@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 from service.errors import (
     STATUS,
     DeadlineExceeded,
+    Forbidden,
     InvalidInput,
     InvalidModel,
     NoRoom,
@@ -30,6 +31,7 @@ from service.errors import (
     SessionExpired,
     SessionLost,
     TooManySessions,
+    Unauthorized,
     Unavailable,
     UnknownModel,
     UnknownSession,
@@ -52,6 +54,7 @@ REFUSALS = tuple(
         *(UnknownSession, SessionExpired, SessionLost, SessionConflict, TooManySessions),
     )
 )
+DENIALS = (Unauthorized.code, Forbidden.code)
 CLOSED_FOR = (
     *("idle", "slow_request", "slow_reader", "too_many", "invalid_request", "headers_too_large", "overloaded"),
     *("too_large", "too_many_frames", "too_many_pings"),
@@ -279,6 +282,8 @@ class Metrics:
                 self.requests.start(*model, outcome)
         for reason in REFUSALS:
             self.refused.start(reason)
+        for reason in DENIALS:
+            self.denied.start(reason)
         for work in ENGINE_WORK:
             self.engine_errors.start(work)
         for reason in CLOSED_FOR:

@@ -71,7 +71,7 @@ def test_failure_counters_start_at_0() -> None:
     assert {one.name for one in samples(shown)} == {
         f"seqserve_{name}_total"
         for name in (
-            *("requests", "refused", "failed", "cancelled", "rerun", "process_restarts"),
+            *("requests", "denied", "refused", "failed", "cancelled", "rerun", "process_restarts"),
             *("sessions_ended", "session_moves", "requests_accepted", "model_changes"),
             *("connections_closed", "engine_errors"),
         )

@@ -9,6 +9,7 @@ import pytest
 
 from service.metrics import (
     CANCELLED_WHILE,
+    DENIALS,
     ENGINE_WORK,
     REFUSALS,
     RESTARTS,
@@ -64,6 +65,6 @@ def test_named_panels_and_files_exist() -> None:
 
 def test_every_label_value_is_explained() -> None:
     values = PAGE.partition("| label | values |")[2]
-    closed_sets = REFUSALS, CANCELLED_WHILE, ENGINE_WORK, SESSION_ENDS, SESSION_MOVES, *RESTARTS
+    closed_sets = REFUSALS, DENIALS, CANCELLED_WHILE, ENGINE_WORK, SESSION_ENDS, SESSION_MOVES, *RESTARTS
     for word in chain.from_iterable(closed_sets):
         assert f"`{word}`" in values

@@ -22,7 +22,7 @@ from service.supervisor.repository import Repository
 from tests.serving import Server
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-KINDS = ["BatchOfTen", "FloatFeatures", "ImpatientCaller", "OneText"]
+KINDS = ["BatchOfTen", "FloatFeatures", "ImpatientCaller", "OneText", "SensorStream"]
 
 
 def rows(file: Path) -> dict[str, dict[str, str]]:
@@ -38,6 +38,7 @@ def logged(file: Path) -> list[LoggedRequest]:
 def test_every_kind_of_user_gets_answers_without_failures(
     server: Server, models_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    sessions, open_sessions = server.metric("seqserve_sessions_ended_total", reason="ended"), server.metric("seqserve_sessions")
     disconnected, out = server.metric("seqserve_requests_total", outcome="client_gone"), tmp_path / "deep" / "out"
     words = ("--models", str(models_folder), "--users", "8", "--seconds", "3", "--out", str(out))
     assert main(["locust", "--url", f"{server.address}/", *words]) == 0
@@ -48,7 +49,7 @@ def test_every_kind_of_user_gets_answers_without_failures(
     figures = rows(out / "figures.csv")
     assert list(figures) == [*KINDS, "total"]
     assert all(row["failed"] == "0" for row in figures.values())
-    assert all(int(figures[kind]["answers"]) > 0 for kind in ("BatchOfTen", "FloatFeatures", "OneText"))
+    assert all(int(figures[kind]["answers"]) > 0 for kind in ("BatchOfTen", "FloatFeatures", "OneText", "SensorStream"))
     requests = logged(out / "requests.csv")
     assert sum(request.outcome == ANSWERED for request in requests) == int(figures["total"]["answers"])
     assert {request.outcome for request in requests} == {ANSWERED, HUNG_UP}
@@ -56,13 +57,15 @@ def test_every_kind_of_user_gets_answers_without_failures(
     with Image.open(out / "loadtest.png") as image:
         image.verify()
         assert image.format == "PNG"
+    assert server.metric("seqserve_sessions_ended_total", reason="ended") > sessions
+    assert server.metric("seqserve_sessions") <= open_sessions, "each user ends its session"
     noticed = server.metric("seqserve_requests_total", outcome="client_gone") - disconnected
     assert 0 < noticed <= int(figures["ImpatientCaller"]["hung up"])
     assert figures["total"]["hung up"] == figures["ImpatientCaller"]["hung up"]
 
 
 def test_new_server_has_the_embedded_models_and_the_sensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["locust", "--users", "6", "--seconds", "5", "--out", str(tmp_path), "--", "--device", "cpu"]) == 0
+    assert main(["locust", "--users", "7", "--seconds", "5", "--out", str(tmp_path), "--", "--device", "cpu"]) == 0
     served = "question-type-cnn 1, question-type-lstm 1, question-type-sru 1, sensor-forecast 1, sensors 1"
     assert served in capsys.readouterr().out
     assert list(rows(tmp_path / "figures.csv")) == [*KINDS, "total"]
@@ -115,6 +118,7 @@ def test_failed_request_is_reported_with_status_1(tmp_path: Path, capfd: pytest.
     assert "OneText: " in printed.out
     assert "failed with 503 overloaded" in printed.out
     assert "FloatFeatures is skipped" in printed.err, "no model with features is served"
+    assert "SensorStream is skipped: the server has no model that streams" in printed.err
     assert rows(tmp_path / "figures.csv")["total"]["answers"] == "0"
     assert (tmp_path / "loadtest.png").stat().st_size > 0
 
