@@ -56,12 +56,12 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
         yield Guarded(server, key)
 
 
-def installed(*programs: str) -> str:
-    """Return the first of these programs that is installed. Skips the test without one."""
+def installed(*programs: str, remedy: str = "make toolchains") -> str:
+    """Return the first of these programs that is installed. Without one it skips the test, and names what installs it."""
     for program in programs:
         if found := shutil.which(program):
             return found
-    pytest.skip(f"{programs[0]} is missing: run make toolchains")
+    pytest.skip(f"{programs[0]} is missing: run {remedy}")
 
 
 def run(program: str, address: str, key: str, scratch: Path) -> subprocess.CompletedProcess[str]:
@@ -176,7 +176,7 @@ def shown(browser: Sequence[str], origin: str, pages: type[Pages], service: str)
 @pytest.fixture
 def browser(tmp_path: Path) -> list[str]:
     """The command that shows a page in a browser without a window."""
-    program = installed("chromium", "google-chrome")
+    program = installed("chromium", "google-chrome", remedy="make browser")
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--remote-debugging-port=0"]
     return [program, *flags, f"--user-data-dir={tmp_path / 'profile'}"]
 
