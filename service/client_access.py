@@ -19,7 +19,7 @@ _TOKEN = re.compile(r"[!-~]+")
 
 
 class KeyRefused(StartError):
-    """The service needs a key, or refuses this one. The message says how to name another."""
+    """The service needs a key, or refuses this one. The message names the flag for another key."""
 
 
 class ClientAccess(NamedTuple):

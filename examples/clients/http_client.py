@@ -20,7 +20,7 @@ class Refused(Exception):
 
 
 def infer(client: httpx.Client, body: dict[str, object]) -> dict[str, object]:
-    """Return the reply to POST /infer. Repeats a request for which the service is too busy, when the service says so."""
+    """Return the reply to POST /infer. If the service is too busy, repeats the request after `Retry-After`."""
     for _ in range(RETRIES):
         reply = client.post("/infer", json=body)
         if reply.status_code not in (429, 503) or "Retry-After" not in reply.headers:

@@ -18,7 +18,7 @@ class Refused(Exception):
 
 
 def opened(url: str, model: str) -> ClientConnection:
-    """Return a socket with a session of its own. Raises Refused if the service does not open it."""
+    """Return a socket with a new session. Raises Refused if the service does not open it."""
     key = os.environ.get("SEQSERVE_CLIENT_KEY")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:

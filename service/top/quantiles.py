@@ -1,4 +1,4 @@
-"""Quantiles of histograms, and of what was observed between two moments. Pure: nothing here knows the service or a clock."""
+"""Quantiles of histograms, and of what was observed between two moments. Nothing here knows the service or a clock."""
 
 from __future__ import annotations
 

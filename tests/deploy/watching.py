@@ -94,7 +94,7 @@ def watching(folder: Path, address: str, **scrape: Any) -> Iterator[Prometheus]:
 
 
 class Tokens(NamedTuple):
-    """Keys of a server: of an operator with every scope, of two tenants, one of which has a quota that it exceeds."""
+    """Keys of a server: an operator's with every scope, and those of two tenants. The shop exceeds its quota."""
 
     operator: str
     shop: str
@@ -160,7 +160,7 @@ def _asks_rows(caller: Caller, batch: int) -> None:
 
 
 def _sends_chunks(caller: Caller, batch: int) -> None:
-    """Ten chunks of a session, the last of which ends it, and a chunk of a session that is not open."""
+    """Send ten chunks of a session, and end it with the last. Also send a chunk of a session that is not open."""
     chunk = {"model": "sensors", "inputs": [[STEP] * 2]}
     caller.client.post("/infer", json={**chunk, "session": f"pump-{batch // 10}", "end": batch % 10 == 9})
     caller.client.post("/infer", json={**chunk, "session": "closed", "start": False})

@@ -1,4 +1,4 @@
-"""`seqserve top` beside running services: one frame, a pipe, a terminal, keys, and a service that goes away and comes back."""
+"""`seqserve top` reads running services: one frame, a pipe, a terminal, keys, and a restart of the service."""
 
 from __future__ import annotations
 

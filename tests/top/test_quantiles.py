@@ -1,4 +1,4 @@
-"""Quantiles of histograms: empty ones, values above all buckets, and histograms that begin again."""
+"""Quantiles of histograms: without values, with values above all buckets, and after a restart of the service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Frames fit into a terminal, and say what is known."""
+"""Frames fit into a terminal and show the state of the service."""
 
 from __future__ import annotations
 
