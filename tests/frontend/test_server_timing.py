@@ -55,6 +55,6 @@ def test_request_without_steps_has_the_stages_that_it_passed(server: Server) -> 
 
 
 def test_time_of_an_engine_is_counted(server: Server) -> None:
-    before = server.metric("seqserve_busy_seconds_total")
+    before = server.metric("seqserve_device_busy_seconds_total", engine="0")
     compute = timing(server, LONG)["compute"] / 1000
-    assert server.metric("seqserve_busy_seconds_total") - before >= compute
+    assert server.metric("seqserve_device_busy_seconds_total", engine="0") - before >= compute

@@ -332,7 +332,6 @@ class DeviceEngine:
             "stage_out": time.monotonic() - computed,
         }
         batch.stage_seconds = stages
-        metrics.busy_seconds.add(by=computed - started)
         for stage, seconds in stages.items():
             metrics.stage_seconds.observe_often(seconds, batch.rows, *labels, stage)
 

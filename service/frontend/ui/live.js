@@ -33,7 +33,7 @@ export function measure(before, now) {
     queue: now.sum("seqserve_queue_depth"),
     batch: mean("seqserve_batch_sequences"),
     limit: now.sum("seqserve_max_batch_sequences"),
-    busy: Math.min(1, grown("seqserve_busy_seconds_total") / seconds / engines),
+    busy: Math.min(1, grown("seqserve_device_busy_seconds_total") / seconds / engines),
     sessions: now.sum("seqserve_sessions"),
   };
 }
