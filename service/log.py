@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import sys
@@ -22,6 +23,18 @@ class _Cap:
     until: float = -math.inf
     lines: int = 0
     left_out: int = 0
+
+
+class LogHandler(logging.Handler):
+    """Writes the warnings of libraries as JSON lines to a log. Clients may cause them."""
+
+    def __init__(self, log: Log) -> None:
+        super().__init__(logging.WARNING)
+        self._log = log
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = repr(record.exc_info[1]) if record.exc_info else None
+        self._log.capped("warning", "library warning", message=record.getMessage().strip(), error=error)
 
 
 class Log:
@@ -48,12 +61,13 @@ class Log:
     def error(self, event: str, **values: Any) -> None:
         self._write("error", event, values)
 
-    def capped(self, level: str, event: str, **values: Any) -> None:
+    def capped(self, level: str, event: str, *, kind: str = "", **values: Any) -> None:
         """Write an event that clients cause, at most MAX_CAPPED_LINES lines of it in CAP_SECONDS.
 
-        The first line after that has `left_out`, the number of lines that are missing before it.
+        The first line after that has `left_out`, the number of lines that are missing before it. kind: events of each kind are counted
+        separately. There must be few of them.
         """
-        cap = self._caps.setdefault(event, _Cap())
+        cap = self._caps.setdefault(event + kind, _Cap())
         now = time.monotonic()
         if now >= cap.until:
             cap.until, cap.lines = now + CAP_SECONDS, 0

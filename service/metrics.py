@@ -12,10 +12,12 @@ import operator
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Literal
+from datetime import UTC, datetime
+from typing import Literal, NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, Exemplar, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.openmetrics.exposition import generate_latest as openmetrics_text
 from prometheus_client.registry import Collector
 
 from service.errors import (
@@ -70,11 +72,20 @@ CHANGES = ("ok", InvalidModel.code, NoRoom.code, UnknownModel.code, Unavailable.
 RESTARTS = (
     *(("engine", reason) for reason in ("ended", "hung", "failed", "device_lost")),
     *(("frontend", reason) for reason in ("ended", "hung", "failed")),
+    *(("tracer", reason) for reason in ("ended", "hung", "failed")),
 )
 """Only an engine has a device that can fail."""
 
 ENGINE_WORK = ("requests", "session_call", "trace", "cancel", "release", "batch", "answer")
 """What an engine did when it met an unexpected exception: it handled a message of a frontend, formed a batch, or answered requests."""
+
+EXAMPLES = "_examples"
+"""Suffix of a histogram's name in a snapshot, for rows with its examples: their labels are those of the histogram, the bucket and the
+trace, their values the observed value and the Unix time."""
+TRACED_AS = ("recorded", "over_limit", "dropped")
+"""A frontend sends a traced request to the tracer. It does not if too many are traced, or if the tracer does not keep up."""
+SPANS_AS = ("exported", "failed", "dropped")
+"""The receiver takes spans or does not. Spans that wait for a slow receiver are dropped beyond a limit."""
 
 Rows = list[tuple[tuple[str, ...], list[float]]]
 Snapshot = dict[str, Rows]
@@ -126,12 +137,26 @@ class Gauge(Series):
         self._at(labels, 1)[0] += by
 
 
+class Example(NamedTuple):
+    """A traced request in a bucket of a histogram. time: Unix time."""
+
+    trace: str
+    value: float
+    time: float
+
+    def of_bucket(self, bound: str, count: float) -> tuple[str, float, Exemplar]:
+        """Return a bucket with this example, for prometheus-client."""
+        return bound, count, Exemplar({"trace_id": self.trace}, self.value, self.time)
+
+
 class Histogram(Series):
     """Counts per bucket, followed by the sum of the observed values."""
 
     def __init__(self, name: str, help: str, labels: tuple[str, ...], buckets: tuple[float, ...]) -> None:
         super().__init__(name, help, labels)
         self.buckets = buckets
+        self.examples: dict[tuple[tuple[str, ...], int], Example] = {}
+        """By label values and bucket."""
 
     def observe(self, value: float, *labels: str) -> None:
         values = self._at(labels, len(self.buckets) + 2)
@@ -143,6 +168,12 @@ class Histogram(Series):
         values = self._at(labels, len(self.buckets) + 2)
         values[bisect_left(self.buckets, value)] += count
         values[-1] += value * count
+
+    def note_trace(self, trace: str, values: Iterable[tuple[tuple[str, ...], float]]) -> None:
+        """Keep a traced request as an example of values that are observed anyway: the newest for each bucket. values: by labels."""
+        now = datetime.now(UTC).timestamp()
+        for labels, value in values:
+            self.examples[labels, bisect_left(self.buckets, value)] = Example(trace, value, now)
 
     def observe_all(self, observed: Sequence[float], *labels: str) -> None:
         """Observe many values at once."""
@@ -224,6 +255,10 @@ class Metrics:
         self.cancelled = Counter(
             "seqserve_cancelled", "Requests cancelled because the client disconnected or the deadline passed.", ("while",)
         )
+        self.traced_requests = Counter(
+            "seqserve_traced_requests", "Requests that a frontend chose to trace, by what became of them.", ("outcome",)
+        )
+        self.spans = Counter("seqserve_spans", "Spans of traced requests and batches, by what became of them.", ("outcome",))
         self.rerun = Counter("seqserve_rerun", "Requests run again because their engine ended.")
         self.connections_closed = Counter(
             "seqserve_connections_closed", "Connections that a frontend closed before the client did.", ("reason",)
@@ -297,6 +332,10 @@ class Metrics:
             self.restarts.start(process, reason)
         for outcome in CHANGES:
             self.model_changes.start(outcome)
+        for outcome in TRACED_AS:
+            self.traced_requests.start(outcome)
+        for outcome in SPANS_AS:
+            self.spans.start(outcome)
         self.rerun.start()
         self.accepted.start()
 
@@ -305,6 +344,8 @@ class Metrics:
         remaining = without(self.snapshot(), model, version)
         for series in self.series():
             series.values = {labels: list(values) for labels, values in remaining[series.name]}
+            if isinstance(series, Histogram):
+                series.examples = {key: value for key, value in series.examples.items() if key[0][:2] != (model, version)}
 
     def before_snapshot(self, fold: Callable[[], None]) -> None:
         """Call `fold` before every snapshot. It adds what was counted elsewhere, where each count must cost next to nothing."""
@@ -317,7 +358,16 @@ class Metrics:
         """Return the counts of this process as plain data."""
         for fold in self._folds:
             fold()
-        return {series.name: [(labels, list(values)) for labels, values in series.values.items()] for series in self.series()}
+        snapshot: Snapshot = {
+            series.name: [(labels, list(values)) for labels, values in series.values.items()] for series in self.series()
+        }
+        for series in self.series():
+            if isinstance(series, Histogram) and series.examples:
+                snapshot[series.name + EXAMPLES] = [
+                    ((*labels, str(bucket), example.trace), [example.value, example.time])
+                    for (labels, bucket), example in series.examples.items()
+                ]
+        return snapshot
 
 
 def merged(snapshots: Iterable[Mapping[str, Rows]]) -> Snapshot:
@@ -330,6 +380,9 @@ def merged(snapshots: Iterable[Mapping[str, Rows]]) -> Snapshot:
             together: Callable[[float, float], float] = max if name in alike else operator.add
             for labels, values in rows:
                 key = tuple(labels)
+                if name.endswith(EXAMPLES):
+                    total[key] = list(values)
+                    continue
                 total[key] = [together(a, b) for a, b in zip(total[key], values, strict=True)] if key in total else list(values)
     return {name: list(total.items()) for name, total in totals.items()}
 
@@ -338,6 +391,7 @@ def without(snapshot: Mapping[str, Rows], model: str, version: str) -> Snapshot:
     """Return the snapshot without the series of a version. The outcomes of its requests are kept under UNLOADED."""
     metrics = Metrics()
     of_models = {series.name for series in metrics.series() if series.labels[:2] == ("model", "version")}
+    of_models |= {name + EXAMPLES for name in of_models}
     remaining: Snapshot = {}
     for name, rows in snapshot.items():
         removed = [row for row in rows if name in of_models and tuple(row[0][:2]) == (model, version)]
@@ -351,18 +405,21 @@ def remains(snapshot: Mapping[str, Rows]) -> Snapshot:
     """Return what remains of a process that ended: its counters and histograms. Its requests in flight count as cut off."""
     metrics = Metrics()
     levels = {series.name for series in metrics.series() if isinstance(series, Gauge)}
-    totals: Snapshot = {name: list(rows) for name, rows in snapshot.items() if name not in levels}
+    totals: Snapshot = {
+        name: list(rows) for name, rows in snapshot.items() if name not in levels and not name.endswith(EXAMPLES)
+    }
     cut_off = sum(values[0] for _, values in snapshot.get(metrics.in_flight.name, []))
     if not cut_off:
         return totals
     return merged([totals, {metrics.requests.name: [(("unknown", "unknown", CUT_OFF), [cut_off])]}])
 
 
-def render(snapshot: Mapping[str, Rows], more: Iterable[Metric] = ()) -> bytes:
-    """Return the snapshot and `more` metrics in Prometheus' text format."""
+def render(snapshot: Mapping[str, Rows], more: Iterable[Metric] = (), *, openmetrics: bool = False) -> bytes:
+    """Return the snapshot and `more` metrics in Prometheus' text format, or in that of OpenMetrics, which has the examples too."""
     registry = CollectorRegistry()
     registry.register(_Exposition(snapshot, list(more)))
-    return generate_latest(registry)
+    text: bytes = openmetrics_text(registry) if openmetrics else generate_latest(registry)  # type: ignore[no-untyped-call]
+    return text
 
 
 class _Exposition(Collector):
@@ -379,8 +436,15 @@ class _Exposition(Collector):
         rows = self._snapshot.get(series.name, [])
         if isinstance(series, Histogram):
             histogram = HistogramMetricFamily(series.name, series.help, labels=series.labels)
+            examples = _examples(self._snapshot.get(series.name + EXAMPLES, []))
             for labels, values in rows:
-                histogram.add_metric(labels, list(_cumulative(series.buckets, values)), sum_value=values[-1])
+                buckets = [
+                    (bound, count)
+                    if (example := examples.get((tuple(labels), bucket))) is None
+                    else example.of_bucket(bound, count)
+                    for bucket, (bound, count) in enumerate(_cumulative(series.buckets, values))
+                ]
+                histogram.add_metric(labels, buckets, sum_value=values[-1])
             return histogram
         family = (CounterMetricFamily if isinstance(series, Counter) else GaugeMetricFamily)(
             series.name, series.help, labels=series.labels
@@ -388,6 +452,16 @@ class _Exposition(Collector):
         for labels, values in rows:
             family.add_metric(labels, values[0])
         return family
+
+
+def _examples(rows: Rows) -> dict[tuple[tuple[str, ...], int], Example]:
+    """Return the newest example of each bucket, by labels and bucket."""
+    newest: dict[tuple[tuple[str, ...], int], Example] = {}
+    for (*labels, bucket, trace), (value, noted) in rows:
+        key = tuple(labels), int(bucket)
+        if key not in newest or noted > newest[key].time:
+            newest[key] = Example(trace, value, noted)
+    return newest
 
 
 def _cumulative(buckets: tuple[float, ...], values: list[float]) -> Iterator[tuple[str, float]]:

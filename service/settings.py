@@ -67,6 +67,13 @@ def _off_or_port(value: object) -> object:
     return value
 
 
+def _off_or_url(text: str) -> str:
+    """Validate the URL of a receiver, or nothing."""
+    if text and not re.fullmatch(r"https?://[^\s/?#]+(/[^\s?#]*)?", text):
+        raise ValueError("use a URL such as http://127.0.0.1:4317, or leave it empty")
+    return text
+
+
 def _policy(text: str) -> str:
     """Validate a rule that selects versions."""
     if not VERSIONS.fullmatch(text):
@@ -216,6 +223,20 @@ class Settings(BaseModel):
     """Longest time that an engine may take to load and warm up before it is restarted."""
     page: bool = True
     """Whether browsers get a page about the service at /, with which people try its models."""
+    trace_endpoint: Annotated[str, AfterValidator(_off_or_url)] = ""
+    """URL of an OpenTelemetry receiver, such as http://127.0.0.1:4317, which gets traces of requests; empty for none."""
+    trace_protocol: Literal["grpc", "http"] = "grpc"
+    """How traces are sent: OTLP over gRPC, or over HTTP with Protocol Buffers."""
+    trace_rate: Annotated[float, Field(ge=0, le=1)] = 0.01
+    """Share of the requests without a traceparent that are traced. Errors and slow requests are always traced."""
+    trace_limit: Positive = 100
+    """Most requests per second of one frontend that are traced, for whatever reason."""
+    access_log_rate: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the inference requests that have a line in the log; 0 for none. Slow and failed requests have one in any case."""
+    slow_request_ms: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """A request that takes longer is slow: it is logged, and traced if traces are sent. 0 means that no request is slow."""
+    log_inputs: bool = False
+    """Whether the log lines of requests have the start of their bodies, and so inputs of clients."""
     debug: bool = False
     """Whether any client may record batches with POST /debug/trace. Batches take longer while it records."""
 

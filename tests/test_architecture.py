@@ -40,6 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {  # the rule with the longest matching name h
     "service.quantize": {"kernels", "service.modeling", "service.cores", "service.errors", "service.settings"},
     "service.access": {"service.errors", "service.ipc.messages", "service.settings"},
     "service.frontend": {"service.access", "service.modeling.spec", "service.modeling.tokenizer", *SHARED},
+    "service.tracer": SHARED,
     "service.supervisor": {"service.modeling.spec", *SHARED},
 }
 WEB = {"fastapi", "starlette", "uvicorn", "httptools", "websockets", "grpc", "aiohttp"}
@@ -51,6 +52,7 @@ NEVER_LOADS = {
     "service.engine.batching.scheduler": {*WEB, *TENSORS},
     "service.engine.__main__": WEB,
     "service.frontend.__main__": TENSORS,
+    "service.tracer.__main__": TENSORS,
     "service.supervisor.supervisor": {*WEB, *TENSORS},
     "service.cli": {*WEB, *TENSORS},
 }

@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import gc
+from io import StringIO
 from itertools import pairwise
 
 import msgspec
 import pytest
+from prometheus_client.openmetrics.parser import text_fd_to_metric_families
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from service.errors import STATUS, NoRoom, Unsupported
-from service.metrics import FAULTS, SECONDS, Counter, Gauge, Histogram, Metrics, Snapshot, merged, remains, render
+from service.frontend.rest.health import accepts_openmetrics
+from service.metrics import (
+    EXAMPLES,
+    FAULTS,
+    SECONDS,
+    Counter,
+    Gauge,
+    Histogram,
+    Metrics,
+    Snapshot,
+    merged,
+    remains,
+    render,
+    without,
+)
 from tests.serving import Server
 
 MODEL = ("words", "1")
@@ -73,7 +89,7 @@ def test_failure_counters_start_at_0() -> None:
         for name in (
             *("requests", "denied", "refused", "failed", "cancelled", "rerun", "process_restarts"),
             *("sessions_ended", "session_moves", "requests_accepted", "model_changes"),
-            *("connections_closed", "engine_errors"),
+            *("connections_closed", "engine_errors", "traced_requests", "spans"),
         )
     }
     assert {one.value for one in samples(shown)} == {0.0}
@@ -263,3 +279,53 @@ def test_requests_of_an_ended_process_count_as_cut_off() -> None:
     assert value(left, "seqserve_requests_accepted_total") == 5
     assert value(left, "seqserve_requests_total", outcome="cut_off") == 2
     assert "seqserve_requests_in_flight" not in left
+
+
+def test_newest_example_of_a_bucket_is_shown_in_openmetrics_alone() -> None:
+    """Two processes have examples of the same bucket, and even the same trace in it."""
+    processes = [Metrics(), Metrics()]
+    labels = "words", "1", "total"
+    for number, metrics in enumerate(processes):
+        for value in (0.0003, 0.003):
+            metrics.stage_seconds.observe(value, *labels)
+        metrics.stage_seconds.note_trace("ab" * 16, [(labels, 0.0003)])
+        metrics.stage_seconds.note_trace(f"{number:032x}", [(labels, 0.003)])
+    snapshot = merged([metrics.snapshot() for metrics in processes])
+    text = render(snapshot, openmetrics=True).decode()
+    families = {family.name: family for family in text_fd_to_metric_families(StringIO(text))}  # type: ignore[no-untyped-call]
+    buckets = {sample.labels["le"]: sample for sample in families["seqserve_stage_seconds"].samples if "le" in sample.labels}
+    exemplars = {bound: sample.exemplar for bound, sample in buckets.items() if sample.exemplar is not None}
+    assert {bound: (exemplar.labels["trace_id"], exemplar.value) for bound, exemplar in exemplars.items()} == {
+        "0.0005": ("ab" * 16, 0.0003),
+        "0.005": (f"{1:032x}", 0.003),
+    }
+    assert b"trace_id" not in render(snapshot)
+
+
+def test_examples_go_with_their_version_and_their_process() -> None:
+    metrics = Metrics()
+    for model in ("words", "sensors"):
+        metrics.stage_seconds.observe(0.1, model, "1", "total")
+        metrics.stage_seconds.note_trace("ab" * 16, [((model, "1", "total"), 0.1)])
+    name = metrics.stage_seconds.name + EXAMPLES
+    assert [labels[0] for labels, _ in without(metrics.snapshot(), "words", "1")[name]] == ["sensors"]
+    assert name not in remains(metrics.snapshot())
+    metrics.forget("words", "1")
+    assert [labels[0] for labels, _ in metrics.snapshot()[name]] == ["sensors"]
+
+
+@pytest.mark.parametrize(
+    "accept, expected",
+    [
+        ("", False),
+        ("*/*", False),
+        ("text/plain", False),
+        ("application/openmetrics-text", True),
+        ("application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,text/plain;q=0.5", True),
+        ("text/plain;q=0.5, Application/OpenMetrics-Text; version=1.0.0", True),
+        ("application/openmetrics-text;q=0", False),
+        ("application/openmetrics-text2", False),
+    ],
+)
+def test_format_is_chosen_by_accept(accept: str, expected: bool) -> None:
+    assert accepts_openmetrics(accept) is expected

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ class Chunk:
     owner: any object; the engine returns it with the result.
     read_slot, write_slot: the state slots from which the chunk continues and to which its state is written. A chunk that is a whole
         sequence reads ZERO_SLOT and writes DISCARD_SLOT.
+    timed: whether the answer to its request tells how its batches ran.
     """
 
     data: bytes | memoryview
@@ -28,6 +29,7 @@ class Chunk:
     owner: Any
     read_slot: int = ZERO_SLOT
     write_slot: int = DISCARD_SLOT
+    timed: bool = False
 
     @property
     def whole(self) -> bool:
@@ -41,7 +43,7 @@ class Batch:
     infinite if unknown.
     rows, tokens: of all of them; longest: steps of the longest row; whole: whether every row is a whole sequence.
     returns_embedding, returns_sequence: whether any of them returns these outputs.
-    stage_seconds: the time in each stage, once the batch has ended.
+    timed: whether an answer to any of them tells how the batch ran.
     """
 
     __slots__ = (
@@ -54,7 +56,7 @@ class Batch:
         "returns_sequence",
         "rows",
         "since",
-        "stage_seconds",
+        "timed",
         "tokens",
         "whole",
     )
@@ -72,10 +74,10 @@ class Batch:
         self.since = since
         self.formed = formed
         self.blocks = blocks
-        self.stage_seconds: Mapping[str, float] = {}
         self.rows = sum([block.sequences for block in blocks]) + len(chunks)
         self.tokens = sum([block.steps for block in blocks]) + sum([chunk.steps for chunk in chunks])
         self.longest = max([*[block.longest for block in blocks], *[chunk.steps for chunk in chunks]])
+        self.timed = True in [*[block.timed for block in blocks], *[chunk.timed for chunk in chunks]]
         self.whole = False not in [chunk.whole for chunk in chunks]
         returns = [*[block.returns for block in blocks], *[chunk.returns for chunk in chunks]]
         self.returns_embedding = True in [outputs.embedding for outputs in returns]

@@ -70,6 +70,7 @@ def build_engine(
         max_batch_sequences=settings.max_batch_sequences,
         max_batch_tokens=settings.max_batch_tokens,
         slots=settings.state_slots,
+        place=place,
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from service.engine.batch import Batch
@@ -211,6 +212,7 @@ class Worker:
             share=message.share,
             divisible=served and self._engine.streams(key),
             owner=self._frontends[channel],
+            timed=message.timed,
         )
         if served:
             self._count_channel(key, message.sent, message.requests)
@@ -270,6 +272,8 @@ class Worker:
         answer = messages.AnswerBlock(
             block.requests, block.sequences, scores, picks, embedding, sequence, result.per_step, ready
         )
+        if block.timed:
+            answer = msgspec.structs.replace(answer, queued=block.arrived, runs=list(result.runs))
         columns = block.columns.ids, block.columns.counts, result.steps
         channel.send(encode(answer, tail=(*columns, *[array for array in arrays if array is not None])))
         self._answered.add(channel)

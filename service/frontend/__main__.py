@@ -16,6 +16,7 @@ from service.ipc.connection_counts import ConnectionCounts, Port
 from service.ipc.heartbeat import Heartbeat
 from service.ipc.process_config import ProcessConfig, freeze_heap
 from service.ipc.quota_counts import QuotaCounts
+from service.ipc.trace_socket import TraceWriter
 from service.log import Log
 from service.metrics import Metrics
 
@@ -32,7 +33,9 @@ def main() -> None:
         control.failed(str(error))
         return
     dispatcher = Dispatcher(metrics, settings.channel_bytes, control.ready, len(settings.devices))
-    frontend = Frontend(settings, catalog, dispatcher, metrics, log, control, QuotaCounts.open(config.quotas, config.place))
+    quotas = QuotaCounts.open(config.quotas, config.place)
+    traces = TraceWriter(config.traces) if config.traces >= 0 else None
+    frontend = Frontend(settings, catalog, dispatcher, metrics, log, control, quotas, traces)
     metrics.observe_collections("frontend")
     counts = ConnectionCounts(config.connections)
 

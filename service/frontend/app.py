@@ -15,7 +15,7 @@ from service import __version__
 from service.access.scopes import KEY_SCOPES, Scope
 from service.errors import MethodNotAllowed, ServiceError, UnknownRoute
 from service.frontend import docs_page
-from service.frontend.http_exchange import DirectRoute, respond_error
+from service.frontend.http_exchange import DirectRoute, IdentifyingApp, respond_error
 from service.frontend.inference import ClientDisconnected, Frontend
 from service.frontend.oip import rest as oip_rest
 from service.frontend.rest import access, debug, health, infer, models, sessions, tokens, websocket
@@ -67,11 +67,14 @@ def build_app(frontend: Frontend, scopes: Set[Scope] = frozenset(Scope), grpc_po
             allow_origins=list(frontend.access.origins),
             allow_methods=["GET", "POST", "PUT", "DELETE"],
             allow_headers=["*"],
+            expose_headers=["x-request-id"],
         )
     app.add_exception_handler(ServiceError, _service_error_handler(frontend))
     app.add_exception_handler(HTTPException, _routing_error_handler(frontend, router))
     app.add_exception_handler(ClientDisconnected, _handle_disconnect)
     app.add_exception_handler(Exception, _internal_error_handler(frontend))
+    # The outermost layer: Starlette answers unexpected exceptions outside of the layers that are added.
+    app.build_middleware_stack = IdentifyingApp.around(app.build_middleware_stack, frontend.request_ids)  # type: ignore[method-assign]
     return app
 
 

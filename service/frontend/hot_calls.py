@@ -10,7 +10,10 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from typing import Any, NamedTuple
+from random import random
+from typing import Any, ClassVar, NamedTuple
+
+from msgspec import structs
 
 from service.access.caller import Caller
 from service.errors import InferenceFailed, ServiceError
@@ -26,8 +29,9 @@ from service.frontend.inference import (
     run_inference,
 )
 from service.frontend.large_answers import LARGE_ANSWER_BYTES
+from service.frontend.observation import EndedRequest, Observation
 from service.frontend.request_heads import RequestHead
-from service.ipc.messages import Answer, ModelKey, Request
+from service.ipc.messages import Answer, Api, ModelKey, Request
 from service.metrics import CUT_OFF, GONE, OK, Metrics
 
 
@@ -119,13 +123,16 @@ class HotCall:
 
     __slots__ = (
         "arrived",
+        "body",
         "caller",
         "context",
         "counted",
         "disconnected",
         "endpoint",
         "exchange",
+        "lengths",
         "model",
+        "observation",
         "parsed",
         "pending",
         "search",
@@ -133,7 +140,14 @@ class HotCall:
     )
 
     def __init__(
-        self, endpoint: HotEndpoint, exchange: Exchange, model: ServedModel, arrived: float, parsed: Parsed, caller: Caller
+        self,
+        endpoint: HotEndpoint,
+        exchange: Exchange,
+        model: ServedModel,
+        arrived: float,
+        parsed: Parsed,
+        caller: Caller,
+        observation: Observation | None,
     ) -> None:
         """arrived: the monotonic time of arrival in seconds."""
         self.endpoint = endpoint
@@ -142,6 +156,10 @@ class HotCall:
         self.arrived = self.sent = arrived
         self.parsed = parsed
         self.caller = caller
+        self.observation = observation
+        self.lengths: Sequence[int] = ()
+        """The steps of its sequences."""
+        self.body = b""
         self.context = parsed.context
         self.pending: PendingRequest | None = None
         self.search: asyncio.Task[None] | None = None
@@ -167,11 +185,14 @@ class HotCall:
 
 
 class HotEndpoint(ABC):
-    """Runs the requests of one endpoint."""
+    """Runs the requests of one endpoint, which belongs to `api`."""
+
+    api: ClassVar[Api]
 
     def __init__(self, frontend: Frontend, tally: RequestTally) -> None:
         self.frontend = frontend
         self._tally = tally
+        self._observer = frontend.observer
         self._answered: dict[ModelKey, list[AnsweredCall]] = {}
         self._writing: set[asyncio.Task[None]] = set()
 
@@ -199,36 +220,74 @@ class HotEndpoint(ABC):
         """See `Endpoint.start`."""
         arrived = time.monotonic()
         parsed = self.parse(head, body)
-        return None if parsed is None else self.run(parsed, exchange, arrived, head.caller)
+        return None if parsed is None else self.run(parsed, exchange, arrived, head.caller, body)
 
     def run(
-        self, parsed: Parsed, exchange: Exchange, arrived: float, caller: Caller, model: ServedModel | None = None
+        self,
+        parsed: Parsed,
+        exchange: Exchange,
+        arrived: float,
+        caller: Caller,
+        body: bytes,
+        model: ServedModel | None = None,
     ) -> HotCall:
         """Send a decoded request to an engine. The reply comes after the return. Raises the ServiceError of a request that is refused.
 
-        model: instead of the one that the request names. The session of the request belongs to it.
+        body: the request before it was decoded. model: the model of the session, instead of the model that the request names.
         """
         self._tally.accept()
         labels, retired = UNKNOWN_MODEL_LABELS, None
+        observer, observation = self._observer, None
+        # Most requests are not chosen: that should cost nothing but the random number.
+        if observer.chooses and ((drawn := random()) < observer.highest_rate or exchange.origin.traceparent):
+            observation = observer.begin(exchange, drawn)
         try:
             if model is None:
                 model, retired = self._find(parsed)
             labels = model.key.labels
-            call = HotCall(self, exchange, model, arrived, parsed, caller)
+            call = HotCall(self, exchange, model, arrived, parsed, caller, observation)
+            if self._observer.keeps_bodies:
+                call.body = self._observer.start_of(body)
             if retired is None:
                 self._send(call)
             else:
                 self._search_version(call)
         except Exception as error:
             code = error.code if isinstance(error, ServiceError) else InferenceFailed.code
-            self._tally.fail(labels, code, time.monotonic() - arrived)
+            self._end_refused(exchange, labels, code, arrived, caller, body, observation)
             raise
         return call
 
-    def refuse(self, labels: tuple[str, str], error: ServiceError, arrived: float) -> None:
+    def refuse(
+        self,
+        labels: tuple[str, str],
+        error: ServiceError,
+        arrived: float,
+        exchange: Exchange,
+        caller: Caller,
+        body: bytes,
+    ) -> None:
         """Count a request that cannot be decoded."""
         self._tally.accept()
-        self._tally.fail(labels, error.code, time.monotonic() - arrived)
+        observation = self._observer.begin(exchange, random()) if self._observer.chooses else None
+        self._end_refused(exchange, labels, error.code, arrived, caller, body, observation)
+
+    def _end_refused(
+        self,
+        exchange: Exchange,
+        labels: tuple[str, str],
+        outcome: str,
+        arrived: float,
+        caller: Caller,
+        body: bytes,
+        observation: Observation | None,
+    ) -> None:
+        """Count and report a request that is not sent to an engine."""
+        ended = time.monotonic()
+        self._tally.fail(labels, outcome, ended - arrived)
+        start = self._observer.start_of(body)
+        request = EndedRequest(self.api, exchange, caller.name, labels, outcome, arrived, ended=ended, body=start)
+        self._observer.end(observation, request)
 
     def abandon(self) -> None:
         """See `Endpoint.abandon`."""
@@ -280,6 +339,9 @@ class HotEndpoint(ABC):
             self._search_version(call)
             return
         request = call.caller.admit(request)
+        if call.observation is not None or self._observer.times_all:
+            request = structs.replace(request, timed=True)
+        call.lengths = request.lengths
         call.sent = request.sent
         call.pending = self.frontend.send(call.caller, request, data, call)
 
@@ -288,7 +350,7 @@ class HotEndpoint(ABC):
         call.search = asyncio.ensure_future(self._run_inference(call))
 
     async def _run_inference(self, call: HotCall) -> None:
-        tracked, parsed = TrackedRequest(call.arrived, call.caller), call.parsed
+        tracked, parsed = TrackedRequest(call.arrived, call.caller, observation=call.observation), call.parsed
 
         async def build(model: ServedModel) -> tuple[Request, bytes | memoryview]:
             call.model = model
@@ -303,11 +365,32 @@ class HotEndpoint(ABC):
         else:
             call.answered(*answered)
         finally:
+            call.lengths = tracked.lengths
             call.search = None
 
     def _count_failure(self, call: HotCall, outcome: str) -> None:
         call.counted = True
-        self._tally.fail(call.model.key.labels, outcome, time.monotonic() - call.arrived)
+        now = time.monotonic()
+        self._tally.fail(call.model.key.labels, outcome, now - call.arrived)
+        self._report(call, outcome, now)
+
+    def _report(self, call: HotCall, outcome: str, ended: float, received: float = 0.0, answer: Answer | None = None) -> None:
+        """Log and trace a request that has ended, if it should be. received: when its reply began to be written."""
+        request = EndedRequest(
+            self.api,
+            call.exchange,
+            call.caller.name,
+            call.model.key.labels,
+            outcome,
+            call.arrived,
+            call.sent,
+            received,
+            ended,
+            call.lengths,
+            answer,
+            call.body,
+        )
+        self._observer.end(call.observation, request)
 
     def _write_answers(self) -> None:
         by_model, self._answered = self._answered, {}
@@ -362,6 +445,13 @@ class HotEndpoint(ABC):
             parse, total = [call.sent - call.arrived for call in replied], [now - call.arrived for call in replied]
             waited = max(0.0, start - ready / len(replied))
             self._tally.answer(model.key.labels, parse, total, reply=waited, encode=now - start)
+            observer = self._observer
+            if observer.chooses or observer.times_all:
+                in_time = now - observer.slow_seconds
+                for (call, answer, _), reply in zip(answers, replies, strict=True):
+                    chosen = call.observation is not None or call.arrived < in_time
+                    if chosen and not isinstance(reply, ServiceError):
+                        self._report(call, OK, now, start, answer)
 
 
 def _send(call: HotCall, reply: Reply) -> None:

@@ -11,6 +11,9 @@ import msgspec
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect, HTTPConnection
+from starlette.types import ASGIApp, Receive, Send
+from starlette.types import Message as AsgiMessage
+from starlette.types import Scope as AsgiScope
 
 from service.access.caller import Caller
 from service.access.policy import BEARER
@@ -20,6 +23,7 @@ from service.frontend.access_log import AuditEntry, audited
 from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
 from service.frontend.inference import ClientDisconnected, Frontend
 from service.frontend.large_answers import MAX_JOINED_BYTES
+from service.frontend.origin import Origin, RequestIdentity, RequestIds
 from service.frontend.scopes import HTTP_SCOPES
 
 T = TypeVar("T")
@@ -31,6 +35,10 @@ KEY_SUBPROTOCOL = "seqserve.key."
 """Prefix of a key that is offered as a subprotocol."""
 COMPRESSIONS = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
 """The accepted content encodings, with the window bits that select each format in zlib."""
+IDENTITY = "seqserve.identity"
+"""The key of a request's identity in its ASGI scope."""
+BEGINNINGS = ("http.response.start", "websocket.accept", "websocket.http.response.start")
+"""The ASGI messages that have the headers of a reply."""
 DISCARD_FACTOR = 4
 """A body over the limit is read and discarded up to this many times the limit: a client reads no reply while it still sends."""
 
@@ -115,6 +123,38 @@ def authorization_of(connection: HTTPConnection) -> str | None:
 def peer_of(connection: HTTPConnection) -> str:
     """Return the address of the client, empty if it is not known."""
     return "" if connection.client is None else connection.client.host
+
+
+def identity_of(connection: HTTPConnection) -> RequestIdentity:
+    """Return how the reply and the log name a request or a handshake."""
+    identity: RequestIdentity = connection.scope[IDENTITY]
+    return identity
+
+
+class IdentifyingApp:
+    """Wraps the ASGI application: every reply has the headers of its request's identity. It wraps only the sending side."""
+
+    def __init__(self, app: ASGIApp, ids: RequestIds) -> None:
+        self._app = app
+        self._ids = ids
+
+    @classmethod
+    def around(cls, build: Callable[[], ASGIApp], ids: RequestIds) -> Callable[[], ASGIApp]:
+        """Return a function that builds an application as `build` does, and wraps it."""
+        return lambda: cls(build(), ids)
+
+    async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        identity = scope[IDENTITY] = RequestIdentity(Origin.read(scope["headers"]), self._ids)
+
+        async def send_identified(message: AsgiMessage) -> None:
+            if message["type"] in BEGINNINGS:
+                message["headers"] = [*message.get("headers", ()), *identity.headers]
+            await send(message)
+
+        await self._app(scope, receive, send_identified)
 
 
 def caller_of(request: Request) -> Caller:

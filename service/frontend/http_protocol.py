@@ -20,6 +20,7 @@ from service.errors import STATUS, HeadersTooLarge, InvalidRequest, Overloaded, 
 from service.frontend.connection_guard import Phase, UnreadBytes, connection_limit
 from service.frontend.http_exchange import JSON, error_body
 from service.frontend.inference import Frontend
+from service.frontend.origin import NO_ORIGIN, Header, Identity
 from service.frontend.request_heads import RequestHead, RequestHeads
 from service.metrics import CLOSED_FOR
 
@@ -36,8 +37,8 @@ LINGER_SECONDS = 1.0
 _HEAD_END = b"\r\n\r\n"
 
 
-class Exchange(Protocol):
-    """Where the reply to one request goes."""
+class Exchange(Identity, Protocol):
+    """Where the reply to one request goes, with the identity of the request."""
 
     def respond(self, content: bytes, headers: bytes) -> None:
         """Send a successful reply. headers: complete lines, without Content-Length."""
@@ -90,14 +91,17 @@ class HotPath:
             return self._infer
         return self._oip_infer if path.startswith("/v2/models/") and path.endswith("/infer") else None
 
-    def reply_head(self, status: bytes, headers: list[tuple[bytes, bytes]], length: int, more_headers: bytes) -> bytes:
+    def reply_head(
+        self, status: bytes, headers: list[tuple[bytes, bytes]], length: int, request_id: bytes, more_headers: bytes
+    ) -> bytes:
         """Return the head of a reply with content of this length.
 
         headers: the server's own, a new list when they change. more_headers: complete lines.
         """
         if headers is not self._headers:
             self._headers, self._header_lines = headers, b"".join([b"%b: %b\r\n" % pair for pair in headers])
-        return b"HTTP/1.1 %b\r\n%bcontent-length: %d\r\n%b\r\n" % (status, self._header_lines, length, more_headers)
+        head = b"HTTP/1.1 %b\r\n%bcontent-length: %d\r\nx-request-id: %b\r\n%b\r\n"
+        return head % (status, self._header_lines, length, request_id, more_headers)
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -109,6 +113,9 @@ class HttpProtocol(HttpToolsProtocol):
         super().__init__(config, server_state, app_state)
         self._hot_path = hot_path
         self._settings = hot_path.frontend.settings
+        self._request_ids = hot_path.frontend.request_ids
+        self.origin, self.request_id = NO_ORIGIN, b""
+        self.trace_headers: tuple[Header, ...] = ()
         self._general = False
         """Whether the connection's bytes go to the general path."""
         self._message_begun = self._head_complete = False
@@ -367,6 +374,9 @@ class HttpProtocol(HttpToolsProtocol):
     def _start(self, endpoint: Endpoint, head: RequestHead, body: bytes) -> bool:
         """Start a request; false when the general path must answer it."""
         self._unset_keepalive_if_required()
+        self.origin = head.origin
+        self.request_id = head.origin.request_id or self._request_ids.take()
+        self.trace_headers = ()
         try:
             self._call = endpoint.start(head, body, self)
         except ServiceError as error:
@@ -389,7 +399,9 @@ class HttpProtocol(HttpToolsProtocol):
         self._last_reply |= self._hot_path.frontend.draining
         if self._last_reply:
             headers += b"connection: close\r\n"
-        head = self._hot_path.reply_head(status, self.server_state.default_headers, len(content), headers)
+        if self.trace_headers:
+            headers += b"".join([b"%b: %b\r\n" % pair for pair in self.trace_headers])
+        head = self._hot_path.reply_head(status, self.server_state.default_headers, len(content), self.request_id, headers)
         if len(content) <= MAX_JOINED_BYTES:
             self.transport.write(head + content)
         else:
@@ -458,8 +470,8 @@ class HttpProtocol(HttpToolsProtocol):
             self.cycle.message_event.set()
         status, headers = _error_head(error)
         headers += b"connection: close\r\n"
-        content = error_body(error)
-        head = self._hot_path.reply_head(status, self.server_state.default_headers, len(content), headers)
+        content, request_id = error_body(error), self._request_ids.take()
+        head = self._hot_path.reply_head(status, self.server_state.default_headers, len(content), request_id, headers)
         self.transport.write(head + content)
         if self.transport.can_write_eof():  # TLS has no half-closed connections
             self.transport.write_eof()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from random import random
 from typing import Protocol
 
 import msgspec
@@ -31,11 +32,14 @@ from service.frontend.decoder.client import BodyDecoder
 from service.frontend.dispatch.connection import Answered, PendingRequest, Receiver
 from service.frontend.dispatch.dispatcher import Dispatcher
 from service.frontend.large_answers import LargeAnswers
+from service.frontend.observation import EndedRequest, Observation, Observer, stage_seconds
 from service.frontend.open_streams import OpenStreams
+from service.frontend.origin import Identity, RequestIds
 from service.frontend.quotas import QuotaLedger
 from service.frontend.tls import TlsContexts
-from service.ipc.messages import IndexEntry, Manifest, ModelKey, Request
+from service.ipc.messages import Answer, Api, IndexEntry, Manifest, ModelKey, Request
 from service.ipc.quota_counts import QuotaCounts
+from service.ipc.trace_socket import TraceWriter
 from service.log import Log
 from service.metrics import CUT_OFF, GONE, OK, Metrics, Snapshot
 from service.settings import Settings
@@ -71,7 +75,7 @@ class SupervisorClient(Protocol):
 
 @dataclass(slots=True)
 class Frontend:
-    """The state that all APIs of one frontend share. `draining` is true while the service shuts down."""
+    """The state that all APIs of one frontend share. `draining` is true during shutdown. Without `traces` nothing is traced."""
 
     settings: Settings
     catalog: Catalog
@@ -80,6 +84,7 @@ class Frontend:
     log: Log
     supervisor: SupervisorClient
     quota_counts: QuotaCounts = field(default_factory=QuotaCounts.private)
+    traces: TraceWriter | None = None
     draining: bool = False
     access: AccessPolicy = field(init=False)
     quotas: QuotaLedger = field(init=False)
@@ -90,6 +95,8 @@ class Frontend:
     bodies: BodyBudget = field(init=False)
     decoder: BodyDecoder = field(init=False)
     large_answers: LargeAnswers = field(init=False)
+    request_ids: RequestIds = field(init=False)
+    observer: Observer = field(init=False)
 
     def __post_init__(self) -> None:
         self.access = AccessPolicy(self.settings)
@@ -101,6 +108,8 @@ class Frontend:
         self.bodies = BodyBudget(self.settings.max_receiving_bytes)
         self.large_answers = LargeAnswers()
         self.decoder = BodyDecoder(self.settings, self.bodies, self.log)
+        self.request_ids = RequestIds()
+        self.observer = Observer(self.settings, self.log, self.metrics, self.traces)
 
     @property
     def ready(self) -> bool:
@@ -164,20 +173,51 @@ class Frontend:
 
 @dataclass(slots=True)
 class TrackedRequest:
-    """One request in the metrics. `arrived` is its monotonic time of arrival in seconds."""
+    """One request in the metrics, in the log and in traces. EndedRequest explains the fields."""
 
     arrived: float
     caller: Caller
     labels: tuple[str, str] = UNKNOWN_MODEL_LABELS
     outcome: str = OK
-    stages: dict[str, float] | None = None
-    """The seconds in each stage, filled as it passes them; None if the client does not ask for them."""
+    timed: bool = False
+    """Whether the client asks for the time in each stage."""
+    observation: Observation | None = None
+    body: bytes = b""
+    sent: float = 0.0
+    received: float = 0.0
+    lengths: Sequence[int] = ()
+    answer: Answer | None = None
+
+    def stages(self) -> dict[str, float]:
+        """Return the seconds in each stage until now."""
+        return stage_seconds(self.arrived, self.sent, self.received, time.monotonic(), self.answer)
+
+    def report(self, observer: Observer, api: Api, identity: Identity, ended: float) -> None:
+        """Log and trace the request, which has ended."""
+        request = EndedRequest(
+            api,
+            identity,
+            self.caller.name,
+            self.labels,
+            self.outcome,
+            self.arrived,
+            self.sent,
+            self.received,
+            ended,
+            self.lengths,
+            self.answer,
+            self.body,
+        )
+        observer.end(self.observation, request)
 
 
 @contextmanager
-def track_request(metrics: Metrics, arrived: float, caller: Caller) -> Iterator[TrackedRequest]:
+def track_request(frontend: Frontend, arrived: float, caller: Caller, api: Api, identity: Identity) -> Iterator[TrackedRequest]:
     """Count a request as in flight, and at its end under exactly one outcome. Exceptions pass through."""
+    metrics, observer = frontend.metrics, frontend.observer
     tracked = TrackedRequest(arrived, caller)
+    if observer.chooses:
+        tracked.observation = observer.begin(identity, random())
     metrics.accepted.add()
     metrics.in_flight.add()
     try:
@@ -195,8 +235,11 @@ def track_request(metrics: Metrics, arrived: float, caller: Caller) -> Iterator[
         tracked.outcome = InferenceFailed.code
         raise
     finally:
+        ended = time.monotonic()
         metrics.in_flight.add(by=-1)
-        count_end(metrics, tracked.labels, tracked.outcome, time.monotonic() - tracked.arrived)
+        count_end(metrics, tracked.labels, tracked.outcome, ended - tracked.arrived)
+        if observer.chooses or observer.times_all or tracked.outcome != OK:
+            tracked.report(observer, api, identity, ended)
 
 
 def count_end(metrics: Metrics, labels: tuple[str, str], outcome: str, seconds: float) -> None:
@@ -209,10 +252,12 @@ def count_end(metrics: Metrics, labels: tuple[str, str], outcome: str, seconds: 
         metrics.failed_seconds.add(*labels, by=seconds)
 
 
-def count_answer(metrics: Metrics, labels: tuple[str, str], ready: float, received: float) -> None:
-    """Count the way back and the encoding of an answer that is encoded now. ready: when the engine had the results."""
-    metrics.stage_seconds.observe(max(0.0, received - ready), *labels, "reply")
-    metrics.stage_seconds.observe(time.monotonic() - received, *labels, "encode")
+def count_answer(metrics: Metrics, tracked: TrackedRequest, received: float) -> None:
+    """Count the way back and the encoding of an answer that is encoded now. received: when its encoding began."""
+    assert tracked.answer is not None
+    tracked.received = received
+    metrics.stage_seconds.observe(max(0.0, received - tracked.answer.ready), *tracked.labels, "reply")
+    metrics.stage_seconds.observe(time.monotonic() - received, *tracked.labels, "encode")
 
 
 RequestBuilder = Callable[[ServedModel], Awaitable[tuple[Request, bytes | memoryview]]]
@@ -240,11 +285,12 @@ async def run_inference(
             request = tracked.caller.admit(request)
             if unknown is not None:
                 request = _continue_only(request, unknown)
-            if tracked.stages is not None:
+            if tracked.timed or tracked.observation is not None or frontend.observer.times_all:
                 request = msgspec.structs.replace(request, timed=True)
-                tracked.stages["parse"] = request.sent - tracked.arrived
+            tracked.sent, tracked.lengths = request.sent, request.lengths
             frontend.metrics.stage_seconds.observe(request.sent - tracked.arrived, *tracked.labels, "parse")
-            return model, await frontend.submit(tracked.caller, request, tail)
+            tracked.answer, data = await frontend.submit(tracked.caller, request, tail)
+            return model, Answered(tracked.answer, data)
         except (SessionConflict, InvalidInput, TooLarge) as error:
             session_model = await _model_of_session(frontend, model, session and tracked.caller.session(session), error)
             if session_model is None or (version is not None and session_model.version != model.version):

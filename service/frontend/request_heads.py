@@ -1,11 +1,13 @@
 """The heads of HTTP requests that the hot path may answer, each parsed once and remembered by its exact bytes.
 
-A client on a kept connection repeats its heads byte for byte, apart from Content-Length. Only llhttp interprets a head, as on the general
-path, so that both paths agree about where a request ends.
+A client on a kept connection repeats its heads byte for byte, apart from Content-Length and from the headers that identify a request.
+Lines of the latter are cut out, and the rest is remembered. Only llhttp interprets a head, as on the general path, so that both paths agree
+about where a request ends: a line is cut only if it consists of characters that have no meaning but their own.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,12 +18,16 @@ from service.access.caller import Caller
 from service.access.policy import AccessPolicy
 from service.access.scopes import Scope
 from service.errors import ServiceError
+from service.frontend.origin import NO_ORIGIN, REQUEST_ID, TRACEPARENT, TRACESTATE, Header, Origin
 
 MAX_HEADS = 512
 MAX_HEAD_BYTES = 1024
 """Longer heads are parsed each time: one client must not fill the memory with heads that it never repeats."""
 READ_HEADERS = (b"content-type", b"accept-encoding", b"inference-header-content-length")
 """The headers that endpoints of the hot path read."""
+_LINE_STARTS = {b"\r\n%b:" % name: name for name in (REQUEST_ID, TRACEPARENT, TRACESTATE)}
+"""Starts of the lines that differ from request to request, and the names of their headers."""
+_VALUE = re.compile(rb"[ \t]*([!-~](?:[ -~]{0,510}[!-~])?)")
 _UNUSUAL = frozenset((b"transfer-encoding", b"content-encoding", b"expect", b"te", b"trailer", b"origin", b"prefer"))
 _CONNECTION_OPTIONS = frozenset((b"keep-alive", b"upgrade", b"http2-settings"))
 """Options of a connection that stays open. An upgrade is ignored, as HTTP allows: some clients offer one with every request."""
@@ -38,6 +44,7 @@ class RequestHead:
     length: int
     headers: Mapping[bytes, bytes]
     caller: Caller
+    origin: Origin = NO_ORIGIN
 
 
 class RequestHeads:
@@ -48,6 +55,8 @@ class RequestHeads:
         self._max_headers = max_headers
         self._access = access
         self._known: dict[bytes, RequestHead | None] = {}
+        self._rests: dict[bytes, RequestHead | None] = {}
+        """Heads without the lines that identify a request."""
 
     def find(self, head: bytes) -> RequestHead | None:
         """Return the parsed head, or None if the general path must answer the request. head: with its empty line."""
@@ -55,19 +64,31 @@ class RequestHeads:
             return self._known[head]
         except KeyError:
             pass
-        parsed = self._parse(head)
-        if len(head) <= MAX_HEAD_BYTES:
-            if len(self._known) >= MAX_HEADS:
-                self._known.clear()
-            self._known[head] = parsed
+        identified = _cut(head)
+        if identified is not None:
+            return self._find_rest(*identified)
+        parsed = self._parse(head, self._max_headers)
+        _remember(self._known, head, parsed)
         return parsed
+
+    def _find_rest(self, rest: bytes, identifying: list[Header]) -> RequestHead | None:
+        """Return the parsed head. rest: the head without the lines of the headers that identify it."""
+        try:
+            known = self._rests[rest]
+        except KeyError:
+            known = self._parse(rest, self._max_headers - len(_LINE_STARTS))
+            _remember(self._rests, rest, known)
+        if known is None or known.origin is not NO_ORIGIN:
+            return None
+        return RequestHead(known.path, known.length, known.headers, known.caller, Origin.read(identifying))
 
     def forget(self) -> None:
         """Parse all heads again when they come again: the keys have changed."""
         self._known.clear()
+        self._rests.clear()
 
-    def _parse(self, head: bytes) -> RequestHead | None:
-        parsed = _parse(head, self._max_headers)
+    def _parse(self, head: bytes, max_headers: int) -> RequestHead | None:
+        parsed = _parse(head, max_headers)
         if parsed is None:
             return None
         path, headers = parsed
@@ -77,7 +98,33 @@ class RequestHeads:
         except ServiceError:
             return None  # the general path raises it again
         kept = {name: headers[name] for name in READ_HEADERS if name in headers}
-        return RequestHead(sys.intern(path), int(headers[b"content-length"]), kept, caller)
+        return RequestHead(sys.intern(path), int(headers[b"content-length"]), kept, caller, Origin.read(headers.items()))
+
+
+def _cut(head: bytes) -> tuple[bytes, list[Header]] | None:
+    """Return the head without the lines of the headers that identify it, and these headers. None without usual lines of them."""
+    lower, headers, cuts = head.lower(), list[Header](), list[tuple[int, int]]()
+    for start, name in _LINE_STARTS.items():
+        at = lower.find(start)
+        if at > 0:
+            end = head.find(b"\r\n", at + len(start))
+            value = _VALUE.fullmatch(head, at + len(start), end)
+            if value is None or lower.find(start, end) >= 0:
+                return None
+            headers.append((name, value[1]))
+            cuts.append((at, end))
+    if not cuts:
+        return None
+    for at, end in sorted(cuts, reverse=True):
+        head = head[:at] + head[end:]
+    return head, headers
+
+
+def _remember(heads: dict[bytes, RequestHead | None], head: bytes, parsed: RequestHead | None) -> None:
+    if len(head) <= MAX_HEAD_BYTES:
+        if len(heads) >= MAX_HEADS:
+            heads.clear()
+        heads[head] = parsed
 
 
 class _Reader:

@@ -27,7 +27,7 @@ from service.frontend.rest.infer import HotInfer
 from service.frontend.scopes import ADMIN_PORT_SCOPES
 from service.frontend.websocket_protocol import WebSocketProtocol
 from service.ipc.process_config import freeze_heap
-from service.log import Log
+from service.log import LogHandler
 
 ENGINE_WAIT_SECONDS = 1.0
 """Longest wait of a restarted frontend for an engine before it accepts connections."""
@@ -183,21 +183,12 @@ def build_hot_path(frontend: Frontend) -> HotPath:
     return HotPath(frontend, HotInfer(frontend, tally), HotOipInfer(frontend, tally))
 
 
-class _JsonLogHandler(logging.Handler):
-    """Writes the warnings of libraries as JSON lines to the service's log.
-
-    It leaves out uvicorn's warning about a request that is not valid HTTP: a metric counts them. Clients may cause the others too.
-    """
-
-    def __init__(self, log: Log) -> None:
-        super().__init__(logging.WARNING)
-        self._log = log
+class _LibraryLogHandler(LogHandler):
+    """Leaves out uvicorn's warning about a request that is not valid HTTP: a metric counts them."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.msg == INVALID_HTTP:
-            return
-        error = repr(record.exc_info[1]) if record.exc_info else None
-        self._log.capped("warning", "library warning", message=record.getMessage().strip(), error=error)
+        if record.msg != INVALID_HTTP:
+            super().emit(record)
 
 
 def serve(
@@ -212,7 +203,7 @@ def serve(
     """Serve until SIGTERM, with gRPC and administration if they have ports. Requests then have `drain_seconds` to finish."""
     frontend.metrics.start(model.key.labels for model in frontend.catalog.served)
     for logger in ("uvicorn.error", "grpc", "asyncio"):
-        logging.getLogger(logger).addHandler(_JsonLogHandler(frontend.log))
+        logging.getLogger(logger).addHandler(_LibraryLogHandler(frontend.log))
     grpc_port = None if grpc is None else grpc.listening.getsockname()[1]
     if admin is None:
         config, admin_port = _config(frontend, build_app(frontend, grpc_port=grpc_port)), None

@@ -18,8 +18,7 @@ def is_wanted(request: Request) -> bool:
     return PREFERENCE in [preference.partition(";")[0].strip() for preference in preferences]
 
 
-def add(response: Response, stages: Mapping[str, float], total: float) -> None:
+def add(response: Response, stages: Mapping[str, float]) -> None:
     """Add the seconds in each stage and in total, as milliseconds."""
-    durations = {**stages, "total": total}
-    response.headers["server-timing"] = ", ".join(f"{name};dur={seconds * 1e3:.3f}" for name, seconds in durations.items())
+    response.headers["server-timing"] = ", ".join(f"{name};dur={seconds * 1e3:.3f}" for name, seconds in stages.items())
     response.headers["preference-applied"] = PREFERENCE

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from math import prod
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -59,8 +59,11 @@ class QueuedRequest(Protocol):
     data: Buffer
 
 
-def encode_block(key: BlockKey, queued: Sequence[QueuedRequest]) -> tuple[bytes, Buffer]:
-    """Return the frame of a block, and the bytes that follow it without a copy: the values of a large request, which is alone."""
+def encode_block(key: BlockKey, queued: Sequence[QueuedRequest], *, timed: bool = False) -> tuple[bytes, Buffer]:
+    """Return the frame of a block, and the bytes that follow it without a copy: the values of a large request, which is alone.
+
+    timed: whether the answers tell how their batches ran.
+    """
     requests = [pending.request for pending in queued]
     lengths = array("i", [steps for request in requests for steps in request.lengths])
     deadlines = array("d", [request.deadline for request in requests])
@@ -82,6 +85,7 @@ def encode_block(key: BlockKey, queued: Sequence[QueuedRequest]) -> tuple[bytes,
         priority=key.priority,
         returns=key.returns,
         share=key.share,
+        timed=timed,
     )
     if len(queued) == 1 and is_large(queued[0].data):
         return encode(block, tail=columns, following=len(queued[0].data)), queued[0].data
@@ -102,6 +106,7 @@ def split_answers(block: AnswerBlock, data: Buffer) -> Iterator[tuple[int, Answe
     sequence_ends = list(accumulate(counts, initial=0))
     step_ends = list(accumulate(steps, initial=0))
     arrays = list(_arrays(block, head.size))
+    times: dict[str, Any] = {"queued": block.queued, "runs": block.runs} if block.runs else {}
     for index, (id, count) in enumerate(zip(ids, counts, strict=True)):
         first, end = sequence_ends[index], sequence_ends[index + 1]
         lines = count, step_ends[end] - step_ends[first]
@@ -112,7 +117,7 @@ def split_answers(block: AnswerBlock, data: Buffer) -> Iterator[tuple[int, Answe
             begin = field.begin + begins[field.per_step] * field.line_bytes
             shapes[field.name] = number, *field.line
             parts.append(data[begin : begin + number * field.line_bytes])
-        answer = Answer(**shapes, steps=list(steps[first:end]), ready=block.ready)  # type: ignore[arg-type]
+        answer = Answer(**shapes, steps=list(steps[first:end]), ready=block.ready, **times)  # type: ignore[arg-type]
         yield id, answer, parts[0] if len(parts) == 1 else b"".join(parts)
 
 

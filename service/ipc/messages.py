@@ -6,6 +6,7 @@ same id (`rpc.py`), and so have a request and its answer. Nothing here knows HTT
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import NamedTuple
 
 import msgspec
@@ -19,6 +20,8 @@ IDS = "int32"
 FEATURES = "float32"
 """Dtype of features and of every floating-point output between processes."""
 
+MAX_RUNS = 1024
+"""Most batches in an answer: the first batches, and the last."""
 DIGEST_BYTES = 16
 """Size of a session id's digest in the session journal."""
 
@@ -92,6 +95,28 @@ class Folding(msgspec.Struct, array_like=True, frozen=True):
 
     folded: bool
     decided_by: str
+
+
+class BatchRun(msgspec.Struct, array_like=True, frozen=True):
+    """How an engine ran one batch. Moments are seconds on the machine's monotonic clock.
+
+    `engine` is the number of the engine and `number` that of the batch in it. `by_graph` is true if one CUDA graph ran the batch.
+    `formed`: its sequences were chosen; `staged`: they were packed; `started`: the device was free for it; `computed`: the layers had
+    run; `ended`: the results were split.
+    """
+
+    engine: int
+    device: str
+    number: int
+    sequences: int
+    tokens: int
+    padded_tokens: int
+    by_graph: bool
+    formed: float
+    staged: float
+    started: float
+    computed: float
+    ended: float
 
 
 class LoadedModel(msgspec.Struct, array_like=True, frozen=True):
@@ -180,7 +205,7 @@ class RequestBlock(Message, frozen=True):
     monotonic clock; counts (requests,) int32, the sequences of each request; lengths (sequences,) int32, the time steps of each
     sequence; and the values of all steps, (steps,) int32 ids or (steps, features) float32. `shortest` and `longest` are the steps of
     one sequence, `deadline` is the earliest, `sent` the mean of the moments on that clock at which the requests were sent. A higher
-    `priority` runs sooner.
+    `priority` runs sooner. With `timed`, the answers tell how their batches ran.
     """
 
     model: str
@@ -196,6 +221,7 @@ class RequestBlock(Message, frozen=True):
     priority: int
     returns: Returns
     share: Share = NO_TENANT
+    timed: bool = False
 
     @property
     def key(self) -> ModelKey:
@@ -215,7 +241,9 @@ class Request(Message, frozen=True):
     tenant may have open in one engine, 0 without a limit for tenants.
 
     With `initial`, the values are followed by the state from which each sequence starts, (sequences, numbers) float32, joined in the
-    order of the model's states. NaN stands for the number from which a sequence starts otherwise. With `timed`, the answer has its stages.
+    order of the model's states. NaN stands for the number from which a sequence starts otherwise.
+
+    With `timed`, the answer tells how its batches ran.
     """
 
     model: str
@@ -308,8 +336,9 @@ class Answer(Message, frozen=True):
     and `sequence` (tokens, width), both float32. `state`, the last array, has the states after each sequence, (sequences, numbers) float32,
     joined in the order of the model's states. `steps` counts the steps of each sequence in per-step arrays. `session_steps` counts all
     steps of the session, this chunk included. `ready` is when the engine had the results, on the machine's monotonic clock. `finite` is
-    false, and there are no arrays, if the chunk of a session led to values that are not finite: the session is then unchanged. `stages` has
-    the seconds of each stage in the engine, if the request is timed.
+    false, and there are no arrays, if the chunk of a session led to values that are not finite: the session is then unchanged.
+
+    If the request is `timed`, `queued` is when the engine queued it, and `runs` has the batches that ran its steps, at most MAX_RUNS.
     """
 
     scores: tuple[int, ...] = ()
@@ -321,15 +350,16 @@ class Answer(Message, frozen=True):
     ready: float = 0.0
     finite: bool = True
     state: tuple[int, ...] = ()
-    stages: dict[str, float] = {}
+    queued: float = 0.0
+    runs: list[BatchRun] = []
 
 
 class AnswerBlock(Message, frozen=True):
     """The answers to requests of one RequestBlock: the shapes of an Answer, for all sequences of the requests together.
 
     Columns come first: ids (requests,) uint64, counts (requests,) int32 and steps (sequences,) int32, the steps of each sequence in
-    per-step arrays. The arrays follow in the order of an Answer. `per_step` tells whether scores and picks have a line per step. `ready` is
-    that of each Answer.
+    per-step arrays. The arrays follow in the order of an Answer. `per_step` tells whether scores and picks have a line per step. `ready`,
+    `queued` and `runs` are alike in every Answer.
     """
 
     requests: int
@@ -340,6 +370,8 @@ class AnswerBlock(Message, frozen=True):
     sequence: tuple[int, ...] = ()
     per_step: bool = False
     ready: float = 0.0
+    queued: float = 0.0
+    runs: list[BatchRun] = []
 
 
 class Backlog(Message, frozen=True):
@@ -430,6 +462,52 @@ class UnloadModel(Message, frozen=True):
     """Call to the supervisor: stop serving a model."""
 
     name: str
+
+
+# Frontend to the tracer.
+
+
+class Api(StrEnum):
+    """The APIs of inference."""
+
+    INFER = "infer"
+    STREAM = "stream"
+    OIP = "oip"
+    GRPC = "grpc"
+    GRPC_STREAM = "grpc_stream"
+
+
+class RequestTrace(Message, frozen=True):
+    """A request that ended, from which the tracer makes spans. Moments are seconds on the machine's monotonic clock.
+
+    `trace`, `span` and `parent` are ids in hexadecimal digits; without a `parent` the request begins its trace. `state` is the client's
+    tracestate, `status` the code that the client got. `failed` is true if the service is responsible for the outcome.
+
+    `sent`: the request left for an engine; `received`: its answer arrived; `ended`: the reply was written. Moments that a request did
+    not reach are 0. `ready`, `queued` and `runs` come from its Answer.
+    """
+
+    trace: str
+    span: str
+    parent: str
+    state: str
+    request_id: str
+    api: Api
+    outcome: str
+    status: str
+    failed: bool
+    caller: str
+    model: str
+    version: str
+    sequences: int
+    tokens: int
+    arrived: float
+    sent: float
+    received: float
+    ready: float
+    ended: float
+    queued: float
+    runs: list[BatchRun]
 
 
 # Frontend to its decoder.

@@ -31,8 +31,8 @@ class ProcessConfig(msgspec.Struct, frozen=True):
 
     `place` is the child's number, counted from 0 in each role: an engine runs on the device with this number in the settings. `http`,
     `grpc` and `admin` are the listening sockets of a frontend, and `connections` and `quotas` are the files of its ConnectionCounts and
-    QuotaCounts. `manifest` names the models to serve; with `strict`, a model that cannot be loaded fails the start. `is_restart` tells
-    whether the service has been ready before.
+    QuotaCounts. `traces` is a frontend's or the tracer's end of the TraceSockets. `manifest` names the models to serve; with `strict`, a
+    model that cannot be loaded fails the start. `is_restart` tells whether the service has been ready before.
     """
 
     parent: int
@@ -47,6 +47,7 @@ class ProcessConfig(msgspec.Struct, frozen=True):
     quotas: int = -1
     heartbeat: int = -1
     journal: int = -1
+    traces: int = -1
     manifest: Manifest = Manifest([], {})
     strict: bool = True
     is_restart: bool = False
@@ -86,6 +87,7 @@ class ProcessConfig(msgspec.Struct, frozen=True):
             self.quotas,
             self.heartbeat,
             self.journal,
+            self.traces,
         )
         return [descriptor for descriptor in inherited if descriptor >= 0]
 

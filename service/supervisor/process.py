@@ -19,12 +19,13 @@ from service.ipc.messages import Attach, Manifest, Message, ModelKey, Reply
 from service.ipc.process_config import DEVICE_LOST, ProcessConfig
 from service.ipc.rpc import Rpc
 from service.ipc.session_journal import SessionJournal
+from service.ipc.trace_socket import TraceSockets
 from service.metrics import Snapshot
 from service.settings import Settings
 from service.supervisor.ports import ListeningSockets
 
 R = TypeVar("R", bound=Reply)
-ENGINE, FRONTEND = "engine", "frontend"
+ENGINE, FRONTEND, TRACER = "engine", "frontend", "tracer"
 EXIT_SECONDS = 0.5
 """How long a process that has closed its control channel may take to exit by itself."""
 KILL_SECONDS = 2.0
@@ -166,6 +167,7 @@ def start(
     compute_threads: int,
     cores: Set[int] | None,
     journal: SessionJournal | None,
+    traces: TraceSockets | None,
     manifest: Manifest,
     strict: bool,
     is_restart: bool,
@@ -174,7 +176,8 @@ def start(
 
     Its first heartbeat is due when its models must be loaded. sockets: of frontends; connections, quotas: descriptors of their
     ConnectionCounts and QuotaCounts; cores: to which the process is pinned, None for all; journal: session ids of the previous
-    engine; strict: a model that cannot be loaded fails the start; is_restart: whether the service has been ready before.
+    engine; traces: of frontends and the tracer; strict: a model that cannot be loaded fails the start; is_restart: whether the service
+    has been ready before.
     """
     role, _, place = name.partition("-")
     with ExitStack() as inherited, ExitStack() as on_error:
@@ -195,6 +198,7 @@ def start(
             compute_threads=compute_threads,
             heartbeat=heartbeat.descriptor,
             journal=journal.descriptor if journal else -1,
+            traces=_trace_descriptor(traces, role),
             manifest=manifest,
             strict=strict,
             is_restart=is_restart,
@@ -207,6 +211,13 @@ def start(
         child = Child(name, process, Channel(near), heartbeat, handle_message)
         on_error.pop_all()
     return child
+
+
+def _trace_descriptor(traces: TraceSockets | None, role: str) -> int:
+    """Return the end of the sockets that a process of this role has, -1 for none."""
+    if traces is None or role == ENGINE:
+        return -1
+    return traces.reading if role == TRACER else traces.writing
 
 
 def _descriptors(sockets: ListeningSockets) -> dict[str, int]:

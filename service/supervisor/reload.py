@@ -258,7 +258,8 @@ class ModelReloader:
         self._preparing = model_versions
         try:
             for model_version in model_versions:
-                errors = await self._call_all(list(self._children()), PrepareModel(model_version))
+                serving = [*self._children_with(FRONTEND), *self._children_with(ENGINE)]
+                errors = await self._call_all(serving, PrepareModel(model_version))
                 for error in errors.values():
                     raise error
         except BaseException:

@@ -21,6 +21,7 @@ from service.ipc.heartbeat import IDLE_SECONDS, PATIENCE_SECONDS
 from service.ipc.messages import Done, Drain, Manifest, Message, MetricsCollected, ModelKey, ModelsListed, Refusal, Reply
 from service.ipc.quota_counts import QuotaCounts
 from service.ipc.session_journal import SessionJournal, journal_records
+from service.ipc.trace_socket import TraceSockets
 from service.log import Log
 from service.metrics import Metrics
 from service.settings import Settings
@@ -28,7 +29,7 @@ from service.supervisor import numa, ports
 from service.supervisor.metrics_aggregator import MetricsAggregator
 from service.supervisor.placement import place_processes
 from service.supervisor.ports import Addresses
-from service.supervisor.process import ENGINE, FRONTEND, Child, connect, start
+from service.supervisor.process import ENGINE, FRONTEND, TRACER, Child, connect, start
 from service.supervisor.reload import ModelReloader
 from service.supervisor.repository import Repository
 
@@ -83,6 +84,9 @@ class Supervisor:
         self._engine_names = [f"{ENGINE}-{place}" for place in range(len(settings.devices))]
         self._placement = place_processes(settings)
         self._names = [*self._engine_names, *(f"{FRONTEND}-{place}" for place in range(self._placement.frontends))]
+        self._traces = TraceSockets() if settings.trace_endpoint else None
+        if self._traces is not None:
+            self._names.append(f"{TRACER}-0")
         for role in (ENGINE, FRONTEND):
             self._metrics.processes.set(sum(name.startswith(role) for name in self._names), role)
         self._journals = {name: SessionJournal(journal_records(settings)) for name in self._engine_names}
@@ -146,6 +150,8 @@ class Supervisor:
         await asyncio.gather(*self._calls.values(), return_exceptions=True)
         for journal in self._journals.values():
             journal.close()
+        if self._traces is not None:
+            self._traces.close()
 
     # Start, watch, restart.
 
@@ -183,6 +189,7 @@ class Supervisor:
             compute_threads=self._placement.compute_threads,
             cores=cores,
             journal=self._journals.get(name),
+            traces=self._traces,
             manifest=self._model_reloader.engine_manifest() if is_engine else self.manifest,
             strict=self._settings.strict and not self._announced,
             is_restart=self._announced,
@@ -191,7 +198,7 @@ class Supervisor:
             for other in self._children.values():
                 if is_engine and other.role == FRONTEND:
                     connect(other, child)
-                elif not is_engine and other.role == ENGINE:
+                elif child.role == FRONTEND and other.role == ENGINE:
                     connect(child, other)
         except OSError:
             child.abandon()
@@ -252,7 +259,7 @@ class Supervisor:
     def _update_ready(self) -> None:
         """The service is ready while an engine and a frontend are. It is announced once all processes are."""
         ready = [child for child in self._children.values() if child.ready]
-        self._metrics.ready.set(float({child.role for child in ready} == {ENGINE, FRONTEND} and not self._draining))
+        self._metrics.ready.set(float({child.role for child in ready} >= {ENGINE, FRONTEND} and not self._draining))
         if not self._announced and len(ready) == len(self._names) and not self._leaving_out:
             self._announced = True
             try:

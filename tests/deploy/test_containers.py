@@ -151,6 +151,20 @@ def test_ports_are_published_on_localhost_by_default() -> None:
         assert all(re.match(r"127\.0\.0\.1:|\$\{SEQSERVE_HOST:-127\.0\.0\.1\}:", port) for port in one["ports"]), name
 
 
+def test_traces_have_a_receiver_behind_a_profile() -> None:
+    """Only who asks for the profile gets Jaeger, and the service sends nothing without it. Both speak of the same port."""
+    stack = services(COMPOSE)
+    assert {name: one["profiles"] for name, one in stack.items() if "profiles" in one} == {"jaeger": ["traces"]}
+    assert stack["service"]["environment"]["SEQSERVE_TRACE_ENDPOINT"] == "${SEQSERVE_TRACE_ENDPOINT:-}"
+    assert load({}, {"SEQSERVE_TRACE_ENDPOINT": ""}).trace_endpoint == ""
+    [endpoint] = set(re.findall(r"SEQSERVE_TRACE_ENDPOINT=(\S+) docker compose", (ROOT / COMPOSE).read_text()))
+    assert load({}, {"SEQSERVE_TRACE_ENDPOINT": endpoint}).trace_endpoint == "http://jaeger:4317"
+    assert (
+        f"SEQSERVE_TRACE_ENDPOINT={endpoint} docker compose --profile traces" in (ROOT / "docs" / "operations.md").read_text()
+    )
+    assert "--enable-feature=exemplar-storage" in stack["prometheus"]["command"]
+
+
 def test_stop_grace_period_exceeds_the_drain() -> None:
     limits = Settings()
     grace = re.fullmatch(r"(\d+)s", services(COMPOSE)["service"]["stop_grace_period"])

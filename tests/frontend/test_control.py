@@ -14,8 +14,10 @@ from service.frontend.catalog import Catalog
 from service.frontend.control import FORGET_SECONDS, Control
 from service.frontend.dispatch.dispatcher import Dispatcher
 from service.frontend.inference import Frontend, track_request
+from service.frontend.origin import NO_ORIGIN, RequestIdentity
 from service.ipc.channel import Channel, encode, pair, send_now
 from service.ipc.messages import (
+    Api,
     CollectMetrics,
     Done,
     ForgetModel,
@@ -115,7 +117,8 @@ def test_version_is_forgotten_after_its_last_reply_is_counted() -> None:
         control.listen(frontend)
 
         async def answer() -> None:
-            with track_request(metrics, time.monotonic(), LOCAL) as tracked:
+            identity = RequestIdentity(NO_ORIGIN, frontend.request_ids)
+            with track_request(frontend, time.monotonic(), LOCAL, Api.INFER, identity) as tracked:
                 tracked.labels = key.labels
                 await dispatcher.submit(request(), b"")
 

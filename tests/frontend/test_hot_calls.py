@@ -17,9 +17,10 @@ from service.frontend.dispatch.dispatcher import Dispatcher
 from service.frontend.hot_calls import AnsweredCall, HotEndpoint, Parsed, Reply, RequestTally
 from service.frontend.inference import Frontend, SupervisorClient
 from service.frontend.large_answers import LARGE_ANSWER_BYTES
+from service.frontend.origin import NO_ORIGIN, Header, Origin
 from service.frontend.request_heads import RequestHead
 from service.ipc.channel import encode
-from service.ipc.messages import Answer, Cancel, Refusal, Request
+from service.ipc.messages import Answer, Api, Cancel, Refusal, Request
 from service.log import Log
 from service.metrics import Metrics
 from service.settings import Settings
@@ -31,6 +32,8 @@ HEAD = RequestHead("/infer", 0, {}, LOCAL)
 
 class Echo(HotEndpoint):
     """Replies with the bytes of the answer. The body says what fails."""
+
+    api = Api.INFER
 
     def accepts(self, head: RequestHead) -> bool:
         return True
@@ -61,7 +64,9 @@ class Echo(HotEndpoint):
 class Exchange:
     """Records the replies."""
 
-    def __init__(self) -> None:
+    def __init__(self, origin: Origin = NO_ORIGIN) -> None:
+        self.origin, self.request_id = origin, origin.request_id or b"made"
+        self.trace_headers: tuple[Header, ...] = ()
         self.replies: list[bytes | str] = []
 
     def respond(self, content: bytes, headers: bytes) -> None:

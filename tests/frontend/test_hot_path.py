@@ -40,7 +40,7 @@ def through_the_general_path(message: bytes) -> bytes:
 
 
 def exchange(server: Server, *pieces: bytes, replies: int = 1) -> bytes:
-    """Send pieces in writes of their own, and return all replies without their dates."""
+    """Send pieces in writes of their own, and return all replies without their dates and ids."""
     address = urlsplit(server.address)
     with socket.create_connection((address.hostname, address.port), LIMIT_SECONDS) as client:
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -52,7 +52,7 @@ def exchange(server: Server, *pieces: bytes, replies: int = 1) -> bytes:
             if not part:
                 break
             data += part
-    return re.sub(rb"date: [^\r]*\r\n", b"", data)
+    return re.sub(rb"(date|x-request-id): [^\r]*\r\n", b"", data)
 
 
 def count_replies(data: bytes) -> int:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from service.access.policy import AccessPolicy
 from service.frontend import request_heads
@@ -89,3 +93,60 @@ def test_memory_of_heads_is_bounded() -> None:
     long = HEAD.replace(b"Host: localhost", b"Host: localhost\r\nX: " + b"x" * request_heads.MAX_HEAD_BYTES)
     assert known.find(long) is not None
     assert long not in known._known
+
+
+LINES = [
+    b"X-Request-Id: a-1",
+    b"x-request-id:b-2",
+    b"traceparent: 00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+    b"TraceParent:\t00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00",
+    b"tracestate: a=1, b=2",
+    b"Tracestate: c=3",
+    b"x-request-id: two words",
+    b"x-request-id: ",
+    b"x-request-id: \xff",
+    b"x-request-id : a",
+    b"traceparent: \x01",
+    b"tracestate: a=1 \t",
+    b"xx-request-id: a",
+    b" folded",
+    b"\tfolded",
+    b"Accept: */*",
+    b"Transfer-Encoding: chunked",
+]
+
+
+@given(st.lists(st.sampled_from(LINES), max_size=5), st.randoms(use_true_random=False))
+def test_lines_that_identify_a_request_change_nothing_else(lines: list[bytes], random: Random) -> None:
+    """Whether they are cut out or parsed, the head means the same. A second request with this head finds the remembered rest."""
+    known = heads()
+    parts = HEAD.removesuffix(b"\r\n\r\n").split(b"\r\n")
+    for line in lines:
+        parts.insert(random.randint(1, len(parts)), line)
+    head = b"\r\n".join([*parts, b"", b""])
+    whole = known._parse(head, MAX_HEADERS)
+    assert known.find(head) == known.find(head) == whole
+
+
+def test_remembered_rest_keeps_the_identity_of_each_request() -> None:
+    known = heads()
+    for number in range(3 * request_heads.MAX_HEADS):
+        head = known.find(HEAD.replace(b"\r\n\r\n", b"\r\nX-Request-Id: id-%d\r\n\r\n" % number))
+        assert head is not None and head.origin.request_id == b"id-%d" % number
+    assert not known._known and len(known._rests) == 1
+
+
+def test_identifying_headers_count_as_headers() -> None:
+    for count in (MAX_HEADERS - 3, MAX_HEADERS - 2, MAX_HEADERS):
+        head = HEAD.replace(
+            b"\r\n\r\n", b"\r\nX-Request-Id: a\r\n" + b"".join(b"x-%d: 1\r\n" % n for n in range(count)) + b"\r\n"
+        )
+        assert heads().find(head) is None
+
+
+def test_forgotten_heads_are_parsed_again() -> None:
+    known = heads()
+    known.find(HEAD)
+    known.find(HEAD.replace(b"\r\n\r\n", b"\r\nX-Request-Id: a\r\n\r\n"))
+    known.forget()
+    assert not known._known and not known._rests

@@ -301,7 +301,8 @@ class Batcher:
         if part.first and part.last and not sequence.stateful:
             # Most sequences run whole and need no state slot.
             sequence.launched = 1
-            return Chunk(sequence.data, part.steps, sequence.ticket.request.returns, sequence)
+            request = sequence.ticket.request
+            return Chunk(sequence.data, part.steps, request.returns, sequence, timed=request.timed)
         return self._states.chunk(model, part)
 
     def _run(self, batch: Batch, before_launch: Callable[[Batch], None]) -> None:
@@ -325,8 +326,6 @@ class Batcher:
                     self._refuse(chunk.owner.ticket, self._launch_error(batch.model, error))
             return
         for chunk in batch.chunks:
-            if chunk.owner.ticket.request.timed:
-                chunk.owner.ticket.batches.append(batch)
             if chunk.owner.read_slot is not None:
                 self._states.launched(chunk.owner)
 
@@ -337,7 +336,7 @@ class Batcher:
             for index, id in enumerate(block.ids):
                 for sequence in _unpack(block.select([index])) if id not in cancelled else ():
                     steps, sequence.remaining, sequence.launched = sequence.remaining, 0, 1
-                    yield Chunk(sequence.data, steps, block.returns, sequence)
+                    yield Chunk(sequence.data, steps, block.returns, sequence, timed=block.timed)
 
     def _launch_error(self, model: ModelKey, error: Exception) -> ServiceError:
         """Count a failed launch, and return the error for the client."""
@@ -363,6 +362,8 @@ class Batcher:
         if ticket.ended:
             return
         try:
+            if result.runs and ticket.request.timed:
+                ticket.add_run(result.runs[0])
             complete = sequence.add_result(result)
             if complete and ticket.request.returns.state and result.finite:
                 assert sequence.slot is not None
@@ -429,6 +430,7 @@ def _unpack(block: RequestBlock) -> list[RequestSequence]:
         returns=block.returns,
         generation=generation,
         share=block.share,
+        timed=block.timed,
     )
     ticket = owner.open_ticket(id, request)
     sequences = _sequences(ticket, block.columns.values, None, divisible=block.divisible)

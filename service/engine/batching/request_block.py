@@ -41,6 +41,7 @@ class RequestBlock:
     steps: of all sequences together; shortest, longest: steps of one sequence; deadline: the earliest.
     divisible: whether several batches may share the steps of a sequence.
     owner: any object; the batcher answers and refuses the requests through it.
+    timed: whether the answers tell how their batches ran.
     arrived, order: when the block was queued, and how many requests arrived before it.
     """
 
@@ -58,6 +59,7 @@ class RequestBlock:
         share: Share = NO_TENANT,
         divisible: bool = True,
         owner: Any = None,
+        timed: bool = False,
     ) -> None:
         self.model = model
         self.columns = columns
@@ -73,6 +75,7 @@ class RequestBlock:
         self.share = share
         self.divisible = divisible
         self.owner = owner
+        self.timed = timed
         self.arrived = 0.0
         self.order = 0
         self._cost: Cost | None = None
@@ -141,6 +144,7 @@ class RequestBlock:
             share=self.share,
             divisible=self.divisible,
             owner=self.owner,
+            timed=self.timed,
         )
         block.arrived, block.order = self.arrived, self.order
         block.due, block.orders = self.due[chosen], self.orders[chosen]

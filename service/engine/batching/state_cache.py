@@ -74,6 +74,7 @@ class StateCache:
             sequence,
             ZERO_SLOT if source is None else source.number,
             DISCARD_SLOT if sequence.slot is None else sequence.slot.number,
+            timed=sequence.ticket.request.timed,
         )
 
     def launched(self, sequence: RequestSequence) -> None:

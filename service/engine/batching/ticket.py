@@ -7,14 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from service.engine.batch import Batch
 from service.engine.batching.model_queue import QueuedSequence
 from service.engine.batching.request_block import RequestBlock
 from service.engine.batching.session_state import State
 from service.engine.batching.state_slots import StateSlot
 from service.engine.execution.in_flight import BlockResult, ChunkResult
 from service.errors import ServiceError
-from service.ipc.messages import Answer, ModelKey, Request
+from service.ipc.messages import MAX_RUNS, Answer, BatchRun, ModelKey, Request
 
 
 class BlockOwner(Protocol):
@@ -171,12 +170,20 @@ class Ticket:
         self._refuse = refuse
         self._incomplete = 0
         self.sequences: list[RequestSequence] = []
-        self.batches: list[Batch] = []
-        """The batches that ran its steps, if the request is timed. A batch is here once for each sequence."""
+        self.runs: list[BatchRun] = []
+        """The batches of a timed request, at most MAX_RUNS."""
         self.ended = False
 
     def open(self, sequences: list[RequestSequence]) -> None:
         self.sequences, self._incomplete = sequences, len(sequences)
+
+    def add_run(self, run: BatchRun) -> None:
+        """Note a batch that ran steps of the request. Beyond MAX_RUNS, each replaces the last."""
+        if self.runs and self.runs[-1] is run:
+            return
+        if len(self.runs) == MAX_RUNS:
+            self.runs.pop()
+        self.runs.append(run)
 
     def sequence_done(self) -> bool:
         """Count one more complete sequence. Returns whether all are complete."""
@@ -205,19 +212,10 @@ class Ticket:
         if states:
             shapes["state"] = len(states), len(states[0]) // FLOAT_BYTES
             data += states
-        stages = self._stages(ready) if self.request.timed else {}
-        self._reply(Answer(**shapes, steps=steps, session_steps=session_steps, ready=ready, stages=stages), data)
+        if self.runs:
+            shapes |= {"queued": self.sequences[0].arrived, "runs": self.runs}
+        self._reply(Answer(**shapes, steps=steps, session_steps=session_steps, ready=ready), data)
         self._end()
-
-    def _stages(self, ready: float) -> dict[str, float]:
-        """Return the seconds in each stage, from the frontend's send until `ready`. The queue is all time in no batch."""
-        arrived, ran = self.sequences[0].arrived, list(dict.fromkeys(self.batches))
-        seconds: dict[str, float] = {}
-        for batch in ran:
-            for stage, in_batch in batch.stage_seconds.items():
-                seconds[stage] = seconds.get(stage, 0.0) + in_batch
-        queue = ready - arrived - sum(seconds.values())
-        return {"channel": max(0.0, arrived - self.request.sent), "queue": max(0.0, queue), **seconds}
 
     def answer_not_finite(self, ready: float) -> None:
         """Answer a chunk that led to values that are not finite. The frontend refuses it, in the words of its API."""
@@ -236,7 +234,7 @@ class Ticket:
         assert not self.ended, "a ticket ends once"
         self.ended = True
         # Breaks the reference cycles with the sequences and batches: all are freed at once, without the garbage collector.
-        self.sequences, self.batches = [], []
+        self.sequences = []
 
 
 def _arrays(sequences: list[RequestSequence], index: int) -> list[Any]:

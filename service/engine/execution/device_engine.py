@@ -26,7 +26,7 @@ from service.engine.execution.graph_capture import GraphPool, RunBetweenBatches,
 from service.engine.execution.in_flight import EndObserver, FinishedPart, InFlightBatch
 from service.engine.execution.model_runner import ModelRunner
 from service.errors import OutOfMemory
-from service.ipc.messages import LoadedModel, ModelKey
+from service.ipc.messages import BatchRun, LoadedModel, ModelKey
 from service.log import Log
 from service.metrics import Metrics
 from service.modeling.encoder import Encoder
@@ -65,13 +65,18 @@ class DeviceEngine:
         max_batch_tokens: int,
         slots: int = 256,
         device: torch.device | None = None,
+        place: int = 0,
     ) -> None:
         """Warm up a model per encoder. All encoders are on one device; `device` names it if there are none.
 
         On a GPU every batch runs on the current stream of this thread (`device.use_device`).
         slots: state slots per model that sequences hold between batches. A launch may use max_batch_sequences more.
+        place: the number of this engine, counted from 0.
         """
         self._metrics = metrics
+        self._place = place
+        self._ended = 0
+        """Number of batches that have ended."""
         self._slots = slots, max_batch_sequences
         self._limits: dict[str, Any] = {
             "max_batch_sequences": max_batch_sequences,
@@ -331,9 +336,29 @@ class DeviceEngine:
             "compute": computed - started,
             "stage_out": time.monotonic() - computed,
         }
-        batch.stage_seconds = stages
         for stage, seconds in stages.items():
             metrics.stage_seconds.observe_often(seconds, batch.rows, *labels, stage)
+        self._ended += 1
+        if batch.timed:
+            in_flight.runs.append(self._run(in_flight, started, computed, computed + stages["stage_out"]))
+
+    def _run(self, in_flight: InFlightBatch, started: float, computed: float, ended: float) -> BatchRun:
+        """Return how a batch ran, from the moments of its stages."""
+        batch = in_flight.batch
+        return BatchRun(
+            engine=self._place,
+            device=str(self.device),
+            number=self._ended,
+            sequences=batch.rows,
+            tokens=batch.tokens,
+            padded_tokens=in_flight.padded_tokens,
+            by_graph=in_flight.by_graph,
+            formed=min(batch.formed, in_flight.began),
+            staged=in_flight.staged,
+            started=started,
+            computed=computed,
+            ended=ended,
+        )
 
     def _warm_up(self, encoder: Encoder, run_between_batches: RunBetweenBatches = run_now) -> ModelRunner:
         """Warm up a model. On a GPU this captures its graphs and allocates the memory that they need."""

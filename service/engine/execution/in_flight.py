@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ from service.engine.batching.request_block import RequestBlock
 from service.engine.batching.state_slots import DISCARD_SLOT
 from service.engine.execution.device import OutputCollector
 from service.ipc.blocks import COUNT
-from service.ipc.messages import Returns
+from service.ipc.messages import BatchRun, Returns
 
 Array = NDArray[Any]
 
@@ -26,6 +26,7 @@ class ChunkResult(NamedTuple):
     embedding: (1, width) float32, sequence: (steps, width) float32.
     steps: how many steps the encoder returned.
     finite: whether the outputs and the state that the chunk wrote are finite; True for a chunk that is a whole sequence.
+    runs: the batch, if it is timed.
     """
 
     scores: Array | None
@@ -35,12 +36,14 @@ class ChunkResult(NamedTuple):
     steps: int
     per_step: bool = False
     finite: bool = True
+    runs: Sequence[BatchRun] = ()
 
 
 class BlockResult(NamedTuple):
     """The result of a block: the arrays of a ChunkResult for all its sequences.
 
     steps: (sequences,) int32, how many steps the encoder returned of each, as bytes.
+    runs: the batch, if it is timed.
     """
 
     scores: Array | None
@@ -49,6 +52,7 @@ class BlockResult(NamedTuple):
     sequence: Array | None
     steps: bytes | memoryview
     per_step: bool = False
+    runs: Sequence[BatchRun] = ()
 
 
 FinishedPart = tuple[Chunk, ChunkResult] | tuple[RequestBlock, BlockResult]
@@ -80,6 +84,7 @@ class InFlightBatch:
     by_graph: whether one CUDA graph ran the batch. The graph also computed `padded_tokens`, which belong to no chunk.
     finite: whether each row has written a finite state, complete with the outputs; None if every row has. A row without a state slot counts
         for nothing here.
+    runs: filled with the batch itself at its end, if it is timed. The results share it.
     """
 
     batch: Batch
@@ -93,6 +98,7 @@ class InFlightBatch:
     by_graph: bool = False
     padded_tokens: int = 0
     finite: Array | None = None
+    runs: list[BatchRun] = field(default_factory=list)
 
     @property
     def ended(self) -> bool:
@@ -124,12 +130,13 @@ class InFlightBatch:
             if arrays.offsets is not None:
                 steps = np.diff(arrays.offsets[first : end + 1]).astype(COUNT).tobytes()
             slices = self._slices(kept, first, end, offsets, block.returns)
-            results.append((block, BlockResult(*slices, steps, arrays.per_step)))
+            results.append((block, BlockResult(*slices, steps, arrays.per_step, self.runs)))
             first = end
         for row, chunk in enumerate(batch.chunks, first):
             slices = self._slices(kept, row, row + 1, offsets, chunk.returns)
             finite = all_finite or self._is_finite(row, chunk, slices)
-            results.append((chunk, ChunkResult(*slices, offsets[row + 1] - offsets[row], arrays.per_step, finite)))
+            steps_out = offsets[row + 1] - offsets[row]
+            results.append((chunk, ChunkResult(*slices, steps_out, arrays.per_step, finite, self.runs)))
         return results
 
     def _all_finite(self, outputs: Sequence[Array | None]) -> bool:

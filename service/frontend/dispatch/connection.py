@@ -220,6 +220,8 @@ class EngineConnection:
         self._pending_bytes = 0
         self._blocks: dict[BlockKey, dict[int, PendingRequest]] = {}
         """Requests that leave at the end of the tick."""
+        self._timed: set[BlockKey] = set()
+        """The blocks with a request whose batches should be timed."""
 
     @property
     def pending_bytes(self) -> int:
@@ -238,9 +240,11 @@ class EngineConnection:
         model = self.models.get(pending.key)
         self._wait.add(pending.id, model.seconds(pending.request.lengths) if model else 0.0)
         request = pending.request
-        if request.session is None and not request.has_states and not request.timed:
+        if request.session is None and not request.has_states:
             key = BlockKey(pending.key, request.priority, request.returns, request.share)
             self._blocks.setdefault(key, {})[pending.id] = pending
+            if request.timed:
+                self._timed.add(key)
             self._channel.flush_soon()
         elif is_large(pending.data):
             frame = encode(pending.request, pending.id, following=len(pending.data))
@@ -305,11 +309,12 @@ class EngineConnection:
     def _send_blocks(self) -> None:
         """Send the requests of this tick: a block for each key, and a block for each large request."""
         blocks, self._blocks = self._blocks, {}
+        timed, self._timed = self._timed, set()
         for key, block in blocks.items():
             small = [pending for pending in block.values() if not is_large(pending.data)]
             large = [pending for pending in block.values() if is_large(pending.data)]
             for together in ([small] if small else []) + [[pending] for pending in large]:
-                frame, following = encode_block(key, together)
+                frame, following = encode_block(key, together, timed=key in timed)
                 self._channel.send(frame, following=following)
                 self._wait.sent([pending.id for pending in together], self._channel.frames_sent)
 

@@ -123,10 +123,11 @@ class HeaderReader:
 
 def encode_fields(fields: Iterable[tuple[bytes, bytes]]) -> bytes:
     """Return a header block. It uses no dynamic table, so it means the same on every connection."""
-    return b"".join([b"\0" + _string(name) + _string(value) for name, value in fields])
+    return b"".join([b"\0" + string_literal(name) + string_literal(value) for name, value in fields])
 
 
-def _string(value: bytes) -> bytes:
+def string_literal(value: bytes) -> bytes:
+    """Return a name or a value in a header block, without compression."""
     size = len(value)
     if size < 127:
         return bytes((size,)) + value

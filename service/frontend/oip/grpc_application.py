@@ -35,9 +35,11 @@ from service.frontend.oip.grpc_wire import (
     error_status,
     http_refusal,
     only_message,
+    request_id_field,
     trailers_only,
 )
 from service.frontend.oip.protobuf import SERVICE
+from service.frontend.origin import NO_ORIGIN, Origin, RequestIdentity
 from service.frontend.scopes import ADMIN_PORT_SCOPES, grpc_scope
 from service.settings import OFF, Settings
 
@@ -50,7 +52,7 @@ class _Route(NamedTuple):
 
     hot: the head of a call without a deadline, if the hot path may answer it. refusal: the header block of the response to all of them,
     if there is one. denied: whether they are refused for their caller. delay: seconds that the refusal waits. generation: of the access
-    policy that decided.
+    policy that decided. origin: of all of them.
     """
 
     fields: CallFields | None = None
@@ -62,6 +64,7 @@ class _Route(NamedTuple):
     denied: bool = False
     delay: float = 0.0
     generation: int = 0
+    origin: Origin = NO_ORIGIN
 
 
 class _CallDetails(NamedTuple):
@@ -104,14 +107,16 @@ class GrpcApplication:
     def start(self, stream: Stream, request: RequestFields) -> StreamHandler | None:
         route: _Route | None = request.context
         if route is None or route.generation != self._frontend.access.generation:
-            route = request.context = self._find_route(request, stream.peer)
+            route = self._find_route(request, stream.peer)._replace(origin=Origin.read(request.fields))
+            request.context = route
         if route.refusal:
             if route.denied:
                 request.context = None  # the next call is counted and logged too
+            refuse = partial(stream.send_headers, route.refusal + self.request_id_field(route.origin), last=True)
             if route.delay:
-                asyncio.get_running_loop().call_later(route.delay, partial(stream.send_headers, route.refusal, last=True))
+                asyncio.get_running_loop().call_later(route.delay, refuse)
             else:
-                stream.send_headers(route.refusal, last=True)
+                refuse()
             return None
         assert route.fields is not None and route.method is not None
         timeout = route.fields.timeout_seconds
@@ -154,9 +159,13 @@ class GrpcApplication:
         if self._calls:
             await asyncio.wait(list(self._calls))
 
-    def start_hot(self, stream: Stream, head: InferHead, deadline: float, message: bytes) -> bool:
+    def request_id_field(self, origin: Origin) -> bytes:
+        """Return the part of a header block that names a call without a reply."""
+        return request_id_field(origin.request_id or self._frontend.request_ids.take())
+
+    def start_hot(self, stream: Stream, head: InferHead, origin: Origin, deadline: float, message: bytes) -> bool:
         """Start a ModelInfer call on the hot path; false when the general path must answer it."""
-        call, before = InferCall(stream, self._frontend, self._hot_calls.discard), stream.handler
+        call, before = InferCall(stream, self._frontend, origin, self._hot_calls.discard), stream.handler
         self._hot_calls.add(call)
         stream.handler = call
         if call.start(self._infer, head if math.isinf(deadline) else replace(head, deadline=deadline), message):
@@ -212,7 +221,8 @@ class GrpcApplication:
         """Start a call on the general path. reader: may hold its request."""
         assert route.fields is not None and route.method is not None
         work = Work(route.fields, route.method, route.scope, route.caller)
-        call = GrpcCall(stream, request, work, deadline, reader, self._max_message_bytes)
+        identity = RequestIdentity(route.origin, self._frontend.request_ids)
+        call = GrpcCall(stream, request, work, deadline, reader, self._max_message_bytes, identity)
         task = call.start(self._frontend, self._shutdown)
         self._calls[task] = call
         task.add_done_callback(self._calls.pop)
@@ -274,7 +284,8 @@ class _UnaryRequest:
     def end(self, status: Status) -> None:
         """End the call without its request."""
         self.lost()
-        self._stream.send_headers(trailers_only(status), last=True)
+        id_field = self._application.request_id_field(self._route.origin)
+        self._stream.send_headers(trailers_only(status) + id_field, last=True)
 
     def seconds_left(self, now: float, settings: Settings) -> tuple[float, float]:
         """Return the seconds until the call's deadline, and until the request must be complete."""
@@ -283,8 +294,10 @@ class _UnaryRequest:
 
     def _start_hot(self, message: bytes | None) -> bool:
         """Start the request on the hot path; false when the general path must answer it."""
-        head = self._route.hot
-        if message is None or head is None or not self._application.start_hot(self._stream, head, self._deadline, message):
+        head, origin = self._route.hot, self._route.origin
+        if message is None or head is None:
+            return False
+        if not self._application.start_hot(self._stream, head, origin, self._deadline, message):
             return False
         self.lost()
         return True

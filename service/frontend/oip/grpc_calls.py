@@ -19,7 +19,7 @@ from service.frontend.oip.grpc_wire import error_status
 from service.frontend.oip.large_requests import DecodedInputs, RequestOptions
 from service.frontend.oip.protobuf import METHODS, MethodMessages, ProtoMessage
 from service.frontend.oip.types import InferRequest
-from service.ipc.messages import DecodeBody
+from service.ipc.messages import Api, DecodeBody
 
 GrpcContext = Any
 """The grpc.aio.ServicerContext of one call."""
@@ -48,9 +48,12 @@ class GrpcShutdown:
 
 
 @contextmanager
-def track_call(frontend: Frontend, shutdown: GrpcShutdown, arrived: float, context: GrpcContext) -> Iterator[TrackedRequest]:
-    """Track an inference request in the metrics; raises ClientDisconnected if its client cancels it."""
-    with track_request(frontend.metrics, arrived, context.caller) as tracked:
+def track_call(
+    frontend: Frontend, shutdown: GrpcShutdown, arrived: float, context: GrpcContext, api: Api, data: bytes
+) -> Iterator[TrackedRequest]:
+    """Track an inference request in the metrics; raises ClientDisconnected if its client cancels it. data: its message."""
+    with track_request(frontend, arrived, context.caller, api, context.identity) as tracked:
+        tracked.body = frontend.observer.start_of(data)
         try:
             yield tracked
         except asyncio.CancelledError:

@@ -14,12 +14,20 @@ from service.errors import ServiceError, Unavailable
 from service.frontend import validation
 from service.frontend.catalog import ServedModel
 from service.frontend.hot_calls import AnsweredCall, HotCall, HotEndpoint, Parsed, Reply, RequestTally
+from service.frontend.http2.header_blocks import encode_fields
 from service.frontend.http2.stream import Stream
 from service.frontend.inference import Frontend
 from service.frontend.oip import parameters, protobuf
 from service.frontend.oip.binary_forms import BinaryForm, BinaryForms, FormKey, all_finite
 from service.frontend.oip.grpc_messages import ClassifyWriter, read_request, split_head, write_response, write_start
-from service.frontend.oip.grpc_wire import OK_TRAILERS, RESPONSE_HEADERS, error_status, frame_message, trailers_only
+from service.frontend.oip.grpc_wire import (
+    OK_TRAILERS,
+    RESPONSE_HEADERS,
+    error_status,
+    frame_message,
+    request_id_field,
+    trailers_only,
+)
 from service.frontend.oip.infer import build_response, check_options, engine_request
 from service.frontend.oip.inputs import InputTensors
 from service.frontend.oip.json import ParsedRequest, RawOutputs
@@ -27,8 +35,9 @@ from service.frontend.oip.limits import max_loop_request_bytes
 from service.frontend.oip.protobuf import METHODS
 from service.frontend.oip.types import InferRequest
 from service.frontend.oip.wire import MAX_UNSCANNED_BYTES
+from service.frontend.origin import Header, Origin
 from service.frontend.request_heads import RequestHead
-from service.ipc.messages import ModelKey, Request
+from service.ipc.messages import Api, ModelKey, Request
 from service.modeling.spec import ClassifyHead
 
 MAX_WRITERS = 64
@@ -64,6 +73,8 @@ class _Context(NamedTuple):
 
 class HotGrpcInfer(HotEndpoint):
     """The endpoint."""
+
+    api = Api.GRPC
 
     def __init__(self, frontend: Frontend, tally: RequestTally) -> None:
         super().__init__(frontend, tally)
@@ -196,10 +207,13 @@ def _write(model: ServedModel, answered: AnsweredCall) -> Reply:
 class InferCall:
     """One ModelInfer call from its whole request to its response: the exchange of its request, and the handler of its stream."""
 
-    __slots__ = ("_call", "_ended", "_frontend", "_stream")
+    __slots__ = ("_call", "_ended", "_frontend", "_stream", "origin", "request_id", "trace_headers")
 
-    def __init__(self, stream: Stream, frontend: Frontend, ended: Callable[[InferCall], None]) -> None:
+    def __init__(self, stream: Stream, frontend: Frontend, origin: Origin, ended: Callable[[InferCall], None]) -> None:
         """ended: called when the call has its response or is cancelled."""
+        self.origin = origin
+        self.request_id = origin.request_id or frontend.request_ids.take()
+        self.trace_headers: tuple[Header, ...] = ()
         self._stream = stream
         self._frontend = frontend
         self._ended = ended
@@ -219,11 +233,11 @@ class InferCall:
 
     def respond(self, content: bytes, headers: bytes) -> None:
         self._end()
-        self._stream.respond(RESPONSE_HEADERS, frame_message(content), OK_TRAILERS)
+        self._stream.respond(RESPONSE_HEADERS, frame_message(content), OK_TRAILERS + self._identity_fields())
 
     def respond_error(self, error: ServiceError) -> None:
         self._end()
-        self._stream.send_headers(trailers_only(error_status(error)), last=True)
+        self._stream.send_headers(trailers_only(error_status(error)) + self._identity_fields(), last=True)
 
     def cut_off(self, error: Unavailable) -> None:
         """End the call before its answer."""
@@ -243,6 +257,11 @@ class InferCall:
 
     def sent(self) -> None:
         """A response is sent as a whole."""
+
+    def _identity_fields(self) -> bytes:
+        """Return the part of the trailing metadata that names the request."""
+        fields = request_id_field(self.request_id)
+        return fields + encode_fields(self.trace_headers) if self.trace_headers else fields
 
     def _end(self) -> None:
         self._call = None

@@ -28,6 +28,7 @@ from service.frontend.oip.grpc_calls import (
 )
 from service.frontend.oip.grpc_stream import InferStream
 from service.frontend.oip.protobuf import METHODS, SERVICE, ProtoMessage
+from service.ipc.messages import Api
 
 UnaryHandler = Callable[[bytes, GrpcContext], Awaitable[bytes]]
 MetadataHandler = Callable[[Frontend, ProtoMessage], Awaitable[dict[str, Any]]]
@@ -48,7 +49,7 @@ def rpc_handlers(frontend: Frontend, shutdown: GrpcShutdown) -> grpc.GenericRpcH
 def _infer_method(frontend: Frontend, shutdown: GrpcShutdown) -> UnaryHandler:
     async def handle(data: bytes, context: GrpcContext) -> bytes:
         shutdown.wait_for_this_call()
-        with track_call(frontend, shutdown, time.monotonic(), context) as tracked:
+        with track_call(frontend, shutdown, time.monotonic(), context, Api.GRPC, data) as tracked:
             async with read_request(data, frontend) as read:
                 response: bytes = (await infer_message(frontend, tracked, read, context)).SerializeToString()
                 return response

@@ -19,7 +19,7 @@ from service.access.caller import Caller
 from service.access.scopes import AUDITED, Scope
 from service.errors import ServiceError
 from service.frontend.access_log import record
-from service.frontend.http2.header_blocks import RequestFields
+from service.frontend.http2.header_blocks import RequestFields, encode_fields
 from service.frontend.http2.stream import Stream
 from service.frontend.inference import Frontend
 from service.frontend.oip.grpc_calls import GrpcShutdown
@@ -37,6 +37,7 @@ from service.frontend.oip.grpc_wire import (
     trailers,
     trailers_only,
 )
+from service.frontend.origin import RequestIdentity
 
 INLINE_BYTES = 1 << 12
 """Larger compressed messages are decompressed in a thread: 1 KiB may become 1 MiB."""
@@ -66,6 +67,7 @@ class GrpcCall:
         deadline: float,
         reader: MessageReader,
         max_bytes: int,
+        identity: RequestIdentity,
     ) -> None:
         """reader: may hold messages that arrived before. max_bytes: size limit of a decompressed message."""
         self._stream = stream
@@ -75,6 +77,7 @@ class GrpcCall:
         self._method = work.method
         self.scope = work.scope
         self.caller = work.caller
+        self.identity = identity
         self._reader = reader
         self._max_bytes = max_bytes
         self._unconsumed = 0
@@ -227,10 +230,11 @@ class GrpcCall:
         """Send the status after what was sent already."""
         if status is OK:
             self._send_headers()
+        fields = encode_fields(self.identity.headers)
         if self._headers_sent:
-            self._stream.send(b"", trailers(status))
+            self._stream.send(b"", trailers(status) + fields)
         else:
-            self._stream.send_headers(trailers_only(status), last=True)
+            self._stream.send_headers(trailers_only(status) + fields, last=True)
 
 
 def _code(coder: Coder, value: Any) -> Any:

@@ -18,6 +18,7 @@ from service.frontend.oip.grpc_calls import GrpcContext, GrpcShutdown, abort_wit
 from service.frontend.oip.protobuf import METHODS, ProtoMessage
 from service.frontend.oip.types import InferRequest
 from service.frontend.oip.wire import request_id, structured_bytes
+from service.ipc.messages import Api
 
 MAX_UNANSWERED = 32
 """Requests of one call that are read before the first of them is answered."""
@@ -99,7 +100,7 @@ class InferStream:
 
     async def _reply(self, data: bytes, arrived: float) -> _StreamReply:
         try:
-            with track_call(self._frontend, self._shutdown, arrived, self._context) as tracked:
+            with track_call(self._frontend, self._shutdown, arrived, self._context, Api.GRPC_STREAM, data) as tracked:
                 async with read_request(data, self._frontend) as read:
                     response = await self._in_session_order(
                         read.request, lambda: infer_message(self._frontend, tracked, read, self._context)

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import grpc
 
 from service.errors import STATUS, Overloaded, ServiceError
-from service.frontend.http2.header_blocks import RequestFields, encode_fields
+from service.frontend.http2.header_blocks import RequestFields, encode_fields, string_literal
+from service.frontend.origin import REQUEST_ID
 
 PREFIX = struct.Struct(">BI")
 """Before each message: whether it is compressed, and its size."""
@@ -31,6 +32,7 @@ _STATUS_200 = b"\x88"
 """The indexed field `:status: 200`."""
 RESPONSE_HEADERS = _STATUS_200 + encode_fields([_CONTENT_TYPE, (b"grpc-accept-encoding", b"identity, deflate, gzip")])
 OK_TRAILERS = encode_fields([(b"grpc-status", b"0")])
+_REQUEST_ID_NAME = b"\0" + string_literal(REQUEST_ID)
 
 
 class Status(NamedTuple):
@@ -69,6 +71,11 @@ def trailers_only(status: Status) -> bytes:
 def http_refusal(status: int) -> bytes:
     """Return the header block of a response to a request that is not a gRPC call."""
     return encode_fields([(b":status", b"%d" % status)])
+
+
+def request_id_field(request_id: bytes) -> bytes:
+    """Return the part of a header block that names a request."""
+    return _REQUEST_ID_NAME + string_literal(request_id)
 
 
 def frame_message(data: bytes) -> bytes:

@@ -22,7 +22,7 @@ from service.frontend.oip.json import HEADER_LENGTH, ParsedRequest
 from service.frontend.oip.limits import max_loop_request_bytes
 from service.frontend.oip.rest import MIN_COMPRESSED_BYTES, accepted_encoding, compress, encode_response, parse_infer
 from service.frontend.request_heads import RequestHead
-from service.ipc.messages import Request
+from service.ipc.messages import Api, Request
 
 PATH = re.compile("/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
 _HEADER_LENGTH = HEADER_LENGTH.lower().encode()
@@ -47,6 +47,8 @@ class _Context(NamedTuple):
 
 class HotOipInfer(HotEndpoint):
     """The endpoint."""
+
+    api = Api.OIP
 
     def __init__(self, frontend: Frontend, tally: RequestTally) -> None:
         super().__init__(frontend, tally)

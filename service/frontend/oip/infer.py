@@ -47,7 +47,7 @@ async def infer(
     start = time.monotonic()
     building = partial(build_response, request, tensors, model, answer, data)
     response = building() if len(data) <= LARGE_ANSWER_BYTES else await asyncio.to_thread(building)
-    inference.count_answer(frontend.metrics, tracked.labels, answer.ready, start)
+    inference.count_answer(frontend.metrics, tracked, start)
     return response
 
 

@@ -21,6 +21,7 @@ from service.frontend.http_exchange import (
     OCTET_STREAM,
     caller_of,
     cancel_on_disconnect,
+    identity_of,
     read_tensors,
     respond,
     respond_json,
@@ -32,7 +33,7 @@ from service.frontend.oip import json, metadata
 from service.frontend.oip.json import HEADER_LENGTH
 from service.frontend.oip.large_requests import DecodedInputs, RequestOptions
 from service.frontend.oip.types import InferResponse
-from service.ipc.messages import DecodeBody
+from service.ipc.messages import Api, DecodeBody
 from service.modeling.spec import NAME, VERSION
 
 MODEL = "/v2/models/{name}"
@@ -181,9 +182,11 @@ def _add_repository(router: APIRouter, frontend: Frontend, responses: Responses)
 
 
 async def _infer(frontend: Frontend, request: Request) -> Response:
-    with track_request(frontend.metrics, time.monotonic(), caller_of(request)) as tracked:
+    with track_request(frontend, time.monotonic(), caller_of(request), Api.OIP, identity_of(request)) as tracked:
         (name, version), header_length = _path_model(request), _header_length(request)
         data = await read_tensors(request, frontend)
+        if frontend.observer.keeps_bodies:
+            tracked.body = frontend.observer.start_of(data)
         answering = _answer_data(frontend, tracked, data, header_length, name, version)
         response, raw = await cancel_on_disconnect(request, answering)
         return await _infer_response(frontend, request, *await encode_response(frontend, response, raw))

@@ -19,13 +19,14 @@ from service.frontend.catalog import ServedModel
 from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
 from service.frontend.head_outputs import InferOutput, decode_arrays, input_field
 from service.frontend.hot_calls import AnsweredCall, HotEndpoint, Parsed, Reply
-from service.frontend.http_exchange import JSON, caller_of, cancel_on_disconnect, read_json, respond
+from service.frontend.http_exchange import JSON, caller_of, cancel_on_disconnect, identity_of, read_json, respond
 from service.frontend.inference import Frontend, TrackedRequest, count_answer, run_inference, track_request
 from service.frontend.large_answers import LARGE_ANSWER_BYTES
 from service.frontend.request_heads import RequestHead
 from service.frontend.rest.schemas import ERRORS, JsonBody, SessionId, describe_body
 from service.frontend.validation import PackedInputs
 from service.ipc import messages
+from service.ipc.messages import Api
 from service.modeling.spec import ModelSpec
 from service.settings import Settings
 
@@ -123,13 +124,14 @@ def add_routes(router: APIRouter, frontend: Frontend) -> None:
     @router.post("/infer", response_model=InferReply, responses=ERRORS, openapi_extra=describe_body(InferBody, _EXAMPLE))
     async def infer(request: Request) -> Response:
         """Run a model on each input."""
-        with track_request(frontend.metrics, time.monotonic(), caller_of(request)) as tracked:
-            if "prefer" in request.headers and server_timing.is_wanted(request):
-                tracked.stages = {}
+        with track_request(frontend, time.monotonic(), caller_of(request), Api.INFER, identity_of(request)) as tracked:
+            tracked.timed = "prefer" in request.headers and server_timing.is_wanted(request)
             data = await read_json(request, frontend)
+            if frontend.observer.keeps_bodies:
+                tracked.body = frontend.observer.start_of(data)
             response = respond(frontend, await cancel_on_disconnect(request, _answer_data(frontend, tracked, data)))
-            if tracked.stages is not None:
-                server_timing.add(response, tracked.stages, time.monotonic() - tracked.arrived)
+            if tracked.timed:
+                server_timing.add(response, tracked.stages())
             return response
 
 
@@ -157,9 +159,7 @@ async def answer(frontend: Frontend, tracked: TrackedRequest, body: InferBody, p
         encoded = write_reply(model, model.writer.write(shapes, data, body.field_of), body.session, shapes.session_steps)
     else:
         encoded = await _write_large_reply(frontend, model, shapes, data, body.field_of, body.session)
-    count_answer(frontend.metrics, tracked.labels, shapes.ready, start)
-    if tracked.stages is not None:
-        tracked.stages |= {**shapes.stages, "reply": max(0.0, start - shapes.ready), "encode": time.monotonic() - start}
+    count_answer(frontend.metrics, tracked, start)
     return encoded
 
 
@@ -240,6 +240,7 @@ _decode = msgspec.json.Decoder(InferFields).decode
 class HotInfer(HotEndpoint):
     """The endpoint on the hot path. The context of a call is its fields."""
 
+    api = Api.INFER
     field_of = staticmethod(input_field)
     """Returns the name of an input for an error message."""
 

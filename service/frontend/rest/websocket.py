@@ -28,13 +28,14 @@ from service.frontend.access_log import audited
 from service.frontend.catalog import ServedModel
 from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
 from service.frontend.hot_calls import HotCall, Parsed, RequestTally
-from service.frontend.http_exchange import SUBPROTOCOL, admit, error_body, peer_of
+from service.frontend.http_exchange import SUBPROTOCOL, admit, error_body, identity_of, peer_of
 from service.frontend.inference import ClientDisconnected, Frontend, track_request
+from service.frontend.origin import Header, Origin
 from service.frontend.rest.infer import HotInfer, InferBody, InferFields, answer, check_returns
 from service.frontend.rest.schemas import ERRORS, JsonBody, QueryParameters, SessionId, describe_query
 from service.frontend.validation import RESERVED_SESSION_PREFIX, resolve_deadline_ms
 from service.frontend.websocket_protocol import SOCKET, WebSocketProtocol
-from service.ipc.messages import DecodeBody
+from service.ipc.messages import Api, DecodeBody
 from service.modeling.spec import ModelSpec
 from service.settings import Settings
 
@@ -146,6 +147,7 @@ class HotChunks(HotInfer):
     """Runs the chunks of all sockets."""
 
     field_of = staticmethod(_chunk_field)
+    api = Api.STREAM
 
 
 def resolve_start(start: bool | None, *, begun: bool) -> bool | None:
@@ -215,6 +217,7 @@ class _ChunkStream:
         self._session = query.session or RESERVED_SESSION_PREFIX + uuid.uuid4().hex
         self._labels = labels
         self.caller = caller
+        self.identity = identity_of(socket)
         self.model: ServedModel | None = None
         """The model that answered the latest chunk: the session belongs to it."""
         self._begun = False
@@ -268,14 +271,15 @@ class _ChunkStream:
         try:
             chunk = Chunk.read(data, is_text)
         except ServiceError as error:
-            self._chunks.refuse(self._labels, error, arrived)
-            self._append_reply().respond_error(error)
+            reply = self._append_reply()
+            self._chunks.refuse(self._labels, error, arrived, reply, self.caller, data)
+            reply.respond_error(error)
             return
         start = resolve_start(chunk.start, begun=self._begun)
         if start is False and not chunk.end:
-            self._send(chunk, start, arrived)
+            self._send(chunk, start, arrived, data)
         else:
-            self._handle_alone(self._send_alone(chunk, start, arrived))
+            self._handle_alone(self._send_alone(chunk, start, arrived, data))
 
     # Replies.
 
@@ -305,14 +309,14 @@ class _ChunkStream:
 
     # Messages.
 
-    def _send(self, chunk: Chunk, start: bool | None, arrived: float) -> _PendingReply:
+    def _send(self, chunk: Chunk, start: bool | None, arrived: float, data: bytes) -> _PendingReply:
         query, reply = self._query, self._append_reply()
         fields = query.fields_of(chunk, self._session, start)
         parsed = Parsed(query.model, query.version, fields, self._session)
         continues = start is False and self.model is not None and self.model.key in self._frontend.catalog
         self._submitted = True
         try:
-            reply.call = self._chunks.run(parsed, reply, arrived, self.caller, self.model if continues else None)
+            reply.call = self._chunks.run(parsed, reply, arrived, self.caller, data, self.model if continues else None)
         except ServiceError as error:
             reply.respond_error(error)
         except Exception as error:
@@ -327,10 +331,10 @@ class _ChunkStream:
         self._alone = asyncio.ensure_future(handling)
         self._alone.add_done_callback(read_on)
 
-    async def _send_alone(self, chunk: Chunk, start: bool | None, arrived: float) -> None:
+    async def _send_alone(self, chunk: Chunk, start: bool | None, arrived: float, data: bytes) -> None:
         """Answer a chunk that starts or ends the session."""
         await self._wait_for_replies()
-        reply = self._send(chunk, start, arrived)
+        reply = self._send(chunk, start, arrived, data)
         await self._wait_for_replies()
         if not reply.failed:
             self._begun = not chunk.end
@@ -340,8 +344,9 @@ class _ChunkStream:
         await self._wait_for_replies()
         reply = self._append_reply()
         try:
-            with track_request(self._frontend.metrics, arrived, self.caller) as tracked:
+            with track_request(self._frontend, arrived, self.caller, Api.STREAM, reply) as tracked:
                 tracked.labels = self._labels
+                tracked.body = self._frontend.observer.start_of(data)
                 try:
                     async with self._frontend.decoder.decode(DecodeBody("stream"), data) as decoded:
                         message = StreamMessage.restore(decoded.options, input=None)
@@ -368,15 +373,25 @@ class _ChunkStream:
 class _PendingReply:
     """The reply to one message: the exchange of its request."""
 
-    __slots__ = ("_stream", "call", "content", "failed", "in_error")
+    __slots__ = ("_stream", "call", "content", "failed", "in_error", "trace_headers")
 
     def __init__(self, stream: _ChunkStream) -> None:
         self._stream = stream
+        self.trace_headers: tuple[Header, ...] = ()  # a message has no headers
         self.call: HotCall | None = None
         self.content = b""
         self.failed = False
         self.in_error = False
         """Whether the frontend failed. It is then unknown whether the session has the chunk."""
+
+    @property
+    def origin(self) -> Origin:
+        return self._stream.identity.origin
+
+    @property
+    def request_id(self) -> bytes:
+        """Return the id of the handshake, which all messages of a socket have."""
+        return self._stream.identity.request_id
 
     def respond(self, content: bytes, headers: bytes) -> None:
         if self.call is not None:

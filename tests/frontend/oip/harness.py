@@ -17,7 +17,8 @@ from service.frontend.inference import Frontend, track_request
 from service.frontend.oip.infer import infer
 from service.frontend.oip.tensors import BYTES, DATATYPES, Tensor, decode, encode, from_list
 from service.frontend.oip.types import InferRequest, InferResponse, RequestedOutput
-from service.ipc.messages import Answer, LoadedModel, Request
+from service.frontend.origin import NO_ORIGIN, RequestIdentity
+from service.ipc.messages import Answer, Api, LoadedModel, Request
 from service.settings import Settings
 
 SETTINGS = Settings(max_inputs=8)
@@ -75,7 +76,8 @@ class InferHarness(NamedTuple):
         request = InferRequest(model, version, "7", parameters, list(inputs), list(outputs))
 
         async def run() -> InferResponse:
-            with track_request(self.frontend.metrics, 100.0, LOCAL) as tracked:
+            identity = RequestIdentity(NO_ORIGIN, self.frontend.request_ids)
+            with track_request(self.frontend, 100.0, LOCAL, Api.OIP, identity) as tracked:
                 return await infer(self.frontend, tracked, request)
 
         return asyncio.run(run())

@@ -8,12 +8,14 @@ from typing import Any
 import grpc
 
 from service.access.caller import LOCAL
+from service.frontend.origin import NO_ORIGIN, RequestIdentity, RequestIds
 
 
 class LibraryContext:
-    """The context of a call in the library's server, with the caller that this service's own server adds."""
+    """The context of a call in the library's server, with the caller and the identity that this service's own server adds."""
 
     caller = LOCAL
+    identity = RequestIdentity(NO_ORIGIN, RequestIds())
 
     def __init__(self, context: Any) -> None:
         self._context = context

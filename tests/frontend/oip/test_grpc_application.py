@@ -254,8 +254,13 @@ async def call(channel: grpc.aio.Channel, message: bytes, **options: Any) -> Rep
     try:
         data = await calling
     except grpc.aio.AioRpcError as error:
-        return Reply(error.code(), error.details(), tuple(error.trailing_metadata()), b"")
-    return Reply(await calling.code(), await calling.details(), tuple(await calling.trailing_metadata()), data)
+        return Reply(error.code(), error.details(), without_id(error.trailing_metadata()), b"")
+    return Reply(await calling.code(), await calling.details(), without_id(await calling.trailing_metadata()), data)
+
+
+def without_id(metadata: Any) -> tuple[tuple[str, str | bytes], ...]:
+    """Return the metadata of a reply without the request's id, which only this service's own server returns."""
+    return tuple(pair for pair in metadata if pair[0] != "x-request-id")
 
 
 def without_size(reply: Reply) -> Reply:

@@ -1,0 +1,149 @@
+"""The tracer's spans and its queue, with an exporter that the test plays."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+from service.ipc.messages import Api, BatchRun, RequestTrace
+from service.log import Log
+from service.metrics import Metrics
+from service.tracer import worker
+from service.tracer.spans import LINK_SECONDS, MAX_BATCHES, SpanMaker, stages
+from service.tracer.worker import Tracer
+
+
+def run_of(number: int, engine: int = 0) -> BatchRun:
+    moments = {"formed": 3.0, "staged": 4.0, "started": 4.5, "computed": 5.0, "ended": 6.0}
+    return BatchRun(engine, "cpu", number, 3, 12, 0, False, **moments)
+
+
+def request(number: int, *runs: BatchRun) -> RequestTrace:
+    moments: dict[str, Any] = {"arrived": 1.0, "sent": 2.0, "received": 7.0, "ready": 6.5, "ended": 8.0, "queued": 2.5}
+    described: dict[str, Any] = {
+        "outcome": "ok",
+        "status": "200",
+        "failed": False,
+        "caller": "local",
+        "model": "words",
+        "version": "1",
+    }
+    identity: dict[str, Any] = {
+        "trace": f"{number:032x}",
+        "span": f"{number:016x}",
+        "parent": "",
+        "state": "",
+        "request_id": "id",
+    }
+    return RequestTrace(**identity, **described, **moments, api=Api.INFER, sequences=1, tokens=3, runs=list(runs))
+
+
+class Exporter(SpanExporter):
+    """Keeps spans, or fails."""
+
+    def __init__(self, result: SpanExportResult | Exception = SpanExportResult.SUCCESS) -> None:
+        self.spans: list[ReadableSpan] = []
+        self._result = result
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        if isinstance(self._result, Exception):
+            raise self._result
+        self.spans += spans
+        return self._result
+
+
+def outcomes(metrics: Metrics) -> dict[str, float]:
+    return {labels[0]: values[0] for labels, values in metrics.spans.values.items()}
+
+
+def test_stages_follow_each_other_from_arrival_to_end() -> None:
+    """Of two batches the second waits from the end of the first."""
+    later = BatchRun(0, "cpu", 2, 3, 12, 0, False, formed=6.1, staged=6.2, started=6.2, computed=6.3, ended=6.4)
+    intervals = list(stages(request(1, run_of(1), later)))
+    assert [stage.name for stage in intervals] == [
+        *("parse", "channel", "queue", "stage_in", "device_wait", "compute", "stage_out"),
+        *("queue", "stage_in", "compute", "stage_out", "reply", "encode"),
+    ]
+    assert intervals[0].begin == 1.0 and intervals[-1].end == 8.0
+    assert [stage.begin for stage in intervals[1:11]] == [stage.end for stage in intervals[:10]]
+
+
+def test_batch_waits_for_the_requests_of_all_frontends() -> None:
+    maker = SpanMaker(Resource({}))
+    roots = [maker.request_spans(request(number, run_of(7)), now, 0.0)[0] for number, now in ((1, 0.0), (2, 1.0), (3, 1.9))]
+    assert maker.batch_spans(LINK_SECONDS - 0.01, 0.0) == []
+    [batch] = maker.batch_spans(LINK_SECONDS, 0.0)
+    assert [link.context for link in batch.links] == [root.context for root in roots]
+    assert maker.batch_spans(100.0, 0.0) == []
+
+
+def test_late_request_links_to_the_span_that_was_made() -> None:
+    maker = SpanMaker(Resource({}))
+    maker.request_spans(request(1, run_of(7)), 0.0, 0.0)
+    [batch] = maker.batch_spans(LINK_SECONDS, 0.0)
+    late = maker.request_spans(request(2, run_of(7)), 50.0, 0.0)
+    [compute] = [span for span in late if span.name == "compute"]
+    assert [link.context for link in compute.links] == [batch.context]
+    assert maker.batch_spans(1000.0, 0.0) == []
+
+
+def test_batches_of_other_engines_and_other_times_are_others() -> None:
+    maker = SpanMaker(Resource({}))
+    restarted = BatchRun(0, "cpu", 7, 3, 12, 0, False, formed=33.0, staged=34.0, started=34.0, computed=35.0, ended=36.0)
+    for number, run in enumerate((run_of(7), run_of(8), run_of(7, engine=1), restarted)):
+        maker.request_spans(request(number + 1, run), 0.0, 0.0)
+    assert len({span.context.trace_id for span in maker.batch_spans(LINK_SECONDS, 0.0) if span.context}) == 4
+
+
+def test_memory_of_batches_is_bounded() -> None:
+    maker = SpanMaker(Resource({}))
+    for number in range(MAX_BATCHES + 100):
+        maker.request_spans(request(number + 1, run_of(number)), 0.0, 0.0)
+    assert len(maker.batch_spans(LINK_SECONDS, 0.0)) == MAX_BATCHES
+    for number in range(MAX_BATCHES + 100):
+        maker.request_spans(request(number + 1, run_of(number)), 0.0, 0.0)
+    maker.batch_spans(2 * LINK_SECONDS, 0.0)
+    assert len(maker._made) == MAX_BATCHES and not maker._batches
+
+
+@pytest.mark.parametrize(
+    "result, outcome",
+    [(SpanExportResult.SUCCESS, "exported"), (SpanExportResult.FAILURE, "failed"), (RuntimeError("broken"), "failed")],
+)
+def test_all_spans_are_exported_at_the_end_and_counted(
+    tmp_path: Path, result: SpanExportResult | Exception, outcome: str
+) -> None:
+    metrics, exporter = Metrics(), Exporter(result)
+    descriptor = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
+
+    async def test() -> None:
+        tracer = Tracer(SpanMaker(Resource({})), exporter, metrics, Log("tracer", descriptor))
+        tracer.add([request(number + 1, run_of(number // 2)) for number in range(100)])
+        tracer.stop()
+        await tracer.run()
+
+    asyncio.run(test())
+    os.close(descriptor)
+    assert outcomes(metrics) == {outcome: 100 * 10 + 50}
+
+
+def test_spans_beyond_the_limit_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "MAX_WAITING_SPANS", 25)
+    metrics, exporter = Metrics(), Exporter()
+
+    async def test() -> None:
+        tracer = Tracer(SpanMaker(Resource({})), exporter, metrics, Log("tracer"))
+        tracer.add([request(number + 1) for number in range(20)])
+        tracer.stop()
+        await tracer.run()
+
+    asyncio.run(test())
+    assert outcomes(metrics) == {"dropped": 20 * 4 - 25, "exported": 25} and len(exporter.spans) == 25
