@@ -6,11 +6,8 @@ import os
 import re
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +32,7 @@ from tests.deploy.shipped import (
 )
 from tests.deploy.watching import Prometheus, Tokens, callers, finite, watching
 from tests.serving import Server, eventually, serving
+from tests.tracer.receiver import receiving
 
 CALM_SECONDS = 2.5
 """How long the server runs before its engine is killed, and again after the restart."""
@@ -42,13 +40,6 @@ VARIABLES = {"$model": ".*", "$__rate_interval": "5s", "$__range": "30s"}
 
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
-TRACED = f"""# TYPE seqserve_stage_seconds histogram
-seqserve_stage_seconds_bucket{{le="0.01",model="words",stage="total",version="1"}} 1.0 # {{trace_id="{TRACE}"}} 0.004
-seqserve_stage_seconds_bucket{{le="+Inf",model="words",stage="total",version="1"}} 1.0
-seqserve_stage_seconds_count{{model="words",stage="total",version="1"}} 1.0
-seqserve_stage_seconds_sum{{model="words",stage="total",version="1"}} 0.004
-# EOF
-"""
 
 
 class Watched(NamedTuple):
@@ -186,31 +177,18 @@ def test_every_panel_has_data(expression: str, watched: Watched) -> None:
     assert finite(watched.values(expression))
 
 
-@contextmanager
-def traced() -> Iterator[str]:
-    """Run a server whose metrics have a traced request in a histogram. Yields its address."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.send_header("Content-Type", "application/openmetrics-text; version=1.0.0; charset=utf-8")
-            self.end_headers()
-            self.wfile.write(TRACED.encode())
-
-        def log_message(self, *arguments: object) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-
-
-def test_panels_of_traced_requests_have_their_exemplars(tmp_path: Path) -> None:
+def test_panels_of_traced_requests_have_their_exemplars(models_folder: Path, tmp_path: Path) -> None:
     program("prometheus")
     queries = [query.replace("$model", "words").replace("$__rate_interval", "5s") for query in exemplar_expressions().values()]
     assert queries
-    with traced() as address, watching(tmp_path, address) as prometheus:
+    with (
+        receiving("grpc") as receiver,
+        serving(models_folder, tmp_path, trace_endpoint=receiver.endpoint, trace_rate="0") as server,
+        watching(tmp_path, server.address) as prometheus,
+    ):
+        request = {"model": "words", "inputs": ["how far is the sea ?"]}
+        answer = server.client.post("/infer", json=request, headers={"traceparent": f"00-{TRACE}-00f067aa0ba902b7-01"})
+        assert answer.status_code == 200
         for query in queries:
 
             def found(query: str = query) -> Any:
