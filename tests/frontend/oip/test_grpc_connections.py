@@ -158,4 +158,4 @@ def test_reply_that_waits_for_its_client_survives_the_shutdown(models_folder: Pa
         assert server.process.wait(LIMIT_SECONDS) == 0
     reply = b"".join(payload for kind, payload in frames if kind == DATA)
     assert struct.unpack(">BI", reply[:5]) == (0, len(reply) - 5)
-    assert [payload for kind, payload in frames if kind == HEADERS][-1].endswith(b"grpc-status\x010")
+    assert b"grpc-status\x010" in [payload for kind, payload in frames if kind == HEADERS][-1]

@@ -61,7 +61,7 @@ def chunk_request(
     stream = parse_query(catalog, query)
     model = catalog.find(stream.model, stream.version)
     fields = stream.fields_of(chunk, "stream:1", start)
-    chunks = HotChunks(cast(Frontend, SimpleNamespace(settings=SETTINGS)), cast(RequestTally, None))
+    chunks = HotChunks(cast(Frontend, SimpleNamespace(settings=SETTINGS, observer=None)), cast(RequestTally, None))
     message = StreamMessage.model_construct(input=chunk.input, start=chunk.start, end=chunk.end)
     try:
         hot = chunks.build(Parsed(stream.model, stream.version, fields, "stream:1"), model, 100.0)

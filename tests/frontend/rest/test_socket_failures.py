@@ -18,7 +18,9 @@ from service.errors import SessionConflict
 from service.frontend.catalog import Catalog, ServedModel
 from service.frontend.dispatch.dispatcher import Dispatcher
 from service.frontend.hot_calls import RequestTally
+from service.frontend.http_exchange import IDENTITY
 from service.frontend.inference import Frontend, SupervisorClient
+from service.frontend.origin import NO_ORIGIN, RequestIdentity, RequestIds
 from service.frontend.rest.websocket import HotChunks, serve_socket
 from service.frontend.websocket_protocol import SOCKET, MessageReceiver
 from service.ipc.channel import encode
@@ -56,7 +58,7 @@ class Connection:
 
     def socket(self, query: str) -> WebSocket:
         """Return what Starlette gives to the application."""
-        scope = {"extensions": {SOCKET: self}}
+        scope = {"extensions": {SOCKET: self}, IDENTITY: RequestIdentity(NO_ORIGIN, RequestIds())}
         return cast(
             WebSocket,
             SimpleNamespace(
