@@ -20,13 +20,17 @@ from tests.kernels import inputs
 from tests.kernels.families import Form
 from tests.kernels.inputs import (
     OUTPUTS,
+    SCRAP_SLOT,
+    ZERO_SLOT,
     Arguments,
     arrays,
     assert_reserved_slots_unchanged,
+    assert_shared_slots_result,
     caches_with_zero_slot,
     in_chunks,
     map_arrays,
     run_from_slot_to_slot,
+    with_shared_slots,
 )
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
@@ -156,3 +160,48 @@ def assert_rows_are_independent(form: Form, backend: str, arguments: Arguments) 
     for name, array in arrays(after).items():
         assert torch.equal(array, getattr(fresh.state, name))
     assert_reserved_slots_unchanged(caches)
+
+
+def assert_rows_move_between_slots(form: Form, backend: str, arguments: Arguments) -> None:
+    """Assert that rows start from the states of shared slots and write theirs, with the outputs that they have without slots."""
+    x, weights, state = arguments
+    caches = with_shared_slots(state, torch.int64)
+    expected = form.run(x, weights, caches.by_row(), backend=backend)
+    encoded = form.run(x, weights, caches, backend=backend)
+    assert all(torch.equal(getattr(encoded, name), getattr(expected, name)) for name in OUTPUTS)
+    assert_shared_slots_result(encoded.state, state, expected.state)
+
+
+def assert_graph_serves_other_values(form: Form, backend: str, hidden: int) -> None:
+    """Assert that a CUDA graph runs with the lengths, slots and values that are in place when it is replayed."""
+    first, second = gates(form, [5, 9, 0, 30], hidden), gates(form, [20, 0, 18, 6], hidden, seed=1)
+    x = Ragged(torch.zeros_like(first.x.data), first.x.offsets.clone())
+    slots, sources = (torch.tensor(places, dtype=torch.int32, device="cuda") for places in ([3, 4, 5, 6], [ZERO_SLOT] * 4))
+    caches = replace(caches_with_zero_slot(first.state), slots=slots, sources=sources)
+    form.run(x, first.weights, caches, backend=backend)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        encoded = outputs(form.run(x, first.weights, caches, backend=backend))
+    state = None
+    for problem, origins, ends in ((first, [ZERO_SLOT] * 4, [5, 3, 2, 7]), (second, [5, 3, 2, 7], [SCRAP_SLOT] * 4)):
+        x.data.copy_(problem.x.data)
+        x.offsets.copy_(problem.x.offsets)
+        slots.copy_(torch.tensor(ends))
+        sources.copy_(torch.tensor(origins))
+        graph.replay()
+        expected = form.run(problem.x, first.weights, state, backend=backend)
+        assert all(torch.equal(encoded[name], getattr(expected, name)) for name in OUTPUTS)
+        state = expected.state
+
+
+def assert_nan_stays_in_its_row(form: Form, backend: str, hidden: int) -> None:
+    """Assert that values which are not finite in some rows change nothing in the other rows."""
+    x, weights, state = gates(form, [4, 2, 0, 7, 7, 1, 3, 5, 6], hidden)
+    clean = outputs(form.run(x, weights, state, backend=backend))
+    data, first = x.data.clone(), state.hidden.clone()
+    data[4:6], first[1], data[-3:] = torch.nan, torch.inf, torch.nan
+    encoded = outputs(form.run(Ragged(data, x.offsets), weights, replace(state, hidden=first), backend=backend))
+    for row in (0, 2, 3, 4, 5, 6, 7):
+        assert all(torch.equal(encoded[name][row], clean[name][row]) for name in (*arrays(state), "mean"))
+    assert not encoded["hidden"][8].isfinite().any()

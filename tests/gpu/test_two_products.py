@@ -26,7 +26,10 @@ from tests.gpu.inputs import (
     TOLERANCE,
     agree,
     assert_any_rows_match,
+    assert_graph_serves_other_values,
+    assert_nan_stays_in_its_row,
     assert_rows_are_independent,
+    assert_rows_move_between_slots,
     gates,
     made,
     outputs,
@@ -38,13 +41,7 @@ from tests.kernels.families import Form
 from tests.kernels.inputs import (
     EVERYTHING,
     OUTPUTS,
-    SCRAP_SLOT,
-    ZERO_SLOT,
     Arguments,
-    arrays,
-    assert_shared_slots_result,
-    caches_with_zero_slot,
-    with_shared_slots,
 )
 from tests.kernels.shapes import fresh_shape_caches
 
@@ -176,49 +173,19 @@ def test_unrequested_outputs_are_none_and_change_nothing(form: Form, backend: st
 @both_kernels
 @pytest.mark.parametrize("lengths", [RAGGED, [0, 0, 0, 0], [*RAGGED * 30, 0, 0]], ids=["few", "empty", "many"])
 def test_rows_start_from_sources_and_write_to_slots(form: Form, backend: str, lengths: list[int]) -> None:
-    x, weights, state = gates(form, lengths, 112)
-    caches = with_shared_slots(state, torch.int64)
-    expected = form.run(x, weights, caches.by_row(), backend=backend)
-    encoded = form.run(x, weights, caches, backend=backend)
-    assert all(torch.equal(getattr(encoded, name), getattr(expected, name)) for name in OUTPUTS)
-    assert_shared_slots_result(encoded.state, state, expected.state)
+    assert_rows_move_between_slots(form, backend, gates(form, lengths, 112))
 
 
 @both_forms
 @both_kernels
 def test_cuda_graph_serves_other_lengths_slots_and_values(form: Form, backend: str) -> None:
-    first, second = gates(form, [5, 9, 0, 30], 161), gates(form, [20, 0, 18, 6], 161, seed=1)
-    x = Ragged(torch.zeros_like(first.x.data), first.x.offsets.clone())
-    slots, sources = (torch.tensor(places, dtype=torch.int32, device="cuda") for places in ([3, 4, 5, 6], [ZERO_SLOT] * 4))
-    caches = replace(caches_with_zero_slot(first.state), slots=slots, sources=sources)
-    form.run(x, first.weights, caches, backend=backend)
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        encoded = outputs(form.run(x, first.weights, caches, backend=backend))
-    state = None
-    for problem, origins, ends in ((first, [ZERO_SLOT] * 4, [5, 3, 2, 7]), (second, [5, 3, 2, 7], [SCRAP_SLOT] * 4)):
-        x.data.copy_(problem.x.data)
-        x.offsets.copy_(problem.x.offsets)
-        slots.copy_(torch.tensor(ends))
-        sources.copy_(torch.tensor(origins))
-        graph.replay()
-        expected = form.run(problem.x, first.weights, state, backend=backend)
-        assert all(torch.equal(encoded[name], getattr(expected, name)) for name in OUTPUTS)
-        state = expected.state
+    assert_graph_serves_other_values(form, backend, hidden=161)
 
 
 @both_forms
 @both_kernels
 def test_nan_in_other_rows_does_not_reach_a_row(form: Form, backend: str) -> None:
-    x, weights, state = gates(form, [4, 2, 0, 7, 7, 1, 3, 5, 6], 97)
-    clean = outputs(form.run(x, weights, state, backend=backend))
-    data, hidden = x.data.clone(), state.hidden.clone()
-    data[4:6], hidden[1], data[-3:] = torch.nan, torch.inf, torch.nan
-    encoded = outputs(form.run(Ragged(data, x.offsets), weights, replace(state, hidden=hidden), backend=backend))
-    for row in (0, 2, 3, 4, 5, 6, 7):
-        assert all(torch.equal(encoded[name][row], clean[name][row]) for name in (*arrays(state), "mean"))
-    assert not encoded["hidden"][8].isfinite().any()
+    assert_nan_stays_in_its_row(form, backend, hidden=97)
 
 
 @both_forms
