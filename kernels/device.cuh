@@ -60,6 +60,11 @@ __device__ __forceinline__ void arrive(unsigned barrier) {
 __device__ __forceinline__ void expect(unsigned barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
+// Copies to this block's shared memory in the background. The barrier counts the bytes.
+__device__ __forceinline__ void copy_in_bulk(unsigned to, const void* from, int bytes, unsigned barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
 __device__ __forceinline__ bool is_there(unsigned barrier, unsigned parity) {
     unsigned done;
     asm volatile("{.reg .pred p; mbarrier." WAIT ".parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"

@@ -205,8 +205,7 @@ __device__ __forceinline__ void fetch_filters(const Call& call, Memory& memory) 
         for (int piece = 0; piece < pieces; ++piece, from += GROUPS * FILTER_BYTES) {
             await(empty + stage * 8, phase ^ 1);
             expect(full + stage * 8, GROUPS * FILTER_BYTES);
-            asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                         ::"r"(filters + stage * (GROUPS * FILTER_BYTES)), "l"(from), "r"(GROUPS * FILTER_BYTES), "r"(full + stage * 8) : "memory");
+            copy_in_bulk(filters + stage * (GROUPS * FILTER_BYTES), from, GROUPS * FILTER_BYTES, full + stage * 8);
             if (++stage == FILTER_STAGES) stage = 0, phase ^= 1;
         }
     }

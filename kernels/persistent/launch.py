@@ -56,6 +56,8 @@ MANY = 1 << 30
 CLUSTER: Kinds = {"blocks": ClusterShape}
 GRID: Kinds = {"units": GridShape}
 WIDE: Kinds = {"tile": WideShape}
+PERSISTENT: Kinds = {**CLUSTER, **GRID}
+ADAPTIVE: Kinds = {**PERSISTENT, **WIDE}
 TWO_PRODUCTS: Kinds = {"blocks": TwoProductsCluster, "units": TwoProductsGrid}
 
 
@@ -211,13 +213,13 @@ def _encode(
 @cache
 def adaptive_shape(variant: Variant, rows: int, directions: int) -> PersistentShape | None:
     """Return the fastest shape of all kernels that runs on the device."""
-    return _first_shape(variant, rows, directions, {**CLUSTER, **GRID, **WIDE})
+    return _first_shape(variant, rows, directions, ADAPTIVE)
 
 
 @cache
 def fastest_shape(variant: Variant, rows: int, directions: int) -> PersistentShape | None:
     """Return the fastest shape of the kernels with the same order of sums that runs on the device."""
-    return _first_shape(variant, rows, directions, {**CLUSTER, **GRID})
+    return _first_shape(variant, rows, directions, PERSISTENT)
 
 
 @cache
@@ -239,8 +241,8 @@ def wide_shape(variant: Variant, rows: int, directions: int) -> PersistentShape 
 
 
 KINDS: Mapping[FindShape, Kinds] = {
-    adaptive_shape: {**CLUSTER, **GRID, **WIDE},
-    fastest_shape: {**CLUSTER, **GRID},
+    adaptive_shape: ADAPTIVE,
+    fastest_shape: PERSISTENT,
     cluster_shape: CLUSTER,
     grid_shape: GRID,
     wide_shape: WIDE,

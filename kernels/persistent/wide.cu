@@ -53,6 +53,11 @@ struct Team {
     unsigned char* buffers;             // (TILES, 2, CHUNKS, ROWS, DEPTH) of 16 bits
     int member, longest, shorter;       // steps of the first tile, which has the longest rows, and of the second
 
+    // Returns the weights of this member in a chunk.
+    __device__ __forceinline__ const unsigned char* weights(int chunk) const {
+        return (const unsigned char*)call.packed + ((long long)member * CHUNKS + chunk) * LEFT_BYTES;
+    }
+    // Returns the hidden values that enter step `t` of a tile.
     __device__ __forceinline__ unsigned char* buffer(int tile, int t) const {
         return buffers + (long long)(tile * 2 + t % 2) * CHUNKS * RIGHT_BYTES;
     }
@@ -63,10 +68,6 @@ struct Team {
 __device__ __forceinline__ void arrive_at(unsigned barrier) {
     // Nothing is released, so no fence for the cluster is needed: the products have read the stage.
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-__device__ __forceinline__ void fetch(const void* to, const void* from, int bytes, unsigned barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 // Fetches to the same place in both blocks of the cluster.
 __device__ __forceinline__ void fetch_for_both(const void* to, const void* from, int bytes, unsigned barrier) {
@@ -90,7 +91,6 @@ __device__ __forceinline__ void await_step(const unsigned* counters, int t) {
 // longer than multiplying it.
 __device__ __forceinline__ void fetch_turn(const Team& team, int tile, int t) {
     Memory& shared = memory();
-    const unsigned char* const weights = (const unsigned char*)team.call.packed + (long long)team.member * CHUNKS * LEFT_BYTES;
     const int turn = team.turns_before(tile, t), half = cluster_rank() * (RIGHT_BYTES / 2);
     const bool leads = threadIdx.x % 32 == 0;
 
@@ -100,7 +100,7 @@ __device__ __forceinline__ void fetch_turn(const Team& team, int tile, int t) {
         const unsigned full = shared_address(&shared.full[stage]);
         await(shared_address(&shared.empty[stage]), phase_of(turn, chunk) ^ 1);
         expect(full, RIGHT_BYTES + (chunk < STREAMED ? LEFT_BYTES : 0));
-        if (chunk < STREAMED) fetch(shared.left[RESIDENT + stage], weights + chunk * LEFT_BYTES, LEFT_BYTES, full);
+        if (chunk < STREAMED) copy_in_bulk(shared_address(shared.left[RESIDENT + stage]), team.weights(chunk), LEFT_BYTES, full);
     };
     if (leads)
 #pragma unroll
@@ -119,11 +119,10 @@ __device__ __forceinline__ void fetch_turn(const Team& team, int tile, int t) {
 }
 __device__ __forceinline__ void fetch_turns(const Team& team) {
     Memory& shared = memory();
-    const unsigned char* const weights = (const unsigned char*)team.call.packed + (long long)team.member * CHUNKS * LEFT_BYTES;
     if (threadIdx.x % 32 == 0) {
         expect(shared_address(&shared.loaded), RESIDENT * LEFT_BYTES);
         for (int chunk = 0; chunk < RESIDENT; ++chunk)
-            fetch(shared.left[chunk], weights + (STREAMED + chunk) * LEFT_BYTES, LEFT_BYTES, shared_address(&shared.loaded));
+            copy_in_bulk(shared_address(shared.left[chunk]), team.weights(STREAMED + chunk), LEFT_BYTES, shared_address(&shared.loaded));
     }
 #pragma unroll 1
     for (int t = 0; t < team.longest; ++t)

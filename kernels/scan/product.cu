@@ -68,9 +68,7 @@ __device__ __forceinline__ void keep_left(const Call& call, const BlockPart& par
 __device__ __forceinline__ void fetch_weights(const Call& call, Memory& shared, const BlockPart& part, int piece, int at, int count, unsigned barrier) {
     const unsigned char* from = (const unsigned char*)call.source[part.direction];
     expect(barrier, count * WEIGHT_BYTES);
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 ::"r"(shared_address(shared.weights[at])), "l"(from + ((long long)part.slice * PIECES + piece) * WEIGHT_BYTES),
-                   "r"(count * WEIGHT_BYTES), "r"(barrier) : "memory");
+    copy_in_bulk(shared_address(shared.weights[at]), from + ((long long)part.slice * PIECES + piece) * WEIGHT_BYTES, count * WEIGHT_BYTES, barrier);
 }
 
 // The rows of a tile, as one warp sees them. For two steps, each lane knows the row and the number of steps before the step in its row.
