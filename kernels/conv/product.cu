@@ -11,7 +11,6 @@
 // A thread holds the sums of two maps over a quarter of the places. So it computes most of the maximum over time on its own, and pooled
 // feature maps are never written.
 #define EXACT 0
-#define PRODUCT_COLUMNS PLACES
 #include "../device.cuh"
 #include "conv.cuh"
 #include "../wgmma.cuh"

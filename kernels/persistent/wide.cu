@@ -13,7 +13,6 @@
 // arrived, and every member sends step t after reading step t - 1.
 //
 // Order of sums: along the hidden vector, in the order of the tensor cores. It is not the order of the other kernels.
-#define PRODUCT_COLUMNS ROWS
 #include "cell.cuh"
 #include "../wgmma.cuh"
 

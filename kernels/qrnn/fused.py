@@ -1,7 +1,8 @@
 """The QRNN's fused backend: describes a layer to the scan kernels, which it shares with the SRU.
 
-float16 and bfloat16 layers run in one launch, from their inputs or from the rows of tables. float32 layers, few long rows, and
-all layers on GPUs other than Hopper run as a library product and one launch.
+float16 and bfloat16 layers run in one launch, from their inputs or from the rows of tables, or in two if the parts of long rows are
+computed apart. float32 layers, few long rows whose parts are not computed apart, and all layers on GPUs other than Hopper run as a
+library product and one launch.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from kernels.qrnn.types import POOLINGS, QRNNState, QRNNWeights
 from kernels.ragged import Encoded, Outputs, Ragged, source_slots, without_sources
 from kernels.scan.launch import encode
 from kernels.scan.layer import Direction, ScanForm, array_gates, product_gates
-from kernels.scan.shape import multiplies_inputs, prefers_library_product
+from kernels.scan.shape import multiplies_inputs, needs_every_step, prefers_library_product
 
 
 def qrnn(x: Ragged, weights: QRNNWeights, state: QRNNState | None, *, want: Outputs) -> Encoded:
@@ -45,7 +46,7 @@ class _ScanInputs:
 def _encode(x: Ragged, weights: Sequence[QRNNWeights], states: Sequence[QRNNState | None], want: Outputs) -> Encoded:
     """Run all directions in one launch. The state is the tuple of their states."""
     first = weights[0]
-    inputs = _scan_inputs(x, weights, states)
+    inputs = _scan_inputs(x, weights, states, all_steps=needs_every_step(want))
     sources = [direction.source for direction in inputs.directions if direction.source is not None]
     gather = inputs.ids is not None
     summed = first.window if gather else 1
@@ -58,7 +59,9 @@ def _encode(x: Ragged, weights: Sequence[QRNNWeights], states: Sequence[QRNNStat
     return replace(encoded, state=tuple(after))
 
 
-def _scan_inputs(x: Ragged, weights: Sequence[QRNNWeights], states: Sequence[QRNNState | None]) -> _ScanInputs:
+def _scan_inputs(
+    x: Ragged, weights: Sequence[QRNNWeights], states: Sequence[QRNNState | None], *, all_steps: bool
+) -> _ScanInputs:
     first = weights[0]
     storage, steps_before = first.bias.dtype, first.window - 1
     directions = [_direction(each, state) for each, state in zip(weights, states, strict=True)]
@@ -75,7 +78,7 @@ def _scan_inputs(x: Ragged, weights: Sequence[QRNNWeights], states: Sequence[QRN
     if (
         storage == torch.float32
         or not multiplies_inputs(device_index(x.offsets.device))
-        or prefers_library_product(_form(first), first.hidden * len(weights), x.rows, len(x.data))
+        or prefers_library_product(_form(first), x.rows, len(x.data), all_steps=all_steps)
     ):
         return _library_products(x, weights, directions, lefts)
     data = aligned_inputs(x.data.to(storage))

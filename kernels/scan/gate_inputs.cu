@@ -1,9 +1,10 @@
 // The recurrence of an SRU or a QRNN with gate inputs in memory: a line for each step, or rows of tables that ids select (GATHER). With
 // TAPS > 1 they are sums over a window, with a table for each of its steps.
 //
-// A block has two streams of whole rows, or two places in a ring, and UNITS hidden units. 64 threads for each stream copy gate inputs into
+// A block has two streams of whole rows and UNITS hidden units. 64 threads for each stream copy gate inputs into
 // shared memory, up to BUFFERS tiles of 64 steps ahead of the team that consumes them. Gates that are not needed in every step are not
 // copied; they are read when they are needed, unless every step has outputs (ALL_BLOCKS).
+#define SPLIT 0
 constexpr int BUFFERS = STAGES;
 #include "scan.cuh"
 
@@ -35,7 +36,7 @@ __device__ __forceinline__ void keep_left(const Call& call, const Stream& stream
     constexpr int STEPS = TAPS > 1 ? TAPS - 1 : 1;
     const long long* left = (const long long*)call.left[stream.direction];
     long long* after = (long long*)call.left_after[stream.direction];
-    if (!after || stream.start > 0) return;
+    if (!after) return;
     for (long long index = (long long)stream.first * STEPS + thread; index < (long long)stream.until * STEPS; index += FETCHERS) {
         const long long row = index / STEPS, begin = call.offset(row), end = call.offset(row + 1), step = end - begin - STEPS + index % STEPS;
         if (step >= 0) after[index] = id_at(call, stream.direction ? end - 1 - step : begin + step) + FIRST;
@@ -120,26 +121,26 @@ __device__ __forceinline__ void copy_tile(const Call& call, const Gate* const (&
     }
 }
 
-// Copies the tiles of one stream. tiles: number of tiles in earlier rounds.
-__device__ __forceinline__ void fetch(const Call& call, Memory& shared, const Stream& stream, int s, int slice, int tiles) {
+// Copies the tiles of one stream.
+__device__ __forceinline__ void fetch(const Call& call, Memory& shared, const Stream& stream, int s, int slice) {
     const int thread = threadIdx.x % FETCHERS, count = stream.tiles();
     const long long first_unit = (long long)slice * UNITS;
     WindowIds ahead[AHEAD] = {};
 #pragma unroll
-    for (int n = 0; n < AHEAD; ++n) ahead[n].look_up(call, stream, stream.tile(n) * TILE + thread);
+    for (int n = 0; n < AHEAD; ++n) ahead[n].look_up(call, stream, n * TILE + thread);
 #pragma unroll 1
     for (int begun = 0; begun < count; begun += AHEAD) {
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) {
-            const int n = begun + i, turn = tiles + n, buffer = turn % BUFFERS;
+            const int n = begun + i, buffer = n % BUFFERS;
             if (n >= count) return;
             const Gate* (&lines)[TAPS][TILE] = shared.lines[s][n % 2];
 #pragma unroll
             for (int tap = 0; tap < TAPS; ++tap) lines[tap][thread] = ahead[i].gates(call, stream.direction, tap) + first_unit;
             __syncwarp();
-            ahead[i].look_up(call, stream, stream.tile(n + AHEAD) * TILE + thread);
-            await(shared_address(&shared.empty[s][buffer]), (turn / BUFFERS & 1) ^ 1);
-            copy_tile(call, lines, shared.gates[s][buffer], stream.places_of(stream.tile(n)), first_unit);
+            ahead[i].look_up(call, stream, (n + AHEAD) * TILE + thread);
+            await(shared_address(&shared.empty[s][buffer]), (n / BUFFERS & 1) ^ 1);
+            copy_tile(call, lines, shared.gates[s][buffer], stream.places_of(n), first_unit);
             const unsigned full = shared_address(&shared.full[s][buffer]);
             if (TAPS == 1 && PIECE_BYTES >= 4) asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(full) : "memory");
             else arrive(full);
@@ -147,7 +148,7 @@ __device__ __forceinline__ void fetch(const Call& call, Memory& shared, const St
     }
 }
 
-extern "C" __global__ void CLUSTER_OF(CTAS, 1) __launch_bounds__(THREADS, 1) scan(const __grid_constant__ Call call) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) scan(const __grid_constant__ Call call) {
     extern __shared__ __align__(128) unsigned char dynamic[];
     Memory& shared = *(Memory*)dynamic;
     const BlockPart part = block_part();
@@ -157,17 +158,14 @@ extern "C" __global__ void CLUSTER_OF(CTAS, 1) __launch_bounds__(THREADS, 1) sca
         make_barrier(shared_address(&shared.empty[0][threadIdx.x]), RUNS * UNITS);
     }
     if (threadIdx.x < 2) init_team(shared.teams[threadIdx.x]);
-    if (RING) meet_cluster();
-    else __syncthreads();
+    __syncthreads();
     wait_for_last();
 
     const int thread = threadIdx.x, encode_first = 2 * FETCHERS;
     const int s = thread < encode_first ? thread / FETCHERS : (thread - encode_first) / TEAM;
     const Stream stream = Streams(call, part).stream(part, s);
     if (thread < encode_first) {
-        int round = 0;
-        do fetch(call, shared, stream, s, part.slice, round * stream.tiles());
-        while (again(shared.teams[0], round));
+        fetch(call, shared, stream, s, part.slice);
         if (TAPS > 1 && part.slice == 0) keep_left(call, stream, thread % FETCHERS);
     } else {
         const Tiles tiles{shared.gates[s][0], settled(shared_address(shared.full[s])), settled(shared_address(shared.empty[s]))};

@@ -1,6 +1,7 @@
-"""The launch of a scan kernel: product.cu computes a layer from its inputs, gate_inputs.cu from gate inputs or tables.
+"""The launch of a scan kernel: product.cu and tile_product.cu compute a layer from its inputs, gate_inputs.cu and tile_gates.cu from gate
+inputs or tables.
 
-Both run both directions in one launch. Sums and cells are float32. Nothing waits for the device. A call may be captured in a CUDA graph:
+All run both directions in one launch. Sums and cells are float32. Nothing waits for the device. A call may be captured in a CUDA graph:
 offsets, ids, slots and values are read when the graph runs.
 """
 
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from struct import Struct
 from typing import NamedTuple
 
@@ -33,17 +34,22 @@ from kernels.ragged import ContractError, Encoded, Outputs, Ragged
 from kernels.scan.gate_inputs import gate_inputs_constants
 from kernels.scan.layer import Direction, GateSource, ScanForm, ScanVariant
 from kernels.scan.product import input_map, pack, product_constants
-from kernels.scan.shape import HERE, ScanShape, multiplies_inputs, shape_for
+from kernels.scan.shape import HERE, PART, TILE, ScanShape, TileShape, multiplies_inputs, needs_every_step, shape_for
+from kernels.scan.tile_gates import tile_gates_constants
+from kernels.scan.tile_product import tile_product_constants
 
 MAX_TOKENS = 2**31 - 2**16
 """Tokens of one call, because the kernels count positions in 32 bits."""
 RUN, LONG_RUN = 16, 32
 """Steps that a thread computes before it hands its cell over: more where it has registers for them."""
+MAX_CACHED_LAUNCHES = 4096
+FOLD_THREADS = 32
+"""Hidden units of a block of fold.cu."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScanLaunch:
-    """A kernel and its grid. slices: parts of the hidden units, one per block; streams: parts of the rows, one per team or ring."""
+    """A kernel and its grid. slices: parts of the hidden units, one per block; streams: parts of the rows, one per team."""
 
     kernel: Kernel
     blocks: tuple[int, int, int]
@@ -76,7 +82,10 @@ def encode(
     ids: Tensor | None = None,
     skip: Tensor | None = None,
 ) -> tuple[Encoded, list[Tensor]]:
-    """Encode every row in one launch. Returns the outputs, without a state, and the new cells of each direction."""
+    """Encode every row in one launch, or two if the parts of rows are computed apart.
+
+    Returns the outputs, without a state, and the new cells of each direction.
+    """
     device, rows, tokens, width = x.offsets.device, x.rows, len(x.data), hidden * len(directions)
     if tokens > MAX_TOKENS:
         raise ContractError(f"x has {tokens} tokens, but one call takes at most {MAX_TOKENS}: split the batch")
@@ -88,7 +97,7 @@ def encode(
     after = [_new_cells(direction, rows, hidden, device) for direction in directions]
     if not rows:
         return encoded, after
-    pooled, data = want.mean or want.max, directions[0].data
+    data = directions[0].data
     variant = ScanVariant(
         device_index(device),
         storage,
@@ -98,13 +107,15 @@ def encode(
         hidden,
         inputs=0 if data is None else data.shape[1],
         skip_float32=skip is not None and skip.dtype == torch.float32,
-        all_steps=want.steps or pooled,
+        all_steps=needs_every_step(want),
     )
-    shape = shape_for(variant, rows, tokens, pooled)
-    launch = _launch(variant, shape, rows)
+    shape = shape_for(variant, rows, tokens)
+    launch = _launch(variant, shape, rows, tokens if isinstance(shape, TileShape) or shape.split else 0)
     # An early launch reads its weights before it waits for earlier kernels, so no earlier kernel may still be packing them.
     early = all(_is_packed(direction, shape.units) for direction in directions)
-    arrays = _direction_arrays(variant, shape, directions, after)
+    arrays = _direction_arrays(variant, shape.units, directions, after)
+    parts = tokens // PART + rows if shape.split else 0
+    maps, rests = (_pairs(variant, count, device) if count else [None] for count in (parts, rows if parts else 0))
     single = (x.offsets.contiguous(), ids, skip, encoded.steps, encoded.last, encoded.mean, encoded.max)
     sizes = (
         single[0].dtype == torch.int64,
@@ -117,13 +128,18 @@ def encode(
         0 if skip is None else skip.stride(0),
         launch.streams,
         launch.slices,
+        parts,
     )
     skips = [direction.skip_from for direction in directions], [_bits(direction.scale) for direction in directions]
-    addresses = [[address(array) for array in pair] for pair in arrays]
-    members = [number for pair in (*addresses, *skips) for number in (pair[0], pair[-1])]
-    maps = [input_map(directions[0].data) + input_map(directions[-1].data)] if gates.product else []
+    pairs = [*([address(array) for array in pair] for pair in arrays), *skips]
+    last_pairs = [[address(array) for array in pair] for pair in (maps, rests)]
+    members = [*_both(pairs), *map(address, single), *_both(last_pairs), *sizes]
+    tensor_maps = [input_map(directions[0].data) + input_map(directions[-1].data)] if gates.product else []
     with on_device(device):
-        launch.kernel.launch(launch.blocks, launch.shared, [*members, *map(address, single), *sizes], *maps, early=early)
+        launch.kernel.launch(launch.blocks, launch.shared, members, *tensor_maps, early=early)
+        if parts:
+            fold = _fold_kernel(variant)
+            fold.launch((ceil_div(hidden, FOLD_THREADS), rows, len(directions)), 0, members, early=True)
     return encoded, after
 
 
@@ -142,65 +158,94 @@ class _DirectionArrays(NamedTuple):
     slots_after: Sequence[Tensor | None]
 
 
+def _both(pairs: Sequence[Sequence[int]]) -> list[int]:
+    """Return the members of pairs in order. With one direction, both are the same."""
+    return [number for pair in pairs for number in (pair[0], pair[-1])]
+
+
+def _pairs(variant: ScanVariant, count: int, device: torch.device) -> Sequence[Tensor]:
+    """Return memory for two numbers of every hidden unit, `count` times, for each direction: see fold.cu."""
+    return list(torch.empty((variant.directions, count, variant.hidden, 2), dtype=torch.float32, device=device))
+
+
 def _direction_arrays(
-    variant: ScanVariant, shape: ScanShape, directions: Sequence[Direction], after: Sequence[Tensor]
+    variant: ScanVariant, units: int, directions: Sequence[Direction], after: Sequence[Tensor]
 ) -> _DirectionArrays:
     slots = [None if direction.slots is None else as_int32(direction.slots) for direction in directions]
     pairs = list(zip(directions, slots, strict=True))
     return _DirectionArrays(
         data=[direction.data for direction in directions],
-        source=[_source(direction, variant, shape.units) for direction in directions],
+        source=[_source(direction, variant, units) for direction in directions],
         bias=[direction.bias for direction in directions],
         own_cell=[direction.own_cell for direction in directions],
         left=[direction.left for direction in directions],
         left_after=[direction.left_after for direction in directions],
-        before=[_cells_before(direction, copied=shape.ring > 0) for direction in directions],
+        before=[_cells_before(direction) for direction in directions],
         after=after,
-        slots_before=[None if shape.ring else row_sources(own_slots, direction.sources) for direction, own_slots in pairs],
+        slots_before=[row_sources(own_slots, direction.sources) for direction, own_slots in pairs],
         slots_after=slots,
     )
 
 
-@cache
-def _launch(variant: ScanVariant, shape: ScanShape, rows: int) -> ScanLaunch:
-    """Return the kernel and its grid. A block is alone on its multiprocessor; its two teams are two streams, or two places in a ring."""
+@lru_cache(MAX_CACHED_LAUNCHES)
+def _launch(variant: ScanVariant, shape: ScanShape | TileShape, rows: int, tokens: int) -> ScanLaunch:
+    """Return the kernel and its grid. tokens: of shapes that divide rows, or 0."""
     kernel, shared = _kernel(variant, shape)
     slices = ceil_div(variant.hidden, shape.units)
-    room = max(1, multiprocessors(variant.device) // (slices * variant.directions * shape.cluster))
-    streams = min(rows, room if shape.ring else 2 * room)
-    clusters = streams if shape.ring else ceil_div(streams, 2)
-    return ScanLaunch(kernel, (clusters * shape.cluster, slices, variant.directions), shared, streams, slices)
+    if isinstance(shape, TileShape):
+        spans = max(1, ceil_div(tokens, shape.tiles * TILE))
+        return ScanLaunch(kernel, (spans, slices, variant.directions), shared, spans, slices)
+    # A block is alone on its multiprocessor. Its two teams are two streams.
+    room = 2 * max(1, multiprocessors(variant.device) // (slices * variant.directions))
+    streams = min(ceil_div(tokens, PART) if shape.split else rows, room)
+    return ScanLaunch(kernel, (ceil_div(streams, 2), slices, variant.directions), shared, streams, slices)
 
 
 @cache
-def _kernel(variant: ScanVariant, shape: ScanShape) -> tuple[Kernel, int]:
+def _kernel(variant: ScanVariant, shape: ScanShape | TileShape) -> tuple[Kernel, int]:
     """Return the kernel and the bytes of shared memory of a block."""
-    form, gates = variant.form, variant.gates
-    constants = {
-        "SRU": form.sru,
-        "BLOCKS": form.blocks,
-        "OWN_CELL": form.own_cell,
-        "SKIP": form.skip,
-        "TANH": form.tanh,
-        "BFLOAT16": variant.storage == torch.bfloat16,
-        "SKIP_FLOAT32": variant.skip_float32,
-        "UNITS": shape.units,
-        "GROUPS": shape.groups,
-        "RUN": LONG_RUN if not gates.product and not shape.ring else RUN,
-        "RING": shape.ring > 0,
-        "CTAS": shape.cluster,
-        **(product_constants if gates.product else gate_inputs_constants)(variant, shape),
-    }
-    if not constants["STAGES"]:
+    gates = variant.gates
+    constants = {**_layer_constants(variant), "UNITS": shape.units}
+    if isinstance(shape, TileShape) and gates.product:
+        source = "tile_product.cu"
+        constants |= tile_product_constants(variant, shape)
+    elif isinstance(shape, TileShape):
+        source = "tile_gates.cu"
+        constants |= tile_gates_constants(variant, shape)
+    else:
+        source = "product.cu" if gates.product else "gate_inputs.cu"
+        constants |= {"GROUPS": shape.groups, "RUN": RUN if gates.product else LONG_RUN}
+        constants |= (product_constants if gates.product else gate_inputs_constants)(variant, shape)
+    if not constants.get("STAGES", 1):
         raise ContractError(f"this device has no room for a window of {gates.window} steps: choose another backend")
     kernel = load_kernel(
-        HERE / ("product.cu" if gates.product else "gate_inputs.cu"),
+        HERE / source,
         variant.device,
         threads=constants.pop("THREADS"),
-        cluster=shape.cluster,
         **{name: int(value) for name, value in constants.items()},
     )
     return kernel, constants["SHARED"]
+
+
+@cache
+def _fold_kernel(variant: ScanVariant) -> Kernel:
+    constants = _layer_constants(variant)
+    exact = int(variant.storage == torch.float32)
+    return load_kernel(HERE / "fold.cu", variant.device, threads=FOLD_THREADS, EXACT=exact, **constants)
+
+
+def _layer_constants(variant: ScanVariant) -> dict[str, int]:
+    """Return the constants of every kernel, which depend on the layer alone."""
+    form = variant.form
+    return {
+        "SRU": int(form.sru),
+        "BLOCKS": form.blocks,
+        "OWN_CELL": int(form.own_cell),
+        "SKIP": form.skip,
+        "TANH": int(form.tanh),
+        "BFLOAT16": int(variant.storage == torch.bfloat16),
+        "SKIP_FLOAT32": int(variant.skip_float32),
+    }
 
 
 def _new_cells(direction: Direction, rows: int, hidden: int, device: torch.device) -> Tensor:
@@ -211,16 +256,11 @@ def _new_cells(direction: Direction, rows: int, hidden: int, device: torch.devic
     return direction.before
 
 
-def _cells_before(direction: Direction, copied: bool) -> Tensor | None:
-    """Return the cells that the rows start from. copied: blocks may read them after other blocks have overwritten the state cache."""
-    if direction.before is None:
-        return None
-    if direction.slots is None:
-        return direction.before.float().contiguous()
-    if not copied:
+def _cells_before(direction: Direction) -> Tensor | None:
+    """Return the cells that the rows start from, or the state cache that has them."""
+    if direction.before is None or direction.slots is not None:
         return direction.before
-    sources = direction.slots if direction.sources is None else direction.sources
-    return direction.before[sources.long()]
+    return direction.before.float().contiguous()
 
 
 def _source(direction: Direction, variant: ScanVariant, units: int) -> Tensor:

@@ -1,9 +1,11 @@
 // One layer of an SRU or a QRNN from its inputs: the product with the weights and the recurrence in one launch, so that the product
 // never leaves the multiprocessor.
 //
-// A block has two streams of whole rows, or two places in a ring, and UNITS hidden units. Each stream has a warp group that multiplies
+// A block has two streams of whole rows and UNITS hidden units. Each stream has a warp group that multiplies
 // its tiles of 64 steps (wgmma, m64nNk16) with weights that both share. The sums go to shared memory as gates, rounded to 16 bits, and a
 // team consumes them while the next tiles are multiplied.
+//
+// If SPLIT, the streams have parts of a single row instead. They store the maps of the parts, and fold.cu computes the outputs.
 //
 // One thread fetches 64 columns at a time. The inputs come through a tensor map, in rows of 128 bytes with the tensor cores' swizzle of
 // 16-byte pieces (piece ^ row % 8). The weights are packed that way already (`pack` in product.py). A tile of the backward direction is in
@@ -14,7 +16,6 @@
 #define EXACT 0
 #define TAPS 1
 #include "scan.cuh"
-#define PRODUCT_COLUMNS (BLOCKS * UNITS)
 #include "../wgmma.cuh"
 
 struct alignas(16) Piece {
@@ -48,7 +49,7 @@ __device__ __forceinline__ void keep_left(const Call& call, const BlockPart& par
     const Piece *x = (const Piece*)call.data[stream.direction], *left = (const Piece*)call.left[stream.direction];
     Piece* after = (Piece*)call.left_after[stream.direction];
     const int pieces = (int)call.inputs / 8;
-    if (!after || stream.start > 0) return;
+    if (!after) return;
 #pragma unroll 1
     for (long long row = stream.first + part.slice; row < stream.until; row += call.slices) {
         const long long begin = call.offset(row), end = call.offset(row + 1), first = end - begin - STEPS;
@@ -127,20 +128,20 @@ __device__ __forceinline__ bool patch(const Call& call, const Stream& stream, co
     }
     return true;
 }
-// Patches up to `most` tiles of both streams as soon as they arrive. turn: number of pieces in earlier rounds.
-__device__ __forceinline__ void patch_tiles(const Call& call, Memory& shared, const Stream& first, const Stream& second, int most, int turn) {
+// Patches up to `most` tiles of both streams as soon as they arrive.
+__device__ __forceinline__ void patch_tiles(const Call& call, Memory& shared, const Stream& first, const Stream& second, int most) {
     const unsigned full = settled(shared_address(shared.full)), patched = settled(shared_address(shared.patched));
     const unsigned empty = settled(shared_address(shared.empty)), x = settled(shared_address(shared.x[0][0]));
     TileRows first_rows, second_rows;
 #pragma unroll 1
     for (int at = threadIdx.x / 32 - 1; at < most * PIECES; at += PATCHERS) {
-        const int n = at / PIECES, piece = at % PIECES, tap = piece / DEPTHS, k = piece % DEPTHS, stage = (turn + at) % STAGES;
+        const int n = at / PIECES, piece = at % PIECES, tap = piece / DEPTHS, k = piece % DEPTHS, stage = at % STAGES;
         const bool has_first = n < first.tiles(), has_second = n < second.tiles();
-        if (has_first) first_rows.look_up(call, first, first.tile(n));
-        if (has_second) second_rows.look_up(call, second, second.tile(n));
+        if (has_first) first_rows.look_up(call, first, n);
+        if (has_second) second_rows.look_up(call, second, n);
         // Wait until the previous piece of the stage has been read: then the barrier can only mean this piece.
-        await(empty + stage * 8, (turn + at) / STAGES & 1 ^ 1);
-        await(full + stage * 8, (turn + at) / STAGES & 1);
+        await(empty + stage * 8, at / STAGES & 1 ^ 1);
+        await(full + stage * 8, at / STAGES & 1);
         bool patched_any = false;
         if (tap > 0 && has_first) patched_any = patch(call, first, first_rows, tap, k, x + stage * 2 * X_BYTES);
         if (tap > 0 && has_second) patched_any |= patch(call, second, second_rows, tap, k, x + stage * 2 * X_BYTES + X_BYTES);
@@ -155,20 +156,19 @@ __device__ __forceinline__ void fetch_box(const void* map, unsigned to, int colu
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
                  ::"r"(to), "l"(map), "r"(column), "r"(token), "r"(barrier) : "memory");
 }
-// Fetches up to `most` tiles of both streams. One thread calls it, after the first weights were requested. turn: number of pieces in earlier
-// rounds.
+// Fetches up to `most` tiles of both streams. One thread calls it, after the first weights were requested.
 __device__ __forceinline__ void fetch(
-    const Call& call, const Maps& maps, Memory& shared, const BlockPart& part, const Stream& first, const Stream& second, int most, int turn
+    const Call& call, const Maps& maps, Memory& shared, const BlockPart& part, const Stream& first, const Stream& second, int most
 ) {
     const unsigned full_first = shared_address(shared.full), empty_first = shared_address(shared.empty), x_first = shared_address(shared.x[0][0]);
     const void* map = maps.of[part.direction];
-    int stage = turn % STAGES, phase = turn / STAGES & 1;
+    int stage = 0, phase = 0, turn = 0;
 #pragma unroll 1
     for (int n = 0; n < most; ++n) {
         const bool has_first = n < first.tiles(), has_second = n < second.tiles();
         // The tile's first step in the order of memory.
         const int first_step = part.direction ? TILE - 1 : 0;
-        const int first_token = (int)first.token(first.tile(n) * TILE + first_step), second_token = (int)second.token(second.tile(n) * TILE + first_step);
+        const int first_token = (int)first.token(n * TILE + first_step), second_token = (int)second.token(n * TILE + first_step);
 #pragma unroll 1
         for (int piece = 0; piece < PIECES; ++piece, ++turn) {
             const int tap = piece / DEPTHS, column = piece % DEPTHS * DEPTH, shift = part.direction ? tap : -tap;
@@ -191,13 +191,13 @@ __device__ __forceinline__ void await_weights(Memory& shared) {
     }
 }
 
-// Multiplies the `count` tiles of one stream; the longer stream has `most`. tiles, turn: numbers of tiles and of pieces in earlier rounds.
+// Multiplies the `count` tiles of one stream; the longer stream has `most`.
 // All work on a piece besides its products delays everything else, so nothing is computed twice.
-__device__ __forceinline__ void multiply_tiles(Memory& shared, int direction, int s, int count, int most, int tiles, int turn) {
+__device__ __forceinline__ void multiply_tiles(Memory& shared, int direction, int s, int count, int most) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, g = lane / 4, q = lane % 4;
     const unsigned x = settled(piece_at(shared_address(shared.x[0][s]))), weights = settled(piece_at(shared_address(shared.weights[0])));
     const unsigned full = settled(shared_address(shared.full)), patched = settled(shared_address(shared.patched)), empty = settled(shared_address(shared.empty));
-    int stage = turn % STAGES, phase = turn / STAGES & 1;
+    int stage = 0, phase = 0;
     if (RESIDENT) await(shared_address(&shared.loaded), 0);
 #pragma unroll 1
     for (int n = 0; n < most; ++n) {
@@ -226,8 +226,8 @@ __device__ __forceinline__ void multiply_tiles(Memory& shared, int direction, in
         if (lane == 0) arrive(before);
         if (!live) continue;
 
-        const int buffer = (tiles + n) % BUFFERS, row = warp * 16 + g;
-        await(shared_address(&shared.gates_empty[s][buffer]), ((tiles + n) / BUFFERS & 1) ^ 1);
+        const int buffer = n % BUFFERS, row = warp * 16 + g;
+        await(shared_address(&shared.gates_empty[s][buffer]), (n / BUFFERS & 1) ^ 1);
         Gate* const to = shared.gates[s][buffer] + (direction ? TILE - 1 - row : row) * STRIDE + 2 * q;
         const int further = direction ? -8 * STRIDE : 8 * STRIDE;
 #pragma unroll
@@ -239,7 +239,7 @@ __device__ __forceinline__ void multiply_tiles(Memory& shared, int direction, in
     }
 }
 
-extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
     scan(const __grid_constant__ Call call, const __grid_constant__ Maps maps) {
     extern __shared__ __align__(1024) unsigned char dynamic[];
     Memory& shared = *(Memory*)dynamic;
@@ -270,8 +270,7 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREAD
             init_team(shared.teams[s]);
         }
     }
-    if (RING) meet_cluster();
-    else __syncthreads();
+    __syncthreads();
     wait_for_last();
     const Streams streams(call, part);
     const int thread = threadIdx.x, multiply_first = FETCHERS, encode_first = FETCHERS + 2 * MULTIPLIERS;
@@ -279,17 +278,13 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREAD
         const Stream first = streams.stream(part, 0), second = streams.stream(part, 1);
         const int most = settled(max(first.tiles(), second.tiles())), s = settled((thread - multiply_first) / MULTIPLIERS);
         const int count = settled(s ? second.tiles() : first.tiles());
-        int round = 0;
-        do {
-            const int turn = round * most * PIECES;
-            if (thread == 0) fetch(call, maps, shared, part, first, second, most, turn);
-            else if (thread >= multiply_first) multiply_tiles(shared, part.direction, s, count, most, round * count, turn);
-            else if (WINDOW > 1 && thread >= 32) patch_tiles(call, shared, first, second, most, turn);
-        } while (again(shared.teams[0], round));
+        if (thread == 0) fetch(call, maps, shared, part, first, second, most);
+        else if (thread >= multiply_first) multiply_tiles(shared, part.direction, s, count, most);
+        else if (WINDOW > 1 && thread >= 32) patch_tiles(call, shared, first, second, most);
         if (most == 0 && thread == 0) await_weights(shared);
         if (WINDOW > 1 && thread < multiply_first) {
-            keep_left(call, part, first);
-            if (!RING) keep_left(call, part, second);
+            if (!SPLIT || part.group == 0) keep_left(call, part, first);
+            if (!SPLIT) keep_left(call, part, second);
         }
     } else {
         const int s = min((thread - encode_first) / TEAM, 1);

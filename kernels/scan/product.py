@@ -50,6 +50,7 @@ def product_constants(variant: ScanVariant, shape: ScanShape) -> Mapping[str, in
         "BUFFERS": shape.buffers,
         "PIECES": pieces,
         "RESIDENT": int(resident),
+        "SPLIT": int(shape.split),
     }
 
 

@@ -1,48 +1,20 @@
-// Shared by the kernels of the SRU and the QRNN: the cells, the computation of a stream of rows by a team of threads, and the outputs.
-//
-//   SRU     f = sigmoid(u1 + v_f c' + b_f)   c = f c' + (1 - f) u0   r = sigmoid(u2 + v_r c' + b_r)   h = r g(c) + (1 - r) skip
-//   QRNN    z = tanh(u0 + b_z)   f, o, i = sigmoid(u + b)            c = f c' + (1 - f) z, or + i z   h = o c
-//   (Lei et al. 2018, without v in the first version; Bradbury et al. 2017)
+// The computation of a stream of rows by a team of threads, and the outputs. Shared by product.cu and gate_inputs.cu.
 //
 // A stream is whole rows packed end to end. It is computed in tiles of 64 steps. The gates of a tile are in shared memory: 64 steps of
 // UNITS hidden units. A team has GROUPS threads for each unit, and a thread computes runs of RUN steps. First, all threads compute
-// everything that does not depend on the cell. Then the groups take turns: a group computes the cells of its run, with one multiplication
-// and one addition for each step, and hands its cells to the next group. So a cell goes through the same operations in the same order in
-// every batch, and for every division of a row into chunks.
-//
-// When one row has to fill the device (RING), consecutive tiles belong to different teams of a cluster. Each tile maps the cell c before it
-// to a c + b. The teams exchange a and b, so that each can predict the cell before its own tile, except for rounding. To be bit-exact
-// nevertheless, a team computes two bounds: one from slightly below the prediction and one from slightly above. A step f c + q with
-// f >= 0, rounded once, is monotonic in c. So where both bounds meet at the end of the tile, every cell between them ends there too, and
-// the team sends that cell to the next team at once. Then it computes the tile from the cell that the previous team sent. If a
-// prediction was so wrong that the team has sent a different cell, it notifies all teams, and everything is computed again without
-// predictions.
+// everything that does not depend on the cell. Then the groups take turns: a group computes the cells of its run, with a few operations
+// for each step, and hands its cells to the next group.
 
-#include "../device.cuh"
+#include "call.cuh"
 
-#if GATES_FLOAT32
-typedef float Gate;
-#else
-typedef Half Gate;
-#endif
 #if TAPS > 1
 typedef float Kept;                     // what tiles hold: sums of several gates are not rounded again
 #else
 typedef Gate Kept;
 #endif
-#if SKIP_FLOAT32
-typedef float Skip;
-#else
-typedef Half Skip;
-#endif
 
-constexpr int TILE = 64, RUNS = TILE / RUN;
+constexpr int RUNS = TILE / RUN;
 constexpr int TEAM = GROUPS * UNITS;                                        // threads of a team
-constexpr int TEAMS = 2 * CTAS;                                             // teams of a ring
-constexpr int CANDIDATE = 0, FORGET = 1, OUTPUT = 2, LAST_BLOCK = 3;        // LAST_BLOCK: an SRU's skip, a QRNN's input gate
-constexpr bool IS_SRU = SRU, LINEAR = !OWN_CELL;
-constexpr float WIDTH = 1.0f / (1 << 21);                                   // relative distance of a bound from the prediction
-constexpr int NO_SKIP = 0, SKIP_BLOCK = 1, SKIP_COLUMNS = 2;
 
 // Whether a tile has a block: it has all blocks, or the blocks that the cell needs.
 __host__ __device__ constexpr bool in_tile(int block) {
@@ -53,77 +25,6 @@ __host__ __device__ constexpr int block_of(int slot) { return slot == OUTPUT && 
 constexpr int SLOTS = in_tile(0) + in_tile(1) + in_tile(2) + in_tile(3);
 constexpr int COLUMNS = SLOTS * UNITS;                                      // columns of a tile, block by block
 constexpr int STRIDE = COLUMNS + 16 / (int)sizeof(Kept);                    // stride of a step, without bank conflicts
-
-// The arguments of a launch. The second array of a pair belongs to the backward direction. Outputs that are not requested are null. Every
-// member has eight bytes: the launcher passes integers.
-struct Call {
-    const void* data[2];                // (tokens, inputs), if the kernel multiplies them
-    const void* source[2];              // the packed weights; gate inputs (tokens, blocks x hidden); or tables
-    const float* bias[2];               // (blocks x hidden)
-    const float* own_cell[2];           // (2 x hidden) an SRU's v
-    const void* left[2];                // (rows, window - 1, inputs), or for ids (rows, window - 1) int64; null for zeros
-    void* left_after[2];                // the same for the next chunk
-    const float* before[2];             // (slots, hidden) cells, null for zeros
-    float* after[2];                    // (slots, hidden)
-    const int* slots_before[2];         // (rows,) the slot that a row starts from; null: its row number
-    const int* slots_after[2];          // (rows,) the slot of its new state; null: its row number
-    long long skip_from[2];
-    double scale[2];                    // factor of the skip
-    const void* offsets;                // (rows + 1,) int32, or int64 when `wide`
-    const void* ids;                    // (tokens,) int32, or int64 when `wide_ids`
-    const Skip* skip;                   // (tokens, skip_stride); a unit's skip is in column skip_from + unit
-    float* steps;                       // (tokens, width)
-    float* last;                        // (rows, width)
-    float* mean;
-    float* max;
-    long long wide, wide_ids, rows, hidden, width, inputs, height, skip_stride;     // height: rows of a table
-    long long streams, slices;
-
-    __device__ long long offset(long long row) const {
-        return wide ? ((const long long*)offsets)[row] : (long long)((const int*)offsets)[row];
-    }
-    // Loads only the low word of a wide id: a conversion would wait for the load.
-    __device__ int id(long long token) const { return ((const int*)ids)[wide_ids ? 2 * token : token]; }
-    __device__ long long slot_before(int direction, int row) const { return slots_before[direction] ? slots_before[direction][row] : row; }
-    __device__ long long slot_after(int direction, int row) const { return slots_after[direction] ? slots_after[direction][row] : row; }
-    __device__ bool all_steps() const { return steps || mean || max; }
-};
-
-// The whole rows that a team computes. A place is the position of a step in the order of the computation.
-struct Stream {
-    long long begin;                    // the first token
-    int places;                         // the number of tokens
-    int first, until;                   // the first row, and the row after the last
-    int start, stride;                  // the first tile of this team, and the distance between its tiles
-    int direction;
-
-    __device__ int all_tiles() const { return (places + TILE - 1) / TILE; }
-    __device__ int tiles() const { return (all_tiles() - start + stride - 1) / stride; }
-    __device__ int tile(int n) const { return start + n * stride; }
-    __device__ int places_of(int tile) const { return min(TILE, places - tile * TILE); }
-    __device__ long long token(int place) const { return begin + (direction ? places - 1 - place : place); }
-    __device__ int row(int ordinal) const { return direction ? until - 1 - ordinal : first + ordinal; }
-    // The place of a row's first step; for the row after the last, the end.
-    __device__ int start_of(const Call& call, int ordinal) const {
-        if (ordinal > until - first) return 0x7fffffff;
-        return direction ? (int)(begin - call.offset(until - ordinal)) + places : (int)(call.offset(first + ordinal) - begin);
-    }
-    __device__ int ordinal_of(const Call& call, int place) const {
-        int low = 0, high = until - first - 1;
-        while (low < high) {
-            const int middle = (low + high + 1) / 2;
-            if (start_of(call, middle) <= place) low = middle;
-            else high = middle - 1;
-        }
-        return low;
-    }
-};
-
-// The parameters of a thread's hidden unit.
-struct Unit {
-    int index;                          // number of the hidden unit
-    float bias[4], v_forget, v_output;
-};
 
 // Advances a cell by one step. `prepare` computes p and q.
 __device__ __forceinline__ float advance(float cell, float p, float q, const Unit& unit) {
@@ -138,42 +39,20 @@ __device__ __forceinline__ float advance(float cell, float p, float q, const Uni
 #endif
 }
 
-// Computes p and q: the factor and the summand of a linear cell; otherwise the forget gate without its cell term, and the candidate.
-__device__ __forceinline__ void prepare(const float (&gates)[4], const Unit& unit, float& p, float& q) {
-    const float candidate = IS_SRU ? gates[CANDIDATE] : tanh_of(gates[CANDIDATE] + unit.bias[CANDIDATE]);
-    const float forget = gates[FORGET] + unit.bias[FORGET];
-    if (!LINEAR) {
-        p = EXACT ? forget : 0.5f * forget;
-        q = candidate;
-        return;
-    }
-    p = sigmoid_of(forget);
-    q = !IS_SRU && BLOCKS == 4 ? sigmoid_of(gates[LAST_BLOCK] + unit.bias[LAST_BLOCK]) * candidate : fmaf(-p, candidate, candidate);
-}
+// A cell as a map of the cell before its part of the row: see call.cuh. In a row's first part, factor and base are zero.
+struct Cell {
+    float added, factor, base;
 
-// Returns the hidden value of a step. cell_before: for an SRU whose gates depend on the previous cell.
-__device__ __forceinline__ float hidden_of(float output, float skip, float cell, float cell_before, const Unit& unit) {
-    if (!IS_SRU) return BLOCKS == 2 ? cell : sigmoid_of(output + unit.bias[OUTPUT]) * cell;
-    const float gate = output + unit.bias[OUTPUT];
-    const float r = sigmoid_of(LINEAR ? gate : fmaf(unit.v_output, cell_before, gate));
-    return fmaf(r, (TANH ? tanh_of(cell) : cell) - skip, skip);
-}
+    __device__ float value() const { return fmaf(factor, base, added); }
+};
 
 // The shared memory of one team.
 struct Share {
-    float carry[UNITS];                 // cells between two runs
+    float carry[UNITS];                 // cells between two runs, or what a part has added to them
+    float factor[UNITS], base[UNITS];   // between two runs that are not in a row's first part: see Cell
     unsigned long long handed[GROUPS];  // barriers: a group has handed its cells over
     float sum[UNITS], largest[UNITS];   // sum and maximum of the row so far
     unsigned long long pooled[GROUPS];  // barriers: a group has added its run to the pools
-#if RING
-    float low[UNITS], high[UNITS];      // bounds between two runs
-    unsigned long long bounded[GROUPS]; // barriers: a group has handed the bounds over
-    float inbox[2][UNITS];              // cells from the previous team, alternating
-    float2 runs[2][GROUPS][UNITS];      // the map of each run of the tile, alternating
-    float2 maps[2][TEAMS][UNITS];       // the map of each team's tile, alternating
-    unsigned long long arrived[2], credits[2], mapped[2];   // barriers: inbox full, next team's inbox free, maps full
-    int broken;                         // a prediction was wrong
-#endif
 };
 
 // The gates of BUFFERS tiles in shared memory, used in rotation, and the addresses of their barriers, eight bytes apart.
@@ -287,6 +166,12 @@ struct Encoder {
     __device__ __forceinline__ void read_run(Kept* at, const Rows& rows, float (&p)[RUN], float (&q)[RUN]) const {
 #pragma unroll
         for (int i = 0; i < RUN; ++i) read(at + i * STRIDE, p[i], q[i]);
+        if (SPLIT) {
+            // After the last step, they keep the cell.
+#pragma unroll
+            for (int i = 0; i < RUN; ++i)
+                if (rows.place + i >= stream.places) p[i] = 1.0f, q[i] = 0.0f;
+        }
         if (!rows.firsts) return;
         if (LINEAR && !call.before[stream.direction]) {
 #pragma unroll
@@ -307,16 +192,33 @@ struct Encoder {
             if (rows.firsts >> i & 1) q[i] = stored_value(at + i * STRIDE);
     }
 
-    // Computes the cells of a run in q, from the cell before the run. Returns the last.
-    __device__ __forceinline__ float follow(float cell, unsigned firsts, const float (&p)[RUN], float (&q)[RUN]) const {
-        if (!firsts) {
+    // Returns a bit mask of the step of a run that begins a part after the first of its row, or 0. offset: steps of the row before the run.
+    __device__ static unsigned part_begin(int offset, unsigned firsts) {
+        const int step = (PART - offset % PART) % PART;
+        return step < RUN && !(firsts << (31 - step)) ? 1u << step : 0;
+    }
+    // Computes the cells of a run in q. cell: the state before the run, and after it. divided: the run reaches beyond the row's first part.
+    __device__ __forceinline__ void follow(Cell& cell, bool divided, int offset, unsigned firsts, const float (&p)[RUN], float (&q)[RUN]) const {
+        const unsigned parts = LINEAR && divided ? part_begin(offset, firsts) : 0;
+        if (LINEAR && divided && !firsts && !(parts & ~1u)) {
+            if (parts) cell = Cell{0.0f, 1.0f, cell.value()};
 #pragma unroll
-            for (int i = 0; i < RUN; ++i) q[i] = cell = advance(cell, p[i], q[i], unit);
+            for (int i = 0; i < RUN; ++i) cell.added = fmaf(p[i], cell.added, q[i]), cell.factor *= p[i], q[i] = cell.value();
+        } else if (LINEAR && divided) {
+#pragma unroll
+            for (int i = 0; i < RUN; ++i) {
+                if (firsts >> i & 1) cell = Cell{q[i], 0.0f, 0.0f};
+                else if (parts >> i & 1) cell = Cell{q[i], p[i], cell.value()};
+                else cell.added = fmaf(p[i], cell.added, q[i]), cell.factor *= p[i];
+                q[i] = cell.value();
+            }
+        } else if (!firsts) {
+#pragma unroll
+            for (int i = 0; i < RUN; ++i) q[i] = cell.added = advance(cell.added, p[i], q[i], unit);
         } else {
 #pragma unroll
-            for (int i = 0; i < RUN; ++i) q[i] = cell = firsts >> i & 1 ? q[i] : advance(cell, p[i], q[i], unit);
+            for (int i = 0; i < RUN; ++i) q[i] = cell.added = firsts >> i & 1 ? q[i] : advance(cell.added, p[i], q[i], unit);
         }
-        return cell;
     }
 
     // Gates and skip of a step that only its hidden value needs and that are not in the tile. They stay in the format of memory: a
@@ -348,6 +250,15 @@ struct Encoder {
         return hidden_of(output, skip, cell, cell_before, unit);
     }
 
+    // Returns what fold.cu needs of a step.
+    __device__ __forceinline__ float2 rests_of(const Kept* at) const {
+        return make_float2(in_tile(OUTPUT) ? gate(at, OUTPUT) : 0.0f, SKIP == SKIP_BLOCK && in_tile(LAST_BLOCK) ? gate(at, LAST_BLOCK) : 0.0f);
+    }
+    // Stores the map of a part for fold.cu. last: the part's last step in the row.
+    __device__ __forceinline__ void store_map(const Cell& cell, int last) const {
+        if (real) call.maps[stream.direction][(long long)(last / PART) * call.hidden + unit.index] = make_float2(cell.factor, cell.added);
+    }
+
     // Writes the outputs of the rows that end in a run. Their new states may overwrite the old states. rest: of the first step that ends a row.
     __device__ __forceinline__ void end_rows(const Kept* at, const Rows& rows, Rest rest, float cell_before, const float (&cells)[RUN]) const {
 #pragma unroll 1
@@ -361,7 +272,8 @@ struct Encoder {
                 before = cell, cell = cells[i];
             }
             if (!LINEAR && rows.firsts >> step & 1) before = first_cell(row);
-            if (real) end(row, hidden_at(at + step * STRIDE, rest, cell, before), cell);
+            if (real && SPLIT) call.rests[stream.direction][row * call.hidden + unit.index] = rests_of(at + step * STRIDE);
+            else if (real) end(row, hidden_at(at + step * STRIDE, rest, cell, before), cell);
         }
     }
 
@@ -401,11 +313,11 @@ struct Encoder {
 
     // Computes the stream. Each group takes every GROUPS-th run, prepares it while earlier runs are computed, and hands its cells on.
     __device__ __forceinline__ void run() const {
-        end_empty_rows();
+        if (!SPLIT) end_empty_rows();
         const bool all_steps = ALL_BLOCKS && call.all_steps(), pooling = ALL_BLOCKS && pools();
         const int before = (group() + GROUPS - 1) % GROUPS;
         Rows rows{0, 0, 0, 0, 0, -1, 0};
-        float cell = 0.0f;
+        Cell cell{0.0f, 0.0f, 0.0f};
         unsigned parity = 0;            // parity of the number of this group's runs
 #pragma unroll 1
         for (int n = group(), place; (place = n * RUN) < stream.places; n += GROUPS) {
@@ -417,16 +329,22 @@ struct Encoder {
             await(tiles.full + buffer * 8, tile / BUFFERS & 1);
             float p[RUN], q[RUN];
             read_run(at, rows, p, q);
+            const int offset = place - rows.start;
+            const bool divided = LINEAR && offset + RUN > PART, in_later_part = LINEAR && offset > PART;
             if (GROUPS > 1 && n > 0) {
                 await(shared_address(&share.handed[before]), group() ? parity : parity ^ 1);
-                cell = share.carry[column()];
+                cell.added = share.carry[column()];
+                if (in_later_part) cell.factor = share.factor[column()], cell.base = share.base[column()];
             }
-            const float cell_before = cell;
-            cell = follow(cell, rows.firsts, p, q);
+            if (!in_later_part || (SPLIT && n == 0)) cell.factor = cell.base = 0.0f;
+            const float cell_before = cell.added;       // of a cell that is not linear
+            follow(cell, divided, offset, rows.firsts, p, q);
             if (GROUPS > 1) {
-                share.carry[column()] = cell;
+                share.carry[column()] = cell.added;
+                if (divided) share.factor[column()] = cell.factor, share.base[column()] = cell.base;
                 arrive(shared_address(&share.handed[group()]));
             }
+            if (SPLIT && (rows.lasts || (offset + RUN) % PART == 0)) store_map(cell, offset + min(RUN, stream.places - place) - 1);
             if (all_steps) emit(at, rows, rests, cell_before, q);
             if (rows.lasts) end_rows(at, rows, rest, cell_before, q);
             if (pooling) {
@@ -439,153 +357,14 @@ struct Encoder {
         }
     }
 
-#if RING
-    static_assert(GROUPS == RUNS, "launch shape");
-
-    // Returns the address at which another team has what this team has at `local`.
-    __device__ unsigned remote(const void* local, int team) const {
-        const unsigned first = shared_address(&share) - team_index() % 2 * (unsigned)sizeof(Share);
-        return in_block(first + team % 2 * (unsigned)sizeof(Share) + shared_address(local) - shared_address(&share), team / 2);
-    }
-    __device__ int team_index() const { return stream.start; }
-    __device__ void meet_team() const { meet(barrier, TEAM); }
-
-    // Sends a cell to the next team, which has room for two.
-    __device__ void send(int turn, float cell) const {
-        const int place = turn & 1, next = (team_index() + 1) % TEAMS;
-        if (turn > 1) await(shared_address(&share.credits[place]), (turn >> 1) - 1 & 1);
-        asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
-                     ::"r"(remote(&share.inbox[place][column()], next)), "r"(__float_as_uint(cell)), "r"(remote(&share.arrived[place], next)) : "memory");
-    }
-    // Receives a cell from the previous team, for the first group, and returns the credit for its room.
-    __device__ float receive(int turn) const {
-        const int place = turn & 1, before = (team_index() + TEAMS - 1) % TEAMS;
-        await(shared_address(&share.arrived[place]), turn >> 1 & 1);
-        const float cell = share.inbox[place][column()];
-        __syncwarp();
-        if (thread == 0)
-            asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(remote(&share.credits[place], before)) : "memory");
-        return cell;
-    }
-    __device__ void report_wrong_prediction() const {
-        for (int team = 0; team < TEAMS; ++team)
-            asm volatile("st.relaxed.cluster.shared::cluster.b32 [%0], %1;" ::"r"(remote(&share.broken, team)), "r"(1) : "memory");
-    }
-
-    // Returns the map of a run, cell -> x cell + y. scale: grows to the largest magnitude of a cell on the way.
-    __device__ __forceinline__ float2 map_of(unsigned firsts, const float (&p)[RUN], const float (&q)[RUN], float& scale) const {
-        float2 map{1.0f, 0.0f};
-#pragma unroll
-        for (int i = 0; i < RUN; ++i) {
-            const bool first = firsts >> i & 1;
-            map = float2{first ? 0.0f : p[i] * map.x, first ? q[i] : fmaf(p[i], map.y, q[i])};
-            scale = fmaxf(scale, fabsf(map.y));
-        }
-        return map;
-    }
-    // Exchanges the maps of this turn with all teams. Returns the predicted cell before this team's tile; `after` becomes the cell after all
-    // tiles of the turn.
-    __device__ __forceinline__ float predict(int turn, int active, const float2& run_map, float& after) const {
-        const int place = turn & 1;
-        share.runs[place][group()][column()] = run_map;
-        if (thread == 0) expect(shared_address(&share.mapped[place]), active * UNITS * 8);
-        meet_team();
-        float2 map{1.0f, 0.0f};
-#pragma unroll
-        for (int run = 0; run < GROUPS; ++run) {
-            const float2 next = share.runs[place][run][column()];
-            map = float2{next.x * map.x, fmaf(next.x, map.y, next.y)};
-        }
-        for (int team = group(); team < TEAMS; team += GROUPS)
-            asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];"
-                         ::"r"(remote(&share.maps[place][team_index()][column()], team)), "r"(__float_as_uint(map.x)), "r"(__float_as_uint(map.y)),
-                           "r"(remote(&share.mapped[place], team)) : "memory");
-        await(shared_address(&share.mapped[place]), turn >> 1 & 1);
-        float predicted = after;
-#pragma unroll
-        for (int team = 0; team < TEAMS; ++team) {
-            const float2 next = share.maps[place][team][column()];
-            if (team == team_index()) predicted = after;
-            if (team < active) after = fmaf(next.x, after, next.y);
-        }
-        return predicted;
-    }
-
-    // Computes a ring: each team has every TEAMS-th tile, and each group one run of it. turn, received, sent: counts over both rounds.
-    __device__ __forceinline__ void run_ring(int& turn, int& received, int& sent, bool trusted) const {
-        if (team_index() == 0) end_empty_rows();
-        const bool all_steps = ALL_BLOCKS && call.all_steps();
-        const int all = stream.all_tiles();
-        Rows rows{0, 0, 0, 0, 0, -1, 0};
-        float expected = 0.0f;
-#pragma unroll 1
-        for (int n = 0; n < stream.tiles(); ++n, ++turn) {
-            const int tile = stream.tile(n), place = tile * TILE + group() * RUN, buffer = turn % BUFFERS;
-            const bool hands_on = tile + 1 < all;
-            Kept* const at = tiles.gates + buffer * TILE * STRIDE + group() * RUN * STRIDE + column();
-            if (thread == 0 && tile > 0) expect(shared_address(&share.arrived[received & 1]), UNITS * 4);
-            look_up(place, rows);
-            Rest rest{}, rests[RUN];
-            load_rest(rows, all_steps, rest, rests);
-            await(tiles.full + buffer * 8, turn / BUFFERS & 1);
-            float p[RUN], q[RUN], scale = 0.0f;
-            read_run(at, rows, p, q);
-            // Both bounds of the prediction go through the tile. Where they meet, the cell after the tile is known.
-            float low = 0.0f, high = 1.0f;
-            if (trusted) {
-                const float2 map = map_of(rows.firsts, p, q, scale);
-                const float predicted = predict(turn, min(TEAMS, all - n * TEAMS), map, expected);
-                const float width = (fabsf(predicted) + scale) * WIDTH;
-                low = predicted - width, high = predicted + width;
-                if (group() > 0) {
-                    await(shared_address(&share.bounded[group() - 1]), turn & 1);
-                    low = share.low[column()], high = share.high[column()];
-                }
-#pragma unroll
-                for (int i = 0; i < RUN; ++i) {
-                    const bool first = rows.firsts >> i & 1;
-                    low = first ? q[i] : fmaf(p[i], low, q[i]);
-                    high = first ? low : fmaf(p[i], high, q[i]);
-                }
-                if (!is_last_group()) {
-                    share.low[column()] = low, share.high[column()] = high;
-                    arrive(shared_address(&share.bounded[group()]));
-                }
-            }
-            const bool known = is_last_group() && low == high;
-            if (known && hands_on) send(sent, low);
-
-            // Then the exact cells.
-            float cell = 0.0f;
-            if (group() > 0) {
-                await(shared_address(&share.handed[group() - 1]), turn & 1);
-                cell = share.carry[column()];
-            } else if (tile > 0) cell = receive(received);
-            received += tile > 0;
-            const float cell_before = cell;
-            cell = follow(cell, rows.firsts, p, q);
-            if (!is_last_group()) {
-                share.carry[column()] = cell;
-                arrive(shared_address(&share.handed[group()]));
-            } else if (hands_on && !known) send(sent, cell);
-            if (known && hands_on && real && cell != low) report_wrong_prediction();
-            sent += hands_on;
-            if (all_steps) emit(at, rows, rests, cell_before, q);
-            if (rows.lasts) end_rows(at, rows, rest, cell_before, q);
-            arrive(tiles.empty + buffer * 8);
-            if (!trusted) meet_team();          // predictions meet the team too
-        }
-    }
-#endif
 };
 
 // The part of the problem that a block computes.
 struct BlockPart {
     int slice, group, direction;        // its hidden units, its rows, its direction
-    unsigned rank;                      // its number in the cluster
 };
 __device__ __forceinline__ BlockPart block_part() {
-    return BlockPart{(int)blockIdx.y, (int)blockIdx.x / CTAS, (int)blockIdx.z, CTAS > 1 ? cluster_rank() : 0};
+    return BlockPart{(int)blockIdx.y, (int)blockIdx.x, (int)blockIdx.z};
 }
 
 // A border between streams: the first row at or after it, and that row's first token.
@@ -593,14 +372,24 @@ struct Edge {
     int row;
     unsigned token;
 };
-// The two streams of a block, or the single stream of a ring. Every stream has an equal share of the tokens. A row belongs to the stream
+// The two streams of a block. Every stream has an equal share of the tokens, or if SPLIT of the parts of a single row. A row belongs to the stream
 // that has its first token. Each warp searches independently: it looks at 32 rows at once, then at the rows between the two rows that
 // enclose the border.
 struct Streams {
     Edge edges[3];
 
     __device__ __forceinline__ explicit Streams(const Call& call, const BlockPart& part) {
-        const int lane = threadIdx.x % 32, first = RING ? part.group : 2 * part.group;
+#if SPLIT
+        // The single row is divided between parts.
+        const int tokens = (int)call.offset(1), parts = (tokens + PART - 1) / PART;
+#pragma unroll
+        for (int n = 0; n < 3; ++n) {
+            const int stream = min(2 * part.group + n, (int)call.streams), before = stream * parts / (int)call.streams;
+            const int after = (int)(call.streams - stream) * parts / (int)call.streams;
+            edges[n] = Edge{0, (unsigned)(part.direction ? max(tokens - after * PART, 0) : min(before * PART, tokens))};
+        }
+#else
+        const int lane = threadIdx.x % 32, first = 2 * part.group;
         const unsigned tokens = (unsigned)call.offset(call.rows), streams = (unsigned)call.streams;
         int low[3];
 #pragma unroll
@@ -623,29 +412,18 @@ struct Streams {
                 if (before < 32 && next < edges[n].row) edges[n] = Edge{next, first_token};
             }
         }
+#endif
     }
     // Returns the block's first or second stream.
     __device__ __forceinline__ Stream stream(const BlockPart& part, int s) const {
-        const Edge from = s && !RING ? edges[1] : edges[0], until = s && !RING ? edges[2] : edges[1];
+        const Edge from = s ? edges[1] : edges[0], until = s ? edges[2] : edges[1];
         Stream stream;
         stream.direction = part.direction;
-        stream.first = from.row, stream.until = until.row;
+        stream.first = SPLIT ? 0 : from.row, stream.until = SPLIT ? 1 : until.row;
         stream.begin = from.token, stream.places = (int)(until.token - from.token);
-        stream.start = RING ? 2 * part.rank + s : 0, stream.stride = RING ? TEAMS : 1;
         return stream;
     }
 };
-
-// Returns whether everything must be computed again without predictions. Every thread of a ring calls it at the end of a round.
-__device__ __forceinline__ bool again(const Share& team, int& round) {
-#if RING
-    __syncwarp();
-    meet_cluster();
-    return round++ == 0 && *(volatile const int*)&team.broken;
-#else
-    return false;
-#endif
-}
 
 // Initialises the barriers of a team. One thread calls it.
 __device__ __forceinline__ void init_team(Share& team) {
@@ -653,16 +431,6 @@ __device__ __forceinline__ void init_team(Share& team) {
         make_barrier(shared_address(&team.handed[group]), UNITS);
         make_barrier(shared_address(&team.pooled[group]), UNITS);
     }
-#if RING
-    for (int group = 0; group < GROUPS; ++group) make_barrier(shared_address(&team.bounded[group]), UNITS);
-    for (int place = 0; place < 2; ++place) {
-        make_barrier(shared_address(&team.arrived[place]), 1);
-        make_barrier(shared_address(&team.credits[place]), 1);
-        make_barrier(shared_address(&team.mapped[place]), 1);
-    }
-    team.broken = 0;
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-#endif
 }
 
 // Computes a stream: the work of a team.
@@ -678,11 +446,5 @@ __device__ __forceinline__ void encode(const Call& call, const BlockPart& part, 
         unit.v_output = real ? v[call.hidden + unit.index] : 0.0f;
     }
     const Encoder encoder{call, stream, share, tiles, thread, 1 + s, unit, real};
-#if RING
-    int turn = 0, received = 0, sent = 0, round = 0;
-    do encoder.run_ring(turn, received, sent, round == 0);
-    while (again(share, round));
-#else
     encoder.run();
-#endif
 }

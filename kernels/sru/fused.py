@@ -1,7 +1,8 @@
 """The SRU's fused backend: describes a layer to the scan kernels, which it shares with the QRNN.
 
-float16 and bfloat16 layers run in one launch, from their inputs or from the rows of a table; a layer norm and a projection run before
-it. float32 layers, few long rows, and all layers on GPUs other than Hopper run as a library product and one launch.
+float16 and bfloat16 layers run in one launch, from their inputs or from the rows of a table, or in two if the parts of long rows are
+computed apart; a layer norm and a projection run before it. float32 layers, few long rows whose parts are not computed apart, and all
+layers on GPUs other than Hopper run as a library product and one launch.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from kernels.norm import layer_norm
 from kernels.ragged import Encoded, Outputs, Ragged, without_sources
 from kernels.scan.launch import encode
 from kernels.scan.layer import NO_SKIP, SKIP_BLOCK, SKIP_COLUMNS, Direction, ScanForm, array_gates, product_gates
-from kernels.scan.shape import multiplies_inputs, prefers_library_product
+from kernels.scan.shape import multiplies_inputs, needs_every_step, prefers_library_product
 from kernels.sru.types import SRUState, SRUWeights
 
 
@@ -48,7 +49,7 @@ def _encode(x: Ragged, weights: Sequence[SRUWeights], states: Sequence[SRUState 
     elif (
         storage == torch.float32
         or not multiplies_inputs(device_index(x.offsets.device))
-        or prefers_library_product(form, first.hidden * len(weights), x.rows, len(x.data))
+        or prefers_library_product(form, x.rows, len(x.data), all_steps=needs_every_step(want))
     ):
         parts = zip(directions, weights, _projected(x.data, weights), strict=True)
         directions = [replace(direction, source=data @ each.input) for direction, each, data in parts if each.input is not None]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from kernels.ragged import Encoded, Ragged
 from kernels.scan import launch
-from kernels.scan.shape import ScanShape
+from kernels.scan.shape import ScanShape, TileShape
 from tests.kernels import inputs
 from tests.kernels.families import Form
 from tests.kernels.inputs import (
@@ -66,20 +65,6 @@ def gates(form: Form, lengths: Sequence[int], hidden: int, *, storage: torch.dty
     return on_gpu(stored(Arguments(x, map_arrays(weights, lambda array: array.to(storage)), state), storage))
 
 
-def with_wrong_predictions(arguments: Arguments) -> Arguments:
-    """Return gates of an SRU for which a ring predicts many cells wrong and yet finds both bounds equal.
-
-    Large candidates cancel in the next step and leave only their rounding error, which is larger than the distance of the bounds.
-    """
-    x, weights, state = arguments
-    hidden = weights.hidden
-    x.data[:, hidden : 2 * hidden] = 3.0
-    for step, candidate in ((20, 60000.0), (21, -30000.0)):
-        x.data[step::128, :hidden] = candidate  # in every other tile
-        x.data[step::128, hidden : 2 * hidden] = 0.0
-    return Arguments(x, replace(weights, bias=torch.zeros_like(weights.bias)), state)
-
-
 def lstm(lengths: Sequence[int], hidden: int, *, storage: torch.dtype = torch.float16, seed: int = 0) -> Arguments:
     return made(LSTM, lengths, hidden, storage=storage, seed=seed)
 
@@ -96,7 +81,7 @@ def joined(rows: Sequence[Tensor]) -> Ragged:
 
 
 @contextmanager
-def in_shape(shape: ScanShape) -> Iterator[None]:
+def in_shape(shape: ScanShape | TileShape) -> Iterator[None]:
     """Launch every layer of an SRU or a QRNN in this shape."""
     with patch.object(launch, "shape_for", lambda *_: shape):
         yield

@@ -9,8 +9,8 @@ os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = (
 )
 
 from kernels.ragged import Outputs
-from kernels.scan.shape import ScanShape
-from tests.gpu.inputs import gates, in_shape, made, outputs, with_wrong_predictions
+from kernels.scan.shape import ScanShape, TileShape
+from tests.gpu.inputs import gates, in_shape, made, outputs
 from tests.kernels.families import Form
 from tests.kernels.inputs import EVERYTHING, Arguments
 
@@ -19,7 +19,7 @@ SRU_2 = Form("sru", version=2, skip="block", tanh=True)
 QRNN = Form("qrnn", pooling="fo", window=2)
 SRU_OF_IDS = Form("sru", version=1, skip="none", ids=True)
 QRNN_OF_IDS = Form("qrnn", pooling="ifo", window=2, ids=True)
-WITHOUT_POOLS = Outputs(steps=True, last=True)
+LAST = Outputs(last=True)
 SHORT = [3, 0, 5, 1, 2, 2, 1, 4, 3, 2]
 LONG = [150, 0, 40, 129]
 
@@ -28,14 +28,16 @@ def main() -> None:
     for form in (SRU_1, SRU_2, QRNN, SRU_OF_IDS, QRNN_OF_IDS):
         check(form, made(form, SHORT, 40), EVERYTHING, ScanShape(32))
     for form in (SRU_1, SRU_2, QRNN):
-        check(form, gates(form, SHORT, 41), Outputs(last=True), ScanShape(64))
-    for form in (SRU_1, QRNN, QRNN_OF_IDS):
-        check(form, made(form, LONG, 40), WITHOUT_POOLS, ScanShape(32, ring=2))
-    check(QRNN, gates(QRNN, LONG, 40), Outputs(last=True), ScanShape(32, ring=2))
-    check(SRU_1, with_wrong_predictions(gates(SRU_1, [300], 40)), WITHOUT_POOLS, ScanShape(32, ring=2))
+        check(form, gates(form, SHORT, 41), LAST, ScanShape(64))
+    for form in (SRU_1, QRNN):
+        for shape in (TileShape(8, 1), TileShape(32, 2), TileShape(16, 2, split=True)):
+            check(form, made(form, LONG, 40), LAST, shape)
+        check(form, made(form, [300], 40), LAST, ScanShape(32, split=True))
+        check(form, gates(form, LONG, 40), LAST, TileShape(32, 2, split=True))
+    check(SRU_OF_IDS, made(SRU_OF_IDS, LONG, 40), LAST, TileShape(32, 2, split=True))
 
 
-def check(form: Form, arguments: Arguments, want: Outputs, shape: ScanShape) -> None:
+def check(form: Form, arguments: Arguments, want: Outputs, shape: ScanShape | TileShape) -> None:
     with in_shape(shape):
         encoded = form.run(*arguments, want=want, backend="fused")
     assert all(bool(array.isfinite().all()) for array in outputs(encoded).values())

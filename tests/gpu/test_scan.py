@@ -1,4 +1,4 @@
-"""Tests of the CUDA kernels of the SRU and the QRNN against the float64 reference: sizes, ragged rows, rings, chunks, slots and graphs."""
+"""Tests of the CUDA kernels of the SRU and the QRNN against the float64 reference: sizes, ragged and divided rows, chunks, slots."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kernels import launching
 from kernels.backend import explain
 from kernels.directions import compose_directions
 from kernels.ragged import Encoded, Outputs, Ragged
-from kernels.scan.shape import ScanShape
+from kernels.scan.shape import PART, ScanShape, TileShape
 from tests.gpu.inputs import (
     TOLERANCE,
     agree,
@@ -30,7 +30,6 @@ from tests.gpu.inputs import (
     outputs,
     same,
     stored,
-    with_wrong_predictions,
 )
 from tests.gpu.sanitizer import TOOLS, assert_no_findings
 from tests.kernels import inputs
@@ -71,8 +70,26 @@ LAST = Outputs(last=True)
 
 every_layer = pytest.mark.parametrize("form", LAYERS, ids=str)
 every_exact_form = pytest.mark.parametrize("form", EXACT, ids=str)
-with_and_without_rings = pytest.mark.parametrize(
-    "form, ring", [*((form, 0) for form in EXACT), (SRU_1, 2), (QRNN, 2), (SRU_OF_IDS, 2), (QRNN_OF_IDS, 2)], ids=str
+IN_TILES = [TileShape(8, 1), TileShape(16, 2), TileShape(32, 2), TileShape(32, 1)]
+DIVIDED = [TileShape(16, 2, split=True), TileShape(32, 2, split=True)]
+IN_STREAMS = [ScanShape(32, split=True), ScanShape(64, split=True)]
+LINEAR = [
+    SRU_1,
+    SRU_COLUMNS,
+    QRNN,
+    Form("qrnn", pooling="fo", window=3),
+    Form("qrnn", pooling="ifo", window=2),
+    Form("qrnn", pooling="f", window=1),
+]
+GATHERED = [SRU_OF_IDS, Form("sru", version=1, skip="block", ids=True), Form("qrnn", pooling="ifo", window=1, ids=True)]
+with_and_without_tiles = pytest.mark.parametrize(
+    "form, shape, want",
+    [
+        *((form, ScanShape(32), WITHOUT_POOLS) for form in EXACT),
+        *((form, shape, LAST) for form in (SRU_1, QRNN) for shape in (TileShape(32, 2), DIVIDED[0])),
+        (SRU_OF_IDS, DIVIDED[1], LAST),
+    ],
+    ids=str,
 )
 every_index = pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
 
@@ -185,83 +202,134 @@ def test_any_number_of_rows(form: Form, rows: int) -> None:
         close(encoded[name][some], expected[name], TOLERANCE[torch.float16], name)
 
 
-# Long rows in a ring. A ring corrects wrong predictions before they become visible.
+# Divided rows. Streams of whole rows divide them in the same way.
 
 
-def undistortd(arguments: Arguments) -> Arguments:
+def undistorted(arguments: Arguments) -> Arguments:
     return arguments
 
 
-def with_long_memory(arguments: Arguments) -> Arguments:
-    """Return forget gates near one: a wrong prediction persists for many steps."""
-    hidden = arguments.weights.hidden
-    arguments.x.data[:, hidden : 2 * hidden] += 4.0
-    return arguments
+def with_forget_bias(form: Form, arguments: Arguments, added: float) -> Arguments:
+    """Return a layer whose forget gates are nearly open, so that a cell lasts many steps, or nearly closed."""
+    bias, hidden = arguments.weights.bias.clone(), arguments.weights.hidden
+    begin = 0 if form.family == "sru" else hidden  # an SRU's candidate has no bias
+    bias[begin : begin + hidden] += added
+    return arguments._replace(weights=replace(arguments.weights, bias=bias))
 
 
 def with_large_values(arguments: Arguments) -> Arguments:
-    """Return values near the float16 limit in every block."""
+    """Return gate inputs near the float16 limit in every block."""
     drawn = torch.rand(arguments.x.data.shape, generator=torch.Generator().manual_seed(7)).cuda()
     arguments.x.data[drawn < 0.01] = 60000.0
     arguments.x.data[drawn > 0.99] = -60000.0
     return arguments
 
 
-@pytest.mark.parametrize("form", [SRU_1, QRNN], ids=str)
-@pytest.mark.parametrize("want", [WITHOUT_POOLS, LAST], ids=["steps", "last"])
-@pytest.mark.parametrize("lengths", LONG, ids=str)
-@pytest.mark.parametrize("distort", [undistortd, with_long_memory, with_large_values, with_wrong_predictions])
-def test_ring_gives_the_same_bits_as_no_ring(
-    form: Form, want: Outputs, lengths: list[int], distort: Callable[[Arguments], Arguments]
+def run_in(shape: ScanShape | TileShape, form: Form, arguments: Arguments) -> Encoded:
+    with in_shape(shape):
+        return run(form, arguments, LAST)
+
+
+def dividing(form: Form, lengths: Sequence[int]) -> list[ScanShape | TileShape]:
+    """Return all shapes that divide these rows. Only a single row is divided between streams."""
+    weights = form.arguments([1], 8, 8).weights
+    blocks = weights.input.shape[-1] // weights.hidden
+    return [*DIVIDED, *(shape for shape in IN_STREAMS if len(lengths) == 1 and shape.units * blocks <= 192)]
+
+
+@pytest.mark.parametrize("form", [SRU_1, SRU_COLUMNS, QRNN, Form("qrnn", pooling="f", window=1)], ids=str)
+@pytest.mark.parametrize("added", [0.0, 6.0, -6.0])
+@pytest.mark.parametrize("lengths", [[4096], [700, 0, 1500]], ids=str)
+def test_divided_rows_match_the_reference(form: Form, added: float, lengths: list[int]) -> None:
+    """With open forget gates, an error made in one step stays in the cell."""
+    arguments = with_forget_bias(form, made(form, lengths, 72), added)
+    expected = form.exact(arguments)
+    for shape in (ScanShape(32), *dividing(form, lengths)):
+        agree(run_in(shape, form, arguments), expected, TOLERANCE[torch.float16])
+
+
+@pytest.mark.parametrize("form", LINEAR, ids=str)
+@pytest.mark.parametrize("inputs_width", [24, 700])
+@pytest.mark.parametrize("lengths", [RAGGED, *LONG, [64, 64], [7] * 300], ids=str)
+def test_tiles_give_the_same_bits_as_streams(form: Form, inputs_width: int, lengths: list[int]) -> None:
+    arguments = made(form, lengths, 72, inputs_width)
+    expected = run_in(ScanShape(32), form, arguments)
+    for shape in (*IN_TILES, *DIVIDED):
+        same(run_in(shape, form, arguments), expected)
+
+
+@pytest.mark.parametrize("form", LINEAR, ids=str)
+@pytest.mark.parametrize("steps", [1, PART, PART + 1, 1000, 4096])
+def test_streams_of_parts_give_the_same_bits(form: Form, steps: int) -> None:
+    arguments = made(form, [steps], 72)
+    expected = run_in(ScanShape(32), form, arguments)
+    for shape in dividing(form, [steps]):
+        same(run_in(shape, form, arguments), expected)
+
+
+@pytest.mark.parametrize("form", [SRU_1, QRNN, *GATHERED], ids=str)
+@pytest.mark.parametrize("lengths", [RAGGED, *LONG], ids=str)
+@pytest.mark.parametrize("distort", [undistorted, with_large_values])
+def test_gates_in_tiles_give_the_same_bits_as_in_streams(
+    form: Form, lengths: list[int], distort: Callable[[Arguments], Arguments]
 ) -> None:
-    arguments = distort(gates(form, lengths, 72))
-    with in_shape(ScanShape(32)):
-        expected = run(form, arguments, want)
+    arguments = exactly(form, lengths, 72)
+    if not form.takes_ids:
+        arguments = distort(arguments)
+    expected = run_in(ScanShape(32), form, arguments)
     assert all(bool(array.isfinite().all()) for array in outputs(expected).values())
-    for ring in (1, 2, 8):
-        with in_shape(ScanShape(32, ring)):
-            same(run(form, arguments, want), expected)
+    same(run_in(TileShape(32, 2), form, arguments), expected)
+    same(run_in(TileShape(32, 2, split=True), form, arguments), expected)
 
 
 @pytest.mark.parametrize("form", [SRU_1, QRNN], ids=str)
-@pytest.mark.parametrize("ring", [1, 2, 8])
-def test_ring_propagates_nan(form: Form, ring: int) -> None:
+@pytest.mark.parametrize("shape", [ScanShape(32), TileShape(32, 2), TileShape(32, 2, split=True)], ids=str)
+def test_nan_stays_in_its_row(form: Form, shape: ScanShape | TileShape) -> None:
     x, weights, state = gates(form, [1500, 700], 72)
-    with in_shape(ScanShape(32)):
-        clean = run(form, Arguments(x, weights, state), WITHOUT_POOLS)
+    clean = run_in(shape, form, Arguments(x, weights, state))
     data = x.data.clone()
     data[777] = torch.nan
-    with in_shape(ScanShape(32, ring)):
-        encoded = run(form, Arguments(Ragged(data, x.offsets), weights, state), WITHOUT_POOLS)
-    assert encoded.steps is not None and clean.steps is not None
-    assert encoded.steps[777:1500].isnan().all()
-    for unharmed in (slice(0, 777), slice(1500, 2200)):
-        assert torch.equal(encoded.steps[unharmed], clean.steps[unharmed])
-    assert encoded.state.cell[0].isnan().all()
+    encoded = run_in(shape, form, Arguments(Ragged(data, x.offsets), weights, state))
+    assert encoded.last is not None and clean.last is not None
+    assert encoded.last[0].isnan().all() and encoded.state.cell[0].isnan().all()
+    assert torch.equal(encoded.last[1], clean.last[1])
     assert torch.equal(encoded.state.cell[1], clean.state.cell[1])
 
 
 @pytest.mark.parametrize("form", [SRU_1, QRNN, SRU_OF_IDS, QRNN_OF_IDS], ids=str)
-@pytest.mark.parametrize("ring", [2, 8])
-def test_ring_from_inputs_gives_the_same_bits(form: Form, ring: int) -> None:
-    for lengths in LONG:
-        arguments = made(form, lengths, 72)
-        with in_shape(ScanShape(32)):
-            expected = run(form, arguments, WITHOUT_POOLS)
-        with in_shape(ScanShape(32, ring)):
-            same(run(form, arguments, WITHOUT_POOLS), expected)
+@pytest.mark.parametrize("steps", [70, 900])
+def test_long_row_has_the_same_bits_alone_and_anywhere_in_a_batch(form: Form, steps: int) -> None:
+    """Alone it is divided, or computed in tiles; in a batch it is a part of a stream."""
+    x, weights, _ = exactly(form, [steps, 120], 72)
+    row, others = x.data[:steps], x.data[steps:]
+    alone = run(form, Arguments(joined([row]), weights, None), LAST)
+    for place in (0, 7, 120):
+        rows = [others[:place], row, *torch.split(others[place:], 2)]
+        whole = run(form, Arguments(joined(rows), weights, None), LAST)
+        assert alone.last is not None and whole.last is not None
+        assert torch.equal(alone.last[0], whole.last[1])
+        assert torch.equal(alone.state.cell[0], whole.state.cell[1])
+
+
+@pytest.mark.parametrize("form", [SRU_1, QRNN], ids=str)
+def test_unrequested_steps_do_not_change_a_divided_row(form: Form) -> None:
+    arguments = exactly(form, [900], 72)
+    divided, whole = run(form, arguments, LAST), run(form, arguments)
+    assert divided.last is not None and whole.last is not None
+    assert torch.equal(divided.last, whole.last)
 
 
 @pytest.mark.parametrize("form", [SRU_1, QRNN, QRNN_OF_IDS], ids=str)
-def test_long_row_gives_the_same_bits_alone_and_in_a_batch(form: Form) -> None:
-    x, weights, state = exactly(form, [900, *[2] * 60], 72)
-    whole = run(form, Arguments(x, weights, state), WITHOUT_POOLS)
-    row_state = map_arrays(state, itemgetter(slice(0, 1)))
-    alone = run(form, Arguments(joined([x.data[:900]]), weights, row_state), WITHOUT_POOLS)
-    assert alone.steps is not None and whole.steps is not None
-    assert torch.equal(alone.steps, whole.steps[:900])
-    for name, array in arrays(alone.state).items():
-        assert torch.equal(array[0], getattr(whole.state, name)[0])
+def test_chunks_of_a_long_row_agree_within_rounding(form: Form) -> None:
+    """Parts are counted from the beginning of a chunk."""
+    x, weights, state = exactly(form, [1000], 72)
+    whole = run(form, Arguments(x, weights, state), LAST)
+    for chunk in (joined([part]) for part in torch.split(x.data, 300)):
+        encoded = run(form, Arguments(chunk, weights, state), LAST)
+        state = encoded.state
+    assert encoded.last is not None and whole.last is not None
+    close(encoded.last, whole.last, TOLERANCE[torch.float32], "last")
+    close(encoded.state.cell, whole.state.cell, TOLERANCE[torch.float32], "cell")
 
 
 @every_exact_form
@@ -309,15 +377,17 @@ def test_unrequested_outputs_are_none_and_change_nothing(form: Form, requested: 
     same(encoded, run(form, arguments))
 
 
-@with_and_without_rings
+@with_and_without_tiles
 @every_index
-def test_state_in_slots_is_read_and_written_in_place(form: Form, ring: int, index: torch.dtype) -> None:
+def test_state_in_slots_is_read_and_written_in_place(
+    form: Form, shape: ScanShape | TileShape, want: Outputs, index: torch.dtype
+) -> None:
     x, weights, state = made(form, LONG[2], 72)
     slots = torch.randperm(40, generator=torch.Generator().manual_seed(1))[: x.rows].to("cuda", index)
     caches = put_in_slots(state, slots, places=40)
-    with in_shape(ScanShape(32, ring)):
-        expected = run(form, Arguments(x, weights, state), WITHOUT_POOLS)
-        encoded = run(form, Arguments(x, weights, caches), WITHOUT_POOLS)
+    with in_shape(shape):
+        expected = run(form, Arguments(x, weights, state), want)
+        encoded = run(form, Arguments(x, weights, caches), want)
     assert encoded.state is caches
     same_state(caches.by_row(), expected.state)
     assert encoded.last is not None and expected.last is not None
@@ -357,36 +427,39 @@ def test_cuda_graph_serves_other_lengths_slots_and_values(form: Form) -> None:
         same_state(caches.by_row(), expected.state)
 
 
-@with_and_without_rings
+@every_exact_form
 @every_index
-def test_rows_share_a_first_slot_and_a_last_slot(form: Form, ring: int, index: torch.dtype) -> None:
+def test_rows_share_a_first_slot_and_a_last_slot(form: Form, index: torch.dtype) -> None:
     x, weights, state = exactly(form, [*LONG[2], 41, *[5] * 40], 72)
     caches = caches_with_zero_slot(state)
 
     def go_on(chunk: Ragged, state: Any) -> Encoded:
         return run(form, Arguments(chunk, weights, state), WITHOUT_POOLS)
 
-    with in_shape(ScanShape(32, ring)):
-        whole = go_on(x, None)
-        steps, after = run_from_slot_to_slot(go_on, in_chunks(x, chunks=4), caches, index)
+    whole = go_on(x, None)
+    steps, after = run_from_slot_to_slot(go_on, in_chunks(x, chunks=4), caches, index)
     assert whole.steps is not None
     assert torch.equal(steps, whole.steps)
     same_state(after, whole.state)
     assert_reserved_slots_unchanged(caches)
 
 
-@with_and_without_rings
+@with_and_without_tiles
 @every_index
 @pytest.mark.parametrize("lengths", [RAGGED, LONG[2], [9, 0, 0, 0], [500, 0, 0, 0]], ids=str)
-def test_rows_start_from_sources_and_write_to_slots(form: Form, ring: int, index: torch.dtype, lengths: list[int]) -> None:
+def test_rows_start_from_sources_and_write_to_slots(
+    form: Form, shape: ScanShape | TileShape, want: Outputs, index: torch.dtype, lengths: list[int]
+) -> None:
     x, weights, state = made(form, lengths, 72)
     caches = with_shared_slots(state, index)
-    with in_shape(ScanShape(32, ring)):
-        expected = run(form, Arguments(x, weights, caches.by_row()), WITHOUT_POOLS)
-        encoded = run(form, Arguments(x, weights, caches), WITHOUT_POOLS)
-    assert encoded.steps is not None and expected.steps is not None
+    with in_shape(shape):
+        expected = run(form, Arguments(x, weights, caches.by_row()), want)
+        encoded = run(form, Arguments(x, weights, caches), want)
     assert encoded.last is not None and expected.last is not None
-    assert torch.equal(encoded.steps, expected.steps) and torch.equal(encoded.last, expected.last)
+    assert torch.equal(encoded.last, expected.last)
+    if want.steps:
+        assert encoded.steps is not None and expected.steps is not None
+        assert torch.equal(encoded.steps, expected.steps)
     assert_shared_slots_result(encoded.state, state, expected.state)
 
 
@@ -422,9 +495,9 @@ def test_cuda_graph_serves_other_slots_and_sources(form: Form, index: torch.dtyp
 @every_exact_form
 def test_early_launches_wait_for_earlier_kernels(form: Form) -> None:
     """Each launch continues from the last output of the previous launch, also in a graph with a fork."""
-    x, weights, state = exactly(form, [1280], 200)
+    x, weights, state = exactly(form, [PART], 200)
     whole = run(form, Arguments(x, weights, state), LAST).state
-    chunks = [joined([part]) for part in torch.split(x.data, 32)]
+    chunks = [joined([part]) for part in torch.split(x.data, 8)]
 
     def go_on(state: Any, chunks: Sequence[Ragged]) -> Any:
         for chunk in chunks:
@@ -480,14 +553,26 @@ def test_each_direction_skips_from_its_own_columns() -> None:
     agree(run_bidirectional(SRU_COLUMNS, arguments), run_each(SRU_COLUMNS, arguments), TOLERANCE[torch.float16])
 
 
-@pytest.mark.parametrize("form", [SRU_1, QRNN, QRNN_OF_IDS], ids=str)
-def test_bidirectional_rings_give_the_same_bits(form: Form) -> None:
+@pytest.mark.parametrize("form", LINEAR, ids=str)
+@pytest.mark.parametrize("lengths", [[1], [100], [1000], [63, 2, 900], *LONG], ids=str)
+def test_bidirectional_divided_rows_give_the_same_bits(form: Form, lengths: list[int]) -> None:
+    arguments = bidirectional_arguments(form, made, lengths)
+    with in_shape(ScanShape(32)):
+        expected = run_bidirectional(form, arguments, LAST)
+    agree(expected, run_each(form, arguments, LAST), TOLERANCE[torch.float16])
+    for shape in (*IN_TILES, *dividing(form, lengths)):
+        with in_shape(shape):
+            same(run_bidirectional(form, arguments, LAST), expected)
+
+
+@pytest.mark.parametrize("form", [SRU_1, QRNN, *GATHERED], ids=str)
+def test_bidirectional_gates_in_tiles_give_the_same_bits(form: Form) -> None:
     for lengths in LONG:
         arguments = bidirectional_arguments(form, exactly, lengths)
         with in_shape(ScanShape(32)):
-            expected = run_each(form, arguments, WITHOUT_POOLS)
-        with in_shape(ScanShape(32, ring=2)):
-            same(run_bidirectional(form, arguments, WITHOUT_POOLS), expected)
+            expected = run_each(form, arguments, LAST)
+        with in_shape(TileShape(32, 2, split=True)):
+            same(run_bidirectional(form, arguments, LAST), expected)
 
 
 @every_exact_form

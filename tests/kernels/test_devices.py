@@ -186,15 +186,20 @@ def test_scans_run_in_one_launch(form: Form, hidden: int, device: Device, made: 
         )
         for want in (STEPS, LAST):
             launch = scan_launch(made, form, storage, hidden, [2] * rows, want)
-            assert launch.kernel.source.name == ("product.cu" if is_hopper(device) else "gate_inputs.cu")
+            in_tiles = rows == 1 and want is LAST and form.options.get("version") != 2
+            product_source = "tile_product.cu" if in_tiles else "product.cu"
+            assert launch.kernel.source.name == (product_source if is_hopper(device) else "gate_inputs.cu")
             assert launch.kernel.constants["STAGES"] >= 1
             assert not launch.broken_limits(), launch
 
 
 @pytest.mark.parametrize("storage", [torch.float16, torch.float32])
-def test_long_row_runs_in_a_ring_only_in_clusters(storage: torch.dtype, device: Device, made: list[FakeKernel]) -> None:
+def test_long_row_is_divided_on_hopper_and_newer_devices(storage: torch.dtype, device: Device, made: list[FakeKernel]) -> None:
     launch = scan_launch(made, SCANS[0], storage, 128, [LONG_ROW], LAST)
-    assert launch.kernel.constants["RING"] == int(device.capability >= (9, 0))
+    if storage == torch.float32 or device.capability < (9, 0):
+        assert launch.kernel.source.name == "gate_inputs.cu"
+    else:
+        assert launch.kernel.source.name == ("tile_product.cu" if is_hopper(device) else "tile_gates.cu")
     assert not launch.broken_limits()
 
 

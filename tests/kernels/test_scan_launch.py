@@ -21,11 +21,22 @@ from kernels.backend import explain
 from kernels.qrnn import fused as fused_qrnn
 from kernels.qrnn.types import QRNNState
 from kernels.ragged import ContractError, Outputs, Ragged
-from kernels.scan import gate_inputs, launch
+from kernels.scan import gate_inputs, launch, tile_product
 from kernels.scan import product as product_launcher
 from kernels.scan.layer import GateSource, ScanForm, ScanVariant, product_gates
 from kernels.scan.product import DEPTH, PATCHING_WARPS, pack
-from kernels.scan.shape import HERE, LONG_ROW, MAX_CLUSTER_BLOCKS, NARROW, RINGS, TILE, ScanShape, multiplies_inputs, shape_for
+from kernels.scan.shape import (
+    FEW_ROWS,
+    HERE,
+    LONG_ROW,
+    PART,
+    TILE,
+    TILED_TOKENS,
+    ScanShape,
+    TileShape,
+    multiplies_inputs,
+    shape_for,
+)
 from kernels.sru import fused as fused_sru
 from kernels.sru.types import SRUState
 from kernels.tensormap import MAP_BYTES
@@ -57,7 +68,6 @@ class FakeKernel:
 
     source: Path
     threads: int
-    cluster: int
     constants: dict[str, int]
     calls: list[dict[str, int]] = field(default_factory=list)
     blocks: tuple[int, int, int] = (0, 0, 0)
@@ -77,8 +87,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeKernel]]:
     """Simulate an H200. The list receives every kernel that is compiled; the caches are cleared afterwards."""
     made: list[FakeKernel] = []
 
-    def compiled(source: Path, device: int, *, threads: int, cluster: int, **constants: int) -> FakeKernel:
-        made.append(FakeKernel(source, threads, cluster, constants))
+    def compiled(source: Path, device: int, *, threads: int, **constants: int) -> FakeKernel:
+        made.append(FakeKernel(source, threads, constants))
         return made[-1]
 
     def map_arrays(address: int, *sizes: int) -> bytes:
@@ -86,13 +96,13 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeKernel]]:
 
     monkeypatch.setattr(launch, "load_kernel", compiled)
     monkeypatch.setattr(product_launcher, "tensor_map", map_arrays)
-    for module in (product_launcher, gate_inputs):
+    for module in (product_launcher, gate_inputs, tile_product):
         monkeypatch.setattr(module, "shared_limit", lambda _: H200_SHARED_BYTES)
     monkeypatch.setattr(launch, "on_device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=PROCESSORS))
-    caches = launch._launch, launch._kernel, multiplies_inputs, launching.multiprocessors
+    caches = launch._launch, launch._kernel, launch._fold_kernel, multiplies_inputs, launching.multiprocessors
     for cached in caches:
         cached.cache_clear()
     yield made
@@ -100,7 +110,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeKernel]]:
         cached.cache_clear()
 
 
-def specialised(variant: ScanVariant, shape: ScanShape) -> tuple[FakeKernel, int]:
+def specialised(variant: ScanVariant, shape: ScanShape | TileShape) -> tuple[FakeKernel, int]:
     """Return the kernel of a variant in this shape, and its bytes of shared memory."""
     result: Any = launch._kernel(variant, shape)  # a fake kernel
     kernel, shared = result
@@ -112,12 +122,20 @@ def layer(form: ScanForm, gates: GateSource, hidden: int = 256, **changes: Any) 
     return variant._replace(**changes)
 
 
-def shapes(form: ScanForm, gates: GateSource, *, pooled: bool = False) -> list[ScanShape]:
-    """Return all shapes in which a layer may be launched."""
+def shapes(form: ScanForm, gates: GateSource) -> list[ScanShape]:
+    """Return all shapes with streams in which a layer may be launched."""
     shapes = [ScanShape(units) for units in (32, 64) if units * form.blocks <= 192]
-    if not form.own_cell and not gates.product:
-        shapes.append(ScanShape(32, busy=True))
-    return shapes if form.own_cell or pooled else [*shapes, *(ScanShape(32, ring) for ring in (1, 2, 4, 8))]
+    if form.own_cell:
+        return shapes
+    return shapes + ([replace(shape, split=True) for shape in shapes] if gates.product else [ScanShape(32, busy=True)])
+
+
+def tile_shapes(gates: GateSource) -> list[TileShape]:
+    """Return all shapes in tiles in which a layer with linear cells may be launched."""
+    if not gates.product:
+        return [TileShape(32, 2, split=True)] if gates.window == 1 and gates.piece_bytes == 16 and not gates.float32 else []
+    short = [TileShape(units, tiles) for units in (8, 16, 32) for tiles in (1, 2)]
+    return [*short, *(TileShape(units, 2, split=True) for units in (16, 32))]
 
 
 # Packed weights.
@@ -182,7 +200,21 @@ def test_every_shape_fits_a_multiprocessor(form: ScanForm, all_steps: bool) -> N
         assert kernel.threads <= 1024
         assert kernel.threads % 32 == 0
         assert not gates.product or form.blocks * shape.units % 16 == 0, "the tensor cores multiply 16 columns at once"
-        assert not gates.product or f"PRODUCT_COLUMNS == {form.blocks * shape.units}\n" in text(HERE / "product.cu")
+        assert not gates.product or f"MULTIPLY({form.blocks * shape.units}," in text(HERE / "product.cu")
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if not form.own_cell], ids=str)
+def test_every_tile_shape_fits_a_multiprocessor(form: ScanForm) -> None:
+    """Two blocks of tiles share a multiprocessor."""
+    for gates in all_gates(form):
+        for tiles, inputs in product(tile_shapes(gates), (1, 300, 1024, 5000)):
+            kernel, shared = specialised(layer(form, gates, inputs=inputs if gates.product else 0, all_steps=False), tiles)
+            assert shared == kernel.constants["SHARED"] <= (H200_SHARED_BYTES + 1024) // 2 - 1024
+            assert kernel.threads == 128 * tiles.tiles + (32 if gates.product else 0)
+            assert not gates.product or kernel.constants["STAGES"] >= 1
+            cell_blocks = 4 if form.blocks == 4 and not form.sru else 2
+            for blocks in (form.blocks, cell_blocks) if gates.product else ():
+                assert f"MULTIPLY({blocks * tiles.units}," in text(HERE / "tile_product.cu")
 
 
 def test_weights_stay_in_shared_memory_if_they_fit() -> None:
@@ -201,19 +233,27 @@ def test_too_wide_window_is_refused() -> None:
 @pytest.mark.parametrize("rows", [1, 2, 3, 64, 700, 4096])
 @pytest.mark.parametrize("directions", [1, 2])
 def test_rows_are_spread_over_the_multiprocessors(hidden: int, rows: int, directions: int) -> None:
+    """A single row that is divided is spread by its parts."""
     taken = ((gates, shape) for gates in (PRODUCT, GATE_INPUTS) for shape in shapes(QRNN, gates))
     for gates, shape in taken:
-        plan = launch._launch(layer(QRNN, gates, hidden, directions=directions), shape, rows)
+        plan = launch._launch(layer(QRNN, gates, hidden, directions=directions), shape, rows, PART * rows if shape.split else 0)
         along, slices, ways = plan.blocks
         assert (slices, ways) == (plan.slices, directions)
         assert (slices - 1) * shape.units < hidden <= slices * shape.units
-        assert along % shape.cluster == 0
-        places = along // shape.cluster
         assert 1 <= plan.streams <= rows
-        assert plan.streams == places if shape.ring else 2 * (places - 1) < plan.streams <= 2 * places
-        assert along * slices * ways <= PROCESSORS or places == 1, "all blocks are resident"
-        idle = PROCESSORS // (shape.cluster * slices * ways) - places
+        assert 2 * (along - 1) < plan.streams <= 2 * along
+        assert along * slices * ways <= PROCESSORS or along == 1, "all blocks are resident"
+        idle = PROCESSORS // (slices * ways) - along
         assert plan.streams == rows or idle <= 0, "no multiprocessor is idle while a stream has several rows"
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 64, 65, 128, 129, 4096])
+def test_tiles_cover_all_tokens(tokens: int) -> None:
+    for tiles in tile_shapes(PRODUCT):
+        along, slices, ways = launch._launch(layer(QRNN, PRODUCT, 72, all_steps=False), tiles, 1, tokens).blocks
+        assert max(tokens, 1) <= along * tiles.tiles * TILE < tokens + tiles.tiles * TILE + 1
+        assert (slices - 1) * tiles.units < 72 <= slices * tiles.units
+        assert ways == 1
 
 
 LENGTHS = [
@@ -235,43 +275,62 @@ LENGTHS = [
 @pytest.mark.parametrize("directions", [1, 2])
 @pytest.mark.parametrize("hidden", [1, 33, 128, 256, 512, 1024, 3000])
 def test_chosen_shape_is_valid_for_its_layer(form: ScanForm, directions: int, hidden: int) -> None:
-    for (rows, tokens), gates, pooled in product(LENGTHS, (PRODUCT, GATE_INPUTS), (False, True)):
-        variant = layer(form, gates, hidden, directions=directions)
-        shape = shape_for(variant, rows, tokens, pooled)
-        assert shape in shapes(form, gates, pooled=pooled)
-        if shape.ring:
-            clusters = launch._launch(variant, shape, rows)
-            assert clusters.blocks[0] * clusters.blocks[1] * directions <= MAX_CLUSTER_BLOCKS, "all clusters run at once"
-            assert clusters.streams == rows, "a ring for each row"
+    for (rows, tokens), gates, all_steps in product(LENGTHS, (PRODUCT, GATE_INPUTS), (False, True)):
+        chosen = shape_for(layer(form, gates, hidden, directions=directions, all_steps=all_steps), rows, tokens)
+        if isinstance(chosen, TileShape):
+            assert chosen in tile_shapes(gates) and not form.own_cell and not all_steps
+            assert chosen.split or (rows == 1 and tokens <= PART), "whole rows are for a single short row"
+        else:
+            assert chosen in shapes(form, gates)
+            assert not chosen.split or (rows == 1 and tokens >= LONG_ROW and not all_steps)
 
 
-def test_only_long_rows_run_in_a_ring() -> None:
-    variant = layer(SRU_1, GATE_INPUTS, 72)
-    assert shape_for(variant, 1, LONG_ROW, pooled=False) == ScanShape(32, max(RINGS))
-    assert not shape_for(variant, 1, LONG_ROW - 1, pooled=False).ring
-    assert not shape_for(variant, 61, 1020, pooled=False).ring
-    assert not shape_for(variant, 1, 4096, pooled=True).ring, "pools are summed in the order of the steps"
-    assert not shape_for(layer(SRU_2, GATE_INPUTS, 72), 1, 4096, pooled=False).ring, "no cell can be predicted"
+def test_only_last_outputs_of_few_long_rows_are_divided() -> None:
+    long = layer(SRU_1, GATE_INPUTS, 72, all_steps=False)
+    assert shape_for(long, 1, LONG_ROW).split
+    assert shape_for(long, FEW_ROWS, FEW_ROWS * LONG_ROW).split
+    assert not shape_for(long, 1, LONG_ROW - 1).split
+    assert not shape_for(long, FEW_ROWS + 1, 4096 * FEW_ROWS).split
+    assert not shape_for(long._replace(all_steps=True), 1, 4096).split, "a divided row has no outputs of every step"
+    assert not shape_for(layer(SRU_2, GATE_INPUTS, 72, all_steps=False), 1, 4096).split, "a step of its cell is no map"
+
+
+@pytest.mark.parametrize("changes", [{"window": 2}, {"float32": True}, {"piece_bytes": 8}], ids=str)
+def test_other_gate_inputs_are_not_divided(changes: dict[str, Any]) -> None:
+    gates = GATE_INPUTS._replace(**changes)
+    assert shape_for(layer(QRNN, gates, 72, all_steps=False), 1, 4096) == ScanShape(32)
+
+
+def test_short_row_has_few_units_in_a_block() -> None:
+    for hidden, directions, units in ((256, 1, 8), (512, 1, 8), (1024, 1, 16), (1024, 2, 32), (3000, 1, 32)):
+        variant = layer(QRNN, PRODUCT, hidden, directions=directions, all_steps=False)
+        assert shape_for(variant, 1, 32) == TileShape(units, 1)
+        assert shape_for(variant, 1, 65) == TileShape(units, 2)
+
+
+def test_long_row_is_divided_between_blocks_or_streams() -> None:
+    for hidden, tokens, expected in (
+        (256, 1024, TileShape(16, 2, split=True)),
+        (512, 1024, TileShape(16, 2, split=True)),
+        (1024, 1024, ScanShape(32, split=True)),
+        (256, 4096, ScanShape(32, split=True)),
+        (512, 4096, ScanShape(64, split=True)),
+        (1024, 4096, ScanShape(64, split=True)),
+    ):
+        assert shape_for(layer(QRNN, PRODUCT, hidden, all_steps=False), 1, tokens) == expected
 
 
 def test_gate_inputs_of_many_rows_get_more_threads() -> None:
     linear, with_own_cell = layer(SRU_1, GATE_INPUTS), layer(SRU_2, GATE_INPUTS)
-    assert shape_for(linear, 9, 900, pooled=False).busy
-    assert not shape_for(linear, 8, 800, pooled=False).busy
-    assert not shape_for(with_own_cell, 9, 900, pooled=False).busy
-    assert not shape_for(layer(SRU_1, PRODUCT), 9, 900, pooled=False).busy
+    assert shape_for(linear, 9, 900) == ScanShape(32, busy=True)
+    assert shape_for(linear, 8, 800) == ScanShape(32)
+    assert shape_for(with_own_cell, 9, 900) == ScanShape(32)
+    assert shape_for(layer(SRU_1, PRODUCT), 9, 900) == ScanShape(32)
 
 
 def test_per_step_outputs_use_small_blocks() -> None:
     for all_steps, units in ((False, 64), (True, 32)):
-        assert shape_for(layer(QRNN, PRODUCT, 512, all_steps=all_steps), 256, 10_000, pooled=False) == ScanShape(units)
-
-
-def test_rings_shrink_with_more_rows() -> None:
-    variant = layer(QRNN, PRODUCT, 128)
-    rings = [shape_for(variant, rows, 4096 * rows, pooled=False).ring for rows in range(1, 65)]
-    assert rings == sorted(rings, reverse=True)
-    assert {*rings} == {*RINGS, 0}
+        assert shape_for(layer(QRNN, PRODUCT, 512, all_steps=all_steps), 256, 10_000) == ScanShape(units)
 
 
 def test_tuned_shapes_cover_all_sizes() -> None:
@@ -286,12 +345,25 @@ def test_tuned_shapes_cover_all_sizes() -> None:
 # Constants and arguments of the kernels.
 
 
-@pytest.mark.parametrize("gates, source", [(PRODUCT, "product.cu"), (GATE_INPUTS, "gate_inputs.cu")])
-def test_kernel_defines_all_constants_of_its_source(gates: GateSource, source: str) -> None:
-    kernel, _ = specialised(layer(SRU_1, gates), ScanShape(32))
+@pytest.mark.parametrize(
+    "gates, shape, source",
+    [
+        (PRODUCT, ScanShape(32), "product.cu"),
+        (GATE_INPUTS, ScanShape(32), "gate_inputs.cu"),
+        (PRODUCT, TileShape(8, 1), "tile_product.cu"),
+        (GATE_INPUTS, TileShape(32, 2, split=True), "tile_gates.cu"),
+    ],
+)
+def test_kernel_defines_all_constants_of_its_source(gates: GateSource, shape: ScanShape | TileShape, source: str) -> None:
+    kernel, _ = specialised(layer(SRU_1, gates), shape)
     assert kernel.source == HERE / source
     assert kernel.constants.keys() | {"THREADS"} == undefined_names(HERE / source)
     assert {type(value) for value in kernel.constants.values()} == {int}
+
+
+def test_fold_defines_all_constants_of_its_source() -> None:
+    fold: Any = launch._fold_kernel(layer(SRU_1, PRODUCT))  # a fake kernel
+    assert fold.constants.keys() | {"THREADS"} == undefined_names(HERE / "fold.cu")
 
 
 def call() -> list[str]:
@@ -342,10 +414,10 @@ def test_launcher_passes_the_members_of_call_in_order(kernels: list[FakeKernel])
     sizes |= {"skip_stride": 48, "streams": 3, "slices": 2}
     assert {name: call[name] for name in sizes} == sizes
     assert call["scale forward"] == torch.tensor([weights.scale], dtype=torch.float64).view(torch.int64).item()
-    absent = ["left", "left_after", "slots_before", "slots_after"]
+    absent = ["left", "left_after", "slots_before", "slots_after", "maps", "rests"]
     assert {name for name in CALL if call[name] == 0} == {
         *(f"{name} {way}" for name in absent for way in ("forward", "backward")),
-        *("ids", "last", "max", "wide_ids", "height"),
+        *("ids", "last", "max", "wide_ids", "height", "parts"),
     }
     assert kernels[0].blocks == (2, 2, 1)
     assert kernels[0].shared <= H200_SHARED_BYTES
@@ -442,19 +514,46 @@ def test_piece_bytes_follow_the_alignment_of_gate_inputs(kernels: list[FakeKerne
         assert launched.constants["PIECE_BYTES"] == piece_bytes
 
 
-@pytest.mark.parametrize("form", [families.Form("sru", version=2), families.Form("qrnn", pooling="fo", window=2)], ids=str)
-def test_few_long_rows_of_a_wide_layer_use_a_library_product(form: families.Form, kernels: list[FakeKernel]) -> None:
-    run = fused_sru.sru if form.family == "sru" else fused_qrnn.qrnn
-    for lengths, by_kernel in (([LONG_ROW], False), ([LONG_ROW - 1], True), ([LONG_ROW] * 9, True)):
-        x, weights, _ = half(form.arguments(lengths, NARROW + 1, 8, storage=torch.float16))
-        if not by_kernel and form.family == "qrnn":
-            weights = replace(weights, input=weights.input[:1])  # the fake kernel does not write the next chunk's context
-        kernels.clear()
-        launch._launch.cache_clear()
-        launch._kernel.cache_clear()
-        run(x, weights, None, want=Outputs(last=True))
-        assert (kernels[-1].source.name == "product.cu") == by_kernel
-        assert bool(kernels[-1].calls[-1]["data forward"]) == by_kernel
+@pytest.mark.parametrize("family", ["sru", "qrnn"])
+@pytest.mark.parametrize(
+    "version, want, lengths, source",
+    [
+        (2, "last", [LONG_ROW], "gate_inputs.cu"),
+        (2, "last", [LONG_ROW - 1], "product.cu"),
+        (1, "steps", [LONG_ROW], "gate_inputs.cu"),
+        (1, "last", [LONG_ROW] * (FEW_ROWS + 1), "product.cu"),
+        (1, "last", [LONG_ROW] * 2, "tile_product.cu"),
+        (1, "last", [TILED_TOKENS, 1], "tile_gates.cu"),
+    ],
+)
+def test_few_long_rows_may_use_a_library_product(
+    family: str, version: int, want: str, lengths: list[int], source: str, kernels: list[FakeKernel]
+) -> None:
+    if family == "qrnn" and version == 2:
+        return
+    form = families.Form("sru", version=version) if family == "sru" else families.Form("qrnn", pooling="fo", window=1)
+    x, weights, _ = half(form.arguments(lengths, 264, 8, storage=torch.float16))
+    (fused_sru.sru if family == "sru" else fused_qrnn.qrnn)(x, weights, None, want=Outputs(**{want: True}))
+    assert kernels[0].source.name == source
+    assert bool(kernels[0].calls[0]["data forward"]) == source.endswith("product.cu")
+
+
+@pytest.mark.parametrize("lengths", [[1024], [4096], [600, 0, 700]], ids=str)
+def test_divided_rows_are_folded(lengths: list[int], kernels: list[FakeKernel]) -> None:
+    """A second launch reads what the first has written, and writes the outputs."""
+    form = families.Form("sru", version=1, skip="block")
+    x, weights, state = half(form.arguments(lengths, 1000, 8, storage=torch.float16))
+    fused_sru.bidirectional(x, (weights, weights), (state, state), want=Outputs(last=True))
+    first, fold = kernels
+    assert fold.source.name == "fold.cu"
+    assert fold.early == [True]
+    assert fold.calls == first.calls
+    assert fold.blocks == (32, len(lengths), 2)
+    (call,) = fold.calls
+    assert call["parts"] == sum(lengths) // PART + len(lengths)
+    memory = [call[f"{name} {way}"] for name in ("maps", "rests") for way in ("forward", "backward")]
+    assert len({*memory}) == 4 and 0 not in memory
+    assert call["maps backward"] - call["maps forward"] == 8 * 1000 * call["parts"]
 
 
 def test_too_many_tokens_are_refused() -> None:
@@ -473,9 +572,7 @@ def test_odd_inputs_are_padded_to_whole_pieces(kernels: list[FakeKernel]) -> Non
     assert encoded.state.left.shape == (3, 2, 5)
 
 
-@pytest.mark.parametrize("ring", [0, 2])
-def test_state_in_slots_is_updated_in_place(ring: int, kernels: list[FakeKernel], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "shape_for", lambda *_: ScanShape(32, ring))
+def test_state_in_slots_is_updated_in_place(kernels: list[FakeKernel]) -> None:
     form = families.Form("sru", version=1, skip="none")
     x, weights, _ = half(form.arguments([3, 0, 4], 40, 8, storage=torch.float16))
     caches = SRUState(torch.zeros(9, 40), torch.tensor([8, 1, 2], dtype=torch.int32))
@@ -483,21 +580,13 @@ def test_state_in_slots_is_updated_in_place(ring: int, kernels: list[FakeKernel]
     call = call_of(kernels)
     assert caches.slots is not None
     assert addresses(call, "after forward", "slots_after forward") == [caches.cell.data_ptr(), caches.slots.data_ptr()]
-    if ring:  # a block may read the old cell after another has written the new cell
-        assert call["slots_before forward"] == 0
-        assert call["before forward"] not in (0, caches.cell.data_ptr())
-    else:
-        assert addresses(call, "before forward", "slots_before forward") == [caches.cell.data_ptr(), caches.slots.data_ptr()]
+    assert addresses(call, "before forward", "slots_before forward") == [caches.cell.data_ptr(), caches.slots.data_ptr()]
     for cell in (caches.cell.half(), torch.zeros(40, 9).T):
         with pytest.raises(ContractError, match=r"state.cell with slots must be contiguous float32"):
             fused_sru.sru(x, weights, replace(caches, cell=cell), want=Outputs())
 
 
-@pytest.mark.parametrize("ring", [0, 2])
-def test_state_is_read_from_sources_and_written_to_slots(
-    ring: int, kernels: list[FakeKernel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(launch, "shape_for", lambda *_: ScanShape(32, ring))
+def test_state_is_read_from_sources_and_written_to_slots(kernels: list[FakeKernel]) -> None:
     form = families.Form("sru", version=1, skip="none")
     x, weights, _ = half(form.arguments([3, 0, 4], 40, 8, storage=torch.float16))
     slots, sources = torch.tensor([8, 1, 2], dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
@@ -505,8 +594,7 @@ def test_state_is_read_from_sources_and_written_to_slots(
     after = fused_sru.sru(x, weights, caches, want=Outputs(last=True)).state
     call = call_of(kernels)
     assert addresses(call, "after forward", "slots_after forward") == [caches.cell.data_ptr(), slots.data_ptr()]
-    assert call["slots_before forward"] == (0 if ring else sources.data_ptr())
-    assert (call["before forward"] == caches.cell.data_ptr()) == (not ring)
+    assert addresses(call, "before forward", "slots_before forward") == [caches.cell.data_ptr(), sources.data_ptr()]
     assert after.cell is caches.cell and after.slots is slots and after.sources is None
 
 
@@ -545,7 +633,7 @@ def test_library_product_over_a_window_yields_whole_gates(
     storage: torch.dtype, lengths: list[int], kernels: list[FakeKernel]
 ) -> None:
     form = families.Form("qrnn", pooling="fo", window=2)
-    arguments = form.arguments(lengths, NARROW + 1, 8, storage=storage)
+    arguments = form.arguments(lengths, 264, 8, storage=storage)
     data = arguments.x.data.to(storage)
     encoded = fused_qrnn.qrnn(Ragged(data, arguments.x.offsets), arguments.weights, arguments.state, want=EVERYTHING)
     assert not call_of(kernels)["data forward"]
