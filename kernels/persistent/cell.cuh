@@ -199,7 +199,7 @@ __device__ __forceinline__ Kept advance(float& cell, const Gates& product, float
 #endif
 }
 
-// The state and outputs of one unit of one row. A PROJECTED number of an LSTM has no cell.
+// The state and outputs of one unit of one row. The cell of a GRU, and of a PROJECTED number of an LSTM, is its hidden value.
 struct Cell {
     float* state;                       // [cell, sum, maximum] of its thread in shared memory, `stride` apart
     int stride;
@@ -208,7 +208,7 @@ struct Cell {
     __device__ __forceinline__ float begin(const Call& call, const Row& row, int unit) const {
         const bool real = row.row >= 0 && unit < call.hidden;
         const long long at = real ? call.start_before(row.row) + unit : 0;
-        const float* const before = GRU ? call.hidden_before : PROJECTED ? nullptr : call.cell_before;
+        const float* const before = GRU || PROJECTED ? call.hidden_before : call.cell_before;
         const float cell = real && before ? before[at] : 0.0f;
         if (call.mean) state[stride] = 0.0f;
         if (call.max) state[2 * stride] = __int_as_float(0xff800000);

@@ -3,32 +3,67 @@
 // CLUSTER: a block copies its pieces into the shared memory of every block of the cluster, whole lines at a time (st.async). A barrier of
 // each vector and octet counts the bytes that arrive.
 //
-// Otherwise vectors pass through the L2 cache. A word of eight bytes has four bytes of a piece and the number of the step, so that a
-// word which has arrived says so. A reader polls its words until all of them have its step, and waits for nothing else. The words are
-// zero before the launch. All blocks must be resident, so the launch is cooperative.
+// Otherwise vectors pass through the L2 cache in words of eight bytes. Each word says to which step it belongs, so a reader polls its
+// words until all of them have its step, and waits for nothing else. The words are zero before the launch. All blocks must be resident,
+// so the launch is cooperative.
 //
-// The values of m at step t have the number t + 1, and so has h after step t.
+// Values below two leave the top bit of their exponent free. A word has four of them: the free bits of the first two are the tag of the
+// step, and those of the last two say that a value is NaN. The hidden state of an LSTM with a projection has no bound: its words have
+// two values and the number of the step.
+//
+// The values that the products of step t read have the number t + 1.
 typedef unsigned long long Word;
+constexpr unsigned FREE = 0x40004000u; // the free bits of two values
 
-__device__ __forceinline__ void fetch(Word (&words)[4], const Word* at) {
+// The tag of a number. It differs from the zeros before the launch and from the tag of the number before it, which is all that a word can have.
+__device__ __forceinline__ unsigned tag_of(int number) { return number % 3 == 0 ? 0x00004000u : number % 3 == 1 ? 0x40000000u : FREE; }
+__device__ __forceinline__ Word joined(unsigned low, unsigned high) { return (Word)high << 32 | low; }
+__device__ __forceinline__ Word bounded_word(unsigned first, unsigned last, unsigned tag) {
+    return joined(first & ~FREE | tag, last & ~FREE | ((first | last) & FREE ? FREE : 0));
+}
+
+// The words of a piece of vector N.
+template <int N> struct Words {
+    static constexpr bool BOUNDED = GRU || N == 1;
+    static constexpr int COUNT = BOUNDED ? 2 : 4;
+    Word words[COUNT];
+
+    __device__ __forceinline__ void fetch(const Word* at) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half)
-        asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];" : "=l"(words[2 * half]), "=l"(words[2 * half + 1]) : "l"(at + 2 * half) : "memory");
-}
-__device__ __forceinline__ Word word_of(unsigned data, int number) { return (Word)number << 32 | data; }
-__device__ __forceinline__ void store(Word* at, const Quad& piece, int number) {
-    asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};" ::"l"(at), "l"(word_of(piece.x, number)), "l"(word_of(piece.y, number)) : "memory");
-    asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};" ::"l"(at + 2), "l"(word_of(piece.z, number)), "l"(word_of(piece.w, number)) : "memory");
-}
-__device__ __forceinline__ bool has_arrived(const Word (&words)[4], int number) {
-    return (int)(words[0] >> 32) == number && (int)(words[1] >> 32) == number && (int)(words[2] >> 32) == number && (int)(words[3] >> 32) == number;
-}
+        for (int n = 0; n < COUNT; n += 2)
+            asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];" : "=l"(words[n]), "=l"(words[n + 1]) : "l"(at + n) : "memory");
+    }
+    static __device__ __forceinline__ void store(Word* at, const Quad& piece, int number) {
+        const unsigned tag = tag_of(number);
+        const Word words[4] = {BOUNDED ? bounded_word(piece.x, piece.y, tag) : joined(piece.x, number),
+                               BOUNDED ? bounded_word(piece.z, piece.w, tag) : joined(piece.y, number), joined(piece.z, number),
+                               joined(piece.w, number)};
+#pragma unroll
+        for (int n = 0; n < COUNT; n += 2)
+            asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};" ::"l"(at + n), "l"(words[n]), "l"(words[n + 1]) : "memory");
+    }
+    __device__ __forceinline__ bool have(int number) const {
+        unsigned differing = 0;
+#pragma unroll
+        for (int n = 0; n < COUNT; ++n)
+            differing |= BOUNDED ? ((unsigned)words[n] ^ tag_of(number)) & FREE : (unsigned)(words[n] >> 32) ^ (unsigned)number;
+        return !differing;
+    }
+    // Returns two values of the piece.
+    __device__ __forceinline__ unsigned two(int index) const {
+        if (!BOUNDED) return (unsigned)words[index % COUNT];
+        const Word word = words[index / 2];
+        const unsigned last = (unsigned)(word >> 32), values = index % 2 ? last : (unsigned)word;
+        return last & FREE ? ~0u : values & ~FREE;
+    }
+    __device__ __forceinline__ Quad piece() const { return Quad{two(0), two(1), two(2), two(3)}; }
+};
 
 // The words of a lane's first pieces, which it requested before it needs them.
 constexpr int AT_ONCE = 4;
 template <int N> struct Arriving {
     static constexpr int CHUNKS = Product<N>::CHUNKS < AT_ONCE ? Product<N>::CHUNKS : AT_ONCE;
-    Word words[CLUSTER ? 1 : CHUNKS][4];
+    Words<N> pieces[CLUSTER ? 1 : CHUNKS];
 };
 
 struct Exchange {
@@ -36,18 +71,19 @@ struct Exchange {
     const int width, rank;
     Word* const team;                   // the words of this tile: of h, and behind them of m
 
-    // Begins with a barrier of the cluster.
+    // Ends with a barrier of the block or the cluster.
     __device__ __forceinline__ Exchange(Memory& shared, const Call& call, int tile, int rank)
         : shared(shared), width((int)call.width), rank(rank),
-          team((Word*)call.exchange + (long long)tile * OCTETS * (Product<0>::PIECES + Product<1>::PIECES) * 4) {
+          team((Word*)call.exchange + (long long)tile * OCTETS * (words_of_octet<0>() + words_of_octet<1>())) {
 #if CLUSTER
         if (threadIdx.x == 0) {
             for (int n = 0; n < 2 * OCTETS; ++n) make_barrier(shared_address(&shared.barriers[0][n]), 1);
             asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
             for (int octet = 0; octet < OCTETS; ++octet) expect_next<0>(octet), expect_next<1>(octet);
         }
-        __syncthreads();
         meet_cluster();
+#else
+        __syncthreads();
 #endif
     }
 
@@ -63,8 +99,9 @@ struct Exchange {
         return nullptr;
 #endif
     }
-    template <int N> __device__ __forceinline__ Word* words_of(int octet) const {
-        return team + ((N ? OCTETS * Product<0>::PIECES : 0) + octet * Product<N>::PIECES) * 4;
+    template <int N> static __device__ constexpr int words_of_octet() { return Product<N>::PIECES * Words<N>::COUNT; }
+    template <int N> __device__ __forceinline__ Word* words_at(int octet, int piece) const {
+        return team + (N ? OCTETS * words_of_octet<0>() : 0) + octet * words_of_octet<N>() + piece * Words<N>::COUNT;
     }
 
     // Requests the first words of this lane's pieces, before it waits for them.
@@ -97,15 +134,17 @@ struct Exchange {
         constexpr int GROUPS = Product<1 - N>::OWNED, OF_OCTET = 8 * GROUPS * (CLUSTER ? MEMBERS : 1);
 #pragma unroll
         for (int begin = 0; begin < OCTETS * OF_OCTET; begin += THREADS) {
-            const int index = begin + threadIdx.x, octet = index / OF_OCTET, peer = index % OF_OCTET / (8 * GROUPS);
+            const int index = begin + threadIdx.x, octet = index / OF_OCTET;
             const int row = index / GROUPS % 8, own = index % GROUPS, group = rank * GROUPS + own;
-            if (octet >= OCTETS || row >= width || group >= Product<N>::GROUPS || shared.rows[octet * 8].steps <= before) continue;
+            if (octet >= OCTETS || row >= width || group >= Product<N>::GROUPS) continue;
+            if (OCTETS > 1 && shared.rows[octet * 8].steps <= before) continue;
             const Quad piece = *(const Quad*)&shared.outgoing[octet][row][own * 8];
 #if CLUSTER
+            const int peer = index % OF_OCTET / (8 * GROUPS);
             ::send(in_block(shared_address(pieces_of<N>(octet) + piece_index(group, row)), peer),
                    in_block(shared_address(&shared.barriers[N][octet]), peer), piece);
 #else
-            store(words_of<N>(octet) + piece_index(group, row) * 4, piece, number);
+            Words<N>::store(words_at<N>(octet, piece_index(group, row)), piece, number);
 #endif
         }
     }
@@ -124,22 +163,18 @@ private:
     template <int N, int BEGIN> __device__ __forceinline__ void fetch_chunks(Arriving<N>& arriving, int octet) const {
 #pragma unroll
         for (int n = 0; n < Arriving<N>::CHUNKS; ++n)
-            if (exists<N>(BEGIN + n)) fetch(arriving.words[n], words_of<N>(octet) + place_of(BEGIN + n) * 4);
+            if (exists<N>(BEGIN + n)) arriving.pieces[n].fetch(words_at<N>(octet, place_of(BEGIN + n)));
     }
     template <int N, int BEGIN> __device__ __forceinline__ void receive_chunks(Quad (&pieces)[Product<N>::CHUNKS], Arriving<N>& arriving, int octet, int number) const {
-        auto is_missing = [&](int n) { return exists<N>(BEGIN + n) && !has_arrived(arriving.words[n], number); };
         while (true) {
             bool missing = false;
 #pragma unroll
-            for (int n = 0; n < Arriving<N>::CHUNKS; ++n) missing |= is_missing(n);
+            for (int n = 0; n < Arriving<N>::CHUNKS; ++n) missing |= exists<N>(BEGIN + n) && !arriving.pieces[n].have(number);
             if (!__any_sync(~0u, missing)) break;
             fetch_chunks<N, BEGIN>(arriving, octet);
         }
 #pragma unroll
-        for (int n = 0; n < Arriving<N>::CHUNKS; ++n) {
-            const Word(&words)[4] = arriving.words[n];
-            if (BEGIN + n < Product<N>::CHUNKS)
-                pieces[BEGIN + n] = exists<N>(BEGIN + n) ? Quad{(unsigned)words[0], (unsigned)words[1], (unsigned)words[2], (unsigned)words[3]} : Quad{};
-        }
+        for (int n = 0; n < Arriving<N>::CHUNKS; ++n)
+            if (BEGIN + n < Product<N>::CHUNKS) pieces[BEGIN + n] = exists<N>(BEGIN + n) ? arriving.pieces[n].piece() : Quad{};
     }
 };

@@ -10,7 +10,8 @@
 // gathers its new values in shared memory and sends them to all members (exchange.cuh).
 //
 // A vector needs one buffer. A block sends h of the next step when all of m has arrived, and every block sends its part of m after it
-// has read h. The same holds for m.
+// has read h. The same holds for m. The blocks also exchange the state that the rows start from, so that each value of the state is read and
+// written by the same thread.
 //
 // The order of sums depends on the widths of both vectors alone. All numbers of a row therefore have the same bits in a cluster and in a
 // team of any size.
@@ -183,9 +184,11 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, 1) persistent(con
             if (group_of(turn) < Product<1>::OWNED) {
                 const float hidden = pools_of(octet, turn).begin(second, row, output_of_turn(turn));
                 if (GRU) cells[octet][turn].cell = hidden;
+                shared.outgoing[octet][column][group_of(turn) * 8 + g] = kept(hidden);
             }
     }
     Exchange exchange(shared, second, block / MEMBERS, rank);
+    if (longest[0]) exchange.send<0>(0, 1);
     const bool all_steps = second.steps || second.mean || second.max;
 
     for (int t = 0; t < longest[0]; ++t) {
@@ -195,13 +198,7 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, 1) persistent(con
         for (int octet = 0; octet < OCTETS; ++octet) {
             if (OCTETS > 1 && t >= longest[octet]) break;
             Quad pieces[Product<0>::CHUNKS];
-            if (t == 0) {
-#pragma unroll
-                for (int chunk = 0; chunk < Product<0>::CHUNKS; ++chunk)
-                    pieces[chunk] = piece_before(second, shared.rows[octet * 8 + g], (chunk * PARTS + warp) * 4 + q);
-            } else {
-                exchange.receive<0>(pieces, of_hidden, octet, t);
-            }
+            exchange.receive<0>(pieces, of_hidden, octet, t + 1);
             if (octet + 1 < OCTETS) exchange.request<0>(of_hidden, octet + 1);
             multiply_part<0>(shared, weights, pieces, octet);
         }
@@ -253,7 +250,7 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, 1) persistent(con
                         second_values(cells[octet][GRU ? turn : 0], shared, octet, odd, group_of(turn), by);
         }
         __syncthreads();
-        exchange.send<0>(t + 1, t + 1);
+        if (t + 1 < longest[0]) exchange.send<0>(t + 1, t + 2);
 #pragma unroll
         for (int octet = 0; octet < OCTETS; ++octet)
 #pragma unroll

@@ -81,6 +81,8 @@ def pack_tiles(matrix: Tensor) -> Tensor:
 class TwoProductsShape:
     """Tiles of blocks that hold the weights of a layer. size: the number of its name in the files of `tuned`."""
 
+    copies_state: ClassVar[bool] = False
+    """No copy of a state in slots is needed: the thread that overwrites a value is the only one that reads it."""
     cluster: ClassVar[bool]
     variant: Variant
     size: int
@@ -157,10 +159,14 @@ class TwoProductsShape:
         octets = next((octets for octets in fitting if octets * OCTET >= rows_each), fitting[-1])
         width = min(OCTET, ceil_div(rows_each, octets))
         tiles = ceil_div(rows, octets * width)
-        words = (
-            0 if self.cluster else tiles * octets * sum(round_up(width, 32) for width in self._widths) * 2 * PIECE_BYTES // 4
-        )
+        words = 0 if self.cluster else tiles * octets * self._exchange_bytes // 4
         return Launch(self.kernel(octets, directions), tiles * self.members, self.shared(octets), octets, width, words)
+
+    @property
+    def _exchange_bytes(self) -> int:
+        """Bytes of an octet of both vectors on their way through L2. Values without a bound take twice their size."""
+        hidden, between = (round_up(width, 32) * PIECE_BYTES for width in self._widths)
+        return (1 if self.variant.gru else 2) * hidden + between
 
     @property
     def _fitting(self) -> Sequence[int]:
@@ -187,8 +193,6 @@ class TwoProductsCluster(TwoProductsShape):
     cluster: ClassVar[bool] = True
     runs_both: ClassVar[bool] = True
     """One launch may run both directions."""
-    copies_state: ClassVar[bool] = False
-    """No copy of a state in slots is needed: no block overwrites it before every other block has read it."""
 
     def __str__(self) -> str:
         return f"clusters of {self.size} blocks"
@@ -218,8 +222,6 @@ class TwoProductsGrid(TwoProductsShape):
     """Teams of blocks with `size` hidden units in each block, spread over the device."""
 
     cluster: ClassVar[bool] = False
-    copies_state: ClassVar[bool] = True
-    """A state in slots is copied: a block may finish and overwrite it before another block starts."""
 
     def __str__(self) -> str:
         return f"the grid with {self.size} units per block"

@@ -172,8 +172,9 @@ def test_tuned_shapes_name_only_kinds_that_two_products_have() -> None:
         assert all(set(shape) & set(launch.TWO_PRODUCTS) for shape in tuned[name])
 
 
-def test_launch_counts_exchanged_words() -> None:
-    shape = TwoProductsGrid(variant_of(PROJECTED, 100, 30), 16)
-    plan = shape.launch(1)
+@both_forms
+def test_launch_counts_exchanged_words(form: Form) -> None:
+    plan = TwoProductsGrid(variant_of(form, 100, 100 if form is GRU else 30), 16).launch(1)
     assert isinstance(plan, Launch)
-    assert plan.exchange_words == (32 + 128) * 2 * 16 // 4, "a word has four bytes of a piece, and the number of the step"
+    expected = 2 * 128 * 16 if form is GRU else 2 * 32 * 16 + 128 * 16
+    assert plan.exchange_words * 4 == expected, "the hidden state of a projection takes twice its size"
