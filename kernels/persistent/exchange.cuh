@@ -79,11 +79,13 @@ struct Exchange {
         if (threadIdx.x == 0) {
             for (int n = 0; n < 2 * OCTETS; ++n) make_barrier(shared_address(&shared.barriers[0][n]), 1);
             asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-            for (int octet = 0; octet < OCTETS; ++octet) expect_next<0>(octet), expect_next<1>(octet);
         }
-        meet_cluster();
-#else
+#endif
         __syncthreads();
+#if CLUSTER
+        if (threadIdx.x == 0)
+            for (int octet = 0; octet < OCTETS; ++octet) expect_next<0>(octet), expect_next<1>(octet);
+        meet_cluster();
 #endif
     }
 

@@ -76,4 +76,4 @@ def test_explain_names_the_kernels_of_an_l4() -> None:
     )
     assert explain("sru", device="cuda:0", dtype="float16", hidden=768) == "fused: chosen (after a library product)"
     refused = "persistent: this device has no room for 1024 hidden units, at most for 928"
-    assert explain("lstm", device="cuda:0", dtype="float16", hidden=1024).splitlines()[0] == refused
+    assert refused in explain("lstm", device="cuda:0", dtype="float16", hidden=1024).splitlines()

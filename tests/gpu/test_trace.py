@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -69,8 +70,9 @@ def test_every_batch_has_its_stages_and_device_time(tracks: dict[str, list[Drawn
 
 
 def test_launches_lie_within_the_launch_stage(tracks: dict[str, list[DrawnSlice]]) -> None:
-    launches = [drawn for drawn in slices_of(tracks, "launches") if "Launch" in drawn.name]
-    assert len(launches) >= BATCHES
+    calls = slices_of(tracks, "launches")
+    launches = [drawn for drawn in calls if "Launch" in drawn.name]
+    assert len(launches) >= BATCHES, Counter(drawn.name for drawn in calls)
     assert not outside(launches, [drawn for drawn in slices_of(tracks, "batches") if drawn.name == "launch"])
 
 
