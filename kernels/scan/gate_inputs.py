@@ -11,14 +11,21 @@ from kernels.launching import round_up
 from kernels.scan.layer import ScanForm, ScanVariant
 from kernels.scan.shape import ALIGNED, STAGES, TILE, ScanShape
 
+RUN = 32
+"""Steps that a thread computes before it hands its cell over."""
+
 
 def gate_inputs_constants(variant: ScanVariant, shape: ScanShape) -> Mapping[str, int]:
     """Return the constants of gate_inputs.cu that depend on how it reads the gates. STAGES is 0 if shared memory is too small."""
     limit = shared_limit(variant.device)
     stages = next((count for count in STAGES if _shared_bytes(variant, shape, count) <= limit), 0)
+    # A group that is a whole rotation of buffers ahead would take the previous tile of a buffer for its own.
+    groups = min(shape.groups, stages * TILE // RUN)
     gates = variant.gates
     return {
-        "THREADS": 128 + 2 * shape.team,
+        "THREADS": 128 + 2 * groups * shape.units,
+        "GROUPS": groups,
+        "RUN": RUN,
         "STAGES": stages,
         "SHARED": _shared_bytes(variant, shape, stages),
         "TAPS": gates.window,

@@ -40,8 +40,6 @@ from kernels.scan.tile_product import tile_product_constants
 
 MAX_TOKENS = 2**31 - 2**16
 """Tokens of one call, because the kernels count positions in 32 bits."""
-RUN, LONG_RUN = 16, 32
-"""Steps that a thread computes before it hands its cell over: more where it has registers for them."""
 MAX_CACHED_LAUNCHES = 4096
 FOLD_THREADS = 32
 """Hidden units of a block of fold.cu."""
@@ -214,7 +212,6 @@ def _kernel(variant: ScanVariant, shape: ScanShape | TileShape) -> tuple[Kernel,
         constants |= tile_gates_constants(variant, shape)
     else:
         source = "product.cu" if gates.product else "gate_inputs.cu"
-        constants |= {"GROUPS": shape.groups, "RUN": RUN if gates.product else LONG_RUN}
         constants |= (product_constants if gates.product else gate_inputs_constants)(variant, shape)
     if not constants.get("STAGES", 1):
         raise ContractError(f"this device has no room for a window of {gates.window} steps: choose another backend")

@@ -15,6 +15,8 @@ from kernels.tensormap import MAP_BYTES, tensor_map
 
 DEPTH = 64
 """Columns of the inputs that one step of the product multiplies."""
+RUN = 16
+"""Steps that a thread computes before it hands its cell over."""
 PATCHING_WARPS = 3
 """Warps that patch the inputs at the borders of rows; each needs a stage."""
 
@@ -44,6 +46,8 @@ def product_constants(variant: ScanVariant, shape: ScanShape) -> Mapping[str, in
     stages = _stages(variant, shape, pieces, resident=resident)
     return {
         "THREADS": 384 + 2 * shape.team,
+        "GROUPS": shape.groups,
+        "RUN": RUN,
         "STAGES": stages,
         "SHARED": _shared_bytes(variant, shape, pieces, stages, resident=resident),
         "WINDOW": variant.gates.window,

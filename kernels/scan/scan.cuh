@@ -15,6 +15,7 @@ typedef Gate Kept;
 
 constexpr int RUNS = TILE / RUN;
 constexpr int TEAM = GROUPS * UNITS;                                        // threads of a team
+static_assert(GROUPS <= RUNS * BUFFERS, "a group would take the previous tile of a buffer for its own");
 
 // Whether a tile has a block: it has all blocks, or the blocks that the cell needs.
 __host__ __device__ constexpr bool in_tile(int block) {
