@@ -42,10 +42,11 @@ def with_shares_of_product(measurements: Sequence[Measurement]) -> list[Measurem
     rates = {(one.workload.dtype, one.timing): _rate(one) for one in products}
 
     def with_share(one: Measurement) -> Measurement:
-        rate, of_product = _rate(one), rates.get((one.workload.dtype, one.timing))
-        if one.workload.family != "conv" or one.workload.kind == "product" or rate == 0 or of_product is None:
+        of_product = rates.get((one.workload.dtype, one.timing))
+        if one.workload.family != "conv" or one.workload.kind == "product" or of_product is None:
             return one
-        return replace(one, extra={**one.extra, SHARE: round(rate / of_product, 5)})
+        rate = _rate(one)
+        return replace(one, extra={**one.extra, SHARE: round(rate / of_product, 5)}) if rate else one
 
     return [with_share(one) for one in measurements]
 

@@ -81,7 +81,8 @@ def test_share_is_relative_to_a_product_with_the_same_timing() -> None:
 
 
 def test_other_families_have_no_shares_of_a_product() -> None:
-    measurements = [timed(PRODUCT, "one product", 1.0), timed(tiny("lstm"), "quick", 1.0)]
+    others = [tiny("lstm"), tiny("qrnn", "copy", form="")]
+    measurements = [timed(PRODUCT, "one product", 1.0), *(timed(one, "quick", 1.0) for one in others)]
     assert with_shares_of_product(measurements) == measurements
 
 
