@@ -122,7 +122,7 @@ def export_checkpoint(settings: Settings, model_version: int | None, **request: 
 def models(settings: Settings) -> int:
     """List the models folder."""
     catalog = {
-        name: {version: spec.read(folder) for version, folder in versions.items()}
+        name: {version: spec.read(folder, name) for version, folder in versions.items()}
         for name, versions in spec.find_models(settings.models).items()
     }
     for alias, name in spec.read_aliases(settings.models, catalog).items():

@@ -32,7 +32,7 @@ from service.supervisor.repository import Repository
 
 def build_engine(settings: Settings, metrics: Metrics) -> DeviceEngine:
     """Build an engine on the first device with every model loaded, each with generation 0; raises StartError."""
-    versions = Repository(settings.models, settings.versions).manifest().model_versions
+    versions = Repository(settings.models, settings.versions, settings.alias).manifest().model_versions
     versions = [msgspec.structs.replace(version, generation=0) for version in versions]
     return build.build_engine(versions, settings, metrics, Log("engine"), threads=_compute_threads(settings))
 
@@ -40,7 +40,7 @@ def build_engine(settings: Settings, metrics: Metrics) -> DeviceEngine:
 def infer(settings: Settings, name: str, texts: list[str]) -> list[dict[str, Any]]:
     """Return one output per text, from the first device; raises the error that the HTTP API would return."""
     metrics, log = Metrics(), Log("infer")
-    manifest = Repository(settings.models, settings.versions).manifest()
+    manifest = Repository(settings.models, settings.versions, settings.alias).manifest()
     model = build_catalog(manifest, log, strict=True).find(name, None)
     versions = [version for version in manifest.model_versions if version.key == model.key]
     engine = build.build_engine(versions, settings, metrics, log, threads=_compute_threads(settings))
@@ -66,12 +66,12 @@ def infer_arrays(settings: Settings, model: str, npz: Path, out: Path) -> dict[s
     model: the name of a model in the models folder, or a version folder. `service.modeling.array_run` describes the arrays. Expected
     outputs, which the file of `seqserve import --check` also has, are not read.
     """
-    folder = Path(model)
+    folder, name = Path(model), None
     if not (folder / spec.MODEL).is_file():
-        found = Repository(settings.models, settings.versions).manifest()
+        found = Repository(settings.models, settings.versions, settings.alias).manifest()
         key = build_catalog(found, Log("infer"), strict=True).find(model, None).key
-        folder = spec.find_models(settings.models)[key.name][key.version]
-    description = spec.read(folder)
+        folder, name = spec.find_models(settings.models)[key.name][key.version], key.name
+    description = spec.read(folder, name)
     set_cache_folder(settings.cache)
     torch.set_num_threads(_compute_threads(settings))
     arrays, device = read_arrays(folder, description), build.named_device(settings.devices[0])

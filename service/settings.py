@@ -27,6 +27,9 @@ NO_SETTINGS = {CONFIG, CLIENT_KEY}
 
 VERSIONS = re.compile(r"all|latest(:[1-9][0-9]{0,3})?|[1-9][0-9]{0,8}(,[1-9][0-9]{0,8})*")
 """Syntax of a rule that selects versions of a model."""
+SERVICE_LINK = re.compile(r"\w+_SERVICE_(HOST|PORT(_\w+)?)|\w+_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?")
+"""Names of the variables that Kubernetes sets for each Service, besides SERVICE_PORT, which has an address as its value."""
+LINKED_ADDRESS = re.compile(r"(tcp|udp|sctp)://")
 HERE = Path(__file__).resolve().parent
 EMBEDDED_MODELS = HERE / "embedded_models" if (HERE / "embedded_models").is_dir() else HERE.parent / "models"
 """The wheel contains the repository's models inside this package."""
@@ -141,6 +144,9 @@ class Settings(BaseModel):
     which the first start on a machine measures; always folds it where the layer can and the table fits; never is the same everywhere."""
     max_model_bytes: Annotated[int, Field(ge=0)] = 0
     """Largest size of weights and tables on one device, including versions that are being unloaded; 0 means no limit but the memory."""
+    alias: str = ""
+    """Another name of the model, if the models folder has only one; otherwise unused. Platforms that serve one model under a name of
+    their own set it."""
     strict: bool = False
     """Whether a model that cannot be served ends the start. Otherwise the service starts with the other models and lists it as
     unavailable."""
@@ -275,12 +281,17 @@ def load(flags: Mapping[str, Any], environment: Mapping[str, str]) -> Settings:
     for name, value in (_from_file(Path(file)) if file else {}).items():
         values[name] = (f"{name} in {file}", value)
     for variable, value in environment.items():
-        if variable.startswith(PREFIX) and variable not in NO_SETTINGS:
+        if variable.startswith(PREFIX) and variable not in NO_SETTINGS and not _is_service_link(variable, value):
             values[variable.removeprefix(PREFIX).lower()] = (variable, value)
     for name, value in flags.items():
         if name != "config" and value is not None:
             values[name] = (f"--{name.replace('_', '-')}", value)
     return _validated(values)
+
+
+def _is_service_link(variable: str, value: str) -> bool:
+    """Return whether Kubernetes set a variable for a Service whose name begins with seqserve, in a pod with enableServiceLinks."""
+    return bool(SERVICE_LINK.fullmatch(variable) or (variable.endswith("PORT") and LINKED_ADDRESS.match(value)))
 
 
 def _from_file(file: Path) -> dict[str, Any]:

@@ -35,6 +35,29 @@ def test_flags_override_variables_and_variables_the_file(file: Path) -> None:
     assert (settings.host, settings.port, settings.frontends) == ("from.flag", 1002, 3)
 
 
+def test_service_links_of_kubernetes_are_no_settings() -> None:
+    """For the Services seqserve and seqserve-grpc, in a pod with enableServiceLinks. A port of one's own holds beside them."""
+    links = {
+        "SEQSERVE_SERVICE_HOST": "10.96.0.7",
+        "SEQSERVE_SERVICE_PORT": "8000",
+        "SEQSERVE_SERVICE_PORT_HTTP": "8000",
+        "SEQSERVE_PORT": "tcp://10.96.0.7:8000",
+        "SEQSERVE_PORT_8000_TCP": "tcp://10.96.0.7:8000",
+        "SEQSERVE_PORT_8000_TCP_PROTO": "tcp",
+        "SEQSERVE_PORT_8000_TCP_PORT": "8000",
+        "SEQSERVE_PORT_8000_TCP_ADDR": "10.96.0.7",
+        "SEQSERVE_GRPC_SERVICE_HOST": "10.96.0.8",
+        "SEQSERVE_GRPC_PORT": "tcp://10.96.0.8:8001",
+    }
+    assert load({}, links) == Settings()
+    assert load({}, {**links, "SEQSERVE_PORT": "9000"}).port == 9000
+
+
+@pytest.mark.parametrize("variable", ["SEQSERVE_PORT", "SEQSERVE_PORT_8000", "SEQSERVE_SERVICE", "SEQSERVE_HOST_PORT_TCP"])
+def test_variables_like_service_links_still_stop_the_start(variable: str) -> None:
+    assert variable in refusal({}, {variable: "http://10.96.0.7"})
+
+
 def test_config_flag_overrides_the_config_variable(file: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.toml"
     other.write_text("port = 1003")

@@ -112,7 +112,7 @@ def prepare_model(
 
 def _encoder(version: ModelVersion, device: torch.device, settings: Settings, log: Log) -> Encoder:
     folder = Path(version.folder)
-    model = spec.read(folder)
+    model = spec.read(folder, version.name)
     if model != spec.ModelSpec.model_validate_json(version.spec):
         raise ModelError(f"{folder / spec.MODEL} has changed since it was read: load the model again")
     return Encoder(

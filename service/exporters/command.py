@@ -39,7 +39,7 @@ def export_model(settings: Settings, request: Request, say: Callable[[str], None
             f"{request.out} is no name of a file for {request.format}: let it end in {' or '.join(SUFFIXES[request.format])}"
         )
     folder = store.find_version(settings.models, request.model, request.version)
-    described = spec.read(folder)
+    described = spec.read(folder, request.model)
     export = _export(Model(described, store.read_arrays(folder, described)), request)
     files = {request.out: export.content, Path(f"{request.out}.toml"): store.toml(export.recipe).encode()}
     if described.input.kind == "text":

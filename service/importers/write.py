@@ -57,6 +57,7 @@ def write_version(root: Path, model: spec.ModelSpec, weights: Mapping[str, Tenso
     The folder appears in the models folder when it is complete.
     """
     root.mkdir(parents=True, exist_ok=True)
+    spec.require_models_folder(root)
     home = root / model.name
     versions = spec.version_folders(home) if home.is_dir() and any(spec.visible_folders(home)) else {}
     target = home / str(1 + max(map(int, versions), default=0))

@@ -50,7 +50,7 @@ def quantize(
     set_cache_folder(settings.cache)
     root = settings.models
     target = _target(root, model, version, name)
-    before = spec.read(target.source)
+    before = spec.read(target.source, model)
     if before.precision == precision:
         raise ModelError(f"{target.source} has the precision {precision} already: choose another")
     tokenizer = Tokenizer.read(target.source, before) if before.input.kind == "text" else None
@@ -72,6 +72,7 @@ def quantize(
 
 def _target(root: Path, model: str, version: int | None, name: str | None) -> Target:
     """Return what to read and to write; raises ModelError for a model or version that does not exist, and for a name that does."""
+    spec.require_models_folder(root)
     source, models = store.find_version(root, model, version), spec.find_models(root)
     if name is None:
         return Target(source, model, int(list(models[model])[-1]) + 1)

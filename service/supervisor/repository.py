@@ -42,11 +42,15 @@ def choose(policy: str, versions: Sequence[str]) -> list[str]:
 
 
 class Repository:
-    """A models folder, read again at every call. `policy` applies to models without a versions.toml."""
+    """A models folder, read again at every call.
 
-    def __init__(self, root: Path, policy: str = "all") -> None:
+    policy: applies to models without a versions.toml. alias: another name of the model in a folder with one model.
+    """
+
+    def __init__(self, root: Path, policy: str = "all", alias: str = "") -> None:
         self._root = root
         self._policy = policy
+        self._alias = alias
         self._generations = count(1)
         self._verified: dict[Path, Fingerprint] = {}
         """Fingerprints of version folders when all digests were last found to match."""
@@ -54,33 +58,35 @@ class Repository:
     def manifest(self) -> Manifest:
         """Return everything to serve; raises ModelError at the first error."""
         model_versions = [model_version for name in spec.find_models(self._root) for model_version in self.read(name)]
-        return Manifest(model_versions, spec.read_aliases(self._root, by_name(model_versions)))
+        return Manifest(model_versions, self._read_aliases(by_name(model_versions)))
 
     def readable_manifest(self) -> Manifest:
         """Return the versions that can and cannot be served; raises ModelError for invalid aliases or if none can be served."""
         model_versions: list[ModelVersion] = []
         unavailable: list[IndexEntry] = []
-        for folder in spec.model_folders(self._root):
+        for name, folder in spec.model_folders(self._root).items():
             try:
-                selected = self._selected_folders(folder)
+                selected = self._selected_folders(name, folder)
             except (ModelError, OSError) as error:
-                unavailable.append(IndexEntry(folder.name, "", UNAVAILABLE, str(error)))
+                unavailable.append(IndexEntry(name, "", UNAVAILABLE, str(error)))
                 continue
-            for version_folder in selected:
+            for version, version_folder in selected.items():
                 try:
-                    model_versions.append(self._model_version(version_folder))
+                    model_versions.append(self._model_version(name, version, version_folder))
                 except ModelError as error:
-                    unavailable.append(IndexEntry(folder.name, version_folder.name, UNAVAILABLE, str(error)))
+                    unavailable.append(IndexEntry(name, version, UNAVAILABLE, str(error)))
         if not model_versions:
             raise ModelError(unavailable[0].reason)
-        return Manifest(model_versions, spec.read_aliases(self._root, self._versions_by_folder()), unavailable)
+        return Manifest(model_versions, self._read_aliases(self._versions_by_folder()), unavailable)
 
     def read(self, name: str, policy: str | None = None) -> list[ModelVersion]:
         """Return the versions of a model to serve, each with a new generation; raises ModelError.
 
-        name: a folder in the models folder; policy: instead of the model's own policy.
+        name: of a model in the models folder; policy: instead of the model's own policy.
         """
-        return [self._model_version(folder) for folder in self._selected_folders(self._root / name, policy)]
+        folder = spec.named_folders(self._root).get(name, self._root / name)
+        selected = self._selected_folders(name, folder, policy)
+        return [self._model_version(name, version, version_folder) for version, version_folder in selected.items()]
 
     def check(self, model_version: ModelVersion) -> None:
         """Raise ModelError unless the version's folder still has the files that its spec names. Unchanged files are not read again."""
@@ -94,7 +100,7 @@ class Repository:
 
     def aliases(self) -> dict[str, str]:
         """Return the aliases of all models in the folder, served or not; raises ModelError for an alias of an unknown model."""
-        return spec.read_aliases(self._root, self.listing())
+        return self._read_aliases(self.listing())
 
     def listing(self) -> dict[str, list[str]]:
         """Return the versions in the folder by model name, valid or not."""
@@ -102,31 +108,45 @@ class Repository:
 
     def has(self, name: str) -> bool:
         """Return whether a model has this name; any string of a client is safe."""
-        return bool(spec.NAME.fullmatch(name)) and (self._root / name).is_dir()
+        return bool(spec.NAME.fullmatch(name)) and name in spec.named_folders(self._root)
 
     def fingerprints(self) -> dict[str, Fingerprint]:
         """Return the fingerprint of each model and, under the empty name, of the aliases."""
-        models = {folder.name: frozenset(_files(folder)) for folder in spec.visible_folders(self._root)}
+        models = {name: frozenset(_files(folder)) for name, folder in spec.named_folders(self._root).items()}
         aliases = self._root / spec.ALIASES
         return models | {"": frozenset(_stat(aliases, self._root) if aliases.exists() else ())}
 
     def _versions_by_folder(self) -> dict[str, list[str]]:
         """Return the versions in every folder, which may have a name that no model can have, or may not be readable."""
         versions: dict[str, list[str]] = {}
-        for folder in spec.visible_folders(self._root):
-            versions[folder.name] = []
+        for name, folder in spec.named_folders(self._root).items():
+            versions[name] = []
             with contextlib.suppress(OSError):
-                versions[folder.name] = [version.name for version in spec.visible_folders(folder)]
+                versions[name] = spec.version_names(folder)
         return versions
 
-    def _selected_folders(self, folder: Path, policy: str | None = None) -> list[Path]:
-        """Return the version folders of a model that are to be served; raises ModelError."""
-        versions = spec.version_folders(folder)
-        return [versions[version] for version in choose(policy or self._read_policy(folder), list(versions))]
+    def _read_aliases(self, models: Mapping[str, Sequence[str]]) -> dict[str, str]:
+        """Return the aliases in the folder and, of its only model, the one that the service was started with; raises ModelError.
 
-    def _model_version(self, folder: Path) -> ModelVersion:
-        model = spec.read(folder)
-        return ModelVersion(model.name, folder.name, next(self._generations), str(folder), model.model_dump_json())
+        models: the versions of each model.
+        """
+        aliases = spec.read_aliases(self._root, models)
+        if self._alias and not spec.NAME.fullmatch(self._alias):
+            raise ModelError(
+                f"SEQSERVE_ALIAS is {self._alias!r}, which no model can have as a name: use letters, digits, '.', '_' and '-'"
+            )
+        if self._alias and len(models) == 1 and self._alias not in models:
+            aliases.setdefault(self._alias, next(iter(models)))
+        return aliases
+
+    def _selected_folders(self, name: str, folder: Path, policy: str | None = None) -> dict[str, Path]:
+        """Return the version folders of a model that are to be served; raises ModelError."""
+        versions = spec.version_folders(folder, name)
+        return {version: versions[version] for version in choose(policy or self._read_policy(folder), list(versions))}
+
+    def _model_version(self, name: str, version: str, folder: Path) -> ModelVersion:
+        model = spec.read(folder, name)
+        return ModelVersion(name, version, next(self._generations), str(folder), model.model_dump_json())
 
     def _read_policy(self, folder: Path) -> str:
         """Return the policy in a model's versions.toml, or the default."""

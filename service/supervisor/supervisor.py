@@ -77,7 +77,7 @@ class Supervisor:
             messages.LoadModel: self._handle_load,
             messages.UnloadModel: self._handle_unload,
         }
-        repository = Repository(settings.models, settings.versions)
+        repository = Repository(settings.models, settings.versions, settings.alias)
         self._model_reloader = ModelReloader(
             repository, settings, self._children.values, self._forget_model, self._metrics, log
         )

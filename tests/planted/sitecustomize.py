@@ -139,11 +139,11 @@ def shift_monotonic(seconds: float) -> None:
 def into_reads(spec: Any, fault: str) -> None:
     read = spec.read
 
-    def planted(folder: Any) -> Any:
+    def planted(folder: Any, *arguments: Any) -> Any:
         while (folder / STALL).exists():
             (folder / STALLED).touch()
             time.sleep(0.01)
-        return read(folder)
+        return read(folder, *arguments)
 
     spec.read = planted
 

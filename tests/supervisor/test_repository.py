@@ -125,6 +125,54 @@ def test_only_folder_names_are_model_names(root: Path, name: str) -> None:
     assert Repository(root).has(name) == (name == "words")
 
 
+def test_folder_of_one_model_can_be_the_models_folder(root: Path) -> None:
+    """As a platform leaves it that downloads the content of one model's folder."""
+    folder = root.rename(root.parent / "not a name") / "words"
+    write_policy(folder.parent, 'serve = "latest:2"')
+    repository = Repository(folder)
+    served = [(each.name, each.version, Path(each.folder)) for each in repository.manifest().model_versions]
+    assert served == [("words", version, folder / version) for version in ("2", "10")]
+    assert repository.readable_manifest().unavailable == []
+    assert (repository.listing(), repository.has("words")) == ({"words": ["1", "10", "2"]}, True)
+    assert repository.fingerprints().keys() == {"", "words"}
+
+
+def test_folder_of_one_version_can_be_the_models_folder(root: Path) -> None:
+    folder = root / "words" / "10"
+    repository = Repository(folder)
+    [model_version] = repository.manifest().model_versions
+    assert (model_version.name, model_version.version, Path(model_version.folder)) == ("words", "1", folder)
+    assert repository.read("words", "latest")[0].spec == model_version.spec
+    repository.check(model_version)
+    (folder / WEIGHTS).write_bytes(b"changed")
+    with pytest.raises(ModelError, match="does not have the digest"):
+        repository.check(model_version)
+
+
+@pytest.mark.parametrize(("text", "reason"), [("name = [", "Expected|Invalid|Unclosed"), ('name = "../x"', "use letters")])
+def test_folder_of_one_model_needs_a_valid_name(root: Path, text: str, reason: str) -> None:
+    (root / "words" / "10" / MODEL).write_text(text)
+    with pytest.raises(ModelError, match=reason):
+        Repository(root / "words").readable_manifest()
+
+
+def test_alias_of_the_service_names_its_only_model(root: Path) -> None:
+    assert Repository(root, alias="my-service").manifest().aliases == {"my-service": "words"}
+    assert Repository(root / "words", alias="my-service").readable_manifest().aliases == {"my-service": "words"}
+    assert Repository(root, alias="words").manifest().aliases == {}
+    with pytest.raises(ModelError, match="SEQSERVE_ALIAS is 'my service'"):
+        Repository(root, alias="my service").manifest()
+
+
+def test_alias_of_the_service_is_unused_beside_others(root: Path) -> None:
+    """An alias in the folder precedes it, and of several models it names none."""
+    (root / ALIASES).write_text('my-service = "words/1"')
+    assert Repository(root, alias="my-service").aliases() == {"my-service": "words/1"}
+    (root / ALIASES).unlink()
+    models.words(root, "verbs")
+    assert Repository(root, alias="my-service").manifest().aliases == {}
+
+
 @pytest.mark.parametrize("file", [ALIASES, f"words/{POLICY}", f"words/10/{MODEL}"])
 def test_fifo_is_not_read(root: Path, file: str) -> None:
     (root / file).unlink(missing_ok=True)

@@ -5,6 +5,9 @@ Reads no weights and loads no tensor library, so that frontends may import it.
 A version folder is models/<name>/<version>/ with `model.toml`, `weights.safetensors`, `card.md` and, for text, `tokenizer.json`. Names
 have letters, digits, dots, dashes and underscores; versions are whole numbers from 1. models/aliases.toml may define other names for a
 model or for a version of a model.
+
+The models folder may also be the folder of one model, models/<version>/, or of one version, which is then version 1: platforms that
+download a model put its files directly into the models folder. The name of such a model is that in its model.toml.
 """
 
 from __future__ import annotations
@@ -255,8 +258,11 @@ class ModelSpec(Table):
         return self.head.kind in ("classify", "regress", "next", "embed")
 
 
-def read(folder: Path) -> ModelSpec:
-    """Read the model.toml of a version folder; raises ModelError if it is missing or invalid."""
+def read(folder: Path, name: str | None = None) -> ModelSpec:
+    """Read the model.toml of a version folder; raises ModelError if it is missing or invalid.
+
+    name: that the model must have, by default the name of the folder around the version folder.
+    """
     file = folder / MODEL
     try:
         spec = ModelSpec.model_validate(tomllib.loads(read_file(file).decode()))
@@ -266,8 +272,10 @@ def read(folder: Path) -> ModelSpec:
         raise ModelError(f"{file}: {error}") from error
     except ValidationError as error:
         raise ModelError("; ".join(f"{file}: {message}" for message in error_messages(error))) from error
-    if spec.name != folder.parent.name:
-        raise ModelError(f"{file}: name is {spec.name!r} and the folder is {folder.parent.name!r}: use the same name for both")
+    if spec.name != (name or folder.parent.name):
+        raise ModelError(
+            f"{file}: name is {spec.name!r} and the folder is {name or folder.parent.name!r}: use the same name for both"
+        )
     return spec
 
 
@@ -294,23 +302,64 @@ def digest(data: bytes) -> str:
 
 def find_models(root: Path) -> dict[str, dict[str, Path]]:
     """Return each model's version folders in ascending order; raises ModelError for invalid names and for an empty models folder."""
-    return {folder.name: version_folders(folder) for folder in model_folders(root)}
+    return {name: version_folders(folder, name) for name, folder in model_folders(root).items()}
 
 
-def model_folders(root: Path) -> list[Path]:
-    """Return the folders of the models, whatever they contain; raises ModelError for an empty models folder."""
+def model_folders(root: Path) -> dict[str, Path]:
+    """Return the folder of each model, whatever it contains; raises ModelError for an empty models folder."""
     if not root.is_dir():
         raise ModelError(f"models folder {root} does not exist: create it, or name another folder with --models")
-    folders = list(visible_folders(root))
+    folders = named_folders(root)
     if not folders:
         raise ModelError(f"models folder {root} has no model: put one there, or name another folder with --models")
     return folders
 
 
-def version_folders(folder: Path) -> dict[str, Path]:
-    """Return the version folders of a model, in ascending order; raises ModelError for invalid names or no version."""
-    if not NAME.fullmatch(folder.name):
+def named_folders(root: Path) -> dict[str, Path]:
+    """Return the folder of each model, or none; raises ModelError if `root` is the folder of one model, and its model.toml is invalid."""
+    versions = _direct_versions(root)
+    if versions:
+        return {_name_in(versions[-1]): root}
+    return {folder.name: folder for folder in visible_folders(root)}
+
+
+def require_models_folder(root: Path) -> None:
+    """Raise ModelError for the folder of one model: no model can be added there."""
+    if _direct_versions(root):
+        raise ModelError(
+            f"{root} is the folder of one model, to which none can be added: name the folder of all models with --models"
+        )
+
+
+def _direct_versions(root: Path) -> list[Path]:
+    """Return the version folders of `root` in ascending order if it is the folder of one model, or `root` if it is that of a version."""
+    if (root / MODEL).exists():
+        return [root]
+    versions = [folder for folder in visible_folders(root) if VERSION.fullmatch(folder.name) and (folder / MODEL).exists()]
+    return sorted(versions, key=lambda folder: int(folder.name))
+
+
+def _name_in(folder: Path) -> str:
+    """Return the name in the model.toml of a version folder; raises ModelError."""
+    file = folder / MODEL
+    try:
+        name = tomllib.loads(read_file(file).decode()).get("name")
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ModelError(f"{file}: {error}") from error
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise ModelError(f"{file}: name is {name!r}: use letters, digits, '.', '_' and '-'")
+    return name
+
+
+def version_folders(folder: Path, name: str | None = None) -> dict[str, Path]:
+    """Return the version folders of a model, in ascending order; raises ModelError for invalid names or no version.
+
+    name: of the model, by default that of the folder. A folder with a model.toml is itself version 1.
+    """
+    if not NAME.fullmatch(name or folder.name):
         raise ModelError(f"{folder}: a model name has letters, digits, '.', '_' and '-' only: rename the folder")
+    if (folder / MODEL).exists():
+        return {"1": folder}
     for version in visible_folders(folder):
         if not VERSION.fullmatch(version.name):
             raise ModelError(f"{version}: a version is a whole number from 1 without leading zeros: rename the folder")
@@ -318,6 +367,11 @@ def version_folders(folder: Path) -> dict[str, Path]:
     if not versions:
         raise ModelError(f"{folder} has no version folder: put the model's files into {folder / '1'}")
     return versions
+
+
+def version_names(folder: Path) -> list[str]:
+    """Return the names of the version folders of a model, valid or not."""
+    return ["1"] if (folder / MODEL).exists() else [version.name for version in visible_folders(folder)]
 
 
 def read_aliases(root: Path, models: Mapping[str, Collection[str]]) -> dict[str, str]:
