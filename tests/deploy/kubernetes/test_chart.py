@@ -1,0 +1,302 @@
+"""The Helm chart: what Helm makes of the shipped sets of values, and that each check of its meaning finds a planted fault."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from service import __version__
+from service.settings import Settings
+from tests.deploy.kubernetes import checks
+from tests.deploy.kubernetes.checks import container, main_service, of_kind, one, peer_services, pod
+from tests.deploy.kubernetes.settings_schema import OWNED, SCHEMA, with_settings
+from tests.deploy.kubernetes.tools import CHART, EXAMPLES, MINIMAL, ROOT, Object, examples, objects_of, render, rendered_examples, validate, validated_examples
+
+Plant = Callable[[list[Object]], Any]
+KEYS = {"access": {"keys": {"secret": "seqserve-keys"}}}
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_example_renders_without_complaints(example: str) -> None:
+    rendered = rendered_examples()[example]
+    assert "error" not in rendered, rendered
+    assert rendered["lint"] == []
+    assert "port 8000" in rendered["notes"]
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_objects_match_their_schemas(example: str) -> None:
+    assert [errors for errors in validated_examples()[example] if errors] == []
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_objects_mean_what_they_should(example: str) -> None:
+    assert checks.faults(objects_of(example)) == []
+
+
+def test_examples_have_every_kind_of_object() -> None:
+    kinds = {each["kind"] for example in EXAMPLES for each in objects_of(example)}
+    assert kinds == {
+        *("ConfigMap", "Deployment", "HorizontalPodAutoscaler", "NetworkPolicy", "PodDisruptionBudget"),
+        *("PrometheusRule", "ScaledObject", "Service", "ServiceMonitor"),
+    }
+    assert {each["kind"] for each in objects_of("minimal")} == {"Deployment", "Service"}
+
+
+SCHEMA_FAULTS: dict[str, tuple[str, Callable[[Object], Any]]] = {
+    "Deployment": ("sessions", lambda each: each["spec"]["strategy"]["rollingUpdate"].update(maxUnavailabel=0)),
+    "Service": ("sessions", lambda each: each["spec"].update(publishNotReadyAdresses=True)),
+    "PodDisruptionBudget": ("sessions", lambda each: each["spec"].update(maxUnavailable=[1])),
+    "HorizontalPodAutoscaler": ("mig", lambda each: each["spec"]["metrics"][0].update(pod={})),
+    "NetworkPolicy": ("sessions", lambda each: each["spec"]["ingress"][0].update(port=[])),
+    "ConfigMap": ("gpu", lambda each: each["data"].update(number=1)),
+    "ServiceMonitor": ("sessions", lambda each: each["spec"]["endpoints"][0].update(prot="http")),
+    "PrometheusRule": ("sessions", lambda each: each["spec"]["groups"][0]["rules"][0].update(expression="up")),
+    "ScaledObject": ("gpu", lambda each: each["spec"].update(minReplicas=1)),
+}
+
+
+def test_schema_of_each_kind_finds_a_planted_fault() -> None:
+    planted = []
+    for kind, (example, plant) in SCHEMA_FAULTS.items():
+        planted.append(of_kind(objects_of(example), kind)[0])
+        plant(planted[-1])
+    assert [kind for kind, errors in zip(SCHEMA_FAULTS, validate(planted), strict=True) if not errors] == []
+
+
+def variable(objects: list[Object], name: str, value: str) -> None:
+    """Set a variable of the container."""
+    for each in container(objects)["env"]:
+        if each["name"] == name:
+            each["value"] = value
+            return
+    container(objects)["env"].append({"name": name, "value": value})
+
+
+def without(objects: list[Object], kind: str, part: str, place: int) -> None:
+    del one(objects, kind)["spec"][part][place]
+
+
+def mount(objects: list[Object], path: str) -> Object:
+    [found] = [each for each in container(objects)["volumeMounts"] if each["mountPath"] == path]
+    return found
+
+
+FAULTS: dict[str, tuple[str, Plant]] = {
+    # expected words of the fault: example, and how it is planted there
+    "is there 2 times": ("cpu", lambda all: all.append(main_service(all))),
+    "longer than 63 characters": ("cpu", lambda all: main_service(all)["metadata"].update(name="s" * 64)),
+    "Service .* selects no pod": ("cpu", lambda all: main_service(all)["spec"]["selector"].update(app="other")),
+    "Deployment .* selects no pod": ("cpu", lambda all: pod(all)["metadata"]["labels"].pop("app.kubernetes.io/instance")),
+    "PodDisruptionBudget .* selects no pod": (
+        "cpu",
+        lambda all: one(all, "PodDisruptionBudget")["spec"]["selector"]["matchLabels"].update({"app.kubernetes.io/name": "other"}),
+    ),
+    "NetworkPolicy .* selects no pod": ("cpu", lambda all: one(all, "NetworkPolicy")["spec"].update(podSelector={})),
+    "counts other pods": (
+        "cpu",
+        lambda all: pod(all)["spec"]["topologySpreadConstraints"][0]["labelSelector"]["matchLabels"].update(app="other"),
+    ),
+    "the service listens on": ("cpu", lambda all: variable(all, "SEQSERVE_GRPC_PORT", "9001")),
+    "readinessProbe names the port web": ("cpu", lambda all: container(all)["readinessProbe"]["httpGet"].update(port="web")),
+    "Service names the port web": ("cpu", lambda all: main_service(all)["spec"]["ports"][0].update(targetPort="web")),
+    "NetworkPolicy names the port web": ("cpu", lambda all: one(all, "NetworkPolicy")["spec"]["ingress"][0]["ports"][0].update(port="web")),
+    "livenessProbe asks /readyz": ("cpu", lambda all: container(all)["livenessProbe"]["httpGet"].update(path="/readyz")),
+    "readinessProbe asks /healthz": ("cpu", lambda all: container(all)["readinessProbe"]["httpGet"].update(path="/healthz")),
+    "speaks HTTP,": ("sessions", lambda all: container(all)["startupProbe"]["httpGet"].update(scheme="HTTP")),
+    "the startup probe gives up after": ("gpu", lambda all: container(all)["startupProbe"].update(failureThreshold=30)),
+    "progressDeadlineSeconds is shorter": ("gpu", lambda all: one(all, "Deployment")["spec"].update(progressDeadlineSeconds=200)),
+    "a stop may take 80 s": ("sessions", lambda all: pod(all)["spec"].update(terminationGracePeriodSeconds=79)),
+    "and a stop may take 41 s": ("cpu", lambda all: variable(all, "SEQSERVE_DRAIN_SECONDS", "31") or pod(all)["spec"].update(terminationGracePeriodSeconds=40)),
+    "neither add nor remove": ("cpu", lambda all: one(all, "Deployment")["spec"]["strategy"]["rollingUpdate"].update(maxSurge=0)),
+    "is set twice": ("cpu", lambda all: container(all)["env"].append({"name": "SEQSERVE_PORT", "value": "8000"})),
+    "enableServiceLinks is not false": ("cpu", lambda all: pod(all)["spec"].pop("enableServiceLinks")),
+    "unknown setting SEQSERVE_MAX_BATCH": ("gpu", lambda all: variable(all, "SEQSERVE_MAX_BATCH", "3")),
+    "which no probe reaches": ("cpu", lambda all: variable(all, "SEQSERVE_HOST", "127.0.0.1")),
+    "neither keys nor consent": ("cpu", lambda all: variable(all, "SEQSERVE_INSECURE", "false")),
+    "which Prometheus does not reach": ("sessions", lambda all: variable(all, "SEQSERVE_ADMIN_HOST", "127.0.0.1")),
+    "leaves out the addresses of pods": ("sessions", lambda all: variable(all, "SEQSERVE_ALLOWED_HOSTS", "example.com")),
+    "the volume kernels does not exist": ("gpu", lambda all: mount(all, "/var/cache/seqserve").update(name="kernels")),
+    "the volume keys is not mounted": ("gpu", lambda all: container(all)["volumeMounts"].remove(mount(all, "/etc/seqserve/keys"))),
+    "the image has them elsewhere": ("gpu", lambda all: variable(all, "SEQSERVE_MODELS", "/data")),
+    "and no volume is mounted there": ("gpu", lambda all: variable(all, "SEQSERVE_KEYS", "/keys.toml")),
+    "the service reads nothing there": ("sessions", lambda all: mount(all, "/etc/seqserve/tls").update(mountPath="/tls")),
+    "/models can be written": ("gpu", lambda all: mount(all, "/models").pop("readOnly")),
+    "the root file system can be written": ("cpu", lambda all: container(all)["securityContext"].pop("readOnlyRootFilesystem")),
+    "writes to /tmp": ("cpu", lambda all: container(all)["volumeMounts"].remove(mount(all, "/tmp"))),
+    "writes to /var/cache/seqserve": ("mig", lambda all: container(all)["volumeMounts"].remove(mount(all, "/var/cache/seqserve"))),
+    "image's user 10001:10001": ("cpu", lambda all: pod(all)["spec"]["securityContext"].update(runAsUser=1000)),
+    "readable for the image's group": ("cpu", lambda all: pod(all)["spec"]["securityContext"].pop("fsGroup")),
+    "may have privileges": ("cpu", lambda all: container(all)["securityContext"].pop("capabilities")),
+    "token of the cluster": ("cpu", lambda all: pod(all)["spec"].update(automountServiceAccountToken=True)),
+    "can block the drain of a node for ever": ("cpu", lambda all: one(all, "PodDisruptionBudget")["spec"].update(maxUnavailable=0)),
+    "block the drain": ("cpu", lambda all: one(all, "PodDisruptionBudget")["spec"].update(minAvailable=2)),
+    "never becomes ready blocks": ("cpu", lambda all: one(all, "PodDisruptionBudget")["spec"].pop("unhealthyPodEvictionPolicy")),
+    "two autoscalers": ("mig", lambda all: all.append(one(objects_of("gpu"), "ScaledObject"))),
+    "replicas beside an autoscaler": ("gpu", lambda all: one(all, "Deployment")["spec"].update(replicas=2)),
+    "or neither has them": ("cpu", lambda all: one(all, "Deployment")["spec"].pop("replicas")),
+    "scales another Deployment": ("gpu", lambda all: one(all, "ScaledObject")["spec"]["scaleTargetRef"].update(name="other")),
+    "goes from 9 to 6": ("gpu", lambda all: one(all, "ScaledObject")["spec"].update(minReplicaCount=9)),
+    "reads seqserve_backlog, which": (
+        "mig",
+        lambda all: one(all, "HorizontalPodAutoscaler")["spec"]["metrics"][0]["pods"]["metric"].update(name="seqserve_backlog"),
+    ),
+    r"the autoscaler reads \['seqserve_backlog_seconds'\]": ("mig", lambda all: without(all, "HorizontalPodAutoscaler", "metrics", 1)),
+    "is no sum": ("gpu", lambda all: one(all, "ScaledObject")["spec"]["triggers"][1]["metadata"].update(query='avg(seqserve_sessions{service="x"})')),
+    "reads other Services": ("gpu", lambda all: one(all, "ScaledObject")["spec"]["triggers"][1]["metadata"].update(query="sum(seqserve_sessions{})")),
+    "and a pod has 1024 places": (
+        "mig",
+        lambda all: one(all, "HorizontalPodAutoscaler")["spec"]["metrics"][1]["pods"]["target"].update(averageValue="2457"),
+    ),
+    "selects 2 Services": ("sessions", lambda all: one(all, "ServiceMonitor")["spec"]["selector"]["matchLabels"].pop("app.kubernetes.io/component")),
+    "which has no metrics": ("sessions", lambda all: one(all, "ServiceMonitor")["spec"]["endpoints"][0].update(port="http")),
+    "the rules select another": ("sessions", lambda all: one(all, "ServiceMonitor")["spec"].pop("jobLabel")),
+    "does not speak as the service": ("sessions", lambda all: one(all, "ServiceMonitor")["spec"]["endpoints"][0].pop("scheme")),
+    "Prometheus has none": ("gpu", lambda all: one(all, "ServiceMonitor")["spec"]["endpoints"][0].pop("authorization")),
+    "has other rules": ("gpu", lambda all: one(all, "PrometheusRule")["spec"]["groups"][0]["rules"].pop()),
+    "has another dashboard": ("gpu", lambda all: one(all, "ConfigMap")["data"].update({"seqserve.json": "{}"})),
+    "clients do not reach both ports": ("cpu", lambda all: one(all, "NetworkPolicy")["spec"]["ingress"][0]["ports"].pop()),
+    "pods do not reach DNS": ("cpu", lambda all: one(all, "NetworkPolicy")["spec"]["egress"][0]["ports"].pop()),
+    "Prometheus does not reach the metrics": ("cpu", lambda all: without(all, "NetworkPolicy", "ingress", 1)),
+    "everybody reaches the admin port": ("sessions", lambda all: one(all, "NetworkPolicy")["spec"]["ingress"][1].pop("from")),
+    "replicas do not accept each other": ("sessions", lambda all: without(all, "NetworkPolicy", "ingress", 2)),
+    "replicas do not reach each other": ("sessions", lambda all: without(all, "NetworkPolicy", "egress", 1)),
+    "and the engines are on cuda:0,cuda:1": (
+        "gpu-without-spare",
+        lambda all: container(all)["resources"]["limits"].update({"nvidia.com/gpu": 1}),
+    ),
+    "requests of GPUs differ": (
+        "gpu-without-spare",
+        lambda all: container(all)["resources"]["requests"].update({"nvidia.com/gpu": 1}),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_check_finds_a_planted_fault(fault: str) -> None:
+    example, plant = FAULTS[fault]
+    objects = objects_of(example)
+    plant(objects)
+    found = checks.faults(objects)
+    assert any(re.search(fault, each) for each in found), found
+
+
+def test_every_check_has_a_planted_fault() -> None:
+    found = set()
+    for example, plant in FAULTS.values():
+        objects = objects_of(example)
+        plant(objects)
+        found |= {function.__name__ for function in checks.CHECKS if _finds(function, objects)}
+    assert found == {function.__name__ for function in checks.CHECKS}
+
+
+def _finds(function: checks.Check, objects: list[Object]) -> bool:
+    try:
+        return bool(function(objects))
+    except Exception:  # another check finds this fault
+        return False
+
+
+REFUSED: dict[str, Any] = {
+    "set access.keys.secret to a Secret with a file of keys, or access.insecure=true": {},
+    "set models.claim.name": {**KEYS, "models": {"from": "claim"}},
+    "set models.imageVolume.reference": {**KEYS, "models": {"from": "imageVolume"}},
+    "set models.init.image": {**KEYS, "models": {"from": "init"}},
+    "no rollout could replace a pod": {**KEYS, "rollout": {"maxSurge": 0}},
+    "minReplicas is larger": {**KEYS, "autoscaling": {"minReplicas": 9}},
+    "set monitor.key.secret": {**KEYS, "monitor": {"enabled": True}},
+    "set it in settings": {**KEYS, "extraEnv": [{"name": "SEQSERVE_PORT", "value": "1"}]},
+    "leaves out the IP addresses of pods": {
+        "access": {**KEYS["access"], "allowedHosts": ["example.com"]},
+        "peers": {"enabled": True},
+    },
+    "set gpu.count=1 and raise replicas": {**KEYS, "gpu": {"enabled": True, "resource": "nvidia.com/mig-1g.10gb", "count": 2}},
+    # by the schema
+    "replica": {**KEYS, "replica": 3},
+    "max_batch_sequence": {**KEYS, "settings": {"max_batch_sequence": 3}},
+    "lame_duck_seconds": {**KEYS, "settings": {"lame_duck_seconds": 3}},
+    "max_waiting": {**KEYS, "settings": {"max_waiting": "many"}},
+    "autoscaling/by|autoscaling.by": {**KEYS, "autoscaling": {"by": "both"}},
+    "adminPort": {**KEYS, "adminPort": 8001},
+    "count": {**KEYS, "gpu": {"count": 1.5}},
+    "digest": {**KEYS, "image": {"digest": "latest"}},
+}
+
+
+def test_impossible_values_are_refused() -> None:
+    replies = render(REFUSED)
+    accepted = {words: reply for words, reply in replies.items() if not re.search(words, reply.get("error", ""))}
+    assert accepted == {}
+
+
+def test_settings_of_every_type_arrive_unchanged() -> None:
+    """Helm reads numbers as floats, and would write large ones with an exponent."""
+    given = {"max_body_bytes": 33554432, "channel_bytes": 67108864, "batch_budget_ms": 2.5, "debug": True, "versions": "latest:2"}
+    rendered = render({"given": {**MINIMAL, "settings": given}})["given"]
+    read = checks.settings(rendered["objects"])
+    assert {name: getattr(read, name) for name in given} == given
+
+
+def test_default_values_are_those_of_the_service() -> None:
+    values, service = yaml.safe_load((CHART / "values.yaml").read_text()), Settings()
+    timing = values["timing"]
+    assert (timing["start"], timing["lameDuck"], timing["drain"]) == (
+        service.start_seconds,
+        service.lame_duck_seconds,
+        service.drain_seconds,
+    )
+    replies = render({"hpa": {**MINIMAL, "autoscaling": {"by": "hpa", "sessionPercent": 100}}})["hpa"]
+    [_, sessions] = one(replies["objects"], "HorizontalPodAutoscaler")["spec"]["metrics"]
+    assert int(sessions["pods"]["target"]["averageValue"]) == service.max_sessions
+
+
+def test_schema_has_the_current_settings() -> None:
+    """`make chart-schema` writes them."""
+    text = SCHEMA.read_text()
+    assert text == with_settings(text)
+    assert OWNED <= Settings.model_fields.keys()
+
+
+def test_chart_has_the_version_of_the_service() -> None:
+    assert yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"] == __version__
+
+
+@pytest.mark.parametrize("name, source", [("rules.yml", "rules.yml"), ("dashboard.json", "grafana/dashboards/seqserve.json")])
+def test_chart_holds_no_copy_of_shipped_files(name: str, source: str) -> None:
+    """Links, which Helm follows when it renders or packages the chart."""
+    link = CHART / "files" / name
+    assert link.is_symlink() and not Path(link.readlink()).is_absolute()
+    assert link.resolve() == ROOT / "deploy" / source
+
+
+def test_peers_find_replicas_that_are_not_ready() -> None:
+    [peers] = peer_services(objects_of("sessions"))
+    assert peers["spec"]["clusterIP"] == "None"
+    assert not peer_services(objects_of("cpu"))
+
+
+def test_every_value_has_a_schema() -> None:
+    """The schema names every default, and allows no other name."""
+    schema, values = yaml.safe_load(SCHEMA.read_text()), yaml.safe_load((CHART / "values.yaml").read_text())
+    assert values.keys() | {"global"} == schema["properties"].keys()
+    for name, value in values.items():
+        described = schema["properties"][name]
+        if isinstance(value, dict) and value and "properties" in described and name != "seccompProfile":
+            assert described["properties"].keys() == value.keys(), name
+            assert described["additionalProperties"] is False
+
+
+def test_examples_are_described() -> None:
+    page = (ROOT / "docs" / "kubernetes.md").read_text()
+    assert [name for name in examples() if name != "minimal" and f"examples/{name}.yaml" not in page] == []
+
+
+def test_make_installs_what_these_tests_need() -> None:
+    dry = subprocess.run(["make", "--dry-run", "--always-make", "test"], cwd=ROOT, capture_output=True, text=True)
+    assert "tests/deploy/kubernetes/requirements.txt" in dry.stdout
