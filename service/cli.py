@@ -240,6 +240,7 @@ def _parser() -> argparse.ArgumentParser:
     _setting(command, "--tls-cert", metavar="FILE", help="certificate and its chain: both ports then speak TLS")
     _setting(command, "--tls-key", metavar="FILE", help="key of the certificate, if it is not in the same file")
     _setting(command, "--tls-client-ca", metavar="FILE", help="authority of the certificates that clients then need")
+    _setting(command, "--alias", metavar="NAME", help="another name of the model, if the folder has only one")
     _setting(command, "--strict", action="store_true", help="end the start if a model cannot be served")
     _setting(command, "--insecure", action="store_true", help="serve everybody who reaches the port, without keys")
     _setting(command, "--allowed-hosts", metavar="NAME,NAME", help="names of this service in Host headers, besides localhost")

@@ -100,7 +100,7 @@ def objects_have_names_of_their_own(objects: list[Object]) -> list[str]:
 @check
 def selectors_match_the_pods(objects: list[Object]) -> list[str]:
     labels = pod(objects)["metadata"]["labels"]
-    selecting = {
+    selecting: dict[str, Callable[[Object], Object]] = {
         "Deployment": lambda spec: spec["selector"],
         "Service": lambda spec: spec["selector"],
         "PodDisruptionBudget": lambda spec: spec["selector"],
@@ -113,7 +113,9 @@ def selectors_match_the_pods(objects: list[Object]) -> list[str]:
         if not matches(selector(each["spec"]), labels)
     ]
     spread = pod(objects)["spec"]["topologySpreadConstraints"]
-    return faults + ["a topologySpreadConstraint counts other pods" for each in spread if not matches(each["labelSelector"], labels)]
+    return faults + [
+        "a topologySpreadConstraint counts other pods" for each in spread if not matches(each["labelSelector"], labels)
+    ]
 
 
 @check
@@ -123,7 +125,9 @@ def ports_exist(objects: list[Object]) -> list[str]:
     listening = {"http": read.port, "grpc": read.grpc_port} | ({} if read.admin_port == "off" else {"admin": read.admin_port})
     faults = [] if ports == listening else [f"the container has the ports {ports}, and the service listens on {listening}"]
     used = [("Service", port["targetPort"]) for each in of_kind(objects, "Service") for port in each["spec"]["ports"]]
-    used += [(name, container(objects)[name]["httpGet"]["port"]) for name in ("startupProbe", "readinessProbe", "livenessProbe")]
+    used += [
+        (name, container(objects)[name]["httpGet"]["port"]) for name in ("startupProbe", "readinessProbe", "livenessProbe")
+    ]
     for policy in of_kind(objects, "NetworkPolicy"):
         rules_ = [*policy["spec"]["ingress"], *policy["spec"]["egress"]]
         used += [("NetworkPolicy", port["port"]) for rule in rules_ for port in rule["ports"] if isinstance(port["port"], str)]
@@ -198,9 +202,15 @@ def mounts_are_what_the_service_reads(objects: list[Object]) -> list[str]:
     own = {str(read.models), str(read.cache), "/tmp"}
     files = {name: getattr(read, name) for name in ("keys", "state_keys", "tls_cert", "tls_key") if getattr(read, name)}
     folders = {str(PurePosixPath(file).parent) for file in files.values()}
-    faults += [f"{name} is {file}, and no volume is mounted there" for name, file in files.items() if str(PurePosixPath(file).parent) not in mounts]
+    faults += [
+        f"{name} is {file}, and no volume is mounted there"
+        for name, file in files.items()
+        if str(PurePosixPath(file).parent) not in mounts
+    ]
     faults += [f"{path} is mounted, and the service reads nothing there" for path in mounts.keys() - folders - own]
-    faults += [f"{path} can be written" for path in {str(read.models), *folders} & mounts.keys() if not mounts[path].get("readOnly")]
+    faults += [
+        f"{path} can be written" for path in {str(read.models), *folders} & mounts.keys() if not mounts[path].get("readOnly")
+    ]
     return faults
 
 
@@ -283,9 +293,15 @@ def session_target_is_below_the_limit(objects: list[Object]) -> list[str]:
     places = read.max_sessions * (1 if read.device == "auto" else len(read.devices))
     faults = []
     for scaler in autoscalers(objects):
-        targets = [each["pods"]["target"]["averageValue"] for each in scaler["spec"].get("metrics", ()) if "sessions" in str(each)]
+        targets = [
+            each["pods"]["target"]["averageValue"] for each in scaler["spec"].get("metrics", ()) if "sessions" in str(each)
+        ]
         targets += [each["metadata"]["threshold"] for each in scaler["spec"].get("triggers", ()) if "sessions" in str(each)]
-        faults += [f"pods are added at {target} sessions, and a pod has {places} places" for target in targets if not 0 < int(target) < places]
+        faults += [
+            f"pods are added at {target} sessions, and a pod has {places} places"
+            for target in targets
+            if not 0 < int(target) < places
+        ]
     return faults
 
 
@@ -298,7 +314,9 @@ def prometheus_finds_the_service_once(objects: list[Object]) -> list[str]:
         if [each["metadata"]["name"] for each in selected] != [main_service(objects)["metadata"]["name"]]:
             return [f"the ServiceMonitor selects {len(selected)} Services"]
         [endpoint] = spec["endpoints"]
-        if endpoint["port"] not in {port["name"] for port in selected[0]["spec"]["ports"]} or endpoint["port"] != metrics_port(objects):
+        if endpoint["port"] not in {port["name"] for port in selected[0]["spec"]["ports"]} or endpoint["port"] != metrics_port(
+            objects
+        ):
             faults.append(f"the ServiceMonitor scrapes the port {endpoint['port']}, which has no metrics")
         job = selected[0]["metadata"]["labels"].get(spec.get("jobLabel"), selected[0]["metadata"]["name"])
         if any(wanted != job for rule in rules() for wanted in re.findall(r'job="([^"]+)"', rule["expr"])):
@@ -314,7 +332,9 @@ def prometheus_finds_the_service_once(objects: list[Object]) -> list[str]:
 @check
 def rules_and_dashboard_are_the_shipped_ones(objects: list[Object]) -> list[str]:
     shipped = yaml.safe_load((ROOT / "deploy" / "rules.yml").read_text())
-    faults = [f"{each['metadata']['name']} has other rules" for each in of_kind(objects, "PrometheusRule") if each["spec"] != shipped]
+    faults = [
+        f"{each['metadata']['name']} has other rules" for each in of_kind(objects, "PrometheusRule") if each["spec"] != shipped
+    ]
     dashboard = (ROOT / "deploy" / "grafana" / "dashboards" / "seqserve.json").read_text()
     for each in of_kind(objects, "ConfigMap"):
         if each["data"]["seqserve.json"].strip() != dashboard.strip():
@@ -329,7 +349,13 @@ def the_network_policy_lets_through_what_is_needed(objects: list[Object]) -> lis
         ingress, egress = policy["spec"]["ingress"], policy["spec"]["egress"]
         if not {"http", "grpc"} <= {port["port"] for rule in ingress for port in rule["ports"]}:
             faults.append("clients do not reach both ports")
-        dns = {(port["port"], port["protocol"]) for rule in egress if "to" not in rule for port in rule["ports"] if "protocol" in port}
+        dns = {
+            (port["port"], port["protocol"])
+            for rule in egress
+            if "to" not in rule
+            for port in rule["ports"]
+            if "protocol" in port
+        }
         if not {(53, "UDP"), (53, "TCP")} <= dns:
             faults.append("pods do not reach DNS")
         scraping = [rule for rule in ingress if _opens(rule, metrics_port(objects))]

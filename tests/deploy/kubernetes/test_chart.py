@@ -16,7 +16,19 @@ from service.settings import Settings
 from tests.deploy.kubernetes import checks
 from tests.deploy.kubernetes.checks import container, main_service, of_kind, one, peer_services, pod
 from tests.deploy.kubernetes.settings_schema import OWNED, SCHEMA, with_settings
-from tests.deploy.kubernetes.tools import CHART, EXAMPLES, MINIMAL, ROOT, Object, examples, objects_of, render, rendered_examples, validate, validated_examples
+from tests.deploy.kubernetes.tools import (
+    CHART,
+    EXAMPLES,
+    MINIMAL,
+    ROOT,
+    Object,
+    examples,
+    objects_of,
+    render,
+    rendered_examples,
+    validate,
+    validated_examples,
+)
 
 Plant = Callable[[list[Object]], Any]
 KEYS = {"access": {"keys": {"secret": "seqserve-keys"}}}
@@ -70,13 +82,11 @@ def test_schema_of_each_kind_finds_a_planted_fault() -> None:
     assert [kind for kind, errors in zip(SCHEMA_FAULTS, validate(planted), strict=True) if not errors] == []
 
 
-def variable(objects: list[Object], name: str, value: str) -> None:
-    """Set a variable of the container."""
-    for each in container(objects)["env"]:
-        if each["name"] == name:
-            each["value"] = value
-            return
-    container(objects)["env"].append({"name": name, "value": value})
+def variable(objects: list[Object], name: str, value: str) -> list[Object]:
+    """Set a variable of the container, and return the others."""
+    others = [each for each in container(objects)["env"] if each["name"] != name]
+    container(objects)["env"] = [*others, {"name": name, "value": value}]
+    return others
 
 
 def without(objects: list[Object], kind: str, part: str, place: int) -> None:
@@ -84,96 +94,183 @@ def without(objects: list[Object], kind: str, part: str, place: int) -> None:
 
 
 def mount(objects: list[Object], path: str) -> Object:
-    [found] = [each for each in container(objects)["volumeMounts"] if each["mountPath"] == path]
-    return found
+    found: list[Object] = [each for each in container(objects)["volumeMounts"] if each["mountPath"] == path]
+    return found[0]
 
 
 FAULTS: dict[str, tuple[str, Plant]] = {
     # expected words of the fault: example, and how it is planted there
-    "is there 2 times": ("cpu", lambda all: all.append(main_service(all))),
-    "longer than 63 characters": ("cpu", lambda all: main_service(all)["metadata"].update(name="s" * 64)),
-    "Service .* selects no pod": ("cpu", lambda all: main_service(all)["spec"]["selector"].update(app="other")),
-    "Deployment .* selects no pod": ("cpu", lambda all: pod(all)["metadata"]["labels"].pop("app.kubernetes.io/instance")),
+    "is there 2 times": ("cpu", lambda objects: objects.append(main_service(objects))),
+    "longer than 63 characters": ("cpu", lambda objects: main_service(objects)["metadata"].update(name="s" * 64)),
+    "Service .* selects no pod": ("cpu", lambda objects: main_service(objects)["spec"]["selector"].update(app="other")),
+    "Deployment .* selects no pod": (
+        "cpu",
+        lambda objects: pod(objects)["metadata"]["labels"].pop("app.kubernetes.io/instance"),
+    ),
     "PodDisruptionBudget .* selects no pod": (
         "cpu",
-        lambda all: one(all, "PodDisruptionBudget")["spec"]["selector"]["matchLabels"].update({"app.kubernetes.io/name": "other"}),
+        lambda objects: one(objects, "PodDisruptionBudget")["spec"]["selector"]["matchLabels"].update(
+            {"app.kubernetes.io/name": "other"}
+        ),
     ),
-    "NetworkPolicy .* selects no pod": ("cpu", lambda all: one(all, "NetworkPolicy")["spec"].update(podSelector={})),
+    "NetworkPolicy .* selects no pod": ("cpu", lambda objects: one(objects, "NetworkPolicy")["spec"].update(podSelector={})),
     "counts other pods": (
         "cpu",
-        lambda all: pod(all)["spec"]["topologySpreadConstraints"][0]["labelSelector"]["matchLabels"].update(app="other"),
+        lambda objects: pod(objects)["spec"]["topologySpreadConstraints"][0]["labelSelector"]["matchLabels"].update(
+            app="other"
+        ),
     ),
-    "the service listens on": ("cpu", lambda all: variable(all, "SEQSERVE_GRPC_PORT", "9001")),
-    "readinessProbe names the port web": ("cpu", lambda all: container(all)["readinessProbe"]["httpGet"].update(port="web")),
-    "Service names the port web": ("cpu", lambda all: main_service(all)["spec"]["ports"][0].update(targetPort="web")),
-    "NetworkPolicy names the port web": ("cpu", lambda all: one(all, "NetworkPolicy")["spec"]["ingress"][0]["ports"][0].update(port="web")),
-    "livenessProbe asks /readyz": ("cpu", lambda all: container(all)["livenessProbe"]["httpGet"].update(path="/readyz")),
-    "readinessProbe asks /healthz": ("cpu", lambda all: container(all)["readinessProbe"]["httpGet"].update(path="/healthz")),
-    "speaks HTTP,": ("sessions", lambda all: container(all)["startupProbe"]["httpGet"].update(scheme="HTTP")),
-    "the startup probe gives up after": ("gpu", lambda all: container(all)["startupProbe"].update(failureThreshold=30)),
-    "progressDeadlineSeconds is shorter": ("gpu", lambda all: one(all, "Deployment")["spec"].update(progressDeadlineSeconds=200)),
-    "a stop may take 80 s": ("sessions", lambda all: pod(all)["spec"].update(terminationGracePeriodSeconds=79)),
-    "and a stop may take 41 s": ("cpu", lambda all: variable(all, "SEQSERVE_DRAIN_SECONDS", "31") or pod(all)["spec"].update(terminationGracePeriodSeconds=40)),
-    "neither add nor remove": ("cpu", lambda all: one(all, "Deployment")["spec"]["strategy"]["rollingUpdate"].update(maxSurge=0)),
-    "is set twice": ("cpu", lambda all: container(all)["env"].append({"name": "SEQSERVE_PORT", "value": "8000"})),
-    "enableServiceLinks is not false": ("cpu", lambda all: pod(all)["spec"].pop("enableServiceLinks")),
-    "unknown setting SEQSERVE_MAX_BATCH": ("gpu", lambda all: variable(all, "SEQSERVE_MAX_BATCH", "3")),
-    "which no probe reaches": ("cpu", lambda all: variable(all, "SEQSERVE_HOST", "127.0.0.1")),
-    "neither keys nor consent": ("cpu", lambda all: variable(all, "SEQSERVE_INSECURE", "false")),
-    "which Prometheus does not reach": ("sessions", lambda all: variable(all, "SEQSERVE_ADMIN_HOST", "127.0.0.1")),
-    "leaves out the addresses of pods": ("sessions", lambda all: variable(all, "SEQSERVE_ALLOWED_HOSTS", "example.com")),
-    "the volume kernels does not exist": ("gpu", lambda all: mount(all, "/var/cache/seqserve").update(name="kernels")),
-    "the volume keys is not mounted": ("gpu", lambda all: container(all)["volumeMounts"].remove(mount(all, "/etc/seqserve/keys"))),
-    "the image has them elsewhere": ("gpu", lambda all: variable(all, "SEQSERVE_MODELS", "/data")),
-    "and no volume is mounted there": ("gpu", lambda all: variable(all, "SEQSERVE_KEYS", "/keys.toml")),
-    "the service reads nothing there": ("sessions", lambda all: mount(all, "/etc/seqserve/tls").update(mountPath="/tls")),
-    "/models can be written": ("gpu", lambda all: mount(all, "/models").pop("readOnly")),
-    "the root file system can be written": ("cpu", lambda all: container(all)["securityContext"].pop("readOnlyRootFilesystem")),
-    "writes to /tmp": ("cpu", lambda all: container(all)["volumeMounts"].remove(mount(all, "/tmp"))),
-    "writes to /var/cache/seqserve": ("mig", lambda all: container(all)["volumeMounts"].remove(mount(all, "/var/cache/seqserve"))),
-    "image's user 10001:10001": ("cpu", lambda all: pod(all)["spec"]["securityContext"].update(runAsUser=1000)),
-    "readable for the image's group": ("cpu", lambda all: pod(all)["spec"]["securityContext"].pop("fsGroup")),
-    "may have privileges": ("cpu", lambda all: container(all)["securityContext"].pop("capabilities")),
-    "token of the cluster": ("cpu", lambda all: pod(all)["spec"].update(automountServiceAccountToken=True)),
-    "can block the drain of a node for ever": ("cpu", lambda all: one(all, "PodDisruptionBudget")["spec"].update(maxUnavailable=0)),
-    "block the drain": ("cpu", lambda all: one(all, "PodDisruptionBudget")["spec"].update(minAvailable=2)),
-    "never becomes ready blocks": ("cpu", lambda all: one(all, "PodDisruptionBudget")["spec"].pop("unhealthyPodEvictionPolicy")),
-    "two autoscalers": ("mig", lambda all: all.append(one(objects_of("gpu"), "ScaledObject"))),
-    "replicas beside an autoscaler": ("gpu", lambda all: one(all, "Deployment")["spec"].update(replicas=2)),
-    "or neither has them": ("cpu", lambda all: one(all, "Deployment")["spec"].pop("replicas")),
-    "scales another Deployment": ("gpu", lambda all: one(all, "ScaledObject")["spec"]["scaleTargetRef"].update(name="other")),
-    "goes from 9 to 6": ("gpu", lambda all: one(all, "ScaledObject")["spec"].update(minReplicaCount=9)),
+    "the service listens on": ("cpu", lambda objects: variable(objects, "SEQSERVE_GRPC_PORT", "9001")),
+    "readinessProbe names the port web": (
+        "cpu",
+        lambda objects: container(objects)["readinessProbe"]["httpGet"].update(port="web"),
+    ),
+    "Service names the port web": ("cpu", lambda objects: main_service(objects)["spec"]["ports"][0].update(targetPort="web")),
+    "NetworkPolicy names the port web": (
+        "cpu",
+        lambda objects: one(objects, "NetworkPolicy")["spec"]["ingress"][0]["ports"][0].update(port="web"),
+    ),
+    "livenessProbe asks /readyz": (
+        "cpu",
+        lambda objects: container(objects)["livenessProbe"]["httpGet"].update(path="/readyz"),
+    ),
+    "readinessProbe asks /healthz": (
+        "cpu",
+        lambda objects: container(objects)["readinessProbe"]["httpGet"].update(path="/healthz"),
+    ),
+    "speaks HTTP,": ("sessions", lambda objects: container(objects)["startupProbe"]["httpGet"].update(scheme="HTTP")),
+    "the startup probe gives up after": ("gpu", lambda objects: container(objects)["startupProbe"].update(failureThreshold=30)),
+    "progressDeadlineSeconds is shorter": (
+        "gpu",
+        lambda objects: one(objects, "Deployment")["spec"].update(progressDeadlineSeconds=200),
+    ),
+    "a stop may take 80 s": ("sessions", lambda objects: pod(objects)["spec"].update(terminationGracePeriodSeconds=79)),
+    "and a stop may take 41 s": (
+        "cpu",
+        lambda objects: [
+            variable(objects, "SEQSERVE_DRAIN_SECONDS", "31"),
+            pod(objects)["spec"].update(terminationGracePeriodSeconds=40),
+        ],
+    ),
+    "neither add nor remove": (
+        "cpu",
+        lambda objects: one(objects, "Deployment")["spec"]["strategy"]["rollingUpdate"].update(maxSurge=0),
+    ),
+    "is set twice": ("cpu", lambda objects: container(objects)["env"].append({"name": "SEQSERVE_PORT", "value": "8000"})),
+    "enableServiceLinks is not false": ("cpu", lambda objects: pod(objects)["spec"].pop("enableServiceLinks")),
+    "unknown setting SEQSERVE_MAX_BATCH": ("gpu", lambda objects: variable(objects, "SEQSERVE_MAX_BATCH", "3")),
+    "which no probe reaches": ("cpu", lambda objects: variable(objects, "SEQSERVE_HOST", "127.0.0.1")),
+    "neither keys nor consent": ("cpu", lambda objects: variable(objects, "SEQSERVE_INSECURE", "false")),
+    "which Prometheus does not reach": ("sessions", lambda objects: variable(objects, "SEQSERVE_ADMIN_HOST", "127.0.0.1")),
+    "leaves out the addresses of pods": (
+        "sessions",
+        lambda objects: variable(objects, "SEQSERVE_ALLOWED_HOSTS", "example.com"),
+    ),
+    "the volume kernels does not exist": ("gpu", lambda objects: mount(objects, "/var/cache/seqserve").update(name="kernels")),
+    "the volume keys is not mounted": (
+        "gpu",
+        lambda objects: container(objects)["volumeMounts"].remove(mount(objects, "/etc/seqserve/keys")),
+    ),
+    "the image has them elsewhere": ("gpu", lambda objects: variable(objects, "SEQSERVE_MODELS", "/data")),
+    "and no volume is mounted there": ("gpu", lambda objects: variable(objects, "SEQSERVE_KEYS", "/keys.toml")),
+    "the service reads nothing there": (
+        "sessions",
+        lambda objects: mount(objects, "/etc/seqserve/tls").update(mountPath="/tls"),
+    ),
+    "/models can be written": ("gpu", lambda objects: mount(objects, "/models").pop("readOnly")),
+    "the root file system can be written": (
+        "cpu",
+        lambda objects: container(objects)["securityContext"].pop("readOnlyRootFilesystem"),
+    ),
+    "writes to /tmp": ("cpu", lambda objects: container(objects)["volumeMounts"].remove(mount(objects, "/tmp"))),
+    "writes to /var/cache/seqserve": (
+        "mig",
+        lambda objects: container(objects)["volumeMounts"].remove(mount(objects, "/var/cache/seqserve")),
+    ),
+    "image's user 10001:10001": ("cpu", lambda objects: pod(objects)["spec"]["securityContext"].update(runAsUser=1000)),
+    "readable for the image's group": ("cpu", lambda objects: pod(objects)["spec"]["securityContext"].pop("fsGroup")),
+    "may have privileges": ("cpu", lambda objects: container(objects)["securityContext"].pop("capabilities")),
+    "token of the cluster": ("cpu", lambda objects: pod(objects)["spec"].update(automountServiceAccountToken=True)),
+    "can block the drain of a node for ever": (
+        "cpu",
+        lambda objects: one(objects, "PodDisruptionBudget")["spec"].update(maxUnavailable=0),
+    ),
+    "block the drain": ("cpu", lambda objects: one(objects, "PodDisruptionBudget")["spec"].update(minAvailable=2)),
+    "never becomes ready blocks": (
+        "cpu",
+        lambda objects: one(objects, "PodDisruptionBudget")["spec"].pop("unhealthyPodEvictionPolicy"),
+    ),
+    "two autoscalers": ("mig", lambda objects: objects.append(one(objects_of("gpu"), "ScaledObject"))),
+    "replicas beside an autoscaler": ("gpu", lambda objects: one(objects, "Deployment")["spec"].update(replicas=2)),
+    "or neither has them": ("cpu", lambda objects: one(objects, "Deployment")["spec"].pop("replicas")),
+    "scales another Deployment": (
+        "gpu",
+        lambda objects: one(objects, "ScaledObject")["spec"]["scaleTargetRef"].update(name="other"),
+    ),
+    "goes from 9 to 6": ("gpu", lambda objects: one(objects, "ScaledObject")["spec"].update(minReplicaCount=9)),
     "reads seqserve_backlog, which": (
         "mig",
-        lambda all: one(all, "HorizontalPodAutoscaler")["spec"]["metrics"][0]["pods"]["metric"].update(name="seqserve_backlog"),
+        lambda objects: one(objects, "HorizontalPodAutoscaler")["spec"]["metrics"][0]["pods"]["metric"].update(
+            name="seqserve_backlog"
+        ),
     ),
-    r"the autoscaler reads \['seqserve_backlog_seconds'\]": ("mig", lambda all: without(all, "HorizontalPodAutoscaler", "metrics", 1)),
-    "is no sum": ("gpu", lambda all: one(all, "ScaledObject")["spec"]["triggers"][1]["metadata"].update(query='avg(seqserve_sessions{service="x"})')),
-    "reads other Services": ("gpu", lambda all: one(all, "ScaledObject")["spec"]["triggers"][1]["metadata"].update(query="sum(seqserve_sessions{})")),
+    r"the autoscaler reads \['seqserve_backlog_seconds'\]": (
+        "mig",
+        lambda objects: without(objects, "HorizontalPodAutoscaler", "metrics", 1),
+    ),
+    "is no sum": (
+        "gpu",
+        lambda objects: one(objects, "ScaledObject")["spec"]["triggers"][1]["metadata"].update(
+            query='avg(seqserve_sessions{service="x"})'
+        ),
+    ),
+    "reads other Services": (
+        "gpu",
+        lambda objects: one(objects, "ScaledObject")["spec"]["triggers"][1]["metadata"].update(
+            query="sum(seqserve_sessions{})"
+        ),
+    ),
     "and a pod has 1024 places": (
         "mig",
-        lambda all: one(all, "HorizontalPodAutoscaler")["spec"]["metrics"][1]["pods"]["target"].update(averageValue="2457"),
+        lambda objects: one(objects, "HorizontalPodAutoscaler")["spec"]["metrics"][1]["pods"]["target"].update(
+            averageValue="2457"
+        ),
     ),
-    "selects 2 Services": ("sessions", lambda all: one(all, "ServiceMonitor")["spec"]["selector"]["matchLabels"].pop("app.kubernetes.io/component")),
-    "which has no metrics": ("sessions", lambda all: one(all, "ServiceMonitor")["spec"]["endpoints"][0].update(port="http")),
-    "the rules select another": ("sessions", lambda all: one(all, "ServiceMonitor")["spec"].pop("jobLabel")),
-    "does not speak as the service": ("sessions", lambda all: one(all, "ServiceMonitor")["spec"]["endpoints"][0].pop("scheme")),
-    "Prometheus has none": ("gpu", lambda all: one(all, "ServiceMonitor")["spec"]["endpoints"][0].pop("authorization")),
-    "has other rules": ("gpu", lambda all: one(all, "PrometheusRule")["spec"]["groups"][0]["rules"].pop()),
-    "has another dashboard": ("gpu", lambda all: one(all, "ConfigMap")["data"].update({"seqserve.json": "{}"})),
-    "clients do not reach both ports": ("cpu", lambda all: one(all, "NetworkPolicy")["spec"]["ingress"][0]["ports"].pop()),
-    "pods do not reach DNS": ("cpu", lambda all: one(all, "NetworkPolicy")["spec"]["egress"][0]["ports"].pop()),
-    "Prometheus does not reach the metrics": ("cpu", lambda all: without(all, "NetworkPolicy", "ingress", 1)),
-    "everybody reaches the admin port": ("sessions", lambda all: one(all, "NetworkPolicy")["spec"]["ingress"][1].pop("from")),
-    "replicas do not accept each other": ("sessions", lambda all: without(all, "NetworkPolicy", "ingress", 2)),
-    "replicas do not reach each other": ("sessions", lambda all: without(all, "NetworkPolicy", "egress", 1)),
+    "selects 2 Services": (
+        "sessions",
+        lambda objects: one(objects, "ServiceMonitor")["spec"]["selector"]["matchLabels"].pop("app.kubernetes.io/component"),
+    ),
+    "which has no metrics": (
+        "sessions",
+        lambda objects: one(objects, "ServiceMonitor")["spec"]["endpoints"][0].update(port="http"),
+    ),
+    "the rules select another": ("sessions", lambda objects: one(objects, "ServiceMonitor")["spec"].pop("jobLabel")),
+    "does not speak as the service": (
+        "sessions",
+        lambda objects: one(objects, "ServiceMonitor")["spec"]["endpoints"][0].pop("scheme"),
+    ),
+    "Prometheus has none": ("gpu", lambda objects: one(objects, "ServiceMonitor")["spec"]["endpoints"][0].pop("authorization")),
+    "has other rules": ("gpu", lambda objects: one(objects, "PrometheusRule")["spec"]["groups"][0]["rules"].pop()),
+    "has another dashboard": ("gpu", lambda objects: one(objects, "ConfigMap")["data"].update({"seqserve.json": "{}"})),
+    "clients do not reach both ports": (
+        "cpu",
+        lambda objects: one(objects, "NetworkPolicy")["spec"]["ingress"][0]["ports"].pop(),
+    ),
+    "pods do not reach DNS": ("cpu", lambda objects: one(objects, "NetworkPolicy")["spec"]["egress"][0]["ports"].pop()),
+    "Prometheus does not reach the metrics": ("cpu", lambda objects: without(objects, "NetworkPolicy", "ingress", 1)),
+    "everybody reaches the admin port": (
+        "sessions",
+        lambda objects: one(objects, "NetworkPolicy")["spec"]["ingress"][1].pop("from"),
+    ),
+    "replicas do not accept each other": ("sessions", lambda objects: without(objects, "NetworkPolicy", "ingress", 2)),
+    "replicas do not reach each other": ("sessions", lambda objects: without(objects, "NetworkPolicy", "egress", 1)),
     "and the engines are on cuda:0,cuda:1": (
         "gpu-without-spare",
-        lambda all: container(all)["resources"]["limits"].update({"nvidia.com/gpu": 1}),
+        lambda objects: container(objects)["resources"]["limits"].update({"nvidia.com/gpu": 1}),
     ),
     "requests of GPUs differ": (
         "gpu-without-spare",
-        lambda all: container(all)["resources"]["requests"].update({"nvidia.com/gpu": 1}),
+        lambda objects: container(objects)["resources"]["requests"].update({"nvidia.com/gpu": 1}),
     ),
 }
 
@@ -237,7 +334,13 @@ def test_impossible_values_are_refused() -> None:
 
 def test_settings_of_every_type_arrive_unchanged() -> None:
     """Helm reads numbers as floats, and would write large ones with an exponent."""
-    given = {"max_body_bytes": 33554432, "channel_bytes": 67108864, "batch_budget_ms": 2.5, "debug": True, "versions": "latest:2"}
+    given = {
+        "max_body_bytes": 33554432,
+        "channel_bytes": 67108864,
+        "batch_budget_ms": 2.5,
+        "debug": True,
+        "versions": "latest:2",
+    }
     rendered = render({"given": {**MINIMAL, "settings": given}})["given"]
     read = checks.settings(rendered["objects"])
     assert {name: getattr(read, name) for name in given} == given
@@ -260,7 +363,7 @@ def test_schema_has_the_current_settings() -> None:
     """`make chart-schema` writes them."""
     text = SCHEMA.read_text()
     assert text == with_settings(text)
-    assert OWNED <= Settings.model_fields.keys()
+    assert Settings.model_fields.keys() >= OWNED
 
 
 def test_chart_has_the_version_of_the_service() -> None:

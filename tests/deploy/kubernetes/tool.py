@@ -20,6 +20,7 @@ from typing import Any
 
 RELEASE, NAMESPACE = "chart-test", "tests"
 CORE = re.compile(r"V1([A-Z]\w+)")
+GROUPED = re.compile(r"K8sIoApi([A-Z][a-z]+)(V\d)([A-Z]\w+)")
 CONTAINER = re.compile(r"(list\[|dict\(str, )(.+)[\])]")
 SCALARS: dict[str, tuple[type, ...]] = {
     "str": (str,),
@@ -28,6 +29,7 @@ SCALARS: dict[str, tuple[type, ...]] = {
     "bool": (bool,),
     "object": (object,),
     "ResourceQuantity": (str, int),
+    "V1beta1MetricQuantity": (str, int),
 }
 
 
@@ -49,7 +51,11 @@ def render(folder: str, requests: dict[str, dict[str, Any]]) -> dict[str, Any]:
             notes = texts.pop("NOTES.txt")
             objects = [each for text in texts.values() for each in yaml.safe_load_all(text) if each]
             lint = helm.lint(folder, values, strict=True)
-            replies[name] = {"objects": objects, "notes": notes, "lint": [each for each in lint["messages"] if each["severity"] > 1]}
+            replies[name] = {
+                "objects": objects,
+                "notes": notes,
+                "lint": [each for each in lint["messages"] if each["severity"] > 1],
+            }
     return replies
 
 
@@ -95,7 +101,9 @@ def different(made: Any, read: Any, place: str) -> list[str]:
     """Return where a model did not take a value over. Models ignore fields that they do not know."""
     if isinstance(made, dict) and isinstance(read, dict):
         unknown = [f"{place}.{key} is unknown" for key in made.keys() - read.keys()]
-        return unknown + [error for key in made.keys() & read.keys() for error in different(made[key], read[key], f"{place}.{key}")]
+        return unknown + [
+            error for key in made.keys() & read.keys() for error in different(made[key], read[key], f"{place}.{key}")
+        ]
     if isinstance(made, list) and isinstance(read, list) and len(made) == len(read):
         return [error for at, pair in enumerate(zip(made, read, strict=True)) for error in different(*pair, f"{place}[{at}]")]
     return [] if type(made) is type(read) and made == read else [f"{place} is {made!r}, which is read as {read!r}"]
@@ -115,14 +123,13 @@ def kserve_errors(kind: str, value: Any, place: str, versions: list[str]) -> lis
     if model is None:
         return core_errors(kind, value, place, versions)
     fields = {model.attribute_map[name]: type_ for name, type_ in model.openapi_types.items()}
-    if kind == "V1beta1ModelSpec":
-        # Of a volume of its container; the generated class names this attribute differently.
-        fields.setdefault("storageUri", "str")
     if not isinstance(value, dict):
         return [f"{place} is {value!r} and should be {kind}"]
     wrong_fields = [f"{place}.{key} is unknown" for key in value.keys() - fields.keys()]
     known = value.keys() & fields.keys()
-    return wrong_fields + [error for key in sorted(known) for error in kserve_errors(fields[key], value[key], f"{place}.{key}", versions)]
+    return wrong_fields + [
+        error for key in sorted(known) for error in kserve_errors(fields[key], value[key], f"{place}.{key}", versions)
+    ]
 
 
 def core_errors(kind: str, value: Any, place: str, versions: list[str]) -> list[str]:
@@ -130,17 +137,23 @@ def core_errors(kind: str, value: Any, place: str, versions: list[str]) -> list[
     import jsonschema
     from referencing import Registry, Resource
 
-    found = CORE.fullmatch(kind)
-    if found is None:
+    if kind == "V1ObjectMeta":
+        name = "io.k8s.apimachinery.pkg.apis.meta.v1.ObjectMeta"
+    elif found := GROUPED.fullmatch(kind):
+        name = f"io.k8s.api.{found[1].lower()}.{found[2].lower()}.{found[3]}"
+    elif found := CORE.fullmatch(kind):
+        name = f"io.k8s.api.core.v1.{found[1]}"
+    else:
         return [f"{place}: the type {kind} is unknown"]
     wrong = []
     for version in versions:
         definitions = cached_schema(f"kubernetes-json-schema/v{version}.0-local-strict/_definitions.json", version)
-        package = "apimachinery.pkg.apis.meta.v1" if found[1] == "ObjectMeta" else "api.core.v1"
         registry = Resource.from_contents(definitions) @ Registry()
-        schema = {"$ref": f"{definitions['$id']}#/definitions/io.k8s.{package}.{found[1]}"}
+        schema = {"$ref": f"{definitions['$id']}#/$defs/{name}"}
         validator = jsonschema.Draft202012Validator(schema, registry=registry)
-        wrong += [f"{version}: {place}.{'.'.join(map(str, error.path))}: {error.message}" for error in validator.iter_errors(value)]
+        wrong += [
+            f"{version}: {place}.{'.'.join(map(str, error.path))}: {error.message}" for error in validator.iter_errors(value)
+        ]
     return wrong
 
 
