@@ -290,7 +290,7 @@ def load(flags: Mapping[str, Any], environment: Mapping[str, str]) -> Settings:
 
 
 def _is_service_link(variable: str, value: str) -> bool:
-    """Return whether Kubernetes set a variable for a Service whose name begins with seqserve, in a pod with enableServiceLinks."""
+    """Return whether Kubernetes set a variable, as it does in pods for each Service with a name such as seqserve-grpc."""
     return bool(SERVICE_LINK.fullmatch(variable) or (variable.endswith("PORT") and LINKED_ADDRESS.match(value)))
 
 

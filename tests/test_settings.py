@@ -36,7 +36,7 @@ def test_flags_override_variables_and_variables_the_file(file: Path) -> None:
 
 
 def test_service_links_of_kubernetes_are_no_settings() -> None:
-    """For the Services seqserve and seqserve-grpc, in a pod with enableServiceLinks. A port of one's own holds beside them."""
+    """For the Services seqserve and seqserve-grpc, in a pod with enableServiceLinks. An own port overrides them."""
     links = {
         "SEQSERVE_SERVICE_HOST": "10.96.0.7",
         "SEQSERVE_SERVICE_PORT": "8000",

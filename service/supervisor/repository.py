@@ -126,7 +126,7 @@ class Repository:
         return versions
 
     def _read_aliases(self, models: Mapping[str, Sequence[str]]) -> dict[str, str]:
-        """Return the aliases in the folder and, of its only model, the one that the service was started with; raises ModelError.
+        """Return the aliases in the folder, and SEQSERVE_ALIAS for its only model; raises ModelError.
 
         models: the versions of each model.
         """

@@ -259,7 +259,7 @@ def one_scaler_owns_the_replicas(objects: list[Object]) -> list[str]:
     deployment, scalers = one(objects, "Deployment"), autoscalers(objects)
     faults = [] if len(scalers) < 2 else ["there are two autoscalers"]
     if bool(scalers) == ("replicas" in deployment["spec"]):
-        faults.append("the Deployment has replicas beside an autoscaler, or neither has them")
+        faults.append("the Deployment and an autoscaler both set the replicas, or neither does")
     for scaler in scalers:
         if scaler["spec"]["scaleTargetRef"]["name"] != deployment["metadata"]["name"]:
             faults.append("the autoscaler scales another Deployment")

@@ -201,8 +201,8 @@ FAULTS: dict[str, tuple[str, Plant]] = {
         lambda objects: one(objects, "PodDisruptionBudget")["spec"].pop("unhealthyPodEvictionPolicy"),
     ),
     "two autoscalers": ("mig", lambda objects: objects.append(one(objects_of("gpu"), "ScaledObject"))),
-    "replicas beside an autoscaler": ("gpu", lambda objects: one(objects, "Deployment")["spec"].update(replicas=2)),
-    "or neither has them": ("cpu", lambda objects: one(objects, "Deployment")["spec"].pop("replicas")),
+    "an autoscaler both set the replicas": ("gpu", lambda objects: one(objects, "Deployment")["spec"].update(replicas=2)),
+    "or neither does": ("cpu", lambda objects: one(objects, "Deployment")["spec"].pop("replicas")),
     "scales another Deployment": (
         "gpu",
         lambda objects: one(objects, "ScaledObject")["spec"]["scaleTargetRef"].update(name="other"),
