@@ -41,6 +41,24 @@ def test_models_command_lists_the_folder(models_folder: Path, capsys: pytest.Cap
     assert "sensors  version 1  features > lstm > classify  float32" in printed
 
 
+@pytest.mark.parametrize("place", ["words", "words/2"])
+def test_commands_read_the_folder_of_one_model(
+    place: str, models_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which is also known by the alias of the service. No command adds a model there."""
+    folder = str(models_folder / place)
+    assert main(["models", "--models", folder]) == 0
+    assert "words  version " in capsys.readouterr().out
+    monkeypatch.setenv("SEQSERVE_ALIAS", "my-service")
+    answers = []
+    for root, name in ((str(models_folder), "words"), (folder, "words"), (folder, "my-service")):
+        assert main(["infer", "--models", root, "--device", "cpu", "--model", name, *QUESTIONS]) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1] == answers[2]
+    assert main(["quantize", "words", "--precision", "int8", "--models", folder]) == 1
+    assert "is the folder of one model, to which none can be added" in capsys.readouterr().err
+
+
 def test_quantize_command_writes_a_version_and_prints_its_card(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     models.words(tmp_path / "models")
     data = tmp_path / "texts.txt"

@@ -155,6 +155,14 @@ def test_name_must_match_the_folder(tmp_path: Path) -> None:
     assert "name is 'words' and the folder is 'verbs': use the same name for both" in message
 
 
+def test_models_are_added_only_to_a_folder_of_models(tmp_path: Path) -> None:
+    version_folder(tmp_path, GOOD)
+    spec.require_models_folder(tmp_path)
+    for folder in (tmp_path / "words", tmp_path / "words" / "1"):
+        with pytest.raises(ModelError, match="is the folder of one model"):
+            spec.require_models_folder(folder)
+
+
 def test_versions_sort_numerically_without_hidden_folders(tmp_path: Path) -> None:
     for version in ("10", "9", "1"):
         version_folder(tmp_path, GOOD, version=version)

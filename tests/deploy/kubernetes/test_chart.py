@@ -400,6 +400,13 @@ def test_examples_are_described() -> None:
     assert [name for name in examples() if name != "minimal" and f"examples/{name}.yaml" not in page] == []
 
 
+def test_prometheus_adapter_serves_the_metrics_of_the_autoscaler() -> None:
+    [shown] = re.findall(r"```yaml\n(rules:.+?)```", (ROOT / "docs" / "kubernetes.md").read_text(), re.DOTALL)
+    served = {re.match(r"\w+", rule["seriesQuery"])[0] for rule in yaml.safe_load(shown)["rules"]}  # type: ignore[index]
+    metrics = one(objects_of("mig"), "HorizontalPodAutoscaler")["spec"]["metrics"]
+    assert served == {each["pods"]["metric"]["name"] for each in metrics}
+
+
 def test_make_installs_what_these_tests_need() -> None:
     dry = subprocess.run(["make", "--dry-run", "--always-make", "test"], cwd=ROOT, capture_output=True, text=True)
     assert "tests/deploy/kubernetes/requirements.txt" in dry.stdout
