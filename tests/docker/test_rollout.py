@@ -21,7 +21,8 @@ from tests.docker.stack import Stack, missing
 
 HOSTS = tuple(f"127.0.0.{number}" for number in range(12, 18))
 QUESTION = "How far is it from Denver to Aspen ?"
-VALUES: dict[str, Any] = {"access": {"insecure": True}, "replicas": 3}
+VALUES: dict[str, Any] = {"access": {"insecure": True}, "replicas": 3, "settings": {"default_deadline_ms": 60000}}
+"""Deadlines that a busy machine meets too."""
 
 
 @pytest.fixture(scope="module")
