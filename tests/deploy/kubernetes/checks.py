@@ -272,14 +272,18 @@ def one_scaler_owns_the_replicas(objects: list[Object]) -> list[str]:
 
 @check
 def scalers_read_metrics_of_the_service(objects: list[Object]) -> list[str]:
-    """Both metrics: work that waits, and sessions that hold places. KEDA divides a query by the number of pods, so it has to be a sum."""
+    """All metrics: devices that are busy, work that waits, and sessions that hold places.
+
+    KEDA divides a query by the number of pods, so it has to be a sum. For a HorizontalPodAutoscaler, prometheus-adapter computes rates.
+    """
     faults = []
     for scaler in autoscalers(objects):
         metrics = [each["pods"]["metric"]["name"] for each in scaler["spec"].get("metrics", ())]
+        metrics = [name.replace("_busy_share", "_busy_seconds_total") for name in metrics]
         queries = [each["metadata"]["query"] for each in scaler["spec"].get("triggers", ())]
         metrics += [name for query in queries for name in re.findall(r"seqserve\w+(?={)", query)]
         faults += [f"the autoscaler reads {name}, which the service does not have" for name in metrics if name not in exposed()]
-        if set(metrics) != {"seqserve_backlog_seconds", "seqserve_sessions"}:
+        if set(metrics) != {"seqserve_device_busy_seconds_total", "seqserve_backlog_seconds", "seqserve_sessions"}:
             faults.append(f"the autoscaler reads {metrics}")
         faults += [f"{query} is no sum" for query in queries if not query.startswith("sum(")]
         name = main_service(objects)["metadata"]["name"]

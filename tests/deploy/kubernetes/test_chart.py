@@ -214,25 +214,25 @@ FAULTS: dict[str, tuple[str, Plant]] = {
             name="seqserve_backlog"
         ),
     ),
-    r"the autoscaler reads \['seqserve_backlog_seconds'\]": (
+    r"the autoscaler reads \['seqserve_device_busy_seconds_total', 'seqserve_sessions'\]": (
         "mig",
         lambda objects: without(objects, "HorizontalPodAutoscaler", "metrics", 1),
     ),
     "is no sum": (
         "gpu",
-        lambda objects: one(objects, "ScaledObject")["spec"]["triggers"][1]["metadata"].update(
+        lambda objects: one(objects, "ScaledObject")["spec"]["triggers"][2]["metadata"].update(
             query='avg(seqserve_sessions{service="x"})'
         ),
     ),
     "reads other Services": (
         "gpu",
-        lambda objects: one(objects, "ScaledObject")["spec"]["triggers"][1]["metadata"].update(
+        lambda objects: one(objects, "ScaledObject")["spec"]["triggers"][2]["metadata"].update(
             query="sum(seqserve_sessions{})"
         ),
     ),
     "and a pod has 1024 places": (
         "mig",
-        lambda objects: one(objects, "HorizontalPodAutoscaler")["spec"]["metrics"][1]["pods"]["target"].update(
+        lambda objects: one(objects, "HorizontalPodAutoscaler")["spec"]["metrics"][2]["pods"]["target"].update(
             averageValue="2457"
         ),
     ),
@@ -355,7 +355,7 @@ def test_default_values_are_those_of_the_service() -> None:
         service.drain_seconds,
     )
     replies = render({"hpa": {**MINIMAL, "autoscaling": {"by": "hpa", "sessionPercent": 100}}})["hpa"]
-    [_, sessions] = one(replies["objects"], "HorizontalPodAutoscaler")["spec"]["metrics"]
+    [*_, sessions] = one(replies["objects"], "HorizontalPodAutoscaler")["spec"]["metrics"]
     assert int(sessions["pods"]["target"]["averageValue"]) == service.max_sessions
 
 
@@ -402,7 +402,8 @@ def test_examples_are_described() -> None:
 
 def test_prometheus_adapter_serves_the_metrics_of_the_autoscaler() -> None:
     [shown] = re.findall(r"```yaml\n(rules:.+?)```", (ROOT / "docs" / "kubernetes.md").read_text(), re.DOTALL)
-    served = {re.match(r"\w+", rule["seriesQuery"])[0] for rule in yaml.safe_load(shown)["rules"]}  # type: ignore[index]
+    rules = yaml.safe_load(shown)["rules"]
+    served = {rule.get("name", {}).get("as") or re.match(r"\w+", rule["seriesQuery"])[0] for rule in rules}  # type: ignore[index]
     metrics = one(objects_of("mig"), "HorizontalPodAutoscaler")["spec"]["metrics"]
     assert served == {each["pods"]["metric"]["name"] for each in metrics}
 

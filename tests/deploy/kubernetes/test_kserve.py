@@ -140,8 +140,9 @@ def test_service_names_a_runtime_of_its_mode(service: Object) -> None:
 
 def test_keda_divides_a_sum() -> None:
     [scaled] = [each["spec"]["predictor"] for each in inference_services() if "autoScaling" in each["spec"]["predictor"]]
-    [metric] = scaled["autoScaling"]["metrics"]
-    assert metric["external"]["metric"]["query"].startswith("sum(max by (pod) (max_over_time(seqserve_backlog_seconds{")
+    busy, backlog = (each["external"]["metric"]["query"] for each in scaled["autoScaling"]["metrics"])
+    assert busy.startswith("sum(max by (pod) (rate(seqserve_device_busy_seconds_total{")
+    assert backlog.startswith("sum(max by (pod) (max_over_time(seqserve_backlog_seconds{")
 
 
 def layout(kind: str, folder: Path) -> None:
