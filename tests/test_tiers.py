@@ -36,23 +36,24 @@ def test_tier_without_a_record_is_named(text: str | None, record: Path, gpu_reco
     if text is not None:
         record.write_text(text)
     lines = warnings(record, gpu_record, TODAY)
-    assert len(lines) == 2
+    assert len(lines) == 3
     assert "tests/long" in lines[0] and "`make test-long`" in lines[0]
     assert "tests/docker" in lines[1] and "`make docker-test`" in lines[1]
+    assert "tests/cluster" in lines[2] and "`make cluster-test`" in lines[2]
 
 
 def test_tier_is_named_after_more_than_a_week(record: Path, gpu_record: Path) -> None:
-    record.write_text('{"long": "2026-05-13", "docker": "2026-05-12"}')
+    record.write_text('{"long": "2026-05-13", "docker": "2026-05-12", "cluster": "2026-05-13"}')
     [line] = warnings(record, gpu_record, TODAY)
     assert "tests/docker last passed on 2026-05-12" in line
-    assert len(warnings(record, gpu_record, date(2026, 5, 27))) == 3, "the GPU's record is a week old as well"
+    assert len(warnings(record, gpu_record, date(2026, 5, 27))) == 4, "the GPU's record is a week old as well"
 
 
 def test_warnings_go_to_stderr_and_change_no_status(record: Path, gpu_record: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--stale"], record, gpu_record, TODAY) == 0
     printed = capsys.readouterr()
     assert not printed.out
-    assert len(printed.err.splitlines()) == 2
+    assert len(printed.err.splitlines()) == 3
 
 
 @pytest.mark.parametrize(

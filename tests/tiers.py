@@ -15,7 +15,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 RECORD = HERE / "tiers.json"
-TIERS = {"long": "make test-long", "docker": "make docker-test", "gpu": "make test-gpu"}
+TIERS = {"long": "make test-long", "docker": "make docker-test", "cluster": "make cluster-test", "gpu": "make test-gpu"}
 GPU_RECORD = HERE / "gpu" / "passed.json"
 MAX_AGE = timedelta(days=7)
 

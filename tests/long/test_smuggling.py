@@ -18,8 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.long.proxies import PROXIES, proxy
+from tests.long.proxies import proxy
 from tests.long.relay import Relay, Response, responses
+from tests.proxies import PROXIES
 from tests.serving import LIMIT_SECONDS, Server, serving
 
 PAUSE_SECONDS = 0.03
