@@ -212,7 +212,8 @@ def test_invalid_chunk_is_refused_and_leaves_the_session_intact(two_fronts: Serv
     refused = ask(two_fronts, "reader", [1], "read")
     assert code(refused) == (400, "invalid_input")
     assert refused.json()["error"] == (
-        "reader has no sessions, because layers.1 (sru) and head (span) need a whole sequence: leave session out"
+        "reader has no sessions, because layers.1 (sru) and head (span) need a whole sequence: "
+        "leave session out, and the header x-session-id"
     )
     assert steps(ask(two_fronts, "speller", [1], "mine", end=True)) == 2
 

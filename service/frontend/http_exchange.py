@@ -25,6 +25,7 @@ from service.frontend.inference import ClientDisconnected, Frontend
 from service.frontend.large_answers import MAX_JOINED_BYTES
 from service.frontend.origin import Origin, RequestIdentity, RequestIds
 from service.frontend.scopes import HTTP_SCOPES
+from service.frontend.session_header import SESSION_HEADER, header_session
 
 T = TypeVar("T")
 JSON = "application/json"
@@ -155,6 +156,12 @@ class IdentifyingApp:
             await send(message)
 
         await self._app(scope, receive, send_identified)
+
+
+def named_session(connection: HTTPConnection) -> str | None:
+    """Return the session that the header of a request or a handshake names, or None; raises InvalidInput."""
+    values = connection.headers.getlist(SESSION_HEADER)
+    return header_session(values) if values else None
 
 
 def caller_of(request: Request) -> Caller:

@@ -19,13 +19,15 @@ from service.access.policy import AccessPolicy
 from service.access.scopes import Scope
 from service.errors import ServiceError
 from service.frontend.origin import NO_ORIGIN, REQUEST_ID, TRACEPARENT, TRACESTATE, Header, Origin
+from service.frontend.session_header import SESSION_HEADER
 
 MAX_HEADS = 512
 MAX_HEAD_BYTES = 1024
 """Longer heads are parsed each time: one client must not fill the memory with heads that it never repeats."""
 READ_HEADERS = (b"content-type", b"accept-encoding", b"inference-header-content-length")
 """The headers that endpoints of the hot path read."""
-_LINE_STARTS = {b"\r\n%b:" % name: name for name in (REQUEST_ID, TRACEPARENT, TRACESTATE)}
+_SESSION = SESSION_HEADER.encode()
+_LINE_STARTS = {b"\r\n%b:" % name: name for name in (REQUEST_ID, TRACEPARENT, TRACESTATE, _SESSION)}
 """Starts of the lines that differ from request to request, and the names of their headers."""
 _VALUE = re.compile(rb"[ \t]*([!-~](?:[ -~]{0,510}[!-~])?)")
 _UNUSUAL = frozenset((b"transfer-encoding", b"content-encoding", b"expect", b"te", b"trailer", b"origin", b"prefer"))
@@ -38,6 +40,7 @@ class RequestHead:
     """A head that the hot path may answer. `length` is the size of the body in bytes, `caller` the sender of the request.
 
     `headers` has the headers of the request that are in READ_HEADERS, with lower-case names: a remembered head should be small.
+    `session` is the value of x-session-id, unchecked.
     """
 
     path: str
@@ -45,6 +48,7 @@ class RequestHead:
     headers: Mapping[bytes, bytes]
     caller: Caller
     origin: Origin = NO_ORIGIN
+    session: str | None = None
 
 
 class RequestHeads:
@@ -78,9 +82,10 @@ class RequestHeads:
         except KeyError:
             known = self._parse(rest, self._max_headers - len(_LINE_STARTS))
             _remember(self._rests, rest, known)
-        if known is None or known.origin is not NO_ORIGIN:
+        if known is None or known.origin is not NO_ORIGIN or known.session is not None:
             return None
-        return RequestHead(known.path, known.length, known.headers, known.caller, Origin.read(identifying))
+        session = next((_text(value) for name, value in identifying if name is _SESSION), None)
+        return RequestHead(known.path, known.length, known.headers, known.caller, Origin.read(identifying), session)
 
     def forget(self) -> None:
         """Parse all heads again when they come again: the keys have changed."""
@@ -98,7 +103,9 @@ class RequestHeads:
         except ServiceError:
             return None  # the general path raises it again
         kept = {name: headers[name] for name in READ_HEADERS if name in headers}
-        return RequestHead(sys.intern(path), int(headers[b"content-length"]), kept, caller, Origin.read(headers.items()))
+        session = _text(headers.get(_SESSION)) or None
+        length = int(headers[b"content-length"])
+        return RequestHead(sys.intern(path), length, kept, caller, Origin.read(headers.items()), session)
 
 
 def _cut(head: bytes) -> tuple[bytes, list[Header]] | None:

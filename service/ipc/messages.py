@@ -524,14 +524,15 @@ class DefineModel(Message, frozen=True):
 class DecodeBody(Message, frozen=True):
     """Call: parse the body in the trailing bytes, of a request to `api`. The reply is BodyDecoded.
 
-    The decoder keeps the inputs until it receives a Cancel with the id of this call. The other fields are those of the Open Inference
-    Protocol over REST.
+    The decoder keeps the inputs until it receives a Cancel with the id of this call. session: that the header names, for POST /infer. The
+    other fields are those of the Open Inference Protocol over REST.
     """
 
     api: str
     header_length: int | None = None
     model: str = ""
     version: str = ""
+    session: str | None = None
 
 
 class PackInputs(Message, frozen=True):

@@ -108,6 +108,10 @@ LINES = [
     b"x-request-id : a",
     b"traceparent: \x01",
     b"tracestate: a=1 \t",
+    b"X-Session-Id: a",
+    b"x-session-id:two words \t",
+    b"x-session-id: ",
+    b"x-session-id: \xff",
     b"xx-request-id: a",
     b" folded",
     b"\tfolded",
@@ -133,6 +137,14 @@ def test_remembered_rest_keeps_the_identity_of_each_request() -> None:
     for number in range(3 * request_heads.MAX_HEADS):
         head = known.find(HEAD.replace(b"\r\n\r\n", b"\r\nX-Request-Id: id-%d\r\n\r\n" % number))
         assert head is not None and head.origin.request_id == b"id-%d" % number
+    assert not known._known and len(known._rests) == 1
+
+
+def test_remembered_rest_keeps_the_session_of_each_request() -> None:
+    known = heads()
+    for number in range(3 * request_heads.MAX_HEADS):
+        head = known.find(HEAD.replace(b"\r\n\r\n", b"\r\nX-Session-Id: pump %d\r\n\r\n" % number))
+        assert head is not None and head.session == f"pump {number}"
     assert not known._known and len(known._rests) == 1
 
 

@@ -91,7 +91,7 @@ class Sessions:
             parts = self._engine.whole_only(request.key)
             raise InvalidInput(
                 f"{request.model} has no sessions, because {' and '.join(parts)} need{'s' if len(parts) == 1 else ''} "
-                "a whole sequence: leave session out",
+                "a whole sequence: leave session out, and the header x-session-id",
                 field="session",
             )
 

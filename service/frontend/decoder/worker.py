@@ -13,7 +13,6 @@ from service.frontend.catalog import ServedModel
 from service.frontend.oip import json, protobuf
 from service.frontend.oip.large_requests import request_options
 from service.frontend.rest import infer
-from service.frontend.rest.infer import InferBody
 from service.frontend.rest.websocket import StreamMessage
 from service.frontend.validation import PackedInputs
 from service.ipc.channel import Frame, encode
@@ -88,7 +87,7 @@ def _model(message: DefineModel, tokenizer: bytes) -> ServedModel:
 
 
 def _parse_infer(call: DecodeBody, data: bytes) -> ParsedBody:
-    body = InferBody.parse(data)
+    body = infer.parse_body(data, call.session)
     return ParsedBody(body.without("inputs"), lambda model, settings: infer.pack_inputs(body, model, settings))
 
 

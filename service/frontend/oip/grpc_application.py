@@ -41,10 +41,13 @@ from service.frontend.oip.grpc_wire import (
 from service.frontend.oip.protobuf import SERVICE
 from service.frontend.origin import NO_ORIGIN, Origin, RequestIdentity
 from service.frontend.scopes import ADMIN_PORT_SCOPES, grpc_scope
+from service.frontend.session_header import SESSION_HEADER, header_session
 from service.settings import OFF, Settings
 
 INFER_PATH = f"/{SERVICE}/ModelInfer"
+STREAM_PATH = f"/{SERVICE}/ModelStreamInfer"
 CONTENT_TYPE = b"application/grpc"
+_SESSION_FIELD = SESSION_HEADER.encode()
 
 
 class _Route(NamedTuple):
@@ -52,7 +55,7 @@ class _Route(NamedTuple):
 
     hot: the head of a call without a deadline, if the hot path may answer it. refusal: the header block of the response to all of them,
     if there is one. denied: whether they are refused for their caller. delay: seconds that the refusal waits. generation: of the access
-    policy that decided. origin: of all of them.
+    policy that decided. origin: of all of them. session: that the metadata names.
     """
 
     fields: CallFields | None = None
@@ -65,6 +68,7 @@ class _Route(NamedTuple):
     delay: float = 0.0
     generation: int = 0
     origin: Origin = NO_ORIGIN
+    session: str | None = None
 
 
 class _CallDetails(NamedTuple):
@@ -208,8 +212,12 @@ class GrpcApplication:
             record(self._frontend, caller, scope, fields.path, peer, error.code)
             delay = self._frontend.refused_keys.delay(peer) if isinstance(error, Unauthorized) and _has_key(request) else 0.0
             return _Route(refusal=trailers_only(error_status(error)), denied=True, delay=delay, generation=generation)
-        hot = InferHead("", 0, {}, caller) if fields.path == INFER_PATH else None
-        return _Route(fields, method, scope, caller, hot, generation=generation)
+        try:
+            session = _session(request) if fields.path in (INFER_PATH, STREAM_PATH) else None
+        except ServiceError as error:
+            return _Route(refusal=trailers_only(error_status(error)), generation=generation)
+        hot = InferHead("", 0, {}, caller, session=session) if fields.path == INFER_PATH else None
+        return _Route(fields, method, scope, caller, hot, generation=generation, session=session)
 
     def _identify(self, request: RequestFields) -> Caller:
         key, host = request.get(b"authorization"), request.authority.decode("latin-1")
@@ -220,7 +228,7 @@ class GrpcApplication:
     ) -> GrpcCall:
         """Start a call on the general path. reader: may hold its request."""
         assert route.fields is not None and route.method is not None
-        work = Work(route.fields, route.method, route.scope, route.caller)
+        work = Work(route.fields, route.method, route.scope, route.caller, route.session)
         identity = RequestIdentity(route.origin, self._frontend.request_ids)
         call = GrpcCall(stream, request, work, deadline, reader, self._max_message_bytes, identity)
         task = call.start(self._frontend, self._shutdown)
@@ -301,6 +309,11 @@ class _UnaryRequest:
             return False
         self.lost()
         return True
+
+
+def _session(request: RequestFields) -> str | None:
+    """Return the session that the metadata of a call names, or None; raises InvalidInput."""
+    return header_session([value.decode("latin-1") for name, value in request.fields if name == _SESSION_FIELD])
 
 
 def _has_key(request: RequestFields) -> bool:

@@ -106,7 +106,8 @@ async def infer_message(frontend: Frontend, tracked: TrackedRequest, read: ReadR
     """Run a request and return its ModelInferResponse; raises a ServiceError. The call's gRPC deadline limits the request's."""
     remaining = context.time_remaining()
     seconds = math.inf if remaining is None else remaining
-    return protobuf.infer_response(await infer.infer(frontend, tracked, read.request, seconds, read.decoded))
+    answering = infer.infer(frontend, tracked, read.request, seconds, read.decoded, context.session)
+    return protobuf.infer_response(await answering)
 
 
 async def abort_with(context: GrpcContext, error: ServiceError) -> NoReturn:

@@ -89,7 +89,7 @@ class HotGrpcInfer(HotEndpoint):
         assert isinstance(head, InferHead)
         if len(body) > self._max_bytes:
             return None
-        parts, key = split_head(body), None
+        parts, key = split_head(body) if head.session is None else None, None
         if parts is not None:
             key = ("", parts.key)
             form = self._forms.find(key)
@@ -99,20 +99,21 @@ class HotGrpcInfer(HotEndpoint):
                     request = msgspec.structs.replace(request, id=parts.id)
                 context = _Context(request, form.tensors, head.deadline, key, form, parts.values)
                 return Parsed(request.model, request.version or None, context)
-        return self._parse_message(head.deadline, body, key)
+        return self._parse_message(head, body, key)
 
-    def _parse_message(self, deadline: float, body: bytes, key: FormKey | None) -> Parsed | None:
+    def _parse_message(self, head: InferHead, body: bytes, key: FormKey | None) -> Parsed | None:
         try:
             request = read_request(body)
             if request is None and len(body) <= MAX_UNSCANNED_BYTES:
                 request = protobuf.infer_request(METHODS["ModelInfer"].parse(body))
             if request is None:
                 return None
-            session = parameters.session_id(request.parameters) if request.parameters else None
+            has_session = bool(request.parameters) or head.session is not None
+            session = parameters.session_id(request.parameters, head.session) if has_session else None
             tensors = InputTensors(request.inputs)
         except ServiceError:
             return None  # the general path raises it again, and counts the request
-        context = _Context(request, tensors, deadline, key if session is None else None)
+        context = _Context(request, tensors, head.deadline, key if session is None else None)
         return Parsed(request.model, request.version or None, context, session)
 
     def build(self, parsed: Parsed, model: ServedModel, arrived: float) -> tuple[Request, bytes | memoryview]:

@@ -48,12 +48,13 @@ Coder = Callable[[Any], Any] | None
 
 
 class Work(NamedTuple):
-    """The method of a call, and its caller."""
+    """The method of a call, and its caller. session: that its metadata names."""
 
     fields: CallFields
     method: grpc.RpcMethodHandler
     scope: Scope
     caller: Caller
+    session: str | None = None
 
 
 class GrpcCall:
@@ -77,6 +78,7 @@ class GrpcCall:
         self._method = work.method
         self.scope = work.scope
         self.caller = work.caller
+        self.session = work.session
         self.identity = identity
         self._reader = reader
         self._max_bytes = max_bytes

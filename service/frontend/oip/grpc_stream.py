@@ -2,6 +2,8 @@
 
 A request that fails gets an error response, and the call continues. If the client asked for gRPC errors, the first error ends
 the call. When the service shuts down, the requests that were read are answered, and then the call ends with UNAVAILABLE.
+
+A call whose metadata names a session carries only this session, because a proxy has chosen the replica of the call by it.
 """
 
 from __future__ import annotations
@@ -118,7 +120,7 @@ class InferStream:
     async def _in_session_order(self, request: InferRequest, start: StartChunk) -> ProtoMessage:
         """Start a request after the earlier chunks of its session, and return the response."""
         parameters = request.parameters
-        id = str(parameters.get("sequence_id") or "")
+        id = str(parameters.get("sequence_id") or self._context.session or "")
         if not id:
             return await start()
         session = self._sessions.setdefault(id, _SessionQueue())

@@ -68,12 +68,14 @@ class HotOipInfer(HotEndpoint):
         json_length = None if length is None else int(length)
         key = (head.path, body[:json_length]) if json_length and json_length <= MAX_FORM_BYTES else None
         encoding = _accepted_encoding(head.headers.get(b"accept-encoding", b"").decode("latin-1"))
-        form = self._forms.find(key) if key is not None else None
+        form = self._forms.find(key) if key is not None and head.session is None else None
         if form is not None and form.fits(values := memoryview(body)[json_length:]):
             return Parsed(name, version or None, _Context(form.parsed, form.tensors, encoding, key, form, values))
         try:
             parsed = parse_infer(self.frontend, body, json_length, name, version)
-            session = parameters.session_id(parsed.request.parameters)
+            session = parameters.session_id(parsed.request.parameters, head.session)
+            if session is not None and not validation.is_session_id(session):
+                return None
             tensors = InputTensors(parsed.request.inputs)
         except ServiceError:
             return None  # the general path raises it again, and counts the request

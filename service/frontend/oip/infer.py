@@ -28,13 +28,15 @@ async def infer(
     request: InferRequest,
     within_seconds: float = math.inf,
     decoded: DecodedInputs | None = None,
+    header: str | None = None,
 ) -> InferResponse:
     """Validate and run a request; raises a ServiceError.
 
     within_seconds: time until the call's own deadline, if it has one. decoded: the inputs of a large request, which has no others.
+    header: the session that x-session-id names.
     """
     tensors = InputTensors(request.inputs) if decoded is None else decoded
-    session = parameters.session_id(request.parameters)
+    session = parameters.session_id(request.parameters, header)
 
     async def build(model: ServedModel) -> tuple[Request, bytes | memoryview]:
         options = check_options(request, session, model, frontend.settings, within_seconds)

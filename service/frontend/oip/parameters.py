@@ -9,6 +9,7 @@ from service.frontend import validation
 from service.frontend.catalog import ServedModel
 from service.frontend.oip.types import InferRequest, Parameters, RequestedOutput
 from service.frontend.quoting import describe_value, quote
+from service.frontend.session_header import resolve_session
 from service.settings import Settings
 
 
@@ -60,8 +61,23 @@ def request_options(
     )
 
 
-def session_id(parameters: Parameters) -> str | None:
-    """Return the session that `sequence_id` names, or None; raises InvalidInput for an invalid or missing id."""
+def session_id(parameters: Parameters, header: str | None = None) -> str | None:
+    """Return the session of a request, or None; raises InvalidInput for an invalid, contradictory or missing id.
+
+    header: the session that x-session-id names.
+    """
+    session = resolve_session(_sequence_id(parameters), header, "parameters.sequence_id")
+    if session is not None:
+        return session
+    for name in ("sequence_start", "sequence_end"):
+        if boolean(parameters, name):
+            field = f"parameters.{name}"
+            raise InvalidInput(f"{field} requires sequence_id: send sequence_id, or leave {name} out", field=field)
+    return None
+
+
+def _sequence_id(parameters: Parameters) -> str | None:
+    """Return the session that `sequence_id` names, or None; raises InvalidInput for an invalid id."""
     id = parameters.get("sequence_id")
     if type(id) is str and id:
         return validation.check_session_id(id, field="parameters.sequence_id")
@@ -69,10 +85,6 @@ def session_id(parameters: Parameters) -> str | None:
         return str(id)
     if id not in (None, 0, "") or type(id) in (bool, float):
         raise _parameter_error("sequence_id", id, "a positive whole number or a string; 0 or an empty string for no sequence")
-    for name in ("sequence_start", "sequence_end"):
-        if boolean(parameters, name):
-            field = f"parameters.{name}"
-            raise InvalidInput(f"{field} requires sequence_id: send sequence_id, or leave {name} out", field=field)
     return None
 
 

@@ -22,6 +22,7 @@ from service.frontend.http_exchange import (
     caller_of,
     cancel_on_disconnect,
     identity_of,
+    named_session,
     read_tensors,
     respond,
     respond_json,
@@ -33,6 +34,7 @@ from service.frontend.oip import json, metadata
 from service.frontend.oip.json import HEADER_LENGTH
 from service.frontend.oip.large_requests import DecodedInputs, RequestOptions
 from service.frontend.oip.types import InferResponse
+from service.frontend.session_header import DESCRIPTION
 from service.ipc.messages import Api, DecodeBody
 from service.modeling.spec import NAME, VERSION
 
@@ -96,7 +98,7 @@ def _add_infer(router: APIRouter, frontend: Frontend, responses: Responses) -> N
         return await _infer(frontend, request)
 
     for path, parameters in MODEL_PATHS:
-        description: dict[str, Any] = {"parameters": [*parameters, _HEADER], **_INFER_REQUEST}
+        description: dict[str, Any] = {"parameters": [*parameters, _HEADER, DESCRIPTION], **_INFER_REQUEST}
         all_responses: Responses = {**responses, 200: {"content": _INFER_RESPONSE}}
         router.add_api_route(path + "/infer", infer, methods=["POST"], responses=all_responses, openapi_extra=description)
 
@@ -187,22 +189,32 @@ async def _infer(frontend: Frontend, request: Request) -> Response:
         data = await read_tensors(request, frontend)
         if frontend.observer.keeps_bodies:
             tracked.body = frontend.observer.start_of(data)
-        answering = _answer_data(frontend, tracked, data, header_length, name, version)
+        session = named_session(request)
+        answering = _answer_data(frontend, tracked, data, header_length, name, version, session)
         response, raw = await cancel_on_disconnect(request, answering)
         return await _infer_response(frontend, request, *await encode_response(frontend, response, raw))
 
 
 async def _answer_data(
-    frontend: Frontend, tracked: TrackedRequest, data: bytes, header_length: int | None, name: str, version: str
+    frontend: Frontend,
+    tracked: TrackedRequest,
+    data: bytes,
+    header_length: int | None,
+    name: str,
+    version: str,
+    session: str | None = None,
 ) -> tuple[InferResponse, json.RawOutputs]:
-    """Return the response to the request in a body, and which of its outputs are sent as raw bytes; raises a ServiceError."""
+    """Return the response to the request in a body, and which of its outputs are sent as raw bytes; raises a ServiceError.
+
+    session: that the header names.
+    """
     if min(len(data), len(data) if header_length is None else header_length) <= MAX_LOOP_BODY_BYTES:
         parsed = parse_infer(frontend, data, header_length, name, version)
-        return await oip_infer.infer(frontend, tracked, parsed.request), parsed.raw
+        return await oip_infer.infer(frontend, tracked, parsed.request, header=session), parsed.raw
     async with frontend.decoder.decode(DecodeBody("oip_json", header_length, name, version), data) as body:
         options = msgspec.json.decode(body.options, type=RequestOptions)
         decoded = DecodedInputs(options, body)
-        return await oip_infer.infer(frontend, tracked, options.request(), decoded=decoded), options.raw
+        return await oip_infer.infer(frontend, tracked, options.request(), decoded=decoded, header=session), options.raw
 
 
 def parse_infer(frontend: Frontend, body: bytes, header_length: int | None, name: str, version: str) -> json.ParsedRequest:

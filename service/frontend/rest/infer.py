@@ -19,11 +19,12 @@ from service.frontend.catalog import ServedModel
 from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
 from service.frontend.head_outputs import InferOutput, decode_arrays, input_field
 from service.frontend.hot_calls import AnsweredCall, HotEndpoint, Parsed, Reply
-from service.frontend.http_exchange import JSON, caller_of, cancel_on_disconnect, identity_of, read_json, respond
+from service.frontend.http_exchange import JSON, caller_of, cancel_on_disconnect, identity_of, named_session, read_json, respond
 from service.frontend.inference import Frontend, TrackedRequest, count_answer, run_inference, track_request
 from service.frontend.large_answers import LARGE_ANSWER_BYTES
 from service.frontend.request_heads import RequestHead
 from service.frontend.rest.schemas import ERRORS, JsonBody, SessionId, describe_body
+from service.frontend.session_header import DESCRIPTION, resolve_session
 from service.frontend.validation import PackedInputs
 from service.ipc import messages
 from service.ipc.messages import Api
@@ -121,7 +122,9 @@ class InferReply(BaseModel):
 def add_routes(router: APIRouter, frontend: Frontend) -> None:
     """Add POST /infer."""
 
-    @router.post("/infer", response_model=InferReply, responses=ERRORS, openapi_extra=describe_body(InferBody, _EXAMPLE))
+    extra = {"parameters": [DESCRIPTION], **describe_body(InferBody, _EXAMPLE)}
+
+    @router.post("/infer", response_model=InferReply, responses=ERRORS, openapi_extra=extra)
     async def infer(request: Request) -> Response:
         """Run a model on each input."""
         with track_request(frontend, time.monotonic(), caller_of(request), Api.INFER, identity_of(request)) as tracked:
@@ -129,18 +132,28 @@ def add_routes(router: APIRouter, frontend: Frontend) -> None:
             data = await read_json(request, frontend)
             if frontend.observer.keeps_bodies:
                 tracked.body = frontend.observer.start_of(data)
-            response = respond(frontend, await cancel_on_disconnect(request, _answer_data(frontend, tracked, data)))
+            header = named_session(request)
+            response = respond(frontend, await cancel_on_disconnect(request, _answer_data(frontend, tracked, data, header)))
             if tracked.timed:
                 server_timing.add(response, tracked.stages())
             return response
 
 
-async def _answer_data(frontend: Frontend, tracked: TrackedRequest, data: bytes) -> bytes:
+async def _answer_data(frontend: Frontend, tracked: TrackedRequest, data: bytes, header: str | None = None) -> bytes:
+    """Return the JSON reply to the data of a body. header: the session that the header names."""
     if len(data) <= MAX_LOOP_BODY_BYTES:
-        return await answer(frontend, tracked, InferBody.parse(data))
-    async with frontend.decoder.decode(messages.DecodeBody("infer"), data) as decoded:
+        return await answer(frontend, tracked, parse_body(data, header))
+    async with frontend.decoder.decode(messages.DecodeBody("infer", session=header), data) as decoded:
         body = InferBody.restore(decoded.options, inputs=[None])
         return await answer(frontend, tracked, body, decoded.pack)
+
+
+def parse_body(data: bytes, header: str | None) -> InferBody:
+    """Return the body of a request with its session; raises a ServiceError. header: the session that the header names."""
+    body = InferBody.parse(data)
+    if header is not None:
+        body.session = resolve_session(body.session, header, "session")
+    return body
 
 
 async def answer(frontend: Frontend, tracked: TrackedRequest, body: InferBody, pack: Packer | None = None) -> bytes:
@@ -253,6 +266,10 @@ class HotInfer(HotEndpoint):
             fields = _decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return None
+        if head.session is not None:
+            if fields.session not in (None, head.session):
+                return None
+            fields.session = head.session
         return Parsed(fields.model, fields.version, fields, fields.session) if fields.complete else None
 
     def build(self, parsed: Parsed, model: ServedModel, arrived: float) -> tuple[messages.Request, bytes | memoryview]:

@@ -11,6 +11,7 @@ from service.frontend.http_exchange import (
     OCTET_STREAM,
     caller_of,
     cancel_on_disconnect,
+    named_session,
     read_json,
     read_state,
     respond,
@@ -18,6 +19,7 @@ from service.frontend.http_exchange import (
 )
 from service.frontend.inference import Frontend
 from service.frontend.rest.schemas import ERRORS, JsonBody, SessionId, describe_body
+from service.frontend.session_header import DESCRIPTION, resolve_session
 from service.frontend.state_signatures import check_signature, signed
 from service.frontend.validation import SESSION_ID_SCHEMA, check_session_id
 from service.ipc import session_file
@@ -47,7 +49,11 @@ class SessionReply(BaseModel):
 def add_routes(router: APIRouter, frontend: Frontend) -> None:
     """Add the routes of sessions."""
 
-    @router.get(STATE_PATH, responses={**ERRORS, 200: {"content": {OCTET_STREAM: _STATE}}}, openapi_extra={"parameters": [_ID]})
+    @router.get(
+        STATE_PATH,
+        responses={**ERRORS, 200: {"content": {OCTET_STREAM: _STATE}}},
+        openapi_extra={"parameters": [_ID, DESCRIPTION]},
+    )
     async def export_state(request: Request) -> Response:
         """Return the state of a session as a safetensors file, which any replica with the same model accepts. It stays open."""
         state = await cancel_on_disconnect(request, _export(frontend, caller_of(request), _id(request)))
@@ -57,7 +63,7 @@ def add_routes(router: APIRouter, frontend: Frontend) -> None:
         STATE_PATH,
         response_model=SessionReply,
         responses=ERRORS,
-        openapi_extra={"parameters": [_ID], "requestBody": {"required": True, "content": {OCTET_STREAM: _STATE}}},
+        openapi_extra={"parameters": [_ID, DESCRIPTION], "requestBody": {"required": True, "content": {OCTET_STREAM: _STATE}}},
     )
     async def import_state(request: Request) -> Response:
         """Open a session that continues from an exported state."""
@@ -65,7 +71,7 @@ def add_routes(router: APIRouter, frontend: Frontend) -> None:
         await cancel_on_disconnect(request, _import(frontend, caller_of(request), id, state))
         return respond_json(frontend, {"session": id})
 
-    @router.delete(STATE_PATH, response_model=SessionReply, responses=ERRORS, openapi_extra={"parameters": [_ID]})
+    @router.delete(STATE_PATH, response_model=SessionReply, responses=ERRORS, openapi_extra={"parameters": [_ID, DESCRIPTION]})
     async def close(request: Request) -> Response:
         """Close a session and drop its state."""
         id = _id(request)
@@ -76,7 +82,7 @@ def add_routes(router: APIRouter, frontend: Frontend) -> None:
         FORK_PATH,
         response_model=SessionReply,
         responses=ERRORS,
-        openapi_extra={"parameters": [_ID], **describe_body(ForkBody, {"session": "the-copy"})},
+        openapi_extra={"parameters": [_ID, DESCRIPTION], **describe_body(ForkBody, {"session": "the-copy"})},
     )
     async def fork(request: Request) -> Response:
         """Open another session that continues from the current state of this session."""
@@ -104,4 +110,7 @@ async def _fork(frontend: Frontend, caller: Caller, id: str, copy: str) -> None:
 
 
 def _id(request: Request) -> str:
-    return check_session_id(request.path_params["id"])
+    """Return the session in the path; raises InvalidInput for a malformed id, or if the header names another session."""
+    id = check_session_id(request.path_params["id"])
+    resolve_session(id, named_session(request), "session")
+    return id

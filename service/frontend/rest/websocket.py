@@ -28,11 +28,12 @@ from service.frontend.access_log import audited
 from service.frontend.catalog import ServedModel
 from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
 from service.frontend.hot_calls import HotCall, Parsed, RequestTally
-from service.frontend.http_exchange import SUBPROTOCOL, admit, error_body, identity_of, peer_of
+from service.frontend.http_exchange import SUBPROTOCOL, admit, error_body, identity_of, named_session, peer_of
 from service.frontend.inference import ClientDisconnected, Frontend, track_request
 from service.frontend.origin import Header, Origin
 from service.frontend.rest.infer import HotInfer, InferBody, InferFields, answer, check_returns
 from service.frontend.rest.schemas import ERRORS, JsonBody, QueryParameters, SessionId, describe_query
+from service.frontend.session_header import DESCRIPTION, resolve_session
 from service.frontend.validation import RESERVED_SESSION_PREFIX, resolve_deadline_ms
 from service.frontend.websocket_protocol import SOCKET, WebSocketProtocol
 from service.ipc.messages import Api, DecodeBody
@@ -159,7 +160,10 @@ def add_routes(router: APIRouter, frontend: Frontend) -> None:
     """Add /stream. WebSocket handshakes at other paths are refused with the error of an unknown route."""
     chunks = HotChunks(frontend, RequestTally(frontend.metrics))
 
-    @router.get("/stream", responses=ERRORS, openapi_extra=describe_query(StreamQuery))
+    described = describe_query(StreamQuery)
+    described["parameters"].append(DESCRIPTION)
+
+    @router.get("/stream", responses=ERRORS, openapi_extra=described)
     async def describe_stream(request: Request) -> Response:
         """A WebSocket: each message is the next chunk of a session, and each reply has the form of /infer."""
         raise InvalidRequest("this path is a WebSocket: connect with ws:// or wss://, or send chunks to /infer")
@@ -176,6 +180,7 @@ def add_routes(router: APIRouter, frontend: Frontend) -> None:
 async def serve_socket(frontend: Frontend, chunks: HotChunks, socket: WebSocket) -> None:
     """Serve one socket until it closes. Raises a ServiceError, which refuses the handshake, for an invalid query."""
     query = StreamQuery.parse(socket.query_params.multi_items())
+    query.session = resolve_session(query.session, named_session(socket), "session")
     with audited(frontend, Scope.SESSION, "GET /stream", peer_of(socket)) as entry:
         await admit(frontend, socket, Scope.SESSION, entry)
     model = frontend.catalog.find(query.model, query.version)

@@ -12,10 +12,11 @@ from service.frontend.origin import NO_ORIGIN, RequestIdentity, RequestIds
 
 
 class LibraryContext:
-    """The context of a call in the library's server, with the caller and the identity that this service's own server adds."""
+    """The context of a call in the library's server, with what this service's own server adds."""
 
     caller = LOCAL
     identity = RequestIdentity(NO_ORIGIN, RequestIds())
+    session = None
 
     def __init__(self, context: Any) -> None:
         self._context = context

@@ -139,7 +139,7 @@ def test_openapi_describes_every_route(server: Server) -> None:
     assert set(body["properties"]) == {"model", "inputs"} | options
     states = schema["paths"]["/sessions/{id}/state"]
     assert set(states) == {"get", "put", "delete"}
-    assert [parameter["name"] for parameter in states["put"]["parameters"]] == ["id"]
+    assert [parameter["name"] for parameter in states["put"]["parameters"]] == ["id", "x-session-id"]
     parameters = schema["paths"]["/stream"]["get"]["parameters"]
     assert [parameter["name"] for parameter in parameters if parameter["required"]] == ["model"]
     assert {path for path in schema["paths"] if not path.startswith("/v2")} == {
