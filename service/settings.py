@@ -7,6 +7,7 @@ overrides the TOML file. An unknown name or an impossible value stops the start.
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -38,6 +39,8 @@ MAX_INPUTS_CEILING = 4096
 MAX_PORT = 65535
 AUTO: Final = "auto"
 """The service chooses the value by the machine."""
+REPLICA_CONNECTION_SECONDS: Final = 20.0
+"""Age of a connection to one of several replicas: a new replica has its share of the connections soon after it is ready."""
 OFF: Final = "off"
 """The service does without it."""
 Positive = Annotated[int, Field(gt=0)]
@@ -60,6 +63,13 @@ def _auto_or_number(value: object) -> object:
     """Validate auto or a number above zero: pydantic would report an error for each of the two."""
     if value != AUTO and not re.fullmatch(r"[1-9][0-9]{0,3}", str(value)):
         raise ValueError("use auto, or a number from 1 to 9999")
+    return value
+
+
+def _auto_or_seconds(value: object) -> object:
+    """Validate auto or a number of seconds: pydantic would report an error for each of the two."""
+    if value != AUTO and not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", str(value)):
+        raise ValueError("use auto, or a number of seconds, 0 for no limit")
     return value
 
 
@@ -127,6 +137,9 @@ class Settings(BaseModel):
     """Origins of web pages that may use the service from a browser, such as https://example.com, separated by commas."""
     models: Path = EMBEDDED_MODELS
     """Folder of model folders: <name>/<version>/model.toml."""
+    replicated: bool = False
+    """Whether this service is one of several replicas behind a proxy or a balancer. Connections then get a maximum age, and no client can
+    load or unload the models of this replica alone."""
     device: Annotated[str, AfterValidator(_device_list)] = "auto"
     """auto, or a list of cpu and cuda:N separated by commas. One engine per entry serves all models. auto takes the first GPU that
     works, otherwise the CPU."""
@@ -195,6 +208,13 @@ class Settings(BaseModel):
     """Most headers of an HTTP request."""
     idle_seconds: PositiveSeconds = 15.0
     """How long an HTTP connection may wait for its next request before it is closed."""
+    connection_seconds: Annotated[Literal["auto"] | float, BeforeValidator(_auto_or_seconds)] = AUTO
+    """Age, give or take a tenth, at which a connection ends between two requests, so that its client connects again, perhaps to another
+    replica: HTTP with Connection: close, gRPC with GOAWAY. 0 means no limit. auto is 20 if replicated, and no limit otherwise. WebSockets
+    stay."""
+    connection_grace_seconds: Seconds = 0.0
+    """How long gRPC streams may continue after their connection has reached connection_seconds. Then the requests that have arrived are
+    answered, and the stream ends with UNAVAILABLE. 0 means as long as they like."""
     receive_seconds: PositiveSeconds = 10.0
     """How long a request may take to arrive, plus one second for each min_receive_rate bytes of it."""
     min_receive_rate: Positive = 16 << 10
@@ -250,6 +270,12 @@ class Settings(BaseModel):
     def devices(self) -> tuple[str, ...]:
         """The device of each engine, in the order of the engines."""
         return tuple(self.device.split(","))
+
+    @property
+    def max_connection_seconds(self) -> float:
+        """Longest age of a connection, infinite for no limit."""
+        automatic = REPLICA_CONNECTION_SECONDS if self.replicated else 0.0
+        return (automatic if self.connection_seconds == AUTO else float(self.connection_seconds)) or math.inf
 
     @model_validator(mode="after")
     def _limits_fit_together(self) -> Settings:

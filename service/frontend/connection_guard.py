@@ -8,6 +8,7 @@ import resource
 from collections.abc import Callable
 from enum import Enum
 from operator import itemgetter
+from random import uniform
 from typing import Protocol
 
 from service.metrics import Metrics
@@ -16,6 +17,8 @@ from service.settings import Settings
 RESERVED_FILES = 64
 """Open files that a frontend needs besides its connections, at least."""
 MOST_CONNECTIONS = 1 << 16
+AGE_JITTER = 0.1
+"""Share by which the longest ages of connections differ: connections that began together do not end together."""
 
 
 class Phase(Enum):
@@ -137,6 +140,11 @@ class ConnectionGuard:
     def _close(self, close: Callable[[], None], reason: str) -> None:
         self._metrics.connections_closed.add(reason)
         close()
+
+
+def retirement(now: float, max_seconds: float) -> float:
+    """Return when a connection that begins now reaches its longest age. max_seconds: infinite for none."""
+    return now + max_seconds * uniform(1 - AGE_JITTER, 1 + AGE_JITTER)
 
 
 def connection_limit(settings: Settings) -> int:

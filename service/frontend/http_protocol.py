@@ -17,7 +17,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from service.errors import STATUS, HeadersTooLarge, InvalidRequest, Overloaded, RequestTimeout, ServiceError, TooLarge
-from service.frontend.connection_guard import Phase, UnreadBytes, connection_limit
+from service.frontend.connection_guard import Phase, UnreadBytes, connection_limit, retirement
 from service.frontend.http_exchange import JSON, error_body
 from service.frontend.inference import Frontend
 from service.frontend.origin import NO_ORIGIN, Header, Identity
@@ -137,6 +137,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._last_reply = False
         """Whether the connection closes after the running request."""
         self.phase_began = self.loop.time()
+        self._retires = retirement(self.phase_began, self._settings.max_connection_seconds)
         self.received_bytes = 0
         self._unread = UnreadBytes()
 
@@ -226,7 +227,7 @@ class HttpProtocol(HttpToolsProtocol):
                 InvalidRequest("a request with a body cannot upgrade its connection: leave out the Upgrade header")
             )
         super().on_headers_complete()
-        if ignored_upgrade:
+        if ignored_upgrade or (self.loop.time() > self._retires and not self.pipeline):
             self.cycle.keep_alive = False
 
     def on_message_complete(self) -> None:
@@ -395,8 +396,9 @@ class HttpProtocol(HttpToolsProtocol):
         self._receive_general(data)
 
     def _reply(self, status: bytes, content: bytes, headers: bytes) -> None:
-        self._call = None
-        self._last_reply |= self._hot_path.frontend.draining
+        self._call, now = None, self.loop.time()
+        # A request that has arrived already still gets its reply on this connection.
+        self._last_reply |= self._hot_path.frontend.draining or (now > self._retires and not self._parts)
         if self._last_reply:
             headers += b"connection: close\r\n"
         if self.trace_headers:
@@ -407,7 +409,7 @@ class HttpProtocol(HttpToolsProtocol):
         else:
             self.transport.writelines((head, content))
         self.server_state.total_requests += 1
-        self.phase_began = self.loop.time()
+        self.phase_began = now
         if self._last_reply:
             self.transport.close()
         elif self._parts:

@@ -117,6 +117,8 @@ class FrontendServer(uvicorn.Server):
             listener.publish()
         if self._grpc is not None:
             self._grpc.publish()
+            if self._frontend.draining:
+                self._grpc.leave()
         if counter % TICKS_PER_SECOND == 0:
             now = asyncio.get_running_loop().time()
             self._guard.sweep(now)

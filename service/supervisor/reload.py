@@ -106,11 +106,13 @@ class ModelReloader:
                 f"the version policy has {len(policy)} characters and at most {MAX_POLICY_CHARACTERS} are allowed: shorten it",
                 field="parameters.config",
             )
+        self._check_shared("load", policy)
         async with self._change(name):
             await self._load(name, policy)
 
     async def unload(self, name: str) -> None:
         """Stop serving a model, or listing it as unavailable; raises a ServiceError."""
+        self._check_shared("unload")
         async with self._change(name):
             rest = [version for version in self.manifest.model_versions if version.name != name]
             if len(rest) == len(self.manifest.model_versions) and not self._reasons_of(name):
@@ -174,6 +176,19 @@ class ModelReloader:
             task.cancel()
 
     # A change.
+
+    def _check_shared(self, action: str, policy: str | None = None) -> None:
+        """Raise Unsupported for a change by a client that would make this replica differ from the others.
+
+        A load is allowed if every replica polls the models folder: it serves at once what the others serve at their next poll.
+        """
+        if not self._settings.replicated or self._settings.reload == "off":
+            return
+        reason = f"SEQSERVE_REPLICATED is set and this call would {action} the model on one replica only"
+        if self._settings.reload != "poll":
+            raise Unsupported(f"{reason}: share the models folder and set SEQSERVE_RELOAD=poll, or replace the replicas")
+        if action != "load" or policy is not None:
+            raise Unsupported(f"{reason}: change the models folder, or the versions.toml in it, which every replica polls")
 
     @asynccontextmanager
     async def _change(self, name: str) -> AsyncIterator[None]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import pytest
 
-from service.frontend.connection_guard import ConnectionGuard, Phase
+from service.frontend.connection_guard import ConnectionGuard, Phase, retirement
 from service.metrics import Metrics
 from service.settings import Settings
 
@@ -114,3 +115,9 @@ def test_default_limit_leaves_open_files_for_the_rest(monkeypatch: pytest.Monkey
     for soft, expected in ((200, 136), (1024, 896), (1 << 20, 1 << 16), (20, 1)):
         monkeypatch.setattr("resource.getrlimit", lambda _, soft=soft: (soft, soft))
         assert ConnectionGuard(Settings(), Metrics(), list).limit == expected
+
+
+def test_connections_that_began_together_end_apart() -> None:
+    ends = [retirement(100.0, 20.0) for _ in range(100)]
+    assert len(set(ends)) == 100 and all(118 <= end <= 122 for end in ends)
+    assert retirement(100.0, math.inf) == math.inf

@@ -262,6 +262,26 @@ def test_load_is_refused_when_reload_is_off(tmp_path: Path) -> None:
         assert answered(server)[0] == "1"
 
 
+def test_one_of_several_replicas_changes_no_models_alone(tmp_path: Path) -> None:
+    with reloading(tmp_path, replicated="1") as (server, root):
+        models.words(root, version=2, seed=2)
+        for path in ("load", "unload"):
+            answer = server.client.post(f"/v2/repository/models/words/{path}")
+            assert answer.status_code == 501
+            assert "SEQSERVE_REPLICATED is set" in answer.json()["error"] and "SEQSERVE_RELOAD=poll" in answer.json()["error"]
+        assert answered(server)[0] == "1"
+
+
+def test_replicas_that_poll_the_models_folder_take_loads(tmp_path: Path) -> None:
+    with reloading(tmp_path, replicated="1", reload="poll", poll_seconds="600") as (server, root):
+        models.words(root, version=2, seed=2)
+        load(server, "words")
+        assert answered(server)[0] == "2"
+        assert "versions.toml" in load(server, "words", status=501, policy={"latest": {"num_versions": 1}})["error"]
+        assert "versions.toml" in server.client.post("/v2/repository/models/words/unload").json()["error"]
+        assert answered(server)[0] == "2"
+
+
 # Sessions.
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
-from service.frontend.connection_guard import Phase
+from service.frontend.connection_guard import Phase, retirement
 from service.frontend.http2.budget import Budget
 from service.frontend.http2.frames import (
     ACK,
@@ -77,7 +77,8 @@ class Limits:
     max_streams: concurrent streams. max_header_bytes: size of a header block, and of the decoded list. ping_seconds: how often this side
     pings a quiet connection; ping_timeout_seconds: how long it waits for any reply. min_ping_seconds, max_ping_strikes: how often the
     client may ping while it receives nothing, and how many pings may come too early. stall_seconds: how long one stream may wait for a
-    window.
+    window. max_age_seconds: when no further stream begins on a connection, infinite for none; grace_seconds: how long its streams may
+    continue then before the application ends them, infinite for no limit.
     """
 
     max_streams: int
@@ -87,6 +88,8 @@ class Limits:
     min_ping_seconds: float
     max_ping_strikes: int
     stall_seconds: float
+    max_age_seconds: float = math.inf
+    grace_seconds: float = math.inf
 
 
 class Application(Protocol):
@@ -156,6 +159,7 @@ class Http2Connection(asyncio.Protocol):
         self._heard = self._pinged = self._loop.time()
         self._ping_sent = False
         self.phase_began = self._heard
+        self._retires = retirement(self._heard, limits.max_age_seconds)
         self._progress = (0, math.inf)
         """Bytes that the client's side has taken, and since when they wait without progress."""
         self._handlers: dict[int, Callable[[int, int, bytes], None]] = {
@@ -572,6 +576,8 @@ class Http2Connection(asyncio.Protocol):
         """Apply the limits of time that only this connection knows."""
         if self._closing:
             return
+        if now > self._retires:
+            self._retire(now)
         if now - self._drain_pinged > DRAIN_PING_SECONDS:
             self._stop_accepting()
         self._ping_quiet_client(now)
@@ -580,6 +586,13 @@ class Http2Connection(asyncio.Protocol):
                 if stream.pending and now - stream.progressed > self._limits.stall_seconds and not self._sender.paused:
                     stream.abandon(ErrorCode.CANCEL)
         self._sender.flush()
+
+    def _retire(self, now: float) -> None:
+        """End a connection that has reached its longest age."""
+        self.drain()
+        if now - self._retires > self._limits.grace_seconds:
+            for stream in list(self._streams.values()):
+                stream.end_soon()
 
     def _ping_quiet_client(self, now: float) -> None:
         """Find out whether a client that sends nothing still exists."""

@@ -289,6 +289,9 @@ class _UnaryRequest:
     def sent(self) -> None:
         """Nothing is sent before the request is complete."""
 
+    def end_soon(self) -> None:
+        """The deadline ends the call, or the limit of the time in which its request arrives."""
+
     def end(self, status: Status) -> None:
         """End the call without its request."""
         self.lost()

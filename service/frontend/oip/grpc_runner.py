@@ -85,6 +85,8 @@ class GrpcCall:
         self._unconsumed = 0
         self._headers_sent = False
         self._arrived, self._drained = asyncio.Event(), asyncio.Event()
+        self.ending = asyncio.Event()
+        """Set when the connection is too old: a stream then ends."""
         self._cancel_status: Status | None = None
         """The status that the client gets when the task is cancelled; None if the client has gone."""
 
@@ -124,6 +126,9 @@ class GrpcCall:
 
     def sent(self) -> None:
         self._drained.set()
+
+    def end_soon(self) -> None:
+        self.ending.set()
 
     # What handlers call.
 

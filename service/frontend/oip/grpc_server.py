@@ -6,6 +6,7 @@ Connections come from `http2`, method handlers from the gRPC library. The librar
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -53,6 +54,8 @@ class GrpcServer:
         self._port = port
         self._make_room = make_room
         self._shutdown = GrpcShutdown()
+        self._left = False
+        """Whether the connections that were open at SIGTERM were asked to end."""
 
     def open(self) -> None:
         """Start accepting calls."""
@@ -75,6 +78,13 @@ class GrpcServer:
     def publish(self) -> None:
         """Let the other frontends know how many connections this frontend has."""
         self._listener.publish()
+
+    def leave(self) -> None:
+        """Let the clients on open connections go elsewhere, while calls on new connections are still accepted. Later calls do nothing."""
+        if not self._left:
+            self._left = True
+            for connection in list(self.connections):
+                connection.drain()
 
     def sweep(self, now: float) -> None:
         """Apply the limits of time of calls and connections. Called once a second."""
@@ -168,4 +178,6 @@ def _limits(settings: Settings) -> Limits:
         min_ping_seconds=MIN_CLIENT_PING_SECONDS,
         max_ping_strikes=MAX_PING_STRIKES,
         stall_seconds=settings.send_seconds,
+        max_age_seconds=settings.max_connection_seconds,
+        grace_seconds=settings.connection_grace_seconds or math.inf,
     )

@@ -1,7 +1,8 @@
 """ModelStreamInfer: many requests on one call. Each gets one response message, in the order of the requests.
 
 A request that fails gets an error response, and the call continues. If the client asked for gRPC errors, the first error ends
-the call. When the service shuts down, the requests that were read are answered, and then the call ends with UNAVAILABLE.
+the call. When the service shuts down, or the connection is too old, the requests that were read are answered, and then the call ends
+with UNAVAILABLE.
 
 A call whose metadata names a session carries only this session, because a proxy has chosen the replica of the call by it.
 """
@@ -62,8 +63,8 @@ class InferStream:
             await self._write()
             await asyncio.wait([reading])
             if reading.cancelled():
-                shutting_down = Unavailable("the service is shutting down: continue on a new call", retry_after=1)
-                await abort_with(self._context, shutting_down)
+                reason = "the service is shutting down" if self._shutdown.begun.is_set() else "the connection is too old"
+                await abort_with(self._context, Unavailable(f"{reason}: continue on a new call", retry_after=1))
             reading.result()
         finally:
             tasks = [reading, stopping, *self._running]
@@ -88,7 +89,12 @@ class InferStream:
             self._replies.put_nowait(None)
 
     async def _stop_reading(self, reading: asyncio.Task[None]) -> None:
-        await self._shutdown.begun.wait()
+        ends = [asyncio.ensure_future(event.wait()) for event in (self._shutdown.begun, self._context.ending)]
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for end in ends:
+                end.cancel()
         await asyncio.sleep(LAST_READ_SECONDS)
         reading.cancel()
 

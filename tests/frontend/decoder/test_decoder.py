@@ -80,6 +80,8 @@ class Bench(NamedTuple):
 
     def call_grpc(self, data: bytes) -> Any:
         class Context:
+            session = None
+
             def time_remaining(self) -> float | None:
                 return None
 

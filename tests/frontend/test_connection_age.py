@@ -1,0 +1,189 @@
+"""Connections end at their longest age and at SIGTERM, so that clients connect again, and nothing on them is lost."""
+
+from __future__ import annotations
+
+import json
+import queue
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import grpc
+import pytest
+from tritonclient.grpc import service_pb2
+from websockets.sync.client import connect
+
+from tests import models
+from tests.serving import LIMIT_SECONDS, Server, eventually, serving
+
+AGE, GRACE = 1.0, 2.0
+SERVICE = "/inference.GRPCInferenceService"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("models")
+    models.accumulator(root)
+    return root
+
+
+@pytest.fixture(scope="module")
+def server(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    limits = {"connection_seconds": str(AGE), "connection_grace_seconds": str(GRACE)}
+    with serving(root, tmp_path_factory.mktemp("log"), **limits) as running:
+        yield running
+
+
+def opened(server: Server) -> socket.socket:
+    address = urlsplit(server.address)
+    return socket.create_connection((address.hostname, address.port), LIMIT_SECONDS)
+
+
+def message(path: str) -> bytes:
+    """Return a request for the hot path or for the general path."""
+    if path != "/infer":
+        return f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
+    body = b'{"model": "accumulator", "inputs": [[1]]}'
+    return b"POST /infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+
+
+def reply(client: socket.socket) -> bytes:
+    """Return one reply, or nothing at the end of the connection."""
+    data = b""
+    while b"\r\n\r\n" not in data:
+        part = client.recv(1 << 16)
+        if not part:
+            return data
+        data += part
+    head, body = data.split(b"\r\n\r\n", 1)
+    size = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+    while len(body) < size:
+        body += client.recv(1 << 16)
+    return head.lower() + b"\r\n\r\n" + body
+
+
+@pytest.mark.parametrize("path", ["/infer", "/healthz"])
+def test_old_connection_closes_after_a_reply(server: Server, path: str) -> None:
+    with opened(server) as client:
+        client.sendall(message(path))
+        assert b"connection: close" not in reply(client)
+        time.sleep(AGE * 1.2)
+        client.sendall(message(path))
+        last = reply(client)
+        assert last.startswith(b"http/1.1 200") and b"connection: close" in last
+        assert reply(client) == b""
+
+
+@pytest.mark.parametrize("path", ["/infer", "/healthz"])
+def test_request_that_has_arrived_keeps_an_old_connection(server: Server, path: str) -> None:
+    with opened(server) as client:
+        client.sendall(message(path))
+        reply(client)
+        time.sleep(AGE * 1.2)
+        client.sendall(message("/infer") + message(path))
+        data = b""
+        while part := client.recv(1 << 16):
+            data += part
+        assert data.lower().count(b"http/1.1 200") == 2 and data.lower().count(b"connection: close") == 1
+
+
+def test_websocket_outlives_the_age(server: Server) -> None:
+    with connect(server.address.replace("http", "ws") + "/stream?model=accumulator", proxy=None) as stream:
+        until, sent = time.monotonic() + 2 * (AGE + GRACE), 0
+        while time.monotonic() < until:
+            stream.send('{"input": [1]}')
+            sent += 1
+            assert json.loads(stream.recv(timeout=60))["session"]["steps"] == sent
+            time.sleep(0.05)
+
+
+class Calls:
+    """ModelStreamInfer calls, one after the other, of one client that continues its sequence."""
+
+    def __init__(self, channel: grpc.Channel) -> None:
+        self._method = channel.stream_stream(
+            f"{SERVICE}/ModelStreamInfer",
+            service_pb2.ModelInferRequest.SerializeToString,
+            service_pb2.ModelStreamInferResponse.FromString,
+        )
+        self.steps = self.calls = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._requests: queue.Queue[Any] = queue.Queue()
+        self._answers = self._method(iter(self._requests.get, None), metadata=[("x-session-id", "a")], wait_for_ready=True)
+        self.calls += 1
+
+    def chunk(self) -> None:
+        """Send a chunk of one step, on a new call if the old one has ended before the chunk."""
+        request = service_pb2.ModelInferRequest(model_name="accumulator", raw_input_contents=[b"\2\0\0\0"])
+        request.inputs.add(name="ids", datatype="INT32", shape=[1, 1])
+        request.parameters["sequence_start"].bool_param = self.steps == 0
+        self._requests.put(request)
+        try:
+            answer = next(self._answers)
+        except grpc.RpcError as error:
+            assert error.code() is grpc.StatusCode.UNAVAILABLE and "continue on a new call" in error.details()
+            self._begin()
+            self._requests.put(request)
+            answer = next(self._answers)
+        assert not answer.error_message
+        self.steps += 1
+        assert answer.infer_response.parameters["sequence_steps"].int64_param == self.steps
+
+    def close(self) -> None:
+        self._requests.put(None)
+
+
+def test_old_grpc_connection_ends_its_stream_without_losing_a_chunk(server: Server) -> None:
+    with grpc.insecure_channel(server.grpc) as channel:
+        calls = Calls(channel)
+        until = time.monotonic() + 3 * (AGE + GRACE)
+        while time.monotonic() < until or calls.calls < 3:
+            calls.chunk()
+            time.sleep(0.01)
+        calls.close()
+
+
+def test_grpc_connection_is_replaced_between_calls(server: Server) -> None:
+    """The library connects again by itself, and no call fails."""
+    request = service_pb2.ModelInferRequest(model_name="accumulator", raw_input_contents=[b"\2\0\0\0"])
+    request.inputs.add(name="ids", datatype="INT32", shape=[1, 1])
+    with grpc.insecure_channel(server.grpc) as channel:
+        infer = channel.unary_unary(
+            f"{SERVICE}/ModelInfer", service_pb2.ModelInferRequest.SerializeToString, service_pb2.ModelInferResponse.FromString
+        )
+        states: list[grpc.ChannelConnectivity] = []
+        channel.subscribe(states.append)
+
+        def connected_again() -> bool:
+            infer(request, timeout=60, wait_for_ready=True)
+            return states.count(grpc.ChannelConnectivity.READY) >= 3
+
+        eventually(connected_again)
+
+
+def test_sigterm_ends_connections_while_new_ones_are_accepted(root: Path, tmp_path: Path) -> None:
+    """In the lame duck a stream goes on, an HTTP connection closes after its reply, and a gRPC client connects again."""
+    with serving(root, tmp_path, lame_duck_seconds="4", drain_seconds="20") as server, opened(server) as client:
+        client.sendall(message("/infer"))
+        assert b"connection: close" not in reply(client)
+        with grpc.insecure_channel(server.grpc) as channel:
+            states: list[grpc.ChannelConnectivity] = []
+            channel.subscribe(states.append)
+            calls = Calls(channel)
+            calls.chunk()
+            server.process.send_signal(signal.SIGTERM)
+            eventually(lambda: not server.ready())
+            client.sendall(message("/infer"))
+            assert b"connection: close" in reply(client)
+            eventually(lambda: states and states[-1] is grpc.ChannelConnectivity.IDLE)
+            for _ in range(20):
+                calls.chunk()
+            assert calls.calls == 1, "the stream was not cut"
+            calls.close()
+        assert server.process.wait(60) == 0
