@@ -17,11 +17,12 @@ HOSTS = tuple(f"127.0.0.{number}" for number in range(2, 10))
 DEFAULTS = {
     "device": "cpu",
     "allowed_hosts": "*",
+    "insecure": "1",
     "lame_duck_seconds": "2",
     "drain_seconds": "10",
     "session_idle_seconds": "600",
 }
-"""Settings of every replica: it answers whatever name a proxy uses for it. A drain is short, and no session expires while a test waits."""
+"""Settings of every replica: it answers everybody, by any name. A drain is short, and no session expires while a test waits."""
 
 
 class Replica(Server):

@@ -1,0 +1,227 @@
+"""Sessions behind the shipped configurations of real proxies, while replicas fail, come and go. `make cluster-test` runs this folder."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grpc
+import httpx
+import pytest
+from tritonclient.grpc import service_pb2
+from websockets.sync.client import connect
+
+from tests import models
+from tests.accumulator import faults_of
+from tests.cluster.replicas import Cluster, Replica, clustered
+from tests.cluster.shipped import REPLICAS, Front, shipped
+from tests.cluster.traffic import CONNECTIONS, HEADER, Round, Traffic, owners, rounds_during
+from tests.proxies import PROXIES
+from tests.serving import eventually
+
+SESSIONS = 1000
+SETTLE_SECONDS = 4.0
+"""Longer than a proxy needs to notice a replica that is ready or not."""
+MOVING: dict[str, str] = {}
+"""Settings with which the state of a session moves to the replica where its next chunk arrives. Without them it is lost."""
+RING = {"envoy"}
+"""Proxies whose ring depends on the number of replicas: sessions of unchanged replicas may move as well."""
+UNCHECKED = {"nginx"}
+"""Proxies without health checks: they send requests to a replica that is not ready yet, which refuses them with 503."""
+SERVICE = "/inference.GRPCInferenceService"
+
+
+class Proxied(NamedTuple):
+    """A cluster behind a proxy."""
+
+    name: str
+    front: Front
+    cluster: Cluster
+
+
+@pytest.fixture(params=PROXIES)
+def proxied(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Proxied]:
+    models.accumulator(tmp_path / "models")
+    with (
+        clustered(tmp_path / "models", tmp_path, REPLICAS, replicated="1", **MOVING) as cluster,
+        shipped(request.param, cluster, tmp_path) as front,
+    ):
+        eventually(lambda: uses_all(front, cluster))
+        yield Proxied(request.param, front, cluster)
+
+
+def message(**parameters: bool) -> Any:
+    """Return a ModelInferRequest of one step."""
+    request = service_pb2.ModelInferRequest(model_name="accumulator", raw_input_contents=[b"\2\0\0\0"])
+    request.inputs.add(name="ids", datatype="INT32", shape=[1, 1])
+    for name, value in parameters.items():
+        request.parameters[name].bool_param = value
+    return request
+
+
+def infer_over(channel: grpc.Channel) -> Any:
+    """Return the method ModelInfer."""
+    return channel.unary_unary(
+        f"{SERVICE}/ModelInfer", service_pb2.ModelInferRequest.SerializeToString, service_pb2.ModelInferResponse.FromString
+    )
+
+
+def answers(cluster: Cluster) -> list[int]:
+    """Return how many requests each replica has answered."""
+    return [int(replica.metric("seqserve_requests_total", outcome="ok")) for replica in cluster.running]
+
+
+def send_stateless(front: Front, requests: int) -> None:
+    """Send requests without a session over HTTP, and as many over gRPC. The first may meet a proxy that has not checked all replicas."""
+    with (
+        httpx.Client(base_url=front.address, trust_env=False, timeout=60) as client,
+        grpc.insecure_channel(front.grpc) as channel,
+    ):
+        infer = infer_over(channel)
+        for _ in range(requests):
+            client.post("/infer", json={"model": "accumulator", "inputs": [[2]]}).raise_for_status()
+            infer(message(), timeout=60)
+
+
+def uses_all(front: Front, cluster: Cluster) -> bool:
+    """Return whether the proxy sends requests of both protocols to all replicas."""
+    before = answers(cluster)
+    try:
+        send_stateless(front, 30)
+    except (httpx.HTTPError, grpc.RpcError):
+        return False
+    return all(after > start for start, after in zip(before, answers(cluster), strict=True))
+
+
+class Change(NamedTuple):
+    """What a change of the replicas did to the sessions."""
+
+    round: Round
+    lost: int
+    """Sessions that were lost with their replica."""
+    moved: int
+    """Sessions whose replica still runs, and that their proxy sent to another."""
+
+    @classmethod
+    def of(cls, round: Round, before: dict[str, str], gone: str) -> Change:
+        """before: the replica of each session. gone: the replica that ended, empty for none."""
+        assert not round.faults, faults_of(round.faults)
+        assert len(set(round.lost)) == len(round.lost), "a loss is reported once"
+        hosts = Counter(before[name] for name in round.lost if name in before)
+        return cls(round, hosts.pop(gone, 0), hosts.total())
+
+    def __str__(self) -> str:
+        return f"{self.lost} lost with their replica, {self.moved} moved, {dict(self.round.failed) or 'no'} errors"
+
+
+def test_thousand_sessions_meet_a_failed_a_new_and_a_drained_replica(
+    proxied: Proxied, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = asyncio.run(story(proxied))
+    with capsys.disabled():
+        print(f"\n{proxied.name}: " + "; ".join(f"{name}: {change}" for name, change in report.items()))
+
+
+async def story(proxied: Proxied) -> dict[str, Change]:
+    """Send chunks of all sessions all the time, and check every sum and every loss."""
+    cluster, traffic = proxied.cluster, Traffic(proxied.front.address, SESSIONS)
+    first, second, _ = cluster.replicas
+    changes: dict[str, Change] = {}
+
+    begun = await traffic.round() + await traffic.round()
+    assert not begun.faults and not begun.lost and not begun.failed, begun
+    before = await check_spread(traffic, cluster.running)
+
+    owned = sum(host == first.host for host in before.values())
+    round = await rounds_during(traffic, first.kill, SETTLE_SECONDS)
+    change = changes["killed"] = Change.of(round, before, first.host)
+    assert change.lost == owned, "every session of a replica that fails is reported, and each once"
+    # Each connection may have had one chunk on its way.
+    assert round.failed.total() <= CONNECTIONS, round.failed
+    check_moved(proxied, change)
+
+    before = await owners(traffic.names, cluster.running)
+    added: list[Replica] = []
+    round = await rounds_during(traffic, lambda: added.append(cluster.again(first)), SETTLE_SECONDS)
+    change = changes["added"] = Change.of(round, before, "")
+    assert not round.failed or (proxied.name in UNCHECKED and set(round.failed) == {"unavailable"}), round.failed
+    assert (change.moved == 0) is bool(MOVING), "a new replica takes sessions over, with their state if that can move"
+    before = await owners(traffic.names, cluster.running)
+    assert Counter(before.values())[first.host] > 0
+
+    owned = sum(host == second.host for host in before.values())
+    round = await rounds_during(traffic, lambda: (second.drain(), second.await_end()), SETTLE_SECONDS)
+    change = changes["drained"] = Change.of(round, before, second.host)
+    assert not round.failed, round.failed
+    assert change.lost == (0 if MOVING else owned)
+    check_moved(proxied, change)
+    traffic.hang_up()
+    return changes
+
+
+def check_moved(proxied: Proxied, change: Change) -> None:
+    """Check that only Envoy moves sessions of replicas that have not changed, and not many."""
+    if proxied.name in RING and not MOVING:
+        assert change.moved <= SESSIONS // 5
+    else:
+        assert change.moved == 0
+
+
+async def check_spread(traffic: Traffic, replicas: list[Replica]) -> dict[str, str]:
+    """Return the replica of each session. Every replica has between half and twice its share."""
+    found = await owners(traffic.names, replicas)
+    assert len(found) == SESSIONS
+    share = SESSIONS / len(replicas)
+    counts = Counter(found.values())
+    assert all(share / 2 < counts[replica.host] < share * 2 for replica in replicas), counts
+    return found
+
+
+def test_protocols_of_a_session_meet_one_replica(proxied: Proxied) -> None:
+    """POST /infer, a WebSocket that names the session in its query, the session routes, and gRPC, behind all but nginx."""
+    front = proxied.front
+    with (
+        httpx.Client(base_url=front.address, trust_env=False, timeout=60) as client,
+        grpc.insecure_channel(front.grpc) as channel,
+    ):
+        infer = infer_over(channel)
+        stream = channel.stream_stream(
+            f"{SERVICE}/ModelStreamInfer",
+            service_pb2.ModelInferRequest.SerializeToString,
+            service_pb2.ModelStreamInferResponse.FromString,
+        )
+        for number in range(30):
+            name = f"pump-{number}"
+            answer = client.post(
+                "/infer", json={"model": "accumulator", "inputs": [[2]], "start": True}, headers={HEADER: name}
+            )
+            assert answer.json()["session"]["steps"] == 1
+            for query, headers in ((f"&session={name}", {}), ("", {HEADER: name})):
+                address = f"{front.address.replace('http', 'ws')}/stream?model=accumulator{query}"
+                with connect(address, proxy=None, additional_headers=headers) as socket:
+                    socket.send(json.dumps({"input": [2], "start": False}))
+                    answered = json.loads(socket.recv(timeout=60))
+            assert answered["session"]["steps"] == 3
+            assert client.get(f"/sessions/{name}/state").status_code == 200
+            assert client.get(f"/sessions/{name}/state", headers={HEADER: name}).status_code == 200
+
+            metadata, steps = [(HEADER, name)], []
+            if proxied.name == "nginx":  # it hashes with the port: the sessions of the two protocols are apart
+                steps.append(infer(message(sequence_start=True), metadata=metadata, timeout=60).parameters["sequence_steps"])
+            steps.append(infer(message(), metadata=metadata, timeout=60).parameters["sequence_steps"])
+            for part in stream(iter([message(), message()]), metadata=metadata, timeout=60):
+                assert not part.error_message
+                steps.append(part.infer_response.parameters["sequence_steps"])
+            first = 1 if proxied.name == "nginx" else 4
+            assert [step.int64_param for step in steps] == list(range(first, first + len(steps)))
+
+
+def test_requests_without_a_session_use_all_replicas(proxied: Proxied) -> None:
+    before = answers(proxied.cluster)
+    send_stateless(proxied.front, 90)
+    counts = [after - start for start, after in zip(before, answers(proxied.cluster), strict=True)]
+    assert sum(counts) == 180 and min(counts) >= 30, counts
