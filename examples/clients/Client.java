@@ -19,7 +19,7 @@ public class Client {
     public static void main(String[] arguments) throws Exception {
         String url = arguments.length > 0 ? arguments[0] : "http://127.0.0.1:8000";
         String question = "\"How far is it from Denver to Aspen ?\"";
-        String reply = infer(url, "question-type", "{}", "text", "[1]", "BYTES", question);
+        String reply = infer(url, "", "question-type", "{}", "text", "[1]", "BYTES", question);
         System.out.println(find("\"name\":\"label\".*?\"data\":\\[\"(.*?)\"\\]", reply));
 
         String session = "pump-" + ProcessHandle.current().pid();
@@ -27,26 +27,27 @@ public class Client {
             String parameters = String.format("{\"sequence_id\": \"%s\", \"sequence_start\": %b, \"sequence_end\": %b}",
                 session, sent == 0, sent == ROWS.length - 1);
             String row = ROWS[sent][0] + "," + ROWS[sent][1] + "," + ROWS[sent][2];
-            reply = infer(url, "sensor-forecast", parameters, "inputs", "[1, 1, 3]", "FP32", row);
+            reply = infer(url, session, "sensor-forecast", parameters, "inputs", "[1, 1, 3]", "FP32", row);
             System.out.println(find("\"sequence_steps\":(\\d+)", reply) + " steps: " + find("\"data\":\\[(.*?)\\]", reply));
         }
 
         try {
-            infer(url, "nobody", "{}", "text", "[1]", "BYTES", "\"?\"");
+            infer(url, "", "nobody", "{}", "text", "[1]", "BYTES", "\"?\"");
         } catch (Refused error) {
             System.out.println(error.getMessage());
         }
     }
 
-    /** Returns the reply for one input tensor. Throws Refused for an error of the service. A program with a JSON library uses that. */
-    static String infer(String url, String model, String parameters, String name, String shape, String type, String data)
-            throws IOException, InterruptedException, Refused {
+    /** Returns the reply for one input tensor. Proxies read the session. Throws Refused. A program with a JSON library uses that. */
+    static String infer(String url, String session, String model, String parameters, String name, String shape, String type,
+            String data) throws IOException, InterruptedException, Refused {
         String input = String.format("{\"name\": \"%s\", \"shape\": %s, \"datatype\": \"%s\", \"data\": [%s]}", name, shape, type, data);
         String body = String.format("{\"parameters\": %s, \"inputs\": [%s]}", parameters, input);
         HttpRequest.Builder request = HttpRequest.newBuilder(URI.create(url + "/v2/models/" + model + "/infer"))
             .timeout(Duration.ofSeconds(10)).POST(HttpRequest.BodyPublishers.ofString(body));
         String key = System.getenv("SEQSERVE_CLIENT_KEY");
         if (key != null) request.header("Authorization", "Bearer " + key);
+        if (!session.isEmpty()) request.header("x-session-id", session);
         HttpResponse<String> response = HTTP.send(request.build(), HttpResponse.BodyHandlers.ofString());
         if (response.statusCode() >= 400) throw new Refused(response.body());
         return response.body();

@@ -19,10 +19,11 @@ class Refused(Exception):
         self.code = code
 
 
-def infer(client: httpx.Client, body: dict[str, object]) -> dict[str, object]:
-    """Return the reply to POST /infer. If the service is too busy, repeats the request after `Retry-After`."""
+def infer(client: httpx.Client, body: dict[str, object], session: str = "") -> dict[str, object]:
+    """Return the reply to POST /infer. session: the session of the chunk, which proxies read in the header. If the service is too busy, repeats the request after `Retry-After`."""
+    headers = {"x-session-id": session} if session else {}
     for _ in range(RETRIES):
-        reply = client.post("/infer", json=body)
+        reply = client.post("/infer", json=body, headers=headers)
         if reply.status_code not in (429, 503) or "Retry-After" not in reply.headers:
             break
         time.sleep(float(reply.headers["Retry-After"]))
@@ -40,8 +41,8 @@ def main(url: str) -> None:
         print(answer["outputs"][0]["label"])  # type: ignore[index] # JSON
 
         for sent, row in enumerate(ROWS, 1):  # each request is the next chunk of the session
-            chunk = {"model": "sensor-forecast", "session": f"pump-{os.getpid()}", "inputs": [[row]], "end": sent == len(ROWS)}
-            answer = infer(client, chunk)
+            chunk = {"model": "sensor-forecast", "inputs": [[row]], "start": sent == 1, "end": sent == len(ROWS)}
+            answer = infer(client, chunk, session=f"pump-{os.getpid()}")
             print(answer["session"]["steps"], "steps:", *(f"{x:.3f}" for x in answer["outputs"][0]["value"]))  # type: ignore[index]
 
         try:

@@ -35,8 +35,8 @@ def main(address: str) -> None:
         print(result.as_numpy("label")[0, 0].decode())
 
         replies: queue.Queue[Reply] = queue.Queue()  # one call carries all chunks; replies come in their order
-        client.start_stream(lambda result, error: replies.put((result, error)), headers=headers)
-        session = f"pump-{os.getpid()}"
+        session = f"pump-{os.getpid()}"  # proxies read it in the metadata
+        client.start_stream(lambda *reply: replies.put(reply), headers=headers | {"x-session-id": session})
         for sent, row in enumerate(ROWS, 1):
             first, last = sent == 1, sent == len(ROWS)
             client.async_stream_infer(

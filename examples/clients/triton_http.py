@@ -39,7 +39,7 @@ def main(address: str) -> None:
                 sequence_id=session,
                 sequence_start=sent == 1,
                 sequence_end=sent == len(ROWS),
-                headers=headers,
+                headers={**headers, "x-session-id": session},  # proxies read it
             )
             steps = result.get_response()["parameters"]["sequence_steps"]
             print(steps, "steps:", *(f"{x:.3f}" for x in result.as_numpy("value")[0]))

@@ -42,10 +42,10 @@ class Replica(Server):
         children = {event["pid"] for event in self.events("started")}
         # The supervisor is first: it would start the others again.
         self.process.kill()
-        self.process.wait(30)
         for pid in children:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        self.process.wait(30)
         eventually(lambda: not any(map(alive, children)))
 
     def drain(self) -> None:

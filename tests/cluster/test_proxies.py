@@ -121,14 +121,21 @@ class Change(NamedTuple):
 def test_thousand_sessions_meet_a_failed_a_new_and_a_drained_replica(
     proxied: Proxied, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    report = asyncio.run(story(proxied))
+    async def run() -> dict[str, Change]:
+        traffic = Traffic(proxied.front.address, SESSIONS)
+        try:
+            return await story(proxied, traffic)
+        finally:
+            await traffic.hang_up()
+
+    report = asyncio.run(run())
     with capsys.disabled():
         print(f"\n{proxied.name}: " + "; ".join(f"{name}: {change}" for name, change in report.items()))
 
 
-async def story(proxied: Proxied) -> dict[str, Change]:
+async def story(proxied: Proxied, traffic: Traffic) -> dict[str, Change]:
     """Send chunks of all sessions all the time, and check every sum and every loss."""
-    cluster, traffic = proxied.cluster, Traffic(proxied.front.address, SESSIONS)
+    cluster = proxied.cluster
     first, second, _ = cluster.replicas
     changes: dict[str, Change] = {}
 
@@ -140,8 +147,8 @@ async def story(proxied: Proxied) -> dict[str, Change]:
     round = await rounds_during(traffic, first.kill, SETTLE_SECONDS)
     change = changes["killed"] = Change.of(round, before, first.host)
     assert change.lost == owned, "every session of a replica that fails is reported, and each once"
-    # Each connection may have had one chunk on its way.
-    assert round.failed.total() <= CONNECTIONS, round.failed
+    # Each connection may have had a chunk on its way, and the next in the backlog of the port that was not closed yet.
+    assert round.failed.total() <= 2 * CONNECTIONS, round.failed
     check_moved(proxied, change)
 
     before = await owners(traffic.names, cluster.running)
@@ -154,12 +161,12 @@ async def story(proxied: Proxied) -> dict[str, Change]:
     assert Counter(before.values())[first.host] > 0
 
     owned = sum(host == second.host for host in before.values())
-    round = await rounds_during(traffic, lambda: (second.drain(), second.await_end()), SETTLE_SECONDS)
+    second.drain()
+    round = await rounds_during(traffic, second.await_end, SETTLE_SECONDS)
     change = changes["drained"] = Change.of(round, before, second.host)
     assert not round.failed, round.failed
     assert change.lost == (0 if MOVING else owned)
     check_moved(proxied, change)
-    traffic.hang_up()
     return changes
 
 

@@ -61,10 +61,12 @@ class Traffic:
         rounds = await asyncio.gather(*(self._round(number) for number in range(CONNECTIONS)))
         return sum(rounds, Round())
 
-    def hang_up(self) -> None:
+    async def hang_up(self) -> None:
+        """Close the connections."""
         for caller in self._callers:
             if caller is not None:
                 caller.hang_up()
+        await asyncio.sleep(0.1)  # a transport closes in a later turn of the event loop
 
     async def _round(self, connection: int) -> Round:
         round = Round()
