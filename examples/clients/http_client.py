@@ -20,7 +20,10 @@ class Refused(Exception):
 
 
 def infer(client: httpx.Client, body: dict[str, object], session: str = "") -> dict[str, object]:
-    """Return the reply to POST /infer. session: the session of the chunk, which proxies read in the header. If the service is too busy, repeats the request after `Retry-After`."""
+    """Return the reply to POST /infer. Proxies read the session of a chunk in its header.
+
+    If the service is too busy, repeats the request after `Retry-After`.
+    """
     headers = {"x-session-id": session} if session else {}
     for _ in range(RETRIES):
         reply = client.post("/infer", json=body, headers=headers)

@@ -38,11 +38,16 @@ class Origin(NamedTuple):
     @classmethod
     def read(cls, headers: Iterable[Header]) -> Origin:
         """Return the origin of a request. headers: with names in lower case."""
-        found: dict[bytes, list[bytes]] = {REQUEST_ID: [], TRACEPARENT: [], TRACESTATE: []}
+        ids: list[bytes] = []
+        parents: list[bytes] = []
+        states: list[bytes] = []
         for name, value in headers:
-            if name in found:
-                found[name].append(value)
-        ids, parents, states = found.values()
+            if name == REQUEST_ID:
+                ids.append(value)
+            elif name == TRACEPARENT:
+                parents.append(value)
+            elif name == TRACESTATE:
+                states.append(value)
         if not (ids or parents):
             return NO_ORIGIN
         request_id = ids[0] if len(ids) == 1 and _REQUEST_ID.fullmatch(ids[0]) else b""

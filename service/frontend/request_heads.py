@@ -28,7 +28,7 @@ READ_HEADERS = (b"content-type", b"accept-encoding", b"inference-header-content-
 """The headers that endpoints of the hot path read."""
 _SESSION = SESSION_HEADER.encode()
 _LINE_STARTS = {b"\r\n%b:" % name: name for name in (REQUEST_ID, TRACEPARENT, TRACESTATE, _SESSION)}
-"""Starts of the lines that differ from request to request, and the names of their headers."""
+"""Starts of the lines that differ from request to request, and the names of their headers. The session is the last."""
 _VALUE = re.compile(rb"[ \t]*([!-~](?:[ -~]{0,510}[!-~])?)")
 _UNUSUAL = frozenset((b"transfer-encoding", b"content-encoding", b"expect", b"te", b"trailer", b"origin", b"prefer"))
 _CONNECTION_OPTIONS = frozenset((b"keep-alive", b"upgrade", b"http2-settings"))
@@ -84,7 +84,8 @@ class RequestHeads:
             _remember(self._rests, rest, known)
         if known is None or known.origin is not NO_ORIGIN or known.session is not None:
             return None
-        session = next((_text(value) for name, value in identifying if name is _SESSION), None)
+        name, value = identifying[-1]
+        session = value.decode("latin-1") if name is _SESSION else None
         return RequestHead(known.path, known.length, known.headers, known.caller, Origin.read(identifying), session)
 
     def forget(self) -> None:
@@ -110,7 +111,9 @@ class RequestHeads:
 
 def _cut(head: bytes) -> tuple[bytes, list[Header]] | None:
     """Return the head without the lines of the headers that identify it, and these headers. None without usual lines of them."""
-    lower, headers, cuts = head.lower(), list[Header](), list[tuple[int, int]]()
+    lower = head.lower()
+    headers: list[Header] = []
+    cuts: list[tuple[int, int]] = []
     for start, name in _LINE_STARTS.items():
         at = lower.find(start)
         if at > 0:
