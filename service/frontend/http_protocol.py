@@ -32,6 +32,8 @@ MAX_PARSE_SECONDS = 0.002
 """Time after which a callback leaves the rest of the bytes to a later callback: chunks of one byte take long."""
 MAX_JOINED_BYTES = 1 << 16
 """A larger reply is not copied behind its head."""
+ACCEPT_SECONDS = 0.1
+"""Every request that a client sent before the shutdown has arrived after this time."""
 LINGER_SECONDS = 1.0
 """How long a connection is read on after a request was refused in the middle."""
 _HEAD_END = b"\r\n\r\n"
@@ -181,11 +183,16 @@ class HttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
-        """Close the connection after the running request, if there is one."""
-        if self._call is None and not self._parts:
+        """Close the connection after the running request, or soon if none runs and none arrives."""
+        if self._general and not self._general_path_idle():
             super().shutdown()
-        else:
-            self._last_reply = True
+            return
+        self._last_reply = True
+        self.loop.call_later(ACCEPT_SECONDS, self._close_if_idle)
+
+    def _close_if_idle(self) -> None:
+        if self.phase is Phase.IDLE:
+            self.transport.close()
 
     def resume_writing(self) -> None:
         """Continue with the requests that wait while the client reads its replies slowly."""

@@ -6,6 +6,7 @@ import asyncio
 import socket
 import ssl
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from service.frontend.connection_share import ConnectionShare
@@ -69,10 +70,16 @@ class Listener:
         asyncio.get_running_loop().add_reader(self._listening.fileno(), self._accept_share)
 
     def close(self) -> None:
-        """Stop accepting connections; other frontends accept the waiting connections."""
+        """Accept the connections that wait, and close the port here: the last frontend that closes it would reset them."""
         if self._pausing is not None:
             self._pausing.cancel()
         asyncio.get_running_loop().remove_reader(self._listening.fileno())
+        with suppress(OSError):  # none waits any more
+            for _ in range(MAX_ACCEPTS):
+                if not self._make_room(len(self._connecting)):
+                    break
+                self._start(self._listening.accept()[0])
+        self._listening.close()
         self._share.withdraw()
 
     def publish(self) -> None:

@@ -18,7 +18,7 @@ from service.frontend.app import build_app
 from service.frontend.connection_guard import ConnectionGuard, GuardedConnection
 from service.frontend.control import Control
 from service.frontend.hot_calls import RequestTally
-from service.frontend.http_protocol import HotPath, HttpProtocol
+from service.frontend.http_protocol import ACCEPT_SECONDS, HotPath, HttpProtocol
 from service.frontend.inference import Frontend
 from service.frontend.listener import Listener, SharedPort
 from service.frontend.oip.grpc_server import GrpcServer
@@ -73,10 +73,8 @@ class FrontendServer(uvicorn.Server):
         self._hot_path = build_hot_path(frontend)
         self._listeners = [self._listen(http, config, self._hot_path, self._make_room)]
         self._paths = [self._hot_path]
-        self._admin_socket: socket.socket | None = None
         if admin is not None:
             admin_path = HotPath(frontend)
-            self._admin_socket = admin.port.listening
             self._listeners.append(self._listen(admin.port, admin.config, admin_path, self._make_admin_room))
             self._paths.append(admin_path)
         self._guard = ConnectionGuard(frontend.settings, frontend.metrics, self._connections)
@@ -103,13 +101,15 @@ class FrontendServer(uvicorn.Server):
         self._frontend.draining = True
         for listener in self._listeners:
             listener.close()
-        if self._admin_socket is not None:
-            self._admin_socket.close()
-        closing = [super().shutdown(sockets)]
+        closing = [self._close_connections()]
         if self._grpc is not None:
             closing.append(self._grpc.close())
         await asyncio.gather(*closing)
         self._frontend.decoder.close()
+
+    async def _close_connections(self) -> None:
+        await asyncio.sleep(ACCEPT_SECONDS)  # the connections that were accepted last are open then
+        await super().shutdown()
 
     async def on_tick(self, counter: int) -> bool:
         """Apply the connections' limits of time once a second: timers of each connection would cost more than its requests."""

@@ -164,7 +164,8 @@ async def story(proxied: Proxied, traffic: Traffic) -> dict[str, Change]:
     second.drain()
     round = await rounds_during(traffic, second.await_end, SETTLE_SECONDS)
     change = changes["drained"] = Change.of(round, before, second.host)
-    assert not round.failed, round.failed
+    # Without health checks a proxy sends requests until the port closes: one may arrive in the microseconds of the closing.
+    assert round.failed.total() <= (2 if proxied.name in UNCHECKED else 0), round.failed
     assert change.lost == (0 if MOVING else owned)
     check_moved(proxied, change)
     return changes

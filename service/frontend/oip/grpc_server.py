@@ -100,7 +100,6 @@ class GrpcServer:
         """Stop accepting calls, and give open inference calls `drain_seconds` to finish."""
         self._shutdown.begun.set()
         self._listener.close()
-        self._port.listening.close()
         for connection in list(self.connections):
             connection.drain()
         await asyncio.sleep(ACCEPT_SECONDS)
