@@ -36,7 +36,7 @@ def main(address: str) -> None:
 
         replies: queue.Queue[Reply] = queue.Queue()  # one call carries all chunks; replies come in their order
         session = f"pump-{os.getpid()}"  # proxies read it in the metadata
-        client.start_stream(lambda *reply: replies.put(reply), headers=headers | {"x-session-id": session})
+        client.start_stream(lambda result, error: replies.put((result, error)), headers=headers | {"x-session-id": session})
         for sent, row in enumerate(ROWS, 1):
             first, last = sent == 1, sent == len(ROWS)
             client.async_stream_infer(
