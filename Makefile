@@ -52,8 +52,8 @@ help:
 	@echo "make lock           write the hashes of the image's packages to deploy/requirements after a change of dependencies"
 	@echo "make audit          look for known vulnerabilities of these packages: needs the internet"
 	@echo "make sbom           list the packages of the image in build/sbom.json"
-	@echo "make simulate       compare batching strategies on a virtual clock: minutes, needs no GPU"
 	@echo "make chart-schema   write the settings into the schema of the Helm chart after a change"
+	@echo "make simulate       PART=batching compares batching strategies on a virtual clock, PART=fleet plans many replicas; without PART both"
 	@echo "make proto          compile service/frontend/oip/inference.proto after a change"
 
 check-python:
@@ -235,9 +235,11 @@ libb64:
 perf-analyzer: .venv/load .venv-perf/installed libb64 gpu compiled
 	@$(BIN)/python -m loadtest perf-analyzer $(if $(URL),--url $(URL)) $(if $(GRPC),--grpc $(GRPC)) $(ACCESS)
 
-# COST names the measured costs of batches in loadtest/results/costs.json; `python -m loadtest simulate --measure cuda:0` adds a device.
+# Batching takes minutes, a fleet seconds. ARGS are the flags of one PART: PART=batching ARGS="--cost epyc-2core-lstm-512", or
+# PART=fleet ARGS="--streams 200000 --rate 50000 --price H200=4". `python -m loadtest simulate batching --measure cuda:0` adds a cost.
+PART ?= fleet batching
 simulate: .venv/load
-	@$(BIN)/python -m loadtest simulate $(if $(COST),--cost $(COST))
+	@for part in $(PART); do $(BIN)/python -m loadtest simulate $$part $(ARGS) || exit 1; done
 
 # Sends the test questions in the folder $(DATA) to the service at $(URL).
 eval: .venv/installed

@@ -1,6 +1,6 @@
 """The largest rate of the service by number of frontends and size of a batch, and its latency at a share of that rate.
 
-Several generator processes load one server: first in a closed loop, then in an open loop at a share of the rate of the closed loop.
+Several generator processes load one server: first in a closed loop, then in open loops at shares of the rate of the closed loop.
 """
 
 from __future__ import annotations
@@ -122,7 +122,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[64], help="most sequences in a batch")
     parser.add_argument("--generators", type=int, default=1, help="load generator processes")
     parser.add_argument("--callers", type=int, nargs="+", default=[32], help="concurrent callers of each generator")
-    parser.add_argument("--share", type=float, default=0.7, help="rate of the open loop as a share of the closed loop's")
+    parser.add_argument(
+        "--share", type=float, nargs="*", default=[0.7], help="rates of open loops as shares of the closed loop's"
+    )
     parser.add_argument("--device", default="cpu", help="cpu or cuda:0")
     parser.add_argument("--models", type=Path, default=servers.MODELS, help="models folder")
     parser.add_argument("--log", type=Path, help="log file of the servers")
@@ -165,12 +167,11 @@ def _serving(frontends: int, batch: int, options: argparse.Namespace) -> Iterato
 def _measure(
     server: ServerProcess, requests: Requests, case: dict[str, Any], number: int, options: argparse.Namespace
 ) -> Iterator[Trial]:
-    """Yield the trials of the closed and of the open loop."""
+    """Yield the trials of the closed loop and of each open loop."""
     closed = _trial(server, requests, case | {"loop": "closed"}, number, options)
     yield closed
-    if options.share:
-        rate = options.share * closed.values["answers/s"]
-        yield _trial(server, requests, case | {"loop": f"{options.share:.0%}"}, number, options, rate)
+    for share in options.share:
+        yield _trial(server, requests, case | {"loop": f"{share:.0%}"}, number, options, share * closed.values["answers/s"])
 
 
 def _trial(

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from loadtest.__main__ import main
-from loadtest.scenarios import simulate as command
+from loadtest.scenarios import simulate_batching as command
 from loadtest.simulation import arrivals as simulated_arrivals
 from loadtest.simulation import costs, figures, policies
 from loadtest.simulation.clock import Clock, SimulatedFrontend
@@ -171,7 +171,7 @@ def test_command_writes_records_and_charts_and_prints_goals(
 ) -> None:
     monkeypatch.setattr(command, "QUICK", TINY)
     [name] = list(costs.read())[:1]
-    assert main(["simulate", "--quick", "--cost", name, "--out", str(tmp_path)]) == 0
+    assert main(["simulate", "batching", "--quick", "--cost", name, "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     records = [json.loads(line) for line in (tmp_path / f"simulate-{name}.jsonl").read_text().splitlines()]
     assert {record["part"] for record in records} == {"loads", "bursts", "same rate", "budgets", "replicas"}
@@ -185,7 +185,7 @@ def test_command_writes_records_and_charts_and_prints_goals(
 
 
 def test_unknown_cost_is_reported_with_the_known_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", "--cost", "abacus", "--out", str(tmp_path)]) == 2
+    assert main(["simulate", "batching", "--cost", "abacus", "--out", str(tmp_path)]) == 2
     printed = capsys.readouterr().err
     assert "abacus" in printed and "h200-lstm-512" in printed
     assert not list(tmp_path.iterdir())
@@ -198,7 +198,7 @@ def test_measured_cost_is_added_to_the_file(
     monkeypatch.setattr(costs, "WARM_UPS", 1)
     file = tmp_path / "costs.json"
     file.write_text('{"old": {"model": "a", "device": "b", "date": "c", "fixed": 1, "per_step": 2, "per_token": 3}}')
-    assert main(["simulate", "--measure", "cpu", "--costs", str(file)]) == 0
+    assert main(["simulate", "batching", "--measure", "cpu", "--costs", str(file)]) == 0
     written = costs.read(file)
     assert written.pop("old").cost == Cost(1, 2, 3)
     [(name, measured)] = written.items()
