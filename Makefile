@@ -266,8 +266,15 @@ proxies: .venv-proxies/installed
 test-long: .venv/tools compiled proxies .venv-perf/installed libb64
 	$(WITH_PROXIES) $(BIN)/python -m tests.tiers long
 
-# Several replicas on addresses of loopback, behind real proxies with the files in deploy/proxies.
-cluster-test: .venv/tools compiled proxies
+# Ray's requirements are not those of the service, which runs as its child process.
+.venv-ray/installed: deploy/ray/requirements.txt tests/cluster/ray.txt | check-python
+	@test -x .venv-ray/bin/python || $(PYTHON) -m venv .venv-ray
+	@echo "installing Ray into .venv-ray"
+	@.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check --requirement tests/cluster/ray.txt
+	@touch $@
+
+# Several replicas on addresses of loopback, behind real proxies with the files in deploy/proxies, and on a Ray cluster.
+cluster-test: .venv/tools compiled proxies .venv-ray/installed
 	$(WITH_PROXIES) $(BIN)/python -m tests.tiers cluster
 
 # Records the tested kernels in tests/gpu/passed.json; `make test` warns when the kernels have changed since.

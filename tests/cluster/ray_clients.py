@@ -1,0 +1,89 @@
+"""Clients for tests of a Ray cluster: sessions that know every sum, and requests that count what failed."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from tests.accumulator import AccumulatorSession, Chunk
+
+CLIENTS = 4
+SESSION_HEADER = "x-session-id"
+
+
+def send_chunks(url: str, sessions: list[AccumulatorSession], chunks: int, seed: int = 0) -> list[str]:
+    """Send `chunks` chunks of each session, from several clients at once. Returns the wrong sums, and the replies with another status."""
+    with ThreadPoolExecutor(CLIENTS) as clients:
+        shares = [sessions[number::CLIENTS] for number in range(CLIENTS)]
+        wrong = clients.map(lambda share: _send(url, share, chunks, random.Random(seed)), shares)
+    return [fault for faults in wrong for fault in faults]
+
+
+def _send(url: str, sessions: list[AccumulatorSession], chunks: int, chance: random.Random) -> list[str]:
+    faults = []
+    with httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
+        for _ in range(chunks):
+            for session in chance.sample(sessions, len(sessions)):
+                chunk = Chunk(chance.choices((1, -1, 0), k=chance.randint(1, 8)))
+                answer = client.post("/infer", json=body(chunk, session.name), headers={SESSION_HEADER: session.name})
+                if answer.status_code != 200:
+                    faults.append(f"{session.name}: {answer.status_code} {answer.text}")
+                elif fault := session.answered(chunk, answer.content):
+                    faults.append(fault)
+    return faults
+
+
+def body(chunk: Chunk, session: str | None = None) -> dict[str, Any]:
+    """Return the body of a chunk, or of the same steps without a session."""
+    named = {} if session is None else {"session": session, "end": chunk.ends}
+    return {"model": "accumulator", "inputs": [[value + 1 for value in chunk.values]], **named}
+
+
+@dataclass
+class Outcomes:
+    """Replies by status and text, or exception; and the seconds at which the failed requests were sent and had failed."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    failed: list[tuple[float, float]] = field(default_factory=list)
+
+    @property
+    def answered(self) -> int:
+        return self.counts["200"]
+
+
+@contextmanager
+def stateless_load(url: str, clients: int = CLIENTS, steps: int = 8) -> Iterator[Outcomes]:
+    """Send requests without a session, one after the other from each client, until the end of the block."""
+    outcomes, ended = Outcomes(), threading.Event()
+    request = body(Chunk([1] * steps))
+
+    def send() -> None:
+        with httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
+            while not ended.is_set():
+                sent = time.monotonic()
+                try:
+                    answer = client.post("/infer", json=request)
+                    outcome = "200" if answer.status_code == 200 else f"{answer.status_code}: {answer.text}"
+                except httpx.TransportError as error:
+                    outcome = type(error).__name__
+                outcomes.counts[outcome] += 1
+                if outcome != "200":
+                    outcomes.failed.append((sent, time.monotonic()))
+
+    with ThreadPoolExecutor(clients) as pool:
+        sending = [pool.submit(send) for _ in range(clients)]
+        try:
+            yield outcomes
+        finally:
+            ended.set()
+    for each in sending:
+        each.result()

@@ -1,0 +1,127 @@
+"""Drives a Ray cluster from tests: `ray_nodes` runs it in .venv-ray, whose requirements are not those of the service."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loadtest.servers import free_port
+from tests.serving import eventually
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON = ROOT / ".venv-ray" / "bin" / "python"
+COMMAND = [sys.executable, "-m", "service", "serve"]
+SETTINGS = {
+    "SEQSERVE_DEVICE": "cpu",
+    "SEQSERVE_FRONTENDS": "1",
+    "SEQSERVE_INSECURE": "true",
+    "SEQSERVE_ALLOWED_HOSTS": "*",
+    "SEQSERVE_DEFAULT_DEADLINE_MS": "60000",
+    "SEQSERVE_SESSION_IDLE_SECONDS": "600",
+}
+QUICK = {
+    "command": COMMAND,
+    "lame_duck_seconds": 2.0,
+    "drain_seconds": 10.0,
+    "upscale_delay_s": 1.0,
+    "downscale_delay_s": 3.0,
+    "metrics_interval_s": 0.5,
+    "look_back_period_s": 2.0,
+    "health_check_period_s": 1.0,
+}
+"""Options of the application whose delays suit a test."""
+
+
+class RayCluster:
+    """A Ray cluster of three nodes with the service in it. url: of Serve's proxy."""
+
+    def __init__(self, process: subprocess.Popen[str], port: int) -> None:
+        self._process = process
+        self.url = f"http://127.0.0.1:{port}"
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Run a command of `ray_nodes.Nodes` and return its result."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps([name, *arguments]) + "\n")
+        self._process.stdin.flush()
+        return self.answer()
+
+    def answer(self) -> Any:
+        """Return the next answer."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, f"the Ray cluster ended with {self._process.wait()}"
+        return json.loads(line)
+
+    def running(self) -> int:
+        """Return the number of replicas that run."""
+        count: int = self.call("replicas").get("RUNNING", 0)
+        return count
+
+    def await_running(self, count: int) -> None:
+        eventually(lambda: self.running() == count, 120)
+
+
+def environment(scratch: Path) -> dict[str, str]:
+    """Return the variables of every process that uses Ray: its files, and this repository as the place of `deploy`."""
+    return os.environ | {"PYTHONPATH": str(ROOT), "RAY_TMPDIR": str(scratch), "RAY_USAGE_STATS_ENABLED": "0"}
+
+
+@contextmanager
+def ray_cluster(models: Path, log: Path, **options: Any) -> Iterator[RayCluster]:
+    """Run a cluster over a models folder until the end of the block. Then print its log, which pytest shows for a failed test."""
+    if not PYTHON.exists():
+        pytest.skip("Ray is missing: `make cluster-test` installs it into .venv-ray")
+    port = free_port()
+    settings = SETTINGS | {"SEQSERVE_MODELS": str(models)}
+    arguments = json.dumps([port, QUICK | {"settings": settings} | options])
+    # Ray's sockets have long names below this folder, and a socket's name has at most 107 characters.
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as scratch, log.open("w") as errors:
+        process = subprocess.Popen(
+            [str(PYTHON), "-m", "tests.cluster.ray_nodes", arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            cwd=ROOT,
+            env=environment(Path(scratch)),
+        )
+        cluster = RayCluster(process, port)
+        try:
+            assert cluster.answer() == "ready"
+            yield cluster
+        finally:
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.close()
+            process.wait(60)
+            process.stdout.close()
+            print(log.read_text()[-5000:])
+
+
+@contextmanager
+def traffic(cluster: RayCluster, envoy: Path, folder: Path) -> Iterator[Path]:
+    """Run the process that writes Envoy's endpoints. Yields Envoy's configuration when it is there."""
+    with (folder / "traffic.log").open("w") as log:
+        address = cluster.call("address")
+        process = subprocess.Popen(
+            [*(str(PYTHON), "-m", "deploy.ray.traffic", "--address", address), "--envoy", str(envoy), "--out", str(folder)],
+            stdout=log,
+            stderr=log,
+            cwd=ROOT,
+            env=environment(folder),
+        )
+        try:
+            yield eventually(lambda: (folder / "envoy.json").exists() and folder / "envoy.json")
+        finally:
+            process.terminate()
+            process.wait(30)
+            print((folder / "traffic.log").read_text())
