@@ -110,7 +110,7 @@ def autoscaling_table(records: Sequence[Record]) -> Table:
     fields = {
         "replicas_mean": "replicas, mean",
         "replicas_most": "most",
-        "busy_mean": "busy",
+        "busy_mean": "load, times capacity",
         "changes": "added and removed",
         "sessions_moved": "sessions moved",
         "refused_share": "refused",
