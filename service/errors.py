@@ -11,6 +11,7 @@ ServiceError
 ├── SessionExpired        the session was idle for too long, and its state is gone
 ├── SessionLost           the session's state was lost with its engine
 ├── SessionConflict       the session is not in the state that the request assumes
+├── SessionUnreachable    the replica that may hold the session does not answer
 ├── TooManySessions       the limit of open sessions is reached
 ├── QuotaExceeded         a key uses more than its quota
 ├── MethodNotAllowed      the path exists, the method does not
@@ -38,15 +39,19 @@ class ServiceError(Exception):
     """An error that a client receives. Its message names the field or the setting, both values and what to do.
 
     `field` names the wrong part of the request (``inputs[3]``). `retry_after` is the number of seconds after which a retry makes sense.
+    `steps` is how many steps the session has that the request names, where the client needs to know.
     """
 
     code: ClassVar[str]
 
-    def __init__(self, message: str, *, field: str | None = None, retry_after: int | None = None) -> None:
+    def __init__(
+        self, message: str, *, field: str | None = None, retry_after: int | None = None, steps: int | None = None
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.field = field
         self.retry_after = retry_after
+        self.steps = steps
 
 
 class InvalidRequest(ServiceError):
@@ -100,10 +105,15 @@ class SessionConflict(ServiceError):
         *,
         field: str | None = None,
         retry_after: int | None = None,
+        steps: int | None = None,
         elsewhere: tuple[str, str, int] | None = None,
     ) -> None:
-        super().__init__(message, field=field, retry_after=retry_after)
+        super().__init__(message, field=field, retry_after=retry_after, steps=steps)
         self.elsewhere = elsewhere
+
+
+class SessionUnreachable(ServiceError):
+    code = "session_unreachable"
 
 
 class TooManySessions(ServiceError):
@@ -195,6 +205,7 @@ STATUS: dict[type[ServiceError], Status] = {
     SessionExpired: Status(404, "NOT_FOUND"),
     SessionLost: Status(409, "ABORTED"),
     SessionConflict: Status(409, "ABORTED"),
+    SessionUnreachable: Status(503, "UNAVAILABLE"),
     TooManySessions: Status(429, "RESOURCE_EXHAUSTED"),
     QuotaExceeded: Status(429, "RESOURCE_EXHAUSTED"),
     MethodNotAllowed: Status(405, "UNIMPLEMENTED"),

@@ -32,6 +32,7 @@ from service.errors import (
     SessionConflict,
     SessionExpired,
     SessionLost,
+    SessionUnreachable,
     TooManySessions,
     Unauthorized,
     Unavailable,
@@ -53,7 +54,7 @@ REFUSALS = tuple(
     kind.code
     for kind in (
         *(Overloaded, DeadlineExceeded, UnknownModel, InvalidInput, OutOfMemory),
-        *(UnknownSession, SessionExpired, SessionLost, SessionConflict, TooManySessions),
+        *(UnknownSession, SessionExpired, SessionLost, SessionConflict, SessionUnreachable, TooManySessions),
     )
 )
 DENIALS = (Unauthorized.code, Forbidden.code)
@@ -64,20 +65,26 @@ CLOSED_FOR = (
 )
 """Why a frontend closes a connection before the client does."""
 CANCELLED_WHILE = ("waiting", "running")
-SESSION_ENDS = ("ended", "deleted", "expired", "restarted", "unbegun", "unloaded")
+SESSION_ENDS = ("ended", "deleted", "expired", "restarted", "unbegun", "unloaded", "moved", "lost")
 """A session ends with its last chunk, by DELETE, when it is idle for too long, when a new session begins under its name, when its first
-chunk is not answered, or when its model version is unloaded."""
+chunk is not answered, or when its model version is unloaded. Here, it also ends when another replica has it, and when its client learns
+that its newest state was lost."""
 SESSION_MOVES = ("host", "slot")
+MOVES_REFUSED = ("unreachable", "late", "refused", "yielded", "taker_lost")
+"""Why a session did not move: a replica does not answer; its state came too late; this replica cannot take it; another claim came first.
+taker_lost: the replica that took it ended before it confirmed that, so the session needs chunks that name their steps."""
+CHECKPOINTS = ("saved", "failed", "skipped", "restored")
+"""skipped: a newer state of the session was already waiting."""
 CHANGES = ("ok", InvalidModel.code, NoRoom.code, UnknownModel.code, Unavailable.code, GONE)
 RESTARTS = (
     *(("engine", reason) for reason in ("ended", "hung", "failed", "device_lost")),
     *(("frontend", reason) for reason in ("ended", "hung", "failed")),
-    *(("tracer", reason) for reason in ("ended", "hung", "failed")),
+    *((process, reason) for process in ("tracer", "mover") for reason in ("ended", "hung", "failed")),
 )
 """Only an engine has a device that can fail."""
 
-ENGINE_WORK = ("requests", "session_call", "trace", "cancel", "release", "batch", "answer")
-"""What an engine did when it met an unexpected exception: it handled a message of a frontend, formed a batch, or answered requests."""
+ENGINE_WORK = ("requests", "session_call", "move", "trace", "cancel", "release", "batch", "answer")
+"""What an engine did when it met an unexpected exception: it handled a message of a frontend or of the mover, formed a batch, or answered requests."""
 
 EXAMPLES = "_examples"
 """Suffix of a histogram's name in a snapshot, for rows with its examples: their labels are those of the histogram, the bucket and the
@@ -232,6 +239,23 @@ class Metrics:
         self.session_moves = Counter(
             "seqserve_session_moves", "Session states moved to the host, or back to a slot on the device.", ("to",)
         )
+        self.moved_in = Counter("seqserve_sessions_moved_in", "Sessions that came from other replicas.")
+        self.moved_out = Counter("seqserve_sessions_moved_out", "Sessions that other replicas took.")
+        self.moves_refused = Counter("seqserve_session_moves_refused", "Moves of sessions that did not happen.", ("reason",))
+        self.move_seconds = Histogram(
+            "seqserve_session_move_seconds",
+            "Time from the search for a session that another replica holds until it can continue here.",
+            (),
+            SECONDS,
+        )
+        self.sessions_not_handed_over = Counter(
+            "seqserve_sessions_not_handed_over", "Sessions that no other replica took before this one ended."
+        )
+        self.peers = Gauge("seqserve_peers", "Other replicas, by whether they answer.", ("state",))
+        self.checkpoints = Counter("seqserve_checkpoints", "Checkpoints of sessions, by outcome.", ("outcome",))
+        self.checkpoint_seconds = Histogram(
+            "seqserve_checkpoint_seconds", "Time from the answer to a chunk until its checkpoint is saved.", (), SECONDS
+        )
         self.backlog_seconds = Gauge(
             "seqserve_backlog_seconds", "Predicted time of all work that waits or runs in an engine.", ("engine",)
         )
@@ -328,6 +352,12 @@ class Metrics:
             self.sessions_ended.start(reason)
         for to in SESSION_MOVES:
             self.session_moves.start(to)
+        for reason in MOVES_REFUSED:
+            self.moves_refused.start(reason)
+        for outcome in CHECKPOINTS:
+            self.checkpoints.start(outcome)
+        for counter in (self.moved_in, self.moved_out, self.sessions_not_handed_over):
+            counter.start()
         for process, reason in RESTARTS:
             self.restarts.start(process, reason)
         for outcome in CHANGES:

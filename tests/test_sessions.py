@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
-from service.frontend.dispatch.placement import engine_of_session
+from service.ipc.session_placement import engine_of_session
 from tests import models
 from tests.serving import Server, eventually, serving
 

@@ -47,7 +47,7 @@ def main() -> None:
         log.info("loaded", model=model.name, version=model.version, device=model.device, backends=model.backends)
     journal = SessionJournal(journal_records(settings), config.journal)
     errors = InternalErrors(log, metrics)
-    batcher = build_batcher(settings, engine, metrics, errors, journal)
+    batcher = build_batcher(settings, engine, metrics, errors, journal, config.replica)
     models = ModelLoader(engine, batcher, partial(prepare_model, settings, engine, log), log, on_open=freeze_heap)
     worker = Worker(control, heartbeat, batcher, engine, models, config.place, metrics, errors)
     freeze_heap()

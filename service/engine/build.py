@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +13,9 @@ import torch
 from kernels.folder import readable_folder, set_cache_folder
 from service.engine.batching.batch_builder import SchedulerLimits
 from service.engine.batching.batcher import Batcher
+from service.engine.batching.moves import Moves
 from service.engine.batching.session_table import SessionTable
+from service.engine.batching.transfers import Transfers
 from service.engine.execution.device import available_bytes, use_device
 from service.engine.execution.device_engine import DeviceEngine, PreparedModel
 from service.engine.execution.graph_capture import RunBetweenBatches
@@ -30,6 +33,8 @@ from service.settings import Settings
 
 BATCH_BUDGET_MS = {"cuda": 0.5, "cpu": 5.0}
 """Default batch budget by device type."""
+CLAIM_MARGIN_SECONDS = 1.0
+"""How much longer than peer_seconds an engine waits for the end of a search: only a mover that has ended does not report it."""
 FOLDING = "folding"
 """Folder of remembered decisions, in the folder of compiled kernels."""
 
@@ -80,8 +85,12 @@ def build_batcher(
     metrics: Metrics,
     errors: InternalErrors,
     journal: SessionJournal | None = None,
+    replica: str = "",
 ) -> Batcher:
-    """Build the queue and the sessions of an engine. Without a journal, session ids do not outlive this process."""
+    """Build the queue and the sessions of an engine. Without a journal, session ids do not outlive this process.
+
+    replica: the id of this replica, for a service with peers or checkpoints.
+    """
     budget_ms = settings.batch_budget_ms or BATCH_BUDGET_MS[engine.device.type]
     limits = SchedulerLimits(
         max_waiting=settings.max_waiting,
@@ -92,7 +101,22 @@ def build_batcher(
     )
     journal = journal or SessionJournal(journal_records(settings))
     table = SessionTable(settings.max_sessions, settings.session_idle_seconds, journal, metrics)
-    return Batcher(limits, engine, table, metrics, time.monotonic, errors)
+    return Batcher(limits, engine, table, metrics, time.monotonic, errors, _transfers(settings, table, metrics, replica))
+
+
+def _transfers(settings: Settings, table: SessionTable, metrics: Metrics, replica: str) -> Transfers | None:
+    if not settings.has_mover:
+        return None
+    return Transfers(
+        Moves(secrets.token_hex(8), settings.peer_seconds + CLAIM_MARGIN_SECONDS),
+        table,
+        metrics,
+        time.monotonic,
+        replica=replica,
+        patience=settings.peer_seconds,
+        max_waiting=settings.max_waiting,
+        checkpoint_chunks=settings.checkpoint_chunks if settings.checkpoints else 0,
+    )
 
 
 def prepare_model(

@@ -15,6 +15,7 @@ from service.engine.batch import Batch
 from service.engine.batching.batcher import Batcher
 from service.engine.batching.request_block import RequestBlock
 from service.engine.batching.ticket import Ticket
+from service.engine.batching.transfers import Waiting
 from service.engine.engine import Engine
 from service.engine.execution.in_flight import BlockResult
 from service.engine.internal_errors import InternalErrors
@@ -44,6 +45,7 @@ WORK: dict[type[Message], str] = {
     messages.EndSession: "session_call",
     messages.FindSession: "session_call",
 }
+SessionCall = messages.ExportSession | messages.ImportSession | messages.EndSession | messages.FindSession
 """The metric label of each message of a frontend."""
 
 
@@ -72,6 +74,7 @@ class Worker:
         self._errors = errors
         self._profiling = ProfilingSession(engine, batcher, self._status(), heartbeat)
         self._frontends: dict[Channel, _Frontend] = {}
+        self._mover: Channel | None = None
         self._answered: set[Channel] = set()
         """Frontends that receive a backlog report with their next write."""
         self._control_handlers: dict[type[Message], Callable[[Frame, Any], None]] = {
@@ -106,6 +109,8 @@ class Worker:
             self._models.settle()
             for channel in [channel for channel in self._frontends if channel.outgoing]:
                 self._flush(channel)
+            if self._mover is not None and self._mover.outgoing:
+                self._flush(self._mover)
             if self._profiling.on:
                 self._profiling.step()
 
@@ -126,13 +131,15 @@ class Worker:
             channel = key.fileobj
             if not isinstance(channel, Channel) or not events & selectors.EVENT_READ:
                 continue
-            if channel is not self._control and channel not in self._frontends:
+            if channel is not self._control and channel is not self._mover and channel not in self._frontends:
                 continue  # forgotten since the selector returned
             for number, frame in enumerate(channel.receive(), 1):
                 if channel is self._control:
                     handle_control = self._control_handlers.get(type(frame.message))
                     if handle_control is not None:
                         handle_control(frame, frame.message)
+                elif channel is self._mover:
+                    self._handle_mover_frame(channel, frame)
                 else:
                     self._handle_frame(channel, frame)
                 if number % FRAMES_PER_BATCH == 0:
@@ -145,9 +152,14 @@ class Worker:
     def _handle_attach(self, frame: Frame, message: messages.Attach) -> None:
         assert frame.attached is not None, "an Attach message carries a socket"
         channel = Channel(frame.attached)
-        self._frontends[channel] = _Frontend(self, channel)
         self._selector.register(channel, selectors.EVENT_READ)
         channel.send(encode(self._status()))
+        if message.mover:
+            assert self._batcher.sessions.transfers is not None, "a service with a mover has engines that use it"
+            self._mover = channel
+            self._batcher.sessions.transfers.attach(lambda message, tail: channel.send(encode(message, tail=(tail,))))
+        else:
+            self._frontends[channel] = _Frontend(self, channel)
 
     def _handle_collect_metrics(self, frame: Frame, message: messages.CollectMetrics) -> None:
         self._engine.count_memory()
@@ -246,7 +258,24 @@ class Worker:
     def _handle_release(self, channel: Channel, frame: Frame, message: messages.Release) -> None:
         self._models.release(channel, message.key)
 
-    def _handle_session_call(self, channel: Channel, frame: Frame, message: messages.Message) -> None:
+    def _handle_session_call(self, channel: Channel, frame: Frame, message: SessionCall) -> None:
+        """Answer a call that concerns one session, as soon as it is known where the session is."""
+        transfers = self._batcher.sessions.transfers
+        if transfers is not None:
+            waiting = Waiting(
+                lambda: self._answer_session_call(channel, frame, message),
+                lambda error: self._refuse(channel, frame.id, error),
+                lambda: channel not in self._frontends,
+            )
+            try:
+                if transfers.hold(message.session, waiting):
+                    return
+            except ServiceError as error:
+                self._refuse(channel, frame.id, error)
+                return
+        self._answer_session_call(channel, frame, message)
+
+    def _answer_session_call(self, channel: Channel, frame: Frame, message: SessionCall) -> None:
         reply: messages.Reply = Done()
         state = b""
         try:
@@ -262,6 +291,21 @@ class Worker:
         except ServiceError as error:
             reply = Refusal.of(error)
         self._send(channel, frame.id, encode(reply, frame.id, (state,)))
+
+    # Messages of the mover.
+
+    def _handle_mover_frame(self, channel: Channel, frame: Frame) -> None:
+        transfers = self._batcher.sessions.transfers
+        assert transfers is not None
+        try:
+            if isinstance(frame.message, messages.ListSessions):
+                channel.send(encode(messages.SessionsListed(transfers.open_sessions()), frame.id))
+            elif type(frame.message) in transfers.handles:
+                transfers.handle(frame.message, frame.tail)
+        except Exception as error:
+            self._errors.report("move", error)
+
+    # Answers.
 
     def send_block(self, channel: Channel, block: RequestBlock, result: BlockResult, ready: float) -> None:
         """Send the answers to all requests of a block. ready: when the result was."""
@@ -326,7 +370,11 @@ class Worker:
     def _forget(self, channel: Channel) -> None:
         """The frontend has ended: cancel its requests."""
         frontend = self._frontends.pop(channel, None)
-        if frontend is None and channel is not self._control:
+        if channel is self._mover:
+            self._mover = None
+            if self._batcher.sessions.transfers is not None:
+                self._batcher.sessions.transfers.detach()
+        elif frontend is None and channel is not self._control:
             return  # a write found the end before a read
         self._selector.unregister(channel)
         self._answered.discard(channel)

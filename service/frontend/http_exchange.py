@@ -255,9 +255,13 @@ def respond_error(frontend: Frontend, error: ServiceError, headers: dict[str, st
 
 
 def error_body(error: ServiceError) -> bytes:
-    """Return {"error", "code"} as JSON, with "field" when one field caused the error."""
-    body = {"error": error.message, "code": error.code}
-    return msgspec.json.encode(body | ({"field": error.field} if error.field else {}))
+    """Return {"error", "code"} as JSON, with "field" when one field caused the error, and "steps" of a session where they matter."""
+    body: dict[str, str | int] = {"error": error.message, "code": error.code}
+    if error.field:
+        body["field"] = error.field
+    if error.steps is not None:
+        body["steps"] = error.steps
+    return msgspec.json.encode(body)
 
 
 def _media_type(request: Request) -> str:

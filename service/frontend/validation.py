@@ -20,14 +20,12 @@ from pydantic import FailFast, Field, TypeAdapter, ValidationError
 from service.errors import InvalidInput, TooLarge
 from service.frontend.catalog import ServedModel
 from service.frontend.quoting import describe_value, quote
-from service.ipc.messages import FEATURES, IDS, Request, Returns
+from service.ipc.messages import FEATURES, IDS, RESERVED_SESSION_PREFIX, Request, Returns
 from service.modeling.spec import ModelSpec
 from service.settings import Settings
 
 FieldOf = Callable[[int], str]
 """Returns the name of an array's step, or of an input, for an error message."""
-RESERVED_SESSION_PREFIX = "stream:"
-"""Session ids that the service creates begin with this; clients may not use it."""
 _SESSION_ID = re.compile(rf"(?!{RESERVED_SESSION_PREFIX})[!-~]([ -~]{{0,126}}[!-~])?", re.ASCII)
 SESSION_ID_SCHEMA = {"type": "string", "minLength": 1, "maxLength": 128, "pattern": f"^{_SESSION_ID.pattern}$"}
 
@@ -52,6 +50,7 @@ class Options(msgspec.Struct, frozen=True):
     session: str | None = None
     session_starts: bool | None = None
     session_ends: bool = False
+    session_at: int | None = None
     exact_version: bool = False
 
 
@@ -76,6 +75,7 @@ def engine_request(packed: PackedInputs, options: Options, model: ServedModel, a
         session=options.session,
         session_starts=options.session_starts,
         session_ends=options.session_ends,
+        session_at=options.session_at,
         generation=model.generation,
         exactly=options.exact_version,
         initial=len(packed.data) > sum(packed.lengths) * model.step_bytes,

@@ -26,6 +26,8 @@ DIGEST_BYTES = 16
 """Size of a session id's digest in the session journal."""
 
 
+RESERVED_SESSION_PREFIX = "stream:"
+"""Session ids that the service creates begin with this; clients may not use it."""
 TENANT_END = "\x1f"
 """Separates a tenant from the id of its session."""
 
@@ -236,8 +238,8 @@ class Request(Message, frozen=True):
     sooner.
 
     With `session`, the sequence is the next chunk of that session. `session_starts` is true to start it, false to resume it, and None
-    for either. `session_ends` closes it after this chunk. `exactly` is true when the client named the version; otherwise a session's own
-    version is meant. `resubmitted` is true when another engine ended before it answered. `session_limit` is how many sessions its
+    for either. `session_ends` closes it after this chunk. `session_at` is how many steps the client believes that the session has before
+    this chunk, None if it does not say. `exactly` is true when the client named the version; otherwise a session's own version is meant. `resubmitted` is true when another engine ended before it answered. `session_limit` is how many sessions its
     tenant may have open in one engine, 0 without a limit for tenants.
 
     With `initial`, the values are followed by the state from which each sequence starts, (sequences, numbers) float32, joined in the
@@ -263,6 +265,7 @@ class Request(Message, frozen=True):
     share: Share = NO_TENANT
     initial: bool = False
     timed: bool = False
+    session_at: int | None = None
 
     @property
     def key(self) -> ModelKey:
@@ -381,11 +384,165 @@ class Backlog(Message, frozen=True):
     frames: int
 
 
+# Between an engine and the mover of its replica, and between the movers of two replicas. A session and a ticket identify what a message
+# is about. `taker` and `giver` are the ids of replicas.
+
+
+class TicketState(StrEnum):
+    """What has become of a claim. UNKNOWN: it belongs to an engine process that has ended. UNREACHABLE: its replica does not answer."""
+
+    PENDING = "pending"
+    IMPORTED = "imported"
+    ABANDONED = "abandoned"
+    UNKNOWN = "unknown"
+    UNREACHABLE = "unreachable"
+
+
+class AbsentBecause(StrEnum):
+    """Why a replica does not give a session. ABSENT: it does not hold it. YIELDED: as ABSENT, and it has given up its own claim.
+    CLAIMED: its own claim comes first. MOVING: another replica takes the session."""
+
+    ABSENT = "absent"
+    YIELDED = "yielded"
+    CLAIMED = "claimed"
+    MOVING = "moving"
+
+
+class SeekSession(Message, frozen=True):
+    """Find a session at the other replicas. giver: the only replica to ask, empty for all. holder: the replica to which it moved from here,
+    empty if it did not."""
+
+    session: str
+    ticket: str
+    giver: str = ""
+    holder: str = ""
+
+
+class SeekEnded(Message, frozen=True):
+    """No replica holds the session, unless one is `unreachable`. ended: why it ended at another replica without its client's knowledge."""
+
+    session: str
+    ticket: str
+    unreachable: bool = False
+    ended: str = ""
+
+
+class TakeSession(Message, frozen=True):
+    """The replica `taker` wants to become the owner of a session. round: a number that the answer has too: older answers do not count."""
+
+    session: str
+    ticket: str
+    taker: str
+    round: int
+
+
+class SessionGiven(Message, frozen=True):
+    """The state of a session, frozen at the giver, as a session file in the trailing bytes. From the checkpoint store without a giver.
+
+    idle: seconds since its last chunk. begun: when it began, in milliseconds of Unix time. uncertain: only a chunk that names the steps of
+    the state may continue from it.
+    """
+
+    session: str
+    ticket: str
+    taker: str
+    giver: str
+    idle: float
+    begun: int
+    uncertain: bool
+
+
+class SessionAbsent(Message, frozen=True):
+    """The giver does not give the session. holder: the replica to which it moved from there, empty if it is not known.
+    ended: why it ended there without its client's knowledge, empty if it did not."""
+
+    session: str
+    ticket: str
+    taker: str
+    giver: str
+    round: int
+    because: AbsentBecause
+    holder: str = ""
+    ended: str = ""
+
+
+class AskTicket(Message, frozen=True):
+    """What has become of this ticket of the taker?"""
+
+    session: str
+    ticket: str
+    taker: str
+    giver: str
+
+
+class TicketReport(Message, frozen=True):
+    """What has become of a ticket of the taker."""
+
+    session: str
+    ticket: str
+    taker: str
+    giver: str
+    state: TicketState
+
+
+class OfferSessions(Message, frozen=True):
+    """The giver is about to end: take these sessions."""
+
+    sessions: list[str]
+    giver: str
+
+
+class ForgetEnd(Message, frozen=True):
+    """A client has received the error for the end of this session."""
+
+    session: str
+
+
+class AnswersVoid(Message, frozen=True):
+    """An engine of this replica has ended: what it answered before counts no more."""
+
+
+class Ping(Message, frozen=True):
+    """The sender is alive. ready: whether it takes over sessions."""
+
+    ready: bool
+
+
+class Goodbye(Message, frozen=True):
+    """The sender holds no session any more, and ends."""
+
+
+class ListSessions(Message, frozen=True):
+    """Call: return the names of all open sessions."""
+
+
+class SaveCheckpoint(Message, frozen=True):
+    """The state of a session as a session file in the trailing bytes. begun, steps: a later state has larger numbers, compared in this
+    order."""
+
+    session: str
+    begun: int
+    steps: int
+
+
+class DropCheckpoint(Message, frozen=True):
+    """The session has ended. begun: of the newest checkpoint to drop."""
+
+    session: str
+    begun: int
+
+
+class HandOver(Message, frozen=True):
+    """Call of the supervisor: give all sessions to other replicas."""
+
+
 # Supervisor to child, and back.
 
 
 class Attach(Message, frozen=True):
-    """The socket that comes with this frame is a channel to a process of the other kind."""
+    """The socket that comes with this frame is a channel to a process of the other kind. mover: to the mover, not to a frontend."""
+
+    mover: bool = False
 
 
 class Ready(Message, frozen=True):
@@ -562,24 +719,33 @@ class Refusal(Reply, frozen=True):
     retry_after: int | None = None
     session_model: ModelKey | None = None
     """Model version of the session, when the request is for another version of that model."""
+    steps: int | None = None
 
     @classmethod
     def of(cls, error: ServiceError) -> Refusal:
         elsewhere = error.elsewhere if isinstance(error, SessionConflict) else None
-        return cls(error.code, error.message, error.field, error.retry_after, elsewhere and ModelKey(*elsewhere))
+        key = elsewhere and ModelKey(*elsewhere)
+        return cls(error.code, error.message, error.field, error.retry_after, key, error.steps)
 
     @property
     def error(self) -> ServiceError:
         """Return the error as the sender raised it."""
         if self.session_model is not None:
             return SessionConflict(self.message, field=self.field, elsewhere=self.session_model)
-        return BY_CODE.get(self.code, InferenceFailed)(self.message, field=self.field, retry_after=self.retry_after)
+        kind = BY_CODE.get(self.code, InferenceFailed)
+        return kind(self.message, field=self.field, retry_after=self.retry_after, steps=self.steps)
 
 
 class SessionFound(Reply, frozen=True):
     """Model version of a session; None when no such session is open."""
 
     key: ModelKey | None
+
+
+class SessionsListed(Reply, frozen=True):
+    """The names of all open sessions."""
+
+    sessions: list[str]
 
 
 class BodyDecoded(Reply, frozen=True):

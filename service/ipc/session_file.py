@@ -29,8 +29,8 @@ MAX_REASON_CHARACTERS = 200
 """Of an error message, in the words of the library that reads the header."""
 MAX_DIMENSIONS = 4
 """A state has up to two dimensions for each slot."""
-ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-"""The dtypes of states that can be imported."""
+ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I32": 4, "I64": 8}
+"""The dtypes of states. Whole numbers are the ids of earlier steps, which only another replica may send."""
 SIGNATURE_CHARACTERS = 64
 ALIGNMENT = 8
 """Of the tensors in the file."""
@@ -57,7 +57,7 @@ class Origin(msgspec.Struct, frozen=True):
 class StoredTensor(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """A tensor in the file: where its bytes begin and end behind the header."""
 
-    dtype: Literal["F32", "F16", "BF16"]
+    dtype: Literal["F32", "F16", "BF16", "I32", "I64"]
     shape: Annotated[tuple[Size, ...], Meta(max_length=MAX_DIMENSIONS)]
     data_offsets: tuple[Offset, Offset]
 

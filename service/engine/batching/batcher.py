@@ -24,6 +24,7 @@ from service.engine.batching.session_table import SessionTable
 from service.engine.batching.sessions import Sessions
 from service.engine.batching.state_cache import StateCache
 from service.engine.batching.ticket import FLOAT_BYTES, BlockOwner, RequestSequence, SendAnswer, SendRefusal, Session, Ticket
+from service.engine.batching.transfers import Transfers, Waiting
 from service.engine.engine import Engine
 from service.engine.execution.device import DeviceLost
 from service.engine.execution.in_flight import BlockResult, ChunkResult
@@ -58,11 +59,13 @@ class Batcher:
         metrics: Metrics,
         clock: Callable[[], float],
         errors: InternalErrors,
+        transfers: Transfers | None = None,
     ) -> None:
+        """transfers: None for a service whose sessions stay in this process."""
         self._engine = engine
         self._states = StateCache(engine, metrics)
         self._scheduler = Scheduler[RequestSequence](limits, engine.cost, self._states.room, _unpack)
-        self.sessions = Sessions(engine, table, self._states, metrics, clock, self._reject)
+        self.sessions = Sessions(engine, table, self._states, metrics, clock, self._reject, transfers)
         self._metrics = metrics
         self._clock = clock
         self._errors = errors
@@ -100,8 +103,23 @@ class Batcher:
     ) -> Ticket:
         """Queue a request, or refuse it at once through `refuse`. again: another engine ended while it had the request."""
         ticket = Ticket(request, reply, refuse)
+        self._submit(ticket, data, again)
+        return ticket
+
+    def _submit(self, ticket: Ticket, data: bytes | memoryview, again: bool) -> None:
+        """Queue a request, or keep it until it is known where its session is."""
+        request = ticket.request
         try:
             self._check(request, ticket.key, again)
+            if request.session is not None and self.sessions.transfers is not None:
+                waiting = Waiting(
+                    lambda: self._submit(ticket, data, again),
+                    lambda error: self._reject(ticket, error),
+                    lambda: ticket.ended,
+                    request.session_limit,
+                )
+                if self.sessions.transfers.hold(request.session, waiting):
+                    return
             self._queue(ticket, data, again)
         except ServiceError as error:
             # A chunk for another version of its session's model is not counted: the frontend sends it again.
@@ -110,7 +128,6 @@ class Batcher:
             ticket.refuse(error)
         except Exception as error:
             self._fail(ticket, "requests", error)
-        return ticket
 
     def submit_block(self, block: RequestBlock) -> None:
         """Queue the requests of a block. Those that cannot be queued are refused at once."""

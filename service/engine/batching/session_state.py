@@ -15,7 +15,8 @@ from service.modeling.spec import WEIGHTS, ModelSpec
 
 State = Mapping[str, Tensor]
 """The tensors of one state slot, by layer and name."""
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I32": torch.int32, "I64": torch.int64}
+ID_DTYPES = {"I32", "I64"}
 
 
 def origin_of(spec: ModelSpec, key: ModelKey, steps: int) -> Origin:
@@ -37,17 +38,22 @@ def check_origin(origin: Origin, expected: Origin) -> None:
         )
 
 
-def unpack(tensors: Mapping[str, StoredTensor], data: bytes | memoryview, like: State) -> dict[str, Tensor]:
+def unpack(
+    tensors: Mapping[str, StoredTensor], data: bytes | memoryview, like: State, *, trusted: bool = False
+) -> dict[str, Tensor]:
     """Return an imported state as copies of its bytes. Raises InvalidRequest for tensors unlike those of `like`.
 
     Names and shapes are compared before anything is allocated. A replica with another kind of device may have stored another dtype.
+    trusted: the state comes from another replica, and may have the ids of earlier steps.
     """
     shapes, expected = (
         {name: stored.shape for name, stored in tensors.items()},
         {name: tuple(like[name].shape) for name in like},
     )
-    # The ids of earlier steps, which a folded QRNN keeps, come in no imported state: they are rows of a table.
-    if shapes != expected or not all(tensor.is_floating_point() for tensor in like.values()):
+    # The ids of earlier steps, which a folded QRNN keeps, come in no state of a client: they are rows of a table.
+    has_ids = {name for name, tensor in like.items() if not tensor.is_floating_point()}
+    ids_stored = {name for name, stored in tensors.items() if stored.dtype in ID_DTYPES}
+    if shapes != expected or ids_stored != (has_ids if trusted else set()) or (has_ids and not trusted):
         raise InvalidRequest("the tensors of the state do not match the model: send the body that GET on this path returned")
     state = {name: _tensor(tensor, data).to(like[name].dtype) for name, tensor in tensors.items()}
     if not all(bool(tensor.isfinite().all()) for tensor in state.values()):

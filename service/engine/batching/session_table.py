@@ -7,6 +7,7 @@ A journal therefore records the ids of open sessions and of sessions that ended 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -43,7 +44,7 @@ class SessionTable:
 
     def __init__(self, limit: int, idle_seconds: float, journal: SessionJournal, metrics: Metrics) -> None:
         self._limit = limit
-        self._idle_seconds = idle_seconds
+        self.idle_seconds = idle_seconds
         self._journal = journal
         self._metrics = metrics
         self._open: dict[str, Session] = {}
@@ -53,6 +54,8 @@ class SessionTable:
         """Sessions without a chunk, idle longest first."""
         self._ended: OrderedDict[bytes, _EndedSession] = OrderedDict()
         self._free_records: list[int] = []
+        self.on_close: Callable[[Session, str], None] | None = None
+        """Called with each session that ends, and the reason."""
         self._read_journal()
 
     def __len__(self) -> int:
@@ -78,7 +81,7 @@ class SessionTable:
         id = request.session
         assert id is not None
         session = self._open.get(id)
-        if again and not request.session_starts:
+        if again and not request.session_starts and not (session is not None and session.uncertain):
             self._forget(_digest(id))
             raise self._end_error("lost", id)
         if session is None:
@@ -88,6 +91,8 @@ class SessionTable:
             raise _other_version(session, request)
         if session.ending:
             raise SessionConflict(f"session {session_id(id)!r} ends with an earlier chunk", field="session")
+        if not request.session_starts:
+            _check_steps(session, request)
         return session
 
     def open(self, id: str, key: ModelKey, tenant_limit: int = 0) -> Session:
@@ -115,13 +120,34 @@ class SessionTable:
         self._journal.write(session.record, _digest(id))
         return session
 
+    def names(self) -> list[str]:
+        """Return the names of all open sessions."""
+        return list(self._open)
+
+    def end_reason(self, id: str) -> str:
+        """Return why a session ended without its client's knowledge, empty if it did not."""
+        ended = self._ended.get(_digest(id))
+        return "" if ended is None else ended.reason
+
+    def note_end(self, id: str, reason: str) -> None:
+        """Record that a session ended at another replica without its client's knowledge."""
+        if self._forget(_digest(id)) is None and not self._free_records:
+            self._forget(next(iter(self._ended)))
+        record = self._free_records.pop()
+        self._ended[_digest(id)] = _EndedSession(reason, record)
+        self._journal.write(record, _digest(id))
+
+    def forget_end(self, id: str) -> None:
+        """Forget why a session ended: its client has learned it from another replica."""
+        self._forget(_digest(id))
+
     def of(self, key: ModelKey) -> list[Session]:
         """Return the open sessions of one model version."""
         return [session for session in self._open.values() if session.key == key]
 
-    def lose(self, session: Session) -> None:
-        """End a session of an unloaded model version, without its client's knowledge. The caller discards its state."""
-        self._end_unreported(session, "unloaded")
+    def lose(self, session: Session, reason: str = "unloaded") -> None:
+        """End a session without its client's knowledge. reason: of UNREPORTED_ENDS. The caller discards its state."""
+        self._end_unreported(session, reason)
 
     def close(self, session: Session, reason: str) -> None:
         """End a session with its client's knowledge. reason: from metrics.SESSION_ENDS. The caller discards its state.
@@ -141,6 +167,12 @@ class SessionTable:
         self._idle[session] = None
         self._idle.move_to_end(session)
 
+    def rest_since(self, session: Session, since: float) -> None:
+        """Start the idle time of a session in the past: it was idle at another replica."""
+        session.idle_since = since
+        self._idle[session] = None
+        self._idle = OrderedDict.fromkeys(sorted(self._idle, key=lambda idle: idle.idle_since))
+
     def wake(self, session: Session) -> None:
         """End the idle time of a session: a chunk has arrived."""
         self._idle.pop(session, None)
@@ -148,7 +180,7 @@ class SessionTable:
     def expire(self, now: float) -> list[Session]:
         """End and return the sessions that were idle for too long, without their clients' knowledge. The caller discards their states."""
         expired = []
-        while self._idle and (session := next(iter(self._idle))).idle_since + self._idle_seconds <= now:
+        while self._idle and (session := next(iter(self._idle))).idle_since + self.idle_seconds <= now:
             self._end_unreported(session, "expired")
             expired.append(session)
         return expired
@@ -167,6 +199,13 @@ class SessionTable:
         error = None if request.session_starts else self._unreported_end(id)
         if error is not None:
             raise error
+        if request.session_at and not request.session_starts:
+            raise SessionLost(
+                f"the chunk continues session {session_id(id)!r} at {request.session_at} steps, and no state of the session is left: "
+                "start the session again from its first step",
+                field="steps",
+                steps=0,
+            )
         if request.session_starts is False:
             raise UnknownSession(f"no session {session_id(id)!r} is open: start it with start = true", field="session")
 
@@ -176,7 +215,7 @@ class SessionTable:
 
     def _end_error(self, reason: str, id: str) -> ServiceError:
         causes = {
-            "expired": f"session {session_id(id)!r} was idle for longer than SEQSERVE_SESSION_IDLE_SECONDS, {self._idle_seconds:g} s",
+            "expired": f"session {session_id(id)!r} was idle for longer than SEQSERVE_SESSION_IDLE_SECONDS, {self.idle_seconds:g} s",
             "lost": f"the engine that held the state of session {session_id(id)!r} ended",
             "unloaded": f"the model version of session {session_id(id)!r} was unloaded",
         }
@@ -204,6 +243,8 @@ class SessionTable:
             del self._of_tenant[tenant]
         self._idle.pop(session, None)
         self._metrics.sessions_ended.add(reason)
+        if self.on_close is not None:
+            self.on_close(session, reason)
 
 
 def _other_version(session: Session, request: Request) -> SessionConflict:
@@ -214,6 +255,18 @@ def _other_version(session: Session, request: Request) -> SessionConflict:
     )
     meant = key.labels == request.key.labels or (key.name == request.model and not request.exactly)
     return SessionConflict(message, field="session", elsewhere=key if meant else None)
+
+
+def _check_steps(session: Session, request: Request) -> None:
+    """Raise SessionConflict for a chunk that expects another number of steps."""
+    steps, expected = session.next_steps, request.session_at
+    if expected is not None and expected != steps:
+        raise SessionConflict(
+            f"the chunk continues session {session_id(session.id)!r} at {expected} steps and the session has {steps}: "
+            "continue from there, or start it again",
+            field="steps",
+            steps=steps,
+        )
 
 
 def _digest(id: str) -> bytes:

@@ -13,10 +13,11 @@ from service.engine.batching.session_table import SessionTable
 from service.engine.batching.state_cache import StateCache
 from service.engine.batching.state_slots import ZERO_SLOT
 from service.engine.batching.ticket import RequestSequence, Session, Ticket
+from service.engine.batching.transfers import Transfers, now_ms
 from service.engine.engine import Engine
 from service.errors import InvalidInput, ServiceError, SessionConflict, SessionLost
 from service.ipc.messages import ModelKey, Request, session_id
-from service.ipc.session_file import Origin, StoredTensor
+from service.ipc.session_file import Origin, SessionFile, StoredTensor
 from service.metrics import Metrics
 
 
@@ -31,13 +32,20 @@ class Sessions:
         metrics: Metrics,
         clock: Callable[[], float],
         refuse: Callable[[Ticket, ServiceError], None],
+        transfers: Transfers | None = None,
     ) -> None:
+        """transfers: None for a service whose sessions stay in this process."""
         self._engine = engine
         self._table = table
         self._states = states
         self._metrics = metrics
         self._clock = clock
         self._refuse = refuse
+        self.transfers = transfers
+        if transfers is not None:
+            transfers.export, transfers.import_file = self._pack, self._import_moved
+            transfers.discard = lambda session: states.discard(session.location)
+        table.on_close = None if transfers is None else transfers.closed
 
     # Calls of clients.
 
@@ -48,14 +56,33 @@ class Sessions:
             raise SessionConflict(
                 f"a chunk of session {session_id(id)!r} is still to run: wait for its answer", field="session"
             )
+        if session.uncertain:
+            raise _uncertain(session)
+        return self._pack(session)
+
+    def _pack(self, session: Session) -> bytes:
         state = self._states.read(session.location)
-        assert state is not None, "an idle session has at least one answered chunk"
+        assert state is not None, "a session without a chunk that runs has at least one answered chunk"
         return session_state.pack(state, self._origin(session.key, session.steps))
 
+    def _import_moved(self, id: str, file: SessionFile, limit: int) -> Session:
+        """Open a session with a state from another replica, or from a checkpoint; raises ServiceError."""
+        return self.import_state(id, file.origin, file.tensors, file.data, limit, moved=True)
+
     def import_state(
-        self, id: str, origin: Origin, tensors: Mapping[str, StoredTensor], data: bytes | memoryview, limit: int = 0
-    ) -> None:
-        """Open a session with an exported state; raises ServiceError. data: the bytes of the tensors. limit: as `SessionTable.open`."""
+        self,
+        id: str,
+        origin: Origin,
+        tensors: Mapping[str, StoredTensor],
+        data: bytes | memoryview,
+        limit: int = 0,
+        *,
+        moved: bool = False,
+    ) -> Session:
+        """Open a session with an exported state; raises ServiceError.
+
+        data: the bytes of the tensors. limit: as `SessionTable.open`. moved: the state comes from another replica, not from a client.
+        """
         if self._table.find(id) is not None:
             raise SessionConflict(
                 f"session {session_id(id)!r} is open: delete it first, or name another session", field="session"
@@ -67,10 +94,11 @@ class Sessions:
                 field="session",
             )
         session_state.check_origin(origin, self._origin(key, origin.steps))
-        state = session_state.unpack(tensors, data, self._engine.save(key, ZERO_SLOT))
+        state = session_state.unpack(tensors, data, self._engine.save(key, ZERO_SLOT), trusted=moved)
         session = self._table.open(id, key, limit)
-        session.location.on_host, session.steps = state, origin.steps
+        session.location.on_host, session.steps, session.begun = state, origin.steps, now_ms()
         self._table.rest(session, self._clock())
+        return session
 
     def model_of(self, id: str) -> ModelKey | None:
         """Return the model version of a session, None if it is not open."""
@@ -103,9 +131,26 @@ class Sessions:
         """Return the session that a chunk starts or continues; raises ServiceError. again: another engine ended while it had the chunk."""
         id = request.session
         assert id is not None
-        if request.session_starts and (old := self._table.find(id)) is not None and (old.ending or old.key != request.key):
+        old = self._table.find(id)
+        if old is not None and request.session_starts and (old.ending or old.key != request.key):
             self._end(old, "restarted")
-        return self._table.resume(request, again) or self._table.open(id, request.key, request.session_limit)
+        elif old is not None and old.uncertain and not old.chunks and request.session_starts is not True:
+            self._check_uncertain(old, request)
+        session = self._table.resume(request, again)
+        if session is None:
+            session = self._table.open(id, request.key, request.session_limit)
+            session.begun = now_ms()
+        return session
+
+    def _check_uncertain(self, session: Session, request: Request) -> None:
+        """Raise SessionLost for a chunk that does not say what it continues from. The session then ends: its client knows of the loss."""
+        if request.session_at is None:
+            error = _uncertain(session)
+            self._states.discard(session.location)
+            self._table.close(session, "lost")
+            raise error
+        if request.session_at != session.steps:
+            raise _uncertain(session)
 
     def append(self, session: Session, chunk: RequestSequence) -> None:
         """Add a queued chunk to its session. It is ready once every chunk before it has been answered."""
@@ -117,7 +162,8 @@ class Sessions:
         """Keep the state of a chunk that has been answered."""
         if chunk.restarts and session.steps:
             self._metrics.sessions_ended.add("restarted")
-        session.steps = chunk.session_steps
+            session.begun = max(now_ms(), session.begun + 1)
+        session.steps, session.uncertain = chunk.session_steps, False
         session.chunks.popleft()
         if not chunk.keeps_state:
             self._states.release(chunk)
@@ -125,10 +171,12 @@ class Sessions:
             self._table.close(session, "ended")
         else:
             self._states.commit(chunk)
+            if self.transfers is not None:
+                self.transfers.answered(session)
             if session.chunks:
                 session.chunks[0].ready = True
             else:
-                self._table.rest(session, self._clock())
+                self._rest(session)
 
     def skip(self, session: Session, chunk: RequestSequence) -> None:
         """Remove a chunk that will not run, and refuse the chunks that arrived after it."""
@@ -148,9 +196,14 @@ class Sessions:
         if session.chunks:
             return
         if session.steps:
-            self._table.rest(session, self._clock())
+            self._rest(session)
         else:
             self._table.close(session, "unbegun")
+
+    def _rest(self, session: Session) -> None:
+        self._table.rest(session, self._clock())
+        if self.transfers is not None:
+            self.transfers.rested(session)
 
     # Ends that no client asked for.
 
@@ -158,6 +211,8 @@ class Sessions:
         """End the sessions that were idle for too long."""
         for session in self._table.expire(self._clock()):
             self._states.discard(session.location)
+        if self.transfers is not None:
+            self.transfers.step()
 
     def unload(self, key: ModelKey) -> None:
         """End the sessions of a model version. Waiting chunks are refused; other clients get an error once, when they resume."""
@@ -187,3 +242,12 @@ class Sessions:
 
     def _origin(self, key: ModelKey, steps: int) -> Origin:
         return session_state.origin_of(self._engine.spec(key), key, steps)
+
+
+def _uncertain(session: Session) -> SessionLost:
+    return SessionLost(
+        f"the newest state of session {session_id(session.id)!r} was lost, and one with {session.steps} steps is left: "
+        f"send the steps after it again, with steps = {session.steps}, or start the session again",
+        field="session",
+        steps=session.steps,
+    )

@@ -53,6 +53,9 @@ class Session:
     idle_since: when its last chunk left.
     chunks: chunks without an answer, oldest first; only the first may run.
     earlier_end: why the session of the same id before it ended without its client's knowledge, or None.
+    begun: when it began, in milliseconds of Unix time.
+    uncertain: its client may have answers to later chunks than this state has. Only a chunk that names these steps may continue.
+    unsaved: chunks since its last checkpoint.
     """
 
     id: str
@@ -62,6 +65,9 @@ class Session:
     idle_since: float = 0.0
     chunks: deque[RequestSequence] = field(default_factory=deque)
     earlier_end: str | None = None
+    begun: int = 0
+    uncertain: bool = False
+    unsaved: int = 0
 
     @property
     def key(self) -> ModelKey:
@@ -71,6 +77,14 @@ class Session:
     def ending(self) -> bool:
         """Whether its last chunk has arrived."""
         return bool(self.chunks) and not self.chunks[-1].keeps_state
+
+    @property
+    def next_steps(self) -> int:
+        """Return the steps after all chunks that have arrived."""
+        steps = self.steps
+        for chunk in self.chunks:
+            steps = chunk.ticket.request.lengths[0] + (0 if chunk.restarts else steps)
+        return steps
 
 
 class RequestSequence(QueuedSequence):

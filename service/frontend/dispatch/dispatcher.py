@@ -16,7 +16,7 @@ import msgspec
 from service.errors import DeadlineExceeded, EngineLost, Overloaded, ServiceError, Unavailable
 from service.frontend.dispatch.connection import Answered, Deadlines, EngineConnection, PendingRequest, Receiver
 from service.frontend.dispatch.empty_rows import EmptyRows
-from service.frontend.dispatch.placement import engine_of_session
+from service.ipc.session_placement import engine_of_session
 from service.ipc import messages
 from service.ipc.channel import Channel
 from service.ipc.messages import Answer, LoadedModel, ModelKey, Request

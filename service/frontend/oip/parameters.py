@@ -12,6 +12,8 @@ from service.frontend.quoting import describe_value, quote
 from service.frontend.session_header import resolve_session
 from service.settings import Settings
 
+_STEPS_EXPECTED = "a whole number: the steps that the sequence has before this request"
+
 
 def boolean(parameters: Parameters, name: str, tensor: str = "", default: bool = False) -> bool:
     """Return a boolean parameter of the request, or of `tensor` if named; raises InvalidInput for another type."""
@@ -57,6 +59,7 @@ def request_options(
         session=session,
         session_starts=None if session is None else boolean(parameters, "sequence_start"),
         session_ends=boolean(parameters, "sequence_end"),
+        session_at=None if session is None else _whole_number(parameters, "sequence_steps", _STEPS_EXPECTED),
         exact_version=bool(request.version),
     )
 

@@ -67,6 +67,8 @@ class InferBody(JsonBody):
     continues an open session or starts a new one."""
     end: StrictBool = False
     """Requires session. true closes the session after this chunk."""
+    steps: Annotated[int, Field(ge=0, strict=True)] | None = None
+    """Requires session. How many steps the session has before this chunk. A chunk that finds another number is refused."""
     deadline_ms: Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)] | None = None
     """Milliseconds from arrival after which the reply is useless to the client."""
     priority: Annotated[int, Field(ge=-10, le=10, strict=True)] = 0
@@ -86,6 +88,7 @@ class InferFields(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     session: str | None = None
     start: bool | None = None
     end: bool | msgspec.UnsetType = msgspec.UNSET
+    steps: Annotated[int, msgspec.Meta(ge=0)] | None = None
     returns: Annotated[list[Literal["embedding", "sequence"]], msgspec.Meta(max_length=MAX_RETURNS)] = msgspec.field(
         default=[], name="return"
     )
@@ -96,7 +99,7 @@ class InferFields(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     def complete(self) -> bool:
         """Return whether the fields of the session are valid together."""
         if self.session is None:
-            return self.start is None and self.end is msgspec.UNSET
+            return self.start is None and self.end is msgspec.UNSET and self.steps is None
         return len(self.inputs) == 1 and validation.is_session_id(self.session)
 
 
@@ -219,6 +222,7 @@ def engine_request(
         session=body.session,
         session_starts=body.start,
         session_ends=body.end,
+        session_at=body.steps,
         exact_version=body.version is not None,
     )
     return validation.engine_request(packed, options, model, arrived), packed.data
@@ -242,7 +246,8 @@ def _check_session_fields(body: InferBody) -> None:
                 "a session keeps its state itself: leave out states and the state in return, or session", field="states"
             )
         return
-    for field, present in (("start", body.start is not None), ("end", "end" in body.model_fields_set)):
+    given = ("start", body.start is not None), ("end", "end" in body.model_fields_set), ("steps", body.steps is not None)
+    for field, present in given:
         if present:
             raise InvalidInput(f"{field} requires session: name the session, or leave {field} out", field=field)
 
@@ -284,6 +289,7 @@ class HotInfer(HotEndpoint):
             session=fields.session,
             session_starts=fields.start,
             session_ends=fields.end is True,
+            session_at=fields.steps,
             exact_version=fields.version is not None,
         )
         return validation.engine_request(packed, options, model, arrived), packed.data

@@ -66,9 +66,13 @@ class QueryParameters(BaseModel):
 class ErrorBody(BaseModel):
     """Body of every error."""
 
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
     error: str
     code: str
     field: str | None = None
+    steps: int | None = None
+    """How many steps the session has, if the request expected another number."""
 
 
 ERRORS: Responses = {code: {"model": ErrorBody} for code in sorted({status.http for status in STATUS.values()})}

@@ -34,9 +34,9 @@ from service.frontend.origin import Header, Origin
 from service.frontend.rest.infer import HotInfer, InferBody, InferFields, answer, check_returns
 from service.frontend.rest.schemas import ERRORS, JsonBody, QueryParameters, SessionId, describe_query
 from service.frontend.session_header import DESCRIPTION, resolve_session
-from service.frontend.validation import RESERVED_SESSION_PREFIX, resolve_deadline_ms
+from service.frontend.validation import resolve_deadline_ms
 from service.frontend.websocket_protocol import SOCKET, WebSocketProtocol
-from service.ipc.messages import Api, DecodeBody
+from service.ipc.messages import RESERVED_SESSION_PREFIX, Api, DecodeBody
 from service.modeling.spec import ModelSpec
 from service.settings import Settings
 
@@ -76,12 +76,14 @@ class StreamQuery(QueryParameters):
 
     def fields_of(self, chunk: Chunk, session: str, start: bool | None) -> InferFields:
         """Return the request of a chunk, for the hot path."""
-        return InferFields(inputs=[chunk.input], session=session, start=start, end=chunk.end, **self._options())
+        return InferFields(
+            inputs=[chunk.input], session=session, start=start, end=chunk.end, steps=chunk.steps, **self._options()
+        )
 
     def body_of(self, message: StreamMessage, session: str, start: bool | None) -> ChunkBody:
         """Return the request of a message, for the general path."""
         return ChunkBody.model_construct(
-            inputs=[message.input], session=session, start=start, end=message.end, **self._options()
+            inputs=[message.input], session=session, start=start, end=message.end, steps=message.steps, **self._options()
         )
 
     def _options(self) -> dict[str, Any]:
@@ -107,6 +109,8 @@ class StreamMessage(JsonBody):
     """true restarts the session with this chunk; false only continues an open session."""
     end: StrictBool = False
     """true closes the session after this chunk; the next chunk starts it again."""
+    steps: Annotated[int, Field(ge=0, strict=True)] | None = None
+    """How many steps the session has before this chunk. A chunk that finds another number is refused."""
 
 
 class Chunk(msgspec.Struct, forbid_unknown_fields=True, gc=False):
@@ -115,6 +119,7 @@ class Chunk(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     input: Any
     start: bool | None = None
     end: bool = False
+    steps: Annotated[int, msgspec.Meta(ge=0)] | None = None
 
     @classmethod
     def read(cls, data: bytes, is_text: bool) -> Chunk:
@@ -125,7 +130,7 @@ class Chunk(msgspec.Struct, forbid_unknown_fields=True, gc=False):
             return _decode(data)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             message = StreamMessage.parse(data)  # explains what is wrong
-            return cls(message.input, message.start, message.end)
+            return cls(message.input, message.start, message.end, message.steps)
 
 
 _decode = msgspec.json.Decoder(Chunk).decode

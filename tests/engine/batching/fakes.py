@@ -54,6 +54,7 @@ def request(
     ends: bool = False,
     exactly: bool = True,
     initial: bool = False,
+    at: int | None = None,
 ) -> Request:
     return Request(
         model.name,
@@ -69,6 +70,7 @@ def request(
         initial=initial,
         generation=model.generation,
         exactly=exactly,
+        session_at=at,
     )
 
 

@@ -13,11 +13,13 @@ import torch
 
 from service.engine.batch import Batch
 from service.engine.batching.batcher import Batcher
+from service.engine.batching.moves import Moves
 from service.engine.batching.request_block import RequestBlock
 from service.engine.batching.session_state import State
 from service.engine.batching.session_table import SessionTable
 from service.engine.batching.state_slots import ZERO_SLOT
 from service.engine.batching.ticket import Ticket
+from service.engine.batching.transfers import Transfers
 from service.engine.execution.cost_model import Cost
 from service.engine.execution.device import DeviceLost
 from service.engine.execution.device_engine import PreparedModel
@@ -38,6 +40,8 @@ OVERFLOW = 777
 """Id that leads to a state that is not finite."""
 ROOM = 3
 IDLE_SECONDS = 60.0
+PATIENCE_SECONDS = 1.0
+"""How long a chunk waits for another replica."""
 
 
 class FakeEngine:
@@ -319,7 +323,9 @@ class BatcherHarness:
         max_sessions: int = 3,
         journal: SessionJournal | None = None,
         batch_seconds: float = 100.0,
+        replica: str = "",
     ) -> None:
+        """replica: the id of the replica, for sessions that move."""
         self.now = 0.0
         self.engine = engine or FakeEngine()
         self.metrics = Metrics()
@@ -327,7 +333,14 @@ class BatcherHarness:
         sessions = SessionTable(max_sessions, IDLE_SECONDS, self.journal, self.metrics)
         scheduler_limits = limits(max_waiting, max_batch_sequences, max_batch_tokens, batch_seconds)
         errors = InternalErrors(Log("engine"), self.metrics, lambda: self.now)
-        self.batcher = Batcher(scheduler_limits, self.engine, sessions, self.metrics, lambda: self.now, errors)
+        self.transfers = None
+        if replica:
+            moves = Moves(replica, PATIENCE_SECONDS + 1)
+            clock = {"clock": lambda: self.now, "patience": PATIENCE_SECONDS, "max_waiting": max_waiting}
+            self.transfers = Transfers(moves, sessions, self.metrics, replica=replica, **clock)  # type: ignore[arg-type]
+        self.batcher = Batcher(
+            scheduler_limits, self.engine, sessions, self.metrics, lambda: self.now, errors, self.transfers
+        )
         self.clients: list[FakeClient] = []
         self.frontend = FakeFrontend()
 
@@ -344,6 +357,7 @@ class BatcherHarness:
         ends: bool = False,
         exactly: bool = True,
         again: bool = False,
+        at: int | None = None,
     ) -> FakeClient:
         """Submit a request with these sequences. lengths: the lengths that it claims, by default the real ones."""
         client = FakeClient(sequences)
@@ -364,6 +378,7 @@ class BatcherHarness:
             starts=starts,
             ends=ends,
             exactly=exactly,
+            at=at,
         )
         client.ticket = self.batcher.submit(sent, ids(sequences), client.receive_answer, client.errors.append, again=again)
         return client

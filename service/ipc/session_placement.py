@@ -1,4 +1,4 @@
-"""Which engine holds a session. Every frontend computes the same answer without asking. Pure."""
+"""Which engine of a replica holds a session. Every process computes the same answer without asking. Pure."""
 
 from __future__ import annotations
 

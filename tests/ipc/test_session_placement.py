@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from service.frontend.dispatch.placement import engine_of_session
+from service.ipc.session_placement import engine_of_session
 
 NAMES = [f"session {number}" for number in range(4000)]
 
