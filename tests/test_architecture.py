@@ -41,6 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {  # the rule with the longest matching name h
     "service.access": {"service.errors", "service.ipc.messages", "service.settings"},
     "service.frontend": {"service.access", "service.modeling.spec", "service.modeling.tokenizer", *SHARED},
     "service.tracer": SHARED,
+    "service.mover": {"service.access", *SHARED},
     "service.supervisor": {"service.modeling.spec", *SHARED},
 }
 WEB = {"fastapi", "starlette", "uvicorn", "httptools", "websockets", "grpc", "aiohttp"}
@@ -53,6 +54,7 @@ NEVER_LOADS = {
     "service.engine.__main__": WEB,
     "service.frontend.__main__": TENSORS,
     "service.tracer.__main__": TENSORS,
+    "service.mover.__main__": {*WEB, *TENSORS},
     "service.supervisor.supervisor": {*WEB, *TENSORS},
     "service.cli": {*WEB, *TENSORS},
 }

@@ -299,6 +299,8 @@ class Worker:
         assert transfers is not None
         try:
             if isinstance(frame.message, messages.ListSessions):
+                if frame.message.save:
+                    transfers.save_all()
                 channel.send(encode(messages.SessionsListed(transfers.open_sessions()), frame.id))
             elif type(frame.message) in transfers.handles:
                 transfers.handle(frame.message, frame.tail)

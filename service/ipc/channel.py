@@ -62,6 +62,19 @@ def encode(message: Message, id: int = 0, tail: Sequence[Any] = (), following: i
     return b"".join((HEADER.pack(length, len(packed), id), packed, *tail))
 
 
+def decode(frame: bytes | memoryview) -> Frame:
+    """Return what `encode` has encoded; raises ValueError for anything else."""
+    try:
+        length, packed_length, id = HEADER.unpack_from(frame)
+        begin = HEADER.size + packed_length
+        message = _decoder.decode(memoryview(frame)[HEADER.size : begin])
+    except (struct.error, msgspec.MsgspecError) as error:
+        raise ValueError(f"not a frame: {error}") from None
+    if len(frame) != HEADER.size + length or packed_length > length:
+        raise ValueError(f"the frame has {len(frame)} bytes and says {HEADER.size + length}")
+    return Frame(message, id, memoryview(frame)[begin:])
+
+
 class _LargeFrame:
     """A frame with a large tail while it arrives: memory of its size, which is filled from the start."""
 

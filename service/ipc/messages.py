@@ -513,7 +513,9 @@ class Goodbye(Message, frozen=True):
 
 
 class ListSessions(Message, frozen=True):
-    """Call: return the names of all open sessions."""
+    """Call: return the names of all open sessions. save: first send a checkpoint of each that has changed since its last."""
+
+    save: bool = False
 
 
 class SaveCheckpoint(Message, frozen=True):
@@ -533,7 +535,9 @@ class DropCheckpoint(Message, frozen=True):
 
 
 class HandOver(Message, frozen=True):
-    """Call of the supervisor: give all sessions to other replicas."""
+    """Call of the supervisor: give all sessions to other replicas, within `seconds`."""
+
+    seconds: float
 
 
 # Supervisor to child, and back.

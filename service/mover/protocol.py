@@ -130,12 +130,11 @@ class MoverProtocol:
         ended = messages.SeekEnded(search.session, search.ticket, unreachable, search.ended)
         self._to_engine(search.session, ended, b"")
 
-    def restored(self, search: Search, checkpoint: tuple[int, bytes] | None) -> None:
-        """Pass on the checkpoint of a session that no replica holds, if there is one."""
-        if checkpoint is None:
-            self._end(search)
+    def restored(self, search: Search, begun: int, state: bytes | None, *, failed: bool) -> None:
+        """Pass on the checkpoint of a session that no replica holds, if there is one. failed: whether the store does not answer."""
+        if state is None:
+            self._end(search, unreachable=failed)
             return
-        begun, state = checkpoint
         given = messages.SessionGiven(search.session, search.ticket, self.replica, "", 0.0, begun, uncertain=True)
         self._to_engine(search.session, given, state)
 

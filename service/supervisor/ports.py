@@ -14,11 +14,12 @@ BACKLOG = 2048
 
 
 class ListeningSockets(NamedTuple):
-    """The sockets of the service. grpc, admin: None without these ports."""
+    """The sockets of the service. grpc, admin, peers: None without these ports. All but `peers`, which is the mover's, are for clients."""
 
     http: socket.socket
     grpc: socket.socket | None
     admin: socket.socket | None
+    peers: socket.socket | None = None
 
     def close(self) -> None:
         for listening in self:
@@ -41,14 +42,19 @@ def open_sockets(settings: Settings) -> ListeningSockets:
         grpc = on_error.enter_context(_open_grpc(settings)) if settings.grpc else None
         admin = None
         if settings.admin_port != OFF:
-            admin = _open_http(settings.admin_host, settings.admin_port, "choose another with --admin-host or --admin-port")
+            admin = on_error.enter_context(
+                _open_http(settings.admin_host, settings.admin_port, "choose another with --admin-host or --admin-port")
+            )
+        peers = None
+        if settings.peers:
+            peers = _open_http(settings.host, settings.peer_port, "choose another with SEQSERVE_PEER_PORT")
         on_error.pop_all()
-    return ListeningSockets(http, grpc, admin)
+    return ListeningSockets(http, grpc, admin, peers)
 
 
 def addresses(sockets: ListeningSockets, settings: Settings) -> Addresses:
     """Return where clients find the service."""
-    http, grpc, admin = sockets
+    http, grpc, admin, _ = sockets
     return Addresses(
         _address(http, settings.host),
         None if grpc is None else _address(grpc, settings.host),

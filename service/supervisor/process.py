@@ -25,7 +25,7 @@ from service.settings import Settings
 from service.supervisor.ports import ListeningSockets
 
 R = TypeVar("R", bound=Reply)
-ENGINE, FRONTEND, TRACER = "engine", "frontend", "tracer"
+ENGINE, FRONTEND, TRACER, MOVER = "engine", "frontend", "tracer", "mover"
 EXIT_SECONDS = 0.5
 """How long a process that has closed its control channel may take to exit by itself."""
 KILL_SECONDS = 2.0
@@ -84,9 +84,12 @@ class Child:
         """Queue a message; it leaves as fast as the process reads."""
         self._channel.send_message(message, id)
 
-    def attach(self, end: socket.socket) -> None:
-        """Pass one end of a channel to a process of the other role; the caller closes its own copy. Raises OSError."""
-        self._channel.send(encode(Attach()), attached=end)
+    def attach(self, end: socket.socket, *, mover: bool = False) -> None:
+        """Pass one end of a channel to a process of the other role; the caller closes its own copy. Raises OSError.
+
+        mover: whether the other end belongs to the mover.
+        """
+        self._channel.send(encode(Attach(mover)), attached=end)
 
     async def call(self, message: Message, reply: type[R], *, timeout: float | None = None) -> R:
         """Send a call and return its reply. Raises a ServiceError when it is refused or late, or when the process ends."""
@@ -168,6 +171,7 @@ def start(
     cores: Set[int] | None,
     journal: SessionJournal | None,
     traces: TraceSockets | None,
+    replica: str,
     manifest: Manifest,
     strict: bool,
     is_restart: bool,
@@ -176,7 +180,7 @@ def start(
 
     Its first heartbeat is due when its models must be loaded. sockets: of frontends; connections, quotas: descriptors of their
     ConnectionCounts and QuotaCounts; cores: to which the process is pinned, None for all; journal: session ids of the previous
-    engine; traces: of frontends and the tracer; strict: a model that cannot be loaded fails the start; is_restart: whether the service
+    engine; traces: of frontends and the tracer; replica: the id of this replica; strict: a model that cannot be loaded fails the start; is_restart: whether the service
     has been ready before.
     """
     role, _, place = name.partition("-")
@@ -192,13 +196,14 @@ def start(
             settings=settings.model_dump_json(),
             control=far.fileno(),
             place=int(place),
-            **(_descriptors(sockets) if role == FRONTEND else {}),
+            **_descriptors(sockets, role),
             connections=connections if role == FRONTEND else -1,
             quotas=quotas if role == FRONTEND else -1,
             compute_threads=compute_threads,
             heartbeat=heartbeat.descriptor,
             journal=journal.descriptor if journal else -1,
             traces=_trace_descriptor(traces, role),
+            replica=replica,
             manifest=manifest,
             strict=strict,
             is_restart=is_restart,
@@ -215,22 +220,25 @@ def start(
 
 def _trace_descriptor(traces: TraceSockets | None, role: str) -> int:
     """Return the end of the sockets that a process of this role has, -1 for none."""
-    if traces is None or role == ENGINE:
+    if traces is None or role in (ENGINE, MOVER):
         return -1
     return traces.reading if role == TRACER else traces.writing
 
 
-def _descriptors(sockets: ListeningSockets) -> dict[str, int]:
-    """Return the descriptors of the open sockets, by field of ProcessConfig."""
-    return {name: listening.fileno() for name, listening in sockets._asdict().items() if listening is not None}
+def _descriptors(sockets: ListeningSockets, role: str) -> dict[str, int]:
+    """Return the descriptors of the open sockets that a process of this role has, by field of ProcessConfig."""
+    if role not in (FRONTEND, MOVER):
+        return {}
+    named = {name: listening.fileno() for name, listening in sockets._asdict().items() if listening is not None}
+    return {name: descriptor for name, descriptor in named.items() if (name == "peers") == (role == MOVER)}
 
 
-def connect(frontend: Child, engine: Child) -> None:
-    """Connect a frontend and an engine by a new channel; raises OSError."""
+def connect(other: Child, engine: Child) -> None:
+    """Connect a frontend or the mover and an engine by a new channel; raises OSError."""
     near, far = pair()
     with near, far:
-        frontend.attach(near)
-        engine.attach(far)
+        other.attach(near)
+        engine.attach(far, mover=other.role == MOVER)
 
 
 @contextmanager

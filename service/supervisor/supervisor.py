@@ -1,6 +1,7 @@
 """Starts, watches and restarts the other processes, opens the ports and aggregates metrics. Answers no inference request itself.
 
-Shutdown is start-up reversed: report not ready, serve for the lame-duck time, close the ports, let the frontends drain, end the engines.
+Shutdown is start-up reversed: report not ready, serve for the lame-duck time, close the ports, let the frontends drain, hand the sessions over
+to other replicas, end the engines.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import secrets
 import signal
 import time
 from collections.abc import Awaitable, Callable
@@ -18,7 +20,7 @@ from service.ipc import messages
 from service.ipc.channel import Frame
 from service.ipc.connection_counts import ConnectionCounts
 from service.ipc.heartbeat import IDLE_SECONDS, PATIENCE_SECONDS
-from service.ipc.messages import Done, Drain, Manifest, Message, MetricsCollected, ModelKey, ModelsListed, Refusal, Reply
+from service.ipc.messages import Done, Drain, HandOver, Manifest, Message, MetricsCollected, ModelKey, ModelsListed, Refusal, Reply
 from service.ipc.quota_counts import QuotaCounts
 from service.ipc.session_journal import SessionJournal, journal_records
 from service.ipc.trace_socket import TraceSockets
@@ -29,7 +31,7 @@ from service.supervisor import numa, ports
 from service.supervisor.metrics_aggregator import MetricsAggregator
 from service.supervisor.placement import place_processes
 from service.supervisor.ports import Addresses
-from service.supervisor.process import ENGINE, FRONTEND, TRACER, Child, connect, start
+from service.supervisor.process import ENGINE, FRONTEND, MOVER, TRACER, Child, connect, start
 from service.supervisor.reload import ModelReloader
 from service.supervisor.repository import Repository
 
@@ -38,6 +40,8 @@ FORGIVEN_SECONDS = 60.0
 """After this time an exit no longer delays the next restart."""
 STARTS_ALLOWED = 3
 """A process that ends this often before the service was ever ready stops the start."""
+HAND_OVER_SECONDS = 5.0
+"""How long the mover may take to hand over the sessions, at least. What remains of drain_seconds comes on top."""
 KILL_MARGIN_SECONDS = 1.0
 """How much longer than drain_seconds a frontend may take to exit."""
 
@@ -87,6 +91,9 @@ class Supervisor:
         self._traces = TraceSockets() if settings.trace_endpoint else None
         if self._traces is not None:
             self._names.append(f"{TRACER}-0")
+        self._replica = secrets.token_hex(8)
+        if settings.has_mover:
+            self._names.append(f"{MOVER}-0")
         for role in (ENGINE, FRONTEND):
             self._metrics.processes.set(sum(name.startswith(role) for name in self._names), role)
         self._journals = {name: SessionJournal(journal_records(settings)) for name in self._engine_names}
@@ -190,15 +197,16 @@ class Supervisor:
             cores=cores,
             journal=self._journals.get(name),
             traces=self._traces,
+            replica=self._replica,
             manifest=self._model_reloader.engine_manifest() if is_engine else self.manifest,
             strict=self._settings.strict and not self._announced,
             is_restart=self._announced,
         )
         try:
             for other in self._children.values():
-                if is_engine and other.role == FRONTEND:
+                if is_engine and other.role in (FRONTEND, MOVER):
                     connect(other, child)
-                elif child.role == FRONTEND and other.role == ENGINE:
+                elif child.role in (FRONTEND, MOVER) and other.role == ENGINE:
                     connect(child, other)
         except OSError:
             child.abandon()
@@ -358,8 +366,9 @@ class Supervisor:
         self._log.info("draining", lame_duck_seconds=self._settings.lame_duck_seconds, seconds=self._settings.drain_seconds)
         self._draining = True
         self._update_ready()
-        for frontend in self._frontends:
-            frontend.send(Drain())
+        movers = [child for child in self._children.values() if child.role == MOVER]
+        for child in (*self._frontends, *movers):
+            child.send(Drain())
         if self._announced:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._interrupted.wait(), self._settings.lame_duck_seconds)
@@ -368,10 +377,15 @@ class Supervisor:
         for frontend in self._frontends:
             frontend.process.terminate()
         draining = [running[frontend.name] for frontend in self._frontends]
+        until = time.monotonic() + self._settings.drain_seconds
         if draining:
             await asyncio.wait(draining, timeout=self._settings.drain_seconds + KILL_MARGIN_SECONDS)
         for frontend in self._frontends:
             frontend.kill("ended")
+        for mover in movers:
+            seconds = max(HAND_OVER_SECONDS, until - time.monotonic())
+            with contextlib.suppress(ServiceError):
+                await mover.call(HandOver(seconds), Done, timeout=seconds + KILL_MARGIN_SECONDS)
 
     @property
     def _frontends(self) -> list[Child]:

@@ -199,8 +199,17 @@ class Transfers:
             return
         session.unsaved += 1
         if session.unsaved >= self.checkpoint_chunks and self._send is not None:
-            session.unsaved = 0
-            self._tell(messages.SaveCheckpoint(session.id, session.begun, session.steps), self.export(session))
+            self._save(session)
+
+    def save_all(self) -> None:
+        """Save a checkpoint of each session that has changed since its last."""
+        for session in [session for name in self.open_sessions() if (session := self._table.find(name)) is not None]:
+            if session.unsaved and session.steps and self.checkpoint_chunks:
+                self._save(session)
+
+    def _save(self, session: Session) -> None:
+        session.unsaved = 0
+        self._tell(messages.SaveCheckpoint(session.id, session.begun, session.steps), self.export(session))
 
     def step(self) -> None:
         """Refuse what has waited for too long, and ask again for departures without an outcome."""

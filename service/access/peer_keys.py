@@ -1,0 +1,24 @@
+"""The file of secrets with which replicas prove to each other that they belong together. No client has them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from service.access import secret_file
+from service.access.secret_file import SecretFile, SecretKind
+from service.settings import Settings
+
+KIND = SecretKind("peer key file", "seqserve peer-key new", "what replicas send each other")
+
+
+class PeerKeys(SecretFile):
+    """The secrets of one service, none without the setting `peer_keys`."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Raises SettingsError for a file that cannot be read or has a wrong secret."""
+        super().__init__(settings.peer_keys, KIND)
+
+
+def create(file: Path) -> int:
+    """Append a new secret to a file, as `secret_file.create` does."""
+    return secret_file.create(file, KIND)

@@ -1,0 +1,60 @@
+"""The end of a replica: it gives its sessions to replicas that are ready, and says goodbye."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from hashlib import blake2b
+
+from service.ipc.messages import OfferSessions
+from service.log import Log
+from service.metrics import Metrics
+
+POLL_SECONDS = 0.02
+OFFER_SECONDS = 0.5
+"""Interval at which sessions are offered that nobody has taken yet."""
+MAX_OFFER = 256
+"""Sessions in one message."""
+
+
+async def hand_over(
+    seconds: float,
+    sessions: Callable[[], Awaitable[list[str]]],
+    ready: Callable[[], Sequence[str]],
+    reachable: Callable[[], bool],
+    offer: Callable[[str, OfferSessions], None],
+    replica: str,
+) -> tuple[int, int]:
+    """Offer all sessions until they are taken, for up to `seconds`. Returns how many there were, and how many are left.
+
+    sessions: returns the names of the open sessions. ready: returns the replicas that take sessions. reachable: whether there is any other
+    replica. replica: the id of this one.
+    """
+    loop = asyncio.get_running_loop()
+    began, until, offer_at = len(remaining := await sessions()), loop.time() + seconds, 0.0
+    while remaining and reachable() and loop.time() < until:
+        takers = ready()
+        if takers and loop.time() >= offer_at:
+            offer_at = loop.time() + OFFER_SECONDS
+            for taker, names in shares(remaining, takers).items():
+                for begin in range(0, len(names), MAX_OFFER):
+                    offer(taker, OfferSessions(names[begin : begin + MAX_OFFER], replica))
+        await asyncio.sleep(POLL_SECONDS)
+        remaining = await sessions()
+    return began, len(remaining)
+
+
+def shares(sessions: Sequence[str], replicas: Sequence[str]) -> dict[str, list[str]]:
+    """Spread sessions over replicas by rendezvous hashing: a second offer goes to the same replica."""
+    by_replica: dict[str, list[str]] = {}
+    for session in sessions:
+        chosen = max(replicas, key=lambda replica: blake2b(f"{replica} {session}".encode(), digest_size=8).digest())
+        by_replica.setdefault(chosen, []).append(session)
+    return by_replica
+
+
+def report(began: int, left: int, metrics: Metrics, log: Log) -> None:
+    """Count and log the outcome."""
+    metrics.sessions_not_handed_over.add(by=left)
+    write = log.warning if left else log.info
+    write("sessions handed over", sessions=began - left, left=left)
