@@ -338,7 +338,7 @@ def any_event(story: Story, chance: random.Random) -> None:
     """Cause a random event."""
     name, place = chance.choice(NAMES), chance.randrange(REPLICAS)
     which = chance.randrange(1 << 16)
-    match chance.choices(range(12), (14, 30, 1, 2, 20, 20, 8, 2, 1, 0.6, 2, 3))[0]:
+    match chance.choices(range(12), (16, 16, 1, 1, 22, 12, 5, 1.5, 0.6, 0.5, 7, 3))[0]:
         case 0:
             values = [chance.choice((1, 2, 3))] * chance.choice((1, 2, 3))
             story.chunk(name, place, values, says_steps=chance.random() < 0.5, restarts=chance.random() < 0.05)
@@ -355,7 +355,7 @@ def any_event(story: Story, chance: random.Random) -> None:
             story.replicas[place].step()
             story.check()
         case 6:
-            story.time_passes(chance.choice((0.001, 0.01, 0.1, 0.5)))
+            story.time_passes(chance.choice((0.001, 0.01, 0.02, 0.1, 0.4)))
         case 7:
             story.toggle_pause(place)
         case 8:
