@@ -23,7 +23,7 @@ PROJECT     := pyproject.toml setup.py constraints.txt Makefile
 # Containers often set it. The tests start hundreds of Python processes, and each would compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install gpu compiled serve test test-fast test-anywhere lint eval bench loadtest bench-serve bench-engine bench-capacity bench-fairness bench-devices browser screenshots toolchains java perf-analyzer libb64 lock audit sbom simulate test-long test-gpu docker-test cluster-test proxies proto check-python
+.PHONY: help install gpu compiled serve test test-fast test-anywhere lint eval bench loadtest bench-serve bench-engine bench-capacity bench-fairness bench-devices browser screenshots toolchains java perf-analyzer libb64 lock audit sbom simulate test-long test-gpu docker-test cluster-test proxies redis proto check-python
 
 help:
 	@echo "make serve          install, then serve the embedded models on 127.0.0.1:8000"
@@ -253,6 +253,8 @@ eval: .venv/installed
 
 WITH_PROXIES := PATH="$(CURDIR)/.venv-proxies/bin:$$PATH:/usr/sbin"
 
+WITH_REDIS := PATH="$(CURDIR)/.venv-redis/bin:$$PATH"
+
 # Debian's packages of nginx and HAProxy would start services at once and at each boot, so only their libraries are installed.
 proxies: .venv-proxies/installed
 	@for program in nginx haproxy; do $(WITH_PROXIES) command -v $$program >/dev/null || missing="$$missing $$program"; done; \
@@ -261,6 +263,14 @@ proxies: .venv-proxies/installed
 	liblua5.3-0 libopentracing-c-wrapper0 libpcre2-8-0 libssl3 >/dev/null; cd .venv-proxies && apt-get download -qq $$missing \
 	&& for program in $$missing; do dpkg -x $${program}_*.deb unpacked && rm $${program}_*.deb && ln -sf ../unpacked/usr/sbin/$$program bin/; done; } \
 	|| echo "nginx and HAProxy could not be installed: their tests are skipped"
+
+# The server of Debian's package, for the tests of checkpoints. The package would start a service, so only its libraries are installed.
+redis:
+	@$(WITH_REDIS) command -v redis-server >/dev/null || { as_root=$$([ "$$(id -u)" -eq 0 ] || echo sudo); \
+	echo "unpacking redis-server into .venv-redis"; mkdir -p .venv-redis/bin; $$as_root apt-get update -qq \
+	&& $$as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends libjemalloc2 liblzf1 libssl3 >/dev/null; \
+	cd .venv-redis && apt-get download -qq redis-tools redis-server && for file in *.deb; do dpkg -x $$file unpacked && rm $$file; done \
+	&& ln -sf ../unpacked/usr/bin/redis-check-rdb bin/redis-server; } || echo "redis-server could not be installed: its tests are skipped"
 
 # Prints how much each process grew. A busy machine only takes longer.
 test-long: .venv/tools compiled proxies .venv-perf/installed libb64
@@ -274,8 +284,8 @@ test-long: .venv/tools compiled proxies .venv-perf/installed libb64
 	@touch $@
 
 # Several replicas on addresses of loopback, behind real proxies with the files in deploy/proxies, and on a Ray cluster.
-cluster-test: .venv/tools compiled proxies .venv-ray/installed
-	$(WITH_PROXIES) $(BIN)/python -m tests.tiers cluster
+cluster-test: .venv/tools compiled proxies redis .venv-ray/installed
+	PATH="$(CURDIR)/.venv-redis/bin:$(CURDIR)/.venv-proxies/bin:$$PATH:/usr/sbin" $(BIN)/python -m tests.tiers cluster
 
 # Records the tested kernels in tests/gpu/passed.json; `make test` warns when the kernels have changed since.
 test-gpu: .venv/tools gpu

@@ -252,7 +252,9 @@ def _parser() -> argparse.ArgumentParser:
     _setting(command, "--state-keys", metavar="FILE", help="file of secrets that sign exported session states")
     _setting(command, "--peers", metavar="WHERE", help="other replicas: dns:NAME:PORT, file:PATH, or HOST:PORT,HOST:PORT")
     _setting(command, "--peer-keys", metavar="FILE", help="file of secrets that all replicas share")
-    _setting(command, "--checkpoints", metavar="WHERE", help="where sessions are saved: a folder, or redis://HOST:PORT/DATABASE")
+    _setting(
+        command, "--checkpoints", metavar="WHERE", help="where sessions are saved: a folder, or redis://HOST:PORT/DATABASE"
+    )
     _setting(command, "--tls-cert", metavar="FILE", help="certificate and its chain: both ports then speak TLS")
     _setting(command, "--tls-key", metavar="FILE", help="key of the certificate, if it is not in the same file")
     _setting(command, "--tls-client-ca", metavar="FILE", help="authority of the certificates that clients then need")

@@ -89,9 +89,7 @@ def create(file: Path, kind: SecretKind) -> int:
     """
     count = len(_read(file, kind)) if file.exists() else 0
     if count == MAX_SECRETS:
-        raise SettingsError(
-            f"{kind.noun} {file} has {count} secrets, which is the limit: delete a secret that is not in use"
-        )
+        raise SettingsError(f"{kind.noun} {file} has {count} secrets, which is the limit: delete a secret that is not in use")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -118,7 +116,9 @@ def _read(file: Path, kind: SecretKind) -> list[bytes]:
         lines = [line.strip() for line in file.read_text().splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"{kind.noun} {file}: {error}") from None
-    found = [_secret(file, kind, number, line) for number, line in enumerate(lines, start=1) if line and not line.startswith("#")]
+    found = [
+        _secret(file, kind, number, line) for number, line in enumerate(lines, start=1) if line and not line.startswith("#")
+    ]
     if not 0 < len(found) <= MAX_SECRETS:
         raise SettingsError(
             f"{kind.noun} {file} has {len(found)} secrets: write 1 to {MAX_SECRETS} secrets, one on each line "
@@ -138,9 +138,7 @@ def _secret(file: Path, kind: SecretKind, number: int, line: str) -> bytes:
         ) from None
     if len(secret) < SECRET_BYTES or len(set(secret)) < MIN_DISTINCT_BYTES:
         problem = f"the secret has {len(secret)} bytes, {len(set(secret))} of them distinct"
-        raise SettingsError(
-            f"{place}: {problem}: use {SECRET_BYTES} or more random bytes ({kind.command} creates them)"
-        )
+        raise SettingsError(f"{place}: {problem}: use {SECRET_BYTES} or more random bytes ({kind.command} creates them)")
     return secret
 
 

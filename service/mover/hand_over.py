@@ -11,6 +11,8 @@ from service.log import Log
 from service.metrics import Metrics
 
 POLL_SECONDS = 0.02
+NO_TAKER_SECONDS = 5.0
+"""How long it waits while no other replica takes sessions: probably the whole service ends."""
 OFFER_SECONDS = 0.5
 """Interval at which sessions are offered that nobody has taken yet."""
 MAX_OFFER = 256
@@ -32,8 +34,11 @@ async def hand_over(
     """
     loop = asyncio.get_running_loop()
     began, until, offer_at = len(remaining := await sessions()), loop.time() + seconds, 0.0
-    while remaining and reachable() and loop.time() < until:
+    give_up_at = loop.time() + NO_TAKER_SECONDS
+    while remaining and reachable() and loop.time() < min(until, give_up_at):
         takers = ready()
+        if takers:
+            give_up_at = loop.time() + NO_TAKER_SECONDS
         if takers and loop.time() >= offer_at:
             offer_at = loop.time() + OFFER_SECONDS
             for taker, names in shares(remaining, takers).items():

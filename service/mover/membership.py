@@ -52,7 +52,7 @@ class Membership:
         if spot is Spot.UNKNOWN:
             return
         last = self._at.pop(address, "")
-        if last and last != replica:
+        if last and last != replica and not self._is_elsewhere(last):
             self._end(last)
         if spot is Spot.CONNECTED:
             self._at[address] = replica
@@ -100,9 +100,7 @@ class Membership:
     def complete(self) -> bool:
         """Whether it is known of every listed address who is there, or who was last."""
         listed = self._listed
-        return listed is not None and all(
-            spot is not Spot.UNKNOWN or address in self._at for address, spot in listed.items()
-        )
+        return listed is not None and all(spot is not Spot.UNKNOWN or address in self._at for address, spot in listed.items())
 
     def _left(self, address: Address, now: float) -> None:
         """An address is listed no more. A replica that still answers stays."""
@@ -110,9 +108,11 @@ class Membership:
         if last and last not in self._links and last not in self._at.values():
             self._end(last)
 
+    def _is_elsewhere(self, replica: str) -> bool:
+        """Return whether a replica answers at another of its addresses."""
+        return replica in self._at.values() and replica in self._links
+
     def _end(self, replica: str) -> None:
-        if replica in self._at.values() and replica in self._links:
-            return  # it has two addresses, and answers at the other
         self._missing.pop(replica, None)
         self._gone[replica] = None
         if len(self._gone) > MAX_GONE:

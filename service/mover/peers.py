@@ -199,5 +199,3 @@ class Peers:
 
     def _refused(self, peer: object, error: NotAPeer) -> None:
         self._log.capped("warning", "peer refused", peer=str(peer), reason=str(error))
-
-

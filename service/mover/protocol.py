@@ -79,7 +79,9 @@ class MoverProtocol:
         for peer in self._reachable:
             self._to_peer(peer, messages.AnswersVoid(), b"")
 
-    def peers_changed(self, reachable: Iterable[str], known: Iterable[str], gone: Iterable[str], *, complete: bool, now: float) -> None:
+    def peers_changed(
+        self, reachable: Iterable[str], known: Iterable[str], gone: Iterable[str], *, complete: bool, now: float
+    ) -> None:
         """Take over which replicas exist. complete: false while an address is listed of which it is not known who is there."""
         before, self._reachable, self._known = self._reachable, set(reachable), set(known)
         ended = set(gone) - self._gone

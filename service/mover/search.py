@@ -47,7 +47,7 @@ class Search:
     def to_ask(self, replicas: set[str], now: float) -> dict[str, int]:
         """Return which of the replicas that can be reached must be asked now, and the number of the question to each."""
         wanted = replicas & {self.giver} if self.giver else replicas
-        due = [name for name in wanted if name not in self._answered and self._asked.get(name, now) <= now]
+        due = [name for name in sorted(wanted) if name not in self._answered and self._asked.get(name, now) <= now]
         for name in due:
             self._round += 1
             self._rounds[name], self._asked[name] = self._round, self.until

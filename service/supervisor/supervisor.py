@@ -20,7 +20,18 @@ from service.ipc import messages
 from service.ipc.channel import Frame
 from service.ipc.connection_counts import ConnectionCounts
 from service.ipc.heartbeat import IDLE_SECONDS, PATIENCE_SECONDS
-from service.ipc.messages import Done, Drain, HandOver, Manifest, Message, MetricsCollected, ModelKey, ModelsListed, Refusal, Reply
+from service.ipc.messages import (
+    Done,
+    Drain,
+    HandOver,
+    Manifest,
+    Message,
+    MetricsCollected,
+    ModelKey,
+    ModelsListed,
+    Refusal,
+    Reply,
+)
 from service.ipc.quota_counts import QuotaCounts
 from service.ipc.session_journal import SessionJournal, journal_records
 from service.ipc.trace_socket import TraceSockets

@@ -1,7 +1,7 @@
 """Clients that stream sessions to several replicas, over HTTP and WebSocket, and know the exact answer of every chunk.
 
-A client chooses the replica of a session as a proxy with consistent hashing does: by rendezvous hashing over the replicas that are ready. When
-the replicas change, so do the places of some sessions.
+A client chooses the replica of a session as a proxy with consistent hashing does: by rendezvous hashing over the replicas that are ready.
+When the replicas change, so do the places of some sessions.
 """
 
 from __future__ import annotations
@@ -63,9 +63,7 @@ class Places:
 
     def of(self, session: str) -> str:
         """Return the address for the next chunk of a session."""
-        return max(
-            self.ready, key=lambda address: blake2b(f"{address} {session}".encode(), digest_size=8).digest(), default=""
-        )
+        return max(self.ready, key=lambda address: blake2b(f"{address} {session}".encode(), digest_size=8).digest(), default="")
 
     def drop(self, address: str) -> None:
         """A connection to a replica has failed: it is not ready, until the next check."""

@@ -13,4 +13,4 @@ def test_every_story_ends_well() -> None:
     total = sum((tell(1000 + seed, EVENTS).counts for seed in range(STORIES)), start=Counter[str]())
     print(dict(total))
     for event in ("answers", "SessionGiven", "TicketReport", "AskTicket", "crashes", "pauses", "session_unreachable"):
-        assert total[event] > STORIES, f"{event} happened {total[event]} times"
+        assert total[event], f"{event} never happened"

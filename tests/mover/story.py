@@ -1,8 +1,8 @@
 """Replicas with real batchers and real mover protocols over a simulated network that loses, delays and repeats messages.
 
-Replicas stop, continue, crash and start again, and learn of each other late. Clients send chunks to any replica, one after the other for each
-session, lose replies and send chunks again. Every answer is checked against the client's own account of its session, and at no moment two
-replicas may serve one session.
+Replicas stop, continue, crash and start again, and learn of each other late. Clients send chunks to any replica, one after the other for
+each session, lose replies and send chunks again. Every answer is checked against the client's own account of its session, and at no moment
+two replicas may serve one session.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class Story:
         replica.knows[place] = id
 
     def _update(self, replica: Replica) -> None:
-        """Tell a mover which replicas there are. An address of which nothing is known, or whose process cannot be reached, is not complete."""
+        """Tell a mover which replicas there are."""
         if not replica.active:
             return
         reachable = {
@@ -239,7 +239,7 @@ class Story:
             account.unsure = ()
         at = account.steps if says_steps and not starts else None
         replica.harness.now = max(replica.harness.now, self.now if replica.running else 0.0)
-        client = replica.harness.call(values, session=name, starts=True if starts else False, at=at)
+        client = replica.harness.call(values, session=name, starts=starts, at=at)
         account.sent = SentChunk(client, replica, values, starts, at)
         self.check()
 

@@ -75,9 +75,7 @@ class Moves:
         """Begin a claim. There must be none for this session."""
         assert session not in self.claims, "a session has one claim at a time"
         self._count += 1
-        claim = self.claims[session] = Claim(
-            f"{self._instance}.{self._count:012d}", now, now + self._claim_seconds, giver
-        )
+        claim = self.claims[session] = Claim(f"{self._instance}.{self._count:012d}", now, now + self._claim_seconds, giver)
         return claim
 
     def is_valid(self, session: str, ticket: str, now: float) -> bool:

@@ -338,9 +338,7 @@ class BatcherHarness:
             moves = Moves(replica, PATIENCE_SECONDS + 1)
             clock = {"clock": lambda: self.now, "patience": PATIENCE_SECONDS, "max_waiting": max_waiting}
             self.transfers = Transfers(moves, sessions, self.metrics, replica=replica, **clock)  # type: ignore[arg-type]
-        self.batcher = Batcher(
-            scheduler_limits, self.engine, sessions, self.metrics, lambda: self.now, errors, self.transfers
-        )
+        self.batcher = Batcher(scheduler_limits, self.engine, sessions, self.metrics, lambda: self.now, errors, self.transfers)
         self.clients: list[FakeClient] = []
         self.frontend = FakeFrontend()
 
