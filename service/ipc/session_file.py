@@ -31,6 +31,7 @@ MAX_DIMENSIONS = 4
 """A state has up to two dimensions for each slot."""
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I32": 4, "I64": 8}
 """The dtypes of states. Whole numbers are the ids of earlier steps, which only another replica may send."""
+ID_DTYPES = {"I32", "I64"}
 SIGNATURE_CHARACTERS = 64
 ALIGNMENT = 8
 """Of the tensors in the file."""
@@ -127,10 +128,13 @@ def split_signed(data: bytes | memoryview) -> SignedFile | None:
     return SignedFile(before, bytes(view[_SIGNATURE_AT:end]), view[end:])
 
 
-def read(data: bytes | memoryview) -> SessionFile:
-    """Return the content of an exported file, which shares the memory of `data`; raises InvalidRequest for anything else."""
+def read(data: bytes | memoryview, *, with_ids: bool = False) -> SessionFile:
+    """Return the content of an exported file, which shares the memory of `data`; raises InvalidRequest for anything else.
+
+    with_ids: whether it may have tensors of whole numbers, as a file from another replica may.
+    """
     try:
-        return _read(memoryview(data))
+        return _read(memoryview(data), with_ids)
     except (msgspec.ValidationError, ValueError, RecursionError) as error:
         # The reason may repeat names of the header, in any characters.
         reason = str(error).encode("ascii", "backslashreplace").decode()[:MAX_REASON_CHARACTERS]
@@ -139,7 +143,7 @@ def read(data: bytes | memoryview) -> SessionFile:
         ) from None
 
 
-def _read(data: memoryview) -> SessionFile:
+def _read(data: memoryview, with_ids: bool) -> SessionFile:
     if len(data) < _LENGTH.size:
         raise _Invalid(f"it has {len(data)} bytes")
     [length] = _LENGTH.unpack_from(data)
@@ -157,6 +161,8 @@ def _read(data: memoryview) -> SessionFile:
     if len(header) > MAX_TENSORS:
         raise _Invalid(f"it has {len(header)} tensors and at most {MAX_TENSORS} are allowed")
     tensors = msgspec.convert(header, dict[Name, StoredTensor])
+    if not with_ids and any(tensor.dtype in ID_DTYPES for tensor in tensors.values()):
+        raise _Invalid("it has tensors of whole numbers")
     _check_offsets(tensors, len(data) - begin)
     origin = Origin(metadata.model, metadata.version, metadata.weights, int(metadata.steps))
     return SessionFile(origin, tensors, data[begin:])

@@ -10,13 +10,12 @@ from torch import Tensor
 
 from service.errors import InvalidRequest, SessionConflict
 from service.ipc.messages import ModelKey
-from service.ipc.session_file import Origin, StoredTensor, metadata_of
+from service.ipc.session_file import ID_DTYPES, Origin, StoredTensor, metadata_of
 from service.modeling.spec import WEIGHTS, ModelSpec
 
 State = Mapping[str, Tensor]
 """The tensors of one state slot, by layer and name."""
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I32": torch.int32, "I64": torch.int64}
-ID_DTYPES = {"I32", "I64"}
 
 
 def origin_of(spec: ModelSpec, key: ModelKey, steps: int) -> Origin:

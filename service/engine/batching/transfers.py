@@ -258,7 +258,7 @@ class Transfers:
 
     def _import_kept(self, session: str, kept: _KeptState) -> None:
         try:
-            imported = self.import_file(session, session_file.read(kept.file), 0)
+            imported = self.import_file(session, session_file.read(kept.file, with_ids=True), 0)
         except ServiceError:
             return  # for example, its model is served no longer: the session is lost
         imported.begun, imported.uncertain = kept.begun, True
@@ -272,7 +272,7 @@ class Transfers:
         claim, kept = self._moves.claims[session], self._kept.pop(session, None)
         limit = next((waiting.limit for waiting in self._waiting.get(session, [])), 0)
         try:
-            file = session_file.read(tail)
+            file = session_file.read(tail, with_ids=True)
             if kept is not None and not message.giver and (kept.begun, kept.steps) > (message.begun, file.origin.steps):
                 self._moves.give_up(session)
                 self._import_kept(session, kept)

@@ -215,7 +215,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     (
         {**GOOD, "colour": "red"},
         "colour",
-        "known fields are model, inputs, version, return, states, session, start, end, deadline_ms, priority",
+        "known fields are model, inputs, version, return, states, session, start, end, steps, deadline_ms, priority",
     ),
     ({**GOOD, "session": "s"}, "session", "because layers.1 (lstm) needs a whole sequence"),
     ({**GOOD, "session": 7}, "session", "string"),
