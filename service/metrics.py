@@ -84,7 +84,8 @@ RESTARTS = (
 """Only an engine has a device that can fail."""
 
 ENGINE_WORK = ("requests", "session_call", "move", "trace", "cancel", "release", "batch", "answer")
-"""What an engine did when it met an unexpected exception: it handled a message of a frontend or of the mover, formed a batch, or answered requests."""
+"""What an engine did when it met an unexpected exception: it handled a message of a frontend or of the mover, formed a batch, or
+answered requests."""
 
 EXAMPLES = "_examples"
 """Suffix of a histogram's name in a snapshot, for rows with its examples: their labels are those of the histogram, the bucket and the

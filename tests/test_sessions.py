@@ -281,6 +281,40 @@ def test_chunks_sent_ahead_on_a_socket_keep_their_order(two_fronts: Server, ones
     assert close([answer["outputs"][0] for answer in answers], ones)
 
 
+def test_chunk_that_names_other_steps_is_refused_with_the_steps(two_fronts: Server) -> None:
+    assert steps(ask(two_fronts, "speller", [1, 1], "counted", steps=0)) == 2
+    for wrong in (0, 3):
+        refused = ask(two_fronts, "speller", [1], "counted", steps=wrong)
+        assert code(refused) == (409, "session_conflict")
+        assert (refused.json()["field"], refused.json()["steps"]) == ("steps", 2)
+    assert steps(ask(two_fronts, "speller", [1], "counted", steps=2, end=True)) == 3
+    lost = ask(two_fronts, "speller", [1], "counted", steps=3)
+    assert (*code(lost), lost.json()["steps"]) == (409, "session_lost", 0)
+    assert steps(ask(two_fronts, "speller", [1], "counted", steps=9, start=True, end=True)) == 1
+
+
+def test_chunks_sent_ahead_name_the_steps_after_those_before_them(two_fronts: Server) -> None:
+    with streamed(two_fronts, "model=speller") as stream:
+        for sent in range(32):
+            stream.send(json.dumps({"input": [1], "steps": sent}))
+        stream.send('{"input": [1], "steps": 31}')
+        answers = [json.loads(stream.recv(timeout=60)) for _ in range(33)]
+    assert [answer["session"]["steps"] for answer in answers[:32]] == list(range(1, 33))
+    assert (answers[32]["code"], answers[32]["steps"]) == ("session_conflict", 32)
+
+
+def test_sequence_steps_of_the_open_inference_protocol(two_fronts: Server) -> None:
+    def send(**parameters: Any) -> httpx.Response:
+        tensor = {"name": "ids", "datatype": "INT32", "shape": [1, 2], "data": [1, 1]}
+        body = {"inputs": [tensor], "parameters": {"sequence_id": "oip-counted", **parameters}}
+        return two_fronts.client.post("/v2/models/speller/infer", json=body)
+
+    assert send(sequence_start=True).json()["parameters"]["sequence_steps"] == 2
+    refused = send(sequence_steps=3)
+    assert (refused.status_code, refused.json()["steps"]) == (409, 2)
+    assert send(sequence_steps=2, sequence_end=True).json()["parameters"]["sequence_steps"] == 4
+
+
 # States that are taken along.
 
 

@@ -239,7 +239,8 @@ class Request(Message, frozen=True):
 
     With `session`, the sequence is the next chunk of that session. `session_starts` is true to start it, false to resume it, and None
     for either. `session_ends` closes it after this chunk. `session_at` is how many steps the client believes that the session has before
-    this chunk, None if it does not say. `exactly` is true when the client named the version; otherwise a session's own version is meant. `resubmitted` is true when another engine ended before it answered. `session_limit` is how many sessions its
+    this chunk, None if it does not say. `exactly` is true when the client named the version; otherwise a session's own version is
+    meant. `resubmitted` is true when another engine ended before it answered. `session_limit` is how many sessions its
     tenant may have open in one engine, 0 without a limit for tenants.
 
     With `initial`, the values are followed by the state from which each sequence starts, (sequences, numbers) float32, joined in the

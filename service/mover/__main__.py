@@ -1,5 +1,5 @@
-"""`python -m service.mover`: the mover. The supervisor starts it, if there are peers or checkpoints, and writes its ProcessConfig to standard
-input.
+"""`python -m service.mover`: the mover. The supervisor starts it, if there are peers or checkpoints, and writes its ProcessConfig to
+standard input.
 """
 
 from __future__ import annotations

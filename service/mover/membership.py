@@ -1,7 +1,7 @@
 """Which other replicas there are: reachable, known but silent, or ended. Pure: the time is an argument.
 
-A replica has ended only if that is certain: its address refuses connections, another process answers there, the address is listed no more, or
-the replica has said so. Everything else, such as a machine that does not answer, leaves it possible that it comes back with its sessions.
+A replica has ended only if that is certain: its address refuses connections, another process answers there, the address is listed no
+more, or the replica has said so. Otherwise, as with a machine that does not answer, it may come back with its sessions.
 """
 
 from __future__ import annotations

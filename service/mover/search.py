@@ -84,12 +84,9 @@ class Search:
     def outcome(self, replicas: set[str], gone: set[str], now: float, *, complete: bool) -> Outcome | None:
         """Return what the search has found, None while it goes on.
 
-        replicas: those that exist, whether they can be reached or not. gone: those that have ended. complete: whether all replicas are known.
+        replicas: those that exist, whether they can be reached or not. gone: those that have ended. complete: whether all are known.
         """
-        if self.giver:
-            done = self.giver in self._answered | gone
-        else:
-            done = complete and (replicas | self._needed) - gone <= self._answered
-        if done:
+        needed = {self.giver} if self.giver else replicas | self._needed
+        if (complete or self.giver) and needed - gone <= self._answered:
             return Outcome.NOWHERE
         return Outcome.UNREACHABLE if now >= self.until else None

@@ -180,7 +180,8 @@ def start(
 
     Its first heartbeat is due when its models must be loaded. sockets: of frontends; connections, quotas: descriptors of their
     ConnectionCounts and QuotaCounts; cores: to which the process is pinned, None for all; journal: session ids of the previous
-    engine; traces: of frontends and the tracer; replica: the id of this replica; strict: a model that cannot be loaded fails the start; is_restart: whether the service
+    engine; traces: of frontends and the tracer; replica: the id of this replica; strict: a model that cannot be loaded fails the
+    start; is_restart: whether the service
     has been ready before.
     """
     role, _, place = name.partition("-")

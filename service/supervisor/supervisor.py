@@ -1,7 +1,7 @@
 """Starts, watches and restarts the other processes, opens the ports and aggregates metrics. Answers no inference request itself.
 
-Shutdown is start-up reversed: report not ready, serve for the lame-duck time, close the ports, let the frontends drain, hand the sessions over
-to other replicas, end the engines.
+Shutdown is start-up reversed: report not ready, serve for the lame-duck time, close the ports, let the frontends drain, hand the sessions
+over to other replicas, end the engines.
 """
 
 from __future__ import annotations

@@ -109,8 +109,10 @@ class Stream:
         while time.monotonic() - began < PATIENCE_SECONDS:
             address = self._places.of(self.name)
             body = {"input": [value + 1 for value in values], "steps": self.account.steps}
+            reply: dict[str, object] = {"code": "no replica is ready"}
             try:
-                reply = await self._ask(address, body) if address else {"code": "no replica is ready"}
+                if address:
+                    reply = await self._ask(address, body)
             except (OSError, EOFError, ConnectionClosed, InvalidHandshake, TimeoutError) as error:
                 self._places.drop(address)
                 reply = {"code": type(error).__name__}

@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -85,7 +86,7 @@ def test_rolling_update_moves_every_session(cluster: Cluster) -> None:
             await asyncio.sleep(3 * INTERVAL)
             for old in list(cluster.running):
                 new = await asyncio.to_thread(cluster.add)
-                await asyncio.to_thread(eventually, lambda new=new: knows(new, REPLICAS))
+                await asyncio.to_thread(eventually, partial(knows, new, REPLICAS))
                 ready = time.monotonic()
                 old.drain()
                 assert await asyncio.to_thread(old.await_end) == 0

@@ -1,7 +1,7 @@
 """Which sessions of one engine are on the way to or from other replicas. Pure: it knows neither states nor sockets, and the time is an
 argument.
 
-Two things exist here. A *claim* is this engine's attempt to become the owner of a session that it does not hold: it asks all other replicas.
+Two things exist here. A *claim* is this engine's attempt to become the owner of a session that it does not hold: it asks all others.
 A *departure* is a session that another replica has taken: it is frozen here until it is known whether that replica has it. Each claim has a
 ticket, which names the engine process and the claim. Every question about a move is a question about a ticket, so a message that is lost,
 late or repeated never counts for another attempt. docs/decisions/moving-sessions.md has the protocol and its cases.

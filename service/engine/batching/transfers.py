@@ -62,7 +62,9 @@ class Transfers:
         max_waiting: int,
         checkpoint_chunks: int = 0,
     ) -> None:
-        """replica: the id of this one. patience: how long work waits. checkpoint_chunks: a checkpoint is due after so many chunks, 0 for none."""
+        """replica: the id of this one. patience: how long work waits. checkpoint_chunks: a checkpoint is due after so many chunks, 0
+        for none.
+        """
         self._moves = moves
         self._table = table
         self._metrics = metrics

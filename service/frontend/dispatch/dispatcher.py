@@ -16,11 +16,11 @@ import msgspec
 from service.errors import DeadlineExceeded, EngineLost, Overloaded, ServiceError, Unavailable
 from service.frontend.dispatch.connection import Answered, Deadlines, EngineConnection, PendingRequest, Receiver
 from service.frontend.dispatch.empty_rows import EmptyRows
-from service.ipc.session_placement import engine_of_session
 from service.ipc import messages
 from service.ipc.channel import Channel
 from service.ipc.messages import Answer, LoadedModel, ModelKey, Request
 from service.ipc.session_file import SessionFile
+from service.ipc.session_placement import engine_of_session
 from service.metrics import Metrics
 
 TRACE_GRACE_SECONDS = 60.0

@@ -10,10 +10,10 @@ import pytest
 from service.errors import DeadlineExceeded, EngineLost, Overloaded, SessionLost, Unavailable, UnknownSession
 from service.frontend.dispatch.connection import Answered
 from service.frontend.dispatch.dispatcher import Dispatcher
-from service.ipc.session_placement import engine_of_session
 from service.ipc.channel import encode
 from service.ipc.messages import Answer, Cancel, Done, EndSession, ExportSession, ImportSession, Refusal, Request
 from service.ipc.session_file import Origin, SessionFile
+from service.ipc.session_placement import engine_of_session
 from service.metrics import Metrics
 from tests.frontend.dispatch.test_dispatcher import EngineProcess, meet, meet_two, request, run, send
 

@@ -135,7 +135,7 @@ def test_openapi_describes_every_route(server: Server) -> None:
     assert "swagger" in server.client.get("/docs").text
     schema = server.client.get("/openapi.json").json()
     body = schema["paths"]["/infer"]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    options = {"version", "return", "states", "session", "start", "end", "deadline_ms", "priority"}
+    options = {"version", "return", "states", "session", "start", "end", "steps", "deadline_ms", "priority"}
     assert set(body["properties"]) == {"model", "inputs"} | options
     states = schema["paths"]["/sessions/{id}/state"]
     assert set(states) == {"get", "put", "delete"}
@@ -224,6 +224,8 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({**GOOD, "end": True}, "end", "requires session"),
     ({**GOOD, "return": ["everything"]}, "return[0]", "embedding"),
     ({**GOOD, "return": "embedding"}, "return", "array"),
+    ({**GOOD, "steps": 2}, "steps", "requires session"),
+    ({**GOOD, "session": "a", "steps": -1}, "steps", "greater than or equal to 0"),
     ({**GOOD, "deadline_ms": 0}, "deadline_ms", "greater than 0"),
     ({**GOOD, "deadline_ms": -1}, "deadline_ms", "greater than 0"),
     ({**GOOD, "deadline_ms": "5"}, "deadline_ms", "number"),
