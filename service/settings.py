@@ -143,8 +143,8 @@ class Settings(BaseModel):
     """File of secrets, one on each line, that sign exported session states; empty for none. States without a signature are then refused.
     All replicas need the same file. `seqserve state-key new` adds a secret. Changes are read within seconds."""
     peers: Annotated[str, AfterValidator(_peers)] = ""
-    """Other replicas, to which sessions may move: dns:NAME:PORT, whose addresses are looked up every few seconds; file:PATH with HOST:PORT
-    on each line; or HOST:PORT separated by commas. Empty for none. The address of this replica may be among them."""
+    """Addresses of the other replicas, to which sessions may move: dns:NAME:PORT, a name that is looked up every few seconds; file:PATH, a
+    file with HOST:PORT on each line; or HOST:PORT separated by commas. Empty for none. The address of this replica may be in the list."""
     peer_keys: str = ""
     """File of secrets, one on each line, with which replicas prove to each other that they belong together. All replicas need the same
     file. `seqserve peer-key new` adds a secret. Changes are read within seconds."""
@@ -156,7 +156,7 @@ class Settings(BaseModel):
     """Where states of sessions are saved, from which sessions continue after a crash: a folder that all replicas share, or
     redis://HOST:PORT/DATABASE. Empty for none."""
     checkpoint_chunks: Positive = 10
-    """A session is saved after so many chunks. A crash loses up to so many, and those that wait to be saved."""
+    """Number of chunks after which a session is saved. A crash loses up to this number, and the chunks whose states wait to be saved."""
     insecure: bool = False
     """Serve everybody who reaches the port, administration included, without keys. An address that is not loopback needs this or
     keys."""

@@ -1,10 +1,10 @@
 """The search for a session at the other replicas, for one claim of an engine. Pure: it says whom to ask, and when the answer is known.
 
-The session is nowhere only if every other replica has said so, each after the last event that could have brought the session to it.
+The session is nowhere only if every other replica has answered so, each after the last event that could have brought the session to it.
 Therefore an answer is void when
 
-- another replica reports that the session moved to the one that gave the answer, or
-- a replica or one of its engines ends: what moved from there is not known any more.
+- another replica reports that the session moved to the replica that gave the answer, or
+- a replica or an engine ends, which may have known of a move.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Search:
         self._rounds.pop(replica, None)
 
     def void(self) -> None:
-        """A replica, or one of its engines, has ended: all answers count no more."""
+        """Void all answers: a replica or an engine has ended."""
         for replica in list(self._rounds):
             self._forget(replica)
 

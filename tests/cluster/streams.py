@@ -95,6 +95,8 @@ class Stream:
         self._chance = random.Random(name)
         self._last = ""
         """The address that answered last."""
+        self._connected_to = ""
+        """The address of a connection that stays with its replica, even if the session's place changes."""
 
     async def run(self, until: asyncio.Event) -> None:
         """Send chunk after chunk."""
@@ -114,7 +116,7 @@ class Stream:
                 if address:
                     reply = await self._ask(address, body)
             except (OSError, EOFError, ConnectionClosed, InvalidHandshake, TimeoutError) as error:
-                self._places.drop(address)
+                self._places.drop(self._connected_to or address)
                 reply = {"code": type(error).__name__}
             if "code" not in reply:
                 self._answered(values, reply, address, began)
@@ -183,11 +185,10 @@ class SocketStream(Stream):
     def __init__(self, name: str, places: Places, report: Report, interval: float) -> None:
         super().__init__(name, places, report, interval)
         self._socket: ClientConnection | None = None
-        self._at = ""
 
     async def _ask(self, address: str, body: dict[str, object]) -> dict[str, object]:
         if self._socket is None:
-            self._at = address
+            self._connected_to = address
             self._socket = await connect(f"ws://{address}/stream?model=accumulator&session={self.name}", proxy=None)
         try:
             async with asyncio.timeout(PATIENCE_SECONDS):
@@ -205,7 +206,7 @@ class SocketStream(Stream):
             await self._socket.close()
 
     def _answered(self, values: Sequence[int], reply: dict[str, object], address: str, began: float) -> None:
-        super()._answered(values, reply, self._at, began)
+        super()._answered(values, reply, self._connected_to, began)
 
 
 class Streams:

@@ -15,7 +15,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from service.access import peer_keys
+from service.access import keys, peer_keys
+from service.access.scopes import Scope
 from tests import models
 from tests.accumulator import Account
 from tests.certificates import Authority
@@ -144,6 +145,23 @@ def test_client_key_does_not_open_the_peer_port(cluster: Cluster, settings: dict
             with suppress(ConnectionResetError):
                 assert connection.recv(1) == b""
     eventually(lambda: cluster.replicas[0].events("peer refused"))
+
+
+def test_sessions_of_tenants_move_apart(tmp_path: Path, settings: dict[str, str]) -> None:
+    """The same id names a session of each tenant, on every replica."""
+    file, scopes = tmp_path / "keys.toml", [Scope.INFER, Scope.SESSION, Scope.METRICS]
+    tokens = [keys.create(file, name, scopes, name) for name in ("red", "blue")]
+    with clustered(tmp_path / "models", tmp_path, 2, **settings, keys=str(file)) as started:
+        first, second = started.replicas
+
+        def send(replica: Replica, token: str) -> int:
+            replica.client.headers["authorization"] = f"Bearer {token}"
+            return steps(chunk(replica, "a"))
+
+        red, blue = tokens
+        first.client.headers["authorization"] = f"Bearer {red}"
+        eventually(lambda: knows(first, 1))
+        assert [send(first, red), send(second, blue), send(second, red), send(first, blue)] == [2, 2, 4, 4]
 
 
 def test_moves_over_tls(tmp_path: Path, settings: dict[str, str]) -> None:

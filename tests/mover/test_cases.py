@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from service.ipc import messages
@@ -311,3 +313,51 @@ def test_end_of_a_session_is_reported_once_by_any_replica() -> None:
     work(story)
     settle(story)
     assert again.sums == [2.0]
+
+
+def test_session_stays_where_it_is_if_the_taker_has_no_room() -> None:
+    story = held_by(B)
+    for number in range(8):
+        story.replicas[A].harness.call([1], session=f"other-{number}", starts=True)
+        settle(story)
+    client = ask(story.replicas[A], 2)
+    work(story)
+    settle(story)
+    assert code(client) == "too_many_sessions"
+    again = ask(story.replicas[B], 2)
+    work(story)
+    settle(story)
+    assert again.sums == [3.0]
+
+
+def test_session_stays_where_it_is_if_the_taker_has_other_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    story = held_by(B)
+    other = SimpleNamespace(sha256={"weights.safetensors": "def"}, states={"sum": 2})
+    monkeypatch.setattr(story.replicas[A].harness.engine, "spec", lambda _: other)
+    client = ask(story.replicas[A], 2)
+    work(story)
+    settle(story)
+    assert code(client) == "session_conflict"
+    assert story.replicas[B].serves(NAME)
+
+
+def test_chunk_in_flight_is_finished_before_its_session_leaves() -> None:
+    story = held_by(B)
+    first = ask(story.replicas[B], 3)
+    second = ask(story.replicas[A], 2)
+    story.replicas[A].pass_local()
+    [index] = [index for index, packet in enumerate(story.network) if packet.receiver == story.replicas[B].id]
+    story.deliver(index)
+    story.replicas[B].pass_local()
+    assert not first.replies and not any(type(packet.message) is messages.SessionGiven for packet in story.network)
+    work(story)
+    assert first.sums == [4.0]
+    settle(story)
+    assert second.sums == [6.0]
+
+
+def test_private_session_of_a_socket_asks_nobody() -> None:
+    story = Story()
+    client = story.replicas[A].harness.call([1], session="stream:abc")
+    story.replicas[A].step()
+    assert client.sums == [1.0] and not story.network and not story.replicas[A].local

@@ -173,7 +173,7 @@ class Moves:
         return [session for session, claim in self.claims.items() if claim.until <= now]
 
     def to_ask(self, now: float) -> list[str]:
-        """Return the sessions whose takers must be asked now. The next call for them is due later."""
+        """Return the sessions whose takers must be asked now, and schedule the next question."""
         due = [name for name, departure in self.departures.items() if not departure.finishing and departure.ask_at <= now]
         for name in due:
             self.departures[name].ask_at = now + ASK_SECONDS
