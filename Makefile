@@ -301,5 +301,5 @@ chart-schema: .venv/tools
 	@$(BIN)/python -m tests.deploy.kubernetes.settings_schema
 
 # On the container engine of DOCKER_HOST or docker's context. COMPOSE_FILE may name more compose files.
-docker-test: .venv/tools
-	$(BIN)/python -m tests.tiers docker
+docker-test: .venv/tools .venv-kubernetes/installed proxies
+	$(WITH_PROXIES) $(BIN)/python -m tests.tiers docker

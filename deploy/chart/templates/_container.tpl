@@ -8,6 +8,13 @@
 - {name: SEQSERVE_START_SECONDS, value: {{ .Values.timing.start | quote }}}
 - {name: SEQSERVE_LAME_DUCK_SECONDS, value: {{ .Values.timing.lameDuck | quote }}}
 - {name: SEQSERVE_DRAIN_SECONDS, value: {{ .Values.timing.drain | quote }}}
+# Connections end after a while, so that a new pod gets its share, and nobody loads a model on one pod alone.
+- {name: SEQSERVE_REPLICATED, value: "true"}
+{{- if .Values.peers.enabled }}
+- {name: SEQSERVE_PEERS, value: "dns:{{ include "seqserve.fullname" . }}-peers:8002"}
+- {name: SEQSERVE_PEER_PORT, value: "8002"}
+- {name: SEQSERVE_PEER_KEYS, value: /etc/seqserve/peer-keys/{{ .Values.peers.keys.file }}}
+{{- end }}
 {{- if .Values.gpu.enabled }}
 {{- $devices := list }}
 {{- range until (int .Values.gpu.count) }}{{ $devices = append $devices (printf "cuda:%d" .) }}{{ end }}

@@ -20,8 +20,8 @@ from tests.deploy.test_containers import COMPOSE, GPU, instructions, services
 
 Check = Callable[[list[Object]], list[str]]
 CHECKS: list[Check] = []
-MARGIN_SECONDS = 5
-"""Time that a container needs to end after its drain, at least."""
+MARGIN_SECONDS = 8
+"""Time that a container needs after its drain, at least: to hand over sessions and to end."""
 
 
 def check(function: Check) -> Check:
@@ -68,7 +68,8 @@ def matches(selector: Object, labels: dict[str, str]) -> bool:
 
 
 def main_service(objects: list[Object]) -> Object:
-    [found] = [each for each in of_kind(objects, "Service") if not each["spec"].get("publishNotReadyAddresses")]
+    """Return the Service for clients."""
+    [found] = [each for each in of_kind(objects, "Service") if not each["metadata"]["name"].endswith("-peers")]
     return found
 
 
@@ -123,6 +124,8 @@ def ports_exist(objects: list[Object]) -> list[str]:
     ports = {port["name"]: port["containerPort"] for port in container(objects)["ports"]}
     read = settings(objects)
     listening = {"http": read.port, "grpc": read.grpc_port} | ({} if read.admin_port == "off" else {"admin": read.admin_port})
+    if read.peers:
+        listening["peers"] = read.peer_port
     faults = [] if ports == listening else [f"the container has the ports {ports}, and the service listens on {listening}"]
     used = [("Service", port["targetPort"]) for each in of_kind(objects, "Service") for port in each["spec"]["ports"]]
     used += [
@@ -176,6 +179,8 @@ def variables_are_settings(objects: list[Object]) -> list[str]:
     if pod(objects)["spec"].get("enableServiceLinks") is not False:
         faults.append("enableServiceLinks is not false: a Service seqserve would set SEQSERVE_PORT")
     read = settings(objects)
+    if not read.replicated:
+        faults.append("the service does not know that it is one of several replicas")
     if read.host != "0.0.0.0":
         faults.append(f"the service listens on {read.host}, which no probe reaches")
     if not (read.keys or read.insecure):
@@ -200,7 +205,9 @@ def mounts_are_what_the_service_reads(objects: list[Object]) -> list[str]:
     if str(read.models) != image["SEQSERVE_MODELS"] or str(read.cache) != image["SEQSERVE_CACHE"]:
         faults.append(f"the models are in {read.models} and the kernels in {read.cache}, and the image has them elsewhere")
     own = {str(read.models), str(read.cache), "/tmp"}
-    files = {name: getattr(read, name) for name in ("keys", "state_keys", "tls_cert", "tls_key") if getattr(read, name)}
+    files = {
+        name: getattr(read, name) for name in ("keys", "state_keys", "peer_keys", "tls_cert", "tls_key") if getattr(read, name)
+    }
     folders = {str(PurePosixPath(file).parent) for file in files.values()}
     faults += [
         f"{name} is {file}, and no volume is mounted there"
@@ -368,7 +375,7 @@ def the_network_policy_lets_through_what_is_needed(objects: list[Object]) -> lis
         if metrics_port(objects) == "admin" and any("from" not in rule for rule in scraping):
             faults.append("everybody reaches the admin port")
         for direction, rules_, side in (("from", ingress, "accept"), ("to", egress, "reach")):
-            peers = [peer for rule in rules_ if _opens(rule, "http") for peer in rule.get(direction, ())]
+            peers = [peer for rule in rules_ if _opens(rule, "peers") for peer in rule.get(direction, ())]
             if peer_services(objects) and not any(matches(peer.get("podSelector", {}), labels) for peer in peers):
                 faults.append(f"replicas do not {side} each other")
     return faults
@@ -376,6 +383,21 @@ def the_network_policy_lets_through_what_is_needed(objects: list[Object]) -> lis
 
 def _opens(rule: dict[str, Any], port: str) -> bool:
     return any(each["port"] == port for each in rule["ports"])
+
+
+@check
+def replicas_find_each_other(objects: list[Object]) -> list[str]:
+    """Also those that drain: they are not ready, and have the sessions that others look for."""
+    read, faults = settings(objects), []
+    expected = [f"dns:{each['metadata']['name']}:{each['spec']['ports'][0]['port']}" for each in peer_services(objects)]
+    if [read.peers] != (expected or [""]):
+        faults.append(f"replicas look for each other at {read.peers or 'no address'}, and the Services are {expected}")
+    for service in peer_services(objects):
+        if service["spec"].get("clusterIP") != "None":
+            faults.append("a Service for replicas has an address of its own, behind which they do not see each other")
+        if [port["port"] for port in service["spec"]["ports"]] != [read.peer_port]:
+            faults.append("a Service for replicas has another port than they listen on")
+    return faults
 
 
 @check

@@ -144,12 +144,12 @@ FAULTS: dict[str, tuple[str, Plant]] = {
         "gpu",
         lambda objects: one(objects, "Deployment")["spec"].update(progressDeadlineSeconds=200),
     ),
-    "a stop may take 80 s": ("sessions", lambda objects: pod(objects)["spec"].update(terminationGracePeriodSeconds=79)),
-    "and a stop may take 41 s": (
+    "a stop may take 83 s": ("sessions", lambda objects: pod(objects)["spec"].update(terminationGracePeriodSeconds=82)),
+    "and a stop may take 44 s": (
         "cpu",
         lambda objects: [
             variable(objects, "SEQSERVE_DRAIN_SECONDS", "31"),
-            pod(objects)["spec"].update(terminationGracePeriodSeconds=40),
+            pod(objects)["spec"].update(terminationGracePeriodSeconds=43),
         ],
     ),
     "neither add nor remove": (
@@ -264,6 +264,14 @@ FAULTS: dict[str, tuple[str, Plant]] = {
     ),
     "replicas do not accept each other": ("sessions", lambda objects: without(objects, "NetworkPolicy", "ingress", 2)),
     "replicas do not reach each other": ("sessions", lambda objects: without(objects, "NetworkPolicy", "egress", 1)),
+    "one of several replicas": ("cpu", lambda objects: variable(objects, "SEQSERVE_REPLICATED", "false")),
+    "replicas look for each other at no address": ("sessions", lambda objects: variable(objects, "SEQSERVE_PEERS", "")),
+    "and the Services are": ("sessions", lambda objects: peer_services(objects)[0]["spec"].pop("publishNotReadyAddresses")),
+    "behind which they do not see each other": ("sessions", lambda objects: peer_services(objects)[0]["spec"].pop("clusterIP")),
+    "another port than they listen on": (
+        "sessions",
+        lambda objects: peer_services(objects)[0]["spec"]["ports"][0].update(port=1),
+    ),
     "and the engines are on cuda:0,cuda:1": (
         "gpu-without-spare",
         lambda objects: container(objects)["resources"]["limits"].update({"nvidia.com/gpu": 1}),
@@ -311,8 +319,9 @@ REFUSED: dict[str, Any] = {
     "set it in settings": {**KEYS, "extraEnv": [{"name": "SEQSERVE_PORT", "value": "1"}]},
     "leaves out the IP addresses of pods": {
         "access": {**KEYS["access"], "allowedHosts": ["example.com"]},
-        "peers": {"enabled": True},
+        "monitor": {"enabled": True, "key": {"secret": "prometheus"}},
     },
+    "set peers.keys.secret": {**KEYS, "peers": {"enabled": True}},
     "set gpu.count=1 and raise replicas": {**KEYS, "gpu": {"enabled": True, "resource": "nvidia.com/mig-1g.10gb", "count": 2}},
     # by the schema
     "replica": {**KEYS, "replica": 3},
@@ -376,12 +385,6 @@ def test_chart_holds_no_copy_of_shipped_files(name: str, source: str) -> None:
     link = CHART / "files" / name
     assert link.is_symlink() and not Path(link.readlink()).is_absolute()
     assert link.resolve() == ROOT / "deploy" / source
-
-
-def test_peers_find_replicas_that_are_not_ready() -> None:
-    [peers] = peer_services(objects_of("sessions"))
-    assert peers["spec"]["clusterIP"] == "None"
-    assert not peer_services(objects_of("cpu"))
 
 
 def test_every_value_has_a_schema() -> None:

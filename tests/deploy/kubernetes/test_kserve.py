@@ -90,6 +90,7 @@ def test_runtime_starts_the_service_that_kserve_expects(name: str) -> None:
     has, read = container(runtime), load({}, environment(runtime))
     assert has["name"] == "kserve-container"
     assert (str(read.models), read.host, read.insecure, read.allowed_hosts) == (MOUNT, "0.0.0.0", True, "*")
+    assert read.replicated
     assert arguments(runtime, NAME) == ["serve", f"--alias={NAME}"]
     assert has["securityContext"]["runAsUser"] == int(instructions("USER")[-1].split(":")[0])
     assert has["securityContext"]["readOnlyRootFilesystem"] and "/tmp" in {each["mountPath"] for each in has["volumeMounts"]}
