@@ -188,7 +188,7 @@ class EngineConnection:
     """The channel to one engine, from its attachment to its end. `models` holds the models that the engine serves.
 
     `on_met` is called with the engine's first status, `on_lost` once, when the engine has ended; its unanswered requests are then still in
-    `pending`.
+    `pending`. `suspect` is the request that runs here because another engine ended while it had it; `on_cleared` is called at its end.
     """
 
     def __init__(
@@ -199,11 +199,13 @@ class EngineConnection:
         next_id: Callable[[], int],
         on_met: Callable[[EngineConnection], None],
         on_lost: Callable[[EngineConnection], None],
+        on_cleared: Callable[[], None],
     ) -> None:
         self._metrics = metrics
         self._clock = clock
         self._on_met = on_met
         self._on_lost = on_lost
+        self._on_cleared = on_cleared
         self._wait = PredictedWait()
         self._handlers: dict[type[Message], Callable[[Frame, Any], None]] = {
             messages.AnswerBlock: self._handle_answers,
@@ -217,6 +219,7 @@ class EngineConnection:
         self.ready = False
         self.place = 0
         self.pending: dict[int, PendingRequest] = {}
+        self.suspect: PendingRequest | None = None
         self._pending_bytes = 0
         self._blocks: dict[BlockKey, dict[int, PendingRequest]] = {}
         """Requests that leave at the end of the tick."""
@@ -269,6 +272,9 @@ class EngineConnection:
         if self.pending.pop(pending.id, None) is not None:
             self._pending_bytes -= pending.size
             self._wait.drop(pending.id)
+        if pending is self.suspect:
+            self.suspect = None
+            self._on_cleared()
 
     def close(self) -> None:
         """Close the channel; pending requests are lost."""

@@ -2,6 +2,10 @@
 
 A stateless request goes to the engine with the smallest predicted wait, a session's chunk to the engine that holds the session. The
 dispatcher has no queue and no session: it refuses requests that it cannot send.
+
+One of the requests of an engine that ended may be the cause. They run again one at a time in each engine, the shortest first, beside
+requests that run for the first time. So a request that ends a second engine is known, and those that were in the first engine with it
+are answered.
 """
 
 from __future__ import annotations
@@ -52,7 +56,9 @@ class Dispatcher:
         self._ready: list[EngineConnection] = []
         """The engines that answer requests, least recently chosen first."""
         self._orphans: dict[int, PendingRequest] = {}
-        """Requests of an engine that ended, while no other engine can take them."""
+        """Chunks of sessions whose engine ended, until its successor is ready."""
+        self._suspects: dict[int, PendingRequest] = {}
+        """Requests of engines that ended, until an engine has no other one of them."""
         self._deadlines = Deadlines(self._expire, clock)
         self._last_id = 0
         self._met = asyncio.Event()
@@ -76,7 +82,9 @@ class Dispatcher:
 
     def attach(self, channel: Channel) -> None:
         """Add an engine. It is ready when its first status arrives."""
-        connection = EngineConnection(channel, self._metrics, self._clock, self._next_id, self._handle_met, self._handle_lost)
+        connection = EngineConnection(
+            channel, self._metrics, self._clock, self._next_id, self._handle_met, self._handle_lost, self._run_suspects
+        )
         self._connections.append(connection)
 
     def send(
@@ -165,7 +173,7 @@ class Dispatcher:
     def has_requests_of(self, key: ModelKey) -> bool:
         """Return whether a request to a model version is not answered yet."""
         engines = [engine.pending for engine in self._connections]
-        return any(pending.key == key for requests in (self._orphans, *engines) for pending in requests.values())
+        return any(pending.key == key for requests in (self._orphans, self._suspects, *engines) for pending in requests.values())
 
     def release(self, key: ModelKey) -> None:
         """Tell every engine that this frontend sends no further requests for a model version."""
@@ -223,6 +231,7 @@ class Dispatcher:
     def _withdraw(self, pending: PendingRequest) -> None:
         """Take a request back from its engine, or from those that wait for an engine."""
         self._orphans.pop(pending.id, None)
+        self._suspects.pop(pending.id, None)
         if pending.at is not None:
             pending.at.cancel(pending)
 
@@ -232,51 +241,61 @@ class Dispatcher:
         return Unavailable("the models are still loading: retry later, or wait for /readyz", retry_after=1)
 
     def _handle_met(self, engine: EngineConnection) -> None:
-        """Send the orphaned requests to an engine that is ready now, session chunks only to the engine of their session."""
+        """Send the chunks of its sessions, and a suspect, to an engine that is ready now."""
         self._ready.append(engine)
         self._met.set()
         self._on_ready()
         orphans, self._orphans = self._orphans, {}
         for pending in orphans.values():
-            session = pending.request.session
-            if session is None:
-                self._resubmit(pending)
-            elif engine_of_session(session, self._engine_count) == engine.place:
+            assert pending.request.session is not None
+            if engine_of_session(pending.request.session, self._engine_count) == engine.place:
                 engine.submit(pending)
             else:
                 self._orphans[pending.id] = pending
+        self._run_suspects()
 
     def _handle_lost(self, engine: EngineConnection) -> None:
-        """Move the requests of an engine that has ended.
+        """Keep the requests of an engine that has ended, to run them again.
 
-        A stateless request goes to another engine at once. A session's chunk waits for the restarted engine, which alone knows that the
+        A stateless request goes to another engine at its turn. A session's chunk waits for the restarted engine, which alone knows that the
         session is lost.
         """
         self._connections.remove(engine)
         if engine in self._ready:
             self._ready.remove(engine)
-        for pending in list(engine.pending.values()):
+        for pending in sorted(engine.pending.values(), key=_steps):
             pending.at, pending.orphaned = None, True
             if pending.request.session is None:
-                self._retry(pending)
+                self._suspect(pending)
             else:
                 pending.request = msgspec.structs.replace(pending.request, resubmitted=True)
                 self._orphans[pending.id] = pending
+        self._run_suspects()
 
-    def _retry(self, pending: PendingRequest) -> None:
+    def _suspect(self, pending: PendingRequest) -> None:
         pending.attempts += 1
         if pending.attempts > MAX_ATTEMPTS:
             message = "two engines ended while they had this request: it is not sent to a third"
             pending.fail(EngineLost(message, retry_after=1))
-        elif self.ready:
-            self._resubmit(pending)
         else:
-            self._orphans[pending.id] = pending
+            self._suspects[pending.id] = pending
 
-    def _resubmit(self, pending: PendingRequest) -> None:
-        """Send a request again. The channel limit does not apply: the request was accepted once."""
-        self._choose(self._serving(pending.key)).submit(pending)
-        self._metrics.rerun.add()
+    def _run_suspects(self) -> None:
+        """Send a suspect to each ready engine that has none. The channel limit does not apply: the request was accepted once."""
+        for pending in list(self._suspects.values()):
+            free = [engine for engine in self._serving(pending.key) if engine.suspect is None]
+            if free:
+                del self._suspects[pending.id]
+                engine = self._choose(free)
+                engine.suspect = pending
+                engine.submit(pending)
+                self._metrics.rerun.add()
+            elif all(engine.suspect is not None for engine in self._ready):
+                return
+
+
+def _steps(pending: PendingRequest) -> int:
+    return sum(pending.request.lengths)
 
 
 def _with_room(engines: list[EngineConnection], size: int, limit: int) -> list[EngineConnection]:

@@ -367,12 +367,66 @@ def test_requests_of_a_lost_engine_move_to_another() -> None:
         calls = [await send(dispatcher, tail=tail) for tail in (b"first", b"second", b"third")]
         await first_engine.frames(2)
         first_engine.channel.close()
-        frames = await second_engine.frames(3)
-        assert [frame.tail for frame in frames] == [b"second", b"first", b"third"]
+        own, again = await second_engine.frames(2)
+        assert (own.tail, again.tail) == (b"second", b"first")
         assert dispatcher.ready
-        second_engine.answer(*frames, backlog=0.0)
+        second_engine.answer(again, backlog=0.0)
+        (last,) = await second_engine.frames(1)
+        assert last.tail == b"third", "the requests of the lost engine run one after the other"
+        second_engine.answer(own, last, backlog=0.0)
         await asyncio.gather(*calls)
         assert metrics.rerun.values[()] == [2]
+
+    run(test)
+
+
+def test_requests_beside_one_that_ends_engines_are_answered() -> None:
+    """Each engine ends when it gets `deadly`. The first engine has all requests, the second also has one that runs for the first time."""
+
+    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
+        engine, tails = await meet(dispatcher), [b"1", b"deadly", b"2", b"3"]
+        calls = {tail: await send(dispatcher, tail=tail) for tail in tails}
+        await engine.frames(len(calls))
+        for place in range(1, 3):
+            engine.channel.close()
+            while dispatcher.ready:
+                await asyncio.sleep(0)
+            engine = await meet(dispatcher, place)
+            calls[b"new"] = calls.get(b"new") or await send(dispatcher, tail=b"new")
+            while sum(call.done() for call in calls.values()) < len(calls):
+                frames = await engine.frames(1)
+                if any(frame.tail == b"deadly" for frame in frames):
+                    break
+                engine.answer(*frames, backlog=0.0)
+                await asyncio.sleep(0.001)
+        with pytest.raises(EngineLost, match="not sent to a third"):
+            await calls.pop(b"deadly")
+        await asyncio.gather(*calls.values())
+
+    run(test)
+
+
+def test_end_of_a_suspect_makes_room_for_the_next() -> None:
+    """It ends by an answer, or is cancelled."""
+
+    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
+        engine = await meet(dispatcher)
+        calls = [await send(dispatcher, steps=steps, tail=str(steps).encode()) for steps in (4, 2, 1, 3)]
+        await engine.frames(len(calls))
+        engine.channel.close()
+        while dispatcher.ready:
+            await asyncio.sleep(0)
+        engine = await meet(dispatcher)
+        order = []
+        for end in range(4):
+            (frame,) = [frame for frame in await engine.frames(2 if end == 2 else 1) if type(frame.message) is Request]
+            order.append(bytes(frame.tail))
+            if end == 1:
+                calls[1].cancel()
+            else:
+                engine.answer(frame, backlog=0.0)
+        assert order == [b"1", b"2", b"3", b"4"], "the shortest first"
+        await asyncio.gather(*calls[2:], calls[0])
 
     run(test)
 
