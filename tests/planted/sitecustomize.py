@@ -3,6 +3,8 @@
 PLANTED names one fault of a server:
 - sticky, endless, memory: a device error in a batch on a GPU that has a sequence of exactly STEPS time steps;
 - engine-leak, frontend-leak: a process that keeps LEAKED_BYTES of every request;
+- ends: an engine kills itself when a sequence of exactly STEPS time steps reaches the point that the first line of the file ENDS names,
+  one of POINTS; then the line is gone;
 - stalled-read: reading a model.toml does not return while a file STALL is next to it; a file STALLED shows that it has begun;
 - timed-callbacks: frontends append each callback of their event loop that takes longer than TIMED_SECONDS to the file CALLBACKS;
 - recorded-network: processes append each use of the network to the file NETWORK: connections, datagrams and look-ups of names;
@@ -17,6 +19,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -47,6 +50,9 @@ NETWORK_EVENTS = {
     "urllib.Request",
 }
 """Audit events of Python."""
+POINTS = ("received", "launching", "launched", "answering", "answered")
+"""Points on the way of a request through an engine: its frame was read, its batch starts, its batch was started, its answer is about to be
+written, its answer was written."""
 kept: list[bytes] = []
 
 
@@ -75,6 +81,53 @@ def into_batches(graphs: Any, fault: str) -> None:
         return launch(self, batch, *arguments, **options)
 
     graphs.CudaGraphRunner.launch = planted
+
+
+def end_at(point: str) -> None:
+    """End this process without a word if it is its turn to end at this point."""
+    file = Path(os.environ["ENDS"])
+    first, _, rest = file.read_text().partition("\n")
+    if first == point:
+        file.write_text(rest)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def into_launches(device_engine: Any, fault: str) -> None:
+    launch = device_engine.DeviceEngine.launch
+
+    def planted(self: Any, batch: Any) -> None:
+        marked = any(STEPS in block.lengths for block in batch.blocks)
+        if marked:
+            end_at("launching")
+        launch(self, batch)
+        if marked:
+            end_at("launched")
+
+    device_engine.DeviceEngine.launch = planted
+
+
+def into_workers(worker: Any, fault: str) -> None:
+    handle_block, send_block, flush = worker.Worker._handle_block, worker.Worker.send_block, worker.Worker._flush
+    answered: set[Any] = set()
+
+    def handling(self: Any, channel: Any, frame: Any, message: Any) -> None:
+        if message.longest == STEPS:
+            end_at("received")
+        handle_block(self, channel, frame, message)
+
+    def sending(self: Any, channel: Any, block: Any, *arguments: Any) -> None:
+        if block.longest == STEPS:
+            end_at("answering")
+            answered.add(channel)
+        send_block(self, channel, block, *arguments)
+
+    def flushing(self: Any, channel: Any) -> None:
+        flush(self, channel)
+        if channel in answered:
+            answered.discard(channel)
+            end_at("answered")
+
+    worker.Worker._handle_block, worker.Worker.send_block, worker.Worker._flush = handling, sending, flushing
 
 
 def into_frames(channel: Any, fault: str) -> None:
@@ -209,6 +262,9 @@ def main() -> None:
         fault == "timed-callbacks" and "service.frontend" in sys.orig_argv
     ):  # not in a frontend's decoder, whose callbacks take long
         sys.meta_path.insert(0, Planting(fault, "uvicorn.config", into_event_loops))
+    elif fault == "ends":
+        sys.meta_path.insert(0, Planting(fault, "service.engine.execution.device_engine", into_launches))
+        sys.meta_path.insert(0, Planting(fault, "service.engine.worker", into_workers))
     elif fault == "stalled-read":
         sys.meta_path.insert(0, Planting(fault, "service.modeling.spec", into_reads))
     elif fault:

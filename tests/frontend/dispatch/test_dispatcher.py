@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from service.errors import DeadlineExceeded, EngineLost, Overloaded, Unavailable, UnknownModel
-from service.frontend.dispatch.connection import Answered
+from service.frontend.dispatch.connection import Answered, EngineConnection
 from service.frontend.dispatch.dispatcher import Dispatcher
 from service.ipc.blocks import COUNT, DEADLINE, ID, Columns
 from service.ipc.channel import Channel, Frame, encode, pair
@@ -29,6 +29,8 @@ from service.metrics import Metrics
 from tests.frontend.callbacks import MAX_CALLBACK_SECONDS, measured_callbacks
 
 SECONDS_PER_TOKEN = 1.0
+DEADLY, NEW = b"!", b"+"
+"""Values of requests. Those of one block have the same length."""
 
 
 class Clock:
@@ -380,11 +382,11 @@ def test_requests_of_a_lost_engine_move_to_another() -> None:
     run(test)
 
 
-def test_requests_beside_one_that_ends_engines_are_answered() -> None:
-    """Each engine ends when it gets `deadly`. The first engine has all requests, the second also has one that runs for the first time."""
+def check_requests_beside_a_deadly_one() -> None:
+    """Check that only DEADLY is refused. An engine ends when it gets DEADLY: the first one has all requests, the second also a new one."""
 
     async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
-        engine, tails = await meet(dispatcher), [b"1", b"deadly", b"2", b"3"]
+        engine, tails = await meet(dispatcher), [b"1", DEADLY, b"2", b"3"]
         calls = {tail: await send(dispatcher, tail=tail) for tail in tails}
         await engine.frames(len(calls))
         for place in range(1, 3):
@@ -392,18 +394,28 @@ def test_requests_beside_one_that_ends_engines_are_answered() -> None:
             while dispatcher.ready:
                 await asyncio.sleep(0)
             engine = await meet(dispatcher, place)
-            calls[b"new"] = calls.get(b"new") or await send(dispatcher, tail=b"new")
+            calls[NEW] = calls.get(NEW) or await send(dispatcher, tail=NEW)
             while sum(call.done() for call in calls.values()) < len(calls):
                 frames = await engine.frames(1)
-                if any(frame.tail == b"deadly" for frame in frames):
+                if any(frame.tail == DEADLY for frame in frames):
                     break
                 engine.answer(*frames, backlog=0.0)
                 await asyncio.sleep(0.001)
         with pytest.raises(EngineLost, match="not sent to a third"):
-            await calls.pop(b"deadly")
+            await calls.pop(DEADLY)
         await asyncio.gather(*calls.values())
 
     run(test)
+
+
+def test_requests_beside_one_that_ends_engines_are_answered() -> None:
+    check_requests_beside_a_deadly_one()
+
+
+def test_suspects_that_run_together_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EngineConnection, "suspect", property(lambda _: None, lambda *_: None), raising=False)
+    with pytest.raises(EngineLost, match="not sent to a third"):
+        check_requests_beside_a_deadly_one()
 
 
 def test_end_of_a_suspect_makes_room_for_the_next() -> None:
