@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from contextlib import suppress
 from pathlib import Path
 
 from tokenizers import Tokenizer as HuggingFaceTokenizer
@@ -22,6 +23,8 @@ class Tokenizer:
         tokenizer.no_padding()
         tokenizer.no_truncation()
         self._word_table = build_word_table(tokenizer.to_str(), lambda text: list(tokenizer.encode(text).ids))
+        with suppress(InvalidInput):
+            self._encode("a", "input")  # the library's first batch takes a millisecond: no request should wait for it
 
     @classmethod
     def read(cls, folder: Path, spec: ModelSpec) -> Tokenizer:
@@ -54,11 +57,7 @@ class Tokenizer:
         table = self._word_table
         if table is not None and table.covers(text):
             return table.packed_ids(text)
-        try:
-            # A batch of one costs less than `encode`: it computes no offsets. Larger batches gain less than collecting them costs.
-            ids: list[int] = self._tokenizer.encode_batch_fast([text])[0].ids
-        except BaseException as error:  # a panic in the library is not an Exception
-            raise _refusal(error, field) from error
+        ids = self._encode(text, field)
         return struct.pack(f"<{len(ids)}i", *ids)
 
     def tokens(self, text: str, field: str) -> tuple[list[int], list[tuple[int, int]]]:
@@ -71,6 +70,14 @@ class Tokenizer:
         except BaseException as error:
             raise _refusal(error, field) from error
         return encoding.ids, encoding.offsets
+
+    def _encode(self, text: str, field: str) -> list[int]:
+        try:
+            # A batch of one costs less than `encode`: it computes no offsets. Larger batches gain less than collecting them costs.
+            ids: list[int] = self._tokenizer.encode_batch_fast([text])[0].ids
+        except BaseException as error:  # a panic in the library is not an Exception
+            raise _refusal(error, field) from error
+        return ids
 
     def text_of(self, id: int) -> str:
         """Return a token of the vocabulary as text, empty for an id that has none."""

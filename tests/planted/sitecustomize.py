@@ -5,6 +5,9 @@ PLANTED names one fault of a server:
 - engine-leak, frontend-leak: a process that keeps LEAKED_BYTES of every request;
 - ends: an engine kills itself when a sequence of exactly STEPS time steps reaches the point that the first line of the file ENDS names,
   one of POINTS; then the line is gone;
+- cold: the first batch of each model after the warm-up computes COLD_SECONDS more;
+- unverified: an engine does not compare weights with their digest;
+- wall-clock: time.monotonic() is the wall clock;
 - stalled-read: reading a model.toml does not return while a file STALL is next to it; a file STALLED shows that it has begun;
 - timed-callbacks: frontends append each callback of their event loop that takes longer than TIMED_SECONDS to the file CALLBACKS;
 - recorded-network: processes append each use of the network to the file NETWORK: connections, datagrams and look-ups of names;
@@ -29,6 +32,7 @@ from typing import Any
 
 STEPS = 13
 LEAKED_BYTES = 100
+COLD_SECONDS = 0.02
 STALL, STALLED = "stall", "stalled"
 TIMED_SECONDS = 0.001
 KERNELS = {
@@ -104,6 +108,24 @@ def into_launches(device_engine: Any, fault: str) -> None:
             end_at("launched")
 
     device_engine.DeviceEngine.launch = planted
+
+
+def into_first_launches(worker: Any, fault: str) -> None:
+    before_launch, seen = worker.Worker._before_launch, set()
+
+    def planted(self: Any, batch: Any) -> None:
+        before_launch(self, batch)
+        if batch.model not in seen:
+            seen.add(batch.model)
+            until = time.thread_time() + COLD_SECONDS
+            while time.thread_time() < until:
+                pass
+
+    worker.Worker._before_launch = planted
+
+
+def into_digests(store: Any, fault: str) -> None:
+    store.read_verified = lambda file, _: file.read_bytes()
 
 
 def into_workers(worker: Any, fault: str) -> None:
@@ -265,6 +287,12 @@ def main() -> None:
     elif fault == "ends":
         sys.meta_path.insert(0, Planting(fault, "service.engine.execution.device_engine", into_launches))
         sys.meta_path.insert(0, Planting(fault, "service.engine.worker", into_workers))
+    elif fault == "cold":
+        sys.meta_path.insert(0, Planting(fault, "service.engine.worker", into_first_launches))
+    elif fault == "unverified":
+        sys.meta_path.insert(0, Planting(fault, "service.modeling.store", into_digests))
+    elif fault == "wall-clock":
+        time.monotonic, time.monotonic_ns = time.time, time.time_ns
     elif fault == "stalled-read":
         sys.meta_path.insert(0, Planting(fault, "service.modeling.spec", into_reads))
     elif fault:

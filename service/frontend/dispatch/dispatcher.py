@@ -173,7 +173,9 @@ class Dispatcher:
     def has_requests_of(self, key: ModelKey) -> bool:
         """Return whether a request to a model version is not answered yet."""
         engines = [engine.pending for engine in self._connections]
-        return any(pending.key == key for requests in (self._orphans, self._suspects, *engines) for pending in requests.values())
+        return any(
+            pending.key == key for requests in (self._orphans, self._suspects, *engines) for pending in requests.values()
+        )
 
     def release(self, key: ModelKey) -> None:
         """Tell every engine that this frontend sends no further requests for a model version."""
