@@ -7,7 +7,6 @@ PLANTED names one fault of a server:
   one of POINTS; then the line is gone;
 - cold: the first batch of each model after the warm-up computes COLD_SECONDS more;
 - unverified: an engine does not compare weights with their digest;
-- wall-clock: time.monotonic() is the wall clock;
 - stalled-read: reading a model.toml does not return while a file STALL is next to it; a file STALLED shows that it has begun;
 - timed-callbacks: frontends append each callback of their event loop that takes longer than TIMED_SECONDS to the file CALLBACKS;
 - recorded-network: processes append each use of the network to the file NETWORK: connections, datagrams and look-ups of names;
@@ -291,8 +290,6 @@ def main() -> None:
         sys.meta_path.insert(0, Planting(fault, "service.engine.worker", into_first_launches))
     elif fault == "unverified":
         sys.meta_path.insert(0, Planting(fault, "service.modeling.store", into_digests))
-    elif fault == "wall-clock":
-        time.monotonic, time.monotonic_ns = time.time, time.time_ns
     elif fault == "stalled-read":
         sys.meta_path.insert(0, Planting(fault, "service.modeling.spec", into_reads))
     elif fault:
