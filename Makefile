@@ -108,7 +108,7 @@ SOURCES := .venv-sources/keras3/installed
 PARALLEL := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: lint compiled $(SOURCES) .venv-kubernetes/installed
-	$(BIN)/python -m pytest $(PARALLEL)
+	$(WITH_REDIS) $(BIN)/python -m pytest $(PARALLEL)
 	@$(BIN)/python -m tests.gpu --stale
 	@$(BIN)/python -m tests.tiers --stale
 

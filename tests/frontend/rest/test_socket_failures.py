@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from starlette.datastructures import QueryParams
+from starlette.datastructures import Headers, QueryParams
 from starlette.websockets import WebSocket
 from websockets.frames import CloseCode
 
@@ -65,7 +65,7 @@ class Connection:
                 query_params=QueryParams(query),
                 scope=scope,
                 client=None,
-                headers={"host": "localhost"},
+                headers=Headers({"host": "localhost"}),
                 accept=self.accept,
                 receive=self.receive,
             ),
