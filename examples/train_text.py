@@ -1,223 +1,184 @@
-"""Train the models question-type-lstm, -sru and -cnn in plain PyTorch and write each as a model folder.
+"""Train a text classifier of any of six families in plain PyTorch, and write it as a model folder with a card.
 
-`--holdout` evaluates settings on fixed tenths of the training file. The test file is read once, at the end of a full training, to report
-the accuracy of the float16 weights read back from the folder.
+The data is any set in the format of `training/text_sets.py`. Early stopping and `--holdout` look at parts of the training part alone;
+the test part is read once, at the end, to report the accuracy of the trained weights and of the float16 weights read back from the folder.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import os
-import random
 import string
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from questions import (
-    TENTHS,
-    UNKNOWN,
-    PaddedBatch,
-    TokenisedQuestion,
-    batches,
-    hold_out,
-    make_tokenizer,
-    shuffled_batches,
-    tokenised,
-)
-from text_encoders import ENCODERS
-from torch import Tensor, nn
-from trec import LABELS, TEST_FILE, TRAIN_FILE, Question, download_instructions, is_missing, read_questions
+from tokenizers import Tokenizer
+from torch import Tensor
+from training import flags as setting_flags
+from training import records
+from training.classifier import Classifier, read_back
+from training.encoders import ENCODERS
+from training.fitting import Fitted, Settings, fit
+from training.text_sets import FOLDS, Example, MissingSet, TextSet, hold_out, read_set
+from training.vocabulary import make_tokenizer, read_vectors, tokenised, words
 
 from service.modeling import spec, store
-from service.modeling.spec import ClassifyHead, EmbeddingLayer, ModelSpec, SequenceInput
 
-CARD_TEMPLATE = Path(__file__).with_name("question-type.card.md")
+CARD_TEMPLATE = Path(__file__).with_name("text-classification.card.md")
+QUICK = {"width": 16, "hidden": 8, "epochs": 2}
+QUICK_EXAMPLES = 200
+MAX_STEPS = 512
+"""The least `max_steps` of a model; twice the longest text of the training part, where that is more."""
+DEFAULTS = {encoder: Settings(encoder=encoder, hidden=100 if encoder == "cnn" else 128) for encoder in ENCODERS}
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The settings of a training; every field is a flag. For a CNN, `hidden` is the number of filters of each width."""
+class Vocabulary:
+    """vectors: (vocabulary, width), the pretrained vectors, and NaN in the rows without one."""
 
-    encoder: str
-    width: int = 300
-    hidden: int = 128
-    epochs: int = 8
-    batch: int = 25
-    rate: float = 0.002
-    dropout: float = 0.5
-    word_dropout: float = 0.1
-    smoothing: float = 0.1
-    push: float = 4.0
-    minimum_count: int = 2
-    seed: int = 1
+    tokenizer: Tokenizer
+    vectors: Tensor
 
-
-DEFAULTS = {"lstm": Settings(encoder="lstm"), "sru": Settings(encoder="sru"), "cnn": Settings(encoder="cnn", hidden=100)}
+    @classmethod
+    def of(cls, examples: list[Example], settings: Settings, file: Path | None) -> Vocabulary:
+        """Return the vocabulary of the training examples. file: pretrained vectors of the width of the settings."""
+        texts = [example.text for example in examples]
+        known = read_vectors(file, words(texts), settings.width) if file else {}
+        tokenizer = make_tokenizer(texts, settings.minimum_count, known)
+        vectors = torch.full((tokenizer.get_vocab_size(), settings.width), torch.nan)
+        for word, vector in known.items():
+            vectors[tokenizer.token_to_id(word)] = vector
+        return cls(tokenizer, vectors)
 
 
-class Classifier(nn.Module):
-    """An embedding, an encoder with maximum over time, and a linear layer."""
+@dataclass(frozen=True)
+class Trained:
+    """A training with its vocabulary. accuracy: the percentage on the test part, in PyTorch alone, with the weights as trained."""
 
-    def __init__(self, vocabulary: int, settings: Settings) -> None:
-        super().__init__()
-        self.name = f"question-type-{settings.encoder}"
-        self.embedding = nn.Embedding(vocabulary, settings.width)
-        nn.init.uniform_(self.embedding.weight, -0.25, 0.25)
-        self.encoder = ENCODERS[settings.encoder](settings.width, settings.hidden)
-        self.head = nn.Linear(self.encoder.layer.outputs, len(LABELS))
-        self.dropout = nn.Dropout(settings.dropout)
-
-    def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        encoded = self.encoder(self.dropout(self.embedding(tokens)), lengths)
-        scores: Tensor = self.head(self.dropout(encoded))
-        return scores
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return views of the parameters, in the names and layouts of the model folder."""
-        encoder = {f"layers.1.{name}": view for name, view in self.encoder.tensors().items()}
-        head = {"head.weight": self.head.weight.T, "head.bias": self.head.bias}
-        return {"layers.0.weight": self.embedding.weight, **encoder, **head}
-
-    def spec(self) -> ModelSpec:
-        vocabulary, width = self.embedding.weight.shape
-        return ModelSpec(
-            name=self.name,
-            description="What an English question asks for: a description, entity, abbreviation, human, location or number",
-            precision="float16",
-            input=SequenceInput(kind="text", vocabulary=vocabulary, max_steps=512),
-            layers=(EmbeddingLayer(kind="embedding", width=width), self.encoder.layer),
-            head=ClassifyHead(kind="classify", pool=("max",), labels=LABELS),
-        )
+    fitted: Fitted
+    vocabulary: Vocabulary
+    max_steps: int
+    accuracy: float
 
 
-def train(rows: list[TokenisedQuestion], vocabulary: int, settings: Settings) -> Classifier:
-    """Return the model after the last epoch. The learning rate falls to zero, so there is no need to choose an epoch."""
-    torch.manual_seed(settings.seed)
-    shuffler = random.Random(settings.seed)
-    model = Classifier(vocabulary, settings).train()
-    optimizer = torch.optim.Adam(model.parameters(), settings.rate, fused=True)
-    steps = settings.epochs * math.ceil(len(rows) / settings.batch)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
-    for _ in range(settings.epochs):
-        for batch in shuffled_batches(rows, settings.batch, shuffler):
-            step(model, with_word_dropout(batch, settings.word_dropout), optimizer, settings)
-            schedule.step()
-    return model.eval()
-
-
-def step(model: Classifier, batch: PaddedBatch, optimizer: torch.optim.Optimizer, settings: Settings) -> None:
-    """Train on the batch, and on the same batch with embeddings that are moved towards a higher loss."""
-    optimizer.zero_grad()
-    torch.autograd.backward(loss(model, batch, settings.smoothing))
-    with pushed(model.embedding.weight, settings.push):
-        torch.autograd.backward(loss(model, batch, settings.smoothing))
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-
-
-def loss(model: Classifier, batch: PaddedBatch, smoothing: float) -> Tensor:
-    return nn.functional.cross_entropy(model(batch.tokens, batch.lengths), batch.labels, label_smoothing=smoothing)
-
-
-@contextmanager
-def pushed(weight: Tensor, distance: float) -> Iterator[None]:
-    """Within the context, move `weight` by `distance` along its gradient: adversarial training (Miyato et al., 2017)."""
-    assert weight.grad is not None
-    before = weight.detach().clone()
-    weight.data.add_(weight.grad / weight.grad.norm().clamp_min(1e-9), alpha=distance)
-    yield
-    weight.data.copy_(before)
-
-
-def with_word_dropout(batch: PaddedBatch, share: float) -> PaddedBatch:
-    """Replace some words by the unknown token, so that its embedding is trained."""
-    return replace(batch, tokens=batch.tokens.masked_fill(torch.rand(batch.tokens.shape) < share, UNKNOWN))
-
-
-@torch.no_grad()
-def accuracy(model: Classifier, rows: list[TokenisedQuestion]) -> float:
-    """Return the percentage of rows with the correct prediction."""
-    right = [model(batch.tokens, batch.lengths).argmax(1) == batch.labels for batch in batches(rows, 50)]
-    return 100 * torch.cat(right).double().mean().item()
-
-
-@torch.no_grad()
-def read_back(folder: Path, settings: Settings) -> Classifier:
-    """Read the model in `folder`, in float32."""
-    described = spec.read(folder)
-    model = Classifier(described.input.vocabulary or 0, settings).eval()
-    arrays = store.read_arrays(folder, described)
-    for name, view in model.tensors().items():
-        view.copy_(arrays[name])
-    return model
-
-
-def report_holdout(questions: list[Question], settings: Settings, fold: int) -> None:
-    rest, held_out = hold_out(questions, fold)
-    tokenizer = make_tokenizer(rest, settings.minimum_count)
-    model = train(tokenised(rest, tokenizer), tokenizer.get_vocab_size(), settings)
-    print(f"{accuracy(model, tokenised(held_out, tokenizer)):.1f} % of the {len(held_out)} held-out questions of tenth {fold}")
-
-
-def train_and_write(questions: list[Question], test: list[Question], settings: Settings, models: Path) -> None:
-    start = time.monotonic()
-    tokenizer = make_tokenizer(questions, settings.minimum_count)
-    model = train(tokenised(questions, tokenizer), tokenizer.get_vocab_size(), settings)
-    seconds = time.monotonic() - start
-    folder = models / model.name / "1"
-    store.write(folder, model.spec(), model.tensors(), tokenizer=tokenizer.to_str(pretty=True), card="")
-    measured = f"{accuracy(read_back(folder, settings), tokenised(test, tokenizer)):.1f} % of the {len(test)} test questions"
-    (folder / spec.CARD).write_text(card(model, settings, measured))
-    size = sum(file.stat().st_size for file in folder.iterdir())
-    print(f"{measured}, trained in {seconds:.0f} s, {folder} has {size:,} bytes")
-
-
-def card(model: Classifier, settings: Settings, measured: str) -> str:
-    flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in asdict(settings).items())
-    values = asdict(settings) | {
-        "name": model.name,
-        "encoder_description": model.encoder.description,
-        "flags": flags,
-        "measured": measured,
-    }
-    return string.Template(CARD_TEMPLATE.read_text()).substitute(values)
-
-
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, default=os.environ.get("DATA"), help="folder of the two files (default: $DATA)")
-    parser.add_argument("--models", type=Path, default="models", help="models folder to write to (default: %(default)s)")
-    parser.add_argument(
-        "--holdout", type=int, choices=range(TENTHS), help="hold out this tenth and evaluate on it, write nothing"
+def train(text_set: TextSet, settings: Settings, vectors: Path | None, device: torch.device) -> Trained:
+    """Train on the training part. With patience, the development part selects the epoch: that of the set, or tenth 0 of the training
+    part."""
+    rest, development = text_set.train, text_set.development or []
+    if settings.patience and not development:
+        rest, development = hold_out(rest, 0)
+    vocabulary = Vocabulary.of(rest, settings, vectors)
+    rows, development_rows, test = (
+        tokenised(part, vocabulary.tokenizer, text_set.labels)
+        for part in (rest, development if settings.patience else [], text_set.test)
     )
-    parser.add_argument("--encoder", choices=tuple(DEFAULTS), default="lstm", help="default: %(default)s")
-    for name, default in asdict(DEFAULTS["lstm"]).items():
-        if name != "encoder":
-            defaults = ", ".join(f"{getattr(settings, name)} for {encoder}" for encoder, settings in DEFAULTS.items())
-            flag = f"--{name.replace('_', '-')}"
-            parser.add_argument(flag, type=type(default), default=argparse.SUPPRESS, help=f"default: {defaults}")
-    return parser.parse_args()
+    fitted = fit(rows, development_rows, text_set.labels, vocabulary.vectors, settings, device)
+    longest = max(len(row.tokens) for row in rows)
+    return Trained(fitted, vocabulary, max(MAX_STEPS, 2 * longest), fitted.model.accuracy(test))
 
 
-def main() -> int:
-    flags = arguments()
-    if is_missing(flags.data, TRAIN_FILE, TEST_FILE):
-        print(download_instructions(TRAIN_FILE, TEST_FILE), file=sys.stderr)
-        return 2
+def write(folder: Path, trained: Trained, text_set: TextSet, settings: Settings, template: Path) -> records.Record:
+    """Write the version folder, read it back and return what was measured."""
+    model = trained.fitted.model
+    described = model.spec(folder.parent.name, text_set.description, trained.max_steps)
+    tokenizer = trained.vocabulary.tokenizer
+    store.write(folder, described, model.tensors(), tokenizer=tokenizer.to_str(pretty=True), card="")
+    stored = read_back(folder, settings.encoder, settings.hidden).accuracy(
+        tokenised(text_set.test, tokenizer, text_set.labels)
+    )
+    record = {
+        "kind": "training",
+        "set": text_set.name,
+        "fold": text_set.fold,
+        "settings": asdict(settings),
+        "epoch": trained.fitted.epoch,
+        "development_percent": trained.fitted.development,
+        "trained_percent": trained.accuracy,
+        "stored_percent": stored,
+        "test_examples": len(text_set.test),
+        "vectors": int((~trained.vocabulary.vectors[:, 0].isnan()).sum()),
+        "training_seconds": round(trained.fitted.seconds, 1),
+    }
+    (folder / spec.CARD).write_text(card(template, model, text_set, settings, record))
+    return record | {"bytes": sum(file.stat().st_size for file in folder.iterdir())}
+
+
+def card(template: Path, model: Classifier, text_set: TextSet, settings: Settings, record: records.Record) -> str:
+    """Return the card of a model, from a template with `$` before the names of values."""
+    stopping = (
+        f"The weights are those of epoch {record['epoch']}, which had the best accuracy on the development part, "
+        f"{record['development_percent']:.1f} %."
+        if record["development_percent"] is not None
+        else "The weights are those after the last epoch."
+    )
+    values = asdict(settings) | {
+        "name": f"{text_set.model}-{settings.encoder}",
+        "description": text_set.description,
+        "labels": ", ".join(text_set.labels),
+        "encoder_description": model.encoder.description,
+        "flags": setting_flags.words(settings),
+        "set": text_set.name + ("" if text_set.fold is None else f" --fold {text_set.fold}"),
+        "stopping": stopping,
+        "accuracy": f"{record['stored_percent']:.1f}",
+        "trained": f"{record['trained_percent']:.1f}",
+        "examples": record["test_examples"],
+        "vectors": record["vectors"],
+    }
+    return string.Template(template.read_text()).substitute(values)
+
+
+def quick(text_set: TextSet, settings: Settings) -> tuple[TextSet, Settings]:
+    """Return a small part of the set and settings of a small model, for a trial in seconds."""
+    small = replace(text_set, train=text_set.train[:QUICK_EXAMPLES], test=text_set.test[:QUICK_EXAMPLES])
+    return small, replace(settings, **QUICK)
+
+
+def arguments(line: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, default=os.environ.get("DATA"), help="folder of the sets (default: $DATA)")
+    parser.add_argument("--set", default="trec", help="name of the set (default: %(default)s)")
+    parser.add_argument("--fold", type=int, choices=range(FOLDS), default=0, help="test on this tenth of a set without parts")
+    parser.add_argument("--holdout", type=int, choices=range(FOLDS), help="evaluate on this tenth of the training part, write nothing")
+    parser.add_argument("--vectors", type=Path, help="pretrained vectors, in the text format of word2vec or GloVe")
+    parser.add_argument("--models", type=Path, default=Path("models"), help="models folder to write to (default: %(default)s)")
+    parser.add_argument("--name", help="name of the model (default: the set and the encoder)")
+    parser.add_argument("--card", type=Path, default=CARD_TEMPLATE, help="template of the card (default: %(default)s)")
+    parser.add_argument("--results", type=Path, help="append what was measured to this file, as a line of JSON")
+    parser.add_argument("--device", type=torch.device, default="cpu", help="device to train on (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="a small model of a few examples, in seconds")
+    setting_flags.add(parser, DEFAULTS)
+    return parser.parse_args(line)
+
+
+def main(line: list[str] | None = None) -> int:
+    flags = arguments(line)
     torch.set_num_threads(1)  # the model is small, and one thread sums in a fixed order
-    overrides = {name: value for name, value in vars(flags).items() if name in asdict(DEFAULTS["lstm"])}
-    settings = replace(DEFAULTS[flags.encoder], **overrides)
-    questions = read_questions(flags.data / TRAIN_FILE)
+    settings = DEFAULTS[vars(flags).get("encoder", "lstm")]
+    settings = replace(settings, **setting_flags.given(flags, settings))
+    try:
+        text_set = read_set(flags.data, flags.set, flags.fold)
+    except MissingSet as error:
+        print(error, file=sys.stderr)
+        return 2
+    if flags.quick:
+        text_set, settings = quick(text_set, settings)
     if flags.holdout is not None:
-        report_holdout(questions, settings, flags.holdout)
-    else:
-        train_and_write(questions, read_questions(flags.data / TEST_FILE), settings, flags.models)
+        rest, held_out = hold_out(text_set.train, flags.holdout)
+        trained = train(replace(text_set, train=rest, test=held_out), settings, flags.vectors, flags.device)
+        print(f"{trained.accuracy:.1f} % of the {len(held_out)} held-out examples of tenth {flags.holdout}")
+        return 0
+    folder = flags.models / (flags.name or f"{text_set.model}-{settings.encoder}") / "1"
+    trained = train(text_set, settings, flags.vectors, flags.device)
+    record = write(folder, trained, text_set, settings, flags.card)
+    if flags.results:
+        records.append(flags.results, record | {"quick": flags.quick})
+    print(
+        f"{record['stored_percent']:.1f} % of the {record['test_examples']} test examples, "
+        f"trained in {record['training_seconds']:.0f} s, {folder} has {record['bytes']:,} bytes"
+    )
     return 0
 
 

@@ -1,0 +1,31 @@
+"""Measurements as JSON lines: one object for each training, each served model and each load. Requires the standard library only."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+
+
+def append(file: Path, record: Record) -> None:
+    """Append a record, with the date and the processor."""
+    line = json.dumps(record | {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), "processor": processor()})
+    with file.open("a") as lines:
+        lines.write(f"{line}\n")
+
+
+def read(file: Path) -> list[Record]:
+    """Return the records of a file, none if it does not exist."""
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+
+
+def processor() -> str:
+    """Return the name of the processor of this machine."""
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text().splitlines() if information.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
