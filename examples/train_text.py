@@ -12,14 +12,13 @@ import string
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 from training import flags as setting_flags
 from training import records
-from training.classifier import Classifier, read_back
+from training.classifier import read_back
 from training.encoders import ENCODERS
 from training.fitting import Fitted, Settings, fit
 from training.text_sets import FOLDS, Example, MissingSet, TextSet, hold_out, read_set
@@ -28,7 +27,6 @@ from training.vocabulary import make_tokenizer, read_vectors, tokenised, words
 from service.modeling import spec, store
 
 CARD_TEMPLATE = Path(__file__).with_name("text-classification.card.md")
-QUICK = {"width": 16, "hidden": 8, "epochs": 2}
 QUICK_EXAMPLES = 200
 MAX_STEPS = 512
 """The least `max_steps` of a model; twice the longest text of the training part, where that is more."""
@@ -44,11 +42,12 @@ class Vocabulary:
 
     @classmethod
     def of(cls, examples: list[Example], settings: Settings, file: Path | None) -> Vocabulary:
-        """Return the vocabulary of the training examples. file: pretrained vectors of the width of the settings."""
+        """Return the vocabulary of the training examples. file: pretrained vectors, whose width then replaces that of the settings."""
         texts = [example.text for example in examples]
-        known = read_vectors(file, words(texts), settings.width) if file else {}
+        known = read_vectors(file, words(texts)) if file else {}
         tokenizer = make_tokenizer(texts, settings.minimum_count, known)
-        vectors = torch.full((tokenizer.get_vocab_size(), settings.width), torch.nan)
+        width = len(next(iter(known.values()))) if known else settings.width
+        vectors = torch.full((tokenizer.get_vocab_size(), width), torch.nan)
         for word, vector in known.items():
             vectors[tokenizer.token_to_id(word)] = vector
         return cls(tokenizer, vectors)
@@ -58,6 +57,7 @@ class Vocabulary:
 class Trained:
     """A training with its vocabulary. accuracy: the percentage on the test part, in PyTorch alone, with the weights as trained."""
 
+    settings: Settings
     fitted: Fitted
     vocabulary: Vocabulary
     max_steps: int
@@ -71,28 +71,29 @@ def train(text_set: TextSet, settings: Settings, vectors: Path | None, device: t
     if settings.patience and not development:
         rest, development = hold_out(rest, 0)
     vocabulary = Vocabulary.of(rest, settings, vectors)
+    settings = replace(settings, width=vocabulary.vectors.shape[1])
     rows, development_rows, test = (
         tokenised(part, vocabulary.tokenizer, text_set.labels)
         for part in (rest, development if settings.patience else [], text_set.test)
     )
     fitted = fit(rows, development_rows, text_set.labels, vocabulary.vectors, settings, device)
     longest = max(len(row.tokens) for row in rows)
-    return Trained(fitted, vocabulary, max(MAX_STEPS, 2 * longest), fitted.model.accuracy(test))
+    return Trained(settings, fitted, vocabulary, max(MAX_STEPS, 2 * longest), fitted.model.accuracy(test))
 
 
-def write(folder: Path, trained: Trained, text_set: TextSet, settings: Settings, template: Path) -> records.Record:
-    """Write the version folder, read it back and return what was measured."""
-    model = trained.fitted.model
+def write(folder: Path, trained: Trained, text_set: TextSet, template: Path, source: str) -> records.Record:
+    """Write the version folder, read it back and return what was measured. source: the flags of the data, for the card."""
+    model, settings = trained.fitted.model, trained.settings
     described = model.spec(folder.parent.name, text_set.description, trained.max_steps)
     tokenizer = trained.vocabulary.tokenizer
     store.write(folder, described, model.tensors(), tokenizer=tokenizer.to_str(pretty=True), card="")
-    stored = read_back(folder, settings.encoder, settings.hidden).accuracy(
-        tokenised(text_set.test, tokenizer, text_set.labels)
-    )
+    stored = read_back(folder, settings.encoder, settings.hidden).accuracy(tokenised(text_set.test, tokenizer, text_set.labels))
     record = {
         "kind": "training",
         "set": text_set.name,
-        "fold": text_set.fold,
+        "fold": text_set.fold or 0,
+        "encoder": settings.encoder,
+        "seed": settings.seed,
         "settings": asdict(settings),
         "epoch": trained.fitted.epoch,
         "development_percent": trained.fitted.development,
@@ -102,11 +103,11 @@ def write(folder: Path, trained: Trained, text_set: TextSet, settings: Settings,
         "vectors": int((~trained.vocabulary.vectors[:, 0].isnan()).sum()),
         "training_seconds": round(trained.fitted.seconds, 1),
     }
-    (folder / spec.CARD).write_text(card(template, model, text_set, settings, record))
+    (folder / spec.CARD).write_text(card(template, text_set, settings, record | {"source": source}))
     return record | {"bytes": sum(file.stat().st_size for file in folder.iterdir())}
 
 
-def card(template: Path, model: Classifier, text_set: TextSet, settings: Settings, record: records.Record) -> str:
+def card(template: Path, text_set: TextSet, settings: Settings, record: records.Record) -> str:
     """Return the card of a model, from a template with `$` before the names of values."""
     stopping = (
         f"The weights are those of epoch {record['epoch']}, which had the best accuracy on the development part, "
@@ -118,9 +119,9 @@ def card(template: Path, model: Classifier, text_set: TextSet, settings: Setting
         "name": f"{text_set.model}-{settings.encoder}",
         "description": text_set.description,
         "labels": ", ".join(text_set.labels),
-        "encoder_description": model.encoder.description,
+        "encoder_description": ENCODERS[settings.encoder](1, settings.hidden).description,
         "flags": setting_flags.words(settings),
-        "set": text_set.name + ("" if text_set.fold is None else f" --fold {text_set.fold}"),
+        "source": record["source"],
         "stopping": stopping,
         "accuracy": f"{record['stored_percent']:.1f}",
         "trained": f"{record['trained_percent']:.1f}",
@@ -130,10 +131,18 @@ def card(template: Path, model: Classifier, text_set: TextSet, settings: Setting
     return string.Template(template.read_text()).substitute(values)
 
 
+def source(text_set: TextSet, vectors: Path | None, is_quick: bool) -> str:
+    """Return the flags that name the data of a training."""
+    fold = [] if text_set.fold is None else ["--fold", str(text_set.fold)]
+    return " ".join(
+        ["--set", text_set.name, *fold, *(["--vectors", vectors.name] if vectors else []), *(["--quick"] if is_quick else [])]
+    )
+
+
 def quick(text_set: TextSet, settings: Settings) -> tuple[TextSet, Settings]:
     """Return a small part of the set and settings of a small model, for a trial in seconds."""
     small = replace(text_set, train=text_set.train[:QUICK_EXAMPLES], test=text_set.test[:QUICK_EXAMPLES])
-    return small, replace(settings, **QUICK)
+    return small, replace(settings, width=16, hidden=8, epochs=2)
 
 
 def arguments(line: list[str] | None) -> argparse.Namespace:
@@ -141,7 +150,9 @@ def arguments(line: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, default=os.environ.get("DATA"), help="folder of the sets (default: $DATA)")
     parser.add_argument("--set", default="trec", help="name of the set (default: %(default)s)")
     parser.add_argument("--fold", type=int, choices=range(FOLDS), default=0, help="test on this tenth of a set without parts")
-    parser.add_argument("--holdout", type=int, choices=range(FOLDS), help="evaluate on this tenth of the training part, write nothing")
+    parser.add_argument(
+        "--holdout", type=int, choices=range(FOLDS), help="evaluate on this tenth of the training part, write nothing"
+    )
     parser.add_argument("--vectors", type=Path, help="pretrained vectors, in the text format of word2vec or GloVe")
     parser.add_argument("--models", type=Path, default=Path("models"), help="models folder to write to (default: %(default)s)")
     parser.add_argument("--name", help="name of the model (default: the set and the encoder)")
@@ -172,7 +183,7 @@ def main(line: list[str] | None = None) -> int:
         return 0
     folder = flags.models / (flags.name or f"{text_set.model}-{settings.encoder}") / "1"
     trained = train(text_set, settings, flags.vectors, flags.device)
-    record = write(folder, trained, text_set, settings, flags.card)
+    record = write(folder, trained, text_set, flags.card, source(text_set, flags.vectors, flags.quick))
     if flags.results:
         records.append(flags.results, record | {"quick": flags.quick})
     print(

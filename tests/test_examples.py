@@ -30,7 +30,7 @@ def test_evaluate_prints_the_accuracy_of_each_model(evaluate: Any, tmp_path: Pat
     with serving(ROOT / "models", tmp_path) as server:
         assert evaluate(["--data", str(tmp_path), "--url", server.address]) == 0
     printed = capsys.readouterr().out
-    assert "correct of 4 questions" in printed
+    assert "correct of 4 texts" in printed
     assert "| question-type-lstm 1 | 3 | 75.0 % |" in printed, "the last question has a wrong label on purpose"
 
 

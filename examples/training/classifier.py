@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from training.encoders import ENCODERS
-from training.vocabulary import TokenisedText, batches
 
 from service.modeling import spec, store
 from service.modeling.spec import ClassifyHead, EmbeddingLayer, ModelSpec, SequenceInput
+from training.encoders import ENCODERS
+from training.vocabulary import TokenisedText, batches
 
 ROWS = 50
 """Rows of a batch that is only evaluated."""
@@ -19,7 +19,9 @@ ROWS = 50
 class Classifier(nn.Module):
     """An embedding, an encoder with maximum over time, and a linear layer."""
 
-    def __init__(self, encoder: str, vocabulary: int, width: int, hidden: int, labels: tuple[str, ...], dropout: float = 0.0) -> None:
+    def __init__(
+        self, encoder: str, vocabulary: int, width: int, hidden: int, labels: tuple[str, ...], dropout: float = 0.0
+    ) -> None:
         super().__init__()
         self.labels = labels
         self.embedding = nn.Embedding(vocabulary, width)

@@ -7,15 +7,16 @@ To add an encoder, subclass `Encoder` and list the class in `ENCODERS`. The gate
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
-from training.scans import Level, QRNNLevel, SRULevel
-from training.steps import max_over_time, without_padding
 
 from service.modeling.spec import GRULayer, Layer, LSTMLayer, QRNNLayer, SRULayer, TCNLayer, TextCNNLayer
+from training.scans import Level, QRNNLevel, SRULevel
+from training.steps import max_over_time, without_padding
 
 
 class Encoder(nn.Module, ABC):
@@ -76,8 +77,9 @@ class GRUEncoder(TorchRecurrentEncoder):
         self.layer = GRULayer(kind="gru", hidden=hidden, bidirectional=True)
         self.description = f"one bidirectional GRU layer of {hidden} units each way"
         self.recurrent = nn.GRU(width, hidden, batch_first=True, bidirectional=True)
+        learned = torch.arange(3 * hidden) >= 2 * hidden
         for bias in self.second_biases():
-            bias.register_hook(lambda gradient: torch.cat([torch.zeros_like(gradient[: 2 * hidden]), gradient[2 * hidden :]]))
+            bias.register_hook(lambda gradient: gradient * learned.to(gradient.device))  # type: ignore[no-untyped-call]
 
     def tensors(self) -> dict[str, Tensor]:
         views = super().tensors()
@@ -129,7 +131,9 @@ class QRNNEncoder(ScanEncoder):
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
         self.layer = QRNNLayer(kind="qrnn", hidden=hidden, depth=self.depth, bidirectional=True, window=self.window)
-        self.description = f"{self.depth} bidirectional QRNN layers of {hidden} units each way over windows of {self.window} steps"
+        self.description = (
+            f"{self.depth} bidirectional QRNN layers of {hidden} units each way over windows of {self.window} steps"
+        )
         inputs = [width] + [self.layer.outputs] * (self.depth - 1)
         self.levels = nn.ModuleList(QRNNLevel(size, hidden, self.window) for size in inputs)
 
@@ -197,7 +201,7 @@ class TCNEncoder(Encoder):
         return views
 
 
-ENCODERS = {
+ENCODERS: dict[str, Callable[[int, int], Encoder]] = {
     "sru": SRUEncoder,
     "qrnn": QRNNEncoder,
     "lstm": LSTMEncoder,

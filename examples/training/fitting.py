@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+
 from training.classifier import Classifier
 from training.vocabulary import UNKNOWN, PaddedBatch, TokenisedText, shuffled_batches
 

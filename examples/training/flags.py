@@ -16,7 +16,9 @@ def add(parser: argparse.ArgumentParser, settings: dict[str, Any]) -> None:
         else:
             defaults = ", ".join(sorted({str(settings[name]) for settings in values.values()}))
             choices = tuple(values) if default in values else None
-            parser.add_argument(flag(name), type=type(default), choices=choices, default=argparse.SUPPRESS, help=f"default: {defaults}")
+            parser.add_argument(
+                flag(name), type=type(default), choices=choices, default=argparse.SUPPRESS, help=f"default: {defaults}"
+            )
 
 
 def given(flags: argparse.Namespace, settings: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+
 from training.steps import reverse_rows
 
 

@@ -117,7 +117,11 @@ def _file(folder: Path | None, name: str, part: str) -> Path:
 def _instructions(name: str) -> str:
     """Return what a user needs whose folder lacks the files of a set."""
     known = KNOWN.get(name)
-    labels = f"The labels of {name} are {', '.join(f'{index} {label}' for index, label in enumerate(known.labels))}." if known else ""
+    labels = (
+        f"The labels of {name} are {', '.join(f'{index} {label}' for index, label in enumerate(known.labels))}."
+        if known
+        else ""
+    )
     return f"""\
 The set {name} is needed; the project does not ship it. Make a folder with {name}.txt, which is divided into ten folds, or with
   {name}.train.txt and {name}.test.txt, and {name}.dev.txt if there is a development part,

@@ -11,6 +11,7 @@ import torch
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+
 from training.text_sets import Example
 
 UNKNOWN_WORD, UNKNOWN = "[UNK]", 0
@@ -60,10 +61,10 @@ def words(texts: list[str]) -> set[str]:
     return make_tokenizer(texts, 1).get_vocab().keys() - {UNKNOWN_WORD}
 
 
-def read_vectors(file: Path, wanted: Collection[str], width: int) -> dict[str, Tensor]:
+def read_vectors(file: Path, wanted: Collection[str]) -> dict[str, Tensor]:
     """Return the vectors of the wanted words in a file in the text format of word2vec or GloVe.
 
-    A line is `word number number ...`. A first line with two counts is skipped. Raises ValueError if one has another width.
+    A line is `word number number ...`. A first line with two counts is skipped. Raises ValueError if they differ in width.
     """
     vectors: dict[str, Tensor] = {}
     with file.open(encoding="utf-8", errors="replace") as lines:
@@ -71,8 +72,8 @@ def read_vectors(file: Path, wanted: Collection[str], width: int) -> dict[str, T
             word, *values = line.rstrip().split(" ")
             if word in wanted and not (number == 0 and len(values) == 1):
                 vectors[word] = torch.tensor([float(value) for value in values])
-    if widths := {len(vector) for vector in vectors.values()} - {width}:
-        raise ValueError(f"{file} has vectors of width {min(widths)} and --width is {width}: set --width to that of the file")
+    if len(widths := {len(vector) for vector in vectors.values()}) > 1:
+        raise ValueError(f"{file} has vectors of the widths {sorted(widths)}: all of them need one width")
     return vectors
 
 
@@ -80,7 +81,9 @@ def tokenised(examples: list[Example], tokenizer: Tokenizer, labels: tuple[str, 
     """Return the examples as token ids. A text without tokens becomes one unknown token; a label that is not in `labels` becomes -1."""
     indices = {label: index for index, label in enumerate(labels)}
     ids = (tokenizer.encode(example.text).ids or [UNKNOWN] for example in examples)
-    return [TokenisedText(indices.get(example.label, -1), torch.tensor(row)) for example, row in zip(examples, ids, strict=True)]
+    return [
+        TokenisedText(indices.get(example.label, -1), torch.tensor(row)) for example, row in zip(examples, ids, strict=True)
+    ]
 
 
 def batches(rows: list[TokenisedText], size: int) -> Iterator[PaddedBatch]:

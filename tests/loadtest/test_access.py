@@ -87,7 +87,7 @@ def test_evaluation_sends_the_key(
     monkeypatch.syspath_prepend(str(EVALUATE.parent))
     evaluate = runpy.run_path(str(EVALUATE))["main"]
     assert evaluate(["--data", str(tmp_path), *guarded.flags]) == 0
-    assert "correct of 1 questions" in capsys.readouterr().out
+    assert "correct of 1 texts" in capsys.readouterr().out
     flags = ["--ca", str(guarded.ca)] if guarded.ca else []
     assert evaluate(["--data", str(tmp_path), "--url", guarded.url, *flags]) == 1
     assert "answers 401" in capsys.readouterr().err

@@ -1,0 +1,200 @@
+"""Train every family on every set, evaluate each model through the running service, measure its speed, and draw the table.
+
+`--all` runs four sets and six families: ten folds of a set without parts, and five seeds of a set with a test part. What the results file
+has already is not run again. Without `--all`, `--sets` or `--encoders`, the command only draws the table in README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+import train_text
+from training import records, table
+from training.records import Record
+from training.service import Service, running
+from training.text_sets import FOLDS, KNOWN, MissingSet, has_folds, read_set, read_test
+
+HERE = Path(__file__).parent
+CALLERS = (1, 64)
+"""Of the two loads: one caller measures the latency, many measure the throughput."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training of a family on a set."""
+
+    set: str
+    encoder: str
+    fold: int
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.set}-{self.encoder}-{self.fold}-{self.seed}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all runs share. train_device: where models are trained."""
+
+    data: Path
+    models: Path
+    results: Path
+    vectors: Path | None
+    epochs: int | None
+    train_device: str
+    quick: bool
+
+    def folder(self, run: Run) -> Path:
+        """Return the models folder of a run: that of its set and family, which one service serves."""
+        return self.models / f"{run.set}-{run.encoder}"
+
+    def append(self, run: Run, record: Record) -> None:
+        """Append a record, with what identifies its run."""
+        records.append(self.results, record | self._identity(run))
+
+    def has(self, run: Run, kind: str, device: str | None = None) -> bool:
+        """Return whether the results file has such a record of the run."""
+        wanted = self._identity(run) | {"kind": kind, **({"device": device} if device else {})}
+        return any(wanted.items() <= record.items() for record in map(_hashable, records.read(self.results)))
+
+    def _identity(self, run: Run) -> Record:
+        vectors = self.vectors.name if self.vectors else None
+        return asdict(run) | {"pretrained": vectors, "epochs": self.epochs, "quick": self.quick}
+
+
+def _hashable(record: Record) -> Record:
+    return {name: value for name, value in record.items() if name != "settings"}
+
+
+def train(plan: Plan, run: Run) -> Record:
+    """Train one model, write its folder and return its record. Runs in a process of a pool, on one thread."""
+    torch.set_num_threads(1)
+    settings = replace(train_text.DEFAULTS[run.encoder], seed=run.seed)
+    settings = settings if plan.epochs is None else replace(settings, epochs=plan.epochs)
+    text_set = read_set(plan.data, run.set, run.fold)
+    if plan.quick:
+        text_set, settings = train_text.quick(text_set, settings)
+    trained = train_text.train(text_set, settings, plan.vectors, torch.device(plan.train_device))
+    source = train_text.source(text_set, plan.vectors, plan.quick)
+    return train_text.write(plan.folder(run) / run.name / "1", trained, text_set, train_text.CARD_TEMPLATE, source)
+
+
+def train_all(plan: Plan, groups: list[list[Run]], jobs: int) -> None:
+    """Train the models that have no record or no folder."""
+    missing = [
+        run for group in groups for run in group if not (plan.has(run, "training") and (plan.folder(run) / run.name).is_dir())
+    ]
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        trainings = {pool.submit(train, plan, run): run for run in missing}
+        for number, training in enumerate(as_completed(trainings), 1):
+            plan.append(trainings[training], training.result())
+            print(f"{trainings[training].name} is trained, {number} of {len(missing)}", flush=True)
+
+
+def runs(data: Path, name: str, encoder: str, seeds: int, folds: int) -> list[Run]:
+    """Return the runs of a family on a set: its folds, or seeds where it has a test part."""
+    if has_folds(data, name):
+        return [Run(name, encoder, fold, 1) for fold in range(folds)]
+    return [Run(name, encoder, 0, seed) for seed in range(1, seeds + 1)]
+
+
+def evaluate(plan: Plan, service: Service, run: Run, device: str) -> Record:
+    """Return the accuracy of a model by HTTP, on the same texts as in its training."""
+    test = read_test(plan.data, run.set, run.fold)
+    accuracy = service.accuracy(run.name, test[: train_text.QUICK_EXAMPLES] if plan.quick else test)
+    return {"kind": "served", "device": device, "served_percent": accuracy}
+
+
+def measure(service: Service, models: Path, run: Run, device: str, seconds: float) -> list[Record]:
+    """Return the latency and the throughput of a model under each load, by `seqserve bench`."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "levels.jsonl"
+        command = [sys.executable, "-m", "service", "bench", "--url", service.url, "--models", str(models), "--model", run.name]
+        levels = ["--callers", ",".join(map(str, CALLERS)), "--seconds", str(seconds), "--json", str(file)]
+        subprocess.run([*command, *levels], check=True, stdout=subprocess.DEVNULL)
+        loads = records.read(file)
+    gpu = {} if device == "cpu" else {"gpu": torch.cuda.get_device_name(device)}
+    return [
+        {
+            "kind": "speed",
+            "device": device,
+            "callers": load["callers"],
+            "p50_ms": load["p50_ms"],
+            "p99_ms": load["p99_ms"],
+            "texts_per_second": load["answers_per_second"],
+            **gpu,
+        }
+        for load in loads
+    ]
+
+
+def serve(plan: Plan, group: list[Run], device: str, seconds: float) -> None:
+    """Serve the models of a set and family, and append the accuracy of each and the speed of the first."""
+    if all(plan.has(run, "served", device) for run in group) and plan.has(group[0], "speed", device):
+        return
+    models = plan.folder(group[0])
+    with running(models, device) as service:
+        for run in group:
+            plan.append(run, evaluate(plan, service, run, device))
+        for record in measure(service, models, group[0], device, seconds):
+            plan.append(group[0], record)
+    print(f"{group[0].set} {group[0].encoder} is measured on {device}", flush=True)
+
+
+def arguments(line: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--all", action="store_true", help="run every known set and every family")
+    parser.add_argument("--sets", type=lambda word: word.split(","), help="names of sets, separated by commas (default: all)")
+    parser.add_argument("--encoders", type=lambda word: word.split(","), help="families, separated by commas (default: all)")
+    parser.add_argument("--data", type=Path, default=os.environ.get("DATA"), help="folder of the sets (default: $DATA)")
+    parser.add_argument("--devices", default="cpu", help="devices to serve on, as in cpu,cuda:0 (default: %(default)s)")
+    parser.add_argument("--train-device", default="cpu", help="device to train on (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="trainings at once (default: the number of cores)")
+    parser.add_argument("--seeds", type=int, default=5, help="trainings on a set with a test part (default: %(default)s)")
+    parser.add_argument("--folds", type=int, default=FOLDS, help="tested folds of a set without parts (default: %(default)s)")
+    parser.add_argument("--epochs", type=int, help="most epochs of a training")
+    parser.add_argument("--seconds", type=float, default=5.0, help="duration of each load (default: %(default)s)")
+    parser.add_argument("--vectors", type=Path, help="pretrained vectors, in the text format of word2vec or GloVe")
+    parser.add_argument(
+        "--models", type=Path, default=Path("build/recipes"), help="folder for the models (default: %(default)s)"
+    )
+    parser.add_argument("--results", type=Path, default=HERE / "results.jsonl", help="results file (default: %(default)s)")
+    parser.add_argument("--page", type=Path, default=HERE / "README.md", help="page with the table (default: %(default)s)")
+    parser.add_argument(
+        "--quick", action="store_true", help="small models of a few examples; their records are left out of the table"
+    )
+    return parser.parse_args(line)
+
+
+def main(line: list[str] | None = None) -> int:
+    flags = arguments(line)
+    plan = Plan(flags.data, flags.models, flags.results, flags.vectors, flags.epochs, flags.train_device, flags.quick)
+    sets = flags.sets or (list(KNOWN) if flags.all or flags.encoders else [])
+    encoders = flags.encoders or list(train_text.DEFAULTS)
+    try:
+        for name in sets:
+            read_set(plan.data, name)
+    except MissingSet as error:
+        print(error, file=sys.stderr)
+        return 2
+    groups = [runs(plan.data, name, encoder, flags.seeds, flags.folds) for name in sets for encoder in encoders]
+    train_all(plan, groups, flags.jobs)
+    for device in flags.devices.split(","):
+        for group in groups:
+            serve(plan, group, device, flags.seconds)
+    table.write(flags.page, records.read(plan.results))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""Draws the table of a results file: families side by side for each set. Requires the standard library only.
+
+A training record has the accuracy of the framework alone, a served record that of the same model by HTTP, and a speed record the load
+of one model on one device. Records of quick trials are left out, and so are records that a later record of the same run replaces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from statistics import mean, median, stdev
+
+from training.records import Record
+
+BEGIN, END = "<!-- results -->", "<!-- end of results -->"
+EMPTY = "No measurements are recorded yet."
+COLUMNS = (
+    *("set", "family", "runs", "framework alone, %", "training, s", "bytes"),
+    *(f"{device} {figure}" for device in ("CPU", "GPU") for figure in ("%", "ms", "texts/s")),
+)
+MISSING = "–"
+
+
+def write(page: Path, records: list[Record]) -> None:
+    """Replace the table of a page, between its two marks."""
+    before, _, rest = page.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    page.write_text("\n".join([f"{before}{BEGIN}", *lines(records), f"{END}{after}"]))
+
+
+def lines(records: list[Record]) -> Iterator[str]:
+    """Yield the lines of the tables: one row for each set and family, and the means over the sets."""
+    newest = list({_run(record): record for record in records if not record["quick"]}.values())
+    pairs = sorted({_pair(record) for record in newest})
+    if not pairs:
+        yield EMPTY
+        return
+    yield f"| {' | '.join(COLUMNS)} |"
+    yield f"|{'---|' * len(COLUMNS)}"
+    groups = {pair: [record for record in newest if _pair(record) == pair] for pair in pairs}
+    for (name, encoder), group in groups.items():
+        yield f"| {name} | {encoder} | {' | '.join(_cells(group))} |"
+    yield ""
+    yield from _means(groups)
+    yield ""
+    yield from _machines(newest)
+
+
+def _pair(record: Record) -> tuple[str, str]:
+    """Return the set, and the family with the file of its pretrained vectors."""
+    vectors = record["pretrained"]
+    return record["set"], record["encoder"] + (f", {vectors}" if vectors else "")
+
+
+def _run(record: Record) -> tuple[object, ...]:
+    """Return what identifies a run: a later record with the same identity replaces an earlier one."""
+    return tuple(record.get(name) for name in ("kind", "set", "encoder", "pretrained", "fold", "seed", "device", "callers"))
+
+
+def _cells(group: list[Record]) -> Iterator[str]:
+    trainings = _of(group, "training")
+    yield str(len(trainings))
+    yield _spread([record["trained_percent"] for record in trainings])
+    yield f"{median(record['training_seconds'] for record in trainings):.0f}" if trainings else MISSING
+    yield f"{median(record['bytes'] for record in trainings):,.0f}" if trainings else MISSING
+    for on_gpu in (False, True):
+        yield _spread(_served(group, on_gpu))
+        loads = [record for record in _of(group, "speed") if _on_gpu(record) == on_gpu]
+        yield f"{min(loads, key=lambda record: record['callers'])['p50_ms']:.2f}" if loads else MISSING
+        yield f"{max(record['texts_per_second'] for record in loads):,.0f}" if loads else MISSING
+
+
+def _means(groups: dict[tuple[str, str], list[Record]]) -> Iterator[str]:
+    """Yield a table of the accuracy by HTTP beside that of the framework alone: means over the sets that have both."""
+    yield "| family | device | sets | framework alone, % | service, % | difference, points |"
+    yield "|---|---|---|---|---|---|"
+    for family, on_gpu in product(sorted({family for _, family in groups}), (False, True)):
+        pairs = []
+        for group in (group for (_, other), group in groups.items() if other == family):
+            trained, served = [record["trained_percent"] for record in _of(group, "training")], _served(group, on_gpu)
+            if trained and served:
+                pairs.append((mean(trained), mean(served)))
+        if pairs:
+            alone, service = (mean(column) for column in zip(*pairs, strict=True))
+            device = "GPU" if on_gpu else "CPU"
+            yield f"| {family} | {device} | {len(pairs)} | {alone:.2f} | {service:.2f} | {service - alone:+.2f} |"
+
+
+def _machines(records: list[Record]) -> Iterator[str]:
+    """Yield what the records were measured on, and when."""
+    for kind, text in (("training", "Trained"), ("speed", "Served")):
+        places = {(record["processor"], record.get("gpu", "")) for record in records if record["kind"] == kind}
+        dates = sorted(record["date"] for record in records if record["kind"] == kind)
+        if dates:
+            names = "; ".join(sorted(", ".join(filter(None, place)) for place in places))
+            yield f"{text} on {names}, from {dates[0]} to {dates[-1]}."
+
+
+def _served(group: list[Record], on_gpu: bool) -> list[float]:
+    """Return the percentages by HTTP on one kind of device."""
+    return [record["served_percent"] for record in _of(group, "served") if _on_gpu(record) == on_gpu]
+
+
+def _on_gpu(record: Record) -> bool:
+    return bool(record["device"] != "cpu")
+
+
+def _of(group: list[Record], kind: str) -> list[Record]:
+    return [record for record in group if record["kind"] == kind]
+
+
+def _spread(values: list[float]) -> str:
+    """Return the mean, and the standard deviation over several runs."""
+    if not values:
+        return MISSING
+    return f"{mean(values):.1f}" + (f" ± {stdev(values):.1f}" if len(values) > 1 else "")
