@@ -1,7 +1,7 @@
 """Train every family on every set, evaluate each model through the running service, measure its speed, and draw the table.
 
-`--all` runs four sets and six families: ten folds of a set without parts, and five seeds of a set with a test part. What the results file
-has already is not run again. Without `--all`, `--sets` or `--encoders`, the command only draws the table in README.md.
+`--all` runs four sets and six families: ten folds of a set without parts, and five seeds of a set with a test part. The command repeats no
+run that the results file has. Without `--all`, `--sets` or `--encoders`, it only draws the tables in README.md.
 """
 
 from __future__ import annotations

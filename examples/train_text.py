@@ -42,7 +42,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, examples: list[Example], settings: Settings, file: Path | None) -> Vocabulary:
-        """Return the vocabulary of the training examples. file: pretrained vectors, whose width then replaces that of the settings."""
+        """Return the vocabulary of the training examples. file: pretrained vectors, whose width replaces `width`."""
         texts = [example.text for example in examples]
         known = read_vectors(file, words(texts)) if file else {}
         tokenizer = make_tokenizer(texts, settings.minimum_count, known)

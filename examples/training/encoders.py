@@ -38,7 +38,7 @@ class Encoder(nn.Module, ABC):
 
 
 class TorchRecurrentEncoder(Encoder):
-    """One bidirectional level of nn.LSTM or nn.GRU. PyTorch has two biases: those that the model folder lacks stay zero."""
+    """One bidirectional level of nn.LSTM or nn.GRU. PyTorch has two biases; what the model folder lacks of them stays zero."""
 
     recurrent: nn.LSTM | nn.GRU
 

@@ -72,7 +72,7 @@ def _cells(group: list[Record]) -> Iterator[str]:
 
 
 def _means(groups: dict[tuple[str, str], list[Record]]) -> Iterator[str]:
-    """Yield a table of the accuracy by HTTP beside that of the framework alone: means over the sets that have both."""
+    """Yield a table of both accuracies, by HTTP and in the framework alone: means over the sets that have both."""
     yield "| family | device | sets | framework alone, % | service, % | difference, points |"
     yield "|---|---|---|---|---|---|"
     for family, on_gpu in product(sorted({family for _, family in groups}), (False, True)):

@@ -86,7 +86,7 @@ def has_folds(folder: Path | None, name: str) -> bool:
 
 
 def labels_of(name: str, examples: list[Example]) -> tuple[str, ...]:
-    """Return the labels of a known set, or those of the examples: numbers in their order, words in that of the alphabet."""
+    """Return the labels of a known set, or the labels of the examples in the order of numbers or of the alphabet."""
     if name in KNOWN:
         return KNOWN[name].labels
     labels = {example.label for example in examples}
@@ -115,7 +115,7 @@ def _file(folder: Path | None, name: str, part: str) -> Path:
 
 
 def _instructions(name: str) -> str:
-    """Return what a user needs whose folder lacks the files of a set."""
+    """Return instructions for a user with a folder that lacks the files of a set."""
     known = KNOWN.get(name)
     labels = (
         f"The labels of {name} are {', '.join(f'{index} {label}' for index, label in enumerate(known.labels))}."
