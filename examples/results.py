@@ -11,14 +11,17 @@ import os
 import subprocess
 import sys
 import tempfile
+import tomllib
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import torch
 import train_text
 from training import records, table
+from training.fitting import Settings
 from training.records import Record
 from training.service import Service, running
 from training.text_sets import FOLDS, KNOWN, MissingSet, has_folds, read_set, read_test
@@ -44,19 +47,20 @@ class Run:
 
 @dataclass(frozen=True)
 class Plan:
-    """What all runs share. train_device: where models are trained."""
+    """What all runs share. settings: by set and family, what replaces the defaults. train_device: where models are trained."""
 
     data: Path
     models: Path
     results: Path
     vectors: Path | None
-    epochs: int | None
+    settings: dict[str, Any]
     train_device: str
     quick: bool
 
     def folder(self, run: Run) -> Path:
-        """Return the models folder of a run: that of its set and family, which one service serves."""
-        return self.models / f"{run.set}-{run.encoder}"
+        """Return the models folder of a run: one for each set and family, which one service serves, and for each kind of training."""
+        kind = "quick" if self.quick else self.vectors.stem if self.vectors else "full"
+        return self.models / kind / f"{run.set}-{run.encoder}"
 
     def append(self, run: Run, record: Record) -> None:
         """Append a record, with what identifies its run."""
@@ -65,22 +69,21 @@ class Plan:
     def has(self, run: Run, kind: str, device: str | None = None) -> bool:
         """Return whether the results file has such a record of the run."""
         wanted = self._identity(run) | {"kind": kind, **({"device": device} if device else {})}
-        return any(wanted.items() <= record.items() for record in map(_hashable, records.read(self.results)))
+        return any(wanted.items() <= record.items() for record in records.read(self.results))
+
+    def settings_of(self, run: Run) -> Settings:
+        changed = self.settings.get(run.set, {}).get(run.encoder, {})
+        return replace(train_text.DEFAULTS[run.encoder], **changed, seed=run.seed)
 
     def _identity(self, run: Run) -> Record:
         vectors = self.vectors.name if self.vectors else None
-        return asdict(run) | {"pretrained": vectors, "epochs": self.epochs, "quick": self.quick}
-
-
-def _hashable(record: Record) -> Record:
-    return {name: value for name, value in record.items() if name != "settings"}
+        return asdict(run) | {"pretrained": vectors, "quick": self.quick, "requested": asdict(self.settings_of(run))}
 
 
 def train(plan: Plan, run: Run) -> Record:
     """Train one model, write its folder and return its record. Runs in a process of a pool, on one thread."""
     torch.set_num_threads(1)
-    settings = replace(train_text.DEFAULTS[run.encoder], seed=run.seed)
-    settings = settings if plan.epochs is None else replace(settings, epochs=plan.epochs)
+    settings = plan.settings_of(run)
     text_set = read_set(plan.data, run.set, run.fold)
     if plan.quick:
         text_set, settings = train_text.quick(text_set, settings)
@@ -124,17 +127,9 @@ def measure(service: Service, models: Path, run: Run, device: str, seconds: floa
         subprocess.run([*command, *levels], check=True, stdout=subprocess.DEVNULL)
         loads = records.read(file)
     gpu = {} if device == "cpu" else {"gpu": torch.cuda.get_device_name(device)}
+    figures = {"callers": "callers", "p50_ms": "p50_ms", "p99_ms": "p99_ms", "texts_per_second": "answers_per_second"}
     return [
-        {
-            "kind": "speed",
-            "device": device,
-            "callers": load["callers"],
-            "p50_ms": load["p50_ms"],
-            "p99_ms": load["p99_ms"],
-            "texts_per_second": load["answers_per_second"],
-            **gpu,
-        }
-        for load in loads
+        {"kind": "speed", "device": device, **gpu, **{name: load[source] for name, source in figures.items()}} for load in loads
     ]
 
 
@@ -162,7 +157,7 @@ def arguments(line: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="trainings at once (default: the number of cores)")
     parser.add_argument("--seeds", type=int, default=5, help="trainings on a set with a test part (default: %(default)s)")
     parser.add_argument("--folds", type=int, default=FOLDS, help="tested folds of a set without parts (default: %(default)s)")
-    parser.add_argument("--epochs", type=int, help="most epochs of a training")
+    parser.add_argument("--settings", type=Path, help="TOML file of settings, in tables such as [mr.gru]")
     parser.add_argument("--seconds", type=float, default=5.0, help="duration of each load (default: %(default)s)")
     parser.add_argument("--vectors", type=Path, help="pretrained vectors, in the text format of word2vec or GloVe")
     parser.add_argument(
@@ -178,7 +173,8 @@ def arguments(line: list[str] | None) -> argparse.Namespace:
 
 def main(line: list[str] | None = None) -> int:
     flags = arguments(line)
-    plan = Plan(flags.data, flags.models, flags.results, flags.vectors, flags.epochs, flags.train_device, flags.quick)
+    settings = tomllib.loads(flags.settings.read_text()) if flags.settings else {}
+    plan = Plan(flags.data, flags.models, flags.results, flags.vectors, settings, flags.train_device, flags.quick)
     sets = flags.sets or (list(KNOWN) if flags.all or flags.encoders else [])
     encoders = flags.encoders or list(train_text.DEFAULTS)
     try:

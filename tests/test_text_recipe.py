@@ -320,6 +320,37 @@ def test_results_runs_everything_once(
     assert records.read(tmp_path / "results.jsonl") == measured and capsys.readouterr().out == ""
 
 
+def test_settings_of_a_file_replace_the_defaults_of_a_set_and_family(tmp_path: Path) -> None:
+    results = importlib.import_module("results")
+    run = results.Run("mr", "gru", 3, 1)
+    plans = [
+        results.Plan(tmp_path, tmp_path, tmp_path / "results.jsonl", None, settings, "cpu", False)
+        for settings in ({}, {"mr": {"gru": {"rate": 0.5}}, "cr": {"gru": {"rate": 0.25}}})
+    ]
+    assert plans[1].settings_of(run) == replace(plans[0].settings_of(run), rate=0.5)
+    plans[1].append(run, {"kind": "training"})
+    assert plans[1].has(run, "training") and not plans[1].has(run, "served")
+    assert not plans[0].has(run, "training"), "other settings are another run"
+
+
+@pytest.mark.slow
+def test_choose_prints_the_best_settings_first(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    choose = importlib.import_module("choose")
+    line = ["--data", str(data), "--set", "colours", "--encoder", "cnn", "--quick", "--jobs", "1", "--tenths", "2"]
+    assert choose.main([*line, "--try", "rate=0.0,0.05", "--try", "epochs=4"]) == 0
+    header, _, best, worst = capsys.readouterr().out.splitlines()
+    assert header == "| settings | tenth 0 | tenth 1 | average |"
+    assert "rate = 0.05, epochs = 4" in best and "rate = 0.0, epochs = 4" in worst
+    averages = [float(row.split("|")[-2]) for row in (best, worst)]
+    assert averages[0] > averages[1]
+
+
+def test_choose_refuses_what_is_no_setting(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        importlib.import_module("choose").main(["--data", str(data), "--try", "depth=1,2"])
+    assert "depth is not a setting with a number" in capsys.readouterr().err
+
+
 def test_table_has_means_spreads_and_devices() -> None:
     table = importlib.import_module("training.table")
     place = {"date": "2026-01-02", "processor": "P"}
