@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from service.access import peer_keys
 from tests.serving import Server, alive, eventually
 
 HOSTS = tuple(f"127.0.0.{number}" for number in range(2, 10))
@@ -125,3 +126,17 @@ def free_ports_everywhere(count: int) -> list[int]:
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server(("0.0.0.0", 0))) for _ in range(count)]
         return [listening.getsockname()[1] for listening in sockets]
+
+
+def peer_settings(folder: Path, count: int) -> dict[str, str]:
+    """Return the settings with which replicas at the first `count` addresses find each other, and write their peer key file."""
+    peer_keys.create(folder / "peer-keys")
+    [port] = free_ports_everywhere(1)
+    peers = ",".join(f"{host}:{port}" for host in HOSTS[:count])
+    return {"peers": peers, "peer_keys": str(folder / "peer-keys"), "peer_port": str(port)}
+
+
+def knows(replica: Replica, count: int) -> bool:
+    """Return whether a replica has connections to so many others, and knows of no other."""
+    states = [replica.metric("seqserve_peers", state=state) for state in ("reachable", "unreachable")]
+    return states == [count, 0]

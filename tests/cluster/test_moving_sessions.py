@@ -15,12 +15,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from service.access import keys, peer_keys
+from service.access import keys
 from service.access.scopes import Scope
 from tests import models
 from tests.accumulator import Account
 from tests.certificates import Authority
-from tests.cluster.replicas import HOSTS, Cluster, Replica, clustered, free_ports_everywhere
+from tests.cluster.replicas import HOSTS, Cluster, Replica, clustered, knows, peer_settings
 from tests.cluster.streams import Streams, quantile
 from tests.mover.redis_server import running_redis
 from tests.serving import eventually
@@ -36,10 +36,7 @@ machine."""
 def settings(tmp_path: Path) -> dict[str, str]:
     """The settings with which the replicas of a test find each other."""
     models.accumulator(tmp_path / "models")
-    peer_keys.create(tmp_path / "peer-keys")
-    [port] = free_ports_everywhere(1)
-    peers = ",".join(f"{host}:{port}" for host in HOSTS[: 2 * REPLICAS])
-    return {"peers": peers, "peer_keys": str(tmp_path / "peer-keys"), "peer_port": str(port)}
+    return peer_settings(tmp_path, 2 * REPLICAS)
 
 
 @pytest.fixture
@@ -53,14 +50,6 @@ def cluster(tmp_path: Path, settings: dict[str, str]) -> Iterator[Cluster]:
 def redis_url(tmp_path: Path) -> Iterator[str]:
     with running_redis(tmp_path) as url:
         yield url
-
-
-def knows(replica: Replica, count: int) -> bool:
-    """Return whether a replica has connections to so many others, and knows of no other."""
-    return (replica.metric("seqserve_peers", state="reachable"), replica.metric("seqserve_peers", state="unreachable")) == (
-        count,
-        0,
-    )
 
 
 def chunk(replica: Replica, name: str, **options: object) -> tuple[int, dict[str, object]]:

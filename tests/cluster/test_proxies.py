@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from websockets.sync.client import connect
 
 from tests import models
 from tests.accumulator import faults_of
-from tests.cluster.replicas import Cluster, Replica, clustered
+from tests.cluster.replicas import Cluster, Replica, clustered, knows, peer_settings
 from tests.cluster.shipped import REPLICAS, Front, shipped
 from tests.cluster.traffic import CONNECTIONS, HEADER, Round, Traffic, owners, rounds_during
 from tests.proxies import PROXIES
@@ -26,8 +27,6 @@ from tests.serving import eventually
 SESSIONS = 1000
 SETTLE_SECONDS = 4.0
 """Longer than a proxy needs to notice a replica that is ready or not."""
-MOVING: dict[str, str] = {}
-"""Settings with which the state of a session moves to the replica where its next chunk arrives. Without them it is lost."""
 RING = {"envoy"}
 """Proxies whose ring depends on the number of replicas: sessions of unchanged replicas may move as well."""
 UNCHECKED = {"nginx"}
@@ -43,15 +42,31 @@ class Proxied(NamedTuple):
     cluster: Cluster
 
 
-@pytest.fixture(params=PROXIES)
-def proxied(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Proxied]:
-    models.accumulator(tmp_path / "models")
+@contextmanager
+def behind(proxy: str, folder: Path, **settings: str) -> Iterator[Proxied]:
+    """Run three replicas behind a proxy."""
+    models.accumulator(folder / "models")
     with (
-        clustered(tmp_path / "models", tmp_path, REPLICAS, replicated="1", **MOVING) as cluster,
-        shipped(request.param, cluster, tmp_path) as front,
+        clustered(folder / "models", folder, REPLICAS, replicated="1", **settings) as cluster,
+        shipped(proxy, cluster, folder) as front,
     ):
         eventually(lambda: uses_all(front, cluster))
-        yield Proxied(request.param, front, cluster)
+        yield Proxied(proxy, front, cluster)
+
+
+@pytest.fixture(params=PROXIES)
+def proxied(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Proxied]:
+    """Replicas whose sessions stay where they are: they do not know each other."""
+    with behind(request.param, tmp_path) as started:
+        yield started
+
+
+@pytest.fixture(params=PROXIES)
+def with_peers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Proxied]:
+    """Replicas whose sessions move to where their next chunk arrives."""
+    with behind(request.param, tmp_path, **peer_settings(tmp_path, REPLICAS)) as started:
+        eventually(lambda: all(knows(replica, REPLICAS - 1) for replica in started.cluster.replicas))
+        yield started
 
 
 def message(**parameters: bool) -> Any:
@@ -156,7 +171,7 @@ async def story(proxied: Proxied, traffic: Traffic) -> dict[str, Change]:
     round = await rounds_during(traffic, lambda: added.append(cluster.again(first)), SETTLE_SECONDS)
     change = changes["added"] = Change.of(round, before, "")
     assert not round.failed or (proxied.name in UNCHECKED and set(round.failed) == {"unavailable"}), round.failed
-    assert (change.moved == 0) is bool(MOVING), "a new replica takes sessions over, with their state if that can move"
+    assert change.moved > 0, "a new replica takes sessions over, without their states"
     before = await owners(traffic.names, cluster.running)
     assert Counter(before.values())[first.host] > 0
 
@@ -166,17 +181,68 @@ async def story(proxied: Proxied, traffic: Traffic) -> dict[str, Change]:
     change = changes["drained"] = Change.of(round, before, second.host)
     # Without health checks a proxy sends requests until the port closes: one may arrive in the microseconds of the closing.
     assert round.failed.total() <= (2 if proxied.name in UNCHECKED else 0), round.failed
-    assert change.lost == (0 if MOVING else owned)
+    assert change.lost == owned
     check_moved(proxied, change)
     return changes
 
 
 def check_moved(proxied: Proxied, change: Change) -> None:
     """Check that only Envoy moves sessions of replicas that have not changed, and not many."""
-    if proxied.name in RING and not MOVING:
+    if proxied.name in RING:
         assert change.moved <= SESSIONS // 5
     else:
         assert change.moved == 0
+
+
+def test_states_of_a_thousand_sessions_follow_them(with_peers: Proxied, capsys: pytest.CaptureFixture[str]) -> None:
+    async def run() -> dict[str, str]:
+        traffic = Traffic(with_peers.front.address, SESSIONS)
+        try:
+            return await moving_story(with_peers, traffic)
+        finally:
+            await traffic.hang_up()
+
+    report = asyncio.run(run())
+    with capsys.disabled():
+        print(f"\n{with_peers.name}, with peers: " + "; ".join(f"{name}: {what}" for name, what in report.items()))
+
+
+async def moving_story(proxied: Proxied, traffic: Traffic) -> dict[str, str]:
+    """Send chunks of all sessions all the time: only those of the replica that fails are lost, and each once."""
+    cluster = proxied.cluster
+    first, second, _ = cluster.replicas
+    begun = await traffic.round() + await traffic.round()
+    assert not begun.faults and not begun.lost and not begun.failed, begun
+
+    held = sessions_of(first)
+    killed = await rounds_during(traffic, first.kill, SETTLE_SECONDS)
+    assert not killed.faults, faults_of(killed.faults)
+    assert len(set(killed.lost)) == len(killed.lost) == held, "every session of a replica that fails is reported, and each once"
+    assert killed.failed.total() <= 2 * CONNECTIONS, killed.failed
+
+    added: list[Replica] = []
+    grown = await rounds_during(traffic, lambda: added.append(cluster.again(first)), SETTLE_SECONDS)
+    assert not grown.faults and not grown.lost, (faults_of(grown.faults), grown.lost)
+    assert not grown.failed or (proxied.name in UNCHECKED and set(grown.failed) == {"unavailable"}), grown.failed
+    taken = sessions_of(added[0])
+    assert taken > 0, "a new replica takes sessions over"
+
+    given = sessions_of(second)
+    second.drain()
+    drained = await rounds_during(traffic, second.await_end, SETTLE_SECONDS)
+    assert not drained.faults and not drained.lost, (faults_of(drained.faults), drained.lost)
+    assert drained.failed.total() <= (2 if proxied.name in UNCHECKED else 0), drained.failed
+    assert sum(map(sessions_of, cluster.running)) == SESSIONS
+    return {
+        "killed": f"{held} lost, {dict(killed.failed) or 'no'} errors",
+        "added": f"{taken} moved, {dict(grown.failed) or 'no'} errors",
+        "drained": f"{given} moved, {dict(drained.failed) or 'no'} errors",
+    }
+
+
+def sessions_of(replica: Replica) -> int:
+    """Return how many sessions a replica has. To ask it for the state of one would bring that session there."""
+    return int(replica.metric("seqserve_sessions"))
 
 
 async def check_spread(traffic: Traffic, replicas: list[Replica]) -> dict[str, str]:
