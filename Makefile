@@ -206,8 +206,8 @@ bench-devices: .venv/load gpu compiled
 
 # With the Python version of the image, because some packages are for some versions only.
 lock: .venv-audit/installed
-	@$(LOCK) --extra trace --output-file deploy/requirements/cpu.txt pyproject.toml
-	@$(LOCK) --extra gpu --extra trace --constraint deploy/requirements/cpu.txt --output-file deploy/requirements/gpu.txt pyproject.toml
+	@$(LOCK) --extra redis --extra trace --output-file deploy/requirements/cpu.txt pyproject.toml
+	@$(LOCK) --extra gpu --extra redis --extra trace --constraint deploy/requirements/cpu.txt --output-file deploy/requirements/gpu.txt pyproject.toml
 
 # Asks a service on the internet for known vulnerabilities.
 audit: .venv-audit/installed

@@ -32,7 +32,7 @@ def constraints() -> dict[str, str]:
     return {canonicalize_name(name): version for name, version in pairs}
 
 
-@pytest.mark.parametrize(("name", "extras"), [("cpu", ["trace"]), ("gpu", ["gpu", "trace"])])
+@pytest.mark.parametrize(("name", "extras"), [("cpu", ["redis", "trace"]), ("gpu", ["gpu", "redis", "trace"])])
 def test_lock_has_what_the_project_needs(name: str, extras: list[str]) -> None:
     """If this fails after a change of dependencies, run `make lock`."""
     versions = locked(name)
