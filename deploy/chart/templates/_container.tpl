@@ -15,6 +15,12 @@
 - {name: SEQSERVE_PEER_PORT, value: "8002"}
 - {name: SEQSERVE_PEER_KEYS, value: /etc/seqserve/peer-keys/{{ .Values.peers.keys.file }}}
 {{- end }}
+{{- if .Values.checkpoints.claim.name }}
+- {name: SEQSERVE_CHECKPOINTS, value: /var/lib/seqserve/checkpoints}
+{{- else if .Values.checkpoints.redis.secret }}
+- name: SEQSERVE_CHECKPOINTS
+  valueFrom: {secretKeyRef: {name: {{ .Values.checkpoints.redis.secret }}, key: {{ .Values.checkpoints.redis.entry }}}}
+{{- end }}
 {{- if .Values.gpu.enabled }}
 {{- $devices := list }}
 {{- range until (int .Values.gpu.count) }}{{ $devices = append $devices (printf "cuda:%d" .) }}{{ end }}

@@ -204,7 +204,7 @@ def mounts_are_what_the_service_reads(objects: list[Object]) -> list[str]:
     read, image = settings(objects), image_environment()
     if str(read.models) != image["SEQSERVE_MODELS"] or str(read.cache) != image["SEQSERVE_CACHE"]:
         faults.append(f"the models are in {read.models} and the kernels in {read.cache}, and the image has them elsewhere")
-    own = {str(read.models), str(read.cache), "/tmp"}
+    own = {str(read.models), str(read.cache), read.checkpoints, "/tmp"}
     files = {
         name: getattr(read, name) for name in ("keys", "state_keys", "peer_keys", "tls_cert", "tls_key") if getattr(read, name)
     }
@@ -214,6 +214,8 @@ def mounts_are_what_the_service_reads(objects: list[Object]) -> list[str]:
         for name, file in files.items()
         if str(PurePosixPath(file).parent) not in mounts
     ]
+    if read.checkpoints.startswith("/") and mounts.get(read.checkpoints, {"readOnly": True}).get("readOnly"):
+        faults.append(f"checkpoints are in {read.checkpoints}, which is no volume that can be written")
     faults += [f"{path} is mounted, and the service reads nothing there" for path in mounts.keys() - folders - own]
     faults += [
         f"{path} can be written" for path in {str(read.models), *folders} & mounts.keys() if not mounts[path].get("readOnly")

@@ -15,7 +15,7 @@ SCHEMA = Path(__file__).resolve().parent.parent.parent.parent / "deploy" / "char
 OWNED = {
     *("host", "port", "grpc", "grpc_port", "admin_host", "admin_port", "allowed_hosts"),
     *("models", "cache", "device", "start_seconds", "lame_duck_seconds", "drain_seconds"),
-    *("replicated", "peers", "peer_keys", "peer_port"),
+    *("replicated", "peers", "peer_keys", "peer_port", "checkpoints"),
     *("insecure", "keys", "state_keys", "tls_cert", "tls_key", "tls_client_ca"),
 }
 """Settings that the chart sets from other values, or that its probes could not work with."""

@@ -173,6 +173,10 @@ FAULTS: dict[str, tuple[str, Plant]] = {
     ),
     "the image has them elsewhere": ("gpu", lambda objects: variable(objects, "SEQSERVE_MODELS", "/data")),
     "and no volume is mounted there": ("gpu", lambda objects: variable(objects, "SEQSERVE_KEYS", "/keys.toml")),
+    "which is no volume that can be written": (
+        "gpu",
+        lambda objects: mount(objects, "/var/lib/seqserve/checkpoints").update(readOnly=True),
+    ),
     "the service reads nothing there": (
         "sessions",
         lambda objects: mount(objects, "/etc/seqserve/tls").update(mountPath="/tls"),
@@ -321,6 +325,7 @@ REFUSED: dict[str, Any] = {
         "access": {**KEYS["access"], "allowedHosts": ["example.com"]},
         "monitor": {"enabled": True, "key": {"secret": "prometheus"}},
     },
+    "states are saved in one of both": {**KEYS, "checkpoints": {"claim": {"name": "saved"}, "redis": {"secret": "redis"}}},
     "set peers.keys.secret": {**KEYS, "peers": {"enabled": True}},
     "set gpu.count=1 and raise replicas": {**KEYS, "gpu": {"enabled": True, "resource": "nvidia.com/mig-1g.10gb", "count": 2}},
     # by the schema
