@@ -54,7 +54,14 @@ class Output:
 def running_top(url: str, output: int, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
     """Run `seqserve top` with its output in a file descriptor. At the end of the block an interrupt ends it."""
     command = [sys.executable, "-m", "service", "top", url, "--interval", "0.1"]
-    with subprocess.Popen(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, env=os.environ | variables) as top:
+    with subprocess.Popen(
+        command,
+        stdout=output,
+        stderr=output,
+        stdin=subprocess.DEVNULL,
+        env=os.environ | variables,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore interrupts
+    ) as top:
         try:
             yield top
             top.send_signal(signal.SIGINT)
