@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -133,19 +133,29 @@ class Change(NamedTuple):
         return f"{self.lost} lost with their replica, {self.moved} moved, {dict(self.round.failed) or 'no'} errors"
 
 
+Story = Callable[[Proxied, Traffic], Awaitable[Mapping[str, object]]]
+"""Sends chunks while replicas change, and returns what each change did."""
+
+
 def test_thousand_sessions_meet_a_failed_a_new_and_a_drained_replica(
     proxied: Proxied, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def run() -> dict[str, Change]:
+    report = run_story(proxied, story)
+    with capsys.disabled():
+        print(f"\n{proxied.name}: {report}")
+
+
+def run_story(proxied: Proxied, story: Story) -> str:
+    """Run a story with SESSIONS sessions, and return its report on one line."""
+
+    async def run() -> Mapping[str, object]:
         traffic = Traffic(proxied.front.address, SESSIONS)
         try:
             return await story(proxied, traffic)
         finally:
             await traffic.hang_up()
 
-    report = asyncio.run(run())
-    with capsys.disabled():
-        print(f"\n{proxied.name}: " + "; ".join(f"{name}: {change}" for name, change in report.items()))
+    return "; ".join(f"{change}: {effect}" for change, effect in asyncio.run(run()).items())
 
 
 async def story(proxied: Proxied, traffic: Traffic) -> dict[str, Change]:
@@ -195,16 +205,9 @@ def check_moved(proxied: Proxied, change: Change) -> None:
 
 
 def test_states_of_a_thousand_sessions_follow_them(with_peers: Proxied, capsys: pytest.CaptureFixture[str]) -> None:
-    async def run() -> dict[str, str]:
-        traffic = Traffic(with_peers.front.address, SESSIONS)
-        try:
-            return await moving_story(with_peers, traffic)
-        finally:
-            await traffic.hang_up()
-
-    report = asyncio.run(run())
+    report = run_story(with_peers, moving_story)
     with capsys.disabled():
-        print(f"\n{with_peers.name}, with peers: " + "; ".join(f"{name}: {what}" for name, what in report.items()))
+        print(f"\n{with_peers.name}, with peers: {report}")
 
 
 async def moving_story(proxied: Proxied, traffic: Traffic) -> dict[str, str]:

@@ -40,7 +40,7 @@ class Round:
 
 
 class Traffic:
-    """Clients on CONNECTIONS kept-alive connections. A client whose session is lost begins anew under another name.
+    """Clients on CONNECTIONS kept-alive connections. A client whose session is lost begins again under another name.
 
     Under the old name it could meet an older state: a replica keeps what it had until the session expires.
     """

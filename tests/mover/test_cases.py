@@ -61,6 +61,14 @@ def ask(replica: Replica, *values: int, starts: bool | None = False, at: int | N
     return replica.harness.call(values, session=NAME, starts=starts, at=at)
 
 
+def ask_and_settle(story: Story, place: int, *values: int) -> FakeClient:
+    """Send a chunk to a replica, and let everything happen that it causes."""
+    client = ask(story.replicas[place], *values)
+    work(story)
+    settle(story)
+    return client
+
+
 def code(client: FakeClient) -> str:
     [error] = client.errors
     return error.code
@@ -102,9 +110,7 @@ def test_giver_serves_again_when_its_reply_was_lost() -> None:
     work(story)
     settle(story)
     assert code(first) == "session_unreachable"
-    second = ask(story.replicas[B], 3)
-    work(story)
-    settle(story)
+    second = ask_and_settle(story, B, 3)
     assert second.sums == [4.0]
 
 
@@ -115,9 +121,7 @@ def test_late_state_counts_for_nothing() -> None:
     lose_all(story)
     story.time_passes(2.5)
     settle(story)
-    second = ask(story.replicas[B], 3)
-    work(story)
-    settle(story)
+    second = ask_and_settle(story, B, 3)
     assert second.sums == [4.0]
     story.network.append(late)
     settle(story)
@@ -132,9 +136,7 @@ def test_lost_confirmation_is_asked_for() -> None:
     story.time_passes(1.5)
     settle(story)
     assert not story.replicas[B].transfers._moves.departures
-    client = ask(story.replicas[B], 3)
-    work(story)
-    settle(story)
+    client = ask_and_settle(story, B, 3)
     assert client.sums == [6.0]
 
 
@@ -184,9 +186,7 @@ def test_unsettled_state_is_lost_for_a_chunk_without_steps() -> None:
         story.learn_all(replica)
     story.time_passes(1.5)
     settle(story)
-    client = ask(story.replicas[B], 3)
-    work(story)
-    settle(story)
+    client = ask_and_settle(story, B, 3)
     assert code(client) == "session_lost"
     begun = ask(story.replicas[B], 3, starts=None)
     work(story)
